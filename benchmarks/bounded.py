@@ -20,7 +20,7 @@ from kvpass.policies import Policy, Tokens
 BUDGET = 1024
 FLOOR = 8  # slots of a step that reads little but the weights
 SINKS = 4  # the first tokens, which keep their positions when a conversation moves on
-LEFT_OUT = ("full", "kv_align")  # evicts nothing; needs a network trained for the model
+LEFT_OUT = ("full", "kv_align", "tri_attention", "expected_attention")  # evicts nothing; need weights of the model
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,7 +35,7 @@ from kvpass.decoding.prefill import Caller
 from kvpass.errors import KVPassError
 from kvpass.torch_private.counters import captured_graphs, graph_breaks
 
-LEFT_OUT = ("kv_align",)  # it needs networks that were trained for the model
+LEFT_OUT = ("kv_align", "tri_attention", "expected_attention")  # they need weights that were made for the model
 FILE = "quality.json"
 BESIDE = ("full", "window", "random")  # the limits that the others are measured against
 

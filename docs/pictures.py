@@ -25,11 +25,12 @@ from kvpass.errors import KVPassError
 BUDGET, PROMPT, LENGTH, EVERY = 68, 128, 512, 2
 OPTIONS: dict[str, dict[str, Any]] = {  # defaults would leave few tokens for the selection, or none
     "snapkv": {"window": 16},
+    "pyramid_kv": {"window": 16},
     "keydiff": {"interval": 8},
     "r_kv": {"interval": 8},
     "vase": {"recent": 16, "interval": 8},
 }
-LEFT_OUT = ("kv_align",)  # it needs networks that were trained for the model
+LEFT_OUT = ("kv_align", "tri_attention", "expected_attention")  # they need weights that were made for the model
 
 
 def draw(model: Any, tokens: Tensor, name: str) -> None:

@@ -10,6 +10,7 @@ from kvpass.decoding.cache_files import load_cache, save_cache
 from kvpass.decoding.loop import DecodeLoop
 from kvpass.decoding.prefill import prefill
 from kvpass.decoding.requests import GenerationOutput, RequestStatus
+from kvpass.diagnostics.calibrate import calibrate
 from kvpass.diagnostics.report import CacheReport, ExplainReport, explain, inspect
 from kvpass.diagnostics.simulate import Trace, simulate
 from kvpass.diagnostics.warm import warm
@@ -18,12 +19,14 @@ from kvpass.errors import (
     BudgetError,
     CacheFileError,
     CacheHandleError,
+    CalibrationError,
     KVPassError,
     LookupRangeError,
     PolicyError,
     RequestError,
     UnsupportedGraph,
 )
+from kvpass.policies.calibration import Calibration
 
 __all__ = [
     "ArtifactError",
@@ -32,6 +35,8 @@ __all__ = [
     "CacheFileError",
     "CacheHandleError",
     "CacheReport",
+    "Calibration",
+    "CalibrationError",
     "DecodeLoop",
     "ExplainReport",
     "GenerationOutput",
@@ -43,6 +48,7 @@ __all__ = [
     "Trace",
     "UnsupportedGraph",
     "backend",
+    "calibrate",
     "compile",
     "explain",
     "export",

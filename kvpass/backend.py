@@ -117,7 +117,8 @@ class Backend:
     ) -> Callable[..., Any]:
         """Compile one graph of Dynamo.
 
-        A refusal is raised when the graph runs, because Dynamo would wrap an error that is raised here.
+        A refusal is raised when the graph runs, because Dynamo would wrap an error that is raised here.  With layers as
+        regions it is noted and raised here, so that Dynamo keeps no graph that refuses: the call is made again.
 
         Args:
             gm: the graph.
@@ -133,6 +134,8 @@ class Backend:
                     regions.check_weights(gm)
                 return self._with(mode, options)._compile(gm, examples)
         except (KVPassError, regions.LayersDiffer) as error:
+            if regions.note_refused(error):
+                raise
             return _refusal(error)
 
     def _with(self, mode: str | None, options: dict[str, Any] | None) -> Backend:
@@ -482,9 +485,7 @@ def backend(
     """
     chosen = policies.resolve(policy, policy_options)
     budgets.check(chosen, budget)
-    require(
-        positions != "cache" or not chosen.renumbers, "positions", positions, f"{chosen.name} numbers tokens itself"
-    )
+    require(positions != "cache" or not chosen.own_positions, "positions", positions, chosen.own_positions)
     _check_settings(inner, mode, options)
     _check_enabled(strict)
     logs.configure()

@@ -43,6 +43,10 @@ class AlignerError(KVPassError, ValueError):
     """An aligner that is missing, damaged, or was trained for another model, window or policy."""
 
 
+class CalibrationError(KVPassError, ValueError):
+    """A calibration that is missing, damaged, or of another model, or a model that cannot be calibrated."""
+
+
 class CacheFileError(KVPassError, ValueError):
     """A saved cache that is damaged, of a newer format, or was made by another model or under other settings."""
 

@@ -1,6 +1,7 @@
 """No compiled code is carried from test to test.
 
 Tests that ask for `traced` are the exception: they share what Dynamo traces of a model that they call in the same way.
+So do the tests of a file that uses `shared_traces`.
 
 What imports torch is imported where it is needed: the process that only hands tests to others starts without it.
 """
@@ -93,7 +94,7 @@ def fresh_dynamo(request: pytest.FixtureRequest) -> Iterator[None]:
 
     from tests import models
 
-    shares = "traced" in request.fixturenames
+    shares = not {"traced", "shared_traces"}.isdisjoint(request.fixturenames)
     if not shares:
         models.forget()
     torch._dynamo.utils.counters.clear()
@@ -101,6 +102,15 @@ def fresh_dynamo(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if not shares:
         torch._dynamo.reset()
+
+
+@pytest.fixture(scope="module")
+def shared_traces() -> Iterator[None]:
+    """The tests of a file that uses this share what is traced and compiled."""
+    from tests import models
+
+    with models.lasting():
+        yield
 
 
 @pytest.fixture

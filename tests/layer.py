@@ -84,6 +84,8 @@ class Lowered:
         chunk = Chunk(new.k if ranked else k, new.v, new.valid, Attention(), new.pins)
         if slots is not None and new.valid.shape[1] == 1 and slots.capacity == self.layout.capacity:
             counted = new.valid[:, 0].tolist() if self.knows_padding else [True] * len(limits)
+            if new.pins is not None:
+                self.limits = limits = chunk.raised(policy, limits)
             rows = zip(self.clocks, limits, counted, strict=True)
             ticks = [policy.tick(clock, limit) if real else (False, clock) for clock, limit, real in rows]
             self.clocks = [clock for _, clock in ticks]
@@ -107,6 +109,7 @@ class Lowered:
             (output, *_), sums = extend_step(self.layout, site, slots, q, k, new.v, new.valid)
         attention = as_attention(policy, sums, new.valid) if policy.statistics else Attention()
         self.slots = admit(self.layout, slots, dataclasses.replace(chunk, attention=attention), self.limits)
+        self.limits = limits = chunk.raised(policy, limits)
         counts = new.valid.sum(-1).tolist()
         rows = zip(self.clocks, counts, limits, strict=True)
         self.clocks = [policy.clock(*row) for row in rows]

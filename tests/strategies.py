@@ -15,6 +15,7 @@ from kvpass import policies
 from kvpass.errors import BudgetError
 from kvpass.policies import Policy
 from tests.aligners import random_aligner
+from tests.calibrations import CALIBRATED, random_calibration
 
 EXAMPLES = int(os.environ.get("KVPASS_EXAMPLES", "30"))  # more, and other ones, for a thorough run
 
@@ -64,6 +65,10 @@ ALIGNERS = st.builds(
     st.sampled_from(["direct", "paper", "nothing"]),
     st.integers(1, 3),
 )
+CALIBRATIONS = st.builds(lambda seed: random_calibration(1, seed=seed), st.integers(0, 20))
+OF_CALIBRATIONS: dict[str, Any] = {"heads": 2, "groups": 2, "dim": 8, "positions": "absolute"}
+OF_ONE_MODEL = ("kv_align", *CALIBRATED)
+"""Policies whose weights are made for one model."""
 
 TABLE = [
     Row("window"),
@@ -160,6 +165,15 @@ TABLE = [
         fixed={"window": 3},
     ),
     Row(
+        "pyramid_kv",
+        st.fixed_dictionaries(
+            {"window": st.integers(1, 4), "kernel": st.sampled_from([1, 3]), "beta": st.sampled_from([1, 2, 20])}
+        ),
+        least=6,
+        scored=True,
+        fixed={"window": 3},
+    ),
+    Row(
         "keydiff",
         st.fixed_dictionaries(
             {"sinks": st.integers(0, 2), "recent": st.integers(0, 2), "interval": st.sampled_from([1, 2, 5])}
@@ -197,6 +211,33 @@ TABLE = [
         ),
         scored=True,
         fixed={"sinks": 1, "recent": 3, "interval": 2},
+    ),
+    Row(
+        "tri_attention",
+        st.fixed_dictionaries(
+            {
+                "calibration": CALIBRATIONS,
+                "sinks": st.integers(0, 2),
+                "recent": st.integers(0, 2),
+                "interval": st.sampled_from([1, 2, 5]),
+            }
+        ),
+        case=OF_CALIBRATIONS,
+        fixed={"sinks": 1, "interval": 2},
+    ),
+    Row(
+        "expected_attention",
+        st.fixed_dictionaries(
+            {
+                "calibration": CALIBRATIONS,
+                "sinks": st.integers(0, 2),
+                "horizon": st.sampled_from([1, 7, 512]),
+                "epsilon": st.sampled_from([0.0, 0.02]),
+                "interval": st.sampled_from([1, 2, 5]),
+            }
+        ),
+        case=OF_CALIBRATIONS,
+        fixed={"sinks": 1, "interval": 2},
     ),
     Row("kv_align", ALIGNERS, least=7, case={"heads": 2, "dim": 8, "positions": "absolute"}, periodic=False),
 ]

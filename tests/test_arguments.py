@@ -125,6 +125,7 @@ POLICY_OPTIONS: dict[str, dict[str, Sequence[Any]]] = {
         "top": without(NO_COUNT, None),
         "select_at": ("once", None),
     },
+    "pyramid_kv": {"window": NO_COUNT, "kernel": (*NO_COUNT, 4), "beta": NO_COUNT},
     "keydiff": {"sinks": without(NO_COUNT, 0), "recent": without(NO_COUNT, 0)},
     "r_kv": {
         "window": NO_COUNT,
@@ -141,8 +142,21 @@ POLICY_OPTIONS: dict[str, dict[str, Sequence[Any]]] = {
         "kernel": (*NO_COUNT, 4),
         "seed": (*without(NO_COUNT, 0), 2**31 - 1),
     },
+    "tri_attention": {"calibration": (3, [], None), "sinks": without(NO_COUNT, 0), "recent": without(NO_COUNT, 0)},
+    "expected_attention": {
+        "calibration": (3, [], None),
+        "sinks": without(NO_COUNT, 0),
+        "horizon": NO_COUNT,
+        "epsilon": (*NO_NUMBER, -0.1, None),
+    },
     "kv_align": {"aligner": (3, [], None), "every": NO_COUNT},
     "window": {"keep_prompt": NO_TRUTH},
+}
+
+OF_FILES: dict[str, dict[str, Any]] = {
+    "kv_align": {"aligner": "none"},
+    "tri_attention": {"calibration": "none"},
+    "expected_attention": {"calibration": "none"},
 }
 
 SETTINGS: dict[str, Sequence[Any]] = {
@@ -241,7 +255,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Sequence[An
     "parse": (policies.parse, {}, {"text": (3, None, ["h2o"])}),
     "resolve": (policies.resolve, dict(policy="h2o", options={}), {"policy": NO_POLICY, "options": (3, None, {3: 1})}),
     **{
-        f"policy {name}": (policies.get(name), {"aligner": "none"} if name == "kv_align" else {}, options)
+        f"policy {name}": (policies.get(name), OF_FILES.get(name, {}), options)
         for name, options in POLICY_OPTIONS.items()
     },
 }  # fmt: skip

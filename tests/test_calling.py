@@ -23,7 +23,7 @@ from torch import Tensor
 import kvpass
 from kvpass.cache.handle import Handle
 from kvpass.runtime.compiled_call import CompiledCall
-from tests.models import Run, breaks, build, lasting, many_graphs, prompt
+from tests.models import Run, breaks, build, many_graphs, prompt
 
 MODELS = pathlib.Path(__file__).parent.parent / "kvpass" / "apps" / "data"
 ARCHITECTURES = ["Llama", "GPTNeoX"]
@@ -44,11 +44,12 @@ def over_cases(quick: list[tuple[str, str]]) -> pytest.MarkDecorator:
 cases, costly = over_cases(QUICK), over_cases(QUICK[:1])
 
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
+
 @pytest.fixture(scope="module", autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    """In place of the fixture for all tests: compiled code lives as long as this file."""
-    with lasting():
-        yield
+def served_again(shared_traces: None) -> Iterator[None]:
+    yield
     served.cache_clear()
 
 

@@ -13,6 +13,7 @@ import torch
 
 import kvpass
 from tests.aligners import random_aligner
+from tests.calibrations import CALIBRATED, random_calibration
 from tests.models import build, force, prompt
 from tests.strategies import ROWS, TABLE, fitting
 from tests.traces import Traced
@@ -39,6 +40,8 @@ def settings(name: str, architecture: str, budget: int) -> dict[str, object]:
     options = dict(ROWS[name].fixed)
     if name == "kv_align":  # its networks are made for one model
         options["aligner"] = random_aligner("direct", layers=2, heads=KV_HEADS[architecture], dim=16)
+    if name in CALIBRATED:
+        options["calibration"] = random_calibration(heads=KV_HEADS[architecture], dim=16)
     policy = kvpass.policies.resolve(name, options)
     return {"policy": name, "budget": fitting(policy, budget) if policy.evicts else 64, **options}
 

@@ -15,8 +15,10 @@ KV_DTYPES = ("int8", "int4", "int8-hadamard", "int4-hadamard")
 """As in kvpass.lowering.formats."""
 DEMO_PARTS = ("chat", "book", "retrieval", "cost", "kept")
 """As in kvpass.apps.demo.settings."""
-MEASURES = ("perplexity", "stream", "agreement", "passkey", "needle", "recall", "speed")
+MEASURES = ("perplexity", "stream", "agreement", "passkey", "needle", "ruler", "recall", "speed")
 """As in kvpass.apps.evaluation.command."""
+RULER_TASKS = ("single", "multikey", "variables", "common", "frequent")
+"""As in kvpass.apps.evaluation.ruler."""
 DEFAULT = " (default: %(default)s)"
 
 
@@ -60,6 +62,7 @@ def parser() -> argparse.ArgumentParser:
     job.add_argument("--out", metavar="DIR", type=Path, default=Path("out"), help="where results go" + DEFAULT)
     job.set_defaults(run=demo)
     _add_align(commands)
+    _add_calibrate(commands)
     _add_eval(commands)
     harness = commands.add_parser(
         "lm-eval",
@@ -106,6 +109,21 @@ def _add_align(commands: Any) -> None:
     job.set_defaults(run=align)
 
 
+def _add_calibrate(commands: Any) -> None:
+    job = commands.add_parser(
+        "calibrate",
+        help="statistics of a model's queries, for the policies tri_attention and expected_attention",
+        description="Runs a model on a text and writes the statistics of its queries before their rotary embedding.",
+    )
+    job.add_argument("model", metavar="MODEL", help="name or path of a Hugging Face causal model")
+    job.add_argument("--text", metavar="FILE", type=Path, help="UTF-8 text (default: prose of Python's manual)")
+    job.add_argument("--out", metavar="FILE", type=Path, required=True, help="the safetensors file to write")
+    job.add_argument("--window", metavar="N", type=at_least(8), default=1024, help="tokens run at once" + DEFAULT)
+    job.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="float32", help=DEFAULT[1:])
+    job.add_argument("--threads", metavar="N", type=at_least(1), help="threads of torch (default: its own choice)")
+    job.set_defaults(run=calibrate)
+
+
 def _add_eval(commands: Any) -> None:
     job = commands.add_parser(
         "eval",
@@ -150,6 +168,11 @@ def _add_eval(commands: Any) -> None:
     job.add_argument(
         "--depth", metavar="X", type=float, nargs="+", default=[0, 0.25, 0.5, 0.75, 1], help="0 (first) to 1" + DEFAULT
     )
+    job.add_argument("--task", choices=RULER_TASKS, nargs="+", default=list(RULER_TASKS), help="of ruler" + DEFAULT)
+    job.add_argument(
+        "--question", choices=["inside", "after"], default="inside",
+        help="of ruler: in the prompt, or a turn of its own once the prompt is compressed" + DEFAULT,
+    )  # fmt: skip
     job.add_argument(
         "--distance", metavar="N", type=at_least(1), nargs="+", default=[32, 64, 128, 256, 512, 1024],
         help="of recall, in tokens" + DEFAULT,
@@ -250,6 +273,15 @@ def align(parsed: argparse.Namespace) -> None:
         seed=parsed.seed,
     )
     command.train(parsed.model, parsed.text, parsed.out, settings, parsed.dtype, parsed.threads, parsed.device)
+
+
+def calibrate(parsed: argparse.Namespace) -> None:
+    """Calibrate a model; the imports need the extra `align`."""
+    try:
+        from kvpass.apps import calibrate as command
+    except ModuleNotFoundError as error:
+        raise KVPassError(f"calibrating a model needs {error.name}: pip install 'kvpass[align]'") from error
+    command.main(parsed.model, parsed.text, parsed.out, parsed.window, parsed.dtype, parsed.threads)
 
 
 if __name__ == "__main__":

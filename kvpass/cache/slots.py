@@ -45,7 +45,7 @@ class Layout:
         batch, heads, key_dim, value_dim: B, Hkv, D and Dv.
         dtype, device: of keys and values.
         ranked: keys are stored before their rotary embedding and rotated by rank (positions="cache").
-        layer: the layer's index, for policies whose `align` reads it; else 0, so that equal layers have equal layouts.
+        layer: the layer's index, for policies that read it; else 0, so that equal layers have equal layouts.
         kv_dtype: the storage format of keys and values; None for `dtype`.
         spread: how the layer's heads are sharded over processes; `heads` counts those of this process.
         crops: whether a chunk also returns the inputs of its statistics, so that its last tokens can be cropped.
@@ -346,12 +346,18 @@ def first_values(policy: Policy, key: Rows, value: Rows) -> State:
     return policy.init_token_state(key.read(), value.read()) if policy.sees_rows else {}
 
 
-def rescored(policy: Policy, tokens: Tokens, key: Rows, value: Rows) -> Tokens:
-    """Return the tokens with the policy's `rescore` of rows [B, Hkv, N, D] and [B, Hkv, N, Dv], if it has one."""
+def rescored(layout: Layout, tokens: Tokens, key: Rows, value: Rows, weights: Sequence[Tensor] = ()) -> Tokens:
+    """Return the tokens with the policy's `rescore` of rows [B, Hkv, N, D] and [B, Hkv, N, Dv], if it has one.
+
+    Args:
+        weights: the policy's weights for the layer; if there are none, they are read from the policy.
+    """
+    policy = layout.policy
     if not policy.rescores:
         return tokens
     assert isinstance(policy, Rescoring)
-    return tokens.updated(policy.rescore(tokens, key.read(), value.read()))
+    weights = weights or [tensor.to(layout.device) for tensor in policy.layer_weights(layout.layer)]
+    return tokens.updated(policy.rescore(tokens, key.read(), value.read(), weights))
 
 
 def admit(
@@ -388,7 +394,7 @@ def admit(
     tokens = tokens.updated(layout.policy.observe_chunk(tokens, chunk.attention))
     if held is not None:
         key, value = held.key.concatenated(key), held.value.concatenated(value)
-    tokens = rescored(layout.policy, tokens, key, value)
+    tokens = rescored(layout, tokens, key, value)
     keep, changes = layout.eviction.compact(tokens)
     tokens = tokens.updated(changes)
     in_place = held is None or held.capacity == layout.capacity

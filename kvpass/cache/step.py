@@ -159,7 +159,7 @@ def decode_step(
         seen_logits = logits if view.policy_bias is None else view.logits()  # without the policy's own bias
         seen_logits = regrouped(seen_logits, layout.heads)[..., 0, :].float().clamp_min(LOWEST)
         attention = dataclasses.replace(attention, logits=seen_logits)
-    tokens, victim = (_compact if compact else _evict)(layout, slots, tokens, attention)
+    tokens, victim = (_compact if compact else _evict)(layout, site, slots, tokens, attention)
     if policy.aligns == ("compact" if compact else "step"):
         tokens = _realign(layout, site, slots, tokens)
     _commit(layout, slots, tokens, index, victim)
@@ -332,12 +332,12 @@ def _single_query_statistics(layout: Layout, probs: Tensor | None, valid: Tensor
     return Attention(row, row.square(), row, row, queries=valid.long()[:, None, None], spread=layout.spread)
 
 
-def _evict(layout: Layout, slots: Slots, tokens: Tokens, attention: Attention) -> tuple[Tokens, Tensor]:
+def _evict(layout: Layout, site: Site, slots: Slots, tokens: Tokens, attention: Attention) -> tuple[Tokens, Tensor]:
     """Let the policy observe and evict one token; return the other tokens and the next slot to write [B, H']."""
     policy = layout.policy
     tokens = tokens.updated(policy.observe(tokens, attention))
     if policy.interval == 1:
-        tokens = rescored(policy, tokens, slots.key, slots.value)
+        tokens = rescored(layout, tokens, slots.key, slots.value, site.weights)
     victim = layout.eviction.victim(tokens)
     if policy.overwrites or not policy.evicts:
         return tokens, victim
@@ -366,11 +366,11 @@ def _merge_victim(layout: Layout, slots: Slots, rest: Tokens, victim: Tensor, va
     return merge.state
 
 
-def _compact(layout: Layout, slots: Slots, tokens: Tokens, attention: Attention) -> tuple[Tokens, Tensor]:
+def _compact(layout: Layout, site: Site, slots: Slots, tokens: Tokens, attention: Attention) -> tuple[Tokens, Tensor]:
     """Let the policy observe and compact; return the remaining tokens and the next slot to write [B, H']."""
     policy = layout.policy
     observe = policy.observe_chunk if policy.interval == 1 else policy.observe  # with an interval a step like any other
-    tokens = rescored(policy, tokens.updated(observe(tokens, attention)), slots.key, slots.value)
+    tokens = rescored(layout, tokens.updated(observe(tokens, attention)), slots.key, slots.value, site.weights)
     keep, changes = layout.eviction.compact(tokens)
     position = torch.where(keep, tokens.position, FREE)
     rank = rank_of(position) if layout.tracks_rank else None
@@ -501,7 +501,7 @@ def _library_attention(scale: float, grouped: Tensor, keys: Tensor, values: Tens
     options: dict[str, Any] = dict(scale=scale, enable_gqa=True)
     if mask.shape[1] in (1, query.shape[1]):
         return function(query, keys, values, attn_mask=mask, **options)
-    keys, values, mask = (x.flatten(0, 1)[:, None] for x in (keys, values, mask.expand(len(keys), -1, -1, -1)))
+    keys, values, mask = (x.flatten(0, 1)[:, None] for x in (keys, values, mask.expand(keys.shape[0], -1, -1, -1)))
     return function(grouped.flatten(0, 1), keys, values, attn_mask=mask, **options).reshape(*query.shape[:3], -1)
 
 

@@ -116,7 +116,7 @@ def _(
     request: str,
 ) -> list[Tensor]:
     chosen = StatisticsRequest.parse(request)
-    batch, groups, keys = len(key), query.shape[1] // chosen.heads, key.shape[2]
+    batch, groups, keys = key.shape[0], query.shape[1] // chosen.heads, key.shape[2]
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(chosen.names, (batch, chosen.heads, groups, keys))
     if "older_peak" in shapes:
         shapes["older_peak"] = (batch, chosen.heads, 1, keys)

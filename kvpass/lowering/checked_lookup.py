@@ -17,9 +17,14 @@ from kvpass.errors import LookupRangeError
 aten = torch.ops.aten
 
 
-@torch.library.custom_op("kvpass::checked_rows", mutates_args=())
+torch.library.define("kvpass::checked_rows", "(Tensor index, int least, int rows) -> Tensor")
+
+
+@torch.library.impl("kvpass::checked_rows", "CPU")
 def checked_rows(index: Tensor, least: int, rows: int) -> Tensor:
     """Return row indices of a table with negative ones counted from the end, and check their range.
+
+    It runs in every step, so it is no `custom_op`, whose wrapper takes as long as the check.
 
     Args:
         least: the lowest index allowed: 0, or -rows if negative indices count from the end.
@@ -38,9 +43,11 @@ def checked_rows(index: Tensor, least: int, rows: int) -> Tensor:
     return index.clone() if least == 0 else torch.where(index < 0, index + rows, index)
 
 
-@checked_rows.register_fake
-def _(index: Tensor, least: int, rows: int) -> Tensor:
+def _fake(index: Tensor, least: int, rows: int) -> Tensor:
     return torch.empty_like(index)
+
+
+torch.library.register_fake("kvpass::checked_rows", _fake)
 
 
 def check_rows(graph: fx.Graph) -> None:

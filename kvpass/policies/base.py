@@ -68,6 +68,7 @@ class Policy:
             reads positions only.  Not inherited: each class declares it.
         prompt_must_compete: the reason why `keep_prompt` is refused; "" if it is supported.
         own_schedule: the reason why an `interval` above 1 is refused; "" if it is supported.
+        own_positions: the reason why positions="cache" is refused; "" if it is supported.
     """
 
     keep_prompt: bool = dataclasses.field(default=False, kw_only=True)
@@ -82,6 +83,7 @@ class Policy:
     spreads: ClassVar[Literal["never", "heads", "always"]] = "never"
     prompt_must_compete: ClassVar[str] = ""
     own_schedule: ClassVar[str] = ""
+    own_positions: ClassVar[str] = ""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Accept hooks by their old names, with a warning."""
@@ -235,6 +237,15 @@ class Policy:
     def rescores(self) -> bool:
         """Whether scores depend on the rows of all held tokens: whether the policy has a `rescore`."""
         return hasattr(self, "rescore")
+
+    def layer_weights(self, layer: int) -> list[Tensor]:
+        """Return the tensors that `rescore` reads in a layer, which become inputs of the decode graph."""
+        return []
+
+    @property
+    def reads_layer(self) -> bool:
+        """Whether the policy depends on the index of the layer: whether it aligns or has a `layer_weights`."""
+        return self.aligns != "never" or type(self).layer_weights is not Policy.layer_weights
 
     # Keys and values that are rewritten.
 

@@ -13,6 +13,7 @@ A chunk is compacted like a prompt.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ class KeyDiff(Policy):
     def minimum_budget(self) -> int:
         return self.sinks + self.recent + 1
 
-    def rescore(self, tokens: Tokens, key: Tensor, value: Tensor) -> State:
+    def rescore(self, tokens: Tokens, key: Tensor, value: Tensor, weights: Sequence[Tensor] = ()) -> State:
         unit = unit_keys(key, tokens.live)
         count = tokens.live.sum(-1, keepdim=True).clamp(min=1)
         anchor = unit.sum(2, keepdim=True) / count[..., None]  # [B, Hkv, 1, D]

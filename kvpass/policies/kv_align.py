@@ -57,6 +57,7 @@ class KVAlign(Policy):
     name = "kv_align"
     own_schedule = "it repairs rows by a schedule of its own, `every`"
     prompt_must_compete = "a prompt longer than the budget restarts its positions for its last tokens"
+    own_positions = "kv_align numbers tokens itself"
     renumbers = True
 
     def __post_init__(self) -> None:

@@ -34,7 +34,7 @@ class Scanning(Protocol):
 class Rescoring(Protocol):
     """A policy whose scores depend on the rows of all held tokens, unless its `Policy.rescores` is false."""
 
-    def rescore(self, tokens: Tokens, key: Tensor, value: Tensor) -> State:
+    def rescore(self, tokens: Tokens, key: Tensor, value: Tensor, weights: Sequence[Tensor]) -> State:
         """Return entries [B, H', N] for `score` to read in the state, which are not stored.
 
         It runs before every eviction: in the steps that compact, or in every step without an interval, and at the end
@@ -43,6 +43,7 @@ class Rescoring(Protocol):
         Args:
             key, value: the stored rows of the tokens, [B, Hkv, N, D] and [B, Hkv, N, Dv]; those of free slots are
                 undefined.  With positions="cache" keys are without their rotary embedding.
+            weights: the result of `Policy.layer_weights` for the layer, on the device of the rows.
         """
 
 

@@ -22,6 +22,7 @@ A chunk is compacted like a prompt: the queries that vote are its own.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -87,7 +88,7 @@ class RKV(Policy):
         vote = attention.older.mean(2) if self.plain else attention.older_peak[:, :, 0]
         return {voting.VOTE: voting.of_chunk(tokens, attention, vote)}
 
-    def rescore(self, tokens: Tokens, key: Tensor, value: Tensor) -> State:
+    def rescore(self, tokens: Tokens, key: Tensor, value: Tensor, weights: Sequence[Tensor] = ()) -> State:
         order = rows_in_order(tokens.position)  # "last" is meant in the text
         ordered = key.gather(2, order[..., None].expand_as(key))
         live = tokens.live.gather(-1, order)

@@ -24,6 +24,7 @@ the queries that vote are its own.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import torch
@@ -102,7 +103,7 @@ class Vase(Policy):
             return {}
         return {voting.VOTE: voting.of_chunk(tokens, attention, attention.older.mean(2))}
 
-    def rescore(self, tokens: Tokens, key: Tensor, value: Tensor) -> State:
+    def rescore(self, tokens: Tokens, key: Tensor, value: Tensor, weights: Sequence[Tensor] = ()) -> State:
         seed = hashing.seed_of_round(self.seed, tokens.seen)  # [B, 1, 1]
         sketch = hashing.normal(max(key.shape[-1], value.shape[-1]), RANK, seed[..., 0]) / RANK**0.5  # [B, 1, D, 20]
         parts = (rows.float() @ sketch[:, :, : rows.shape[-1]] for rows in (key, value))

@@ -30,7 +30,8 @@ class StepContext(StepGraph):
         size_nodes: the nodes of sizes that stay dynamic.
 
     Results of passes for later passes, besides those of `StepGraph`:
-        weights, weight_inputs: the policy's own tensors and their placeholders.
+        weights, weight_inputs: the policy's own tensors and their placeholders; `layer_weight_inputs` lists those that
+            each layer reads.
         length_nodes: nodes computed from `length`, each with its expression.
         key_indices: for each window, the nodes that hold the indices of the keys.
         rotaries, raw_keys: for each layer, the rotary embedding of its keys, and the keys before it; empty if keys are
@@ -54,6 +55,7 @@ class StepContext(StepGraph):
 
         self.weights: list[Tensor] = []
         self.weight_inputs: list[fx.Node] = []
+        self.layer_weight_inputs: list[list[fx.Node]] = []
         self.length_nodes: dict[fx.Node, sympy.Expr] = {}
         self.key_indices: dict[int | None, list[fx.Node]] = {}
         self.rotaries: list[RotarySlice] = []

@@ -44,14 +44,17 @@ class LayerRegions:
         Dynamo may be unable to trace a layer as a region, or kvpass to read the graph.  Both show before anything has
         run, but in a call of several graphs, whose error stands.
         """
-        if not self.usable:
+        if not self.usable or regions.are_errors_suppressed():
             return call(*arguments, **named)
         with regions.tracing(self.indices) as tracing:
             try:
                 return call(*arguments, **named)
             except Exception as error:
-                if tracing.ran or not (regions.may_cause(error) or isinstance(error, UnsupportedGraph)):
-                    raise
+                cause = tracing.refused or error
+                if tracing.ran or not (regions.may_cause(cause) or isinstance(cause, UnsupportedGraph)):
+                    if tracing.refused is None:
+                        raise
+                    raise tracing.refused from None  # without what Dynamo put around it
         self.usable = False
         return call(*arguments, **named)
 

@@ -346,7 +346,7 @@ class PromptRunner:
             dtype=chunk.key.dtype,
             device=chunk.key.device,
             ranked=self.ranked,
-            layer=0 if layer.policy.aligns == "never" else number,
+            layer=number if layer.policy.reads_layer else 0,
             kv_dtype=self.backend.kv_dtype,
             spread=self.sites[number].spread,
             crops=self.backend.crop > 0,

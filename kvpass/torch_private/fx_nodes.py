@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, cast
 
 import torch
@@ -58,6 +59,29 @@ def all_reduced(x: Tensor, how: str, group: str) -> Tensor:
     """Reduce a tensor over a process group, given by name, with "sum" or "max"; traceable, and runs eagerly."""
     operators = torch.ops._c10d_functional
     return cast(Tensor, operators.wait_tensor(operators.all_reduce(x, how, group)))
+
+
+@contextlib.contextmanager
+def autocast_preserved() -> Iterator[None]:
+    """Return a context after which autocast is as it was before, whatever was entered inside and not exited."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.amp.is_autocast_available(kind)]
+    before = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+    depth = _autocast_depth()
+    try:
+        yield
+    finally:
+        for kind, enabled, dtype in before:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        for _ in range(_autocast_depth() - depth):
+            torch.autocast_decrement_nesting()
+        if depth == 0:
+            torch.clear_autocast_cache()
+
+
+def _autocast_depth() -> int:
+    torch.autocast_increment_nesting()
+    return int(torch.autocast_decrement_nesting())
 
 
 def sets_a_mode(node: fx.Node) -> bool:

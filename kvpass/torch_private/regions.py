@@ -30,6 +30,11 @@ def are_reused() -> bool:
     return importlib.util.find_spec("torch._dynamo.variables.invoke_subgraph") is not None
 
 
+def are_errors_suppressed() -> bool:
+    """Check whether Dynamo runs code uncompiled where it cannot compile it, so that a call cannot be made again."""
+    return bool(torch._dynamo.config.suppress_errors)
+
+
 def may_cause(error: Exception) -> bool:
     """Check whether an error may come from tracing a layer as a region."""
     from torch._dynamo.exc import TorchDynamoException
@@ -88,10 +93,12 @@ class Tracing:
     Attributes:
         indices: the attributes that hold the index of a layer, such as "self_attn.layer_idx".
         ran: whether a prompt or step has run in the call.
+        refused: why the backend has refused a graph of the call.
     """
 
     indices: frozenset[str]
     ran: bool = False
+    refused: Exception | None = None
 
 
 _TRACING: contextvars.ContextVar[Tracing | None] = contextvars.ContextVar("_TRACING", default=None)
@@ -108,7 +115,6 @@ def tracing(indices: frozenset[str]) -> Iterator[Tracing]:
         _TRACING.reset(token)
 
 
-@torch.compiler.assume_constant_result
 def are_traced() -> bool:
     """Return whether layers are traced as regions in this context.
 
@@ -116,6 +122,17 @@ def are_traced() -> bool:
     traced with regions serves calls without them, and the other way round.
     """
     return _TRACING.get() is not None
+
+
+are_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result, which imports Dynamo
+
+
+def note_refused(error: Exception) -> bool:
+    """Note that the backend refuses a graph; return whether layers are traced as regions, so that the call fails."""
+    now = _TRACING.get()
+    if now is not None:
+        now.refused = error
+    return now is not None
 
 
 def note_run() -> None:

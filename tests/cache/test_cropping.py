@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from torch import Tensor
 import kvpass
 from kvpass.cache.handle import caches_in
 from kvpass.policies.ranking import rows_in_order
-from tests.models import build, lasting, prompt
+from tests.models import build, prompt
 from tests.strategies import ROWS
 from tests.test_invariants import settings
 from tests.traces import Traced
@@ -35,15 +34,11 @@ def chosen(name: str, inner: str = "eager", crop: int = CROP, **more: Any) -> kv
     return kvpass.backend(**{**settings(name, "Llama", 8), "inner": inner, "crop": crop, **more})
 
 
-@pytest.fixture(scope="module", autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    """In place of the fixture for all tests: those of this file share what is traced of one model."""
-    with lasting():
-        yield
+pytestmark = pytest.mark.usefixtures("shared_traces")
 
 
 @pytest.fixture(scope="module")
-def model(fresh_dynamo: None) -> Traced:
+def model(shared_traces: None) -> Traced:
     return Traced(build("Llama", layers=1))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,17 +12,13 @@ from torch._dynamo.exc import TorchRuntimeError
 
 import kvpass
 from kvpass.cache.handle import Handle
-from tests.models import build, force, lasting, prompt
+from tests.models import build, force, prompt
 from tests.test_backend import Tiny, loop
 
 BUDGET = 8
 
 
-@pytest.fixture(scope="module", autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    """In place of the fixture for all tests: equal backends share what is compiled for the model of this file."""
-    with lasting():
-        yield
+pytestmark = pytest.mark.usefixtures("shared_traces")
 
 
 @pytest.fixture(scope="module")

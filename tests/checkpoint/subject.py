@@ -14,12 +14,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kvpass
 from tests.aligners import random_aligner
+from tests.calibrations import CALIBRATED, random_calibration
 from tests.strategies import ROWS, fitting
 from tests.traces import Traced
 
 WHOLE = 30
 """Layers of the checkpoint."""
-KV_HEADS, DIM = 3, 64
+QUERY_HEADS, KV_HEADS, DIM = 9, 3, 64
 ROOMY = 2048
 """A budget within which nothing is evicted: more than the longest conversation."""
 
@@ -83,6 +84,8 @@ class Subject:
         options = {**ROWS[policy].fixed, **ROWS[policy].lossless}
         if policy == "kv_align":  # aligners are trained for a model; a random one is as good for comparing
             options["aligner"] = random_aligner("direct", self.layers, KV_HEADS, DIM, window=ROOMY)
+        if policy in CALIBRATED:
+            options["calibration"] = random_calibration(self.layers, QUERY_HEADS, KV_HEADS, DIM)
         chosen = kvpass.policies.resolve(policy, options)
         return {"policy": policy, "budget": fitting(chosen, budget) if chosen.evicts else ROOMY, **options}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import kvpass
 from kvpass.cache.handle import caches_in
 from kvpass.errors import CacheFileError, CacheHandleError, KVPassError
 from kvpass.torch_private import dynamo
-from tests.models import build, lasting, prompt
+from tests.models import build, prompt
 from tests.strategies import ROWS
 from tests.test_invariants import settings
 from tests.traces import Traced
@@ -34,15 +34,11 @@ each_policy = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    """In place of the fixture for all tests: those of this file share what is traced of a model."""
-    with lasting():
-        yield
+pytestmark = pytest.mark.usefixtures("shared_traces")
 
 
 @pytest.fixture(scope="module")
-def model(fresh_dynamo: None) -> Traced:
+def model(shared_traces: None) -> Traced:
     return Traced(build("Llama"))
 
 
@@ -214,7 +210,7 @@ def test_another_process_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def compiled(fresh_dynamo: None) -> Any:
+def compiled(shared_traces: None) -> Any:
     return torch.compile(build("Llama", layers=1), backend=kvpass.backend("h2o", budget=8, inner="eager"))
 
 

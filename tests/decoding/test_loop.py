@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,16 +16,11 @@ import kvpass
 from kvpass.decoding import loop as decode
 from kvpass.lowering.replay import Replayed
 from tests.architectures import zoo
-from tests.models import breaks, build, forget, graphs, lasting, prompt
+from tests.models import breaks, build, forget, graphs, prompt
 from tests.strategies import ROWS
 from tests.test_invariants import settings
 
-
-@pytest.fixture(scope="module", autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    """In place of the fixture for all tests: equal backends share what is compiled for the model of this file."""
-    with lasting():
-        yield
+pytestmark = pytest.mark.usefixtures("shared_traces")
 
 
 @functools.cache

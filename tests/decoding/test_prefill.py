@@ -17,7 +17,7 @@ import kvpass
 from kvpass.decoding.prefill import lengths
 from kvpass.runtime import caches, slot_store
 from tests.models import breaks, build, graphs, prompt
-from tests.strategies import ROWS
+from tests.strategies import OF_ONE_MODEL, ROWS
 from tests.test_invariants import settings
 from tests.traces import Traced
 
@@ -27,7 +27,7 @@ each_policy = pytest.mark.parametrize(
 
 
 def layers_for(name: str) -> int:
-    return 2 if name == "kv_align" else 1  # its networks are those of two layers
+    return 2 if name in OF_ONE_MODEL else 1  # their weights are those of two layers
 
 
 def compiled(name: str, inner: Any, **more: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +11,16 @@ from torch import Tensor
 
 import kvpass
 from kvpass.errors import CacheHandleError, PolicyError, RequestError
-from tests.models import build, lasting, prompt
+from tests.models import build, prompt
 
 HOW: dict[str, Any] = dict(policy="h2o", budget=12, inner="eager")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    """In place of the fixture for all tests: those of this file share what is traced of one model."""
-    with lasting():
-        yield
+pytestmark = pytest.mark.usefixtures("shared_traces")
 
 
 @pytest.fixture(scope="module")
-def model(fresh_dynamo: None) -> Any:
+def model(shared_traces: None) -> Any:
     return build("Llama", layers=1)
 
 

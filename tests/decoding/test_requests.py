@@ -16,6 +16,7 @@ from kvpass import GenerationOutput, RequestStatus
 from kvpass.decoding import requests as serving
 from kvpass.decoding import stepping
 from tests.models import build, different, forget, graphs, prompt
+from tests.strategies import OF_ONE_MODEL
 from tests.test_invariants import settings
 
 LENGTHS = (3, 17, 9, 1, 12, 30, 5)
@@ -53,7 +54,7 @@ def ended(loop: kvpass.DecodeLoop, seen: Sequence[GenerationOutput] = ()) -> dic
 
 def each_is_as_alone(name: str, lengths: tuple[int, ...] = LENGTHS, **more: Any) -> None:
     given = {**settings(name, "Llama", 8), "inner": "eager", "prefill_chunk": 8, **more}
-    model = build("Llama", layers=2 if name == "kv_align" else 1)
+    model = build("Llama", layers=2 if name in OF_ONE_MODEL else 1)
     loop = kvpass.DecodeLoop(model, **given, rows=3, every=4)
     names = [loop.add(ids, max_new_tokens=most) for ids, most in zip(prompts(lengths), MOST, strict=False)]
     done = ended(loop)

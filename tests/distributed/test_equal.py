@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.distributed import small
-from tests.strategies import ROWS, TABLE
+from tests.strategies import OF_ONE_MODEL, ROWS, TABLE
 
 if TYPE_CHECKING:
     from tests.models import Run
@@ -22,12 +22,12 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
     "sage": [{"refresh_interval": 3}],
     "random": [{"seed": 7}],
     "snapkv": [{"window": 3}],
-    **{name: [ROWS[name].fixed] for name in ("keydiff", "r_kv", "vase")},
+    **{name: [ROWS[name].fixed] for name in ("pyramid_kv", "keydiff", "r_kv", "vase")},
 }
 EVERY: dict[str, dict[str, Any]] = {
     f"{row.name} {options}": {"policy": row.name, "budget": BUDGET if row.name != "full" else None, **options}
     for row in TABLE
-    if row.name != "kv_align"
+    if row.name not in OF_ONE_MODEL
     for options in OPTIONS.get(row.name, [{}])
 }
 

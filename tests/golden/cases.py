@@ -9,6 +9,8 @@ from kvpass import policies
 from tests import models
 from tests.aligners import random_aligner
 from tests.architectures import zoo
+from tests.calibrations import CALIBRATED, random_calibration
+from tests.strategies import OF_ONE_MODEL
 
 BUDGET = 8
 """The smallest that four sub-caches of `cascade` beside its four sinks have; a prompt of 12 tokens is longer."""
@@ -31,6 +33,7 @@ IN_OTHER_WAYS = ("d2o", "buzz", "cascade", "sage", "kv_align")
 
 SMALLER: dict[str, dict[str, Any]] = {
     "snapkv": dict(window=4),
+    "pyramid_kv": dict(window=4),
     "keydiff": dict(sinks=1, interval=2),
     "r_kv": dict(window=3, interval=2),
     "vase": dict(sinks=1, recent=3, interval=2),
@@ -72,11 +75,14 @@ def settings(policy: str, model: Any) -> dict[str, Any]:
         return {}
     if policy in SMALLER:
         return dict(budget=BUDGET, **SMALLER[policy])
-    if policy != "kv_align":
+    if policy not in OF_ONE_MODEL:
         return dict(budget=BUDGET)
     config = model.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if policy in CALIBRATED:
+        shape = (config.num_hidden_layers, config.num_attention_heads, heads, dim)
+        return dict(budget=BUDGET, calibration=random_calibration(*shape), sinks=1, interval=2)
     return dict(budget=BUDGET, aligner=random_aligner("direct", layers=config.num_hidden_layers, heads=heads, dim=dim))
 
 

@@ -16,6 +16,7 @@ from kvpass.apps.evaluation.results import Result
 from kvpass.diagnostics.simulate import simulate
 from kvpass.errors import BudgetError, PolicyError
 from kvpass.policies import Policy, Tokens, resolve
+from tests.calibrations import CALIBRATED, random_calibration
 from tests.models import build, force, prompt
 from tests.strategies import TABLE
 from tests.test_invariants import settings
@@ -33,17 +34,22 @@ def layer(tokens: int, rows: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch
     return 2 * q, k, v
 
 
+def calibrated(name: str) -> dict[str, Any]:
+    """What a policy needs for such a layer."""
+    return {"calibration": random_calibration(1, 1, 1, 8)} if name in CALIBRATED else {}
+
+
 @periodic
 @pytest.mark.parametrize("compiled", [True, False])
 def test_the_literal_sequence_of_held_tokens(row: Any, compiled: bool) -> None:
-    options = {**row.fixed, "interval": 4}
+    options = {**row.fixed, **calibrated(row.name), "interval": 4}
     trace = simulate(row.name, *layer(17), prompt=3, budget=9, compiled=compiled, **options)
     assert (trace.positions >= 0).sum(-1)[:, 0, 0].tolist() == SLACK
 
 
 @periodic
 def test_a_prompt_is_compacted_at_its_end_if_it_does_not_fit(row: Any) -> None:
-    options = {**row.fixed, "interval": 4}
+    options = {**row.fixed, **calibrated(row.name), "interval": 4}
     for length, held in ((9, 9), (10, 6), (25, 6)):
         trace = simulate(row.name, *layer(length), prompt=length, budget=9, compiled=True, **options)
         assert (trace.positions[0] >= 0).sum(-1).unique().tolist() == [held]
@@ -173,7 +179,7 @@ def test_the_tables_of_eval_have_both_numbers() -> None:
 @periodic
 def test_an_interval_of_one_is_the_policy_as_it_is(row: Any) -> None:
     budget = settings(row.name, "Llama", 9)["budget"]
-    plain = {**row.fixed, "interval": 1}
+    plain = {**row.fixed, **calibrated(row.name), "interval": 1}
     kept = [simulate(row.name, *layer(30), prompt=12, budget=budget, compiled=way, **plain) for way in (True, False)]
     assert torch.equal(kept[0].positions, kept[1].positions)
     assert (kept[0].positions >= 0).sum(-1).unique().tolist() == [budget]

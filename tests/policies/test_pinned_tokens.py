@@ -22,7 +22,10 @@ from tests.layer import Literal, Lowered, Stretch, layout_for
 from tests.strategies import ROWS, Case, Row, cases
 from tests.test_chunks_and_padding import compare
 
-KEEPING = ["d2o", "h2o", "keydiff", "knorm", "r_kv", "random", "roco", "streaming", "tova", "vase", "window"]
+KEEPING = [
+    "d2o", "expected_attention", "h2o", "keydiff", "knorm", "r_kv", "random", "roco", "streaming", "tova",
+    "tri_attention", "vase", "window",
+]  # fmt: skip
 keeping = pytest.mark.parametrize("row", [ROWS[name] for name in KEEPING], ids=KEEPING)
 
 

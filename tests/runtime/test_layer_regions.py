@@ -164,6 +164,38 @@ def test_an_index_that_is_computed_is_no_reason_to_reuse_a_trace() -> None:
     assert set(backend.layers) == {(0, 0)}
 
 
+@needs_reuse
+@pytest.mark.parametrize("refused", [1, 2])
+def test_a_refused_graph_leaves_the_others_as_they_are(refused: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo does not guard on whether layers are regions, so nothing is compiled anew when one graph cannot be."""
+    model, backend, seen = models.build("Llama", layers=LAYERS), Counting(), 0
+    parts = (16, 1, 5, 1)
+    wanted = talk(copy.deepcopy(model), ids_of(1, 16), (16,))
+
+    def check(gm: fx.GraphModule) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == refused:
+            raise regions.LayersDiffer("as in a graph that cannot be")
+
+    monkeypatch.setattr(regions, "check_weights", check)
+    compile_in_place(model, backend, True)
+    with models.lasting():
+        talk(model, ids_of(1, 23), parts)
+        count = len(backend.layers)
+        assert [total for total, _ in backend.layers] == [LAYERS] * refused + [0] * (count - refused)
+        torch.testing.assert_close(talk(model, ids_of(1, 23), parts)[:, :16], wanted)
+        assert len(backend.layers) == count
+
+
+def test_no_layer_is_a_region_where_dynamo_suppresses_errors() -> None:
+    """A region that fails would run uncompiled, layer by layer, and append to the cache before the second try."""
+    compile_in_place(model := models.build("Llama", layers=LAYERS), backend := Counting(), True)
+    with torch._dynamo.config.patch(suppress_errors=True):
+        talk(model, ids_of(1, 18), (16, 1, 1))
+    assert set(backend.layers) == {(0, 0)}
+
+
 class Named:
     """Gives a layer under a path that is not the model's."""
 

@@ -16,6 +16,7 @@ from kvpass import policies
 from kvpass.backend import Backend
 from kvpass.torch_private import symbolic_shapes
 from tests.models import build, different, many_graphs
+from tests.strategies import OF_ONE_MODEL, ROWS
 
 LENGTHS = (5, 7, 3, 11, 4, 6, 2, 9, 8, 10)
 
@@ -39,7 +40,7 @@ class Counting(Backend):
         return not self.numbers and super().has_dynamic_sizes(device)
 
 
-def counting(policy: str, numbers: bool = False, inner: str = "eager", **settings: Any) -> Counting:
+def counting(policy: str | policies.Policy, numbers: bool = False, inner: str = "eager", **settings: Any) -> Counting:
     made = kvpass.backend(policy, inner=inner, **settings)
     given = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
     return Counting(**given, numbers=numbers)
@@ -60,7 +61,7 @@ def compiled(backend: Backend, name: str = "Llama") -> Any:
     return torch.compile(build(name), backend=backend)
 
 
-NAMES = [name for name in policies.names() if name != "kv_align"]  # it needs an aligner, of fixed sizes
+NAMES = [name for name in policies.names() if name not in OF_ONE_MODEL]
 
 
 @pytest.mark.slow
@@ -95,6 +96,21 @@ def test_ten_batches_are_two_compilations(first: int) -> None:
         for rows in range(first, first + 10):
             list(logits(model, rows, (30, 1, 1)))
     assert len(backend.made) == 2
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("policy", NAMES)
+def test_chunks_of_any_batch_are_one_compilation(policy: str) -> None:
+    """No code that is traced reads the number of rows as an int: `len` of a tensor would fix it."""
+    backend = counting(policies.get(policy)(**ROWS[policy].fixed), budget=None if policy == "full" else 24)
+    with many_graphs():
+        model = torch.compile(build("Llama", layers=1), backend=backend)  # d2o orders the sizes of layers
+        for rows in (2, 3):
+            list(logits(model, rows, (30, 5, 1, 1)))
+        made = len(backend.made)
+        for rows in (5, 4, 7):
+            list(logits(model, rows, (30, 5, 1, 1)))
+    assert len(backend.made) == made
 
 
 def test_ten_prompts_under_a_share_are_two_compilations() -> None:

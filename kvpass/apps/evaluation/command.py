@@ -12,6 +12,7 @@ from kvpass.apps.evaluation.agreement import AgreementMeasure
 from kvpass.apps.evaluation.perplexity import Perplexity
 from kvpass.apps.evaluation.recall import RecallMeasure
 from kvpass.apps.evaluation.retrieval import Needle, Passkey
+from kvpass.apps.evaluation.ruler import RulerMeasure
 from kvpass.apps.evaluation.session import Measure
 from kvpass.apps.evaluation.settings import EvaluationSettings
 from kvpass.apps.evaluation.speed import Speed
@@ -23,6 +24,9 @@ MADE: dict[str, Callable[[argparse.Namespace], Measure]] = {
     "agreement": lambda given: AgreementMeasure(given.documents, given.tokens, given.rows, seed=given.seed),
     "passkey": lambda given: Passkey(tuple(given.length), tuple(given.depth), given.trials, given.rows, given.seed),
     "needle": lambda given: Needle(tuple(given.length), tuple(given.depth), given.trials, given.rows, given.seed),
+    "ruler": lambda given: RulerMeasure(
+        tuple(given.task), tuple(given.length), given.trials, given.question == "after", given.seed
+    ),
     "recall": lambda given: RecallMeasure(tuple(given.distance), given.trials, given.seed),
     "speed": lambda given: Speed(max(given.length), given.rows),
 }

@@ -76,6 +76,15 @@ class Session:
         self.tick(batch.ids.shape[1] + count)
         return [self.subject.tokenizer.decode(row, skip_special_tokens=True) for row in made]
 
+    def answer_to(self, turns: Sequence[Sequence[int]], count: int) -> str:
+        """Return the text of up to `count` tokens that follow one conversation's turns, fed one after the other."""
+        self.loop.state = None
+        for turn in turns:
+            self.loop.prompt(torch.tensor([list(turn)], device=self.loop.device))
+        (made,) = self.loop.generate(count)
+        self.tick(sum(map(len, turns)) + count)
+        return str(self.subject.tokenizer.decode(made, skip_special_tokens=True))
+
     @torch.no_grad()
     def read(self, ids: Tensor) -> Any:
         """Return the cache after tokens int64 [B, T]."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-from typing import Any
 
 import torch
 
-from kvpass.errors import AlignerError, KVPassError
+from kvpass.errors import AlignerError
+from kvpass.policies import tensor_files
 from kvpass.policies.aligners.aligner import RECIPES, Aligner, Signature
 from kvpass.policies.aligners.signature import signature_of
 
@@ -25,7 +24,7 @@ def save(aligner: Aligner, path: str | os.PathLike[str], dtype: torch.dtype = to
     """
     stored = {name: tensor.to(dtype) for name, tensor in aligner.tensors.items()}
     metadata = {"recipe": aligner.recipe, "signature": dataclasses.asdict(aligner.signature)}
-    _safetensors().torch.save_file(stored, os.fspath(path), metadata={KEY: json.dumps(metadata)})
+    tensor_files.write(path, stored, KEY, metadata)
     return Aligner(aligner.recipe, aligner.signature, stored)
 
 
@@ -39,16 +38,8 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module | None = None) -> 
     Raises:
         AlignerError: the file does not exist, holds no aligner, or holds one for another model.
     """
+    entries, tensors = tensor_files.read(path, KEY, "an aligner", AlignerError)
     try:
-        with _safetensors().safe_open(os.fspath(path), "pt") as file:
-            metadata = (file.metadata() or {}).get(KEY)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dictionary
-    except (OSError, _safetensors().SafetensorError) as error:
-        raise AlignerError(f"cannot read an aligner from {os.fspath(path)}: {error}") from error
-    if metadata is None:
-        raise AlignerError(f"{os.fspath(path)} holds no aligner: its metadata lack {KEY!r}")
-    try:
-        entries = json.loads(metadata)
         signature, recipe = Signature(**entries["signature"]), entries["recipe"]
     except (ValueError, KeyError, TypeError) as error:
         raise AlignerError(f"{os.fspath(path)}: the metadata of this aligner cannot be read: {error}") from error
@@ -57,13 +48,3 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module | None = None) -> 
     if model is not None:
         signature.check_model(signature_of(model, signature.window))
     return Aligner(recipe, signature, tensors)
-
-
-def _safetensors() -> Any:
-    """Import safetensors, which is an optional dependency."""
-    try:
-        import safetensors
-        import safetensors.torch
-    except ModuleNotFoundError as error:
-        raise KVPassError("aligners are stored as safetensors: pip install 'kvpass[align]'") from error
-    return safetensors

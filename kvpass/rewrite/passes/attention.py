@@ -86,7 +86,7 @@ class _AttentionReplacement:
             "rope": rope_weights,
             "computed": computed.slice.bound if computed else (),
             "sink_logit": [] if site.sink_logit is None else [site.sink_logit],
-            "weights": step.weight_inputs,
+            "weights": step.layer_weight_inputs[layer],
             "write_index": step.write_indices[layer : layer + 1],
         }
         nodes = [node for group in operands.values() for node in group]
@@ -113,6 +113,8 @@ class _AttentionReplacement:
         """Return a layer's layout and number of slots, without a dynamic capacity that is the layer's own."""
         layout, slots = self.step.call.layouts[layer], self.step.slots[layer].capacity
         owns_capacity = layer in self.step.size_nodes.layer_of.values()
+        if layout.policy.aligns == "never":
+            layout = dataclasses.replace(layout, layer=0)  # a layer's own weights are inputs
         return (dataclasses.replace(layout, capacity=0), 0) if owns_capacity else (layout, slots)
 
     def _trace(

@@ -26,11 +26,23 @@ def take_slots(step: StepContext) -> Record:
     for layer, slots in enumerate(step.slots):
         names = [f"slots_{layer}_{name}" for name in slots.names]
         step.slot_inputs.append(_inputs(step, names, _examples(step, layer), first))
-    policy = step.layouts[0].policy
-    step.weights = [] if policy.aligns == "never" else [tensor.to(step.device) for tensor in policy.weights()]
-    step.weight_inputs = _inputs(step, [f"kvpass_weight_{i}" for i in range(len(step.weights))], step.weights, first)
+    _take_weights(step, first)
     step.length = _length(step)
     return Record([node.name for node in step.new_inputs])
+
+
+def _take_weights(step: StepContext, first: fx.Node) -> None:
+    """Add inputs for the policy's weights: those that all layers share, or each layer's own."""
+    policy = step.layouts[0].policy
+    shared = [] if policy.aligns == "never" else [tensor.to(step.device) for tensor in policy.weights()]
+    nodes = _inputs(step, [f"kvpass_weight_{i}" for i in range(len(shared))], shared, first)
+    step.weights = list(shared)
+    for layer, layout in enumerate(step.layouts):
+        own = [tensor.to(step.device) for tensor in layout.policy.layer_weights(layout.layer)]
+        step.weights += own
+        names = [f"kvpass_weight_{layer}_{i}" for i in range(len(own))]
+        step.layer_weight_inputs.append([*nodes, *_inputs(step, names, own, first)])
+    step.weight_inputs = [*nodes, *(node for each in step.layer_weight_inputs for node in each[len(nodes) :])]
 
 
 def _examples(step: StepContext, layer: int) -> list[Tensor]:

@@ -25,6 +25,7 @@ from kvpass.fx import op_table, walk
 from kvpass.fx.walk import source_line
 from kvpass.rewrite.validation.expected import Expected, as_computed, expected, same
 from kvpass.rewrite.validation.interpreter import DoesNotRun, GraphRun, Visit
+from kvpass.torch_private import fx_nodes
 
 NOT_APPENDED = "the cache is not the past and the new tokens, one after the other"
 
@@ -303,8 +304,12 @@ def _in_model(node: fx.Node) -> str:
 
 
 def without_side_effects() -> contextlib.ExitStack:
-    """Return a context that disables gradients and preserves the caller's random numbers."""
+    """Return a context that disables gradients and preserves the caller's random numbers and autocast.
+
+    A graph that fails between the nodes that enter and exit a region of autocast leaves it entered.
+    """
     stack = contextlib.ExitStack()
+    stack.enter_context(fx_nodes.autocast_preserved())
     stack.enter_context(torch.no_grad())
     stack.enter_context(torch.random.fork_rng(devices=[]))
     return stack

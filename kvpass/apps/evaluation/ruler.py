@@ -1,0 +1,203 @@
+"""Synthetic tasks after RULER ("What's the Real Context Size of Your Long-Context Language Models?", arXiv:2404.06654).
+
+Needles among other needles, variables that are assigned to each other, and the most common words of a list.  The
+question stands at the end of the prompt, or comes as a turn of its own once the prompt has been compressed: then the
+policy cannot know what will be asked.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import dataclasses
+import functools
+import itertools
+import random
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar
+
+from kvpass.apps.evaluation.retrieval import NOISE, PLACES
+from kvpass.apps.evaluation.session import Row, Session
+from kvpass.arguments import require
+
+ANSWER = 48
+"""The most tokens of an answer: of five words."""
+COMMON, FREQUENT, CODED = 5, 3, 24
+"""Words that a question asks for: common ones, and frequent ones among so many made-up words."""
+CHAIN = 3
+"""Variables that have the value asked for, one directly."""
+LEAST_WORDS = 4 * CODED
+POOL = 20_000
+"""Tokens of the texts from which words are drawn."""
+WORD = re.compile(r"\b[a-z]{4,7}\b")
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One problem, whose context can have any length.
+
+    Attributes:
+        question: text up to where the answer is expected.
+        answers: strings; the share of them that the answer has is the score.
+        context: returns at most so many token ids that the question is about.
+    """
+
+    question: str
+    answers: tuple[str, ...]
+    context: Callable[[int], list[int]]
+
+
+def needles(session: Session, draw: random.Random, others: int) -> Task:
+    """Numbers of several places in surrounding text, of which one is asked for."""
+    places = draw.sample(PLACES, 1 + others)
+    numbers = [str(number) for number in draw.sample(range(10_000, 100_000), len(places))]
+    sentences = [f"The lighthouse of {p} has {number} steps." for p, number in zip(places, numbers, strict=True)]
+    asked, start = draw.randrange(len(places)), draw.randrange(2**20)
+    question = f"\nThe lighthouse of {places[asked]} has"
+    return Task(question, (numbers[asked],), _hidden(session, draw, sentences, lambda n: session.filler(start, n)))
+
+
+def variables(session: Session, draw: random.Random) -> Task:
+    """Chains of assignments in noise; all variables that have a value are asked for."""
+    names = ["".join(draw.sample("ABCDEFGHIJKLMNOPQRSTUVWXYZ", 4)) for _ in range(2 * CHAIN)]
+    number, other = draw.sample(range(10_000, 100_000), 2)
+    sentences = []
+    for chain, start in ((names[:CHAIN], number), (names[CHAIN:], other)):
+        sentences += [f"VAR {chain[0]} = {start}"]
+        sentences += [f"VAR {later} = VAR {earlier}" for earlier, later in itertools.pairwise(chain)]
+    question = f"\nThe {CHAIN} variables that have the value {number} are: "
+    noise = session.encode(NOISE)
+    around = _hidden(session, draw, sentences, lambda n: (noise * (n // len(noise) + 1))[:n])
+    return Task(question, tuple(names[:CHAIN]), around)
+
+
+def common_words(session: Session, draw: random.Random) -> Task:
+    """A list of words in which every second one is one of a few."""
+    text = session.subject.tokenizer.decode(session.filler(draw.randrange(2**20), POOL))
+    pool = sorted(set(WORD.findall(text)))
+    require(len(pool) > 10 * COMMON, "texts", len(pool), "must have more different words")
+    draw.shuffle(pool)
+    often, rare = pool[:COMMON], pool[COMMON:]
+
+    def words(count: int) -> list[str]:
+        return [often[n // 2 % COMMON] if n % 2 else rare[n // 2 % len(rare)] for n in range(count)]
+
+    question = f"\nThe {COMMON} most common words of the list are: "
+    return Task(question, tuple(often), _listed(session, draw, words))
+
+
+def frequent_words(session: Session, draw: random.Random) -> Task:
+    """A list of made-up words, the n-th of which stands there in proportion to 1 / n^2."""
+    pairs = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
+    coded = ["".join(draw.sample(pairs, 3)) for _ in range(CODED)]
+    total = sum(1 / n**2 for n in range(1, CODED + 1))
+
+    def words(count: int) -> list[str]:
+        return [word for n, word in enumerate(coded, start=1) for _ in range(round(count / n**2 / total))]
+
+    question = f"\nThe {FREQUENT} most frequent words of the list are: "
+    return Task(question, tuple(coded[:FREQUENT]), _listed(session, draw, words))
+
+
+def _hidden(
+    session: Session, draw: random.Random, sentences: Sequence[str], around: Callable[[int], list[int]]
+) -> Callable[[int], list[int]]:
+    """Return a context of sentences, in their order, at random positions of surrounding text."""
+    parts = [session.encode(f"\n{sentence}\n") for sentence in sentences]
+    depths = sorted(draw.random() for _ in parts)
+
+    def context(room: int) -> list[int]:
+        count = room - sum(map(len, parts))
+        require(count >= 0, "length", room, f"must have room for the {room - count} tokens of the task")
+        text, found, done = around(count), list[int](), 0
+        for part, depth in zip(parts, depths, strict=True):
+            found += [*text[done : round(depth * count)], *part]
+            done = round(depth * count)
+        return [*found, *text[done:]]
+
+    return context
+
+
+def _listed(session: Session, draw: random.Random, words: Callable[[int], list[str]]) -> Callable[[int], list[int]]:
+    """Return a context of words as a numbered list in random order; `words` gives about so many."""
+    seed = draw.random()
+
+    def listed(count: int) -> list[int]:
+        chosen = words(count)
+        random.Random(seed).shuffle(chosen)
+        return session.encode(" ".join(f"{number}. {word}" for number, word in enumerate(chosen, start=1)))
+
+    def context(room: int) -> list[int]:
+        fitting = bisect.bisect_right(range(room), room, key=lambda count: len(listed(count))) - 1
+        require(fitting >= LEAST_WORDS, "length", room, f"must have room for a list of {LEAST_WORDS} words")
+        return listed(fitting)
+
+    return context
+
+
+TASKS: dict[str, Callable[[Session, random.Random], Task]] = {
+    "single": functools.partial(needles, others=0),
+    "multikey": functools.partial(needles, others=3),
+    "variables": variables,
+    "common": common_words,
+    "frequent": frequent_words,
+}
+"""The tasks by name; `kvpass.apps.cli.RULER_TASKS` has the names."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RulerMeasure:
+    """The share of the strings asked for that greedy decoding gives, for each task.
+
+    Attributes:
+        tasks: names of `TASKS`.
+        lengths: tokens of context and question together.
+        trials: problems for each task and length.
+        agnostic: whether the question comes as a turn of its own.
+        seed: of all that is drawn.
+    """
+
+    tasks: tuple[str, ...] = tuple(TASKS)
+    lengths: tuple[int, ...] = (1024,)
+    trials: int = 4
+    agnostic: bool = False
+    seed: int = 0
+    name: ClassVar[str] = "ruler"
+    across: ClassVar[str] = "length"
+    up: ClassVar[str] = "accuracy"
+
+    @property
+    def room(self) -> int:
+        return max(self.lengths) + ANSWER + 16
+
+    def rows(self, session: Session) -> Iterator[Row]:
+        """Yield a row for each task and length.
+
+        Raises:
+            PolicyError: a length that has no room for the task.
+        """
+        for task in self.tasks:
+            for length in self.lengths:
+                scores = [self._score(session, *self.problem(session, task, length, n)) for n in range(self.trials)]
+                yield {"task": task, "length": length, "accuracy": sum(scores) / len(scores), "trials": len(scores)}
+
+    def problem(
+        self, session: Session, task: str, length: int, trial: int
+    ) -> tuple[list[int], list[int], tuple[str, ...]]:
+        """Return context, question and answers; equal arguments give equal problems."""
+        drawn = TASKS[task](session, random.Random(f"ruler {self.seed} {task} {length} {trial}"))
+        question = session.encode(drawn.question)
+        return [session.subject.bos, *drawn.context(length - 1 - len(question))], question, drawn.answers
+
+    def _score(self, session: Session, context: list[int], question: list[int], answers: tuple[str, ...]) -> float:
+        turns = [context, question] if self.agnostic else [[*context, *question]]
+        answer = session.answer_to(turns, ANSWER)
+        return sum(each in answer for each in answers) / len(answers)
+
+    def columns(self, rows: Sequence[Row]) -> Row:
+        """Return the mean of each task over the lengths."""
+        by_task = collections.defaultdict(list)
+        for row in rows:
+            by_task[row["task"]].append(row["accuracy"])
+        return {task: sum(values) / len(values) for task, values in by_task.items()}

@@ -1,0 +1,226 @@
+"""Calibrate a model: statistics of its queries before their rotary embedding, for policies that predict attention.
+
+The rotary embedding is measured: a single token attends to itself alone, so in every layer its key at position p is its
+key at position 0, rotated.  Queries are read from the canonical graph of prompts and rotated back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from kvpass import cache_names
+from kvpass.arguments import Positive, checked
+from kvpass.capture.capture import capture
+from kvpass.errors import AlignerError, CalibrationError, UnsupportedGraph
+from kvpass.policies.aligners.signature import device_of, name_of, rows_of
+from kvpass.policies.calibration import CalibratedModel, Calibration, sizes_of_pairs, turned
+from kvpass.torch_private import dynamo
+
+FIRST = 4
+"""The first tokens of a text, whose queries differ from all others and are left out."""
+PROBES = 8
+"""How many tokens the rotary embedding is measured with."""
+POSITIONS = tuple(2**n for n in range(11))
+"""The positions at which it is measured: each tells the frequency twice as exactly as the one before."""
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+"""The largest relative difference of a key from its rotated form."""
+
+
+@checked
+@torch.no_grad()
+def calibrate(model: torch.nn.Module, ids: Tensor, *, window: Positive = 1024) -> Calibration:
+    """Return the statistics of a model's queries on a text.
+
+    Args:
+        model: a causal language model with the interface of transformers and rotary embeddings, uncompiled.
+        ids: int64 [T], the token ids of the text, of at least one window; what is left after the last is not read.
+        window: the tokens that are run at once; statistics of long contexts need long windows.
+
+    Raises:
+        CalibrationError: the text is shorter than the window, or a layer's keys do not rotate with the position.
+        UnsupportedGraph: the attention of the model cannot be read.
+    """
+    if ids.ndim != 1 or len(ids) < window or window <= FIRST:
+        raise CalibrationError(
+            f"a text of shape {tuple(ids.shape)} has no window of {window} tokens: give int64 [T] with T of at least "
+            f"window, and a window above {FIRST}"
+        )
+    probed = _probed(model, torch.unique(ids)[:PROBES], window)
+    rotations = [_Rotation.measured(keys, name_of(model), layer) for layer, keys in enumerate(probed)]
+    sums: list[_Sums] = []
+    reader = _QueryReader(model)
+    for part in torch.split(ids.to(device_of(model)), window):
+        if len(part) == window:
+            _add(sums, reader.queries(part[None]), rotations, name_of(model))
+    return _calibration(name_of(model), probed[0][0].shape[1], rotations, sums)
+
+
+def _probed(model: torch.nn.Module, tokens: Tensor, window: int) -> list[dict[int, Tensor]]:
+    """Return each layer's keys [n, Hkv, D] of single tokens, int64 [n], by their position."""
+    ids = tokens.to(device_of(model))[:, None]
+    layers: list[dict[int, Tensor]] = []
+    for position in (0, *(p for p in POSITIONS if p < window)):
+        out = model.forward(input_ids=ids, position_ids=torch.full_like(ids, position), use_cache=True)
+        try:
+            rows = rows_of(model, cache_names.returned(out))
+        except AlignerError as error:
+            raise CalibrationError(str(error)) from error
+        layers = layers or [{} for _ in rows]
+        for keys, (key, _) in zip(layers, rows, strict=True):
+            keys[position] = key[:, :, 0]
+    return layers
+
+
+class _Rotation:
+    """The rotary embedding of one layer.
+
+    Attributes:
+        pairs: int64 [2, P], the dimensions of the pairs.
+        frequency: float64 [P].
+    """
+
+    def __init__(self, pairs: Tensor, frequency: Tensor) -> None:
+        self.pairs, self.frequency = pairs, frequency
+
+    @staticmethod
+    def measured(keys: dict[int, Tensor], name: str, layer: int) -> _Rotation:
+        """Return the rotation, with the pairs of dimensions that explain the keys best.
+
+        Raises:
+            CalibrationError: no rotation explains the keys.
+        """
+        dim, dtype = keys[0].shape[-1], keys[0].dtype
+        found = [_Rotation(pairs, _frequencies(keys, pairs)) for pairs in _pairings(dim)]
+        errors = [max(rotation.error(keys, position) for position in keys) for rotation in found]
+        least = min(errors)
+        if not least <= TOLERANCE.get(dtype, 0.0):
+            raise CalibrationError(
+                f"the keys of layer {layer} of {name} do not rotate with their position (the best rotation is off by "
+                f"{least:.2g} of their size): only models with rotary embeddings can be calibrated"
+            )
+        return next(rotation for rotation, error in zip(found, errors, strict=True) if error <= 2 * least)
+
+    def before(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Return rows [..., n, D] at positions [n] before the rotation, float64 in the layout of pairs."""
+        angle = -positions[:, None] * self.frequency
+        return turned(rows.double()[..., self.pairs.flatten()], torch.polar(torch.ones_like(angle), angle))
+
+    def error(self, keys: dict[int, Tensor], position: int) -> float:
+        """Return the largest difference between the keys at a position and rotated ones, relative to their norm."""
+        first, last = (keys[p].double()[..., self.pairs.flatten()] for p in (0, position))
+        angle = self.frequency * position
+        apart = turned(first, torch.polar(torch.ones_like(angle), angle)) - last
+        return float((apart.norm(dim=-1) / first.norm(dim=-1).clamp(min=1e-12)).max())
+
+
+def _pairings(dim: int) -> list[Tensor]:
+    """Return the pairs of dimensions, int64 [2, P] each, that rotary embeddings are known to use.
+
+    All dimensions are rotated, or the first or last half, quarter or three quarters, in halves or next to each other.
+    """
+    parts = sorted({dim * share // 8 * 2 // 2 for share in (8, 6, 4, 2)}, reverse=True)
+    found = []
+    for part in (part for part in parts if part % 2 == 0 and part > 0):
+        for begin in sorted({0, dim - part}):
+            inside, rest = torch.arange(begin, begin + part), torch.arange(dim)
+            rest = rest[(rest < begin) | (rest >= begin + part)]
+            for order in (inside.view(2, -1), inside.view(-1, 2).T):
+                found.append(torch.cat([order, rest.view(-1, 2).T], 1))
+    return found
+
+
+def _frequencies(keys: dict[int, Tensor], pairs: Tensor) -> Tensor:
+    """Return the frequency of each pair that explains keys best, float64 [P]; each position makes it more exact."""
+    first = torch.complex(*(keys[0].double()[..., half] for half in pairs)).flatten(0, -2)  # [n, P]
+    frequency = torch.zeros(pairs.shape[1], dtype=torch.float64)
+    for position in sorted(keys)[1:]:
+        last = torch.complex(*(keys[position].double()[..., half] for half in pairs)).flatten(0, -2)
+        angle = (last * first.conj()).sum(0).angle().cpu()
+        turns = ((frequency * position - angle) / (2 * torch.pi)).round()
+        frequency = (angle + 2 * torch.pi * turns) / position
+    return frequency.to(keys[0].device)
+
+
+class _Sums:
+    """Sums over the queries of one layer: of rows [Hq, D], of their products [Hq, D, D] and of pairs' sizes [Hq, P]."""
+
+    def __init__(self, rows: Tensor, scale: float) -> None:
+        heads, dim = rows.shape[1], rows.shape[3]
+        self.scale, self.count = scale, 0
+        self.rows = rows.new_zeros(heads, dim)
+        self.products, self.sizes = rows.new_zeros(heads, dim, dim), rows.new_zeros(heads, dim // 2)
+
+    def add(self, rows: Tensor) -> None:
+        """Add queries float64 [1, Hq, n, D] before their rotation, in the layout of pairs."""
+        rows = rows[0, :, FIRST:]
+        self.count += rows.shape[1]
+        self.rows += rows.sum(1)
+        self.products += rows.mT @ rows
+        self.sizes += sizes_of_pairs(rows).sum(1)
+
+
+class _QueryReader:
+    """Runs a model and returns the queries of its attention calls; the backend that compiles it to record them."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.found: list[tuple[Tensor, float]] = []
+        dynamo.set_up_compilations()
+
+        def run(ids: Tensor) -> Any:
+            return model.forward(input_ids=ids, use_cache=True)
+
+        self.compiled = torch.compile(run, backend=self, dynamic=False)
+
+    def __call__(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        captured = capture(gm, [False] * len(examples))
+        for reading in captured.refused:
+            raise UnsupportedGraph(f"a cache of the model cannot be read: {reading.refusal}")
+        return _Recorder(captured.gm, {site.call: site.scale for site in captured.sites}, self.found).run
+
+    def queries(self, ids: Tensor) -> list[tuple[Tensor, float]]:
+        """Return the queries [1, Hq, n, D] of each layer as attention reads them, and the scale of their logits."""
+        self.found.clear()
+        self.compiled(ids)
+        return self.found
+
+
+class _Recorder(fx.Interpreter):
+    """Runs a canonical graph and records the queries of its attention calls."""
+
+    def __init__(self, gm: fx.GraphModule, scales: dict[fx.Node, float], found: list[tuple[Tensor, float]]) -> None:
+        super().__init__(gm)
+        self.scales, self.found = scales, found
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n in self.scales:
+            arguments, _ = self.fetch_args_kwargs_from_env(n)
+            self.found.append((arguments[0], self.scales[n]))
+        return super().run_node(n)
+
+
+def _add(sums: list[_Sums], queries: list[tuple[Tensor, float]], rotations: list[_Rotation], name: str) -> None:
+    if len(queries) != len(rotations):
+        raise CalibrationError(f"{name} has {len(rotations)} caches and {len(queries)} attention calls on caches")
+    sums.extend(_Sums(query.double(), scale) for query, scale in queries[len(sums) :])
+    for each, rotation, (query, _) in zip(sums, rotations, queries, strict=True):
+        each.add(rotation.before(query, torch.arange(query.shape[2], device=query.device)))
+
+
+def _calibration(name: str, heads: int, rotations: list[_Rotation], sums: list[_Sums]) -> Calibration:
+    mean = torch.stack([each.rows / each.count for each in sums])
+    second = torch.stack([each.products / each.count for each in sums]) - mean[..., None] * mean[..., None, :]
+    tensors = dict(
+        mean=mean.float(),
+        second=second.float(),
+        size=torch.stack([each.sizes / each.count for each in sums]).float(),
+        frequency=torch.stack([rotation.frequency for rotation in rotations]),
+        pairs=torch.stack([rotation.pairs for rotation in rotations]),
+        scale=torch.tensor([each.scale for each in sums]),
+    )
+    shape = CalibratedModel(name, mean.shape[0], mean.shape[1], heads, mean.shape[2])
+    return Calibration(shape, {name: tensor.cpu().contiguous() for name, tensor in tensors.items()})

@@ -1,0 +1,205 @@
+"""Define calibrations: statistics of a model's queries before their rotary embedding, and policies that read them.
+
+A calibration is made once for a model (`kvpass.calibrate`).  Queries before the rotary embedding are concentrated
+around a mean in many heads, so the logits that a key will get from later queries can be predicted from the key alone.
+
+Rotary embeddings turn pairs of dimensions (a, b) of a row at position p as complex numbers,
+
+    (a + ib) -> (a + ib) exp(i w p)
+
+with the frequency w of the pair, 0 for dimensions that are not rotated.  Statistics and relative rows are in the
+layout [first dimensions of all pairs, second dimensions of all pairs].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from kvpass.errors import CalibrationError
+from kvpass.fx.constants import tensor_bytes
+from kvpass.policies import tensor_files
+from kvpass.policies.base import Policy
+from kvpass.policies.budgets import Plan
+from kvpass.policies.types import Attention
+
+KEY = "kvpass.calibration"
+NAMES = ("mean", "size", "second", "frequency", "pairs", "scale")
+
+
+@dataclasses.dataclass(frozen=True)
+class CalibratedModel:
+    """Describe the model of a calibration.
+
+    Attributes:
+        architecture: as the model's configuration names it.
+        layers: its attention layers that cache keys and values.
+        query_heads, heads: Hq and Hkv.
+        dim: D, of keys.
+    """
+
+    architecture: str
+    layers: int
+    query_heads: int
+    heads: int
+    dim: int
+
+    def check(self, **found: object) -> None:
+        """Raise CalibrationError unless these fields, as found in a model, are those of the calibrated model."""
+        for field, value in found.items():
+            if getattr(self, field) != value:
+                raise CalibrationError(
+                    f"the calibration is of a model with {field}={getattr(self, field)!r}, and this one has {value!r}; "
+                    "make one for it with `kvpass calibrate`"
+                )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Calibration:
+    """Statistics of the queries of each layer and head; equal to calibrations with the same content.
+
+    Attributes:
+        model: the model that they are of.
+        tensors: float32, by name, with P = D / 2 pairs: the `mean` [L, Hq, D] and the `second` moments around it
+            [L, Hq, D, D], both in the layout of pairs; `size` [L, Hq, P], the mean absolute value of each pair;
+            `frequency` float64 [L, P] in radians for each position; `pairs` int64 [L, 2, P], the dimensions of the
+            pairs; `scale` [L], the factor on the products of queries and keys.
+        digest: a hash of all these.
+    """
+
+    model: CalibratedModel
+    tensors: Mapping[str, Tensor] = dataclasses.field(repr=False)
+    digest: str = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        """Check the shapes.
+
+        Raises:
+            CalibrationError: a tensor is missing or has another shape.
+        """
+        layers, heads, dim = self.model.layers, self.model.query_heads, self.model.dim
+        shapes = dict(
+            mean=(layers, heads, dim),
+            size=(layers, heads, dim // 2),
+            second=(layers, heads, dim, dim),
+            frequency=(layers, dim // 2),
+            pairs=(layers, 2, dim // 2),
+            scale=(layers,),
+        )
+        found = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+        if found != shapes:
+            raise CalibrationError(f"a calibration of {self.model} has tensors of the shapes {shapes}, not {found}")
+        content = hashlib.sha256(f"{self.model}".encode())
+        for name in NAMES:
+            content.update(tensor_bytes(self.tensors[name]))
+        object.__setattr__(self, "digest", content.hexdigest()[:16])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Calibration) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Calibration:
+        return self  # it is immutable
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the calibration to a safetensors file."""
+        tensor_files.write(path, self.tensors, KEY, dataclasses.asdict(self.model))
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Calibration:
+        """Read a calibration from a file.
+
+        Raises:
+            CalibrationError: the file does not exist, is damaged or holds no calibration.
+        """
+        fields, tensors = tensor_files.read(path, KEY, "a calibration", CalibrationError)
+        try:
+            return Calibration(CalibratedModel(**fields), tensors)
+        except TypeError as error:
+            raise CalibrationError(f"{os.fspath(path)}: this calibration cannot be read: {error}") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class CalibratedPolicy(Policy):
+    """Base class of policies that predict attention from a calibration.
+
+    Attributes:
+        calibration: a `Calibration`, or the path of a saved one.
+    """
+
+    calibration: Calibration | str | os.PathLike[str] | None = None
+    heads = "kv"
+    own_positions = "it predicts attention from positions in the text, and keys must be rotated to these"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.calibration is None:
+            raise CalibrationError(
+                f"{self.name} needs calibration=..., a kvpass.Calibration or the path of one; make one for the model "
+                "with `kvpass calibrate MODEL --out FILE` or kvpass.calibrate"
+            )
+        if not isinstance(self.calibration, Calibration):
+            object.__setattr__(self, "calibration", Calibration.load(self.calibration))
+
+    @property
+    def of_model(self) -> Calibration:
+        assert isinstance(self.calibration, Calibration)
+        return self.calibration
+
+    def plan(
+        self, attention: Sequence[Attention], valid: Tensor, budget: int, earlier: Sequence[Plan] | None = None
+    ) -> list[Plan]:
+        self.of_model.model.check(layers=len(attention))
+        return super().plan(attention, valid, budget, earlier)
+
+    def layer_weights(self, layer: int) -> list[Tensor]:
+        return [x[layer] for x in self._folded]
+
+    @functools.cached_property
+    def _folded(self) -> list[Tensor]:
+        return self.folded(self.of_model.tensors)
+
+    def folded(self, statistics: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return the weights of `rescore` for all layers, each [L, ...], from the tensors of a calibration."""
+        raise NotImplementedError
+
+    def relative(self, key: Tensor, seen: Tensor, frequency: Tensor, pairs: Tensor, live: Tensor) -> Tensor:
+        """Return keys rotated back by the position of the next query, float32 [B, Hkv, N, D] in the layout of pairs.
+
+        A query at that position meets them as if it had no rotary embedding.  Free slots are zero.
+
+        Args:
+            key: [B, Hkv, N, D], stored after their rotary embedding.
+            seen: int64 [B, 1, 1], the position of the next query.
+            frequency: [P]; pairs: int64 [2, P].
+            live: bool [B, Hkv, N].
+
+        Raises:
+            CalibrationError: the calibration is of a model with other keys.
+        """
+        self.of_model.model.check(heads=key.shape[1], dim=key.shape[3])
+        key = torch.where(live[..., None], key.float(), 0.0)
+        first, second = key.index_select(-1, pairs[0]), key.index_select(-1, pairs[1])
+        angle = (seen.to(frequency.dtype) * frequency)[:, None]  # [B, 1, 1, P]
+        cos, sin = angle.cos().float(), angle.sin().float()
+        return torch.cat([first * cos + second * sin, second * cos - first * sin], -1)
+
+
+def turned(x: Tensor, factor: Tensor) -> Tensor:
+    """Multiply the pairs of rows [..., D], in the layout of pairs, by complex numbers [..., P]."""
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * factor.real - second * factor.imag, first * factor.imag + second * factor.real], -1)
+
+
+def sizes_of_pairs(x: Tensor) -> Tensor:
+    """Return the absolute values [..., P] of the pairs of rows [..., D] in the layout of pairs."""
+    first, second = x.chunk(2, -1)
+    return (first.square() + second.square()).sqrt()

@@ -1,0 +1,63 @@
+"""Select prompt tokens as SnapKV does, with budgets that fall from the first layer to the last.
+
+PyramidKV ("PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling").
+https://arxiv.org/abs/2406.02069
+
+With b = budget - window, the last layer gets b // beta selected tokens, the first one as many more than b, and the
+layers between them lie on a line.  What the prompt has bounds the first layer, and a prompt below 2 b gives every layer
+the same budget, as in the public code.  That code falls by whole steps, rounded down, which hands out more than b on
+average, twice as many for a small budget of many layers; here the budgets' mean is the budget.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+from torch import Tensor
+
+from kvpass.arguments import Positive
+from kvpass.policies.budgets import Plan
+from kvpass.policies.snapkv import SnapKV
+from kvpass.policies.types import Attention
+
+
+@dataclasses.dataclass(frozen=True)
+class PyramidKV(SnapKV):
+    """The PyramidKV policy.
+
+    Attributes:
+        beta: how many times as many tokens as the last layer a layer selects on average.
+    """
+
+    beta: Positive = 20
+    name = "pyramid_kv"
+    spreads = "heads"
+
+    def plan(
+        self, attention: Sequence[Attention], valid: Tensor, budget: int, earlier: Sequence[Plan] | None = None
+    ) -> list[Plan]:
+        layers = len(attention)
+        steepest = pyramid(layers, budget, self.window, self.beta, prompt=4 * budget)
+        budgets = [pyramid(layers, budget, self.window, self.beta, prompt) for prompt in valid.sum(-1).tolist()]
+        return [
+            Plan(max(rows), max(rows) + 1, rows, max(most, budget) + 1)
+            for rows, most in zip(zip(*budgets, strict=True), steepest, strict=True)
+        ]
+
+
+def pyramid(layers: int, budget: int, window: int, beta: int, prompt: int) -> list[int]:
+    """Return the budget of each layer for a prompt; their mean is `budget`."""
+    mean = budget - window
+    if layers == 1 or prompt <= budget or prompt < 2 * mean:
+        return [budget] * layers
+    first = min(2 * mean - max(mean // beta, 1), prompt - window)
+    fall = Fraction(2 * (first - mean), layers - 1)
+    exact = [first - layer * fall for layer in range(layers)]
+    shares = [math.floor(share) for share in exact]
+    by_rest = sorted(range(layers), key=lambda layer: (shares[layer] - exact[layer], layer))
+    for layer in by_rest[: layers * mean - sum(shares)]:
+        shares[layer] += 1
+    return [share + window for share in shares]

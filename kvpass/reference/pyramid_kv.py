@@ -1,0 +1,9 @@
+"""Reference of `pyramid_kv`: that of `snapkv`, as only the budgets of layers differ."""
+
+from __future__ import annotations
+
+from kvpass.reference.snapkv import SnapKVReference
+
+
+class PyramidKVReference(SnapKVReference):
+    pass

@@ -1,0 +1,95 @@
+"""Calibration: rotary embeddings are measured, and queries are those of the model's own projections."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvpass
+from kvpass.errors import CalibrationError
+from tests.models import build
+
+TEXT = torch.randint(3, 128, (300,), generator=torch.Generator().manual_seed(5))
+HALVES = [[*range(8)], [*range(8, 16)]]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "theta", "pairs"),
+    [
+        ("Llama", 10_000, HALVES),
+        ("Gemma", 10_000, HALVES),
+        ("GPTNeoX", 10_000, [[0, 1], [2, 3]]),
+        ("Cohere", 500_000, [[*range(0, 16, 2)], [*range(1, 16, 2)]]),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_rotary_embedding_is_measured(
+    architecture: str, theta: float, pairs: list[list[int]], dtype: torch.dtype
+) -> None:
+    """In halves, next to each other, and of a part of each row; what is not rotated has frequency 0."""
+    found = kvpass.calibrate(build(architecture, dtype=dtype), TEXT, window=64).tensors
+    count = len(pairs[0])
+    wanted = theta ** -(torch.arange(count).double() / count)
+    for frequency, found_pairs in zip(found["frequency"], found["pairs"], strict=True):
+        near = dict(atol=1e-6, rtol=1e-5) if dtype == torch.float32 else dict(atol=2e-3, rtol=1e-2)
+        torch.testing.assert_close(frequency[:count], wanted, **near)
+        assert found_pairs[:, :count].tolist() == pairs
+        assert (frequency[count:].abs() < 2e-3).all()
+
+
+def projected(model: Any, ids: Tensor, window: int) -> Tensor:
+    """The queries of each layer before their rotary embedding, float64 [L, Hq, n, D], without each window's first 4."""
+    found: list[list[Tensor]] = [[] for _ in model.model.layers]
+
+    def keep(layer: int) -> Any:
+        return lambda _, given, out: found[layer].append(out[0].view(len(out[0]), 4, -1)[4:].transpose(0, 1).double())
+
+    hooks = [each.self_attn.q_proj.register_forward_hook(keep(i)) for i, each in enumerate(model.model.layers)]
+    with torch.no_grad():
+        for part in ids.split(window):
+            if len(part) == window:
+                model(part[None])
+    for hook in hooks:
+        hook.remove()
+    return torch.stack([torch.cat(each, 1) for each in found])
+
+
+def test_statistics_are_those_of_the_projections() -> None:
+    model = build("Llama")
+    found = kvpass.calibrate(model, TEXT, window=64)
+    queries = projected(model, TEXT, 64)
+    mean = queries.mean(2)
+    covariance = (queries - mean[:, :, None]).mT @ (queries - mean[:, :, None]) / queries.shape[2]
+    size = (queries[..., :8].square() + queries[..., 8:].square()).sqrt().mean(2)
+    torch.testing.assert_close(found.tensors["mean"].double(), mean, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found.tensors["second"].double(), covariance, atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(found.tensors["size"].double(), size, atol=1e-4, rtol=1e-4)
+    assert found.tensors["scale"].tolist() == [0.25, 0.25]
+    assert (found.model.query_heads, found.model.heads, found.model.dim) == (4, 2, 16)
+    assert found == kvpass.calibrate(build("Llama"), TEXT, window=64)
+
+
+@pytest.mark.parametrize("policy", ["tri_attention", "expected_attention"])
+def test_a_calibrated_model_runs(policy: str) -> None:
+    model = build("Llama")
+    given = dict(calibration=kvpass.calibrate(model, TEXT, window=64), interval=4, budget=16)
+    ids = TEXT[None, :40]
+    how = dict(max_new_tokens=12, do_sample=False, pad_token_id=0)
+    said = []
+    for inner in ("eager", "reference"):
+        torch._dynamo.reset()
+        said.append(kvpass.compile(build("Llama"), policy, inner=inner, **given).generate(ids, **how))
+    assert torch.equal(*said)
+
+
+def test_bad_input() -> None:
+    with pytest.raises(CalibrationError, match="the keys of layer 0 of gpt2 do not rotate with their position"):
+        kvpass.calibrate(build("GPT2"), TEXT, window=64)
+    for ids, window in ((TEXT[None], 64), (TEXT[:50], 64), (TEXT, 4)):
+        with pytest.raises(CalibrationError, match="has no window of"):
+            kvpass.calibrate(build("Llama"), ids, window=window)
+    with pytest.raises(kvpass.PolicyError, match="window=0"):
+        kvpass.calibrate(build("Llama"), TEXT, window=0)

@@ -1,0 +1,55 @@
+"""PyramidKV: the literal examples of layers' budgets, and what they always are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvpass
+from kvpass.errors import BudgetError
+from kvpass.policies import resolve
+from kvpass.policies.pyramid_kv import pyramid
+from tests.models import build
+
+
+def test_budgets_by_hand() -> None:
+    """Of eight layers with a mean of 72 of which 8 are the window: from 125 to 3, or as many as the prompt has."""
+    assert pyramid(8, 72, 8, 20, prompt=1000) == [count + 8 for count in (125, 108, 90, 73, 55, 38, 20, 3)]
+    assert pyramid(8, 72, 8, 20, prompt=128) == [count + 8 for count in (120, 104, 88, 72, 56, 40, 24, 8)]
+    for prompt in (60, 72, 127):
+        assert pyramid(8, 72, 8, 20, prompt) == [72] * 8
+    assert pyramid(1, 72, 8, 20, prompt=1000) == [72]
+
+
+@given(layers=st.integers(1, 40), more=st.integers(1, 500), window=st.integers(1, 64), beta=st.integers(1, 40),
+       prompt=st.integers(1, 9000))  # fmt: skip
+def test_budgets_add_up_and_fall(layers: int, more: int, window: int, beta: int, prompt: int) -> None:
+    budget = window + more
+    found = pyramid(layers, budget, window, beta, prompt)
+    assert sum(found) == layers * budget
+    assert min(found) > window
+    assert found == sorted(found, reverse=True)
+    assert max(found) <= max(prompt, budget)
+
+
+@torch.no_grad()
+def test_layers_hold_what_they_were_given() -> None:
+    """Rows of a batch have budgets by their own prompts, under Inductor's static sizes and dynamic ones."""
+    model = build("Llama", layers=4)
+    compiled = torch.compile(model, backend=kvpass.backend("pyramid_kv", budget=24, window=4, inner="eager"))
+    ids = torch.randint(3, 128, (2, 90), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :60] = 0
+    cache = compiled(ids, attention_mask=mask, use_cache=True).past_key_values
+    held = [(layer.positions[:, 0] >= 0).sum(-1).tolist() for layer in kvpass.inspect(cache).layers]
+    wanted = [pyramid(4, 24, 4, 20, prompt) for prompt in (30, 90)]
+    assert held == [list(rows) for rows in zip(*wanted, strict=True)]
+
+
+def test_bad_input() -> None:
+    with pytest.raises(BudgetError, match=r"budget=64 .* at least 65"):
+        resolve("pyramid_kv", {}).check_budget(64)
+    with pytest.raises(kvpass.PolicyError, match="beta=0"):
+        resolve("pyramid_kv", {"beta": 0})
