@@ -5,6 +5,7 @@ torch.compile(model, backend=kvpass.backend(policy="h2o", budget=1024))
 
 from kvpass import policies
 from kvpass.backend import Backend, backend, compile
+from kvpass.decoding.artifacts import export, load
 from kvpass.decoding.cache_files import load_cache, save_cache
 from kvpass.decoding.loop import DecodeLoop
 from kvpass.decoding.prefill import prefill
@@ -14,6 +15,7 @@ from kvpass.diagnostics.report import CacheReport, ExplainReport, explain, inspe
 from kvpass.diagnostics.simulate import Trace, simulate
 from kvpass.diagnostics.warm import warm
 from kvpass.errors import (
+    ArtifactError,
     BudgetError,
     CacheFileError,
     CacheHandleError,
@@ -27,6 +29,7 @@ from kvpass.errors import (
 from kvpass.policies.calibration import Calibration
 
 __all__ = [
+    "ArtifactError",
     "Backend",
     "BudgetError",
     "CacheFileError",
@@ -48,7 +51,9 @@ __all__ = [
     "calibrate",
     "compile",
     "explain",
+    "export",
     "inspect",
+    "load",
     "load_cache",
     "policies",
     "prefill",

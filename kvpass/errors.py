@@ -51,5 +51,9 @@ class CacheFileError(KVPassError, ValueError):
     """A saved cache that is damaged, of a newer format, or was made by another model or under other settings."""
 
 
+class ArtifactError(KVPassError, ValueError):
+    """An exported artifact that is damaged, or was made by other versions, or for another processor, model or call."""
+
+
 class CheckpointError(KVPassError):
     """A packaged checkpoint that is not installed, or is damaged."""

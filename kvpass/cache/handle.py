@@ -501,6 +501,15 @@ def caches_in(cache: Any) -> list[LayerCache]:
     return list({id(handle.cache): handle.cache for handle in _handles(cache)}.values())
 
 
+def usable_caches_in(cache: Any, backend: Any) -> list[LayerCache]:
+    """Return the caches of all layers, as `caches_in`, which a call is about to continue.
+
+    Raises:
+        CacheHandleError: one of them cannot be continued, or not under this backend.
+    """
+    return list({id(each): each for each in (current(x, x.part, backend) for x in _handles(cache))}.values())
+
+
 _INNER = ("self_attention_cache", "layers")
 """Attributes by which cache objects hold the decoder's cache, or one cache per layer."""
 

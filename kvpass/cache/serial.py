@@ -19,7 +19,7 @@ from kvpass.errors import CacheFileError, CacheHandleError
 from kvpass.lowering.formats import Rows
 from kvpass.policies.base import Policy
 
-_LAYOUT = {
+LAYOUT_FIELDS = {
     "budget": int, "capacity": int, "batch": int, "heads": int, "key_dim": int, "value_dim": int, "ranked": bool,
     "layer": int, "exact_capacity": bool, "row_budgets": bool, "pins": bool,
 }  # fmt: skip
@@ -38,11 +38,10 @@ def entry_of(cache: LayerCache, prefix: str, tensors: dict[str, Tensor]) -> dict
         raise CacheHandleError("a cache that runs with inner='reference' cannot be saved")
     if layout.spread is not None:
         raise CacheHandleError("a cache whose heads are spread over processes cannot be saved")
-    stored = _in_order(slots)
-    found = {**dict(zip(slots.names, stored.tensors(), strict=True)), "absent": cache.absent}
+    found = {**slot_tensors(slots), "absent": cache.absent}
     found |= {name: value for name in _OPTIONAL if (value := getattr(cache, name)) is not None}
     tensors.update({f"{prefix}{name}": tensor for name, tensor in found.items()})
-    entry = {name: getattr(layout, name) for name in _LAYOUT}
+    entry = {name: getattr(layout, name) for name in LAYOUT_FIELDS}
     counts = dict(seen=cache.seen, model_heads=cache.heads, window=cache.window, slots=slots.capacity)
     host = dict(limits=list(cache.limits), clocks=[list(clock) for clock in cache.clocks], notes=list(cache.notes))
     kinds = dict(dtype=str(layout.dtype).removeprefix("torch."), optional=[name for name in _OPTIONAL if name in found])
@@ -62,12 +61,10 @@ def cache_of(
     Raises:
         CacheFileError: the file has other sizes than its header says, or numbers that cannot be.
     """
-    layout = _layout_of(entry, backend, policy)
-    capacity, seen = _count(entry, "slots"), _count(entry, "seen")
-    like = Slots.empty(dataclasses.replace(layout, capacity=capacity))
-    given = [_checked(tensors, name, tensor) for name, tensor in zip(like.names, like.tensors(), strict=True)]
-    limits, clocks = _host_counts(entry, layout)
-    _check_numbers(Slots.of(given, like), layout, seen, capacity, limits)
+    layout = _layout_of(entry, backend, policy, device)
+    capacity, seen = count(entry, "slots"), count(entry, "seen")
+    limits, clocks = host_counts(entry, layout)
+    slots = slots_of(tensors, layout, capacity, seen, limits)
     fields: dict[str, Any] = {name: tensors[name].to(device) for name in _OPTIONAL if name in entry["optional"]}
     absent = tensors["absent"]
     if absent.dtype != torch.int64 or absent.ndim != 2 or len(absent) != layout.batch or bool((absent >= seen).any()):
@@ -76,11 +73,11 @@ def cache_of(
     return LayerCache(
         backend,
         next(backend.layers),
-        dataclasses.replace(layout, device=device),
-        _to_device(Slots.of(given, like), device),
+        layout,
+        slots,
         seen,
-        _count(entry, "model_heads"),
-        None if window is None else _count(entry, "window"),
+        count(entry, "model_heads"),
+        None if window is None else count(entry, "window"),
         limits,
         clocks,
         notes=tuple(map(str, entry["notes"])),
@@ -89,10 +86,27 @@ def cache_of(
     )
 
 
-def _in_order(slots: Slots) -> Slots:
-    """Return the slots with codes in the order of the numbers, which no device changes."""
+def slot_tensors(slots: Slots) -> dict[str, Tensor]:
+    """Return the tensors of slots by name, with codes in the order of the numbers, which no device changes."""
     key, value = (Rows(x.format, x.format.ordered(x.parts)) for x in (slots.key, slots.value))
-    return dataclasses.replace(slots, key=key, value=value)
+    stored = dataclasses.replace(slots, key=key, value=value)
+    return dict(zip(slots.names, stored.tensors(), strict=True))
+
+
+def slots_of(tensors: Mapping[str, Tensor], layout: Layout, capacity: int, seen: int, limits: tuple[int, ...]) -> Slots:
+    """Return the slots of a layout with other capacity, from `slot_tensors` on the CPU.
+
+    Args:
+        seen: the tokens seen, padding included.
+        limits: the budgets of the rows.
+
+    Raises:
+        CacheFileError: sizes or numbers cannot be those of such slots.
+    """
+    like = Slots.empty(dataclasses.replace(layout, capacity=capacity, device=torch.device("meta")))
+    given = [_checked(tensors, name, tensor) for name, tensor in zip(like.names, like.tensors(), strict=True)]
+    check_numbers(Slots.of(given, like), layout, seen, capacity, limits)
+    return _to_device(Slots.of(given, like), layout.device)
 
 
 def _to_device(slots: Slots, device: torch.device) -> Slots:
@@ -102,20 +116,30 @@ def _to_device(slots: Slots, device: torch.device) -> Slots:
     return dataclasses.replace(moved, key=key, value=value)
 
 
-def _layout_of(entry: Mapping[str, Any], backend: Any, policy: Policy) -> Layout:
-    """Return the layout on the meta device, where sizes take no memory."""
-    fields = {name: entry[name] for name in _LAYOUT}
-    for name, kind in _LAYOUT.items():
-        if type(fields[name]) is not kind or not 0 <= fields[name] < 2**31:
-            raise CacheFileError(f"its {name} is {fields[name]!r}")
+def _layout_of(entry: Mapping[str, Any], backend: Any, policy: Policy, device: torch.device) -> Layout:
+    fields = layout_fields(entry)
     dtype = getattr(torch, str(entry["dtype"]), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise CacheFileError(f"its dtype is {entry['dtype']!r}")
     how: dict[str, Any] = dict(kv_dtype=backend.kv_dtype, crops=backend.crop > 0)
-    return Layout(policy=policy, dtype=dtype, device=torch.device("meta"), **fields, **how)
+    return Layout(policy=policy, dtype=dtype, device=device, **fields, **how)
 
 
-def _count(entry: Mapping[str, Any], name: str) -> int:
+def layout_fields(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a layout that a file has as they stand.
+
+    Raises:
+        CacheFileError: one of them is no number of its kind.
+    """
+    fields = {name: entry[name] for name in LAYOUT_FIELDS}
+    for name, kind in LAYOUT_FIELDS.items():
+        if type(fields[name]) is not kind or not 0 <= fields[name] < 2**31:
+            raise CacheFileError(f"its {name} is {fields[name]!r}")
+    return fields
+
+
+def count(entry: Mapping[str, Any], name: str) -> int:
+    """Return a count of an entry, which must be a number from 0 on."""
     value = entry[name]
     if type(value) is not int or not 0 <= value < 2**62:
         raise CacheFileError(f"its {name} is {value!r}")
@@ -130,7 +154,7 @@ def _checked(tensors: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
     return found
 
 
-def _host_counts(entry: Mapping[str, Any], layout: Layout) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+def host_counts(entry: Mapping[str, Any], layout: Layout) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
     """Return the `limits` and `clocks` of the rows."""
     limits, clocks = tuple(entry["limits"]), tuple(tuple(clock) for clock in entry["clocks"])
     whole = all(type(number) is int for numbers in (limits, *clocks) for number in numbers)
@@ -139,7 +163,7 @@ def _host_counts(entry: Mapping[str, Any], layout: Layout) -> tuple[tuple[int, .
     return limits, clocks
 
 
-def _check_numbers(slots: Slots, layout: Layout, seen: int, capacity: int, limits: tuple[int, ...]) -> None:
+def check_numbers(slots: Slots, layout: Layout, seen: int, capacity: int, limits: tuple[int, ...]) -> None:
     """Raise CacheFileError for indices outside of the slots, or counts that contradict each other."""
     rows_seen, length = slots.seen[:, None, None], slots.length[:, None, None]
     right = {

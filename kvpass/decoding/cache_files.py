@@ -20,6 +20,7 @@ from kvpass.backend import Backend, backend
 from kvpass.cache.handle import Handle, LayerCache, caches_in, current
 from kvpass.cache.serial import cache_of, entry_of
 from kvpass.decoding.loop import DecodeLoop
+from kvpass.decoding.saved_calls import calls_of, entries_of
 from kvpass.decoding.stepping import LoopState
 from kvpass.errors import CacheFileError, CacheHandleError, KVPassError
 from kvpass.policies.base import Policy
@@ -42,8 +43,8 @@ FilePath = str | os.PathLike[str]
 def save_cache(cache: Any, path: FilePath) -> None:
     """Write the cache of a conversation to a file, which `load_cache` reads in this or another process.
 
-    The file appears at once, when it is complete.  The cache itself may go on.  What a crop would need is not saved:
-    tokens from before `load_cache` cannot be cropped.
+    The file appears at once, when it is complete.  The cache itself may go on.  With `crop` the file also has what the
+    last calls overwrote, but for a prompt: until the next call, none of its tokens can be cropped after `load_cache`.
 
     >>> kvpass.save_cache(out.cache, "talk.safetensors")
     >>> kvpass.save_cache(loop, "talk.safetensors")
@@ -61,7 +62,10 @@ def save_cache(cache: Any, path: FilePath) -> None:
     """
     loop = cache if isinstance(cache, DecodeLoop) else None
     if loop is not None and (loop.requests is not None or loop.state is None):
-        raise CacheHandleError("a DecodeLoop is saved after a prompt, and not while it serves requests (`rows`)")
+        raise CacheHandleError(
+            "a DecodeLoop is saved after a prompt, and not while it serves requests (`rows`): save the tokens of each "
+            "GenerationOutput, to add them again as prompts, and the cache of a `prefix` that requests share"
+        )
     found = cache_names.returned(cache)
     found = cache if found is None else found
     layers = caches_in(found)
@@ -72,12 +76,16 @@ def save_cache(cache: Any, path: FilePath) -> None:
     weights = {tensor for layer in layers for ref in layer.model if (tensor := ref()) is not None}
     header = dict(
         version=VERSION,
-        settings=_settings_of(chosen),
+        settings=settings_entry(chosen),
         weights=sorted(digests(weights)),
         config={} if loop is None else settings_of(loop.model),
-        object=_Writer(layers, chosen, tensors).encoded(found, "cache"),
+        object=CacheObjectWriter(layers, chosen, tensors).encoded(found, "cache"),
         layers=[
-            {**entry_of(layer, f"{index}.", tensors), "policy": _policy_entry(layer)}
+            {
+                **entry_of(layer, f"{index}.", tensors),
+                "policy": _layer_policy(layer),
+                "calls": entries_of(layer, f"{index}.", tensors),
+            }
             for index, layer in enumerate(layers)
         ],
     )
@@ -123,7 +131,7 @@ def load_cache(path: FilePath, compiled_or_model: Any) -> Any:
         chosen = _backend_for(header["settings"], compiled_or_model if loop is None else loop.chosen)
         _check_model(header, model)
         layers = list(_layers_of(header, tensors, chosen, model))
-        cache = _Reader(layers, tensors, model).decoded(header["object"])
+        cache = CacheObjectReader(layers, tensors, model).decoded(header["object"])
         if loop is not None:
             parts = {name.removeprefix(_LOOP): x for name, x in tensors.items() if name.startswith(_LOOP)}
             loop.state = LoopState.of_saved(loop, cache, header["loop"], parts)
@@ -191,7 +199,7 @@ def _safetensors() -> Any:
 # -- settings and the model --------------------------------------------------------------------------------------------
 
 
-def _plain(policy: Policy) -> list[Any]:
+def policy_entry(policy: Policy) -> list[Any]:
     """Return a policy as plain JSON; an aligner, which is no plain value, by its digest."""
     options = {each.name: getattr(policy, each.name) for each in dataclasses.fields(policy)}
     plain = {name: {"digest": x.digest} if hasattr(x, "digest") else x for name, x in options.items()}
@@ -199,16 +207,16 @@ def _plain(policy: Policy) -> list[Any]:
     return found
 
 
-def _settings_of(chosen: Backend) -> dict[str, Any]:
-    return {name: _plain(chosen.policy) if name == "policy" else getattr(chosen, name) for name in _SETTINGS}
+def settings_entry(chosen: Backend) -> dict[str, Any]:
+    return {name: policy_entry(chosen.policy) if name == "policy" else getattr(chosen, name) for name in _SETTINGS}
 
 
-def _policy_entry(layer: LayerCache) -> Any:
+def _layer_policy(layer: LayerCache) -> Any:
     """Return None for a layer that the backend's policy governs, else the policy of the layer."""
-    return None if layer.layout.policy is layer.backend.policy else _plain(layer.layout.policy)
+    return None if layer.layout.policy is layer.backend.policy else policy_entry(layer.layout.policy)
 
 
-def _resolved(entry: Any) -> Policy:
+def policy_of(entry: Any) -> Policy:
     name, options = entry
     if any(isinstance(value, dict) for value in options.values()):
         raise CacheFileError(f"it was made under a policy {name!r} with trained weights: pass the compiled model")
@@ -224,8 +232,8 @@ def _backend_for(saved: Mapping[str, Any], compiled: Any) -> Backend:
     found = compiled if isinstance(compiled, Backend) else dynamo.backend_of(compiled)
     if not isinstance(found, Backend):
         others: dict[str, Any] = {name: saved[name] for name in _SETTINGS if name != "policy"}
-        return backend(_resolved(saved["policy"]), **others)
-    here = _settings_of(found)
+        return backend(policy_of(saved["policy"]), **others)
+    here = settings_entry(found)
     wrong = [
         f"{name} {saved[name]!r} in the file and {here[name]!r} here" for name in _SETTINGS if saved[name] != here[name]
     ]
@@ -266,11 +274,12 @@ def _layers_of(
         mine = {name.removeprefix(f"{index}."): x for name, x in tensors.items() if name.startswith(f"{index}.")}
         spec = entry["policy"]
         layer_policy = chosen.policy if spec is None else chosen.policy.for_layer(index, len(entries))
-        if spec is not None and _plain(layer_policy) != spec:
-            layer_policy = _resolved(spec)
+        if spec is not None and policy_entry(layer_policy) != spec:
+            layer_policy = policy_of(spec)
         cache = cache_of(entry, mine, chosen, layer_policy, _device_of(model))
         cache.model = weights
         keep_address(cache.slots)
+        cache.calls = calls_of(entry.get("calls", ()), mine, cache)
         yield cache
 
 
@@ -281,7 +290,7 @@ def _device_of(model: torch.nn.Module) -> torch.device:
 # -- the model's cache object ------------------------------------------------------------------------------------------
 
 
-class _Writer:
+class CacheObjectWriter:
     """Encodes a model's cache object: handles by the index of their layer, tensors by name, and plain values."""
 
     def __init__(self, layers: list[LayerCache], chosen: Backend, tensors: dict[str, Tensor]) -> None:
@@ -319,7 +328,7 @@ class _Writer:
         return [type(layer).__name__, {name: self.encoded(x, f"{where}.{name}") for name, x in vars(layer).items()}]
 
 
-class _Reader:
+class CacheObjectReader:
     """Makes a model's cache object anew: an empty one of the model, whose layers get what the file holds."""
 
     def __init__(self, layers: list[LayerCache], tensors: Mapping[str, Tensor], model: torch.nn.Module) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from kvpass import cache_names
 from kvpass.arguments import Natural, Positive, checked, require
 from kvpass.backend import backend
-from kvpass.decoding.made_up import TOKEN, TURN, prompt_lengths, steps_until_compaction
+from kvpass.decoding.made_up import visit_graphs
 from kvpass.decoding.pin_masks import Pin, pin_mask
 from kvpass.decoding.prefill import Caller, PaddingMask, TokenIds, check_budget, chunks, last_of, padding, prefix_mask
 from kvpass.decoding.requests import FAILS, GenerationOutput, Prompt, Requests
@@ -105,9 +105,7 @@ class DecodeLoop:
         )
         if prefill_chunk is not None:
             check_budget(self.chosen.budget)
-        compiled = torch.compile(model, backend=self.chosen)
-        self.compiled = CompiledCall(compiled, self.chosen.strict, model, regions=layer_regions.install(model))
-        self.chosen.start_builds(model)
+        self.compiled = self._compiled()
         self.parts = ModelParts(model)
         self.device = next(itertools.chain(model.parameters(), model.buffers(), [torch.empty(0)])).device
         require(self.device.type != "meta", "model", type(model).__name__, "has no weights: it is on the device meta")
@@ -117,6 +115,13 @@ class DecodeLoop:
         self.state: LoopState | None = None
         self.prefix: Any = None
         self.requests = None if rows is None else Requests.of(self, rows)
+
+    def _compiled(self) -> Callable[..., Any]:
+        """Return what the loop calls as its model."""
+        compiled = torch.compile(self.model, backend=self.chosen)
+        self.chosen.start_builds(self.model)
+        regions = layer_regions.install(self.model)
+        return CompiledCall(compiled, self.chosen.strict, self.model, regions=regions)
 
     @checked
     def warm(self, rows: Positive = 1) -> None:
@@ -132,21 +137,7 @@ class DecodeLoop:
             UnsupportedGraph: the model cannot be rewritten.
             BudgetError: the policy cannot work with the budget.
         """
-        apart = copy.copy(self)
-        apart.state = apart.prefix = None
-        apart.stop, apart.generator = self.stop[:0], self.sampling.generator(self.device)
-        budget, policy = self.chosen.budget, self.chosen.policy
-        for length in prompt_lengths(budget, self.prefill_chunk):
-            slots = budget if isinstance(budget, int) else length
-            steps = self.every + 1 + steps_until_compaction(policy, slots, policy.clock((), length, slots))
-            if self.requests is None:
-                apart.state = None
-                for tokens, count in ((length, steps), (TURN, 2)):
-                    apart.prompt(torch.full((rows, tokens), TOKEN))
-                    apart.generate(count)
-            else:
-                apart.requests = Requests.of(apart, self.requests.count)
-                apart.generate_batch([[TOKEN] * length] * (self.requests.count + 1), max_new_tokens=steps)
+        visit_graphs(self, rows)
 
     @property
     def cache(self) -> Any:

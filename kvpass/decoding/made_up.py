@@ -5,11 +5,21 @@ The token values do not matter, only the ways in which the model is called.
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpass import cache_names
+from kvpass.decoding.prefill import chunks, last_of
 from kvpass.policies.base import Policy
 from kvpass.policies.types import Clock
 
 TOKEN = 1  # every made-up token
 TURN = 5  # tokens in a later turn
+TURNS = (TURN, TURN + 2)  # a chunk is compiled at its second run
+STEPS = 2  # after a turn
 WITHOUT_BUDGET = (32, 48)  # prompt lengths if nothing is evicted
 
 
@@ -34,3 +44,60 @@ def steps_until_compaction(policy: Policy, budget: int, clock: Clock) -> int:
         if due:
             return count
     return 0
+
+
+def visit_graphs(loop: Any, rows: int, prefixes: bool = False) -> None:
+    """Run every graph that a `DecodeLoop` needs, on made-up prompts and requests, of which nothing stays.
+
+    Args:
+        loop: the loop.
+        rows: the number of rows in prompts; requests have the loop's own.
+        prefixes: whether requests will begin behind prefixes.
+    """
+    apart = copy.copy(loop)
+    apart.state = apart.prefix = None
+    apart.stop, apart.generator = loop.stop[:0], loop.sampling.generator(loop.device)
+    budget, policy = loop.chosen.budget, loop.chosen.policy
+    keeps_all = isinstance(budget, int) and not policy.evicts
+    lengths = (budget // 4 + 1, budget // 2) if keeps_all else prompt_lengths(budget, loop.prefill_chunk)
+    for length in lengths:
+        slots = budget if isinstance(budget, int) else length
+        steps = loop.every + 1 + steps_until_compaction(policy, slots, policy.clock((), length, slots))
+        steps = max(STEPS, min(steps, budget - length - 4 * TURN)) if keeps_all else steps
+        if loop.requests is None:
+            for padded in (False, True) if rows > 1 and "attention_mask" in loop.caller.takes else (False,):
+                _converse(apart, rows, length, steps, padded)
+        else:
+            if prefixes:
+                _feed_one_row(apart, length)
+            apart.requests = type(loop.requests).of(apart, loop.requests.count)
+            apart.generate_batch(list(made_up_tokens(loop, length, loop.requests.count + 1)), max_new_tokens=steps)
+
+
+def made_up_tokens(loop: Any, count: int, rows: int = 1) -> Tensor:
+    """Return token ids [rows, count] of the model of a loop."""
+    known = loop.caller.vocabulary or TOKEN + 1
+    return (torch.arange(rows * count, device=loop.device) * 7919 % known).view(rows, count)
+
+
+def _converse(loop: Any, rows: int, length: int, steps: int, padded: bool) -> None:
+    """Run a prompt and two turns, with steps after each."""
+    ids = made_up_tokens(loop, length, rows)
+    mask = torch.ones_like(ids)
+    mask[0, 0] = not padded
+    loop.state = None
+    loop.prompt(ids, mask)
+    loop.generate(steps)
+    for turn in TURNS:
+        loop.prompt(made_up_tokens(loop, turn, rows))
+        loop.generate(STEPS)
+
+
+@torch.no_grad()
+def _feed_one_row(loop: Any, length: int) -> None:
+    """Run a prompt, and turns behind it, in a batch of one row."""
+    cache, seen = None, 0
+    for new in (length, *TURNS, 1):
+        mask = torch.ones(1, seen + new, dtype=torch.int64, device=loop.device)
+        made = chunks(loop.caller, made_up_tokens(loop, new), mask, cache, loop.prefill_chunk)
+        cache, seen = cache_names.returned(last_of(made)), seen + new

@@ -186,7 +186,7 @@ class LoopState:
             out = self.loop.caller(self.ids, growing(mask), self.position, self.cache)
         if len(ran) != 1:
             raise CacheHandleError("the model ran its decode step in several graphs, or in none of kvpass")
-        if not ran[0].repeats:
+        if not ran[0].rewrite.repeats:
             raise CacheHandleError(
                 "a mask of this model is made from all tokens anew in every step, which a decode loop does not repeat; "
                 "use model.generate"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -69,17 +68,23 @@ class TakenChunk:
         take_in(cache, dataclasses.replace(self.chunk, attention=probs), self.into)
 
 
-def _repeat(taken: TakenIn, cache: LayerCache, count: int) -> LayerCache:
-    """Return the cache after the first `count` tokens of a chunk, from the cache before it: a `history.Repeat`."""
-    taken, before = taken.first(count), cache.seen
-    call = _before(cache, count, chunk=True)
-    taken.take_into(cache)
-    padding = ~taken.chunk.valid
-    if bool(padding.any()):
-        cache.absent = torch.cat([cache.absent, indices_of(padding, before)], 1)
-    cache.seen += count
-    cache.calls = (dataclasses.replace(call, repeat=functools.partial(_repeat, taken)),)
-    return cache
+@dataclasses.dataclass(frozen=True)
+class RepeatedChunk:
+    """An admitted chunk that can be admitted again with fewer tokens: a `history.Repeat`."""
+
+    taken: TakenIn
+
+    def __call__(self, cache: LayerCache, count: int) -> LayerCache:
+        """Return the cache after the first `count` tokens of the chunk, from the cache before it."""
+        taken, before = self.taken.first(count), cache.seen
+        call = _before(cache, count, chunk=True)
+        taken.take_into(cache)
+        padding = ~taken.chunk.valid
+        if bool(padding.any()):
+            cache.absent = torch.cat([cache.absent, indices_of(padding, before)], 1)
+        cache.seen += count
+        cache.calls = (dataclasses.replace(call, repeat=RepeatedChunk(taken)),)
+        return cache
 
 
 def calls_before(caches: list[LayerCache], queries: int) -> list[history.PastCall]:
@@ -100,7 +105,7 @@ def remember(caches: list[LayerCache], calls: list[history.PastCall], taken: Seq
     """Store the records of calls that have run, together with the chunks that they admitted."""
     for index, (cache, call) in enumerate(zip(caches, calls, strict=False)):
         chunk = taken[index]
-        again = functools.partial(_repeat, chunk) if chunk is not None and call.new > 1 else None
+        again = RepeatedChunk(chunk) if chunk is not None and call.new > 1 else None
         cache.calls = history.recorded(cache.calls, dataclasses.replace(call, repeat=again), cache.backend.crop)
 
 

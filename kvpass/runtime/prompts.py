@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -202,6 +204,9 @@ class PromptRunner:
         del layers  # so that the rows of each layer are freed once they are stored
         for site, cache in zip(self.sites, taken.caches(), strict=True):
             results[site.keys_out], results[site.values_out] = cache.handles()
+        listener = _LISTENER.get()
+        if listener is not None:
+            listener.append(PromptResult(self, arguments, tuple(results)))
         return tuple(results)
 
     def _validate(self, arguments: tuple[Any, ...]) -> None:
@@ -412,3 +417,26 @@ def _within_window(layer: PromptLayer, budget: int) -> PromptLayer:
     if layer.window is None or (layer.policy.evicts and budget < layer.window):
         return layer
     return dataclasses.replace(layer, policy=Window())
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptResult:
+    """One run of a prompt graph: its runner, Dynamo's arguments, and the results for Dynamo."""
+
+    runner: PromptRunner
+    arguments: tuple[Any, ...]
+    results: tuple[Any, ...]
+
+
+_LISTENER: contextvars.ContextVar[list[PromptResult] | None] = contextvars.ContextVar("kvpass_prompts", default=None)
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[list[PromptResult]]:
+    """Return a context that collects the prompts that run inside it."""
+    ran: list[PromptResult] = []
+    token = _LISTENER.set(ran)
+    try:
+        yield ran
+    finally:
+        _LISTENER.reset(token)

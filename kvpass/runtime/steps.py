@@ -90,10 +90,10 @@ class StepRunner:
         self.verifier.check_positions(first, arguments, lambda: self.padding.valid(0, first, arguments, queries))
         sizes = functools.partial(self._sizes_of_call, caches, arguments, others)
         self.verifier.check_angles(first, arguments, sizes)
-        rewrite, results, host_inputs = self.advance(caches, arguments, others, known)
+        rewrite, results, host_inputs, compact = self.advance(caches, arguments, others, known)
         self.padding.note(caches, arguments, before, queries)
         if listener is not None:
-            listener.append(StepResult(self, caches, arguments, others, known, results, step, rewrite.repeats))
+            listener.append(StepResult(self, caches, arguments, others, known, results, step, rewrite, before, compact))
         return self._outputs(rewrite, results, host_inputs, caches, arguments)
 
     def _cache(self, arguments: tuple[Any, ...], indices: tuple[int, int]) -> LayerCache:
@@ -114,7 +114,7 @@ class StepRunner:
 
     def advance(
         self, caches: list[LayerCache], arguments: tuple[Any, ...], others: OtherSizes, known: frozenset[int]
-    ) -> tuple[StepRewrite, Sequence[Any], list[Any]]:
+    ) -> tuple[StepRewrite, Sequence[Any], list[Any], bool]:
         """Run the new tokens in Dynamo's arguments, and update the caches.
 
         Args:
@@ -122,7 +122,8 @@ class StepRunner:
             known: argument indices, see `PaddingTracker.known`.
 
         Returns:
-            The rewrite of the graph, the results of the graph, and the results of `StepRewrite.host_precomputed`.
+            The rewrite of the graph, the results of the graph, the results of `StepRewrite.host_precomputed`, and
+            whether the step has compacted the slots.
         """
         queries = self.sizes.queries(arguments)
         for cache in caches:
@@ -149,7 +150,7 @@ class StepRunner:
         ]
         count(caches, queries, clocks)
         remember(caches, calls, taken)
-        return rewrite, results, host_inputs
+        return rewrite, results, host_inputs, compact
 
     def ticked(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> tuple[bool, list[tuple[Any, ...]]]:
         """Return whether a decode step with these arguments compacts, and the policy clocks after the step."""
@@ -182,7 +183,7 @@ class StepRunner:
 
     def lasts(self, ran: StepResult) -> Callable[[int], bool]:
         """Return a predicate that tells whether this graph's guards hold a number of tokens after a step that ran."""
-        return self.sizes.lasts(ran.others, ran.arguments, ran.caches[0].seen - 1)
+        return self.sizes.lasts(ran.others, ran.arguments, ran.before)
 
     # -- variants ---------------------------------------------------------------------------------------------------
 
@@ -318,7 +319,9 @@ class StepResult:
         others, known: as of `StepRunner.advance`.
         results: the results of the rewritten graph.
         kind: a key that is equal for two decode steps with the same code and the same buffers.
-        repeats: whether later steps can reuse the arguments; False if some arguments follow the cache.
+        rewrite: the rewrite of the graph.
+        before: the tokens seen before the run.
+        compact: whether the step has compacted the slots.
     """
 
     runner: StepRunner
@@ -328,7 +331,9 @@ class StepResult:
     known: frozenset[int]
     results: Sequence[Any]
     kind: Any
-    repeats: bool
+    rewrite: StepRewrite
+    before: int
+    compact: bool
 
 
 _LISTENER: contextvars.ContextVar[list[StepResult] | None] = contextvars.ContextVar("kvpass_listener", default=None)
@@ -343,3 +348,10 @@ def listening() -> Iterator[list[StepResult]]:
         yield ran
     finally:
         _LISTENER.reset(token)
+
+
+def announce(ran: Sequence[StepResult]) -> None:
+    """Tell the context of `listening`, if there is one, of steps that ran elsewhere."""
+    listener = _LISTENER.get()
+    if listener is not None:
+        listener.extend(ran)

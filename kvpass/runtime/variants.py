@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -118,20 +117,26 @@ class CompiledVariant:
             key: that of the call that the graph was rewritten for.
             free: the indices in `key.all` that are dynamic in the graph.
         """
-        self._rewrite, self._key, self._free = rewrite, key, free
-        self._compiled: inductor.Compiled | None = None
+        self._rewrite, self.key, self._free = rewrite, key, free
+        self.compiled: inductor.Compiled | None = None
         self._ran_uncompiled = False
-        self.at = functools.cache(self._at)
+        self._by_key: dict[ShapeKey, StepRewrite] = {}
 
-    def _at(self, key: ShapeKey) -> StepRewrite:
+    def at(self, key: ShapeKey) -> StepRewrite:
         """Return the rewrite with numbers for its dynamic sizes, for a call with this shape key."""
-        return self._rewrite.at([key.all[index] for index in self._free])
+        if key not in self._by_key:
+            self._by_key[key] = self._rewrite.at([key.all[index] for index in self._free])
+        return self._by_key[key]
+
+    def gave(self, rewrite: StepRewrite) -> bool:
+        """Return whether `at` has returned this object."""
+        return any(each is rewrite for each in self._by_key.values())
 
     def serves(self, key: ShapeKey) -> bool:
         """Return whether the graph is valid for a call with this shape key."""
-        if key == self._key:
+        if key == self.key:
             return True
-        pairs = enumerate(zip(key.all, self._key.all, strict=True))
+        pairs = enumerate(zip(key.all, self.key.all, strict=True))
         same = all(one == other for index, (one, other) in pairs if index not in self._free)
         sizes = self._rewrite.open
         return same and (sizes is None or sizes.hold([key.all[index] for index in self._free]))
@@ -147,10 +152,10 @@ class CompiledVariant:
             self._ran_uncompiled = True
             return fx_nodes.code_of(rewrite.gm)
         with dynamo.one_at_a_time():
-            if self._compiled is None:
-                self._compiled = backend.compile_step(rewrite.gm, rewrite.examples or flat, ranked, chunk, rewrite.open)
+            if self.compiled is None:
+                self.compiled = backend.compile_step(rewrite.gm, rewrite.examples or flat, ranked, chunk, rewrite.open)
                 splicing.let_go_of_data(rewrite.gm.graph)
-        return self._compiled
+        return self.compiled
 
 
 class VariantCache:
@@ -181,6 +186,10 @@ class VariantCache:
         """
         variant = self._by_call.get(call)
         return variant if variant is not None and variant.serves(key) else None
+
+    def with_rewrite(self, rewrite: StepRewrite) -> CompiledVariant:
+        """Return the variant that a rewrite of a call belongs to."""
+        return next(variant for variant in self._by_call.values() if variant.gave(rewrite))
 
     def made(self, call: Any, shared: Any, key: ShapeKey, decodes: bool, rewrite: Rewrite) -> CompiledVariant:
         """Return a variant for a call, from an existing one with dynamic sizes or from a new rewrite.

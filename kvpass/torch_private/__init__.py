@@ -7,6 +7,7 @@ docstring of the function that uses a name says what a missing one means.
 from __future__ import annotations
 
 METHODS = (
+    "torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr",
     "torch.fx.experimental.symbolic_shapes.ShapeEnv.bound_sympy",
     "torch.fx.experimental.symbolic_shapes.ShapeEnv.create_symbol",
     "torch.fx.experimental.symbolic_shapes.ShapeEnv.create_symintnode",

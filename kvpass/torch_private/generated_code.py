@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -19,11 +20,20 @@ KERNEL, ALLOCATOR = "kernel", "empty_strided_cpu"
 """Inductor's names for the function of a CPU kernel, and for the allocator of its modules."""
 
 
-def generated_scopes() -> list[dict[str, Any]]:
-    """Return the globals of the modules that Inductor has written in this process."""
-    from torch._inductor.codecache import PyCodeCache
+_SCOPES: list[dict[str, Any]] = []
+_LIBRARIES: dict[str, str] = {}
+"""The file of each C++ library that was built or that another process has built, by the digest of its source."""
 
-    return [vars(module) for module in PyCodeCache.modules]
+
+def add_scope(scope: dict[str, Any]) -> None:
+    """Add the globals of code that Inductor has written in another process."""
+    _SCOPES.append(scope)
+
+
+def generated_scopes() -> list[dict[str, Any]]:
+    """Return the globals of the modules that Inductor has written, in this process or for `add_scope`."""
+    written = getattr(sys.modules.get("torch._inductor.codecache"), "PyCodeCache", None)
+    return [*(vars(module) for module in (written.modules if written else ())), *_SCOPES]
 
 
 def kernel_library(value: Any) -> str | None:
@@ -88,9 +98,23 @@ def cpp_library(source: str) -> ctypes.CDLL:
         RuntimeError: there is no compiler, or it rejects the source.
         OSError: torch lacks a function that the source calls.
     """
-    from torch._inductor.codecache import CppCodeCache
+    digest = hashlib.sha256(source.encode()).hexdigest()
+    if digest not in _LIBRARIES:
+        from torch._inductor.codecache import CppCodeCache
 
-    return cast(ctypes.CDLL, CppCodeCache.load(source))
+        _LIBRARIES[digest] = CppCodeCache.load(source)._name
+    return ctypes.CDLL(_LIBRARIES[digest])
+
+
+def built_libraries() -> dict[str, str]:
+    """Return the files of the C++ libraries that this process has used, by the digests of their sources."""
+    return dict(_LIBRARIES)
+
+
+def use_libraries(files: Mapping[str, str]) -> None:
+    """Use libraries that another process has built, by the digests of their sources, where this one has built none."""
+    for digest, file in files.items():
+        _LIBRARIES.setdefault(digest, file)
 
 
 def is_shared(tensor: Tensor) -> bool:

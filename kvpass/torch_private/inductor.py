@@ -143,7 +143,10 @@ def inductor(gm: fx.GraphModule, examples: Sequence[Any], patches: dict[str, Any
     from torch._inductor.compile_fx import compile_fx
 
     with _tracing(examples) as inputs:
-        return cast(Compiled, compile_fx(gm, inputs, config_patches=patches))
+        run: Any = compile_fx(gm, inputs, config_patches=patches)
+    if leading := [*gm.parameters(), *gm.buffers()]:  # which it puts before the arguments, see `exported_code`
+        run.leading = leading
+    return cast(Compiled, run)
 
 
 @contextlib.contextmanager
@@ -230,6 +233,16 @@ def allows_parts(patches: dict[str, Any]) -> bool:
     return not any(patches.get(name, now.get(name)) for name in NEEDS_THE_WHOLE)
 
 
+class WithLeading:
+    """Compiled code whose first arguments are the tensors of a module."""
+
+    def __init__(self, run: Any, leading: Sequence[Tensor]) -> None:
+        self.run, self.leading = run, list(leading)
+
+    def __call__(self, arguments: list[Any]) -> Any:
+        return self.run(*arguments)
+
+
 @dataclasses.dataclass(frozen=True)
 class CompiledParts:
     """The compiler of parts of one graph, each as a graph of its own.
@@ -265,8 +278,9 @@ class CompiledParts:
             return None
         laid_out = [None if view else strides for view, strides in zip(views, code.output_strides, strict=True)]
         given = [self._strided(value, strides) for value, strides in zip(made, laid_out, strict=True)]
-        if any(True for _ in (*module.parameters(), *module.buffers())):  # compile_fx puts these before the arguments
-            return (lambda arguments: run(*arguments)), given
+        leading = [*module.parameters(), *module.buffers()]
+        if leading:  # compile_fx puts these before the arguments
+            return WithLeading(run, leading), given
         if any(views) or any(map(symbols, made)):  # the wrapper marks sizes of results as dynamic
             return cast(Boxed, next(wrapper for wrapper in wrappers if _name(wrapper) != "forward")), given
         return cast(Boxed, code.current_callable), given

@@ -86,6 +86,15 @@ def test_a_full_cache_grows() -> None:
     assert kvpass.inspect(loop).layers[0].seen == 9 + 299
 
 
+def test_a_loop_that_keeps_every_token_warms_up_within_its_budget() -> None:
+    loop = loop_on(llama(), policy="full", budget=64)
+    loop.warm(2)
+    assert loop.state is None
+    ids, mask = prompt(2, 60, (3, 0))
+    loop.prompt(ids, mask)
+    assert torch.equal(loop.generate(5), greedy(llama(), ids, mask, 5, eos_token_id=-1))
+
+
 @pytest.mark.slow
 def test_compiled_by_inductor() -> None:
     forget()
@@ -361,7 +370,7 @@ def test_a_decode_loop_runs_no_generated_python(policy: str) -> None:
     for run in runs:
         assert isinstance(run, Replayed)
         assert None not in run._programs.values()
-        run._run = None  # type: ignore[assignment]
+        run.compiled = None  # type: ignore[assignment]
     assert loop.generate(6).shape == (1, 6)
 
 

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
+import textwrap
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -156,9 +157,26 @@ def _linked(gm: fx.GraphModule, program: list[tuple[Segment, inductor.Boxed]]) -
         lines.append(f"{assignment}{function_names[id(run)]}(given)")
         lines += _delete(names[node] for node in segment.returned if node not in last_use and node not in kept)
     lines.append(f"return ({_comma_list(names[out] if isinstance(out, fx.Node) else repr(out) for out in outputs)})")
-    scope: dict[str, Any] = {name: runs[key] for key, name in function_names.items()}
-    exec("def call(*a):\n    " + "\n    ".join(lines), scope)
-    return _without_modes(scope["call"])
+    return LinkedSegments("\n".join(lines), {name: runs[key] for key, name in function_names.items()})
+
+
+class LinkedSegments:
+    """The function that runs compiled segments in order, as in the module's docstring.
+
+    Attributes:
+        source: the body of the function, which takes the arguments of the graph as a tuple `a`.
+        runs: the segments' code by its names in the source.
+    """
+
+    def __init__(self, source: str, runs: Mapping[str, inductor.Boxed]) -> None:
+        self.source, self.runs = source, runs
+        scope: dict[str, Any] = dict(runs)
+        exec("def call(*a):\n" + textwrap.indent(source, "    "), scope)
+        self._call: inductor.Compiled = scope["call"]
+
+    def __call__(self, *arguments: Any) -> Sequence[Any]:
+        with generated_code.without_modes():
+            return self._call(*arguments)
 
 
 def _delete(names: Iterable[str]) -> list[str]:
@@ -168,11 +186,3 @@ def _delete(names: Iterable[str]) -> list[str]:
 
 def _comma_list(names: Iterable[str]) -> str:
     return "".join(f"{name}, " for name in names)
-
-
-def _without_modes(call: inductor.Compiled) -> inductor.Compiled:
-    def run(*arguments: Any) -> Sequence[Any]:
-        with generated_code.without_modes():
-            return call(*arguments)
-
-    return run

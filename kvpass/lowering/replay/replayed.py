@@ -40,18 +40,18 @@ class Replayed:
     """
 
     def __init__(self, run: inductor.Compiled) -> None:
-        self._run = run
+        self.compiled = run
         self._programs: dict[Any, Program | None] = {}
         self._last_key: _ArgumentKey | None = None
         self._lock = threading.Lock()
 
     def __call__(self, *arguments: Any) -> Sequence[Any]:
         if not self._lock.acquire(blocking=False):
-            return self._run(*arguments)
+            return self.compiled(*arguments)
         try:
             if self._last_key is None or not self._last_key.serves(arguments):
                 self._last_key = _ArgumentKey(arguments) if all(map(_is_plain, arguments)) else None
-            return self._run(*arguments) if self._last_key is None else self._repeat(self._last_key, arguments)
+            return self.compiled(*arguments) if self._last_key is None else self._repeat(self._last_key, arguments)
         finally:
             self._lock.release()
 
@@ -60,11 +60,11 @@ class Replayed:
             return self._record(key.key, arguments)
         program = self._programs.get(key.key)
         if program is None:
-            return self._run(*arguments)
+            return self.compiled(*arguments)
         return program.run(key.tensors_of(arguments), key.addresses)
 
     def _record(self, key: Any, arguments: Sequence[Any]) -> Sequence[Any]:
-        results, program = record(self._run, arguments)
+        results, program = record(self.compiled, arguments)
         while len(self._programs) >= MOST_PROGRAMS:
             del self._programs[next(iter(self._programs))]
         self._programs[key] = program

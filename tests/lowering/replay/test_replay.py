@@ -241,7 +241,7 @@ def test_threads_that_record_at_the_same_time_note_their_own(accumulating: Repla
         x, matrix = rows(64, seed), rows(16, seed)
         right = accumulate(x, matrix, rows(64))[0]
         for _ in range(10):
-            own = Replayed(accumulating._run)
+            own = Replayed(accumulating.compiled)
             results = [own(x, matrix, rows(64))[0] for _ in range(3)]
             if not all(torch.allclose(result, right, atol=1e-5) for result in results) or None in programs(own):
                 wrong.append(seed)
@@ -253,7 +253,7 @@ def test_threads_that_record_at_the_same_time_note_their_own(accumulating: Repla
 def test_modules_are_as_they_were_after_a_recording(accumulating: Replayed) -> None:
     before = [dict(scope) for scope in generated_code.generated_scopes()]
     accumulating(rows(64), rows(16), rows(64).double().float().contiguous())
-    recording.record(accumulating._run, [rows(64), rows(16), rows(64)])
+    recording.record(accumulating.compiled, [rows(64), rows(16), rows(64)])
     after = [dict(scope) for scope in generated_code.generated_scopes()]
     assert all(one == other for one, other in zip(before, after, strict=True))
 
@@ -267,7 +267,7 @@ def test_what_runs_past_a_recording_ends_it(
         monkeypatch.setattr(generated_code, "generated_scopes", list)
     else:
         monkeypatch.setattr(generated_code, "ALLOCATOR", "by another name")
-    own = Replayed(accumulating._run)
+    own = Replayed(accumulating.compiled)
     assert is_right(own)
     assert programs(own) == [None]
 
@@ -281,7 +281,7 @@ def test_code_whose_kernels_are_called_from_c_is_run_itself() -> None:
 def test_a_thread_that_is_profiled_records_nothing(accumulating: Replayed) -> None:
     def profile(*_: Any) -> None: ...
 
-    own = Replayed(accumulating._run)
+    own = Replayed(accumulating.compiled)
     sys.setprofile(profile)
     try:
         assert is_right(own)

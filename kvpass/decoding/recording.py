@@ -1,0 +1,235 @@
+"""Record which compiled graphs a `DecodeLoop` runs and what their arguments are, for `kvpass.export`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpass import cache_names
+from kvpass.cache.handle import Handle, caches_in
+from kvpass.decoding.cache_files import CacheObjectWriter
+from kvpass.decoding.loop import DecodeLoop
+from kvpass.errors import UnsupportedGraph
+from kvpass.lowering import exported_run
+from kvpass.lowering.exported_run import ExportFiles
+from kvpass.runtime import exported_graphs, prompts, steps
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedCall:
+    """One call of the model in one graph.
+
+    Attributes:
+        inputs: the tensors of the call by name: ids [B, q] and, if the model was given them, mask and positions.
+        before: the tokens seen before.
+        ran: what ran.
+        logits: [B, 1, vocabulary].
+        cache: the model's cache object after a prompt, as of `CacheObjectWriter`.
+    """
+
+    inputs: dict[str, Tensor]
+    before: int
+    ran: prompts.PromptResult | steps.StepResult
+    logits: Tensor
+    cache: Any
+
+    @property
+    def kind(self) -> tuple[str, int, bool]:
+        """The kind of the call: what runs, the rows, and whether the model was given a mask."""
+        rows, new = self.inputs["ids"].shape
+        what = "prompt" if isinstance(self.ran, prompts.PromptResult) else "step" if new == 1 else "chunk"
+        return what, rows, len(self.inputs) > 1
+
+    def count(self, name: str) -> int:
+        """Return a count by its name in an argument's entry."""
+        rows, new = self.inputs["ids"].shape
+        return {"seen": self.before, "new": new, "total": self.before + new, "rows": rows}[name]
+
+
+COUNTS = ("seen", "new", "total", "rows")
+
+
+class RecordedModel:
+    """The model as a loop calls it, which records each call.
+
+    Attributes:
+        call: of the loop's `Caller`.
+        calls: the last calls of each kind, oldest first.
+    """
+
+    def __init__(self, call: Callable[..., Any], backend: Any) -> None:
+        self.call, self.backend = call, backend
+        self.calls: list[RecordedCall] = []
+
+    def __call__(self, ids: Tensor, **named: Any) -> Any:
+        cache = next(named[name] for name in (cache_names.OLD, cache_names.NEW) if name in named)
+        before = caches_in(cache)[0].seen if caches_in(cache) else 0
+        with steps.listening() as ran, prompts.listening() as admitted:
+            out = self.call(ids, **named)
+        steps.announce(ran)
+        graphs = len(ran) + len(admitted)
+        if graphs != 1:
+            raise UnsupportedGraph(
+                f"this model cannot be exported: a call ran {graphs} graphs of kvpass instead of one; see what breaks "
+                "the graph with TORCH_LOGS=graph_breaks"
+            )
+        names = {"attention_mask": "mask", "position_ids": "positions"}
+        inputs = {"ids": ids} | {names[name]: value for name, value in named.items() if name in names}
+        made = self._object(cache_names.returned(out)) if admitted else None
+        self.calls.append(RecordedCall(inputs, before, ran[0] if ran else admitted[0], out.logits, made))
+        return out
+
+    def _object(self, cache: Any) -> Any:
+        tensors: dict[str, Tensor] = {}
+        encoded = CacheObjectWriter(caches_in(cache), self.backend, tensors).encoded(cache, "cache")
+        if tensors:
+            raise UnsupportedGraph(f"this model cannot be exported: its cache holds tensors: {', '.join(tensors)}")
+        return encoded
+
+
+@contextlib.contextmanager
+def recorded(loop: DecodeLoop) -> Iterator[RecordedModel]:
+    """Record all calls that the loop makes inside."""
+    before = loop.caller
+    made = RecordedModel(before.call, loop.chosen)
+    loop.caller = dataclasses.replace(before, call=made)
+    try:
+        yield made
+    finally:
+        loop.caller = before
+
+
+# -- what is written of it ---------------------------------------------------------------------------------------------
+
+
+def graph_entries(model: torch.nn.Module, calls: Sequence[RecordedCall], files: ExportFiles) -> list[dict[str, Any]]:
+    """Return what an artifact's manifest has about the graphs of each kind of call.
+
+    Raises:
+        UnsupportedGraph: a graph cannot be exported.
+    """
+    by_kind: dict[Any, list[RecordedCall]] = {}
+    for call in calls:
+        by_kind.setdefault(call.kind, []).append(call)
+    writer = _GraphWriter(tensor_names(model), files)
+    return [entry for kind, of_kind in by_kind.items() for entry in writer.entries(kind, of_kind)]
+
+
+def tensor_names(model: torch.nn.Module) -> dict[int, str]:
+    """Return the names of a model's parameters and buffers by their ids."""
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {id(tensor): name for name, tensor in reversed(named)}
+
+
+class _GraphWriter:
+    def __init__(self, names: Mapping[int, str], files: ExportFiles) -> None:
+        self.names, self.files = names, files
+
+    def entries(self, kind: tuple[str, int, bool], calls: Sequence[RecordedCall]) -> list[dict[str, Any]]:
+        """Return the entries of one kind of call, for the graph of the last call.
+
+        A policy under which the code of a chunk depends on its length has one for each length.
+        """
+        alike = [call for call in calls if call.ran.runner is calls[-1].ran.runner]
+        by_code = {id(code): call for call in alike if (code := _code_of_chunk(call)) is not None}
+        return [self._entry(kind, last, alike) for last in by_code.values() or alike[-1:]]
+
+    def _entry(self, kind: tuple[str, int, bool], last: RecordedCall, alike: Sequence[RecordedCall]) -> dict[str, Any]:
+        ids = next(i for i, x in enumerate(last.ran.arguments) if x is last.inputs["ids"])
+        entry, read = self._prompt(last, ids) if kind[0] == "prompt" else self._step(last, alike, ids)
+        results = last.ran.results
+        logits = next((i for i, x in enumerate(results) if _is_same(x, last.logits)), None)
+        if logits is None:
+            raise UnsupportedGraph("this model cannot be exported: its logits are not computed in its graph")
+        arguments = {str(index): self._argument(index, alike) for index in sorted(read)}
+        common = dict(kind=kind[0], rows=kind[1], masked=kind[2], logits=logits, arguments=arguments)
+        return {**common, "count": len(last.ran.arguments), **entry}
+
+    def _prompt(self, last: RecordedCall, ids: int) -> tuple[dict[str, Any], set[int]]:
+        ran = last.ran
+        assert isinstance(ran, prompts.PromptResult)
+        entry = exported_graphs.prompt_entry(ran.runner)
+        code = self._code(ran.runner.inner)
+        read = exported_run.arguments_read(code)
+        most = exported_graphs.most_of_prompt(ran.runner, ran.arguments, ids)
+        needed = set(range(len(ran.arguments))) if read is None else read
+        needed |= {*entry["owned"], *(index for indices in entry["projecting"] for index in indices)}
+        of_object = {"object": last.cache, "tokens": last.inputs["ids"].shape[1]}
+        return {**entry, "code": code, "lengths": [2, most], "cache": of_object}, needed
+
+    def _step(self, last: RecordedCall, alike: Sequence[RecordedCall], ids: int) -> tuple[dict[str, Any], set[int]]:
+        ran, variants = last.ran, {}
+        assert isinstance(ran, steps.StepResult)
+        entry = exported_graphs.step_entry(ran.runner, ran, ids)
+        chunk = ran.rewrite.queries > 1
+        lengths = exported_graphs.lengths_of_chunk(ran.runner, ran, ids) if chunk else (1, 1)
+        for each in [ran] if chunk else [call.ran for call in alike]:
+            assert isinstance(each, steps.StepResult)
+            if each.compact not in variants:
+                code = self._code(each.runner.variants.with_rewrite(each.rewrite).compiled)
+                variants[each.compact] = {**exported_graphs.variant_entry(each.rewrite), "code": code}
+        read = {ids, *entry["counters"], *(index for indices in entry["told"] for index in indices)}
+        read |= {index for each in variants.values() for index in (*each["inputs"], *each["columns"])}
+        return {**entry, "lengths": lengths, "variants": [[compact, each] for compact, each in variants.items()]}, read
+
+    def _code(self, run: Any) -> dict[str, Any]:
+        entry = exported_run.entry_of(run, self.files)
+        if entry is None:
+            raise UnsupportedGraph(
+                "this model cannot be exported: Inductor's code for it needs more than its kernels; pass "
+                "inner='inductor' without a mode and without options"
+            )
+        return entry
+
+    def _argument(self, index: int, calls: Sequence[RecordedCall]) -> dict[str, Any]:
+        """Return how to find one of Dynamo's arguments in a later call, which must hold for all recorded ones."""
+        values = [call.ran.arguments[index] for call in calls]
+        first = values[0]
+        if isinstance(first, Handle):
+            return {"value": None}
+        if isinstance(first, Tensor):
+            return self._tensor(index, values, calls)
+        if all(type(value) is type(first) and value == first for value in values):
+            return {"value": first}
+        counted = [n for n in COUNTS if all(call.count(n) == x for call, x in zip(calls, values, strict=True))]
+        return {"count": counted[0]} if counted else self._unknown(index, values)
+
+    def _tensor(self, index: int, values: Sequence[Tensor], calls: Sequence[RecordedCall]) -> dict[str, Any]:
+        first = values[0]
+        if all(value is first for value in values) and id(first) in self.names:
+            return {"tensor": self.names[id(first)]}
+        pairs = [*zip(values, calls, strict=True)]
+        for name in calls[0].inputs:
+            if all(value is call.inputs[name] for value, call in pairs):
+                return {"input": name}
+        if all(_is_equal(value, first) for value in values):
+            return {"saved": self.files.add_tensor(first)}
+        return self._unknown(index, values)
+
+    def _unknown(self, index: int, values: Iterable[Any]) -> dict[str, Any]:
+        kinds = ", ".join(sorted({type(value).__name__ for value in values}))
+        raise UnsupportedGraph(
+            f"this model cannot be exported: argument {index} of its graph, {kinds}, is neither a tensor of the model, "
+            "nor given to it, nor a constant"
+        )
+
+
+def _code_of_chunk(call: RecordedCall) -> Any:
+    """Return the compiled code of a chunk; None for other calls, and for a chunk that ran uncompiled."""
+    ran = call.ran
+    if not isinstance(ran, steps.StepResult) or ran.rewrite.queries == 1:
+        return None
+    return ran.runner.variants.with_rewrite(ran.rewrite).compiled
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _is_same(made: Any, wanted: Tensor) -> bool:
+    return isinstance(made, Tensor) and made.shape == wanted.shape and made.data_ptr() == wanted.data_ptr()

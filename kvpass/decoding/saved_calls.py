@@ -1,0 +1,211 @@
+"""Save the calls that a cache can be cropped by, and restore them: `entries_of`, `calls_of`.
+
+A step is saved with what it overwrote, a call of several tokens with its rows and with the slots from before it.  The
+record of a prompt is not saved, as its graph is needed to admit fewer tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpass.cache import history, serial
+from kvpass.cache.handle import LayerCache
+from kvpass.cache.history import SlotSnapshot, UnchangedSlots
+from kvpass.cache.slots import Chunk, Layout, Slots, rows_at
+from kvpass.cache.statistics import StatisticsSpec
+from kvpass.errors import CacheFileError
+from kvpass.policies.pinned_tokens import Pins
+from kvpass.policies.types import Attention
+from kvpass.runtime.caches import keep_address
+from kvpass.runtime.kv_store import RepeatedChunk, TakenChunk
+
+_SPEC = ("query", "key", "mask", "sink_logit")
+
+
+def entries_of(cache: LayerCache, prefix: str, tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
+    """Return what a file's header has about the last calls on a layer, without those of a prompt.
+
+    Their tensors are added to `tensors`, by names with `prefix`.
+    """
+    writer = _CallWriter(cache.slots, prefix, tensors)
+    return [writer.entry(index, call) for index, call in enumerate(cache.calls) if call.snapshot is not None]
+
+
+def calls_of(entries: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor], cache: LayerCache) -> history.Calls:
+    """Return the last calls on a layer's cache, from what `entries_of` has put into a file.
+
+    Args:
+        tensors: of the layer, by name.
+        cache: of the layer after these calls.
+
+    Raises:
+        CacheFileError: the calls do not lead to the cache.
+    """
+    reader = _CallReader(cache, tensors)
+    calls = tuple(reader.call(entry) for entry in entries)
+    if calls and sum(call.new for call in calls) != cache.seen - calls[0].seen:
+        raise CacheFileError(f"its last calls do not lead to {cache.seen} tokens")
+    return calls
+
+
+class _CallWriter:
+    """Writer of one layer's calls.
+
+    Attributes:
+        known: the slots that were written so far; the first are those of the cache itself.
+    """
+
+    def __init__(self, slots: Slots, prefix: str, tensors: dict[str, Tensor]) -> None:
+        self.known, self.prefix, self.tensors = [slots], prefix, tensors
+
+    def entry(self, index: int, call: history.PastCall) -> dict[str, Any]:
+        name, snapshot = f"call.{index}.", call.snapshot
+        self._put(name, absent=call.absent)
+        common = {
+            "name": name,
+            "new": call.new,
+            "seen": call.seen,
+            "limits": list(call.limits),
+            "clocks": [list(clock) for clock in call.clocks],
+            "layout": {field: getattr(call.layout, field) for field in serial.LAYOUT_FIELDS},
+        }
+        if isinstance(snapshot, UnchangedSlots):
+            return {**common, "before": self._slots(snapshot.slots), "chunk": self._chunk(name, call.repeat)}
+        assert isinstance(snapshot, SlotSnapshot)
+        self._put(name, **dict(zip(snapshot.slots.names[2:], snapshot.others, strict=False)))
+        for part, rows, parts in (
+            ("key", snapshot.slots.key, snapshot.key),
+            ("value", snapshot.slots.value, snapshot.value),
+        ):
+            whole = parts if snapshot.slot_index is None else tuple(each[:, :, None] for each in parts)
+            stored = rows.format.ordered(whole)
+            self._put(name, **{f"{part}.{i}": each for i, each in enumerate(stored)})
+        return {**common, "of": self._slots(snapshot.slots), "rows": "all" if snapshot.slot_index is None else "free"}
+
+    def _chunk(self, name: str, repeat: Any) -> dict[str, Any] | None:
+        """Return the entry of a call's own rows; None for a single token."""
+        if repeat is None:
+            return None
+        assert isinstance(repeat, RepeatedChunk)
+        taken = repeat.taken
+        assert isinstance(taken, TakenChunk)
+        chunk, spec = taken.chunk, taken.spec
+        self._put(name, chunk_key=chunk.key, chunk_value=chunk.value, chunk_valid=chunk.valid)
+        entry: dict[str, Any] = {"into": self._slots(taken.into), "pins": None, "spec": None}
+        if chunk.pins is not None:
+            self._put(name, pins_mask=chunk.pins.mask, pins_later=chunk.pins.later)
+            entry["pins"] = chunk.pins.on_top
+        if spec is not None:
+            given = {field: value for field in _SPEC if (value := getattr(spec, field)) is not None}
+            self._put(name, **{f"spec_{field}": value for field, value in given.items()})
+            plain = {field: getattr(spec, field) for field in ("causal", "scale", "cap", "heads")}
+            entry["spec"] = {"given": list(given), **plain}
+        return entry
+
+    def _slots(self, slots: Slots) -> int:
+        """Return the number of these slots, which are written at their first use."""
+        for number, known in enumerate(self.known):
+            if known is slots:
+                return number
+        self.known.append(slots)
+        number = len(self.known) - 1
+        self._put(f"slots.{number}.", **serial.slot_tensors(slots))
+        return number
+
+    def _put(self, name: str, **given: Tensor) -> None:
+        self.tensors.update({f"{self.prefix}{name}{field}": tensor for field, tensor in given.items()})
+
+
+class _CallReader:
+    """Reader of one layer's calls."""
+
+    def __init__(self, cache: LayerCache, tensors: Mapping[str, Tensor]) -> None:
+        self.cache, self.tensors = cache, tensors
+        self.known: dict[int, Slots] = {0: cache.slots}
+
+    def call(self, entry: Mapping[str, Any]) -> history.PastCall:
+        layout = dataclasses.replace(self.cache.layout, **serial.layout_fields(entry["layout"]))
+        limits, clocks = serial.host_counts(entry, layout)
+        seen, new, name = serial.count(entry, "seen"), serial.count(entry, "new"), str(entry["name"])
+        absent = self._tensor(f"{name}absent")
+        snapshot: history.Restorable
+        repeat = None
+        if "before" in entry:
+            before = self._slots(entry["before"], layout, seen, limits)
+            serial.check_numbers(before, layout, seen, before.capacity, limits)
+            snapshot = UnchangedSlots(before)
+            if entry["chunk"] is not None:
+                repeat = RepeatedChunk(self._chunk(name, entry["chunk"], new))
+        else:
+            snapshot = self._snapshot(name, entry, layout, seen, limits)
+        return history.PastCall(new, snapshot, repeat, layout, seen, clocks, absent, limits)
+
+    def _snapshot(
+        self, name: str, entry: Mapping[str, Any], layout: Layout, seen: int, limits: tuple[int, ...]
+    ) -> SlotSnapshot:
+        slots = self._slots(entry["of"], layout, seen, limits)
+        named = zip(slots.names[2:], slots.metadata, strict=False)
+        others = tuple(self._like(f"{name}{field}", tensor) for field, tensor in named)
+        before = Slots.of([*slots.tensors()[:2], *others, *slots.tensors()[2 + len(others) :]], slots)
+        serial.check_numbers(before, layout, seen, slots.capacity, limits)
+        slot_index = rows_at(before.free, layout.heads) if entry["rows"] == "free" else None
+        parts = []
+        for part, rows in (("key", slots.key), ("value", slots.value)):
+            shapes = [x if slot_index is None else x[:, :, :1] for x in rows.parts]
+            stored = tuple(self._like(f"{name}{part}.{i}", shape) for i, shape in enumerate(shapes))
+            whole = rows.format.to_device_layout(stored)
+            parts.append(whole if slot_index is None else tuple(x[:, :, 0] for x in whole))
+        return SlotSnapshot(slots, slot_index, parts[0], parts[1], others)
+
+    def _chunk(self, name: str, entry: Mapping[str, Any], new: int) -> TakenChunk:
+        cache, layout, pins, spec = self.cache, self.cache.layout, None, None
+        shape = (layout.batch, layout.heads, new)
+        key, value, valid = (self._tensor(f"{name}chunk_{part}") for part in ("key", "value", "valid"))
+        shapes = ((*shape, layout.key_dim), (*shape, layout.value_dim), (layout.batch, new))
+        if tuple(tuple(x.shape) for x in (key, value, valid)) != shapes or valid.dtype != torch.bool:
+            raise CacheFileError(f"its last call has other rows than those of {new} tokens")
+        if entry["pins"] is not None:
+            pins = Pins(self._tensor(f"{name}pins_mask"), bool(entry["pins"]), self._tensor(f"{name}pins_later"))
+        if entry["spec"] is not None:
+            fields = dict(entry["spec"])
+            given = {field: self._tensor(f"{name}spec_{field}") for field in fields.pop("given")}
+            spec = StatisticsSpec(**(dict.fromkeys(_SPEC) | given), **fields, spread=None)  # type: ignore[arg-type]
+            _check_spec(spec, layout, new)
+        into = self._slots(entry["into"], layout, cache.seen, cache.limits)
+        return TakenChunk(Chunk(key, value, valid, Attention(), pins), spec, into)
+
+    def _slots(self, number: int, layout: Layout, seen: int, limits: tuple[int, ...]) -> Slots:
+        if number not in self.known:
+            prefix = f"slots.{number}."
+            mine = {name.removeprefix(prefix): x for name, x in self.tensors.items() if name.startswith(prefix)}
+            capacity = mine["position"].shape[-1]
+            slots = serial.slots_of(mine, layout, capacity, seen, limits)
+            keep_address(slots)
+            self.known[number] = slots
+        return self.known[number]
+
+    def _tensor(self, name: str) -> Tensor:
+        return self.tensors[name].to(self.cache.layout.device, copy=True)
+
+    def _like(self, name: str, like: Tensor) -> Tensor:
+        found = self.tensors[name]
+        if found.shape != like.shape or found.dtype != like.dtype:
+            raise CacheFileError(f"it has {found.dtype} {list(found.shape)} for {name!r}")
+        return self._tensor(name)
+
+
+def _check_spec(spec: StatisticsSpec, layout: Layout, new: int) -> None:
+    """Raise CacheFileError unless the tensors fit each other: statistics are computed by code that does not check."""
+    (batch, q_heads, queries, dim), (key_batch, heads, keys, key_dim) = spec.query.shape, spec.key.shape
+    right = batch == key_batch == layout.batch and queries == new and dim == key_dim and keys >= new
+    right = right and spec.heads == layout.heads and heads % layout.heads == q_heads % heads == 0
+    for part, last in ((spec.mask, keys), (spec.sink_logit, 1)):
+        right = right and (part is None or (part.ndim >= 4 and part.shape[-1] == last and part.shape[-2] in (1, new)))
+        right = right and (part is None or all(n in (1, batch, q_heads, heads) for n in part.shape[:-2]))
+    if not right:
+        raise CacheFileError(f"the attention of its last call is not that of {new} tokens")

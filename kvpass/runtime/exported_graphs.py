@@ -1,0 +1,313 @@
+"""Runners of prompts and steps without graphs: what an artifact has of `PromptRunner` and `StepRunner`.
+
+A runner reads its graph to find out what its arguments mean.  Here the answers come from a file, and the compiled code
+too.  What a graph's runner checks in each call, because anyone may call a model in any way, is settled for a
+`DecodeLoop`: its positions count real tokens, and its mask never changes for earlier ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kvpass.cache.handle import LayerCache
+from kvpass.errors import ArtifactError, UnsupportedGraph
+from kvpass.fx import shapes
+from kvpass.policies.heads import HeadSharding
+from kvpass.rewrite.pipeline import StepRewrite
+from kvpass.rewrite.prompt import PromptRewrite, SiteOutputs
+from kvpass.runtime.caches import kind, make_room
+from kvpass.runtime.compiler import Compiler
+from kvpass.runtime.padding import PaddingTracker
+from kvpass.runtime.prompts import PromptRunner
+from kvpass.runtime.sizes import StepSizes, lasting
+from kvpass.runtime.steps import StepResult, StepRunner, announce
+from kvpass.torch_private import inductor
+from kvpass.torch_private.tensors import UnwrappedSubclasses
+
+MOST_TOKENS = 1 << 20
+"""The largest number of tokens for which an export evaluates the guards of a graph."""
+MOST_IN_A_CHUNK = 1 << 13
+"""The same, of tokens in one call on a cache."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportedSite:
+    """What is left of an attention site; see `AttentionSite`."""
+
+    keys_out: int
+    values_out: int
+    computed: bool
+    window: None = None
+    spread: HeadSharding | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportedVariant:
+    """Compiled code of a step or a chunk.
+
+    Attributes:
+        rewrite: the rewrite without its graph.
+        run: the compiled code.
+    """
+
+    rewrite: StepRewrite
+    run: inductor.Compiled
+
+
+class ExportedPrompt(PromptRunner):
+    """A runner of prompts on exported code."""
+
+    def __init__(self, backend: Compiler, entry: Mapping[str, Any], run: inductor.Compiled) -> None:
+        """
+        Args:
+            entry: of `prompt_entry`.
+            run: the compiled code.
+        """
+        self.backend, self.inner, self.ranked = backend, run, entry["ranked"]
+        self.sites = [ExportedSite(**site) for site in entry["sites"]]  # type: ignore[misc]
+        count = len(self.sites)
+        self.policies = [backend.policy.for_layer(index, count) for index in range(count)]
+        outputs = [SiteOutputs(**each, operands=None) for each in entry["results"]]
+        self.rewrite = PromptRewrite(gm=None, outputs=outputs, calls={})  # type: ignore[arg-type]
+        self.owned, self.projecting = entry["owned"], [tuple(indices) for indices in entry["projecting"]]
+        self.outputs = entry["outputs"]
+        self.as_traced = UnwrappedSubclasses()
+        self.adopts, self.past, self.unchecked, self.positions, self.angles = False, None, None, None, None
+        self.sparse_indices, self.scored_by, self.constants = [], [], []
+
+
+def prompt_entry(runner: PromptRunner) -> dict[str, Any]:
+    """Return what an artifact's manifest has about a prompt graph.
+
+    Raises:
+        UnsupportedGraph: the prompt needs its graph.
+    """
+    _refuse(
+        {
+            "layers with a sliding window of their own": any(site.window is not None for site in runner.sites),
+            "heads that are spread over processes": any(site.spread is not None for site in runner.sites),
+            "attention that selects keys by an index": bool(runner.sparse_indices or runner.scored_by),
+            "weights that are constants of the graph": bool(runner.constants),
+            "a prompt whose tensors are kept": any(site.operands for site in runner.rewrite.outputs),
+        }
+    )
+    rewrite = runner.rewrite
+    return dict(
+        ranked=runner.ranked,
+        sites=[dict(keys_out=s.keys_out, values_out=s.values_out, computed=bool(s.computed)) for s in runner.sites],
+        results=[dict(key=o.key, value=o.value, valid=o.valid, statistics=o.statistics) for o in rewrite.outputs],
+        owned=list(runner.owned),
+        projecting=[list(indices) for indices in runner.projecting],
+        outputs=runner.outputs,
+    )
+
+
+def most_of_prompt(runner: PromptRunner, arguments: Sequence[Any], ids_index: int) -> int:
+    """Return the largest number of tokens in a prompt that a graph's guards allow; at most `MOST_TOKENS`.
+
+    Args:
+        arguments: of a prompt that has run.
+        ids_index: the index of the token ids [B, T] among them.
+    """
+    graph = runner.gm.graph
+    now = shapes.measured(graph, arguments)
+    length = arguments[ids_index].shape[1]
+    moving = {symbol for symbol, number in now.items() if number == length}
+    return _largest(lasting(shapes.guards(graph), now | dict.fromkeys(moving, 2), moving), MOST_TOKENS - 2) + 2
+
+
+def _largest(holds: Callable[[int], bool], most: int) -> int:
+    """Return the largest number up to `most` for which, and for all smaller ones, a condition holds; -1 for none."""
+    return next((number - 1 for number in range(most + 1) if not holds(number)), most)
+
+
+class _Sizes(StepSizes):
+    """The sizes of a step, without its graph."""
+
+    def __init__(self, counters: Sequence[int], ids: int) -> None:
+        """
+        Args:
+            counters: the indices of the arguments that count tokens.
+            ids: the index of the token ids [B, q] among the arguments.
+        """
+        self.counters, self._ids = dict(enumerate(counters)), ids
+
+    def queries(self, arguments: tuple[Any, ...]) -> int:
+        return int(arguments[self._ids].shape[1])
+
+
+class _Padding(PaddingTracker):
+    """The padding of a step, without its graph; argument indices stand for the inputs that mark it."""
+
+    def __init__(self, indices: Sequence[Sequence[int]]) -> None:
+        self.inputs = [tuple(each) for each in indices]  # type: ignore[arg-type]
+        self.indices = {index: index for each in indices for index in each}  # type: ignore[misc]
+
+
+class ExportedStep(StepRunner):
+    """A runner of steps of one token, or of chunks, on exported code.
+
+    Attributes:
+        exported: the compiled code, by whether the step compacts.
+        last: the largest number of tokens seen before a step.
+        layouts: the sizes of the layers' slots that the code is for.
+    """
+
+    def __init__(
+        self, backend: Compiler, entry: Mapping[str, Any], runs: Mapping[bool, tuple[Mapping[str, Any], Any]]
+    ) -> None:
+        """
+        Args:
+            entry: of `step_entry`.
+            runs: for each variant by whether it compacts, the entry of `variant_entry` and the compiled code.
+        """
+        self.backend = backend
+        self.sizes, self.padding = _Sizes(entry["counters"], entry["ids"]), _Padding(entry["told"])
+        self.sites = [ExportedSite(-1, -1, False) for _ in entry["told"]]  # type: ignore[misc]
+        self.last, self.layouts = entry["last"], entry["layouts"]
+        self.exported = {
+            compact: ExportedVariant(_rewrite_of(variant), run) for compact, (variant, run) in runs.items()
+        }
+
+    def call(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> StepResult:
+        """Run new tokens on caches, for a `DecodeLoop`, which is told of it.
+
+        Raises:
+            ArtifactError: the code is for other sizes.
+        """
+        queries, before = self.sizes.queries(arguments), caches[0].seen
+        for cache in caches:
+            make_room(cache, queries)
+        found = layout_entries(caches)
+        if found != self.layouts:
+            raise ArtifactError(
+                f"this prompt needs slots of {_different(found, self.layouts)}, and the artifact was exported for "
+                f"{_different(self.layouts, found)}: run it by a DecodeLoop that is not loaded"
+            )
+        step = kind(caches)
+        rewrite, results, _, compact = self.advance(caches, arguments, (), frozenset())
+        self.padding.note(caches, arguments, before, queries)
+        ran = StepResult(self, caches, arguments, (), frozenset(), results, step, rewrite, before, compact)
+        announce([ran])
+        return ran
+
+    def lasts(self, ran: StepResult) -> Callable[[int], bool]:
+        return lambda more: ran.before + more <= self.last
+
+    def _prepared(
+        self, caches: list[LayerCache], arguments: tuple[Any, ...], *how: Any
+    ) -> tuple[StepRewrite, list[Any], list[Any], inductor.Compiled]:
+        _, _, compact = how
+        variant, queries, seen = self.exported.get(compact), self.sizes.queries(arguments), caches[0].seen
+        if variant is None or seen > self.last:
+            reason = "with a compaction" if variant is None else f"behind {seen} tokens instead of {self.last} at most"
+            raise ArtifactError(
+                f"the artifact has no code for a step {reason}: run the conversation by a DecodeLoop that is not loaded"
+            )
+        rewrite = dataclasses.replace(variant.rewrite, queries=queries)
+        return rewrite, [], rewrite.flat([cache.slots for cache in caches], arguments, [], seen), variant.run
+
+
+def _rewrite_of(entry: Mapping[str, Any]) -> StepRewrite:
+    """Return a rewrite without its graph, of whose outputs a loop needs only those of the chunk."""
+    return StepRewrite(
+        gm=None,  # type: ignore[arg-type]
+        open=None,
+        examples=None,
+        weights=[],
+        inputs=entry["inputs"],
+        loose_inputs=set(entry["loose_inputs"]),
+        columns=entry["columns"],
+        entries=[],
+        queries=1,
+        outputs=[],
+        lengths={},
+        chunks=entry["chunks"],
+        host_graph=None,
+        grown=[],
+        valid=entry["valid"],
+    )
+
+
+def variant_entry(rewrite: StepRewrite) -> dict[str, Any]:
+    """Return what an artifact's manifest has about a rewritten step graph.
+
+    Raises:
+        UnsupportedGraph: the step needs more than compiled code.
+    """
+    _refuse(
+        {
+            "a policy with trained weights": bool(rewrite.weights),
+            "a mask that is made from all tokens anew in every call": not rewrite.repeats,
+        }
+    )
+    fields = dict(inputs=rewrite.inputs, loose_inputs=sorted(rewrite.loose_inputs), columns=rewrite.columns)
+    return dict(**fields, chunks=rewrite.chunks, valid=rewrite.valid)
+
+
+def step_entry(runner: StepRunner, ran: StepResult, ids_index: int) -> dict[str, Any]:
+    """Return what an artifact's manifest has about a step graph that has run.
+
+    Args:
+        ids_index: the index of the token ids among its arguments.
+
+    Raises:
+        UnsupportedGraph: the layers' slots depend on the prompt.
+    """
+    _refuse(
+        {
+            "slots whose number depends on the prompt": any(cache.layout.exact_capacity for cache in ran.caches),
+            "layers with a sliding window of their own": any(cache.window is not None for cache in ran.caches),
+        }
+    )
+    return dict(
+        told=[[runner.padding.indices[node] for node in nodes] for nodes in runner.padding.inputs],
+        counters=list(runner.sizes.counters.values()),
+        last=_last_of(runner, ran),
+        ids=ids_index,
+        layouts=layout_entries(ran.caches),
+    )
+
+
+def _last_of(runner: StepRunner, ran: StepResult) -> int:
+    """Return the largest number of tokens seen before a step that the graph's guards allow."""
+    return ran.before + _largest(runner.lasts(ran), MOST_TOKENS - ran.before)
+
+
+def lengths_of_chunk(runner: StepRunner, ran: StepResult, ids_index: int) -> tuple[int, int]:
+    """Return the smallest and the largest number of tokens that a chunk's code serves, up to `MOST_IN_A_CHUNK`."""
+    graph, variant, queries = runner.gm.graph, runner.variants.with_rewrite(ran.rewrite), int(ran.rewrite.queries)
+    places = {symbol: at == (ids_index, 1) for symbol, at in runner.sizes.sources.items()}
+    new = {symbol for symbol, counts in places.items() if counts}
+    all_tokens = {symbol for symbol, size in zip(runner.sizes.others, ran.others, strict=True) if size is None}
+    now = shapes.measured(graph, ran.arguments) | dict.fromkeys(new, 2) | dict.fromkeys(all_tokens, ran.before + 2)
+    holds = lasting(shapes.guards(graph), now, new | all_tokens)
+
+    def serves(length: int) -> bool:
+        pairs = zip(places.values(), variant.key.numbers, strict=True)
+        numbers = tuple(length if counts else number for counts, number in pairs)
+        return holds(length - 2) and variant.serves(dataclasses.replace(variant.key, numbers=numbers))
+
+    least = queries - _largest(lambda fewer: serves(queries - fewer), queries - 2)
+    return least, queries + _largest(lambda more: serves(queries + more), MOST_IN_A_CHUNK - queries)
+
+
+def layout_entries(caches: list[LayerCache]) -> list[dict[str, Any]]:
+    """Return the sizes of the layers' slots, one entry for each kind of layer."""
+    names = ("budget", "batch", "heads", "key_dim", "value_dim", "ranked", "row_budgets", "pins")
+    made = [{name: getattr(cache.layout, name) for name in names} | {"slots": cache.slots.capacity} for cache in caches]
+    return [each for index, each in enumerate(made) if each not in made[:index]]
+
+
+def _different(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> str:
+    """Describe the fields of the first entry that the other has not."""
+    first, second = one[0], other[0]
+    return ", ".join(f"{name} {value}" for name, value in first.items() if second.get(name) != value) or "several kinds"
+
+
+def _refuse(reasons: Mapping[str, bool]) -> None:
+    found = [reason for reason, holds in reasons.items() if holds]
+    if found:
+        raise UnsupportedGraph(f"this model and policy cannot be exported: {', '.join(found)}")

@@ -1,0 +1,309 @@
+"""Exported artifacts: another process decodes with equal tokens and compiles nothing; bad artifacts are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvpass
+from kvpass.cache.handle import caches_in
+from kvpass.decoding import artifacts
+from kvpass.decoding.made_up import visit_graphs
+from kvpass.errors import ArtifactError, BudgetError, PolicyError, UnsupportedGraph
+from tests.models import build, lasting, prompt
+
+pytest.importorskip("safetensors.torch")
+ROOT = Path(__file__).parents[2]
+H2O: dict[str, Any] = dict(policy="h2o", budget=16)
+STOP = [5, 77]
+LAYERS = 4  # enough for layers to share code
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    """In place of the fixture for all tests: those of this file share what is compiled of a model."""
+    with lasting():
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(fresh_dynamo: None) -> Any:
+    return build("Llama", layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def exported(model: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    path = tmp_path_factory.mktemp("artifact") / "h2o"
+    return path, kvpass.export(model, path, **H2O)
+
+
+def talk(loop: kvpass.DecodeLoop, rows: int = 1) -> list[Tensor]:
+    """Tokens of prompts shorter and longer than the budget, each with two further turns, and all slots at the end."""
+    made = []
+    for length in (7, 40):
+        ids, _ = prompt(rows, length, ())
+        loop.state = None
+        for turn in (ids, ids[:, :5], ids[:, :6]):
+            loop.prompt(turn)
+            made.append(loop.generate(20))
+        made += [tensor.clone() for cache in caches_in(loop) for tensor in cache.slots.tensors()]
+    return made
+
+
+def compiled(model: Any, batch: int = 1, **settings: Any) -> kvpass.DecodeLoop:
+    """A loop that has compiled all its graphs, as the first chunk on slots runs uncompiled."""
+    loop = kvpass.DecodeLoop(model, **settings)
+    visit_graphs(loop, batch, prefixes=True)
+    return loop
+
+
+def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+DECODE = """
+import sys, torch, kvpass
+from tests.decoding.test_artifacts import LAYERS, STOP, talk
+from tests.models import build
+path, digest, out, threads = sys.argv[1:]
+torch.set_num_threads(int(threads))
+def refuse(*_, **__):
+    raise AssertionError("torch.compile was called")
+torch.compile = refuse
+loop = kvpass.load(path, build("Llama", layers=LAYERS), digest=digest, stop=STOP)
+torch.save(talk(loop), out)
+assert "torch._inductor.compile_fx" not in sys.modules
+"""
+
+
+def test_another_process_decodes_with_equal_tokens_and_no_compiler(
+    model: Any, exported: tuple[Path, str], tmp_path: Path
+) -> None:
+    path, digest = exported
+    out, cache = tmp_path / "out.pt", tmp_path / "cache"
+    without = {**os.environ, "PATH": "", "CXX": "none", "TORCHINDUCTOR_CACHE_DIR": str(cache)}
+    arguments = [str(path), digest, str(out), str(torch.get_num_threads())]
+    subprocess.run([sys.executable, "-c", DECODE, *arguments], check=True, cwd=ROOT, env=without)
+    assert_equal(torch.load(out), talk(compiled(model, **H2O, stop=STOP)))
+    assert not [file for file in cache.rglob("*") if file.suffix in (".so", ".cpp")]
+
+
+def test_it_goes_on_with_saved_caches_samples_and_branches(
+    model: Any, exported: tuple[Path, str], tmp_path: Path
+) -> None:
+    how: dict[str, Any] = dict(temperature=1.0, top_k=20, seed=3, every=4)
+    ours, theirs = kvpass.load(exported[0], model, **how), compiled(model, **H2O, **how)
+    ids, _ = prompt(1, 11, ())
+    for each in (ours, theirs):
+        each.prompt(ids)
+    assert torch.equal(ours.generate(10), theirs.generate(10))
+    kvpass.save_cache(ours, tmp_path / "talk")
+    kvpass.load_cache(tmp_path / "talk", theirs)
+    assert torch.equal(ours.generate(10), theirs.generate(10))
+    prefix = ours.cache
+    for each in (ours, theirs):
+        each.branch(prefix)
+        each.prompt(ids[:, :5])
+    assert torch.equal(ours.generate(10), theirs.generate(10))
+    assert str(kvpass.inspect(ours)) == str(kvpass.inspect(theirs))
+
+
+def test_weights_that_are_replaced_are_followed(exported: tuple[Path, str]) -> None:
+    model, ids = build("Llama", layers=LAYERS), prompt(1, 11, ())[0]
+    loop = kvpass.load(exported[0], model, every=2)
+    loop.prompt(ids)
+    loop.generate(4)
+    model.lm_head.weight = torch.nn.Parameter(torch.zeros_like(model.lm_head.weight))
+    assert loop.generate(6)[0, 2:].tolist() == [0] * 4
+    model.lm_head.weight = torch.nn.Parameter(torch.zeros(128, 64, dtype=torch.bfloat16))
+    with pytest.raises(ArtifactError, match=r"whose lm_head.weight is float32 \[128, 64\].* here it is bfloat16"):
+        loop.generate(6)
+
+
+def test_calls_without_code_are_refused(model: Any, exported: tuple[Path, str]) -> None:
+    loop = kvpass.load(exported[0], model)
+    ids, mask = prompt(2, 11, (3, 0))
+    with pytest.raises(ArtifactError, match=r"a prompt of 2 row\(s\), with a mask: .* has code for 1 row\(s\): export"):
+        loop.prompt(ids, mask)
+    with pytest.raises(
+        ArtifactError, match=r"1 row\(s\) and 1 token\(s\): the artifact has code for 2 to 1048576 tokens"
+    ):
+        loop.prompt(ids[:1, :1])
+    with pytest.raises(PolicyError, match="pin: the artifact was exported without code for pinned tokens"):
+        loop.prompt(ids[:1], pin=[(0, 2)])
+    with pytest.raises(PolicyError, match="budget: an artifact has its own: load takes every, pad, seed"):
+        kvpass.load(exported[0], model, budget=8)
+
+
+def test_other_models_are_refused(exported: tuple[Path, str]) -> None:
+    path, _ = exported
+    other = build("Llama", layers=LAYERS)
+    with torch.no_grad():
+        other.model.layers[1].mlp.up_proj.weight.add_(1e-3)
+    with pytest.raises(ArtifactError, match=r"other weights: model.layers.1.mlp.up_proj.weight differ, 1 in all"):
+        kvpass.load(path, other)
+    with pytest.raises(ArtifactError, match="is for a LlamaForCausalLM, not for a GPT2LMHeadModel"):
+        kvpass.load(path, build("GPT2"))
+    with pytest.raises(ArtifactError, match="another configuration: num_hidden_layers is 1, not 4"):
+        kvpass.load(path, build("Llama", layers=1))
+    with pytest.raises(ArtifactError, match=r"whose .* is float32 .*, and here it is bfloat16"):
+        kvpass.load(path, build("Llama", torch.bfloat16, layers=LAYERS))
+
+
+Change = Callable[[dict[str, Any]], object]
+CHANGES: list[tuple[Change, str]] = [
+    (lambda manifest: manifest.update(version=2), "is of format 2, and this kvpass reads format 1"),
+    (lambda manifest: manifest["made_by"].update(torch="2.9.0"), "exported with torch 2.9.0, and this process has 2"),
+    (lambda manifest: manifest["made_by"].update(kvpass="0"), r"kvpass 0, and this process has \S+ \([0-9a-f]{12}\)"),
+    (lambda manifest: manifest["made_by"].update(python="cpython-37"), "exported with python cpython-37"),
+    (lambda manifest: manifest["processor"]["flags"].append("avx9"), "a processor with avx9, which this one has not"),
+    (lambda manifest: manifest["processor"].update(vectors="VSX"), "a processor with vectors VSX, and this one has A"),
+    (lambda manifest: manifest["processor"].update(threads=99), r"for 99 thread.*torch.set_num_threads\(99\) first"),
+    (lambda manifest: manifest["model"]["config"].update(rms_norm_eps=1.0), "rms_norm_eps is 1e-06, not 1.0"),
+    (lambda manifest: manifest["settings"].update(policy=["tova2", {}]), "unknown policy 'tova2'"),
+    (lambda manifest: manifest["graphs"][0].pop("results"), r"its manifest cannot be read \(KeyError: 'results'\)"),
+    (lambda manifest: manifest["files"].update({"../x": "0"}), "names a file outside of it: '../x'"),
+    (lambda manifest: manifest["files"].update({"x.so": "0"}), "a file is missing"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), CHANGES, ids=lambda value: value[:20] if isinstance(value, str) else "")
+def test_other_versions_processors_and_settings_are_refused(
+    model: Any, exported: tuple[Path, str], tmp_path: Path, change: Change, message: str
+) -> None:
+    path = tmp_path / "copy"
+    shutil.copytree(exported[0], path)
+    manifest = json.loads((path / artifacts.MANIFEST).read_text())
+    change(manifest)
+    (path / artifacts.MANIFEST).write_text(json.dumps(manifest))
+    if manifest["version"] == artifacts.VERSION:  # of other formats nothing more is read
+        with pytest.raises(ArtifactError, match="its manifest was changed after it was written"):
+            kvpass.load(path, model)
+    manifest["digest"] = artifacts._digest_of(manifest)
+    (path / artifacts.MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises((ArtifactError, PolicyError), match=message):
+        kvpass.load(path, model)
+
+
+def test_damaged_folders_are_refused(model: Any, exported: tuple[Path, str], tmp_path: Path) -> None:
+    path, digest = exported
+    with pytest.raises(ArtifactError, match="is no artifact"):
+        kvpass.load(tmp_path / "none", model)
+    with pytest.raises(ArtifactError, match=f"its digest is {digest}, not 00: it is another artifact"):
+        kvpass.load(path, model, digest="00")
+    for suffix in (".so", ".py"):
+        copy = tmp_path / suffix
+        shutil.copytree(path, copy)
+        file = next(copy.glob(f"*{suffix}"))
+        file.write_bytes(file.read_bytes()[:-1])
+        with pytest.raises(ArtifactError, match=f"{file.name} is damaged or was changed"):
+            kvpass.load(copy, model)
+        (copy / artifacts.MANIFEST).write_text((copy / artifacts.MANIFEST).read_text()[:100])
+        with pytest.raises(ArtifactError, match="its manifest is damaged"):
+            kvpass.load(copy, model)
+
+
+def test_what_cannot_be_exported_is_said(model: Any, exported: tuple[Path, str], tmp_path: Path) -> None:
+    path = tmp_path / "none"
+    for budget in (None, 0.5):
+        with pytest.raises(BudgetError, match="an artifact has code for fixed slots; give their number"):
+            kvpass.export(model, path, "h2o" if budget else "full", budget=budget)
+    with pytest.raises(PolicyError, match="inner='eager': only Inductor's code can be exported"):
+        kvpass.export(model, path, **H2O, inner="eager")
+    with pytest.raises(PolicyError, match=r"batch=2: requests .* have prompts of one row"):
+        kvpass.export(model, path, **H2O, rows=2, batch=2)
+    (tmp_path / "other").mkdir()
+    with pytest.raises(ArtifactError, match="is there, and is no artifact"), artifacts._Writing(tmp_path / "other"):
+        pass
+    with pytest.raises(ArtifactError, match="cannot be written"), artifacts._Writing(tmp_path / "no" / "folder"):
+        pass
+    assert [each.name for each in tmp_path.iterdir()] == ["other"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(policy="streaming", budget=16),
+        dict(policy="h2o", budget=16, interval=4, kv_dtype="int8"),
+        dict(policy="full", budget=256),
+        dict(policy="r_kv", budget=16, window=2, interval=4, kv_dtype="int4"),
+        dict(policy="roco", budget=16, prefill_chunk=8),
+        dict(policy="buzz", budget=24),
+        dict(policy="sage", budget=24),
+    ],
+    ids=lambda settings: settings["policy"],
+)
+def test_policies(model: Any, settings: dict[str, Any], tmp_path: Path) -> None:
+    kvpass.export(model, tmp_path / "one", **settings)
+    assert_equal(talk(kvpass.load(tmp_path / "one", model)), talk(compiled(model, **settings)))
+
+
+@pytest.mark.slow
+def test_code_for_one_length_of_a_chunk(model: Any, tmp_path: Path) -> None:
+    """Under `cascade` each length of a chunk has code of its own."""
+    settings: dict[str, Any] = dict(policy="cascade", budget=24, prefill_chunk=8)
+    kvpass.export(model, tmp_path / "one", **settings)
+    ours, theirs, (ids, _) = kvpass.load(tmp_path / "one", model), compiled(model, **settings), prompt(1, 40, ())
+    for each in (ours, theirs):
+        each.prompt(ids)
+    assert torch.equal(ours.generate(20), theirs.generate(20))
+    with pytest.raises(
+        ArtifactError, match=r"a chunk of 1 row\(s\) and 4 token\(s\): .* code for 8 to 8 tokens|8 to 8"
+    ):
+        ours.prompt(ids[:, :3])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["GPT2", "Qwen3", "Phi"])
+def test_architectures_in_batches_with_padding(architecture: str, tmp_path: Path) -> None:
+    model = build(architecture)
+    kvpass.export(model, tmp_path / "two", **H2O, batch=2)
+    ours, theirs = kvpass.load(tmp_path / "two", model), compiled(model, 2, **H2O)
+    assert_equal(talk(ours, 2), talk(theirs, 2))
+    ids, mask = prompt(2, 11, (3, 0))
+    for each in (ours, theirs):
+        each.state = None
+        each.prompt(ids, mask)
+    assert torch.equal(ours.generate(20), theirs.generate(20))
+
+
+@pytest.mark.slow
+def test_requests(model: Any, tmp_path: Path) -> None:
+    settings: dict[str, Any] = dict(**H2O, rows=3, prefill_chunk=8)
+    kvpass.export(model, tmp_path / "rows", **settings)
+    ours, theirs = kvpass.load(tmp_path / "rows", model), compiled(model, **settings)
+    asked = [prompt(1, length, ())[0] for length in (5, 40, 9, 33, 17)]
+    found, expected = (
+        {name: output.generated_tokens for name, output in each.generate_batch(asked, max_new_tokens=25).items()}
+        for each in (ours, theirs)
+    )
+    assert found == expected
+
+
+def test_models_and_policies_that_need_their_graphs_are_refused(model: Any, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedGraph, match="slots whose number depends on the prompt"):
+        kvpass.export(model, tmp_path / "none", policy="d2o", budget=16)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_the_example(tmp_path: Path) -> None:
+    command = [sys.executable, "examples/export.py", str(tmp_path / "artifact")]
+    first, second = (subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True) for _ in range(2))
+    assert first.stdout == second.stdout
+    assert len(first.stdout) > 100
+    assert "exported, digest" in first.stderr
+    assert "exported, digest" not in second.stderr
