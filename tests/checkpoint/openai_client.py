@@ -28,6 +28,12 @@ turns = [
     )
     for content in ("My name is Ada.", "What is my name?")
 ]
+history = [
+    {"role": "user", "content": "My name is Ada."},
+    {"role": "assistant", "content": turns[0].choices[0].message.content},
+    {"role": "user", "content": "What is my name?"},
+]
+resent = client.chat.completions.create(messages=history, **how)
 refused = []
 for wrong in ({"logprobs": True}, {"model": "gpt-4"}, {"temperature": 9}):
     try:
@@ -46,6 +52,7 @@ print(
             "drawn": [[choice.message.content for choice in choices] for choices in drawn],
             "completion": completion.choices[0].text,
             "turns": [turn.choices[0].message.content for turn in turns],
+            "resent": resent.choices[0].message.content,
             "cached": turns[1].usage.prompt_tokens_details.cached_tokens,
             "refused": refused,
         }

@@ -31,7 +31,7 @@ pytestmark = [
 def server(installed: None) -> Iterator[ServerProcess]:
     from tests.checkpoint.server_process import started
 
-    with started(NAME, "--budget", "128", "--rows", "4", "--prefill-chunk", "64", "--dtype", "bfloat16") as found:
+    with started(NAME, "--budget", "256", "--rows", "4", "--prefill-chunk", "64", "--dtype", "float32") as found:
         yield found
 
 
@@ -46,7 +46,7 @@ def test_the_client_of_openai(server: ServerProcess) -> None:
     assert found["drawn"][0] == found["drawn"][1]
     assert found["drawn"][0][0] != found["drawn"][0][1]
     assert "\n" not in found["completion"]
-    assert "Ada" in found["turns"][1]
+    assert found["turns"][1] == found["resent"]  # nothing is evicted yet
     assert found["cached"] > 30
     assert found["refused"] == [
         ["BadRequestError", 400, "unsupported_field", "logprobs"],
@@ -56,16 +56,27 @@ def test_the_client_of_openai(server: ServerProcess) -> None:
 
 
 def test_a_terminal_client(server: ServerProcess) -> None:
-    """`transformers chat`: two questions, of which the second is about the first."""
+    """`transformers chat` shows what the server answers to the same messages."""
+    import httpx
+
+    messages: list[dict[str, str]] = []
+    typed: list[str] = []
+    for question in ("Say hello.", "Name two colours."):
+        messages.append({"role": "user", "content": question})
+        fields = {"messages": messages, "max_tokens": 12, "temperature": 0}
+        found = httpx.post(f"{server.url}/v1/chat/completions", json=fields, timeout=300).json()
+        messages.append({"role": "assistant", "content": found["choices"][0]["message"]["content"]})
+        cut_off = found["choices"][0]["finish_reason"] == "length"  # it then asks whether to go on
+        typed += [question, "n"] if cut_off else [question]
     command = [str(Path(sys.executable).with_name("transformers")), "chat", NAME, f"{server.url}/v1"]
-    said = "My name is Ada.\nWhat is my name?\n!exit\n"
     made = subprocess.run(
-        [*command, "max_new_tokens=30", "do_sample=False"],
-        input=said, capture_output=True, text=True, timeout=300, env={**os.environ, "COLUMNS": "200"},
+        [*command, "max_new_tokens=12", "do_sample=False"],
+        input="\n".join([*typed, "!exit\n"]), capture_output=True, text=True, timeout=300,
+        env={**os.environ, "COLUMNS": "200"},
     )  # fmt: skip
     assert made.returncode == 0, made.stderr
-    assert made.stdout.count(f"<{NAME}>") == 2
-    assert "Ada" in made.stdout.rpartition(f"<{NAME}>")[2]
+    for answer in messages[1::2]:
+        assert " ".join(answer["content"].split()) in " ".join(made.stdout.split())
 
 
 def test_a_load(server: ServerProcess) -> None:
@@ -79,9 +90,9 @@ def test_a_load(server: ServerProcess) -> None:
         for i, (times, most) in enumerate(lengths)
     ]
     questions = asyncio.run(asked_alone(server.url, requests))
-    tally = asyncio.run(bombard(server.url, questions, clients=8, rounds=6))
+    tally = asyncio.run(bombard(server.url, questions, clients=8, rounds=3))
     memory = resident(server.process.pid)
-    again = asyncio.run(bombard(server.url, questions, clients=8, rounds=6))
+    again = asyncio.run(bombard(server.url, questions, clients=8, rounds=3))
     for found in (tally, again):
-        assert sum(found[kind] for kind in ("whole", "stream", "closed", "wrong")) == 48
+        assert sum(found[kind] for kind in ("whole", "stream", "closed", "wrong")) == 24
     assert resident(server.process.pid) < memory + 64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 from pathlib import Path
@@ -32,7 +33,7 @@ def main(parsed: argparse.Namespace) -> None:
     Raises:
         KVPassError: the model cannot be loaded or rewritten, or an option cannot be.
     """
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    log.addHandler(logging.StreamHandler())  # not the root's, to which torch writes every graph
     if parsed.threads is not None:
         torch.set_num_threads(parsed.threads)
     service = service_of(parsed)
@@ -45,7 +46,8 @@ def main(parsed: argparse.Namespace) -> None:
         server.should_exit = True
 
     service.engine.on_failure = leave
-    server.run()
+    with contextlib.suppress(KeyboardInterrupt):  # which uvicorn raises again when all is done
+        server.run()
     if service.engine.failure is not None:
         raise service.engine.failure
 

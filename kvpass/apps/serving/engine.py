@@ -13,7 +13,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from kvpass.apps.serving.metrics import Metrics
@@ -162,8 +162,8 @@ class Engine:
             self._tell(self.on_failure)
         finally:
             self._stopped.set()
-            error = ApiError("the server was stopped", 503, "server_error", code="shutting_down")
-            self._tell(lambda: [self._end(job, error) for job in list(self.jobs.values())])
+            stopped = ApiError("the server was stopped", 503, "server_error", code="shutting_down")
+            self._tell(lambda: self._end_all(list(self.jobs.values()), stopped))
 
     def _obey(self) -> None:
         """Carry out commands; wait for one if the loop has nothing to do."""
@@ -210,7 +210,7 @@ class Engine:
         failed, self._known = list(self._known.values()), {}
         for job in failed:
             self.loop.cancel(job.name)
-        self._tell(lambda: [self._end(job, error) for job in failed])
+        self._tell(self._end_all, failed, error)
 
     def _slots_held(self) -> float:
         requests = self.loop.requests
@@ -248,6 +248,10 @@ class Engine:
             seen = job.before + len(job.prompt) + len(output.generated_tokens) - 1
             earlier, job.evicted = job.evicted, seen - output.held
             self.metrics.evicted.inc(max(0.0, job.evicted - earlier))
+
+    def _end_all(self, jobs: Sequence[Job], error: ApiError) -> None:
+        for job in jobs:
+            self._end(job, error)
 
     def _end(self, job: Job, last: GenerationOutput | ApiError) -> None:
         job.finished = True

@@ -162,7 +162,8 @@ class Service:
     ) -> Answer:
         outputs: Outputs = asyncio.Queue()
         first = secrets.randbelow(SEEDS) if fields.seed is None else fields.seed
-        jobs, texts = [], []
+        jobs: list[Job] = []
+        texts: list[TextStream] = []
         for prompt in prompts:
             for _ in range(fields.choices):
                 options = self._options(fields, prompt, 0 if talk is None else talk.seen)

@@ -265,11 +265,14 @@ def metrics(client: Any) -> dict[str, float]:
 
 def test_the_slots_of_rows_in_use_are_counted(running: Running) -> None:
     fields = {"prompt": "word " * 20, "max_tokens": 300, "ignore_eos": True, "stream": True}
-    with running.slowly(), running.client() as client:
-        with client.stream("POST", "/v1/completions", json=fields) as response:
-            next(response.iter_lines())
-            with running.client() as other:
-                found = metrics(other)
+    with (
+        running.slowly(),
+        running.client() as client,
+        client.stream("POST", "/v1/completions", json=fields) as response,
+    ):
+        next(response.iter_lines())
+        with running.client() as other:
+            found = metrics(other)
     assert found["kvpass_slots_held"] == HOW["budget"]
     assert found["kvpass_rows_used"] == 1
     running.wait_until_idle()
