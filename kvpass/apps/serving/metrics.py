@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-
-if TYPE_CHECKING:
-    from kvpass.apps.serving.conversations import ConversationStore
-    from kvpass.apps.serving.engine import Engine
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
@@ -41,18 +36,29 @@ class Metrics:
     def _gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
         Gauge(name, text, registry=self.registry).set_function(value)
 
-    def watch(self, engine: Engine) -> None:
-        """Report the rows and the queue of an engine whenever the metrics are read."""
-        self._gauge("kvpass_rows", "Rows for requests.", lambda: engine.rows)
-        self._gauge("kvpass_rows_used", "Rows with a request.", lambda: min(len(engine.jobs), engine.rows))
-        self._gauge("kvpass_queue", "Requests that wait for a row.", lambda: max(0, len(engine.jobs) - engine.rows))
-        self._gauge("kvpass_slots", "Tokens that the rows can hold.", lambda: engine.slots)
+    def watch(self, rows: int, slots: int, requests: Callable[[], int]) -> None:
+        """Report the rows and the queue whenever the metrics are read.
 
-    def watch_conversations(self, store: ConversationStore) -> None:
-        """Report the conversations that are kept whenever the metrics are read."""
-        self._gauge("kvpass_conversations", "Conversations, in memory and in files.", lambda: len(store))
-        self._gauge("kvpass_conversations_in_memory", "Conversations in memory.", lambda: store.in_memory)
-        self._gauge("kvpass_conversation_bytes", "Bytes of conversations in memory.", lambda: store.nbytes)
+        Args:
+            rows: requests that are decoded together.
+            slots: tokens that all rows can hold.
+            requests: returns the number of requests that have not finished.
+        """
+        self._gauge("kvpass_rows", "Rows for requests.", lambda: rows)
+        self._gauge("kvpass_rows_used", "Rows with a request.", lambda: min(requests(), rows))
+        self._gauge("kvpass_queue", "Requests that wait for a row.", lambda: max(0, requests() - rows))
+        self._gauge("kvpass_slots", "Tokens that the rows can hold.", lambda: slots)
+
+    def watch_conversations(self, every: Callable[[], int], rows: Callable[[], int], nbytes: Callable[[], int]) -> None:
+        """Report the conversations that are kept whenever the metrics are read.
+
+        Args:
+            every: returns the number of conversations.
+            rows, nbytes: return the number of those in memory, and their bytes.
+        """
+        self._gauge("kvpass_conversations", "Conversations, in memory and in files.", every)
+        self._gauge("kvpass_conversations_in_memory", "Conversations in memory.", rows)
+        self._gauge("kvpass_conversation_bytes", "Bytes of conversations in memory.", nbytes)
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""

@@ -55,7 +55,8 @@ class Service:
         self._temporary = tempfile.TemporaryDirectory(prefix="kvpass-") if settings.folder is None else None
         folder = settings.folder or Path(self._temporary.name if self._temporary else "")
         self.store = ConversationStore(loop, folder, settings.conversations)
-        self.metrics.watch_conversations(self.store)
+        store = self.store
+        self.metrics.watch_conversations(lambda: len(store), lambda: store.in_memory, lambda: store.nbytes)
         self.ends = stop_tokens(subject.model, subject.tokenizer)
         self.draining: Callable[[], bool] = lambda: False
         self.warms = True

@@ -264,7 +264,7 @@ def metrics(client: Any) -> dict[str, float]:
 
 
 def test_the_slots_of_rows_in_use_are_counted(running: Running) -> None:
-    fields = {"prompt": "word " * 20, "max_tokens": 300, "ignore_eos": True, "stream": True}
+    fields = {"prompt": "word " * 60, "max_tokens": 300, "ignore_eos": True, "stream": True}
     with (
         running.slowly(),
         running.client() as client,
