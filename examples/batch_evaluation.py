@@ -16,7 +16,7 @@ LENGTHS = (700, 500, 640, 300)
 POLICIES = ("full", "streaming", "h2o", "keydiff")
 
 model, tokenizer = checkpoint.load(torch.bfloat16)
-words = tokenizer(" ".join(corpus.prose().split())).input_ids
+words = tokenizer(" ".join(corpus.prose().values())).input_ids
 starts = [sum(LENGTHS[:i]) for i in range(len(LENGTHS))]
 texts = [words[start : start + length] for start, length in zip(starts, LENGTHS, strict=True)]
 tokenizer.padding_side = "left"

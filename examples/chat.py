@@ -32,7 +32,7 @@ def ids_of(text):
 
 
 system = ids_of("<|im_start|>system\nYou are a friendly assistant.<|im_end|>\n")
-text = ids_of(" ".join(corpus.prose().split()))[:, : given.tokens]
+text = ids_of(" ".join(corpus.prose().values()))[:, : given.tokens]
 loop.prompt(torch.cat([system, text, ids_of("<|im_end|>\n")], 1), pin=[(0, system.shape[1])])
 print(f"read {text.shape[1]} tokens; the model was trained on {model.config.max_position_embeddings} positions")
 

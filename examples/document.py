@@ -32,7 +32,7 @@ def ids_of(text):
 
 
 start = time.perf_counter()
-document = ids_of("<|im_start|>user\nRead this text.\n\n" + " ".join(corpus.prose().split()))[:, :TOKENS]
+document = ids_of("<|im_start|>user\nRead this text.\n\n" + " ".join(corpus.prose().values()))[:, :TOKENS]
 reader.prompt(document, pin=[(0, 4)])
 prefix = reader.cache  # not continued itself, so that any number of requests may begin behind it
 print(f"read {document.shape[1]} tokens in {time.perf_counter() - start:.1f} s")

@@ -37,7 +37,7 @@ def perplexity(policy: str, **options: object) -> float:
     torch.compiler.reset()
     model, tokenizer = checkpoint.load(torch.bfloat16)
     kvpass.compile(model, policy, budget=BUDGET, **options)
-    ids = tokenizer(" ".join(corpus.prose().split()), return_tensors="pt").input_ids[:, :TOKENS]
+    ids = tokenizer(" ".join(corpus.prose().values()), return_tensors="pt").input_ids[:, :TOKENS]
     logits = kvpass.prefill(model, ids, chunk=CHUNK, logits="all").logits
     return torch.nn.functional.cross_entropy(logits[0, :-1].float(), ids[0, 1:]).exp().item()
 

@@ -146,7 +146,7 @@ class DecodeLoop:
                     apart.generate(count)
             else:
                 apart.requests = Requests.of(apart, self.requests.count)
-                apart.generate_batch([[TOKEN] * length] * (self.requests.count + 1), max_new_tokens=steps)
+                apart.generate_batch([[TOKEN] * length] * 2, max_new_tokens=steps)  # the second beside the first
 
     @property
     def cache(self) -> Any:

@@ -146,4 +146,6 @@ def running(fresh_dynamo: None, tmp_path_factory: pytest.TempPathFactory) -> Ite
     folder: Path = tmp_path_factory.mktemp("conversations")
     limits = Limits(rows=1, nbytes=2**30, count=6)
     with serving(folder=folder, conversations=limits, waiting=3, largest_body=20_000) as found:
+        while found.service.status() == "starting":
+            time.sleep(0.01)
         yield found
