@@ -30,7 +30,7 @@ try:
 
     client = OpenAI(base_url=f"{url}/v1", api_key="none")
     how = {"model": MODEL, "max_tokens": 60, "temperature": 0}
-    for question in ("My name is Ada. Say hello to me.", "What is my name?"):
+    for question in ("Name three colours.", "Name three more."):
         stream = client.chat.completions.create(
             messages=[{"role": "user", "content": question}],  # the server has the earlier ones in its slots
             extra_body={"conversation": "example"},
