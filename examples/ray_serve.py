@@ -1,4 +1,4 @@
-"""Serve a model by several replicas of `kvpass serve` under Ray Serve, which starts them and spreads requests over them.
+"""Serve a model by several replicas of `kvpass serve` under Ray Serve, which starts them and spreads the requests.
 
 serve run examples.ray_serve:app model=SmolLM2-135M-Instruct replicas=2 cpus=4 budget=4096 rows=8
 

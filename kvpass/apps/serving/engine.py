@@ -139,10 +139,13 @@ class Engine:
         return await answer
 
     async def stop(self) -> None:
-        """End the thread after the step that it is in; requests that have not finished get an error."""
+        """End the thread after the step that it is in; requests that have not finished get an error.
+
+        A thread that still compiles is not waited for: it ends with the process.
+        """
         self._stopped.set()
         self._commands.put(lambda: None)
-        if self._thread.is_alive():
+        if self.ready and self._thread.is_alive():
             await asyncio.to_thread(self._thread.join)
 
     # -- in the thread -----------------------------------------------------------------------------------------------
