@@ -13,7 +13,7 @@ from kvpass.apps import checkpoint, corpus
 
 BUDGET, CHUNK = 128, 64
 LENGTHS = (700, 500, 640, 300)
-POLICIES = ("full", "streaming", "h2o", "keydiff")
+POLICIES = ("full", "streaming", "h2o")
 
 model, tokenizer = checkpoint.load(torch.bfloat16)
 words = tokenizer(" ".join(corpus.prose().values())).input_ids

@@ -63,7 +63,7 @@ def test_own_policy() -> None:
 def test_batch_evaluation() -> None:
     lines = run("batch_evaluation").splitlines()[1:]
     found = {line.split()[0]: list(map(float, line.split()[1:])) for line in lines}
-    assert found.keys() == {"full", "streaming", "h2o", "keydiff"}
+    assert found.keys() == {"full", "streaming", "h2o"}
     held = {name: values[0] for name, values in found.items()}
-    assert held == {"full": 700, "streaming": 128, "h2o": 128, "keydiff": 128}
+    assert held == {"full": 700, "streaming": 128, "h2o": 128}
     assert all(found["full"][i] < found["streaming"][i] for i in range(1, 5))

@@ -20,8 +20,10 @@ SCRIPT = """
 import asyncio, collections, json, sys
 import httpx, ray
 from ray import serve
+from ray.serve._private import api
 from examples.ray_serve import app
 
+api.HTTP_PROXY_TIMEOUT = 600  # seconds that it waits for its proxy, which no setting changes
 ray.init(num_cpus=2, include_dashboard=False, configure_logging=True, logging_level="ERROR")
 serve.start(http_options={"host": "127.0.0.1", "port": int(sys.argv[2])})
 options = dict(model=sys.argv[1], replicas="2", cpus="1", rows="2", budget="24", inner="eager", threads="1")
@@ -72,7 +74,7 @@ def test_two_replicas(tmp_path: Path) -> None:
     made = subprocess.run(
         [sys.executable, str(script), str(tmp_path / "small"), "8123"],
         cwd=ROOT, env={**os.environ, **PATIENT, "PYTHONPATH": path, "RAY_USAGE_STATS_ENABLED": "0"},
-        capture_output=True, text=True, timeout=600,
+        capture_output=True, text=True, timeout=800,
     )  # fmt: skip
     assert made.returncode == 0, made.stderr[-5000:]
     found = json.loads(made.stdout.splitlines()[-1])
