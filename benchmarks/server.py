@@ -1,8 +1,8 @@
 """`kvpass serve` with one and with several clients, and the step of its loop with and without the server.
 
-python -m benchmarks.server [--rows 8] [--budget 1024] [--tokens 128] [--rounds 3]
+python -m benchmarks.server [--rows 8] [--budget 1024] [--tokens 128] [--rounds 3] [--threads 2]
 
-A real checkpoint (kvpass.apps.checkpoint) in bfloat16 on two threads.  The server runs in this process, and its clients
+A real checkpoint (kvpass.apps.checkpoint) in bfloat16.  The server runs in this process, and its clients
 in another one.  "loop" steps the same loop in the same thread of the process, without HTTP, for the same requests.  A
 step is one in which every client's row decodes.
 """
@@ -97,7 +97,10 @@ def directly(service: Service, several: list[list[int]], tokens: int) -> float:
 
     def run() -> None:
         start = time.perf_counter()
-        loop.generate_batch(several, max_new_tokens=tokens)
+        for ids in several:
+            loop.add(ids, max_new_tokens=tokens)
+        while loop.pending:
+            loop.step()
         taken.append(time.perf_counter() - start)
         done.set()
 
@@ -130,6 +133,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--budget", type=int, default=1024)
     parser.add_argument("--every", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--client", action="store_true", help=argparse.SUPPRESS)
@@ -137,7 +141,7 @@ def main() -> None:
     if given.client:
         print(json.dumps(asyncio.run(all_at_once(*json.load(sys.stdin)))))
         return
-    torch.set_num_threads(2)
+    torch.set_num_threads(given.threads)
     subject = models.load(NAME, torch.bfloat16)
     how: dict[str, Any] = dict(budget=given.budget, every=given.every, prefill_chunk=512)
     loop = TimedLoop(subject.model, "h2o", rows=given.rows, **how)
