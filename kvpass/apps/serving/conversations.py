@@ -122,6 +122,8 @@ class ConversationStore:
         key = _key(name, owner)
         talk = self._all.get(key)
         if talk is None:
+            if not self.limits.count:
+                raise ApiError("this server keeps no conversations", param="conversation", code="unsupported_field")
             if len(self._all) >= self.limits.count:
                 raise ApiError(
                     f"there are {len(self._all)} conversations, as many as this server keeps: delete some",
@@ -139,8 +141,9 @@ class ConversationStore:
             talk.busy = False
             if not talk.seen:
                 self._all.pop(key, None)  # its first request did not finish
-        self._all.move_to_end(key)
-        await self._make_room()
+        if talk.seen:
+            self._all.move_to_end(key)
+            await self._make_room()
 
     def find(self, name: str, owner: str) -> KeptConversation:
         """Return a conversation.

@@ -135,6 +135,12 @@ def test_a_conversation_that_never_began_is_none(running: Running) -> None:
     before = len(running.service.store)
     found = running.post("/v1/completions", prompt=[1, 99999], conversation="bad")
     assert found.status_code == 400
+
+    async def closed_before_it_ended() -> None:
+        async with running.service.store.turn("bad", "") as talk:
+            assert talk.busy
+
+    asyncio.run(closed_before_it_ended())
     assert len(running.service.store) == before
 
 
