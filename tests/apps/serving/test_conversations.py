@@ -117,7 +117,8 @@ def test_one_request_at_a_time_and_a_turn_whole_or_not_at_all(running: Running, 
         async with httpx.AsyncClient(base_url=running.url, timeout=120) as client:
             fields = {"prompt": TURNS[1], "conversation": "c", "max_tokens": 300, "ignore_eos": True, "stream": True}
             async with client.stream("POST", "/v1/completions", json=fields) as response:
-                await anext(response.aiter_lines())
+                lines = response.aiter_lines()  # which closes the connection when it goes
+                await anext(lines)
                 other = await client.post("/v1/completions", json=fields)
                 deleted = await client.delete("/v1/conversations/c")
             return [response.status_code, other.status_code, deleted.status_code]

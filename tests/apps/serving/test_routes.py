@@ -270,7 +270,8 @@ def test_the_slots_of_rows_in_use_are_counted(running: Running) -> None:
         running.client() as client,
         client.stream("POST", "/v1/completions", json=fields) as response,
     ):
-        next(response.iter_lines())
+        lines = response.iter_lines()  # which closes the connection when it goes
+        next(lines)
         with running.client() as other:
             found = metrics(other)
     assert found["kvpass_slots_held"] == HOW["budget"]
