@@ -333,6 +333,9 @@ def test_a_model_that_cannot_be_compiled_ends_the_server(fresh_dynamo: None) -> 
 def test_steps_are_as_warm_as_they_say(running: Running) -> None:
     """Nothing is traced after the start, whatever comes."""
     with torch.compiler.set_stance("fail_on_recompile"):
-        for tokens in (1, 3, 17, 40, 60):
+        for tokens in (2, 3, 17, 40, 60):
             found = running.completion([5] * tokens, max_tokens=3, ignore_eos=True)
+            assert found["usage"]["completion_tokens"] == 3
+        for tokens in (30, 3, 16, 40):  # with the last token of the answer, 16 are a chunk and a token
+            found = running.completion([5] * tokens, max_tokens=3, ignore_eos=True, conversation="warm")
             assert found["usage"]["completion_tokens"] == 3
