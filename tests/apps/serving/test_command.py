@@ -57,7 +57,7 @@ def test_the_server_listens_at_the_loopback_address() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "cannot load a language model"),
+        (["/nowhere/model"], "cannot load a language model"),
         ([str(models.BUNDLED), "--policy", "nonsense"], "unknown policy 'nonsense'"),
         ([str(models.BUNDLED), "--policy", "h2o", "--budget", "1"], "is too small for"),
     ],
