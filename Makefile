@@ -100,7 +100,7 @@ $(RUNS): pyproject.toml constraints.txt
 	touch $@
 
 $(INSTALLED): $(RUNS)
-	$(BIN)/python -m pip install --no-compile -c constraints.txt -e '.[demo,checkpoint,test,dev]'
+	$(BIN)/python -m pip install --no-compile -c constraints.txt -e '.[demo,checkpoint,serve,clients,test,dev]'
 	touch $@
 
 # torch of that age is to be had with CUDA alone, which is most of five gigabytes: none of it stays in pip's cache.

@@ -64,6 +64,7 @@ def parser() -> argparse.ArgumentParser:
     _add_align(commands)
     _add_calibrate(commands)
     _add_eval(commands)
+    _add_serve(commands)
     harness = commands.add_parser(
         "lm-eval",
         help="lm-evaluation-harness with bounded caches: its own command, with the model kvpass",
@@ -188,6 +189,48 @@ def _add_eval(commands: Any) -> None:
     job.set_defaults(run=evaluate)
 
 
+def _add_serve(commands: Any) -> None:
+    job = commands.add_parser(
+        "serve",
+        help="an HTTP server with the endpoints of OpenAI's API, for many requests on one decode graph",
+        description="Serves a model at /v1/chat/completions and /v1/completions.  The slots of a conversation stay "
+        "between its requests.  SIGTERM and Ctrl-C finish the running requests first.",
+    )
+    job.add_argument("model", metavar="MODEL", help="a Hugging Face causal model, a name or a folder")
+    job.add_argument("--name", help="of the model in requests (default: the last part of MODEL)")
+    job.add_argument("--policy", metavar="P", default="h2o", help="NAME or NAME:OPTION=VALUE,..." + DEFAULT)
+    job.add_argument("--budget", metavar="N", type=at_least(1), default=4096, help="tokens kept" + DEFAULT)
+    job.add_argument("--rows", metavar="N", type=at_least(1), default=8, help="requests at a time" + DEFAULT)
+    job.add_argument("--queue", metavar="N", type=at_least(0), default=32, help="requests that may wait" + DEFAULT)
+    job.add_argument("--kv-dtype", choices=KV_DTYPES, help="of stored keys and values (default: the model's)")
+    job.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto", help=DEFAULT[1:])
+    job.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ..." + DEFAULT)
+    job.add_argument("--threads", metavar="N", type=at_least(1), help="threads of torch (default: its own choice)")
+    job.add_argument("--inner", default="inductor", help="what compiles: inductor, eager, ..." + DEFAULT)
+    job.add_argument("--prefill-chunk", metavar="N", type=at_least(2), default=512, help="of prompts" + DEFAULT)
+    job.add_argument("--every", metavar="N", type=at_least(1), default=4, help="steps between two looks" + DEFAULT)
+    job.add_argument("--max-tokens", metavar="N", type=at_least(1), default=512, help="of an answer" + DEFAULT)
+    job.add_argument(
+        "--context", metavar="N", type=at_least(1),
+        help="tokens of a request with its answer (default: the positions that the model was trained on)",
+    )  # fmt: skip
+    job.add_argument("--host", default="127.0.0.1", help="address to listen at" + DEFAULT)
+    job.add_argument("--port", metavar="N", type=at_least(0), default=8000, help="0 for a free one" + DEFAULT)
+    job.add_argument(
+        "--api-key", metavar="KEY", action="append", default=[],
+        help="a key that requests must have; may be repeated; also the variable KVPASS_API_KEY",
+    )  # fmt: skip
+    job.add_argument("--drain", metavar="S", type=float, default=30.0, help="seconds to finish at the end" + DEFAULT)
+    job.add_argument("--access-log", action="store_true", help="log every request")
+    job.add_argument("--conversations", metavar="N", type=at_least(0), default=1024, help="kept in all" + DEFAULT)
+    job.add_argument("--kept-rows", metavar="N", type=at_least(1), help="kept in memory (default: twice --rows)")
+    job.add_argument(
+        "--kept-bytes", metavar="N", type=at_least(0), default=2**30, help="of those kept in memory" + DEFAULT
+    )
+    job.add_argument("--folder", metavar="DIR", type=Path, help="of saved conversations (default: a temporary one)")
+    job.set_defaults(run=serve)
+
+
 def _budget(text: str) -> int | float:
     """Convert an argument to a number of tokens, at least 1, or to a share above 0 and up to 1."""
     if text.isdigit():
@@ -243,6 +286,15 @@ def evaluate(parsed: argparse.Namespace) -> None:
         from kvpass.apps.evaluation import command
     except ModuleNotFoundError as error:
         raise KVPassError(f"evaluation needs {error.name}: pip install 'kvpass[demo]'") from error
+    command.main(parsed)
+
+
+def serve(parsed: argparse.Namespace) -> None:
+    """Serve a model over HTTP; the imports need the extra `serve`."""
+    try:
+        from kvpass.apps.serving import command
+    except ModuleNotFoundError as error:
+        raise KVPassError(f"the server needs {error.name}: pip install 'kvpass[serve]'") from error
     command.main(parsed)
 
 

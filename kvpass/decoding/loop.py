@@ -282,6 +282,7 @@ class DecodeLoop:
         pin: Pin | None = None,
         on_top: bool = False,
         prefix: Any = None,
+        keep: bool = False,
     ) -> str:
         """Queue a request, which starts as soon as a row is free.
 
@@ -299,6 +300,8 @@ class DecodeLoop:
             on_top: count them beside the budget, as of `kvpass.prefill`; all rows get the slots of the largest request.
             prefix: a prefilled cache of one row, as of `branch`, behind which the request begins; it is copied when the
                 request starts, and must not go on until then.
+            keep: copy its slots when it ends into the `cache` of its last output, which may be the `prefix` of a later
+                request.  The cache has not seen the last generated token: a prompt that continues begins with it.
 
         Returns:
             The name of the request.
@@ -318,7 +321,7 @@ class DecodeLoop:
             (default.seed + requests.number) % PRIME if seed is None else seed,
         )
         ends = self.stop.tolist() if stop is None else stop
-        return requests.add(ids, request_id, max_new_tokens, ends, Sampling(*settings), pin, on_top, prefix)
+        return requests.add(ids, request_id, max_new_tokens, ends, Sampling(*settings), pin, on_top, prefix, keep)
 
     @checked
     def cancel(self, request_id: str) -> bool:

@@ -71,7 +71,7 @@ def visit_graphs(loop: Any, rows: int, prefixes: bool = False) -> None:
             if prefixes:
                 _feed_one_row(apart, length)
             apart.requests = type(loop.requests).of(apart, loop.requests.count)
-            apart.generate_batch(list(made_up_tokens(loop, length, loop.requests.count + 1)), max_new_tokens=steps)
+            apart.generate_batch(list(made_up_tokens(loop, length, 2)), max_new_tokens=steps)
 
 
 def made_up_tokens(loop: Any, count: int, rows: int = 1) -> Tensor:

@@ -285,7 +285,7 @@ def lengths(tokens: int, chunk: int | None, first: bool) -> list[int]:
     if chunk is None or tokens <= chunk:
         return [tokens]
     count, rest = divmod(tokens, chunk)
-    if first:
+    if first or rest == 1:  # a call of one token is a decode step, on a graph of its own
         return [chunk + rest, *[chunk] * (count - 1)]
     return [*([rest] if rest else []), *[chunk] * count]
 

@@ -81,6 +81,9 @@ class GenerationOutput:
         finish_reason: "stop" for a stop token, "length" for the largest number of tokens, "cancelled" or "error"; None
             for a request that has not finished.
         error: the error message, if the status is `RequestStatus.FAILED`.
+        held: the tokens in its slots at its end, the mean over layers and heads; None before its end, and for a request
+            that ended without a row.
+        cache: its cache at its end, if `DecodeLoop.add` was to keep it; it has seen all tokens but the last one.
     """
 
     request_id: str
@@ -90,6 +93,8 @@ class GenerationOutput:
     status: RequestStatus
     finish_reason: Reason | None = None
     error: str | None = None
+    held: float | None = None
+    cache: Any = None
 
     def is_finished(self) -> bool:
         """Return whether the request has finished or failed, so that no further output follows."""
@@ -110,12 +115,13 @@ class Request:
         on_top: whether pinned tokens count beside the budget.
         prefix: the cache that the prompt continues, which is copied; None for an empty one.
         before: the number of tokens of the prefix.
+        keep: whether to copy the slots of the request when it ends.
         tokens: the tokens generated so far.
         told: the tokens that have been handed out, which are more than `tokens` after a restart of the request.
         failures: how often the request has failed while no other request ran.
         suspect: the number of tokens up to which the request runs alone, because a step of several requests failed
             before that many.
-        status, reason, error: as of `GenerationOutput`.
+        status, reason, error, slots_held, cache: as of `GenerationOutput`.
     """
 
     request_id: str
@@ -127,6 +133,7 @@ class Request:
     on_top: bool = False
     prefix: Any = None
     before: int = 0
+    keep: bool = False
     tokens: list[int] = dataclasses.field(default_factory=list)
     told: list[int] = dataclasses.field(default_factory=list)
     failures: int = 0
@@ -134,6 +141,8 @@ class Request:
     status: RequestStatus = RequestStatus.PENDING
     reason: Reason | None = None
     error: str | None = None
+    slots_held: float | None = None
+    cache: Any = None
 
     @property
     def held(self) -> int:
@@ -172,7 +181,7 @@ class Request:
             return None
         self.told += new
         named = (self.request_id, list(self.prompt), list(self.told), new)
-        return GenerationOutput(*named, self.status, self.reason, self.error)
+        return GenerationOutput(*named, self.status, self.reason, self.error, self.slots_held, self.cache)
 
 
 class ServingOptions(LoopSettings, Protocol):
@@ -224,6 +233,7 @@ class Requests:
         pin: Pin | None = None,
         on_top: bool = False,
         prefix: Any = None,
+        keep: bool = False,
     ) -> str:
         """Queue a request; see `DecodeLoop.add`."""
         name = f"req_{self.number}" if request_id is None else request_id
@@ -232,7 +242,7 @@ class Requests:
         row = pin[None] if isinstance(pin, Tensor) and pin.ndim == 1 else pin
         pinned = pin_mask(row, on_top, torch.ones(1, len(prompt), dtype=torch.bool))
         before = 0 if prefix is None else self._length_of(prefix)
-        request = Request(name, prompt, most, frozenset(stop), sampling, pinned, on_top, prefix, before)
+        request = Request(name, prompt, most, frozenset(stop), sampling, pinned, on_top, prefix, before, keep)
         self._check(request)
         self.known[name] = request
         self.queue.append(request)
@@ -329,12 +339,20 @@ class Requests:
     def _sort_out(self) -> None:
         """Free the rows of finished requests, and remove finished requests from the queue."""
         for row in [row for row, request in self.rows.items() if request.finished]:
-            del self.rows[row]
-            if self.batch is not None:
-                self.batch.free(row)
+            self._leave(row)
         self.queue = collections.deque(request for request in self.queue if not request.finished)
         if self.filling is not None and self.filling[0].finished:
             self.filling = None
+
+    def _leave(self, row: int) -> None:
+        """Free the row of a request that has finished, of which a copy is kept if the request asks for it."""
+        request = self.rows.pop(row)
+        if self.batch is None:
+            return
+        request.slots_held = self.batch.held(row)
+        if request.keep and request.status is RequestStatus.FINISHED:
+            request.cache = self.batch.taken_out(row, request.held)
+        self.batch.free(row)
 
     def _read_on(self) -> bool:
         """Prefill one chunk of a prompt if there is a free row; return whether a prefill has ended or failed."""
@@ -442,7 +460,8 @@ class Requests:
         try:
             self.batch.settle_on(max(request.held for request in there))
             soon = self.queue or not self.loop.chosen.policy.evicts  # without eviction, slots fit the longest row only
-            columns = self.batch.run(min(self.loop.every, min(left) if soon else max(left)))
+            exact = any(request.keep for request in there)
+            columns = self.batch.run(min(self.loop.every, min(left) if soon else max(left)), exact)
         except Exception as error:
             self._restart(error)
             return
@@ -534,6 +553,25 @@ class RequestBatch(LoopState):
         """Mark a row as free, so that steps leave it unchanged."""
         self.done[row] = True
 
+    def held(self, row: int) -> float:
+        """Return how many tokens a row's slots hold, the mean over layers and heads."""
+        counts = [(layer.slots.position[row] >= 0).sum() / layer.layout.groups for layer in self.caches]
+        return float(torch.stack(counts).mean())
+
+    @torch.inference_mode(False)  # as slots are made, which steps outside of inference mode also write to
+    def taken_out(self, row: int, seen: int) -> Any:
+        """Return a model's cache object with a copy of one row, which has seen `seen` tokens."""
+        self.settle()
+        one = {id(layer): _narrowed(layer, row, seen) for layer in self.caches}
+
+        def narrowed(value: Any) -> Any:
+            return moved(value, one[id(value.cache)]) if isinstance(value, Handle) else value
+
+        cache = copy.copy(self.cache)
+        if hasattr(cache, "layers"):
+            cache.layers = [copy.copy(layer) for layer in cache.layers]
+        return refreshed(cache, seen - self.length, narrowed)
+
     @property
     def length(self) -> int:
         """Number of tokens that all rows have seen, padding included."""
@@ -558,10 +596,14 @@ class RequestBatch(LoopState):
         if self.step is None:
             self.cache = refreshed(self.cache, by)
 
-    def run(self, count: int) -> list[list[int]]:
-        """Decode `count` tokens for each row; on a CPU, stop as soon as a row ends."""
+    def run(self, count: int, exact: bool = False) -> list[list[int]]:
+        """Decode `count` tokens for each row; on a CPU, or if the steps are to be `exact`, stop as soon as a row ends.
+
+        A policy's clocks count steps of all rows, and those of a row that is copied at its end must not run on.
+        """
         self.follow_model()
-        ended = int(self.done.sum()) if self.done.device.type == "cpu" else None
+        exact = exact and bool(self.caches[0].clocks)
+        ended = int(self.done.sum()) if exact or self.done.device.type == "cpu" else None
         for _ in range(count):
             self._advance()
             self.pending += 1
@@ -654,6 +696,18 @@ def _widened(one: LayerCache, rows: int) -> LayerCache:
     fresh: dict[str, Any] = dict(absent=none, first=None, _picked=[])
     fresh |= dict(limits=one.limits * rows, clocks=one.clocks * rows)
     return dataclasses.replace(one, layout=layout, slots=slots, **fresh)
+
+
+def _narrowed(layer: LayerCache, row: int, seen: int) -> LayerCache:
+    """Return a copy of one row of a cache, which has seen `seen` tokens; `_put` is the inverse."""
+    one = layer.rebuilt("getitem", lambda tensor: tensor[row : row + 1].clone())
+    index, position = one.slots.index, one.slots.position
+    index.copy_(torch.where(position >= 0, index - (layer.seen - seen), index))
+    one.slots.length.fill_(seen)
+    one.seen, one.absent = seen, layer.absent.new_zeros(1, 0)
+    one.limits, one.clocks = layer.limits[row : row + 1], layer.clocks[row : row + 1]
+    keep_address(one.slots)
+    return one
 
 
 def _put(layer: LayerCache, row: int, one: LayerCache) -> None:

@@ -108,3 +108,48 @@ def test_what_is_no_prefix_is_refused(model: Any, loop: kvpass.DecodeLoop) -> No
     (output,) = [output for output in serving if output.request_id == name]
     assert output.error is not None
     assert "its prefix has gone on from 9 to 12 tokens" in output.error
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        pytest.param({"interval": 3}, marks=pytest.mark.slow),
+        pytest.param({"policy": "streaming", "kv_dtype": "int4"}, marks=pytest.mark.slow),
+        pytest.param({"policy": "sage", "refresh_interval": 3}, marks=pytest.mark.slow),
+        pytest.param({"policy": "d2o"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_kept_request_goes_on_as_a_conversation(given: dict[str, Any], model: Any, tmp_path: Path) -> None:
+    """Its turns are those of a loop of one conversation, whatever else is in the batch; one comes from a file."""
+    pytest.importorskip("safetensors")
+    how = {**HOW, **given, "prefill_chunk": 8}
+    single, serving = kvpass.DecodeLoop(model, **how), kvpass.DecodeLoop(model, **how, rows=3, every=4)
+    cache, tail = None, list[int]()
+    for tokens in (30, 5, 9):
+        single.prompt(ids_of(tokens))
+        expected = single.generate(7)[0].tolist()
+        others = [serving.add(ids_of(length)[0], max_new_tokens=11) for length in (17, 3, 21)]
+        name = serving.add([*tail, *ids_of(tokens)[0].tolist()], max_new_tokens=7, prefix=cache, keep=True)
+        done = {output.request_id: output for output in serving if output.is_finished()}
+        assert done[name].generated_tokens == expected
+        assert all(done[other].cache is None for other in others)
+        cache, tail = done[name].cache, expected[-1:]
+        kept, here = kvpass.inspect(cache).layers[0], kvpass.inspect(single).layers[0]
+        assert torch.equal(kept.positions, here.positions)
+        assert done[name].held == pytest.approx((kept.positions >= 0).sum().item() / kept.positions.shape[1])
+        kvpass.save_cache(cache, tmp_path / "talk")
+        cache = kvpass.load_cache(tmp_path / "talk", serving.compiled.call)
+
+
+def test_a_request_that_is_cancelled_keeps_what_it_has_seen(model: Any) -> None:
+    serving = kvpass.DecodeLoop(model, **HOW, rows=2, every=4)
+    name = serving.add(ids_of(9)[0], max_new_tokens=40, keep=True)
+    for _ in range(3):
+        made = serving.step()
+    serving.cancel(name)
+    (output,) = serving.step()
+    assert output.finish_reason == "cancelled"
+    assert output.generated_tokens == made[0].generated_tokens
+    assert kvpass.inspect(output.cache).seen == 9 + len(output.generated_tokens) - 1

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from kvpass.apps.chat_template import added_text
 from kvpass.apps.evaluation.session import Session
 from kvpass.apps.models import stop_tokens
 
@@ -47,7 +48,7 @@ def talk(session: Session, answer: int, questions: tuple[str, ...] = QUESTIONS) 
         before = tokenizer.apply_chat_template(messages, tokenize=False) if messages else ""
         messages.append({"role": "user", "content": question})
         after = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        text = _new(before, after, tokenizer.decode(stops[-1:]), ended)
+        text = added_text(before, after, tokenizer.decode(stops[-1:]), ended)
         ids = torch.tensor([session.encode(text)])
         loop.prompt(ids)
         seen += ids.shape[1]
@@ -57,17 +58,3 @@ def talk(session: Session, answer: int, questions: tuple[str, ...] = QUESTIONS) 
         yield Turn(question, said, seen)
         messages.append({"role": "assistant", "content": said})
         seen, ended = seen + len(made), bool(made) and made[-1] in stops
-
-
-def _new(before: str, after: str, end: str, ended: bool) -> str:
-    """Return what the template adds to a conversation whose last answer has been decoded.
-
-    Args:
-        before, after: the conversation up to the last answer, and up to the next one.
-        end: the text of the token that ends an answer.
-        ended: whether the last answer ended with it; one that was cut off gets it now.
-    """
-    position = after.rfind(end, 0, len(before)) if end else -1
-    if not before or position < 0:
-        return after[len(before) :]
-    return after[position + len(end) if ended else position :]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvpass.apps.chat_template import added_text
 from kvpass.apps.demo import chat
 
 END = 9
@@ -58,8 +59,8 @@ def test_each_turn_feeds_what_the_template_adds_and_ends_an_answer_that_was_cut_
 
 
 def test_a_template_without_the_end_is_cut_by_length() -> None:
-    assert chat._new("abc", "abcdef", "", True) == "def"
-    assert chat._new("abc", "abcdef", "x", False) == "def"
+    assert added_text("abc", "abcdef", "", True) == "def"
+    assert added_text("abc", "abcdef", "x", False) == "def"
 
 
 @pytest.mark.parametrize(("config", "expected"), [(5, [5, END]), ([5, END], [5, END]), (None, [END])])

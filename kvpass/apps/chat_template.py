@@ -1,0 +1,46 @@
+"""Render turns of a chat with a model's chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+Message = dict[str, str]
+
+_EARLIER: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+"""A conversation that stands for any earlier one: what a template adds behind an answer does not depend on it."""
+
+
+def first_turn(tokenizer: Any, messages: Sequence[Message]) -> str:
+    """Return the text of messages that begin a conversation, up to where the model answers."""
+    return _rendered(tokenizer, messages)
+
+
+def next_turn(tokenizer: Any, messages: Sequence[Message], ends: Sequence[str], ended: bool) -> str:
+    """Return the text of messages that follow the model's last answer, up to where it answers again.
+
+    Args:
+        ends: the texts of the tokens that end an answer; the template puts one of them behind an answer.
+        ended: as of `added_text`.
+    """
+    before = _rendered(tokenizer, _EARLIER, answers=False)
+    return added_text(before, _rendered(tokenizer, [*_EARLIER, *messages]), max(ends, key=before.rfind), ended)
+
+
+def added_text(before: str, after: str, end: str, ended: bool) -> str:
+    """Return what the template adds to a conversation whose last answer has been decoded.
+
+    Args:
+        before, after: the conversation up to the last answer, and up to the next one.
+        end: the text of the token that ends an answer.
+        ended: whether the last answer ended with it; one that was cut off gets it now.
+    """
+    position = after.rfind(end, 0, len(before)) if end else -1
+    if not before or position < 0:
+        return after[len(before) :]
+    return after[position + len(end) if ended else position :]
+
+
+def _rendered(tokenizer: Any, messages: Sequence[Message], answers: bool = True) -> str:
+    text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=answers)
+    return text

@@ -1,0 +1,131 @@
+"""Follow the choices of one HTTP request: from tokens of the engine to pieces of text."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Literal
+
+from kvpass.apps.serving.conversations import KeptConversation
+from kvpass.apps.serving.engine import Engine, Job
+from kvpass.apps.serving.schemas import ApiError
+from kvpass.apps.serving.text import TextStream
+from kvpass.cache.handle import caches_in
+from kvpass.decoding.requests import GenerationOutput
+
+Reason = Literal["stop", "length"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TextPiece:
+    """A part of the text of one choice; the last part has the reason why it ended."""
+
+    index: int
+    text: str
+    reason: Reason | None = None
+
+
+@dataclasses.dataclass
+class Choice:
+    """One choice of a request, and how many tokens it has."""
+
+    index: int
+    text: TextStream
+    reason: Reason | None = None
+
+
+class Answer:
+    """The choices of one HTTP request."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        jobs: Sequence[Job],
+        texts: Sequence[TextStream],
+        prompts: Sequence[Sequence[int]],
+        talk: KeptConversation | None = None,
+    ) -> None:
+        """
+        Args:
+            engine: runs the jobs.
+            jobs: one for each choice; they share one queue for their outputs.
+            texts: the text of each choice.
+            prompts: the prompts, each of which several choices may have.
+            talk: the conversation that the only choice continues; it changes when the choice has ended.
+        """
+        self.engine, self.jobs, self.talk, self.prompts = engine, jobs, talk, prompts
+        self.choices = {
+            job.name: Choice(index, text) for index, (job, text) in enumerate(zip(jobs, texts, strict=True))
+        }
+        self._before = 0 if talk is None else talk.seen
+
+    async def begin(self) -> None:
+        """Hand the jobs to the engine, and wait until it has accepted them.
+
+        Raises:
+            ApiError: one of them is refused.
+        """
+        self.engine.check_room(len(self.jobs))
+        for job in self.jobs:
+            self.engine.submit(job)
+        await asyncio.gather(*(job.added for job in self.jobs))
+
+    async def pieces(self) -> AsyncIterator[TextPiece]:
+        """Yield the text of all choices as it comes.
+
+        Raises:
+            ApiError: a choice has failed.
+        """
+        outputs, left = self.jobs[0].outputs, len(self.jobs)
+        while left:
+            job, output = await outputs.get()
+            if isinstance(output, ApiError):
+                raise output
+            if output.finish_reason == "error":
+                raise ApiError(f"the request has failed: {output.error}", 500, "server_error")
+            choice, piece = self.choices[job.name], None
+            if choice.reason is None:
+                piece = self._piece(job, choice, output)
+            if output.is_finished():
+                left -= 1
+                self._remember(job, output)
+            if piece is not None:
+                yield piece
+
+    def close(self) -> None:
+        """End the jobs that have not finished, as nobody waits for them."""
+        for job in self.jobs:
+            self.engine.cancel(job)
+
+    def usage(self) -> dict[str, Any]:
+        """Return the counts of tokens so far, in OpenAI's form."""
+        prompt = self._before + sum(map(len, self.prompts))
+        completion = sum(choice.text.tokens for choice in self.choices.values())
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": self._before},
+        }
+
+    def _piece(self, job: Job, choice: Choice, output: GenerationOutput) -> TextPiece | None:
+        """Return the text of new tokens; the engine's request ends where a stop text is found."""
+        ended = output.finish_reason == "stop"
+        text = choice.text.push(output.new_tokens[:-1] if ended else output.new_tokens)
+        choice.text.tokens += ended and not choice.text.stopped  # the stop token, which has no text
+        if choice.text.stopped:
+            choice.reason = "stop"
+            self.engine.cancel(job)
+        elif output.is_finished():
+            choice.reason = "length" if output.finish_reason == "length" else "stop"
+            text += choice.text.finish()
+        return TextPiece(choice.index, text, choice.reason) if text or choice.reason else None
+
+    def _remember(self, job: Job, output: GenerationOutput) -> None:
+        """Continue the conversation by what the job has read and made."""
+        if self.talk is None or output.cache is None:
+            return
+        self.talk.cache, self.talk.tail = output.cache, output.generated_tokens[-1:]
+        self.talk.seen, self.talk.evicted = caches_in(output.cache)[0].seen, job.evicted
+        self.talk.ended = output.finish_reason == "stop"

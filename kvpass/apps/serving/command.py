@@ -1,0 +1,92 @@
+"""The command `kvpass serve`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import uvicorn
+
+from kvpass import policies
+from kvpass.apps import models
+from kvpass.apps.serving.conversations import Limits
+from kvpass.apps.serving.routes import create_app
+from kvpass.apps.serving.service import Service
+from kvpass.apps.serving.settings import ServeSettings
+from kvpass.decoding.loop import DecodeLoop
+
+KEY = "KVPASS_API_KEY"
+"""The environment variable of an API key, which a command line shows to every user of the machine."""
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+log = logging.getLogger("kvpass.serve")
+
+
+def main(parsed: argparse.Namespace) -> None:
+    """Load a model and serve it until a signal ends the process.
+
+    Raises:
+        KVPassError: the model cannot be loaded or rewritten, or an option cannot be.
+    """
+    log.addHandler(logging.StreamHandler())  # not the root's, to which torch writes every graph
+    if parsed.threads is not None:
+        torch.set_num_threads(parsed.threads)
+    service = service_of(parsed)
+    if parsed.host not in LOOPBACK and not service.settings.api_keys:
+        log.warning("everybody who reaches %s may use the model: set --api-key or %s", parsed.host, KEY)
+    server = uvicorn.Server(config_of(parsed, service))
+    service.draining = lambda: server.should_exit
+
+    def leave() -> None:
+        server.should_exit = True
+
+    service.engine.on_failure = leave
+    with contextlib.suppress(KeyboardInterrupt):  # which uvicorn raises again when all is done
+        server.run()
+    if service.engine.failure is not None:
+        raise service.engine.failure
+
+
+def config_of(parsed: argparse.Namespace, service: Service) -> uvicorn.Config:
+    """Return the configuration of uvicorn, under which running requests are finished at the end."""
+    return uvicorn.Config(
+        create_app(service),
+        host=parsed.host,
+        port=parsed.port,
+        timeout_graceful_shutdown=max(1, round(parsed.drain)),
+        log_level="info",
+        access_log=parsed.access_log,
+        lifespan="on",
+    )
+
+
+def service_of(parsed: argparse.Namespace) -> Service:
+    """Return the service that a command line describes."""
+    policy = policies.parse(parsed.policy)
+    settings: dict[str, Any] = dict(budget=parsed.budget, kv_dtype=parsed.kv_dtype, inner=parsed.inner)
+    subject = models.load(
+        parsed.model, "auto" if parsed.dtype == "auto" else getattr(torch, parsed.dtype), parsed.device
+    )
+    loop = DecodeLoop(
+        subject.model, policy, rows=parsed.rows, every=parsed.every, prefill_chunk=parsed.prefill_chunk, **settings
+    )
+    chosen = ServeSettings(
+        api_keys=tuple(filter(None, [*parsed.api_key, os.environ.get(KEY)])),
+        waiting=parsed.queue,
+        max_tokens=parsed.max_tokens,
+        context=parsed.context if parsed.context is not None else _context(subject, loop),
+        drain=parsed.drain,
+        conversations=Limits(parsed.kept_rows or 2 * parsed.rows, parsed.kept_bytes, parsed.conversations),
+        folder=parsed.folder,
+    )
+    return Service(subject, parsed.name or Path(subject.name).name, loop, parsed.rows, chosen)
+
+
+def _context(subject: models.LoadedModel, loop: DecodeLoop) -> int | None:
+    """Return the positions that a model was trained on; None if the policy numbers the held tokens anew."""
+    return None if loop.chosen.prefers_ranks else subject.trained

@@ -1,0 +1,236 @@
+"""Keep the slots of conversations between requests: in memory within limits, and beyond them in files.
+
+All methods run in the event loop; files are written and read in other threads, as they take longer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from kvpass.apps.serving.schemas import ApiError
+from kvpass.cache.handle import caches_in
+from kvpass.decoding.cache_files import load_cache, save_cache
+from kvpass.decoding.loop import DecodeLoop
+from kvpass.errors import KVPassError
+from kvpass.runtime.compiled_call import CompiledCall
+
+_NOTES = ("tail", "ended", "seen", "evicted")
+"""What a file beside the cache has about a conversation."""
+
+
+@dataclasses.dataclass
+class KeptConversation:
+    """A conversation between two requests.
+
+    Attributes:
+        key: the name of its files, a hash of its id and of the API key that it belongs to.
+        tail: token ids that belong to it and that its cache has not seen.
+        ended: whether the last answer ended with a stop token.
+        seen: the number of tokens that its cache has seen.
+        evicted: how many of them were evicted, the mean over layers and heads.
+        cache: its cache; None before the first request, and while it is in a file.
+        busy: whether a request goes on with it.
+    """
+
+    key: str
+    tail: list[int] = dataclasses.field(default_factory=list)
+    ended: bool = True
+    seen: int = 0
+    evicted: float = 0.0
+    cache: Any = None
+    busy: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its slots in memory."""
+        return sum(layer.slots.nbytes for layer in caches_in(self.cache)) if self.cache is not None else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """How many conversations are kept.
+
+    Attributes:
+        rows: conversations in memory.
+        nbytes: bytes of their slots in memory.
+        count: conversations in all.
+    """
+
+    rows: int = 16
+    nbytes: int = 2**30
+    count: int = 1024
+
+
+class ConversationStore:
+    """The conversations of one server.
+
+    The least recently used ones go to files first.  A conversation changes only when a request of it has finished.
+    """
+
+    def __init__(self, loop: DecodeLoop, folder: Path, limits: Limits) -> None:
+        """
+        Args:
+            loop: the decode loop whose caches they have.
+            folder: where files are; conversations that are there already can be continued.
+            limits: how many are kept.
+
+        Raises:
+            KVPassError: the folder cannot be made or read.
+        """
+        self.loop, self.folder, self.limits = loop, folder, limits
+        self._all: collections.OrderedDict[str, KeptConversation] = collections.OrderedDict()
+        self._writing = asyncio.Lock()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for path in sorted(folder.glob("*.json"), key=os.path.getmtime):
+                self._all[path.stem] = KeptConversation(path.stem, **json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise KVPassError(f"cannot read the conversations in {folder}: {error}") from error
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    @property
+    def in_memory(self) -> int:
+        """Number of conversations in memory."""
+        return sum(each.cache is not None for each in self._all.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slots of all conversations in memory."""
+        return sum(each.nbytes for each in self._all.values())
+
+    @contextlib.asynccontextmanager
+    async def turn(self, name: str, owner: str) -> AsyncIterator[KeptConversation]:
+        """Give one request a conversation with its cache in memory; a new one if there is none of that id.
+
+        Args:
+            name: the id that the client gave.
+            owner: the API key; conversations of another key are others.
+
+        Raises:
+            ApiError: another request goes on with it, its file cannot be read, or there are too many conversations.
+        """
+        key = _key(name, owner)
+        talk = self._all.get(key)
+        if talk is None:
+            if not self.limits.count:
+                raise ApiError("this server keeps no conversations", param="conversation", code="unsupported_field")
+            if len(self._all) >= self.limits.count:
+                raise ApiError(
+                    f"there are {len(self._all)} conversations, as many as this server keeps: delete some",
+                    *(429, "rate_limit_error", "conversation"),
+                    code="too_many_conversations",
+                )
+            talk = self._all[key] = KeptConversation(key)
+        if talk.busy:
+            raise _conflict(name)
+        talk.busy = True
+        try:
+            await self._bring(talk)
+            yield talk
+        finally:
+            talk.busy = False
+            if not talk.seen:
+                self._all.pop(key, None)  # its first request did not finish
+        if talk.seen:
+            self._all.move_to_end(key)
+            await self._make_room()
+
+    def find(self, name: str, owner: str) -> KeptConversation:
+        """Return a conversation.
+
+        Raises:
+            ApiError: there is none of that id.
+        """
+        talk = self._all.get(_key(name, owner))
+        if talk is None:
+            raise ApiError(f"there is no conversation {name!r}", 404, param="conversation", code="not_found")
+        return talk
+
+    async def delete(self, name: str, owner: str) -> None:
+        """Forget a conversation, and delete its files.
+
+        Raises:
+            ApiError: there is none of that id, or a request goes on with it.
+        """
+        async with self._writing:
+            talk = self.find(name, owner)
+            if talk.busy:
+                raise _conflict(name)
+            del self._all[talk.key]
+            for path in self._files(talk):
+                path.unlink(missing_ok=True)
+
+    async def save(self) -> None:
+        """Write all conversations in memory to files."""
+        for talk in [each for each in self._all.values() if each.cache is not None]:
+            await self._put_away(talk)
+
+    async def _bring(self, talk: KeptConversation) -> None:
+        """Read the cache of a conversation, if it is in a file."""
+        if not talk.seen or talk.cache is not None:
+            return
+        path, _ = self._files(talk)
+        compiled = self.loop.compiled
+        assert isinstance(compiled, CompiledCall)
+        try:
+            async with self._writing:
+                talk.cache = await asyncio.to_thread(load_cache, path, compiled.call)
+        except KVPassError as error:
+            raise ApiError(f"the conversation cannot go on: {error}", 409, param="conversation") from error
+        found = caches_in(talk.cache)[0].seen
+        if found != talk.seen:
+            talk.cache = None
+            raise ApiError(
+                f"the conversation cannot go on: {path} has {found} tokens, and {talk.seen} were noted",
+                *(409, "invalid_request_error", "conversation"),
+            )
+
+    async def _make_room(self) -> None:
+        """Write conversations to files, the least recently used first, until memory is within the limits."""
+        while self.in_memory > self.limits.rows or self.nbytes > self.limits.nbytes:
+            idle = next((each for each in self._all.values() if each.cache is not None and not each.busy), None)
+            if idle is None:
+                return
+            await self._put_away(idle)
+
+    async def _put_away(self, talk: KeptConversation) -> None:
+        """Write a conversation to its files; its cache stays in memory if a request has come for it meanwhile."""
+        async with self._writing:
+            cache = talk.cache
+            if cache is None or talk.key not in self._all:
+                return
+            notes = {name: getattr(talk, name) for name in _NOTES}
+            await asyncio.to_thread(_write, cache, json.dumps(notes), *self._files(talk))
+            if not talk.busy and talk.cache is cache:
+                talk.cache = None
+
+    def _files(self, talk: KeptConversation) -> tuple[Path, Path]:
+        """Return the file of the cache, and that of the notes beside it."""
+        return self.folder / f"{talk.key}.safetensors", self.folder / f"{talk.key}.json"
+
+
+def _write(cache: Any, notes: str, path: Path, beside: Path) -> None:
+    save_cache(cache, path)
+    unfinished = beside.with_suffix(".unfinished")
+    unfinished.write_text(notes, encoding="utf-8")
+    unfinished.replace(beside)
+
+
+def _conflict(name: str) -> ApiError:
+    return ApiError(f"a request of conversation {name!r} is running", 409, param="conversation", code="conflict")
+
+
+def _key(name: str, owner: str) -> str:
+    """Return a name for files that says nothing about the API key and takes any id."""
+    return hashlib.sha256(f"{hashlib.sha256(owner.encode()).hexdigest()}{name}".encode()).hexdigest()

@@ -1,0 +1,271 @@
+"""Drive a `DecodeLoop` in a thread of its own, for requests that an asyncio event loop hands over.
+
+The thread is the only one that touches the loop.  The event loop sends it commands through a queue, and gets outputs
+back in one call for each step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+from kvpass.apps.serving.metrics import Metrics
+from kvpass.apps.serving.schemas import ApiError
+from kvpass.decoding.loop import DecodeLoop
+from kvpass.decoding.requests import GenerationOutput
+from kvpass.errors import KVPassError, PolicyError, RequestError
+
+log = logging.getLogger("kvpass.serve")
+
+SHORTEST, LONGEST = 1, 60  # seconds of Retry-After
+
+
+Outputs: TypeAlias = "asyncio.Queue[tuple[Job, GenerationOutput | ApiError]]"
+
+
+@dataclasses.dataclass(eq=False)
+class Job:
+    """One request to the loop, as the event loop sees it.
+
+    Attributes:
+        name: the request's id.
+        prompt: token ids.
+        options: the other arguments of `DecodeLoop.add`.
+        before: the number of tokens of its prefix.
+        evicted: how many tokens of its prefix, and at its end of all that it has seen, were evicted.
+        outputs: receives what the loop has made, or the error that ended the request; jobs may share it.
+        added: done when the loop has accepted the request; has the error if it has refused it.
+        began: when the request came, in seconds of `time.perf_counter`.
+        first: the same of its first token; None before.
+    """
+
+    name: str
+    prompt: list[int]
+    options: dict[str, Any]
+    outputs: Outputs
+    before: int = 0
+    evicted: float = 0.0
+    added: asyncio.Future[None] = dataclasses.field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    began: float = dataclasses.field(default_factory=time.perf_counter)
+    first: float | None = None
+    finished: bool = False
+
+
+class Engine:
+    """A thread that steps a `DecodeLoop`, and the requests that it has.
+
+    Attributes:
+        loop: the decode loop, with rows.
+        rows: the number of requests that are decoded together.
+        slots: the number of tokens that all rows can hold.
+        most: the number of requests, those that wait included, above which others are refused.
+        ready: whether the loop has compiled what it needs.
+        failure: the error that ended the thread; None while it runs.
+        on_failure: called in the event loop when the thread has ended with an error.
+    """
+
+    def __init__(self, loop: DecodeLoop, rows: int, waiting: int, metrics: Metrics) -> None:
+        self.loop, self.rows, self.most, self.metrics = loop, rows, rows + waiting, metrics
+        self.ready = False
+        self.failure: BaseException | None = None
+        self.on_failure: Callable[[], None] = lambda: None
+        self.jobs: dict[str, Job] = {}  # of the event loop, until their last output
+        self._known: dict[str, Job] = {}  # of the thread
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._stopped = threading.Event()
+        self._events: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="kvpass-engine", daemon=True)
+        self._seconds = 1.0  # a running mean of how long a request takes in a row
+        self.slots = rows * int(loop.chosen.budget or 0)
+        metrics.watch(rows, self.slots, lambda: len(self.jobs))
+
+    # -- in the event loop -------------------------------------------------------------------------------------------
+
+    def start(self, warm: bool = True) -> None:
+        """Start the thread, which compiles first; called in the running event loop.
+
+        Args:
+            warm: whether to compile before the first request comes.
+        """
+        self._events, self._warm = asyncio.get_running_loop(), warm
+        self._thread.start()
+
+    def check_room(self, count: int) -> None:
+        """Raise ApiError with status 429 if so many more requests would be too many, and 503 if none can be served."""
+        if self.failure is not None:
+            raise ApiError(f"the server has failed: {self.failure}", 503, "server_error")
+        if self._stopped.is_set():
+            raise ApiError("the server is shutting down", 503, "server_error", code="shutting_down")
+        if count > self.most:
+            raise ApiError(f"{count} choices for one request; this server takes up to {self.most}", param="n")
+        if len(self.jobs) + count > self.most:
+            self.metrics.requests.labels("rejected").inc(count)
+            raise ApiError(
+                f"the server has {len(self.jobs)} requests, as many as it may; try again later",
+                *(429, "rate_limit_error"),
+                code="too_many_requests",
+                retry_after=self._seconds_until_room(),
+            )
+
+    def _seconds_until_room(self) -> int:
+        waiting = max(1, len(self.jobs) - self.rows)
+        return min(LONGEST, max(SHORTEST, round(self._seconds * waiting / self.rows)))
+
+    def submit(self, job: Job) -> None:
+        """Hand a request to the thread; `Job.added` says whether the loop accepts it."""
+        self.jobs[job.name] = job
+        self._commands.put(functools.partial(self._add, job))
+
+    def cancel(self, job: Job) -> None:
+        """End a request whose outputs nobody waits for any more."""
+        if not job.finished:
+            self._commands.put(functools.partial(self._cancel, job.name))
+
+    def post(self, command: Callable[[], None]) -> None:
+        """Let the thread carry out a command between two steps."""
+        self._commands.put(command)
+
+    async def slots_held(self) -> float:
+        """Return how many slots of rows in use hold a token, the mean over layers and heads; counted between steps."""
+        answer: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._commands.put(lambda: self._tell(_settle, answer, self._slots_held()))
+        return await answer
+
+    async def stop(self) -> None:
+        """End the thread after the step that it is in; requests that have not finished get an error.
+
+        A thread that still compiles is not waited for: it ends with the process.
+        """
+        self._stopped.set()
+        self._commands.put(lambda: None)
+        if self.ready and self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join)
+
+    # -- in the thread -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            if self._warm:
+                self.loop.warm()
+            self.ready = True
+            while not self._stopped.is_set():
+                self._obey()
+                if self.loop.pending:
+                    self._step()
+        except BaseException as error:
+            log.exception("the engine has failed")
+            self.failure = error
+            self._tell(self.on_failure)
+        finally:
+            self._stopped.set()
+            stopped = ApiError("the server was stopped", 503, "server_error", code="shutting_down")
+            self._tell(lambda: self._end_all(list(self.jobs.values()), stopped))
+
+    def _obey(self) -> None:
+        """Carry out commands; wait for one if the loop has nothing to do."""
+        try:
+            command = self._commands.get(block=not self.loop.pending)
+            while True:
+                command()
+                command = self._commands.get_nowait()
+        except queue.Empty:
+            return
+
+    def _add(self, job: Job) -> None:
+        try:
+            self.loop.add(job.prompt, request_id=job.name, **job.options)
+        except (RequestError, PolicyError) as error:
+            self._tell(self._end, job, ApiError(str(error), code="request_refused"))
+        except KVPassError as error:  # a prefix of other settings
+            self._tell(self._end, job, ApiError(str(error), 409, code="request_refused"))
+        else:
+            self._known[job.name] = job
+            self._tell(_settle, job.added, None)
+
+    def _cancel(self, name: str) -> None:
+        self.loop.cancel(name)
+
+    def _step(self) -> None:
+        begun = time.perf_counter()
+        try:
+            made = self.loop.step()
+        except Exception as error:
+            log.exception("a step has failed")
+            self._give_up(ApiError(f"a step has failed: {error}", 500, "server_error"))
+            return
+        self.metrics.step.observe(time.perf_counter() - begun)
+        given = [(self._known[output.request_id], output) for output in made if output.request_id in self._known]
+        for job, output in given:
+            if output.is_finished():
+                del self._known[job.name]
+        if given:
+            self._tell(self._hand_out, given)
+
+    def _give_up(self, error: ApiError) -> None:
+        """End all requests that the loop has."""
+        failed, self._known = list(self._known.values()), {}
+        for job in failed:
+            self.loop.cancel(job.name)
+        self._tell(self._end_all, failed, error)
+
+    def _slots_held(self) -> float:
+        requests = self.loop.requests
+        batch = None if requests is None else requests.batch
+        return 0.0 if requests is None or batch is None else sum(map(batch.held, requests.rows))
+
+    def _tell(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Call a function in the event loop, if that still runs."""
+        assert self._events is not None
+        try:
+            self._events.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:
+            log.debug("the event loop has ended")
+
+    # -- in the event loop, called by the thread ---------------------------------------------------------------------
+
+    def _hand_out(self, given: list[tuple[Job, GenerationOutput]]) -> None:
+        now = time.perf_counter()
+        for job, output in given:
+            if job.first is None and output.new_tokens:
+                job.first = now
+                self.metrics.first_token.observe(now - job.began)
+                self.metrics.prompt_tokens.inc(len(job.prompt))
+            self.metrics.generated_tokens.inc(len(output.new_tokens))
+            if output.is_finished():
+                self._count(job, output, now)
+                self._end(job, output)
+            else:
+                job.outputs.put_nowait((job, output))
+
+    def _count(self, job: Job, output: GenerationOutput, now: float) -> None:
+        self._seconds += 0.1 * (now - job.began - self._seconds)
+        self.metrics.requests.labels(str(output.finish_reason)).inc()
+        if output.held is not None:
+            seen = job.before + len(job.prompt) + len(output.generated_tokens) - 1
+            earlier, job.evicted = job.evicted, seen - output.held
+            self.metrics.evicted.inc(max(0.0, job.evicted - earlier))
+
+    def _end_all(self, jobs: Sequence[Job], error: ApiError) -> None:
+        for job in jobs:
+            self._end(job, error)
+
+    def _end(self, job: Job, last: GenerationOutput | ApiError) -> None:
+        job.finished = True
+        self.jobs.pop(job.name, None)
+        if isinstance(last, ApiError):
+            self.metrics.requests.labels("error" if job.added.done() else "refused").inc()
+            if not job.added.done():
+                job.added.set_exception(last)
+        job.outputs.put_nowait((job, last))
+
+
+def _settle(future: asyncio.Future[Any], value: Any) -> None:
+    if not future.done():
+        future.set_result(value)

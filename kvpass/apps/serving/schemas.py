@@ -1,0 +1,284 @@
+"""Read the bodies of requests: the fields of OpenAI's API that are supported; all others are refused by name.
+
+The fields are those of OpenAI's API reference for chat completions and completions.  `top_k`, `ignore_eos` and
+`conversation` are additional, and `generation_config` is the one that `transformers chat` sends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, TypeVar
+
+from kvpass.arguments import Condition, Positive, at_least, between, check_fields
+from kvpass.decoding.sampling import TopP
+from kvpass.errors import KVPassError, PolicyError
+
+Fields = TypeVar("Fields", bound="SamplingFields")
+
+MOST_CHOICES = 128  # as in OpenAI's API
+MOST_STOPS = 4  # as in OpenAI's API
+LONGEST_NAME = 256  # characters of a conversation's id
+ROLES = ("system", "developer", "user", "assistant")
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "metadata": ({},),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "presence_penalty": (0,),
+    "prompt_cache_key": (),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "safety_identifier": (),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "verbosity": (),
+    "web_search_options": (),
+}
+"""Fields of OpenAI's API that are not supported, and the values beside null under which they change nothing."""
+
+_GENERATION = {
+    "max_new_tokens": "max_tokens",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+}
+"""Entries of a `generation_config` that are read, and the fields that they stand for."""
+_IGNORED = ("transformers_version", "_from_model_config", "do_sample", "eos_token_id", "bos_token_id", "pad_token_id")
+
+
+class ApiError(KVPassError):
+    """A request over HTTP that is refused, with the status and the fields of OpenAI's error object.
+
+    Attributes:
+        status: the HTTP status.
+        kind: the error's `type`.
+        param: the field at fault; None for none.
+        code: a short name of the reason; None for none.
+        retry_after: seconds after which the client may try again; None for never.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        status: int = 400,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.kind, self.param, self.code, self.retry_after = status, kind, param, code, retry_after
+
+    def body(self) -> dict[str, Any]:
+        """Return the error in OpenAI's form."""
+        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamOptions:
+    """Options of a stream; `include_usage` asks for a last chunk with the counts of tokens."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False  # pads chunks in OpenAI's service; accepted, and never done
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingFields:
+    """Fields that chat completions and completions share; None stands for the default of the server.
+
+    Attributes:
+        model: the name of the model.
+        n: the number of choices for each prompt.
+        stop: texts at which a choice ends; they are not part of it.
+        seed: of sampling; None for a random one.  Choice i of a request has the seed `seed + i`.
+        conversation: the id of a conversation that the request continues or begins.
+        ignore_eos: whether to generate `max_tokens` tokens whatever they are.
+        user: accepted and not used.
+    """
+
+    model: str | None = None
+    max_tokens: Positive | None = None
+    temperature: Annotated[float, between(0, 2)] | None = None
+    top_p: TopP | None = None
+    top_k: Annotated[int, at_least(-1)] | None = None
+    seed: int | None = None
+    n: Annotated[int, between(1, MOST_CHOICES)] | None = None
+    stop: (
+        str | Annotated[Sequence[str], Condition(f"with up to {MOST_STOPS}", lambda x: len(x) <= MOST_STOPS)] | None
+    ) = None
+    stream: bool | None = None
+    stream_options: Any = None
+    conversation: Any = None
+    ignore_eos: bool | None = None
+    user: str | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        object.__setattr__(self, "stream_options", _stream_options(self.stream_options))
+        object.__setattr__(self, "conversation", _conversation(self.conversation))
+        if self.conversation is not None and self.choices > 1:
+            raise ApiError(f"n={self.n}: a conversation goes on in one way", param="n")
+
+    @property
+    def choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The texts to stop at, without empty ones."""
+        given = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return tuple(filter(None, given))
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatFields(SamplingFields):
+    """Fields of `/v1/chat/completions`; after `__post_init__` the content of every message is one string."""
+
+    messages: Annotated[Sequence[dict[str, Any]], Condition("and at least one", bool)] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "messages", tuple(_message(each, i) for i, each in enumerate(self.messages)))
+
+
+@dataclasses.dataclass(frozen=True)
+class CompletionFields(SamplingFields):
+    """Fields of `/v1/completions`; a prompt is a text, a list of token ids, or a list of either."""
+
+    prompt: Any = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "prompt", _prompts(self.prompt))
+        if self.conversation is not None and len(self.prompt) > 1:
+            raise ApiError(f"prompt: a conversation takes one prompt, got {len(self.prompt)}", param="prompt")
+
+
+def read(body: bytes, fields: type[Fields]) -> Fields:
+    """Return the fields of a request.
+
+    Raises:
+        ApiError: the body is no JSON object, or a field has a value that is not allowed or is not supported.
+    """
+    try:
+        given = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(given, dict):
+        raise ApiError(f"the body must be a JSON object, got {type(given).__name__}", code="invalid_json")
+    try:
+        return fields(**_supported(given, {field.name for field in dataclasses.fields(fields)}))
+    except PolicyError as error:
+        raise ApiError(str(error), param=str(error).partition("=")[0]) from None
+
+
+def _supported(given: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+    """Return the supported fields, under their own names.
+
+    Raises:
+        ApiError: a field that is not supported has a value that asks for something.
+    """
+    fields = {name: value for name, value in given.items() if value is not None}
+    for name, value in _generation(fields.pop("generation_config", None)).items():
+        fields.setdefault(name, value)
+    newer = fields.pop("max_completion_tokens", None)
+    if newer is not None and fields.setdefault("max_tokens", newer) != newer:
+        raise ApiError(f"max_tokens and max_completion_tokens differ: {fields['max_tokens']!r} and {newer!r}")
+    wrong = [name for name, value in fields.items() if name not in names and not _changes_nothing(name, value)]
+    if wrong:
+        known = "is not supported by this server" if wrong[0] in NEUTRAL else "is no field of this endpoint"
+        raise ApiError(f"{wrong[0]}: {known}; leave it out", param=wrong[0], code="unsupported_field")
+    return {name: value for name, value in fields.items() if name in names}
+
+
+def _changes_nothing(name: str, value: Any) -> bool:
+    """Return whether a field that is not supported asks for nothing; 0 and False are different, as in JSON."""
+    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in NEUTRAL.get(name, ()))
+
+
+def _generation(text: Any) -> dict[str, Any]:
+    """Return the fields that a `generation_config`, JSON text of transformers, stands for."""
+    if text is None:
+        return {}
+    try:
+        config = json.loads(text) if isinstance(text, str) else dict(text)
+    except (ValueError, TypeError) as error:
+        raise ApiError(f"generation_config: is not valid JSON: {error}", param="generation_config") from None
+    given = {name: value for name, value in config.items() if value is not None and name not in _IGNORED}
+    wrong = sorted(given.keys() - _GENERATION.keys())
+    if wrong:
+        raise ApiError(f"generation_config: {wrong[0]} is not supported by this server", param="generation_config")
+    found = {_GENERATION[name]: value for name, value in given.items()}
+    return {**found, "temperature": 0} if config.get("do_sample") is False else found
+
+
+def _stream_options(given: Any) -> StreamOptions:
+    if given is None:
+        return StreamOptions()
+    try:
+        return StreamOptions(**given)
+    except (TypeError, PolicyError) as error:
+        raise ApiError(f"stream_options: {error}", param="stream_options") from None
+
+
+def _conversation(given: Any) -> str | None:
+    """Return the id of a conversation, which OpenAI's API also writes as an object with an id."""
+    name = given.get("id") if isinstance(given, dict) else given
+    if given is not None and (not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME):
+        raise ApiError(f"conversation: must be an id of 1 to {LONGEST_NAME} characters", param="conversation")
+    return name
+
+
+def _message(message: Mapping[str, Any], index: int) -> dict[str, str]:
+    """Return a message with its role and its text."""
+    where = f"messages[{index}]"
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        raise ApiError(f"{where}: role {role!r} must be one of {', '.join(ROLES)}", param=where)
+    asks = [name for name in ("tool_calls", "function_call", "audio") if message.get(name)]
+    if asks:
+        raise ApiError(f"{where}: {asks[0]} is not supported by this server", param=where, code="unsupported_field")
+    return {"role": "system" if role == "developer" else role, "content": _text(content, where)}
+
+
+def _text(content: Any, where: str) -> str:
+    """Return the content of a message, a text or a list of parts of type "text", as one text."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise ApiError(f"{where}: content must be a text or a list of parts of type 'text'", param=where)
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise ApiError(f"{where}: a part of type {kind!r} is not supported", param=where, code="unsupported_field")
+    return "".join(part["text"] for part in content)
+
+
+def _prompts(given: Any) -> tuple[Any, ...]:
+    """Return the prompts of a completion, each a text or a list of token ids."""
+    several = given if isinstance(given, list) and given and all(isinstance(x, (str, list)) for x in given) else [given]
+    for each in several:
+        ids = isinstance(each, list) and all(type(token) is int for token in each)
+        if not each or not (ids or isinstance(each, str)):
+            raise ApiError(
+                "prompt: must be a text, a list of token ids, or a list of these; none empty", param="prompt"
+            )
+    return tuple(several)

@@ -1,0 +1,205 @@
+"""What the endpoints share: the model with its tokenizer, the engine, the conversations and the checks of requests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import secrets
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+from kvpass import policies
+from kvpass.apps.chat_template import first_turn, next_turn
+from kvpass.apps.models import LoadedModel, stop_tokens
+from kvpass.apps.serving.answers import Answer
+from kvpass.apps.serving.conversations import ConversationStore, KeptConversation
+from kvpass.apps.serving.engine import Engine, Job, Outputs
+from kvpass.apps.serving.metrics import Metrics
+from kvpass.apps.serving.schemas import ApiError, ChatFields, CompletionFields, SamplingFields
+from kvpass.apps.serving.settings import ServeSettings
+from kvpass.apps.serving.text import TextStream
+from kvpass.decoding.loop import DecodeLoop
+
+COMPLETION_TOKENS = 16  # of a completion that does not say, as in OpenAI's API
+SEEDS = 2**31
+
+
+class Service:
+    """One model behind the endpoints.
+
+    Attributes:
+        name: the name of the model in requests.
+        draining: says whether the server is shutting down.
+        warms: whether the engine compiles before the first request comes.
+    """
+
+    def __init__(self, subject: LoadedModel, name: str, loop: DecodeLoop, rows: int, settings: ServeSettings) -> None:
+        """
+        Args:
+            subject: the model and its tokenizer.
+            name: the name of the model in requests.
+            loop: decodes with the model; it has `rows`.
+            rows: the rows of the loop.
+            settings: what the endpoints depend on beside the model.
+
+        Raises:
+            KVPassError: the folder of conversations cannot be read.
+        """
+        self.subject, self.name, self.settings = subject, name, settings
+        self.metrics = Metrics()
+        self.engine = Engine(loop, rows, settings.waiting, self.metrics)
+        self._temporary = tempfile.TemporaryDirectory(prefix="kvpass-") if settings.folder is None else None
+        folder = settings.folder or Path(self._temporary.name if self._temporary else "")
+        self.store = ConversationStore(loop, folder, settings.conversations)
+        store = self.store
+        self.metrics.watch_conversations(lambda: len(store), lambda: store.in_memory, lambda: store.nbytes)
+        self.ends = stop_tokens(subject.model, subject.tokenizer)
+        self.draining: Callable[[], bool] = lambda: False
+        self.warms = True
+        self._created = int(time.time())
+
+    async def start(self) -> None:
+        """Start the engine, which compiles first."""
+        self.engine.start(self.warms)
+
+    async def stop(self) -> None:
+        """Stop the engine, and save the conversations if the settings name a folder."""
+        await self.engine.stop()
+        if self._temporary is None:
+            await self.store.save()
+        else:
+            self._temporary.cleanup()
+
+    # -- checks ------------------------------------------------------------------------------------------------------
+
+    def status(self) -> str:
+        """Return "ok" if requests are answered at once, else why not."""
+        if self.engine.failure is not None:
+            return "failed"
+        return "draining" if self.draining() else "ok" if self.engine.ready else "starting"
+
+    def check_key(self, header: str) -> None:
+        """Raise ApiError unless a request may use the API."""
+        scheme, _, given = header.partition(" ")
+        matches = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in self.settings.api_keys]
+        if matches and not (scheme.lower() == "bearer" and any(matches)):
+            raise ApiError("the API key is missing or not known", 401, code="invalid_api_key")
+
+    def owner(self, header: str) -> str:
+        """Return whose conversations a request sees: those of its API key."""
+        return header.partition(" ")[2].strip() if self.settings.api_keys else ""
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError for the name of another model."""
+        if name not in (None, self.name):
+            raise ApiError(f"there is no model {name!r}; this server has {self.name!r}", 404, "invalid_request_error",
+                           "model", "model_not_found")  # fmt: skip
+
+    def model_card(self) -> dict[str, Any]:
+        """Return what `/v1/models` says about the model."""
+        chosen = self.engine.loop.chosen
+        settings = {"policy": policies.specify(chosen.policy), "budget": chosen.budget, "rows": self.engine.rows}
+        card = {"id": self.name, "object": "model", "created": self._created, "owned_by": "kvpass"}
+        return {**card, "max_model_len": self.settings.context, "kvpass": settings}
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def answer(self, name: str, fields: SamplingFields, owner: str) -> AsyncIterator[Answer]:
+        """Give a request its answer, whose tokens are then made; at the end what is left of it is cancelled.
+
+        Args:
+            name: the id of the request.
+            owner: the API key.
+
+        Raises:
+            ApiError: the request is refused.
+        """
+        async with contextlib.AsyncExitStack() as stack:
+            talk = None
+            if fields.conversation is not None:
+                talk = await stack.enter_async_context(self.store.turn(fields.conversation, owner))
+            prompts = await asyncio.to_thread(self._prompts, fields, talk)
+            answer = self._answer_to(name, fields, prompts, talk)
+            stack.callback(answer.close)
+            await answer.begin()
+            yield answer
+
+    def _prompts(self, fields: SamplingFields, talk: KeptConversation | None) -> list[list[int]]:
+        """Return the token ids of the prompts of a request, behind those that its conversation has not seen."""
+        before = [] if talk is None else talk.tail
+        if isinstance(fields, ChatFields):
+            return [[*before, *self.subject.encode([self._rendered(fields, talk)])[0]]]
+        assert isinstance(fields, CompletionFields)
+        return [[*before, *(self._encoded(x, not before) if isinstance(x, str) else x)] for x in fields.prompt]
+
+    def _encoded(self, text: str, first: bool) -> list[int]:
+        """Return the token ids of a text; at the beginning of a conversation with those that introduce it."""
+        ids: list[int] = self.subject.tokenizer(text, add_special_tokens=first, verbose=False)["input_ids"]
+        return ids
+
+    def _rendered(self, fields: ChatFields, talk: KeptConversation | None) -> str:
+        """Return the text of a chat's messages.
+
+        Raises:
+            ApiError: the model has no chat template, or the template refuses the messages.
+        """
+        tokenizer, messages = self.subject.tokenizer, [dict(each) for each in fields.messages]
+        if not getattr(tokenizer, "chat_template", None):
+            raise ApiError(f"{self.name} has no chat template: use /v1/completions", param="messages")
+        try:
+            if talk is None or not talk.seen:
+                return first_turn(tokenizer, messages)
+            return next_turn(tokenizer, messages, [tokenizer.decode([end]) for end in self.ends], talk.ended)
+        except Exception as error:  # a template is a program, which raises what it likes
+            raise ApiError(f"messages: the chat template refuses them: {error}", param="messages") from None
+
+    def _answer_to(
+        self, name: str, fields: SamplingFields, prompts: list[list[int]], talk: KeptConversation | None
+    ) -> Answer:
+        outputs: Outputs = asyncio.Queue()
+        first = secrets.randbelow(SEEDS) if fields.seed is None else fields.seed
+        jobs: list[Job] = []
+        texts: list[TextStream] = []
+        for prompt in prompts:
+            for _ in range(fields.choices):
+                options = self._options(fields, prompt, 0 if talk is None else talk.seen)
+                options |= dict(seed=(first + len(jobs)) % 2**62)
+                job = Job(f"{name}-{len(jobs)}", prompt, options, outputs)
+                if talk is not None:
+                    job.options |= dict(keep=True, prefix=talk.cache)
+                    job.before, job.evicted = talk.seen, talk.evicted
+                jobs.append(job)
+                texts.append(TextStream(self.subject.tokenizer, fields.stops))
+        return Answer(self.engine, jobs, texts, prompts, talk)
+
+    def _options(self, fields: SamplingFields, prompt: list[int], before: int) -> dict[str, Any]:
+        """Return the arguments of `DecodeLoop.add` for one choice.
+
+        Raises:
+            ApiError: the prompt, or the prompt and the answer, are longer than the context.
+        """
+        chat, context, length = isinstance(fields, ChatFields), self.settings.context, before + len(prompt)
+        most = fields.max_tokens or (self.settings.max_tokens if chat else COMPLETION_TOKENS)
+        if not prompt:
+            raise ApiError("the prompt has no tokens", param="messages" if chat else "prompt")
+        if context is not None:
+            room = context - length
+            if room < (fields.max_tokens or 1):
+                raise ApiError(
+                    f"{length} tokens and {fields.max_tokens or 1} new ones are more than the {context} of this server",
+                    param="messages" if chat else "prompt",
+                    code="context_length_exceeded",
+                )
+            most = min(most, room)
+        return dict(
+            max_new_tokens=most,
+            stop=[] if fields.ignore_eos else self.ends,
+            temperature=1.0 if fields.temperature is None else fields.temperature,
+            top_p=None if fields.top_p == 1 else fields.top_p,
+            top_k=fields.top_k if fields.top_k and fields.top_k > 0 else None,
+        )

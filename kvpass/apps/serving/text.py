@@ -1,0 +1,74 @@
+"""Turn generated tokens into text as they come, and end it at stop texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+UNFINISHED = "\ufffd"
+"""What a tokenizer decodes bytes to that are not a whole character."""
+
+
+class TextStream:
+    """The text of one choice, piece by piece; the pieces joined do not depend on how the tokens come.
+
+    Attributes:
+        tokens: the number of tokens so far; of a text that was stopped, up to the stop.
+        stopped: whether a stop text was found; nothing follows it.
+    """
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
+        self.tokenizer, self.stops = tokenizer, stops
+        self.tokens, self.stopped = 0, False
+        self._ids: list[int] = []
+        self._decoded = 0  # tokens of `_ids` whose text is in `_waiting` or was returned
+        self._waiting = ""  # text that may be the beginning of a stop text
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """Return the text that these tokens complete, without what may turn out to be a stop text."""
+        pieces = [[token] for token in tokens] if self.stops else [tokens]  # so that tokens are counted up to a stop
+        return "".join(self._pushed(piece) for piece in pieces)
+
+    def finish(self) -> str:
+        """Return the rest of the text, after the last token."""
+        rest, self._waiting = ("", "") if self.stopped else (self._waiting + self._new(whole=True), "")
+        return rest
+
+    def _pushed(self, tokens: Sequence[int]) -> str:
+        if self.stopped:
+            return ""
+        self._ids += tokens
+        self.tokens += len(tokens)
+        self._waiting += self._new()
+        found = [index for stop in self.stops if (index := self._waiting.find(stop)) >= 0]
+        if found:
+            self.stopped = True
+            return self._waiting[: min(found)]
+        sure = len(self._waiting) - self._begun()
+        text, self._waiting = self._waiting[:sure], self._waiting[sure:]
+        return text
+
+    def _new(self, whole: bool = False) -> str:
+        """Return the text of the tokens since the last call; none while they end inside of a character.
+
+        Args:
+            whole: return an unfinished character as it is.
+        """
+        text = self._decode(self._ids)
+        if text.endswith(UNFINISHED) and not whole:
+            return ""
+        new = text[len(self._decode(self._ids[: self._decoded])) :]
+        # The tokens of one piece stay: some tokenizers decode a token otherwise at the beginning of a text.
+        self._ids = self._ids[self._decoded :]
+        self._decoded = len(self._ids)
+        return new
+
+    def _begun(self) -> int:
+        """Return how many of the last characters may begin a stop text."""
+        longest = max((len(stop) - 1 for stop in self.stops), default=0)
+        lengths = range(min(longest, len(self._waiting)), 0, -1)
+        return next((n for n in lengths if any(stop.startswith(self._waiting[-n:]) for stop in self.stops)), 0)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text

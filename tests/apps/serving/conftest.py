@@ -1,0 +1,9 @@
+"""Fixtures of the tests that talk to a server, which are left out where the server's packages are not installed."""
+
+from importlib.util import find_spec
+
+NEEDED = ("starlette", "uvicorn", "sse_starlette", "prometheus_client", "httpx", "safetensors")
+collect_ignore_glob = [] if all(map(find_spec, NEEDED)) else ["test_*.py"]
+if not collect_ignore_glob:
+    from tests.apps.serving.small import fresh_dynamo as fresh_dynamo
+    from tests.apps.serving.small import running as running

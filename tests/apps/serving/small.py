@@ -1,0 +1,151 @@
+"""A small model behind a real server on the loopback, in threads of the test's own process."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+import transformers
+import uvicorn
+
+import kvpass
+from kvpass.apps import models
+from kvpass.apps.serving.conversations import Limits
+from kvpass.apps.serving.routes import create_app
+from kvpass.apps.serving.service import Service
+from kvpass.apps.serving.settings import ServeSettings
+from tests.models import lasting
+
+NAME = "small"
+BUDGET, ROWS = 24, 3
+HOW: dict[str, Any] = dict(policy="h2o", budget=BUDGET, prefill_chunk=16, inner="eager")
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|endoftext|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@functools.cache
+def tokenizer() -> Any:
+    """The tokenizer of the bundled models, with a chat template."""
+    made = transformers.AutoTokenizer.from_pretrained(models.BUNDLED)
+    made.chat_template = TEMPLATE
+    return made
+
+
+def model() -> Any:
+    """A random Llama with the vocabulary of the bundled models, whose attention differs from token to token."""
+    sizes = dict(vocab_size=2048, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2)
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=1, max_position_embeddings=512, eos_token_id=0)
+    made, drawn = transformers.LlamaForCausalLM(config).eval(), torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in made.parameters():
+            if weight.ndim > 1:
+                weight.normal_(0, 0.3, generator=drawn)
+    return made
+
+
+class OddLoop(kvpass.DecodeLoop):
+    """A loop whose steps can be made slower, and be made to fail.
+
+    Attributes:
+        pause: seconds that each step takes more.
+        broken: whether steps fail.
+    """
+
+    pause, broken = 0.0, False
+
+    def step(self) -> list[kvpass.GenerationOutput]:
+        if self.broken:
+            raise RuntimeError("no step today")
+        time.sleep(self.pause)
+        return super().step()
+
+
+@dataclasses.dataclass(frozen=True)
+class Running:
+    """A server that runs."""
+
+    service: Service
+    url: str
+    server: uvicorn.Server
+
+    @contextlib.contextmanager
+    def slowly(self) -> Iterator[None]:
+        """Make the steps of the server take longer."""
+        loop: Any = self.service.engine.loop
+        loop.pause = 0.05
+        try:
+            yield
+        finally:
+            loop.pause = 0.0
+
+    def client(self, **how: Any) -> Any:
+        """A client of HTTP, which waits as long as a shared machine may take."""
+        return httpx.Client(base_url=self.url, timeout=120, **how)
+
+    def post(self, path: str, **fields: Any) -> Any:
+        with self.client() as client:
+            return client.post(path, json={"model": NAME, **fields})
+
+    def completion(self, prompt: Any, **fields: Any) -> Any:
+        """The body of a completion, greedy if nothing else is said."""
+        found = self.post("/v1/completions", **{"prompt": prompt, "temperature": 0, **fields})
+        assert found.status_code == 200, found.text
+        return found.json()
+
+    def wait_until_idle(self) -> None:
+        """Wait until the server has no requests, and its loop none."""
+        end = time.monotonic() + 60
+        while self.service.engine.jobs or self.service.engine.loop.pending:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def serving(subject: Any = None, warm: bool = True, loop: Any = None, **settings: Any) -> Iterator[Running]:
+    """A server of a model, which ends as after a signal."""
+    subject = model() if subject is None else subject
+    loop = loop or OddLoop(subject, **HOW, rows=ROWS, every=4)
+    loaded = models.LoadedModel(NAME, subject, tokenizer(), 512, False)
+    service = Service(loaded, NAME, loop, ROWS, ServeSettings(**{"context": 512, **settings}))
+    service.warms = warm
+    server = uvicorn.Server(uvicorn.Config(create_app(service), port=0, log_level="warning", lifespan="on"))
+    service.draining = lambda: server.should_exit
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        time.sleep(0.01)
+    try:
+        yield Running(service, f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}", server)
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    """In place of the fixture for all tests: those of a file share one server."""
+    with lasting():
+        yield
+
+
+@pytest.fixture(scope="module")
+def running(fresh_dynamo: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """One server for the tests of a file, with room for one conversation in memory."""
+    folder: Path = tmp_path_factory.mktemp("conversations")
+    limits = Limits(rows=1, nbytes=2**30, count=6)
+    with serving(folder=folder, conversations=limits, waiting=3, largest_body=20_000) as found:
+        while found.service.status() == "starting":
+            time.sleep(0.01)
+        yield found

@@ -1,0 +1,79 @@
+"""The command line of the server."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvpass.apps import cli, models
+from kvpass.apps.serving.command import KEY, config_of, service_of
+from kvpass.apps.serving.conversations import Limits
+from kvpass.apps.serving.service import Service
+
+
+def service(*arguments: str) -> Service:
+    return service_of(cli.parser().parse_args(["serve", str(models.BUNDLED), "--inner", "eager", *arguments]))
+
+
+def test_options_become_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY, "three")
+    made = service(
+        *("--policy", "h2o:heavy=0.25", "--budget", "64", "--rows", "3", "--api-key", "one", "--api-key", "two"),
+        *(
+            "--queue",
+            "5",
+            "--max-tokens",
+            "9",
+            "--conversations",
+            "7",
+            "--kept-bytes",
+            "100",
+            "--folder",
+            str(tmp_path),
+        ),
+    )
+    assert (made.name, made.engine.rows, made.engine.most, made.engine.slots) == ("tiny-llama", 3, 8, 192)
+    assert made.settings.api_keys == ("one", "two", "three")
+    assert (made.settings.max_tokens, made.settings.context, made.settings.folder) == (9, 2048, tmp_path)
+    assert made.settings.conversations == Limits(rows=6, nbytes=100, count=7)
+    assert made.model_card()["kvpass"]["budget"] == 64
+    assert '"heavy": 0.25' in made.model_card()["kvpass"]["policy"]
+
+
+def test_a_policy_that_numbers_tokens_anew_has_no_context() -> None:
+    made = service("--policy", "streaming", "--budget", "64", "--name", "other")
+    assert (made.name, made.settings.context) == ("other", None)
+    assert service("--policy", "streaming", "--budget", "64", "--context", "500").settings.context == 500
+
+
+def test_the_server_listens_at_the_loopback_address() -> None:
+    parsed = cli.parser().parse_args(["serve", str(models.BUNDLED), "--inner", "eager", "--drain", "7"])
+    config = config_of(parsed, service_of(parsed))
+    assert (config.host, config.port, config.timeout_graceful_shutdown) == ("127.0.0.1", 8000, 7)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["/nowhere/model"], "cannot load a language model"),
+        ([str(models.BUNDLED), "--policy", "nonsense"], "unknown policy 'nonsense'"),
+        ([str(models.BUNDLED), "--policy", "h2o", "--budget", "1"], "is too small for"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_is_served(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["serve", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_missing_package_is_named_with_its_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "sse_starlette", None)
+    for name in [name for name in sys.modules if name.startswith("kvpass.apps.serving")]:
+        monkeypatch.delitem(sys.modules, name)
+    assert cli.main(["serve", "anything"]) == 2
+    assert "the server needs sse_starlette: pip install 'kvpass[serve]'" in capsys.readouterr().err

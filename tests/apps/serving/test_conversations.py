@@ -1,0 +1,157 @@
+"""Conversations whose slots stay between requests, in memory and in files."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+import kvpass
+from kvpass.apps.chat_template import first_turn, next_turn
+from kvpass.apps.serving.conversations import Limits
+from tests.apps.serving.small import HOW, ROWS, Running, model, serving, tokenizer
+
+TURNS = ([7] * 30, [11, 12, 13], [900] * 20, [5])
+"""Prompts of a conversation; the first is longer than the budget."""
+ANSWER = 9
+
+
+@pytest.fixture(scope="module")
+def expected(fresh_dynamo: None) -> list[str]:
+    """What a loop of one conversation says in each turn."""
+    loop = kvpass.DecodeLoop(model(), **HOW)
+    said = []
+    for turn in TURNS:
+        loop.prompt(torch.tensor([turn]))
+        said.append(tokenizer().decode(loop.generate(ANSWER)[0], skip_special_tokens=True))
+    return said
+
+
+def say(running: Running, name: str, turn: list[int], **fields: Any) -> str:
+    found = running.completion(turn, conversation=name, max_tokens=ANSWER, ignore_eos=True, **fields)
+    text: str = found["choices"][0]["text"]
+    return text
+
+
+def test_a_conversation_goes_on_as_in_one_loop(running: Running, expected: list[str]) -> None:
+    """Two take turns, so that each is written to a file and read again in between: one fits into memory."""
+    store = running.service.store
+    for turn, said in zip(TURNS, expected, strict=True):
+        for name in ("first", "second"):
+            assert say(running, name, turn) == said
+        assert (store.in_memory, len(store)) == (1, 2)
+    with running.client() as client:
+        found = client.get("/v1/conversations/first").json()
+        assert found["tokens"] == sum(map(len, TURNS)) + ANSWER * len(TURNS)
+        assert found["evicted"] == found["tokens"] - 1 - HOW["budget"]
+        assert not found["in_memory"]
+        for name in ("first", "second"):
+            assert client.delete(f"/v1/conversations/{name}").json()["deleted"]
+        assert client.get("/v1/conversations/first").status_code == 404
+        assert client.delete("/v1/conversations/first").status_code == 404
+    assert not list(store.folder.iterdir())
+
+
+def test_the_usage_of_a_turn_counts_what_was_there(running: Running) -> None:
+    counts = []
+    for turn in TURNS[:2]:
+        found = running.completion(turn, conversation="usage", max_tokens=ANSWER, ignore_eos=True)["usage"]
+        counts.append((found["prompt_tokens"], found["prompt_tokens_details"]["cached_tokens"]))
+    before = len(TURNS[0]) + ANSWER
+    assert counts == [(len(TURNS[0]), 0), (before + len(TURNS[1]), before - 1)]
+
+
+def test_messages_of_a_chat_are_the_new_ones(running: Running, fresh_dynamo: None) -> None:
+    """A turn is what the template adds behind the last answer, which gets its end if it was cut off."""
+    loop = kvpass.DecodeLoop(model(), **HOW)
+    said = []
+    for content in ("hello", "and then?"):
+        messages = [{"role": "user", "content": content}]
+        text = next_turn(tokenizer(), messages, ["<|endoftext|>"], False) if said else first_turn(tokenizer(), messages)
+        loop.prompt(torch.tensor([tokenizer()(text, add_special_tokens=False)["input_ids"]]))
+        said.append(tokenizer().decode(loop.generate(ANSWER)[0], skip_special_tokens=True))
+        fields: dict[str, Any] = dict(messages=messages, temperature=0, max_tokens=ANSWER, ignore_eos=True)
+        found = running.post("/v1/chat/completions", conversation={"id": "chat"}, **fields).json()
+        assert found["choices"][0]["message"]["content"] == said[-1]
+    assert text == "<|endoftext|>\n<user>and then?<|endoftext|>\n<assistant>"
+
+
+def test_another_server_goes_on_with_saved_conversations(tmp_path: Path, expected: list[str]) -> None:
+    """One with other settings refuses, and leaves the conversation as it is."""
+    with serving(warm=False, folder=tmp_path) as running:
+        assert say(running, "c", TURNS[0]) == expected[0]
+    with serving(warm=False, folder=tmp_path) as running:
+        assert say(running, "c", TURNS[1]) == expected[1]
+    other = kvpass.DecodeLoop(model(), **{**HOW, "budget": 32}, rows=ROWS)
+    with serving(warm=False, folder=tmp_path, loop=other) as running:
+        found = running.post("/v1/completions", prompt=TURNS[2], conversation="c")
+        assert found.status_code == 409
+        assert "it was made under other settings" in found.json()["error"]["message"]
+    with serving(warm=False, folder=tmp_path) as running:
+        assert say(running, "c", TURNS[2]) == expected[2]
+
+
+def test_files_that_are_damaged(tmp_path: Path) -> None:
+    with serving(warm=False, folder=tmp_path) as running:
+        say(running, "c", TURNS[0])
+    (file,) = tmp_path.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-100])
+    with serving(warm=False, folder=tmp_path) as running:
+        found = running.post("/v1/completions", prompt=TURNS[1], conversation="c")
+        assert (found.status_code, found.json()["error"]["param"]) == (409, "conversation")
+        assert "is damaged" in found.json()["error"]["message"]
+    (notes,) = tmp_path.glob("*.json")
+    notes.write_text("[1]")
+    with pytest.raises(kvpass.KVPassError, match="cannot read the conversations in"), serving(folder=tmp_path):
+        pass
+
+
+def test_one_request_at_a_time_and_a_turn_whole_or_not_at_all(running: Running, expected: list[str]) -> None:
+    """A second request of a conversation is refused; a turn whose connection was closed has not happened."""
+
+    async def both() -> list[int]:
+        async with httpx.AsyncClient(base_url=running.url, timeout=120) as client:
+            fields = {"prompt": TURNS[1], "conversation": "c", "max_tokens": 300, "ignore_eos": True, "stream": True}
+            async with client.stream("POST", "/v1/completions", json=fields) as response:
+                lines = response.aiter_lines()  # which closes the connection when it goes
+                await anext(lines)
+                other = await client.post("/v1/completions", json=fields)
+                deleted = await client.delete("/v1/conversations/c")
+            return [response.status_code, other.status_code, deleted.status_code]
+
+    assert say(running, "c", TURNS[0]) == expected[0]
+    with running.slowly():
+        assert asyncio.run(both()) == [200, 409, 409]
+    running.wait_until_idle()
+    while running.service.store.find("c", "").busy:
+        pass
+    assert say(running, "c", TURNS[1]) == expected[1]
+
+
+def test_a_conversation_that_never_began_is_none(running: Running) -> None:
+    before = len(running.service.store)
+    found = running.post("/v1/completions", prompt=[1, 99999], conversation="bad")
+    assert found.status_code == 400
+
+    async def closed_before_it_ended() -> None:
+        async with running.service.store.turn("bad", "") as talk:
+            assert talk.busy
+
+    asyncio.run(closed_before_it_ended())
+    assert len(running.service.store) == before
+
+
+def test_as_many_conversations_as_the_server_keeps(fresh_dynamo: None) -> None:
+    with serving(warm=False, conversations=Limits(rows=2, nbytes=1, count=2)) as running:
+        for name in ("a", "b"):
+            say(running, name, TURNS[1])
+        assert running.service.store.in_memory == 0  # no byte for any
+        found = running.post("/v1/completions", prompt=TURNS[1], conversation="c")
+        assert (found.status_code, found.json()["error"]["code"]) == (429, "too_many_conversations")
+        with running.client() as client:
+            client.delete("/v1/conversations/a")
+        say(running, "c", TURNS[1])

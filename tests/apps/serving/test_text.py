@@ -1,0 +1,62 @@
+"""Text of tokens that come one by one or together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpass.apps.serving.text import TextStream
+from tests.apps.serving.small import tokenizer
+
+TEXTS = ("def main():\n    return 'näïve café'\n", "日本語 \U0001f600 text 🇩🇪 end", "plain words, and more words")
+
+
+def said(pieces: Sequence[Sequence[int]], stops: Sequence[str] = ()) -> tuple[str, TextStream, list[str]]:
+    stream = TextStream(tokenizer(), stops)
+    made = [stream.push(piece) for piece in pieces]
+    return "".join([*made, stream.finish()]), stream, made
+
+
+@given(st.sampled_from(TEXTS), st.lists(st.integers(1, 5), min_size=1, max_size=40))
+def test_pieces_add_up_to_the_text_however_tokens_come(text: str, sizes: list[int]) -> None:
+    ids = tokenizer()(text)["input_ids"]
+    cuts = [sum(sizes[:i]) for i in range(len(sizes))]
+    pieces = [ids[start : start + size] for start, size in zip(cuts, sizes, strict=True)] + [ids[sum(sizes) :]]
+    whole, stream, made = said(pieces)
+    assert whole == text
+    assert stream.tokens == len(ids)
+    assert not any("\ufffd" in piece for piece in made)
+
+
+def test_a_character_that_is_never_finished_comes_at_the_end() -> None:
+    ids = tokenizer()("a 日")["input_ids"]
+    whole, _, made = said([[token] for token in ids[:-1]])
+    assert whole.startswith("a")
+    assert whole.endswith("\ufffd")
+    assert "\ufffd" not in "".join(made)
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+@pytest.mark.parametrize(
+    ("stop", "left"), [("main", "def "), ("():\n  ", "def main"), ("café", None), ("absent", None)]
+)
+def test_a_text_ends_before_a_stop_text(size: int, stop: str, left: str | None) -> None:
+    text = TEXTS[0]
+    ids = tokenizer()(text)["input_ids"]
+    whole, stream, made = said([ids[i : i + size] for i in range(0, len(ids), size)], [stop, "never"])
+    found = text.find(stop)
+    assert whole == (text if found < 0 else text[:found])
+    assert left is None or whole == left
+    assert stream.stopped == (found >= 0)
+    upto = text[: found + len(stop)] if found >= 0 else text
+    assert stream.tokens <= len(ids)
+    assert tokenizer().decode(ids[: stream.tokens]).startswith(upto.rstrip("\n"))
+    assert "".join(made) in text[: found if found >= 0 else None] + "x"
+
+
+def test_special_tokens_have_no_text() -> None:
+    ids = tokenizer()("word")["input_ids"]
+    assert said([[0], ids, [0]])[0] == "word"
