@@ -23,14 +23,17 @@ STEPS = 2  # after a turn
 WITHOUT_BUDGET = (32, 48)  # prompt lengths if nothing is evicted
 
 
-def prompt_lengths(budget: float | None, chunk: int | None = None) -> tuple[int, int]:
+def prompt_lengths(budget: float | None, chunk: int | None = None, evicts: bool = True) -> tuple[int, int]:
     """Return the lengths of two prompts; the second exceeds a budget that is a number of slots.
 
     Args:
+        evicts: whether the policy evicts; if not, the prompts leave half of such a budget for what follows them.
         chunk: the tokens in a chunk of a prompt.  A chunk's graph is compiled at its second run, so the second prompt
             has three chunks, and a rest.
     """
     known = budget is not None and budget >= 1
+    if budget and known and not evicts:
+        return int(budget) // 4 + 1, int(budget) // 2
     short, long = (max(2, int(budget) * 3 // 4), int(budget) + 16) if budget and known else WITHOUT_BUDGET
     return short, long if chunk is None else max(long, 3 * chunk + chunk // 2)
 
@@ -59,8 +62,7 @@ def visit_graphs(loop: Any, rows: int, prefixes: bool = False) -> None:
     apart.stop, apart.generator = loop.stop[:0], loop.sampling.generator(loop.device)
     budget, policy = loop.chosen.budget, loop.chosen.policy
     keeps_all = isinstance(budget, int) and not policy.evicts
-    lengths = (budget // 4 + 1, budget // 2) if keeps_all else prompt_lengths(budget, loop.prefill_chunk)
-    for length in lengths:
+    for length in prompt_lengths(budget, loop.prefill_chunk, policy.evicts):
         slots = budget if isinstance(budget, int) else length
         steps = loop.every + 1 + steps_until_compaction(policy, slots, policy.clock((), length, slots))
         steps = max(STEPS, min(steps, budget - length - 4 * TURN)) if keeps_all else steps

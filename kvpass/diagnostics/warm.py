@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 import torch
 from torch import Tensor
 
-from kvpass import cache_names
+from kvpass import cache_names, policies
 from kvpass.arguments import Condition, Positive, checked
 from kvpass.backend import compile as compile_model
 from kvpass.cache.handle import LayerCache, caches_in
@@ -71,7 +71,8 @@ def warm(
     if reads != "input_ids":
         raise PolicyError(f"warm makes up token ids, and {type(model).__name__} reads {reads}: run an input of yours")
     compile_model(model, policy, **settings)
-    lengths = prompt_lengths(settings.get("budget"))
+    chosen = policies.get(policy) if isinstance(policy, str) else policy
+    lengths = prompt_lengths(settings.get("budget"), evicts=chosen.evicts)
     batches = [(size, padded) for size in rows for padded in _paddings(size)]
     batches += [(size, True) for size in _third(rows)]
     talks = [(size, padded, length) for size, padded in batches for length in lengths]

@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 import kvpass
+from kvpass import cache_names
 from kvpass.backend import Backend
 from tests.models import build, graphs, lasting, prompt
 
@@ -124,7 +125,14 @@ def test_a_model_without_generate(compiled: Callable[[], tuple[int, int]]) -> No
     model = kvpass.warm(Plain(), "streaming", budget=BUDGET, progress=False)
     before = compiled()
     out = kvpass.prefill(model, prompt(1, 50, ())[0], chunk=9)
-    kvpass.prefill(model, prompt(1, 3, ())[0], chunk=1, past_key_values=out.past_key_values)
+    kvpass.prefill(model, prompt(1, 3, ())[0], chunk=1, past_key_values=cache_names.returned(out))
+    assert compiled() == before
+
+
+def test_a_policy_that_keeps_everything_has_room_in_its_budget(compiled: Callable[[], tuple[int, int]]) -> None:
+    model = kvpass.warm(build("Llama", layers=1), "full", budget=256, progress=False)
+    before = compiled()
+    conversation(model, *prompt(1, 30, ()), answer=20, turns=(4, 9))
     assert compiled() == before
 
 
