@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import XLMConfig, XLMWithLMHeadModel
 
 import kvpass
 from kvpass.backend import Backend
 from kvpass.runtime.recorder import Recorder
 from tests.architectures import inputs, zoo
-from tests.architectures.__main__ import parts, written
+from tests.architectures.__main__ import PAGE, parts, written
 from tests.architectures.apart import examine_apart
 from tests.architectures.check import BUDGET, PADDING, PROMPT, backend, examine, generate
 from tests.switch import Switch
@@ -53,7 +54,9 @@ def test_architectures_are_what_the_page_says(name: str) -> None:
 @pytest.mark.parametrize("table", zoo.TABLES)
 def test_the_page_has_no_defects_and_counts_right(table: str) -> None:
     words = [verdict.word for verdict in written(table).values()]
-    assert sorted(written(table)) == zoo.names(table)
+    assert set(zoo.names(table)) <= set(written(table))  # which has those that came with later versions, too
+    if f"transformers {transformers.__version__} and" in PAGE.read_text(encoding="utf-8"):
+        assert sorted(written(table)) == zoo.names(table)
     assert not {"wrong", "error"}.intersection(words)
     caching = [word for word in words if word in ("rewritten", "refused")]
     assert f"{words.count('rewritten')} of {len(caching)} architectures" in parts()[table]

@@ -554,6 +554,10 @@ def test_an_exception_in_a_prompt(architecture: str, policy: str) -> None:
     assert close(feed(model, ids, cache=cache).logits, feed(model, ids).logits, 1e-5)
 
 
+@pytest.mark.skipif(
+    "reset" not in vars(transformers.cache_utils.DynamicLayer),
+    reason="this version of transformers writes zeros to a cache, which is refused, and keeps its length",
+)
 @costly
 def test_a_cache_that_was_reset_takes_a_new_prompt(architecture: str, policy: str) -> None:
     model = served(architecture, policy)

@@ -76,7 +76,7 @@ def test_no_chunk_of_a_prompt_is_compiled_afterwards(policy: str, compiled: Call
     for length in (20, 30, 50, 64):
         ids, _ = prompt(1, length, (0,))
         out = kvpass.prefill(model, ids, chunk=8)
-        kvpass.prefill(model, ids[:, :5], cache=out.cache, chunk=8)
+        kvpass.prefill(model, ids[:, :5], cache=cache_names.returned(out), chunk=8)
         assert compiled() == before, length
 
 

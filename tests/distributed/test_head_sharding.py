@@ -30,6 +30,11 @@ from tests.distributed.small import BUDGET, DIM, HEAD, HEADS, KV_HEADS, SPREAD, 
 
 RANKS, RANK, LAYERS = 8, 3, 2
 
+shown_sharding = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12),
+    reason="graphs of torch 2.11 do not show how DTensors are sharded, and kvpass refuses them",
+)
+
 
 @pytest.fixture(scope="module", autouse=True)
 def world() -> Iterator[None]:
@@ -50,6 +55,7 @@ def exchanges(model: nn.Module, **settings: Any) -> list[list[int]]:
     return found
 
 
+@shown_sharding
 @pytest.mark.few(3)
 @pytest.mark.parametrize(("policy", "options"), SHOWN, ids=str)
 def test_a_layer_of_a_step_exchanges_once_where_heads_choose_together(policy: str, options: dict[str, Any]) -> None:
@@ -73,6 +79,7 @@ def spreads_of(model: nn.Module) -> list[HeadSharding | None]:
     return [cache.layout.spread for cache in caches_in(pasts)]
 
 
+@shown_sharding
 def test_a_layer_knows_its_first_head() -> None:
     spreads = spreads_of(small(RANKS))
     assert [(each.first, each.heads, each.ranks) for each in spreads if each] == [(RANK, KV_HEADS, RANKS)] * LAYERS
@@ -126,12 +133,14 @@ class Derived(Tova):
 ALIGNER = random_aligner("direct", layers=LAYERS, heads=KV_HEADS, dim=HEAD)
 
 
+@shown_sharding
 @pytest.mark.parametrize("policy", [Plain(), Derived(), resolve("kv_align", {"aligner": ALIGNER})])
 def test_a_policy_that_says_nothing_of_processes_is_refused(policy: Policy) -> None:
     with pytest.raises(ShardingError, match=r"each has 1 of 8 KV heads.*spreads.*streaming"):
         run(small(RANKS), 1, policy=policy, budget=BUDGET)
 
 
+@shown_sharding
 def test_kv_heads_that_every_process_has_are_refused() -> None:
     plan = {"q": ColwiseParallel(), "o": RowwiseParallel()}
     model = small(RANKS, plan, kv_heads=1)
@@ -142,6 +151,7 @@ def test_kv_heads_that_every_process_has_are_refused() -> None:
     run(model, 1, policy="streaming", budget=BUDGET)
 
 
+@shown_sharding
 def test_layers_that_are_spread_differently_are_refused() -> None:
     model = small()
     mesh = init_device_mesh("cpu", (RANKS,))
@@ -187,6 +197,7 @@ def test_heads_of_plain_tensors_in_a_graph_that_exchanges_nothing_are_all_here()
     assert spreads_of(small()) == [None] * LAYERS
 
 
+@shown_sharding
 def test_heads_that_every_process_has_whole_are_all_here() -> None:
     plan = {name: ColwiseParallel(output_layouts=Replicate()) for name in "qkv"}
     assert spreads_of(small(RANKS, plan)) == [None] * LAYERS
@@ -215,6 +226,7 @@ def test_caches_that_are_dtensors_are_refused() -> None:
         compiled(torch.rand(1, 20, DIM))
 
 
+@shown_sharding
 def test_the_reference_is_for_one_process() -> None:
     with pytest.raises(ShardingError, match=r"inner='reference'.*one process"):
         run(small(RANKS), 0, policy="tova", budget=BUDGET, inner="reference")
