@@ -1,7 +1,8 @@
-"""Remove regions without autocast whose results do not depend on autocast.
+"""Simplify how models compute the angles of rotary embeddings, which passes compute in other places.
 
-transformers before 5.23 computes the angles of rotary embeddings in such regions.  Passes compute them elsewhere, where
-autocast may be enabled.
+Models multiply frequencies and positions by a product of matrices over a dimension of size 1.  torch 2.11 cannot map
+such a product over a symbolic number of positions.  transformers before 5.23 computes it in a region without autocast;
+elsewhere autocast may be enabled.
 """
 
 from __future__ import annotations
@@ -16,20 +17,23 @@ from kvpass.fx.walk import value
 from kvpass.torch_private import fx_nodes
 
 
+def multiply_outer_products(graph: fx.Graph) -> None:
+    """Replace products of float32 matrices [..., m, 1] and [..., 1, n] by multiplications, with equal results."""
+    for node in filter(_is_outer_product, graph.nodes):
+        node.target, node.op = operator.mul, "call_function"
+
+
 def leave_disabled_regions(graph: fx.Graph) -> None:
     """Remove the nodes that enter and exit a region with autocast disabled, where that changes no result.
 
-    Autocast changes the dtype of products, and of operands that differ in theirs.  A product over a dimension of size 1
-    becomes a multiplication, which it leaves alone.
+    Autocast changes the dtype of products, and of operands that differ in theirs.
     """
     for enter in [node for node in graph.nodes if fx_nodes.sets_a_mode(node) and node.args[2:3] == (False,)]:
         leaving = [user for user in enter.users if fx_nodes.sets_a_mode(user)]
         if len(leaving) != 1:
             continue
         inside = _between(enter, leaving[0])
-        if all(_is_outer_product(node) or _is_independent(node) for node in inside):
-            for node in filter(_is_outer_product, inside):
-                node.target, node.op = operator.mul, "call_function"
+        if all(map(_is_independent, inside)):
             graph.erase_node(leaving[0])
             graph.erase_node(enter)
 
@@ -43,7 +47,6 @@ def _between(first: fx.Node, last: fx.Node) -> list[fx.Node]:
 
 
 def _is_outer_product(node: fx.Node) -> bool:
-    """Check whether a node multiplies float32 matrices [..., m, 1] and [..., 1, n]."""
     if op_table.known_name(node) != "matmul" or len(node.args) != 2 or node.kwargs:
         return False
     one, other = (value(argument) if isinstance(argument, fx.Node) else None for argument in node.args)
