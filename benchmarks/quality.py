@@ -55,6 +55,7 @@ EXPECTED = {
     "sage": "after a prompt: near full, better than streaming (LongBench: 52.5 against 50.1 to 51.2; full 53.0)",
     "d2o": "better than h2o (LongBench GovReport at 20 %: 24.1 against 21.3; full 30.8)",
     "keydiff": "after a prompt: better than snapkv (RULER-8K at a quarter: 76.1 against 71.2; full 93.1)",
+    "pyramid_kv": "after a prompt: better than snapkv, the more so the fewer slots there are",
     "r_kv": "in long answers: better than snapkv (MATH with a quarter of the cache: 83.3 against 72.3; full 93.9)",
     "vase": "in long answers: better than snapkv (MATH with a quarter of the cache: 81.8 against 72.3; full 93.9)",
     "knorm": "after a prompt: near full with half of the tokens",

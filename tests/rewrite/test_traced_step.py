@@ -33,7 +33,7 @@ class Traced:
             here = dataclasses.replace(site, weights=tuple(weights))
             return decode_step(layout, here, Slots.of(tensors, slots), q, k, v, valid, compact)
 
-        arguments = (tensors, q, k, v, valid, layout.policy.weights())
+        arguments = (tensors, q, k, v, valid, [*layout.policy.weights(), *layout.policy.layer_weights(layout.layer)])
         if compact not in self.graphs:
             self.graphs[compact] = make_fx(step, tracing_mode="fake")(*arguments)
         return self.graphs[compact](*arguments)
