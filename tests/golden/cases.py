@@ -42,6 +42,7 @@ SMALLER: dict[str, dict[str, Any]] = {
 
 WITHOUT_ALIGNER = ("gpt_oss", "mistral", "falcon", "codegen", "jamba", "llama4_text")
 REFUSED = {(model, "kv_align") for model in WITHOUT_ALIGNER}
+REFUSED |= {("gpt_oss", name) for name in CALIBRATED}  # a calibration is of all layers, and half have windows
 """The pairs of a model and a policy that refuses it."""
 
 
