@@ -27,9 +27,9 @@ def prompt_lengths(budget: float | None, chunk: int | None = None, evicts: bool 
     """Return the lengths of two prompts; the second exceeds a budget that is a number of slots.
 
     Args:
-        evicts: whether the policy evicts; if not, the prompts leave half of such a budget for what follows them.
         chunk: the tokens in a chunk of a prompt.  A chunk's graph is compiled at its second run, so the second prompt
             has three chunks, and a rest.
+        evicts: whether the policy evicts; if not, the prompts leave half of such a budget for what follows them.
     """
     known = budget is not None and budget >= 1
     if budget and known and not evicts:

@@ -73,6 +73,7 @@ def warm(
     compile_model(model, policy, **settings)
     chosen = policies.get(policy) if isinstance(policy, str) else policy
     lengths = prompt_lengths(settings.get("budget"), evicts=chosen.evicts)
+    _, longest = prompt_lengths(settings.get("budget"), prefill_chunk, chosen.evicts)
     batches = [(size, padded) for size in rows for padded in _paddings(size)]
     batches += [(size, True) for size in _third(rows)]
     talks = [(size, padded, length) for size, padded in batches for length in lengths]
@@ -82,7 +83,7 @@ def warm(
         for size, padded, length in talks:
             _converse(_Talk(model, size, padded), length, several, tick)
         for size, padded in chunked:
-            _feed_chunks(_Talk(model, size, padded), settings.get("budget"), prefill_chunk, tick)
+            _feed_chunks(_Talk(model, size, padded), longest, prefill_chunk, tick)
     return model
 
 
@@ -115,10 +116,9 @@ def _converse(talk: _Talk, length: int, turns: Sequence[int], tick: Tick) -> Non
         tick(f"turn [{talk.rows}, {turn}]")
 
 
-def _feed_chunks(talk: _Talk, budget: float | None, chunk: int | None, tick: Tick) -> None:
+def _feed_chunks(talk: _Talk, length: int, chunk: int | None, tick: Tick) -> None:
     """Run a prompt in chunks, and a decode step."""
     assert chunk is not None
-    length = prompt_lengths(budget, chunk)[1]
     out = prefill(talk.model, talk.tokens(length), talk.mask(length), chunk=chunk)
     talk.cache, talk.seen = cache_names.returned(out), length
     talk.say(0, 1)

@@ -129,8 +129,11 @@ def test_a_model_without_generate(compiled: Callable[[], tuple[int, int]]) -> No
     assert compiled() == before
 
 
-def test_a_policy_that_keeps_everything_has_room_in_its_budget(compiled: Callable[[], tuple[int, int]]) -> None:
-    model = kvpass.warm(build("Llama", layers=1), "full", budget=256, progress=False)
+@pytest.mark.parametrize("chunk", [None, 8])
+def test_a_policy_that_keeps_everything_has_room_in_its_budget(
+    chunk: int | None, compiled: Callable[[], tuple[int, int]]
+) -> None:
+    model = kvpass.warm(build("Llama", layers=1), "full", budget=256, prefill_chunk=chunk, progress=False)
     before = compiled()
     conversation(model, *prompt(1, 30, ()), answer=20, turns=(4, 9))
     assert compiled() == before
