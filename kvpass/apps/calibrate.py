@@ -9,6 +9,7 @@ import torch
 from kvpass.apps import corpus, models
 from kvpass.diagnostics.calibrate import calibrate
 from kvpass.errors import KVPassError
+from kvpass.policies.calibration import sizes_of_pairs
 
 MOST_TOKENS = 32_768
 """As many as TriAttention's own calibration reads."""
@@ -36,9 +37,7 @@ def main(model: str, text: Path | None, out: Path, window: int, dtype: str, thre
     tokens = [token for each in chosen.encode(texts) for token in (chosen.bos, *each)][:MOST_TOKENS]
     found = calibrate(chosen.model, torch.tensor(tokens), window=window)
     found.save(out)
-    mean, size = found.tensors["mean"], found.tensors["size"]
-    half = mean.shape[-1] // 2
-    share = (mean[..., :half].square() + mean[..., half:].square()).sqrt() / size.clamp(min=1e-12)
+    share = sizes_of_pairs(found.tensors["mean"]) / found.tensors["size"].clamp(min=1e-12)
     print(
         f"{out}: {found.model.layers} layers, {found.model.query_heads} query heads, "
         f"{len(tokens) // window} windows of {window} tokens; the sizes of mean pairs are {share.mean():.2f} of mean "

@@ -107,15 +107,17 @@ class _Rotation:
 
     def before(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Return rows [..., n, D] at positions [n] before the rotation, float64 in the layout of pairs."""
-        angle = -positions[:, None] * self.frequency
-        return turned(rows.double()[..., self.pairs.flatten()], torch.polar(torch.ones_like(angle), angle))
+        return self._turned_by(-positions[:, None], rows)
 
     def error(self, keys: dict[int, Tensor], position: int) -> float:
         """Return the largest difference between the keys at a position and rotated ones, relative to their norm."""
-        first, last = (keys[p].double()[..., self.pairs.flatten()] for p in (0, position))
-        angle = self.frequency * position
-        apart = turned(first, torch.polar(torch.ones_like(angle), angle)) - last
-        return float((apart.norm(dim=-1) / first.norm(dim=-1).clamp(min=1e-12)).max())
+        apart = self._turned_by(position, keys[0]) - self._turned_by(0, keys[position])
+        return float((apart.norm(dim=-1) / keys[0].double().norm(dim=-1).clamp(min=1e-12)).max())
+
+    def _turned_by(self, positions: Tensor | int, rows: Tensor) -> Tensor:
+        """Return rows [..., D] rotated by positions, float64 in the layout of pairs."""
+        angle = positions * self.frequency
+        return turned(rows.double()[..., self.pairs.flatten()], torch.polar(torch.ones_like(angle), angle))
 
 
 def _pairings(dim: int) -> list[Tensor]:
@@ -123,7 +125,7 @@ def _pairings(dim: int) -> list[Tensor]:
 
     All dimensions are rotated, or the first or last half, quarter or three quarters, in halves or next to each other.
     """
-    parts = sorted({dim * share // 8 * 2 // 2 for share in (8, 6, 4, 2)}, reverse=True)
+    parts = sorted({dim * quarters // 4 for quarters in (4, 3, 2, 1)}, reverse=True)
     found = []
     for part in (part for part in parts if part % 2 == 0 and part > 0):
         for begin in sorted({0, dim - part}):

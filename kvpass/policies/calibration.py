@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import os
 from collections.abc import Mapping, Sequence
 
@@ -23,14 +22,12 @@ import torch
 from torch import Tensor
 
 from kvpass.errors import CalibrationError
-from kvpass.fx.walk import tensor_bytes
 from kvpass.policies import tensor_files
 from kvpass.policies.base import Policy
 from kvpass.policies.budgets import Plan
 from kvpass.policies.types import Attention
 
 KEY = "kvpass.calibration"
-NAMES = ("mean", "size", "second", "frequency", "pairs", "scale")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +58,7 @@ class CalibratedModel:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Calibration:
+class Calibration(tensor_files.Weights):
     """Statistics of the queries of each layer and head; equal to calibrations with the same content.
 
     Attributes:
@@ -95,19 +92,7 @@ class Calibration:
         found = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
         if found != shapes:
             raise CalibrationError(f"a calibration of {self.model} has tensors of the shapes {shapes}, not {found}")
-        content = hashlib.sha256(f"{self.model}".encode())
-        for name in NAMES:
-            content.update(tensor_bytes(self.tensors[name]))
-        object.__setattr__(self, "digest", content.hexdigest()[:16])
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Calibration) and self.digest == other.digest
-
-    def __hash__(self) -> int:
-        return hash(self.digest)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Calibration:
-        return self  # it is immutable
+        object.__setattr__(self, "digest", tensor_files.digest_of(f"{self.model}", self.tensors))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the calibration to a safetensors file."""

@@ -1,7 +1,8 @@
-"""Read and write tensors with metadata in safetensors files, from which nothing is unpickled."""
+"""Read and write weights of policies in safetensors files, from which nothing is unpickled, and compare weights."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -10,6 +11,30 @@ from typing import Any
 from torch import Tensor
 
 from kvpass.errors import KVPassError
+from kvpass.fx.walk import tensor_bytes
+
+
+class Weights:
+    """Immutable weights of a policy, equal to weights of the same class and digest."""
+
+    digest: str
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, type(self)) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Weights:
+        return self
+
+
+def digest_of(description: str, tensors: Mapping[str, Tensor]) -> str:
+    """Return a hash of a description and of all tensors."""
+    digest = hashlib.sha256(description.encode())
+    for name in sorted(tensors):
+        digest.update(f"{name} {tuple(tensors[name].shape)}".encode() + tensor_bytes(tensors[name]))
+    return digest.hexdigest()[:16]
 
 
 def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], key: str, metadata: object) -> None:

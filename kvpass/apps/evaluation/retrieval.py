@@ -16,6 +16,17 @@ NOISE = "The road is long. The hills are low. The river runs on. We walk for a w
 PLACES = ("Aldermoor", "Brackwater", "Cindervale", "Dunmere", "Eastholm", "Farrowby", "Glenmarsh", "Hollowford")
 
 
+def noise(session: Session, count: int) -> list[int]:
+    """Return `count` tokens of sentences that say nothing."""
+    sentences = session.encode(NOISE)
+    return (sentences * (count // len(sentences) + 1))[:count]
+
+
+def lighthouse(place: str, number: str) -> tuple[str, str]:
+    """Return a statement about a place, and the question for its number."""
+    return f"\nThe lighthouse of {place} has {number} steps.\n", f"\nThe lighthouse of {place} has"
+
+
 @dataclasses.dataclass(frozen=True)
 class RetrievalMeasure(abc.ABC):
     """The share of numbers that greedy decoding gives when the end of the prompt asks for them.
@@ -97,8 +108,7 @@ class Passkey(RetrievalMeasure):
         return statement, "\nWhat is the pass key? The pass key is"
 
     def around(self, session: Session, count: int, draw: random.Random) -> list[int]:
-        sentences = session.encode(NOISE)
-        return (sentences * (count // len(sentences) + 1))[:count]
+        return noise(session, count)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,8 +118,7 @@ class Needle(RetrievalMeasure):
     name: ClassVar[str] = "needle"
 
     def planted(self, secret: str, draw: random.Random) -> tuple[str, str]:
-        place = draw.choice(PLACES)
-        return f"\nThe lighthouse of {place} has {secret} steps.\n", f"\nThe lighthouse of {place} has"
+        return lighthouse(draw.choice(PLACES), secret)
 
     def around(self, session: Session, count: int, draw: random.Random) -> list[int]:
         return session.filler(draw.randrange(2**20), count)

@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
-from kvpass.apps.evaluation.retrieval import NOISE, PLACES
+from kvpass.apps.evaluation.retrieval import PLACES, lighthouse, noise
 from kvpass.apps.evaluation.session import Row, Session
 from kvpass.arguments import require
 
@@ -52,10 +52,10 @@ def needles(session: Session, draw: random.Random, others: int) -> Task:
     """Numbers of several places in surrounding text, of which one is asked for."""
     places = draw.sample(PLACES, 1 + others)
     numbers = [str(number) for number in draw.sample(range(10_000, 100_000), len(places))]
-    sentences = [f"The lighthouse of {p} has {number} steps." for p, number in zip(places, numbers, strict=True)]
+    statements, questions = zip(*map(lighthouse, places, numbers), strict=True)
     asked, start = draw.randrange(len(places)), draw.randrange(2**20)
-    question = f"\nThe lighthouse of {places[asked]} has"
-    return Task(question, (numbers[asked],), _hidden(session, draw, sentences, lambda n: session.filler(start, n)))
+    context = _hidden(session, draw, statements, lambda count: session.filler(start, count))
+    return Task(questions[asked], (numbers[asked],), context)
 
 
 def variables(session: Session, draw: random.Random) -> Task:
@@ -64,12 +64,11 @@ def variables(session: Session, draw: random.Random) -> Task:
     number, other = draw.sample(range(10_000, 100_000), 2)
     sentences = []
     for chain, start in ((names[:CHAIN], number), (names[CHAIN:], other)):
-        sentences += [f"VAR {chain[0]} = {start}"]
-        sentences += [f"VAR {later} = VAR {earlier}" for earlier, later in itertools.pairwise(chain)]
+        sentences += [f"\nVAR {chain[0]} = {start}\n"]
+        sentences += [f"\nVAR {later} = VAR {earlier}\n" for earlier, later in itertools.pairwise(chain)]
     question = f"\nThe {CHAIN} variables that have the value {number} are: "
-    noise = session.encode(NOISE)
-    around = _hidden(session, draw, sentences, lambda n: (noise * (n // len(noise) + 1))[:n])
-    return Task(question, tuple(names[:CHAIN]), around)
+    context = _hidden(session, draw, sentences, functools.partial(noise, session))
+    return Task(question, tuple(names[:CHAIN]), context)
 
 
 def common_words(session: Session, draw: random.Random) -> Task:
@@ -104,7 +103,7 @@ def _hidden(
     session: Session, draw: random.Random, sentences: Sequence[str], around: Callable[[int], list[int]]
 ) -> Callable[[int], list[int]]:
     """Return a context of sentences, in their order, at random positions of surrounding text."""
-    parts = [session.encode(f"\n{sentence}\n") for sentence in sentences]
+    parts = [session.encode(sentence) for sentence in sentences]
     depths = sorted(draw.random() for _ in parts)
 
     def context(room: int) -> list[int]:

@@ -24,7 +24,7 @@ from kvpass.errors import KVPassError
 from kvpass.runtime.compiled_call import CompiledCall
 
 _NOTES = ("tail", "ended", "seen", "evicted")
-"""What a file beside the cache has about a conversation."""
+"""The fields of a conversation in its file of notes."""
 
 
 @dataclasses.dataclass

@@ -7,7 +7,6 @@ fc1 acts on [row; embeddings], so it splits into W row + table[embeddings].
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Mapping
 from typing import Literal
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvpass.errors import AlignerError
-from kvpass.fx.walk import tensor_bytes
+from kvpass.policies.tensor_files import Weights, digest_of
 
 Recipe = Literal["direct", "paper", "nothing"]
 RECIPES: tuple[Recipe, ...] = ("direct", "paper", "nothing")
@@ -61,7 +60,7 @@ class Signature:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Aligner:
+class Aligner(Weights):
     """The weights of the key and value networks; equal to aligners of the same recipe, signature and weights.
 
     Attributes:
@@ -80,16 +79,7 @@ class Aligner:
     def __post_init__(self) -> None:
         exact = {name: tensor.detach().to(torch.float32).contiguous() for name, tensor in self.tensors.items()}
         object.__setattr__(self, "tensors", exact)
-        object.__setattr__(self, "digest", _digest(self.recipe, self.signature, exact))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Aligner) and self.digest == other.digest
-
-    def __hash__(self) -> int:
-        return hash(self.digest)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Aligner:
-        return self  # it is immutable
+        object.__setattr__(self, "digest", digest_of(f"{self.recipe} {self.signature}", exact))
 
     def weights(self) -> list[Tensor]:
         """Return the tensors that `repaired` uses, computed from `tensors`."""
@@ -126,13 +116,6 @@ class Aligner:
 def nothing(signature: Signature) -> Aligner:
     """Return an aligner that repairs nothing: sinks and a window with renumbered positions."""
     return Aligner("nothing", signature, {})
-
-
-def _digest(recipe: Recipe, signature: Signature, tensors: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256(f"{recipe} {signature}".encode())
-    for name in sorted(tensors):
-        digest.update(f"{name} {tuple(tensors[name].shape)}".encode() + tensor_bytes(tensors[name]))
-    return digest.hexdigest()[:16]
 
 
 def _direct_weights(tensors: Mapping[str, Tensor]) -> list[Tensor]:
