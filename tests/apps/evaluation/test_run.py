@@ -122,8 +122,8 @@ def test_the_command_measures_what_the_folder_lacks(
     out = tmp_path / "out"
     arguments = [
         "eval", "--model", str(checkpoint), "--text", *map(str, texts), "--prefill", "chunk", "--chunk", "8",
-        "--tokens", "40", "--length", "56", "--depth", "0.5", "--trials", "2", "--distance", "4", "18",
-        "--documents", "4", "--inner", "eager", "--out", str(out), "--measure", *cli.MEASURES,
+        "--tokens", "40", "--length", "160", "--depth", "0.5", "--trials", "2", "--distance", "4", "18",
+        "--documents", "4", "--task", "single", "--inner", "eager", "--out", str(out), "--measure", *cli.MEASURES,
     ]  # fmt: skip
     assert cli.main([*arguments, "--policy", "full"]) == 0
     found = {entry["key"]["measure"]: entry for entry in json.loads((out / FILE).read_text())}
