@@ -139,7 +139,8 @@ def _add_eval(commands: Any) -> None:
         "--policy", metavar="P", nargs="+", default=["full", "streaming", "h2o"],
         help="NAME or NAME:OPTION=VALUE,..." + DEFAULT,
     )  # fmt: skip
-    job.add_argument(
+    budgets = job.add_mutually_exclusive_group()
+    budgets.add_argument(
         "--budget",
         metavar="N",
         type=_budget,
@@ -147,6 +148,10 @@ def _add_eval(commands: Any) -> None:
         default=[256],
         help="tokens, or a share of the prompt" + DEFAULT,
     )
+    budgets.add_argument(
+        "--bytes", metavar="X", type=_share, nargs="+",
+        help="budgets with these shares of the bytes of a full cache, metadata and scales included",
+    )  # fmt: skip
     job.add_argument(
         "--prefill", choices=["whole", "chunk", "token"], default="token", help="how texts are fed" + DEFAULT
     )
@@ -235,12 +240,17 @@ def _budget(text: str) -> int | float:
     """Convert an argument to a number of tokens, at least 1, or to a share above 0 and up to 1."""
     if text.isdigit():
         return at_least(1)(text)
+    return _share(text, "neither a number of tokens nor a share above 0 and up to 1")
+
+
+def _share(text: str, why: str = "no share above 0 and up to 1") -> float:
+    """Convert an argument to a share above 0 and up to 1."""
     try:
         share = float(text)
     except ValueError:
         share = 0.0
     if not 0 < share <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of tokens nor a share above 0 and up to 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is {why}")
     return share
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import ClassVar
@@ -18,15 +19,16 @@ EDGES = (0, 64, 256, 1024, 4096)
 LEVEL, DRAWS = 0.95, 2000
 BEFORE, ALL = "before", "all"
 SAME = "same first choice"
+LOSS, FULL_LOSS = "loss, nats", "full loss, nats"
 
 
 @dataclasses.dataclass(frozen=True)
 class AgreementMeasure:
-    """KL(full || policy) and the share of equal likeliest tokens, teacher-forced, by distance from the first eviction.
+    """KL(full || policy), the share of equal likeliest tokens and perplexity, by distance from the first eviction.
 
-    A token's distance is the number of tokens that were fed since the budget was full; it is negative before that.
-    With whole prompts a policy evicts at the end of the prompt at the earliest.  Means are over documents, each of
-    which counts alike, and intervals are bootstrapped over documents.
+    All tokens are teacher-forced.  A token's distance is the number of tokens that were fed since the budget was full;
+    it is negative before that.  With whole prompts a policy evicts at the end of the prompt at the earliest.  Means are
+    over documents, each of which counts alike, and intervals are bootstrapped over documents.
 
     Attributes:
         documents: number of documents, cut from the texts in turn.
@@ -68,7 +70,8 @@ class AgreementMeasure:
             session.agree([text[:context] for text in group], [text[context:] for text in group])
             for group in (documents[start : start + self.batch] for start in range(0, len(documents), self.batch))
         ]
-        divergence, same = (torch.cat([getattr(each, part) for each in found]) for part in ("divergence", "same"))
+        names = {self.up: "divergence", SAME: "same", LOSS: "loss", FULL_LOSS: "full_loss"}
+        values = {name: torch.cat([getattr(each, part) for each in found]) for name, part in names.items()}
         slots = session.slots(context)
         begins = self.tokens if slots is None else max(slots, context)
         # Column i is predicted from `context + i` tokens, which have been fed since `begins` of them were.
@@ -79,7 +82,7 @@ class AgreementMeasure:
                 yield {
                     "distance": None if label == ALL else first,
                     "tokens after eviction": label,
-                    **self._row(divergence, same, inside),
+                    **self._row(values, inside),
                 }
 
     def _bins(self, begins: int) -> Iterator[tuple[str, int, int]]:
@@ -90,14 +93,15 @@ class AgreementMeasure:
             yield f"{first:,} to {last - 1:,}", first, last
         yield ALL, self.edges[0], end
 
-    def _row(self, divergence: Tensor, same: Tensor, inside: Tensor) -> Row:
+    def _row(self, values: dict[str, Tensor], inside: Tensor) -> Row:
         """Return means and intervals of the columns `inside`, bool [n], of values [documents, n]."""
         row: Row = {}
-        for name, values in ((self.up, divergence), (SAME, same)):
-            means = values[:, inside].double().mean(1)
+        for name, of_tokens in values.items():
+            means = of_tokens[:, inside].double().mean(1)
             low, high = interval(means, self.seed)
             row |= {name: means.mean().item(), f"{name}, low": low, f"{name}, high": high}
-        return {**row, "documents": len(divergence), "tokens": int(inside.sum()) * len(divergence)}
+        documents = len(of_tokens)
+        return {**row, "documents": documents, "tokens": int(inside.sum()) * documents}
 
     def columns(self, rows: Sequence[Row]) -> Row:
         """Return the means and intervals over all distances after eviction, and the means of each bin."""
@@ -108,6 +112,8 @@ class AgreementMeasure:
             if whole is not None:
                 found |= {name: whole[name], f"{short}, 95 %": _range(whole[f"{name}, low"], whole[f"{name}, high"])}
             found |= {f"{short}, {row['tokens after eviction']}": row[name] for row in bins}
+        if whole is not None:
+            found |= {"perplexity": math.exp(whole[LOSS]), "full perplexity": math.exp(whole[FULL_LOSS])}
         return found
 
 

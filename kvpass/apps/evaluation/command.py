@@ -48,7 +48,8 @@ def settings(given: argparse.Namespace) -> EvaluationSettings:
     return EvaluationSettings(
         measures=tuple(MADE[name](given) for name in dict.fromkeys(given.measure)),
         policies=tuple(dict.fromkeys(given.policy)),
-        budgets=tuple(dict.fromkeys(given.budget)),
+        budgets=tuple(dict.fromkeys(given.bytes or given.budget)),
+        of_bytes=given.bytes is not None,
         prefill=given.prefill,
         chunk=given.chunk,
         model=given.model,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 
@@ -14,11 +14,14 @@ from kvpass import policies
 from kvpass.apps import corpus
 from kvpass.apps.evaluation import report
 from kvpass.apps.evaluation.attempt import unless_refused
+from kvpass.apps.evaluation.full_cache import FullCache
 from kvpass.apps.evaluation.results import Result, Results
+from kvpass.apps.evaluation.scoring import FullPredictions
 from kvpass.apps.evaluation.session import Row, Session
 from kvpass.apps.evaluation.settings import Budget, Case, EvaluationSettings, cases
 from kvpass.apps.models import LoadedModel, load
 from kvpass.decoding.loop import DecodeLoop
+from kvpass.decoding.prefill import Caller
 from kvpass.errors import KVPassError
 from kvpass.policies import Policy
 from kvpass.torch_private import dynamo
@@ -41,8 +44,9 @@ def main(settings: EvaluationSettings) -> None:
     if todo:
         subject = load(settings.model, _dtype(settings.dtype), settings.device)
         encoded = dict(zip(texts, subject.encode(list(texts.values())), strict=True))
-        for case, rows in _measured(settings, subject, encoded, [case for case, _ in todo]):
-            results.add(_result(case, case.key(settings, digest), rows))
+        runner = _Runner(settings, subject, encoded)
+        for result in runner.results([case for case, _ in todo], digest):
+            results.add(result)
     found = [result for key in keys for result in results.all if result.key == key]
     print(report.write(settings.out, settings.measures, found), end="")
 
@@ -52,54 +56,56 @@ def _dtype(name: str) -> torch.dtype | str:
     return known
 
 
-def _measured(
-    settings: EvaluationSettings, subject: LoadedModel, texts: dict[str, list[int]], todo: list[Case]
-) -> Iterator[tuple[Case, list[Row] | KVPassError]]:
-    """Yield each case with its rows or its refusal, with one progress bar for cases and one for tokens."""
-    with tqdm(total=len(todo), unit="case", dynamic_ncols=True) as bar:
-        for (policy, slots), group in groupby(todo, _held):
-            dynamo.forget_compiled_code()
-            loop = unless_refused(partial(_loop, settings, subject, policy, slots))
-            for case in group:
-                name = f"{case.measure.name}: {case.policy} {case.budget or ''}".rstrip()
-                with tqdm(unit="token", desc=name, leave=False, dynamic_ncols=True) as tokens:
-                    yield case, _rows(settings, subject, texts, case, loop, tokens.update)
-                bar.update()
+class _Runner:
+    """Measures cases of one model on texts, given as token ids by name."""
 
+    def __init__(self, settings: EvaluationSettings, subject: LoadedModel, texts: dict[str, list[int]]) -> None:
+        self.settings, self.subject, self.texts = settings, subject, texts
+        self.full_cache = FullCache.of(subject.model)
+        self.predictions = FullPredictions(Caller.of(subject.model))
 
-def _held(case: Case) -> tuple[Policy, Budget | None]:
-    """Return the policy and the slots of a case, which share a loop."""
-    policy = policies.parse(case.policy)
-    return policy, case.slots(policy)
+    def results(self, cases: Sequence[Case], digest: str) -> Iterator[Result]:
+        """Yield the result of each case, with one progress bar for cases and one for tokens."""
+        with tqdm(total=len(cases), unit="case", dynamic_ncols=True) as bar:
+            for _, group in groupby(cases, self._held):
+                together = list(group)
+                dynamo.forget_compiled_code()
+                loop = unless_refused(partial(self._loop, together[0]))
+                for case in together:
+                    key = case.key(self.settings, digest)
+                    name = f"{case.measure.name}: {case.policy} {case.budget or ''}".rstrip()
+                    with tqdm(unit="token", desc=name, leave=False, dynamic_ncols=True) as tokens:
+                        yield self._result(case, key, loop, tokens.update)
+                    bar.update()
 
+    def _held(self, case: Case) -> tuple[Policy, Budget | str | None]:
+        """Return the policy and the slots of a case, which share a loop; the text of a refusal for the slots."""
+        slots = unless_refused(partial(self._slots, case))
+        return policies.parse(case.policy), str(slots) if isinstance(slots, KVPassError) else slots
 
-def _loop(settings: EvaluationSettings, subject: LoadedModel, policy: Policy, slots: Budget | None) -> DecodeLoop:
-    return DecodeLoop(
-        subject.model,
-        policy,
-        budget=slots,
-        kv_dtype=settings.kv_dtype,
-        inner=settings.inner,
-        prefill_chunk=settings.chunked,
-    )
+    def _loop(self, case: Case) -> DecodeLoop:
+        return DecodeLoop(
+            self.subject.model,
+            policies.parse(case.policy),
+            budget=self._slots(case),
+            kv_dtype=self.settings.kv_dtype,
+            inner=self.settings.inner,
+            prefill_chunk=self.settings.chunked,
+        )
 
+    def _result(self, case: Case, key: Row, loop: DecodeLoop | KVPassError, tick: Tick) -> Result:
+        rows = loop if isinstance(loop, KVPassError) else unless_refused(partial(self._rows, case, loop, tick))
+        if isinstance(rows, KVPassError):
+            return Result(key, [], {}, str(rows))
+        slots = {"slots": self._slots(case)} if case.of_bytes else {}
+        return Result(key, rows, {**slots, **case.measure.columns(rows)})
 
-def _rows(
-    settings: EvaluationSettings,
-    subject: LoadedModel,
-    texts: dict[str, list[int]],
-    case: Case,
-    loop: DecodeLoop | KVPassError,
-    tick: Tick,
-) -> list[Row] | KVPassError:
-    if isinstance(loop, KVPassError):
-        return loop
-    budget = case.slots(policies.parse(case.policy)) if case.budget is not None else None
-    session = Session(subject, loop, texts, settings.prefill, settings.chunked, budget, tick)
-    return unless_refused(lambda: list(case.measure.rows(session)))
+    def _rows(self, case: Case, loop: DecodeLoop, tick: Tick) -> list[Row]:
+        settings, slots = self.settings, None if case.budget is None else self._slots(case)
+        session = Session(
+            self.subject, loop, self.texts, settings.prefill, settings.chunked, slots, tick, full=self.predictions
+        )
+        return list(case.measure.rows(session))
 
-
-def _result(case: Case, key: Row, rows: list[Row] | KVPassError) -> Result:
-    if isinstance(rows, KVPassError):
-        return Result(key, [], {}, str(rows))
-    return Result(key, rows, case.measure.columns(rows))
+    def _slots(self, case: Case) -> Budget | None:
+        return case.slots(policies.parse(case.policy), self.full_cache)

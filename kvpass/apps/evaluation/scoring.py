@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from kvpass import cache_names
 from kvpass.arguments import require
 from kvpass.decoding.prefill import Caller, chunks, last_of
+from kvpass.fx.walk import tensor_bytes
 
 Feed = Literal["whole", "chunk", "token"]
 FEEDS: tuple[Feed, ...] = ("whole", "chunk", "token")
@@ -82,10 +84,14 @@ class AgreementScores:
     Attributes:
         divergence: float32 [B, n], KL(full || policy) of the distribution of each token, in nats; zero for padding.
         same: bool [B, n], whether both have the same likeliest token; true for padding.
+        loss: float32 [B, n], of the tokens under the policy, in nats; zero for padding.
+        full_loss: float32 [B, n], of the tokens with a full cache.
     """
 
     divergence: Tensor
     same: Tensor
+    loss: Tensor
+    full_loss: Tensor
 
 
 class Piece(NamedTuple):
@@ -135,10 +141,41 @@ def score(
     return Scored(torch.where(batch.scored, -losses, 0.0), likeliest | ~batch.scored)
 
 
+class FullPredictions:
+    """Logits of a model with a full cache; those of short texts are stored, as each policy is compared with them."""
+
+    LIMIT: ClassVar[int] = 2**30
+    """Bytes that are stored at most."""
+
+    def __init__(self, caller: Caller) -> None:
+        """
+        Args:
+            caller: the model without kvpass.
+        """
+        self._caller = caller
+        self._stored: dict[tuple[Any, ...], list[Tensor]] = {}
+
+    def of(self, batch: ScoringBatch, chunk: int | None, feed: Feed) -> Iterator[Tensor]:
+        """Yield the logits [B, q, V] of each piece of a batch, see `pieces`."""
+        content = hashlib.sha256(tensor_bytes(batch.ids) + tensor_bytes(batch.mask)).digest()
+        key = (content, batch.context, chunk, feed)
+        if key in self._stored:
+            yield from self._stored[key]
+            return
+        made: list[Tensor] = []
+        free = self.LIMIT - sum(logits.nbytes for every in self._stored.values() for logits in every)
+        for piece in pieces(self._caller, batch, chunk, feed):
+            yield piece.logits
+            free -= piece.logits.nbytes
+            made = [*made, piece.logits] if free >= 0 else []
+        if free >= 0:
+            self._stored[key] = made
+
+
 @torch.no_grad()
 def agreement(
     caller: Caller,
-    full: Caller,
+    full: FullPredictions,
     batch: ScoringBatch,
     chunk: int | None,
     feed: Feed = "token",
@@ -148,21 +185,25 @@ def agreement(
 
     Args:
         caller: the model under a policy.
-        full: the same model without kvpass.  It is fed in the same pieces, so logits are never stored for all tokens.
+        full: of the same model; it is fed in the same pieces.
         chunk, feed, tick: as of `score`.
 
     Raises:
         PolicyError: as of `score`.
     """
     found = []
-    both = zip(pieces(caller, batch, chunk, feed), pieces(full, batch, chunk, feed), strict=True)
-    for (_, logits, _), (_, expected, _) in both:
+    for (position, logits, _), expected in zip(
+        pieces(caller, batch, chunk, feed), full.of(batch, chunk, feed), strict=True
+    ):
+        targets = batch.ids[:, position + 1 : position + 1 + logits.shape[1]]
         parts = zip(torch.split(logits, SLICE, 1), torch.split(expected, SLICE, 1), strict=True)
         divergences = torch.cat([divergence(ours, theirs) for ours, theirs in parts], 1)
-        found.append((divergences, logits.argmax(-1) == expected.argmax(-1)))
+        losses = (negative_log_likelihood(x, targets) for x in (logits, expected))
+        found.append((divergences, logits.argmax(-1) == expected.argmax(-1), *losses))
         tick(logits.shape[1])
-    divergences, same = _of_continuations(batch, found)
-    return AgreementScores(torch.where(batch.scored, divergences, 0.0), same | ~batch.scored)
+    divergences, same, loss, full_loss = _of_continuations(batch, found)
+    divergences, loss, full_loss = (torch.where(batch.scored, x, 0.0) for x in (divergences, loss, full_loss))
+    return AgreementScores(divergences, same | ~batch.scored, loss, full_loss)
 
 
 def pieces(caller: Caller, batch: ScoringBatch, chunk: int | None, feed: Feed) -> Iterator[Piece]:
@@ -193,11 +234,10 @@ def _together(caller: Caller, batch: ScoringBatch, chunk: int | None, feed: Feed
         position += out.logits.shape[1]
 
 
-def _of_continuations(batch: ScoringBatch, found: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _of_continuations(batch: ScoringBatch, found: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
     """Join values [B, q] of all pieces, and return those of the continuations, [B, n] each."""
     columns = batch.scored.shape[1]
-    first, second = (torch.cat(parts, 1)[:, -columns:] for parts in zip(*found, strict=True))
-    return first, second
+    return [torch.cat(parts, 1)[:, -columns:] for parts in zip(*found, strict=True)]
 
 
 def negative_log_likelihood(logits: Tensor, targets: Tensor) -> Tensor:

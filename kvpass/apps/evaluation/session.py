@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvpass import cache_names
 from kvpass.apps.evaluation import scoring
-from kvpass.apps.evaluation.scoring import AgreementScores, Feed, Scored, ScoringBatch
+from kvpass.apps.evaluation.scoring import AgreementScores, Feed, FullPredictions, Scored, ScoringBatch
 from kvpass.apps.models import LoadedModel
 from kvpass.decoding.loop import DecodeLoop
 from kvpass.decoding.prefill import Caller, chunks, last_of
@@ -33,6 +33,7 @@ class Session:
         budget: slots, a share of the prompt, or None if nothing is evicted.
         tick: called with a number of tokens when these have been fed.
         watch: called with the cache after each piece of a scored text.
+        full: predictions of the model with a full cache that sessions share; None for none beside this session.
     """
 
     subject: LoadedModel
@@ -43,6 +44,7 @@ class Session:
     budget: int | float | None = None
     tick: Callable[[int], object] = lambda tokens: None
     watch: Callable[[Any], object] = lambda cache: None
+    full: FullPredictions | None = None
 
     @property
     def caller(self) -> Caller:
@@ -60,7 +62,7 @@ class Session:
     def agree(self, contexts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]) -> AgreementScores:
         """Compare predictions of continuations with those of the model with a full cache, fed in the same way."""
         batch = ScoringBatch.of(contexts, continuations, self.loop.device)
-        full = Caller.of(self.subject.model)
+        full = self.full or FullPredictions(Caller.of(self.subject.model))
         return scoring.agreement(self.caller, full, batch, self.chunk, self._feed, self.tick)
 
     @property

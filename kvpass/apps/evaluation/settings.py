@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpass import policies
+from kvpass.apps.evaluation.full_cache import FullCache
 from kvpass.apps.evaluation.scoring import Feed
 from kvpass.apps.evaluation.session import Measure
 from kvpass.lowering.formats import KVDtype
@@ -24,7 +25,8 @@ class EvaluationSettings:
     Attributes:
         measures: what to measure.
         policies: names, optionally with options, as `kvpass.policies.parse` reads them.
-        budgets: tokens kept, or shares of the prompt.
+        budgets: tokens kept, or shares of the prompt, or of the bytes of a full cache.
+        of_bytes: whether budgets are shares of the bytes that a full cache of a measure's tokens has.
         prefill: how prompts and texts are fed: "whole", in chunks of `chunk`, or token by token.
         model: name or path for transformers; None is the bundled model.
         device, dtype: of the model; dtype "auto" is that of the checkpoint.
@@ -37,6 +39,7 @@ class EvaluationSettings:
     measures: tuple[Measure, ...]
     policies: tuple[str, ...]
     budgets: tuple[Budget, ...]
+    of_bytes: bool = False
     prefill: Feed = "token"
     chunk: int = 512
     model: str | None = None
@@ -55,16 +58,32 @@ class EvaluationSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One measure under one policy and budget, which is None for a policy that evicts nothing."""
+    """One measure under one policy and budget, which is None for a policy that evicts nothing.
+
+    Attributes:
+        kv_dtype: how keys and values are stored.
+        of_bytes: whether the budget is a share of the bytes of a full cache.
+    """
 
     measure: Measure
     policy: str
     budget: Budget | None
+    kv_dtype: KVDtype | None = None
+    of_bytes: bool = False
 
-    def slots(self, policy: Policy) -> Budget | None:
-        """Return the nearest budget that the policy can have; for one that evicts nothing, room or None."""
+    def slots(self, policy: Policy, full: FullCache) -> Budget | None:
+        """Return the nearest budget that the policy can have; for one that evicts nothing, room or None.
+
+        Args:
+            full: what the model caches.
+
+        Raises:
+            BudgetError: no budget of the policy has so few bytes.
+        """
         if self.budget is None:
             return self.measure.room if self.measure.room <= MOST_ROOM else None
+        if self.of_bytes:
+            return full.budget(self.budget, self.measure.room, policy, self.kv_dtype)
         return policy.fitting_budget(self.budget) if isinstance(self.budget, int) else self.budget
 
     def key(self, settings: EvaluationSettings, texts: str) -> dict[str, Any]:
@@ -78,6 +97,7 @@ class Case:
         fields: dict[str, Any] = dataclasses.asdict(self.measure)  # type: ignore[call-overload]
         fields = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
         case = {"measure": self.measure.name, "policy": self.policy, "budget": self.budget}
+        case |= {"of": "bytes"} if self.of_bytes else {}
         return {**case, **read, "chunk": settings.chunked, "texts": texts, "settings": fields}
 
 
@@ -93,4 +113,4 @@ def cases(settings: EvaluationSettings) -> Iterator[Case]:
     for policy, evicts in evicting.items():
         for budget in settings.budgets if evicts else (None,):
             for measure in settings.measures:
-                yield Case(measure, policy, budget)
+                yield Case(measure, policy, budget, settings.kv_dtype, settings.of_bytes and evicts)

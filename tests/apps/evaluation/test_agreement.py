@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from kvpass.apps.evaluation import agreement
+from kvpass.apps.evaluation import agreement, scoring
 from kvpass.apps.evaluation.agreement import ALL, BEFORE, SAME, AgreementMeasure, interval
-from kvpass.apps.evaluation.scoring import AgreementScores, Feed, divergence
+from kvpass.apps.evaluation.scoring import AgreementScores, Feed, FullPredictions, ScoringBatch, divergence
 from kvpass.apps.evaluation.session import Session
 from kvpass.apps.models import LoadedModel
 from kvpass.decoding.loop import DecodeLoop
+from kvpass.decoding.prefill import Caller
 from kvpass.errors import KVPassError, PolicyError
 from tests.models import build
 
@@ -63,6 +65,33 @@ def test_after_a_whole_prompt_eviction_begins_at_its_end() -> None:
     assert rows[0]["tokens"] == 3 * 4
 
 
+def test_losses_are_those_of_the_tokens() -> None:
+    found = session("full", None)
+    contexts, continuations = [found.texts["a"][:1]], [found.texts["a"][1:21]]
+    scores = found.agree(contexts, continuations)
+    expected = -found.score(contexts, continuations).log_likelihoods
+    assert scores.loss == pytest.approx(expected, abs=1e-4)
+    assert scores.full_loss == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_full_model_runs_once_for_each_batch_that_fits() -> None:
+    """Of two batches of equal size, the limit has room for the logits of one."""
+    found, calls = session("window", 8), []
+    plain = Caller.of(found.subject.model)
+    counted = dataclasses.replace(plain, call=lambda *given, **named: calls.append(1) or plain.call(*given, **named))
+    full = FullPredictions(counted)
+    full.LIMIT = 20 * 128 * 4  # type: ignore[misc]  # bytes of 20 tokens' logits over 128 words in float32
+    batches = [ScoringBatch.of([[1]], [list(range(2, 21 + n))], torch.device("cpu")) for n in (0, 1)]
+    fed = [len(list(scoring.pieces(plain, batch, 4, "chunk"))) for batch in batches]
+    first = [torch.cat(list(full.of(batch, 4, "chunk")), 1) for batch in batches]
+    assert len(calls) == sum(fed)
+    again = [torch.cat(list(full.of(batch, 4, "chunk")), 1) for batch in batches]
+    assert len(calls) == sum(fed) + fed[1]
+    assert all(map(torch.equal, first, again))
+    alone = [piece.logits for piece in scoring.pieces(plain, batches[0], 4, "chunk")]
+    assert torch.equal(first[0], torch.cat(alone, 1))
+
+
 def test_divergence_is_that_of_the_definition() -> None:
     full, ours = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.25, 0.25, 0.5])
     found = divergence(ours.log()[None, None] + 3.0, full.log()[None, None])
@@ -76,6 +105,8 @@ def test_rows_are_means_over_documents_by_hand(monkeypatch: pytest.MonkeyPatch) 
     scores = AgreementScores(
         torch.tensor([[0.0, 1.0, 3.0, 5.0, 7.0], [0.0, 0.0, 0.0, 1.0, 1.0]]),
         torch.tensor([[True, True, False, False, False], [True, True, True, True, False]]),
+        torch.tensor([[0.0, 2.0, 2.0, 4.0, 4.0], [0.0, 0.0, 0.0, 2.0, 2.0]]),
+        torch.full((2, 5), 1.5),
     )
     stub: Any = SimpleNamespace(
         texts={"a": [5] * 20}, subject=SimpleNamespace(bos=0), feed="chunk", slots=lambda tokens: 2,
@@ -87,6 +118,9 @@ def test_rows_are_means_over_documents_by_hand(monkeypatch: pytest.MonkeyPatch) 
     assert (near[KL], near[SAME]) == ((2.0 + 0.0) / 2, (0.5 + 1.0) / 2)
     assert (far[KL], far[SAME]) == ((6.0 + 1.0) / 2, (0.0 + 0.5) / 2)
     assert (whole[KL], whole["tokens"]) == ((4.0 + 0.5) / 2, 8)
+    columns = measure.columns([before, near, far, whole])
+    assert columns["perplexity"] == pytest.approx(math.exp((12 / 4 + 4 / 4) / 2))
+    assert columns["full perplexity"] == pytest.approx(math.exp(1.5))
     # Of two documents a draw has one twice, the other twice, or both.
     assert (far[f"{KL}, low"], far[f"{KL}, high"]) == (1.0, 6.0)
 

@@ -14,6 +14,7 @@ import transformers
 from kvpass.apps import cli
 from kvpass.apps.evaluation import report, run
 from kvpass.apps.evaluation.command import MADE
+from kvpass.apps.evaluation.full_cache import CacheLayer, FullCache
 from kvpass.apps.evaluation.perplexity import Perplexity
 from kvpass.apps.evaluation.recall import RecallMeasure
 from kvpass.apps.evaluation.results import FILE, Result, Results
@@ -21,6 +22,7 @@ from kvpass.apps.evaluation.settings import Case, EvaluationSettings, cases
 from kvpass.errors import KVPassError
 from kvpass.policies.cascade import Cascade
 from kvpass.policies.full import Full
+from kvpass.policies.h2o import H2O
 
 
 def settings(**more: Any) -> EvaluationSettings:
@@ -37,10 +39,12 @@ def test_a_policy_that_evicts_nothing_is_measured_once() -> None:
 
 
 def test_a_budget_is_fitted_to_the_policy() -> None:
-    assert Case(Perplexity(tokens=99), "full", None).slots(Full()) == 99
-    assert Case(Perplexity(tokens=10**6), "full", None).slots(Full()) is None  # it grows
-    assert Case(Perplexity(), "cascade", 65).slots(Cascade()) == 64
-    assert Case(Perplexity(), "cascade", 0.3).slots(Cascade()) == 0.3
+    full = FullCache((CacheLayer(2, 16, 16, torch.float32),))
+    assert Case(Perplexity(tokens=99), "full", None).slots(Full(), full) == 99
+    assert Case(Perplexity(tokens=10**6), "full", None).slots(Full(), full) is None  # it grows
+    assert Case(Perplexity(), "cascade", 65).slots(Cascade(), full) == 64
+    assert Case(Perplexity(), "cascade", 0.3).slots(Cascade(), full) == 0.3
+    assert Case(Perplexity(), "h2o", 0.25, of_bytes=True).slots(H2O(), full) == full.budget(0.25, 2048, H2O(), None)
 
 
 @pytest.mark.parametrize(
@@ -97,11 +101,26 @@ def test_every_measure_has_a_name_on_the_command_line() -> None:
     assert [MADE[name](given).name for name in cli.MEASURES] == list(cli.MEASURES) == list(MADE)
 
 
-@pytest.mark.parametrize("budget", ["0", "1.5", "many", "-3"])
-def test_bad_budgets_are_usage_errors(budget: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("option", ["--budget=0", "--budget=1.5", "--budget=many", "--budget=-3", "--bytes=2"])
+def test_bad_budgets_are_usage_errors(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cli.main(["eval", f"--budget={budget}"])
-    assert "--budget" in capsys.readouterr().err
+        cli.main(["eval", option])
+    assert option.partition("=")[0] in capsys.readouterr().err
+
+
+def test_budgets_in_bytes_are_measured_and_refused(checkpoint: Path, tmp_path: Path) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("def a(x):\n    return x + 1\n" * 9)
+    given = cli.parser().parse_args(
+        ["eval", "--model", str(checkpoint), "--text", str(text), "--prefill", "chunk", "--chunk", "8", "--tokens",
+         "64", "--policy", "h2o", "--bytes", "0.75", "0.001", "--inner", "eager", "--out", str(tmp_path / "out")],
+    )  # fmt: skip
+    given.run(given)
+    found, refused = json.loads((tmp_path / "out" / FILE).read_text())
+    full = FullCache.of(transformers.AutoModelForCausalLM.from_pretrained(checkpoint))
+    assert found["columns"]["slots"] == full.budget(0.75, 64, H2O(), None)
+    assert (found["key"]["budget"], found["key"]["of"]) == (0.75, "bytes")
+    assert "no budget of 'h2o' takes at most 0.001" in refused["error"]
 
 
 def test_an_unknown_policy_is_refused_before_anything_is_loaded(

@@ -1,0 +1,97 @@
+"""Measure the full cache of a model, and find budgets whose slots take a share of its bytes."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicLayer
+
+from kvpass import cache_names
+from kvpass.arguments import require
+from kvpass.cache.slots import Layout, Slots
+from kvpass.errors import BudgetError
+from kvpass.lowering.formats import KVDtype
+from kvpass.policies import Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheLayer:
+    """What one attention layer caches of a token: rows of keys [Hkv, D] and of values [Hkv, Dv]."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+    @property
+    def row_bytes(self) -> int:
+        return self.heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+
+    def slot_bytes(self, policy: Policy, budget: int, kv_dtype: KVDtype | None) -> int:
+        """Return the bytes of the slots of a budget, the policy's metadata and the scales of rows included."""
+        layout = Layout(
+            policy=policy,
+            budget=budget,
+            capacity=policy.capacity(budget),
+            batch=1,
+            heads=self.heads,
+            key_dim=self.key_dim,
+            value_dim=self.value_dim,
+            dtype=self.dtype,
+            device=torch.device("meta"),
+            ranked=policy.positions == "cache",
+            kv_dtype=kv_dtype,
+        )
+        return Slots.empty(layout).nbytes
+
+
+@dataclasses.dataclass(frozen=True)
+class FullCache:
+    """The cache that a model makes without kvpass."""
+
+    layers: tuple[CacheLayer, ...]
+
+    @staticmethod
+    @torch.no_grad()
+    def of(model: Any) -> FullCache:
+        """Run the model on one token and return what it cached; layers without keys and values are left out."""
+        ids = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
+        cache = cache_names.returned(model.forward(input_ids=ids, use_cache=True))
+        rows = [(layer.keys, layer.values) for layer in cache.layers if isinstance(layer, DynamicLayer)]
+        layers = [
+            CacheLayer(key.shape[1], key.shape[-1], value.shape[-1], key.dtype)
+            for key, value in rows
+            if key is not None and value is not None
+        ]
+        return FullCache(tuple(layers))
+
+    def bytes_of(self, tokens: int) -> int:
+        """Return the bytes of a conversation of `tokens` tokens."""
+        return tokens * sum(layer.row_bytes for layer in self.layers)
+
+    def budget(self, share: float, tokens: int, policy: Policy, kv_dtype: KVDtype | None) -> int:
+        """Return the largest budget whose slots take at most `share` of the bytes of `tokens` cached tokens.
+
+        Policies that give layers different budgets are counted with the mean of these.
+
+        Raises:
+            BudgetError: the smallest budget of the policy takes more bytes.
+        """
+        require(0 < share <= 1, "share", share, "must be above 0 and at most 1")
+        allowed = int(share * self.bytes_of(tokens))
+
+        def taken(budget: int) -> int:
+            return sum(layer.slot_bytes(policy, budget, kv_dtype) for layer in self.layers)
+
+        most = 8 * tokens  # more than rows of four bits in place of 32 allow
+        fits = bisect.bisect_right(range(most), allowed, lo=1, key=taken) - 1
+        budget = policy.fitting_budget(fits) if fits else 0
+        if not 0 < budget <= fits:
+            raise BudgetError(
+                f"no budget of {policy.name!r} takes at most {share:.3g} of the bytes of a full cache of {tokens} "
+                "tokens; give a larger share or more tokens"
+            )
+        return budget

@@ -1,0 +1,46 @@
+"""Bytes of full caches, and budgets in bytes, against caches that exist."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kvpass
+from kvpass.apps.evaluation.full_cache import CacheLayer, FullCache
+from kvpass.errors import BudgetError, PolicyError
+from kvpass.lowering.formats import KVDtype
+from kvpass.policies import resolve
+from tests.models import build
+
+
+def test_a_full_cache_is_that_of_the_model() -> None:
+    model = build("Llama", layers=2)
+    out = model(input_ids=torch.arange(5)[None], use_cache=True)
+    cached = sum(layer.keys.nbytes + layer.values.nbytes for layer in out.past_key_values.layers)
+    assert FullCache.of(model).bytes_of(5) == cached
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8", "int4"])
+@pytest.mark.parametrize("policy", ["streaming", "h2o", "cascade", "buzz", "sage", "snapkv", "roco"])
+def test_a_budget_takes_at_most_its_share_and_one_more_slot_takes_more(policy: str, kv_dtype: KVDtype | None) -> None:
+    """Against the bytes that `kvpass.inspect` counts in a cache that a compiled model has made."""
+    model, tokens, share = build("Llama", layers=2), 300, 0.6
+    full, chosen = FullCache.of(model), resolve(policy, {})
+    budget = full.budget(share, tokens, chosen, kv_dtype)
+
+    def taken(slots: int) -> int:
+        loop = kvpass.DecodeLoop(model, policy, budget=slots, kv_dtype=kv_dtype, inner="eager")
+        loop.prompt(torch.arange(2, 100)[None])
+        return kvpass.inspect(loop.cache).nbytes
+
+    assert taken(budget) <= share * full.bytes_of(tokens)
+    more = next(slots for slots in range(budget + 1, 2 * budget) if chosen.fitting_budget(slots) == slots)
+    assert taken(more) > share * full.bytes_of(tokens)
+
+
+def test_shares_that_no_budget_can_have_are_refused() -> None:
+    full = FullCache((CacheLayer(2, 16, 16, torch.float32),))
+    with pytest.raises(BudgetError, match=r"no budget of 'snapkv' takes at most 0\.01 of the bytes"):
+        full.budget(0.01, 100, resolve("snapkv", {}), None)
+    with pytest.raises(PolicyError, match=r"share=1\.5"):
+        full.budget(1.5, 100, resolve("h2o", {}), None)
