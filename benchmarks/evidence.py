@@ -1,0 +1,181 @@
+"""Compare all policies on a real checkpoint at equal bytes: agreement with the full cache, perplexity and retrieval.
+
+Each case is one of `kvpass eval` on SmolLM2-135M-Instruct in bfloat16.  Results are kept in the folder, so that an
+interrupted run goes on where it was.
+
+- **Agreement**: the beginning of four books (`benchmarks.books`), 2,048 tokens each, teacher-forced in chunks of 32.
+- **Retrieval**: tasks after RULER in 1,024 tokens, with the question in the prompt, or as a turn of its own once the
+  prompt has been compressed.
+
+Bytes are those of the slots, with the metadata of the policy and the scales of rows, as a share of what a full cache of
+as many tokens has in bfloat16.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+from benchmarks import apart, books
+from benchmarks.report import Row, Table
+from benchmarks.settings import Settings
+from kvpass import policies
+from kvpass.apps import checkpoint
+from kvpass.apps.evaluation import plots
+from kvpass.apps.evaluation.agreement import SAME
+from kvpass.apps.evaluation.results import Result, Results
+from kvpass.lowering.formats import KVDtype
+
+TITLE = "All policies at equal bytes"
+SHARES = (0.5, 0.25, 0.125, 0.0625)
+FORMATS: tuple[KVDtype | None, ...] = (None, "int8", "int4")
+QUESTIONS = ("inside", "after")
+TASKS = ("single", "multikey", "variables")
+KL = "KL, nats"
+ALIGNED = ("kv_align",)
+"""Policies that need a network which is trained for the model: `benchmarks.align` measures them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """Cases of `kvpass eval` that run in one process.
+
+    Attributes:
+        policy: with its options, as `kvpass.policies.parse` reads them.
+        kv_dtype: how rows are stored.
+        question: of the retrieval tasks; "" for agreement.
+    """
+
+    policy: str
+    kv_dtype: KVDtype | None
+    question: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.policy.partition(":")[0]
+
+    def folder(self, out: Path) -> Path:
+        return out / "evidence" / f"{self.name}-{self.kv_dtype or 'bfloat16'}{self.question and '-' + self.question}"
+
+    def arguments(self, out: Path, quick: bool) -> list[str]:
+        """Return the arguments of the command line."""
+        model = ["--model", checkpoint.NAME, "--dtype", "bfloat16", "--threads", "1", "--policy", self.policy]
+        stored = ["--kv-dtype", self.kv_dtype] if self.kv_dtype else []
+        text = ["--text", *map(str, books.paths())]
+        return ["eval", *model, *stored, *text, *(self._retrieval(quick) if self.question else self._agreement(quick)),
+                "--out", str(self.folder(out))]  # fmt: skip
+
+    def _agreement(self, quick: bool) -> list[str]:
+        tokens = "768" if quick else "2048"
+        return ["--measure", "agreement", "--bytes", *map(str, SHARES), "--tokens", tokens, "--documents", "4",
+                "--rows", "4", "--prefill", "chunk", "--chunk", "32", "--inner", "eager"]  # fmt: skip
+
+    def _retrieval(self, quick: bool) -> list[str]:
+        trials = "2" if quick else "12"
+        return ["--measure", "ruler", "--task", *TASKS, "--question", self.question, "--bytes", "0.25", "--trials",
+                trials, "--prefill", "whole"]  # fmt: skip
+
+
+def jobs(out: Path) -> list[Job]:
+    """Return all jobs; policies with calibrations read one that is made for the checkpoint."""
+    every = [_with_calibration(name, out) for name in policies.names() if name not in ALIGNED]
+    compared = [Job(policy, kind) for kind in FORMATS for policy in every]
+    return [*compared[: len(every)], *(Job(policy, None, question) for question in QUESTIONS for policy in every),
+            *compared[len(every) :]]  # fmt: skip
+
+
+def _with_calibration(name: str, out: Path) -> str:
+    fields = {field.name for field in dataclasses.fields(policies.get(name))}
+    return f"{name}:calibration={_calibration(out)}" if "calibration" in fields else name
+
+
+def _calibration(out: Path) -> Path:
+    return out / "evidence" / "calibration.safetensors"
+
+
+def measure(settings: Settings) -> list[Row]:
+    """Run all jobs, one on each core, and return a row for each case."""
+    if not _calibration(settings.out).is_file():
+        _calibration(settings.out).parent.mkdir(parents=True, exist_ok=True)
+        _kvpass(
+            ["calibrate", str(checkpoint.folder()), "--dtype", "bfloat16", "--out", str(_calibration(settings.out))]
+        )
+    todo = jobs(settings.out)
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        started = [pool.submit(_kvpass, job.arguments(settings.out, settings.quick)) for job in todo]
+        for each in tqdm(concurrent.futures.as_completed(started), total=len(todo), unit="job", desc="evidence"):
+            each.result()
+    return [row for job in todo for row in _rows(job, settings.out)]
+
+
+def _kvpass(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "kvpass.apps.cli", *arguments]
+    subprocess.run(command, env=apart.surroundings(1), check=True, stdout=subprocess.DEVNULL)
+
+
+def _rows(job: Job, out: Path) -> Iterator[Row]:
+    for result in Results(job.folder(out)).all:
+        yield {
+            "policy": job.name,
+            "kv_dtype": job.kv_dtype or "bfloat16",
+            "measure": result.key["measure"],
+            "question": job.question,
+            "share": result.key["budget"],
+            **_values(result),
+        }
+
+
+def _values(result: Result) -> Row:
+    return {"error": result.error} if result.error else dict(result.columns)
+
+
+def tables(rows: Sequence[Row]) -> list[Table]:
+    compared = [row for row in rows if row["measure"] == "agreement"]
+    formats = [Table(_caption(kind), list(_by_share(compared, kind))) for kind in ("bfloat16", "int8", "int4")]
+    asked = "Share of answers that are right, tasks after RULER in 1,024 tokens, slots of 25 % of the bytes, bfloat16"
+    return [*(table for table in formats if table.rows), Table(asked, list(_answers(rows)))]
+
+
+def _caption(kind: str) -> str:
+    what = "KL(full || policy) in nats, share of equal first choices, perplexity, and slots"
+    return f"{what}, by share of the bytes, {kind}"
+
+
+def _by_share(rows: Sequence[Row], kind: str) -> Iterator[Row]:
+    """Yield a line for each policy, by its divergence at the smallest share that it has."""
+    lines: dict[str, Row] = {}
+    for row in (row for row in rows if row["kv_dtype"] == kind):
+        line = lines.setdefault(row["policy"], {"policy": row["policy"]})
+        for name, short in ((KL, "KL"), (SAME, "same"), ("perplexity", "perplexity"), ("slots", "slots")):
+            for share in SHARES if row["share"] is None else (row["share"],):
+                line[f"{short}, {100 * share:g} %"] = row.get(name, row.get("error"))
+    titles = [f"{short}, {100 * share:g} %" for short in ("KL", "same", "perplexity", "slots") for share in SHARES]
+    for line in lines.values():
+        yield {"policy": line["policy"], **{title: line.get(title) for title in titles}}
+
+
+def _answers(rows: Sequence[Row]) -> Iterator[Row]:
+    found = [row for row in rows if row["measure"] == "ruler"]
+    for policy in dict.fromkeys(row["policy"] for row in found):
+        line: Row = {"policy": policy}
+        for row in (row for row in found if row["policy"] == policy):
+            line |= {f"{task}, {row['question']}": row.get(task, row.get("error")) for task in TASKS}
+        yield line
+
+
+def figures(rows: Sequence[Row]) -> dict[str, Figure]:
+    """Draw the divergence of each policy over the share of bytes."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        if row["measure"] == "agreement" and row["kv_dtype"] == "bfloat16" and row["share"] is not None and KL in row:
+            lines.setdefault(row["policy"], []).append((row["share"], row[KL]))
+    panel = {"divergence from the full cache, bfloat16": lines}
+    return {"evidence": plots.lines(panel, "share of the full cache's bytes", KL, logarithmic=True)}
