@@ -22,7 +22,7 @@ from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.capture import Capture, capture
 from kvpass.capture.head_sharding import with_head_sharding
 from kvpass.errors import KVPassError, PolicyError, UnreadableGraph, UnsupportedGraph
-from kvpass.fx import shapes, walk
+from kvpass.fx import alias, shapes, walk
 from kvpass.lowering import column_loops
 from kvpass.lowering.formats import KVDtype
 from kvpass.policies.base import Policy
@@ -197,15 +197,16 @@ class Backend(Compiler):
         if computed:
             why = "the keys are computed from what is cached, which holds rotated ones already"
             return self._absolute(computed[0], why)
+        memory = alias.Memory(captured.gm.graph)
         for site in sites:
-            found = rotary.find_rotary(captured.gm, site)
+            found = rotary.find_rotary(site)
             if found is None:
                 return self._absolute(site, "the keys carry no rotary embedding that can be told apart")
             if not found.counts_tokens(site):
                 return self._absolute(site, "a token has several positions at once")
             if not rotary.positions_of(found, site):
                 return self._absolute(site, rotary.QUERY_ROTATED_BY_OTHERS)
-            if not rotary.rotates_each_token_alone(found, site):
+            if not rotary.rotates_each_token_alone(found, site, memory):
                 return self._absolute(site, rotary.KEY_ROTATED_BY_OTHERS)
             if found.counts_rows_alike(site):
                 return self._absolute(site, rotary.ROWS_SHARE_POSITIONS)

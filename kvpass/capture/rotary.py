@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -71,27 +72,41 @@ def rows_come_first(position: fx.Node, rotated: fx.Node) -> bool:
     return dims.get(rotated) in (0, None)
 
 
-def find_rotary(gm: fx.GraphModule, site: AttentionSite) -> Rotary | None:
+def find_rotary(site: AttentionSite) -> Rotary | None:
     """Return the rotary embedding of a site's key, or None if the key does not depend on positions.
 
     `raw` is the latest key from which on everything depends on one tensor of positions and on no hidden states.
     """
-    order = {node: index for index, node in enumerate(gm.graph.nodes)}
-    ends = _boundaries(gm.graph)
-    computed_from = ancestors(site.key, stop=ends)
-    shape, tensors = value(site.key).shape, [n for n in computed_from if is_tensor(n) and n is not site.key]
-    candidates = [n for n in tensors if shapes.same(value(n).shape, shape)]
-    for raw in sorted(candidates, key=order.__getitem__, reverse=True):
-        since_raw = ancestors(site.key, stop={raw, *ends})
+    shape = value(site.key).shape
+    for raw in _latest_first(site.key):
+        if raw is site.key or not is_tensor(raw) or not shapes.same(value(raw).shape, shape):
+            continue
+        since_raw = _computing(site.key, {raw})
         positions = [node for node in since_raw if _is_converted_to_angle(node, since_raw)]
-        if len(positions) == 1 and not _carries_tokens(ancestors(site.key, stop={raw}) - ancestors(positions[0]), ends):
+        if len(positions) == 1 and not _carries_tokens(ancestors(site.key, stop={raw}) - ancestors(positions[0])):
             return Rotary(raw, positions[0])
     return None
 
 
-def _boundaries(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes of attention calls, at which searches stop."""
-    return {node for node in graph.nodes if canonical.is_attention(node) or decomposed_attention.is_boundary(node)}
+def _is_end(node: fx.Node) -> bool:
+    """Return whether a node is part of an attention call, at which searches stop."""
+    return canonical.is_attention(node) or decomposed_attention.is_boundary(node)
+
+
+def _computing(node: fx.Node, stop: Iterable[fx.Node] = ()) -> set[fx.Node]:
+    """Return the node and what it is computed from, without attention calls and what is before them."""
+    return {each for each in ancestors(node, stop, _is_end) if not _is_end(each)}
+
+
+def _latest_first(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield the nodes of `_computing`, each before its operands."""
+    todo = {node}
+    while todo:
+        latest = max(todo)
+        todo.remove(latest)
+        if not _is_end(latest):
+            yield latest
+            todo.update(latest.all_input_nodes)
 
 
 def positions_of(rotary: Rotary, site: AttentionSite) -> list[fx.Node]:
@@ -99,10 +114,10 @@ def positions_of(rotary: Rotary, site: AttentionSite) -> list[fx.Node]:
 
     A model that rotates queries and keys separately computes the same positions twice.
     """
-    ends, key_positions = _boundaries(site.call.graph), unreshaped(rotary.position)
+    key_positions = unreshaped(rotary.position)
     found = [rotary.position]
     for call in site.all:
-        computed_from = ancestors(call.query, stop=ends)
+        computed_from = _computing(call.query)
         angles = [node for node in computed_from if _is_converted_to_angle(node, computed_from)]
         same = [node for node in angles if _same(unreshaped(node), key_positions)]
         if not same:
@@ -116,15 +131,15 @@ def unreshaped(node: fx.Node) -> fx.Node:
     return walk.chain(node, lambda n: is_a(n, "moves", "keeps", "keeps_integers") and _takes_all(n))[-1]
 
 
-def rotates_each_token_alone(rotary: Rotary, site: AttentionSite) -> bool:
+def rotates_each_token_alone(rotary: Rotary, site: AttentionSite, memory: alias.Memory) -> bool:
     """Return whether a key is rotated by its own position alone, and not by other tokens of its call.
 
     Each dimension over rows or tokens, of the positions and the raw key, is followed to the rotated key through
     operations that compute each slice from the same slice.  A prompt of one token has no such dimension; it may have no
-    reductions.  No other input may depend on the number of tokens.
+    reductions.  No other input may depend on the number of tokens.  `memory` is that of the graph.
     """
     position = unreshaped(rotary.position)
-    others = alias.behind([site.key], {rotary.raw, position})
+    others = alias.behind([site.key], {rotary.raw, position}, memory=memory)
     if any(_may_count(node) for node in others):
         return False
     among = others | {rotary.raw, position}
@@ -209,10 +224,10 @@ def _is_converted_to_angle(node: fx.Node, among: set[fx.Node]) -> bool:
     return any(user in among and is_tensor(user) and value(user).is_floating_point() for user in node.users)
 
 
-def _carries_tokens(nodes: set[fx.Node], calls: set[fx.Node]) -> bool:
+def _carries_tokens(nodes: set[fx.Node]) -> bool:
     """Return whether a node brings in hidden states: attention outputs, embeddings, or inputs of rank 3 and more."""
     for node in nodes:
-        if node in calls or node.target is torch.nn.functional.embedding:
+        if _is_end(node) or node.target is torch.nn.functional.embedding:
             return True
         if node.op == "placeholder" and is_tensor(node) and value(node).is_floating_point() and value(node).ndim >= 3:
             return True

@@ -178,15 +178,19 @@ def may_alias(node: fx.Node, parent: fx.Node) -> bool:
     return tensors.share_memory(made, taken) or (not recorded and (writes(node) or name_of(node) in tagged("view")))
 
 
-def dependent(graph: fx.Graph, among: set[fx.Node], roots: list[fx.Node]) -> set[fx.Node]:
-    """Return the roots and the nodes of `among` computed from them, including memory that these nodes write to."""
-    memory, found = Memory(graph), set(roots)
-    count = 0
-    while count != len(found):
-        count = len(found)
-        for node in graph.nodes:
-            if node in among and found.intersection(node.all_input_nodes):
-                found.add(node)
-                if writes(node):
-                    found.update(among & {memory.of(node)})
+def dependent(among: set[fx.Node], roots: Sequence[fx.Node], memory: Memory | None = None) -> set[fx.Node]:
+    """Return the roots and the nodes of `among` computed from them, including memory that these nodes write to.
+
+    Args:
+        memory: of the graph, if the caller has it.
+    """
+    found, todo = set(roots), list(roots)
+    while todo:
+        following = [user for user in todo.pop().users if user in among and user not in found]
+        for node in filter(writes, list(following)):
+            memory = memory or Memory(node.graph)
+            owner = memory.of(node)
+            following += [owner] if owner in among and owner not in found else []
+        found.update(following)
+        todo += following
     return found

@@ -10,7 +10,7 @@ import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
 
-from kvpass.fx.alias import behind, dependent
+from kvpass.fx.alias import Memory, behind, dependent
 from kvpass.fx.walk import is_size, placeholders, value
 from kvpass.torch_private import tensors
 
@@ -63,6 +63,7 @@ def cut(
     *,
     unpack: bool = False,
     reader: fx.Node | None = None,
+    memory: Memory | None = None,
 ) -> Slice:
     """Cut out the computation of `results` from `replaced`; nodes independent of `replaced` become bound inputs.
 
@@ -71,10 +72,10 @@ def cut(
         resolve: returns for a size node the number that replaces it, a dynamic size, which becomes a bound input, or
             None, which leaves the node in the subgraph.
         unpack: return the one result itself instead of a tuple.
-        reader: see `behind`.
+        reader, memory: see `behind`.
     """
-    needed = behind(results, replaced, reader)
-    moving = dependent(gm.graph, needed, replaced)
+    needed = behind(results, replaced, reader, memory=memory)
+    moving = dependent(needed, replaced, memory)
     graph = fx.Graph()
     env: dict[fx.Node, Any] = {node: graph.placeholder(node.name) for node in replaced}
     bound: list[fx.Node] = []

@@ -86,7 +86,7 @@ def cut_computed_keys(
             "graph serves only one length; a sparse index and a window over such a cache do that"
         )
     results, stored = [*site.computed, *facts], [site.grown_key, site.grown_value]
-    subgraph = alias.dependent(gm.graph, alias.behind(results, stored, site.call), stored) - set(stored)
+    subgraph = alias.dependent(alias.behind(results, stored, site.call), stored) - set(stored)
     for node in subgraph:
         _check_per_token(node, tokens)
     _check_rows([node for node in gm.graph.nodes if node in subgraph], stored)

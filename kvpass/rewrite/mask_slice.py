@@ -141,7 +141,7 @@ def cut_mask(gm: fx.GraphModule, mask: fx.Node, sizes: Sizes, context: MaskConte
     sparse_indices = sparse_index.find(mask)
     subgraph = walk.ancestors(mask, [*context.stored, *(each.node for each in sparse_indices)])
     index_nodes = [*context.key_indices, *context.inputs]
-    dependent = alias.dependent(gm.graph, subgraph, index_nodes)
+    dependent = alias.dependent(subgraph, index_nodes)
     check_not_overwritten(dependent, subgraph - set(context.inputs), mask)
     facts = _facts(gm.graph, mask, context.stored, index_nodes)
     cutter = _KeyCutter(gm, sizes, context, subgraph, facts, sparse_indices)
@@ -153,24 +153,28 @@ def cut_mask(gm: fx.GraphModule, mask: fx.Node, sizes: Sizes, context: MaskConte
 def _facts(graph: fx.Graph, mask: fx.Node, stored: list[fx.Node], index_nodes: list[fx.Node]) -> list[fx.Node]:
     """Return the last tensors on the way to a mask that depend on stored rows and on no key index."""
     subgraph = walk.ancestors(mask, stored) | set(stored)
-    stored_only = alias.dependent(graph, subgraph, stored) - alias.dependent(graph, subgraph, index_nodes)
+    stored_only = alias.dependent(subgraph, stored) - alias.dependent(subgraph, index_nodes)
     stored_only = {node for node in stored_only & subgraph if walk.is_tensor(node)}
     return [
         n for n in graph.nodes if n in stored_only and (n is mask or any(u in subgraph - stored_only for u in n.users))
     ]
 
 
-def check_not_overwritten(moved: set[fx.Node], behind: set[fx.Node], result: fx.Node) -> None:
+def check_not_overwritten(
+    moved: set[fx.Node], behind: set[fx.Node], result: fx.Node, memory: alias.Memory | None = None
+) -> None:
     """Refuse in-place writes that a copy of a subgraph would miss.
 
     Args:
         moved: the nodes that are copied.
         behind: all nodes that the result is computed from.
+        memory: of the graph, if the caller has it.
 
     Raises:
         UnsupportedGraph: another node writes to their memory, for `behind` only after `result`.
     """
-    for writer in (alias.overwritten(moved), alias.overwritten(behind, since=result)):
+    memory = memory or alias.Memory(result.graph)
+    for writer in (alias.overwritten(moved, memory=memory), alias.overwritten(behind, result, memory)):
         if writer is not None:
             raise UnsupportedGraph(
                 f"{walk.source_line(writer)}: {walk.name_of(writer)!r} writes in place to what an attention mask "
@@ -206,7 +210,7 @@ class _KeyCutter:
         axes = {node: self._axis_of(node) for node in facts}
         axes |= {each.node: value(each.node).ndim - 1 for each in sparse_indices}
         self.axes = KeyAxis(gm.graph, subgraph, sizes, context, axes)
-        self.on_fact = set(facts) | alias.dependent(gm.graph, subgraph, [*facts, *context.stored])
+        self.on_fact = set(facts) | alias.dependent(subgraph, [*facts, *context.stored])
         self.bound, self.host_input = list[fx.Node](), list[fx.Node]()
 
     def _index_in(self, dtype: torch.dtype, index: fx.Node) -> fx.Node:

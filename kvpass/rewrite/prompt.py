@@ -103,7 +103,7 @@ def rewrite_prompt(
                 for each in site.all:
                     _scale_queries(copy.graph, each, moved, policy, valid)
         with copy.graph.inserting_before(moved[site.call].next):  # not at the end: queries would outlive their layer
-            rotary = find_rotary(gm, site) if ranked else None
+            rotary = find_rotary(site) if ranked else None
             keys, values = site.keys_out, site.values_out
             if site.window is not None:
                 keys, values = emit(moved[site.grown_key]), emit(moved[site.grown_value])

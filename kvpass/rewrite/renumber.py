@@ -98,7 +98,7 @@ def _counts(index: fx.Node, argument_of: dict[fx.Node, Any], fits: Plausible) ->
 
 def _angle_readers(gm: fx.GraphModule, sites: list[AttentionSite]) -> list[Reader]:
     """Return the nodes that turn position ids into the angles of a rotary embedding."""
-    rotaries = [find_rotary(gm, site) for site in sites]
+    rotaries = [find_rotary(site) for site in sites]
     positions = dict.fromkeys(rotary.position for rotary in rotaries if rotary is not None)
     return [
         _reader(user, node, sites)

@@ -7,6 +7,7 @@ No formula is recognised.  The subgraph that computes the cached key from positi
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -207,14 +208,17 @@ def probe_rotaries(
     gm: fx.GraphModule, sites: Sequence[AttentionSite], sizes: Sizes, arguments: Sequence[Any], device: torch.device
 ) -> Tensor | None:
     """Return `RotarySlice.probe` of all rotary embeddings of a graph for the arguments of a call, or None."""
-    found: dict[tuple[fx.Node, ...], Tensor] = {}
+    cuts: dict[tuple[fx.Node, ...], RotarySlice] = {}
+    memory = alias.Memory(gm.graph)
     for site in sites:
-        rotary = find_rotary(gm, site)
-        angles = () if rotary is None else tuple(_angles(gm, site.key, rotary))
-        if rotary is not None and angles not in found:
-            cut = cut_rotary(gm, site, rotary, sizes)
-            found[angles] = cut.probe(splicing.computing(gm, list(cut.angles.bound))(*arguments), device)
-    return torch.cat(list(found.values())) if found else None
+        rotary = find_rotary(site)
+        angles = () if rotary is None else tuple(_angles(site.key, rotary, memory))
+        if rotary is not None and angles not in cuts:
+            cuts[angles] = cut_rotary(gm, site, rotary, sizes, memory)
+    bound = [node for cut in cuts.values() for node in cut.angles.bound]
+    values = iter(splicing.computing(gm, bound)(*arguments))
+    probes = [cut.probe(tuple(itertools.islice(values, len(cut.angles.bound))), device) for cut in cuts.values()]
+    return torch.cat(probes) if probes else None
 
 
 def _head_by_head(rotated: Tensor) -> Tensor:
@@ -259,8 +263,10 @@ def _with_first(original: Slice, dims_of: list[list[int]]) -> Slice:
     return Slice(fx.GraphModule(original.module, graph), original.bound)
 
 
-def cut_rotary(gm: fx.GraphModule, site: AttentionSite, rotary: Rotary, sizes: Sizes) -> RotarySlice:
-    """Cut out the rotary embedding of a site's key.
+def cut_rotary(
+    gm: fx.GraphModule, site: AttentionSite, rotary: Rotary, sizes: Sizes, memory: alias.Memory
+) -> RotarySlice:
+    """Cut out the rotary embedding of a site's key; `memory` is that of the graph.
 
     Raises:
         UnsupportedGraph: the embedding uses the cache's length as a size, or a subgraph is overwritten in place.
@@ -272,11 +278,12 @@ def cut_rotary(gm: fx.GraphModule, site: AttentionSite, rotary: Rotary, sizes: S
             raise UnsupportedGraph(f"{line}: the rotary embedding uses the cache's length, {value(node)}, as a size")
         return sizes.fixed(node)
 
-    subgraph = alias.behind([site.key], {rotary.raw})
-    check_not_overwritten(alias.dependent(gm.graph, subgraph, [rotary.raw, rotary.position]), subgraph, site.key)
-    angles = _angles(gm, site.key, rotary)
-    rotate_slice = splicing.cut(gm, [site.key], [rotary.raw, *angles], resolve, unpack=True)
-    angle_slice = splicing.cut(gm, angles, [rotary.position], resolve)
+    subgraph = alias.behind([site.key], {rotary.raw}, memory=memory)
+    moved = alias.dependent(subgraph, [rotary.raw, rotary.position], memory)
+    check_not_overwritten(moved, subgraph, site.key, memory)
+    angles = _angles(site.key, rotary, memory)
+    rotate_slice = splicing.cut(gm, [site.key], [rotary.raw, *angles], resolve, unpack=True, memory=memory)
+    angle_slice = splicing.cut(gm, angles, [rotary.position], resolve, memory=memory)
     position, *angle_inputs = (_spec_of(node, sizes) for node in (rotary.position, *angle_slice.bound))
     rotate_inputs = tuple(_spec_of(node, sizes) for node in (rotary.raw, *rotate_slice.bound))
     dtypes = tuple(value(node).dtype for node in angles)
@@ -290,9 +297,9 @@ def _spec_of(node: fx.Node, sizes: Sizes) -> Spec:
     return tuple(sizes.fixed(size) for size in tensor.shape), tensor.dtype
 
 
-def _angles(gm: fx.GraphModule, key: fx.Node, rotary: Rotary) -> list[fx.Node]:
+def _angles(key: fx.Node, rotary: Rotary, memory: alias.Memory) -> list[fx.Node]:
     """Return the tensors that depend on positions alone and with which the key is rotated."""
-    rest = alias.behind([key], {rotary.raw})
-    on_position = alias.dependent(gm.graph, rest, [rotary.position])
-    on_key = alias.dependent(gm.graph, rest | {rotary.raw}, [rotary.raw])
-    return [n for n in gm.graph.nodes if n in on_position - on_key and any(user in on_key for user in n.users)]
+    rest = alias.behind([key], {rotary.raw}, memory=memory)
+    on_position = alias.dependent(rest, [rotary.position], memory)
+    on_key = alias.dependent(rest | {rotary.raw}, [rotary.raw], memory)
+    return sorted(n for n in on_position - on_key if any(user in on_key for user in n.users))

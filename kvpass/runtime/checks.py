@@ -43,7 +43,7 @@ class PositionCheck:
     """
 
     def __init__(self, gm: fx.GraphModule, sites: list[AttentionSite]) -> None:
-        rotaries = [find_rotary(gm, site) for site in sites]
+        rotaries = [find_rotary(site) for site in sites]
         nodes = list(dict.fromkeys(unreshaped(rotary.position) for rotary in rotaries if rotary))
         self._given = [node.op == "placeholder" for node in nodes]
         self._module = splicing.computing(gm, nodes)

@@ -94,7 +94,7 @@ def test_rotary_embeddings_are_found_by_structure(architecture: str, found: bool
 
     def backend(gm: fx.GraphModule, examples: Any) -> Any:
         captured = capture(gm, [False] * len(examples))
-        seen.extend(find_rotary(captured.gm, site) is not None for site in captured.sites)
+        seen.extend(find_rotary(site) is not None for site in captured.sites)
         return gm.forward
 
     ids, _ = prompt(2, 6, ())

@@ -26,7 +26,7 @@ from kvpass.capture.rotary import (
     unreshaped,
 )
 from kvpass.errors import UnsupportedGraph
-from kvpass.fx import shapes, walk
+from kvpass.fx import alias, shapes, walk
 from kvpass.fx.walk import value
 from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.logs import Record
@@ -43,10 +43,11 @@ def rotate_at_read(step: StepContext) -> Record:
     """
     if not step.ranked:
         return Record(left={"keys": "they are stored as they are attended to"})
-    found = [_rotary(step, layer) for layer in range(len(step.sites))]
+    memory = alias.Memory(step.gm.graph)
+    found = [_rotary(step, layer, memory) for layer in range(len(step.sites))]
     step.raw_keys = [rotary.raw for rotary in found]
     step.rotaries = [
-        cut_rotary(step.gm, site, rotary, step.sizes) for site, rotary in zip(step.sites, found, strict=True)
+        cut_rotary(step.gm, site, rotary, step.sizes, memory) for site, rotary in zip(step.sites, found, strict=True)
     ]
     positions = list(dict.fromkeys(p for layer, rotary in enumerate(found) for p in _positions(step, layer, rotary)))
     first = _rank_of_first(step)
@@ -55,13 +56,13 @@ def rotate_at_read(step: StepContext) -> Record:
     return Record([position.name for position in positions])
 
 
-def _rotary(step: StepContext, layer: int) -> Rotary:
-    rotary = find_rotary(step.gm, step.sites[layer])
+def _rotary(step: StepContext, layer: int, memory: alias.Memory) -> Rotary:
+    rotary = find_rotary(step.sites[layer])
     if rotary is None:
         raise UnsupportedGraph(
             f"{step.line(layer)}: the keys have a rotary embedding in the prompt, but not in this step"
         )
-    if not rotates_each_token_alone(rotary, step.sites[layer]):
+    if not rotates_each_token_alone(rotary, step.sites[layer], memory):
         _refuse(step, layer, KEY_ROTATED_BY_OTHERS)
     return rotary
 

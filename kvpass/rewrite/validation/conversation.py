@@ -278,7 +278,7 @@ class Conversation:
     def positions_follow_padding(self, layer: int) -> bool:
         """Return whether the model's own positions count real tokens only."""
         site = self.step.sites[layer]
-        rotary = None if self.valid.all() else find_rotary(self.step.canonical, site)
+        rotary = None if self.valid.all() else find_rotary(site)
         return rotary is not None and not self.step.padding_inputs.keys().isdisjoint(walk.ancestors(rotary.position))
 
     def _rotate(self, rotary: RotarySlice, key: Tensor, follows: bool, bound: list[Any]) -> Tensor:
