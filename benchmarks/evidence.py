@@ -38,7 +38,7 @@ TITLE = "All policies at equal bytes"
 SHARES = (0.5, 0.25, 0.125, 0.0625)
 FORMATS: tuple[KVDtype | None, ...] = (None, "int8", "int4")
 QUESTIONS = ("inside", "after")
-TASKS = ("single", "multikey", "variables")
+TASKS = ("single", "multikey")
 KL = "KL, nats"
 ALIGNED = ("kv_align",)
 """Policies that need a network which is trained for the model: `benchmarks.align` measures them."""
@@ -79,7 +79,7 @@ class Job:
                 "--rows", "4", "--prefill", "chunk", "--chunk", "32", "--inner", "eager"]  # fmt: skip
 
     def _retrieval(self, quick: bool) -> list[str]:
-        trials = "2" if quick else "12"
+        trials = "2" if quick else "6"
         return ["--measure", "ruler", "--task", *TASKS, "--question", self.question, "--bytes", "0.25", "--trials",
                 trials, "--prefill", "whole"]  # fmt: skip
 
