@@ -297,13 +297,3 @@ def test_models_and_policies_that_need_their_graphs_are_refused(model: Any, tmp_
     with pytest.raises(UnsupportedGraph, match="slots whose number depends on the prompt"):
         kvpass.export(model, tmp_path / "none", policy="d2o", budget=16)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-def test_the_example(tmp_path: Path) -> None:
-    command = [sys.executable, "examples/export.py", str(tmp_path / "artifact")]
-    first, second = (subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True) for _ in range(2))
-    assert first.stdout == second.stdout
-    assert len(first.stdout) > 100
-    assert "exported, digest" in first.stderr
-    assert "exported, digest" not in second.stderr

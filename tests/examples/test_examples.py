@@ -22,11 +22,24 @@ pytestmark = [
 
 
 def run(name: str) -> str:
-    command = [sys.executable, str(ROOT / "examples" / f"{name}.py")]
+    return finished(name).stdout
+
+
+def finished(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "examples" / f"{name}.py"), *arguments]
     where = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     made = subprocess.run(command, cwd=ROOT, env=where, capture_output=True, text=True, timeout=600)
     assert made.returncode == 0, made.stderr
-    return made.stdout
+    return made
+
+
+def test_export(tmp_path: Path) -> None:
+    first, second = (finished("export", str(tmp_path / "exported")) for _ in range(2))
+    assert first.stdout == second.stdout
+    assert len(first.stdout) > 100
+    assert re.search(r"exported in [\d.]+ s, digest \w{16}", first.stderr)
+    assert "exported in" not in second.stderr
+    assert "second token after" in second.stderr
 
 
 def test_chat() -> None:
