@@ -93,8 +93,8 @@ def checked_rows(index: Tensor, least: int, rows: int) -> Tensor:
     Raises:
         LookupRangeError: an index is outside of the table.
     """
-    if index.numel():
-        low, high = (int(end) for end in index.aminmax())
+    if count := index.numel():
+        low, high = [int(index)] * 2 if count == 1 else map(int, index.aminmax())  # one row decodes one token
         if low < least or high >= rows:
             wrong = low if low < least else high
             raise LookupRangeError(
