@@ -39,7 +39,7 @@ SHARES = (0.5, 0.25, 0.125, 0.0625)
 FORMATS: tuple[KVDtype | None, ...] = (None, "int8", "int4")
 QUESTIONS = ("inside", "after")
 TASKS = ("single", "multikey")
-KL = "KL, nats"
+KL, PERPLEXITY = "KL, nats", "perplexity / full"
 ALIGNED = ("kv_align",)
 """Policies that need a network which is trained for the model: `benchmarks.align` measures them."""
 
@@ -145,21 +145,30 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def _caption(kind: str) -> str:
-    what = "KL(full || policy) in nats, share of equal first choices, perplexity, and slots"
+    what = "KL(full || policy) in nats, share of equal first choices, perplexity over that of the full cache, and slots"
     return f"{what}, by share of the bytes, {kind}"
 
 
 def _by_share(rows: Sequence[Row], kind: str) -> Iterator[Row]:
-    """Yield a line for each policy, by its divergence at the smallest share that it has."""
+    """Yield a line for each policy."""
     lines: dict[str, Row] = {}
     for row in (row for row in rows if row["kv_dtype"] == kind):
-        line = lines.setdefault(row["policy"], {"policy": row["policy"]})
-        for name, short in ((KL, "KL"), (SAME, "same"), ("perplexity", "perplexity"), ("slots", "slots")):
-            for share in SHARES if row["share"] is None else (row["share"],):
-                line[f"{short}, {100 * share:g} %"] = row.get(name, row.get("error"))
-    titles = [f"{short}, {100 * share:g} %" for short in ("KL", "same", "perplexity", "slots") for share in SHARES]
-    for line in lines.values():
-        yield {"policy": line["policy"], **{title: line.get(title) for title in titles}}
+        line = lines.setdefault(row["policy"], {})
+        for share in SHARES if row["share"] is None else (row["share"],):
+            line |= {f"{name}, {100 * share:g} %": value for name, value in _shown(row).items()}
+    titles = [f"{name}, {100 * share:g} %" for name in ("KL", "same", PERPLEXITY, "slots") for share in SHARES]
+    for policy, line in lines.items():
+        yield {"policy": policy, **{title: line.get(title) for title in titles}}
+
+
+def _shown(row: Row) -> Row:
+    """Return what a table shows of a case; what evicts nothing agrees as it does before an eviction."""
+    if "error" in row:
+        return {"KL": row["error"]}
+    if row["share"] is None:
+        return {"KL": row["KL, before"], "same": row["same, before"]}
+    perplexity = row["perplexity"] / row["full perplexity"]
+    return {"KL": row[KL], "same": row[SAME], PERPLEXITY: perplexity, "slots": row["slots"]}
 
 
 def _answers(rows: Sequence[Row]) -> Iterator[Row]:

@@ -1,0 +1,71 @@
+"""Jobs of the comparison at equal bytes, its tables, and the digest of the books."""
+
+from __future__ import annotations
+
+import subprocess
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import books, evidence
+from kvpass import policies
+from kvpass.apps import cli
+from kvpass.apps.evaluation.command import settings
+
+
+@pytest.fixture
+def no_books(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(books, "paths", lambda: [Path(name) for name in books.NAMES])
+
+
+@pytest.mark.usefixtures("no_books")
+def test_every_policy_has_a_job_that_the_command_line_takes(tmp_path: Path) -> None:
+    jobs = evidence.jobs(tmp_path)
+    agreements = {job.name for job in jobs if not job.question}
+    assert agreements | {"kv_align"} == set(policies.names())
+    assert len(jobs) == len(agreements) * (len(evidence.FORMATS) + len(evidence.QUESTIONS))
+    assert len({job.folder(tmp_path) for job in jobs}) == len(jobs)
+    for job in jobs:
+        found = settings(cli.parser().parse_args(job.arguments(tmp_path, quick=False)))
+        assert found.of_bytes
+        assert found.kv_dtype == job.kv_dtype
+        assert found.budgets == ((0.25,) if job.question else evidence.SHARES)
+
+
+def row(policy: str, share: float | None, kl: float, **more: Any) -> dict[str, Any]:
+    columns = {evidence.KL: kl, evidence.SAME: 1 - kl, "perplexity": 22.0, "full perplexity": 20.0, "slots": 9}
+    return {"policy": policy, "kv_dtype": "bfloat16", "measure": "agreement", "share": share, **columns, **more}
+
+
+def test_tables_have_a_line_for_each_policy() -> None:
+    rows = [
+        row("full", None, 0.0, **{"KL, before": 0.001, "same, before": 0.99}),
+        row("h2o", 0.5, 0.1),
+        row("h2o", 0.25, 0.2),
+        row("d2o", 0.5, 0.3),
+    ]
+    answers = {"measure": "ruler", "kv_dtype": "bfloat16", "policy": "h2o", "share": 0.25}
+    rows += [{**answers, "question": "after", "single": 0.5}, {**answers, "question": "inside", "error": "why"}]
+    compared, asked = evidence.tables(rows)
+    assert [line["policy"] for line in compared.rows] == ["full", "h2o", "d2o"]
+    full, h2o, _ = compared.rows
+    assert [full[f"KL, {share} %"] for share in ("50", "25", "12.5", "6.25")] == [0.001] * 4
+    assert (h2o["KL, 50 %"], h2o["KL, 25 %"], h2o["KL, 6.25 %"]) == (0.1, 0.2, None)
+    assert h2o["perplexity / full, 50 %"] == pytest.approx(1.1)
+    assert (asked.rows[0]["single, after"], asked.rows[0]["single, inside"]) == (0.5, "why")
+    assert set(evidence.figures(rows)) == {"evidence"}
+
+
+def test_books_of_other_content_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(command: list[str], **_: Any) -> Any:
+        with tarfile.open(Path(command[-1]) / f"{books.PACKAGE}-{books.VERSION}.tar.gz", "w:gz") as archive:
+            archive.add(__file__, "other")
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setenv("KVPASS_CACHE", str(tmp_path))
+    monkeypatch.setattr(subprocess, "run", download)
+    with pytest.raises(RuntimeError, match="has the digest .* not " + books.SHA256):
+        books.paths()
+    assert not list(tmp_path.rglob("*.txt"))
