@@ -40,6 +40,12 @@ FORMATS: tuple[KVDtype | None, ...] = (None, "int8", "int4")
 QUESTIONS = ("inside", "after")
 TASKS = ("single", "multikey")
 KL, PERPLEXITY = "KL, nats", "perplexity / full"
+NO_BUDGET = "no budget"
+"""What is said of a policy whose smallest budget has more bytes."""
+PANELS = {
+    "KL(full || policy) in nats, and the share of equal first choices": ("KL", "same"),
+    "Perplexity over that of the full cache, and slots": (PERPLEXITY, "slots"),
+}
 ALIGNED = ("kv_align",)
 """Policies that need a network which is trained for the model: `benchmarks.align` measures them."""
 
@@ -139,24 +145,23 @@ def _values(result: Result) -> Row:
 
 def tables(rows: Sequence[Row]) -> list[Table]:
     compared = [row for row in rows if row["measure"] == "agreement"]
-    formats = [Table(_caption(kind), list(_by_share(compared, kind))) for kind in ("bfloat16", "int8", "int4")]
+    found = [
+        Table(f"{what}, by share of the bytes of a full cache, rows in {kind}", list(_by_share(compared, kind, names)))
+        for kind in ("bfloat16", "int8", "int4")
+        for what, names in PANELS.items()
+    ]
     asked = "Share of answers that are right, tasks after RULER in 1,024 tokens, slots of 25 % of the bytes, bfloat16"
-    return [*(table for table in formats if table.rows), Table(asked, list(_answers(rows)))]
+    return [table for table in (*found, Table(asked, list(_answers(rows)))) if table.rows]
 
 
-def _caption(kind: str) -> str:
-    what = "KL(full || policy) in nats, share of equal first choices, perplexity over that of the full cache, and slots"
-    return f"{what}, by share of the bytes, {kind}"
-
-
-def _by_share(rows: Sequence[Row], kind: str) -> Iterator[Row]:
-    """Yield a line for each policy."""
+def _by_share(rows: Sequence[Row], kind: str, names: Sequence[str]) -> Iterator[Row]:
+    """Yield a line for each policy, with a column for each name and share."""
     lines: dict[str, Row] = {}
     for row in (row for row in rows if row["kv_dtype"] == kind):
-        line = lines.setdefault(row["policy"], {})
+        line, shown = lines.setdefault(row["policy"], {}), _shown(row)
         for share in SHARES if row["share"] is None else (row["share"],):
-            line |= {f"{name}, {100 * share:g} %": value for name, value in _shown(row).items()}
-    titles = [f"{name}, {100 * share:g} %" for name in ("KL", "same", PERPLEXITY, "slots") for share in SHARES]
+            line |= {f"{name}, {100 * share:g} %": shown.get(name) for name in names}
+    titles = [f"{name}, {100 * share:g} %" for name in names for share in SHARES]
     for policy, line in lines.items():
         yield {"policy": policy, **{title: line.get(title) for title in titles}}
 
@@ -164,7 +169,7 @@ def _by_share(rows: Sequence[Row], kind: str) -> Iterator[Row]:
 def _shown(row: Row) -> Row:
     """Return what a table shows of a case; what evicts nothing agrees as it does before an eviction."""
     if "error" in row:
-        return {"KL": row["error"]}
+        return dict.fromkeys(("KL", "same", PERPLEXITY, "slots"), NO_BUDGET if NO_BUDGET in row["error"] else "refused")
     if row["share"] is None:
         return {"KL": row["KL, before"], "same": row["same, before"]}
     perplexity = row["perplexity"] / row["full perplexity"]

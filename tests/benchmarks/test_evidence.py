@@ -48,12 +48,15 @@ def test_tables_have_a_line_for_each_policy() -> None:
     ]
     answers = {"measure": "ruler", "kv_dtype": "bfloat16", "policy": "h2o", "share": 0.25}
     rows += [{**answers, "question": "after", "single": 0.5}, {**answers, "question": "inside", "error": "why"}]
-    compared, asked = evidence.tables(rows)
-    assert [line["policy"] for line in compared.rows] == ["full", "h2o", "d2o"]
-    full, h2o, _ = compared.rows
+    rows += [row("knorm", 0.25, 0.0, error="no budget of 'knorm' takes at most that")]
+    compared, sizes, asked = evidence.tables(rows)
+    assert [line["policy"] for line in compared.rows] == ["full", "h2o", "d2o", "knorm"]
+    full, h2o, _, knorm = compared.rows
     assert [full[f"KL, {share} %"] for share in ("50", "25", "12.5", "6.25")] == [0.001] * 4
     assert (h2o["KL, 50 %"], h2o["KL, 25 %"], h2o["KL, 6.25 %"]) == (0.1, 0.2, None)
-    assert h2o["perplexity / full, 50 %"] == pytest.approx(1.1)
+    assert (knorm["KL, 25 %"], knorm["KL, 50 %"]) == ("no budget", None)
+    assert sizes.rows[1]["perplexity / full, 50 %"] == pytest.approx(1.1)
+    assert sizes.rows[1]["slots, 50 %"] == 9
     assert (asked.rows[0]["single, after"], asked.rows[0]["single, inside"]) == (0.5, "why")
     assert set(evidence.figures(rows)) == {"evidence"}
 
