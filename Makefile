@@ -30,7 +30,7 @@ CASES += tests/test_compiled.py::test_the_smallest_case_by_default
 CASES += 'tests/test_compiled.py::test_inductor_equals_eager[Llama-streaming]'
 CASES += tests/decoding/test_loop.py::test_compiled_by_inductor
 CASES += 'tests/decoding/test_loop.py::test_a_decode_loop_runs_no_generated_python[h2o]'
-# What `make newest` runs beside these: names of caches, of torch and of operators, and what triton makes for GPUs.
+# What `make newest` runs in addition to these: names of caches, of torch and of operators, and what triton makes for GPUs.
 CHANGED := tests/test_cache_names.py tests/diagnostics/test_doctor.py tests/decoding/test_prefill.py tests/capture/test_capture.py \
     tests/gpu/test_cuda_emission.py
 

@@ -1,6 +1,6 @@
 """Measure what the pages of figures report: python -m benchmarks [PART ...] --out out/benchmarks
 
-Each part writes PART.json and its plots.  report.md has all tables, and each target beside its figure.
+Each part writes PART.json and its plots.  report.md has all tables, and each target with its figure.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import benchmarks
 from benchmarks import (
     batches,
     bounded,
-    caching,
     chunks,
     compilation,
     cropping,
@@ -23,8 +22,6 @@ from benchmarks import (
     evidence,
     overhead,
     passkey,
-    perplexity,
-    picture,
     prompt,
     prompt_scores,
     recall,
@@ -46,7 +43,6 @@ PARTS: dict[str, ModuleType] = {
         step,
         overhead,
         batches,
-        caching,
         prompt,
         prompt_scores,
         chunks,
@@ -54,8 +50,6 @@ PARTS: dict[str, ModuleType] = {
         compilation,
         sizes,
         stream,
-        picture,
-        perplexity,
         recall,
         passkey,
         equal_bytes,

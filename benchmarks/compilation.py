@@ -1,4 +1,4 @@
-"""Time compilation in a fresh process, by depth, beside stock torch.compile, with cold and warm caches.
+"""Time compilation in a fresh process, by depth, compared with stock torch.compile, with cold and warm caches.
 
 A prompt of 64 tokens, two steps and a second prompt are timed from the first call on.  kvpass runs the first prompt
 uncompiled, and compiles it at the second one.

@@ -1,4 +1,4 @@
-"""Time steps and chunks with `crop`, which allows tokens to be taken back, beside the same without it."""
+"""Time steps and chunks with and without `crop`, which allows tokens to be taken back."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def measure(settings: Settings) -> list[Row]:
 
 
 def effort(name: str) -> tuple[object, ...]:
-    """Return a key that sorts policies by what they need beside attention."""
+    """Return a key that sorts policies by what they need in addition to attention."""
     policy = policies.get(name)
     return policy.evicts, takes_aligner(name), policy.positions == "cache", len(policy.statistics), name
 
@@ -211,9 +211,7 @@ def targets(rows: Sequence[Row]) -> list[Target]:
     """Return the targets for the perplexity of each format with as many tokens held."""
     found = _by_policy(rows, PERPLEXITY)
     return [
-        Target(
-            "equal_bytes", f"{policy}: perplexity in {kind}, beside the same tokens unrounded: {more}", limit, more.mean
-        )
+        Target("equal_bytes", f"{policy}: perplexity in {kind}, of the same tokens unrounded: {more}", limit, more.mean)
         for policy, cells in found.items()
         for kind, limit in LIMITS.items()
         if (more := difference(cells, kind)) is not None
@@ -243,7 +241,7 @@ def figures(rows: Sequence[Row]) -> dict[str, Figure]:
 
 
 def grouped(panels: Mapping[str, Mapping[str, Mapping[str, float]]], spread: float = 4.0) -> Figure:
-    """Draw a panel for each title, one above the other, with a bar for each kind beside every name that has a value.
+    """Draw a panel for each title, one above the other, with a bar for each kind at every name that has a value.
 
     Args:
         spread: an axis is logarithmic if its largest value is this many times the middle one.

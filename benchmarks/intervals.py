@@ -1,4 +1,4 @@
-"""The step of policies that compact at intervals, averaged over their intervals, beside one that evicts at every step.
+"""The step of policies that compact at intervals, averaged over their intervals, and of one that evicts at every step.
 
 python -m benchmarks.intervals [POLICY ...] [--budget 1024] [--rounds 8]
 
@@ -21,9 +21,9 @@ from kvpass import policies
 from kvpass.apps import checkpoint, corpus
 from kvpass.apps.evaluation.tables import markdown
 
-BESIDE = "h2o"
+COMPARED_WITH = "h2o"
 REDRAWN = "random:redraw=True:recent=64:interval=64"
-POLICIES = (BESIDE, "h2o:interval=128", REDRAWN, "keydiff", "vase", "vase:variant=dkv", "r_kv")
+POLICIES = (COMPARED_WITH, "h2o:interval=128", REDRAWN, "keydiff", "vase", "vase:variant=dkv", "r_kv")
 TURN, PROMPT = 128, 1100
 
 
@@ -58,8 +58,8 @@ def rows(names: list[str], budget: int, rounds: int) -> list[Row]:
             "compacted to": policies.parse(name).compacted(budget),
             "ms, least": least[name],
             "ms, median": middle[name],
-            f"least, of {BESIDE}": least[name] / least[BESIDE],
-            f"median, of {BESIDE}": middle[name] / middle[BESIDE],
+            f"least, of {COMPARED_WITH}": least[name] / least[COMPARED_WITH],
+            f"median, of {COMPARED_WITH}": middle[name] / middle[COMPARED_WITH],
         }
         for name in names
     ]
@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=8)
     given = parser.parse_args()
-    chosen = [BESIDE, *(name for name in given.policies if name != BESIDE)]
+    chosen = [COMPARED_WITH, *(name for name in given.policies if name != COMPARED_WITH)]
     print(markdown(rows(chosen, given.budget, given.rounds)))
 
 

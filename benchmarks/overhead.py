@@ -1,4 +1,4 @@
-"""Time the step of each policy beside a step that attends to as many slots and chooses nothing.
+"""Compare the step of each policy with one that attends to as many slots and chooses nothing.
 
 `bounded.Untended` is that model; with 8 slots it is the floor, which does little but read its weights.
 """
@@ -21,7 +21,7 @@ from benchmarks.settings import Settings
 from benchmarks.step import PROMPT
 from benchmarks.timing import Local, Plan, interleaved, medians, spread
 
-TITLE = "A policy's step beside attention with no policy"
+TITLE = "A policy's step compared with attention without a policy"
 FLOOR, PLAIN = "8 slots, no policy (the floor)", "no policy"
 
 LIMITS = {
@@ -89,7 +89,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
             line[f"{title}: ms"] = row["ms"]
             line[f"{title}: of no policy"] = row["ms"] / cases[PLAIN]["ms"]
             line[f"{title}: of the floor"] = row["ms"] / cases[FLOOR]["ms"]
-    return [Table("Step of a policy beside no policy", [*lines.values()])]
+    return [Table("Step of a policy compared with no policy", [*lines.values()])]
 
 
 def targets(rows: Sequence[Row]) -> list[Target]:

@@ -20,7 +20,7 @@ from benchmarks.report import Row, Table
 from benchmarks.settings import Settings
 from kvpass import cache_names
 from kvpass.apps.evaluation import recall
-from kvpass.apps.evaluation.pairs import PlantedPairs, Tongue, plant
+from kvpass.apps.evaluation.pairs import PairVocabulary, PlantedPairs, plant
 from kvpass.apps.evaluation.retrieval import NOISE
 from kvpass.apps.models import LoadedModel, load_memory
 from kvpass.decoding.prefill import Caller
@@ -57,7 +57,7 @@ def planted_at(subject: LoadedModel, depth: float, trials: int, length: int) -> 
     documents[:, 0] = subject.bos
     behind = length - 1 - recall.TIMES * (recall.VALUE + 3)
     distance = behind - round(depth * behind)
-    return plant(documents, Tongue.of(subject.tokenizer), (distance,), recall.VALUE, SEED, recall.TIMES)
+    return plant(documents, PairVocabulary.of(subject.tokenizer), (distance,), recall.VALUE, SEED, recall.TIMES)
 
 
 def accuracies(caller: Caller, planted: Sequence[PlantedPairs], tick: Any) -> dict[str, list[float]]:

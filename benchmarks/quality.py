@@ -1,4 +1,4 @@
-"""Measure the perplexity of every policy at several budgets, beside full, window, random and the papers.
+"""Measure the perplexity of every policy at several budgets, compared with full, window, random and the papers.
 
     python -m benchmarks.quality --out out/quality
 
@@ -37,7 +37,7 @@ from kvpass.torch_private.dynamo import captured_graphs, graph_breaks
 
 LEFT_OUT = ("kv_align", "tri_attention", "expected_attention")  # they need weights that were made for the model
 FILE = "quality.json"
-BESIDE = ("full", "window", "random")  # the limits that the others are measured against
+LIMITS = ("full", "window", "random")  # the limits that the others are measured against
 
 COLOURS = colormaps["tab20"]
 
@@ -181,7 +181,7 @@ def table(rows: Sequence[Row], prompt: int) -> str:
     budgets = sorted({row["budget"] for row in mine if row["budget"] is not None})
     names = list(dict.fromkeys(row["policy"] for row in mine))
     lines = [["policy", *map(str, budgets), "expected from the papers"], ["---", *["---:"] * len(budgets), "---"]]
-    for name in sorted(names, key=lambda name: (name not in BESIDE, names.index(name))):
+    for name in sorted(names, key=lambda name: (name not in LIMITS, names.index(name))):
         found = {row["budget"]: row for row in mine if row["policy"] == name}
         cells = [_cell(found.get(budget, found.get(None, {}))) for budget in budgets]
         lines.append([name, *cells, EXPECTED.get(name, "")])
@@ -215,7 +215,7 @@ def _panel(axes: Axes, rows: Sequence[Row]) -> None:
     for place, name in enumerate(name for name in names if name != "full"):
         mine = {row["budget"]: 100 * (row["perplexity"] / full - 1) for row in rows if row["policy"] == name}
         known = [budget for budget in budgets if budget in mine]
-        look = "--o" if name in BESIDE else "-o"
+        look = "--o" if name in LIMITS else "-o"
         axes.plot(known, [mine[budget] for budget in known], look, label=name, color=COLOURS(place), markersize=3)
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set_xscale("log", base=2)

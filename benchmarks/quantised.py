@@ -1,4 +1,4 @@
-"""Rows in int8 and int4: perplexity at equal tokens and at equal bytes, and the time of a step beside plain rows.
+"""Rows in int8 and int4: perplexity at equal tokens and at equal bytes, and the time of a step, with plain rows too.
 
     python -m benchmarks.quantised quality --budget 128
     python -m benchmarks.quantised step --budgets 1024 8192 --clock processor
@@ -149,7 +149,7 @@ PEERS: dict[str, dict[str, Any]] = {
 
 @torch.inference_mode()
 def peers(given: argparse.Namespace) -> None:
-    """Print how far logits are off with a full cache that is stored in few bits, ours beside those of transformers.
+    """Print how far logits are off with a full cache that is stored in few bits, for ours and those of transformers.
 
     After a prompt the tokens of held-out text go in one by one; a logit's difference from the model's with an ordinary
     cache, root mean square over all tokens and words, in shares of the logits' own spread.

@@ -24,7 +24,7 @@ from kvpass import cache_names, policies
 from kvpass.apps import corpus
 from kvpass.apps.evaluation import plots, recall
 from kvpass.apps.evaluation.attempt import attempt
-from kvpass.apps.evaluation.pairs import PlantedPairs, Tongue
+from kvpass.apps.evaluation.pairs import PairVocabulary, PlantedPairs
 from kvpass.apps.models import LoadedModel, load_memory
 from kvpass.decoding.prefill import Caller
 from kvpass.errors import KVPassError
@@ -127,7 +127,7 @@ def planted_in(subject: LoadedModel, documents: int, length: int) -> PlantedPair
     """Return held-out texts with a pair at each distance."""
     text = subject.encode(corpus.read(corpus.held_out_files()))
     tokens = torch.tensor([token for part in text for token in (subject.bos, *part)])
-    return recall.planted(tokens, subject.bos, Tongue.of(subject.tokenizer), length, rows=documents, seed=SEED)
+    return recall.planted(tokens, subject.bos, PairVocabulary.of(subject.tokenizer), length, rows=documents, seed=SEED)
 
 
 def _rows(name: str, outcome: RecallOutcome | KVPassError) -> Iterator[Row]:

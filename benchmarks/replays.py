@@ -1,4 +1,4 @@
-"""Time steps without the Python wrapper that Inductor writes around its kernels, beside steps with it.
+"""Time steps with and without the Python wrapper that Inductor writes around its kernels.
 
 The clock is the thread's processor time, because the wrapper is processor work; see `kvpass.lowering.replay`.
 """

@@ -1,4 +1,4 @@
-"""Time products of a few rows, and of attention: torch's library beside the loops of `lowering.row_products`.
+"""Time products of a few rows, and of attention: torch's library and the loops of `lowering.row_products`.
 
 Each matrix is one of many, so it comes from memory, as in a step of a model larger than the processor's caches.
 `LIMITS` of `kvpass.lowering.row_products` are taken from the results.

@@ -72,7 +72,7 @@ def _above(scores: list[Tensor], planted: PlantedPairs, number: int) -> float:
     Args:
         scores: [B, Hq, T] of each layer.
     """
-    lines = torch.arange(planted.text.shape[1])[planted.places(number)].view(planted.times, -1)
+    lines = torch.arange(planted.text.shape[1])[planted.span(number)].view(planted.times, -1)
     every = [_surpassing(score, words) for score in scores for words in lines[:, 2:-1]]
     return torch.stack(every).amin((0, 2)).mean().item()  # of [layers * times, B, Hq]
 

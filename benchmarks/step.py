@@ -1,4 +1,4 @@
-"""Time steps by tokens seen, beside full caches, StreamingLLM by concatenation, and kvpress.
+"""Time steps by tokens seen, compared with full caches, StreamingLLM by concatenation, and kvpress.
 
 Contenders take turns in one process; kvpress has its own.  Caches of transformers are filled with random keys and
 values.  A conversation of kvpass is moved to its position in the text (`bounded.move_on`).  A step with 8 slots is
@@ -129,7 +129,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
         Table(f"Step, budget {BUDGET:,}, {title}, by tokens seen", [*lines.values()]) for title, lines in made.items()
     ]
     floors = [{"floor": title, **floor.line} for title, floor in _floors(rows).items()]
-    return [*steps, *([Table("A step with 8 slots beside reading its bytes once", floors)] if floors else [])]
+    return [*steps, *([Table("A step with 8 slots compared with reading its bytes once", floors)] if floors else [])]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,7 +25,7 @@ from kvpass.torch_private import dynamo
 
 TITLE = "A stream of 100,000 tokens"
 POLICY = "h2o"
-TOKENS, EVERY, BESIDE = 100_000, 1000, 16
+TOKENS, EVERY, FLOOR_STEPS = 100_000, 1000, 16
 FLAT, SAME = 0.01, 1.05
 
 
@@ -40,13 +40,13 @@ def measure(settings: Settings) -> list[Row]:
 def rows(policy: str, tokens: int, layers: int, every: int) -> list[Row]:
     """Return resident memory, compilations and the median step, every `every` tokens."""
     model = build(layers=layers)
-    talk, beside = (bounded.conversation(model, case, PROMPT) for case in (Case(policy), LEAST))
+    policy_run, least_run = (bounded.conversation(model, case, PROMPT) for case in (Case(policy), LEAST))
     with tqdm(total=tokens - PROMPT, unit="token", desc=f"stream, {policy}", dynamic_ncols=True) as bar:
-        return list(_rows(talk, beside, tokens, every, bar))
+        return list(_rows(policy_run, least_run, tokens, every, bar))
 
 
-def _rows(talk: Conversation, beside: Conversation, tokens: int, every: int, bar: tqdm[Any]) -> Iterator[Row]:
-    ours, floor = Local("ours", talk.step), Local("floor", beside.step)
+def _rows(policy_run: Conversation, least_run: Conversation, tokens: int, every: int, bar: tqdm[Any]) -> Iterator[Row]:
+    ours, floor = Local("ours", policy_run.step), Local("floor", least_run.step)
     compiled = dynamo.activity()
     for seen in range(PROMPT + every, tokens + 1, every):
         step = statistics.median(ours.seconds(every))
@@ -54,7 +54,7 @@ def _rows(talk: Conversation, beside: Conversation, tokens: int, every: int, bar
         yield {
             "tokens": seen,
             "ms": 1e3 * step,
-            "floor": 1e3 * statistics.median(floor.seconds(BESIDE)),
+            "floor": 1e3 * statistics.median(floor.seconds(FLOOR_STEPS)),
             "MiB": memory.resident() / memory.MEBIBYTE,
             "compiled": dynamo.activity() - compiled,
         }
@@ -66,9 +66,9 @@ def _parts(rows: Sequence[Row]) -> tuple[Sequence[Row], Sequence[Row]]:
     return rows[count : 2 * count], rows[-count:]
 
 
-def _ratio(rows: Sequence[Row], value: str, beside: str | None = None) -> float:
+def _ratio(rows: Sequence[Row], value: str, divisor: str | None = None) -> float:
     """Return the end of the stream as a share of its start."""
-    middle = [statistics.median(row[value] / (row[beside] if beside else 1) for row in part) for part in _parts(rows)]
+    middle = [statistics.median(row[value] / (row[divisor] if divisor else 1) for row in part) for part in _parts(rows)]
     return middle[1] / middle[0]
 
 
@@ -90,7 +90,7 @@ def targets(rows: Sequence[Row]) -> list[Target]:
         Target("stream", "growth of resident memory after the warm-up, a share", FLAT, _growth(rows)),
         Target("stream", "compilations after the warm-up", 0, rows[-1]["compiled"]),
         Target("stream", "step at the end, of the start", SAME, _ratio(rows, "ms")),
-        Target("stream", "step at the end, of the start, both beside the floor", SAME, _ratio(rows, "ms", "floor")),
+        Target("stream", "step at the end, of the start, both divided by the floor", SAME, _ratio(rows, "ms", "floor")),
     ]
 
 

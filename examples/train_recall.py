@@ -28,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from examples.train_tiny import MODELS, VOCABULARY, encode, load_tokenizer, perplexity
 from kvpass.apps import corpus
 from kvpass.apps.evaluation import recall
-from kvpass.apps.evaluation.pairs import Tongue
+from kvpass.apps.evaluation.pairs import PairVocabulary
 
 FOLDER = MODELS / "tiny-recall"
 POSITIONS = 2048
@@ -116,7 +116,7 @@ class Source:
     """What windows are cut from: text int64 [N], and the tokens that pairs are said in."""
 
     text: Tensor
-    tongue: Tongue
+    vocabulary: PairVocabulary
 
     def excerpt(self, length: int, generator: torch.Generator) -> Tensor:
         start = int(torch.randint(len(self.text) - length, (), generator=generator))
@@ -131,7 +131,7 @@ def window(source: Source, recipe: Recipe, phase: Phase, generator: torch.Genera
     length = phase.context + 1
     value = int(torch.randint(1, recipe.values + 1, (), generator=generator))
     lines, answers = said(
-        source.tongue, round(_share(phase, generator) * length / (3 + value)), value, phase.repeats, generator
+        source.vocabulary, round(_share(phase, generator) * length / (3 + value)), value, phase.repeats, generator
     )
     text = source.excerpt(length, generator)
     # Where in the text the lines stand; what is left of it fills the window.
@@ -155,16 +155,18 @@ def _share(phase: Phase, generator: torch.Generator) -> float:
     return math.exp(low + (high - low) * torch.rand((), generator=generator).item())
 
 
-def said(tongue: Tongue, number: int, value: int, repeats: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def said(
+    vocabulary: PairVocabulary, number: int, value: int, repeats: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
     """At least two lines int64 [number, 3 + value] that say some pairs again and again, and what is an answer, bool."""
     number = max(2, number)
-    distinct = min(max(1, round(number / repeats)), len(tongue.words) // (1 + value))
+    distinct = min(max(1, round(number / repeats)), len(vocabulary.words) // (1 + value))
     more = torch.randint(distinct, (number - distinct,), generator=generator)
     which = torch.cat([torch.arange(distinct), more])[torch.randperm(number, generator=generator)]
     again = (which[:, None] == which).tril(-1).any(1)
     answers = torch.zeros(number, 3 + value, dtype=torch.bool)
     answers[:, 2:-1] = again[:, None]
-    return tongue.pairs(distinct, value, generator)[which], answers
+    return vocabulary.pairs(distinct, value, generator)[which], answers
 
 
 def batch(source: Source, recipe: Recipe, phase: Phase, step: int) -> tuple[Tensor, Tensor]:
@@ -255,16 +257,18 @@ class Trainer:
 
 
 @torch.no_grad()
-def recalled(model: PreTrainedModel, held_out: Tensor, tongue: Tongue) -> dict[str, float]:
+def recalled(model: PreTrainedModel, held_out: Tensor, vocabulary: PairVocabulary) -> dict[str, float]:
     """The share of planted words that are the likeliest ones, by distance, in plain transformers without a cache."""
-    found = recall.planted(held_out, FIRST, tongue, POSITIONS, TESTED, rows=TESTS, seed=POSITIONS, times=1)
+    found = recall.planted(held_out, FIRST, vocabulary, POSITIONS, TESTED, rows=TESTS, seed=POSITIONS, times=1)
     return {
         str(distance): round(recall.right_uncached(model, found, number), 4)
         for number, distance in enumerate(found.distances)
     }
 
 
-def figures(trainer: Trainer, text: Tensor, held_out: Tensor, tongue: Tongue, arguments: argparse.Namespace) -> object:
+def figures(
+    trainer: Trainer, text: Tensor, held_out: Tensor, vocabulary: PairVocabulary, arguments: argparse.Namespace
+) -> object:
     """What the documentation quotes, and the settings that it comes from."""
     model = trainer.model.eval()
     tokens = sum(phase.steps * phase.batch * phase.context for phase in trainer.recipe.phases)
@@ -279,7 +283,7 @@ def figures(trainer: Trainer, text: Tensor, held_out: Tensor, tongue: Tongue, ar
         "threads": arguments.threads,
         "seed": arguments.seed,
         "recipe": dataclasses.asdict(trainer.recipe),
-        "recall": recalled(model, held_out, tongue),
+        "recall": recalled(model, held_out, vocabulary),
         "held_out_perplexity": {"2048": round(perplexity(model, held_out, POSITIONS), 3)},
     }
 
@@ -295,11 +299,11 @@ def main() -> None:
     texts = corpus.read(corpus.training_files())
     tokenizer = load_tokenizer(texts)
     text, held_out = encode(tokenizer, texts), encode(tokenizer, corpus.read(corpus.held_out_files()))
-    tongue = Tongue.of(tokenizer)
+    vocabulary = PairVocabulary.of(tokenizer)
     arguments.out.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(build(RECIPE), RECIPE, arguments.out / "checkpoint.pt")
-    trainer.train(Source(text, tongue), arguments.out / "training.log")
-    written = json.dumps(figures(trainer, text, held_out, tongue, arguments), indent=2)
+    trainer.train(Source(text, vocabulary), arguments.out / "training.log")
+    written = json.dumps(figures(trainer, text, held_out, vocabulary, arguments), indent=2)
     (arguments.out / "training.json").write_text(written + "\n")
     trainer.model.to(torch.float16).save_pretrained(arguments.out)
     tokenizer.save_pretrained(arguments.out)

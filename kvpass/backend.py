@@ -201,7 +201,7 @@ class Backend(Compiler):
         for site in sites:
             found = rotary.find_rotary(site)
             if found is None:
-                return self._absolute(site, "the keys carry no rotary embedding that can be told apart")
+                return self._absolute(site, "the keys carry no rotary embedding that can be separated")
             if not found.counts_tokens(site):
                 return self._absolute(site, "a token has several positions at once")
             if not rotary.positions_of(found, site):
@@ -263,7 +263,7 @@ def backend(
         mode, options: as of torch.compile, for Inductor.
         strict: raise UnsupportedGraph for a cache update that cannot be rewritten; with False the graph stays
             unchanged, with a warning.
-        validate: run each rewritten graph once, uncompiled and on made-up conversations, beside the model's own, and
+        validate: run each rewritten graph once, uncompiled, next to the model's own on synthetic conversations, and
             refuse it if they differ; see `kvpass.rewrite.validation.lockstep`.
         kv_dtype: the storage format of keys and values: "int8", "int4", or either followed by "-hadamard", see
             `kvpass.lowering.formats`; None for the model's dtype.

@@ -1,11 +1,15 @@
-"""List the versions of torch and transformers that kvpass is tested with, and warn about newer ones."""
+"""List the tested versions of torch, triton and transformers, and report newer and missing packages."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import re
 import warnings
+from collections.abc import Iterator
+
+from kvpass.errors import KVPassError
 
 TESTED = {"torch": ("2.11", "2.15"), "triton": ("3.6", "3.9"), "transformers": ("5.17", "5.24")}
 """The lowest and the highest tested release of each package; docs/testing.md says what runs on which."""
@@ -34,6 +38,22 @@ def too_old(package: str) -> str | None:
 def range_of(package: str) -> str:
     """Return the tested range as text."""
     return " to ".join(TESTED[package])
+
+
+@contextlib.contextmanager
+def needing_extra(extra: str, user: str) -> Iterator[None]:
+    """Name the extra of kvpass to install if an import inside the context fails.
+
+    Args:
+        user: what needs the package, for the message: "the demo".
+
+    Raises:
+        KVPassError: a package that is imported inside is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise KVPassError(f"{user} needs {error.name}: pip install 'kvpass[{extra}]'") from error
 
 
 @functools.cache

@@ -23,7 +23,7 @@ EVERY = 12
 LONGEST = (
     "test_ways", "test_whole",
     "test_calling", "test_cases", "test_cuda_emission", "test_runtime", "test_architectures", "test_validate",
-    "test_kv_align", "test_decode", "test_prefill", "test_open_sizes", "test_stitch", "test_generate",
+    "test_kv_align", "test_loop", "test_prefill", "test_symbolic_sizes", "test_link", "test_generate",
     "test_invariants", "test_handle", "test_sizes", "test_passes", "test_rewrite", "test_segments", "test_compiled",
     "test_backend", "test_encoder_decoders", "test_cropping",
 )  # fmt: skip

@@ -344,7 +344,7 @@ def test_missing_and_surplus_arguments_are_refused() -> None:
             call(*given)
     with pytest.raises(kvpass.KVPassError, match="too many positional"):
         kvpass.backend("h2o", 8)
-    with pytest.raises(kvpass.KVPassError, match="budget, heavy: set in the backend"):
+    with pytest.raises(kvpass.KVPassError, match="budget, heavy: must be set in the backend"):
         kvpass.simulate(kvpass.backend("h2o", budget=8), Q, KV, KV, prompt=2, budget=4, heavy=0.5)
 
 

@@ -124,7 +124,7 @@ def test_a_frame_that_torch_skips_returns_no_cache_that_grows(monkeypatch: pytes
 
 
 def test_an_encoder_in_pieces_is_no_cache() -> None:
-    """As many keys as queries, or queries that are made beside keys from outside."""
+    """As many keys as queries, or queries of the model's own on keys from outside."""
 
     class Encoder(nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ def stretches(case, lengths, holes, padded_steps):
 
 
 def compare(case, lengths, holes, padded_steps=False, limits=(), spare=0, kv_dtype=None, pinned=lambda part: None):
-    """`pinned` says which tokens of a stretch to pin; there are slots for those that count beside the budget."""
+    """`pinned` says which tokens of a stretch to pin; those on top of the budget get slots of their own."""
     policy, theta = case.policy.for_layer(0, 1), 1e4
     if not policy.evicts:
         return

@@ -52,7 +52,7 @@ def test_same_tokens_in_two_graphs(name: str, beams: int) -> None:
 
 @pytest.mark.parametrize(("name", "policy"), [*DEFAULT, *(slow(*row) for row in SLOW)])
 def test_evicting_equals_the_reference(name: str, policy: str) -> None:
-    """T5's keys are told apart by learned biases of their distance, which must be those of the tokens held."""
+    """T5's keys differ by learned biases of their distance, which must be those of the tokens held."""
     model, switch, runs = zoo.build(name, "reading"), Switch(), []
     given = inputs.of(model, PROMPT, 2)
     for inner in ("eager", "reference"):
@@ -95,7 +95,7 @@ def forced(model: Any, ids: Tensor) -> Tensor:
 ORDERS = {"constant first": [(7, 5), (5, 5), (1, 1)], "equal first": [(5, 5), (7, 5)]}
 
 
-def told(model: Any, read: int, prompt: int) -> Any:
+def outputs_of(model: Any, read: int, prompt: int) -> Any:
     ids = torch.randint(3, zoo.VOCABULARY, (2, read + prompt), generator=torch.Generator().manual_seed(read))
     ids[:, read] = 1
     with torch.no_grad():
@@ -110,11 +110,11 @@ def told(model: Any, read: int, prompt: int) -> Any:
 def test_as_much_read_as_written(order: str) -> None:
     """As many tokens were read as the prompt has, or as were seen at some step."""
     model, lengths = zoo.build("t5", "reading"), ORDERS[order]
-    expected = [told(model, *each) for each in lengths]
+    expected = [outputs_of(model, *each) for each in lengths]
     torch._dynamo.reset()
     kvpass.compile(model, "full", inner="eager")
     for each, theirs in zip(lengths, expected, strict=True):
-        ours = torch.stack(told(model, *each).logits)
+        ours = torch.stack(outputs_of(model, *each).logits)
         torch.testing.assert_close(ours, torch.stack(theirs.logits), atol=1e-3, rtol=1e-3, msg=str(each))
 
 

@@ -52,6 +52,9 @@ LATE = {
 """Imports inside of functions that the rules above do not allow, and why."""
 
 
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
 class Import(NamedTuple):
     """One import of a module of the package, and whether it stands inside of a function."""
 
@@ -122,6 +125,17 @@ def test_class_names_are_unique() -> None:
     assert not [name for name, count in found.items() if count > 1]
 
 
+MOST_LINES = 60
+"""The most lines of a function that is no Triton kernel; pyproject.toml has the limit of complexity."""
+
+
+def test_functions_are_short() -> None:
+    functions = [(path, node) for path in files() for node in ast.walk(_tree(path)) if isinstance(node, FUNCTIONS)]
+    long = [(path, node) for path, node in functions if (node.end_lineno or 0) - node.lineno >= MOST_LINES]
+    kernels = [any("triton.jit" in ast.unparse(each) for each in node.decorator_list) for _, node in long]
+    assert not [f"{path.name}: {node.name}" for (path, node), kernel in zip(long, kernels, strict=True) if not kernel]
+
+
 def test_no_files_import_each_other_in_a_circle() -> None:
     """At their tops, what is imported for types alone included: a file can be read after those that it imports."""
     arrows = {path: {to for to in _files_imported(path) if to != path} for path in files()}
@@ -134,7 +148,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 def _files_imported(path: Path) -> Iterator[Path]:
     """Yield the files whose modules a file imports at its top."""
     tree = _tree(path)
-    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    functions = [node for node in ast.walk(tree) if isinstance(node, FUNCTIONS)]
     late = {id(each) for function in functions for each in ast.walk(function)}
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)) and id(node) not in late:

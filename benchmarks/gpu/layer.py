@@ -149,7 +149,7 @@ class Rows(NamedTuple):
 
 
 def repairs(bench: Bench) -> Iterator[Row]:
-    """Time kv_align's repair of all rows in a step, beside a copy of them."""
+    """Time kv_align's repair of all rows in a step, and a copy of them."""
     batch, slots = (1, 256) if bench.small else REPAIRED
     rows = Rows.drawn(bench, batch, slots)
     copied = bench.seconds(lambda: (rows.key.clone(), rows.value.clone()))
@@ -180,7 +180,7 @@ def step(bench: Bench, name: str, slots: int, rows: int) -> Callable[[], Any]:
 
 
 def policies(bench: Bench) -> Iterator[Row]:
-    """Time the step of each policy beside a policy that scores no token."""
+    """Time the step of each policy, and of one that scores no token."""
     rows, slots = (1, 256) if bench.small else (8, 4096)
     plain = bench.seconds(step(bench, "window", slots, rows))
     yield Row("step of a layer", f"window, batch {rows}, {slots} slots", plain * 1e6, "us")
@@ -212,7 +212,7 @@ def caching(bench: Bench) -> Iterator[Row]:
 
 
 def prompt_scores(bench: Bench) -> Iterator[Row]:
-    """Time the statistics of a prompt beside its attention."""
+    """Time the statistics of a prompt, and its attention."""
     count = 128 if bench.small else PROMPT
     query = bench.randn(1, HEADS * GROUPS, count, DIM)
     key, value = bench.randn(1, HEADS, count, DIM), bench.randn(1, HEADS, count, DIM)

@@ -2,7 +2,7 @@
 
 python -m benchmarks.gpu --predict
 
-Writes `predicted.json` beside this file, which a run on a GPU puts into a column of its own.
+Writes `predicted.json` next to this file, which a run on a GPU puts into a column of its own.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def _weights(package: str | None, precision: str, python: Path, folder: Path) ->
 
 
 def _convert(python: Path, file: Path, into: Path) -> None:
-    """Write the IR of a GGUF file; OpenVINO writes it beside the file, so the file gets a folder of its own."""
+    """Write the IR of a GGUF file; OpenVINO writes it next to the file, so the file gets a folder of its own."""
     into.mkdir(exist_ok=True)
     linked = into / file.name
     linked.unlink(missing_ok=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpass.errors import KVPassError
+from kvpass.versions import needing_extra
 
 # The modules that define these names are heavy, so they are imported when a command runs.
 KV_DTYPES = ("int8", "int4", "int8-hadamard", "int4-hadamard")
@@ -20,6 +21,53 @@ MEASURES = ("perplexity", "stream", "agreement", "passkey", "needle", "ruler", "
 RULER_TASKS = ("single", "multikey", "variables", "common", "frequent")
 """As in kvpass.apps.evaluation.ruler."""
 DEFAULT = " (default: %(default)s)"
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Return a converter for argparse that takes whole numbers of at least `least`."""
+
+    def convert(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if number < least:
+            raise argparse.ArgumentTypeError(f"{text} is less than {least}")
+        return number
+
+    return convert
+
+
+def _budget(text: str) -> int | float:
+    """Convert an argument to a number of tokens, at least 1, or to a share above 0 and up to 1."""
+    if text.isdigit():
+        return at_least(1)(text)
+    return _share(text, "neither a number of tokens nor a share above 0 and up to 1")
+
+
+def _share(text: str, why: str = "no share above 0 and up to 1") -> float:
+    """Convert an argument to a share above 0 and up to 1."""
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is {why}")
+    return share
+
+
+_SHARED: dict[str, dict[str, Any]] = {
+    "--device": dict(default="cpu", help="cpu, cuda, cuda:1, ..." + DEFAULT),
+    "--inner": dict(default="inductor", help="what compiles: inductor, eager, ..." + DEFAULT),
+    "--kv-dtype": dict(choices=KV_DTYPES, help="of stored keys and values (default: the model's)"),
+    "--threads": dict(metavar="N", type=at_least(1), help="threads of torch (default: its own choice)"),
+}
+"""Options of several commands."""
+
+
+def _add_shared(job: argparse.ArgumentParser, *names: str) -> None:
+    for name in names:
+        job.add_argument(name, **_SHARED[name])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,9 +105,8 @@ def parser() -> argparse.ArgumentParser:
     job.add_argument("--part", nargs="+", choices=DEMO_PARTS, default=list(DEMO_PARTS), help="what to show" + DEFAULT)
     job.add_argument("--budget", metavar="N", type=at_least(1), default=256, help="tokens kept" + DEFAULT)
     job.add_argument("--text", metavar="FILE", type=Path, help="the book, as UTF-8 (default: Python's manual)")
-    job.add_argument("--kv-dtype", choices=KV_DTYPES, help="of stored keys and values (default: the model's)")
-    job.add_argument("--threads", metavar="N", type=at_least(1), help="threads of torch (default: its own choice)")
     job.add_argument("--out", metavar="DIR", type=Path, default=Path("out"), help="where results go" + DEFAULT)
+    _add_shared(job, "--kv-dtype", "--threads")
     job.set_defaults(run=demo)
     _add_align(commands)
     _add_calibrate(commands)
@@ -89,7 +136,7 @@ def _add_align(commands: Any) -> None:
         "train",
         help="train an aligner for a model",
         description="Trains the networks that repair keys and values for the policy kv_align.  A run that was "
-        "stopped goes on from its last checkpoint, which lies beside the result until it is finished.",
+        "stopped goes on from its last checkpoint, which is next to the result until the run has finished.",
     )
     job.add_argument("--model", metavar="NAME_OR_PATH", required=True, help="a Hugging Face causal model")
     job.add_argument("--text", metavar="FILE", type=Path, help="UTF-8 text (default: standard-library source)")
@@ -106,7 +153,7 @@ def _add_align(commands: Any) -> None:
     job.add_argument("--seed", metavar="N", type=int, default=0, help="of weights and windows" + DEFAULT)
     job.add_argument("--dtype", choices=["float32", "float16"], default="float32", help="of the file" + DEFAULT)
     job.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: a GPU where there is one)")
-    job.add_argument("--threads", metavar="N", type=at_least(1), help="threads of torch (default: its own choice)")
+    _add_shared(job, "--threads")
     job.set_defaults(run=align)
 
 
@@ -121,7 +168,7 @@ def _add_calibrate(commands: Any) -> None:
     job.add_argument("--out", metavar="FILE", type=Path, required=True, help="the safetensors file to write")
     job.add_argument("--window", metavar="N", type=at_least(8), default=1024, help="tokens run at once" + DEFAULT)
     job.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="float32", help=DEFAULT[1:])
-    job.add_argument("--threads", metavar="N", type=at_least(1), help="threads of torch (default: its own choice)")
+    _add_shared(job, "--threads")
     job.set_defaults(run=calibrate)
 
 
@@ -133,7 +180,6 @@ def _add_eval(commands: Any) -> None:
         "folder has already are not measured again.",
     )
     job.add_argument("--model", metavar="NAME_OR_PATH", help="a Hugging Face causal model (default: the bundled one)")
-    job.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ..." + DEFAULT)
     job.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="float32", help=DEFAULT[1:])
     job.add_argument(
         "--policy", metavar="P", nargs="+", default=["full", "streaming", "h2o"],
@@ -165,6 +211,16 @@ def _add_eval(commands: Any) -> None:
         default=[],
         help="UTF-8 files (default: Python's manual; its source for the bundled model)",
     )
+    job.add_argument("--rows", metavar="N", type=at_least(1), default=1, help="files or prompts in a batch" + DEFAULT)
+    job.add_argument("--seed", metavar="N", type=int, default=0, help="of what is planted" + DEFAULT)
+    job.add_argument("--out", metavar="DIR", type=Path, default=Path("out/eval"), help="where results go" + DEFAULT)
+    _add_shared(job, "--device", "--inner", "--kv-dtype", "--threads")
+    _add_measures(job)
+    job.set_defaults(run=evaluate)
+
+
+def _add_measures(job: argparse.ArgumentParser) -> None:
+    """Add the options of `kvpass eval` that belong to some measures only."""
     job.add_argument("--tokens", metavar="N", type=at_least(4), default=2048, help="of a text" + DEFAULT)
     job.add_argument("--restart", metavar="N", type=int, default=0, help="empty a stream's cache after N tokens")
     job.add_argument(
@@ -185,13 +241,6 @@ def _add_eval(commands: Any) -> None:
     )  # fmt: skip
     job.add_argument("--trials", metavar="N", type=at_least(1), default=4, help="prompts of each kind" + DEFAULT)
     job.add_argument("--documents", metavar="N", type=at_least(1), default=8, help="of agreement" + DEFAULT)
-    job.add_argument("--rows", metavar="N", type=at_least(1), default=1, help="files or prompts in a batch" + DEFAULT)
-    job.add_argument("--seed", metavar="N", type=int, default=0, help="of what is planted" + DEFAULT)
-    job.add_argument("--kv-dtype", choices=KV_DTYPES, help="of stored keys and values (default: the model's)")
-    job.add_argument("--inner", default="inductor", help="what compiles: inductor, eager, ..." + DEFAULT)
-    job.add_argument("--threads", metavar="N", type=at_least(1), help="threads of torch (default: its own choice)")
-    job.add_argument("--out", metavar="DIR", type=Path, default=Path("out/eval"), help="where results go" + DEFAULT)
-    job.set_defaults(run=evaluate)
 
 
 def _add_serve(commands: Any) -> None:
@@ -207,11 +256,7 @@ def _add_serve(commands: Any) -> None:
     job.add_argument("--budget", metavar="N", type=at_least(1), default=4096, help="tokens kept" + DEFAULT)
     job.add_argument("--rows", metavar="N", type=at_least(1), default=8, help="requests at a time" + DEFAULT)
     job.add_argument("--queue", metavar="N", type=at_least(0), default=32, help="requests that may wait" + DEFAULT)
-    job.add_argument("--kv-dtype", choices=KV_DTYPES, help="of stored keys and values (default: the model's)")
     job.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto", help=DEFAULT[1:])
-    job.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ..." + DEFAULT)
-    job.add_argument("--threads", metavar="N", type=at_least(1), help="threads of torch (default: its own choice)")
-    job.add_argument("--inner", default="inductor", help="what compiles: inductor, eager, ..." + DEFAULT)
     job.add_argument("--prefill-chunk", metavar="N", type=at_least(2), default=512, help="of prompts" + DEFAULT)
     job.add_argument("--every", metavar="N", type=at_least(1), default=4, help="steps between two looks" + DEFAULT)
     job.add_argument("--max-tokens", metavar="N", type=at_least(1), default=512, help="of an answer" + DEFAULT)
@@ -233,40 +278,8 @@ def _add_serve(commands: Any) -> None:
         "--kept-bytes", metavar="N", type=at_least(0), default=2**30, help="of those kept in memory" + DEFAULT
     )
     job.add_argument("--folder", metavar="DIR", type=Path, help="of saved conversations (default: a temporary one)")
+    _add_shared(job, "--device", "--inner", "--kv-dtype", "--threads")
     job.set_defaults(run=serve)
-
-
-def _budget(text: str) -> int | float:
-    """Convert an argument to a number of tokens, at least 1, or to a share above 0 and up to 1."""
-    if text.isdigit():
-        return at_least(1)(text)
-    return _share(text, "neither a number of tokens nor a share above 0 and up to 1")
-
-
-def _share(text: str, why: str = "no share above 0 and up to 1") -> float:
-    """Convert an argument to a share above 0 and up to 1."""
-    try:
-        share = float(text)
-    except ValueError:
-        share = 0.0
-    if not 0 < share <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is {why}")
-    return share
-
-
-def at_least(least: int) -> Callable[[str], int]:
-    """Return a converter for argparse that takes whole numbers of at least `least`."""
-
-    def convert(text: str) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if number < least:
-            raise argparse.ArgumentTypeError(f"{text} is less than {least}")
-        return number
-
-    return convert
 
 
 def doctor(parsed: argparse.Namespace) -> int:
@@ -280,11 +293,9 @@ def doctor(parsed: argparse.Namespace) -> int:
 
 def demo(parsed: argparse.Namespace) -> None:
     """Run the demo; its imports are heavy and need the extra `demo`."""
-    try:
+    with needing_extra("demo", "the demo"):
         from kvpass.apps.demo import run
         from kvpass.apps.demo.settings import DemoSettings
-    except ModuleNotFoundError as error:
-        raise KVPassError(f"the demo needs {error.name}: pip install 'kvpass[demo]'") from error
     names = ("model", "budget", "text", "out", "threads", "kv_dtype")
     chosen: dict[str, Any] = {name: getattr(parsed, name) for name in names}
     run.main(DemoSettings(policies=tuple(parsed.policy), parts=tuple(parsed.part), **chosen))
@@ -292,37 +303,29 @@ def demo(parsed: argparse.Namespace) -> None:
 
 def evaluate(parsed: argparse.Namespace) -> None:
     """Measure policies; the imports need the extra `demo`."""
-    try:
+    with needing_extra("demo", "evaluation"):
         from kvpass.apps.evaluation import command
-    except ModuleNotFoundError as error:
-        raise KVPassError(f"evaluation needs {error.name}: pip install 'kvpass[demo]'") from error
     command.main(parsed)
 
 
 def serve(parsed: argparse.Namespace) -> None:
     """Serve a model over HTTP; the imports need the extra `serve`."""
-    try:
+    with needing_extra("serve", "the server"):
         from kvpass.apps.serving import command
-    except ModuleNotFoundError as error:
-        raise KVPassError(f"the server needs {error.name}: pip install 'kvpass[serve]'") from error
     command.main(parsed)
 
 
 def lm_eval(parsed: argparse.Namespace) -> None:
     """Run the command of lm-evaluation-harness; it needs the extra `eval`."""
-    try:
+    with needing_extra("eval", "lm-evaluation-harness"):
         from kvpass.apps.evaluation import harness
-    except ModuleNotFoundError as error:
-        raise KVPassError(f"lm-evaluation-harness needs {error.name}: pip install 'kvpass[eval]'") from error
     harness.run(parsed.rest)
 
 
 def align(parsed: argparse.Namespace) -> None:
     """Train an aligner; the imports need the extra `align`."""
-    try:
+    with needing_extra("align", "training an aligner"):
         from kvpass.apps.align import command
-    except ModuleNotFoundError as error:
-        raise KVPassError(f"training an aligner needs {error.name}: pip install 'kvpass[align]'") from error
     settings = command.TrainingSettings(
         window=parsed.window,
         recipe=parsed.recipe,
@@ -339,10 +342,8 @@ def align(parsed: argparse.Namespace) -> None:
 
 def calibrate(parsed: argparse.Namespace) -> None:
     """Calibrate a model; the imports need the extra `align`."""
-    try:
+    with needing_extra("align", "calibrating a model"):
         from kvpass.apps import calibrate as command
-    except ModuleNotFoundError as error:
-        raise KVPassError(f"calibrating a model needs {error.name}: pip install 'kvpass[align]'") from error
     command.main(parsed.model, parsed.text, parsed.out, parsed.window, parsed.dtype, parsed.threads)
 
 

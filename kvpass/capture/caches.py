@@ -1,23 +1,16 @@
 """Find the attention calls of Dynamo's graph that read a cache, and how each cache grows.
 
 The search starts at attention calls (`kvpass.capture.decomposed_attention`).  From key and value it follows operations
-that only change shapes back to the concatenation with the past.  Names of models, modules and arguments play no role.
-
-The operations on the way run on numbered elements at small sizes, which shows where each row, token and head ends up.
-Small sizes cannot reveal a subscript such as `[:, :, -64:]`.  So the recorded size of each operation must also be a
-multiple of the cache's size, as a symbolic expression.
+that only change shapes back to the concatenation with the past (`kvpass.capture.origins`).  Names of models, modules
+and arguments play no role.
 
 A cache of fixed size, such as StaticCache, is refused.  Support would need `append` to take the write position, with a
 proof that it equals the number of tokens seen and that all later entries are masked.
-
-`_cat_parts` and `_origin` decide which updates grow a past.  With each new case, add a test of a graph that it must not
-match.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 
 import torch
@@ -25,22 +18,13 @@ import torch.fx as fx
 
 from kvpass.capture import decomposed_attention, other_caches, sparse_index
 from kvpass.capture.canonical import stored
-from kvpass.capture.decomposed_attention import AttentionCall, is_as_wide
-from kvpass.fx import alias, op_table, walk
+from kvpass.capture.decomposed_attention import AttentionCall
+from kvpass.capture.origins import CacheRefused, Origin, cat_parts, origin_of
+from kvpass.fx import alias, walk
 from kvpass.fx.alias import Memory
 from kvpass.fx.op_table import is_a, known_name, tagged
 from kvpass.fx.shapes import expr
-from kvpass.fx.walk import ancestors, is_tensor, value
-from kvpass.torch_private import symbolic_shapes
-
-
-@dataclasses.dataclass(frozen=True)
-class Origin:
-    """A cache's past (None if empty), its new tokens and their concatenation, each [B, H, tokens, D]."""
-
-    grown: fx.Node
-    past: fx.Node | None
-    new: fx.Node
+from kvpass.fx.walk import ancestors, is_tensor, operand_of, value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,10 +63,6 @@ class CallReading:
     fixed: tuple[fx.Node, ...] = ()
 
 
-class _Refused(Exception):
-    pass
-
-
 def find(gm: fx.GraphModule, handles: set[fx.Node]) -> list[CallReading]:
     """Find every attention call of Dynamo's graph, and every cache update that feeds none.
 
@@ -100,7 +80,7 @@ _NO_ATTENTION = (
     "Where the model uses flex_attention, which is not followed, load it with attn_implementation='sdpa' or 'eager'"
 )
 _ORDINARY = (
-    "its cache is an ordinary tensor that grows beside caches of kvpass: it was replaced, or its keys came from other "
+    "its cache is an ordinary tensor that grows next to caches of kvpass: it was replaced, or its keys came from other "
     "inputs than its queries in the prompt, and such a cache must not grow"
 )
 
@@ -163,7 +143,7 @@ class _CacheSearch:
         return caches | {self.outputs[node] for node in scoring_keys}
 
     def _refuse_mixed_caches(self) -> None:
-        """Refuse handles that are used outside of attention calls, and ordinary caches that grow beside handles."""
+        """Refuse handles that are used outside of attention calls, and ordinary caches that grow next to handles."""
         pasts = {origin.past: each.call.node for each in self.readings for origin in (each.key, each.value)}
         stray = [user for node in self.handles - pasts.keys() for user in node.users if is_tensor(user)]
         ordinary = [call for past, call in pasts.items() if self.handles and past not in self.handles]
@@ -175,15 +155,15 @@ class _CacheSearch:
     # -- one attention call -----------------------------------------------------------------------------------------
 
     def _grows_a_cache(self, node: fx.Node) -> bool:
-        """Return whether a node grows a cache: it joins past and new tokens and is stored, or the past is empty."""
-        parts = _cat_parts(node)
+        """Return whether a node joins past and new tokens, and is stored or has an empty past."""
+        parts = cat_parts(node)
         return parts is not None and (value(parts[0]).ndim == 1 or stored(node, self.outputs) is not None)
 
     def _fixed(self, call: AttentionCall, queries: Mapping[fx.Node, fx.Node]) -> CallReading | None:
         """Read a call on keys and values that are returned without a past and that its tokens do not extend."""
         try:
-            origins = _origin(call.key, self.outputs), _origin(call.value, self.outputs)
-        except _Refused:
+            origins = origin_of(call.key, self.outputs), origin_of(call.value, self.outputs)
+        except CacheRefused:
             return None
         has_no_past = all(origin.past is None for origin in origins)
         if has_no_past and other_caches.is_fixed(call, queries, self.memory):
@@ -197,14 +177,14 @@ class _CacheSearch:
         try:
             if other_updates:
                 line = walk.source_line(other_updates[0])
-                raise _Refused(
+                raise CacheRefused(
                     f"its cache is updated at {line} in a way that is not a concatenation along dimension -2 of "
                     "[B, H, S, D]; a preallocated cache such as StaticCache has to give way to a growing one: leave "
                     "out cache_implementation='static' or 'sliding_window', or pass a DynamicCache or none, as kvpass "
                     "has fixed slots of its own"
                 )
             return CallReading(call.node, self._reading(call))
-        except _Refused as reason:
+        except CacheRefused as reason:
             if on_cache or self._is_returned_rearranged(call):
                 return CallReading(call.node, refusal=str(reason))
             return CallReading(call.node, refusal=other_caches.refusal_of(call, self.results))
@@ -230,7 +210,7 @@ class _CacheSearch:
             [
                 node
                 for node in self._since_projection(attended)
-                if node in self.outputs and _cat_parts(node) is None and other_caches.is_fixed_size_update(node)
+                if node in self.outputs and cat_parts(node) is None and other_caches.is_fixed_size_update(node)
             ]
             for attended in (call.key, call.value)
         )
@@ -243,7 +223,7 @@ class _CacheSearch:
         """
 
         def is_rearranged(node: fx.Node) -> bool:
-            return is_a(node, "moves", "keeps") and value(node.args[0]).ndim >= 4  # type: ignore[arg-type]
+            return is_a(node, "moves", "keeps") and value(operand_of(node)).ndim >= 4
 
         sources = {*walk.chain(call.key, is_rearranged), *walk.chain(call.value, is_rearranged)}
         moved = walk.reach(sources, lambda node: [user for user in node.users if is_a(user, "moves", "keeps", "joins")])
@@ -256,7 +236,7 @@ class _CacheSearch:
 
     def _grows_in_other_layout(self, node: fx.Node) -> bool:
         """Return whether a node concatenates an input and is returned: a cache in an unsupported layout."""
-        if known_name(node) not in ("cat", "concat") or node not in self.outputs or _cat_parts(node) is not None:
+        if known_name(node) not in ("cat", "concat") or node not in self.outputs or cat_parts(node) is not None:
             return False
         first = node.all_input_nodes[0]
         return first.op == "placeholder" and is_tensor(first) and value(first).ndim >= 3
@@ -264,25 +244,25 @@ class _CacheSearch:
     def _reading(self, call: AttentionCall) -> Reading:
         computed = False
         try:
-            key, val = _origin(call.key, self.outputs), _origin(call.value, self.outputs)
+            key, val = origin_of(call.key, self.outputs), origin_of(call.value, self.outputs)
             computed = any(  # in another dtype than the cached one
                 value(attended).dtype != value(origin.grown).dtype
                 for attended, origin in ((call.key, key), (call.value, val))
             )
-        except _Refused:
+        except CacheRefused:
             sources = self._source_caches(call)
             if sources is None:
                 raise
             (key, val), computed = sources, True
         if (key.past is None) != (val.past is None):
-            raise _Refused("only one of key and value has a past")
+            raise CacheRefused("only one of key and value has a past")
         if computed:
             _check_key_count(call, key, val)
         if key.past is None and not self._tokens_of(call.query, call) <= self._tokens_of(call.key, call):
-            raise _Refused("its keys are computed from other tokens than its queries")
+            raise CacheRefused("its keys are computed from other tokens than its queries")
         (keys_out, window), (values_out, value_window) = self._output_of(key.grown), self._output_of(val.grown)
         if window != value_window:
-            raise _Refused(f"the cache returns the last {window} keys but the last {value_window} values")
+            raise CacheRefused(f"the cache returns the last {window} keys but the last {value_window} values")
         values_of = {reading.keys_out: reading.values_out for reading in self.readings}
         _check_supported(call, key, shares_cache=keys_out in values_of)
         _check_unmodified(key, self.memory)
@@ -292,14 +272,14 @@ class _CacheSearch:
             or values_of.get(keys_out, values_out) != values_out
             or keys_out in values_of.values()
         ):
-            raise _Refused("one cached tensor serves as keys and as values")
+            raise CacheRefused("one cached tensor serves as keys and as values")
         return Reading(call, key, val, computed, keys_out, values_out)
 
     def _tokens_of(self, node: fx.Node, call: AttentionCall) -> set[fx.Node]:
         """Return the inputs that bring tokens: ids that embeddings look up, and hidden states [B, q, D]."""
         nodes = alias.behind([node], reader=call.node, memory=self.memory)
         ids = [n.args[0] for n in nodes if n.target is torch.nn.functional.embedding and is_tensor(n.args[0])]
-        found = {p for n in ids for p in ancestors(n) if p.op == "placeholder" and is_tensor(p)}  # type: ignore[arg-type]
+        found = {p for n in ids for p in ancestors(n) if p.op == "placeholder" and is_tensor(p)}
         states = [p for p in nodes if p.op == "placeholder" and is_tensor(p) and value(p).ndim == 3]
         tensors = [p for p in states if not isinstance(value(p), torch.nn.Parameter)]
         return found | {p for p in tensors if value(p).is_floating_point()}
@@ -314,7 +294,7 @@ class _CacheSearch:
             grown = [node for node in self.graph.nodes if node in local and self._starts_a_cache(node, call)]
         if len(grown) != 2:
             return None
-        first, second = (_origin(node, self.outputs) for node in grown)
+        first, second = (origin_of(node, self.outputs) for node in grown)
         return first, second
 
     def _starts_a_cache(self, node: fx.Node, call: AttentionCall) -> bool:
@@ -327,21 +307,8 @@ class _CacheSearch:
         """Return the output index of a grown cache and the number of tokens stored."""
         found = stored(grown, self.outputs)
         if found is None:
-            raise _Refused("the grown cache is not returned by the graph")
+            raise CacheRefused("the grown cache is not returned by the graph")
         return found
-
-
-def _cat_parts(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Return the past and the new tokens of a concatenation that grows a cache, or None."""
-    if known_name(node) not in ("cat", "concat") or not is_tensor(node):
-        return None
-    args = op_table.bound(node)
-    tensors, dim = args["tensors"], args.get("dim", 0)
-    if len(tensors) != 2 or value(node).ndim != 4 or dim not in (-2, 2):
-        return None
-    past, new = tensors
-    is_past = past.op == "placeholder" or value(past).ndim == 1
-    return (past, new) if is_past else None
 
 
 def _check_key_count(call: AttentionCall, key: Origin, val: Origin) -> None:
@@ -349,7 +316,7 @@ def _check_key_count(call: AttentionCall, key: Origin, val: Origin) -> None:
     cached = {expr(value(origin.grown).shape[2]) for origin in (key, val)}
     for node in (call.key, call.value):
         if expr(value(node).shape[-2]) not in cached:
-            raise _Refused(
+            raise CacheRefused(
                 f"attention reads {value(node).shape[-2]} keys and the cache returns "
                 f"{value(key.grown).shape[2]}: this layer prunes or pools its keys. A window or a choice of keys can "
                 "be a part of the attention mask instead"
@@ -360,92 +327,22 @@ def _check_unmodified(origin: Origin, memory: Memory) -> None:
     """Refuse writes in place to new tokens after they are stored; a step stores them only where the model attends."""
     writer = None if origin.past is None else alias.overwritten({origin.new}, origin.grown, memory)
     if writer is not None:
-        raise _Refused(f"new tokens are written to at {walk.source_line(writer)}, after they were stored")
+        raise CacheRefused(f"new tokens are written to at {walk.source_line(writer)}, after they were stored")
 
 
 def _check_supported(call: AttentionCall, origin: Origin, shares_cache: bool) -> None:
     """Refuse training, integer caches, and queries and keys of unsupported shapes."""
     query, key = call.query, origin.new
     if call.dropout:
-        raise _Refused(
+        raise CacheRefused(
             f"attention with dropout {call.dropout}: the model is in training mode; call model.eval(), or pass "
             "use_cache=False to train"
         )
     if not value(key).is_floating_point():
-        raise _Refused(f"the cache holds {value(key).dtype}, which is not floating-point")
+        raise CacheRefused(f"the cache holds {value(key).dtype}, which is not floating-point")
     if value(query).ndim != 4 or value(key).ndim != 4:
-        raise _Refused(f"queries of shape {tuple(value(query).shape)} are not [B, Hq, q, D]")
+        raise CacheRefused(f"queries of shape {tuple(value(query).shape)} are not [B, Hq, q, D]")
     if not shares_cache and expr(value(query).shape[2]) != expr(value(key).shape[2]):
-        raise _Refused("there are not as many new keys as queries")
+        raise CacheRefused("there are not as many new keys as queries")
     if origin.past is not None and call.causal:
-        raise _Refused("is_causal with a past aligns the mask to the first key")
-
-
-def _origin(attended: fx.Node, outputs: dict[fx.Node, int]) -> Origin:
-    """Follow a key or value back to its cache, and check that heads, tokens and features are the cache's."""
-    chain = walk.chain(attended, lambda each: is_a(each, "moves", "keeps"))
-    parts, node = _cat_parts(chain[-1]), chain[-1]
-    if parts is None:
-        returned = [each for each in chain if each in outputs and value(each).ndim == 4]
-        if not returned:
-            raise _Refused(
-                f"its key or value comes from {walk.name_of(node)!r} ({walk.source_line(node)}), which is no "
-                "concatenation with the past, and is not computed from one cached pair"
-            )
-        node = returned[-1]
-    _check_heads(attended, node, chain[: chain.index(node)])
-    if parts is None:
-        return Origin(node, None, node)
-    past, new = parts
-    if value(node).dtype != value(new).dtype and not is_as_wide(value(node).dtype, value(new).dtype):
-        raise _Refused(f"{value(new).dtype} is cached as {value(node).dtype}, which loses digits")
-    empty = value(past).ndim != 4 or expr(value(past).shape[2]) == 0
-    return Origin(node, None if empty or past.op != "placeholder" else past, new)
-
-
-def _check_takes_all(node: fx.Node, grown: fx.Node, copies: float) -> None:
-    """Refuse an operation that selects a part of the cache at the recorded size, though not at small sizes.
-
-    Which elements a subscript selects depends on how a length compares with its bounds.  Dynamo has decided this
-    comparison, so the recorded size tells it for all lengths that the graph serves.
-
-    Args:
-        node: the operation.
-        grown: the cache.
-        copies: the number of elements of the result per element of the cache, at small sizes.
-    """
-    size, whole = value(node).numel(), value(grown).numel()
-    if copies.is_integer() and symbolic_shapes.known_equal(size, whole * int(copies)):
-        return
-    raise _Refused(f"{known_name(node)!r} at {walk.source_line(node)} selects a part of the cached keys or values")
-
-
-def _check_heads(attended: fx.Node, grown: fx.Node, chain: list[fx.Node]) -> None:
-    """Check that each query head reads the rows of its group, by running the operations on numbered elements.
-
-    Args:
-        attended: the keys or values that attention reads.
-        grown: the cache.
-        chain: the operations from the cache to `attended`, the last one first.
-    """
-    shape = op_table.concrete(value(grown).shape)
-    numbered = torch.arange(math.prod(shape), dtype=torch.int32).view(shape)
-    dtype, moved = value(grown).dtype, numbered
-    for node in reversed(chain):
-        if not value(node).dtype == dtype and not is_as_wide(value(node).dtype, dtype):
-            raise _Refused(f"attention reads the {dtype} cache in {value(node).dtype}, which loses digits")
-        try:
-            moved = op_table.run_on(node, {node.all_input_nodes[0]: moved}) if is_a(node, "moves") else moved
-        except (RuntimeError, TypeError, IndexError):
-            line = walk.source_line(node)
-            raise _Refused(f"{line}: {known_name(node)!r} on keys or values is not supported") from None
-        _check_takes_all(node, grown, moved.numel() / numbered.numel())
-    rows, _, tokens, features = shape
-    if moved.shape[-2:] != (tokens, features) or moved.numel() % numbered.numel():
-        raise _Refused(f"keys or values of shape {tuple(value(grown).shape)} are cached, attention reads others")
-    groups = moved.numel() // numbered.numel()
-    if not torch.equal(moved.reshape(rows, -1, tokens, features), numbered.repeat_interleave(groups, 1)):
-        raise _Refused(
-            "a query head does not read the keys or values of its group's KV head: rows, heads, "
-            f"tokens or features are moved between the cache and {walk.source_line(attended)}"
-        )
+        raise CacheRefused("is_causal with a past aligns the mask to the first key")

@@ -20,9 +20,10 @@ import torch
 import torch.fx as fx
 
 from kvpass.capture import caches, simplify, vmap
-from kvpass.capture.caches import CallReading, Origin, Reading
+from kvpass.capture.caches import CallReading, Reading
 from kvpass.capture.canonical import APPEND, ATTENTION, LOG_SUM_EXP, AttentionSite, sites
 from kvpass.capture.decomposed_attention import AttentionCall
+from kvpass.capture.origins import Origin
 from kvpass.fx import alias, op_table, walk
 from kvpass.fx.walk import value
 from kvpass.torch_private import fx_nodes

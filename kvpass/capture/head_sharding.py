@@ -188,7 +188,7 @@ def _of_weight(node: fx.Node, weight: fx.Node) -> _ShardOrigin:
     return _ShardOrigin("else", what=f"weights of {tuple(value(weight).shape)} with placements {list(placement[1])}")
 
 
-def _is_local(node: Any, weight: fx.Node) -> bool:
+def _is_local(node: object, weight: fx.Node) -> bool:
     """Return whether a node is the local part of a weight, unchanged."""
     return isinstance(node, fx.Node) and walk.name_of(node) == "to_local" and node.all_input_nodes == [weight]
 

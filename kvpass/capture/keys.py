@@ -18,9 +18,9 @@ import torch
 import torch.fx as fx
 
 from kvpass.errors import UnsupportedGraph
-from kvpass.fx import alias, op_table, shapes, walk
+from kvpass.fx import alias, op_table, propagation, shapes, walk
 from kvpass.fx.shapes import Sizes, expr
-from kvpass.fx.walk import is_tensor, value
+from kvpass.fx.walk import is_tensor, operand_of, value
 
 
 def iotas(nodes: Iterable[fx.Node], sizes: shapes.Sizes, window: int | None = None) -> list[fx.Node]:
@@ -67,7 +67,7 @@ def _is_input(node: fx.Node, actual: dict[fx.Node, Any]) -> bool:
     return node.op == "placeholder" and isinstance(tensor, torch.Tensor) and not isinstance(tensor, torch.nn.Parameter)
 
 
-Way = Literal["free", "plain", "sliced", "own entry", "lengthened", "host_precomputed"]
+Dependence = Literal["free", "plain", "sliced", "own entry", "lengthened", "host_precomputed"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,13 +75,13 @@ class Followed:
     """How a tensor depends on the keys.
 
     Attributes:
-        way: "free": independent of the keys; "plain": independent, and computed from a lengthened tensor; "sliced":
-            computed slice by slice; "own entry": a lookup of each key's own entry; "lengthened": a tensor without keys,
-            padded to the number of keys; "host_precomputed": not proven to be any of these.
+        dependence: "free": independent of the keys; "plain": independent, and computed from a lengthened tensor;
+            "sliced": computed slice by slice; "own entry": a lookup of each key's own entry; "lengthened": a tensor
+            without keys, padded to the number of keys; "host_precomputed": not proven to be any of these.
         axis: the dimension that follows the keys, None if there is none.
     """
 
-    way: Way
+    dependence: Dependence
     axis: int | None
 
 
@@ -145,16 +145,16 @@ class KeyAxis:
 
     def _follow(self, node: fx.Node) -> Followed:
         grows = self.sizes.grown(value(node))
-        ways = {operand: self.of(operand).way for operand in node.all_input_nodes}
-        followers = [operand for operand, way in ways.items() if way not in ("free", "plain")]
+        dependences = {operand: self.of(operand).dependence for operand in node.all_input_nodes}
+        followers = [operand for operand, dependence in dependences.items() if dependence not in ("free", "plain")]
         if not followers and not grows:
-            return PLAIN if "plain" in ways.values() else FREE
+            return PLAIN if "plain" in dependences.values() else FREE
         axis = self._growing_axis(node)
         if node in self._overwritten:  # a slice of it would lack what other nodes write
             return Followed("host_precomputed", axis)
         if is_lengthened(node, self.sizes):
             return Followed("lengthened", axis)
-        lookup = op_table.lookup(node)
+        lookup = propagation.lookup(node)
         if lookup is not None:
             return self._look_up(node, *lookup) or Followed("host_precomputed", axis)
         propagated = self._propagated(node, followers) if followers else self._expanded(node)
@@ -172,10 +172,10 @@ class KeyAxis:
 
     def _propagated(self, node: fx.Node, followers: list[fx.Node]) -> int | None:
         """Return the dimension of the result at which the key axes of all operands meet, or None."""
-        axes = [self.of(operand).axis for operand in followers]
-        if any(axis is None for axis in axes) or any(self.of(operand).way == "lengthened" for operand in followers):
+        axes = {operand: axis for operand in followers if (axis := self.of(operand).axis) is not None}
+        if len(axes) < len(followers) or any(self.of(operand).dependence == "lengthened" for operand in followers):
             return None
-        dims = {op_table.propagate_dim(node, operand, axis) for operand, axis in zip(followers, axes, strict=True)}  # type: ignore[arg-type]
+        dims = {propagation.propagate_dim(node, operand, axis) for operand, axis in axes.items()}
         return dims.pop() if len(dims) == 1 else None
 
     def _expanded(self, node: fx.Node) -> int | None:
@@ -197,27 +197,25 @@ class KeyAxis:
     def _look_up(self, node: fx.Node, base: fx.Node, index_of_dim: dict[int, object]) -> Followed | None:
         """Follow a lookup by an index that follows the keys, or of each key's own entry; else return None."""
         indices = {index for index in index_of_dim.values() if isinstance(index, fx.Node) and is_tensor(index)}
-        following = {index: self.of(index).axis for index in indices if self.of(index).way not in ("free", "plain")}
-        if any(axis is None for axis in following.values()):
+        followers = [index for index in indices if self.of(index).dependence not in ("free", "plain")]
+        following = {index: axis for index in followers if (axis := self.of(index).axis) is not None}
+        if len(following) < len(followers):
             return None
-        dims = {op_table.index_axis(node, index, axis) for index, axis in following.items()}  # type: ignore[arg-type]
+        dims = {propagation.index_axis(node, index, axis) for index, axis in following.items()}
         base_keys = self.of(base)
-        if base_keys.way == "lengthened" and not following:
+        if base_keys.dependence == "lengthened" and not following:
             return PLAIN
-        if base_keys.way in ("free", "plain", "lengthened"):
+        if base_keys.dependence in ("free", "plain", "lengthened"):
             dim = dims.pop() if len(dims) == 1 else None
             return None if dim is None else Followed("sliced", dim)
-        index = index_of_dim.get(base_keys.axis)  # type: ignore[arg-type]
-        if (
-            base in self.padding
-            and isinstance(index, fx.Node)
-            and index in self.offsets
-            and not self.is_key_index(index)
-        ):
+        index = None if base_keys.axis is None else index_of_dim.get(base_keys.axis)
+        if not isinstance(index, fx.Node):
+            return None
+        if base in self.padding and index in self.offsets and not self.is_key_index(index):
             raise UnsupportedGraph(
                 f"{walk.source_line(node)}: the mask looks up padding at indices that are not the keys' own"
             )
-        if isinstance(index, fx.Node) and self.is_key_index(index) and set(following) == {index}:
+        if self.is_key_index(index) and set(following) == {index}:
             dim = dims.pop()
             return None if dim is None else Followed("own entry", dim)
         return None
@@ -230,7 +228,11 @@ class KeyAxis:
     def _record_offset(self, node: fx.Node) -> None:
         """Record by how much a tensor exceeds the key index."""
         parents = [operand for operand in node.all_input_nodes if operand in self.offsets]
-        if len(parents) != 1 or self.known[node].way != "sliced" or not op_table.holds_indices(value(node).dtype):
+        if (
+            len(parents) != 1
+            or self.known[node].dependence != "sliced"
+            or not op_table.holds_indices(value(node).dtype)
+        ):
             return
         name, offset = op_table.known_name(node), self.offsets[parents[0]]
         if op_table.is_a(node, "moves", "keeps"):
@@ -252,4 +254,4 @@ def is_lengthened(node: fx.Node, sizes: Sizes) -> bool:
     """Return whether a node pads a tensor that does not grow to the number of keys along its last dimension."""
     if walk.name_of(node) != "pad" or not is_tensor(node) or not sizes.is_total(value(node).shape[-1]):
         return False
-    return not sizes.grown(value(node.args[0]))  # type: ignore[arg-type]
+    return not sizes.grown(value(operand_of(node)))

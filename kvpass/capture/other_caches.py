@@ -15,7 +15,6 @@ along exactly one dimension.  A tensor of constant length, such as the last stat
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
@@ -139,7 +138,7 @@ def _inputs_of(node: fx.Node) -> list[fx.Node]:
     return [source for source in sources if source.op == "placeholder" and _is_state(source)]
 
 
-def _is_state(node: Any) -> bool:
+def _is_state(node: object) -> bool:
     """Return whether a node is a floating-point tensor of at least three dimensions, and no parameter."""
     if not is_tensor(node) or isinstance(value(node), torch.nn.Parameter):
         return False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
@@ -12,7 +11,7 @@ import torch.fx as fx
 
 from kvpass.capture import canonical, decomposed_attention
 from kvpass.capture.canonical import AttentionSite
-from kvpass.fx import alias, op_table, shapes, walk
+from kvpass.fx import alias, op_table, propagation, shapes, walk
 from kvpass.fx.op_table import is_a
 from kvpass.fx.shapes import expr
 from kvpass.fx.walk import ancestors, is_tensor, value
@@ -65,9 +64,9 @@ def rows_come_first(position: fx.Node, rotated: fx.Node) -> bool:
     dims: dict[fx.Node, int | None] = {position: 0}
     computed_from = ancestors(rotated, stop={position})
     for node in position.graph.nodes:
-        parents = [parent for parent in node.all_input_nodes if dims.get(parent) is not None]
+        parents = {parent: dim for parent in node.all_input_nodes if (dim := dims.get(parent)) is not None}
         if parents and node not in dims and node in computed_from:
-            found = {_aligned_dim(node, parent, dims[parent]) for parent in parents}  # type: ignore[arg-type]
+            found = {_aligned_dim(node, parent, dim) for parent, dim in parents.items()}
             dims[node] = found.pop() if len(found) == 1 else None
     return dims.get(rotated) in (0, None)
 
@@ -162,9 +161,7 @@ def _is_followed(root: fx.Node, dim: int, among: set[fx.Node]) -> bool:
         parents = [parent for parent in node.all_input_nodes if parent in dims]
         if node not in among or node in dims or not parents or walk.is_size(node):
             continue
-        if (
-            is_tensor(node) and expr(value(node).numel()) == 0
-        ):  # as the unrotated features of a key that is rotated whole
+        if is_tensor(node) and expr(value(node).numel()) == 0:  # such as the unrotated features of a key without any
             continue
         follow = _follow_one if single else _follow
         found = {follow(node, parent, dims[parent]) for parent in parents}
@@ -186,16 +183,16 @@ def _follow(node: fx.Node, parent: fx.Node, dim: int | None) -> int | None:
     """Return the dimension of a result that follows an operand's slice by slice, or None."""
     if dim is None:
         return None
-    propagated = op_table.propagate_dim(node, parent, dim)
-    lookup = op_table.lookup(node) if propagated is None and is_tensor(parent) else None
-    return op_table.index_axis(node, parent, dim) if lookup and parent is not lookup[0] else propagated
+    propagated = propagation.propagate_dim(node, parent, dim)
+    lookup = propagation.lookup(node) if propagated is None and is_tensor(parent) else None
+    return propagation.index_axis(node, parent, dim) if lookup and parent is not lookup[0] else propagated
 
 
 def _aligned_dim(node: fx.Node, parent: fx.Node, dim: int) -> int | None:
     """Return the dimension of a result that an operand's dimension is aligned with, at any size."""
     if op_table.is_pointwise(node) and is_tensor(node):
         return int(dim + value(node).ndim - value(parent).ndim)
-    return op_table.propagate_dim(node, parent, dim)
+    return propagation.propagate_dim(node, parent, dim)
 
 
 def _takes_all(node: fx.Node) -> bool:
@@ -205,7 +202,7 @@ def _takes_all(node: fx.Node) -> bool:
     return all(part is None or op_table.keeps_whole(part) for part in op_table.subscript(node))
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(one: object, other: object) -> bool:
     """Return whether two nodes, or arguments of nodes, are the same computation."""
     if isinstance(one, fx.Node) and isinstance(other, fx.Node) and one is not other:
         if walk.is_size(one) and walk.is_size(other):

@@ -16,7 +16,7 @@ from kvpass.errors import UnsupportedGraph
 from kvpass.fx import op_table, walk
 from kvpass.fx.op_table import tagged
 from kvpass.fx.shapes import expr
-from kvpass.fx.walk import ancestors, name_of, value
+from kvpass.fx.walk import ancestors, name_of, operand_of, value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ def _read(node: fx.Node) -> SparseIndex | None:
 
 def _selection_limit(topk: fx.Node) -> int | None:
     """Return how many keys a topk selects at most: 0 if unknown, None if it selects all."""
-    count, keys = expr(op_table.bound(topk)["k"]), expr(value(topk.args[0]).shape[-1])  # type: ignore[arg-type]
+    count, keys = expr(op_table.bound(topk)["k"]), expr(value(operand_of(topk)).shape[-1])
     if count == keys:
         return None
     numbers = [part for part in (*count.args, count) if part.is_Integer]

@@ -18,12 +18,13 @@ full set of indices give the same on broadcast tensors.  Any other graph stays u
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.fx as fx
 
-from kvpass.fx import alias, op_table, splicing, walk
+from kvpass.fx import alias, op_table, propagation, splicing, walk
 from kvpass.fx.walk import is_tensor, value
 from kvpass.torch_private import fx_nodes
 
@@ -130,10 +131,10 @@ class _Broadcaster:
             raise _NotBroadcastable
         with self.graph.inserting_before(node):
             copy = self.graph.node_copy(node, lambda each: self.mapped.get(each, each))
-        copy.meta["example_value"] = op_table.run_on(copy, {each: value(each) for each in copy.all_input_nodes})
+        copy.meta["example_value"] = propagation.run_on(copy, {each: value(each) for each in copy.all_input_nodes})
         return copy
 
-    def _emit(self, node: fx.Node, target: Any, *args: Any) -> fx.Node:
+    def _emit(self, node: fx.Node, target: Callable[..., Any], *args: object) -> fx.Node:
         with self.graph.inserting_before(node):
             emitted = splicing.emit(self.graph, target, *args)
         emitted.meta["stack_trace"] = node.meta.get("stack_trace")
@@ -151,7 +152,7 @@ def _arguments(node: fx.Node) -> tuple[Any, ...]:
     return tuple(node.args)
 
 
-def _is_scalar(node: Any) -> bool:
+def _is_scalar(node: object) -> bool:
     return is_tensor(node) and value(node).ndim == 0
 
 

@@ -23,6 +23,7 @@ from kvpass.decoding.loop import DecodeLoop
 from kvpass.decoding.saved_calls import calls_of, entries_of
 from kvpass.decoding.stepping import LoopState
 from kvpass.errors import CacheFileError, CacheHandleError, KVPassError
+from kvpass.policies import tensor_files
 from kvpass.policies.base import Policy
 from kvpass.runtime.caches import keep_address
 from kvpass.runtime.model_identity import differences, digests, held_weakly, settings_of
@@ -92,7 +93,7 @@ def save_cache(cache: Any, path: FilePath) -> None:
     if loop is not None and loop.state is not None:
         header["loop"], parts = loop.state.saved()
         tensors.update({f"{_LOOP}{name}": tensor for name, tensor in parts.items()})
-    _write(path, tensors, header)
+    tensor_files.write(path, tensors, KEY, header, CacheFileError)
 
 
 @checked
@@ -149,51 +150,15 @@ def load_cache(path: FilePath, compiled_or_model: Any) -> Any:
 # -- the file ----------------------------------------------------------------------------------------------------------
 
 
-def _write(path: FilePath, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
-    unfinished = f"{os.fspath(path)}.{os.getpid()}.unfinished"
-    apart = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-    safetensors = _safetensors()
-    try:
-        safetensors.torch.save_file(apart, unfinished, metadata={KEY: json.dumps(header)})
-        os.replace(unfinished, path)
-    except (OSError, safetensors.SafetensorError) as error:
-        raise CacheFileError(f"{os.fspath(path)}: cannot be written: {error}") from error
-    finally:
-        if os.path.exists(unfinished):
-            os.remove(unfinished)
-
-
 @torch.inference_mode(False)  # steps outside of inference mode also write to the tensors
 def _read(path: FilePath) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    safetensors = _safetensors()
-    try:
-        with safetensors.safe_open(os.fspath(path), "pt") as file:
-            text = (file.metadata() or {}).get(KEY)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dictionary
-    except (OSError, safetensors.SafetensorError) as error:
-        raise CacheFileError(f"{os.fspath(path)}: cannot be read, or is damaged: {error}") from error
-    if text is None:
-        raise CacheFileError(f"{os.fspath(path)}: holds no cache of kvpass: its metadata lack {KEY!r}")
-    try:
-        header = json.loads(text)
-        version = header["version"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CacheFileError(f"{os.fspath(path)}: its header cannot be read ({error})") from error
+    header, tensors = tensor_files.read(path, KEY, "a cache of kvpass", CacheFileError)
+    version = header.get("version") if isinstance(header, dict) else None
     if type(version) is not int or not 1 <= version <= VERSION:
         raise CacheFileError(
             f"{os.fspath(path)}: is of format {version!r}, and this kvpass reads formats up to {VERSION}: update kvpass"
         )
     return header, tensors
-
-
-def _safetensors() -> Any:
-    """Import safetensors, which is an optional dependency."""
-    try:
-        import safetensors
-        import safetensors.torch
-    except ModuleNotFoundError as error:
-        raise KVPassError("caches are stored as safetensors: pip install 'kvpass[save]'") from error
-    return safetensors
 
 
 # -- settings and the model --------------------------------------------------------------------------------------------

@@ -20,12 +20,13 @@ from torch import Tensor
 from kvpass import cache_names
 from kvpass.arguments import Natural, Positive, checked, require
 from kvpass.backend import backend
-from kvpass.decoding.made_up import visit_graphs
 from kvpass.decoding.pin_masks import Pin, pin_mask
 from kvpass.decoding.prefill import Caller, PaddingMask, TokenIds, check_budget, chunks, last_of, padding, prefix_mask
-from kvpass.decoding.requests import FAILS, GenerationOutput, Prompt, Requests
+from kvpass.decoding.requests import FAILS, GenerationOutput, Prompt
 from kvpass.decoding.sampling import PRIME, Sampling, Seed, Temperature, TopK, TopP
+from kvpass.decoding.scheduler import RequestScheduler
 from kvpass.decoding.stepping import LoopState, ModelParts
+from kvpass.decoding.warmup import visit_graphs
 from kvpass.errors import CacheHandleError, PolicyError
 from kvpass.policies.base import Policy
 from kvpass.runtime import layer_regions
@@ -114,7 +115,7 @@ class DecodeLoop:
         self.stop = torch.tensor(list(stop), dtype=torch.int64, device=self.device)
         self.state: LoopState | None = None
         self.prefix: Any = None
-        self.requests = None if rows is None else Requests.of(self, rows)
+        self.requests = None if rows is None else RequestScheduler.of(self, rows)
 
     def _compiled(self) -> Callable[..., Any]:
         """Return what the loop calls as its model."""
@@ -127,7 +128,7 @@ class DecodeLoop:
     def warm(self, rows: Positive = 1) -> None:
         """Compile what the loop's settings need, before the first prompt or request comes.
 
-        Made-up prompts, shorter and longer than the budget, run through the loop: in chunks if the loop feeds prompts
+        Synthetic prompts, shorter and longer than the budget, run through the loop: in chunks if the loop feeds prompts
         so, with steps up to the policy's compaction and a further turn.  Nothing of them stays.
 
         Args:
@@ -171,7 +172,7 @@ class DecodeLoop:
             ids: int64 [B, T].
             attention_mask: [B, T], 0 for padding, which must be on the left of each row; None for no padding.
             pin: the tokens of this prompt that are never evicted, as of `kvpass.prefill`: a mask [B, T], or spans.
-            on_top: count them beside the budget, as of `kvpass.prefill`.
+            on_top: hold them in addition to the budget, as of `kvpass.prefill`.
 
         Raises:
             CacheHandleError: a further prompt has another number of rows.
@@ -297,7 +298,8 @@ class DecodeLoop:
                 seed that is derived from the loop's own and the number of the request.
             request_id: the name of the request; None for a generated one.
             pin: the tokens of the prompt that are never evicted: a mask, bool [T] or [1, T], or spans (start, stop).
-            on_top: count them beside the budget, as of `kvpass.prefill`; all rows get the slots of the largest request.
+            on_top: hold them in addition to the budget, as of `kvpass.prefill`; all rows get the slots of the largest
+                request.
             prefix: a prefilled cache of one row, as of `branch`, behind which the request begins; it is copied when the
                 request starts, and must not go on until then.
             keep: copy its slots when it ends into the `cache` of its last output, which may be the `prefix` of a later
@@ -313,7 +315,7 @@ class DecodeLoop:
             PolicyError: an invalid setting, or a loop without rows.
             CacheHandleError: a prefix that is no cache of kvpass, or was made under other settings.
         """
-        requests, default = self._served(), self.sampling
+        requests, default = self._scheduler(), self.sampling
         settings = (
             default.temperature if temperature is None else temperature,
             default.top_k if top_k is None else top_k,
@@ -336,12 +338,12 @@ class DecodeLoop:
         Raises:
             PolicyError: a loop without rows.
         """
-        return self._served().cancel(request_id)
+        return self._scheduler().cancel(request_id)
 
     @property
     def pending(self) -> int:
         """Number of requests whose last output has not been handed out."""
-        return self._served().pending
+        return self._scheduler().pending
 
     def step(self) -> list[GenerationOutput]:
         """Advance all requests: prefill one chunk of a prompt, or decode up to `every` tokens in each row.
@@ -353,7 +355,7 @@ class DecodeLoop:
             BudgetError: there is no memory for the rows; no request is lost.
             PolicyError: a loop without rows.
         """
-        return self._served().step()
+        return self._scheduler().step()
 
     def __iter__(self) -> Iterator[GenerationOutput]:
         """Yield the outputs of `step` until no request is pending; requests may be added and cancelled in between."""
@@ -378,9 +380,9 @@ class DecodeLoop:
             PolicyError: an invalid setting, or a loop without rows.
             BudgetError: there is no memory for the rows.
         """
-        return self._served().all_of([functools.partial(self.add, ids, **how) for ids in inputs])
+        return self._scheduler().run_all([functools.partial(self.add, ids, **how) for ids in inputs])
 
-    def _served(self) -> Requests:
+    def _scheduler(self) -> RequestScheduler:
         """Return the requests of the loop, or raise PolicyError for a loop without rows."""
         require(self.requests is not None, "rows", None, "requests need a loop with a number of rows")
         assert self.requests is not None

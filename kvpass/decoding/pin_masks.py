@@ -27,7 +27,7 @@ def pin_mask(pin: Pin | None, on_top: bool, valid: Tensor) -> Tensor | None:
         PolicyError: a mask of another shape or dtype, a span outside of its row, or pins on padding.
     """
     if pin is None:
-        require(not on_top, "on_top", on_top, "counts pinned tokens beside the budget: say with pin= which these are")
+        require(not on_top, "on_top", on_top, "counts pinned tokens in addition to the budget: pass pin= to say which")
         return None
     real = valid.bool()
     mask = _of_mask(pin, real) if isinstance(pin, Tensor) else _of_spans(pin, real)

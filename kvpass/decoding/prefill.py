@@ -174,40 +174,32 @@ def prefill(
 ) -> Any:
     """Feed a prompt in chunks to a model that kvpass compiled, with a bounded cache between the chunks.
 
-    With `chunk=1` the prompt goes in token by token, as in decoding.  The remainder of the division into chunks is a
-    part of the first chunk; `generate(..., prefill_chunk_size=n)` has it at the end.
-
     >>> compiled = kvpass.compile(model, policy="h2o", budget=1024)
     >>> out = kvpass.prefill(compiled, ids, chunk=512)
     >>> out.logits                       # [B, 1, V]
 
     Args:
-        compiled: `torch.compile(model, backend=kvpass.backend(...))`, or a model after `kvpass.compile`; it takes
-            `input_ids`, `cache` or `past_key_values`, and `use_cache`, and `attention_mask` and `position_ids` if there
-            is padding, and returns an object with `logits` and the cache under the same name.
+        compiled: `torch.compile(model, backend=kvpass.backend(...))`, or a model after `kvpass.compile`, whose forward
+            is as of `DecodeLoop`.
         ids: int64 [B, T].
         attention_mask: [B, tokens seen before + T], 0 for padding, which must be on the left of each row; None for no
             padding.
         chunk: the number of tokens in a chunk, at least 1.
         cache: a cache of kvpass to continue, None for an empty one.
-        logits: "last" for the logits of the last token, [B, 1, V]; "all" for those of every token, [B, T, V], as for
-            scoring a text, with memory in proportion to T.
+        logits: "last" for the logits of the last token, [B, 1, V]; "all" for those of every token, [B, T, V].
         past_key_values: another name for `cache`.
-        pin: the tokens of this prompt that are never evicted: a mask, bool [B, T], or spans (start, stop) that count
-            the real tokens of their row, as one list for each row or one list for all rows.  They stay pinned in later
-            calls of any kind.
-        on_top: count the pinned tokens beside the budget instead of inside it; the slots of every row are then the
-            budget's and a power of two that the largest number of pinned tokens fits into.
+        pin: the tokens of this prompt that are never evicted: a mask, bool [B, T], or spans (start, stop) of the real
+            tokens of a row, one list for each row or one for all rows.  They stay pinned in later calls.
+        on_top: hold the pinned tokens in addition to the budget and not as a part of it.  Every row then has slots for
+            the budget and for a power of two that the largest number of pinned tokens fits into.
 
     Returns:
         The model's output for the last chunk, with these `logits`, and the cache under the model's own name.
 
     Raises:
-        PolicyError: an invalid argument, a token outside of the vocabulary, a cache under both names, pins on padding,
-            or pins under a policy that allows none.
+        PolicyError: an invalid argument, an unknown token, a cache under both names, or pins that are not allowed.
         CacheHandleError: the cache is not of kvpass, or the model does not continue it.
-        BudgetError: an empty cache and a budget that is a share of the prompt, whose length is unknown at the first
-            chunk; or pinned tokens that leave less of the budget than the policy needs.
+        BudgetError: an empty cache and a budget that is a share of the prompt, or pins that leave too little budget.
     """
     caller = Caller.of(compiled)
     require(cache is None or past_key_values is None, "past_key_values", "a cache", "is another name for `cache`")
@@ -223,9 +215,9 @@ def prefill(
         last = last_of(made)
         last.logits = last.logits[:, -1:]
         return last
-    every: list[Tensor] = []
-    last = last_of(_noted(made, every))
-    last.logits = torch.cat(every, 1)
+    parts: list[Tensor] = []
+    last = last_of(_noted(made, parts))
+    last.logits = torch.cat(parts, 1)
     return last
 
 

@@ -173,7 +173,7 @@ class _GraphWriter:
             if each.compact not in variants:
                 code = self._code(each.runner.variants.with_rewrite(each.rewrite).compiled)
                 variants[each.compact] = {**exported_graphs.variant_entry(each.rewrite), "code": code}
-        read = {ids, *entry["counters"], *(index for indices in entry["told"] for index in indices)}
+        read = {ids, *entry["counters"], *(index for indices in entry["padding_inputs"] for index in indices)}
         read |= {index for each in variants.values() for index in (*each["inputs"], *each["columns"])}
         return {**entry, "lengths": lengths, "variants": [[compact, each] for compact, each in variants.items()]}, read
 

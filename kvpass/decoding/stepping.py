@@ -119,8 +119,8 @@ class LoopState:
         wrong = [name for name, how in shapes.items() if (tuple(tensors[name].shape), tensors[name].dtype) != how]
         if wrong or tensors["ready"].dtype != wanted or tensors["ready"].shape[1:] != (rows,):
             raise CacheFileError(f"its {', '.join(wrong) or 'ready'} are not those of {rows} conversations")
-        places = tensors["position"]
-        if loop.caller.unknown_token(tensors["ids"]) is not None or bool(((places < 0) | (places > seen)).any()):
+        outside = (tensors["position"] < 0) | (tensors["position"] > seen)
+        if loop.caller.unknown_token(tensors["ids"]) is not None or bool(outside.any()):
             raise CacheFileError(f"its last tokens or their positions cannot be those of {seen} tokens of this model")
         here = {name: tensor.to(loop.stop.device) for name, tensor in tensors.items()}
         state = LoopState(loop, cache, here["ids"][:, 0], here["position"], here["mask"])
@@ -212,14 +212,14 @@ class LoopState:
             self.ids.copy_(drawn[:, None])
         self.cursor.add_(1)
 
-    def tell(self, mask: Tensor) -> None:
+    def mark_new_tokens(self, mask: Tensor) -> None:
         """Write into a padding mask [B, tokens seen] which of the new tokens are real; needless without stop tokens."""
         if self.may_end:
             mask[:, -1:] = (~self.done)[:, None]
 
     @property
     def variant(self) -> Any:
-        """Facts beside the kind of step that a CUDA graph of a step depends on."""
+        """Facts on which a CUDA graph of a step depends, in addition to the kind of step."""
         return None
 
     def settle(self) -> None:
@@ -285,7 +285,7 @@ class RepeatedStep:
 
     def _call(self, kind: Any) -> None:
         """Run the device work of a step."""
-        self.state.tell(self.mask)
+        self.state.mark_new_tokens(self.mask)
         self.arguments = self.runner.following(self.caches, self.arguments)
         compact, clocks = self.runner.ticked(self.caches, self.arguments)
         if (kind, compact) not in self.bound:

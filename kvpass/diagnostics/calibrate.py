@@ -107,14 +107,14 @@ class _Rotation:
 
     def before(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Return rows [..., n, D] at positions [n] before the rotation, float64 in the layout of pairs."""
-        return self._turned_by(-positions[:, None], rows)
+        return self._rotated_by(-positions[:, None], rows)
 
     def error(self, keys: dict[int, Tensor], position: int) -> float:
         """Return the largest difference between the keys at a position and rotated ones, relative to their norm."""
-        apart = self._turned_by(position, keys[0]) - self._turned_by(0, keys[position])
+        apart = self._rotated_by(position, keys[0]) - self._rotated_by(0, keys[position])
         return float((apart.norm(dim=-1) / keys[0].double().norm(dim=-1).clamp(min=1e-12)).max())
 
-    def _turned_by(self, positions: Tensor | int, rows: Tensor) -> Tensor:
+    def _rotated_by(self, positions: Tensor | int, rows: Tensor) -> Tensor:
         """Return rows [..., D] rotated by positions, float64 in the layout of pairs."""
         angle = positions * self.frequency
         return turned(rows.double()[..., self.pairs.flatten()], torch.polar(torch.ones_like(angle), angle))
@@ -143,13 +143,19 @@ def _frequencies(keys: dict[int, Tensor], pairs: Tensor) -> Tensor:
     for position in sorted(keys)[1:]:
         last = torch.complex(*(keys[position].double()[..., half] for half in pairs)).flatten(0, -2)
         angle = (last * first.conj()).sum(0).angle().cpu()
-        turns = ((frequency * position - angle) / (2 * torch.pi)).round()
-        frequency = (angle + 2 * torch.pi * turns) / position
+        revolutions = ((frequency * position - angle) / (2 * torch.pi)).round()
+        frequency = (angle + 2 * torch.pi * revolutions) / position
     return frequency.to(keys[0].device)
 
 
 class _Sums:
-    """Sums over the queries of one layer: of rows [Hq, D], of their products [Hq, D, D] and of pairs' sizes [Hq, P]."""
+    """Sums over the queries of one layer.
+
+    Attributes:
+        rows: of the queries, [Hq, D].
+        products: of their outer products, [Hq, D, D].
+        sizes: of the sizes of their pairs, [Hq, P].
+    """
 
     def __init__(self, rows: Tensor, scale: float) -> None:
         heads, dim = rows.shape[1], rows.shape[3]

@@ -91,21 +91,22 @@ def simulate(
         The cached tokens after each step, the output of the layer, and the final rows.
 
     Raises:
-        PolicyError: as of `kvpass.backend`, or a setting beside a backend that has it already.
+        PolicyError: as of `kvpass.backend`, or a setting together with a backend, which has its own.
         BudgetError: as of `kvpass.backend`, or a budget below all tokens for a policy that keeps every token.
         KVPassError: shapes that do not fit together.
     """
     settings = dict(budget=budget, positions=positions, kv_dtype=kv_dtype, **policy_options)
     _check_shapes(q, k, v, prompt, rope_theta)
-    chosen = _with_nothing_beside(policy, settings) if isinstance(policy, Backend) else backend(policy, **settings)
+    chosen = _without_settings(policy, settings) if isinstance(policy, Backend) else backend(policy, **settings)
     layer = _Layer(chosen, q, k, v, prompt, rope_theta, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     return _compiled(layer) if compiled else _reference(layer)
 
 
-def _with_nothing_beside(chosen: Backend, settings: dict[str, Any]) -> Backend:
-    beside = [name for name, value in settings.items() if value is not None]
-    if beside:
-        raise PolicyError(f"{', '.join(beside)}: set in the backend {chosen}, not beside it")
+def _without_settings(chosen: Backend, settings: dict[str, Any]) -> Backend:
+    """Return the backend, or raise PolicyError for settings that it has itself."""
+    given = [name for name, value in settings.items() if value is not None]
+    if given:
+        raise PolicyError(f"{', '.join(given)}: must be set in the backend {chosen}, and not in addition to it")
     return chosen
 
 

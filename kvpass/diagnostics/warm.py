@@ -1,13 +1,11 @@
-"""Ahead-of-time compilation (`warm`): a made-up conversation visits every graph that real conversations need.
+"""Ahead-of-time compilation (`warm`): synthetic conversations visit every graph that later ones need.
 
-The token values do not matter, only the ways in which the model is called.  Lengths and batch sizes come in pairs,
-because torch.compile makes a graph for any size when it has seen two.
+Lengths and batch sizes come in pairs, because torch.compile makes a graph for any size when it has seen two.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, TypeVar
 
@@ -18,8 +16,8 @@ from kvpass import cache_names, policies
 from kvpass.arguments import Condition, Positive, checked
 from kvpass.backend import compile as compile_model
 from kvpass.cache.handle import LayerCache, caches_in
-from kvpass.decoding.made_up import TOKEN, prompt_lengths, steps_until_compaction
-from kvpass.decoding.prefill import Caller, chunks, last_of, prefill
+from kvpass.decoding.prefill import Caller
+from kvpass.decoding.warmup import FedConversation, prompt_lengths, steps_until_compaction
 from kvpass.errors import PolicyError
 from kvpass.policies.base import Policy
 
@@ -69,21 +67,21 @@ def warm(
     """
     reads = getattr(model, "main_input_name", "input_ids")
     if reads != "input_ids":
-        raise PolicyError(f"warm makes up token ids, and {type(model).__name__} reads {reads}: run an input of yours")
+        raise PolicyError(f"warm feeds token ids, and {type(model).__name__} reads {reads}: run an input of yours")
     compile_model(model, policy, **settings)
     chosen = policies.get(policy) if isinstance(policy, str) else policy
     lengths = prompt_lengths(settings.get("budget"), evicts=chosen.evicts)
     _, longest = prompt_lengths(settings.get("budget"), prefill_chunk, chosen.evicts)
     batches = [(size, padded) for size in rows for padded in _paddings(size)]
     batches += [(size, True) for size in _third(rows)]
-    talks = [(size, padded, length) for size, padded in batches for length in lengths]
+    prompts = [(size, padded, length) for size, padded in batches for length in lengths]
     several = TURNS if turns and not _encodes(model) else ()
     chunked = batches if prefill_chunk is not None else []
-    with torch.no_grad(), _bar(len(talks) * (1 + len(several)) + len(chunked), progress) as tick:
-        for size, padded, length in talks:
-            _converse(_Talk(model, size, padded), length, several, tick)
+    with torch.no_grad(), _bar(len(prompts) * (1 + len(several)) + len(chunked), progress) as tick:
+        for size, padded, length in prompts:
+            _run_turns(_Conversation(model, size, padded), length, several, tick)
         for size, padded in chunked:
-            _feed_chunks(_Talk(model, size, padded), longest, prefill_chunk, tick)
+            _feed_chunks(_Conversation(model, size, padded), longest, prefill_chunk, tick)
     return model
 
 
@@ -106,23 +104,21 @@ def _encodes(model: Any) -> bool:
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
-def _converse(talk: _Talk, length: int, turns: Sequence[int], tick: Tick) -> None:
+def _run_turns(conversation: _Conversation, length: int, turns: Sequence[int], tick: Tick) -> None:
     """Run a prompt, decode steps up to the next compaction, and further turns."""
-    talk.say(length, STEPS)
-    talk.say(0, _until_compaction(caches_in(talk.cache)))
-    tick(f"prompt [{talk.rows}, {length}]")
+    conversation.converse(length, STEPS)
+    conversation.converse(0, _until_compaction(caches_in(conversation.cache)))
+    tick(f"prompt [{conversation.rows}, {length}]")
     for turn in turns:
-        talk.say(turn, STEPS)
-        tick(f"turn [{talk.rows}, {turn}]")
+        conversation.converse(turn, STEPS)
+        tick(f"turn [{conversation.rows}, {turn}]")
 
 
-def _feed_chunks(talk: _Talk, length: int, chunk: int | None, tick: Tick) -> None:
+def _feed_chunks(conversation: _Conversation, length: int, chunk: int | None, tick: Tick) -> None:
     """Run a prompt in chunks, and a decode step."""
-    assert chunk is not None
-    out = prefill(talk.model, talk.tokens(length), talk.mask(length), chunk=chunk)
-    talk.cache, talk.seen = cache_names.returned(out), length
-    talk.say(0, 1)
-    tick(f"chunks of [{talk.rows}, {chunk}]")
+    conversation.feed(length, chunk=chunk)
+    conversation.converse(0, 1)
+    tick(f"chunks of [{conversation.rows}, {chunk}]")
 
 
 def _until_compaction(caches: Sequence[LayerCache]) -> int:
@@ -131,33 +127,19 @@ def _until_compaction(caches: Sequence[LayerCache]) -> int:
     return steps_until_compaction(caches[0].layout.policy, caches[0].limits[0], caches[0].clocks[0])
 
 
-@dataclasses.dataclass
-class _Talk:
-    """A conversation of `rows` rows, through `generate` if the model has it, else by calls."""
+class _Conversation(FedConversation):
+    """A conversation through `generate` if the model has it, else by calls."""
 
-    model: Any
-    rows: int
-    padded: bool
-    cache: Any = None
-    seen: int = 0
+    def __init__(self, model: Any, rows: int, padded: bool) -> None:
+        super().__init__(Caller.of(model), next(model.parameters()).device, rows, padded)
+        self.model = model
 
-    def say(self, new: int, answer: int) -> None:
+    def converse(self, new: int, answer: int) -> None:
         """Feed `new` tokens, and then decode `answer` tokens one by one."""
-        if not new + answer:
-            return
-        if hasattr(self.model, "generate"):
+        if not hasattr(self.model, "generate"):
+            self.feed(*([new] if new else []), *[1] * answer)
+        elif new + answer:
             self._generate(self.tokens(self.seen + new + (not new)), answer + 1)
-        else:
-            self._call([*([new] if new else []), *[1] * answer])
-
-    def tokens(self, count: int) -> Tensor:
-        device = next(self.model.parameters()).device
-        return torch.full((self.rows, count), TOKEN, device=device)
-
-    def mask(self, count: int) -> Tensor:
-        mask = torch.ones_like(self.tokens(count))
-        mask[0, 0] = not self.padded
-        return mask
 
     def _generate(self, ids: Tensor, answer: int) -> None:
         out = self.model.generate(
@@ -171,13 +153,6 @@ class _Talk:
             pad_token_id=0,
         )
         self.cache, self.seen = cache_names.returned(out), out.sequences.shape[1] - 1
-
-    def _call(self, counts: Sequence[int]) -> None:
-        caller = Caller.of(self.model)
-        for count in counts:
-            self.seen += count
-            made = chunks(caller, self.tokens(count), self.mask(self.seen), self.cache, None)
-            self.cache = cache_names.returned(last_of(made))
 
 
 @contextlib.contextmanager

@@ -42,7 +42,7 @@ class Memory:
 
 
 def _base(node: fx.Node) -> list[fx.Node]:
-    """Return the first operand of a node that may be a view of it or writes to it, by its name."""
+    """Return the first operand if the node's name says that it is a view of it or writes to it."""
     base = node.args[0] if node.args else None
     return [base] if isinstance(base, fx.Node) and (writes(node) or name_of(node) in tagged("view")) else []
 

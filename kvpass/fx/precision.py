@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 HIDDEN = -1e3
-"""A logit of this value or less masks a token: its softmax weight vanishes beside logits of ordinary size.
+"""A logit of this value or less masks a token: its softmax weight is zero next to logits of ordinary size.
 
 Masks use -10000 and lower numbers.  Logits are added to it, factors divide it, and bfloat16 rounds it to -9984.
 """

@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import operator
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.fx as fx
@@ -20,11 +20,19 @@ def value(node: fx.Node) -> Any:
     return node.meta.get("example_value")
 
 
-def is_tensor(node: Any) -> bool:
+def operand_of(node: fx.Node) -> fx.Node:
+    """Return the first argument of a node, which must be a node too."""
+    argument = node.args[0]
+    assert isinstance(argument, fx.Node)
+    return argument
+
+
+def is_tensor(node: object) -> TypeGuard[fx.Node]:
+    """Check whether an argument is a node that stands for a tensor."""
     return isinstance(node, fx.Node) and isinstance(value(node), torch.Tensor)
 
 
-def is_size(node: Any) -> bool:
+def is_size(node: object) -> TypeGuard[fx.Node]:
     """Check whether a node stands for a size and not for a tensor."""
     return (
         isinstance(node, fx.Node) and isinstance(value(node), (torch.SymInt, int)) and not isinstance(value(node), bool)
@@ -38,7 +46,7 @@ def constant(gm: fx.GraphModule, argument: Any) -> float | None:
     if not is_tensor(argument) or value(argument).numel() != 1:
         return None
     if argument.op == "get_attr":
-        held = getattr(gm, argument.target, None)
+        held = getattr(gm, str(argument.target), None)
         return float(held) if isinstance(held, torch.Tensor) and type(held) is torch.Tensor else None
     args = [*argument.args, *argument.kwargs.values()]
     if name_of(argument) in ("tensor", "scalar_tensor", "full"):
@@ -92,8 +100,8 @@ def ancestors(
 def chain(node: fx.Node, through: Callable[[fx.Node], bool]) -> list[fx.Node]:
     """Return a node, and one behind another the tensors that are first operands, as long as `through` holds."""
     found = [node]
-    while found[-1].args and is_tensor(operand := found[-1].args[0]) and through(found[-1]):
-        found.append(operand)  # type: ignore[arg-type]
+    while found[-1].args and is_tensor(first := found[-1].args[0]) and through(found[-1]):
+        found.append(first)
     return found
 
 

@@ -152,7 +152,7 @@ def attend(
     if bias is not None:
         logits = logits + bias.to(logits.dtype)
     logits = torch.where(mask, logits, -torch.inf)
-    probabilities = softmax_beside(logits, sink_logit)
+    probabilities = softmax_with_sink(logits, sink_logit)
     output = value.format.weighted_sum(probabilities.flatten(2, 3), value.parts, query.dtype)  # [B, Hkv, G*q, Dv]
     output = output.view(*query.shape[:4], -1)
     if blank is not None:  # only in the output: a policy would add NaN to its scores
@@ -197,7 +197,7 @@ class UnknownQueries(NamedTuple):
         return torch.where(most == -torch.inf, self.empty, unknown)
 
 
-def softmax_beside(logits: Tensor, sink_logit: Tensor | None) -> Tensor:
+def softmax_with_sink(logits: Tensor, sink_logit: Tensor | None) -> Tensor:
     """Return the softmax over the last dimension and the sink [..., 1], without the sink's share.
 
     The result is zero for a query without a finite logit.

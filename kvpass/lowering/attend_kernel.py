@@ -109,7 +109,7 @@ def halves(
 
 
 @triton.jit
-def turned(
+def rotate(
     number,  # [BLOCK, HALF]
     partner,
     cos,  # at the positions of slots [BLOCK, 1] and the half
@@ -127,7 +127,7 @@ def turned(
 def along(
     rows,  # a mask or a bias of one KV head
     group,  # query groups of the program's rows [ROWS], likewise the next two
-    asking,
+    query_row,
     here,
     c,
     C: tl.constexpr,
@@ -138,7 +138,7 @@ def along(
     if of_group == 0 and of_query == 0:
         return tl.load(rows + c, mask=c < C, other=0)[None, :]
     else:
-        index = group * of_group + asking * of_query
+        index = group * of_group + query_row * of_query
         return tl.load(rows + index[:, None] + c[None, :], mask=here[:, None] & (c < C)[None, :], other=0)
 
 
@@ -207,7 +207,7 @@ def split(
     row, head = (which // HEADS).to(tl.int64), (which % HEADS).to(tl.int64)
     r, d, dv = tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, VALUE_WIDTH)
     here = r < R
-    group, asking = r // QUERIES, r % QUERIES
+    group, query_row = r // QUERIES, r % QUERIES
     first = which.to(tl.int64) * R + r
     if HALVED:
         e = tl.arange(0, HALF)
@@ -240,9 +240,9 @@ def split(
     MASK_AHEAD: tl.constexpr = mask_group == 0 and mask_query == 0
     BIAS_AHEAD: tl.constexpr = HAS_BIAS and bias_group == 0 and bias_query == 0
     if MASK_AHEAD:
-        shown = along(masks, group, asking, here, c, C, mask_group, mask_query)
+        shown = along(masks, group, query_row, here, c, C, mask_group, mask_query)
     if BIAS_AHEAD:
-        more = along(biases, group, asking, here, c, C, bias_group, bias_query)
+        more = along(biases, group, query_row, here, c, C, bias_group, bias_query)
     if BITS == 8:
         key_step = tl.load(key_scale + of_head + c, mask=c < C, other=0.0)
         value_step = tl.load(value_scale + of_head + c, mask=c < C, other=0.0)
@@ -263,9 +263,9 @@ def split(
         there, after = c < C, c + BLOCK
         slot = of_head + c
         if MASK_AHEAD:
-            shown_after = along(masks, group, asking, here, after, C, mask_group, mask_query)
+            shown_after = along(masks, group, query_row, here, after, C, mask_group, mask_query)
         if BIAS_AHEAD:
-            more_after = along(biases, group, asking, here, after, C, bias_group, bias_query)
+            more_after = along(biases, group, query_row, here, after, C, bias_group, bias_query)
         if BITS == 8:
             key_step_after = tl.load(key_scale + slot + BLOCK, mask=after < C, other=0.0)
             value_step_after = tl.load(value_scale + slot + BLOCK, mask=after < C, other=0.0)
@@ -284,9 +284,9 @@ def split(
             if ROTARY > 0:
                 inside = there[:, None] & (e < D // 2)[None, :]
                 at_cos, at_sin = cos + at[:, None], sin + at[:, None]
-                turned_low = turned(low, high, at_cos, at_sin, inside, HALF)
-                high = turned(high, low, at_cos + D // 2, at_sin + D // 2, inside, HALF)
-                low = turned_low
+                rotated_low = rotate(low, high, at_cos, at_sin, inside, HALF)
+                high = rotate(high, low, at_cos + D // 2, at_sin + D // 2, inside, HALF)
+                low = rotated_low
             qk = tl.dot(q, tl.trans(low.to(q.dtype)), input_precision="ieee")
             qk = tl.dot(q_high, tl.trans(high.to(q.dtype)), qk, input_precision="ieee") * SCALE
         else:
@@ -297,9 +297,9 @@ def split(
             if ROTARY > 0:
                 at = at[None, :] + d[:, None]
                 other = partner[:, None]
-                beside = numbers(at_keys, key_scale, key_zero, indices, other, inside, BITS, KEY_GROUPS, D)
+                paired = numbers(at_keys, key_scale, key_zero, indices, other, inside, BITS, KEY_GROUPS, D)
                 rotated = k.to(tl.float32) * tl.load(cos + at, mask=inside, other=0.0).to(tl.float32)
-                rotated += beside.to(tl.float32) * tl.load(sin + at, mask=inside, other=0.0).to(tl.float32)
+                rotated += paired.to(tl.float32) * tl.load(sin + at, mask=inside, other=0.0).to(tl.float32)
                 k = rotated.to(q.dtype)
             qk = tl.dot(q, k, input_precision="ieee") * SCALE  # [ROWS, BLOCK]
         if BITS == 8:
@@ -309,11 +309,11 @@ def split(
         if BIAS_AHEAD:
             qk += more.to(tl.float32)
         elif HAS_BIAS:
-            qk += along(biases, group, asking, here, c, C, bias_group, bias_query).to(tl.float32)
+            qk += along(biases, group, query_row, here, c, C, bias_group, bias_query).to(tl.float32)
         if MASK_AHEAD:
             qk = tl.where(shown != 0, qk, float("-inf"))
         else:
-            shown_here = along(masks, group, asking, here, c, C, mask_group, mask_query)
+            shown_here = along(masks, group, query_row, here, c, C, mask_group, mask_query)
             qk = tl.where(shown_here != 0, qk, float("-inf"))
         if STORE:
             tl.store(logits + first[:, None] * C + c[None, :], qk, mask=here[:, None] & there[None, :])
@@ -480,64 +480,65 @@ def attend_slots(
     store: bool,
     bits: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Attend to slots in two launches; see `kvpass.lowering.attend.attend` for the arguments.
+    """Attend to slots in two launches; see `kvpass.lowering.attend.attend` for the other arguments.
 
     Args:
-        query: [B, Hkv, G, q, D] with G * q up to `attend.MOST_ROWS`.
-        key, value: numbers, or codes of `bits` bits.
+        query: [B, Hkv, G, q, D] with G * q up to `attend.MOST_ROWS`; key, value: numbers, or codes of `bits` bits.
         key_scale, value_scale, key_zero, value_zero: [B, Hkv, C, groups], the format's scales and zero points.
         mask, bias: [B or 1, Hkv or 1, G or 1, q or 1, C].
         rank, cos, sin, rotary, interleaved: the fields of a `Rope`, which is applied to the keys at read, or None.
-        store: return the logits.
 
     Returns:
         output [B, Hkv, G, q, Dv]; the highest logit and the sum of exp(logit - highest), float32 [B, Hkv, G, q]; the
-        masked logits, float32 [B, Hkv, G, q, C], or [0] without `store`.
+        masked logits, float32 [B, Hkv, G, q, C] with `store`, else [0].
     """
     rows, heads, groups, queries, dim = query.shape
     capacity, width = key.shape[2], value.shape[3] * (2 if bits == 4 else 1)
-    inside = groups * queries
-    key_width, value_width = power(dim), power(width)
-    padded, halved = power(inside), _halved(bits, dim, rotary, interleaved)
+    padded, halved = power(groups * queries), _halved(bits, dim, rotary, interleaved)
     dear = bits == 4 or (rotary > 0 and (bits == 8 or not halved))
-    block = _block(max(key_width, value_width), query.element_size(), padded, dear)
+    block = _block(power(max(dim, width)), query.element_size(), padded, dear)
     parts, each = _parts(rows * heads, capacity, block)
     query, mask = packed(query), packed(mask)
-    has_bias = bias is not None
-    bias = packed(bias) if bias is not None else value  # never read
+    has_bias, bias = bias is not None, value if bias is None else packed(bias)  # without a bias it is never read
     positions = 0 if cos is None else cos.shape[0]
     rank, cos, sin = (value if x is None else packed(x) for x in (rank, cos, sin))
     groups_of_key, groups_of_value = (0 if x is None else x.shape[3] for x in (key_scale, value_scale))
-    beside = [value if x is None else packed(x) for x in (key_scale, value_scale, key_zero, value_zero)]
+    scales_and_zeros = [value if x is None else packed(x) for x in (key_scale, value_scale, key_zero, value_zero)]
     m_part = query.new_empty((rows, heads, groups, queries, parts), dtype=torch.float32)
     l_part = torch.empty_like(m_part)
     acc_part = query.new_empty((*m_part.shape, width), dtype=torch.float32)
     logits = query.new_empty((rows, heads, groups, queries, capacity) if store else (0,), dtype=torch.float32)
     torch.library.wrap_triton(split)[(parts, rows * heads)](
-        query, key, value, *beside, mask, bias, rank, cos, sin, logits, m_part, l_part, acc_part,
+        query, key, value, *scales_and_zeros, mask, bias, rank, cos, sin, logits, m_part, l_part, acc_part,
         *key.stride()[:3], *value.stride()[:3], *_strides(mask), *(_strides(bias) if has_bias else (0, 0, 0, 0)),
         *_strides(rank)[:2], BITS=bits, KEY_GROUPS=groups_of_key, VALUE_GROUPS=groups_of_value,
         ROTARY=rotary, INTERLEAVED=interleaved, HALVED=halved, POSITIONS=positions,
-        SCALE=scale, CAP=cap or 0.0, HAS_BIAS=has_bias, STORE=store, HEADS=heads, R=inside, QUERIES=queries,
+        SCALE=scale, CAP=cap or 0.0, HAS_BIAS=has_bias, STORE=store, HEADS=heads, R=groups * queries, QUERIES=queries,
         C=capacity, D=dim, DV=width, PARTS=parts, PART=each, ROWS=padded,
-        WIDTH=key_width, VALUE_WIDTH=value_width, HALF=power(dim // 2), VALUE_HALF=power(width // 2),
+        WIDTH=power(dim), VALUE_WIDTH=power(width), HALF=power(dim // 2), VALUE_HALF=power(width // 2),
         BLOCK=block, **_how(padded, bits, rotary, halved),
     )  # fmt: skip
+    return *_launch_join(query, m_part, l_part, acc_part, sink_logit), logits
+
+
+def _launch_join(
+    query: Tensor, m_part: Tensor, l_part: Tensor, acc_part: Tensor, sink_logit: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Combine the results of `split` to the output, the highest logit and the sum, as `attend_slots` returns them."""
+    (rows, heads, groups, queries, parts), width = m_part.shape, acc_part.shape[-1]
     output = query.new_empty((rows, heads, groups, queries, width))
     most = query.new_empty((rows, heads, groups, queries), dtype=torch.float32)
     total = torch.empty_like(most)
-    has_sink = sink_logit is not None
     sinks = packed(sink_logit.float()) if sink_logit is not None else m_part  # unused then
-    per_group = sinks.shape[3]
-    width_of_parts = power(parts, 1)
-    piece = max(16, min(value_width, JOINED // width_of_parts))
-    torch.library.wrap_triton(join)[(rows * heads * inside, triton.cdiv(width, piece))](
+    per_group, width_of_parts = sinks.shape[3], power(parts, 1)
+    piece = max(16, min(power(width), JOINED // width_of_parts))
+    torch.library.wrap_triton(join)[(rows * heads * groups * queries, triton.cdiv(width, piece))](
         m_part, l_part, acc_part, sinks, output, most, total,
         sink_row=0 if sinks.shape[0] == 1 else heads * groups * per_group, sink_query=per_group,
-        HAS_SINK=has_sink, ROWS=heads * inside, QUERIES=queries, DV=width, PARTS=parts,
+        HAS_SINK=sink_logit is not None, ROWS=heads * groups * queries, QUERIES=queries, DV=width, PARTS=parts,
         WIDTH=width_of_parts, PIECE=piece, num_warps=4, num_stages=1,
     )  # fmt: skip
-    return output, most, total, logits
+    return output, most, total
 
 
 def attended(
@@ -558,7 +559,7 @@ def attended(
     keys, values = dense(key.codes), dense(value.codes)
     mask, bias = _wide(mask, key.shape[2]), None if bias is None else _wide(bias, key.shape[2])
     rotary = (None, None, None, 0, False) if rope is None else _as_arguments(rope)
-    stored = _beside(key, value)
+    stored = _scales_and_zeros(key, value)
     given = (mask, bias, sink_logit, *rotary, scale, cap, with_logits, key.format.bits)
     output, most, total, logits = torch.ops.kvpass.attend_slots(query, keys, values, *stored, *given)
     most = most[..., None]
@@ -569,7 +570,7 @@ def attended(
     return output, torch.exp(logits - most.clamp_min(LOWEST.value)) / total[..., None], logits
 
 
-def _beside(key: Rows, value: Rows) -> list[Tensor | None]:
+def _scales_and_zeros(key: Rows, value: Rows) -> list[Tensor | None]:
     """Return the scales of keys and of values, and their zero points, or None for each that is missing."""
     found = itertools.zip_longest(*(rows.parts[1:] for rows in (key, value)))
     flat: list[Tensor | None] = [part for pair in found for part in pair]

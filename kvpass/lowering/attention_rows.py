@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvpass.fx.precision import accumulate_dtype, upcast
 from kvpass.lowering import column_loops
-from kvpass.lowering.attend import softmax_beside
+from kvpass.lowering.attend import softmax_with_sink
 from kvpass.lowering.column_loops import by_group
 
 BLOCK = 1 << 20  # logits in memory at a time: 4 MB in float32, which stay in the caches between passes
@@ -145,7 +145,7 @@ class ScoredAttention:
     def probs(self, logits: Tensor, workspace: _Workspace | None = None) -> Tensor:
         """Return the probabilities of logits; zero for a query whose mask hides every key."""
         if self.sink_logit is not None:
-            return softmax_beside(logits, by_group(self.sink_logit, self.key.shape[1]))
+            return softmax_with_sink(logits, by_group(self.sink_logit, self.key.shape[1]))
         made = torch.softmax(logits, -1, out=None if workspace is None else workspace.shaped(*logits.shape))
         blind = self._blind()
         if blind is None or (blind.device.type == "cpu" and not blind.any()):  # on other devices the host must not wait

@@ -27,7 +27,7 @@ OLDER = ("older", "older_peak")
 
 @dataclasses.dataclass(frozen=True)
 class StatisticsRequest:
-    """Everything that `attention_statistics` takes beside tensors; operators take no objects, so it becomes text.
+    """The arguments of `attention_statistics` that are no tensors; operators take no objects, so they become text.
 
     Policies that read the same statistics have the same request, but for a scan, and so the same prompt graph.
 

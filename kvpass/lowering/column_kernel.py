@@ -243,7 +243,7 @@ def column_sums(
     width = max(16, triton.next_power_of_2(dim))
     side = side_of(width, query.dtype)
     total = query.new_empty((rows, heads, count), dtype=torch.float32)
-    beside = _sink(sink_logit, heads)
+    of_sink = _sink(sink_logit, heads)
     mask = mask if mask is None or mask.stride(-1) == 1 else mask.contiguous()
     common: dict[str, Any] = dict(
         **_mask(mask), CAUSAL=causal, SCALE=scale, CAP=cap or 0.0, HEADS=heads, GROUPS=groups, COUNT=count,
@@ -252,7 +252,7 @@ def column_sums(
     )  # fmt: skip
     seen = query if mask is None else mask
     behind = total if sink_logit is None else sink_logit.float().contiguous()
-    totals[(triton.cdiv(count, side), rows * heads)](query, key, seen, behind, total, **common, **beside)
+    totals[(triton.cdiv(count, side), rows * heads)](query, key, seen, behind, total, **common, **of_sink)
     made = [query.new_empty((rows, heads, keys), dtype=torch.float32) for _ in range(powers)]
     grid = (triton.cdiv(keys, side), rows * heads)
     columns[grid](query, key, seen, total, weight, made[0], made[-1], **common, SQUARES=powers == 2)

@@ -6,33 +6,65 @@ import hashlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from kvpass.lowering.layer_dedup.link import LinkedSegments
 from kvpass.lowering.replay import Replayed
+from kvpass.policies import tensor_files
 from kvpass.torch_private import exported_code, inductor
 from kvpass.torch_private.exported_code import ExportedCode
 
+TENSORS = "tensors.safetensors"
+"""The file with the constants of graphs."""
 WHOLE = "return run_0([*a])"
 """The source of a graph that was compiled whole."""
 
 
-class ExportFiles(Protocol):
-    """The files of an artifact while it is written."""
+class ExportFiles:
+    """The files of an artifact while it is written; code is named by its content.
+
+    Attributes:
+        folder: where the files are.
+        digests: the digest of each file by its name.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.digests: dict[str, str] = {}
+        self._tensors: dict[str, Tensor] = {}
 
     def add_library(self, path: str) -> str:
         """Add a library, and return its name in the artifact."""
-        ...
+        return self._add(Path(path).read_bytes(), ".so")
 
     def add_text(self, text: str) -> str:
         """Add Python text, and return its name in the artifact."""
-        ...
+        return self._add(text.encode(), ".py")
+
+    def _add(self, content: bytes, suffix: str) -> str:
+        found = digest(content)
+        name = found[:32] + suffix
+        if name not in self.digests:
+            (self.folder / name).write_bytes(content)
+            self.digests[name] = found
+        return name
 
     def add_tensor(self, tensor: Tensor) -> str:
         """Add a tensor, and return its name in the artifact."""
-        ...
+        known = next((name for name, each in self._tensors.items() if each is tensor), None)
+        name = known or f"constant.{len(self._tensors)}"
+        self._tensors[name] = tensor
+        return name
+
+    def write_tensors(self) -> None:
+        """Write all tensors to one file, if there are any."""
+        if self._tensors:
+            stored = {name: tensor.detach().clone().contiguous() for name, tensor in self._tensors.items()}
+            content: bytes = tensor_files.library().torch.save(stored)
+            (self.folder / TENSORS).write_bytes(content)
+            self.digests[TENSORS] = digest(content)
 
 
 def entry_of(run: Any, files: ExportFiles) -> dict[str, Any] | None:

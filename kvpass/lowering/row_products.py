@@ -107,7 +107,7 @@ def decompose_products(graph: fx.Graph, parts: int | None = None) -> None:
 
     Args:
         parts: for measurements, the number of parts of all columns; 0 also leaves attention's products alone.  By
-            default `split` and `is_worth_it` decide.
+            default `split` and `is_faster_as_sums` decide.
     """
     processor = Processor.here()
     stored: dict[fx.Node, fx.Node] = {}
@@ -174,7 +174,7 @@ def batches(graph: fx.Graph, processor: Processor) -> list[fx.Node]:
     share code.  So with more than `MOST_UNCUT_LAYERS` layers, products of probabilities and values stay with the
     library.
     """
-    found = [node for node in _all_batches(graph) if is_worth_it(node, processor)]
+    found = [node for node in _all_batches(graph) if is_faster_as_sums(node, processor)]
     values = [node for node in found if not _is_of_keys(node)]
     return found if len(values) <= MOST_UNCUT_LAYERS else [node for node in found if _is_of_keys(node)]
 
@@ -190,7 +190,7 @@ def _all_batches(graph: fx.Graph) -> list[fx.Node]:
     return found
 
 
-def is_worth_it(node: fx.Node, processor: Processor) -> bool:
+def is_faster_as_sums(node: fx.Node, processor: Processor) -> bool:
     """Return whether attention's product of [B, R, K] and [B, K, N] is faster as multiply and sum."""
     rows = node.args[0].meta["val"]  # type: ignore[union-attr]
     limits = processor.limits(rows.dtype)
@@ -236,7 +236,7 @@ def _multiply_row(graph: fx.Graph, rows: fx.Node, row_index: int, columns: list[
 
 
 def _replace(graph: fx.Graph, node: fx.Node, stored: dict[fx.Node, fx.Node], parts: int) -> None:
-    """Replace a product of rows [R, K] and a matrix [K, N], plus a bias [N] or [R, N], by multiply and sum.
+    """Replace a product of rows [R, K] and a matrix [K, N], with or without bias, by multiply and sum.
 
     Args:
         stored: the buffered rows of earlier products.

@@ -96,7 +96,7 @@ class Calibration(tensor_files.Weights):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the calibration to a safetensors file."""
-        tensor_files.write(path, self.tensors, KEY, dataclasses.asdict(self.model))
+        tensor_files.write(path, self.tensors, KEY, dataclasses.asdict(self.model), CalibrationError)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Calibration:

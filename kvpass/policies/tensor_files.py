@@ -1,4 +1,4 @@
-"""Read and write weights of policies in safetensors files, from which nothing is unpickled, and compare weights."""
+"""Read and write tensors with plain metadata in safetensors files, from which nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvpass.errors import KVPassError
 from kvpass.fx.walk import tensor_bytes
+from kvpass.versions import needing_extra
 
 
 class Weights:
@@ -37,9 +38,25 @@ def digest_of(description: str, tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()[:16]
 
 
-def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], key: str, metadata: object) -> None:
-    """Write tensors to a file, with plain metadata under a key."""
-    _safetensors().torch.save_file(dict(tensors), os.fspath(path), metadata={key: json.dumps(metadata)})
+def write(
+    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], key: str, metadata: object, error: type[KVPassError]
+) -> None:
+    """Write copies of tensors to a file, with plain metadata under a key; the file appears when it is complete.
+
+    Raises:
+        KVPassError: of the class `error`, the file cannot be written.
+    """
+    safetensors = library()
+    name, unfinished = os.fspath(path), f"{os.fspath(path)}.{os.getpid()}.unfinished"
+    stored = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    try:
+        safetensors.torch.save_file(stored, unfinished, metadata={key: json.dumps(metadata)})
+        os.replace(unfinished, name)
+    except (OSError, safetensors.SafetensorError) as found:
+        raise error(f"{name} cannot be written: {found}") from found
+    finally:
+        if os.path.exists(unfinished):
+            os.remove(unfinished)
 
 
 def read(path: str | os.PathLike[str], key: str, what: str, error: type[KVPassError]) -> tuple[Any, dict[str, Tensor]]:
@@ -50,28 +67,26 @@ def read(path: str | os.PathLike[str], key: str, what: str, error: type[KVPassEr
         error: the class of errors.
 
     Raises:
-        KVPassError: the file does not exist, is damaged or has other content.
+        KVPassError: of the class `error`, the file does not exist, is damaged or has other content.
     """
-    name = os.fspath(path)
+    safetensors, name, noun = library(), os.fspath(path), what.partition(" ")[2]
     try:
-        with _safetensors().safe_open(name, "pt") as file:
+        with safetensors.safe_open(name, "pt") as file:
             text = (file.metadata() or {}).get(key)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dictionary
-    except (OSError, _safetensors().SafetensorError) as found:
+    except (OSError, safetensors.SafetensorError) as found:
         raise error(f"cannot read {what} from {name}: {found}") from found
     if text is None:
-        raise error(f"{name} holds no {what.split()[-1]}: its metadata lack {key!r}")
+        raise error(f"{name} holds no {noun}: its metadata lack {key!r}")
     try:
         return json.loads(text), tensors
     except ValueError as found:
-        raise error(f"{name}: the metadata of this {what.split()[-1]} cannot be read: {found}") from found
+        raise error(f"{name}: the metadata of this {noun} cannot be read: {found}") from found
 
 
-def _safetensors() -> Any:
+def library() -> Any:
     """Import safetensors, which is an optional dependency."""
-    try:
+    with needing_extra("save", "reading and writing tensors"):
         import safetensors
         import safetensors.torch
-    except ModuleNotFoundError as error:
-        raise KVPassError("weights of policies are stored as safetensors: pip install 'kvpass[align]'") from error
     return safetensors

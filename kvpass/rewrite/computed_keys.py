@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kvpass.capture.canonical import AttentionSite
 from kvpass.errors import UnsupportedGraph
-from kvpass.fx import alias, op_table, splicing, walk
+from kvpass.fx import alias, op_table, propagation, splicing, walk
 from kvpass.fx.shapes import Sizes, expr
 from kvpass.fx.splicing import Slice
 from kvpass.fx.walk import value
@@ -173,7 +173,7 @@ def _propagate_dim(node: fx.Node, parent: fx.Node, axis: int | None) -> int | No
     if walk.name_of(node) in ("copy_", "setitem"):  # one tensor over another, or over a part along other dimensions
         last = value(node).ndim - value(parent).ndim + axis
         return last if walk.name_of(node) == "copy_" or parent is node.args[0] or _writes_whole(node) else None
-    return op_table.propagate_dim(node, parent, axis)
+    return propagation.propagate_dim(node, parent, axis)
 
 
 def _writes_whole(node: fx.Node) -> bool:

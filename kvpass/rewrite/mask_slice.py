@@ -248,15 +248,15 @@ class _KeyCutter:
         axis_fact = self.axes.of(node)
         if op_table.known_name(node) == "cumsum" and self._counts_valid(node):
             return self._index_in(value(node).dtype, self.count)
-        if axis_fact.way == "free":
+        if axis_fact.dependence == "free":
             return self._bind(node)
         if node in self.context.inputs:
             return self._entry(node, self.context.inputs[node])
-        if axis_fact.way == "host_precomputed":
+        if axis_fact.dependence == "host_precomputed":
             return self._precompute(node, axis_fact.axis)
-        if axis_fact.way == "lengthened":
+        if axis_fact.dependence == "lengthened":
             return self._refuse(node, "a padded tensor is not indexed by the key index")
-        return self._sliced(node, by_own_index=axis_fact.way == "own entry")
+        return self._sliced(node, by_own_index=axis_fact.dependence == "own entry")
 
     def _size(self, node: fx.Node, size: Any) -> int:
         """Return one of the sizes of a shape, for one key."""
@@ -312,7 +312,11 @@ class _KeyCutter:
 
     def _sliced(self, node: fx.Node, by_own_index: bool) -> fx.Node:
         base = node.args[0]
-        if walk.name_of(node) == "getitem" and isinstance(base, fx.Node) and self.axes.of(base).way == "lengthened":
+        if (
+            walk.name_of(node) == "getitem"
+            and isinstance(base, fx.Node)
+            and self.axes.of(base).dependence == "lengthened"
+        ):
             return self._padded_lookup(node)
         for parent in node.all_input_nodes:
             self.copy(parent)

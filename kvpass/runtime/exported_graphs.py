@@ -164,8 +164,8 @@ class ExportedStep(StepRunner):
             runs: for each variant by whether it compacts, the entry of `variant_entry` and the compiled code.
         """
         self.backend = backend
-        self.sizes, self.padding = _Sizes(entry["counters"], entry["ids"]), _Padding(entry["told"])
-        self.sites = [ExportedSite(-1, -1, False) for _ in entry["told"]]  # type: ignore[misc]
+        self.sizes, self.padding = _Sizes(entry["counters"], entry["ids"]), _Padding(entry["padding_inputs"])
+        self.sites = [ExportedSite(-1, -1, False) for _ in entry["padding_inputs"]]  # type: ignore[misc]
         self.last, self.layouts = entry["last"], entry["layouts"]
         self.exported = {
             compact: ExportedVariant(_rewrite_of(variant), run) for compact, (variant, run) in runs.items()
@@ -263,7 +263,7 @@ def step_entry(runner: StepRunner, ran: StepResult, ids_index: int) -> dict[str,
         }
     )
     return dict(
-        told=[[runner.padding.indices[node] for node in nodes] for nodes in runner.padding.inputs],
+        padding_inputs=[[runner.padding.indices[node] for node in nodes] for nodes in runner.padding.inputs],
         counters=list(runner.sizes.counters.values()),
         last=_last_of(runner, ran),
         ids=ids_index,

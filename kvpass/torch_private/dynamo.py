@@ -249,11 +249,6 @@ def note_artifact(name: str, text: Callable[[], str]) -> None:
     torch._logging._internal.trace_structured("artifact", metadata_fn=lambda: described, payload_fn=text)
 
 
-def forget_compiled_code() -> None:
-    """Drop all compiled code; Dynamo allows only a few variants of one function at a time."""
-    torch._dynamo.reset()
-
-
 def _counters() -> Any:
     """Return Dynamo's counters; the import takes seconds, which a process without a compilation does not pay."""
     from torch._dynamo.utils import counters

@@ -44,7 +44,7 @@ class ExportedCode:
 
 
 def exported(run: Any) -> ExportedCode | None:
-    """Return the code behind a callable that Inductor made for a CPU; None if it needs more than this module saves."""
+    """Return the code of a callable that Inductor made for a CPU; None if it needs more than is saved."""
     leading = list(getattr(run, "leading", ()))
     run = run.run if isinstance(run, WithLeading) else run
     while hasattr(run, "__wrapped__"):

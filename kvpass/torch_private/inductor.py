@@ -79,12 +79,12 @@ def _takes(flags: tuple[str, ...]) -> bool:
 
 def cpp_compiler() -> str | None:
     """Return the C++ compiler that Inductor uses, or None if none starts."""
-    from torch._inductor import cpp_builder, exc
+    from torch._inductor import cpp_builder
 
     try:
         compiler = str(cpp_builder.get_cpp_compiler())
         subprocess.run([compiler, "--version"], capture_output=True, check=True)
-    except (exc.InvalidCxxCompiler, OSError, subprocess.CalledProcessError):
+    except (RuntimeError, OSError, subprocess.CalledProcessError):  # Inductor's own error is a RuntimeError
         return None
     return compiler
 
@@ -375,10 +375,9 @@ def in_parts(gm: fx.GraphModule, examples: Sequence[Any]) -> Iterator[CompiledPa
     two modes share their shape environment.
     """
     from torch._guards import TracingContext
-    from torch._subclasses.fake_tensor import FakeTensor
 
     traced = TracingContext.try_get() is not None
     with _tracing(examples) as inputs:
         holders = gm.graph.find_nodes(op="placeholder")
         fakes = [node.meta["example_value"] for node in holders] if traced else inputs
-        yield CompiledParts(fakes, next(value.fake_mode for value in fakes if isinstance(value, FakeTensor)))
+        yield CompiledParts(fakes, next(value.fake_mode for value in fakes if is_fake(value)))

@@ -70,7 +70,7 @@ def was_inlined(value: Any) -> bool:
 
     Dynamo's graphs then hold a plain tensor.
     """
-    plain = (Tensor.__torch_function__, torch._C._disabled_torch_function_impl)
+    plain = (Tensor.__torch_function__, torch.nn.Parameter.__torch_function__)
     return isinstance(value, Tensor) and type(value).__torch_function__ not in plain and not is_wrapper(value)
 
 
@@ -91,15 +91,16 @@ def stays(tensor: torch.Tensor, dim: int) -> None:
 
 
 def is_fake(value: Any) -> bool:
-    return isinstance(value, torch._subclasses.FakeTensor)
+    """Check whether a value is a fake tensor, which has no data."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(value, FakeTensor)
 
 
 def propagate(function: Callable[..., Tensor], *args: Any) -> Tensor:
     """Run a function on example values, some of which may be real tensors such as constants."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    modes = [arg.fake_mode for arg in args if isinstance(arg, FakeTensor)]
-    real = [isinstance(arg, Tensor) and not isinstance(arg, FakeTensor) for arg in args]
+    modes = [arg.fake_mode for arg in args if is_fake(arg)]
+    real = [isinstance(arg, Tensor) and not is_fake(arg) for arg in args]
     if not modes or not any(real):
         return function(*args)
     return function(*(modes[0].from_tensor(a, static_shapes=True) if r else a for a, r in zip(args, real, strict=True)))

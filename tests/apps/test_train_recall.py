@@ -8,11 +8,11 @@ from examples import train_recall
 from examples.train_recall import FOLDER, RECIPE, Phase, Source, batch, schedule
 from kvpass.apps import corpus
 from kvpass.apps.evaluation import recall
-from kvpass.apps.evaluation.pairs import Tongue
+from kvpass.apps.evaluation.pairs import PairVocabulary
 from kvpass.apps.models import load_memory
 
 MARK, END = 1, 2
-SOURCE = Source(torch.arange(300, 5300), Tongue(torch.arange(100, 160), MARK, END))
+SOURCE = Source(torch.arange(300, 5300), PairVocabulary(torch.arange(100, 160), MARK, END))
 PHASE = Phase(steps=2, context=200, batch=4, share=(0.2, 0.6))
 
 
@@ -75,7 +75,7 @@ def test_the_bundled_model_recalls_at_every_distance():
 def test_the_bundled_weights_recall_what_they_are_said_to():
     subject = load_memory(None)
     held_out = torch.tensor([token for text in subject.encode(corpus.read(corpus.held_out_files())) for token in text])
-    text = recall.planted(held_out, subject.bos, Tongue.of(subject.tokenizer), 2048, rows=8, seed=5)
+    text = recall.planted(held_out, subject.bos, PairVocabulary.of(subject.tokenizer), 2048, rows=8, seed=5)
     shares = [recall.right_uncached(subject.model, text, number) for number in range(len(text.distances))]
     assert min(shares) >= 0.9
     # Without the pairs nobody could know.

@@ -10,12 +10,10 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from benchmarks import (
-    caching,
     compilation,
     equal_bytes,
     overhead,
     passkey,
-    picture,
     prompt,
     recall,
     report,
@@ -116,14 +114,6 @@ def test_overhead_is_beside_no_policy_and_the_floor():
     assert held["no policy, 1,024 slots, of the floor (float32, 2 threads)"] == (1.25, True)
 
 
-def test_caching_is_so_many_times_faster():
-    same = {"dtype": "float32", "threads": 1}
-    rows = [{**same, "operation": caching.CONCATENATION, "ms": 6.0}, {**same, "operation": caching.OURS, "ms": 0.1}]
-    (target,) = caching.targets(rows)
-    assert target.measured == pytest.approx(60)
-    assert target.met
-
-
 def test_prompts_are_beside_the_one_without_statistics():
     def one(policy: str, **value: float) -> Row:
         return {"threads": 1, "policy": policy, "tokens": prompt.LONG, **value}
@@ -157,17 +147,6 @@ def test_a_stream_is_judged_after_its_warm_up():
     assert compiled.met
     assert end.measured == pytest.approx(1.1)
     assert relative.measured == pytest.approx(1.0)
-
-
-def test_the_picture_is_summed_up_by_its_first_and_last_quarter():
-    rows = [
-        {"contender": "full", "tokens": n, "perplexity": float(n), "ms": float(n), "bytes": n * 2**20}
-        for n in (1, 2, 3, 4)
-    ]
-    (line,) = picture.tables(rows)[0].rows
-    assert line["perplexity, first quarter"] == pytest.approx(1)
-    assert line["ms, last quarter"] == pytest.approx(4)
-    assert line["cache at the end, MiB"] == 4
 
 
 def test_recall_has_a_table_for_each_way_of_asking():

@@ -12,7 +12,6 @@ from benchmarks import (
     apart,
     batches,
     bounded,
-    caching,
     chunks,
     passkey,
     peers,
@@ -87,20 +86,6 @@ def test_filled_caches_are_as_long_as_they_should_be(model):
     preallocated = static(model, 64, room=14)
     assert int(preallocated.get_seq_length()) == 50
     assert preallocated.layers[0].keys.shape[2] == 64
-
-
-@torch.inference_mode()
-def test_both_caching_operations_do_what_they_are_timed_for(monkeypatch):
-    for name, value in {"HEADS": 2, "DIM": 8, "RECENT": 12}.items():
-        monkeypatch.setattr(caching, name, value)
-    layout, held = caching._full_layer(torch.float32)
-    monkeypatch.setattr(caching, "_full_layer", lambda dtype: (layout, held))
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    step = caching.in_place(torch.float32)  # three tokens of warming up
-    step()
-    expected = [*range(caching.SINKS), *range(caching.SINKS + 4, caching.SINKS + 12 + 4)]
-    assert sorted(p for p in held.position[0, 0].tolist() if p >= 0) == expected
-    caching.concatenation(torch.float32)()
 
 
 @pytest.mark.slow

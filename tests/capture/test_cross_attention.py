@@ -167,7 +167,7 @@ def test_it_is_read_in_steps_as_it_was_stored(heard: int) -> None:
         torch.testing.assert_close(steps(compiled, *arguments), steps(model, *arguments))
 
 
-@pytest.mark.parametrize(("heard", "why"), [(1, "ordinary tensor that grows beside"), (4, "not as many new keys")])
+@pytest.mark.parametrize(("heard", "why"), [(1, "ordinary tensor that grows next to"), (4, "not as many new keys")])
 def test_growth_in_a_step_is_refused_there(heard: int, why: str) -> None:
     """A prompt does not show it: new sound is added to what was heard at every step."""
     model = Decoder(crossed, grows=True).eval()

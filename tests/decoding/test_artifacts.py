@@ -17,8 +17,8 @@ from torch import Tensor
 
 import kvpass
 from kvpass.cache.handle import caches_in
-from kvpass.decoding import artifacts
-from kvpass.decoding.made_up import visit_graphs
+from kvpass.decoding import artifact_folder
+from kvpass.decoding.warmup import visit_graphs
 from kvpass.errors import ArtifactError, BudgetError, PolicyError, UnsupportedGraph
 from tests.models import build, lasting, prompt
 
@@ -185,14 +185,14 @@ def test_other_versions_processors_and_settings_are_refused(
 ) -> None:
     path = tmp_path / "copy"
     shutil.copytree(exported[0], path)
-    manifest = json.loads((path / artifacts.MANIFEST).read_text())
+    manifest = json.loads((path / artifact_folder.MANIFEST).read_text())
     change(manifest)
-    (path / artifacts.MANIFEST).write_text(json.dumps(manifest))
-    if manifest["version"] == artifacts.VERSION:  # of other formats nothing more is read
+    (path / artifact_folder.MANIFEST).write_text(json.dumps(manifest))
+    if manifest["version"] == artifact_folder.VERSION:  # of other formats nothing more is read
         with pytest.raises(ArtifactError, match="its manifest was changed after it was written"):
             kvpass.load(path, model)
-    manifest["digest"] = artifacts._digest_of(manifest)
-    (path / artifacts.MANIFEST).write_text(json.dumps(manifest))
+    manifest["digest"] = artifact_folder.digest_of(manifest)
+    (path / artifact_folder.MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises((ArtifactError, PolicyError), match=message):
         kvpass.load(path, model)
 
@@ -210,7 +210,7 @@ def test_damaged_folders_are_refused(model: Any, exported: tuple[Path, str], tmp
         file.write_bytes(file.read_bytes()[:-1])
         with pytest.raises(ArtifactError, match=f"{file.name} is damaged or was changed"):
             kvpass.load(copy, model)
-        (copy / artifacts.MANIFEST).write_text((copy / artifacts.MANIFEST).read_text()[:100])
+        (copy / artifact_folder.MANIFEST).write_text((copy / artifact_folder.MANIFEST).read_text()[:100])
         with pytest.raises(ArtifactError, match="its manifest is damaged"):
             kvpass.load(copy, model)
 
@@ -225,10 +225,9 @@ def test_what_cannot_be_exported_is_said(model: Any, exported: tuple[Path, str],
     with pytest.raises(PolicyError, match=r"batch=2: requests .* have prompts of one row"):
         kvpass.export(model, path, **H2O, rows=2, batch=2)
     (tmp_path / "other").mkdir()
-    with pytest.raises(ArtifactError, match="is there, and is no artifact"), artifacts._Writing(tmp_path / "other"):
-        pass
-    with pytest.raises(ArtifactError, match="cannot be written"), artifacts._Writing(tmp_path / "no" / "folder"):
-        pass
+    for name, message in (("other", "is there, and is no artifact"), ("no/folder", "cannot be written")):
+        with pytest.raises(ArtifactError, match=message), artifact_folder.writing(tmp_path / name):
+            pass
     assert [each.name for each in tmp_path.iterdir()] == ["other"]
 
 

@@ -187,7 +187,7 @@ def test_spans_count_real_tokens_and_masks_are_checked() -> None:
     ]:
         with pytest.raises(PolicyError, match=message):
             pin_mask(pin, False, valid)  # type: ignore[arg-type]
-    with pytest.raises(PolicyError, match="on_top=True: counts pinned tokens beside the budget"):
+    with pytest.raises(PolicyError, match="on_top=True: counts pinned tokens in addition to the budget"):
         pin_mask(None, True, valid)
 
 

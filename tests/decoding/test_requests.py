@@ -13,8 +13,7 @@ import transformers
 
 import kvpass
 from kvpass import GenerationOutput, RequestStatus
-from kvpass.decoding import requests as serving
-from kvpass.decoding import stepping
+from kvpass.decoding import request_batch, scheduler, stepping
 from tests.models import build, different, forget, graphs, prompt
 from tests.strategies import OF_ONE_MODEL
 from tests.test_invariants import settings
@@ -326,7 +325,7 @@ def test_a_request_that_cannot_be_admitted_is_removed(monkeypatch: pytest.Monkey
         if raised:
             raise raised.pop()
 
-    monkeypatch.setattr(serving, "_check_nothing_else", check)
+    monkeypatch.setattr(scheduler, "check_slots_alone", check)
     raised.append(kvpass.CacheHandleError("the layers hold more"))
     first = loop.generate_batch(prompts((5, 5)), max_new_tokens=3)
     assert [output.status.name for output in first.values()] == ["FAILED", "FINISHED"]
@@ -338,9 +337,9 @@ def test_a_request_that_cannot_be_admitted_is_removed(monkeypatch: pytest.Monkey
             list(loop)
         assert loop.pending == 1
         assert ended(loop)[name].generated_tokens == [*first.values()][1].generated_tokens
-    monkeypatch.setattr(serving, "_check_nothing_else", lambda *_: None)
-    put = serving.RequestBatch.take_in
-    monkeypatch.setattr(serving.RequestBatch, "take_in", lambda *how: (check(), put(*how))[1])
+    monkeypatch.setattr(scheduler, "check_slots_alone", lambda *_: None)
+    put = request_batch.RequestBatch.insert
+    monkeypatch.setattr(request_batch.RequestBatch, "insert", lambda *how: (check(), put(*how))[1])
     for errors, status in (
         ([RuntimeError("once")], "FINISHED"),
         ([RuntimeError("twice"), RuntimeError("twice")], "FAILED"),
@@ -385,12 +384,12 @@ def test_caches_that_hold_more_than_slots() -> None:
     window, count = torch.tensor(8), torch.tensor(5)
     for held in ({"states": torch.zeros(1, 2)}, {"states": {0: torch.zeros(1, 2)}}, {"count": count}, {"n": [window]}):
         with pytest.raises(kvpass.CacheHandleError, match=f"layer 1 .* holds {next(iter(held))} beside"):
-            serving._check_nothing_else(Held(Layer(), Layer(**held)), Held(Layer(), Layer(count=torch.tensor(0))))
+            request_batch.check_slots_alone(Held(Layer(), Layer(**held)), Held(Layer(), Layer(count=torch.tensor(0))))
     for empty in (None, Held(), Held(Layer(window=torch.tensor(9)))):
         with pytest.raises(kvpass.CacheHandleError, match="holds window"):
-            serving._check_nothing_else(Held(Layer(window=window)), empty)
-    serving._check_nothing_else(Held(Layer(window=window, size=3)), Held(Layer(window=window.clone())))
-    serving._check_nothing_else((), None)
+            request_batch.check_slots_alone(Held(Layer(window=window)), empty)
+    request_batch.check_slots_alone(Held(Layer(window=window, size=3)), Held(Layer(window=window.clone())))
+    request_batch.check_slots_alone((), None)
 
 
 def faulty(chance: float, seed: int) -> Any:
@@ -413,8 +412,8 @@ def test_none_is_lost_and_none_mixed_up(monkeypatch: pytest.MonkeyPatch) -> None
     loop, wanted, done = serving_loop(model), {}, {}
     fail, run = faulty(0.03, count), stepping.RepeatedStep.run
     monkeypatch.setattr(stepping.RepeatedStep, "run", lambda step: (fail(), run(step))[1])
-    read = serving.chunks
-    monkeypatch.setattr(serving, "chunks", lambda *how, **named: (fail(), read(*how, **named))[1])
+    read = scheduler.chunks
+    monkeypatch.setattr(scheduler, "chunks", lambda *how, **named: (fail(), read(*how, **named))[1])
     while len(wanted) < count or loop.pending:
         for _ in range(drawn.randint(0, 3) if len(wanted) < count else 0):
             kind = drawn.choice(kinds)

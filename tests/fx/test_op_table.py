@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvpass.fx import op_table, walk
+from kvpass.fx import op_table, propagation, walk
 from tests.capture.traced import answered
 
 SHAPE = (2, 3, 5, 4)
@@ -60,7 +60,7 @@ def _followed(graph: fx.Graph, dim: int) -> int | None:
     for node in graph.nodes:
         parents = [p for p in node.all_input_nodes if p in axes]
         if parents and node.op != "output":
-            places = {None if axes[p] is None else op_table.propagate_dim(node, p, axes[p]) for p in parents}  # type: ignore[arg-type]
+            places = {None if axes[p] is None else propagation.propagate_dim(node, p, axes[p]) for p in parents}  # type: ignore[arg-type]
             axes[node] = places.pop() if len(places) == 1 else None
     return axes[graph.output_node().args[0][0]]  # type: ignore[index]
 
@@ -178,7 +178,7 @@ def test_a_function_of_that_name_is_no_operator() -> None:
     for each in (x, node):
         each.meta["example_value"] = torch.rand(3, 2)
     assert op_table.known_name(node) == ""
-    assert op_table.propagate_dim(node, x, 0) is None
+    assert propagation.propagate_dim(node, x, 0) is None
 
 
 @pytest.mark.parametrize(
@@ -207,10 +207,10 @@ def test_each_vector_of_a_product_has_its_axis(product: Callable[[Tensor], Tenso
 )
 def test_a_lookup_follows_its_index(pick: Callable[..., Tensor], axis: int) -> None:
     def question(gm: fx.GraphModule) -> int | None:
-        node = next(n for n in reversed(gm.graph.nodes) if op_table.lookup(n) is not None)
-        _, by = op_table.lookup(node)  # type: ignore[misc]
+        node = next(n for n in reversed(gm.graph.nodes) if propagation.lookup(n) is not None)
+        _, by = propagation.lookup(node)  # type: ignore[misc]
         index = next(i for i in by.values() if isinstance(i, fx.Node))
-        return op_table.index_axis(node, index, 0)
+        return propagation.index_axis(node, index, 0)
 
     assert answered(pick, (torch.rand(5, 5, 5), torch.tensor([2, 0, 1])), question) == axis
 

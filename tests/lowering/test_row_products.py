@@ -18,7 +18,7 @@ from kvpass.lowering.row_products import (
     RowLimits,
     column_parts,
     decompose_products,
-    is_worth_it,
+    is_faster_as_sums,
     split,
 )
 from kvpass.torch_private import inductor
@@ -184,7 +184,7 @@ def test_which_products_of_attention_are_worth_it(vectors, dtype, rows, expected
     given = (torch.randn(3, rows, 64), torch.randn(3, 9, 64), torch.randn(3, 9, 64))
     traced = make_fx(attention, tracing_mode="fake")(*(x.to(dtype) for x in given))
     processor = Processor(32 << 10, frozenset(), vectors)
-    assert [is_worth_it(node, processor) for node in products_of(traced.graph)] == expected
+    assert [is_faster_as_sums(node, processor) for node in products_of(traced.graph)] == expected
 
 
 def test_products_with_anything_else_are_left_alone():

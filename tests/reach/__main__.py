@@ -77,7 +77,8 @@ def read(text: str) -> dict[str, Verdict]:
 _INTRODUCTION = [
     "# Reach",
     "",
-    "What people do to a model, or ask of it, beside decoding with its plain weights. Every row is a tiny random model",
+    "What people do to a model, or ask of it, other than decoding with its plain weights. Every row is a tiny random "
+    "model",
     f"that `generate` runs on a padded prompt and {STEPS} tokens that are given, so that all runs say the same. Under",
     "`full` the logits must equal those of the uncompiled model; under `h2o` with a budget of",
     f"{BUDGET} those of the policy's eager reference, and no layer may hold more. Written by `make reach`, with",

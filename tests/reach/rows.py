@@ -1,4 +1,4 @@
-"""What people do to a model, or ask of it, beside decoding with its plain weights: one row of the page each."""
+"""What people do to a model other than decoding with its plain weights: one row of the page each."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Row:
         name: what is done, as its users would say.
         build: makes the model.
         given: makes what `generate` is given; ids and a padding mask by default.
-        package: the module that it needs beside transformers, None for none.
+        package: the module that it needs in addition to transformers, None for none.
         rounds: activations are rounded to whole numbers, so that a change in the last place may become a larger one.
     """
 

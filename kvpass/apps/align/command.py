@@ -31,7 +31,7 @@ def train(
 
     Args:
         model: name or path for transformers.
-        text: a UTF-8 file, or None for what the standard library holds beside the held-out modules.
+        text: a UTF-8 file, or None for the standard library without the held-out modules.
         dtype: of the stored weights, "float32" or "float16".
         threads: of torch; None leaves them as they are.
         device: to train on; None for a GPU where there is one.

@@ -56,7 +56,7 @@ def windows(stream: Tensor, count: int, tokens: int, sinks: int, generator: torc
 
 
 def lengths(window: int, sinks: int, generator: torch.Generator) -> int:
-    """Return a length to train on: the largest a third of the time, else a smaller one of any order of magnitude."""
+    """Return a random length to train on: the largest in a third of the draws, else one uniform in its logarithm."""
     least = min(sinks + 4, window)
     drawn = torch.rand(2, generator=generator).tolist()
     return window if drawn[0] < 1 / 3 else round(least * (window / least) ** drawn[1])
@@ -108,22 +108,28 @@ def pair(model: Any, windows: WholeRows, dropped: int, sinks: int) -> TrainingPa
 
 @torch.no_grad()
 def mean_rows(model: Any, block: Tensor, most: int = 512, batch: int = 16) -> Tensor:
-    """Return the mean row at each position, float32 [L, n, H * (D + Dv)], for a block of text int64 [n].
+    """Return the mean row at each position of a block of text.
 
     The mean is over rotations of the block by every number of tokens, `most` of them at most.  So each position sees
     the same tokens, and the means differ by the position alone.
+
+    Args:
+        block: int64 [n].
+
+    Returns:
+        float32 [L, n, H * (D + Dv)].
     """
-    turns = torch.unique(torch.linspace(0, len(block) - 1, min(len(block), most)).long())
+    shifts = torch.unique(torch.linspace(0, len(block) - 1, min(len(block), most)).long())
     total: Any = 0.0
-    for some in turns.split(batch):
-        ids = torch.stack([block.roll(int(turn)) for turn in some]).to(device_of(model))
+    for some in shifts.split(batch):
+        ids = torch.stack([block.roll(int(shift)) for shift in some]).to(device_of(model))
         rows = torch.cat([x.transpose(2, 3).flatten(3) for x in _stacked(cached_rows(model, ids))], -1)
         total = total + rows.sum(1)  # [L, n, H * (D + Dv)]
-    return torch.as_tensor(total / len(turns))
+    return torch.as_tensor(total / len(shifts))
 
 
 def continued(model: Any, windows: WholeRows, key: Tensor, value: Tensor, sinks: int) -> Tensor:
-    """Return logits [B, n, V] of the tokens ahead, on the sinks and on repaired rows [L, B * m, H, D]."""
+    """Return the logits [B, n, V] of the tokens ahead, after the sinks and repaired rows [L, B * m, H, D]."""
     from transformers import DynamicCache
 
     cache, rows, held = DynamicCache(), len(windows.ids), windows.key.shape[3]
@@ -134,9 +140,9 @@ def continued(model: Any, windows: WholeRows, key: Tensor, value: Tensor, sinks:
         ]
         cache.update(parts[0], parts[1], layer)
     ids = windows.ids[:, held:]
-    place = cache.get_seq_length() + torch.arange(ids.shape[1], device=ids.device)
+    position = cache.get_seq_length() + torch.arange(ids.shape[1], device=ids.device)
     past = cache_names.arguments(model, cache)
-    logits: Tensor = model(input_ids=ids, **past, position_ids=place[None], use_cache=True).logits
+    logits: Tensor = model(input_ids=ids, **past, position_ids=position[None], use_cache=True).logits
     return logits
 
 

@@ -24,6 +24,7 @@ from kvpass.errors import AlignerError
 from kvpass.policies.aligners.aligner import Aligner, Recipe, Signature
 from kvpass.policies.aligners.networks import DirectNetwork, Hidden, PaperNetwork
 from kvpass.policies.aligners.signature import device_of, signature_of
+from kvpass.versions import needing_extra
 
 SAVE_EVERY = 100
 HELD_OUT = 0.05
@@ -43,7 +44,7 @@ class TrainingSettings:
         deletions: how many numbers of deleted tokens a step of "direct" draws.
         ahead: tokens behind each window of "direct" whose predictions on repaired rows are compared with those
             of the model that has lost nothing; 0 for rows only.
-        distil: the weight of that comparison, a Kullback-Leibler divergence in nats, beside the rows' error.
+        distil: the weight of that comparison, a Kullback-Leibler divergence in nats, in the sum with the rows' error.
         rate: the highest learning rate; it falls to a hundredth along a cosine.
         decay, clip: weight decay and the norm that gradients are clipped to.
         hidden: sizes of the two hidden layers, of "paper" in the network of keys; None for (96, 96), and of "paper" for
@@ -316,18 +317,16 @@ def measure(
 
 def _repaired(aligner: Aligner, weights: list[Tensor], made: TrainingPairs) -> tuple[Tensor, Tensor]:
     keys, values = [], []
-    places = made.made[None], made.rank[None], torch.ones_like(made.made[None], dtype=torch.bool)
+    positions = made.made[None], made.rank[None], torch.ones_like(made.made[None], dtype=torch.bool)
     for layer in range(len(made.key)):
         rows = [x[layer].transpose(0, 1)[None] for x in (made.key, made.value)]  # [1, H, N, D]
-        key, value = aligner.repaired(weights, layer, rows[0], rows[1], *places)
+        key, value = aligner.repaired(weights, layer, rows[0], rows[1], *positions)
         keys.append(key[0].transpose(0, 1))
         values.append(value[0].transpose(0, 1))
     return torch.stack(keys), torch.stack(values)
 
 
 def _bar(steps: Iterable[int], done: int, total: int) -> Any:
-    try:
+    with needing_extra("align", "the progress bar of training"):
         from tqdm import tqdm
-    except ModuleNotFoundError as error:
-        raise AlignerError("training shows its progress with tqdm: pip install 'kvpass[align]'") from error
     return tqdm(steps, initial=done, total=total, unit="step", desc="align", mininterval=2, dynamic_ncols=True)

@@ -229,7 +229,7 @@ class Demo:
         return min(trained if self.subject.tabled else trained + self.sizes.beyond, available)
 
     def retrieval(self) -> Shown:
-        """Ask for a number that was planted in a text; the bundled model is asked for pairs that it was trained on."""
+        """Ask for a planted number; ask the bundled model for pairs instead, on which it was trained."""
         sizes, budget = self.sizes, self.settings.budget
         contenders, subject = self.contenders, self.subject
         if self.bundled:

@@ -47,7 +47,7 @@ class DemoSettings:
     Attributes:
         model: name or path for transformers; None for the packaged checkpoint, or for the bundled models where the
             package is missing.
-        policies: names, with options as `kvpass.policies.parse` reads them; the uncompiled model is beside them.
+        policies: names, with options as `kvpass.policies.parse` reads them; the uncompiled model is shown too.
         parts: of `PARTS`.
         budget: tokens kept, for every policy that evicts.
         text: a UTF-8 file to read as the book; None for `kvpass.apps.corpus.prose`.

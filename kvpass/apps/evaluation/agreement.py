@@ -58,7 +58,7 @@ class AgreementMeasure:
         return self.tokens
 
     def rows(self, session: Session) -> Iterator[Row]:
-        """Yield a row for the tokens before the first eviction, one for each bin of distances, and one for all bins.
+        """Yield a row for tokens before the first eviction, for each bin of distances, and for all bins.
 
         Raises:
             KVPassError: the texts are too short.

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+import torch
+
 import kvpass
 from kvpass.errors import KVPassError
 from kvpass.lowering.formats import KVDtype
 from kvpass.policies import Policy
-from kvpass.torch_private import dynamo
 
 T = TypeVar("T")
 
@@ -30,7 +31,7 @@ def attempt(
     """
 
     def compiled() -> T:
-        dynamo.forget_compiled_code()
+        torch.compiler.reset()
         kvpass.compile(model, policy=policy, budget=budget, inner=inner, kv_dtype=kv_dtype)
         return action()
 

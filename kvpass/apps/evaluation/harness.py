@@ -81,7 +81,7 @@ class BoundedLM(HFLM):  # type: ignore[misc]
 
         Raises:
             PolicyError: an invalid option.
-            BudgetError: a budget that the policy cannot work with, or a share of the prompt beside prefill_chunk.
+            BudgetError: a budget that the policy cannot work with, or a share of the prompt for prompts in chunks.
         """
         known = ("full", *(feed for feed in FEEDS if feed != "whole"))
         require(scoring in known, "scoring", scoring, f"must be one of {', '.join(known)}")

@@ -20,7 +20,7 @@ _WORD = re.compile("[\u0120\u2581][a-z]{3,}")  # with the blank before it, as th
 
 
 @dataclasses.dataclass(frozen=True)
-class Tongue:
+class PairVocabulary:
     """The tokens that pairs consist of.
 
     Attributes:
@@ -33,11 +33,11 @@ class Tongue:
     end: int
 
     @staticmethod
-    def of(tokenizer: Any) -> Tongue:
+    def of(tokenizer: Any) -> PairVocabulary:
         """Return the lower-case words of at least three letters that are one token with the blank before them."""
         words = sorted(token for word, token in tokenizer.get_vocab().items() if _WORD.fullmatch(word))
         mark, end = (tokenizer(text, add_special_tokens=False)["input_ids"][-1] for text in (MARK, END))
-        return Tongue(torch.tensor(words, dtype=torch.long), mark, end)
+        return PairVocabulary(torch.tensor(words, dtype=torch.long), mark, end)
 
     def pairs(self, number: int, value: int, generator: torch.Generator) -> Tensor:
         """Return lines int64 [number, 3 + value]: mark, key, `value` words, end.  No word occurs twice in them.
@@ -84,14 +84,14 @@ class PlantedPairs:
         """Return the value of a pair, int64 [B, V]."""
         return self.pairs[:, number, 2:-1]
 
-    def places(self, number: int) -> slice:
+    def span(self, number: int) -> slice:
         """Return where in the text the line of a pair stands, all repetitions included."""
         end = self.text.shape[1] - self.distances[number]
         return slice(end - self.times * self.pairs.shape[2], end)
 
 
 def plant(
-    documents: Tensor, tongue: Tongue, distances: tuple[int, ...], value: int, seed: int, times: int = 1
+    documents: Tensor, vocabulary: PairVocabulary, distances: tuple[int, ...], value: int, seed: int, times: int = 1
 ) -> PlantedPairs:
     """Plant a pair for each distance into every row of documents int64 [B, T]; the text stays T tokens long.
 
@@ -102,11 +102,11 @@ def plant(
             can see that the pair is of use.
     """
     generator = torch.Generator().manual_seed(seed)
-    rows = [tongue.pairs(len(distances), value, generator) for _ in documents]
+    rows = [vocabulary.pairs(len(distances), value, generator) for _ in documents]
     planted = PlantedPairs(torch.empty_like(documents), torch.stack(rows), distances, times)
     free = torch.ones(documents.shape[1], dtype=torch.bool)
     for number in range(len(distances)):
-        free[planted.places(number)] = False
-        planted.text[:, planted.places(number)] = planted.pairs[:, number].repeat(1, times)
+        free[planted.span(number)] = False
+        planted.text[:, planted.span(number)] = planted.pairs[:, number].repeat(1, times)
     planted.text[:, free] = documents[:, : int(free.sum())]
     return planted

@@ -29,12 +29,12 @@ def lines(
     log_up: bool = False,
     columns: int = 2,
 ) -> Figure:
-    """Draw a panel for each title, with a line for each name in it; a name looks alike in all panels.
+    """Draw a panel for each title, with a line for each name; a name has one style in all panels.
 
     Args:
         across, up: what the axes show.
         logarithmic: whether both axes are logarithmic; with `log_up` only the upward one is.
-        columns: panels that stand beside each other at most.
+        columns: the largest number of panels in a row.
     """
     columns = min(columns, len(panels))
     down = -(-len(panels) // columns)
@@ -78,7 +78,7 @@ def _scales(axes: Axes, panel: Mapping[str, Line], logarithmic: bool, log_up: bo
 
 
 def shares(panels: Mapping[str, Mapping[str, Mapping[str, float]]], across: str) -> Figure:
-    """Draw a panel for each title: a row for each name, a column for each key, dark where the share is high."""
+    """Draw a panel for each title: a row for each name, a column for each key, darker for higher shares."""
     tallest = max(len(rows) for rows in panels.values())
     figure = Figure(figsize=(5.5 * len(panels) + 1, 0.32 * tallest + 1.6), layout="constrained")
     for (title, rows), axes in zip(panels.items(), figure.subplots(1, len(panels), squeeze=False).flat, strict=True):

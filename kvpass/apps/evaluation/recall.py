@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvpass import cache_names
-from kvpass.apps.evaluation.pairs import PlantedPairs, Tongue, plant
+from kvpass.apps.evaluation.pairs import PairVocabulary, PlantedPairs, plant
 from kvpass.apps.evaluation.session import Row, Session
 from kvpass.arguments import require
 from kvpass.decoding.prefill import Caller
@@ -31,7 +31,7 @@ SEED = 1_000_000_007  # of the pairs; training draws from smaller ones
 
 @dataclasses.dataclass(frozen=True)
 class RecallMeasure:
-    """The share of values that are predicted after their keys; each pair is asked for on a copy of the cache.
+    """The share of values that are predicted after their keys, each pair on a copy of the cache.
 
     Attributes:
         distances: tokens between the end of a pair and the end of the text; every text has a pair at each.
@@ -51,7 +51,7 @@ class RecallMeasure:
         return max(self.distances) + 64  # a pair, what is before it, and a question
 
     def rows(self, session: Session) -> Iterator[Row]:
-        """Yield for each distance the share of values that are right to the last word, and the share of right words.
+        """Yield for each distance the share of values that are entirely right, and the share of right words.
 
         Raises:
             PolicyError: distances that are too close together for the pairs.
@@ -72,8 +72,8 @@ class RecallMeasure:
         require(min(gaps, default=apart) >= apart, "distances", self.distances, f"must be {apart} tokens apart")
         length = 1 + apart + max(self.distances) + VALUE + 1
         tokens = torch.tensor(session.filler(0, max(sum(map(len, session.texts.values())), length)))
-        tongue = Tongue.of(session.subject.tokenizer)
-        return planted(tokens, session.subject.bos, tongue, length, self.distances, self.trials, self.seed)
+        vocabulary = PairVocabulary.of(session.subject.tokenizer)
+        return planted(tokens, session.subject.bos, vocabulary, length, self.distances, self.trials, self.seed)
 
     def columns(self, rows: Sequence[Row]) -> Row:
         return {f"{row['distance']:,}": row["pairs"] for row in rows}
@@ -82,7 +82,7 @@ class RecallMeasure:
 def planted(
     tokens: Tensor,
     bos: int,
-    tongue: Tongue,
+    vocabulary: PairVocabulary,
     length: int,
     distances: tuple[int, ...] = DISTANCES,
     rows: int = ROWS,
@@ -114,7 +114,7 @@ def planted(
     starts = torch.linspace(0, len(tokens) - room, rows).long().tolist()
     documents = torch.stack([tokens[start : start + room] for start in starts])
     documents[:, 0] = bos
-    return plant(documents, tongue, fitting, VALUE, seed, times)
+    return plant(documents, vocabulary, fitting, VALUE, seed, times)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from typing import ClassVar
 from kvpass.apps.evaluation.session import Row, Session
 from kvpass.arguments import require
 
-SPARE = 4  # tokens of an answer beside the number's own
+SPARE = 4  # tokens of an answer in addition to the number's own
 NOISE = "The road is long. The hills are low. The river runs on. We walk for a while, and then we rest. "
 PLACES = ("Aldermoor", "Brackwater", "Cindervale", "Dunmere", "Eastholm", "Farrowby", "Glenmarsh", "Hollowford")
 

@@ -24,7 +24,6 @@ from kvpass.decoding.loop import DecodeLoop
 from kvpass.decoding.prefill import Caller
 from kvpass.errors import KVPassError
 from kvpass.policies import Policy
-from kvpass.torch_private import dynamo
 
 Tick = Callable[[int], object]
 
@@ -69,7 +68,7 @@ class _Runner:
         with tqdm(total=len(cases), unit="case", dynamic_ncols=True) as bar:
             for _, group in groupby(cases, self._held):
                 together = list(group)
-                dynamo.forget_compiled_code()
+                torch.compiler.reset()  # Dynamo allows only a few variants of one function at a time
                 loop = unless_refused(partial(self._loop, together[0]))
                 for case in together:
                     key = case.key(self.settings, digest)

@@ -1,4 +1,4 @@
-"""Hold a model under one policy and budget, and the ways in which measures feed it."""
+"""A model under one policy and budget, as measures feed it."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ class Session:
         """Return `count` tokens of the texts from a position on; the texts are joined to a ring."""
         ring = [token for text in self.texts.values() for token in text]
         start %= len(ring)
-        turns = -(-(start + count) // len(ring))
-        return (ring * turns)[start : start + count]
+        rounds = -(-(start + count) // len(ring))
+        return (ring * rounds)[start : start + count]
 
 
 @dataclasses.dataclass
@@ -148,7 +148,12 @@ class PlainLoop:
 
     @torch.no_grad()
     def prompt(self, ids: Tensor, attention_mask: Tensor | None = None) -> None:
-        """Feed a prompt int64 [B, T] with a mask [B, T], 0 for padding on the left; or the next turn."""
+        """Feed a prompt, or the next turn of the conversation.
+
+        Args:
+            ids: int64 [B, T].
+            attention_mask: [B, T], 0 for padding, which is on the left.
+        """
         mask = torch.ones_like(ids) if attention_mask is None else attention_mask
         old = self.state
         if old is not None and old.handed_out:

@@ -87,7 +87,7 @@ class Case:
         return policy.fitting_budget(self.budget) if isinstance(self.budget, int) else self.budget
 
     def key(self, settings: EvaluationSettings, texts: str) -> dict[str, Any]:
-        """Return all that a result depends on beside the machine; equal keys are the same measurement.
+        """Return everything except the machine that a result depends on; equal keys are the same measurement.
 
         Args:
             texts: a digest of the texts.

@@ -27,7 +27,7 @@ def cell(value: Any) -> str:
 
 
 class PrintedTable:
-    """A table that is printed row by row; its first row sets the columns, and an error gets a line of its own.
+    """A table that is printed row by row; the first row sets the columns, and errors are separate lines.
 
     Attributes:
         rows: the rows so far, without errors.

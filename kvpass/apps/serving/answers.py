@@ -44,7 +44,7 @@ class Answer:
         jobs: Sequence[Job],
         texts: Sequence[TextStream],
         prompts: Sequence[Sequence[int]],
-        talk: KeptConversation | None = None,
+        conversation: KeptConversation | None = None,
     ) -> None:
         """
         Args:
@@ -52,13 +52,13 @@ class Answer:
             jobs: one for each choice; they share one queue for their outputs.
             texts: the text of each choice.
             prompts: the prompts, each of which several choices may have.
-            talk: the conversation that the only choice continues; it changes when the choice has ended.
+            conversation: the conversation that the only choice continues; it changes when the choice has ended.
         """
-        self.engine, self.jobs, self.talk, self.prompts = engine, jobs, talk, prompts
+        self.engine, self.jobs, self.conversation, self.prompts = engine, jobs, conversation, prompts
         self.choices = {
             job.name: Choice(index, text) for index, (job, text) in enumerate(zip(jobs, texts, strict=True))
         }
-        self._before = 0 if talk is None else talk.seen
+        self._before = 0 if conversation is None else conversation.seen
 
     async def begin(self) -> None:
         """Hand the jobs to the engine, and wait until it has accepted them.
@@ -124,8 +124,8 @@ class Answer:
 
     def _remember(self, job: Job, output: GenerationOutput) -> None:
         """Continue the conversation by what the job has read and made."""
-        if self.talk is None or output.cache is None:
+        if self.conversation is None or output.cache is None:
             return
-        self.talk.cache, self.talk.tail = output.cache, output.generated_tokens[-1:]
-        self.talk.seen, self.talk.evicted = caches_in(output.cache)[0].seen, job.evicted
-        self.talk.ended = output.finish_reason == "stop"
+        self.conversation.cache, self.conversation.tail = output.cache, output.generated_tokens[-1:]
+        self.conversation.seen, self.conversation.evicted = caches_in(output.cache)[0].seen, job.evicted
+        self.conversation.ended = output.finish_reason == "stop"

@@ -121,8 +121,8 @@ class ConversationStore:
             ApiError: another request goes on with it, its file cannot be read, or there are too many conversations.
         """
         key = _key(name, owner)
-        talk = self._all.get(key)
-        if talk is None:
+        conversation = self._all.get(key)
+        if conversation is None:
             if not self.limits.count:
                 raise ApiError("this server keeps no conversations", param="conversation", code="unsupported_field")
             if len(self._all) >= self.limits.count:
@@ -131,18 +131,18 @@ class ConversationStore:
                     *(429, "rate_limit_error", "conversation"),
                     code="too_many_conversations",
                 )
-            talk = self._all[key] = KeptConversation(key)
-        if talk.busy:
+            conversation = self._all[key] = KeptConversation(key)
+        if conversation.busy:
             raise _conflict(name)
-        talk.busy = True
+        conversation.busy = True
         try:
-            await self._bring(talk)
-            yield talk
+            await self._bring(conversation)
+            yield conversation
         finally:
-            talk.busy = False
-            if not talk.seen:
+            conversation.busy = False
+            if not conversation.seen:
                 self._all.pop(key, None)  # its first request did not finish
-        if talk.seen:
+        if conversation.seen:
             self._all.move_to_end(key)
             await self._make_room()
 
@@ -152,10 +152,10 @@ class ConversationStore:
         Raises:
             ApiError: there is none of that id.
         """
-        talk = self._all.get(_key(name, owner))
-        if talk is None:
+        conversation = self._all.get(_key(name, owner))
+        if conversation is None:
             raise ApiError(f"there is no conversation {name!r}", 404, param="conversation", code="not_found")
-        return talk
+        return conversation
 
     async def delete(self, name: str, owner: str) -> None:
         """Forget a conversation, and delete its files.
@@ -164,35 +164,35 @@ class ConversationStore:
             ApiError: there is none of that id, or a request goes on with it.
         """
         async with self._writing:
-            talk = self.find(name, owner)
-            if talk.busy:
+            conversation = self.find(name, owner)
+            if conversation.busy:
                 raise _conflict(name)
-            del self._all[talk.key]
-            for path in self._files(talk):
+            del self._all[conversation.key]
+            for path in self._files(conversation):
                 path.unlink(missing_ok=True)
 
     async def save(self) -> None:
         """Write all conversations in memory to files."""
-        for talk in [each for each in self._all.values() if each.cache is not None]:
-            await self._put_away(talk)
+        for conversation in [each for each in self._all.values() if each.cache is not None]:
+            await self._put_away(conversation)
 
-    async def _bring(self, talk: KeptConversation) -> None:
+    async def _bring(self, conversation: KeptConversation) -> None:
         """Read the cache of a conversation, if it is in a file."""
-        if not talk.seen or talk.cache is not None:
+        if not conversation.seen or conversation.cache is not None:
             return
-        path, _ = self._files(talk)
+        path, _ = self._files(conversation)
         compiled = self.loop.compiled
         assert isinstance(compiled, CompiledCall)
         try:
             async with self._writing:
-                talk.cache = await asyncio.to_thread(load_cache, path, compiled.call)
+                conversation.cache = await asyncio.to_thread(load_cache, path, compiled.call)
         except KVPassError as error:
             raise ApiError(f"the conversation cannot go on: {error}", 409, param="conversation") from error
-        found = caches_in(talk.cache)[0].seen
-        if found != talk.seen:
-            talk.cache = None
+        found = caches_in(conversation.cache)[0].seen
+        if found != conversation.seen:
+            conversation.cache = None
             raise ApiError(
-                f"the conversation cannot go on: {path} has {found} tokens, and {talk.seen} were noted",
+                f"the conversation cannot go on: {path} has {found} tokens, and {conversation.seen} were noted",
                 *(409, "invalid_request_error", "conversation"),
             )
 
@@ -204,27 +204,27 @@ class ConversationStore:
                 return
             await self._put_away(idle)
 
-    async def _put_away(self, talk: KeptConversation) -> None:
+    async def _put_away(self, conversation: KeptConversation) -> None:
         """Write a conversation to its files; its cache stays in memory if a request has come for it meanwhile."""
         async with self._writing:
-            cache = talk.cache
-            if cache is None or talk.key not in self._all:
+            cache = conversation.cache
+            if cache is None or conversation.key not in self._all:
                 return
-            notes = {name: getattr(talk, name) for name in _NOTES}
-            await asyncio.to_thread(_write, cache, json.dumps(notes), *self._files(talk))
-            if not talk.busy and talk.cache is cache:
-                talk.cache = None
+            notes = {name: getattr(conversation, name) for name in _NOTES}
+            await asyncio.to_thread(_write, cache, json.dumps(notes), *self._files(conversation))
+            if not conversation.busy and conversation.cache is cache:
+                conversation.cache = None
 
-    def _files(self, talk: KeptConversation) -> tuple[Path, Path]:
-        """Return the file of the cache, and that of the notes beside it."""
-        return self.folder / f"{talk.key}.safetensors", self.folder / f"{talk.key}.json"
+    def _files(self, conversation: KeptConversation) -> tuple[Path, Path]:
+        """Return the file of the cache, and that of the notes about it."""
+        return self.folder / f"{conversation.key}.safetensors", self.folder / f"{conversation.key}.json"
 
 
-def _write(cache: Any, notes: str, path: Path, beside: Path) -> None:
+def _write(cache: Any, notes: str, path: Path, notes_path: Path) -> None:
     save_cache(cache, path)
-    unfinished = beside.with_suffix(".unfinished")
+    unfinished = notes_path.with_suffix(".unfinished")
     unfinished.write_text(notes, encoding="utf-8")
-    unfinished.replace(beside)
+    unfinished.replace(notes_path)
 
 
 def _conflict(name: str) -> ApiError:

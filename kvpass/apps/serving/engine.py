@@ -98,7 +98,7 @@ class Engine:
         self._thread.start()
 
     def check_room(self, count: int) -> None:
-        """Raise ApiError with status 429 if so many more requests would be too many, and 503 if none can be served."""
+        """Raise ApiError: status 429 if `count` more requests are too many, 503 if none can be served."""
         if self.failure is not None:
             raise ApiError(f"the server has failed: {self.failure}", 503, "server_error")
         if self._stopped.is_set():
@@ -135,7 +135,7 @@ class Engine:
     async def slots_held(self) -> float:
         """Return how many slots of rows in use hold a token, the mean over layers and heads; counted between steps."""
         answer: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-        self._commands.put(lambda: self._tell(_settle, answer, self._slots_held()))
+        self._commands.put(lambda: self._call_in_event_loop(_settle, answer, self._slots_held()))
         return await answer
 
     async def stop(self) -> None:
@@ -156,19 +156,19 @@ class Engine:
                 self.loop.warm()
             self.ready = True
             while not self._stopped.is_set():
-                self._obey()
+                self._run_commands()
                 if self.loop.pending:
                     self._step()
         except BaseException as error:
             log.exception("the engine has failed")
             self.failure = error
-            self._tell(self.on_failure)
+            self._call_in_event_loop(self.on_failure)
         finally:
             self._stopped.set()
             stopped = ApiError("the server was stopped", 503, "server_error", code="shutting_down")
-            self._tell(lambda: self._end_all(list(self.jobs.values()), stopped))
+            self._call_in_event_loop(lambda: self._end_all(list(self.jobs.values()), stopped))
 
-    def _obey(self) -> None:
+    def _run_commands(self) -> None:
         """Carry out commands; wait for one if the loop has nothing to do."""
         try:
             command = self._commands.get(block=not self.loop.pending)
@@ -182,12 +182,12 @@ class Engine:
         try:
             self.loop.add(job.prompt, request_id=job.name, **job.options)
         except (RequestError, PolicyError) as error:
-            self._tell(self._end, job, ApiError(str(error), code="request_refused"))
+            self._call_in_event_loop(self._end, job, ApiError(str(error), code="request_refused"))
         except KVPassError as error:  # a prefix of other settings
-            self._tell(self._end, job, ApiError(str(error), 409, code="request_refused"))
+            self._call_in_event_loop(self._end, job, ApiError(str(error), 409, code="request_refused"))
         else:
             self._known[job.name] = job
-            self._tell(_settle, job.added, None)
+            self._call_in_event_loop(_settle, job.added, None)
 
     def _cancel(self, name: str) -> None:
         self.loop.cancel(name)
@@ -198,7 +198,7 @@ class Engine:
             made = self.loop.step()
         except Exception as error:
             log.exception("a step has failed")
-            self._give_up(ApiError(f"a step has failed: {error}", 500, "server_error"))
+            self._fail_all(ApiError(f"a step has failed: {error}", 500, "server_error"))
             return
         self.metrics.step.observe(time.perf_counter() - begun)
         given = [(self._known[output.request_id], output) for output in made if output.request_id in self._known]
@@ -206,21 +206,21 @@ class Engine:
             if output.is_finished():
                 del self._known[job.name]
         if given:
-            self._tell(self._hand_out, given)
+            self._call_in_event_loop(self._hand_out, given)
 
-    def _give_up(self, error: ApiError) -> None:
+    def _fail_all(self, error: ApiError) -> None:
         """End all requests that the loop has."""
         failed, self._known = list(self._known.values()), {}
         for job in failed:
             self.loop.cancel(job.name)
-        self._tell(self._end_all, failed, error)
+        self._call_in_event_loop(self._end_all, failed, error)
 
     def _slots_held(self) -> float:
         requests = self.loop.requests
         batch = None if requests is None else requests.batch
-        return 0.0 if requests is None or batch is None else sum(map(batch.held, requests.rows))
+        return 0.0 if requests is None or batch is None else sum(map(batch.held_tokens, requests.rows))
 
-    def _tell(self, function: Callable[..., Any], *arguments: Any) -> None:
+    def _call_in_event_loop(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Call a function in the event loop, if that still runs."""
         assert self._events is not None
         try:

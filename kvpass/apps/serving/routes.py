@@ -142,7 +142,7 @@ async def _events(answer: Answer, form: Callable[..., Any], kind: str, usage: bo
 
 
 def _changes(piece: TextPiece, chat: bool) -> list[Any]:
-    """Return the changes of a choice that a piece stands for: the end of a chat's choice is a change of its own."""
+    """Return the changes of a choice for a piece of text; the end of a chat's choice is a separate change."""
     if not chat:
         return [_choice("text_completion", piece.index, piece.text, piece.reason)]
     text = [_choice("chat.completion", piece.index, "", None, {"content": piece.text})] if piece.text else []
@@ -234,8 +234,12 @@ def _json(body: bytes) -> dict[str, Any]:
 
 async def _conversation(service: Service, request: Request) -> Response:
     name, owner = request.path_params["name"], service.owner(request.headers.get("authorization", ""))
-    talk = service.store.find(name, owner)
-    facts = {"tokens": talk.seen + len(talk.tail), "evicted": talk.evicted, "in_memory": talk.cache is not None}
+    conversation = service.store.find(name, owner)
+    facts = {
+        "tokens": conversation.seen + len(conversation.tail),
+        "evicted": conversation.evicted,
+        "in_memory": conversation.cache is not None,
+    }
     return JSONResponse({"id": name, "object": "conversation", "metadata": {}, **facts})
 
 

@@ -49,7 +49,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-"""Fields of OpenAI's API that are not supported, and the values beside null under which they change nothing."""
+"""Fields of OpenAI's API that are not supported, with the values, in addition to null, that change nothing."""
 
 _GENERATION = {
     "max_new_tokens": "max_tokens",
@@ -135,7 +135,7 @@ class SamplingFields:
         object.__setattr__(self, "stream_options", _stream_options(self.stream_options))
         object.__setattr__(self, "conversation", _conversation(self.conversation))
         if self.conversation is not None and self.choices > 1:
-            raise ApiError(f"n={self.n}: a conversation goes on in one way", param="n")
+            raise ApiError(f"n={self.n}: a conversation has one continuation: leave n out", param="n")
 
     @property
     def choices(self) -> int:

@@ -44,7 +44,7 @@ class Service:
             name: the name of the model in requests.
             loop: decodes with the model; it has `rows`.
             rows: the rows of the loop.
-            settings: what the endpoints depend on beside the model.
+            settings: of the endpoints.
 
         Raises:
             KVPassError: the folder of conversations cannot be read.
@@ -120,20 +120,20 @@ class Service:
             ApiError: the request is refused.
         """
         async with contextlib.AsyncExitStack() as stack:
-            talk = None
+            conversation = None
             if fields.conversation is not None:
-                talk = await stack.enter_async_context(self.store.turn(fields.conversation, owner))
-            prompts = await asyncio.to_thread(self._prompts, fields, talk)
-            answer = self._answer_to(name, fields, prompts, talk)
+                conversation = await stack.enter_async_context(self.store.turn(fields.conversation, owner))
+            prompts = await asyncio.to_thread(self._prompts, fields, conversation)
+            answer = self._answer_to(name, fields, prompts, conversation)
             stack.callback(answer.close)
             await answer.begin()
             yield answer
 
-    def _prompts(self, fields: SamplingFields, talk: KeptConversation | None) -> list[list[int]]:
+    def _prompts(self, fields: SamplingFields, conversation: KeptConversation | None) -> list[list[int]]:
         """Return the token ids of the prompts of a request, behind those that its conversation has not seen."""
-        before = [] if talk is None else talk.tail
+        before = [] if conversation is None else conversation.tail
         if isinstance(fields, ChatFields):
-            return [[*before, *self.subject.encode([self._rendered(fields, talk)])[0]]]
+            return [[*before, *self.subject.encode([self._rendered(fields, conversation)])[0]]]
         assert isinstance(fields, CompletionFields)
         return [[*before, *(self._encoded(x, not before) if isinstance(x, str) else x)] for x in fields.prompt]
 
@@ -142,7 +142,7 @@ class Service:
         ids: list[int] = self.subject.tokenizer(text, add_special_tokens=first, verbose=False)["input_ids"]
         return ids
 
-    def _rendered(self, fields: ChatFields, talk: KeptConversation | None) -> str:
+    def _rendered(self, fields: ChatFields, conversation: KeptConversation | None) -> str:
         """Return the text of a chat's messages.
 
         Raises:
@@ -152,14 +152,14 @@ class Service:
         if not getattr(tokenizer, "chat_template", None):
             raise ApiError(f"{self.name} has no chat template: use /v1/completions", param="messages")
         try:
-            if talk is None or not talk.seen:
+            if conversation is None or not conversation.seen:
                 return first_turn(tokenizer, messages)
-            return next_turn(tokenizer, messages, [tokenizer.decode([end]) for end in self.ends], talk.ended)
+            return next_turn(tokenizer, messages, [tokenizer.decode([end]) for end in self.ends], conversation.ended)
         except Exception as error:  # a template is a program, which raises what it likes
             raise ApiError(f"messages: the chat template refuses them: {error}", param="messages") from None
 
     def _answer_to(
-        self, name: str, fields: SamplingFields, prompts: list[list[int]], talk: KeptConversation | None
+        self, name: str, fields: SamplingFields, prompts: list[list[int]], conversation: KeptConversation | None
     ) -> Answer:
         outputs: Outputs = asyncio.Queue()
         first = secrets.randbelow(SEEDS) if fields.seed is None else fields.seed
@@ -167,15 +167,15 @@ class Service:
         texts: list[TextStream] = []
         for prompt in prompts:
             for _ in range(fields.choices):
-                options = self._options(fields, prompt, 0 if talk is None else talk.seen)
+                options = self._options(fields, prompt, 0 if conversation is None else conversation.seen)
                 options |= dict(seed=(first + len(jobs)) % 2**62)
                 job = Job(f"{name}-{len(jobs)}", prompt, options, outputs)
-                if talk is not None:
-                    job.options |= dict(keep=True, prefix=talk.cache)
-                    job.before, job.evicted = talk.seen, talk.evicted
+                if conversation is not None:
+                    job.options |= dict(keep=True, prefix=conversation.cache)
+                    job.before, job.evicted = conversation.seen, conversation.evicted
                 jobs.append(job)
                 texts.append(TextStream(self.subject.tokenizer, fields.stops))
-        return Answer(self.engine, jobs, texts, prompts, talk)
+        return Answer(self.engine, jobs, texts, prompts, conversation)
 
     def _options(self, fields: SamplingFields, prompt: list[int], before: int) -> dict[str, Any]:
         """Return the arguments of `DecodeLoop.add` for one choice.

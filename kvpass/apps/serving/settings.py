@@ -10,7 +10,7 @@ from kvpass.apps.serving.conversations import Limits
 
 @dataclasses.dataclass(frozen=True)
 class ServeSettings:
-    """What the endpoints depend on beside the model.
+    """Settings of the endpoints.
 
     Attributes:
         api_keys: keys of which each request must have one; none for no check.

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from kvpass.arguments import require
-from kvpass.fx.precision import accumulate_dtype, upcast
+from kvpass.fx.precision import upcast
 from kvpass.lowering.formats import grid, words
-from kvpass.lowering.formats.base import Format, Parts
+from kvpass.lowering.formats.base import Parts
 
 HIGHEST_CODE = 15
 GROUP = 32
@@ -28,16 +28,9 @@ HIGHEST_ZERO = 127  # the largest absolute value of a zero point
 
 
 @dataclasses.dataclass(frozen=True)
-class Int4(Format):
-    """Pairs of codes [..., D / 2], scales [..., g] and zero points [..., g] for g groups.
+class Int4(words.IntegerFormat):
+    """Pairs of codes [..., D / 2], scales [..., g] and zero points [..., g] for g groups."""
 
-    Attributes:
-        rotated: rows are rotated whenever they are read, so pairs are stored `words.in_planes` where words are loaded.
-    """
-
-    dim: int
-    dtype: torch.dtype
-    rotated: bool = False
     names = ("scale", "zero")
     bits = 4
 
@@ -89,19 +82,9 @@ class Int4(Format):
             return [self.decode(parts)]
         return [section for group in self._words(parts) for section in group.decoded()]
 
-    def ordered(self, parts: Parts) -> Parts:
-        return words.in_order(parts) if self._in_planes(parts[0]) else parts
-
-    def to_device_layout(self, parts: Parts) -> Parts:
-        return words.in_planes(parts) if self._in_planes(parts[0]) else parts
-
-    def _in_planes(self, pairs: Tensor) -> bool:
+    def _in_planes(self, codes: Tensor) -> bool:
         """Return whether pairs are stored in planes; each plane, an eighth of a row, must then belong to one group."""
-        return self.rotated and self.dim % GROUP == 0 and GROUP % (self.dim // 8) == 0 and words.fill(pairs, self.half)
-
-    @property
-    def _upcast(self) -> torch.dtype:
-        return accumulate_dtype(self.dtype)
+        return self.rotated and self.dim % GROUP == 0 and GROUP % (self.dim // 8) == 0 and words.fill(codes, self.half)
 
     def _halves(self, parts: Parts) -> list[Tensor]:
         """Return the codes of the two halves of the rows, [B, H, N, D / 2] each."""
@@ -118,19 +101,15 @@ class Int4(Format):
             halves.append(((torch.unflatten(codes, -1, (count, -1)) + zero_of) * scale_of).flatten(-2))
         return halves
 
-    def products(self, query: Tensor, parts: Parts) -> Tensor:
-        if query.shape[2] > grid.MOST_ROWS:
-            return torch.matmul(upcast(query), self.decode(parts).transpose(-1, -2))
+    def _products(self, query: Tensor, parts: Parts) -> Tensor:
         if self._fills_words(parts):
             return words.products(query, self._words(parts))
         return grid.summed_over_dim(query, self._decoded(parts))
 
-    def weighted_sum(self, probs: Tensor, parts: Parts, dtype: torch.dtype) -> Tensor:
-        if probs.shape[2] > grid.MOST_ROWS:
-            return torch.matmul(probs, self.decode(parts)).to(dtype)
+    def _weighted_sum(self, probs: Tensor, parts: Parts) -> Tensor:
         if self._fills_words(parts):
-            return words.weighted_sum(probs, self._words(parts)).to(dtype)
-        return grid.summed_over_rows(*self._shares(probs, parts)).to(dtype)
+            return words.weighted_sum(probs, self._words(parts))
+        return grid.summed_over_rows(*self._shares(probs, parts))
 
     def _shares(self, probs: Tensor, parts: Parts) -> tuple[list[Tensor], list[Tensor]]:
         """Return the factors of a weighted sum, for each section of a row in one group.

@@ -14,24 +14,17 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from kvpass.fx.precision import accumulate_dtype, upcast
+from kvpass.fx.precision import upcast
 from kvpass.lowering.formats import grid, words
-from kvpass.lowering.formats.base import Format, Parts
+from kvpass.lowering.formats.base import Parts
 
 HIGHEST_CODE = 127
 
 
 @dataclasses.dataclass(frozen=True)
-class Int8(Format):
-    """Codes [..., D] and scales [..., 1].
+class Int8(words.IntegerFormat):
+    """Codes [..., D] and scales [..., 1]."""
 
-    Attributes:
-        rotated: rows are rotated whenever they are read, so codes are stored `words.in_planes` where words are loaded.
-    """
-
-    dim: int
-    dtype: torch.dtype
-    rotated: bool = False
     names = ("scale",)
     bits = 8
 
@@ -45,43 +38,31 @@ class Int8(Format):
         return self.to_device_layout((codes.to(torch.int8), scale.to(grid.SCALE)))
 
     def decode(self, parts: Parts) -> Tensor:
-        codes, scale = self._upcast(self.ordered(parts))
+        codes, scale = self._codes_and_scale(self.ordered(parts))
         return codes * scale
 
     def sections(self, parts: Parts) -> list[Tensor]:
         return self._words(parts).decoded() if self._in_planes(parts[0]) else [self.decode(parts)]
 
-    def ordered(self, parts: Parts) -> Parts:
-        return words.in_order(parts) if self._in_planes(parts[0]) else parts
-
-    def to_device_layout(self, parts: Parts) -> Parts:
-        return words.in_planes(parts) if self._in_planes(parts[0]) else parts
-
     def _in_planes(self, codes: Tensor) -> bool:
         return self.rotated and words.fill(codes, self.dim)
 
-    def _upcast(self, parts: Parts) -> tuple[Tensor, Tensor]:
-        dtype = accumulate_dtype(self.dtype)
-        return parts[0].to(dtype), parts[1].to(dtype)
+    def _codes_and_scale(self, parts: Parts) -> tuple[Tensor, Tensor]:
+        return parts[0].to(self._upcast), parts[1].to(self._upcast)
 
-    def products(self, query: Tensor, parts: Parts) -> Tensor:
-        if query.shape[2] > grid.MOST_ROWS:
-            return torch.matmul(upcast(query), self.decode(parts).transpose(-1, -2))
+    def _products(self, query: Tensor, parts: Parts) -> Tensor:
         if words.fill(parts[0], self.dim):
             return words.products(query, [self._words(parts)])
-        codes, scale = self._upcast(parts)
+        codes, scale = self._codes_and_scale(parts)
         return grid.summed_over_dim(query, [codes]) * scale[:, :, None, :, 0]
 
-    def weighted_sum(self, probs: Tensor, parts: Parts, dtype: torch.dtype) -> Tensor:
-        if probs.shape[2] > grid.MOST_ROWS:
-            return torch.matmul(probs, self.decode(parts)).to(dtype)
+    def _weighted_sum(self, probs: Tensor, parts: Parts) -> Tensor:
         if words.fill(parts[0], self.dim):
-            return words.weighted_sum(probs, [self._words(parts)]).to(dtype)
-        codes, scale = self._upcast(parts)
-        return grid.summed_over_rows([probs * scale[:, :, None, :, 0]], [codes]).to(dtype)
+            return words.weighted_sum(probs, [self._words(parts)])
+        codes, scale = self._codes_and_scale(parts)
+        return grid.summed_over_rows([probs * scale[:, :, None, :, 0]], [codes])
 
     def _words(self, parts: Parts) -> words.WordGroup:
         """Return the whole rows as one word group."""
-        dtype = accumulate_dtype(self.dtype)
-        codes = words.signed(parts[0].view(torch.int32), dtype)
-        return words.WordGroup(codes, parts[1].to(dtype), in_planes=self._in_planes(parts[0]))
+        codes = words.signed(parts[0].view(torch.int32), self._upcast)
+        return words.WordGroup(codes, parts[1].to(self._upcast), in_planes=self._in_planes(parts[0]))

@@ -13,6 +13,7 @@ Longer vectors load bytes directly, and so do rows that do not fill vectors with
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -20,9 +21,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvpass.fx.precision import upcast
+from kvpass.fx.precision import accumulate_dtype, upcast
 from kvpass.lowering.formats import grid
-from kvpass.lowering.formats.base import Parts
+from kvpass.lowering.formats.base import Format, Parts
 from kvpass.torch_private.inductor import materialized
 
 LANES = 8  # numbers of an AVX2 vector
@@ -155,3 +156,47 @@ def _weighted_sum(probs: Tensor, group: WordGroup) -> Tensor:
 
 def _total(terms: Sequence[Tensor]) -> Tensor:
     return functools.reduce(torch.add, terms)
+
+
+@dataclasses.dataclass(frozen=True)
+class IntegerFormat(Format):
+    """A format of integer codes with scales, in whose products few queries read codes, and many read decoded rows.
+
+    Attributes:
+        rotated: rows are rotated whenever they are read, so codes are stored `in_planes` where words are loaded.
+    """
+
+    dim: int
+    dtype: torch.dtype
+    rotated: bool = False
+
+    @property
+    def _upcast(self) -> torch.dtype:
+        return accumulate_dtype(self.dtype)
+
+    @abc.abstractmethod
+    def _in_planes(self, codes: Tensor) -> bool:
+        """Return whether codes are stored in planes."""
+
+    def ordered(self, parts: Parts) -> Parts:
+        return in_order(parts) if self._in_planes(parts[0]) else parts
+
+    def to_device_layout(self, parts: Parts) -> Parts:
+        return in_planes(parts) if self._in_planes(parts[0]) else parts
+
+    def products(self, query: Tensor, parts: Parts) -> Tensor:
+        if query.shape[2] > grid.MOST_ROWS:
+            return torch.matmul(upcast(query), self.decode(parts).transpose(-1, -2))
+        return self._products(query, parts)
+
+    def weighted_sum(self, probs: Tensor, parts: Parts, dtype: torch.dtype) -> Tensor:
+        many = probs.shape[2] > grid.MOST_ROWS
+        return (torch.matmul(probs, self.decode(parts)) if many else self._weighted_sum(probs, parts)).to(dtype)
+
+    @abc.abstractmethod
+    def _products(self, query: Tensor, parts: Parts) -> Tensor:
+        """Multiply few queries [B, H, R, D] with the codes of keys: [B, H, R, N]."""
+
+    @abc.abstractmethod
+    def _weighted_sum(self, probs: Tensor, parts: Parts) -> Tensor:
+        """Sum the codes of values by the probabilities [B, H, R, N] of few queries: [B, H, R, D]."""

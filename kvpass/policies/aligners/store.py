@@ -24,7 +24,7 @@ def save(aligner: Aligner, path: str | os.PathLike[str], dtype: torch.dtype = to
     """
     stored = {name: tensor.to(dtype) for name, tensor in aligner.tensors.items()}
     metadata = {"recipe": aligner.recipe, "signature": dataclasses.asdict(aligner.signature)}
-    tensor_files.write(path, stored, KEY, metadata)
+    tensor_files.write(path, stored, KEY, metadata, AlignerError)
     return Aligner(aligner.recipe, aligner.signature, stored)
 
 

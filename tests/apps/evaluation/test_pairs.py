@@ -4,24 +4,24 @@ import pytest
 import torch
 import transformers
 
-from kvpass.apps.evaluation.pairs import Tongue, plant
+from kvpass.apps.evaluation.pairs import PairVocabulary, plant
 from kvpass.errors import KVPassError
 
 TOKENIZER = Path(__file__).parents[3] / "kvpass" / "apps" / "data" / "tokenizer"
-TONGUE = Tongue(torch.arange(100, 130), mark=1, end=2)
+VOCABULARY = PairVocabulary(torch.arange(100, 130), mark=1, end=2)
 
 
 def pairs(number: int, value: int = 2) -> torch.Tensor:
-    return TONGUE.pairs(number, value, torch.Generator().manual_seed(0))
+    return VOCABULARY.pairs(number, value, torch.Generator().manual_seed(0))
 
 
 def test_the_words_of_a_tokenizer_are_whole_words():
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(TOKENIZER)
-    tongue = Tongue.of(tokenizer)
-    said = [tokenizer.decode(word) for word in tongue.words]
+    vocabulary = PairVocabulary.of(tokenizer)
+    said = [tokenizer.decode(word) for word in vocabulary.words]
     assert len(said) > 200
     assert all(word[0] == " " and word[1:].isalpha() and word.islower() for word in said)
-    assert (tokenizer.decode(tongue.mark), tokenizer.decode(tongue.end)) == ("$", "\n")
+    assert (tokenizer.decode(vocabulary.mark), tokenizer.decode(vocabulary.end)) == ("$", "\n")
 
 
 def test_a_line_is_a_mark_a_key_a_value_and_an_end_and_no_word_comes_twice():
@@ -29,7 +29,7 @@ def test_a_line_is_a_mark_a_key_a_value_and_an_end_and_no_word_comes_twice():
     assert lines.shape == (10, 5)
     assert set(lines[:, 0].tolist()) == {1}
     assert set(lines[:, -1].tolist()) == {2}
-    assert sorted(lines[:, 1:-1].flatten().tolist()) == TONGUE.words.tolist()
+    assert sorted(lines[:, 1:-1].flatten().tolist()) == VOCABULARY.words.tolist()
 
 
 def test_too_few_words_are_an_error_that_counts_them():
@@ -39,7 +39,7 @@ def test_too_few_words_are_an_error_that_counts_them():
 
 def test_pairs_stand_at_their_distances_and_the_text_goes_on_around_them():
     documents = torch.arange(200, 260).expand(2, 60)
-    planted = plant(documents, TONGUE, (3, 20, 40), value=2, seed=0)
+    planted = plant(documents, VOCABULARY, (3, 20, 40), value=2, seed=0)
     assert planted.text.shape == documents.shape
     for row in range(2):
         for number, distance in enumerate((3, 20, 40)):
@@ -54,16 +54,16 @@ def test_pairs_stand_at_their_distances_and_the_text_goes_on_around_them():
 
 def test_a_pair_may_be_said_more_than_once():
     documents = torch.arange(200, 260).expand(2, 60)
-    planted = plant(documents, TONGUE, (3, 20), value=2, seed=0, times=2)
+    planted = plant(documents, VOCABULARY, (3, 20), value=2, seed=0, times=2)
     for number, distance in enumerate((3, 20)):
         said = planted.text[:, 60 - distance - 10 : 60 - distance]
         assert torch.equal(said, torch.cat([planted.pairs[:, number]] * 2, 1))
-        assert torch.equal(said, planted.text[:, planted.places(number)])
+        assert torch.equal(said, planted.text[:, planted.span(number)])
     assert int((planted.text >= 200).sum()) == 2 * (60 - 4 * 5)
 
 
 def test_the_same_seed_plants_the_same():
     documents = torch.arange(200, 260).expand(2, 60)
-    first, again, other = (plant(documents, TONGUE, (3, 20), 2, seed).text for seed in (0, 0, 1))
+    first, again, other = (plant(documents, VOCABULARY, (3, 20), 2, seed).text for seed in (0, 0, 1))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)

@@ -5,7 +5,7 @@ import torch
 
 from kvpass.apps import corpus
 from kvpass.apps.evaluation import recall
-from kvpass.apps.evaluation.pairs import Tongue
+from kvpass.apps.evaluation.pairs import PairVocabulary
 from kvpass.apps.evaluation.session import Session
 from kvpass.apps.models import load_memory
 from kvpass.decoding.loop import DecodeLoop
@@ -13,11 +13,11 @@ from kvpass.decoding.prefill import Caller
 from kvpass.errors import KVPassError
 
 WORDS = 400  # tokens there are
-TONGUE = Tongue(torch.arange(200, 300), mark=1, end=2)
+VOCABULARY = PairVocabulary(torch.arange(200, 300), mark=1, end=2)
 
 
 def planted(length: int = 200, rows: int = 3):
-    return recall.planted(torch.arange(10, 190).repeat(3), 0, TONGUE, length, rows=rows)
+    return recall.planted(torch.arange(10, 190).repeat(3), 0, VOCABULARY, length, rows=rows)
 
 
 class Copier:
@@ -88,7 +88,7 @@ def test_text_question_and_answer_are_as_long_as_was_said():
 )
 def test_what_cannot_be_planted_is_refused(tokens, length, message):
     with pytest.raises(KVPassError, match=message):
-        recall.planted(torch.arange(tokens) % 180, 0, TONGUE, length)
+        recall.planted(torch.arange(tokens) % 180, 0, VOCABULARY, length)
 
 
 def test_a_model_without_a_cache_is_asked_the_same():

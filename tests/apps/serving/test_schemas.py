@@ -82,7 +82,7 @@ def test_unsupported_fields_pass_if_they_ask_for_nothing(neutral: dict[str, Any]
         ({"stream": "yes"}, "stream", "must be True or False"),
         ({"stream_options": {"nonsense": 1}}, "stream_options", "nonsense"),
         ({"conversation": 7}, "conversation", "an id of 1 to 256 characters"),
-        ({"conversation": "c", "n": 2}, "n", "a conversation goes on in one way"),
+        ({"conversation": "c", "n": 2}, "n", "a conversation has one continuation"),
         ({"messages": []}, "messages", "and at least one"),
         ({"messages": "hello"}, "messages", "must be a list"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]", "role 'tool' must be one of"),

@@ -1,22 +1,23 @@
-"""Choose made-up conversations that need every graph that real ones will need, so that these find them compiled.
+"""Warm-up: conversations of synthetic tokens that compile every graph that later conversations need.
 
-The token values do not matter, only the ways in which the model is called.
+The token values do not matter, only the rows and lengths with which the model is called.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvpass import cache_names
-from kvpass.decoding.prefill import chunks, last_of
+from kvpass.decoding.prefill import Caller, chunks, last_of
 from kvpass.policies.base import Policy
 from kvpass.policies.types import Clock
 
-TOKEN = 1  # every made-up token
+TOKEN = 1  # of prompts that are fed call by call
 TURN = 5  # tokens in a later turn
 TURNS = (TURN, TURN + 2)  # a chunk is compiled at its second run
 STEPS = 2  # after a turn
@@ -50,7 +51,7 @@ def steps_until_compaction(policy: Policy, budget: int, clock: Clock) -> int:
 
 
 def visit_graphs(loop: Any, rows: int, prefixes: bool = False) -> None:
-    """Run every graph that a `DecodeLoop` needs, on made-up prompts and requests, of which nothing stays.
+    """Run every graph that a `DecodeLoop` needs, on synthetic prompts and requests, of which nothing stays.
 
     Args:
         loop: the loop.
@@ -71,35 +72,61 @@ def visit_graphs(loop: Any, rows: int, prefixes: bool = False) -> None:
                 _converse(apart, rows, length, steps, padded)
         else:
             if prefixes:
-                _feed_one_row(apart, length)
+                FedConversation(loop.caller, loop.device).feed(length, *TURNS, 1, chunk=loop.prefill_chunk)
             apart.requests = type(loop.requests).of(apart, loop.requests.count)
-            apart.generate_batch(list(made_up_tokens(loop, length, 2)), max_new_tokens=steps)
+            apart.generate_batch(list(synthetic_tokens(loop, length, 2)), max_new_tokens=steps)
 
 
-def made_up_tokens(loop: Any, count: int, rows: int = 1) -> Tensor:
-    """Return token ids [rows, count] of the model of a loop."""
+def synthetic_tokens(loop: Any, count: int, rows: int = 1) -> Tensor:
+    """Return different token ids of the model of a loop, int64 [rows, count]."""
     known = loop.caller.vocabulary or TOKEN + 1
     return (torch.arange(rows * count, device=loop.device) * 7919 % known).view(rows, count)
 
 
 def _converse(loop: Any, rows: int, length: int, steps: int, padded: bool) -> None:
     """Run a prompt and two turns, with steps after each."""
-    ids = made_up_tokens(loop, length, rows)
+    ids = synthetic_tokens(loop, length, rows)
     mask = torch.ones_like(ids)
     mask[0, 0] = not padded
     loop.state = None
     loop.prompt(ids, mask)
     loop.generate(steps)
     for turn in TURNS:
-        loop.prompt(made_up_tokens(loop, turn, rows))
+        loop.prompt(synthetic_tokens(loop, turn, rows))
         loop.generate(STEPS)
 
 
-@torch.no_grad()
-def _feed_one_row(loop: Any, length: int) -> None:
-    """Run a prompt, and turns behind it, in a batch of one row."""
-    cache, seen = None, 0
-    for new in (length, *TURNS, 1):
-        mask = torch.ones(1, seen + new, dtype=torch.int64, device=loop.device)
-        made = chunks(loop.caller, made_up_tokens(loop, new), mask, cache, loop.prefill_chunk)
-        cache, seen = cache_names.returned(last_of(made)), seen + new
+@dataclasses.dataclass
+class FedConversation:
+    """A conversation of synthetic tokens, which are fed to a model call by call.
+
+    Attributes:
+        padded: whether the first row begins with padding.
+        cache: the model's cache after the calls so far.
+        seen: the number of tokens so far.
+    """
+
+    caller: Caller
+    device: torch.device
+    rows: int = 1
+    padded: bool = False
+    cache: Any = None
+    seen: int = 0
+
+    @torch.no_grad()
+    def feed(self, *counts: int, chunk: int | None = None) -> None:
+        """Feed so many tokens, one count after the other; each in chunks of `chunk` tokens if that is given."""
+        for count in counts:
+            self.seen += count
+            outputs = chunks(self.caller, self.tokens(count), self.mask(self.seen), self.cache, chunk)
+            self.cache = cache_names.returned(last_of(outputs))
+
+    def tokens(self, count: int) -> Tensor:
+        """Return token ids, int64 [rows, count]."""
+        return torch.full((self.rows, count), TOKEN, device=self.device)
+
+    def mask(self, count: int) -> Tensor:
+        """Return the padding mask of `count` tokens, int64 [rows, count]."""
+        mask = torch.ones_like(self.tokens(count))
+        mask[0, 0] = not self.padded
+        return mask

@@ -1,0 +1,236 @@
+"""Evaluate the operators of masks on intervals: bounds of a result from bounds of its operands.
+
+A rule takes a node and its arguments, with intervals in place of tensors and numbers, and returns None where it knows
+no bounds.
+"""
+
+from __future__ import annotations
+
+import builtins
+import math
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.fx as fx
+
+from kvpass.fx import op_table
+from kvpass.fx.walk import is_tensor, value
+
+
+class Interval(NamedTuple):
+    """The bounds of a number, both included."""
+
+    low: float
+    high: float
+
+
+LARGE = 1e30
+"""Bound of all numbers that a model computes at run time; constants in its code may be larger."""
+FALSE, TRUE = Interval(0.0, 0.0), Interval(1.0, 1.0)
+
+
+def anything(node: fx.Node) -> Interval:
+    """Return the bounds of a tensor of which nothing is known but the dtype."""
+    tensor = value(node)
+    if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.bool:
+        return Interval(0.0, 1.0)
+    return Interval(-LARGE, LARGE)
+
+
+def has_rule(node: fx.Node) -> bool:
+    """Return whether a node computes a tensor by an operator that has a rule."""
+    return op_table.known_name(node) in _RULES and is_tensor(node)
+
+
+def evaluate(node: fx.Node, bounds_of: Callable[[fx.Node], Interval]) -> Interval:
+    """Return the bounds of a node that has a rule, from those of its operands."""
+    rule = _RULES[op_table.known_name(node)]
+
+    def interval(argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            return bounds_of(argument)
+        return _scalar(node, float(argument)) if isinstance(argument, (bool, int, float)) else argument
+
+    args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), interval)
+    if rule not in (_cast, _clamp) and not all(isinstance(argument, Interval) for argument in args):
+        return anything(node)
+    try:
+        result = rule(node, *args, **kwargs)
+    except TypeError:  # the rule does not know an argument
+        return anything(node)
+    return anything(node) if result is None else in_dtype(node, result)
+
+
+def in_dtype(node: fx.Node, bounds: Interval) -> Interval:
+    """Return the bounds of a result once it is stored in the node's dtype.
+
+    Integers wrap around, so a bound that the dtype cannot hold says nothing. A floating-point result may be rounded
+    twice, so a bound that is not exact moves outwards by one step.
+    """
+    dtype, (low, high) = value(node).dtype, bounds
+    if dtype == torch.bool:
+        return _truth(bounds)
+    if math.isnan(low) or math.isnan(high):
+        return anything(node)
+    if not dtype.is_floating_point:
+        return Interval(float(math.trunc(low)), float(math.trunc(high))) if _holds(dtype, low, high) else anything(node)
+    return Interval(_rounded(low, dtype, -math.inf), _rounded(high, dtype, math.inf))
+
+
+def _holds(dtype: torch.dtype, *numbers: float) -> bool:
+    """Return whether an integer dtype holds all of these numbers, of which a float is exact up to 2^53."""
+    info = torch.iinfo(dtype)
+    return all(max(info.min, -(2**53)) <= number <= min(info.max, 2**53) for number in numbers)
+
+
+def _rounded(number: float, dtype: torch.dtype, towards: float) -> float:
+    """Return the number if the dtype has it, else the neighbour in a direction of the number nearest to it."""
+    nearest = torch.tensor(number, dtype=torch.float64).to(dtype)
+    if nearest.item() == number:
+        return number
+    return float(torch.nextafter(nearest, torch.full_like(nearest, towards)))
+
+
+def _scalar(node: fx.Node, number: float) -> Interval:
+    """Return the bounds of a number in the code; the operation may first convert it to the dtype of its tensors."""
+    dtypes = [value(parent).dtype for parent in node.all_input_nodes if is_tensor(parent)]
+    low = high = number
+    for dtype in dtypes:
+        if dtype.is_floating_point:
+            nearest = torch.tensor(number, dtype=torch.float64).to(dtype).item()
+            low, high = min(low, nearest), max(high, nearest)
+        elif dtype != torch.bool and number.is_integer() and not _holds(dtype, number):
+            return Interval(-LARGE, LARGE)
+    return Interval(low, high)
+
+
+def _is_bool(node: fx.Node) -> bool:
+    return bool(value(node).dtype == torch.bool)
+
+
+# -- rules -------------------------------------------------------------------------------------------------------------
+
+Rule = Callable[..., Interval | None]
+
+
+def _ends(function: Callable[[float, float], float], a: Interval, b: Interval) -> Interval:
+    """Return the interval of a function that grows with both operands."""
+    return Interval(function(a.low, b.low), function(a.high, b.high))
+
+
+def _added(node: fx.Node, a: Interval, b: Interval, *, alpha: Interval = TRUE) -> Interval:
+    return _ends(operator.add, a, _multiplied(node, b, alpha) if alpha != TRUE else b)
+
+
+def _subtracted(node: fx.Node, a: Interval, b: Interval, *, alpha: Interval = TRUE) -> Interval:
+    return _added(node, a, _negated(node, b), alpha=alpha)
+
+
+def _multiplied(node: fx.Node, a: Interval, b: Interval) -> Interval:
+    if _is_bool(node):
+        return _ends(min, a, b)
+    products = [0.0 if 0.0 in (x, y) else x * y for x in a for y in b]
+    return Interval(min(products), max(products))
+
+
+def _divided(node: fx.Node, a: Interval, b: Interval, *, rounding_mode: str | None = None) -> Interval | None:
+    by_number = rounding_mode is None and b.low == b.high and b.low > 0
+    return Interval(a.low / b.low, a.high / b.low) if by_number else None
+
+
+def _negated(node: fx.Node, a: Interval) -> Interval:
+    return Interval(-a.high, -a.low)
+
+
+def _not(node: fx.Node, a: Interval) -> Interval | None:
+    return _negation_of(a) if _is_bool(node) else None
+
+
+def _and(node: fx.Node, a: Interval, b: Interval) -> Interval | None:
+    a, b = _truth(a), _truth(b)
+    if not _is_bool(node):
+        return FALSE if FALSE in (a, b) else None
+    return _ends(min, a, b)
+
+
+def _or(node: fx.Node, a: Interval, b: Interval) -> Interval | None:
+    return _ends(max, _truth(a), _truth(b)) if _is_bool(node) else None
+
+
+def _truth(a: Interval) -> Interval:
+    """Return the bounds of `a != 0`."""
+    if a == FALSE:
+        return FALSE
+    return TRUE if a.low > 0 or a.high < 0 else Interval(0.0, 1.0)
+
+
+def _chosen(node: fx.Node, condition: Interval, a: Interval, b: Interval) -> Interval:
+    if condition in (TRUE, FALSE):
+        return a if condition == TRUE else b
+    return Interval(min(a.low, b.low), max(a.high, b.high))
+
+
+def _filled(node: fx.Node, x: Interval, mask: Interval, value: Interval) -> Interval:
+    return _chosen(node, mask, value, x)
+
+
+def _less(node: fx.Node, a: Interval, b: Interval) -> Interval | None:
+    return TRUE if a.high < b.low else FALSE if a.low >= b.high else None
+
+
+def _less_or_equal(node: fx.Node, a: Interval, b: Interval) -> Interval | None:
+    return TRUE if a.high <= b.low else FALSE if a.low > b.high else None
+
+
+def _equal(node: fx.Node, a: Interval, b: Interval) -> Interval | None:
+    if a.low == a.high == b.low == b.high:
+        return TRUE
+    return FALSE if a.high < b.low or b.high < a.low else None
+
+
+def _unequal(node: fx.Node, a: Interval, b: Interval) -> Interval | None:
+    same = _equal(node, a, b)
+    return None if same is None else _negation_of(same)
+
+
+def _negation_of(a: Interval) -> Interval:
+    return Interval(1 - a.high, 1 - a.low)
+
+
+def _cast(node: fx.Node, a: Interval, *args: object, **kwargs: object) -> Interval:
+    return a
+
+
+def _clamp(node: fx.Node, a: Interval, min: object = None, max: object = None) -> Interval | None:
+    return _ends(builtins.max, a, min) if isinstance(min, Interval) and max is None else None
+
+
+def _swapped(rule: Rule) -> Rule:
+    return lambda node, a, b, **kwargs: rule(node, b, a, **kwargs)
+
+
+_RULES: dict[str, Rule] = {
+    **dict.fromkeys(("add", "iadd", "add_", "__radd__"), _added),
+    **dict.fromkeys(("sub", "subtract", "isub", "sub_"), _subtracted),
+    **dict.fromkeys(("rsub", "__rsub__"), _swapped(_subtracted)),
+    **dict.fromkeys(("mul", "multiply", "imul", "mul_", "__rmul__"), _multiplied),
+    **dict.fromkeys(("truediv", "div", "itruediv"), _divided),
+    **dict.fromkeys(("neg", "negative"), _negated),
+    **dict.fromkeys(("logical_not", "bitwise_not", "invert", "inv", "__invert__"), _not),
+    **dict.fromkeys(("logical_and", "bitwise_and", "and_", "iand", "__and__"), _and),
+    **dict.fromkeys(("logical_or", "bitwise_or", "or_", "ior", "__or__"), _or),
+    **dict.fromkeys(("masked_fill", "masked_fill_"), _filled),
+    **dict.fromkeys(("lt", "less"), _less),
+    **dict.fromkeys(("gt", "greater"), _swapped(_less)),
+    **dict.fromkeys(op_table.tagged("keeps", "keeps_integers") | {"bool"}, _cast),
+    **dict.fromkeys(("clamp", "clip", "clamp_min"), _clamp),
+    "where": _chosen,
+    "le": _less_or_equal,
+    "ge": _swapped(_less_or_equal),
+    "eq": _equal,
+    "ne": _unequal,
+    "minimum": lambda node, a, b: _ends(min, a, b),
+    "maximum": lambda node, a, b: _ends(max, a, b),
+}

@@ -1,0 +1,290 @@
+"""Combine everything that happens to logits between their product and the softmax into one mask.
+
+Changes are recorded from the softmax back to the product, as the graph is read, so a recorded mask or number is
+multiplied by the factors of later operations.  `LogitChanges.combined` applies them in the model's order.  A filled-in
+number hides a token only if it is at most -1e4 after all later factors.  A bool mask keeps its one number.  Several
+masks are combined to one bias; a -1e4 together with another number is then refused, because logits are added to it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import operator
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.fx as fx
+
+from kvpass.capture.products import Unreadable, unexpanded
+from kvpass.fx import op_table, splicing, walk
+from kvpass.fx.precision import FILLED, HIDDEN, accumulate_dtype
+from kvpass.fx.shapes import expr, same
+from kvpass.fx.walk import is_tensor, value
+
+IntLike = int | torch.SymInt
+Target = Callable[..., torch.Tensor] | str
+"""A function, or the name of a tensor method."""
+HALF = frozenset({torch.float16, torch.bfloat16})
+_SUBSTITUTES = (FILLED, 1e3 * FILLED, 1e6 * FILLED)
+"""Substitutes for filled-in numbers, from the highest to the lowest; all of them absorb logits."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Added:
+    """A mask or bias that is added to logits, with the shape and dtype of the sum."""
+
+    mask: fx.Node
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Filled:
+    """A number that replaces the logits that are not allowed, with the logits' shape and dtype."""
+
+    allowed: fx.Node
+    number: float
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Floor:
+    """A lower bound of the logits that is low enough to hide a token, with the logits' dtype."""
+
+    number: float
+    dtype: torch.dtype
+
+
+Change = Added | Filled | Floor
+
+
+class LogitChanges:
+    """The changes of logits between their product and a softmax.
+
+    Attributes:
+        factor: the product of all factors after the operation that is read now.
+        cap: the bound of a soft cap, 0 without one.
+        casts: the dtypes that logits and probabilities are converted to.
+        has_sink: whether a column of sinks is concatenated to the logits.
+    """
+
+    def __init__(self, gm: fx.GraphModule, softmax: fx.Node) -> None:
+        self.gm, self.softmax = gm, softmax
+        self.factor, self.cap, self.has_sink = 1.0, 0.0, False
+        self.casts: list[torch.dtype] = []
+        self._changes: list[Change] = []  # from the softmax back
+
+    @property
+    def empty(self) -> bool:
+        """True if logits are neither masked, scaled nor capped."""
+        return not (self._changes or self.factor != 1.0 or self.cap)
+
+    @property
+    def scale(self) -> float:
+        """The factor on the products, with a cap included."""
+        return self.factor * (self.cap or 1.0)
+
+    def apply_cap(self) -> None:
+        """Record a tanh of the logits."""
+        if self.cap:
+            raise Unreadable("logits are capped twice")
+        self.cap, self.factor = self.factor, 1.0
+
+    def add(self, mask: fx.Node, logits: fx.Node, node: fx.Node, alpha: float = 1.0) -> None:
+        """Record a mask that a node adds to logits, times `alpha`."""
+        factor = alpha * self.factor
+        if value(mask).dtype == torch.bool:
+            mask = self.emit(operator.mul, mask, 1.0)
+        mask = unexpanded(mask)
+        mask = mask if factor == 1.0 else self.emit(operator.mul, mask, factor)
+        dtype = self._rounded_to(value(node).dtype)
+        if value(mask).dtype != dtype and HALF & {value(mask).dtype, dtype}:
+            mask = self.emit("to", mask, dtype)
+        self._record(Added(mask, value(node).shape, dtype), mask, logits)
+
+    def fill(self, logits: fx.Node, allowed: fx.Node, filling: object, node: fx.Node) -> None:
+        """Record a number that a node fills in where logits are not allowed."""
+        number, dtype = self._hiding_number(filling, node), self._rounded_to(value(node).dtype)
+        self._record(Filled(allowed, number, value(node).shape, dtype), allowed, logits)
+
+    def clamp(self, bound: object, node: fx.Node) -> None:
+        """Record a lower bound of the logits that is low enough to hide a token."""
+        self._changes.append(Floor(self._hiding_number(bound, node), self._rounded_to(value(node).dtype)))
+
+    def _rounded_to(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype to which a sum is rounded on the way to the softmax, which decides what it absorbs.
+
+        A mask is in half precision if and only if the model's sums with it are; see `Site.unknown_queries` of
+        `kvpass.cache.step`.
+        """
+        later = [each for each in (*self.casts, value(self.softmax).dtype) if each in HALF]
+        return later[-1] if later and dtype not in HALF else dtype
+
+    def _record(self, change: Added | Filled, mask: fx.Node, logits: fx.Node) -> None:
+        """Record a change by a mask, of logits that must keep their shape."""
+        if self.cap:
+            raise Unreadable("the mask is applied before the cap")
+        if not same(value(logits).shape, change.shape):
+            raise Unreadable("the mask has dimensions that the logits do not have")
+        if self.has_sink and expr(value(mask).shape[-1]) != expr(change.shape[-1]):
+            raise Unreadable("the mask and the logits without the sink differ in width")
+        self._changes.append(change)
+
+    def _hiding_number(self, filling: object, node: fx.Node) -> float:
+        """Return a filled-in number as the softmax sees it, and check that it hides its token."""
+        literal, dtype = walk.constant(self.gm, filling), value(node).dtype
+        if literal is None:
+            raise Unreadable("the fill value must be a literal number in the code")
+        filled = torch.tensor(literal, dtype=torch.float64).to(dtype)
+        number = float((filled.double() * self.factor).to(dtype))
+        if self.cap or not number <= HIDDEN:
+            raise Unreadable(f"{number:g} does not hide a token after all factors: it must be at most {HIDDEN:g}")
+        return number
+
+    # -- one mask --------------------------------------------------------------------------------------
+
+    def combined(self, sizes: Sequence[IntLike]) -> tuple[fx.Node | None, float | None]:
+        """Combine all changes to one mask of four dimensions; also return the number that a bool mask fills in.
+
+        Args:
+            sizes: B and Hq.
+        """
+        changes = [self._aligned(change, sizes) for change in reversed(self._changes)]  # in the model's order
+        fills = [change for change in changes if isinstance(change, Filled)]
+        if any(isinstance(change, Added) for change in changes) or len({fill.number for fill in fills}) > 1:
+            return self._as_bias(changes, fills), None
+        allowed, hidden = None, None
+        for change in changes:
+            if isinstance(change, Filled):
+                allowed = change.allowed if allowed is None else self.emit(torch.logical_and, allowed, change.allowed)
+                hidden = change.number
+            elif isinstance(change, Floor) and hidden is not None:
+                hidden = max(hidden, change.number)
+        return allowed, hidden
+
+    def _as_bias(self, changes: list[Change], fills: list[Filled]) -> fx.Node | None:
+        """Combine changes to one bias.
+
+        A query that sees no key attends by the filled-in numbers alone, which logits must not change when they are
+        added.  If only fills hide, substitutes in the same order can replace the numbers.
+        """
+        if substitutes := self._substitutes(changes, fills):
+            changes = [
+                dataclasses.replace(c, number=substitutes[c.number]) if isinstance(c, Filled) else c
+                for c in changes
+                if not isinstance(c, Floor)
+            ]
+        dtypes = {change.dtype for change in changes}
+        half = dtypes.pop() if len(dtypes) == 1 and dtypes <= HALF else None
+        total: fx.Node | None = None
+        for change in changes:
+            if isinstance(change, Added):
+                total = change.mask if total is None else self.emit(operator.add, total, change.mask)
+                continue
+            number = self._check_absorbs(change.number, half)
+            if isinstance(change, Filled):
+                if total is None:
+                    total = self.emit(operator.mul, change.allowed, 0.0)
+                    total = total if half is None else self.emit("to", total, half)
+                hidden = self.emit(torch.logical_not, change.allowed)
+                total = self.emit(torch.masked_fill, self._in_holding_dtype(total, number), hidden, number)
+            elif total is not None:
+                total = self.emit(torch.clamp_min, self._in_holding_dtype(total, number), number)
+        return total
+
+    def _substitutes(self, changes: list[Change], fills: list[Filled]) -> dict[float, float]:
+        """Return a number that absorbs logits for each filled-in number; {} if that is not needed or not proven equal.
+
+        A query that sees nothing attends in equal shares to the keys with the highest of the numbers.  The numbers are
+        so far apart that the other keys get nothing, so only the order of the numbers counts.
+        """
+        numbers = sorted({fill.number for fill in fills}, reverse=True)
+        if all(map(self._absorbs, numbers)) or not _only_hide(changes):
+            return {}
+        if any(isinstance(change, Floor) for change in changes) and len(numbers) > 1:
+            return {}
+        finite = [number for number in numbers if number != -math.inf]
+        apart = all(high - low >= 128 for high, low in itertools.pairwise(finite))
+        if not apart or len(finite) > len(_SUBSTITUTES):
+            return {}
+        return dict(zip(finite, _SUBSTITUTES, strict=False)) | {-math.inf: -math.inf}
+
+    def _absorbs(self, number: float, dtype: torch.dtype | None = None) -> bool:
+        """Return whether adding ordinary logits leaves a number unchanged in a dtype, by default the softmax's."""
+        eps = torch.finfo(dtype or accumulate_dtype(value(self.softmax).dtype)).eps
+        return number * eps <= -63 if dtype else number * eps <= -64  # the lowest number of float16 absorbs
+
+    def _check_absorbs(self, number: float, half: torch.dtype | None) -> float:
+        if not (self._absorbs(number) or (half is not None and self._absorbs(number, half))):
+            raise Unreadable(f"{number:g} is filled in together with other masks: use the lowest number of the dtype")
+        return number
+
+    def _in_holding_dtype(self, mask: fx.Node, number: float) -> fx.Node:
+        """Return a mask in a dtype that can hold a number."""
+        dtype = value(mask).dtype
+        holds = dtype.is_floating_point and (number == -math.inf or number >= torch.finfo(dtype).min)
+        return mask if holds else self.emit("float", mask)
+
+    def _aligned(self, change: Change, sizes: Sequence[IntLike]) -> Change:
+        """Return a change with its mask in four dimensions."""
+        if isinstance(change, Added):
+            return dataclasses.replace(change, mask=self._four_dimensional(change.mask, change.shape, sizes))
+        if isinstance(change, Filled):
+            return dataclasses.replace(change, allowed=self._four_dimensional(change.allowed, change.shape, sizes))
+        return change
+
+    def _four_dimensional(self, mask: fx.Node, shape: torch.Size, sizes: Sequence[IntLike]) -> fx.Node:
+        """Return a mask on logits of a shape as [B or 1, Hq or 1, q or 1, S or 1].
+
+        Args:
+            sizes: B and Hq.
+        """
+        ndim = value(mask).ndim
+        if ndim < len(shape):  # aligned from the right, as in any broadcasting
+            mask = self.emit(operator.getitem, mask, (*[None] * (len(shape) - ndim), Ellipsis))
+        mask_sizes, logit_sizes = value(mask).shape[:-2], shape[:-2]
+        if all(expr(size) == 1 for size in mask_sizes):
+            subscript = (*[0] * len(mask_sizes), None, None, Ellipsis)
+            return mask if len(mask_sizes) == 2 else self.emit(operator.getitem, mask, subscript)
+        if same(logit_sizes, sizes):
+            return mask
+        if len(mask_sizes) == 1 and expr(mask_sizes[0]) == expr(sizes[0] * sizes[1]):
+            return self.emit(torch.unflatten, mask, 0, (-1, int(sizes[1])))
+        if len(mask_sizes) == 3 and same((logit_sizes[0], logit_sizes[1] * logit_sizes[2]), sizes):
+            heads = [int(size) for size in logit_sizes[1:]]
+            expanded = self.emit("expand", mask, -1, *heads, -1, -1)
+            return self.emit(torch.flatten, expanded, 1, 2)
+        raise Unreadable(f"a mask of shape {list(value(mask).shape)} does not match the rows and heads of the logits")
+
+    def emit(self, target: Target, *args: object) -> fx.Node:
+        """Add a node before the softmax."""
+        return emit(self.softmax, target, *args)
+
+
+def emit(before: fx.Node, target: Target, *args: object) -> fx.Node:
+    """Add a node with the source line of another before it."""
+    with before.graph.inserting_before(before):
+        node = splicing.emit(before.graph, target, *args)
+    node.meta["stack_trace"] = before.meta.get("stack_trace")
+    return node
+
+
+def _only_hide(changes: list[Change]) -> bool:
+    """Return whether only fills hide: nothing is added after a fill, and nothing added before may be a mask."""
+    first = next((index for index, change in enumerate(changes) if isinstance(change, Filled)), len(changes))
+    if any(isinstance(change, Added) for change in changes[first:]):
+        return False
+    return not any(_may_hide(change.mask) for change in changes[:first] if isinstance(change, Added))
+
+
+def _may_hide(mask: fx.Node) -> bool:
+    """Return whether a bias may be a mask: made with a large number, or from an input of attention's size."""
+    sizes = [node for node in mask.graph.nodes if walk.is_size(node) or isinstance(value(node), torch.Size)]
+    sources = walk.ancestors(mask, sizes)
+    arguments = op_table.leaves([[node.args, node.kwargs] for node in sources])
+    numbers = [each for each in arguments if isinstance(each, (int, float)) and not isinstance(each, bool)]
+    has_large = any(abs(number) >= -HIDDEN for number in numbers)
+    return has_large or any(node.op == "placeholder" and is_tensor(node) and value(node).ndim > 2 for node in sources)

@@ -1,0 +1,292 @@
+"""The rows of a batch in which each request has one, on the device.
+
+A prompt runs in a batch of one row, and then its slots are copied into a free row; the other rows continue on the same
+graph.  Slots have a fixed size, so there are no pages, and no row moves.
+
+Rows have seen different numbers of tokens, but the masks of a model count positions in one padded sequence.  So rows
+are treated as padded on the left: all are as long as the longest, and a row's tokens are at its end.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import optree
+import torch
+from torch import Tensor
+
+from kvpass.backend import Backend
+from kvpass.cache.handle import Handle, LayerCache, caches_in, moved
+from kvpass.cache.slots import Slots
+from kvpass.decoding.requests import MOST_STOPS, Request
+from kvpass.decoding.sampling import RowSampling
+from kvpass.decoding.stepping import LoopSettings, LoopState, refreshed
+from kvpass.errors import BudgetError, CacheHandleError
+from kvpass.runtime.caches import even_out, free_bytes, keep_address
+
+
+class ServingOptions(LoopSettings, Protocol):
+    """Settings of a loop that serves requests; see `DecodeLoop`."""
+
+    device: torch.device
+    prefill_chunk: int | None
+
+    @property
+    def chosen(self) -> Backend: ...
+
+
+class RequestBatch(LoopState):
+    """The rows of a batch of requests on the device.
+
+    Attributes:
+        generated: int64 [R], the number of tokens that each row has generated.
+        most: int64 [R], the largest number of tokens for each row.
+        stops: int64 [R, MOST_STOPS], the stop tokens of each row, -1 after the last.
+        sampling: the settings of sampling of each row.
+        caches: the cache of each layer, with R rows.
+    """
+
+    def __init__(self, loop: ServingOptions, cache: Any, rows: int) -> None:
+        none = torch.zeros(rows, dtype=torch.int64, device=loop.device)
+        self.stops = torch.full((rows, MOST_STOPS), -1, device=loop.device)
+        super().__init__(loop, cache, none, none[:, None], none[:, None])
+        self.generated, self.most = torch.zeros_like(none), torch.zeros_like(none)
+        self.sampling = RowSampling.of(rows, loop.device)
+        self.caches = caches_in(cache)
+        self.done.fill_(True)
+        self.pending = 0
+        self.cursor.zero_()
+
+    @staticmethod
+    def of(loop: ServingOptions, cache: Any, rows: int) -> RequestBatch:
+        """Return free rows for requests whose caches are like `cache`, which is consumed.
+
+        Raises:
+            BudgetError: there is no memory for `rows` rows.
+            CacheHandleError: the model's cache holds more than slots.
+        """
+        one = caches_in(cache)
+        needed = rows * sum(layer.slots.nbytes for layer in one)
+        free = free_bytes(loop.device)
+        if free is not None and needed > free:
+            raise BudgetError(
+                f"rows={rows}: their slots take {needed / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB are free"
+            )
+        wide = {id(layer): _with_rows(layer, rows) for layer in one}
+
+        def widened(value: Any) -> Any:
+            return moved(value, wide[id(value.cache)]) if isinstance(value, Handle) else value
+
+        return RequestBatch(loop, refreshed(cache, 0, widened), rows)
+
+    def fit_slots(self, caches: Sequence[LayerCache]) -> None:
+        """Give a prompt's caches and the rows equally many slots, where that is possible.
+
+        Raises:
+            CacheHandleError: the caches do not fit into a row.
+        """
+        for layer, one in zip(self.caches, caches, strict=True):
+            even_out(layer, one)
+            found, here = (one.layout.capacity, one.slots.capacity), (layer.layout.capacity, layer.slots.capacity)
+            if found != here:
+                raise CacheHandleError(
+                    f"{one.layout.policy} needs {one.slots.capacity} slots for this prompt and the rows have "
+                    f"{layer.slots.capacity}: requests need a policy whose slots are as many for every prompt"
+                )
+
+    def insert(self, row: int, caches: Sequence[LayerCache], request: Request, logits: Tensor) -> int:
+        """Put a request into a row and return its first token.
+
+        Args:
+            caches: the cache of each layer, with one row.
+            logits: [1, vocabulary], of the prompt's last token.
+        """
+        seen = caches[0].seen
+        self.set_length(max(seen, self.length))
+        for layer, one in zip(self.caches, caches, strict=True):
+            _write_row(layer, row, one)
+        self.sampling.put(row, request.sampling)
+        first = int(self.sampling.at(row).choose(logits, torch.zeros(1, dtype=torch.int64, device=logits.device)))
+        ended = first in request.stop or request.max_new_tokens == 1
+        self.ids[row], self.position[row] = first, seen - ended
+        self.generated[row], self.most[row] = 1, request.max_new_tokens
+        self.stops[row] = torch.tensor([*request.stop, *[-1] * (MOST_STOPS - len(request.stop))])
+        self.done[row] = ended
+        return first
+
+    def free(self, row: int) -> None:
+        """Mark a row as free, so that steps leave it unchanged."""
+        self.done[row] = True
+
+    def held_tokens(self, row: int) -> float:
+        """Return how many tokens a row's slots hold, the mean over layers and heads."""
+        counts = [(layer.slots.position[row] >= 0).sum() / layer.layout.groups for layer in self.caches]
+        return float(torch.stack(counts).mean())
+
+    @torch.inference_mode(False)  # as slots are made, which steps outside of inference mode also write to
+    def extract(self, row: int, seen: int) -> Any:
+        """Return a model's cache object with a copy of one row, which has seen `seen` tokens."""
+        self.settle()
+        one = {id(layer): _row_of(layer, row, seen) for layer in self.caches}
+
+        def narrowed(value: Any) -> Any:
+            return moved(value, one[id(value.cache)]) if isinstance(value, Handle) else value
+
+        cache = copy.copy(self.cache)
+        if hasattr(cache, "layers"):
+            cache.layers = [copy.copy(layer) for layer in cache.layers]
+        return refreshed(cache, seen - self.length, narrowed)
+
+    @property
+    def length(self) -> int:
+        """Number of tokens that all rows have seen, padding included."""
+        return self.caches[0].seen
+
+    def set_length(self, length: int) -> None:
+        """Give all rows the same length by padding them on the left.
+
+        With a policy that evicts, rows only grow; a policy that keeps every token has slots for a limited length, so
+        rows shrink too.
+        """
+        by = length - self.length
+        if by == 0 or (by < 0 and self.caches[0].layout.policy.evicts):
+            return
+        if self.step is not None:
+            self.step.move(by)
+        for layer in self.caches:
+            slots = layer.slots
+            slots.index.copy_(torch.where(slots.position >= 0, (slots.index + by).clamp(min=0), slots.index))
+            slots.length.add_(by)
+            layer.seen += by
+        if self.step is None:
+            self.cache = refreshed(self.cache, by)
+
+    def run(self, count: int, exact: bool = False) -> list[list[int]]:
+        """Decode `count` tokens for each row; on a CPU, and with `exact`, stop as soon as a row ends.
+
+        A policy's clocks count steps of all rows, and those of a row that is copied at its end must not run on.
+        """
+        self.follow_model()
+        exact = exact and bool(self.caches[0].clocks)
+        ended = int(self.done.sum()) if exact or self.done.device.type == "cpu" else None
+        for _ in range(count):
+            self._advance()
+            self.pending += 1
+            if ended is not None and int(self.done.sum()) > ended:
+                break
+        columns: list[list[int]] = self.made[: self.pending].tolist()  # waits for the device
+        self.cursor.zero_()
+        self.pending = 0
+        return columns
+
+    def settle(self) -> None:
+        """Update the cache object as `LoopState` does, without positions of padding, as requests change in a row."""
+        super().settle()
+        for layer in self.caches:
+            layer.absent = layer.absent[:, :0]
+
+    def mask(self) -> Tensor:
+        """Return the padding mask [R, tokens seen]; a row's own tokens are at its end, and free rows are arbitrary."""
+        indices = torch.arange(self.length, device=self.done.device)
+        return (indices >= self.length - self.caches[0].valid_seen[:, None]).to(torch.int64)
+
+    @property
+    def variant(self) -> Any:
+        """Facts about sampling in the rows that the host decides, and that a CUDA graph depends on."""
+        return self.sampling.draws, self.sampling.limits
+
+    def mark_new_tokens(self, mask: Tensor) -> None:
+        """Write into a padding mask which of the new tokens are real, in every column.
+
+        The column that the graph reads depends on the length.
+        """
+        mask.copy_((~self.done)[:, None].expand_as(mask))
+
+    def _stops(self, tokens: Tensor) -> Tensor:
+        """Return bool [R], true where a token is a stop token of its row."""
+        return (tokens[:, None] == self.stops).any(-1)
+
+    def choose(self, logits: Tensor) -> None:
+        """Sample the next tokens from logits [R, 1, vocabulary] and advance the state, all on the device."""
+        drawn, goes = self.sampling.choose(logits[:, -1], self.generated), ~self.done
+        self.generated.add_(goes)
+        self.made.index_copy_(0, self.cursor, torch.where(goes, drawn, self.loop.pad)[None])
+        self.ids.copy_(torch.where(goes[:, None], drawn[:, None], self.ids))
+        self.done.logical_or_(self._stops(drawn) | (self.generated >= self.most))
+        self.position.add_((~self.done)[:, None])
+        self.cursor.add_(1)
+
+
+def check_slots_alone(cache: Any, empty: Any) -> None:
+    """Raise CacheHandleError for a model's cache object that holds more than slots, such as recurrent states.
+
+    A tensor without dimensions that was the same before any token belongs to the model and not to a row.
+
+    Args:
+        empty: the cache that the model's prompts begin with, None if the model makes its cache itself.
+    """
+    begun = itertools.chain(getattr(empty, "layers", ()), itertools.repeat(None))
+    for number, (layer, before) in enumerate(zip(getattr(cache, "layers", ()), begun, strict=False)):
+        held = {name: _tensors(value) for name, value in vars(layer).items()}
+        other = [
+            name for name, found in held.items() if not _are_constants(found, _tensors(getattr(before, name, None)))
+        ]
+        if other:
+            raise CacheHandleError(
+                f"layer {number} of the model's cache, a {type(layer).__name__}, holds {', '.join(other)} besides keys "
+                "and values; requests need a cache of slots alone: use DecodeLoop without rows, or model.generate"
+            )
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in nested containers that are not handles."""
+    return [x for x in optree.tree_leaves(value) if isinstance(x, Tensor) and not isinstance(x, Handle)]
+
+
+def _are_constants(found: Sequence[Tensor], before: Sequence[Tensor]) -> bool:
+    """Return whether tensors have no dimensions and are equal to those before; true for no tensors."""
+    if len(found) != len(before):
+        return not found
+    return all(x.ndim == 0 and torch.equal(x, was.to(x.device)) for x, was in zip(found, before, strict=True))
+
+
+def _with_rows(one: LayerCache, rows: int) -> LayerCache:
+    """Return a cache like `one` with `rows` empty rows."""
+    layout = dataclasses.replace(one.layout, batch=rows)
+    if not isinstance(one.slots, Slots):
+        raise CacheHandleError("requests on a cache that runs with inner='reference'")
+    slots = Slots.empty(layout)
+    keep_address(slots)
+    slots.length.fill_(one.seen)
+    none = one.absent.new_zeros(rows, 0)
+    fresh: dict[str, Any] = dict(absent=none, first=None, _picked=[])
+    fresh |= dict(limits=one.limits * rows, clocks=one.clocks * rows)
+    return dataclasses.replace(one, layout=layout, slots=slots, **fresh)
+
+
+def _row_of(layer: LayerCache, row: int, seen: int) -> LayerCache:
+    """Return a copy of one row of a cache, which has seen `seen` tokens; `_write_row` is the inverse."""
+    one = layer.rebuilt("getitem", lambda tensor: tensor[row : row + 1].clone())
+    index, position = one.slots.index, one.slots.position
+    index.copy_(torch.where(position >= 0, index - (layer.seen - seen), index))
+    one.slots.length.fill_(seen)
+    one.seen, one.absent = seen, layer.absent.new_zeros(1, 0)
+    one.limits, one.clocks = layer.limits[row : row + 1], layer.clocks[row : row + 1]
+    keep_address(one.slots)
+    return one
+
+
+def _write_row(layer: LayerCache, row: int, one: LayerCache) -> None:
+    """Copy the only row of a cache into a row of a wider cache, replacing all of that row."""
+    shift = layer.seen - one.seen
+    for there, here in zip(layer.slots.tensors(), one.slots.tensors(), strict=True):
+        there[row].copy_(here[0])
+    index, position = layer.slots.index[row], layer.slots.position[row]
+    index.copy_(torch.where(position >= 0, index + shift, index))
+    layer.slots.length[row] = layer.seen
+    layer.limits = (*layer.limits[:row], *one.limits, *layer.limits[row + 1 :])
+    layer.clocks = (*layer.clocks[:row], *one.clocks, *layer.clocks[row + 1 :])

@@ -1,0 +1,317 @@
+"""Serve many requests on one decode graph: `DecodeLoop(model, policy, rows=R)`.
+
+Each row of the batch belongs to one request.  Requests wait in a queue, are prefilled one after the other, and then
+decode in a row together with the others.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpass import cache_names
+from kvpass.arguments import require
+from kvpass.cache.handle import caches_in
+from kvpass.decoding.pin_masks import Pin, pin_mask
+from kvpass.decoding.prefill import chunks, lengths, prefix_mask
+from kvpass.decoding.request_batch import RequestBatch, ServingOptions, check_slots_alone
+from kvpass.decoding.requests import MOST_STOPS, GenerationOutput, Request, RequestStatus
+from kvpass.decoding.sampling import Sampling
+from kvpass.errors import BudgetError, CacheHandleError, KVPassError, RequestError
+from kvpass.policies.pinned_tokens import check_pinned
+
+ATTEMPTS = 2  # runs of a request that fails alone before it ends with an error
+
+
+class RequestScheduler:
+    """The requests of a loop: queued, in prefill, or in a row.
+
+    Attributes:
+        count: the number of rows.
+        rows: the request in each row that is not free.
+        known: the requests whose last output has not been handed out, by name.
+        prefilling: the request in prefill, the outputs for its chunks, and the number of chunks left.
+        undelivered: outputs for the next call of `step`.
+        batch: the rows on the device; None before the first request.
+        number: how many requests have been added.
+    """
+
+    def __init__(self, loop: ServingOptions, rows: int) -> None:
+        self.loop, self.count = loop, rows
+        self.queue: collections.deque[Request] = collections.deque()
+        self.rows: dict[int, Request] = {}
+        self.known: dict[str, Request] = {}
+        self.prefilling: tuple[Request, Iterator[Any], int] | None = None
+        self.undelivered: list[GenerationOutput] = []
+        self.batch: RequestBatch | None = None
+        self.number = 0
+
+    @staticmethod
+    def of(loop: ServingOptions, rows: int) -> RequestScheduler:
+        """Return the requests of a loop, which must give every request the same number of slots.
+
+        Raises:
+            BudgetError: no budget, or a budget that is a share of each prompt.
+            PolicyError: a policy that keeps the whole prompt until a token has attended to it.
+        """
+        policy, budget = loop.chosen.policy, loop.chosen.budget
+        if not isinstance(budget, int):
+            raise BudgetError(f"budget={budget}: rows have as many slots for every request; give their number")
+        require(not policy.defers, "policy", policy, "holds a prompt whole at first, which no row has slots for")
+        return RequestScheduler(loop, rows)
+
+    # -- from outside ------------------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        ids: Any,
+        request_id: str | None,
+        most: int,
+        stop: Sequence[int],
+        sampling: Sampling,
+        pin: Pin | None = None,
+        on_top: bool = False,
+        prefix: Any = None,
+        keep: bool = False,
+    ) -> str:
+        """Queue a request; see `DecodeLoop.add`."""
+        name = f"req_{self.number}" if request_id is None else request_id
+        self.number += 1
+        prompt = torch.as_tensor(ids).flatten().tolist()
+        row = pin[None] if isinstance(pin, Tensor) and pin.ndim == 1 else pin
+        pinned = pin_mask(row, on_top, torch.ones(1, len(prompt), dtype=torch.bool))
+        before = 0 if prefix is None else self._length_of(prefix)
+        request = Request(name, prompt, most, frozenset(stop), sampling, pinned, on_top, prefix, before, keep)
+        self._check(request)
+        self.known[name] = request
+        self.queue.append(request)
+        return name
+
+    def _length_of(self, prefix: Any) -> int:
+        """Return the tokens of a prefix, which must be one row without padding."""
+        mask = prefix_mask(prefix, self.loop.chosen.family)
+        if len(mask) != 1 or not bool(mask.all()):
+            raise RequestError(
+                f"the prefix of a request must be one row without padding: this one has {len(mask)} rows and "
+                f"{int((mask == 0).sum())} tokens of padding"
+            )
+        return mask.shape[1]
+
+    def _check(self, request: Request) -> None:
+        name, prompt, most = f"request {request.request_id!r}", request.prompt, request.max_new_tokens
+        if request.request_id in self.known:
+            raise RequestError(f"{name} is there already")
+        if len(request.stop) > MOST_STOPS:
+            raise RequestError(f"{name}: {len(request.stop)} tokens to stop at; at most {MOST_STOPS} are possible")
+        unknown = self.loop.caller.unknown_token(torch.tensor(prompt))
+        if unknown is not None:
+            raise RequestError(
+                f"{name}: ids: token {unknown} is not in the vocabulary of {self.loop.caller.vocabulary}"
+            )
+        policy, budget = self.loop.chosen.policy, self.loop.chosen.budget
+        tokens = request.before + len(prompt)
+        if not policy.evicts and isinstance(budget, int) and tokens + most - 1 > budget:
+            raise RequestError(
+                f"{name}: {tokens} tokens and {most} new ones exceed the budget of {budget}, and policy "
+                f"{policy.name!r} keeps every token"
+            )
+        if request.pinned is not None and not request.on_top and isinstance(budget, int):
+            count = int(request.pinned.sum())
+            try:
+                check_pinned(policy, count, budget - count)
+            except BudgetError as error:
+                raise RequestError(f"{name}: {error}") from None
+
+    def cancel(self, name: str) -> bool:
+        """End a request; see `DecodeLoop.cancel`."""
+        request = self.known.get(name)
+        if request is None or request.finished:
+            return False
+        request.end("cancelled")
+        return True
+
+    @property
+    def pending(self) -> int:
+        """Number of requests whose last output has not been handed out."""
+        return len(self.known)
+
+    @torch.no_grad()
+    def step(self) -> list[GenerationOutput]:
+        """Prefill one chunk of a prompt, or decode tokens for all rows; see `DecodeLoop.step`."""
+        self._drop_finished()
+        if not self._prefill():
+            self._decode()
+        self._drop_finished()
+        outputs = [request.next_output() for request in self.known.values()]
+        made, self.undelivered = [*self.undelivered, *(output for output in outputs if output is not None)], []
+        for output in made:
+            if output.is_finished():
+                self.known.pop(output.request_id, None)
+        return made
+
+    def run_all(self, adding: Sequence[Callable[[], str]]) -> dict[str, GenerationOutput]:
+        """Add requests and decode them until all have finished; see `DecodeLoop.generate_batch`."""
+        done: dict[str, GenerationOutput] = {}
+        names = [self._add_or_fail(add, done) for add in adding]
+        others = []
+        while any(name not in done for name in names):
+            for output in self.step():
+                if output.request_id not in names:
+                    others.append(output)
+                elif output.is_finished():
+                    done[output.request_id] = output
+        self.undelivered = others  # outputs of other requests, for the next call of `step`
+        return {name: done[name] for name in names}
+
+    def _add_or_fail(self, add: Callable[[], str], done: dict[str, GenerationOutput]) -> str:
+        """Add a request and return its name; a request that is refused gets its failed output in `done`."""
+        number = self.number
+        try:
+            return add()
+        except RequestError as error:
+            name, self.number = f"req_{number}", number + 1
+            done[name] = GenerationOutput(name, [], [], [], RequestStatus.FAILED, "error", str(error))
+            return name
+
+    # -- rows --------------------------------------------------------------------------------------------------------
+
+    def _drop_finished(self) -> None:
+        """Free the rows of finished requests, and remove finished requests from the queue."""
+        for row in [row for row, request in self.rows.items() if request.finished]:
+            self._release_row(row)
+        self.queue = collections.deque(request for request in self.queue if not request.finished)
+        if self.prefilling is not None and self.prefilling[0].finished:
+            self.prefilling = None
+
+    def _release_row(self, row: int) -> None:
+        """Free the row of a finished request; keep a copy of its slots if the request asks for it."""
+        request = self.rows.pop(row)
+        if self.batch is None:
+            return
+        request.held_tokens = self.batch.held_tokens(row)
+        if request.keep and request.status is RequestStatus.FINISHED:
+            request.cache = self.batch.extract(row, request.seen)
+        self.batch.free(row)
+
+    def _prefill(self) -> bool:
+        """Prefill one chunk of a prompt if there is a free row; return whether a prefill has ended or failed."""
+        if self.prefilling is None and not self._can_start():
+            return False
+        request = self.queue.popleft() if self.prefilling is None else self.prefilling[0]
+        try:
+            _, outputs, left = self.prefilling or self._started(request)
+            out = next(outputs)
+        except Exception as error:
+            self.prefilling = None
+            self._retry([request], error)
+            return True
+        self.prefilling = (request, outputs, left - 1) if left > 1 else None
+        if left == 1:
+            self._admit(request, out)
+        return left == 1
+
+    def _can_start(self) -> bool:
+        """Return whether a row is free for the next request, and whether it may run together with those in rows."""
+        if not self.queue or len(self.rows) == self.count:
+            return False
+        return not self.rows or not any(request.runs_alone for request in (self.queue[0], *self.rows.values()))
+
+    def _started(self, request: Request) -> tuple[Request, Iterator[Any], int]:
+        """Return the prefill of a request: the outputs for its chunks, which run as they are read, and their number."""
+        request.begin()
+        now = 0 if request.prefix is None else self._length_of(request.prefix)
+        if now != request.before:
+            raise RequestError(
+                f"request {request.request_id!r}: its prefix has gone on from {request.before} to {now} tokens: leave "
+                "it as it is until the request has started, or give a copy"
+            )
+        ids = torch.tensor([request.prompt], device=self.loop.device)
+        mask = torch.ones(1, request.before + ids.shape[1], dtype=torch.int64, device=ids.device)
+        how = (self.loop.caller, ids, mask, copy.deepcopy(request.prefix), self.loop.prefill_chunk)
+        pinned = None if request.pinned is None else request.pinned.to(self.loop.device)
+        made = chunks(*how, pinned=pinned, on_top=request.on_top)
+        return request, made, len(lengths(ids.shape[1], self.loop.prefill_chunk, not request.before))
+
+    def _retry(self, requests: Sequence[Request], error: Exception) -> None:
+        """Restart requests, ahead of the queue, after a step with all of them has failed.
+
+        If there are several, each runs alone next, which shows the one at fault.  A request that fails alone for the
+        second time, or with an error of kvpass, ends with the error, and the others are no longer suspects.
+        """
+        if len(requests) > 1:
+            # The longest runs first: it is the most likely to have exceeded the positions of the model.
+            for request in sorted(requests, key=lambda request: request.seen):
+                self._requeue(request, suspect=len(request.tokens) + self.loop.every)
+            return
+        (request,) = requests
+        request.failures += 1
+        if request.failures < ATTEMPTS and not isinstance(error, KVPassError):
+            self._requeue(request, request.suspect)
+            return
+        request.end("error", "".join(traceback.format_exception_only(error)).strip())
+        for other in self.queue:
+            other.suspect = 0
+
+    def _requeue(self, request: Request, suspect: int = 0) -> None:
+        """Put a request at the head of the queue."""
+        request.status, request.suspect = RequestStatus.PENDING, suspect
+        self.queue.appendleft(request)
+
+    def _admit(self, request: Request, out: Any) -> None:
+        """Copy the slots of a prompt into a free row.
+
+        Raises:
+            BudgetError: there is no memory for the rows; the request stays in the queue.
+        """
+        row = next(row for row in range(self.count) if row not in self.rows)
+        cache = cache_names.returned(out)
+        caches = caches_in(cache)
+        try:
+            check_slots_alone(cache, self.loop.caller.begin())
+            if self.batch is None:
+                self.batch = RequestBatch.of(self.loop, cache, self.count)
+            self.batch.fit_slots(caches)
+        except CacheHandleError as error:
+            request.end("error", str(error))
+            return
+        except Exception:
+            self._requeue(request, request.suspect)
+            raise
+        self.rows[row] = request
+        try:
+            request.append(self.batch.insert(row, caches, request, out.logits[:, -1]))
+        except Exception as error:
+            self._restart_batch(error)
+            return
+        request.status = max(request.status, RequestStatus.DECODING)
+
+    def _restart_batch(self, error: Exception) -> None:
+        """Drop the batch, whose tensors a failed step has left in an unknown state, and restart its requests."""
+        there = list(self.rows.values())
+        self.batch, self.rows = None, {}
+        self._retry(there, error)
+
+    def _decode(self) -> None:
+        """Decode tokens for all rows until the host reads them next."""
+        there = list(self.rows.values())
+        if self.batch is None or not there:
+            return
+        left = [request.max_new_tokens - len(request.tokens) for request in there]
+        try:
+            self.batch.set_length(max(request.seen for request in there))
+            soon = self.queue or not self.loop.chosen.policy.evicts  # without eviction, slots fit the longest row only
+            exact = any(request.keep for request in there)
+            columns = self.batch.run(min(self.loop.every, min(left) if soon else max(left)), exact)
+        except Exception as error:
+            self._restart_batch(error)
+            return
+        for column in columns:
+            for row, request in self.rows.items():
+                if not request.finished:
+                    request.append(column[row])
