@@ -103,7 +103,7 @@ def test_files_that_are_damaged(tmp_path: Path) -> None:
     with serving(warm=False, folder=tmp_path) as running:
         found = running.post("/v1/completions", prompt=TURNS[1], conversation="c")
         assert (found.status_code, found.json()["error"]["param"]) == (409, "conversation")
-        assert "is damaged" in found.json()["error"]["message"]
+        assert "cannot read a cache of kvpass" in found.json()["error"]["message"]
     (notes,) = tmp_path.glob("*.json")
     notes.write_text("[1]")
     with pytest.raises(kvpass.KVPassError, match="cannot read the conversations in"), serving(folder=tmp_path):
