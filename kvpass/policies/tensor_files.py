@@ -74,8 +74,10 @@ def read(path: str | os.PathLike[str], key: str, what: str, error: type[KVPassEr
         with safetensors.safe_open(name, "pt") as file:
             text = (file.metadata() or {}).get(key)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dictionary
-    except (OSError, safetensors.SafetensorError) as found:
+    except OSError as found:
         raise error(f"cannot read {what} from {name}: {found}") from found
+    except safetensors.SafetensorError as found:
+        raise error(f"cannot read {what} from {name}: the file is damaged: {found}") from found
     if text is None:
         raise error(f"{name} holds no {noun}: its metadata lack {key!r}")
     try:
