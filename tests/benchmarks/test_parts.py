@@ -19,7 +19,6 @@ from benchmarks import (
     reading,
     row_products,
     serving,
-    sinks,
     standing,
     step,
 )
@@ -143,14 +142,6 @@ def test_chunks_are_held_against_the_whole_prompt():
     found = {target.what: target.measured for target in chunks.targets(rows)}
     assert [value for what, value in found.items() if what.startswith("h2o")] == [0.25, 0.25]
     assert any(value is None for value in found.values())
-
-
-def test_attention_to_first_tokens_is_a_share_for_each_layer():
-    found = sinks.rows("tiny-recall", load_memory(None))
-    assert [row["layer"] for row in found] == [0, 1, 2]
-    for row in found:
-        mean, largest, four = (value for key, value in row.items() if key.startswith("first"))
-        assert 0 < mean <= min(largest, four) <= 1
 
 
 def test_planted_words_are_surpassed_by_a_share_of_all_tokens():
