@@ -65,7 +65,7 @@ def in_place(dtype: torch.dtype) -> Callable[[], Any]:
 
     def function(*tensors: Tensor) -> tuple[()]:
         *state, query, key, value, valid = tensors
-        decode_step(layout, Site(DIM**-0.5), Slots.of(state, held), query, key, value, valid)
+        decode_step(layout, Site(DIM**-0.5), held.with_tensors(state), query, key, value, valid)
         return ()
 
     new = [torch.randn(1, HEADS, 1, DIM).to(dtype) for _ in range(3)]

@@ -21,7 +21,7 @@ from torch import Tensor
 from kvpass import cache_names
 from kvpass.cache import history
 from kvpass.cache.row_picking import Row
-from kvpass.cache.slots import Layout, Slots
+from kvpass.cache.slots import AnySlots, Layout
 from kvpass.errors import CacheHandleError
 from kvpass.policies.types import Clock
 from kvpass.torch_private import dynamo, tensors
@@ -229,14 +229,14 @@ class LayerCache:
 
     def rebuilt(self, operation: str, apply: Callable[[Tensor], Tensor]) -> LayerCache:
         """Return the cache with a function applied to each of its batch-first tensors."""
-        if not isinstance(self.slots, Slots):
+        if not isinstance(self.slots, AnySlots):
             raise CacheHandleError(f"{operation} on a cache that runs with inner='reference'")
         slots = self.slots.map(apply)
-        batch = slots.key.shape[0]
+        batch = slots.length.shape[0]
         limits, clocks = self._counts_of(batch, apply)
         return dataclasses.replace(
             self,
-            layout=dataclasses.replace(self.layout, batch=batch, device=slots.key.device),
+            layout=dataclasses.replace(self.layout, batch=batch, device=slots.length.device),
             slots=slots,
             limits=limits,
             clocks=clocks,

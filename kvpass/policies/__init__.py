@@ -28,6 +28,7 @@ from kvpass.policies.types import Attention, Tokens
 __all__ = ["Attention", "Policy", "Tokens", "get", "names", "parse", "register", "resolve", "specified", "specify"]
 
 _BUILT_IN = {
+    "ada_kv": "AdaKV",
     "buzz": "Buzz",
     "cascade": "Cascade",
     "d2o": "D2O",

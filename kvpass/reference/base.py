@@ -174,8 +174,9 @@ class ReferenceLayer:
         self.layout = layout
         self.reference = reference
         self.stored = functools.partial(stored, layout)
+        of_heads = [each.budget for each in layout.classes for _ in range(each.heads)]
         self.streams = [
-            [self._stream(head, budget) for head in range(layout.groups)]
+            [self._stream(head, of_heads[head] if of_heads else budget) for head in range(layout.groups)]
             for budget in row_budgets or (layout.budget,) * layout.batch
         ]
         self.length = 0

@@ -316,7 +316,7 @@ class PromptRunner:
         """Return the plans of the layers that the backend's policy governs; see `model_identity.PlansByModel`."""
         if not layers:
             return []
-        attention = [layer.chunk.attention for layer in layers]
+        attention = [layer.chunk.attention for layer in layers if isinstance(layer.chunk.attention, Attention)]
         first, valid = self.backend.plans.of(model, shape), layers[0].chunk.valid
         plans = {share: self.backend.policy.plan(attention, valid, share, first) for share in sorted(set(shares))}
         made = [by_rows(dict(zip(plans, each, strict=True)), shares) for each in zip(*plans.values(), strict=True)]
@@ -357,6 +357,7 @@ class PromptRunner:
             exact_capacity=plan.max_capacity > 0 and self.backend.has_dynamic_sizes(chunk.key.device),
             row_budgets=by_row and governed,
         )
+        layout = layout.with_head_classes()
         if chunk.pins is not None:
             layout = layout.with_pins(chunk.pins.on_top)
         notes = (ADOPTED,) if self.adopts else ()
