@@ -69,8 +69,10 @@ ALIGNERS = st.builds(
 )
 CALIBRATIONS = st.builds(lambda seed: random_calibration(1, seed=seed), st.integers(0, 20))
 OF_CALIBRATIONS: dict[str, Any] = {"heads": 2, "groups": 2, "dim": 8, "positions": "absolute"}
-OF_HEADS: dict[str, Any] = {"heads": 2, "positions": "absolute"}
-"""Of policies that divide the budget of a layer among its heads."""
+OF_HEADS = ("ada_kv",)
+"""Policies that divide the budget of a layer among its heads."""
+TWO_HEADS: dict[str, Any] = {"heads": 2, "positions": "absolute"}
+"""What they need in a case."""
 OF_ONE_MODEL = ("kv_align", *CALIBRATED)
 """Policies whose weights are made for one model."""
 
@@ -190,7 +192,7 @@ TABLE = [
         least=6,
         scored=True,
         fixed={"window": 3},
-        case=OF_HEADS,
+        case=TWO_HEADS,
         rows=False,
     ),
     Row(

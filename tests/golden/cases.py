@@ -34,6 +34,7 @@ IN_OTHER_WAYS = ("d2o", "buzz", "cascade", "sage", "kv_align")
 SMALLER: dict[str, dict[str, Any]] = {
     "snapkv": dict(window=4),
     "pyramid_kv": dict(window=4),
+    "ada_kv": dict(window=3),
     "keydiff": dict(sinks=1, interval=2),
     "r_kv": dict(window=3, interval=2),
     "vase": dict(sinks=1, recent=3, interval=2),
