@@ -57,6 +57,7 @@ EXPECTED = {
     "keydiff": "after a prompt: better than snapkv (RULER-8K at a quarter: 76.1 against 71.2; full 93.1)",
     "pyramid_kv": "after a prompt: better than snapkv, the more so the fewer slots there are",
     "ada_kv": "after a prompt: better than snapkv (RULER-4K at 20 %: 46.0 against 39.0)",
+    "critical_kv": "after a prompt: better than ada_kv (RULER-4K at 20 %: 62.9 against 46.0)",
     "r_kv": "in long answers: better than snapkv (MATH with a quarter of the cache: 83.3 against 72.3; full 93.9)",
     "vase": "in long answers: better than snapkv (MATH with a quarter of the cache: 81.8 against 72.3; full 93.9)",
     "knorm": "after a prompt: near full with half of the tokens",

@@ -69,7 +69,7 @@ ALIGNERS = st.builds(
 )
 CALIBRATIONS = st.builds(lambda seed: random_calibration(1, seed=seed), st.integers(0, 20))
 OF_CALIBRATIONS: dict[str, Any] = {"heads": 2, "groups": 2, "dim": 8, "positions": "absolute"}
-OF_HEADS = ("ada_kv",)
+OF_HEADS = ("ada_kv", "critical_kv")
 """Policies that divide the budget of a layer among its heads."""
 TWO_HEADS: dict[str, Any] = {"heads": 2, "positions": "absolute"}
 """What they need in a case."""
@@ -187,6 +187,23 @@ TABLE = [
                 "kernel": st.sampled_from([1, 3, 5]),
                 "safeguard": st.sampled_from([0.0, 0.2, 0.6, 1.0]),
                 "shares": st.sampled_from([(), (3.0, 1.0), (1.0, 1.0)]),
+            }
+        ),
+        least=6,
+        scored=True,
+        fixed={"window": 3},
+        case=TWO_HEADS,
+        rows=False,
+    ),
+    Row(
+        "critical_kv",
+        st.fixed_dictionaries(
+            {
+                "window": st.integers(1, 4),
+                "kernel": st.sampled_from([1, 3]),
+                "safeguard": st.sampled_from([0.0, 0.2]),
+                "first": st.sampled_from([0.0, 0.5, 0.7, 1.0]),
+                "epsilon": st.sampled_from([0.0, 1e-4]),
             }
         ),
         least=6,

@@ -126,6 +126,7 @@ POLICY_OPTIONS: dict[str, dict[str, Sequence[Any]]] = {
         "select_at": ("once", None),
     },
     "pyramid_kv": {"window": NO_COUNT, "kernel": (*NO_COUNT, 4), "beta": NO_COUNT},
+    "critical_kv": {"first": (*NO_NUMBER, 1.5, -0.1, None), "epsilon": (*NO_NUMBER, -0.1, None)},
     "ada_kv": {
         "window": NO_COUNT,
         "kernel": (*NO_COUNT, 4),

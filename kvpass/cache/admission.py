@@ -14,7 +14,7 @@ from kvpass.fx.precision import upcast
 from kvpass.lowering.formats import Rows
 from kvpass.policies.base import Policy
 from kvpass.policies.pinned_tokens import PINNED
-from kvpass.policies.protocols import Aligning, Merging, Rescoring
+from kvpass.policies.protocols import Aligning, Merging, Projecting, Rescoring
 from kvpass.policies.ranking import rank_of, rows_in_order
 from kvpass.policies.types import Attention, Merge, State, Tokens
 
@@ -112,7 +112,10 @@ def _scored(layout: Layout, past: Slots, chunk: Chunk, budgets: Sequence[int], p
     tokens = tokens.updated(layout.policy.observe_chunk(tokens, chunk.attention))
     if not prompt:
         key, value = past.key.concatenated(key), past.value.concatenated(value)
-    return _Scored(rescored(layout, tokens, key, value), index, key, value)
+    tokens = rescored(layout, tokens, key, value)
+    if isinstance(layout.policy, Projecting):
+        tokens = tokens.updated(layout.policy.project(tokens, value.read(), chunk.output))
+    return _Scored(tokens, index, key, value)
 
 
 def _store(layout: Layout, slots: Slots, scored: _Scored) -> None:

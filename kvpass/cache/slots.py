@@ -457,6 +457,7 @@ class Chunk:
         attention: statistics of the chunk's queries over [slots, chunk], N = C + q (N = q for a prompt); of each class
             of heads for a chunk on slots in classes.
         pins: the tokens to pin, None for none beside those of `keep_prompt`.
+        output: the weights of the output projection, [B or 1, Hkv, G, Dv, E], for policies that read them.
     """
 
     key: Tensor
@@ -464,17 +465,18 @@ class Chunk:
     valid: Tensor
     attention: Attention | tuple[Attention, ...]
     pins: Pins | None = None
+    output: Tensor | None = None
 
     def of_heads(self, heads: Tensor, attention: Attention) -> Chunk:
-        """Return the rows of some heads, int64 [B, h], with their statistics."""
-        return dataclasses.replace(
-            self, key=of_heads(self.key, heads), value=of_heads(self.value, heads), attention=attention
-        )
+        """Return the rows of some heads, int64 [B, h], with their statistics and weights."""
+        rows = of_heads(self.key, heads), of_heads(self.value, heads)
+        output = None if self.output is None else of_heads(self.output.expand(len(heads), -1, -1, -1, -1), heads)
+        return dataclasses.replace(self, key=rows[0], value=rows[1], attention=attention, output=output)
 
     def first(self, count: int) -> Chunk:
         """Return the first tokens of the chunk, without statistics."""
         key, value, valid = self.key[:, :, :count], self.value[:, :, :count], self.valid[:, :count]
-        return Chunk(key, value, valid, Attention(), self.pins and self.pins.first(count))
+        return Chunk(key, value, valid, Attention(), self.pins and self.pins.first(count), self.output)
 
     def pinned(self, policy: Policy) -> Tensor:
         """Return bool [B, q]: the tokens to pin."""

@@ -31,6 +31,7 @@ _BUILT_IN = {
     "ada_kv": "AdaKV",
     "buzz": "Buzz",
     "cascade": "Cascade",
+    "critical_kv": "CriticalKV",
     "d2o": "D2O",
     "expected_attention": "ExpectedAttention",
     "full": "Full",

@@ -268,6 +268,11 @@ class Policy:
         """Whether scores depend on the rows of all held tokens: whether the policy has a `rescore`."""
         return hasattr(self, "rescore")
 
+    @property
+    def projects(self) -> bool:
+        """Whether scores depend on the projection of attention's output: whether the policy has a `project`."""
+        return hasattr(self, "project")
+
     def layer_weights(self, layer: int) -> list[Tensor]:
         """Return the tensors that `rescore` reads in a layer, which become inputs of the decode graph."""
         return []

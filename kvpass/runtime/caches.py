@@ -16,7 +16,7 @@ from kvpass import budget as budgets
 from kvpass.cache.admission import admit
 from kvpass.cache.handle import LayerCache
 from kvpass.cache.slots import AnySlots, Chunk, Layout
-from kvpass.errors import BudgetError
+from kvpass.errors import BudgetError, CacheHandleError
 from kvpass.policies.base import Policy
 from kvpass.policies.pinned_tokens import Pins
 from kvpass.policies.types import Clock
@@ -197,6 +197,28 @@ def given_pins() -> Pins | None:
 def pins_for(cache: LayerCache) -> Pins | None:
     """Return the pins of the running call for a layer that the backend's policy governs, else None."""
     return _GIVEN.get() if cache.layout.policy is cache.backend.policy else None
+
+
+def by_head(weight: Tensor, heads: int, dim: int) -> Tensor:
+    """Return the weight [E, Hq Dv] of an output projection as `Chunk.output`, [1, Hkv, G, Dv, E]."""
+    return torch.unflatten(weight.T, 0, (1, heads, -1, dim))
+
+
+def output_of(cache: LayerCache) -> Tensor | None:
+    """Return `Chunk.output` for a chunk of a layer; None for a policy that does not read it.
+
+    Raises:
+        CacheHandleError: the weight is not known.
+    """
+    if not cache.layout.policy.projects:
+        return None
+    weight = None if cache.output is None else cache.output()
+    if weight is None:
+        raise CacheHandleError(
+            f"{cache.layout.policy.name!r} weighs the tokens of a turn by the model's output projection, which is not "
+            "known of a cache from a file or of a model that is gone: start again with the whole conversation"
+        )
+    return by_head(weight.detach(), cache.layout.heads, cache.layout.value_dim)
 
 
 def room_on_top(tokens: int) -> int:

@@ -21,7 +21,7 @@ from kvpass.policies.pinned_tokens import PINNED, Pins, check_pinned
 from kvpass.policies.types import Attention, Clock
 from kvpass.rewrite.context import Pass
 from kvpass.rewrite.passes import STEP_PASSES
-from kvpass.runtime.caches import adapt, clock_of, keep_address, pins_for, room_on_top, take_in, valid_counts
+from kvpass.runtime.caches import adapt, clock_of, keep_address, output_of, pins_for, room_on_top, take_in, valid_counts
 from kvpass.runtime.padding import indices_of
 
 
@@ -202,7 +202,7 @@ class KVStore:
                 query, keys, mask, *sink = operands
                 common = (False, site.scale, site.cap, part.heads, layout.spread)
                 specs.append(StatisticsSpec(query, keys, mask, sink[0] if sink else None, *common))
-        chunk = Chunk(key, value, valid, _of_classes(attention), pins_for(cache))
+        chunk = Chunk(key, value, valid, _of_classes(attention), pins_for(cache), output_of(cache))
         take_in(cache, chunk, _spare(cache) if cache.backend.crop else None)
         return TakenChunk(dataclasses.replace(chunk, attention=Attention()), tuple(specs), cache.slots)
 
