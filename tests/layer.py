@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpass.cache.admission import admit
 from kvpass.cache.slots import Chunk, Layout, Slots
-from kvpass.cache.statistics import StatisticsSpec, as_attention, statistics
+from kvpass.cache.statistics import StatisticsSpec, by_class, of_chunk, statistics
 from kvpass.cache.step import Mask, Site, decode_step, extend_step, with_logit_scale
 from kvpass.diagnostics.simulate import rotary
 from kvpass.lowering.formats import KVDtype
@@ -109,7 +109,7 @@ class Lowered:
         else:
             site = dataclasses.replace(site, mask=causal(slots, new.valid.shape[1]))
             (output, *_), sums = extend_step(self.layout, site, slots, q, k, new.v, new.valid)
-        attention = as_attention(policy, sums, new.valid) if policy.statistics else Attention()
+        attention = of_chunk(self.layout, [sums] if slots is None else by_class(self.layout, sums), new.valid)
         self.slots = admit(self.layout, slots, dataclasses.replace(chunk, attention=attention), self.limits)
         self.limits = limits = chunk.raised(policy, limits)
         counts = new.valid.sum(-1).tolist()

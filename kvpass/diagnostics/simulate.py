@@ -14,7 +14,7 @@ from kvpass.arguments import Condition, checked, shown
 from kvpass.backend import Backend, backend
 from kvpass.cache.admission import admit
 from kvpass.cache.slots import FREE, AnySlots, Chunk, Layout, Slots
-from kvpass.cache.statistics import StatisticsSpec, as_attention
+from kvpass.cache.statistics import StatisticsSpec, by_class, of_chunk
 from kvpass.cache.step import Rotate, Site, decode_step, extend_step, with_logit_scale
 from kvpass.errors import BudgetError, KVPassError, PolicyError
 from kvpass.lowering.formats import KVDtype, Rows
@@ -251,7 +251,8 @@ def _compiled_step(layer: _Layer, layout: Layout, slots: AnySlots, t: int, compa
     if slots.capacity == layout.capacity:
         return decode_step(layout, site, slots, q, stored, v, valid[:, 0], compact).output, slots
     attended, sums = extend_step(layout, site, slots, q, k, v, valid)
-    return attended.output, admit(layout, slots, Chunk(stored, v, valid, as_attention(layout.policy, sums, valid)))
+    chunk = Chunk(stored, v, valid, of_chunk(layout, by_class(layout, sums), valid))
+    return attended.output, admit(layout, slots, chunk)
 
 
 def _positions(layout: Layout, slots: AnySlots) -> Tensor:

@@ -31,6 +31,7 @@ from kvpass.policies.snapkv import SnapKV
 from kvpass.policies.types import Tokens
 
 MOST_CLASSES = 4
+MOST_CHANGE = 32  # tokens more or less than its share that a class of heads gets
 OF_FEW_HEADS = {2: (1.5, 0.5), 3: (1.8, 0.8, 0.4), 4: (1.8, 1.1, 0.7, 0.4)}
 LARGE, MIDDLE, SMALL = 4.0, 1.45, 0.22
 """The shares of an eighth, a quarter and the rest of many heads, about those that AdaKV's counts have on average."""
@@ -90,24 +91,23 @@ def shares_of(heads: int) -> tuple[float, ...]:
 
 
 def classes_of(shares: tuple[float, ...], total: int, least: int) -> tuple[HeadClass, ...]:
-    """Return classes of heads whose budgets are `least` and their shares of the rest of `total` tokens.
+    """Return classes of heads whose budgets are about `least` and their shares of the rest of `total` tokens.
 
-    Budgets are whole and equal within a class, so their sum is `total` only if some classes get less than their share:
-    the largest class gets what is left over, and the others as few tokens less as it takes.  Equal budgets give no
-    classes.
+    Budgets are whole and equal within a class, and add up to `total`.  The largest class gets what is left over; the
+    others get as few tokens more or less as that takes.  Equal budgets give no classes.
     """
     counts = [len([*group]) for _, group in itertools.groupby(sorted(shares, reverse=True))]
-    weights = sorted(set(shares), reverse=True)
     rest, whole = total - least * len(shares), math.fsum(shares)
-    budgets = [least + math.floor(rest * weight / whole) for weight in weights]
-    over = total - sum(count * budget for count, budget in zip(counts, budgets, strict=True))
-    first, *others = counts
-    for less in itertools.product(*(range(min(first, budget - least + 1)) for budget in budgets[1:])):
-        left = over + sum(count * fewer for count, fewer in zip(others, less, strict=True))
-        if left % first == 0:
-            budgets = [budgets[0] + left // first, *(b - fewer for b, fewer in zip(budgets[1:], less, strict=True))]
-            break
-    return merged(counts, budgets)
+    others = [least + math.floor(rest * share / whole) for share in sorted(set(shares), reverse=True)[1:]]
+    most = min(counts[0], MOST_CHANGE)
+    changes = itertools.product(range(1 - most, most), repeat=len(others))
+    for change in sorted(changes, key=lambda each: (sum(map(abs, each)), [-more for more in each])):
+        budgets = [budget + more for budget, more in zip(others, change, strict=True)]
+        left = total - sum(count * budget for count, budget in zip(counts[1:], budgets, strict=True))
+        found = [left // counts[0], *budgets]
+        if left % counts[0] == 0 and found == sorted(found, reverse=True) and found[-1] >= least:
+            return merged(counts, found)
+    return ()
 
 
 def merged(counts: list[int], budgets: list[int]) -> tuple[HeadClass, ...]:

@@ -114,7 +114,7 @@ def clock_of(layout: Layout, clock: Clock, new: int, budget: int) -> Clock:
 def tick_of(layout: Layout, clock: Clock, budget: int) -> tuple[bool, Clock]:
     """Return `Policy.tick` of a row likewise: a step compacts if it is due in a class."""
     policy, classes = layout.policy, layout.classes
-    if not classes:
+    if not classes or not clock:
         return policy.tick(clock, budget)
     ticked = [policy.tick((own,), each.budget) for own, each in zip(clock, classes, strict=True)]
     return any(due for due, _ in ticked), tuple(count for _, after in ticked for count in after)

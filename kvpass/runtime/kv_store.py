@@ -14,7 +14,7 @@ from kvpass.cache.admission import admit
 from kvpass.cache.handle import LayerCache
 from kvpass.cache.history import Restorable, UnchangedSlots, snapshot_before_step
 from kvpass.cache.slots import AnySlots, Chunk, Layout, empty_slots
-from kvpass.cache.statistics import StatisticsSpec, as_attention
+from kvpass.cache.statistics import StatisticsSpec, by_class, of_chunk
 from kvpass.capture.canonical import AttentionSite
 from kvpass.policies.budgets import Plan
 from kvpass.policies.pinned_tokens import PINNED, Pins, check_pinned
@@ -193,16 +193,15 @@ class KVStore:
             return None
         layout, policy = cache.layout, cache.layout.policy
         key, value, valid, *others = results
-        count, attention, specs = len(others) // len(layout.parts), list[Attention](), list[StatisticsSpec]()
-        for index, part in enumerate(layout.parts if others else ()):  # see `cache.step.extend_step`
-            own = others[index * count : (index + 1) * count]
-            sums, operands = own[: len(policy.statistics)], own[len(policy.statistics) :]
-            attention.append(as_attention(policy, sums, valid, layout.spread))
-            if operands:
+        divided, specs = by_class(layout, others), list[StatisticsSpec]()
+        for part, own in zip(layout.parts, divided, strict=True):
+            operands = own[len(policy.statistics) :]
+            if operands:  # see `cache.step.extend_step`
                 query, keys, mask, *sink = operands
                 common = (False, site.scale, site.cap, part.heads, layout.spread)
                 specs.append(StatisticsSpec(query, keys, mask, sink[0] if sink else None, *common))
-        chunk = Chunk(key, value, valid, _of_classes(attention), pins_for(cache), output_of(cache))
+        attention = of_chunk(layout, divided, valid)
+        chunk = Chunk(key, value, valid, attention, pins_for(cache), output_of(cache))
         take_in(cache, chunk, _spare(cache) if cache.backend.crop else None)
         return TakenChunk(dataclasses.replace(chunk, attention=Attention()), tuple(specs), cache.slots)
 
