@@ -24,6 +24,7 @@ from kvpass.policies.ranking import rows_in_order
 from kvpass.policies.types import Attention
 from kvpass.reference import ReferenceLayer, reference_of
 from kvpass.reference.base import attention_logits
+from kvpass.runtime.caches import clock_of, tick_of
 from kvpass.runtime.compiler import Positions
 
 Heads = Annotated[
@@ -231,10 +232,10 @@ def _compiled(layer: _Layer) -> Trace:
     plan = policy.plan([attention], valid, layer.budget)[0]
     layout = layer.layout(plan)
     slots = admit(layout, None, Chunk(stored, v, valid, attention), plan.budgets_of_rows(len(q)))
-    clock = policy.clock((), layer.prompt, plan.budget)
+    clock = clock_of(layout, (), layer.prompt, plan.budget)
     outputs, held = [output], [_positions(layout, slots)]
     for t in range(layer.prompt, layer.q.shape[2]):
-        compact, clock = policy.tick(clock, plan.budget)
+        compact, clock = tick_of(layout, clock, plan.budget)
         new, slots = _compiled_step(layer, layout, slots, t, compact)
         outputs.append(new)
         held.append(_positions(layout, slots))
