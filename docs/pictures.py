@@ -26,6 +26,8 @@ BUDGET, PROMPT, LENGTH, EVERY = 68, 128, 512, 2
 OPTIONS: dict[str, dict[str, Any]] = {  # defaults would leave few tokens for the selection, or none
     "snapkv": {"window": 16},
     "pyramid_kv": {"window": 16},
+    "ada_kv": {"window": 16},
+    "critical_kv": {"window": 16},
     "keydiff": {"interval": 8},
     "r_kv": {"interval": 8},
     "vase": {"recent": 16, "interval": 8},

@@ -31,6 +31,11 @@ def check(policy: Policy, budget: Budget) -> None:
         if policy.evicts:
             raise BudgetError(f"policy {policy.name!r} needs a budget: the slots to keep, or a share of the prompt")
         return
+    if isinstance(budget, float) and policy.divides_heads:
+        raise BudgetError(
+            f"budget={budget}: {policy.name!r} gives heads classes of slots, which are as many for every prompt: give "
+            "a number of slots"
+        )
     if isinstance(budget, int):
         policy.check_budget(budget)
 

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from kvpass.cache.slots import Chunk, Layout, Slots, admit
-from kvpass.cache.statistics import StatisticsSpec, as_attention, statistics
+from kvpass.cache.admission import admit
+from kvpass.cache.slots import Chunk, Layout, Slots
+from kvpass.cache.statistics import StatisticsSpec, by_class, of_chunk, statistics
 from kvpass.cache.step import Mask, Site, decode_step, extend_step, with_logit_scale
 from kvpass.diagnostics.simulate import rotary
 from kvpass.lowering.formats import KVDtype
@@ -19,6 +20,7 @@ from kvpass.policies.pinned_tokens import Pins
 from kvpass.policies.types import Attention
 from kvpass.reference import ReferenceLayer, reference_of
 from kvpass.reference.base import attention_logits
+from kvpass.runtime.caches import clock_of, tick_of
 
 Step = Callable[..., Tensor]
 
@@ -48,7 +50,7 @@ def layout_for(
     capacity = max(policy.capacity(each, count) for each in (budget, *limits)) + spare
     sizes = (policy, budget, capacity, rows, heads, dim, dim)
     rest = dict(kv_dtype=kv_dtype, row_budgets=bool(limits))
-    return Layout(*sizes, stretch.k.dtype, stretch.k.device, ranked, **rest)
+    return Layout(*sizes, stretch.k.dtype, stretch.k.device, ranked, **rest).with_head_classes()
 
 
 def positions_of(first: Tensor, valid: Tensor) -> Tensor:
@@ -87,7 +89,7 @@ class Lowered:
             if new.pins is not None:
                 self.limits = limits = chunk.raised(policy, limits)
             rows = zip(self.clocks, limits, counted, strict=True)
-            ticks = [policy.tick(clock, limit) if real else (False, clock) for clock, limit, real in rows]
+            ticks = [tick_of(self.layout, clock, limit) if real else (False, clock) for clock, limit, real in rows]
             self.clocks = [clock for _, clock in ticks]
             compact = any(due for due, _ in ticks)
             if new.pins is not None:
@@ -107,17 +109,18 @@ class Lowered:
         else:
             site = dataclasses.replace(site, mask=causal(slots, new.valid.shape[1]))
             (output, *_), sums = extend_step(self.layout, site, slots, q, k, new.v, new.valid)
-        attention = as_attention(policy, sums, new.valid) if policy.statistics else Attention()
+        attention = of_chunk(self.layout, [sums] if slots is None else by_class(self.layout, sums), new.valid)
         self.slots = admit(self.layout, slots, dataclasses.replace(chunk, attention=attention), self.limits)
         self.limits = limits = chunk.raised(policy, limits)
         counts = new.valid.sum(-1).tolist()
         rows = zip(self.clocks, counts, limits, strict=True)
-        self.clocks = [policy.clock(*row) for row in rows]
+        self.clocks = [clock_of(self.layout, *row) for row in rows]
         return output
 
     def positions(self) -> list[list[list[int]]]:
         assert self.slots is not None
-        return [[sorted(p for p in head if p >= 0) for head in row] for row in self.slots.position.tolist()]
+        position = self.slots.whole(self.layout).position.tolist()
+        return [[sorted(p for p in head if p >= 0) for head in row] for row in position]
 
 
 class Literal:

@@ -42,6 +42,7 @@ class Row:
         fixed: options in tests of whole models; a small budget must do.
         lossless: further options under which nothing goes before the budget is full.
         periodic: whether it may evict several tokens at once, by `interval`.
+        rows: whether rows may have budgets of their own.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Row:
     case: dict[str, Any] = dataclasses.field(default_factory=dict)
     lossless: dict[str, Any] = dataclasses.field(default_factory=dict)
     periodic: bool = True
+    rows: bool = True
 
     def drawn(self, draw: st.DrawFn) -> dict[str, Any]:
         """Draw options; of a policy that may evict at intervals, half of the time with one."""
@@ -67,6 +69,10 @@ ALIGNERS = st.builds(
 )
 CALIBRATIONS = st.builds(lambda seed: random_calibration(1, seed=seed), st.integers(0, 20))
 OF_CALIBRATIONS: dict[str, Any] = {"heads": 2, "groups": 2, "dim": 8, "positions": "absolute"}
+OF_HEADS = ("ada_kv", "critical_kv")
+"""Policies that divide the budget of a layer among its heads."""
+TWO_HEADS: dict[str, Any] = {"heads": 2, "positions": "absolute"}
+"""What they need in a case."""
 OF_ONE_MODEL = ("kv_align", *CALIBRATED)
 """Policies whose weights are made for one model."""
 
@@ -172,6 +178,39 @@ TABLE = [
         least=6,
         scored=True,
         fixed={"window": 3},
+    ),
+    Row(
+        "ada_kv",
+        st.fixed_dictionaries(
+            {
+                "window": st.integers(1, 4),
+                "kernel": st.sampled_from([1, 3, 5]),
+                "safeguard": st.sampled_from([0.0, 0.2, 0.6, 1.0]),
+                "shares": st.sampled_from([(), (3.0, 1.0), (1.0, 1.0)]),
+            }
+        ),
+        least=6,
+        scored=True,
+        fixed={"window": 3},
+        case=TWO_HEADS,
+        rows=False,
+    ),
+    Row(
+        "critical_kv",
+        st.fixed_dictionaries(
+            {
+                "window": st.integers(1, 4),
+                "kernel": st.sampled_from([1, 3]),
+                "safeguard": st.sampled_from([0.0, 0.2]),
+                "first": st.sampled_from([0.0, 0.5, 0.7, 1.0]),
+                "epsilon": st.sampled_from([0.0, 1e-4]),
+            }
+        ),
+        least=6,
+        scored=True,
+        fixed={"window": 3},
+        case=TWO_HEADS,
+        rows=False,
     ),
     Row(
         "keydiff",

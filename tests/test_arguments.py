@@ -126,6 +126,13 @@ POLICY_OPTIONS: dict[str, dict[str, Sequence[Any]]] = {
         "select_at": ("once", None),
     },
     "pyramid_kv": {"window": NO_COUNT, "kernel": (*NO_COUNT, 4), "beta": NO_COUNT},
+    "critical_kv": {"first": (*NO_NUMBER, 1.5, -0.1, None), "epsilon": (*NO_NUMBER, -0.1, None)},
+    "ada_kv": {
+        "window": NO_COUNT,
+        "kernel": (*NO_COUNT, 4),
+        "safeguard": (*NO_NUMBER, 1.5, -0.1, None),
+        "shares": ((0.0, 1.0), (-1.0,), ("a",), 1.0, (5.0, 4.0, 3.0, 2.0, 1.0)),
+    },
     "keydiff": {"sinks": without(NO_COUNT, 0), "recent": without(NO_COUNT, 0)},
     "r_kv": {
         "window": NO_COUNT,

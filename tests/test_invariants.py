@@ -15,12 +15,12 @@ import kvpass
 from tests.aligners import random_aligner
 from tests.calibrations import CALIBRATED, random_calibration
 from tests.models import build, force, prompt
-from tests.strategies import ROWS, TABLE, fitting
+from tests.strategies import OF_ONE_MODEL, ROWS, TABLE, fitting
 from tests.traces import Traced
 
 ONE_ROW, PADDED = (1, ()), (3, (3, 1, 0))  # rows, and how many padding tokens each begins with
 # Llama has grouped heads and a full rotary embedding, GPT-NeoX single heads and a partial one.
-every_policy = pytest.mark.parametrize("name", [row.name for row in TABLE if not row.case])
+every_policy = pytest.mark.parametrize("name", [row.name for row in TABLE if row.name not in OF_ONE_MODEL])
 every_model = pytest.mark.parametrize(
     ("architecture", "rows", "padding"),
     [

@@ -171,7 +171,7 @@ def step(bench: Bench, name: str, slots: int, rows: int) -> Callable[[], Any]:
 
     def function(*tensors: Tensor) -> Tensor:
         *state, q, k, v, valid = tensors
-        return decode_step(layout, Site(DIM**-0.5), Slots.of(state, held), q, k, v, valid).output
+        return decode_step(layout, Site(DIM**-0.5), held.with_tensors(state), q, k, v, valid).output
 
     new = [bench.randn(rows, count, 1, DIM) for count in (HEADS * GROUPS, HEADS, HEADS)]
     arguments = [*held.tensors(), *new, torch.ones(rows, dtype=torch.bool, device=bench.device)]

@@ -21,7 +21,7 @@ from torch import Tensor
 from kvpass import cache_names
 from kvpass.cache import history
 from kvpass.cache.row_picking import Row
-from kvpass.cache.slots import Layout, Slots
+from kvpass.cache.slots import AnySlots, Layout
 from kvpass.errors import CacheHandleError
 from kvpass.policies.types import Clock
 from kvpass.torch_private import dynamo, tensors
@@ -133,6 +133,7 @@ class LayerCache:
         first: int64 [B], the position id of each row's first real token, if keys are rotated by rank and it is known.
         angles: the cosines and sines of a few positions, if keys are rotated by rank; see `RotarySlice.probe`.
         weights: the weights that computed the layer's keys.
+        output: the weight [E, Hq Dv] of the output projection, for policies that read it.
         model: the tensors of the model that made the cache, as far as its graph had them as inputs.
         calls: the last calls, as far as they can be cropped.
         cropped: the cache that replaced this one when tokens were cropped; this one can no longer be continued.
@@ -154,6 +155,7 @@ class LayerCache:
     angles: Tensor | None = None
     deferred_checks: DeferredChecks = dataclasses.field(default_factory=lambda: DeferredChecks())
     weights: tuple[weakref.ref[Any], ...] = ()
+    output: weakref.ref[Any] | None = None
     model: tuple[weakref.ref[Any], ...] = ()
     calls: history.Calls = ()
     cropped: _Cropped | None = None
@@ -229,14 +231,14 @@ class LayerCache:
 
     def rebuilt(self, operation: str, apply: Callable[[Tensor], Tensor]) -> LayerCache:
         """Return the cache with a function applied to each of its batch-first tensors."""
-        if not isinstance(self.slots, Slots):
+        if not isinstance(self.slots, AnySlots):
             raise CacheHandleError(f"{operation} on a cache that runs with inner='reference'")
         slots = self.slots.map(apply)
-        batch = slots.key.shape[0]
+        batch = slots.length.shape[0]
         limits, clocks = self._counts_of(batch, apply)
         return dataclasses.replace(
             self,
-            layout=dataclasses.replace(self.layout, batch=batch, device=slots.key.device),
+            layout=dataclasses.replace(self.layout, batch=batch, device=slots.length.device),
             slots=slots,
             limits=limits,
             clocks=clocks,

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvpass.cache.slots import Layout, Slots, rows_at
+from kvpass.cache.slots import AnySlots, ClassedSlots, Layout, Slots, rows_at
 from kvpass.errors import CacheHandleError
 from kvpass.lowering.formats import Rows
 from kvpass.lowering.formats.base import Parts, SlotIndices
@@ -62,6 +62,26 @@ class SlotSnapshot:
         return self.slots
 
 
+@dataclasses.dataclass(frozen=True)
+class ClassedSnapshot:
+    """Slots in classes of heads, and the snapshot of each class."""
+
+    slots: ClassedSlots
+    parts: tuple[SlotSnapshot, ...]
+
+    def restored(self) -> ClassedSlots:
+        """Restore the content and return the slots."""
+        return dataclasses.replace(self.slots, parts=tuple(part.restored() for part in self.parts))
+
+
+def snapshot_before_step(layout: Layout, slots: AnySlots) -> SlotSnapshot | ClassedSnapshot:
+    """Save what a decode step overwrites in place."""
+    if isinstance(slots, Slots):
+        return SlotSnapshot.before_step(layout, slots)
+    pairs = zip(layout.parts, slots.parts, strict=True)
+    return ClassedSnapshot(slots, tuple(SlotSnapshot.before_step(*pair) for pair in pairs))
+
+
 def _cloned(rows: Rows, slot_index: SlotIndices | None) -> Parts:
     return tuple(part.clone() if slot_index is None else part[slot_index] for part in rows.parts)
 
@@ -70,9 +90,9 @@ def _cloned(rows: Rows, slot_index: SlotIndices | None) -> Parts:
 class UnchangedSlots:
     """Slots that a chunk left unchanged, because it was admitted to other slots."""
 
-    slots: Slots
+    slots: Any
 
-    def restored(self) -> Slots:
+    def restored(self) -> Any:
         return self.slots
 
 

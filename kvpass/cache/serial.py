@@ -7,16 +7,17 @@ code does not check the indices that it writes to.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvpass.cache.handle import LayerCache
-from kvpass.cache.slots import ROW_BUDGET, Layout, Slots
+from kvpass.cache.slots import ROW_BUDGET, AnySlots, ClassedSlots, Layout, Slots, empty_slots
 from kvpass.errors import CacheFileError, CacheHandleError
-from kvpass.lowering.formats import Rows
+from kvpass.lowering.formats import Format, Rows
+from kvpass.lowering.formats.base import Parts
 from kvpass.policies.base import Policy
 
 LAYOUT_FIELDS = {
@@ -34,7 +35,7 @@ def entry_of(cache: LayerCache, prefix: str, tensors: dict[str, Tensor]) -> dict
         CacheHandleError: the cache has no slots, or its heads are spread over processes.
     """
     layout, slots = cache.layout, cache.slots
-    if not isinstance(slots, Slots):
+    if not isinstance(slots, AnySlots):
         raise CacheHandleError("a cache that runs with inner='reference' cannot be saved")
     if layout.spread is not None:
         raise CacheHandleError("a cache whose heads are spread over processes cannot be saved")
@@ -61,7 +62,7 @@ def cache_of(
     Raises:
         CacheFileError: the file has other sizes than its header says, or numbers that cannot be.
     """
-    layout = _layout_of(entry, backend, policy, device)
+    layout = _layout_of(entry, backend, policy, device).with_head_classes()
     capacity, seen = count(entry, "slots"), count(entry, "seen")
     limits, clocks = host_counts(entry, layout)
     slots = slots_of(tensors, layout, capacity, seen, limits)
@@ -86,14 +87,20 @@ def cache_of(
     )
 
 
-def slot_tensors(slots: Slots) -> dict[str, Tensor]:
+def slot_tensors(slots: AnySlots) -> dict[str, Tensor]:
     """Return the tensors of slots by name, with codes in the order of the numbers, which no device changes."""
-    key, value = (Rows(x.format, x.format.ordered(x.parts)) for x in (slots.key, slots.value))
-    stored = dataclasses.replace(slots, key=key, value=value)
-    return dict(zip(slots.names, stored.tensors(), strict=True))
+    return dict(zip(slots.names, _with_rows(slots, Format.ordered).tensors(), strict=True))
 
 
-def slots_of(tensors: Mapping[str, Tensor], layout: Layout, capacity: int, seen: int, limits: tuple[int, ...]) -> Slots:
+def _with_rows(slots: AnySlots, change: Callable[[Format, Parts], Parts]) -> Any:
+    """Return slots with the tensors of their rows changed by a function of a format and its tensors."""
+    if isinstance(slots, ClassedSlots):
+        return dataclasses.replace(slots, parts=tuple(_with_rows(part, change) for part in slots.parts))
+    key, value = (Rows(x.format, change(x.format, x.parts)) for x in (slots.key, slots.value))
+    return dataclasses.replace(slots, key=key, value=value)
+
+
+def slots_of(tensors: Mapping[str, Tensor], layout: Layout, capacity: int, seen: int, limits: tuple[int, ...]) -> Any:
     """Return the slots of a layout with other capacity, from `slot_tensors` on the CPU.
 
     Args:
@@ -103,17 +110,24 @@ def slots_of(tensors: Mapping[str, Tensor], layout: Layout, capacity: int, seen:
     Raises:
         CacheFileError: sizes or numbers cannot be those of such slots.
     """
-    like = Slots.empty(dataclasses.replace(layout, capacity=capacity, device=torch.device("meta")))
+    like = empty_slots(dataclasses.replace(layout, capacity=capacity, device=torch.device("meta")))
     given = [_checked(tensors, name, tensor) for name, tensor in zip(like.names, like.tensors(), strict=True)]
-    check_numbers(Slots.of(given, like), layout, seen, capacity, limits)
-    return _to_device(Slots.of(given, like), layout.device)
+    found = like.with_tensors(given)
+    if isinstance(found, ClassedSlots):
+        _check_classes(found, layout, seen)
+    else:
+        check_numbers(found, layout, seen, capacity, limits)
+    # Codes are in the order of the numbers until here.
+    return _with_rows(found.map(lambda tensor: tensor.to(layout.device, copy=True)), Format.to_device_layout)
 
 
-def _to_device(slots: Slots, device: torch.device) -> Slots:
-    """Return slots, whose codes are in the order of the numbers, as a device holds them."""
-    moved = slots.map(lambda tensor: tensor.to(device, copy=True))
-    key, value = (Rows(x.format, x.format.to_device_layout(x.parts)) for x in (moved.key, moved.value))
-    return dataclasses.replace(moved, key=key, value=value)
+def _check_classes(slots: ClassedSlots, layout: Layout, seen: int) -> None:
+    """Raise CacheFileError for classes of heads whose numbers cannot be, or that do not have every head once."""
+    for part, each in zip(slots.parts, layout.parts, strict=True):
+        check_numbers(part, each, seen, each.capacity, (each.budget,))
+    heads = torch.arange(layout.heads).expand_as(slots.order)
+    if not torch.equal(slots.order.sort(-1).values, heads) or not torch.equal(slots.order.argsort(-1), slots.place):
+        raise CacheFileError(f"its order of heads is none of {layout.heads} heads")
 
 
 def _layout_of(entry: Mapping[str, Any], backend: Any, policy: Policy, device: torch.device) -> Layout:

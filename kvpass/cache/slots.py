@@ -13,23 +13,21 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from kvpass.fx.precision import upcast
 from kvpass.lowering.formats import Format, KVDtype, Rows, format_of
 from kvpass.lowering.formats.base import SlotIndices
 from kvpass.policies.base import Policy
+from kvpass.policies.budgets import HeadClass
 from kvpass.policies.heads import HeadSharding
 from kvpass.policies.periodic import PeriodicEviction
 from kvpass.policies.pinned_tokens import PINNED, PinnedTokens, Pins
-from kvpass.policies.protocols import Aligning, Merging, Rescoring
-from kvpass.policies.ranking import rank_of, rows_in_order
-from kvpass.policies.types import Attention, Merge, State, Tokens
+from kvpass.policies.ranking import rows_in_order
+from kvpass.policies.types import Attention, State, Tokens
 
 FREE = -1
 ROW_BUDGET = "row_budget"
 """The entry of the state that holds each row's budget, int64 [B, H', 1], if rows have different budgets."""
 STEADY = (ROW_BUDGET, PINNED)
 """The entries of the state that decode steps only read."""
-MERGE_BLOCK = 1024  # evicted rows that are merged at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +48,8 @@ class Layout:
         spread: how the layer's heads are sharded over processes; `heads` counts those of this process.
         crops: whether a chunk also returns the inputs of its statistics, so that its last tokens can be cropped.
         exact_capacity: the capacity fits this prompt and layer; others need other capacities.
+        classes: the classes of KV heads with budgets of their own, of which `budget` is the mean and `capacity` the
+            largest number of slots; () for equal heads.
     """
 
     policy: Policy
@@ -69,6 +69,33 @@ class Layout:
     exact_capacity: bool = False
     row_budgets: bool = False
     pins: bool = False
+    classes: tuple[HeadClass, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Layout, ...]:
+        """The layout of each class of heads; this layout for equal heads."""
+        return tuple(self._of_class(*each) for each in self.classes) or (self,)
+
+    def _of_class(self, heads: int, budget: int) -> Layout:
+        capacity = self.policy.capacity(budget)
+        return dataclasses.replace(self, heads=heads, budget=budget, capacity=capacity, classes=())
+
+    @property
+    def head_slices(self) -> tuple[slice, ...]:
+        """Where the heads of each of `parts` are among the heads in the order of the classes."""
+        ends = [*itertools.accumulate(part.heads for part in self.parts)]
+        return tuple(slice(end - part.heads, end) for part, end in zip(self.parts, ends, strict=True))
+
+    def with_head_classes(self) -> Layout:
+        """Return the layout with the classes of heads that the policy wants.
+
+        Raises:
+            PolicyError: the layer cannot have them.
+        """
+        classes = self.policy.head_classes(self.heads, self.budget)
+        if not classes:
+            return self
+        return dataclasses.replace(self, classes=classes, capacity=self.policy.capacity(classes[0].budget))
 
     @property
     def groups(self) -> int:
@@ -194,7 +221,7 @@ class Slots:
         return [self.position, self.index, self.free, self.seen, self.length, self.rank, *self.state.values()]
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensors in the order of `names`; `of` is the inverse."""
+        """Return all tensors in the order of `names`; `with_tensors` is the inverse."""
         scales = [*self.key.parts[1:], *self.value.parts[1:]]
         return [self.key.codes, self.value.codes, *self.metadata, *scales]
 
@@ -209,20 +236,19 @@ class Slots:
         key, value = ([f"{name}_{part}" for part in rows.format.names] for name, rows in _named_rows(self))
         return ["key", "value", *key, *value]
 
-    @staticmethod
-    def of(tensors: Sequence[Tensor], like: Slots) -> Slots:
-        """Return slots like `like` from the tensors that `tensors` returned."""
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Slots:
+        """Return slots like these with the tensors that `tensors` returned."""
         key, value, position, index, free, seen, length, rank, *rest = tensors
-        state = dict(zip(like.state, rest, strict=False))
+        state = dict(zip(self.state, rest, strict=False))
         scales = iter(rest[len(state) :])
-        keys = Rows(like.key.format, (key, *itertools.islice(scales, len(like.key.parts) - 1)))
-        return Slots(keys, Rows(like.value.format, (value, *scales)), position, index, free, seen, length, rank, state)
+        keys = Rows(self.key.format, (key, *itertools.islice(scales, len(self.key.parts) - 1)))
+        return Slots(keys, Rows(self.value.format, (value, *scales)), position, index, free, seen, length, rank, state)
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def map(self, function: Callable[[Tensor], Tensor]) -> Slots:
         """Return slots with a batch-first function applied to each tensor."""
-        mapped = Slots.of([function(tensor) for tensor in self.tensors()], self)
+        mapped = self.with_tensors([function(tensor) for tensor in self.tensors()])
         if mapped.key.device.type == self.key.device.type:
             return mapped
         return dataclasses.replace(mapped, key=self.key.to_device(function), value=self.value.to_device(function))
@@ -249,6 +275,20 @@ class Slots:
         if pins.on_top:
             self.state[ROW_BUDGET].add_(mask)
 
+    @property
+    def parts(self) -> tuple[Slots, ...]:
+        """The slots of each class of heads: these."""
+        return (self,)
+
+    @property
+    def least_capacity(self) -> int:
+        """The number of slots of the head with the fewest."""
+        return self.capacity
+
+    def whole(self, layout: Layout) -> Slots:
+        """Return the slots of all heads in one rectangle: these."""
+        return self
+
     def with_state_of(self, layout: Layout, budgets: Sequence[int]) -> Slots:
         """Return these slots with the entries of a layout's state; the budgets of rows begin at `budgets`."""
         fresh = first_state(dataclasses.replace(layout, capacity=self.capacity))
@@ -269,7 +309,7 @@ class Slots:
             slots.state[name].copy_(self.state[name])
         slots.seen.copy_(self.seen)
         slots.length.copy_(self.length)
-        slots.free.copy_(_next_free(layout, slots))
+        slots.free.copy_(next_free(layout, slots))
         return slots
 
     @property
@@ -278,6 +318,128 @@ class Slots:
 
 
 NAMES = ("key", "value", "position", "index", "free", "seen", "length", "rank")
+
+
+def of_heads(x: Tensor, heads: Tensor) -> Tensor:
+    """Return some heads of each row of a tensor [B, H, ...]: those of `heads`, int64 [B, h]."""
+    return x[torch.arange(heads.shape[0], device=heads.device)[:, None], heads]
+
+
+@dataclasses.dataclass
+class ClassedSlots:
+    """The slots of a layer whose KV heads have different budgets, one rectangle for each class of heads.
+
+    Which head is in which class is data, so rows of a batch have orders of their own, and one graph serves all.
+
+    Attributes:
+        parts: the slots of each class, see `Layout.parts`.
+        order: int64 [B, Hkv], the KV heads in the order of the classes.
+        place: int64 [B, Hkv], the index of each KV head in `order`.
+    """
+
+    parts: tuple[Slots, ...]
+    order: Tensor
+    place: Tensor
+
+    @staticmethod
+    @torch.inference_mode(False)
+    def empty(layout: Layout, order: Tensor | None = None) -> ClassedSlots:
+        """Return slots without tokens, by default with the heads in their own order."""
+        if order is None:
+            order = torch.arange(layout.heads, device=layout.device).expand(layout.batch, -1)
+        return ClassedSlots(tuple(map(Slots.empty, layout.parts)), order.clone(), order.argsort(-1))
+
+    @property
+    def capacity(self) -> int:
+        """The number of slots of the head with the most."""
+        return max(part.capacity for part in self.parts)
+
+    @property
+    def least_capacity(self) -> int:
+        """The number of slots of the head with the fewest."""
+        return min(part.capacity for part in self.parts)
+
+    @property
+    def length(self) -> Tensor:
+        """int64 [B], tokens seen, padding included."""
+        return self.parts[0].length
+
+    @property
+    def seen(self) -> Tensor:
+        """int64 [B], real tokens seen."""
+        return self.parts[0].seen
+
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors in the order of `names`; `with_tensors` is the inverse."""
+        return [*(tensor for part in self.parts for tensor in part.tensors()), self.order, self.place]
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> ClassedSlots:
+        """Return slots like these with the tensors that `tensors` returned."""
+        *rest, order, place = tensors
+        remaining = iter(rest)
+        parts = [part.with_tensors(list(itertools.islice(remaining, len(part.names)))) for part in self.parts]
+        return ClassedSlots(tuple(parts), order, place)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the tensors: those of the first class, those of the others with a prefix, and the order."""
+        return [*_prefixed([part.names for part in self.parts]), "order", "place"]
+
+    @property
+    def stored(self) -> list[str]:
+        """The names of the tensors that store the rows of K and V."""
+        return _prefixed([part.stored for part in self.parts])
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> ClassedSlots:
+        """Return slots with a batch-first function applied to each tensor."""
+        parts = tuple(part.map(function) for part in self.parts)
+        with torch.inference_mode(False), torch.no_grad():
+            return ClassedSlots(parts, function(self.order), function(self.place))
+
+    def on_meta(self, layout: Layout) -> ClassedSlots:
+        """Return these slots with rows of a layout's formats on the meta device."""
+        pairs = zip(self.parts, layout.parts, strict=True)
+        return dataclasses.replace(self, parts=tuple(part.on_meta(each) for part, each in pairs))
+
+    def whole(self, layout: Layout) -> Slots:
+        """Return copies of the slots of all heads in one rectangle, the heads in the model's order."""
+        rectangle = dataclasses.replace(layout, classes=(), capacity=self.capacity)
+        slots = Slots.empty(rectangle)
+        columns = zip(*(part.tensors() for part in self.parts), strict=True)
+        joined = [self._joined(each, like) for each, like in zip(columns, slots.tensors(), strict=True)]
+        return slots.with_tensors(joined)
+
+    def _joined(self, parts: Sequence[Tensor], like: Tensor) -> Tensor:
+        """Return the tensors of all classes in one like `like`, with its values in the slots that a head lacks."""
+        if like.ndim == 1:
+            return parts[0].clone()
+        wide = []
+        for part in parts:
+            columns = like[:, : part.shape[1]].clone()
+            (columns[:, :, : part.shape[2]] if like.ndim > 2 else columns).copy_(part)
+            wide.append(columns)
+        return of_heads(torch.cat(wide, 1), self.place)
+
+    def held(self, layout: Layout, pinned: bool = False) -> Tensor:
+        """Return the indices of cached tokens as `Slots.held` does."""
+        return self.whole(layout).held(dataclasses.replace(layout, classes=()), pinned)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors())
+
+
+AnySlots = Slots | ClassedSlots
+
+
+def _prefixed(names: Sequence[Sequence[str]]) -> list[str]:
+    """Return the names of all classes; those after the first have a prefix."""
+    return [f"class_{i}_{name}" if i else name for i, each in enumerate(names) for name in each]
+
+
+def empty_slots(layout: Layout) -> AnySlots:
+    """Return slots of a layout without tokens."""
+    return ClassedSlots.empty(layout) if layout.classes else Slots.empty(layout)
 
 
 def _named_rows(slots: Slots) -> Iterator[tuple[str, Rows]]:
@@ -292,20 +454,29 @@ class Chunk:
     Attributes:
         key, value: [B, Hkv, q, D] and [B, Hkv, q, Dv]; the keys as they are stored.
         valid: bool [B, q], false for padding.
-        attention: statistics of the chunk's queries over [slots, chunk], N = C + q (N = q for a prompt).
+        attention: statistics of the chunk's queries over [slots, chunk], N = C + q (N = q for a prompt); of each class
+            of heads for a chunk on slots in classes.
         pins: the tokens to pin, None for none beside those of `keep_prompt`.
+        output: the weights of the output projection, [B or 1, Hkv, G, Dv, E], for policies that read them.
     """
 
     key: Tensor
     value: Tensor
     valid: Tensor
-    attention: Attention
+    attention: Attention | tuple[Attention, ...]
     pins: Pins | None = None
+    output: Tensor | None = None
+
+    def of_heads(self, heads: Tensor, attention: Attention) -> Chunk:
+        """Return the rows of some heads, int64 [B, h], with their statistics and weights."""
+        rows = of_heads(self.key, heads), of_heads(self.value, heads)
+        output = None if self.output is None else of_heads(self.output.expand(len(heads), -1, -1, -1, -1), heads)
+        return dataclasses.replace(self, key=rows[0], value=rows[1], attention=attention, output=output)
 
     def first(self, count: int) -> Chunk:
         """Return the first tokens of the chunk, without statistics."""
         key, value, valid = self.key[:, :, :count], self.value[:, :, :count], self.valid[:, :count]
-        return Chunk(key, value, valid, Attention(), self.pins and self.pins.first(count))
+        return Chunk(key, value, valid, Attention(), self.pins and self.pins.first(count), self.output)
 
     def pinned(self, policy: Policy) -> Tensor:
         """Return bool [B, q]: the tokens to pin."""
@@ -341,164 +512,6 @@ def first_state(layout: Layout) -> State:
     return {**tokens, **rows}
 
 
-def first_values(policy: Policy, key: Rows, value: Rows) -> State:
-    """Return the policy's initial state of new tokens, each [B, H', n], from their stored rows."""
-    return policy.init_token_state(key.read(), value.read()) if policy.sees_rows else {}
-
-
-def rescored(layout: Layout, tokens: Tokens, key: Rows, value: Rows, weights: Sequence[Tensor] = ()) -> Tokens:
-    """Return the tokens with the policy's `rescore` of rows [B, Hkv, N, D] and [B, Hkv, N, Dv], if it has one.
-
-    Args:
-        weights: the policy's weights for the layer; if there are none, they are read from the policy.
-    """
-    policy = layout.policy
-    if not policy.rescores:
-        return tokens
-    assert isinstance(policy, Rescoring)
-    weights = weights or [tensor.to(layout.device) for tensor in policy.layer_weights(layout.layer)]
-    return tokens.updated(policy.rescore(tokens, key.read(), value.read(), weights))
-
-
-def admit(
-    layout: Layout, held: Slots | None, chunk: Chunk, budgets: Sequence[int] = (), into: Slots | None = None
-) -> Slots:
-    """Admit a chunk: the policy selects which cached and new tokens stay.
-
-    Survivors are written to slots 0, 1, ... in the order of their positions.  `held` is overwritten in place if it has
-    the layout's capacity and `into` is None.  Runs once per prompt or turn, uncompiled.
-
-    Args:
-        held: the slots before the chunk, None for a prompt.
-        budgets: for a prompt, the budget of each row, if it differs from the layout's, without pinned tokens that
-            count beside it.  The slots store them if the layout has `row_budgets`.
-        into: slots of the layout's capacity to write to; `held` then stays unchanged.
-
-    Returns:
-        Slots of the layout's capacity; more after a prompt if the policy defers.
-
-    Raises:
-        BudgetError: pinned tokens leave less of the budget than the policy needs.
-    """
-    budgets = tuple(budgets) or (layout.budget,) * layout.batch
-    least = min(chunk.raised(layout.policy, budgets))
-    past = Slots.empty(_prompt_layout(layout, chunk, least)) if held is None else held
-    if held is None and layout.row_budgets:
-        past.state[ROW_BUDGET].copy_(torch.tensor(budgets).view(-1, 1, 1))
-    key, value = Rows.of(layout.key_format, chunk.key), Rows.of(layout.value_format, chunk.value)
-    tokens, index = _candidates(layout, past, chunk, key, value, held is None)
-    if not layout.row_budgets:
-        tokens = dataclasses.replace(tokens, budget=max(budgets))
-    if layout.pinned_tokens is not None:
-        layout.pinned_tokens.check(tokens)
-    tokens = tokens.updated(layout.policy.observe_chunk(tokens, chunk.attention))
-    if held is not None:
-        key, value = held.key.concatenated(key), held.value.concatenated(value)
-    tokens = rescored(layout, tokens, key, value)
-    keep, changes = layout.eviction.compact(tokens)
-    tokens = tokens.updated(changes)
-    in_place = held is None or held.capacity == layout.capacity
-    slots = into or (past if in_place else Slots.empty(layout))
-    _fill(layout, slots, tokens, keep, index, key, value)
-    slots.seen.copy_(tokens.seen[:, 0, 0])
-    slots.length.copy_(index[:, 0, -1] + 1)
-    if layout.policy.merges:
-        _merge_evicted(layout, slots, tokens, tokens.live & ~keep, key, value)
-    slots.free.copy_(_next_free(layout, slots))
-    if held is not None and layout.policy.aligns in ("step", "compact"):
-        _align(layout, slots, chunk.valid.shape[1])
-    return slots
-
-
-def _align(layout: Layout, slots: Slots, evicted: int) -> None:
-    weights = [tensor.to(layout.device) for tensor in layout.policy.weights()]
-    for name, changed in align(layout, slots, slots.tokens(layout), weights, evicted).items():
-        slots.state[name].copy_(changed)
-
-
-def align(layout: Layout, slots: Slots, tokens: Tokens, weights: Sequence[Tensor], evicted: int) -> State:
-    """Store the rows that the policy aligns, in place, and return the changes to its state."""
-    key, value = slots.key.read_as(layout.dtype), slots.value.read_as(layout.dtype)
-    assert isinstance(layout.policy, Aligning)
-    new_key, new_value, changes = layout.policy.align(tokens, key, value, layout.layer, weights, evicted)
-    slots.key.replace(new_key, (new_key != key).any(-1))
-    slots.value.replace(new_value, (new_value != value).any(-1))
-    return changes
-
-
-def _next_free(layout: Layout, slots: Slots) -> Tensor:
-    """Return the slot [B, H'] that the next token is written to: a free one, unless the policy overwrites."""
-    if layout.policy.overwrites:
-        return layout.eviction.victim(slots.tokens(layout))
-    return (slots.position < 0).int().argmax(-1)
-
-
-def _prompt_layout(layout: Layout, chunk: Chunk, budget: int) -> Layout:
-    """Return the layout for a prompt, which a policy that defers caches whole, with one spare slot.
-
-    A prompt that exceeds the budget, the least of any row, gets more slots than the layout has, even if it would fit.
-    The next step recognises by them that all surplus tokens are due, and not one token per new one.
-    """
-    prompt, capacity = chunk.valid.shape[1], layout.capacity
-    whole = layout.policy.defers and prompt > budget
-    return dataclasses.replace(layout, capacity=max(capacity, prompt) + 1 if whole else capacity)
-
-
-def _candidates(
-    layout: Layout, past: Slots, chunk: Chunk, key: Rows, value: Rows, prompt: bool
-) -> tuple[Tokens, Tensor]:
-    """Return the tokens of [slots, chunk], N = C + q, and their indices in the padded sequence.
-
-    `key` and `value` are the chunk's rows as stored.
-    """
-    policy, valid = layout.policy, chunk.valid
-    count = valid.cumsum(-1)  # [B, q]
-    new_position = past.seen[:, None] + count - 1
-    new_index = past.length[:, None] + torch.arange(valid.shape[1], device=layout.device)
-
-    def joined(cached: Tensor, new: Tensor) -> Tensor:
-        new = new.expand(-1, layout.groups, -1)
-        return new if prompt else torch.cat([cached, new], -1)
-
-    initial, state = first_values(policy, key, value), dict(past.state)
-    initial[PINNED] = chunk.pinned(policy)[:, None]
-    if layout.row_budgets:
-        state[ROW_BUDGET] = state[ROW_BUDGET] + chunk.on_top(policy)[:, None, None]
-    for name, dtype in layout.eviction.state().items():
-        state[name] = joined(past.state[name], initial.get(name, torch.zeros_like(new_position, dtype=dtype)[:, None]))
-    position = joined(past.position, new_position.masked_fill(~valid, FREE)[:, None])
-    tokens = Tokens(
-        position=position,
-        seen=(past.seen + count[:, -1])[:, None, None],
-        state=state,
-        budget=layout.budget_in(state),
-        held=0 if prompt else past.capacity,
-        rank=rank_of(position) if policy.ranks else None,
-        spread=layout.spread,
-    )
-    return tokens, joined(past.index, new_index[:, None])
-
-
-def _fill(layout: Layout, slots: Slots, tokens: Tokens, keep: Tensor, index: Tensor, key: Rows, value: Rows) -> None:
-    """Write the tokens that stay to the first slots, and free the others."""
-    position = torch.where(keep, tokens.position, FREE)
-    kept = rows_in_order(position)[..., : slots.capacity]  # [B, H', n]
-    count = kept.shape[-1]
-    slots.key.fill(key.gathered(kept))
-    slots.value.fill(value.gathered(kept))
-    for buffer, values in ((slots.position, position), (slots.index, index.masked_fill(~keep, FREE))):
-        compacted = values.gather(-1, kept)
-        buffer.fill_(FREE)
-        buffer[..., :count] = compacted
-    for name in layout.eviction.state():
-        compacted = tokens.state[name].gather(-1, kept)
-        slots.state[name].zero_()
-        slots.state[name][..., :count] = compacted
-    for name in layout.row_state():
-        slots.state[name].copy_(tokens.state[name])
-    slots.rank.copy_((slots.position >= 0).cumsum(-1) - 1)
-
-
 def rows_at(slot: Tensor, heads: int) -> SlotIndices:
     """Return the indices of one row per head [B, Hkv], at `slot` [B, H']."""
     row = torch.arange(slot.shape[0], device=slot.device)[:, None]
@@ -506,28 +519,8 @@ def rows_at(slot: Tensor, heads: int) -> SlotIndices:
     return row, head, slot.expand(-1, heads)
 
 
-def _merge_evicted(layout: Layout, slots: Slots, tokens: Tokens, evicted: Tensor, key: Rows, value: Rows) -> None:
-    """Let the policy merge evicted tokens into the filled slots."""
-    count = int(evicted.sum(-1).max())
-    indices = rows_in_order(torch.where(evicted, tokens.position, FREE))[..., :count]  # [B, H', E]
-    held, evicted_keys, eviction = slots.key.read(), key.gathered(indices).read(), layout.eviction
-    assert isinstance(eviction, Merging)
-    merge = eviction.merge_evicted(slots.tokens(layout), held, evicted_keys, evicted.gather(-1, indices))
-    for buffer, rows in ((slots.key, key), (slots.value, value)):
-        _merge_into(buffer, rows, indices, merge)
-    for name, changed in merge.state.items():
-        slots.state[name].copy_(changed)
-
-
-def _merge_into(buffer: Rows, rows: Rows, indices: Tensor, merge: Merge) -> None:
-    """Merge rows [B, Hkv, N, D] at `indices` [B, H', E] into a buffer [B, Hkv, C, D]."""
-    heads, held = buffer.shape[1], upcast(buffer.read())
-    into = merge.into.expand(-1, heads, -1)
-    share = torch.zeros(buffer.shape[:3], device=buffer.device)
-    share = share.scatter_add(-1, into, merge.share.expand(-1, heads, -1))[..., None]
-    total = merge.own * held
-    for start in range(0, indices.shape[-1], MERGE_BLOCK):
-        block = slice(start, start + MERGE_BLOCK)
-        weighted = upcast(rows.gathered(indices[..., block]).read()) * merge.weight[..., block, None]
-        total.scatter_add_(2, into[..., block, None].expand_as(weighted), weighted)
-    buffer.replace(torch.where(share > 0, total / (merge.own + share), held), share[..., 0] > 0)
+def next_free(layout: Layout, slots: Slots) -> Tensor:
+    """Return the slot [B, H'] that the next token is written to: a free one, unless the policy overwrites."""
+    if layout.policy.overwrites:
+        return layout.eviction.victim(slots.tokens(layout))
+    return (slots.position < 0).int().argmax(-1)

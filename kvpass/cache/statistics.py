@@ -7,6 +7,7 @@ import dataclasses
 from torch import Tensor
 
 from kvpass.budget import Budget
+from kvpass.cache.slots import Layout
 from kvpass.lowering.attention_statistics import LATE, OLDER, SUMS, StatisticsRequest, attention_statistics
 from kvpass.policies import specify
 from kvpass.policies.base import Policy
@@ -120,3 +121,18 @@ def as_attention(policy: Policy, tensors: list[Tensor], valid: Tensor, spread: H
     """What `statistics` returned, by name; valid is bool [B, q]."""
     named = dict(zip(names(policy), tensors, strict=True))
     return Attention(**named, queries=valid.sum(-1)[:, None, None], spread=spread)
+
+
+def of_chunk(layout: Layout, results: list[list[Tensor]], valid: Tensor) -> Attention | tuple[Attention, ...]:
+    """Return `Chunk.attention` from what `by_class` returned; valid is bool [B, q]."""
+    policy = layout.policy
+    if not policy.statistics:
+        return Attention()
+    made = [as_attention(policy, each[: len(policy.statistics)], valid, layout.spread) for each in results]
+    return made[0] if len(made) == 1 else tuple(made)
+
+
+def by_class(layout: Layout, results: list[Tensor]) -> list[list[Tensor]]:
+    """Divide what `kvpass.cache.step.extend_step` returned beside attention among the classes of heads."""
+    count = len(results) // len(layout.parts)
+    return [results[i * count : (i + 1) * count] for i in range(len(layout.parts))]

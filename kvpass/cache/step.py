@@ -1,19 +1,20 @@
 """Define what one attention layer does with new tokens: write, attend, observe, evict.
 
 `decode_step` takes one token and is static; the rewrite traces it and splices it into the decode graph.  `extend_step`
-takes a chunk and leaves the slots unchanged; `kvpass.cache.slots.admit` then admits the chunk.
+takes a chunk and leaves the slots unchanged; `kvpass.cache.admission.admit` then admits the chunk.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from kvpass.cache.slots import FREE, STEADY, Layout, Slots, align, first_values, rescored, rows_at
+from kvpass.cache.admission import align, first_values, rescored
+from kvpass.cache.slots import FREE, STEADY, AnySlots, ClassedSlots, Layout, Slots, of_heads, rows_at
 from kvpass.cache.statistics import StatisticsSpec, in_one_operator, statistics
 from kvpass.fx.precision import FILLED, upcast
 from kvpass.lowering.attend import LOWEST, Rope, Rotation, UnknownQueries, attend, by_kernel, capped, scores
@@ -116,20 +117,60 @@ class Attended(NamedTuple):
 
     Attributes:
         output: [B, Hq, q, Dv].
-        mask, bias: the visible keys and the model's bias, [B, Ha or 1, ., q, N].
+        masks: for each class of heads, the visible keys and the model's bias, if any: [B, Ha or 1, ., q, N].
         lse: the log-sum-exp [B, Hq, q] in the dtype of `upcast`, if the model reads it.
     """
 
     output: Tensor
-    mask: Tensor
-    bias: Tensor | None
+    masks: tuple[tuple[Tensor, Tensor | None], ...]
     lse: Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _ClassCall:
+    """The part of a call on slots that one class of heads does, as if it were a layer of its own."""
+
+    layout: Layout
+    site: Site
+    slots: Slots
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+def _class_calls(
+    layout: Layout, site: Site, slots: ClassedSlots, query: Tensor, key: Tensor, value: Tensor
+) -> Iterator[_ClassCall]:
+    """Yield the call of each class, with the heads that each row has in it."""
+
+    def of_query_heads(x: Tensor, heads: Tensor) -> Tensor:
+        return of_heads(torch.unflatten(x, 1, (layout.heads, -1)), heads).flatten(1, 2)
+
+    for each, part, where in zip(layout.parts, slots.parts, layout.head_slices, strict=True):
+        heads, sink = slots.order[:, where], site.sink_logit
+        if sink is not None:
+            sink = of_query_heads(sink.expand(heads.shape[0], -1, -1, -1), heads)
+        own = dataclasses.replace(site, sink_logit=sink)
+        rows = of_heads(key, heads), of_heads(value, heads)
+        yield _ClassCall(each, own, part, of_query_heads(query, heads), *rows)
+
+
+def _in_model_order(layout: Layout, slots: ClassedSlots, attended: list[Attended]) -> Attended:
+    """Join the results of all classes, with the heads in the model's order."""
+
+    def joined(results: list[Tensor]) -> Tensor:
+        by_head = [torch.unflatten(x, 1, (part.heads, -1)) for x, part in zip(results, layout.parts, strict=True)]
+        return of_heads(torch.cat(by_head, 1), slots.place).flatten(1, 2)
+
+    sums = [each.lse for each in attended if each.lse is not None]
+    masks = tuple(mask for each in attended for mask in each.masks)
+    return Attended(joined([each.output for each in attended]), masks, joined(sums) if sums else None)
 
 
 def decode_step(
     layout: Layout,
     site: Site,
-    slots: Slots,
+    slots: AnySlots,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -144,6 +185,10 @@ def decode_step(
         valid: bool [B], false for a row whose token is padding.
         compact: build the graph that compacts, which the host runs when `Policy.tick` says so.
     """
+    if isinstance(slots, ClassedSlots):
+        calls = _class_calls(layout, site, slots, query, key, value)
+        steps = [decode_step(x.layout, x.site, x.slots, x.query, x.key, x.value, valid, compact) for x in calls]
+        return _in_model_order(layout, slots, steps)
     policy = layout.policy
     new = (Rows.of(layout.key_format, key), Rows.of(layout.value_format, value))
     tokens, index = _with_new_token(layout, slots, new, valid)
@@ -166,7 +211,7 @@ def decode_step(
 
 
 def read_step(
-    layout: Layout, site: Site, slots: Slots, query: Tensor, key: Tensor, value: Tensor, valid: Tensor
+    layout: Layout, site: Site, slots: AnySlots, query: Tensor, key: Tensor, value: Tensor, valid: Tensor
 ) -> Attended:
     """Attend to the tokens of an earlier `decode_step`, for a layer that shares its cache.
 
@@ -174,6 +219,10 @@ def read_step(
         slots: K and V after the step, and all other tensors as before it.
         query: [B, Hq, 1, D]; key, value: the step's, [B, Hkv, 1, D] and [B, Hkv, 1, Dv]; valid: bool [B].
     """
+    if isinstance(slots, ClassedSlots):
+        calls = _class_calls(layout, site, slots, query, key, value)
+        steps = [read_step(x.layout, x.site, x.slots, x.query, x.key, x.value, valid) for x in calls]
+        return _in_model_order(layout, slots, steps)
     new = (Rows.of(layout.key_format, key), Rows.of(layout.value_format, value))
     tokens, index = _with_new_token(layout, slots, new, valid)
     return _QueryView.of(layout, site, slots, tokens, index, query, valid).attend(with_logits=False)[0]
@@ -236,7 +285,7 @@ class _QueryView:
         )
         output, probs, logits = attend(self.query, self.key, self.value, **options)
         output = output.flatten(1, 2)  # not later: the compiler moves a product to its first user
-        return Attended(output, self.mask, self.bias, _log_sum_exp(site, logits)), probs, logits
+        return Attended(output, ((self.mask, self.bias),), _log_sum_exp(site, logits)), probs, logits
 
     def logits(self) -> Tensor:
         """Return the logits of the keys before the softmax, [B, Ha, ., 1, C] in the dtype of `upcast`."""
@@ -421,7 +470,7 @@ def _commit(slots: Slots, tokens: Tokens, index: Tensor, victim: Tensor) -> None
 
 
 def extend_step(
-    layout: Layout, site: Site, slots: Slots, query: Tensor, key: Tensor, value: Tensor, valid: Tensor
+    layout: Layout, site: Site, slots: AnySlots, query: Tensor, key: Tensor, value: Tensor, valid: Tensor
 ) -> tuple[Attended, list[Tensor]]:
     """Attend with a chunk of queries to [slots, chunk], under the model's own mask.
 
@@ -433,8 +482,12 @@ def extend_step(
     Returns:
         The results of attention, and the `kvpass.cache.statistics` of the chunk, with columns [slots, chunk].  These
         leave out the policy's own bias.  If the layout crops, their inputs follow: the query, keys, mask and sink of
-        `kvpass.cache.statistics.StatisticsSpec`.
+        `kvpass.cache.statistics.StatisticsSpec`.  Slots in classes have these of every class.
     """
+    if isinstance(slots, ClassedSlots):
+        calls = _class_calls(layout, site, slots, query, key, value)
+        steps = [extend_step(x.layout, x.site, x.slots, x.query, x.key, x.value, valid) for x in calls]
+        return _in_model_order(layout, slots, [step for step, _ in steps]), [x for _, more in steps for x in more]
     policy, chunk = layout.policy, query.shape[2]
     held, rotate = slots.tokens(layout), site.rotate
     query = with_logit_scale(policy, query, held.live.sum(-1)[:, :1] + valid.sum(-1, keepdim=True))
@@ -451,14 +504,14 @@ def extend_step(
     by_library = site.cap is None and site.sink_logit is None and not site.lse
     if policy_bias is None and by_library and in_one_operator(policy, query, keys, values):
         output, *computed = statistics(policy, spec, valid, held.budget, values)
-        attended = Attended(_with_unknown_outputs(site, slots, output, (full_mask, bias), valid), mask, bias)
+        attended = Attended(_with_unknown_outputs(site, slots, output, (full_mask, bias), valid), ((mask, bias),))
         return attended, [*computed, *_statistics_inputs(layout, spec)]
     attention_mask = full_mask
     if policy_bias is not None:
         policy_bias = torch.nn.functional.pad(policy_bias, (0, chunk))[..., None, :]  # [B, ., ., 1, C + q]
         attention_mask = _per_head(_combined_mask(mask, added(bias, policy_bias), dtype), query, keys, layout.heads)
     output, lse = _attend_chunk(site, query, keys, values, attention_mask)
-    attended = Attended(_with_unknown_outputs(site, slots, output, (full_mask, bias), valid), mask, bias, lse)
+    attended = Attended(_with_unknown_outputs(site, slots, output, (full_mask, bias), valid), ((mask, bias),), lse)
     if not policy.statistics:
         return attended, []
     return attended, [*statistics(policy, spec, valid, held.budget), *_statistics_inputs(layout, spec)]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvpass.backend import Backend
 from kvpass.cache.handle import Handle, LayerCache, caches_in, moved
-from kvpass.cache.slots import Slots
+from kvpass.cache.slots import AnySlots, empty_slots
 from kvpass.decoding.requests import MOST_STOPS, Request
 from kvpass.decoding.sampling import RowSampling
 from kvpass.decoding.stepping import LoopSettings, LoopState, refreshed
@@ -124,8 +124,7 @@ class RequestBatch(LoopState):
 
     def held_tokens(self, row: int) -> float:
         """Return how many tokens a row's slots hold, the mean over layers and heads."""
-        counts = [(layer.slots.position[row] >= 0).sum() / layer.layout.groups for layer in self.caches]
-        return float(torch.stack(counts).mean())
+        return float(torch.stack([_held_tokens(layer, row) for layer in self.caches]).mean())
 
     @torch.inference_mode(False)  # as slots are made, which steps outside of inference mode also write to
     def extract(self, row: int, seen: int) -> Any:
@@ -158,9 +157,9 @@ class RequestBatch(LoopState):
         if self.step is not None:
             self.step.move(by)
         for layer in self.caches:
-            slots = layer.slots
-            slots.index.copy_(torch.where(slots.position >= 0, (slots.index + by).clamp(min=0), slots.index))
-            slots.length.add_(by)
+            for slots in layer.slots.parts:
+                slots.index.copy_(torch.where(slots.position >= 0, (slots.index + by).clamp(min=0), slots.index))
+                slots.length.add_(by)
             layer.seen += by
         if self.step is None:
             self.cache = refreshed(self.cache, by)
@@ -257,11 +256,12 @@ def _are_constants(found: Sequence[Tensor], before: Sequence[Tensor]) -> bool:
 def _with_rows(one: LayerCache, rows: int) -> LayerCache:
     """Return a cache like `one` with `rows` empty rows."""
     layout = dataclasses.replace(one.layout, batch=rows)
-    if not isinstance(one.slots, Slots):
+    if not isinstance(one.slots, AnySlots):
         raise CacheHandleError("requests on a cache that runs with inner='reference'")
-    slots = Slots.empty(layout)
+    slots = empty_slots(layout)
     keep_address(slots)
-    slots.length.fill_(one.seen)
+    for part in slots.parts:
+        part.length.fill_(one.seen)
     none = one.absent.new_zeros(rows, 0)
     fresh: dict[str, Any] = dict(absent=none, first=None, _picked=[])
     fresh |= dict(limits=one.limits * rows, clocks=one.clocks * rows)
@@ -271,13 +271,18 @@ def _with_rows(one: LayerCache, rows: int) -> LayerCache:
 def _row_of(layer: LayerCache, row: int, seen: int) -> LayerCache:
     """Return a copy of one row of a cache, which has seen `seen` tokens; `_write_row` is the inverse."""
     one = layer.rebuilt("getitem", lambda tensor: tensor[row : row + 1].clone())
-    index, position = one.slots.index, one.slots.position
-    index.copy_(torch.where(position >= 0, index - (layer.seen - seen), index))
-    one.slots.length.fill_(seen)
+    for part in one.slots.parts:
+        part.index.copy_(torch.where(part.position >= 0, part.index - (layer.seen - seen), part.index))
+        part.length.fill_(seen)
     one.seen, one.absent = seen, layer.absent.new_zeros(1, 0)
     one.limits, one.clocks = layer.limits[row : row + 1], layer.clocks[row : row + 1]
     keep_address(one.slots)
     return one
+
+
+def _held_tokens(layer: LayerCache, row: int) -> Tensor:
+    """Return how many tokens a row's slots hold, the mean over the heads."""
+    return torch.stack([(part.position[row] >= 0).sum() for part in layer.slots.parts]).sum() / layer.layout.groups
 
 
 def _write_row(layer: LayerCache, row: int, one: LayerCache) -> None:
@@ -285,8 +290,9 @@ def _write_row(layer: LayerCache, row: int, one: LayerCache) -> None:
     shift = layer.seen - one.seen
     for there, here in zip(layer.slots.tensors(), one.slots.tensors(), strict=True):
         there[row].copy_(here[0])
-    index, position = layer.slots.index[row], layer.slots.position[row]
-    index.copy_(torch.where(position >= 0, index + shift, index))
-    layer.slots.length[row] = layer.seen
+    for part in layer.slots.parts:
+        index, position = part.index[row], part.position[row]
+        index.copy_(torch.where(position >= 0, index + shift, index))
+        part.length[row] = layer.seen
     layer.limits = (*layer.limits[:row], *one.limits, *layer.limits[row + 1 :])
     layer.clocks = (*layer.clocks[:row], *one.clocks, *layer.clocks[row + 1 :])

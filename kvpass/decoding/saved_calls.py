@@ -1,7 +1,8 @@
 """Save the calls that a cache can be cropped by, and restore them: `entries_of`, `calls_of`.
 
 A step is saved with what it overwrote, a call of several tokens with its rows and with the slots from before it.  The
-record of a prompt is not saved, as its graph is needed to admit fewer tokens.
+record of a prompt is not saved, as its graph is needed to admit fewer tokens.  Neither are calls on slots in classes of
+heads: their cache can be cropped by what comes after it was loaded.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ def entries_of(cache: LayerCache, prefix: str, tensors: dict[str, Tensor]) -> li
 
     Their tensors are added to `tensors`, by names with `prefix`.
     """
+    if cache.layout.classes:
+        return []
     writer = _CallWriter(cache.slots, prefix, tensors)
     return [writer.entry(index, call) for index, call in enumerate(cache.calls) if call.snapshot is not None]
 
@@ -94,8 +97,9 @@ class _CallWriter:
         assert isinstance(repeat, RepeatedChunk)
         taken = repeat.taken
         assert isinstance(taken, TakenChunk)
-        chunk, spec = taken.chunk, taken.spec
+        chunk, spec = taken.chunk, next(iter(taken.specs), None)
         self._put(name, chunk_key=chunk.key, chunk_value=chunk.value, chunk_valid=chunk.valid)
+        assert isinstance(taken.into, Slots)
         entry: dict[str, Any] = {"into": self._slots(taken.into), "pins": None, "spec": None}
         if chunk.pins is not None:
             self._put(name, pins_mask=chunk.pins.mask, pins_later=chunk.pins.later)
@@ -151,7 +155,7 @@ class _CallReader:
         slots = self._slots(entry["of"], layout, seen, limits)
         named = zip(slots.names[2:], slots.metadata, strict=False)
         others = tuple(self._like(f"{name}{field}", tensor) for field, tensor in named)
-        before = Slots.of([*slots.tensors()[:2], *others, *slots.tensors()[2 + len(others) :]], slots)
+        before = slots.with_tensors([*slots.tensors()[:2], *others, *slots.tensors()[2 + len(others) :]])
         serial.check_numbers(before, layout, seen, slots.capacity, limits)
         slot_index = rows_at(before.free, layout.heads) if entry["rows"] == "free" else None
         parts = []
@@ -177,7 +181,7 @@ class _CallReader:
             spec = StatisticsSpec(**(dict.fromkeys(_SPEC) | given), **fields, spread=None)  # type: ignore[arg-type]
             _check_spec(spec, layout, new)
         into = self._slots(entry["into"], layout, cache.seen, cache.limits)
-        return TakenChunk(Chunk(key, value, valid, Attention(), pins), spec, into)
+        return TakenChunk(Chunk(key, value, valid, Attention(), pins), () if spec is None else (spec,), into)
 
     def _slots(self, number: int, layout: Layout, seen: int, limits: tuple[int, ...]) -> Slots:
         if number not in self.known:

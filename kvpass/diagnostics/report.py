@@ -128,7 +128,7 @@ class LayerReport:
         policy: the policy with its options.
         budget: tokens kept between steps, in the row with the most.
         compacted: tokens kept when a row exceeds the budget; less than the budget under an `interval` above 1.
-        capacity: number of slots, including the slot for the next token.
+        capacity: number of slots, including the slot for the next token; of the heads with the most.
         seen: tokens seen, padding included.
         positions: int64 [B, Hkv, n], the positions of the cached tokens in the (padded) sequence, sorted, -1
             after the last.
@@ -136,6 +136,8 @@ class LayerReport:
         full_nbytes: bytes that a cache of all tokens would use.
         notes: further facts.
         pinned: int64 [B, Hkv, m], those of `positions` that are pinned, sorted, -1 after the last.
+        capacities: for each class of KV heads with budgets of their own, the number of heads and of slots of each; ()
+            for equal heads.
     """
 
     policy: str
@@ -148,6 +150,12 @@ class LayerReport:
     full_nbytes: int
     notes: tuple[str, ...]
     pinned: Tensor
+    capacities: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def slots(self) -> str:
+        """The number of slots, or those of each class of heads: "1x116 1x53 1x29"."""
+        return " ".join(f"{heads}x{slots}" for heads, slots in self.capacities) or str(self.capacity)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +187,7 @@ class CacheReport:
 
     def __str__(self) -> str:
         rows = [
-            [str(i), x.policy, str(x.capacity), str(x.seen), spans(x.positions[0, 0]),
+            [str(i), x.policy, x.slots, str(x.seen), spans(x.positions[0, 0]),
              str(x.nbytes), f"{x.nbytes / max(1, x.full_nbytes):.3f}"]
             for i, x in enumerate(self.layers)
         ]  # fmt: skip
@@ -219,10 +227,11 @@ def _layer(cache: LayerCache) -> LayerReport:
     row = layout.heads * (layout.key_dim + layout.value_dim) * layout.dtype.itemsize
     positions, policy = cache.slots.held(layout), layout.policy
     interval = policy.held_between_compactions(layout.budget)
+    capacities = tuple((part.heads, part.capacity) for part in layout.parts if layout.classes)
     return LayerReport(
         repr(policy), max(cache.limits, default=layout.budget), policy.compacted(layout.budget), layout.capacity,
         cache.seen, positions, cache.slots.nbytes, layout.batch * cache.stored * row,
-        (*cache.notes, *([interval] if interval else [])), cache.slots.held(layout, pinned=True),
+        (*cache.notes, *([interval] if interval else [])), cache.slots.held(layout, pinned=True), capacities,
     )  # fmt: skip
 
 

@@ -12,8 +12,9 @@ from torch import Tensor
 from kvpass import budget as budgets
 from kvpass.arguments import Condition, checked, shown
 from kvpass.backend import Backend, backend
-from kvpass.cache.slots import FREE, Chunk, Layout, Slots, admit
-from kvpass.cache.statistics import StatisticsSpec, as_attention
+from kvpass.cache.admission import admit
+from kvpass.cache.slots import FREE, AnySlots, Chunk, Layout, Slots
+from kvpass.cache.statistics import StatisticsSpec, by_class, of_chunk
 from kvpass.cache.step import Rotate, Site, decode_step, extend_step, with_logit_scale
 from kvpass.errors import BudgetError, KVPassError, PolicyError
 from kvpass.lowering.formats import KVDtype, Rows
@@ -23,6 +24,7 @@ from kvpass.policies.ranking import rows_in_order
 from kvpass.policies.types import Attention
 from kvpass.reference import ReferenceLayer, reference_of
 from kvpass.reference.base import attention_logits
+from kvpass.runtime.caches import clock_of, tick_of
 from kvpass.runtime.compiler import Positions
 
 Heads = Annotated[
@@ -176,7 +178,7 @@ class _Layer:
             ranked=self.ranked,
             kv_dtype=self.backend.kv_dtype,
             row_budgets=plan.differs(self.budget),
-        )
+        ).with_head_classes()
 
     def rotated(self, x: Tensor, position: Tensor) -> Tensor:
         return x if self.theta is None else rotary(x, position, self.theta)
@@ -231,32 +233,34 @@ def _compiled(layer: _Layer) -> Trace:
     plan = policy.plan([attention], valid, layer.budget)[0]
     layout = layer.layout(plan)
     slots = admit(layout, None, Chunk(stored, v, valid, attention), plan.budgets_of_rows(len(q)))
-    clock = policy.clock((), layer.prompt, plan.budget)
+    clock = clock_of(layout, (), layer.prompt, plan.budget)
     outputs, held = [output], [_positions(layout, slots)]
     for t in range(layer.prompt, layer.q.shape[2]):
-        compact, clock = policy.tick(clock, plan.budget)
+        compact, clock = tick_of(layout, clock, plan.budget)
         new, slots = _compiled_step(layer, layout, slots, t, compact)
         outputs.append(new)
         held.append(_positions(layout, slots))
     width = max(layout.budget, *(int((p >= 0).sum(-1).max()) for p in held))
     positions = torch.stack([_fitted(p, width, FREE) for p in held])
-    keys, values = (_fitted_rows(_in_order(slots, rows), width) for rows in (slots.key, slots.value))
+    whole = slots.whole(layout)
+    keys, values = (_fitted_rows(_in_order(whole, rows), width) for rows in (whole.key, whole.value))
     return Trace(positions, torch.cat(outputs, 2), keys, values)
 
 
-def _compiled_step(layer: _Layer, layout: Layout, slots: Slots, t: int, compact: bool) -> tuple[Tensor, Slots]:
+def _compiled_step(layer: _Layer, layout: Layout, slots: AnySlots, t: int, compact: bool) -> tuple[Tensor, AnySlots]:
     site, valid = Site(layer.scale, None, layer.rotate), layer.valid(1)
-    q, k, v, stored = layer.step(t, slots.next_rank())
+    q, k, v, stored = layer.step(t, slots.whole(layout).next_rank())
     if slots.capacity == layout.capacity:
         return decode_step(layout, site, slots, q, stored, v, valid[:, 0], compact).output, slots
     attended, sums = extend_step(layout, site, slots, q, k, v, valid)
-    return attended.output, admit(layout, slots, Chunk(stored, v, valid, as_attention(layout.policy, sums, valid)))
+    chunk = Chunk(stored, v, valid, of_chunk(layout, by_class(layout, sums), valid))
+    return attended.output, admit(layout, slots, chunk)
 
 
-def _positions(layout: Layout, slots: Slots) -> Tensor:
+def _positions(layout: Layout, slots: AnySlots) -> Tensor:
     """Return the positions of cached tokens, [B, Hkv, C], sorted, -1 after the last."""
-    order = rows_in_order(slots.position)
-    return slots.position.gather(-1, order).expand(-1, layout.heads, -1).clone()
+    position = slots.whole(layout).position
+    return position.gather(-1, rows_in_order(position)).expand(-1, layout.heads, -1).clone()
 
 
 def _in_order(slots: Slots, rows: Rows) -> Tensor:

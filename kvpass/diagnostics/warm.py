@@ -124,7 +124,9 @@ def _feed_chunks(conversation: _Conversation, length: int, chunk: int | None, ti
 def _until_compaction(caches: Sequence[LayerCache]) -> int:
     if not caches or not caches[0].clocks:
         return 0
-    return steps_until_compaction(caches[0].layout.policy, caches[0].limits[0], caches[0].clocks[0])
+    layout, clock, limit = caches[0].layout, caches[0].clocks[0], caches[0].limits[0]
+    counts = [((own,), each.budget) for own, each in zip(clock, layout.classes, strict=False)] or [(clock, limit)]
+    return min(steps_until_compaction(layout.policy, budget, own) for own, budget in counts)
 
 
 class _Conversation(FedConversation):

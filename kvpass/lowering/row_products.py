@@ -122,6 +122,8 @@ def decompose_products(graph: fx.Graph, parts: int | None = None) -> None:
             count = split(rows.meta["val"], matrix.meta["val"], processor) if parts is None else parts
             if count:
                 _replace(graph, node, stored, count)
+    for node in _all_batches(graph) if parts is None else []:
+        _without_batch(graph, node)
 
 
 def _substitute(graph: fx.Graph, node: fx.Node, result: fx.Node) -> None:
@@ -172,11 +174,11 @@ def batches(graph: fx.Graph, processor: Processor) -> list[fx.Node]:
 
     A library call ends a kernel.  Without one the compiler would make a single kernel of all layers, which could not
     share code.  So with more than `MOST_UNCUT_LAYERS` layers, products of probabilities and values stay with the
-    library.
+    library, unless those of queries and keys do.
     """
     found = [node for node in _all_batches(graph) if is_faster_as_sums(node, processor)]
-    values = [node for node in found if not _is_of_keys(node)]
-    return found if len(values) <= MOST_UNCUT_LAYERS else [node for node in found if _is_of_keys(node)]
+    keys = [node for node in found if _is_of_keys(node)]
+    return keys if keys and len(found) - len(keys) > MOST_UNCUT_LAYERS else found
 
 
 def _all_batches(graph: fx.Graph) -> list[fx.Node]:
@@ -188,6 +190,19 @@ def _all_batches(graph: fx.Graph) -> list[fx.Node]:
         if rows.device.type == "cpu" and rows.dtype in DTYPES and dense and not isinstance(rows.shape[1], torch.SymInt):
             found.append(node)
     return found
+
+
+def _without_batch(graph: fx.Graph, node: fx.Node) -> None:
+    """Leave a product of one batch, of one row and one KV head, to the library as a product of two matrices.
+
+    The compiler writes a stride of 0 for a dimension of size one, and the library copies all keys or values for it.
+    """
+    if symbolic_shapes.symbols(node.meta["val"]) or node.meta["val"].shape[0] != 1:
+        return
+    with graph.inserting_before(node):
+        matrices = [call_aten(graph, aten.select.int, operand, 0, 0) for operand in node.args]
+        product = call_aten(graph, aten.unsqueeze.default, call_aten(graph, aten.mm.default, *matrices), 0)
+    _substitute(graph, node, product)
 
 
 def is_faster_as_sums(node: fx.Node, processor: Processor) -> bool:

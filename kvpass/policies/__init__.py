@@ -28,8 +28,10 @@ from kvpass.policies.types import Attention, Tokens
 __all__ = ["Attention", "Policy", "Tokens", "get", "names", "parse", "register", "resolve", "specified", "specify"]
 
 _BUILT_IN = {
+    "ada_kv": "AdaKV",
     "buzz": "Buzz",
     "cascade": "Cascade",
+    "critical_kv": "CriticalKV",
     "d2o": "D2O",
     "expected_attention": "ExpectedAttention",
     "full": "Full",

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvpass.arguments import Positive, check_fields, require
 from kvpass.errors import BudgetError
-from kvpass.policies.budgets import Count, Plan
+from kvpass.policies.budgets import Count, HeadClass, Plan
 from kvpass.policies.ranking import LATE, highest
 from kvpass.policies.types import Attention, Clock, Merge, State, Statistic, Tokens
 
@@ -185,6 +185,36 @@ class Policy:
         """
         return [Plan(budget, self.capacity(budget, valid.shape[1]))] * len(attention)
 
+    @property
+    def divides_heads(self) -> bool:
+        """Whether the heads of a layer have budgets of their own: whether the policy has a `head_classes`."""
+        return type(self).head_classes is not Policy.head_classes
+
+    def head_classes(self, heads: int, budget: int) -> tuple[HeadClass, ...]:
+        """Return classes of a layer's KV heads, from the largest budget to the smallest; () for equal budgets.
+
+        The heads of a layer with H heads keep H * budget tokens together.  Whatever the prompt, the classes are the
+        same; `head_counts` decides at its end which head is in which.
+
+        Args:
+            heads: Hkv.
+            budget: the mean over the heads.
+
+        Raises:
+            PolicyError: the policy cannot divide the budget among so many heads.
+        """
+        return ()
+
+    def head_counts(self, tokens: Tokens) -> Tensor:
+        """Return how much of the layer's budget each head deserves at the end of a prompt: [B, Hkv], any numbers.
+
+        Heads are put into the classes in the order of their counts; of equal counts the lower head comes first.
+
+        Args:
+            tokens: the tokens of the prompt, after `observe_chunk` and `rescore`; their budget is the mean.
+        """
+        raise NotImplementedError
+
     # Counts on the host, for policies that compact periodically: by default the held tokens.
 
     def clock(self, clock: Clock, new: int, budget: int) -> Clock:
@@ -237,6 +267,11 @@ class Policy:
     def rescores(self) -> bool:
         """Whether scores depend on the rows of all held tokens: whether the policy has a `rescore`."""
         return hasattr(self, "rescore")
+
+    @property
+    def projects(self) -> bool:
+        """Whether scores depend on the projection of attention's output: whether the policy has a `project`."""
+        return hasattr(self, "project")
 
     def layer_weights(self, layer: int) -> list[Tensor]:
         """Return the tensors that `rescore` reads in a layer, which become inputs of the decode graph."""

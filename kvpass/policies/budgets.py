@@ -5,12 +5,24 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 Count = TypeVar("Count", bound="int | Tensor")
+
+
+class HeadClass(NamedTuple):
+    """KV heads of a layer with equal budgets.
+
+    Attributes:
+        heads: their number.
+        budget: tokens that each of them keeps between steps.
+    """
+
+    heads: int
+    budget: int
 
 
 @dataclasses.dataclass(frozen=True)

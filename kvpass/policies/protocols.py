@@ -48,6 +48,20 @@ class Rescoring(Protocol):
 
 
 @runtime_checkable
+class Projecting(Protocol):
+    """A policy that weighs tokens by what their values add to the output of the layer."""
+
+    def project(self, tokens: Tokens, value: Tensor, output: Tensor | None) -> State:
+        """Return changes to the state at the end of a prompt or chunk, before the policy compacts; never traced.
+
+        Args:
+            value: the stored values of the tokens, [B, h, N, Dv]; those of free slots are undefined.
+            output: the weights by which each query head's part of attention's output enters the output of the layer,
+                [B or 1, h, G, Dv, E]; None for attention whose output is not projected, as in `kvpass.simulate`.
+        """
+
+
+@runtime_checkable
 class Aligning(Protocol):
     """A policy that replaces keys and values; `Policy.aligns` says when, and `Policy.weights` with which tensors."""
 

@@ -56,6 +56,7 @@ class HeadStream:
         stored: returns a key [h, D], or with `key=False` a value, as attention reads it back from storage.
         notes: state of the policy for the stream, by name.
         evicted: tokens just evicted, for `Reference.settle`.
+        output: the weights of the head's output projection, [G, Dv, E]; None if the output is not projected.
     """
 
     head: int
@@ -68,6 +69,7 @@ class HeadStream:
     notes: dict[str, Any] = dataclasses.field(default_factory=dict)
     evicted: list[Token] = dataclasses.field(default_factory=list)
     interval: int = 1
+    output: Tensor | None = None
 
     @property
     def kept(self) -> int:
@@ -174,8 +176,9 @@ class ReferenceLayer:
         self.layout = layout
         self.reference = reference
         self.stored = functools.partial(stored, layout)
+        of_heads = [each.budget for each in layout.classes for _ in range(each.heads)]
         self.streams = [
-            [self._stream(head, budget) for head in range(layout.groups)]
+            [self._stream(head, of_heads[head] if of_heads else budget) for head in range(layout.groups)]
             for budget in row_budgets or (layout.budget,) * layout.batch
         ]
         self.length = 0
@@ -315,6 +318,8 @@ class ReferenceLayer:
                 seen = (x[b, queries][:, new][:, :, columns].transpose(0, 1) for x in (probabilities, logits))
                 stream.step = self.length > 0 and count == 1 and not part
                 tokens = [self._token(stream, chunk, b, index, j) for index, j in enumerate(new)]
+                if chunk.output is not None:
+                    stream.output = chunk.output[0, stream.head]
                 if chunk.pins is not None and chunk.pins.on_top:
                     stream.budget += sum(token.pinned for token in tokens)
                 if any(token.pinned for token in tokens):

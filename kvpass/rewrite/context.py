@@ -45,7 +45,8 @@ class StepContext(StepGraph):
         replaced_positions: indices of Dynamo's arguments that ranks replaced.
         write_indices: for each layer, a copy of the index of the slot that it writes to; empty if none is needed.
         replaced: the node that replaces the model's attention, by the name of its node.
-        masks: for each attention call, by its name, the slots that it sees and the bias on them, if any.
+        masks: for each attention call, by its name, the slots that it sees and the bias on them, if any, of each class
+            of heads.
         chunks: for each layer, stored key, value, valid and statistics of a chunk.
         unread: outputs that grow and that nothing reads on slots: the index of the argument that each extends, and the
             dimension.
@@ -67,7 +68,7 @@ class StepContext(StepGraph):
         self.replaced_positions: list[int] = []
         self.write_indices: list[fx.Node] = []
         self.replaced: dict[str, fx.Node] = {}
-        self.masks: dict[str, tuple[fx.Node, fx.Node | None]] = {}
+        self.masks: dict[str, list[tuple[fx.Node, fx.Node | None]]] = {}
         self.chunks: list[list[fx.Node]] = []
         self.unread: dict[int, tuple[int, int]] = {}
         self.valid_output: fx.Node | None = None

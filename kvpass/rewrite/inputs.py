@@ -9,7 +9,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.cache.slots import Slots
+from kvpass.cache.slots import AnySlots, Slots
 from kvpass.fx.walk import value
 from kvpass.rewrite.mask_slice import PerTokenInput
 from kvpass.rewrite.step_graph import StepGraph
@@ -31,8 +31,9 @@ class GatheredInput:
     is_argument: bool
     arg_index: int
 
-    def gather(self, tensor: Tensor, slots: Slots, queries: int) -> Tensor:
+    def gather(self, tensor: Tensor, slots: AnySlots, queries: int) -> Tensor:
         """Return the entries [B, H', C + q, ...]: of the slots, then of the new tokens."""
+        assert isinstance(slots, Slots)  # the pass that attends refuses such inputs for slots in classes
         new = slots.length[:, None] + torch.arange(queries, device=slots.length.device)
         indices = torch.cat([slots.index, new[:, None].expand(-1, slots.index.shape[1], -1)], -1)
         return self.entry.gather(tensor, indices.to(tensor.device))

@@ -105,6 +105,11 @@ class SlicedMask:
     def facts(self) -> tuple[fx.Node, ...]:
         return self.sliced.facts
 
+    @property
+    def entries(self) -> int:
+        """The number of inputs with an entry for each cached token that the mask reads."""
+        return len(self.sliced.entries)
+
     def on_slots(
         self, index: Tensor, position: Tensor, heads: int, tensors: list[Tensor], facts: list[Tensor]
     ) -> Tensor:
@@ -138,6 +143,7 @@ class ColumnMask:
     nodes: list[fx.Node]
     queries: int
     facts = ()
+    entries = 0
 
     def on_slots(
         self, index: Tensor, position: Tensor, heads: int, tensors: list[Tensor], facts: list[Tensor]

@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.cache.slots import Slots
+from kvpass.cache.slots import AnySlots
 from kvpass.fx import shapes, walk
 from kvpass.rewrite.context import Pass, StepContext
 from kvpass.rewrite.inputs import GatheredInput
@@ -85,7 +85,7 @@ class StepRewrite:
         lengths = {index: shapes.number(size, known) for index, size in self.lengths.items()}
         return dataclasses.replace(self, queries=shapes.number(self.queries, known), lengths=lengths)
 
-    def count(self, slots: list[Slots], results: Sequence[Any]) -> None:
+    def count(self, slots: list[AnySlots], results: Sequence[Any]) -> None:
         """Count the tokens of a step if its graph leaves that to its caller, see `leave_counting`."""
         if self.valid is not None:
             new = results[self.valid][:, 0].long()
@@ -96,7 +96,7 @@ class StepRewrite:
         """Return the results of `host_graph`."""
         return list(self.host_graph(*arguments)) if self.host_graph else []
 
-    def flat(self, slots: list[Slots], arguments: tuple[Any, ...], host_input: list[Any], seen: int) -> list[Any]:
+    def flat(self, slots: list[AnySlots], arguments: tuple[Any, ...], host_input: list[Any], seen: int) -> list[Any]:
         """Return the rewritten graph's arguments, from slots, Dynamo's arguments and the results of `host_precomputed`.
 
         Args:
@@ -104,12 +104,12 @@ class StepRewrite:
         """
         return [*self.fixed_arguments(slots), *self.call_arguments(arguments, host_input, slots, seen)]
 
-    def fixed_arguments(self, slots: list[Slots]) -> list[Any]:
+    def fixed_arguments(self, slots: list[AnySlots]) -> list[Any]:
         """Return the arguments that all steps share: the slots' tensors and the policy's weights."""
         return [*(tensor for layer in slots for tensor in layer.tensors()), *self.weights]
 
     def call_arguments(
-        self, arguments: tuple[Any, ...], host_input: list[Any], slots: list[Slots], seen: int
+        self, arguments: tuple[Any, ...], host_input: list[Any], slots: list[AnySlots], seen: int
     ) -> list[Any]:
         """Return the arguments that change with the call, see `flat`."""
         dense, flat = torch.contiguous_format, list[Any]()

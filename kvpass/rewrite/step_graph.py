@@ -13,7 +13,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.cache.slots import Layout, Slots
+from kvpass.cache.slots import AnySlots, Layout
 from kvpass.capture.canonical import AttentionSite
 from kvpass.errors import UnsupportedGraph
 from kvpass.fx import shapes, splicing, walk
@@ -59,7 +59,7 @@ class StepCall:
     gm: fx.GraphModule
     sites: list[AttentionSite]
     layouts: list[Layout]
-    slots: list[Slots]
+    slots: list[AnySlots]
     arguments: tuple[Any, ...]
     sizes: Sizes
     seen: int

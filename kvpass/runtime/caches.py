@@ -13,15 +13,17 @@ import torch
 from torch import Tensor
 
 from kvpass import budget as budgets
+from kvpass.cache.admission import admit
 from kvpass.cache.handle import LayerCache
-from kvpass.cache.slots import Chunk, Slots, admit
-from kvpass.errors import BudgetError
+from kvpass.cache.slots import AnySlots, Chunk, Layout
+from kvpass.errors import BudgetError, CacheHandleError
 from kvpass.policies.base import Policy
 from kvpass.policies.pinned_tokens import Pins
+from kvpass.policies.types import Clock
 from kvpass.torch_private import dynamo
 
 
-def keep_address(slots: Slots) -> None:
+def keep_address(slots: AnySlots) -> None:
     for tensor in slots.tensors():
         dynamo.mark_in_place(tensor)
 
@@ -95,9 +97,27 @@ def _ticked(cache: LayerCache, valid: Sequence[bool] | None) -> list[tuple[bool,
     """Return for each row whether its compaction is due and its next clock; empty for the eager reference."""
     if not cache.clocks:
         return []
-    tick, counts = cache.layout.policy.tick, valid or [True] * len(cache.clocks)
+    counts = valid or [True] * len(cache.clocks)
     rows = zip(cache.clocks, cache.limits, counts, strict=True)
-    return [tick(clock, limit) if new else (False, clock) for clock, limit, new in rows]
+    return [tick_of(cache.layout, clock, limit) if new else (False, clock) for clock, limit, new in rows]
+
+
+def clock_of(layout: Layout, clock: Clock, new: int, budget: int) -> Clock:
+    """Return `Policy.clock` of a row with a budget; classes of heads count for themselves, one number each."""
+    policy, classes = layout.policy, layout.classes
+    if not classes:
+        return policy.clock(clock, new, budget)
+    made = [policy.clock(clock[i : i + 1], new, each.budget) for i, each in enumerate(classes)]
+    return tuple(count for own in made for count in own)
+
+
+def tick_of(layout: Layout, clock: Clock, budget: int) -> tuple[bool, Clock]:
+    """Return `Policy.tick` of a row likewise: a step compacts if it is due in a class."""
+    policy, classes = layout.policy, layout.classes
+    if not classes or not clock:
+        return policy.tick(clock, budget)
+    ticked = [policy.tick((own,), each.budget) for own, each in zip(clock, classes, strict=True)]
+    return any(due for due, _ in ticked), tuple(count for _, after in ticked for count in after)
 
 
 def kind(caches: list[LayerCache]) -> Any:
@@ -129,7 +149,7 @@ def valid_counts(policy: Policy, valid: Tensor) -> list[int]:
     return counts
 
 
-def take_in(cache: LayerCache, chunk: Chunk, into: Slots | None = None) -> None:
+def take_in(cache: LayerCache, chunk: Chunk, into: AnySlots | None = None) -> None:
     """Admit a chunk to the cache's slots, and update its clocks; see `admit`."""
     policy, before = cache.layout.policy, cache.slots
     cache.slots = admit(cache.layout, before, chunk, cache.limits, into)
@@ -138,7 +158,7 @@ def take_in(cache: LayerCache, chunk: Chunk, into: Slots | None = None) -> None:
     cache.limits = chunk.raised(policy, cache.limits)
     counts = valid_counts(policy, chunk.valid)
     rows = zip(cache.clocks, counts, cache.limits, strict=False)
-    cache.clocks = tuple(policy.clock(clock, new, limit) for clock, new, limit in rows)
+    cache.clocks = tuple(clock_of(cache.layout, clock, new, limit) for clock, new, limit in rows)
 
 
 def lengthened(past: Tensor, dim: int, count: int) -> Tensor:
@@ -177,6 +197,28 @@ def given_pins() -> Pins | None:
 def pins_for(cache: LayerCache) -> Pins | None:
     """Return the pins of the running call for a layer that the backend's policy governs, else None."""
     return _GIVEN.get() if cache.layout.policy is cache.backend.policy else None
+
+
+def by_head(weight: Tensor, heads: int, dim: int) -> Tensor:
+    """Return the weight [E, Hq Dv] of an output projection as `Chunk.output`, [1, Hkv, G, Dv, E]."""
+    return torch.unflatten(weight.T, 0, (1, heads, -1, dim))
+
+
+def output_of(cache: LayerCache) -> Tensor | None:
+    """Return `Chunk.output` for a chunk of a layer; None for a policy that does not read it.
+
+    Raises:
+        CacheHandleError: the weight is not known.
+    """
+    if not cache.layout.policy.projects:
+        return None
+    weight = None if cache.output is None else cache.output()
+    if weight is None:
+        raise CacheHandleError(
+            f"{cache.layout.policy.name!r} weighs the tokens of a turn by the model's output projection, which is not "
+            "known of a cache from a file or of a model that is gone: start again with the whole conversation"
+        )
+    return by_head(weight.detach(), cache.layout.heads, cache.layout.value_dim)
 
 
 def room_on_top(tokens: int) -> int:

@@ -86,6 +86,7 @@ def prompt_entry(runner: PromptRunner) -> dict[str, Any]:
     """
     _refuse(
         {
+            "heads with budgets of their own": runner.backend.policy.divides_heads,
             "layers with a sliding window of their own": any(site.window is not None for site in runner.sites),
             "heads that are spread over processes": any(site.spread is not None for site in runner.sites),
             "attention that selects keys by an index": bool(runner.sparse_indices or runner.scored_by),
@@ -259,6 +260,7 @@ def step_entry(runner: StepRunner, ran: StepResult, ids_index: int) -> dict[str,
     _refuse(
         {
             "slots whose number depends on the prompt": any(cache.layout.exact_capacity for cache in ran.caches),
+            "heads with budgets of their own": any(cache.layout.classes for cache in ran.caches),
             "layers with a sliding window of their own": any(cache.window is not None for cache in ran.caches),
         }
     )

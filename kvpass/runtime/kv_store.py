@@ -10,17 +10,18 @@ import torch
 from torch import Tensor
 
 from kvpass.cache import history
+from kvpass.cache.admission import admit
 from kvpass.cache.handle import LayerCache
-from kvpass.cache.history import Restorable, SlotSnapshot, UnchangedSlots
-from kvpass.cache.slots import Chunk, Layout, Slots, admit
-from kvpass.cache.statistics import StatisticsSpec, as_attention
+from kvpass.cache.history import Restorable, UnchangedSlots, snapshot_before_step
+from kvpass.cache.slots import AnySlots, Chunk, Layout, empty_slots
+from kvpass.cache.statistics import StatisticsSpec, by_class, of_chunk
 from kvpass.capture.canonical import AttentionSite
 from kvpass.policies.budgets import Plan
 from kvpass.policies.pinned_tokens import PINNED, Pins, check_pinned
 from kvpass.policies.types import Attention, Clock
 from kvpass.rewrite.context import Pass
 from kvpass.rewrite.passes import STEP_PASSES
-from kvpass.runtime.caches import adapt, keep_address, pins_for, room_on_top, take_in, valid_counts
+from kvpass.runtime.caches import adapt, clock_of, keep_address, output_of, pins_for, room_on_top, take_in, valid_counts
 from kvpass.runtime.padding import indices_of
 
 
@@ -49,23 +50,29 @@ class TakenChunk:
 
     Attributes:
         chunk: the rows of the chunk.
-        spec: the tensors from which its attention statistics are computed; None if the policy needs no statistics.
+        specs: for each class of heads the tensors from which its attention statistics are computed; () if the policy
+            needs no statistics.
         into: the slots that the chunk was admitted to.
     """
 
     chunk: Chunk
-    spec: StatisticsSpec | None
-    into: Slots
+    specs: tuple[StatisticsSpec, ...]
+    into: AnySlots
 
     def first(self, count: int) -> TakenChunk:
-        return TakenChunk(self.chunk.first(count), self.spec and self.spec.first(count), self.into)
+        return TakenChunk(self.chunk.first(count), tuple(spec.first(count) for spec in self.specs), self.into)
 
     @torch.no_grad()
     def take_into(self, cache: LayerCache) -> None:
-        layout, valid = cache.layout, self.chunk.valid
-        budget = layout.budget_in(cache.slots.state)
-        probs = self.spec.attention(layout.policy, valid, budget) if self.spec else Attention()
-        take_in(cache, dataclasses.replace(self.chunk, attention=probs), self.into)
+        policy, valid = cache.layout.policy, self.chunk.valid
+        parts = zip(self.specs, cache.layout.parts, cache.slots.parts, strict=False)
+        found = [spec.attention(policy, valid, layout.budget_in(slots.state)) for spec, layout, slots in parts]
+        take_in(cache, dataclasses.replace(self.chunk, attention=_of_classes(found)), self.into)
+
+
+def _of_classes(attention: list[Attention]) -> Attention | tuple[Attention, ...]:
+    """Return `Chunk.attention` from that of each class of heads, none without statistics."""
+    return tuple(attention) if len(attention) > 1 else attention[0] if attention else Attention()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +144,7 @@ class KVStore:
         keep_address(slots)
         row_budgets = chunk.raised(layout.policy, row_budgets)
         counts = zip(valid_counts(layout.policy, chunk.valid), row_budgets, strict=False)
-        return slots, row_budgets, tuple(layout.policy.clock((), *row) for row in counts)
+        return slots, row_budgets, tuple(clock_of(layout, (), *row) for row in counts)
 
     def make_room(self, cache: LayerCache, pins: Pins) -> None:
         """Prepare a cache for a call that pins some of its new tokens, before anything of the call runs.
@@ -174,7 +181,7 @@ class KVStore:
 
     def kept(self, cache: LayerCache, chunk: bool) -> Restorable:
         """Return the record that restores the cache after a step, or after a chunk, that is about to run."""
-        return UnchangedSlots(cache.slots) if chunk else SlotSnapshot.before_step(cache.layout, cache.slots)
+        return UnchangedSlots(cache.slots) if chunk else snapshot_before_step(cache.layout, cache.slots)
 
     def take_in(self, cache: LayerCache, site: AttentionSite, results: list[Tensor]) -> TakenIn | None:
         """Admit the new tokens that a step graph returned (`StepRewrite.chunks`).
@@ -186,21 +193,22 @@ class KVStore:
             return None
         layout, policy = cache.layout, cache.layout.policy
         key, value, valid, *others = results
-        sums, operands = others[: len(policy.statistics)], others[len(policy.statistics) :]
-        attention = as_attention(policy, sums, valid, layout.spread) if sums else Attention()
-        spec = None
-        if operands:  # see `cache.step.extend_step`
-            query, keys, mask, *sink = operands
-            common = (False, site.scale, site.cap, layout.heads, layout.spread)
-            spec = StatisticsSpec(query, keys, mask, sink[0] if sink else None, *common)
-        chunk = Chunk(key, value, valid, attention, pins_for(cache))
+        divided, specs = by_class(layout, others), list[StatisticsSpec]()
+        for part, own in zip(layout.parts, divided, strict=True):
+            operands = own[len(policy.statistics) :]
+            if operands:  # see `cache.step.extend_step`
+                query, keys, mask, *sink = operands
+                common = (False, site.scale, site.cap, part.heads, layout.spread)
+                specs.append(StatisticsSpec(query, keys, mask, sink[0] if sink else None, *common))
+        attention = of_chunk(layout, divided, valid)
+        chunk = Chunk(key, value, valid, attention, pins_for(cache), output_of(cache))
         take_in(cache, chunk, _spare(cache) if cache.backend.crop else None)
-        return TakenChunk(dataclasses.replace(chunk, attention=Attention()), spec, cache.slots)
+        return TakenChunk(dataclasses.replace(chunk, attention=Attention()), tuple(specs), cache.slots)
 
 
-def _spare(cache: LayerCache) -> Slots:
+def _spare(cache: LayerCache) -> AnySlots:
     """Return slots for a chunk: those from before the last chunk, whose record is dropped now, or new ones."""
     known = [call.snapshot.slots for call in cache.calls if isinstance(call.snapshot, UnchangedSlots)]
-    alike = [slots for slots in known if slots.state.keys() == cache.slots.state.keys() and slots is not cache.slots]
+    alike = [slots for slots in known if slots.names == cache.slots.names and slots is not cache.slots]
     fitting = [slots for slots in alike if slots.capacity == cache.layout.capacity]
-    return fitting[0] if fitting else Slots.empty(cache.layout)
+    return fitting[0] if fitting else empty_slots(cache.layout)

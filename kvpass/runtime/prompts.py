@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from kvpass.cache.handle import LayerCache
 from kvpass.cache.slots import Chunk, Layout
 from kvpass.cache.statistics import StatisticsSpec, as_attention
 from kvpass.capture import sparse_index
+from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.capture import Capture
 from kvpass.errors import BudgetError, PolicyError, UnsupportedGraph
 from kvpass.fx import shapes, walk
@@ -33,7 +35,7 @@ from kvpass.rewrite.prompt import rewrite_prompt
 from kvpass.rewrite.rotary_slice import probe_rotaries
 from kvpass.rewrite.validation.prompts import PromptCase, validate_prompt
 from kvpass.runtime import model_identity
-from kvpass.runtime.caches import given_pins, lengthened, room_on_top
+from kvpass.runtime.caches import by_head, given_pins, lengthened, room_on_top
 from kvpass.runtime.checks import PositionCheck
 from kvpass.runtime.compiler import Compiler
 from kvpass.runtime.padding import indices_of, inputs_of_sites
@@ -159,8 +161,23 @@ class PromptRunner:
         self.scored_by = [(outputs.index(node), dim) for node, dim in grown]
         self.owned, self.constants = model_identity.owned(gm), model_identity.constants(gm)
         self.projecting = [model_identity.projecting(site) for site in sites]
+        self.projected_by = [self._projection(site, policy) for site, policy in zip(sites, self.policies, strict=True)]
         self.as_traced = UnwrappedSubclasses()
         self.outputs = len(walk.results(gm.graph))
+
+    def _projection(self, site: AttentionSite, policy: Policy) -> int | None:
+        """Return the argument index of the weight that projects a site's output, for a policy that reads it.
+
+        Raises:
+            UnsupportedGraph: it cannot be proven which weight that is.
+        """
+        found = model_identity.output_projection(site) if policy.projects else None
+        if policy.projects and found is None:
+            raise UnsupportedGraph(
+                f"{walk.source_line(site.call)}: {policy.name!r} weighs tokens by the projection of the output, and "
+                "attention's output is not seen to enter one linear layer, head after head: use policy='ada_kv'"
+            )
+        return found
 
     def compile(self, examples: Sequence[Any]) -> None:
         """Compile the rewritten graph by the inner compiler, whose errors are passed on.
@@ -192,7 +209,7 @@ class PromptRunner:
         results = list(self.inner(*traced))
         adopted = 0 if self.past is None else traced[self.past].shape[2]
         first, pins = self._first(results, traced), self._pins(results, adopted)
-        layers = [self._layer(results, i, adopted, first, pins) for i in range(len(self.sites))]
+        layers = [self._layer(results, i, adopted, first, pins, traced) for i in range(len(self.sites))]
         del results[self.outputs :]
         prompt = layers[0].chunk.valid.shape[1]
         for each in self.sparse_indices:
@@ -200,7 +217,8 @@ class PromptRunner:
         for index, dim in self.scored_by:
             results[index] = lengthened(results[index], dim, 0)
         weights = [model_identity.held_weakly(arguments[index] for index in indices) for indices in self.projecting]
-        taken = TakenPrompt(self, layers, self._model(arguments), weights, prompt - adopted)
+        outputs = [None if index is None else weakref.ref(arguments[index]) for index in self.projected_by]
+        taken = TakenPrompt(self, layers, self._model(arguments), weights, outputs, prompt - adopted)
         del layers  # so that the rows of each layer are freed once they are stored
         for site, cache in zip(self.sites, taken.caches(), strict=True):
             results[site.keys_out], results[site.values_out] = cache.handles()
@@ -245,7 +263,15 @@ class PromptRunner:
             self.angles = probe_rotaries(self.gm, self.sites, sizes, arguments, key.device)
         return self.positions.first(arguments, self._valid(results, 0, key))
 
-    def _layer(self, results: list[Any], i: int, adopted: int, first: Tensor | None, pins: Pins | None) -> PromptLayer:
+    def _layer(
+        self,
+        results: list[Any],
+        i: int,
+        adopted: int,
+        first: Tensor | None,
+        pins: Pins | None,
+        arguments: tuple[Any, ...],
+    ) -> PromptLayer:
         site, outputs = self.sites[i], self.rewrite.outputs[i]
         key, value = results[outputs.key], results[outputs.value]
         valid = self._valid(results, i, key)
@@ -260,7 +286,9 @@ class PromptRunner:
             mask, sink_logit = (None if index is None else results[index] for index in others)
             common = (site.causal, site.scale, site.cap, key.shape[1], site.spread)
             spec = StatisticsSpec(results[query], results[attended], mask, sink_logit, *common)
-        chunk = Chunk(key, value, valid, attention, pins)
+        index = self.projected_by[i]
+        output = None if index is None else by_head(arguments[index], key.shape[1], value.shape[3])
+        chunk = Chunk(key, value, valid, attention, pins, output)
         return PromptLayer(self.policies[i], heads, site.window, chunk, spec, first)
 
     def _pins(self, results: list[Any], adopted: int) -> Pins | None:
@@ -316,7 +344,7 @@ class PromptRunner:
         """Return the plans of the layers that the backend's policy governs; see `model_identity.PlansByModel`."""
         if not layers:
             return []
-        attention = [layer.chunk.attention for layer in layers]
+        attention = [layer.chunk.attention for layer in layers if isinstance(layer.chunk.attention, Attention)]
         first, valid = self.backend.plans.of(model, shape), layers[0].chunk.valid
         plans = {share: self.backend.policy.plan(attention, valid, share, first) for share in sorted(set(shares))}
         made = [by_rows(dict(zip(plans, each, strict=True)), shares) for each in zip(*plans.values(), strict=True)]
@@ -357,6 +385,7 @@ class PromptRunner:
             exact_capacity=plan.max_capacity > 0 and self.backend.has_dynamic_sizes(chunk.key.device),
             row_budgets=by_row and governed,
         )
+        layout = layout.with_head_classes()
         if chunk.pins is not None:
             layout = layout.with_pins(chunk.pins.on_top)
         notes = (ADOPTED,) if self.adopts else ()
@@ -378,6 +407,7 @@ class TakenPrompt:
             cropped.
         model: the objects that identify the model, see `model_identity.PlansByModel`.
         weights: for each layer, weak references to the tensors that project its keys.
+        outputs: for each layer, `LayerCache.output`.
         new: the number of tokens, without those of an adopted past.
     """
 
@@ -385,6 +415,7 @@ class TakenPrompt:
     layers: list[PromptLayer]
     model: list[Any]
     weights: list[model_identity.Weights]
+    outputs: list[weakref.ref[Any] | None]
     new: int
     _shorter: dict[int, list[LayerCache]] = dataclasses.field(default_factory=dict, init=False)
 
@@ -394,7 +425,7 @@ class TakenPrompt:
         layers = list(self.layers) if crop else self.layers
         model = model_identity.held_weakly(each for each in self.model if isinstance(each, Tensor))
         for index, cache in enumerate(self.runner.stored(layers, self.model)):
-            cache.weights, cache.model = self.weights[index], model
+            cache.weights, cache.output, cache.model = self.weights[index], self.outputs[index], model
             if crop:
                 was = (cache.layout, cache.seen, cache.clocks, cache.absent, cache.limits)
                 cache.calls = (history.PastCall(self.new, None, functools.partial(self._repeat, index), *was),)

@@ -24,7 +24,7 @@ class ShapeKey:
 
     Attributes:
         numbers: those of `StepSizes.sources`, such as rows and new tokens.
-        capacities: of each of `exact_layers`, or else the common capacity of all layers; 1 if layers differ.
+        capacities: of each of `exact_layers`, or else the common capacity of all layers; 1 if layers or heads differ.
         budget: the common budget of all layers; 1 where it equals the capacity or the capacity minus one.
         exact_layers: the layers whose layouts have `exact_capacity`, so that each has a capacity of its own.
     """
@@ -36,7 +36,7 @@ class ShapeKey:
 
     @staticmethod
     def of(caches: list[LayerCache], numbers: tuple[int, ...]) -> ShapeKey:
-        if any(cache.slots.capacity != cache.layout.capacity for cache in caches):
+        if any(cache.slots.capacity != cache.layout.capacity or cache.layout.classes for cache in caches):
             return ShapeKey(numbers)
         exact_layers = tuple(index for index, cache in enumerate(caches) if cache.layout.exact_capacity)
         if exact_layers:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import kvpass
-from kvpass.cache.slots import Chunk, Slots, admit
+from kvpass.cache.admission import admit
+from kvpass.cache.slots import Chunk, Slots
 from kvpass.cache.statistics import StatisticsSpec, as_attention, statistics
 from kvpass.cache.step import Attended, Mask, Site, decode_step, extend_step, read_step
 from kvpass.policies import Policy, resolve

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.distributed import small
-from tests.strategies import OF_ONE_MODEL, ROWS, TABLE
+from tests.strategies import OF_HEADS, OF_ONE_MODEL, ROWS, TABLE
 
 if TYPE_CHECKING:
     from tests.models import Run
@@ -27,7 +27,7 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
 EVERY: dict[str, dict[str, Any]] = {
     f"{row.name} {options}": {"policy": row.name, "budget": BUDGET if row.name != "full" else None, **options}
     for row in TABLE
-    if row.name not in OF_ONE_MODEL
+    if row.name not in (*OF_ONE_MODEL, *OF_HEADS)
     for options in OPTIONS.get(row.name, [{}])
 }
 

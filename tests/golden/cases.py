@@ -34,6 +34,8 @@ IN_OTHER_WAYS = ("d2o", "buzz", "cascade", "sage", "kv_align")
 SMALLER: dict[str, dict[str, Any]] = {
     "snapkv": dict(window=4),
     "pyramid_kv": dict(window=4),
+    "ada_kv": dict(window=3),
+    "critical_kv": dict(window=3),
     "keydiff": dict(sinks=1, interval=2),
     "r_kv": dict(window=3, interval=2),
     "vase": dict(sinks=1, recent=3, interval=2),
@@ -42,6 +44,7 @@ SMALLER: dict[str, dict[str, Any]] = {
 
 WITHOUT_ALIGNER = ("gpt_oss", "mistral", "falcon", "codegen", "jamba", "llama4_text")
 REFUSED = {(model, "kv_align") for model in WITHOUT_ALIGNER}
+REFUSED |= {("GPT2", "critical_kv")}  # its output projection is no linear layer
 REFUSED |= {("gpt_oss", name) for name in CALIBRATED}  # a calibration is of all layers, and half have windows
 """The pairs of a model and a policy that refuses it."""
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from kvpass.cache.slots import Slots
 from kvpass.cache.step import Site, decode_step
 from tests.layer import Lowered, layout_for
 from tests.strategies import TABLE, Case, cases
@@ -31,7 +30,7 @@ class Traced:
 
         def step(tensors, q, k, v, valid, weights):
             here = dataclasses.replace(site, weights=tuple(weights))
-            return decode_step(layout, here, Slots.of(tensors, slots), q, k, v, valid, compact)
+            return decode_step(layout, here, slots.with_tensors(tensors), q, k, v, valid, compact)
 
         arguments = (tensors, q, k, v, valid, [*layout.policy.weights(), *layout.policy.layer_weights(layout.layer)])
         if compact not in self.graphs:
@@ -70,7 +69,7 @@ def check_graph(graph, slots, rewrites=False):
             assert node.target is torch.ops.aten.index_put_.default
             assert written(node).op == "placeholder"
         if node.op == "call_function" and str(node.target).endswith("_.default") and node.target not in rows:
-            whole = node.args[0].meta["val"].shape == slots.key.shape
+            whole = node.args[0].meta["val"].shape in [part.key.shape for part in slots.parts]
             assert not whole or (rewrites and node.target is torch.ops.aten.copy_.default)
 
 
@@ -92,7 +91,7 @@ def test_a_merging_step_is_compiled_without_a_copy_of_the_slots():
     arguments = [*lowered.slots.tensors(), last.q, last.k, last.v, last.valid[:, 0]]
     weights = lowered.layout.policy.weights()
     expected = [x.clone() for x in arguments]
-    lowered.step(lowered.layout, Site(0.25), Slots.of(expected[:-4], lowered.slots), *expected[-4:], False)
+    lowered.step(lowered.layout, Site(0.25), lowered.slots.with_tensors(expected[:-4]), *expected[-4:], False)
     module = traced.graphs[False]
     flat = make_fx(lambda *args: module(list(args[:-4]), *args[-4:], weights))(*[x.clone() for x in arguments])
     _, code = run_and_get_code(torch.compile(flat, fullgraph=True), *arguments)

@@ -65,7 +65,7 @@ NAMES = [name for name in policies.names() if name not in OF_ONE_MODEL]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", NAMES)
+@pytest.mark.parametrize("policy", [name for name in NAMES if ROWS[name].rows])
 def test_open_sizes_are_the_same_as_numbers(policy: str) -> None:
     """Rows, chunks of several lengths and budgets that are shares, past the first eviction."""
     budget = None if policy == "full" else 0.5

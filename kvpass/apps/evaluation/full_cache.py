@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicLayer
 
 from kvpass import cache_names
 from kvpass.arguments import require
-from kvpass.cache.slots import Layout, Slots
+from kvpass.cache.slots import Layout, empty_slots
 from kvpass.errors import BudgetError
 from kvpass.lowering.formats import KVDtype
 from kvpass.policies import Policy
@@ -45,7 +45,7 @@ class CacheLayer:
             ranked=policy.positions == "cache",
             kv_dtype=kv_dtype,
         )
-        return Slots.empty(layout).nbytes
+        return empty_slots(layout.with_head_classes()).nbytes
 
 
 @dataclasses.dataclass(frozen=True)

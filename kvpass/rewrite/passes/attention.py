@@ -21,9 +21,10 @@ import sympy  # type: ignore[import-untyped]
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.cache.slots import Layout, Slots
+from kvpass.cache.slots import Layout
 from kvpass.cache.step import Attended, Site, decode_step, extend_step, read_step
 from kvpass.capture.canonical import AttentionSite
+from kvpass.errors import UnsupportedGraph
 from kvpass.fx import shapes, splicing, walk
 from kvpass.fx.walk import value
 from kvpass.lowering.attend import Rope, RotaryPairs
@@ -72,6 +73,8 @@ class _AttentionReplacement:
         """Splice in an attention call's step, which writes if it is the `first`; return a chunk's statistics."""
         step, layout = self.step, self.step.layouts[layer]
         mask, mask_key = self.masks.of(site, layer)
+        if layout.classes:
+            _check_classes(site, layout, mask)
         rotary = step.rotaries[layer] if step.rotaries else None
         pairs = self.tables.pairs(rotary)
         computed = cut_computed_keys(step.gm, site, step.sizes, mask.facts if mask else ())
@@ -104,9 +107,12 @@ class _AttentionReplacement:
             layer_call = _LayerCall(layout, site, mask, rotary, pairs, computed, bool(step.padding_inputs.sites[layer]))
             self._traced[key] = self._trace(layer, layer_call, nodes, counts, first)
         before = splice_point(site, nodes)
-        *outputs, visible, bias = step.splice(self._traced[key], nodes, before, f"kvpass_{site.call.name}", layer)
-        step.masks[site.call.name] = (visible, None if bias is visible else bias)
-        return replace_outputs(step, site, outputs)
+        outputs = step.splice(self._traced[key], nodes, before, f"kvpass_{site.call.name}", layer)
+        masks = outputs[-2 * len(layout.parts) :]
+        step.masks[site.call.name] = [
+            (visible, None if bias is visible else bias) for visible, bias in zip(masks[::2], masks[1::2], strict=True)
+        ]
+        return replace_outputs(step, site, outputs[: -len(masks)])
 
     def _shared_layout(self, layer: int) -> tuple[Layout, int]:
         """Return a layer's layout and number of slots, without a dynamic capacity that is the layer's own."""
@@ -128,12 +134,12 @@ class _AttentionReplacement:
             if lse_like is not None and attended.lse is not None:
                 shape, dtype = lse_like
                 lse = [attended.lse.view(shape).to(dtype)]
-            bias = attended.mask if attended.bias is None else attended.bias
-            return [attended.output, *lse, *statistics, attended.mask, bias]
+            masks = [x for mask, bias in attended.masks for x in (mask, mask if bias is None else bias)]
+            return [attended.output, *lse, *statistics, *masks]
 
         def function(*tensors: Tensor) -> Any:
             operands = _grouped(tensors, counts)
-            slots = Slots.of(operands["slots"], template)
+            slots = template.with_tensors(operands["slots"])
             query, key, new_value, valid = operands["new"]
             site = layer_call.site(operands)
             if step.decodes and first:
@@ -144,6 +150,21 @@ class _AttentionReplacement:
             return results(attended, statistics if first else ())
 
         return step.trace(function, nodes, layer)
+
+
+def _check_classes(site: AttentionSite, layout: Layout, mask: MaskOnSlots | None) -> None:
+    """Raise UnsupportedGraph for attention that heads of different budgets cannot share."""
+    own = site.mask is not None and value(site.mask).ndim == 4 and shapes.expr(value(site.mask).shape[1]) != 1
+    why = {
+        "each head has a mask of its own": own,
+        "its mask looks up an input at the index of each cached token": mask is not None and mask.entries > 0,
+    }
+    for reason, holds in why.items():
+        if holds:
+            raise UnsupportedGraph(
+                f"{walk.source_line(site.call)}: {reason}, and {layout.policy.name!r} stores heads by their budgets; "
+                "use a policy with equal budgets, such as 'snapkv'"
+            )
 
 
 _OWN_CAPACITY = sympy.Symbol("layers_capacity")

@@ -15,7 +15,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.cache.slots import Layout, Slots
+from kvpass.cache.slots import AnySlots, Layout
 from kvpass.capture import sparse_index
 from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.rotary import find_rotary
@@ -53,7 +53,7 @@ class StepCase:
     context: StepContext
     rewrite: StepRewrite
     layouts: Sequence[Layout]
-    slots: Sequence[Slots]
+    slots: Sequence[AnySlots]
     arguments: tuple[Any, ...]
     pasts: Sequence[tuple[int, int]]
     padding_inputs: dict[fx.Node, int]
@@ -154,7 +154,7 @@ class Conversation:
     def _kept(self, layer: int) -> Tensor:
         """Return all stored tokens if they fit, else tokens at both ends, near tokens of interest, and random ones."""
         stored = self.stored[layer]
-        first, capacity = self.count - stored, self.step.slots[layer].capacity - self.step.context.decodes
+        first, capacity = self.count - stored, self.step.slots[layer].least_capacity - self.step.context.decodes
         if self.plan.dropped:  # at least one token is held
             last = max(self.count - self.plan.dropped, first + 1)
             return torch.arange(max(first, last - capacity), last)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpass.cache.slots import of_heads
 from kvpass.fx.precision import HIDDEN, accumulate_dtype
 
 SAFETY = 4.0
@@ -77,6 +78,12 @@ class Expected:
         own = self.bias[..., -queries:]
         own = own.expand(*own.shape[:2], queries, queries).diagonal(dim1=-2, dim2=-1)
         return bool((own <= HIDDEN).any())
+
+    def of_heads(self, heads: Tensor, count: int) -> Expected:
+        """Return the results of the query heads of some KV heads, int64 [B, h] of `count`, whose mask is the same."""
+        groups = self.output.shape[1] // count
+        own = (heads[:, :, None] * groups + torch.arange(groups, device=heads.device)).flatten(1)  # [B, h G]
+        return dataclasses.replace(self, output=of_heads(self.output, own), sees=of_heads(self.sees, own))
 
     def matches_mask(self, mask: Tensor, bias: Tensor | None, columns: Tensor) -> bool:
         """Return whether a mask [B, ., ., q, N] and a bias on slots equal those on the keys.

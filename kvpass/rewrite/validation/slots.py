@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.cache.slots import FREE, Layout, Slots, first_state
+from kvpass.cache.slots import FREE, AnySlots, ClassedSlots, Layout, Slots, first_state, of_heads
+from kvpass.lowering.formats import Rows
 from kvpass.policies.ranking import rank_of
 from kvpass.rewrite.validation.conversation import Conversation
 from kvpass.rewrite.validation.interpreter import copied
@@ -24,7 +25,7 @@ class MadeUpSlots:
 
     def __init__(self, conversation: Conversation) -> None:
         self.conversation, self.step = conversation, conversation.step
-        self._slots: dict[Any, Slots] = {}
+        self._slots: dict[Any, AnySlots] = {}
 
     def flat(self) -> Callable[[int], Any]:
         """Return a function that creates an argument of the rewritten graph: slots are copied on demand."""
@@ -54,48 +55,71 @@ class MadeUpSlots:
         policy = self.step.layouts[layer].policy
         return bool(self.step.sites[layer].shared_by) or policy.merges or policy.aligns != "never"
 
-    def of(self, layer: int) -> Slots:
+    def of(self, layer: int) -> AnySlots:
         """Return the slots of a layer; equal layers share them."""
         layout, original = self.step.layouts[layer], self.step.slots[layer]
         kind = (dataclasses.replace(layout, layer=0), original.capacity, self.conversation.stored[layer])
         if kind not in self._slots:
-            self._slots[kind] = self._filled(layer, layout, original)
+            self._slots[kind] = self._made(layer, layout, original)
         return self._slots[kind]
 
-    def _filled(self, layer: int, layout: Layout, original: Slots) -> Slots:
+    def _made(self, layer: int, layout: Layout, original: AnySlots) -> AnySlots:
+        if isinstance(original, Slots):
+            return self._filled(layer, layout, original, self.conversation.rows(layer))
+        order = _order(original.order.shape).to(original.order)
+        parts = []
+        for each, part, heads in zip(layout.parts, original.parts, layout.head_slices, strict=True):
+            chosen = order[:, heads]
+            pair = [
+                Rows(x.format, tuple(of_heads(rows, chosen) for rows in x.parts)) for x in self.conversation.rows(layer)
+            ]
+            parts.append(self._filled(layer, each, part, (pair[0], pair[1])))
+        return ClassedSlots(tuple(parts), order, order.argsort(-1))
+
+    def _filled(self, layer: int, layout: Layout, original: Slots, rows: tuple[Rows, Rows]) -> Slots:
         conversation, shape, kept = self.conversation, original.position.shape, self.conversation.kept[layer]
         order = _order(shape)
         is_used, token = order < len(kept), kept[order.clamp(max=len(kept) - 1)]
         valid = conversation.valid[:, None].expand(-1, shape[1], -1).gather(-1, token) & is_used
         ranks = (conversation.valid.cumsum(-1) - 1)[:, None].expand(-1, shape[1], -1).gather(-1, token)
         position = torch.where(valid, ranks, FREE).to(layout.device)
-        rows = torch.where(
+        indices = torch.where(
             is_used, token - conversation.count + conversation.stored[layer], order % conversation.stored[layer]
         )
-        key, value = (x.gathered(rows.to(layout.device)) for x in conversation.rows(layer))
+        key, value = (x.gathered(indices.to(layout.device)) for x in rows)
         return Slots(
             key=key,
             value=value,
             position=position,
             index=torch.where(valid, token, FREE).to(layout.device),
-            free=self._free(layer).to(original.free),
+            free=self._free(layer, original).to(original.free),
             seen=conversation.valid.sum(-1).to(original.seen),
             length=torch.full_like(original.length, conversation.count),
             rank=torch.where(position >= 0, rank_of(position), 0),
             state=first_state(dataclasses.replace(layout, capacity=original.capacity)),
         )
 
-    def _free(self, layer: int) -> Tensor:
+    def _free(self, layer: int, original: Slots) -> Tensor:
         """Return the slot of the next token, int64 [B, H']."""
-        shape = self.step.slots[layer].position.shape
+        shape = original.position.shape
         return _order(shape).argsort(-1)[..., min(len(self.conversation.kept[layer]), shape[-1] - 1)]
 
-    def columns(self, layer: int) -> Tensor:
-        """Return the column of each slot's token among cached and new tokens, int64 [B, H', N]; -1 if free."""
+    def heads(self, layer: int, part: int) -> Tensor | None:
+        """Return the KV heads in a class of a layer's heads, int64 [B, h]; None if there are no classes."""
+        slots = self.of(layer)
+        return None if isinstance(slots, Slots) else slots.order[:, self.step.layouts[layer].head_slices[part]]
+
+    def columns(self, layer: int, part: int = 0) -> Tensor:
+        """Return the column of each slot's token among cached and new tokens, int64 [B, H', N]; -1 if free.
+
+        Args:
+            part: the class of heads.
+        """
         conversation, new, kept = self.conversation, self.step.queries, self.conversation.kept[layer]
-        tokens = self.of(layer).index
+        tokens = self.of(layer).parts[part].index
         if self.step.context.decodes:
-            tokens = tokens.scatter(-1, self._free(layer).to(tokens.device)[..., None], conversation.count)
+            free = self._free(layer, self.step.slots[layer].parts[part])
+            tokens = tokens.scatter(-1, free.to(tokens.device)[..., None], conversation.count)
         else:
             chunk = torch.arange(conversation.count, conversation.count + new, device=tokens.device)
             tokens = torch.cat([tokens, chunk.expand(*tokens.shape[:2], -1)], -1)

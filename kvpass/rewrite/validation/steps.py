@@ -144,7 +144,9 @@ def _has_ids(step: StepCase) -> bool:
 
 def _capacity(step: StepCase) -> int:
     """Return the number of tokens that fit into the slots of each layer whose whole past is cached."""
-    sizes = [slots.capacity for slots, window in zip(step.slots, step.context.windows, strict=True) if window is None]
+    sizes = [
+        slots.least_capacity for slots, window in zip(step.slots, step.context.windows, strict=True) if window is None
+    ]
     return min(sizes, default=step.seen + 1) - step.context.decodes
 
 
@@ -223,10 +225,10 @@ def _run_rewritten(step: StepCase, conversation: Conversation, lockstep: Lockste
         call = op_table.bound(site.call)
         if (rewritten.scale, rewritten.cap) != (call["scale"], call["cap"]):
             lockstep.refuse(site, f"logits are scaled by {rewritten.scale} and capped at {rewritten.cap} instead")
-        mask, bias = context.masks[site.call.name]
-        if mask in nodes and mask.op != "placeholder":
-            last_node = mask if bias is None or bias not in nodes or bias < mask else bias
-            visits[last_node] = _at_mask(slots, lockstep, layer, site, mask, bias)
+        for part, (mask, bias) in enumerate(context.masks[site.call.name]):
+            if mask in nodes and mask.op != "placeholder":
+                last_node = mask if bias is None or bias not in nodes or bias < mask else bias
+                visits[last_node] = _at_mask(slots, lockstep, (layer, part), site, mask, bias)
         for node in (site.call, site.lse):
             if node is not None:
                 problem = "attention to the slots is not attention to the cache"
@@ -242,14 +244,25 @@ def _run_rewritten(step: StepCase, conversation: Conversation, lockstep: Lockste
 
 
 def _at_mask(
-    slots: MadeUpSlots, lockstep: Lockstep, layer: int, site: AttentionSite, mask: fx.Node, bias: fx.Node | None
+    slots: MadeUpSlots,
+    lockstep: Lockstep,
+    part: tuple[int, int],
+    site: AttentionSite,
+    mask: fx.Node,
+    bias: fx.Node | None,
 ) -> Visit:
-    """Return a visit that compares the mask and the bias on slots with the model's own mask of their tokens."""
+    """Return a visit that compares the mask and the bias on slots with the model's own mask of their tokens.
+
+    Args:
+        part: the layer, and the class of its heads.
+    """
 
     def visit(walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
         walk.env[node] = result
         wanted, bias_on_slots = lockstep.wanted[site.call.name], None if bias is None else walk.load(bias)
-        if not wanted.matches_mask(walk.load(mask), bias_on_slots, slots.columns(layer)):
+        heads = slots.heads(*part)
+        wanted = wanted if heads is None else wanted.of_heads(heads, slots.step.layouts[part[0]].heads)
+        if not wanted.matches_mask(walk.load(mask), bias_on_slots, slots.columns(*part)):
             lockstep.refuse(site, "the mask on the slots is not the mask of their tokens")
         return result
 

@@ -202,7 +202,7 @@ def test_rows_take_the_share_of_bfloat16_that_they_should(kv_dtype: KVDtype, dim
 @every_format
 def test_slots_are_the_same_after_their_tensors_went_round(kv_dtype: KVDtype) -> None:
     slots = Slots.empty(layout(kv_dtype, 8))
-    again = Slots.of(slots.tensors(), slots)
+    again = slots.with_tensors(slots.tensors())
     assert all(a is b for a, b in zip(slots.tensors(), again.tensors(), strict=True))
     assert len(slots.names) == len(set(slots.names)) == len(slots.tensors())
     shapes = dict(zip(slots.names, slots.tensors(), strict=True))

@@ -1,0 +1,266 @@
+"""Admit a prompt or a chunk to slots, uncompiled: the policy selects which tokens stay."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpass.cache.slots import FREE, ROW_BUDGET, Chunk, ClassedSlots, Layout, Slots, next_free, of_heads
+from kvpass.fx.precision import upcast
+from kvpass.lowering.formats import Rows
+from kvpass.policies.base import Policy
+from kvpass.policies.pinned_tokens import PINNED
+from kvpass.policies.protocols import Aligning, Merging, Projecting, Rescoring
+from kvpass.policies.ranking import rank_of, rows_in_order
+from kvpass.policies.types import Attention, Merge, State, Tokens
+
+MERGE_BLOCK = 1024  # evicted rows that are merged at a time
+
+
+def first_values(policy: Policy, key: Rows, value: Rows) -> State:
+    """Return the policy's initial state of new tokens, each [B, H', n], from their stored rows."""
+    return policy.init_token_state(key.read(), value.read()) if policy.sees_rows else {}
+
+
+def rescored(layout: Layout, tokens: Tokens, key: Rows, value: Rows, weights: Sequence[Tensor] = ()) -> Tokens:
+    """Return the tokens with the policy's `rescore` of rows [B, Hkv, N, D] and [B, Hkv, N, Dv], if it has one.
+
+    Args:
+        weights: the policy's weights for the layer; if there are none, they are read from the policy.
+    """
+    policy = layout.policy
+    if not policy.rescores:
+        return tokens
+    assert isinstance(policy, Rescoring)
+    weights = weights or [tensor.to(layout.device) for tensor in policy.layer_weights(layout.layer)]
+    return tokens.updated(policy.rescore(tokens, key.read(), value.read(), weights))
+
+
+def admit(layout: Layout, held: Any, chunk: Chunk, budgets: Sequence[int] = (), into: Any = None) -> Any:
+    """Admit a chunk: the policy selects which cached and new tokens stay.
+
+    Survivors are written to slots 0, 1, ... in the order of their positions.  `held` is overwritten in place if it has
+    the layout's capacity and `into` is None.  Runs once per prompt or turn, uncompiled.
+
+    Args:
+        held: the `Slots` before the chunk, `ClassedSlots` if the layout has classes; None for a prompt.
+        budgets: for a prompt, the budget of each row, if it differs from the layout's, without pinned tokens that
+            count beside it.  The slots store them if the layout has `row_budgets`.
+        into: slots of the layout's capacity to write to; `held` then stays unchanged.
+
+    Returns:
+        Slots of the layout's capacity, of the kind of `held`; more after a prompt if the policy defers.
+
+    Raises:
+        BudgetError: pinned tokens leave less of the budget than the policy needs.
+    """
+    if layout.classes and held is None:
+        return _admit_prompt_by_class(layout, chunk)
+    if layout.classes:
+        return _admit_by_class(layout, held, chunk, into)
+    budgets = tuple(budgets) or (layout.budget,) * layout.batch
+    least = min(chunk.raised(layout.policy, budgets))
+    past = Slots.empty(_prompt_layout(layout, chunk, least)) if held is None else held
+    if held is None and layout.row_budgets:
+        past.state[ROW_BUDGET].copy_(torch.tensor(budgets).view(-1, 1, 1))
+    scored = _scored(layout, past, chunk, budgets, held is None)
+    in_place = held is None or held.capacity == layout.capacity
+    slots = into or (past if in_place else Slots.empty(layout))
+    _store(layout, slots, scored)
+    if held is not None and layout.policy.aligns in ("step", "compact"):
+        _align(layout, slots, chunk.valid.shape[1])
+    return slots
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scored:
+    """Cached and new tokens, N = C + q (N = q for a prompt), before the policy selects among them.
+
+    Attributes:
+        tokens: their metadata, with the policy's scores.
+        index: int64 [B, H', N], their indices in the padded sequence.
+        key, value: their rows.
+    """
+
+    tokens: Tokens
+    index: Tensor
+    key: Rows
+    value: Rows
+
+    def of_heads(self, heads: Tensor, layout: Layout) -> _Scored:
+        """Return the tokens of some heads, int64 [B, h], with the budget of their layout."""
+        state = {name: of_heads(entry, heads) for name, entry in self.tokens.state.items()}
+        position = of_heads(self.tokens.position, heads)
+        tokens = dataclasses.replace(self.tokens, position=position, state=state, budget=layout.budget, rank=None)
+        key, value = (Rows(x.format, tuple(of_heads(part, heads) for part in x.parts)) for x in (self.key, self.value))
+        return _Scored(tokens, of_heads(self.index, heads), key, value)
+
+
+def _scored(layout: Layout, past: Slots, chunk: Chunk, budgets: Sequence[int], prompt: bool) -> _Scored:
+    """Let the policy observe a chunk."""
+    assert isinstance(chunk.attention, Attention)
+    key, value = Rows.of(layout.key_format, chunk.key), Rows.of(layout.value_format, chunk.value)
+    tokens, index = _candidates(layout, past, chunk, key, value, prompt)
+    if not layout.row_budgets:
+        tokens = dataclasses.replace(tokens, budget=max(budgets))
+    if layout.pinned_tokens is not None:
+        layout.pinned_tokens.check(tokens)
+    tokens = tokens.updated(layout.policy.observe_chunk(tokens, chunk.attention))
+    if not prompt:
+        key, value = past.key.concatenated(key), past.value.concatenated(value)
+    tokens = rescored(layout, tokens, key, value)
+    if isinstance(layout.policy, Projecting):
+        tokens = tokens.updated(layout.policy.project(tokens, value.read(), chunk.output))
+    return _Scored(tokens, index, key, value)
+
+
+def _store(layout: Layout, slots: Slots, scored: _Scored) -> None:
+    """Let the policy select among tokens, and write those that stay to slots."""
+    key, value = scored.key, scored.value
+    keep, changes = layout.eviction.compact(scored.tokens)
+    tokens = scored.tokens.updated(changes)
+    _fill(layout, slots, tokens, keep, scored.index, key, value)
+    slots.seen.copy_(tokens.seen[:, 0, 0])
+    slots.length.copy_(scored.index[:, 0, -1] + 1)
+    if layout.policy.merges:
+        _merge_evicted(layout, slots, tokens, tokens.live & ~keep, key, value)
+    slots.free.copy_(next_free(layout, slots))
+
+
+def _admit_prompt_by_class(layout: Layout, chunk: Chunk) -> ClassedSlots:
+    """Admit a prompt: the policy orders the heads, and each class of them selects among its tokens."""
+    whole = dataclasses.replace(layout, classes=(), capacity=1)
+    scored = _scored(whole, Slots.empty(whole), chunk, (layout.budget,), True)
+    counts = layout.policy.head_counts(scored.tokens)
+    slots = ClassedSlots.empty(layout, counts.argsort(dim=-1, descending=True, stable=True))
+    for each, part, heads in zip(layout.parts, slots.parts, layout.head_slices, strict=True):
+        _store(each, part, scored.of_heads(slots.order[:, heads], each))
+    return slots
+
+
+def _admit_by_class(layout: Layout, held: ClassedSlots, chunk: Chunk, into: ClassedSlots | None) -> ClassedSlots:
+    """Admit a chunk on slots in classes: heads stay in their classes."""
+    targets = [None] * len(held.parts) if into is None else into.parts
+    rows = zip(layout.parts, held.parts, layout.head_slices, targets, strict=True)
+    parts = []
+    for index, (each, part, heads, target) in enumerate(rows):
+        attention = chunk.attention[index] if isinstance(chunk.attention, tuple) else chunk.attention
+        parts.append(admit(each, part, chunk.of_heads(held.order[:, heads], attention), (), target))
+    if into is None:
+        return dataclasses.replace(held, parts=tuple(parts))
+    into.order.copy_(held.order)
+    into.place.copy_(held.place)
+    return into
+
+
+def _align(layout: Layout, slots: Slots, evicted: int) -> None:
+    weights = [tensor.to(layout.device) for tensor in layout.policy.weights()]
+    for name, changed in align(layout, slots, slots.tokens(layout), weights, evicted).items():
+        slots.state[name].copy_(changed)
+
+
+def align(layout: Layout, slots: Slots, tokens: Tokens, weights: Sequence[Tensor], evicted: int) -> State:
+    """Store the rows that the policy aligns, in place, and return the changes to its state."""
+    key, value = slots.key.read_as(layout.dtype), slots.value.read_as(layout.dtype)
+    assert isinstance(layout.policy, Aligning)
+    new_key, new_value, changes = layout.policy.align(tokens, key, value, layout.layer, weights, evicted)
+    slots.key.replace(new_key, (new_key != key).any(-1))
+    slots.value.replace(new_value, (new_value != value).any(-1))
+    return changes
+
+
+def _prompt_layout(layout: Layout, chunk: Chunk, budget: int) -> Layout:
+    """Return the layout for a prompt, which a policy that defers caches whole, with one spare slot.
+
+    A prompt that exceeds the budget, the least of any row, gets more slots than the layout has, even if it would fit.
+    The next step recognises by them that all surplus tokens are due, and not one token per new one.
+    """
+    prompt, capacity = chunk.valid.shape[1], layout.capacity
+    whole = layout.policy.defers and prompt > budget
+    return dataclasses.replace(layout, capacity=max(capacity, prompt) + 1 if whole else capacity)
+
+
+def _candidates(
+    layout: Layout, past: Slots, chunk: Chunk, key: Rows, value: Rows, prompt: bool
+) -> tuple[Tokens, Tensor]:
+    """Return the tokens of [slots, chunk], N = C + q, and their indices in the padded sequence.
+
+    `key` and `value` are the chunk's rows as stored.
+    """
+    policy, valid = layout.policy, chunk.valid
+    count = valid.cumsum(-1)  # [B, q]
+    new_position = past.seen[:, None] + count - 1
+    new_index = past.length[:, None] + torch.arange(valid.shape[1], device=layout.device)
+
+    def joined(cached: Tensor, new: Tensor) -> Tensor:
+        new = new.expand(-1, layout.groups, -1)
+        return new if prompt else torch.cat([cached, new], -1)
+
+    initial, state = first_values(policy, key, value), dict(past.state)
+    initial[PINNED] = chunk.pinned(policy)[:, None]
+    if layout.row_budgets:
+        state[ROW_BUDGET] = state[ROW_BUDGET] + chunk.on_top(policy)[:, None, None]
+    for name, dtype in layout.eviction.state().items():
+        state[name] = joined(past.state[name], initial.get(name, torch.zeros_like(new_position, dtype=dtype)[:, None]))
+    position = joined(past.position, new_position.masked_fill(~valid, FREE)[:, None])
+    tokens = Tokens(
+        position=position,
+        seen=(past.seen + count[:, -1])[:, None, None],
+        state=state,
+        budget=layout.budget_in(state),
+        held=0 if prompt else past.capacity,
+        rank=rank_of(position) if policy.ranks else None,
+        spread=layout.spread,
+    )
+    return tokens, joined(past.index, new_index[:, None])
+
+
+def _fill(layout: Layout, slots: Slots, tokens: Tokens, keep: Tensor, index: Tensor, key: Rows, value: Rows) -> None:
+    """Write the tokens that stay to the first slots, and free the others."""
+    position = torch.where(keep, tokens.position, FREE)
+    kept = rows_in_order(position)[..., : slots.capacity]  # [B, H', n]
+    count = kept.shape[-1]
+    slots.key.fill(key.gathered(kept))
+    slots.value.fill(value.gathered(kept))
+    for buffer, values in ((slots.position, position), (slots.index, index.masked_fill(~keep, FREE))):
+        compacted = values.gather(-1, kept)
+        buffer.fill_(FREE)
+        buffer[..., :count] = compacted
+    for name in layout.eviction.state():
+        compacted = tokens.state[name].gather(-1, kept)
+        slots.state[name].zero_()
+        slots.state[name][..., :count] = compacted
+    for name in layout.row_state():
+        slots.state[name].copy_(tokens.state[name])
+    slots.rank.copy_((slots.position >= 0).cumsum(-1) - 1)
+
+
+def _merge_evicted(layout: Layout, slots: Slots, tokens: Tokens, evicted: Tensor, key: Rows, value: Rows) -> None:
+    """Let the policy merge evicted tokens into the filled slots."""
+    count = int(evicted.sum(-1).max())
+    indices = rows_in_order(torch.where(evicted, tokens.position, FREE))[..., :count]  # [B, H', E]
+    held, evicted_keys, eviction = slots.key.read(), key.gathered(indices).read(), layout.eviction
+    assert isinstance(eviction, Merging)
+    merge = eviction.merge_evicted(slots.tokens(layout), held, evicted_keys, evicted.gather(-1, indices))
+    for buffer, rows in ((slots.key, key), (slots.value, value)):
+        _merge_into(buffer, rows, indices, merge)
+    for name, changed in merge.state.items():
+        slots.state[name].copy_(changed)
+
+
+def _merge_into(buffer: Rows, rows: Rows, indices: Tensor, merge: Merge) -> None:
+    """Merge rows [B, Hkv, N, D] at `indices` [B, H', E] into a buffer [B, Hkv, C, D]."""
+    heads, held = buffer.shape[1], upcast(buffer.read())
+    into = merge.into.expand(-1, heads, -1)
+    share = torch.zeros(buffer.shape[:3], device=buffer.device)
+    share = share.scatter_add(-1, into, merge.share.expand(-1, heads, -1))[..., None]
+    total = merge.own * held
+    for start in range(0, indices.shape[-1], MERGE_BLOCK):
+        block = slice(start, start + MERGE_BLOCK)
+        weighted = upcast(rows.gathered(indices[..., block]).read()) * merge.weight[..., block, None]
+        total.scatter_add_(2, into[..., block, None].expand_as(weighted), weighted)
+    buffer.replace(torch.where(share > 0, total / (merge.own + share), held), share[..., 0] > 0)

@@ -1,0 +1,138 @@
+"""Select prompt tokens as SnapKV does, with budgets of KV heads by how their attention is concentrated.
+
+AdaKV (Feng et al., "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM Inference").
+https://arxiv.org/abs/2407.11550
+
+At the end of a prompt the scores of all KV heads of a layer compete for the selected tokens of the layer, Hkv * (budget
+- window); each head's best `safeguard` of its equal share are safe.  A head's count is the number of its tokens that
+win.  The paper gives each head its count; a cache with a different length for each head would need masks, which save no
+memory, or code of its own.  Here a layer has up to four classes of heads with equally many slots (`shares`), the same
+for every layer and prompt.  The heads with the highest counts get the largest class.  Each head then selects its own
+tokens, and keeps a ring of recent ones, as SnapKV does.  Together the heads hold exactly Hkv * budget tokens.
+
+A chunk is selected from like a prompt; heads stay in the classes that the first prompt or chunk gave them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from kvpass.arguments import Condition, Share, require
+from kvpass.errors import PolicyError
+from kvpass.policies.budgets import HeadClass, share_of
+from kvpass.policies.ranking import highest
+from kvpass.policies.snapkv import SnapKV
+from kvpass.policies.types import Tokens
+
+MOST_CLASSES = 4
+MOST_CHANGE = 32  # tokens more or less than its share that a class of heads gets
+OF_FEW_HEADS = {2: (1.5, 0.5), 3: (1.8, 0.8, 0.4), 4: (1.8, 1.1, 0.7, 0.4)}
+LARGE, MIDDLE, SMALL = 4.0, 1.45, 0.22
+"""The shares of an eighth, a quarter and the rest of many heads, about those that AdaKV's counts have on average."""
+
+Shares = Annotated[
+    tuple[float, ...],
+    Condition("of numbers above 0", lambda shares: all(0 < share < math.inf for share in shares)),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaKV(SnapKV):
+    """The AdaKV policy.
+
+    Attributes:
+        safeguard: the share of a head's equal share of the budget that no other head can win.
+        shares: the relative numbers of tokens that the heads of a layer select, one number for each KV head, of which
+            at most four differ; () for those of `shares_of`.
+    """
+
+    safeguard: Share = 0.2
+    shares: Shares = ()
+    name = "ada_kv"
+    own_positions = "heads hold different numbers of tokens, and a query has one position among them"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        few = len(set(self.shares)) <= MOST_CLASSES
+        require(few, "shares", self.shares, f"must have at most {MOST_CLASSES} different numbers")
+
+    def head_classes(self, heads: int, budget: int) -> tuple[HeadClass, ...]:
+        if heads == 1:
+            raise PolicyError(
+                f"{self.name!r} divides the budget of a layer among its KV heads, and this model has one per layer: "
+                "use policy='snapkv', which selects the same tokens there"
+            )
+        shares = self.shares or shares_of(heads)
+        if len(shares) != heads:
+            raise PolicyError(
+                f"shares={shares}: {len(shares)} numbers for a model with {heads} KV heads per layer: give one for each"
+            )
+        return classes_of(shares, heads * budget, self.fitting_budget(0))
+
+    def head_counts(self, tokens: Tokens) -> Tensor:
+        scored = tokens.live & tokens.state["selected"] & ~tokens.newest(self.window)
+        selected = self.compacted(tokens.budget) - self.window
+        assert isinstance(selected, int)  # rows have no budgets of their own
+        return winners(tokens.state["score"], tokens.position.masked_fill(~scored, -1), selected, self.safeguard)
+
+
+def shares_of(heads: int) -> tuple[float, ...]:
+    """Return the shares of a layer's heads from the largest to the smallest."""
+    if heads in OF_FEW_HEADS:
+        return OF_FEW_HEADS[heads]
+    large, middle = max(1, heads // 8), max(1, heads // 4)
+    return (LARGE,) * large + (MIDDLE,) * middle + (SMALL,) * (heads - large - middle)
+
+
+def classes_of(shares: tuple[float, ...], total: int, least: int) -> tuple[HeadClass, ...]:
+    """Return classes of heads whose budgets are about `least` and their shares of the rest of `total` tokens.
+
+    Budgets are whole and equal within a class, and add up to `total`.  The largest class gets what is left over; the
+    others get as few tokens more or less as that takes.  Equal budgets give no classes.
+    """
+    counts = [len([*group]) for _, group in itertools.groupby(sorted(shares, reverse=True))]
+    rest, whole = total - least * len(shares), math.fsum(shares)
+    others = [least + math.floor(rest * share / whole) for share in sorted(set(shares), reverse=True)[1:]]
+    most = min(counts[0], MOST_CHANGE)
+    changes = itertools.product(range(1 - most, most), repeat=len(others))
+    for change in sorted(changes, key=lambda each: (sum(map(abs, each)), [-more for more in each])):
+        budgets = [budget + more for budget, more in zip(others, change, strict=True)]
+        left = total - sum(count * budget for count, budget in zip(counts[1:], budgets, strict=True))
+        found = [left // counts[0], *budgets]
+        if left % counts[0] == 0 and found == sorted(found, reverse=True) and found[-1] >= least:
+            return merged(counts, found)
+    return ()
+
+
+def merged(counts: list[int], budgets: list[int]) -> tuple[HeadClass, ...]:
+    """Return classes of these numbers of heads and budgets, in order, those of equal budgets as one; () for one."""
+    made = [
+        HeadClass(sum(count for count, _ in group), budget)
+        for budget, group in (
+            (budget, [*group]) for budget, group in itertools.groupby(zip(counts, budgets, strict=True), lambda x: x[1])
+        )
+    ]
+    return tuple(made) if len(made) > 1 else ()
+
+
+def winners(score: Tensor, position: Tensor, count: int, safeguard: float) -> Tensor:
+    """Return how many tokens of each head are among the best of all heads, int64 [B, H].
+
+    Args:
+        score: float32 [B, H, N].
+        position: int64 [B, H, N], in order, negative for tokens that do not compete.
+        count: the mean of the tokens that a head can win.
+        safeguard: the share of `count` that each head's best tokens win in any case.
+    """
+    rows, heads, tokens = score.shape
+    safe = highest(score, position, share_of(count, safeguard))
+    ranked = torch.where(position < 0, -torch.inf, torch.where(safe, torch.inf, score)).flatten(1)
+    best = ranked.argsort(dim=-1, descending=True, stable=True)[:, : heads * count]
+    won = torch.zeros_like(ranked, dtype=torch.int64).scatter(-1, best, 1).view(rows, heads, tokens)
+    return (won * (position >= 0)).sum(-1)

@@ -1,0 +1,43 @@
+"""Reference of `critical_kv`: that of `ada_kv`, with a second choice by the projected values."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+from torch import Tensor
+
+from kvpass.policies.critical_kv import CriticalKV
+from kvpass.reference.ada_kv import AdaKVReference
+from kvpass.reference.base import HeadStream, Token, in_order
+
+
+class CriticalKVReference(AdaKVReference):
+    policy: CriticalKV
+
+    def take(self, stream: HeadStream, new: list[Token], probabilities: Tensor, logits: Tensor) -> None:
+        if not stream.step:
+            for token in stream.tokens + new:
+                token.notes["norm"] = self.norm(token.value[0].float(), stream.output)
+        super().take(stream, new, probabilities, logits)
+
+    def norm(self, value: Tensor, output: Tensor | None) -> float:
+        """Return the mean over query heads of the L1 norm of a projected value [Dv]."""
+        if output is None:
+            return float(value.abs().sum())
+        return sum(float((value @ head.float()).abs().sum()) for head in output) / len(output)
+
+    def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
+        if len(tokens) <= budget:
+            return tokens
+        window = [token for token in tokens if token.position >= seen - self.policy.window]
+        others = [token for token in tokens if token not in window]
+        selected = [token for token in others if "selected" in token.notes]
+        ring = [token for token in others if "selected" not in token.notes]
+        by_attention = sorted(selected, key=lambda token: (-token.score, token.position))
+        ring.sort(key=lambda token: -token.position)
+        count = math.floor(Fraction(str(self.policy.first)) * (budget - self.policy.window))
+        safe = (by_attention + ring)[:count]
+        rest = [token for token in selected if token not in safe]
+        rest.sort(key=lambda token: (-(token.score + self.policy.epsilon) * token.notes["norm"], token.position))
+        return in_order((window + safe + rest + [token for token in ring if token not in safe])[:budget])
