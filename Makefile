@@ -10,7 +10,7 @@ DOCS := .venv-docs
 # ten seconds longer to begin, and the demo, the tests and the benchmarks begin dozens.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test oldest newest slow whole lint docs architectures reach bench rivals clean
+.PHONY: demo unit test oldest newest slow whole lint docs architectures reach bench rivals clean
 
 # The main job: a real model under a few policies, with tables and pictures in out/, in six minutes on two cores.
 demo: $(RUNS)
@@ -33,6 +33,13 @@ CASES += 'tests/decoding/test_loop.py::test_a_decode_loop_runs_no_generated_pyth
 # What `make newest` runs in addition to these: names of caches, of torch and of operators, and what triton makes for GPUs.
 CHANGED := tests/test_cache_names.py tests/diagnostics/test_doctor.py tests/decoding/test_prefill.py tests/capture/test_capture.py \
     tests/gpu/test_cuda_emission.py
+
+# What needs no C++ compiler: graphs are read and rewritten, policies run eagerly.  `CXX=false` keeps it so.
+UNIT := tests/fx tests/capture tests/benchmarks tests/gpu/test_listing.py tests/diagnostics/test_calibrate.py \
+    tests/diagnostics/test_simulate.py tests/test_arguments.py tests/test_docs.py tests/test_layout.py
+
+unit: $(INSTALLED)
+	CXX=false $(PYTEST) --dist loadfile $(UNIT)
 
 test: $(INSTALLED)
 	$(PYTEST) --dist loadfile --no-loadscope-reorder
