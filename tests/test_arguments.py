@@ -78,6 +78,13 @@ def without(values: Sequence[Any], *left_out: Any) -> list[Any]:
     return [value for value in values if not any(value is other for other in left_out)]
 
 
+OF_HEADS: dict[str, Any] = {
+    "window": NO_COUNT,
+    "kernel": (*NO_COUNT, 4),
+    "safeguard": (*NO_NUMBER, 1.5, -0.1, None),
+    "shares": ((0.0, 1.0), (-1.0,), ("a",), 1.0, (5.0, 4.0, 3.0, 2.0, 1.0)),
+}
+
 POLICY_OPTIONS: dict[str, dict[str, Sequence[Any]]] = {
     "streaming": {"sinks": without(NO_COUNT, 0), "keep_prompt": NO_TRUTH},
     "h2o": {"heavy": (*NO_NUMBER, 1.5, -0.1, None), "interval": NO_COUNT},
@@ -126,13 +133,8 @@ POLICY_OPTIONS: dict[str, dict[str, Sequence[Any]]] = {
         "select_at": ("once", None),
     },
     "pyramid_kv": {"window": NO_COUNT, "kernel": (*NO_COUNT, 4), "beta": NO_COUNT},
-    "critical_kv": {"first": (*NO_NUMBER, 1.5, -0.1, None), "epsilon": (*NO_NUMBER, -0.1, None)},
-    "ada_kv": {
-        "window": NO_COUNT,
-        "kernel": (*NO_COUNT, 4),
-        "safeguard": (*NO_NUMBER, 1.5, -0.1, None),
-        "shares": ((0.0, 1.0), (-1.0,), ("a",), 1.0, (5.0, 4.0, 3.0, 2.0, 1.0)),
-    },
+    "ada_kv": OF_HEADS,
+    "critical_kv": {**OF_HEADS, "first": (*NO_NUMBER, 1.5, -0.1, None), "epsilon": (*NO_NUMBER, -0.1, None)},
     "keydiff": {"sinks": without(NO_COUNT, 0), "recent": without(NO_COUNT, 0)},
     "r_kv": {
         "window": NO_COUNT,
