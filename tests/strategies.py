@@ -193,6 +193,7 @@ TABLE = [
         scored=True,
         fixed={"window": 3},
         case=TWO_HEADS,
+        lossless={"shares": (1.0,)},
         rows=False,
     ),
     Row(
@@ -210,6 +211,7 @@ TABLE = [
         scored=True,
         fixed={"window": 3},
         case=TWO_HEADS,
+        lossless={"shares": (1.0,)},
         rows=False,
     ),
     Row(

@@ -78,7 +78,7 @@ def without(values: Sequence[Any], *left_out: Any) -> list[Any]:
     return [value for value in values if not any(value is other for other in left_out)]
 
 
-OF_ADA_KV: dict[str, Sequence[Any]] = {
+OF_HEADS: dict[str, Any] = {
     "window": NO_COUNT,
     "kernel": (*NO_COUNT, 4),
     "safeguard": (*NO_NUMBER, 1.5, -0.1, None),
@@ -133,8 +133,8 @@ POLICY_OPTIONS: dict[str, dict[str, Sequence[Any]]] = {
         "select_at": ("once", None),
     },
     "pyramid_kv": {"window": NO_COUNT, "kernel": (*NO_COUNT, 4), "beta": NO_COUNT},
-    "critical_kv": {**OF_ADA_KV, "first": (*NO_NUMBER, 1.5, -0.1, None), "epsilon": (*NO_NUMBER, -0.1, None)},
-    "ada_kv": OF_ADA_KV,
+    "ada_kv": OF_HEADS,
+    "critical_kv": {**OF_HEADS, "first": (*NO_NUMBER, 1.5, -0.1, None), "epsilon": (*NO_NUMBER, -0.1, None)},
     "keydiff": {"sinks": without(NO_COUNT, 0), "recent": without(NO_COUNT, 0)},
     "r_kv": {
         "window": NO_COUNT,

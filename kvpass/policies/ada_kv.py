@@ -49,7 +49,7 @@ class AdaKV(SnapKV):
     Attributes:
         safeguard: the share of a head's equal share of the budget that no other head can win.
         shares: the relative numbers of tokens that the heads of a layer select, one number for each KV head, of which
-            at most four differ; () for those of `shares_of`.
+            at most four differ; one number for equal heads; () for those of `shares_of`.
     """
 
     safeguard: Share = 0.2
@@ -69,6 +69,8 @@ class AdaKV(SnapKV):
                 "use policy='snapkv', which selects the same tokens there"
             )
         shares = self.shares or shares_of(heads)
+        if len(shares) == 1:
+            return ()
         if len(shares) != heads:
             raise PolicyError(
                 f"shares={shares}: {len(shares)} numbers for a model with {heads} KV heads per layer: give one for each"

@@ -41,6 +41,7 @@ def test_counts_by_hand(safeguard: float, wanted: list[int]) -> None:
 def test_budgets_by_hand() -> None:
     assert classes_of(shares_of(8), 8 * 64, 4) == (HeadClass(1, 245), HeadClass(2, 91), HeadClass(5, 17))
     assert classes_of((1.0, 1.0, 1.0), 90, 4) == ()
+    assert AdaKV(shares=(1.0,)).head_classes(3, 90) == ()
     assert classes_of((0.5, 1.5), 40, 5) == (HeadClass(1, 28), HeadClass(1, 12))
     assert classes_of((2.0, 2.0, 1.0, 1.0, 1.0), 5 * 13, 4) == (HeadClass(2, 16), HeadClass(3, 11))
     assert classes_of((2.0, 1.0), 8, 4) == ()  # no more than the least
