@@ -72,6 +72,7 @@ class RecordedModel:
         with steps.listening() as ran, prompts.listening() as admitted:
             out = self.call(ids, **named)
         steps.announce(ran)
+        exported_graphs.check_layouts(caches_in(cache_names.returned(out)))  # before steps are compiled
         graphs = len(ran) + len(admitted)
         if graphs != 1:
             raise UnsupportedGraph(

@@ -248,22 +248,28 @@ def variant_entry(rewrite: StepRewrite) -> dict[str, Any]:
     return dict(**fields, chunks=rewrite.chunks, valid=rewrite.valid)
 
 
+def check_layouts(caches: Sequence[LayerCache]) -> None:
+    """Check that steps on these caches can be exported.
+
+    Raises:
+        UnsupportedGraph: the layers' slots depend on the prompt, or differ among heads, or a layer has a window.
+    """
+    _refuse(
+        {
+            "slots whose number depends on the prompt": any(cache.layout.exact_capacity for cache in caches),
+            "heads with budgets of their own": any(cache.layout.classes for cache in caches),
+            "layers with a sliding window of their own": any(cache.window is not None for cache in caches),
+        }
+    )
+
+
 def step_entry(runner: StepRunner, ran: StepResult, ids_index: int) -> dict[str, Any]:
     """Return what an artifact's manifest has about a step graph that has run.
 
     Args:
         ids_index: the index of the token ids among its arguments.
 
-    Raises:
-        UnsupportedGraph: the layers' slots depend on the prompt.
     """
-    _refuse(
-        {
-            "slots whose number depends on the prompt": any(cache.layout.exact_capacity for cache in ran.caches),
-            "heads with budgets of their own": any(cache.layout.classes for cache in ran.caches),
-            "layers with a sliding window of their own": any(cache.window is not None for cache in ran.caches),
-        }
-    )
     return dict(
         padding_inputs=[[runner.padding.indices[node] for node in nodes] for nodes in runner.padding.inputs],
         counters=list(runner.sizes.counters.values()),

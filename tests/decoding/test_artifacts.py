@@ -295,4 +295,6 @@ def test_requests(model: Any, tmp_path: Path) -> None:
 def test_models_and_policies_that_need_their_graphs_are_refused(model: Any, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedGraph, match="slots whose number depends on the prompt"):
         kvpass.export(model, tmp_path / "none", policy="d2o", budget=16)
+    with pytest.raises(UnsupportedGraph, match="heads with budgets of their own"):
+        kvpass.export(model, tmp_path / "none", policy="ada_kv", budget=40, window=8)
     assert not list(tmp_path.iterdir())
