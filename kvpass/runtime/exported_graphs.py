@@ -76,6 +76,7 @@ class ExportedPrompt(PromptRunner):
         self.as_traced = UnwrappedSubclasses()
         self.adopts, self.past, self.unchecked, self.positions, self.angles = False, None, None, None, None
         self.sparse_indices, self.scored_by, self.constants = [], [], []
+        self.projected_by = [None] * count
 
 
 def prompt_entry(runner: PromptRunner) -> dict[str, Any]:
@@ -91,6 +92,7 @@ def prompt_entry(runner: PromptRunner) -> dict[str, Any]:
             "heads that are spread over processes": any(site.spread is not None for site in runner.sites),
             "attention that selects keys by an index": bool(runner.sparse_indices or runner.scored_by),
             "weights that are constants of the graph": bool(runner.constants),
+            "a policy that reads the layers' output projections": any(i is not None for i in runner.projected_by),
             "a prompt whose tensors are kept": any(site.operands for site in runner.rewrite.outputs),
         }
     )
