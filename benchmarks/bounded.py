@@ -20,7 +20,8 @@ from kvpass.policies import Policy, Tokens
 BUDGET = 1024
 FLOOR = 8  # slots of a step that reads little but the weights
 SINKS = 4  # the first tokens, which keep their positions when a conversation moves on
-LEFT_OUT = ("full", "kv_align", "tri_attention", "expected_attention")  # evicts nothing; need weights of the model
+NEED_WEIGHTS = ("kv_align", "tri_attention", "expected_attention")  # that were made for the model
+LEFT_OUT = ("full", *NEED_WEIGHTS)  # evicts nothing, and those
 
 
 @dataclasses.dataclass(frozen=True)

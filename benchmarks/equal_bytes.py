@@ -71,7 +71,11 @@ def effort(name: str) -> tuple[object, ...]:
 
 
 def takes_aligner(name: str) -> bool:
-    return "aligner" in {field.name for field in dataclasses.fields(policies.get(name))}
+    return takes(name, "aligner")
+
+
+def takes(name: str, option: str) -> bool:
+    return option in {field.name for field in dataclasses.fields(policies.get(name))}
 
 
 def _apart(what: str, name: str, quick: bool) -> list[Row]:

@@ -25,6 +25,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from benchmarks import apart, books
+from benchmarks.equal_bytes import takes, takes_aligner
 from benchmarks.report import Row, Table
 from benchmarks.settings import Settings
 from kvpass import policies
@@ -46,8 +47,6 @@ PANELS = {
     "KL(full || policy) in nats, and the share of equal first choices": ("KL", "same"),
     "Perplexity over that of the full cache, and slots": (PERPLEXITY, "slots"),
 }
-ALIGNED = ("kv_align",)
-"""Policies that need a network which is trained for the model: `benchmarks.align` measures them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,16 +90,18 @@ class Job:
 
 
 def jobs(out: Path) -> list[Job]:
-    """Return all jobs; policies with calibrations read one that is made for the checkpoint."""
-    every = [_with_calibration(name, out) for name in policies.names() if name not in ALIGNED]
+    """Return all jobs; policies with calibrations read one that is made for the checkpoint.
+
+    `benchmarks.align` measures policies with a network that is trained for the model.
+    """
+    every = [_with_calibration(name, out) for name in policies.names() if not takes_aligner(name)]
     compared = [Job(policy, kind) for kind in FORMATS for policy in every]
     return [*compared[: len(every)], *(Job(policy, None, question) for question in QUESTIONS for policy in every),
             *compared[len(every) :]]  # fmt: skip
 
 
 def _with_calibration(name: str, out: Path) -> str:
-    fields = {field.name for field in dataclasses.fields(policies.get(name))}
-    return f"{name}:calibration={_calibration(out)}" if "calibration" in fields else name
+    return f"{name}:calibration={_calibration(out)}" if takes(name, "calibration") else name
 
 
 def _calibration(out: Path) -> Path:

@@ -27,6 +27,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from tqdm import tqdm
 
 import kvpass
+from benchmarks.bounded import NEED_WEIGHTS
 from benchmarks.model import DIM, HEADS, KV_HEADS, Conversation, build
 from benchmarks.model import tokens as random_tokens
 from benchmarks.timing import Local, Plan, interleaved, medians
@@ -40,7 +41,6 @@ from kvpass.decoding.prefill import Caller
 from kvpass.errors import KVPassError
 from kvpass.lowering.formats import KV_DTYPES, KVDtype, Rows, format_of, words
 
-LEFT_OUT = ("kv_align", "tri_attention", "expected_attention")  # they need weights that were made for the model
 TIMES: dict[KVDtype, int] = {"int8": 2, "int4": 4}  # as many tokens in the same bytes, nearly
 KINDS: tuple[KVDtype | None, ...] = (None, *KV_DTYPES)
 PROMPT = 64  # tokens before the steps that are timed
@@ -276,7 +276,7 @@ def _products(kind: KVDtype, slots: int) -> list[Callable[[], object]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    everything = [name for name in policies.names() if name not in LEFT_OUT]
+    everything = [name for name in policies.names() if name not in NEED_WEIGHTS]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quantised", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="of torch (default: 1)")
     parts = parser.add_subparsers(required=True)

@@ -73,6 +73,8 @@ OF_HEADS = ("ada_kv", "critical_kv")
 """Policies that divide the budget of a layer among its heads."""
 TWO_HEADS: dict[str, Any] = {"heads": 2, "positions": "absolute"}
 """What they need in a case."""
+OF_CLASSES = dict(least=6, scored=True, fixed={"window": 3}, case=TWO_HEADS, lossless={"shares": (1.0,)}, rows=False)
+"""What `ada_kv` and `critical_kv` have in common."""
 OF_ONE_MODEL = ("kv_align", *CALIBRATED)
 """Policies whose weights are made for one model."""
 
@@ -189,12 +191,7 @@ TABLE = [
                 "shares": st.sampled_from([(), (3.0, 1.0), (1.0, 1.0)]),
             }
         ),
-        least=6,
-        scored=True,
-        fixed={"window": 3},
-        case=TWO_HEADS,
-        lossless={"shares": (1.0,)},
-        rows=False,
+        **OF_CLASSES,
     ),
     Row(
         "critical_kv",
@@ -207,12 +204,7 @@ TABLE = [
                 "epsilon": st.sampled_from([0.0, 1e-4]),
             }
         ),
-        least=6,
-        scored=True,
-        fixed={"window": 3},
-        case=TWO_HEADS,
-        lossless={"shares": (1.0,)},
-        rows=False,
+        **OF_CLASSES,
     ),
     Row(
         "keydiff",

@@ -49,7 +49,7 @@ def admit(layout: Layout, held: Any, chunk: Chunk, budgets: Sequence[int] = (), 
     Args:
         held: the `Slots` before the chunk, `ClassedSlots` if the layout has classes; None for a prompt.
         budgets: for a prompt, the budget of each row, if it differs from the layout's, without pinned tokens that
-            count beside it.  The slots store them if the layout has `row_budgets`.
+            count in addition to it.  The slots store them if the layout has `row_budgets`.
         into: slots of the layout's capacity to write to; `held` then stays unchanged.
 
     Returns:
@@ -153,7 +153,7 @@ def _admit_by_class(layout: Layout, held: ClassedSlots, chunk: Chunk, into: Clas
     if into is None:
         return dataclasses.replace(held, parts=tuple(parts))
     into.order.copy_(held.order)
-    into.place.copy_(held.place)
+    into.inverse.copy_(held.inverse)
     return into
 
 

@@ -126,7 +126,7 @@ def _check_classes(slots: ClassedSlots, layout: Layout, seen: int) -> None:
     for part, each in zip(slots.parts, layout.parts, strict=True):
         check_numbers(part, each, seen, each.capacity, (each.budget,))
     heads = torch.arange(layout.heads).expand_as(slots.order)
-    if not torch.equal(slots.order.sort(-1).values, heads) or not torch.equal(slots.order.argsort(-1), slots.place):
+    if not torch.equal(slots.order.sort(-1).values, heads) or not torch.equal(slots.order.argsort(-1), slots.inverse):
         raise CacheFileError(f"its order of heads is none of {layout.heads} heads")
 
 

@@ -334,12 +334,12 @@ class ClassedSlots:
     Attributes:
         parts: the slots of each class, see `Layout.parts`.
         order: int64 [B, Hkv], the KV heads in the order of the classes.
-        place: int64 [B, Hkv], the index of each KV head in `order`.
+        inverse: int64 [B, Hkv], the index of each KV head in `order`.
     """
 
     parts: tuple[Slots, ...]
     order: Tensor
-    place: Tensor
+    inverse: Tensor
 
     @staticmethod
     @torch.inference_mode(False)
@@ -371,19 +371,19 @@ class ClassedSlots:
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors in the order of `names`; `with_tensors` is the inverse."""
-        return [*(tensor for part in self.parts for tensor in part.tensors()), self.order, self.place]
+        return [*(tensor for part in self.parts for tensor in part.tensors()), self.order, self.inverse]
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> ClassedSlots:
         """Return slots like these with the tensors that `tensors` returned."""
-        *rest, order, place = tensors
+        *rest, order, inverse = tensors
         remaining = iter(rest)
         parts = [part.with_tensors(list(itertools.islice(remaining, len(part.names)))) for part in self.parts]
-        return ClassedSlots(tuple(parts), order, place)
+        return ClassedSlots(tuple(parts), order, inverse)
 
     @property
     def names(self) -> list[str]:
         """The names of the tensors: those of the first class, those of the others with a prefix, and the order."""
-        return [*_prefixed([part.names for part in self.parts]), "order", "place"]
+        return [*_prefixed([part.names for part in self.parts]), "order", "inverse"]
 
     @property
     def stored(self) -> list[str]:
@@ -394,7 +394,7 @@ class ClassedSlots:
         """Return slots with a batch-first function applied to each tensor."""
         parts = tuple(part.map(function) for part in self.parts)
         with torch.inference_mode(False), torch.no_grad():
-            return ClassedSlots(parts, function(self.order), function(self.place))
+            return ClassedSlots(parts, function(self.order), function(self.inverse))
 
     def on_meta(self, layout: Layout) -> ClassedSlots:
         """Return these slots with rows of a layout's formats on the meta device."""
@@ -418,7 +418,7 @@ class ClassedSlots:
             columns = like[:, : part.shape[1]].clone()
             (columns[:, :, : part.shape[2]] if like.ndim > 2 else columns).copy_(part)
             wide.append(columns)
-        return of_heads(torch.cat(wide, 1), self.place)
+        return of_heads(torch.cat(wide, 1), self.inverse)
 
     def held(self, layout: Layout, pinned: bool = False) -> Tensor:
         """Return the indices of cached tokens as `Slots.held` does."""

@@ -128,11 +128,15 @@ def of_chunk(layout: Layout, results: list[list[Tensor]], valid: Tensor) -> Atte
     policy = layout.policy
     if not policy.statistics:
         return Attention()
-    made = [as_attention(policy, each[: len(policy.statistics)], valid, layout.spread) for each in results]
-    return made[0] if len(made) == 1 else tuple(made)
+    return of_classes([as_attention(policy, x[: len(policy.statistics)], valid, layout.spread) for x in results])
+
+
+def of_classes(attention: list[Attention]) -> Attention | tuple[Attention, ...]:
+    """Return `Chunk.attention` from that of each class of heads, none without statistics."""
+    return tuple(attention) if len(attention) > 1 else attention[0] if attention else Attention()
 
 
 def by_class(layout: Layout, results: list[Tensor]) -> list[list[Tensor]]:
-    """Divide what `kvpass.cache.step.extend_step` returned beside attention among the classes of heads."""
+    """Divide the statistics that `kvpass.cache.step.extend_step` returned among the classes of heads."""
     count = len(results) // len(layout.parts)
     return [results[i * count : (i + 1) * count] for i in range(len(layout.parts))]

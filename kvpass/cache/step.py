@@ -160,7 +160,7 @@ def _in_model_order(layout: Layout, slots: ClassedSlots, attended: list[Attended
 
     def joined(results: list[Tensor]) -> Tensor:
         by_head = [torch.unflatten(x, 1, (part.heads, -1)) for x, part in zip(results, layout.parts, strict=True)]
-        return of_heads(torch.cat(by_head, 1), slots.place).flatten(1, 2)
+        return of_heads(torch.cat(by_head, 1), slots.inverse).flatten(1, 2)
 
     sums = [each.lse for each in attended if each.lse is not None]
     masks = tuple(mask for each in attended for mask in each.masks)

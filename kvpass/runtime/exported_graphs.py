@@ -87,8 +87,6 @@ def prompt_entry(runner: PromptRunner) -> dict[str, Any]:
     """
     _refuse(
         {
-            "heads with budgets of their own": runner.backend.policy.divides_heads,
-            "layers with a sliding window of their own": any(site.window is not None for site in runner.sites),
             "heads that are spread over processes": any(site.spread is not None for site in runner.sites),
             "attention that selects keys by an index": bool(runner.sparse_indices or runner.scored_by),
             "weights that are constants of the graph": bool(runner.constants),
@@ -259,7 +257,7 @@ def check_layouts(caches: Sequence[LayerCache]) -> None:
     _refuse(
         {
             "slots whose number depends on the prompt": any(cache.layout.exact_capacity for cache in caches),
-            "heads with budgets of their own": any(cache.layout.classes for cache in caches),
+            "heads with budgets of their own": any(cache.layout.policy.divides_heads for cache in caches),
             "layers with a sliding window of their own": any(cache.window is not None for cache in caches),
         }
     )

@@ -14,7 +14,7 @@ from kvpass.cache.admission import admit
 from kvpass.cache.handle import LayerCache
 from kvpass.cache.history import Restorable, UnchangedSlots, snapshot_before_step
 from kvpass.cache.slots import AnySlots, Chunk, Layout, empty_slots
-from kvpass.cache.statistics import StatisticsSpec, by_class, of_chunk
+from kvpass.cache.statistics import StatisticsSpec, by_class, of_chunk, of_classes
 from kvpass.capture.canonical import AttentionSite
 from kvpass.policies.budgets import Plan
 from kvpass.policies.pinned_tokens import PINNED, Pins, check_pinned
@@ -67,12 +67,7 @@ class TakenChunk:
         policy, valid = cache.layout.policy, self.chunk.valid
         parts = zip(self.specs, cache.layout.parts, cache.slots.parts, strict=False)
         found = [spec.attention(policy, valid, layout.budget_in(slots.state)) for spec, layout, slots in parts]
-        take_in(cache, dataclasses.replace(self.chunk, attention=_of_classes(found)), self.into)
-
-
-def _of_classes(attention: list[Attention]) -> Attention | tuple[Attention, ...]:
-    """Return `Chunk.attention` from that of each class of heads, none without statistics."""
-    return tuple(attention) if len(attention) > 1 else attention[0] if attention else Attention()
+        take_in(cache, dataclasses.replace(self.chunk, attention=of_classes(found)), self.into)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -147,7 +147,7 @@ def test_classes_equal_one_rectangle_with_a_budget_for_each_head() -> None:
     plain = dataclasses.replace(lowered.layout, classes=(), row_budgets=True)
     rectangle = slots.whole(lowered.layout).with_state_of(plain, [0, 0])
     budgets = torch.tensor([part.budget for part in lowered.layout.parts])
-    rectangle.state[ROW_BUDGET].copy_(budgets[slots.place][..., None])
+    rectangle.state[ROW_BUDGET].copy_(budgets[slots.inverse][..., None])
     new = layer(3, tokens=12)
     for t in range(12):
         q, k, v = (getattr(new, name)[:, :, t : t + 1] for name in ("q", "k", "v"))

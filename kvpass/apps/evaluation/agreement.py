@@ -28,7 +28,7 @@ class AgreementMeasure:
 
     All tokens are teacher-forced.  A token's distance is the number of tokens that were fed since the budget was full;
     it is negative before that.  With whole prompts a policy evicts at the end of the prompt at the earliest.  Means are
-    over documents, each of which counts alike, and intervals are bootstrapped over documents.
+    over documents, which all have the same weight, and intervals are bootstrapped over documents.
 
     Attributes:
         documents: number of documents, cut from the texts in turn.
@@ -100,7 +100,7 @@ class AgreementMeasure:
             means = of_tokens[:, inside].double().mean(1)
             low, high = interval(means, self.seed)
             row |= {name: means.mean().item(), f"{name}, low": low, f"{name}, high": high}
-        documents = len(of_tokens)
+        documents = len(values[self.up])
         return {**row, "documents": documents, "tokens": int(inside.sum()) * documents}
 
     def columns(self, rows: Sequence[Row]) -> Row:

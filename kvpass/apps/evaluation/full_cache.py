@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import collections
 import dataclasses
 from typing import Any
 
@@ -81,10 +82,10 @@ class FullCache:
             BudgetError: the smallest budget of the policy takes more bytes.
         """
         require(0 < share <= 1, "share", share, "must be above 0 and at most 1")
-        allowed = int(share * self.bytes_of(tokens))
+        allowed, kinds = int(share * self.bytes_of(tokens)), collections.Counter(self.layers)
 
         def taken(budget: int) -> int:
-            return sum(layer.slot_bytes(policy, budget, kv_dtype) for layer in self.layers)
+            return sum(count * layer.slot_bytes(policy, budget, kv_dtype) for layer, count in kinds.items())
 
         most = 8 * tokens  # more than rows of four bits in place of 32 allow
         fits = bisect.bisect_right(range(most), allowed, lo=1, key=taken) - 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 
 import torch
@@ -60,51 +60,55 @@ class _Runner:
 
     def __init__(self, settings: EvaluationSettings, subject: LoadedModel, texts: dict[str, list[int]]) -> None:
         self.settings, self.subject, self.texts = settings, subject, texts
-        self.full_cache = FullCache.of(subject.model)
         self.predictions = FullPredictions(Caller.of(subject.model))
+
+    @cached_property
+    def _full_cache(self) -> FullCache:
+        return FullCache.of(self.subject.model)
 
     def results(self, cases: Sequence[Case], digest: str) -> Iterator[Result]:
         """Yield the result of each case, with one progress bar for cases and one for tokens."""
         with tqdm(total=len(cases), unit="case", dynamic_ncols=True) as bar:
-            for _, group in groupby(cases, self._held):
-                together = list(group)
+            for (policy, slots), group in groupby(cases, self._held):
                 torch.compiler.reset()  # Dynamo allows only a few variants of one function at a time
-                loop = unless_refused(partial(self._loop, together[0]))
-                for case in together:
+                loop = unless_refused(partial(self._loop, policy, slots))
+                for case in group:
                     key = case.key(self.settings, digest)
                     name = f"{case.measure.name}: {case.policy} {case.budget or ''}".rstrip()
                     with tqdm(unit="token", desc=name, leave=False, dynamic_ncols=True) as tokens:
                         yield self._result(case, key, loop, tokens.update)
                     bar.update()
 
-    def _held(self, case: Case) -> tuple[Policy, Budget | str | None]:
-        """Return the policy and the slots of a case, which share a loop; the text of a refusal for the slots."""
-        slots = unless_refused(partial(self._slots, case))
-        return policies.parse(case.policy), str(slots) if isinstance(slots, KVPassError) else slots
+    def _held(self, case: Case) -> tuple[Policy, Budget | KVPassError | None]:
+        """Return the policy and the slots of a case, which share a loop, or why there are no slots."""
+        policy = policies.parse(case.policy)
+        full = self._full_cache if case.of_bytes else None
+        return policy, unless_refused(partial(case.slots, policy, full))
 
-    def _loop(self, case: Case) -> DecodeLoop:
+    def _loop(self, policy: Policy, slots: Budget | KVPassError | None) -> DecodeLoop:
+        if isinstance(slots, KVPassError):
+            raise slots
         return DecodeLoop(
             self.subject.model,
-            policies.parse(case.policy),
-            budget=self._slots(case),
+            policy,
+            budget=slots,
             kv_dtype=self.settings.kv_dtype,
             inner=self.settings.inner,
             prefill_chunk=self.settings.chunked,
         )
 
     def _result(self, case: Case, key: Row, loop: DecodeLoop | KVPassError, tick: Tick) -> Result:
-        rows = loop if isinstance(loop, KVPassError) else unless_refused(partial(self._rows, case, loop, tick))
+        if isinstance(loop, KVPassError):
+            return Result(key, [], {}, str(loop))
+        rows = unless_refused(partial(self._rows, case, loop, tick))
         if isinstance(rows, KVPassError):
             return Result(key, [], {}, str(rows))
-        slots = {"slots": self._slots(case)} if case.of_bytes else {}
+        slots = {"slots": loop.chosen.budget} if case.of_bytes else {}
         return Result(key, rows, {**slots, **case.measure.columns(rows)})
 
     def _rows(self, case: Case, loop: DecodeLoop, tick: Tick) -> list[Row]:
-        settings, slots = self.settings, None if case.budget is None else self._slots(case)
+        settings, slots = self.settings, None if case.budget is None else loop.chosen.budget
         session = Session(
             self.subject, loop, self.texts, settings.prefill, settings.chunked, slots, tick, full=self.predictions
         )
         return list(case.measure.rows(session))
-
-    def _slots(self, case: Case) -> Budget | None:
-        return case.slots(policies.parse(case.policy), self.full_cache)

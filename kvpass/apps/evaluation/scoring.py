@@ -167,7 +167,10 @@ class FullPredictions:
         for piece in pieces(self._caller, batch, chunk, feed):
             yield piece.logits
             free -= piece.logits.nbytes
-            made = [*made, piece.logits] if free >= 0 else []
+            if free >= 0:
+                made.append(piece.logits)
+            else:
+                made.clear()
         if free >= 0:
             self._stored[key] = made
 

@@ -33,7 +33,7 @@ class Session:
         budget: slots, a share of the prompt, or None if nothing is evicted.
         tick: called with a number of tokens when these have been fed.
         watch: called with the cache after each piece of a scored text.
-        full: predictions of the model with a full cache that sessions share; None for none beside this session.
+        full: predictions of the model with a full cache that sessions share; None if this session has its own.
     """
 
     subject: LoadedModel

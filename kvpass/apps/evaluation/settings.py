@@ -71,11 +71,11 @@ class Case:
     kv_dtype: KVDtype | None = None
     of_bytes: bool = False
 
-    def slots(self, policy: Policy, full: FullCache) -> Budget | None:
+    def slots(self, policy: Policy, full: FullCache | None) -> Budget | None:
         """Return the nearest budget that the policy can have; for one that evicts nothing, room or None.
 
         Args:
-            full: what the model caches.
+            full: what the model caches; None if the budget is not in bytes.
 
         Raises:
             BudgetError: no budget of the policy has so few bytes.
@@ -83,6 +83,7 @@ class Case:
         if self.budget is None:
             return self.measure.room if self.measure.room <= MOST_ROOM else None
         if self.of_bytes:
+            assert full is not None
             return full.budget(self.budget, self.measure.room, policy, self.kv_dtype)
         return policy.fitting_budget(self.budget) if isinstance(self.budget, int) else self.budget
 
