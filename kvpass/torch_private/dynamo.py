@@ -200,7 +200,7 @@ def why_uncompiled() -> str | None:
     stance = eval_frame._stance
     if stance.stance in ("force_eager", "aot_eager_then_compile") or stance.backend is not None:
         return f"torch.compiler.set_stance({stance.stance!r}) is in force"
-    if _python_dispatch.is_in_any_mode_without_ignore_compile_internals():
+    if _python_dispatch.any_torch_dispatch_mode_on_stack():  # of this thread: another may be compiling
         return "a dispatch mode, such as FlopCounterMode, is active, under which torch.compile compiles nothing"
     return None
 

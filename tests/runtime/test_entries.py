@@ -12,6 +12,7 @@ import io
 import pickle
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,8 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvpass
 from kvpass.cache.handle import Handle
@@ -337,6 +340,36 @@ def test_where_torch_compile_is_off_a_lax_model_runs_as_it_is(name: str) -> None
     with OFF[name]():
         assert not bounded(generate(model).past_key_values)
     assert bounded(generate(model).past_key_values)
+
+
+ELSEWHERE: dict[str, Callable[[], Any]] = {
+    "FlopCounterMode": OFF["a dispatch mode"],
+    "FakeTensorMode, as in compiling": FakeTensorMode,
+    "a mode of one's own": TorchDispatchMode,
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+@pytest.mark.parametrize("compiled", [False, True], ids=["first call", "later call"])
+def test_what_another_thread_runs_under_is_not_ours(name: str, compiled: bool) -> None:
+    """torch decides by the modes of the calling thread; its flag of the process is up while any thread has one."""
+    model, entered, called = kvpass.compile(tiny(), **POLICY), threading.Event(), threading.Event()
+    if compiled:
+        generate(model)
+
+    def work() -> None:
+        with ELSEWHERE[name]():
+            entered.set()
+            called.wait()
+
+    other = threading.Thread(target=work)
+    other.start()
+    entered.wait()
+    try:
+        assert bounded(generate(model).past_key_values)
+    finally:
+        called.set()
+        other.join()
 
 
 def test_a_disabled_torch_compile_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
