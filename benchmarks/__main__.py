@@ -21,6 +21,7 @@ from benchmarks import (
     equal_bytes,
     evidence,
     overhead,
+    papers,
     passkey,
     prompt,
     prompt_scores,
@@ -33,7 +34,7 @@ from benchmarks import (
     step,
     stream,
 )
-from benchmarks.report import Row, Target, verdicts
+from benchmarks.report import Row, Table, Target, verdicts
 from benchmarks.settings import Settings
 from kvpass.apps.evaluation.tables import markdown
 
@@ -54,6 +55,7 @@ PARTS: dict[str, ModuleType] = {
         passkey,
         equal_bytes,
         evidence,
+        papers,
         row_products,
         replays,
         serving,
@@ -119,8 +121,11 @@ def measured(out: Path) -> dict[str, list[Row]]:
 
 def section(name: str, rows: list[Row]) -> str:
     """Return the heading and the tables of a part."""
-    tables = [f"{table.caption}:\n\n{markdown(table.rows)}" for table in PARTS[name].tables(rows)]
-    return "\n\n".join([f"## {PARTS[name].TITLE}", *tables])
+    return "\n\n".join([f"## {PARTS[name].TITLE}", *captioned(PARTS[name].tables(rows))])
+
+
+def captioned(tables: Sequence[Table]) -> list[str]:
+    return [f"{table.caption}:\n\n{markdown(table.rows)}" for table in tables]
 
 
 def targets(known: dict[str, list[Row]]) -> list[Target]:
@@ -143,6 +148,8 @@ def write(out: Path) -> None:
     """Write the tables of all parts in the folder into the pages of figures."""
     known = measured(out)
     blocks = {f"benchmark {name}": section(name, rows) for name, rows in known.items()}
+    shown = papers.blocks(known.get("papers", []))
+    blocks |= {name: "\n\n".join(captioned(tables)) for name, tables in shown.items()}
     report.write(blocks | {"benchmark summary": summary(known)})
 
 

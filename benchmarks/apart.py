@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,12 @@ def run(function: str, *, threads: int = 1, environment: Mapping[str, str] | Non
         command, env=surroundings(threads, environment), stdout=subprocess.PIPE, text=True, check=True
     )
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def kvpass(arguments: Sequence[str]) -> None:
+    """Run the command `kvpass` on one thread, in a process of its own; what it prints is left out."""
+    command = [sys.executable, "-m", "kvpass.apps.cli", *arguments]
+    subprocess.run(command, env=surroundings(1), check=True, stdout=subprocess.DEVNULL)
 
 
 def surroundings(threads: int, more: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -16,8 +16,6 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import os
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -112,20 +110,15 @@ def measure(settings: Settings) -> list[Row]:
     """Run all jobs, one on each core, and return a row for each case."""
     if not _calibration(settings.out).is_file():
         _calibration(settings.out).parent.mkdir(parents=True, exist_ok=True)
-        _kvpass(
+        apart.kvpass(
             ["calibrate", str(checkpoint.folder()), "--dtype", "bfloat16", "--out", str(_calibration(settings.out))]
         )
     todo = jobs(settings.out)
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        started = [pool.submit(_kvpass, job.arguments(settings.out, settings.quick)) for job in todo]
+        started = [pool.submit(apart.kvpass, job.arguments(settings.out, settings.quick)) for job in todo]
         for each in tqdm(concurrent.futures.as_completed(started), total=len(todo), unit="job", desc="evidence"):
             each.result()
     return [row for job in todo for row in _rows(job, settings.out)]
-
-
-def _kvpass(arguments: list[str]) -> None:
-    command = [sys.executable, "-m", "kvpass.apps.cli", *arguments]
-    subprocess.run(command, env=apart.surroundings(1), check=True, stdout=subprocess.DEVNULL)
 
 
 def _rows(job: Job, out: Path) -> Iterator[Row]:

@@ -15,7 +15,7 @@ import torch
 from kvpass.apps.evaluation.tables import cell
 
 Row = dict[str, Any]
-PAGES = tuple(Path(__file__).parents[1] / "docs" / name for name in ("performance.md", "quality.md"))
+PAGES = tuple(Path(__file__).parents[1] / "docs" / name for name in ("performance.md", "quality.md", "papers.md"))
 """The pages of figures, between whose comments tables are written."""
 
 
