@@ -153,7 +153,7 @@ STUDIES = (
     Study(
         "sage-needle",
         "sage",
-        "Numbers in books, prompts of 1,024 tokens that end with the question, 256 slots, by depth: share of 4 that are said",
+        "Numbers in books, prompts of 1,024 tokens that end with the question, 256 slots: share of 4 that are said",
         ("full", "streaming", "snapkv", "h2o", "tova", "sage"),
         (256,),
         ("--measure", "needle", "--length", "1024", "--depth", *DEPTHS, "--trials", "4", "--prefill", "whole",

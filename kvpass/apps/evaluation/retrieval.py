@@ -11,6 +11,8 @@ from typing import ClassVar
 from kvpass.apps.evaluation.session import Row, Session
 from kvpass.arguments import require
 
+HELD = "held"
+"""The share of all KV heads that hold the number, at one of the places where it is said, before the answer."""
 SPARE = 4  # tokens of an answer in addition to the number's own
 NOISE = "The road is long. The hills are low. The river runs on. We walk for a while, and then we rest. "
 PLACES = ("Aldermoor", "Brackwater", "Cindervale", "Dunmere", "Eastholm", "Farrowby", "Glenmarsh", "Hollowford")
@@ -25,6 +27,28 @@ def noise(session: Session, count: int) -> list[int]:
 def lighthouse(place: str, number: str) -> tuple[str, str]:
     """Return a statement about a place, and the question for its number."""
     return f"\nThe lighthouse of {place} has {number} steps.\n", f"\nThe lighthouse of {place} has"
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A prompt with a number.
+
+    Attributes:
+        ids: of the whole prompt.
+        secret: the number.
+        spans: the positions of each place where the prompt says the number.
+    """
+
+    ids: list[int]
+    secret: str
+    spans: list[list[int]]
+
+
+def mentions(statement: Sequence[int], secret: Sequence[int]) -> list[list[int]]:
+    """Return the indices of each occurrence of `secret` in `statement`; all of it if the tokenizer has merged it."""
+    starts = range(len(statement) - len(secret) + 1)
+    found = [list(range(start, start + len(secret))) for start in starts if statement[start:][: len(secret)] == secret]
+    return found or [list(range(len(statement)))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,32 +93,38 @@ class RetrievalMeasure(abc.ABC):
         for length in self.lengths:
             for depth in self.depths:
                 answers = self._answers(session, length, depth)
-                right = sum(secret in answer for secret, answer in answers)
-                yield {"length": length, "depth": depth, "accuracy": right / len(answers), "trials": len(answers)}
+                right, held = (sum(each) / len(answers) for each in zip(*answers, strict=True))
+                yield {"length": length, "depth": depth, "accuracy": right, HELD: held, "trials": len(answers)}
 
-    def _answers(self, session: Session, length: int, depth: float) -> list[tuple[str, str]]:
-        """Return each number, and the answer to the question for it."""
+    def _answers(self, session: Session, length: int, depth: float) -> list[tuple[bool, float]]:
+        """Return for each prompt whether its number is said, and the share of heads that hold it before the answer."""
         draws = [random.Random(f"{self.name} {self.seed} {length} {depth} {trial}") for trial in range(self.trials)]
-        secrets = [str(draw.randrange(10_000, 100_000)) for draw in draws]
-        prompts = [self._prompt(session, length, depth, *each) for each in zip(secrets, draws, strict=True)]
-        count = max(len(session.encode(f" {secret}")) for secret in secrets) + SPARE
-        groups = [prompts[start : start + self.batch] for start in range(0, len(prompts), self.batch)]
-        answers = [answer for group in groups for answer in session.answers(group, count)]
-        return list(zip(secrets, answers, strict=True))
+        prompts = [self._prompt(session, length, depth, str(draw.randrange(10_000, 100_000)), draw) for draw in draws]
+        count = max(len(session.encode(f" {prompt.secret}")) for prompt in prompts) + SPARE
+        found: list[tuple[bool, float]] = []
+        for start in range(0, len(prompts), self.batch):
+            group = prompts[start : start + self.batch]
+            session.prompt([prompt.ids for prompt in group])
+            held = [max(session.held(row, span) for span in prompt.spans) for row, prompt in enumerate(group)]
+            said = [prompt.secret in text for prompt, text in zip(group, session.generate(count), strict=True)]
+            found += zip(said, held, strict=True)
+        return found
 
-    def _prompt(self, session: Session, length: int, depth: float, secret: str, draw: random.Random) -> list[int]:
-        """Return exactly `length` token ids."""
+    def _prompt(self, session: Session, length: int, depth: float, secret: str, draw: random.Random) -> Prompt:
+        """Return a prompt of exactly `length` tokens."""
         statement, question = (session.encode(text) for text in self.planted(secret, draw))
         count = length - 1 - len(statement) - len(question)
         needed = len(statement) + len(question) + 1
         require(count >= 0, "length", length, f"must have room for the {needed} tokens of statement and question")
         hay, position = self.around(session, count, draw), round(depth * count)
-        return [session.subject.bos, *hay[:position], *statement, *hay[position:], *question]
+        ids = [session.subject.bos, *hay[:position], *statement, *hay[position:], *question]
+        spans = [[position + 1 + index for index in span] for span in mentions(statement, session.encode(secret))]
+        return Prompt(ids, secret, spans)
 
     def columns(self, rows: Sequence[Row]) -> Row:
-        """Return the mean, then a column for each length and depth."""
-        mean = sum(row["accuracy"] for row in rows) / len(rows)
-        return {"accuracy": mean, **{f"{row['length']:,} at {row['depth']:.0%}": row["accuracy"] for row in rows}}
+        """Return means, then the accuracy for each length and depth."""
+        means = {name: sum(row[name] for row in rows) / len(rows) for name in ("accuracy", HELD)}
+        return {**means, **{f"{row['length']:,} at {row['depth']:.0%}": row["accuracy"] for row in rows}}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+import kvpass
 from kvpass import cache_names
 from kvpass.apps.evaluation import scoring
 from kvpass.apps.evaluation.scoring import AgreementScores, Feed, FullPredictions, Scored, ScoringBatch
@@ -69,14 +70,33 @@ class Session:
     def _feed(self) -> Feed:
         return "chunk" if self.feed == "chunk" else "token"
 
-    def answers(self, prompts: Sequence[Sequence[int]], count: int) -> list[str]:
-        """Return the text of up to `count` tokens that follow each prompt, greedily; special tokens are left out."""
+    def prompt(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Begin new conversations with prompts, one a row."""
         batch = ScoringBatch.of(prompts, [[]] * len(prompts), self.loop.device)
-        self.loop.state = None  # a new conversation
+        self.loop.state = None
         self.loop.prompt(batch.ids, batch.mask)
+        self.tick(batch.ids.shape[1])
+
+    def generate(self, count: int) -> list[str]:
+        """Return the text of up to `count` more tokens of each row, greedily; special tokens are left out."""
         made = self.loop.generate(count)
-        self.tick(batch.ids.shape[1] + count)
+        self.tick(count)
         return [self.subject.tokenizer.decode(row, skip_special_tokens=True) for row in made]
+
+    def held(self, row: int, positions: Sequence[int]) -> float:
+        """Return the share of all KV heads of the model that hold every one of some positions of a row.
+
+        Positions count from the beginning of the batch, with padding.
+        """
+        if isinstance(self.loop, PlainLoop):
+            return 1.0
+        wanted = torch.tensor(list(positions))
+        heads = [
+            torch.isin(wanted, held).all()
+            for layer in kvpass.inspect(self.loop.cache).layers
+            for held in layer.positions[row].cpu()
+        ]
+        return torch.stack(heads).float().mean().item()
 
     def answer_to(self, turns: Sequence[Sequence[int]], count: int) -> str:
         """Return the text of up to `count` tokens that follow one conversation's turns, fed one after the other."""

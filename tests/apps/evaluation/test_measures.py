@@ -15,7 +15,7 @@ import transformers
 
 from kvpass.apps.evaluation.perplexity import EVERY, Perplexity
 from kvpass.apps.evaluation.recall import RecallMeasure
-from kvpass.apps.evaluation.retrieval import Needle, Passkey
+from kvpass.apps.evaluation.retrieval import HELD, Needle, Passkey, mentions
 from kvpass.apps.evaluation.scoring import Feed, Scored
 from kvpass.apps.evaluation.session import Session
 from kvpass.apps.evaluation.stream import StreamMeasure
@@ -37,6 +37,7 @@ class Standing(Session):
     """A session that notes what it is asked to score, and answers by a function."""
 
     scored: list[tuple[Tokens, Tokens]] = dataclasses.field(default_factory=list)
+    prompts: list[Sequence[int]] = dataclasses.field(default_factory=list)
     answer: Callable[[Sequence[int]], str] = lambda prompt: ""
 
     def score(self, contexts: Tokens, continuations: Tokens) -> Scored:
@@ -46,8 +47,15 @@ class Standing(Session):
         losses = torch.tensor([[*row, *[0] * (width - len(row))] for row in continuations]).float()
         return Scored(-losses, losses > 0)
 
-    def answers(self, prompts: Tokens, count: int) -> list[str]:
-        return [self.answer(prompt) for prompt in prompts]
+    def prompt(self, prompts: Tokens) -> None:
+        self.prompts[:] = prompts
+
+    def generate(self, count: int) -> list[str]:
+        return [self.answer(prompt) for prompt in self.prompts]
+
+    def held(self, row: int, positions: Sequence[int]) -> float:
+        """The first third of a prompt is held."""
+        return float(max(positions) < len(self.prompts[row]) / 3)
 
 
 def session(texts: dict[str, list[int]], feed: Feed = "token", tokenizer: Any = None, **more: Any) -> Standing:
@@ -104,8 +112,15 @@ def test_a_secret_is_planted_where_it_should_be(measure: Passkey | Needle, token
     assert {length for length, _ in seen} == {120}
     assert len({text for _, text in seen}) == 9  # secrets differ
     assert [(row["depth"], row["accuracy"]) for row in rows] == [(0.0, 1.0), (0.5, 0.0), (1.0, 0.0)]
-    assert measure.columns(rows)["accuracy"] == pytest.approx(1 / 3)
+    assert [row[HELD] for row in rows] == [1.0, 0.0, 0.0]
+    columns = measure.columns(rows)
+    assert (columns["accuracy"], columns[HELD], columns["120 at 50%"]) == pytest.approx((1 / 3, 1 / 3, 0))
     assert list(measure.rows(session(texts, tokenizer=tokenizer, answer=answer))) == rows  # drawn by the seed
+
+
+def test_a_number_may_be_said_twice_and_is_whole_where_it_is_said() -> None:
+    assert mentions([7, 1, 2, 9, 1, 2], [1, 2]) == [[1, 2], [4, 5]]
+    assert mentions([7, 12, 9], [1, 2]) == [[0, 1, 2]]  # merged with its neighbours
 
 
 def test_a_prompt_that_is_too_short_is_refused(tokenizer: Any) -> None:

@@ -78,6 +78,17 @@ def test_what_was_held_is_noted_while_a_text_is_scored() -> None:
     assert held.snapshots[-1].positions == [0, 1, 2, 3, 15, 16, 17, 18]
 
 
+@pytest.mark.parametrize("budget", [None, 6])
+def test_heads_that_hold_all_of_some_positions_are_counted(budget: int | None) -> None:
+    model = build("Llama", layers=2)
+    loop: Any = DecodeLoop(model, "streaming", budget=budget, inner="eager") if budget else PlainLoop(model, None)
+    session = Session(LoadedModel("stub", None, None, None, False), loop, {}, "whole", None, budget)
+    session.prompt([IDS[0].tolist(), IDS[0, 3:].tolist()])
+    # four sinks and the last two tokens, of 11 and of 8 with three of padding before them
+    wanted = [(0, [0, 3]), (0, [3, 9]), (0, [3, 4]), (1, [3, 9]), (1, [6, 7])]
+    assert [session.held(row, span) for row, span in wanted] == ([1, 1, 0, 1, 0] if budget else [1] * 5)
+
+
 def test_bytes_are_those_of_the_slots_and_of_a_growing_cache() -> None:
     model = build("Llama", layers=2)
     plain, loop = PlainLoop(model, None), DecodeLoop(model, "window", budget=8, inner="eager")
