@@ -104,7 +104,8 @@ class DeferredChecks:
         Raises:
             CacheHandleError: one of them is false.
         """
-        answers = [answer for event, answer in self.pending if event.query()]  # type: ignore[no-untyped-call]
+        computed = itertools.takewhile(lambda check: check[0].query(), self.pending)  # type: ignore[no-untyped-call]
+        answers = [answer for _, answer in computed]
         self.pending = self.pending[len(answers) :]
         if not all(map(bool, answers)):
             raise CacheHandleError(
@@ -376,7 +377,8 @@ def _getitem(handle: Handle, index: Any) -> Handle | Row:
     if isinstance(index, int) and not isinstance(index, bool):
         with tensors.without_torch_function():
             return Row.like(handle[index])
-    if isinstance(first, (Tensor, slice, list)) and all(part is Ellipsis or part == slice(None) for part in rest):
+    picks_rows = first.ndim == 1 if isinstance(first, Tensor) else isinstance(first, (slice, list))
+    if picks_rows and all(part is Ellipsis or part == slice(None) for part in rest):
         return _rows("getitem", handle, first, lambda tensor: tensor[first].clone())
     raise CacheHandleError(
         f"cache[{index}]: only whole rows of a cache of kvpass can be picked, and its last tokens cropped; those of a "
@@ -441,6 +443,13 @@ def _to(handle: Handle, *args: Any, **kwargs: Any) -> Handle:
     return _rows("to", handle, str(target.device), lambda tensor: tensor.to(target.device))
 
 
+def _cuda(handle: Handle, device: Any = None, *_: Any, **__: Any) -> Handle:
+    """Move to a GPU, by default the present one; an index is that of a GPU."""
+    if device is None:
+        return _to(handle, "cuda")
+    return _to(handle, torch.device("cuda", device) if isinstance(device, int) else device)
+
+
 _ACTIONS: dict[str, Callable[..., Any]] = {
     "index_select": _index_select,
     "__getitem__": _getitem,
@@ -449,8 +458,8 @@ _ACTIONS: dict[str, Callable[..., Any]] = {
     "contiguous": _same,
     "detach": _same,
     "to": _to,
-    "cpu": lambda handle: _to(handle, "cpu"),
-    "cuda": lambda handle, *args, **kwargs: _to(handle, "cuda"),
+    "cpu": lambda handle, **_: _to(handle, "cpu"),
+    "cuda": _cuda,
 }
 
 

@@ -244,6 +244,7 @@ class DecodeLoop:
         Raises:
             CacheHandleError: there was no prompt, or the model's decode step cannot be repeated.
         """
+        require(self.requests is None, "rows", self._rows, "a loop of requests decodes by `step`")
         if self.state is None:
             raise CacheHandleError("a DecodeLoop needs a prompt before it can decode")
         for left in range(tokens, 0, -1):

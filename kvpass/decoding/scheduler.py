@@ -160,13 +160,15 @@ class RequestScheduler:
         done: dict[str, GenerationOutput] = {}
         names = [self._add_or_fail(add, done) for add in adding]
         others = []
-        while any(name not in done for name in names):
-            for output in self.step():
-                if output.request_id not in names:
-                    others.append(output)
-                elif output.is_finished():
-                    done[output.request_id] = output
-        self.undelivered = others  # outputs of other requests, for the next call of `step`
+        try:
+            while any(name not in done for name in names):
+                for output in self.step():
+                    if output.request_id not in names:
+                        others.append(output)
+                    elif output.is_finished():
+                        done[output.request_id] = output
+        finally:  # outputs of other requests, for the next call of `step`
+            self.undelivered = [*others, *self.undelivered]
         return {name: done[name] for name in names}
 
     def _add_or_fail(self, add: Callable[[], str], done: dict[str, GenerationOutput]) -> str:

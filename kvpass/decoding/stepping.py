@@ -17,6 +17,7 @@ from kvpass.decoding.prefill import Caller, growing
 from kvpass.decoding.sampling import Sampling
 from kvpass.errors import CacheFileError, CacheHandleError
 from kvpass.runtime import caches, steps
+from kvpass.runtime.caches import StepKind
 from kvpass.torch_private import dynamo
 
 
@@ -241,10 +242,10 @@ class RepeatedStep:
     def __init__(self, state: LoopState) -> None:
         self.state = state
         self.taken = 0  # steps since the last update of the cache object
-        self.known: dict[Any, Any] = {}  # by kind of step that has run, its slots, so that their ids stay in use
-        self.bound: dict[Any, Callable[..., Sequence[Any]]] = {}  # by kind, and whether the step compacts
+        self.known: dict[StepKind, Any] = {}  # the slots of steps that have run, so that their ids stay in use
+        self.bound: dict[tuple[StepKind, bool], Callable[..., Sequence[Any]]] = {}  # and whether the step compacts
         self.settled, self.arguments = False, tuple[Any, ...]()
-        self.graphs: dict[Any, torch.cuda.CUDAGraph] = {}
+        self.graphs: dict[tuple[StepKind, Any], torch.cuda.CUDAGraph] = {}  # and `LoopState.variant`
         self.caches: list[LayerCache] = []
 
     def repeat(self, ran: steps.StepResult, logits: Tensor, mask: Tensor) -> None:
@@ -256,6 +257,7 @@ class RepeatedStep:
         self.lasts, self.began = ran.runner.lasts(ran), ran.caches[0].seen - 1
         self.others, self.padding = ran.others, ran.known
         self.logits_index = next(i for i, made in enumerate(ran.results) if _is_same(made, logits))
+        self._forget_other_hooks(ran.kind.hooks)
         self.known[ran.kind] = [cache.slots for cache in self.caches]
 
     def forget(self) -> None:
@@ -263,6 +265,12 @@ class RepeatedStep:
         self.settled, self.arguments = False, ()
         for kinds in (self.known, self.bound, self.graphs):
             kinds.clear()
+
+    def _forget_other_hooks(self, hooks: int) -> None:
+        """Drop steps that ran before a hook was registered: none of their kind comes again."""
+        self.known = {kind: slots for kind, slots in self.known.items() if kind.hooks == hooks}
+        self.bound = {key: run for key, run in self.bound.items() if key[0].hooks == hooks}
+        self.graphs = {key: graph for key, graph in self.graphs.items() if key[0].hooks == hooks}
 
     def run(self) -> bool:
         """Run one step, by replay on a GPU; return False if no step of this kind has run yet."""
@@ -283,7 +291,7 @@ class RepeatedStep:
         self.arguments = self.runner.moved(self.caches, self.arguments, by)
         self.taken += by
 
-    def _call(self, kind: Any) -> None:
+    def _call(self, kind: StepKind) -> None:
         """Run the device work of a step."""
         self.state.mark_new_tokens(self.mask)
         self.arguments = self.runner.following(self.caches, self.arguments)
@@ -294,7 +302,7 @@ class RepeatedStep:
         results = self.bound[kind, compact](self.arguments, clocks)
         self.state.choose(results[self.logits_index])
 
-    def _replay(self, kind: Any) -> None:
+    def _replay(self, kind: StepKind) -> None:
         key = (kind, self.state.variant)
         if key in self.graphs:
             _, clocks = caches.tick(self.caches)
@@ -303,7 +311,7 @@ class RepeatedStep:
             self.graphs[key] = self._captured(kind)  # the capture itself advances the host's counts
         self.graphs[key].replay()
 
-    def _captured(self, kind: Any) -> torch.cuda.CUDAGraph:
+    def _captured(self, kind: StepKind) -> torch.cuda.CUDAGraph:
         """Return the step as a CUDA graph."""
         graph = torch.cuda.CUDAGraph()
         graph.register_generator_state(self.state.loop.generator)

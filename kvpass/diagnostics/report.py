@@ -91,11 +91,11 @@ def explain(
         PolicyError: an unknown policy or option, or an invalid value.
         BudgetError: a budget that the policy cannot work with.
     """
-    recorder = Recorder(keeps_programs=graphs)
-    chosen = backend(policy, **{"inner": "inductor" if timings else "eager", **settings})
-    chosen = dataclasses.replace(chosen, strict=False, recorder=recorder)
+    asked = backend(policy, **{"inner": "inductor" if timings else "eager", **settings})
 
     def run(*args: Any, **kwargs: Any) -> ExplainReport:
+        recorder = Recorder(keeps_programs=graphs)
+        chosen = dataclasses.replace(asked, strict=False, recorder=recorder)
         error, spent = None, list[Timings]()
         # A step writes to its cache, and the user's must not change.
         args = tuple(_copied(arg) for arg in args)

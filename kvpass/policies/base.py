@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import warnings
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, TypeVar
@@ -155,7 +156,10 @@ class Policy:
             return
         why = f"it needs at least {least + more}"
         if more:
-            why += f", {least} and {more} for interval={self.interval}; take more slots or a smaller interval"
+            why += (
+                f" slots: {least} that stay after a compaction, and interval - 1 = {more}; take more slots or a "
+                "smaller interval"
+            )
         raise BudgetError(f"budget={budget} is too small for {self.name!r} with {self}: {why}")
 
     def fitting_budget(self, budget: int) -> int:
@@ -167,7 +171,7 @@ class Policy:
         return budget + (self.evicts and not self.overwrites)
 
     def for_layer(self, layer: int, layers: int) -> Policy:
-        """Return the policy of one of the model's `layers` layers."""
+        """Return the policy of one of the model's `layers` layers: `self`, or one that evicts nothing."""
         return self
 
     def plan(
@@ -322,9 +326,8 @@ class Policy:
 
     def with_plain_logits(self: Kind) -> Kind:
         """Return a copy of the policy that leaves the model's logits unchanged."""
-        copied, here = copy.copy(self), type(self)
-        plain = type(here.__name__, (here,), {"bias": Policy.bias, "logit_scale": Policy.logit_scale})
-        object.__setattr__(copied, "__class__", plain)
+        copied = copy.copy(self)
+        object.__setattr__(copied, "__class__", _with_plain_logits(type(self)))
         return copied
 
     # Eviction.
@@ -351,3 +354,9 @@ class Policy:
         By default the `budget` tokens of highest score stay.
         """
         return highest(self.score(tokens), tokens.position, tokens.budget), {}
+
+
+@functools.cache
+def _with_plain_logits(kind: type[Any]) -> type[Any]:
+    """Return a class without logit changes; one for each class, as dataclasses of different classes are never equal."""
+    return type(kind.__name__, (kind,), {"bias": Policy.bias, "logit_scale": Policy.logit_scale})

@@ -7,7 +7,7 @@ import contextvars
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -120,14 +120,29 @@ def tick_of(layout: Layout, clock: Clock, budget: int) -> tuple[bool, Clock]:
     return any(due for due, _ in ticked), tuple(count for _, after in ticked for count in after)
 
 
-def kind(caches: list[LayerCache]) -> Any:
-    """Return a key that is equal for two decode steps with the same code and the same buffers.
+class StepKind(NamedTuple):
+    """A key that is equal for two decode steps with the same code and the same buffers.
 
-    The key holds all that a step depends on beside the contents of tensors.
+    It holds all that a step depends on except the contents of tensors.
+
+    Attributes:
+        compact: whether the step compacts.
+        windows: whether each layer with a window of its own is full.
+        slots: the id of each layer's slots.
+        hooks: the number of hooks that were registered so far, on any module.
     """
+
+    compact: bool
+    windows: tuple[bool, ...]
+    slots: tuple[int, ...]
+    hooks: int
+
+
+def kind(caches: list[LayerCache]) -> StepKind:
+    """Return the kind of the next decode step."""
     compact, _ = tick(caches)
     windows = tuple(cache.stored < cache.seen for cache in caches if cache.window is not None)
-    return compact, windows, tuple(id(cache.slots) for cache in caches), dynamo.hooks_so_far()
+    return StepKind(compact, windows, tuple(id(cache.slots) for cache in caches), dynamo.hooks_so_far())
 
 
 def count(caches: list[LayerCache], queries: int, clocks: Sequence[tuple[Any, ...]]) -> None:

@@ -89,6 +89,7 @@ class CompiledCall:
             return dynamo.uncompiled_call(self.model)(*arguments, **named)
         for given in (*arguments, *named.values()):
             _check_kind(getattr(given, "self_attention_cache", given))
+        arguments = tuple(dense(value) for value in arguments)
         named = {name: dense(value) for name, value in cache_names.renamed(named, self.taken).items()}
         given = (*arguments, *named.values())
         cache = next((value for value in given if _has_handles(value)), None)

@@ -28,10 +28,17 @@ HIDDEN_BEFORE = (
 )
 
 
-def wrong_mask(gm: fx.GraphModule, arguments: Sequence[Any], tokens: int) -> str | None:
-    """Describe what is wrong with an attention mask that does not have `tokens` columns; None if none is wrong."""
+def wrong_mask(gm: fx.GraphModule, sites: Sequence[AttentionSite], arguments: Sequence[Any], tokens: int) -> str | None:
+    """Describe what is wrong with an attention mask that does not have `tokens` columns; None if none is wrong.
+
+    An encoder's mask, which no self-attention reads, has columns of its own.
+    """
+    masks = {each.mask for site in sites for each in site.all if isinstance(each.mask, fx.Node)}
+    reads = {node for mask in masks for node in walk.ancestors(mask)}
     for node, given in zip(walk.placeholders(gm.graph), arguments, strict=True):
-        if "attention_mask" in node.name and isinstance(given, Tensor) and given.ndim == 2 and given.shape[1] != tokens:
+        if node not in reads or "attention_mask" not in node.name:
+            continue
+        if isinstance(given, Tensor) and given.ndim == 2 and given.shape[1] != tokens:
             return (
                 f"attention_mask has {given.shape[1]} columns, {tokens} are needed: one for each token that the cache "
                 "has seen and for each new one"

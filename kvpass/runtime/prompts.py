@@ -107,6 +107,22 @@ class _DeferredPrompt:
         return self._run(*arguments)
 
 
+def _by_layer(policy: Policy, layers: int) -> list[Policy]:
+    """Return the policy of each layer.
+
+    Raises:
+        PolicyError: a layer has another policy that evicts; budgets and plans are those of one policy.
+    """
+    chosen = [policy.for_layer(layer, layers) for layer in range(layers)]
+    for layer, each in enumerate(chosen):
+        if each is not policy and each.evicts:
+            raise PolicyError(
+                f"{type(policy).__name__}.for_layer({layer}, {layers}) returned {each}: it must return the policy "
+                "itself, or one that evicts nothing, such as kvpass.policies.full.Full()"
+            )
+    return chosen
+
+
 class PromptRunner:
     """Runner of a prompt graph, which computes the model's own attention and then admits the prompt to slots."""
 
@@ -115,7 +131,7 @@ class PromptRunner:
     ) -> None:
         gm, sites = captured.gm, captured.sites
         self.backend, self.sites, self.ranked = backend, sites, ranked
-        self.policies = [backend.policy.for_layer(i, len(sites)) for i in range(len(sites))]
+        self.policies = _by_layer(backend.policy, len(sites))
         self.adopts = any(site.past_key is not None for site in sites)
         if self.adopts and any("scan" in policy.statistics for policy in self.policies):
             raise UnsupportedGraph(

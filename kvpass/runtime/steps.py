@@ -22,7 +22,7 @@ from kvpass.rewrite.step_graph import StepCall
 from kvpass.rewrite.validation.conversation import StepCase
 from kvpass.rewrite.validation.lockstep import Validation
 from kvpass.rewrite.validation.steps import validate
-from kvpass.runtime.caches import count, given_pins, kind, lengthened, make_room, pins_for, tick
+from kvpass.runtime.caches import StepKind, count, given_pins, kind, lengthened, make_room, pins_for, tick
 from kvpass.runtime.checks import StepVerifier
 from kvpass.runtime.compiler import Compiler
 from kvpass.runtime.kv_store import calls_before, remember
@@ -66,10 +66,10 @@ class StepRunner:
         with tensors.with_torch_function():
             try:
                 return self._run(arguments)
-            except UnsupportedGraph:
+            except UnsupportedGraph as refusal:
                 tokens = arguments[self.pasts[0][0]].seen + self.sizes.queries(arguments)
-                if wrong := wrong_mask(self.gm, arguments, tokens):
-                    raise UnsupportedGraph(wrong) from None
+                if wrong := wrong_mask(self.gm, self.sites, arguments, tokens):
+                    raise UnsupportedGraph(f"{wrong}. With this mask: {refusal}") from None
                 raise
 
     def _run(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -330,7 +330,7 @@ class StepResult:
     others: tuple[int | None, ...]
     known: frozenset[int]
     results: Sequence[Any]
-    kind: Any
+    kind: StepKind
     rewrite: StepRewrite
     before: int
     compact: bool

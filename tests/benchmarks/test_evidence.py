@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("matplotlib")
+
 from benchmarks import books, evidence
 from kvpass import policies
 from kvpass.apps import cli

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch._dynamo.exc import TorchRuntimeError
 
 import kvpass
+from kvpass.cache import handle as handle_module
 from kvpass.cache.handle import Handle
 from tests.models import build, force, prompt
 from tests.test_backend import Tiny, loop
@@ -94,7 +96,7 @@ def test_a_stale_handle_is_noticed(model: torch.nn.Module) -> None:
         follow(compiled, cache, ids[:, 2:3])
 
 
-@pytest.mark.parametrize("tamper", ["crop", "arithmetic", "dtype", "pickle"])
+@pytest.mark.parametrize("tamper", ["crop", "arithmetic", "dtype", "pickle", "index of no dimension", "mask of two"])
 def test_what_slots_cannot_follow_is_refused(model: torch.nn.Module, tamper: str) -> None:
     _, cache, _ = started(model)
     handle = cache.layers[0].keys  # type: ignore[attr-defined]
@@ -104,7 +106,36 @@ def test_what_slots_cannot_follow_is_refused(model: torch.nn.Module, tamper: str
             "arithmetic": lambda: handle * 2,
             "dtype": lambda: handle.to(torch.float64),
             "pickle": lambda: pickle.dumps(handle),
+            "index of no dimension": lambda: handle[torch.tensor(0)],
+            "mask of two": lambda: handle[torch.ones(3, 2, dtype=torch.bool)],
         }[tamper]()
+
+
+def test_a_move_to_a_gpu_is_one_to_the_gpu_that_is_named(
+    model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, cache, _ = started(model)
+    key = cache.layers[0].keys  # type: ignore[attr-defined]
+    moves: list[object] = []
+    monkeypatch.setattr(handle_module, "_to", lambda _, target: moves.append(target))
+    key.cuda()
+    key.cuda(1)
+    key.cuda(device="cuda:2", non_blocking=True)
+    key.cpu(memory_format=torch.preserve_format)
+    assert moves == ["cuda", torch.device("cuda", 1), "cuda:2", "cpu"]
+
+
+def test_deferred_conditions_are_read_in_order_and_none_is_left_out() -> None:
+    """An event may finish between the questions for it and for the next one."""
+    checks, computed = handle_module.DeferredChecks(), [False, True]
+    events = [SimpleNamespace(query=lambda number=number: computed[number]) for number in range(2)]
+    checks.pending = [(events[0], torch.tensor(False)), (events[1], torch.tensor(True))]  # type: ignore[list-item]
+    checks.settle()
+    assert len(checks.pending) == 2
+    computed[0] = True
+    with pytest.raises(kvpass.CacheHandleError, match="mask of earlier tokens has changed"):
+        checks.settle()
+    assert not checks.pending
 
 
 def test_a_row_that_was_taken_out_has_a_shape_and_no_data(model: torch.nn.Module) -> None:

@@ -275,6 +275,20 @@ def test_refusals() -> None:
         loop.prompt(ids[:1])
 
 
+def test_hooks_leave_no_steps_behind() -> None:
+    """A hook, on any module, sends the next step through the model; the steps before it are dropped."""
+    loop, (ids, _) = loop_on(llama()), prompt(1, 9, ())
+    loop.prompt(ids)
+    sizes = []
+    for _ in range(4):
+        loop.generate(3)
+        assert loop.state is not None
+        assert loop.state.step is not None
+        sizes.append((len(loop.state.step.known), len(loop.state.step.bound)))
+        torch.nn.Linear(1, 1).register_forward_hook(lambda *_: None)
+    assert sizes[1:] == [(1, 1)] * 3
+
+
 def test_a_model_without_a_padding_mask_takes_no_padding() -> None:
     class Bare(torch.nn.Module):
         def __init__(self) -> None:

@@ -114,6 +114,7 @@ def test_one_loop_serves_all_kinds_of_requests() -> None:
         seeds(loop)
         cancelling(loop, said)
         others_are_kept(loop)
+        others_survive_an_error(loop)
         bad_input(loop)
         nothing_is_left_behind(loop)
         cached = kvpass.inspect(loop).layers[0]
@@ -196,6 +197,22 @@ def others_are_kept(loop: kvpass.DecodeLoop) -> None:
     assert [token for output in later for token in output.new_tokens] == later[-1].generated_tokens
 
 
+def others_survive_an_error(loop: kvpass.DecodeLoop) -> None:
+    assert loop.requests is not None
+    first, step = loop.add(prompts((5,))[0], max_new_tokens=1), loop.requests.step
+
+    def failing() -> list[GenerationOutput]:
+        if first not in loop.requests.known:
+            raise ZeroDivisionError("the machine")
+        return step()
+
+    loop.requests.step = failing  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError, match="the machine"):
+        loop.generate_batch(prompts((9,)), max_new_tokens=6)
+    del loop.requests.step  # type: ignore[method-assign]
+    assert ended(loop)[first].is_finished()
+
+
 def bad_input(loop: kvpass.DecodeLoop) -> None:
     assert loop.add(prompts((5,))[0], max_new_tokens=3, request_id="mine") == "mine"
     for wrong, match in (
@@ -267,6 +284,8 @@ def test_full_caches() -> None:
 
 
 def test_refusals() -> None:
+    with pytest.raises(kvpass.PolicyError, match="a loop of requests decodes by `step`"):
+        next(serving_loop().stream(3))
     with pytest.raises(kvpass.PolicyError, match="rows"):
         serving_loop(rows=0)
     loop = serving_loop(rows=10**10)

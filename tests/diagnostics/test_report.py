@@ -32,6 +32,14 @@ def test_explain_sees_a_decode_step() -> None:
     assert len(report.rewritten) == 2
 
 
+def test_each_explanation_is_of_its_own_call() -> None:
+    explain = kvpass.explain(build("Llama"), "h2o", budget=16, graphs=True)
+    reports = [explain(prompt(2, count, ())[0]) for count in (8, 9)]
+    assert [len(report.sites) for report in reports] == [2, 2]
+    assert [report.graphs for report in reports] == [("prompt",)] * 2
+    assert len(reports[0].programs) == len(reports[1].programs) > 0
+
+
 def test_explain_says_where_the_time_went() -> None:
     model = build("Llama")
     ids, mask = prompt(2, 8, ())

@@ -12,6 +12,9 @@ from torch import Tensor
 import kvpass
 from kvpass.diagnostics.simulate import simulate
 from kvpass.policies import base, names, protocols
+from kvpass.policies.full import Full
+from kvpass.policies.h2o import H2O
+from kvpass.policies.sage import Sage
 from tests.models import breaks, build, force, graphs, prompt
 from tests.strategies import TABLE
 
@@ -97,3 +100,36 @@ def test_each_policy_names_its_paper() -> None:
     for name in set(names()) - controls - private - {ValueNorm.name}:
         module = __import__(kvpass.policies.get(name).__module__, fromlist=["_"])
         assert "https://arxiv.org/abs/" in (module.__doc__ or ""), name
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerByLayer(ValueNorm):
+    """Asks for a policy of another kind, or with other options, in the second layer."""
+
+    second: base.Policy | None = None
+
+    def for_layer(self, layer: int, layers: int) -> base.Policy:
+        return self.second if layer and self.second is not None else self
+
+
+@pytest.mark.parametrize("second", [ValueNorm(interval=2), LayerByLayer(), H2O()], ids=lambda policy: policy.name)
+def test_another_policy_that_evicts_is_refused_for_a_layer(second: base.Policy) -> None:
+    """Budgets and plans are those of one policy: such a layer would get slots for all tokens, and no pins."""
+    ids, mask = prompt(2, 20, ())
+    with pytest.raises(kvpass.PolicyError, match=r"LayerByLayer.for_layer\(1, 2\) returned .* the policy itself"):
+        force(build("Llama"), ids, mask, [20], policy=LayerByLayer(second=second), budget=6, inner="eager")
+
+
+def test_a_layer_may_keep_every_token() -> None:
+    ids, mask = prompt(2, 20, ())
+    run = force(build("Llama"), ids, mask, [20], policy=LayerByLayer(second=Full()), budget=6, inner="eager")
+    assert [positions.shape[-1] for positions in run.held[-1]] == [6, 20]
+
+
+def test_policies_without_their_logit_changes_are_equal_if_the_policies_are() -> None:
+    """So that validation traces equal layers once."""
+    a, b = (Sage(share="concat").with_plain_logits() for _ in range(2))
+    assert a == b
+    assert hash(a) == hash(b)
+    assert a != Sage().with_plain_logits()
+    assert not a.biases

@@ -27,6 +27,7 @@ import kvpass
 from kvpass.cache.handle import Handle
 from kvpass.runtime import entries
 from kvpass.torch_private import dynamo
+from tests.architectures import zoo
 from tests.models import build, graphs, prompt
 
 POLICY: dict[str, Any] = dict(policy="h2o", budget=8, inner="eager")
@@ -453,6 +454,34 @@ def test_attention_masks_of_the_new_tokens_alone_are_named() -> None:
             cache = model(ids, attention_mask=mask, use_cache=True).past_key_values
             with pytest.raises(kvpass.UnsupportedGraph, match=f"has {count} columns, {9 + count} are needed"):
                 model(ids[:, :count], attention_mask=mask[:, -count:], past_key_values=cache)
+
+
+def test_the_mask_of_an_encoder_has_columns_of_its_own() -> None:
+    """A refusal of a decoder's step keeps its reason."""
+    model = kvpass.compile(zoo.build("t5", "reading"), **POLICY)
+    ids = torch.randint(3, 128, (2, 12), generator=torch.Generator().manual_seed(0))
+    given: dict[str, Any] = dict(attention_mask=torch.ones_like(ids), use_cache=True)
+    with torch.no_grad():
+        out = model(ids, decoder_input_ids=ids[:, :5], **given)
+        with pytest.raises(kvpass.UnsupportedGraph, match="attention") as refused:
+            model(
+                ids,
+                decoder_input_ids=ids[:, :1],
+                past_key_values=out.past_key_values,
+                output_attentions=True,
+                **given,
+            )
+    assert "columns" not in str(refused.value)
+
+
+def test_chunks_are_traced_once_however_their_tokens_are_given() -> None:
+    model, (ids, _) = kvpass.compile(tiny(), **POLICY), prompt(1, 40, ())
+    with torch.no_grad():
+        cache, counts = model(ids[:, :8], use_cache=True).past_key_values, []
+        for start in range(8, 40, 8):
+            cache = model(ids[:, start : start + 8], past_key_values=cache).past_key_values
+            counts.append(graphs())
+    assert counts[1:] == [counts[1]] * 3
 
 
 def test_training_with_a_cache_says_what_to_do() -> None:
