@@ -18,7 +18,7 @@ from kvpass.apps.evaluation.tables import markdown
 PAGE = Path("docs/demo.md")
 PICTURES = ("book", "retrieval", "kept")
 QUESTIONS, CHARACTERS = 2, 240  # of the chat: the last questions, and what is shown of each answer
-COST = ("cache, MiB", "ms a token")  # columns of the table of costs that the summary repeats
+COST = ("cache, MiB", "ms per token")  # columns of the table of costs that the summary repeats
 Row = dict[str, Any]
 
 

@@ -15,20 +15,25 @@ from kvpass.diagnostics.report import CacheReport, ExplainReport, explain, inspe
 from kvpass.diagnostics.simulate import Trace, simulate
 from kvpass.diagnostics.warm import warm
 from kvpass.errors import (
+    AlignerError,
     ArtifactError,
     BudgetError,
     CacheFileError,
     CacheHandleError,
     CalibrationError,
+    CheckpointError,
     KVPassError,
     LookupRangeError,
     PolicyError,
     RequestError,
+    ShardingError,
+    UnreadableGraph,
     UnsupportedGraph,
 )
 from kvpass.policies.calibration import Calibration
 
 __all__ = [
+    "AlignerError",
     "ArtifactError",
     "Backend",
     "BudgetError",
@@ -37,6 +42,7 @@ __all__ = [
     "CacheReport",
     "Calibration",
     "CalibrationError",
+    "CheckpointError",
     "DecodeLoop",
     "ExplainReport",
     "GenerationOutput",
@@ -45,7 +51,9 @@ __all__ = [
     "PolicyError",
     "RequestError",
     "RequestStatus",
+    "ShardingError",
     "Trace",
+    "UnreadableGraph",
     "UnsupportedGraph",
     "backend",
     "calibrate",

@@ -319,14 +319,14 @@ def _check_crop(crop: int, policy: Policy) -> None:
 def _check_settings(inner: Inner, mode: str | None, options: dict[str, Any] | None) -> None:
     if isinstance(inner, str) and inner not in ("inductor", "eager", "reference"):
         known = ["eager", "reference", *torch.compiler.list_backends(exclude_tags=())]
-        require(inner in known, "inner", inner, f"is one of {', '.join(known)}")
+        require(inner in known, "inner", inner, f"must be one of {', '.join(known)}")
     if mode is not None:
         try:
             inductor.inductor_mode(mode)
         except (RuntimeError, KeyError) as error:
             raise PolicyError(f"mode={mode!r}: {error}") from error
     for name in options or {}:
-        require(name in inductor.inductor_options(), "options", name, "is no setting of Inductor's")
+        require(name in inductor.inductor_options(), "options", name, "Inductor has no such setting")
 
 
 @checked

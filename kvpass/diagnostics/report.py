@@ -203,7 +203,7 @@ class CacheReport:
 def inspect(cache: Any) -> CacheReport:
     """Return a report on the contents of a cache.
 
-    >>> print(kvpass.inspect(out.past_key_values))
+    >>> print(kvpass.inspect(out.cache))
 
     Args:
         cache: a DecodeLoop, a model's cache object, its tensors, or nested tuples of them.

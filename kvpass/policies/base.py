@@ -41,7 +41,7 @@ RENAMED_HOOKS = {
     "arrive": "init_token_state",
     "temper": "logit_scale",
 }
-"""Hooks by their names before 0.2, which policies may still use."""
+"""Hooks by their earlier names, which policies may use until 0.2."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,7 +327,8 @@ class Policy:
     def with_plain_logits(self: Kind) -> Kind:
         """Return a copy of the policy that leaves the model's logits unchanged."""
         copied = copy.copy(self)
-        object.__setattr__(copied, "__class__", _with_plain_logits(type(self)))
+        kind: Any = type(self)
+        object.__setattr__(copied, "__class__", _with_plain_logits(kind))
         return copied
 
     # Eviction.
@@ -357,6 +358,6 @@ class Policy:
 
 
 @functools.cache
-def _with_plain_logits(kind: type[Any]) -> type[Any]:
+def _with_plain_logits(kind: Any) -> type[Any]:
     """Return a class without logit changes; one for each class, as dataclasses of different classes are never equal."""
     return type(kind.__name__, (kind,), {"bias": Policy.bias, "logit_scale": Policy.logit_scale})

@@ -134,7 +134,7 @@ class StepRewrite:
 
 
 Watch = Callable[[Record, fx.Graph], None]
-"""Called after each pass with its record and the graph as the pass remaining it."""
+"""Called after each pass with its record and the graph as the pass left it."""
 
 
 def rewrite_step(step: StepContext, passes: Sequence[Pass] = STEP_PASSES, watch: Watch | None = None) -> StepRewrite:
@@ -142,7 +142,7 @@ def rewrite_step(step: StepContext, passes: Sequence[Pass] = STEP_PASSES, watch:
 
     Args:
         step: the context with the graph, which is rewritten in place.
-        passes: run in this order; each may read what earlier ones remaining in the context.
+        passes: run in this order; each may read what earlier ones recorded in the context.
         watch: called after each pass.
 
     Raises:

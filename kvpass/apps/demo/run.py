@@ -261,7 +261,7 @@ class Demo:
             f"After a prompt of {self.sizes.timed:,} tokens: milliseconds a token, seconds to the first token, and the "
             f"cache; {self.subject.name}, {torch.get_num_threads()} thread(s), without the time of compiling."
         )
-        names = {"ms a step": "ms a token", "time to first token, s": "first token, s", "cache, MiB": "cache, MiB"}
+        names = {"ms a step": "ms per token", "time to first token, s": "first token, s", "cache, MiB": "cache, MiB"}
 
         def columns(contender: Contender, rows: Sequence[Row]) -> Row:
             return {name: rows[0][key] for key, name in names.items()}

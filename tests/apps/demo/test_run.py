@@ -88,7 +88,7 @@ def test_the_whole_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str], monk
     assert [list(row) for row in table(out, "retrieval")[:2]] == [["policy", "0%", "25%", "50%", "75%", "100%"]] * 2
     cost = {row["policy"]: row for row in table(out, "cost") if "error" not in row}
     assert cost["window"]["cache, MiB"] < cost[FULL]["cache, MiB"]
-    assert all(row["ms a token"] > 0 and row["first token, s"] > 0 for row in cost.values())
+    assert all(row["ms per token"] > 0 and row["first token, s"] > 0 for row in cost.values())
 
     kept = {row["policy"]: row for row in table(out, "kept")}
     assert kept["window"] == {
