@@ -54,7 +54,7 @@ def warm(
         rows: the batch sizes to expect; two sizes above one stand for all of them, on a CPU.
         turns: whether several tokens will arrive on an existing cache: a second turn, or a prompt in chunks.
         prefill_chunk: the number of tokens in a chunk, if prompts will be fed by `kvpass.prefill`.
-        progress: show a progress bar, if tqdm is installed.
+        progress: show a progress bar after two seconds, on a terminal and if tqdm is installed.
         settings: the other arguments of `kvpass.backend`; a budget that is a share is a share of these prompts.
 
     Returns:
@@ -165,7 +165,8 @@ def _bar(total: int, shown: bool) -> Iterator[Tick]:
     except ModuleNotFoundError:
         yield lambda name: None
         return
-    with tqdm(total=total, unit="part", desc="warm", disable=not shown, dynamic_ncols=True) as bar:
+    hidden = None if shown else True  # None: where there is no terminal
+    with tqdm(total=total, unit="part", desc="warm", disable=hidden, delay=2, dynamic_ncols=True) as bar:
 
         def tick(name: str) -> None:
             bar.set_description(f"warm: {name}", refresh=False)
