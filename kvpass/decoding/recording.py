@@ -12,11 +12,11 @@ from torch import Tensor
 
 from kvpass import cache_names
 from kvpass.cache.handle import Handle, caches_in
+from kvpass.decoding import artifact_folder
+from kvpass.decoding.artifact_folder import ExportFiles
 from kvpass.decoding.cache_files import CacheObjectWriter
 from kvpass.decoding.loop import DecodeLoop
 from kvpass.errors import UnsupportedGraph
-from kvpass.lowering import exported_run
-from kvpass.lowering.exported_run import ExportFiles
 from kvpass.runtime import exported_graphs, prompts, steps
 
 
@@ -156,7 +156,7 @@ class _GraphWriter:
         assert isinstance(ran, prompts.PromptResult)
         entry = exported_graphs.prompt_entry(ran.runner)
         code = self._code(ran.runner.inner)
-        read = exported_run.arguments_read(code)
+        read = artifact_folder.arguments_read(code)
         most = exported_graphs.most_of_prompt(ran.runner, ran.arguments, ids)
         needed = set(range(len(ran.arguments))) if read is None else read
         needed |= {*entry["owned"], *(index for indices in entry["projecting"] for index in indices)}
@@ -179,7 +179,7 @@ class _GraphWriter:
         return {**entry, "lengths": lengths, "variants": [[compact, each] for compact, each in variants.items()]}, read
 
     def _code(self, run: Any) -> dict[str, Any]:
-        entry = exported_run.entry_of(run, self.files)
+        entry = artifact_folder.entry_of(run, self.files)
         if entry is None:
             raise UnsupportedGraph(
                 "this model cannot be exported: Inductor's code for it needs more than its kernels; pass "

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from kvpass import cache_names
-from kvpass.cache.handle import Handle, LayerCache, caches_in, renewed
+from kvpass.cache.handle import Handle, caches_in, renewed
+from kvpass.cache.layer_cache import LayerCache
 from kvpass.decoding.prefill import Caller, growing
 from kvpass.decoding.sampling import Sampling
 from kvpass.errors import CacheFileError, CacheHandleError

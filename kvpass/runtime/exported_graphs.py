@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvpass.cache.handle import LayerCache
+from kvpass.cache.layer_cache import LayerCache
 from kvpass.errors import ArtifactError, UnsupportedGraph
 from kvpass.fx import shapes
 from kvpass.policies.heads import HeadSharding

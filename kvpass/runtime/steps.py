@@ -11,7 +11,8 @@ from typing import Any
 
 import torch.fx as fx
 
-from kvpass.cache.handle import LayerCache, check_layers, current
+from kvpass.cache.handle import check_layers, current, handles_of
+from kvpass.cache.layer_cache import LayerCache
 from kvpass.capture.capture import Capture
 from kvpass.errors import CacheHandleError, UnsupportedGraph
 from kvpass.fx import walk
@@ -304,7 +305,7 @@ class StepRunner:
         for index, (past, dim) in rewrite.unread.items():
             outputs[index] = lengthened(arguments[past], dim, rewrite.queries)
         for site, cache in zip(self.sites, caches, strict=True):
-            outputs[site.keys_out], outputs[site.values_out] = cache.handles()
+            outputs[site.keys_out], outputs[site.values_out] = handles_of(cache)
         return tuple(outputs)
 
 
