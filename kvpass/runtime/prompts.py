@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import dataclasses
 import functools
 import weakref
@@ -40,6 +38,7 @@ from kvpass.runtime.caches import by_head, given_pins, lengthened, room_on_top
 from kvpass.runtime.checks import PositionCheck
 from kvpass.runtime.compiler import Compiler
 from kvpass.runtime.padding import indices_of, inputs_of_sites
+from kvpass.runtime.recorder import announce
 from kvpass.torch_private import dynamo, fx_nodes, regions, symbolic_shapes, tensors
 from kvpass.torch_private.tensors import UnwrappedSubclasses
 
@@ -223,9 +222,7 @@ class PromptRunner:
         del layers  # so that the rows of each layer are freed once they are stored
         for site, cache in zip(self.sites, taken.caches(), strict=True):
             results[site.keys_out], results[site.values_out] = handles_of(cache)
-        listener = _LISTENER.get()
-        if listener is not None:
-            listener.append(PromptResult(self, arguments, tuple(results)))
+        announce(PromptResult(self, arguments, tuple(results)))
         return tuple(results)
 
     def _validate(self, arguments: tuple[Any, ...]) -> None:
@@ -458,17 +455,3 @@ class PromptResult:
     runner: PromptRunner
     arguments: tuple[Any, ...]
     results: tuple[Any, ...]
-
-
-_LISTENER: contextvars.ContextVar[list[PromptResult] | None] = contextvars.ContextVar("kvpass_prompts", default=None)
-
-
-@contextlib.contextmanager
-def listening() -> Iterator[list[PromptResult]]:
-    """Return a context that collects the prompts that run inside it."""
-    ran: list[PromptResult] = []
-    token = _LISTENER.set(ran)
-    try:
-        yield ran
-    finally:
-        _LISTENER.reset(token)
