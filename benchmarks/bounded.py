@@ -13,7 +13,7 @@ import kvpass
 from benchmarks.model import Conversation, tokens
 from benchmarks.timing import timed
 from kvpass import cache_names, policies
-from kvpass.cache.handle import LayerCache
+from kvpass.cache.layer_cache import LayerCache
 from kvpass.decoding.stepping import refreshed
 from kvpass.policies import Policy, Tokens
 

@@ -39,7 +39,7 @@ from kvpass.apps.evaluation.scoring import ScoringBatch, score
 from kvpass.apps.models import load
 from kvpass.decoding.prefill import Caller
 from kvpass.errors import KVPassError
-from kvpass.lowering.formats import KV_DTYPES, KVDtype, Rows, format_of, words
+from kvpass.lowering.formats import KV_DTYPES, KVDtype, Rows, code_products, format_of
 
 TIMES: dict[KVDtype, int] = {"int8": 2, "int4": 4}  # as many tokens in the same bytes, nearly
 KINDS: tuple[KVDtype | None, ...] = (None, *KV_DTYPES)
@@ -235,7 +235,7 @@ def _compiled(function: Callable[..., Tensor], *arguments: Tensor) -> Callable[.
     return compiled
 
 
-LOADS = {"words": words.fill, "bytes": lambda codes, together: False}
+LOADS = {"words": code_products.fill, "bytes": lambda codes, together: False}
 """How codes are loaded: as the processor has it, or byte by byte."""
 
 
@@ -251,7 +251,7 @@ def products(given: argparse.Namespace) -> None:
         calls: dict[tuple[str, str, int], Callable[[], object]] = {}
         for kind in given.formats:
             for loads, fill in LOADS.items():
-                with mock.patch.object(words, "fill", fill):
+                with mock.patch.object(code_products, "fill", fill):
                     calls |= {(kind, loads, n): call for n, call in enumerate(_products(kind, slots))}
         taken = interleaved([Local(str(key), call, CLOCKS[given.clock]) for key, call in calls.items()], Plan())
         for kind in given.formats:

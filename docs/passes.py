@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import kvpass
 from kvpass.diagnostics.report import ExplainReport
-from kvpass.rewrite.logs import Record
+from kvpass.rewrite.context import Record
 
 PAGE = Path(__file__).with_name("passes.md")
 HEADS, DIM = 2, 4

@@ -14,9 +14,8 @@ import torch.fx as fx
 from kvpass import budget as budgets
 from kvpass import policies, versions
 from kvpass.arguments import Natural, checked, require
-from kvpass.cache.handle import Handle
-from kvpass.cache.row_picking import Row, refuse
-from kvpass.capture import decomposed_attention, other_caches, rotary
+from kvpass.cache.handle import Handle, Row, refuse_row_operation
+from kvpass.capture import decomposed_attention, origins, rotary
 from kvpass.capture.caches import CallReading
 from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.capture import Capture, capture
@@ -26,12 +25,11 @@ from kvpass.fx import alias, shapes, walk
 from kvpass.lowering import column_loops
 from kvpass.lowering.formats import KVDtype
 from kvpass.policies.base import Policy
-from kvpass.rewrite import logs
-from kvpass.runtime import entries, layer_regions
+from kvpass.runtime import compiled_call, layer_regions
 from kvpass.runtime.compiled_call import compile_module, unwatch, watch_module
 from kvpass.runtime.compiler import Compile, Compiler, Inner, Positions
 from kvpass.runtime.prompts import PromptRunner
-from kvpass.runtime.recorder import SiteReport
+from kvpass.runtime.recorder import SiteReport, configure_logs
 from kvpass.runtime.steps import StepRunner
 from kvpass.torch_private import dynamo, inductor, regions
 
@@ -94,7 +92,7 @@ class Backend(Compiler):
     def _compile(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         carried = any(isinstance(example, Handle) for example in examples)
         if any(isinstance(example, Row) for example in examples):
-            refuse("attention")
+            refuse_row_operation("attention")
         copy = regions.copied(gm)
         try:
             runner = self._runner(copy, examples)
@@ -135,9 +133,7 @@ class Backend(Compiler):
         self.recorder.graphs.append("prompt" if captured.sites and not carried else "step" if carried else "no cache")
         for f in captured.found:
             verdict = "rewritten" if f.reading else "refused" if f.refusal else "left alone"
-            reason = f.refusal or (
-                "" if f.reading else other_caches.DOES_NOT_GROW if f.fixed else "it updates no cache"
-            )
+            reason = f.refusal or ("" if f.reading else origins.DOES_NOT_GROW if f.fixed else "it updates no cache")
             where = (len(self.recorder.graphs), walk.module_of(f.node), walk.source_line(f.node))
             self.recorder.sites.append(SiteReport(*where, verdict, reason))
 
@@ -284,7 +280,7 @@ def backend(
     require(positions != "cache" or not chosen.own_positions, "positions", positions, chosen.own_positions)
     _check_settings(inner, mode, options)
     _check_enabled(strict)
-    logs.configure()
+    configure_logs()
     versions.warn_of_untested()
     _check_crop(crop, chosen)
     settings = tuple(sorted((options or {}).items()))
@@ -334,8 +330,8 @@ def compile(model: M, policy: str | Policy = "full", **settings: Any) -> M:
     """Compile a model in place, so that `model.generate` runs compiled too.
 
     Every inner module that `generate` or a wrapper may call in place of the model is compiled as well; see
-    `kvpass.runtime.entries`.  Copies of the model (copy.deepcopy, pickle, torch.save) are compiled in the same way at
-    their first call.
+    `set_up_compiled` of `kvpass.runtime.compiled_call`.  Copies of the model (copy.deepcopy, pickle, torch.save) are
+    compiled in the same way at their first call.
 
     >>> model = kvpass.compile(model, policy="h2o", budget=1024)
     >>> model.generate(ids, max_new_tokens=200)
@@ -363,10 +359,10 @@ def compile(model: M, policy: str | Policy = "full", **settings: Any) -> M:
 def compile_in_place(model: torch.nn.Module, chosen: Compile, strict: bool) -> None:
     """Compile the modules of a model that users call, with a backend of kvpass or a wrapper of one."""
     unwatch(model)
-    compiled, shared = entries.set_up_compiled(model), layer_regions.install(model)
+    compiled, shared = compiled_call.set_up_compiled(model), layer_regions.install(model)
     for called in compiled:
         compile_module(called, chosen, strict, shared)
-    for inner in entries.set_up_watched(model, compiled) if strict else ():
+    for inner in compiled_call.set_up_watched(model, compiled) if strict else ():
         watch_module(inner, model)
 
 

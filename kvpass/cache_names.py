@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -84,3 +85,25 @@ def returned(output: Any) -> Any:
 def call(model: Any, ids: Any, cache: Any = None, **named: Any) -> Any:
     """Return a model's output for tokens behind a cache, None for an empty one."""
     return model(ids, **arguments(model, cache), use_cache=True, **named)
+
+
+_NAMES = re.compile(r"(^|_)(past|caches?|kv|kvs)(_|$)")
+_OTHERS = frozenset({"use_cache", "cache_position", "cache_implementation"})
+
+
+def takes_a_cache(module: Any) -> bool:
+    """Return whether a parameter of a module's forward has the name of a cache."""
+    return any(_NAMES.search(name) and name not in _OTHERS for name in _kinds(module))
+
+
+def takes_any_keyword(module: Any) -> bool:
+    """Return whether a module's forward takes keyword arguments that it does not name."""
+    return inspect.Parameter.VAR_KEYWORD in _kinds(module).values()
+
+
+def _kinds(module: Any) -> dict[str, Any]:
+    """Return the kinds of the parameters of a module's forward; none for a function that is not Python's."""
+    try:
+        return {name: parameter.kind for name, parameter in inspect.signature(module.forward).parameters.items()}
+    except (TypeError, ValueError):
+        return {}

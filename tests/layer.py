@@ -8,11 +8,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from kvpass.cache.admission import admit
-from kvpass.cache.slots import Chunk, Layout, Slots
-from kvpass.cache.statistics import StatisticsSpec, by_class, of_chunk, statistics
-from kvpass.cache.step import Mask, Site, decode_step, extend_step, with_logit_scale
+from kvpass.cache.admission import Chunk, admit, by_class, of_chunk
+from kvpass.cache.chunk_step import extend_step
+from kvpass.cache.layout import Layout
+from kvpass.cache.site import Mask, Site
+from kvpass.cache.slots import Slots
+from kvpass.cache.step import decode_step, with_logit_scale
 from kvpass.diagnostics.simulate import rotary
+from kvpass.lowering.attention_statistics import StatisticsSpec, statistics
 from kvpass.lowering.formats import KVDtype
 from kvpass.policies import Policy
 from kvpass.policies.budgets import window_starts
@@ -101,14 +104,14 @@ class Lowered:
             output = torch.nn.functional.scaled_dot_product_attention(
                 q, k, new.v, attn_mask=mask, scale=self.scale, enable_gqa=True
             )
-            sums = []
+            sums: Sequence[Tensor] = []
             if policy.statistics:
                 spec = StatisticsSpec(q, k, mask, None, False, self.scale, None, k.shape[1], None)
                 scanned = budget[..., None] if self.limits else self.layout.budget
                 sums = statistics(policy, spec, new.valid, scanned)
         else:
             site = dataclasses.replace(site, mask=causal(slots, new.valid.shape[1]))
-            (output, *_), sums = extend_step(self.layout, site, slots, q, k, new.v, new.valid)
+            output, *_, sums = extend_step(self.layout, site, slots, q, k, new.v, new.valid)
         attention = of_chunk(self.layout, [sums] if slots is None else by_class(self.layout, sums), new.valid)
         self.slots = admit(self.layout, slots, dataclasses.replace(chunk, attention=attention), self.limits)
         self.limits = limits = chunk.raised(policy, limits)

@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks.gpu.bench import Bench, Row
-from kvpass.cache.slots import Layout, Slots
-from kvpass.cache.step import Site, decode_step
+from kvpass.cache.layout import Layout
+from kvpass.cache.site import Site
+from kvpass.cache.slots import Slots
+from kvpass.cache.step import decode_step
 from kvpass.lowering.attend import Rope, RotaryPairs, Rotation, attend
 from kvpass.lowering.attention_statistics import StatisticsRequest, attention_statistics
 from kvpass.lowering.formats import KVDtype, Sections, format_of

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.cache.slots import FREE, ROW_BUDGET, Chunk, ClassedSlots, Layout, Slots, next_free, of_heads
+from kvpass.cache.layout import ROW_BUDGET, Layout
+from kvpass.cache.slots import FREE, ClassedSlots, Slots, next_free, of_heads
 from kvpass.fx.precision import upcast
+from kvpass.lowering.attention_statistics import as_attention
 from kvpass.lowering.formats import Rows
 from kvpass.policies.base import Policy
-from kvpass.policies.pinned_tokens import PINNED
+from kvpass.policies.pinned_tokens import PINNED, Pins
 from kvpass.policies.protocols import Aligning, Merging, Projecting, Rescoring
 from kvpass.policies.ranking import rank_of, rows_in_order
 from kvpass.policies.types import Attention, Merge, State, Tokens
@@ -264,3 +266,71 @@ def _merge_into(buffer: Rows, rows: Rows, indices: Tensor, merge: Merge) -> None
         weighted = upcast(rows.gathered(indices[..., block]).read()) * merge.weight[..., block, None]
         total.scatter_add_(2, into[..., block, None].expand_as(weighted), weighted)
     buffer.replace(torch.where(share > 0, total / (merge.own + share), held), share[..., 0] > 0)
+
+
+def of_chunk(layout: Layout, results: list[list[Tensor]], valid: Tensor) -> Attention | tuple[Attention, ...]:
+    """Return `Chunk.attention` from what `by_class` returned; valid is bool [B, q]."""
+    policy = layout.policy
+    if not policy.statistics:
+        return Attention()
+    return of_classes([as_attention(policy, x[: len(policy.statistics)], valid, layout.spread) for x in results])
+
+
+def of_classes(attention: list[Attention]) -> Attention | tuple[Attention, ...]:
+    """Return `Chunk.attention` from that of each class of heads, none without statistics."""
+    return tuple(attention) if len(attention) > 1 else attention[0] if attention else Attention()
+
+
+def by_class(layout: Layout, results: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Divide the statistics that `kvpass.cache.chunk_step.extend_step` returned among the classes of heads."""
+    count = len(results) // len(layout.parts)
+    return [list(results[i * count : (i + 1) * count]) for i in range(len(layout.parts))]
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """New tokens of a prompt or of a later turn.
+
+    Attributes:
+        key, value: [B, Hkv, q, D] and [B, Hkv, q, Dv]; the keys as they are stored.
+        valid: bool [B, q], false for padding.
+        attention: statistics of the chunk's queries over [slots, chunk], N = C + q (N = q for a prompt); of each class
+            of heads for a chunk on slots in classes.
+        pins: the tokens to pin, None for none beside those of `keep_prompt`.
+        output: the weights of the output projection, [B or 1, Hkv, G, Dv, E], for policies that read them.
+    """
+
+    key: Tensor
+    value: Tensor
+    valid: Tensor
+    attention: Attention | tuple[Attention, ...]
+    pins: Pins | None = None
+    output: Tensor | None = None
+
+    def of_heads(self, heads: Tensor, attention: Attention) -> Chunk:
+        """Return the rows of some heads, int64 [B, h], with their statistics and weights."""
+        rows = of_heads(self.key, heads), of_heads(self.value, heads)
+        output = None if self.output is None else of_heads(self.output.expand(len(heads), -1, -1, -1, -1), heads)
+        return dataclasses.replace(self, key=rows[0], value=rows[1], attention=attention, output=output)
+
+    def first(self, count: int) -> Chunk:
+        """Return the first tokens of the chunk, without statistics."""
+        key, value, valid = self.key[:, :, :count], self.value[:, :, :count], self.valid[:, :count]
+        return Chunk(key, value, valid, Attention(), self.pins and self.pins.first(count), self.output)
+
+    def pinned(self, policy: Policy) -> Tensor:
+        """Return bool [B, q]: the tokens to pin."""
+        if policy.keep_prompt:
+            return self.valid
+        return torch.zeros_like(self.valid) if self.pins is None else self.pins.mask & self.valid
+
+    def on_top(self, policy: Policy) -> Tensor:
+        """Return int64 [B]: the pinned tokens that count beside the budget."""
+        counted = self.pins is not None and self.pins.on_top
+        return self.pinned(policy).sum(-1) * counted
+
+    def raised(self, policy: Policy, budgets: Sequence[int]) -> tuple[int, ...]:
+        """Return the budgets of the rows after the chunk."""
+        if self.pins is None or not self.pins.on_top:
+            return tuple(budgets)
+        return tuple(budget + more for budget, more in zip(budgets, self.on_top(policy).tolist(), strict=False))

@@ -4,258 +4,26 @@ A handle has the shape that the model expects, [B, Hkv, tokens seen, D], and no 
 NaN that carries the layer's slots.  Values computed from the cache's shape stay right, and uncompiled attention gives
 NaN instead of a plausible answer.  Operations that people apply to caches between calls act on the slots or raise
 `CacheHandleError`.
+
+A `Row` stands in for a single row that a caller takes out of a cache, as Whisper's `generate` does per input.  It does
+not carry its slots: it can be moved, unsqueezed and stacked; reading or growing it is an error.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import optree
 import torch
 from torch import Tensor
 
 from kvpass import cache_names
-from kvpass.cache import history
-from kvpass.cache.row_picking import Row
-from kvpass.cache.slots import AnySlots, Layout
+from kvpass.cache.layer_cache import LayerCache, Part, check_usable
+from kvpass.cache.layout import Layout
 from kvpass.errors import CacheHandleError
-from kvpass.policies.types import Clock
 from kvpass.torch_private import dynamo, tensors
-
-Part = Literal["keys", "values"]
-
-
-@dataclasses.dataclass(frozen=True)
-class _RowSelection:
-    """A cache with selected rows, made for one of K and V and found by the other.
-
-    Attributes:
-        operation, argument: the selection of rows.
-        seen: tokens seen at the selection.
-        part: the part that was selected first.
-        result: the cache with the selected rows.
-    """
-
-    operation: str
-    argument: Any
-    seen: int
-    part: Part
-    result: weakref.ref[LayerCache]
-
-    def serves(self, operation: str, argument: Any, seen: int, part: Part) -> bool:
-        """Return whether the other part of K and V makes the same selection."""
-        same = (self.operation, self.seen) == (operation, seen) and self.part != part
-        return same and _equal_arguments(self.argument, argument)
-
-
-def _equal_arguments(one: Any, other: Any) -> bool:
-    """Return whether two arguments select the same rows; tensors and lists are compared by content."""
-    if one is other:
-        return True
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        types = [(tensor.shape, tensor.dtype, tensor.device) for tensor in (one, other)]
-        return types[0] == types[1] and torch.equal(one, other)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(_equal_arguments(a, b) for a, b in zip(one, other, strict=True))
-    return type(one) is type(other) and bool(one == other)
-
-
-def _copy_of_lists(argument: Any) -> Any:
-    """Return an argument with its lists copied, because callers may change them later."""
-    return [_copy_of_lists(part) for part in argument] if isinstance(argument, list) else argument
-
-
-@dataclasses.dataclass(frozen=True)
-class _Cropped:
-    """The cache that replaced another one when its last tokens were cropped.
-
-    Attributes:
-        tokens: the number of cropped tokens.
-        left: the part of K and V that is still to be cropped.
-        result: the cache that continues, on the same slots.
-    """
-
-    tokens: int
-    left: Part | None
-    result: LayerCache
-
-
-class DeferredChecks:
-    """Conditions on a GPU that the host reads only once they are computed."""
-
-    def __init__(self) -> None:
-        self.pending: list[tuple[torch.cuda.Event, Tensor]] = []
-
-    def add(self, condition: Tensor) -> None:
-        """Add a bool on a GPU that must be true."""
-        answer = torch.empty((), dtype=torch.bool, pin_memory=True)
-        answer.copy_(condition, non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        self.pending.append((event, answer))
-
-    def settle(self) -> None:
-        """Read the conditions that are computed.
-
-        Raises:
-            CacheHandleError: one of them is false.
-        """
-        computed = itertools.takewhile(lambda check: check[0].query(), self.pending)  # type: ignore[no-untyped-call]
-        answers = [answer for _, answer in computed]
-        self.pending = self.pending[len(answers) :]
-        if not all(map(bool, answers)):
-            raise CacheHandleError(
-                "the mask of earlier tokens has changed since they were cached; on a GPU a cache "
-                "cannot follow that: start again with the whole conversation, or leave its mask unchanged"
-            )
-
-
-@dataclasses.dataclass
-class LayerCache:
-    """The slots of one layer and one conversation, shared by the handles of K and V.
-
-    Attributes:
-        backend: the backend that made the cache; a backend of other settings refuses it.
-        number: increases from layer to layer of a conversation in the order of the prompt's layers, also in copies.
-        layout, slots: the buffers; `slots` is a ReferenceLayer with `inner="reference"`.
-        seen: tokens seen, padding included; the host's copy of `slots.length`.
-        heads: the KV heads of the model's cache; if keys are computed from the cache, the layout joins them to one.
-        window: the number of last tokens that the model's cache stores, None for all.
-        limits: the layer's budget of each row; empty with `inner="reference"`.
-        clocks: the host's counts for each row, see `Policy.clock`; empty for most policies.
-        interrupted: set while a step runs, so that an interrupted step is noticed.
-        notes: facts to report, such as an adopted prompt.
-        deferred_checks: conditions on the device that the host has not read.
-        absent: int64 [B, P], the indices in the padded sequence of padding that is not cached, -1 after the last.
-        first: int64 [B], the position id of each row's first real token, if keys are rotated by rank and it is known.
-        angles: the cosines and sines of a few positions, if keys are rotated by rank; see `RotarySlice.probe`.
-        weights: the weights that computed the layer's keys.
-        output: the weight [E, Hq Dv] of the output projection, for policies that read it.
-        model: the tensors of the model that made the cache, as far as its graph had them as inputs.
-        calls: the last calls, as far as they can be cropped.
-        cropped: the cache that replaced this one when tokens were cropped; this one can no longer be continued.
-    """
-
-    backend: Any
-    number: int
-    layout: Layout
-    slots: Any
-    seen: int
-    heads: int
-    window: int | None = None
-    limits: tuple[int, ...] = ()
-    clocks: tuple[Any, ...] = ()
-    interrupted: bool = False
-    notes: tuple[str, ...] = ()
-    absent: Tensor = dataclasses.field(default_factory=lambda: torch.empty(0, 0, dtype=torch.int64))
-    first: Tensor | None = None
-    angles: Tensor | None = None
-    deferred_checks: DeferredChecks = dataclasses.field(default_factory=lambda: DeferredChecks())
-    weights: tuple[weakref.ref[Any], ...] = ()
-    output: weakref.ref[Any] | None = None
-    model: tuple[weakref.ref[Any], ...] = ()
-    calls: history.Calls = ()
-    cropped: _Cropped | None = None
-    _picked: list[_RowSelection] = dataclasses.field(default_factory=list)
-
-    @property
-    def valid_seen(self) -> Tensor:
-        """int64 [B] on the device: real tokens seen."""
-        seen: Tensor = self.slots.tensors()[5]  # a reference counts them only when read
-        return seen
-
-    @property
-    def stored(self) -> int:
-        """The number of tokens that the model's cache stores."""
-        return self.seen if self.window is None else min(self.seen, self.window)
-
-    def handles(self) -> tuple[Handle, Handle]:
-        """Return the current handles of K and V."""
-        joined = self.heads // self.layout.heads
-        key, value = self.layout.key_dim // joined, self.layout.value_dim // joined
-        # Dynamo refuses a region whose inputs share memory, so each handle has a NaN of its own.
-        return (
-            Handle.of(self, "keys", key, _nan_of(self.layout)),
-            Handle.of(self, "values", value, _nan_of(self.layout)),
-        )
-
-    def select(self, operation: str, argument: Any, part: Part, apply: Callable[[Tensor], Tensor]) -> LayerCache:
-        """Return the cache with other rows.  The same selection for K and then for V gives one cache.
-
-        The same selection for the same part again gives a second copy.
-
-        Args:
-            apply: the selection as a function of batch-first tensors.
-        """
-        self._picked = [picked for picked in self._picked if picked.result() is not None]
-        for i, picked in enumerate(self._picked):
-            result = picked.result()
-            if result is not None and picked.serves(operation, argument, self.seen, part):
-                del self._picked[i]
-                return result
-        result = self.rebuilt(operation, apply)
-        self._picked.append(_RowSelection(operation, _copy_of_lists(argument), self.seen, part, weakref.ref(result)))
-        return result
-
-    def crop(self, tokens: int, part: Part) -> LayerCache:
-        """Return the cache without its last tokens.  The same crop of K and then of V gives one cache.
-
-        Raises:
-            CacheHandleError: so many tokens cannot be cropped.
-        """
-        last = self.cropped
-        if last is not None and (last.tokens, last.left, last.result.seen) == (tokens, part, self.seen - tokens):
-            self.cropped = dataclasses.replace(last, left=None)
-            return last.result
-        _check_usable(self)
-        history.check(self.calls, tokens, self.backend.crop)
-        shorter = self._without(tokens)
-        self.cropped, self.calls = _Cropped(tokens, "values" if part == "keys" else "keys", shorter), ()
-        return shorter
-
-    def _without(self, tokens: int) -> LayerCache:
-        """Return the cache without its last tokens, by undoing calls."""
-        cache: LayerCache = self
-        calls = self.calls
-        while tokens:
-            *earlier, last = calls
-            cache, calls = last.before(cache), tuple(earlier)
-            if last.new > tokens and last.repeat is not None:
-                shorter: LayerCache = last.repeat(cache, last.new - tokens)
-                return dataclasses.replace(shorter, calls=(*calls, *shorter.calls), _picked=[])
-            tokens -= last.new
-        return dataclasses.replace(cache, calls=calls, _picked=[])
-
-    def rebuilt(self, operation: str, apply: Callable[[Tensor], Tensor]) -> LayerCache:
-        """Return the cache with a function applied to each of its batch-first tensors."""
-        if not isinstance(self.slots, AnySlots):
-            raise CacheHandleError(f"{operation} on a cache that runs with inner='reference'")
-        slots = self.slots.map(apply)
-        batch = slots.length.shape[0]
-        limits, clocks = self._counts_of(batch, apply)
-        return dataclasses.replace(
-            self,
-            layout=dataclasses.replace(self.layout, batch=batch, device=slots.length.device),
-            slots=slots,
-            limits=limits,
-            clocks=clocks,
-            absent=apply(self.absent),
-            first=None if self.first is None else apply(self.first),
-            calls=(),
-            _picked=[],
-        )
-
-    def _counts_of(self, batch: int, apply: Callable[[Tensor], Tensor]) -> tuple[tuple[int, ...], tuple[Clock, ...]]:
-        """Return the `limits` and `clocks` of selected rows; the host waits only if they differ by row."""
-        if len(set(self.limits)) <= 1 and len(set(self.clocks)) <= 1:
-            return self.limits[:1] * batch, self.clocks[:1] * batch
-        rows: list[int] = apply(torch.arange(self.layout.batch, device=self.layout.device)).tolist()
-        clocks = tuple(self.clocks[row] for row in rows) if self.clocks else ()
-        return tuple(self.limits[row] for row in rows), clocks
 
 
 class Handle(Tensor):
@@ -305,6 +73,17 @@ class Handle(Tensor):
         return f"Handle(shape={tuple(self.shape)}, policy={layout.policy}, capacity={layout.capacity})"
 
 
+def handles_of(cache: LayerCache) -> tuple[Handle, Handle]:
+    """Return the current handles of K and V."""
+    joined = cache.heads // cache.layout.heads
+    key, value = cache.layout.key_dim // joined, cache.layout.value_dim // joined
+    # Dynamo refuses a region whose inputs share memory, so each handle has a NaN of its own.
+    return (
+        Handle.of(cache, "keys", key, _nan_of(cache.layout)),
+        Handle.of(cache, "values", value, _nan_of(cache.layout)),
+    )
+
+
 def _nan_of(layout: Layout) -> Tensor:
     """Return the NaN [1] of which a layer's handles are views."""
     dynamo.never_a_frame_of_its_own(Handle.__torch_function__)
@@ -337,19 +116,9 @@ def renewed(handle: Handle) -> Handle:
     return moved(handle, handle.cache)
 
 
-def _check_usable(cache: LayerCache) -> None:
-    if cache.interrupted:
-        raise CacheHandleError("an earlier step on this cache was interrupted by an error; start again from the prompt")
-    if cache.cropped is not None:
-        raise CacheHandleError(
-            f"{cache.cropped.tokens} tokens of this cache have since been cropped, so the state that it stood for is "
-            "gone: copy a cache (copy.deepcopy) before cropping it"
-        )
-
-
 def _check_current(handle: Handle) -> None:
     if handle.cache.cropped is not None:
-        _check_usable(handle.cache)
+        check_usable(handle.cache)
     if handle.seen != handle.cache.seen:
         raise CacheHandleError(
             f"this cache stood at {handle.seen} tokens and has since gone on to {handle.cache.seen}: "
@@ -478,7 +247,7 @@ def current(value: Any, part: Part, backend: Any) -> LayerCache:
     _check_current(value)
     cache = value.cache
     cache.deferred_checks.settle()
-    _check_usable(cache)
+    check_usable(cache)
     with tensors.without_torch_function():
         shape = tuple(value.shape)
     if shape[:3] != (cache.layout.batch, cache.heads, cache.stored):
@@ -536,3 +305,48 @@ def _handles(cache: Any) -> Iterator[Handle]:
         keys = leaf if isinstance(leaf, Tensor) else getattr(leaf, "keys", None)
         if isinstance(keys, Handle):
             yield keys
+
+
+_MOVES = frozenset(
+    {"__getitem__", "unsqueeze", "squeeze", "stack", "cpu", "cuda", "to", "detach", "as_subclass", "__get__", "__set__"}
+)
+
+
+class Row(Tensor):
+    """A tensor of NaN in the shape of a row of keys or values, at first [Hkv, tokens stored, D]."""
+
+    @staticmethod
+    def like(row: Tensor) -> Row:
+        """Return a row with the shape, dtype and device of a tensor."""
+        dynamo.never_a_frame_of_its_own(Row.__torch_function__)
+        return torch.full((1,), torch.nan, dtype=row.dtype, device=row.device).expand(row.shape).as_subclass(Row)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation that only moves the row.
+
+        Raises:
+            CacheHandleError: the operation reads or grows the row.
+        """
+        name = getattr(func, "__name__", "")
+        allowed = name in _MOVES | tensors.QUESTIONS or (name == "cat" and _is_alone(*args))
+        if not torch.compiler.is_compiling() and not allowed:
+            refuse_row_operation(name)
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+def _is_alone(parts: Sequence[Tensor], *_: Any) -> bool:
+    """Return whether a concatenation adds nothing, as when a row becomes the first of an empty cache."""
+    return sum(part.numel() > 0 for part in parts) == 1
+
+
+def refuse_row_operation(operation: str) -> None:
+    """Refuse an operation on a row.
+
+    Raises:
+        CacheHandleError: always.
+    """
+    raise CacheHandleError(
+        f"{operation} on a row that was taken out of a cache of kvpass, as Whisper's generate does: its tokens live in "
+        "slots that it no longer has. Continue from the cache that the model returns, or generate again"
+    )

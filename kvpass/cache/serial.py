@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.cache.handle import LayerCache
-from kvpass.cache.slots import ROW_BUDGET, AnySlots, ClassedSlots, Layout, Slots, empty_slots
+from kvpass.cache.layer_cache import LayerCache
+from kvpass.cache.layout import ROW_BUDGET, Layout
+from kvpass.cache.slots import AnySlots, ClassedSlots, Slots, empty_slots
 from kvpass.errors import CacheFileError, CacheHandleError
 from kvpass.lowering.formats import Format, Rows
 from kvpass.lowering.formats.base import Parts

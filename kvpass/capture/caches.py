@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import torch
 import torch.fx as fx
 
-from kvpass.capture import decomposed_attention, other_caches, sparse_index
+from kvpass.capture import decomposed_attention, origins, sparse_index
 from kvpass.capture.canonical import stored
 from kvpass.capture.decomposed_attention import AttentionCall
 from kvpass.capture.origins import CacheRefused, Origin, cat_parts, origin_of
@@ -110,12 +110,12 @@ class _CacheSearch:
         return [each.reading for each in self.found if each.reading]
 
     def run(self) -> list[CallReading]:
-        queries = other_caches.queries_of(self.calls, self.memory)
+        queries = origins.queries_of(self.calls, self.memory)
         for call in self.calls:
             self.found.append(self._fixed(call, queries) or self._examine(call))
         self._refuse_unread_updates()
         if not any(each.refusal for each in self.found):
-            unread = other_caches.unread(self.graph, self._known_outputs())
+            unread = origins.unread(self.graph, self._known_outputs())
             self.found += [CallReading(node, refusal=reason) for node, reason in unread]
         self._refuse_mixed_caches()
         return self.found
@@ -162,12 +162,12 @@ class _CacheSearch:
     def _fixed(self, call: AttentionCall, queries: Mapping[fx.Node, fx.Node]) -> CallReading | None:
         """Read a call on keys and values that are returned without a past and that its tokens do not extend."""
         try:
-            origins = origin_of(call.key, self.outputs), origin_of(call.value, self.outputs)
+            found = origin_of(call.key, self.outputs), origin_of(call.value, self.outputs)
         except CacheRefused:
             return None
-        has_no_past = all(origin.past is None for origin in origins)
-        if has_no_past and other_caches.is_fixed(call, queries, self.memory):
-            return CallReading(call.node, fixed=tuple(origin.grown for origin in origins))
+        has_no_past = all(origin.past is None for origin in found)
+        if has_no_past and origins.is_fixed(call, queries, self.memory):
+            return CallReading(call.node, fixed=tuple(origin.grown for origin in found))
         return None
 
     def _examine(self, call: AttentionCall) -> CallReading:
@@ -187,7 +187,7 @@ class _CacheSearch:
         except CacheRefused as reason:
             if on_cache or self._is_returned_rearranged(call):
                 return CallReading(call.node, refusal=str(reason))
-            return CallReading(call.node, refusal=other_caches.refusal_of(call, self.results))
+            return CallReading(call.node, refusal=origins.refusal_of(call, self.results))
 
     def _other_updates(self, call: AttentionCall) -> list[fx.Node]:
         """Return the nodes that update the cache of a call in another way than by growing it along the tokens."""
@@ -210,7 +210,7 @@ class _CacheSearch:
             [
                 node
                 for node in self._since_projection(attended)
-                if node in self.outputs and cat_parts(node) is None and other_caches.is_fixed_size_update(node)
+                if node in self.outputs and cat_parts(node) is None and origins.is_fixed_size_update(node)
             ]
             for attended in (call.key, call.value)
         )

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from kvpass.capture import caches, simplify, vmap
+from kvpass.capture import caches, simplify
 from kvpass.capture.caches import CallReading, Reading
 from kvpass.capture.canonical import APPEND, ATTENTION, LOG_SUM_EXP, AttentionSite, sites
 from kvpass.capture.decomposed_attention import AttentionCall
@@ -60,7 +60,7 @@ def capture(gm: fx.GraphModule, is_handle: Sequence[bool]) -> Capture:
     op_table.bind(copy.graph)
     simplify.multiply_outer_products(copy.graph)
     simplify.leave_disabled_regions(copy.graph)
-    vmap.replace_vmap(copy.graph)
+    simplify.replace_vmap(copy.graph)
     handles = {node for node, flag in zip(walk.placeholders(copy.graph), is_handle, strict=True) if flag}
     found = caches.find(copy, handles)
     readings = [f.reading for f in found if f.reading]

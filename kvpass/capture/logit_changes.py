@@ -2,8 +2,9 @@
 
 Changes are recorded from the softmax back to the product, as the graph is read, so a recorded mask or number is
 multiplied by the factors of later operations.  `LogitChanges.combined` applies them in the model's order.  A filled-in
-number hides a token only if it is at most `precision.HIDDEN` after all later factors.  A bool mask keeps its one number.  Several
-masks are combined to one bias; a hiding number together with another number is then refused, because logits are added to it.
+number hides a token only if it is at most `precision.HIDDEN` after all later factors.  A bool mask keeps its one
+number.  Several masks are combined to one bias; a hiding number together with another number is then refused, because
+logits are added to it.
 """
 
 from __future__ import annotations

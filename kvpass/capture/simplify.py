@@ -1,19 +1,23 @@
-"""Simplify how models compute the angles of rotary embeddings, which passes compute in other places.
+"""Simplify how models compute masks and the angles of rotary embeddings, which passes compute in other places.
 
 Models multiply frequencies and positions by a product of matrices over a dimension of size 1.  torch 2.11 cannot map
 such a product over a symbolic number of positions.  transformers before 5.23 computes it in a region without autocast;
 elsewhere autocast may be enabled.
+
+transformers evaluates mask functions of its users by torch.vmap, for one query and one key at a time.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.fx as fx
 
-from kvpass.fx import op_table
-from kvpass.fx.walk import value
+from kvpass.fx import alias, op_table, propagation, splicing, walk
+from kvpass.fx.walk import is_tensor, value
 from kvpass.torch_private import fx_nodes
 
 
@@ -61,3 +65,151 @@ def _is_independent(node: fx.Node) -> bool:
     dtypes = {x.dtype for x in involved if isinstance(x, torch.Tensor) and x.is_floating_point()}
     known = op_table.is_a(node, "pointwise", "view", "keeps") or op_table.known_name(node) in ("cat", "getitem")
     return not dtypes or (dtypes == {torch.float32} and known)
+
+
+def replace_vmap(graph: fx.Graph) -> None:
+    """Replace every torch.vmap of a graph by broadcasting, or none if one cannot be replaced.
+
+    Each mapped axis becomes a dimension of ordinary operators.
+
+        increment_nesting(n, 'error')                     r = rows[:, None]
+        r = add_batch_dim(rows, 0, 1)                     k = keys[None, :]
+        increment_nesting(m, 'error')                     y = r >= k
+        k = add_batch_dim(keys, 0, 2)                     w = y.expand(n, m)
+        y = r >= k
+        z = remove_batch_dim(y, 2, m, 0)
+        decrement_nesting()
+        w = remove_batch_dim(z, 1, n, 0)
+        decrement_nesting()
+
+    The replacement is exact if all mapped values are scalars: each level then has its own dimension, and pointwise
+    operators and lookups by a full set of indices give the same on broadcast tensors.  Any other graph stays unchanged.
+    """
+    calls = [node for node in graph.nodes if fx_nodes.is_batching(node)]
+    if not calls:
+        return
+    before = set(graph.nodes)
+    levels: list[Any] = [node.args[2] for node in calls if _is(node, "_add_batch_dim")]
+    broadcaster = _Broadcaster(graph, max(levels, default=0))
+    try:
+        for node in list(graph.nodes):
+            broadcaster.rewrite(node)
+    except _NotBroadcastable:
+        _erase(graph, set(graph.nodes) - before)
+        return
+    for node, replacement in broadcaster.results.items():
+        node.replace_all_uses_with(replacement)
+    _erase(graph, {*calls, *broadcaster.mapped})
+
+
+class _NotBroadcastable(Exception):
+    """An operation may differ on broadcast tensors."""
+
+
+class _Broadcaster:
+    """Rewriter of mapped nodes to tensors with one dimension per level.
+
+    Attributes:
+        mapped: the replacement of each mapped node, with a dimension for every level or with none.
+        leaving: for each node with some levels removed, the replacement without these, and the sizes of the levels.
+        results: the replacement of each node with all levels removed.
+    """
+
+    def __init__(self, graph: fx.Graph, levels: int) -> None:
+        self.graph, self.levels = graph, levels
+        self.mapped: dict[fx.Node, fx.Node] = {}
+        self.leaving: dict[fx.Node, tuple[fx.Node, list[Any]]] = {}
+        self.results: dict[fx.Node, fx.Node] = {}
+
+    def rewrite(self, node: fx.Node) -> None:
+        """Rewrite a node if it is mapped.
+
+        Raises:
+            _NotBroadcastable: the node cannot be rewritten.
+        """
+        if _is(node, "_add_batch_dim"):
+            self._enter(node)
+        elif _is(node, "_remove_batch_dim"):
+            self._leave(node)
+        elif self.leaving.keys() & node.all_input_nodes:
+            raise _NotBroadcastable
+        elif self.mapped.keys() & node.all_input_nodes:
+            self._rewrite_scalar(node)
+
+    def _enter(self, node: fx.Node) -> None:
+        tensor, dim, level = _arguments(node)
+        if dim != 0 or not is_tensor(tensor) or tensor in self.mapped or value(tensor).ndim != 1:
+            raise _NotBroadcastable
+        subscript = tuple(slice(None) if axis == level else None for axis in range(1, self.levels + 1))
+        self.mapped[node] = self._emit(node, operator.getitem, tensor, subscript)
+
+    def _leave(self, node: fx.Node) -> None:
+        """Remove a level; levels end from the innermost on, and each becomes the first dimension."""
+        tensor, level, size, dim = _arguments(node)
+        first = level == self.levels and tensor in self.mapped
+        inside, sizes = (self.mapped[tensor], []) if first else self.leaving.get(tensor, (None, []))
+        if inside is None or dim != 0 or len(sizes) != self.levels - level:
+            raise _NotBroadcastable
+        self.leaving[node] = inside, [size, *sizes]
+        if level == 1:
+            self.results[node] = self._expand(node, *self.leaving.pop(node))
+
+    def _expand(self, node: fx.Node, inside: fx.Node, sizes: list[Any]) -> fx.Node:
+        """Expand a result to all levels, also those that no operand has."""
+        with self.graph.inserting_before(node):
+            expanded = self.graph.call_method("expand", (inside, *sizes))
+        expanded.meta.update(node.meta)
+        return expanded
+
+    def _rewrite_scalar(self, node: fx.Node) -> None:
+        """Rewrite an operation on scalars of the mapped axes."""
+        scalars = all(value(each).ndim == 0 for each in node.all_input_nodes if each in self.mapped and is_tensor(each))
+        if not is_tensor(node) or value(node).ndim != 0 or not scalars or alias.writes(node):
+            raise _NotBroadcastable
+        replacement = self._rewrite_lookup(node) if node.target in _LOOKUPS else self._rewrite_pointwise(node)
+        if value(replacement).dtype != value(node).dtype:  # dtype promotion ranks scalars below tensors with dimensions
+            raise _NotBroadcastable
+        self.mapped[node] = replacement
+
+    def _rewrite_lookup(self, node: fx.Node) -> fx.Node:
+        base, indices = _arguments(node)
+        indices = indices if isinstance(indices, (tuple, list)) else (indices,)
+        if base in self.mapped or len(indices) != value(base).ndim or not all(map(_is_scalar, indices)):
+            raise _NotBroadcastable
+        return self._emit(node, operator.getitem, base, tuple(self.mapped.get(each, each) for each in indices))
+
+    def _rewrite_pointwise(self, node: fx.Node) -> fx.Node:
+        unmapped = [each for each in node.all_input_nodes if each not in self.mapped and is_tensor(each)]
+        makes_scalar = op_table.known_name(node) in ("new_zeros", "new_ones") and _arguments(node)[1] in ((), [])
+        if not (op_table.is_pointwise(node) or makes_scalar) or not all(map(_is_scalar, unmapped)):
+            raise _NotBroadcastable
+        with self.graph.inserting_before(node):
+            copy = self.graph.node_copy(node, lambda each: self.mapped.get(each, each))
+        copy.meta["example_value"] = propagation.run_on(copy, {each: value(each) for each in copy.all_input_nodes})
+        return copy
+
+    def _emit(self, node: fx.Node, target: Callable[..., Any], *args: object) -> fx.Node:
+        with self.graph.inserting_before(node):
+            emitted = splicing.emit(self.graph, target, *args)
+        emitted.meta["stack_trace"] = node.meta.get("stack_trace")
+        return emitted
+
+
+_LOOKUPS = (operator.getitem, torch.ops.aten.index, torch.ops.aten.index.Tensor)
+
+
+def _is(node: fx.Node, name: str) -> bool:
+    return fx_nodes.is_batching(node) and walk.name_of(node) == name
+
+
+def _arguments(node: fx.Node) -> tuple[Any, ...]:
+    return tuple(node.args)
+
+
+def _is_scalar(node: object) -> bool:
+    return is_tensor(node) and value(node).ndim == 0
+
+
+def _erase(graph: fx.Graph, nodes: set[fx.Node]) -> None:
+    for node in reversed([each for each in graph.nodes if each in nodes]):
+        graph.erase_node(node)

@@ -24,16 +24,14 @@ from torch import Tensor
 
 from kvpass.arguments import Positive, checked, require
 from kvpass.cache.handle import Handle, caches_in, usable_caches_in
-from kvpass.decoding import artifact_checks
-from kvpass.decoding.artifact_folder import read_manifest, write_manifest, writing
+from kvpass.decoding import artifact_checks, artifact_folder
+from kvpass.decoding.artifact_folder import TENSORS, ExportFiles, read_manifest, write_manifest, writing
 from kvpass.decoding.cache_files import CacheObjectReader, FilePath, policy_of, settings_entry
 from kvpass.decoding.loop import DecodeLoop
 from kvpass.decoding.recording import RecordedCall, graph_entries, recorded
 from kvpass.decoding.stepping import refreshed
 from kvpass.decoding.warmup import synthetic_tokens, visit_graphs
 from kvpass.errors import ArtifactError, BudgetError, KVPassError, PolicyError
-from kvpass.lowering import exported_run
-from kvpass.lowering.exported_run import TENSORS, ExportFiles
 from kvpass.policies import tensor_files
 from kvpass.policies.base import Policy
 from kvpass.runtime.caches import given_pins
@@ -250,12 +248,12 @@ class ExportedGraph:
         try:
             if entry["kind"] == "prompt":
                 self.runner = ExportedPrompt(
-                    chosen, entry, exported_run.run_of(entry["code"], folder, tensors, repeats=False)
+                    chosen, entry, artifact_folder.run_of(entry["code"], folder, tensors, repeats=False)
                 )
             else:
                 repeats = entry["kind"] == "step"
                 runs = {
-                    compact: (each, exported_run.run_of(each["code"], folder, tensors, repeats))
+                    compact: (each, artifact_folder.run_of(each["code"], folder, tensors, repeats))
                     for compact, each in entry["variants"]
                 }
                 self.runner = ExportedStep(chosen, entry, runs)

@@ -17,7 +17,8 @@ from torch import Tensor
 from kvpass import cache_names, policies
 from kvpass.arguments import checked
 from kvpass.backend import Backend, backend
-from kvpass.cache.handle import Handle, LayerCache, caches_in, current
+from kvpass.cache.handle import Handle, caches_in, current, handles_of
+from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.serial import cache_of, entry_of
 from kvpass.decoding.loop import DecodeLoop
 from kvpass.decoding.saved_calls import calls_of, entries_of
@@ -297,7 +298,7 @@ class CacheObjectReader:
     """Makes a model's cache object anew: an empty one of the model, whose layers get what the file holds."""
 
     def __init__(self, layers: list[LayerCache], tensors: Mapping[str, Tensor], model: torch.nn.Module) -> None:
-        self.handles = [dict(zip(("keys", "values"), layer.handles(), strict=True)) for layer in layers]
+        self.handles = [dict(zip(("keys", "values"), handles_of(layer), strict=True)) for layer in layers]
         self.tensors, self.model = tensors, model
 
     def decoded(self, encoded: Mapping[str, Any]) -> Any:

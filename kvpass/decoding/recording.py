@@ -12,12 +12,13 @@ from torch import Tensor
 
 from kvpass import cache_names
 from kvpass.cache.handle import Handle, caches_in
+from kvpass.decoding import artifact_folder
+from kvpass.decoding.artifact_folder import ExportFiles
 from kvpass.decoding.cache_files import CacheObjectWriter
 from kvpass.decoding.loop import DecodeLoop
 from kvpass.errors import UnsupportedGraph
-from kvpass.lowering import exported_run
-from kvpass.lowering.exported_run import ExportFiles
 from kvpass.runtime import exported_graphs, prompts, steps
+from kvpass.runtime.recorder import announce, listening
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,20 +70,20 @@ class RecordedModel:
     def __call__(self, ids: Tensor, **named: Any) -> Any:
         cache = next(named[name] for name in (cache_names.OLD, cache_names.NEW) if name in named)
         before = caches_in(cache)[0].seen if caches_in(cache) else 0
-        with steps.listening() as ran, prompts.listening() as admitted:
+        with listening() as ran:
             out = self.call(ids, **named)
-        steps.announce(ran)
+        announce(*ran)
         exported_graphs.check_layouts(caches_in(cache_names.returned(out)))  # before steps are compiled
-        graphs = len(ran) + len(admitted)
-        if graphs != 1:
+        if len(ran) != 1:
             raise UnsupportedGraph(
-                f"this model cannot be exported: a call ran {graphs} graphs of kvpass instead of one; see what breaks "
-                "the graph with TORCH_LOGS=graph_breaks"
+                f"this model cannot be exported: a call ran {len(ran)} graphs of kvpass instead of one; see what "
+                "breaks the graph with TORCH_LOGS=graph_breaks"
             )
         names = {"attention_mask": "mask", "position_ids": "positions"}
         inputs = {"ids": ids} | {names[name]: value for name, value in named.items() if name in names}
-        made = self._object(cache_names.returned(out)) if admitted else None
-        self.calls.append(RecordedCall(inputs, before, ran[0] if ran else admitted[0], out.logits, made))
+        is_prompt = isinstance(ran[0], prompts.PromptResult)
+        made = self._object(cache_names.returned(out)) if is_prompt else None
+        self.calls.append(RecordedCall(inputs, before, ran[0], out.logits, made))
         return out
 
     def _object(self, cache: Any) -> Any:
@@ -156,7 +157,7 @@ class _GraphWriter:
         assert isinstance(ran, prompts.PromptResult)
         entry = exported_graphs.prompt_entry(ran.runner)
         code = self._code(ran.runner.inner)
-        read = exported_run.arguments_read(code)
+        read = artifact_folder.arguments_read(code)
         most = exported_graphs.most_of_prompt(ran.runner, ran.arguments, ids)
         needed = set(range(len(ran.arguments))) if read is None else read
         needed |= {*entry["owned"], *(index for indices in entry["projecting"] for index in indices)}
@@ -179,7 +180,7 @@ class _GraphWriter:
         return {**entry, "lengths": lengths, "variants": [[compact, each] for compact, each in variants.items()]}, read
 
     def _code(self, run: Any) -> dict[str, Any]:
-        entry = exported_run.entry_of(run, self.files)
+        entry = artifact_folder.entry_of(run, self.files)
         if entry is None:
             raise UnsupportedGraph(
                 "this model cannot be exported: Inductor's code for it needs more than its kernels; pass "

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from kvpass.backend import Backend
-from kvpass.cache.handle import Handle, LayerCache, caches_in, moved
+from kvpass.cache.handle import Handle, caches_in, moved
+from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.slots import AnySlots, empty_slots
 from kvpass.decoding.requests import MOST_STOPS, Request
 from kvpass.decoding.sampling import RowSampling

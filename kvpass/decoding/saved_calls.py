@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.cache import history, serial
-from kvpass.cache.handle import LayerCache
-from kvpass.cache.history import SlotSnapshot, UnchangedSlots
-from kvpass.cache.slots import Chunk, Layout, Slots, rows_at
-from kvpass.cache.statistics import StatisticsSpec
+from kvpass.cache import serial
+from kvpass.cache.admission import Chunk
+from kvpass.cache.layer_cache import Calls, LayerCache, PastCall, SavedContent, SlotSnapshot
+from kvpass.cache.layout import Layout
+from kvpass.cache.slots import Slots, rows_at
 from kvpass.errors import CacheFileError
+from kvpass.lowering.attention_statistics import StatisticsSpec
 from kvpass.policies.pinned_tokens import Pins
 from kvpass.policies.types import Attention
 from kvpass.runtime.caches import keep_address
@@ -39,7 +40,7 @@ def entries_of(cache: LayerCache, prefix: str, tensors: dict[str, Tensor]) -> li
     return [writer.entry(index, call) for index, call in enumerate(cache.calls) if call.snapshot is not None]
 
 
-def calls_of(entries: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor], cache: LayerCache) -> history.Calls:
+def calls_of(entries: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor], cache: LayerCache) -> Calls:
     """Return the last calls on a layer's cache, from what `entries_of` has put into a file.
 
     Args:
@@ -66,7 +67,7 @@ class _CallWriter:
     def __init__(self, slots: Slots, prefix: str, tensors: dict[str, Tensor]) -> None:
         self.known, self.prefix, self.tensors = [slots], prefix, tensors
 
-    def entry(self, index: int, call: history.PastCall) -> dict[str, Any]:
+    def entry(self, index: int, call: PastCall) -> dict[str, Any]:
         name, snapshot = f"call.{index}.", call.snapshot
         self._put(name, absent=call.absent)
         common = {
@@ -77,18 +78,16 @@ class _CallWriter:
             "clocks": [list(clock) for clock in call.clocks],
             "layout": {field: getattr(call.layout, field) for field in serial.LAYOUT_FIELDS},
         }
-        if isinstance(snapshot, UnchangedSlots):
+        assert snapshot is not None
+        if not snapshot.saved:
             return {**common, "before": self._slots(snapshot.slots), "chunk": self._chunk(name, call.repeat)}
-        assert isinstance(snapshot, SlotSnapshot)
-        self._put(name, **dict(zip(snapshot.slots.names[2:], snapshot.others, strict=False)))
-        for part, rows, parts in (
-            ("key", snapshot.slots.key, snapshot.key),
-            ("value", snapshot.slots.value, snapshot.value),
-        ):
-            whole = parts if snapshot.slot_index is None else tuple(each[:, :, None] for each in parts)
+        (saved,), slots = snapshot.saved, snapshot.slots
+        self._put(name, **dict(zip(slots.names[2:], saved.others, strict=False)))
+        for part, rows, parts in (("key", slots.key, saved.key), ("value", slots.value, saved.value)):
+            whole = parts if saved.slot_index is None else tuple(each[:, :, None] for each in parts)
             stored = rows.format.ordered(whole)
             self._put(name, **{f"{part}.{i}": each for i, each in enumerate(stored)})
-        return {**common, "of": self._slots(snapshot.slots), "rows": "all" if snapshot.slot_index is None else "free"}
+        return {**common, "of": self._slots(slots), "rows": "all" if saved.slot_index is None else "free"}
 
     def _chunk(self, name: str, repeat: Any) -> dict[str, Any] | None:
         """Return the entry of a call's own rows; None for a single token."""
@@ -132,22 +131,21 @@ class _CallReader:
         self.cache, self.tensors = cache, tensors
         self.known: dict[int, Slots] = {0: cache.slots}
 
-    def call(self, entry: Mapping[str, Any]) -> history.PastCall:
+    def call(self, entry: Mapping[str, Any]) -> PastCall:
         layout = dataclasses.replace(self.cache.layout, **serial.layout_fields(entry["layout"]))
         limits, clocks = serial.host_counts(entry, layout)
         seen, new, name = serial.count(entry, "seen"), serial.count(entry, "new"), str(entry["name"])
         absent = self._tensor(f"{name}absent")
-        snapshot: history.Restorable
         repeat = None
         if "before" in entry:
             before = self._slots(entry["before"], layout, seen, limits)
             serial.check_numbers(before, layout, seen, before.capacity, limits)
-            snapshot = UnchangedSlots(before)
+            snapshot = SlotSnapshot(before)
             if entry["chunk"] is not None:
                 repeat = RepeatedChunk(self._chunk(name, entry["chunk"], new))
         else:
             snapshot = self._snapshot(name, entry, layout, seen, limits)
-        return history.PastCall(new, snapshot, repeat, layout, seen, clocks, absent, limits)
+        return PastCall(new, snapshot, repeat, layout, seen, clocks, absent, limits)
 
     def _snapshot(
         self, name: str, entry: Mapping[str, Any], layout: Layout, seen: int, limits: tuple[int, ...]
@@ -164,7 +162,7 @@ class _CallReader:
             stored = tuple(self._like(f"{name}{part}.{i}", shape) for i, shape in enumerate(shapes))
             whole = rows.format.to_device_layout(stored)
             parts.append(whole if slot_index is None else tuple(x[:, :, 0] for x in whole))
-        return SlotSnapshot(slots, slot_index, parts[0], parts[1], others)
+        return SlotSnapshot(slots, (SavedContent(slot_index, parts[0], parts[1], others),))
 
     def _chunk(self, name: str, entry: Mapping[str, Any], new: int) -> TakenChunk:
         cache, layout, pins, spec = self.cache, self.cache.layout, None, None

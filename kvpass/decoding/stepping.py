@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from kvpass import cache_names
-from kvpass.cache.handle import Handle, LayerCache, caches_in, renewed
+from kvpass.cache.handle import Handle, caches_in, renewed
+from kvpass.cache.layer_cache import LayerCache
 from kvpass.decoding.prefill import Caller, growing
 from kvpass.decoding.sampling import Sampling
 from kvpass.errors import CacheFileError, CacheHandleError
 from kvpass.runtime import caches, steps
 from kvpass.runtime.caches import StepKind
+from kvpass.runtime.recorder import listening
 from kvpass.torch_private import dynamo
 
 
@@ -183,8 +185,9 @@ class LoopState:
         """Run a decode step through the model: Dynamo traces it or the runtime specialises it, for repeated steps."""
         mask = torch.cat([self.mask(), (~self.done)[:, None].to(self.before.dtype)], 1)
         self.settle()
-        with steps.listening() as ran:
+        with listening() as found:
             out = self.loop.caller(self.ids, growing(mask), self.position, self.cache)
+        ran = [each for each in found if isinstance(each, steps.StepResult)]
         if len(ran) != 1:
             raise CacheHandleError("the model ran its decode step in several graphs, or in none of kvpass")
         if not ran[0].rewrite.repeats:

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from kvpass.arguments import checked
 from kvpass.backend import backend
-from kvpass.cache.handle import LayerCache, caches_in
+from kvpass.cache.handle import caches_in
+from kvpass.cache.layer_cache import LayerCache
 from kvpass.errors import CacheHandleError, KVPassError
 from kvpass.policies.base import Policy
-from kvpass.rewrite.logs import Record
+from kvpass.rewrite.context import Record
 from kvpass.runtime.recorder import Recorder, SiteReport, Timings
 
 

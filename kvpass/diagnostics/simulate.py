@@ -12,11 +12,14 @@ from torch import Tensor
 from kvpass import budget as budgets
 from kvpass.arguments import Condition, checked, shown
 from kvpass.backend import Backend, backend
-from kvpass.cache.admission import admit
-from kvpass.cache.slots import FREE, AnySlots, Chunk, Layout, Slots
-from kvpass.cache.statistics import StatisticsSpec, by_class, of_chunk
-from kvpass.cache.step import Rotate, Site, decode_step, extend_step, with_logit_scale
+from kvpass.cache.admission import Chunk, admit, by_class, of_chunk
+from kvpass.cache.chunk_step import extend_step
+from kvpass.cache.layout import Layout
+from kvpass.cache.site import Rotate, Site
+from kvpass.cache.slots import FREE, AnySlots, Slots
+from kvpass.cache.step import decode_step, with_logit_scale
 from kvpass.errors import BudgetError, KVPassError, PolicyError
+from kvpass.lowering.attention_statistics import StatisticsSpec
 from kvpass.lowering.formats import KVDtype, Rows
 from kvpass.policies.base import Policy
 from kvpass.policies.budgets import Plan, window_starts
@@ -252,8 +255,8 @@ def _compiled_step(layer: _Layer, layout: Layout, slots: AnySlots, t: int, compa
     q, k, v, stored = layer.step(t, slots.whole(layout).next_rank())
     if slots.capacity == layout.capacity:
         return decode_step(layout, site, slots, q, stored, v, valid[:, 0], compact).output, slots
-    attended, sums = extend_step(layout, site, slots, q, k, v, valid)
-    chunk = Chunk(stored, v, valid, of_chunk(layout, by_class(layout, sums), valid))
+    attended = extend_step(layout, site, slots, q, k, v, valid)
+    chunk = Chunk(stored, v, valid, of_chunk(layout, by_class(layout, attended.statistics), valid))
     return attended.output, admit(layout, slots, chunk)
 
 

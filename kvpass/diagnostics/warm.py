@@ -15,7 +15,8 @@ from torch import Tensor
 from kvpass import cache_names, policies
 from kvpass.arguments import Condition, Positive, checked
 from kvpass.backend import compile as compile_model
-from kvpass.cache.handle import LayerCache, caches_in
+from kvpass.cache.handle import caches_in
+from kvpass.cache.layer_cache import LayerCache
 from kvpass.decoding.prefill import Caller
 from kvpass.decoding.warmup import FedConversation, prompt_lengths, steps_until_compaction
 from kvpass.errors import PolicyError

@@ -150,10 +150,3 @@ def emit(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
         node, function = graph.call_function(target, args), target
     node.meta["example_value"] = tensors.propagate(function, *map_arg(args, value))
     return node
-
-
-def call_aten(graph: fx.Graph, target: Callable[..., Any], *args: Any) -> fx.Node:
-    """Add a call of an aten operator to a graph, with the value of its result for later passes."""
-    made = graph.call_function(target, args)
-    made.meta["val"] = target(*map_arg(args, lambda x: x.meta["val"]))
-    return made

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvpass.fx.precision import ABSORBING, HIDDEN, upcast
-from kvpass.lowering.formats import Rows, Sections, grid
+from kvpass.lowering.formats import Rows, Sections, code_products
 from kvpass.torch_private.inductor import materialized
 
 
@@ -223,8 +223,8 @@ def scores(query: Tensor, key: Rows, *, scale: float, rotate: Rotation | None = 
     sections = rotate(key.in_sections(query.dtype))
     query = materialized(upcast(query.flatten(2, 3)))  # otherwise the queries would be converted anew for each key
     rows = query.shape[2]
-    if isinstance(rows, int) and rows <= grid.MOST_ROWS:  # a key is rotated once for all rows
-        made = grid.row_by_row(query, sections)
+    if isinstance(rows, int) and rows <= code_products.MOST_ROWS:  # a key is rotated once for all rows
+        made = code_products.row_by_row(query, sections)
     else:
-        made = grid.over_sections(query[:, :, :, None], [section[:, :, None] for section in sections])
+        made = code_products.over_sections(query[:, :, :, None], [section[:, :, None] for section in sections])
     return made.view(*shape, key.shape[2]) * scale

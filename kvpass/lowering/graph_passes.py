@@ -26,10 +26,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
+from torch.fx.node import map_arg
 
 from kvpass.errors import LookupRangeError
 from kvpass.fx.shapes import expr
-from kvpass.fx.splicing import call_aten
 from kvpass.fx.walk import tensor_bytes
 from kvpass.torch_private import inductor, symbolic_shapes
 
@@ -42,7 +42,9 @@ def write_out(graph: fx.Graph, node: fx.Node, shape: Sequence[Any], strides: Seq
     The compiler allocates a buffer for the value under a strided view.
     """
     with graph.inserting_after(node):
-        view = call_aten(graph, torch.ops.aten.as_strided.default, node, list(shape), list(strides))
+        view = graph.call_function(aten.as_strided.default, (node, list(shape), list(strides)))
+    sizes = map_arg(tuple(shape), lambda size: size.meta["val"])
+    view.meta["val"] = node.meta["val"].as_strided(sizes, strides)
     node.replace_all_uses_with(view, delete_user_cb=lambda user: user is not view)
 
 

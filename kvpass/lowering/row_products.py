@@ -15,17 +15,19 @@ values.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.fx as fx
 
-from kvpass.fx.splicing import call_aten
-from kvpass.torch_private import inductor, symbolic_shapes
+from kvpass.fx import splicing
+from kvpass.torch_private import inductor, symbolic_shapes, tensors
 
 aten, prims = torch.ops.aten, torch.ops.prims
+Function = Callable[..., torch.Tensor]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_UNCUT_LAYERS = 2  # layers that may become one kernel, because they share no code
 CACHE_LINE = 64  # bytes
@@ -109,26 +111,45 @@ def decompose_products(graph: fx.Graph, parts: int | None = None) -> None:
         parts: for measurements, the number of parts of all columns; 0 also leaves attention's products alone.  By
             default `split` and `is_faster_as_sums` decide.
     """
-    processor = Processor.here()
-    stored: dict[fx.Node, fx.Node] = {}
+    processor, stored, replacement = Processor.here(), dict[fx.Node, fx.Node](), _Replacement(graph)
     for node in batches(graph, processor) if parts is None else _all_batches(graph) if parts else []:
-        _replace_batch(graph, node)
+        replacement.replace(node, _batch_of_sums, *node.args)
     for node in list(graph.nodes):
         if node.target is aten.mm.default or (node.target is aten.addmm.default and not node.kwargs):
             *bias, rows, matrix = node.args
             if has_dynamic_rows(rows.meta["val"], matrix.meta["val"]):
-                _multiply_transposed(graph, node, rows, matrix, *bias)
+                replacement.replace(node, _transposed_product, rows, matrix, *bias)
                 continue
             count = split(rows.meta["val"], matrix.meta["val"], processor) if parts is None else parts
             if count:
-                _replace(graph, node, stored, count)
+                if rows not in stored:
+                    stored[rows] = replacement.spliced(node, _buffered, rows)
+                replacement.replace(node, _SUMS[count], stored[rows], matrix, *bias)
     for node in _all_batches(graph) if parts is None else []:
-        _without_batch(graph, node)
+        if node.meta["val"].shape[0] == 1 and not symbolic_shapes.symbols(node.meta["val"]):
+            replacement.replace(node, _one_batch, *node.args)
 
 
-def _substitute(graph: fx.Graph, node: fx.Node, result: fx.Node) -> None:
-    node.replace_all_uses_with(result)
-    graph.erase_node(node)
+class _Replacement:
+    """Replace nodes of an aten graph by functions of other nodes' values; equal ones share a trace."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph, self._traced = graph, dict[Any, fx.GraphModule]()
+
+    def replace(self, node: fx.Node, function: Function, *operands: Any) -> None:
+        node.replace_all_uses_with(self.spliced(node, function, *operands))
+        self.graph.erase_node(node)
+
+    def spliced(self, before: fx.Node, function: Function, *operands: Any) -> fx.Node:
+        """Return the node of a function's result, computed before another node."""
+        values = [operand.meta["val"] for operand in operands]
+        key = function, str([(x.shape, x.stride(), x.dtype) for x in values])
+        if key not in self._traced:
+            with torch.autocast("cpu", enabled=False):  # it would change the dtypes of the products that are traced
+                self._traced[key] = tensors.trace(function, values)
+        (result,) = splicing.splice(self.graph.owning_module, self._traced[key], list(operands), before, "rows")
+        spliced: fx.Node = result
+        return spliced
 
 
 def split(rows: torch.Tensor, matrix: torch.Tensor, processor: Processor) -> int:
@@ -151,22 +172,6 @@ def has_dynamic_rows(rows: torch.Tensor, matrix: torch.Tensor) -> bool:
     """Return whether a float32 CPU product has dynamically many rows [R, K] and a column-contiguous matrix [K, N]."""
     is_supported = rows.device.type == "cpu" and rows.dtype == torch.float32 and matrix.stride(0) == 1
     return is_supported and bool(symbolic_shapes.symbols(rows)) and not symbolic_shapes.symbols(matrix)
-
-
-def _multiply_transposed(
-    graph: fx.Graph, node: fx.Node, rows: fx.Node, matrix: fx.Node, bias: fx.Node | None = None
-) -> None:
-    """Compute x W' as (W x')', which takes half the time for few rows and the same for many.
-
-    Measured like `LIMITS`: 2 to 4 rows take 0.3 to 0.8 of the time, 8 rows 0.7 to 1.7, 16 and more 0.9 to 1.1.  In
-    bfloat16 it is slower.
-    """
-    with graph.inserting_before(node):
-        transposed = [call_aten(graph, aten.permute.default, operand, [1, 0]) for operand in (matrix, rows)]
-        product = call_aten(graph, aten.permute.default, call_aten(graph, aten.mm.default, *transposed), [1, 0])
-        if bias is not None:
-            product = call_aten(graph, aten.add.Tensor, product, bias)
-    _substitute(graph, node, product)
 
 
 def batches(graph: fx.Graph, processor: Processor) -> list[fx.Node]:
@@ -192,19 +197,6 @@ def _all_batches(graph: fx.Graph) -> list[fx.Node]:
     return found
 
 
-def _without_batch(graph: fx.Graph, node: fx.Node) -> None:
-    """Leave a product of one batch, of one row and one KV head, to the library as a product of two matrices.
-
-    The compiler writes a stride of 0 for a dimension of size one, and the library copies all keys or values for it.
-    """
-    if symbolic_shapes.symbols(node.meta["val"]) or node.meta["val"].shape[0] != 1:
-        return
-    with graph.inserting_before(node):
-        matrices = [call_aten(graph, aten.select.int, operand, 0, 0) for operand in node.args]
-        product = call_aten(graph, aten.unsqueeze.default, call_aten(graph, aten.mm.default, *matrices), 0)
-    _substitute(graph, node, product)
-
-
 def is_faster_as_sums(node: fx.Node, processor: Processor) -> bool:
     """Return whether attention's product of [B, R, K] and [B, K, N] is faster as multiply and sum."""
     rows = node.args[0].meta["val"]  # type: ignore[union-attr]
@@ -215,19 +207,6 @@ def is_faster_as_sums(node: fx.Node, processor: Processor) -> bool:
 def _is_of_keys(node: fx.Node) -> bool:
     """Return whether a product is of queries and keys, whose columns are contiguous; of values, the rows are."""
     return bool(node.args[1].meta["val"].stride(1) == 1)  # type: ignore[union-attr]
-
-
-def _replace_batch(graph: fx.Graph, node: fx.Node) -> None:
-    """Replace a product of rows [B, R, K] and matrices [B, K, N] by multiply and sum."""
-    rows, matrix = node.args
-    assert isinstance(rows, fx.Node)
-    assert isinstance(matrix, fx.Node)
-    with graph.inserting_before(node):
-        stored, upcast = _buffered(graph, rows), _as(graph, matrix, torch.float32)
-        columns = _columns(graph, upcast, column_parts(rows.meta["val"], matrix.meta["val"]))
-        row_products = [_multiply_row(graph, stored, r, columns) for r in range(rows.meta["val"].shape[1])]
-        result = _as(graph, call_aten(graph, aten.cat.default, row_products, 1), node.meta["val"].dtype)
-    _substitute(graph, node, result)
 
 
 def column_parts(rows: torch.Tensor, matrix: torch.Tensor) -> int:
@@ -242,82 +221,68 @@ def column_parts(rows: torch.Tensor, matrix: torch.Tensor) -> int:
     return math.gcd(matrix.shape[2], 1 << max(limit.bit_length() - 1, 0))
 
 
-def _multiply_row(graph: fx.Graph, rows: fx.Node, row_index: int, columns: list[fx.Node]) -> fx.Node:
-    """Multiply one row of [B, R, K] with columns [B, K, ...]; return [B, 1, N]."""
-    row = call_aten(graph, aten.unsqueeze.default, call_aten(graph, aten.select.int, rows, 1, row_index), 2)
-    products = [call_aten(graph, aten.mul.Tensor, part, row) for part in columns]
-    sums = [call_aten(graph, aten.sum.dim_IntList, product, [1]) for product in products]
-    return call_aten(graph, aten.unsqueeze.default, call_aten(graph, aten.cat.default, sums, 1), 1)
+# -- functions that are traced to aten's operators, behind which no decomposition runs -------------------------------
 
 
-def _replace(graph: fx.Graph, node: fx.Node, stored: dict[fx.Node, fx.Node], parts: int) -> None:
-    """Replace a product of rows [R, K] and a matrix [K, N], with or without bias, by multiply and sum.
+def _transposed_product(rows: torch.Tensor, matrix: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
+    """Compute x W' as (W x')', which takes half the time for few rows and the same for many.
 
-    Args:
-        stored: the buffered rows of earlier products.
-        parts: of how many parts of the columns each row has a sum.
+    Measured like `LIMITS`: 2 to 4 rows take 0.3 to 0.8 of the time, 8 rows 0.7 to 1.7, 16 and more 0.9 to 1.1.  In
+    bfloat16 it is slower.
     """
-    operands: Any = node.args
-    *bias, rows, matrix = operands
-    with graph.inserting_before(node):
-        if rows not in stored:
-            stored[rows] = _buffered(graph, rows)
-        columns = _columns(graph, _as(graph, matrix, torch.float32), parts)
-        result = _multiply(graph, stored[rows], columns)
-        for each in bias:
-            result = call_aten(graph, aten.add.Tensor, result, _as(graph, each, torch.float32))
-        result = _as(graph, result, node.meta["val"].dtype)
-    _substitute(graph, node, result)
+    product = torch.mm(matrix.permute(1, 0), rows.permute(1, 0)).permute(1, 0)
+    return functools.reduce(torch.add, bias, product)
 
 
-def _buffered(graph: fx.Graph, rows: fx.Node) -> fx.Node:
+def _one_batch(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """Multiply one batch, of one row and one KV head, as two matrices by the library.
+
+    The compiler writes a stride of 0 for a dimension of size one, and the library copies all keys or values for it.
+    """
+    return torch.mm(rows.select(0, 0), matrix.select(0, 0)).unsqueeze(0)
+
+
+def _batch_of_sums(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """Multiply rows [B, R, K] with matrices [B, K, N] by multiply and sum."""
+    stored, parts = _buffered(rows), _columns(_as(matrix, torch.float32), column_parts(rows, matrix))
+    products = []
+    for index in range(rows.shape[1]):
+        row = stored.select(1, index).unsqueeze(2)
+        products.append(torch.cat([(part * row).sum(1) for part in parts], 1).unsqueeze(1))
+    return _as(torch.cat(products, 1), rows.dtype)
+
+
+def _sums(count: int, rows: torch.Tensor, matrix: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
+    """Multiply buffered rows [R, K] with a matrix [K, N] in parts of its columns, row by row in memory.
+
+    Sums of one length share a loop.
+    """
+    parts = _columns(_as(matrix, torch.float32), count)
+    each = [rows.select(0, index).unsqueeze(1) for index in range(rows.shape[0])]  # [K, 1]
+    joined = torch.cat([(part * row).sum(0) for row in each for part in parts])
+    product = joined.view(rows.shape[0], joined.shape[0] // rows.shape[0])
+    return _as(functools.reduce(torch.add, [_as(x, torch.float32) for x in bias], product), matrix.dtype)
+
+
+_SUMS = {count: functools.partial(_sums, count) for count in (1, 2, 4)}
+"""`_sums` by the number of parts."""
+
+
+def _buffered(rows: torch.Tensor) -> torch.Tensor:
     """Copy rows [..., R, K] as float32 to a buffer, so that their inputs are not computed anew per column.
 
     The multiplication by one serves rows that are views of a larger tensor.
     """
-    copy = call_aten(graph, aten.mul.Scalar, _as(graph, rows, torch.float32), 1.0)
-    return inductor.write_out(graph, copy, _strides(graph, copy))
+    return inductor.written_out(aten.mul.Scalar(_as(rows, torch.float32), 1.0))
 
 
-def _strides(graph: fx.Graph, node: fx.Node) -> list[Any]:
-    """Return the strides of a dense tensor of a node's shape, as nodes where they are not numbers."""
-    strides: list[Any] = [1]
-    for dim in range(node.meta["val"].ndim - 1, 0, -1):
-        size = node.meta["val"].shape[dim]
-        factors = (
-            call_aten(graph, symbolic_shapes.SIZE, node, dim) if isinstance(size, torch.SymInt) else size,
-            strides[-1],
-        )
-        is_number = all(isinstance(factor, int) for factor in factors)
-        strides.append(operator.mul(*factors) if is_number else call_aten(graph, operator.mul, *factors))
-    return strides[::-1]
-
-
-def _columns(graph: fx.Graph, matrix: fx.Node, parts: int) -> list[fx.Node]:
+def _columns(matrix: torch.Tensor, parts: int) -> list[torch.Tensor]:
     """Split a matrix [..., K, N] into parts of equally many columns."""
-    if parts == 1:
-        return [matrix]
-    size, last = matrix.meta["val"].shape[-1] // parts, matrix.meta["val"].ndim - 1
-    return [call_aten(graph, aten.slice.Tensor, matrix, last, part * size, (part + 1) * size) for part in range(parts)]
+    size = matrix.shape[-1] // parts
+    return [matrix] if parts == 1 else [matrix.narrow(-1, part * size, size) for part in range(parts)]
 
 
-def _multiply(graph: fx.Graph, rows: fx.Node, columns: list[fx.Node]) -> fx.Node:
-    """Multiply rows [R, K] with columns [K, ...] to [R, N], row by row in memory.
-
-    Sums of one length share a loop.
-    """
-    count, sums = rows.meta["val"].shape[0], []
-    for index in range(count):
-        row = call_aten(graph, aten.unsqueeze.default, call_aten(graph, aten.select.int, rows, 0, index), 1)  # [K, 1]
-        for part in columns:
-            product = call_aten(graph, aten.mul.Tensor, part, row)
-            sums.append(call_aten(graph, aten.sum.dim_IntList, product, [0]))
-    joined = call_aten(graph, aten.cat.default, sums)
-    return call_aten(graph, aten.view.default, joined, [count, joined.meta["val"].shape[0] // count])
-
-
-def _as(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """Convert a node to another dtype; `aten.to` would stay uncompiled, because decompositions have already run."""
-    return (
-        node if node.meta["val"].dtype == dtype else call_aten(graph, prims.convert_element_type.default, node, dtype)
-    )
+def _as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Convert to another dtype; `to` would stay uncompiled, because decompositions have already run."""
+    converted: torch.Tensor = x if x.dtype == dtype else prims.convert_element_type(x, dtype)
+    return converted

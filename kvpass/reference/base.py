@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.cache.slots import FREE, NAMES, Chunk, Layout
+from kvpass.cache.admission import Chunk
+from kvpass.cache.layout import Layout
+from kvpass.cache.slots import FREE, NAMES
 from kvpass.fx.precision import accumulate_dtype
 from kvpass.policies.pinned_tokens import Pins, check_pinned
 from kvpass.reference.storing import stored

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpass.cache.slots import Layout
+from kvpass.cache.layout import Layout
 from kvpass.fx.precision import upcast
 
 GROUP = 32

@@ -13,11 +13,9 @@ from torch import Tensor
 
 from kvpass.cache.slots import AnySlots
 from kvpass.fx import shapes, walk
-from kvpass.rewrite.context import Pass, StepContext
-from kvpass.rewrite.inputs import GatheredInput
-from kvpass.rewrite.logs import Record
+from kvpass.rewrite.context import GatheredInput, Pass, Record, StepContext
 from kvpass.rewrite.passes import STEP_PASSES
-from kvpass.rewrite.passes.outputs import host_precomputed
+from kvpass.rewrite.passes.signature import host_precomputed
 from kvpass.rewrite.step_graph import has_loose_strides
 from kvpass.torch_private import symbolic_shapes
 

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from kvpass import budget as budgets
 from kvpass.budget import Budget
-from kvpass.cache import statistics
 from kvpass.cache.step import with_logit_scale
 from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.rotary import find_rotary
 from kvpass.fx import op_table, shapes, walk
 from kvpass.fx.shapes import expr
 from kvpass.fx.walk import value
+from kvpass.lowering import attention_statistics
 from kvpass.policies.base import Policy
 from kvpass.policies.types import Statistic
 from kvpass.rewrite import renumber
@@ -33,7 +33,7 @@ class SiteOutputs:
     Attributes:
         key, value: its stored keys, before their rotary embedding if they are stored so, and its values.
         valid: bool [B, q], or None if no token is padding.
-        statistics: the results of `kvpass.cache.statistics`; empty if none are needed.
+        statistics: the results of `kvpass.lowering.attention_statistics`; empty if none are needed.
         operands: its query, its attended keys, its mask and its sink (None if it has none), which the eager reference
             and a cache that can be cropped need; None if they are not needed.
     """
@@ -112,7 +112,7 @@ def rewrite_prompt(
             statistics_outputs = {name: emit(node) for name, node in scores.items()}
             operands = _operands(site, keys, lambda node: emit(moved[node])) if with_operands else None
         valid_output = None if all_valid is None else valid_outputs[site_marks]
-        in_order = [statistics_outputs[name] for name in statistics.names(policy)]
+        in_order = [statistics_outputs[name] for name in attention_statistics.names(policy)]
         outputs.append(SiteOutputs(stored_key, values, valid_output, in_order, operands))
     if policies[0].renumbers and shapes.expr(sites[0].queries) != 1:
         _renumber(gm, copy.graph, sites, moved, examples, policies[0], budget, marks[0])
@@ -248,11 +248,11 @@ def prompt_scores(
     heads = 1 if site.computed else int(value(site.grown_key).shape[1])
     values = moved[op_table.bound(site.call)["value"]] if fused else None
     tensors = query, moved[site.attended_key], values, mask, sink_logit
-    request = statistics.requested(policy, site.causal, site.scale, site.cap, heads, budget, site.spread)
+    request = attention_statistics.requested(policy, site.causal, site.scale, site.cap, heads, budget, site.spread)
     results = graph.call_function(STATISTICS, (*tensors, present, None, request))
     if fused:
         _replace(site, moved, _item(graph, results, 0))
-    return {name: _item(graph, results, i) for i, name in enumerate(statistics.names(policy), int(fused))}
+    return {name: _item(graph, results, i) for i, name in enumerate(attention_statistics.names(policy), int(fused))}
 
 
 def _in_one_operator(site: AttentionSite, policy: Policy) -> bool:
@@ -267,7 +267,11 @@ def _in_one_operator(site: AttentionSite, policy: Policy) -> bool:
     plain_mask = site.mask is None or (value(site.mask).ndim == 4 and not site.causal)
     fits = by_library and whole and plain_mask and not policy.renumbers
     query, key, values = tensors
-    return fits and query.dtype == value(site.call).dtype and statistics.in_one_operator(policy, query, key, values)
+    return (
+        fits
+        and query.dtype == value(site.call).dtype
+        and attention_statistics.in_one_operator(policy, query, key, values)
+    )
 
 
 def _item(graph: fx.Graph, results: fx.Node, index: int) -> fx.Node:

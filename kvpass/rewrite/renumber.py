@@ -22,8 +22,7 @@ from kvpass.errors import UnsupportedGraph
 from kvpass.fx import op_table, shapes, walk
 from kvpass.fx.walk import ancestors, is_tensor, name_of, value
 from kvpass.policies.budgets import window_starts
-from kvpass.rewrite.context import StepContext
-from kvpass.rewrite.logs import Record
+from kvpass.rewrite.context import Record, StepContext
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,8 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.cache.slots import AnySlots, Layout
+from kvpass.cache.layout import Layout
+from kvpass.cache.slots import AnySlots
 from kvpass.capture.canonical import AttentionSite
 from kvpass.errors import UnsupportedGraph
 from kvpass.fx import shapes, splicing, walk

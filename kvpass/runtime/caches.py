@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from kvpass import budget as budgets
-from kvpass.cache.admission import admit
-from kvpass.cache.handle import LayerCache
-from kvpass.cache.slots import AnySlots, Chunk, Layout
+from kvpass.cache.admission import Chunk, admit
+from kvpass.cache.layer_cache import LayerCache
+from kvpass.cache.layout import Layout
+from kvpass.cache.slots import AnySlots
 from kvpass.errors import BudgetError, CacheHandleError
 from kvpass.policies.base import Policy
 from kvpass.policies.pinned_tokens import Pins

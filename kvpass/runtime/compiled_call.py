@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvpass import cache_names
 from kvpass.cache.handle import Handle
+from kvpass.cache_names import takes_a_cache
 from kvpass.errors import UnsupportedGraph
 from kvpass.runtime.layer_regions import LayerRegions
 from kvpass.torch_private import dynamo, tensors
@@ -39,7 +40,6 @@ BATCHES = (
     "transformers' continuous batching keeps all requests in a paged cache of its own, which kvpass does not bound: "
     "use kvpass.DecodeLoop(model, ..., rows=N) and its add(), or an uncompiled model"
 )
-
 
 _RUNNING: contextvars.ContextVar[bool] = contextvars.ContextVar("_RUNNING", default=False)
 """Whether a compiled model runs in this context, in which case its own call checks the cache."""
@@ -339,3 +339,32 @@ def _keys(cache: Any) -> list[Tensor]:
     firsts = [layer[0] if isinstance(layer, (list, tuple)) and layer else layer for layer in layers]
     found = [first if isinstance(first, Tensor) else getattr(first, "keys", None) for first in firsts]
     return [key for key in found if isinstance(key, Tensor)]
+
+
+def set_up_compiled(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the modules to compile in place: the model, its base model, and inner modules that generate on a cache.
+
+    A call of a compiled model runs its inner modules in its graph.  The `generate` of one model often runs an inner
+    model instead, with a cache of that inner model: BLIP-2 calls its language model's, Bark calls three models in a
+    row.  Wrappers, such as those of PEFT, of value heads and of distributed training, hand out the model that they
+    wrap.
+    """
+    get_base_model = getattr(model, "get_base_model", None)
+    base = get_base_model() if callable(get_base_model) else None
+    found = [model, *([base] if isinstance(base, torch.nn.Module) else [])]
+    found += [module for module in model.modules() if _generates(module)]
+    return list({id(module): module for module in found}.values())
+
+
+def set_up_watched(model: torch.nn.Module, others: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Return the other modules whose forward takes a cache, without members of module lists such as layers."""
+    known = {id(module) for module in others}
+    paths = [(path.split("."), module) for path, module in model.named_modules() if id(module) not in known]
+    return [module for path, module in paths if takes_a_cache(module) and not any(part.isdigit() for part in path)]
+
+
+def _generates(module: torch.nn.Module) -> bool:
+    """Return whether a module has a `generate` and a forward that may take a cache."""
+    if not callable(getattr(module, "generate", None)):
+        return False
+    return takes_a_cache(module) or cache_names.takes_any_keyword(module)

@@ -17,15 +17,13 @@ from kvpass.lowering.graph_passes import check_rows, look_up_unchecked, write_ou
 from kvpass.lowering.replay import Replayed
 from kvpass.lowering.row_products import decompose_products
 from kvpass.policies.base import Policy
-from kvpass.rewrite import logs
-from kvpass.rewrite.context import StepContext
-from kvpass.rewrite.logs import Record
+from kvpass.rewrite.context import Record, StepContext
 from kvpass.rewrite.pipeline import StepRewrite, rewrite_step
 from kvpass.rewrite.step_graph import StepCall
 from kvpass.rewrite.validation.lockstep import Validation
 from kvpass.runtime.kv_store import KVStore
 from kvpass.runtime.model_identity import PlansByModel, SeenTensors
-from kvpass.runtime.recorder import Recorder
+from kvpass.runtime.recorder import Recorder, note_pass, note_program
 from kvpass.torch_private import dynamo, fx_nodes, inductor, symbolic_shapes
 
 Positions = Literal["absolute", "cache"]
@@ -79,7 +77,7 @@ class Compiler:
         """Storage of cached tokens: slots, or lists of the eager reference."""
         if self.inner != "reference":
             return KVStore()
-        from kvpass.runtime.reference_store import ReferenceStore  # compiled models need no import of the references
+        from kvpass.runtime.on_reference import ReferenceStore  # compiled models need no import of the references
 
         return ReferenceStore()
 
@@ -169,14 +167,14 @@ class Compiler:
 
     def watch(self, record: Record, graph: fx.Graph) -> None:
         """Record a pass that has run, and the graph after it."""
-        logs.note_pass(record, graph)
+        note_pass(record, graph)
         if self.recorder is not None:
             self.recorder.passes.append(record)
             self.recorder.note_program(f"after {record.name}", graph)
 
     def note_program(self, title: str, graph: fx.Graph) -> None:
         """Record a graph in its present state for logs and reports."""
-        logs.note_program(title, graph)
+        note_program(title, graph)
         if self.recorder is not None:
             self.recorder.note_program(title, graph)
 

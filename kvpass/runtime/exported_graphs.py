@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvpass.cache.handle import LayerCache
+from kvpass.cache.layer_cache import LayerCache
 from kvpass.errors import ArtifactError, UnsupportedGraph
 from kvpass.fx import shapes
 from kvpass.policies.heads import HeadSharding
@@ -21,8 +21,9 @@ from kvpass.runtime.caches import kind, make_room
 from kvpass.runtime.compiler import Compiler
 from kvpass.runtime.padding import PaddingTracker
 from kvpass.runtime.prompts import PromptRunner
+from kvpass.runtime.recorder import announce
 from kvpass.runtime.sizes import StepSizes, lasting
-from kvpass.runtime.steps import StepResult, StepRunner, announce
+from kvpass.runtime.steps import StepResult, StepRunner
 from kvpass.torch_private import inductor
 from kvpass.torch_private.tensors import UnwrappedSubclasses
 
@@ -191,7 +192,7 @@ class ExportedStep(StepRunner):
         rewrite, results, _, compact = self.advance(caches, arguments, (), frozenset())
         self.padding.note(caches, arguments, before, queries)
         ran = StepResult(self, caches, arguments, (), frozenset(), results, step, rewrite, before, compact)
-        announce([ran])
+        announce(ran)
         return ran
 
     def lasts(self, ran: StepResult) -> Callable[[int], bool]:

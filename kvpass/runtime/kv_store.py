@@ -9,13 +9,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvpass.cache import history
-from kvpass.cache.admission import admit
-from kvpass.cache.handle import LayerCache
-from kvpass.cache.history import Restorable, UnchangedSlots, snapshot_before_step
-from kvpass.cache.slots import AnySlots, Chunk, Layout, empty_slots
-from kvpass.cache.statistics import StatisticsSpec, by_class, of_chunk, of_classes
+from kvpass.cache.admission import Chunk, admit, by_class, of_chunk, of_classes
+from kvpass.cache.layer_cache import LayerCache, PastCall, SlotSnapshot, recorded
+from kvpass.cache.layout import Layout
+from kvpass.cache.slots import AnySlots, empty_slots
 from kvpass.capture.canonical import AttentionSite
+from kvpass.lowering.attention_statistics import StatisticsSpec
 from kvpass.policies.budgets import Plan
 from kvpass.policies.pinned_tokens import PINNED, Pins, check_pinned
 from kvpass.policies.types import Attention, Clock
@@ -72,7 +71,7 @@ class TakenChunk:
 
 @dataclasses.dataclass(frozen=True)
 class RepeatedChunk:
-    """An admitted chunk that can be admitted again with fewer tokens: a `history.Repeat`."""
+    """An admitted chunk that can be admitted again with fewer tokens: a `kvpass.cache.layer_cache.Repeat`."""
 
     taken: TakenIn
 
@@ -89,7 +88,7 @@ class RepeatedChunk:
         return cache
 
 
-def calls_before(caches: list[LayerCache], queries: int) -> list[history.PastCall]:
+def calls_before(caches: list[LayerCache], queries: int) -> list[PastCall]:
     """Return a record of the call about to run for each layer; an empty list if cropping is off."""
     if not caches[0].backend.crop:
         return []
@@ -97,18 +96,18 @@ def calls_before(caches: list[LayerCache], queries: int) -> list[history.PastCal
     return [_before(cache, queries, chunk=queries > 1 or not roomy) for cache in caches]
 
 
-def _before(cache: LayerCache, queries: int, chunk: bool) -> history.PastCall:
+def _before(cache: LayerCache, queries: int, chunk: bool) -> PastCall:
     """Return the record of one call; with `chunk` the graph leaves the slots unchanged, so they are not copied."""
     kept = cache.backend.kv_store.kept(cache, chunk)
-    return history.PastCall(queries, kept, None, cache.layout, cache.seen, cache.clocks, cache.absent, cache.limits)
+    return PastCall(queries, kept, None, cache.layout, cache.seen, cache.clocks, cache.absent, cache.limits)
 
 
-def remember(caches: list[LayerCache], calls: list[history.PastCall], taken: Sequence[TakenIn | None]) -> None:
+def remember(caches: list[LayerCache], calls: list[PastCall], taken: Sequence[TakenIn | None]) -> None:
     """Store the records of calls that have run, together with the chunks that they admitted."""
     for index, (cache, call) in enumerate(zip(caches, calls, strict=False)):
         chunk = taken[index]
         again = RepeatedChunk(chunk) if chunk is not None and call.new > 1 else None
-        cache.calls = history.recorded(cache.calls, dataclasses.replace(call, repeat=again), cache.backend.crop)
+        cache.calls = recorded(cache.calls, dataclasses.replace(call, repeat=again), cache.backend.crop)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,9 +173,9 @@ class KVStore:
             valid: returns bool [B, q], False for padding among the new tokens.
         """
 
-    def kept(self, cache: LayerCache, chunk: bool) -> Restorable:
+    def kept(self, cache: LayerCache, chunk: bool) -> SlotSnapshot:
         """Return the record that restores the cache after a step, or after a chunk, that is about to run."""
-        return UnchangedSlots(cache.slots) if chunk else snapshot_before_step(cache.layout, cache.slots)
+        return SlotSnapshot(cache.slots) if chunk else SlotSnapshot.before_step(cache.layout, cache.slots)
 
     def take_in(self, cache: LayerCache, site: AttentionSite, results: list[Tensor]) -> TakenIn | None:
         """Admit the new tokens that a step graph returned (`StepRewrite.chunks`).
@@ -203,7 +202,7 @@ class KVStore:
 
 def _spare(cache: LayerCache) -> AnySlots:
     """Return slots for a chunk: those from before the last chunk, whose record is dropped now, or new ones."""
-    known = [call.snapshot.slots for call in cache.calls if isinstance(call.snapshot, UnchangedSlots)]
+    known = [call.snapshot.slots for call in cache.calls if call.snapshot and not call.snapshot.saved]
     alike = [slots for slots in known if slots.names == cache.slots.names and slots is not cache.slots]
     fitting = [slots for slots in alike if slots.capacity == cache.layout.capacity]
     return fitting[0] if fitting else empty_slots(cache.layout)

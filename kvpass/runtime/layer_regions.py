@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpass import cache_names
 from kvpass.errors import UnsupportedGraph
-from kvpass.runtime import entries
 from kvpass.torch_private import regions
 
 LEAST_LAYERS = 2
@@ -203,7 +203,7 @@ def _groups(layers: torch.nn.ModuleList) -> list[list[int]]:
     """Return the indices of layers of one class, for each class of which there are several that take a cache."""
     found: dict[type, list[int]] = {}
     for index, layer in enumerate(layers):
-        if "forward" not in layer.__dict__ and entries.takes_a_cache(layer):
+        if "forward" not in layer.__dict__ and cache_names.takes_a_cache(layer):
             found.setdefault(type(layer), []).append(index)
     return [group for group in found.values() if len(group) >= LEAST_LAYERS]
 

@@ -9,7 +9,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.cache.handle import LayerCache
+from kvpass.cache.layer_cache import LayerCache
 from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.padding_analysis import padding_inputs
 from kvpass.errors import CacheHandleError, UnsupportedGraph

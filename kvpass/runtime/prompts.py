@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import dataclasses
 import functools
 import weakref
@@ -15,16 +13,17 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass import budget as budgets
-from kvpass.cache import history
-from kvpass.cache.handle import LayerCache
-from kvpass.cache.slots import Chunk, Layout
-from kvpass.cache.statistics import StatisticsSpec, as_attention
+from kvpass.cache.admission import Chunk
+from kvpass.cache.handle import handles_of
+from kvpass.cache.layer_cache import LayerCache, PastCall
+from kvpass.cache.layout import Layout
 from kvpass.capture import sparse_index
 from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.capture import Capture
 from kvpass.errors import BudgetError, PolicyError, UnsupportedGraph
 from kvpass.fx import shapes, walk
 from kvpass.fx.shapes import Sizes
+from kvpass.lowering.attention_statistics import StatisticsSpec, as_attention
 from kvpass.policies.base import Policy
 from kvpass.policies.budgets import Plan, by_rows
 from kvpass.policies.pinned_tokens import Pins
@@ -39,6 +38,7 @@ from kvpass.runtime.caches import by_head, given_pins, lengthened, room_on_top
 from kvpass.runtime.checks import PositionCheck
 from kvpass.runtime.compiler import Compiler
 from kvpass.runtime.padding import indices_of, inputs_of_sites
+from kvpass.runtime.recorder import announce
 from kvpass.torch_private import dynamo, fx_nodes, regions, symbolic_shapes, tensors
 from kvpass.torch_private.tensors import UnwrappedSubclasses
 
@@ -237,10 +237,8 @@ class PromptRunner:
         taken = TakenPrompt(self, layers, self._model(arguments), weights, outputs, prompt - adopted)
         del layers  # so that the rows of each layer are freed once they are stored
         for site, cache in zip(self.sites, taken.caches(), strict=True):
-            results[site.keys_out], results[site.values_out] = cache.handles()
-        listener = _LISTENER.get()
-        if listener is not None:
-            listener.append(PromptResult(self, arguments, tuple(results)))
+            results[site.keys_out], results[site.values_out] = handles_of(cache)
+        announce(PromptResult(self, arguments, tuple(results)))
         return tuple(results)
 
     def _validate(self, arguments: tuple[Any, ...]) -> None:
@@ -444,12 +442,12 @@ class TakenPrompt:
             cache.weights, cache.output, cache.model = self.weights[index], self.outputs[index], model
             if crop:
                 was = (cache.layout, cache.seen, cache.clocks, cache.absent, cache.limits)
-                cache.calls = (history.PastCall(self.new, None, functools.partial(self._repeat, index), *was),)
+                cache.calls = (PastCall(self.new, None, functools.partial(self._repeat, index), *was),)
             yield cache
 
     @torch.no_grad()
     def _repeat(self, layer: int, _: LayerCache, count: int) -> LayerCache:
-        """Return a layer's cache of the first `count` tokens: a `history.Repeat` for each layer.
+        """Return a layer's cache of the first `count` tokens: a `cache.layer_cache.Repeat` for each layer.
 
         All layers are shortened at once, because a policy may plan them together.
         """
@@ -473,17 +471,3 @@ class PromptResult:
     runner: PromptRunner
     arguments: tuple[Any, ...]
     results: tuple[Any, ...]
-
-
-_LISTENER: contextvars.ContextVar[list[PromptResult] | None] = contextvars.ContextVar("kvpass_prompts", default=None)
-
-
-@contextlib.contextmanager
-def listening() -> Iterator[list[PromptResult]]:
-    """Return a context that collects the prompts that run inside it."""
-    ran: list[PromptResult] = []
-    token = _LISTENER.set(ran)
-    try:
-        yield ran
-    finally:
-        _LISTENER.reset(token)

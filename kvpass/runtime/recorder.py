@@ -1,17 +1,28 @@
-"""Records of a backend's graphs and compile times for the reports of `kvpass.explain`."""
+"""Record a backend's passes, graphs and compile times, for `kvpass.explain` and for logs.
+
+    KVPASS_LOGS=passes python ...           a line for every pass over every step graph: its rewrites and its time
+    KVPASS_LOGS=passes,graphs python ...    and the program after it
+    TORCH_TRACE=/tmp/trace python ...       the same programs as artifacts, for tlparse
+
+The loggers are `kvpass.passes` and `kvpass.graphs`; a program may set their levels itself.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
+import logging
+import os
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import torch.fx as fx
 
-from kvpass.rewrite import logs
-from kvpass.rewrite.logs import Record
-from kvpass.torch_private import inductor
+from kvpass.errors import PolicyError
+from kvpass.rewrite.context import Record
+from kvpass.torch_private import dynamo, inductor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,4 +143,63 @@ class Recorder:
     def note_program(self, title: str, graph: fx.Graph) -> None:
         """Keep a graph in its present state, as text, if `keeps_programs` is set."""
         if self.keeps_programs:
-            self.programs.append((title, logs.program(graph)))
+            self.programs.append((title, program(graph)))
+
+
+PASSES = logging.getLogger("kvpass.passes")
+GRAPHS = logging.getLogger("kvpass.graphs")
+
+
+def configure_logs() -> None:
+    """Let the loggers named in KVPASS_LOGS write to stderr.
+
+    Raises:
+        PolicyError: KVPASS_LOGS contains an unknown name.
+    """
+    named = [name.strip() for name in os.environ.get("KVPASS_LOGS", "").split(",") if name.strip()]
+    for name in named:
+        if name not in ("passes", "graphs"):
+            raise PolicyError(f"KVPASS_LOGS={name!r}: must be 'passes' or 'graphs'")
+        logger = PASSES if name == "passes" else GRAPHS
+        logger.setLevel(logging.INFO)
+        if not logger.hasHandlers():
+            logger.addHandler(logging.StreamHandler())
+
+
+def note_pass(record: Record, graph: fx.Graph) -> None:
+    """Log the record of a pass, and the graph after it."""
+    PASSES.info("%s", record)
+    note_program(f"after {record.name}", graph)
+
+
+def note_program(title: str, graph: fx.Graph) -> None:
+    """Log a graph under a title."""
+    if GRAPHS.isEnabledFor(logging.INFO):
+        GRAPHS.info("# %s\n%s", title, program(graph))
+    dynamo.note_artifact(f"kvpass {title}".replace(" ", "_"), lambda: program(graph))
+
+
+def program(graph: fx.Graph) -> str:
+    """Return a graph as Python code, a line for every node."""
+    return graph.python_code("self").src.strip()
+
+
+_LISTENER: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("kvpass_listener", default=None)
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[list[Any]]:
+    """Return a context that collects the prompts and steps that run inside it, see `PromptResult` and `StepResult`."""
+    ran: list[Any] = []
+    token = _LISTENER.set(ran)
+    try:
+        yield ran
+    finally:
+        _LISTENER.reset(token)
+
+
+def announce(*ran: Any) -> None:
+    """Tell the context of `listening`, if there is one, of prompts and steps that ran."""
+    listener = _LISTENER.get()
+    if listener is not None:
+        listener.extend(ran)

@@ -11,7 +11,7 @@ import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx as fx
 
-from kvpass.cache.handle import LayerCache
+from kvpass.cache.layer_cache import LayerCache
 from kvpass.capture.canonical import AttentionSite
 from kvpass.fx import shapes, walk
 from kvpass.fx.shapes import Sizes

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.fx as fx
 
-from kvpass.cache.handle import LayerCache, check_layers, current
+from kvpass.cache.handle import check_layers, current, handles_of
+from kvpass.cache.layer_cache import LayerCache
 from kvpass.capture.capture import Capture
 from kvpass.errors import CacheHandleError, UnsupportedGraph
 from kvpass.fx import walk
@@ -27,6 +26,7 @@ from kvpass.runtime.checks import StepVerifier
 from kvpass.runtime.compiler import Compiler
 from kvpass.runtime.kv_store import calls_before, remember
 from kvpass.runtime.padding import PaddingTracker, wrong_mask
+from kvpass.runtime.recorder import announce
 from kvpass.runtime.sizes import OtherSizes, StepSizes
 from kvpass.runtime.variants import CompiledVariant, DynamicDims, FastStep, ShapeKey, VariantCache
 from kvpass.torch_private import dynamo, fx_nodes, inductor, regions, symbolic_shapes, tensors
@@ -84,7 +84,7 @@ class StepRunner:
         for cache, pins in self._pinned(caches):
             pins.check(cache.layout.policy, cache.layout.batch, queries)
             self.backend.kv_store.make_room(cache, pins)
-        first, listener, step = caches[0], _LISTENER.get(), kind(caches)
+        first, step = caches[0], kind(caches)
         known, before = self.padding.known(caches, arguments, queries), first.seen
         others = self._others(caches, arguments, known)
         self.verifier.check_positions(first, arguments, lambda: self.padding.valid(0, first, arguments, queries))
@@ -92,8 +92,7 @@ class StepRunner:
         self.verifier.check_angles(first, arguments, sizes)
         rewrite, results, host_inputs, compact = self.advance(caches, arguments, others, known)
         self.padding.note(caches, arguments, before, queries)
-        if listener is not None:
-            listener.append(StepResult(self, caches, arguments, others, known, results, step, rewrite, before, compact))
+        announce(StepResult(self, caches, arguments, others, known, results, step, rewrite, before, compact))
         return self._outputs(rewrite, results, host_inputs, caches, arguments)
 
     def _cache(self, arguments: tuple[Any, ...], indices: tuple[int, int]) -> LayerCache:
@@ -304,7 +303,7 @@ class StepRunner:
         for index, (past, dim) in rewrite.unread.items():
             outputs[index] = lengthened(arguments[past], dim, rewrite.queries)
         for site, cache in zip(self.sites, caches, strict=True):
-            outputs[site.keys_out], outputs[site.values_out] = cache.handles()
+            outputs[site.keys_out], outputs[site.values_out] = handles_of(cache)
         return tuple(outputs)
 
 
@@ -334,24 +333,3 @@ class StepResult:
     rewrite: StepRewrite
     before: int
     compact: bool
-
-
-_LISTENER: contextvars.ContextVar[list[StepResult] | None] = contextvars.ContextVar("kvpass_listener", default=None)
-
-
-@contextlib.contextmanager
-def listening() -> Iterator[list[StepResult]]:
-    """Return a context that collects the steps that run inside it."""
-    ran: list[StepResult] = []
-    token = _LISTENER.set(ran)
-    try:
-        yield ran
-    finally:
-        _LISTENER.reset(token)
-
-
-def announce(ran: Sequence[StepResult]) -> None:
-    """Tell the context of `listening`, if there is one, of steps that ran elsewhere."""
-    listener = _LISTENER.get()
-    if listener is not None:
-        listener.extend(ran)

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvpass.cache.handle import LayerCache
-from kvpass.cache.slots import Layout
+from kvpass.cache.layer_cache import LayerCache
+from kvpass.cache.layout import Layout
 from kvpass.errors import UnsupportedGraph
 from kvpass.fx import splicing
 from kvpass.rewrite.pipeline import StepRewrite

@@ -13,7 +13,6 @@ from typing import Any, cast
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch.fx.node import map_arg
 
 from kvpass.torch_private.symbolic_shapes import expression, symbols
 from kvpass.torch_private.tensors import is_fake, share_memory
@@ -93,17 +92,18 @@ CHECKS_TOO_EARLY = torch.__version__ < "2.13"
 """Whether Inductor emits the check of a computed index before the index itself, which is invalid C++ (in 2.11)."""
 
 
-def write_out(graph: fx.Graph, node: fx.Node, strides: Sequence[int | fx.Node]) -> fx.Node:
-    """Add a node whose value Inductor writes to a buffer with these strides, to an aten graph.
+def written_out(x: Tensor) -> Tensor:
+    """Return the same numbers in a dense buffer, to which Inductor writes them; traceable.
 
     A strided view would force a buffer too, but it would apply to whatever strides Inductor chose.
     """
     from torch._inductor.inductor_prims import force_stride_order
 
-    value = node.meta["val"]
-    made = graph.call_function(force_stride_order, (node, list(strides)))
-    made.meta["val"] = value.as_strided(value.shape, map_arg(tuple(strides), lambda stride: stride.meta["val"]))
-    return made
+    strides = [1]
+    for size in reversed(x.shape[1:]):
+        strides.insert(0, size * strides[0])
+    written: Tensor = force_stride_order(x, strides)
+    return written
 
 
 def materialized(x: Tensor) -> Tensor:

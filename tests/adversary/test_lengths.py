@@ -11,19 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kvpass
-from tests.adversary.models import (
-    DIM,
-    INDICES,
-    Attend,
-    Past,
-    Small,
-    causal,
-    keys,
-    new,
-    plain,
-    sdpa,
-    seen,
-)
+from tests.adversary.models import DIM, INDICES, Attend, Past, Small, causal, keys, new, plain, sdpa, seen
 from tests.adversary.oracle import Case, judge
 
 Pick = Callable[[Tensor], Tensor]

@@ -9,17 +9,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from benchmarks import (
-    compilation,
-    equal_bytes,
-    overhead,
-    passkey,
-    prompt,
-    recall,
-    report,
-    step,
-    stream,
-)
+from benchmarks import compilation, equal_bytes, overhead, passkey, prompt, recall, report, step, stream
 from benchmarks.recall import AT_ONCE, LATER, RecallOutcome
 from benchmarks.report import Row, Target, replaced, verdicts
 from benchmarks.timing import Plan, interleaved, medians, spread

@@ -13,6 +13,7 @@ from torch._dynamo.exc import TorchRuntimeError
 
 import kvpass
 from kvpass.cache import handle as handle_module
+from kvpass.cache import layer_cache
 from kvpass.cache.handle import Handle
 from tests.models import build, force, prompt
 from tests.test_backend import Tiny, loop
@@ -127,7 +128,7 @@ def test_a_move_to_a_gpu_is_one_to_the_gpu_that_is_named(
 
 def test_deferred_conditions_are_read_in_order_and_none_is_left_out() -> None:
     """An event may finish between the questions for it and for the next one."""
-    checks, computed = handle_module.DeferredChecks(), [False, True]
+    checks, computed = layer_cache.DeferredChecks(), [False, True]
     events = [SimpleNamespace(query=lambda number=number: computed[number]) for number in range(2)]
     checks.pending = [(events[0], torch.tensor(False)), (events[1], torch.tensor(True))]  # type: ignore[list-item]
     checks.settle()

@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.capture import vmap
+from kvpass.capture import simplify
 from kvpass.torch_private import fx_nodes
 
 ROWS, QUERIES, KEYS = torch.arange(2), torch.arange(3, 6), torch.arange(6)
@@ -47,7 +47,7 @@ def written_out(function: Callable[..., Tensor], *arguments: Tensor) -> tuple[Te
 
     def backend(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
         assert any(map(fx_nodes.is_batching, gm.graph.nodes))
-        vmap.replace_vmap(gm.graph)
+        simplify.replace_vmap(gm.graph)
         gm.graph.lint()
         gm.recompile()
         left.append(sum(map(fx_nodes.is_batching, gm.graph.nodes)))

@@ -14,8 +14,10 @@ from torch import Tensor
 
 import kvpass
 from kvpass.cache.handle import caches_in
-from kvpass.cache.slots import ROW_BUDGET, ClassedSlots, Slots
-from kvpass.cache.step import Site, decode_step
+from kvpass.cache.layout import ROW_BUDGET
+from kvpass.cache.site import Site
+from kvpass.cache.slots import ClassedSlots, Slots
+from kvpass.cache.step import decode_step
 from kvpass.errors import BudgetError, PolicyError, UnsupportedGraph
 from kvpass.policies import resolve
 from kvpass.policies.ada_kv import AdaKV, classes_of, shares_of, winners

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvpass.cache.statistics import StatisticsSpec
 from kvpass.diagnostics.simulate import simulate
 from kvpass.errors import BudgetError, PolicyError
+from kvpass.lowering.attention_statistics import StatisticsSpec
 from kvpass.policies import resolve
 from kvpass.policies.r_kv import RKV
 from kvpass.policies.types import Tokens

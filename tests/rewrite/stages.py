@@ -13,12 +13,11 @@ import kvpass
 from kvpass.backend import Backend
 from kvpass.cache.handle import Handle
 from kvpass.fx.walk import placeholders
-from kvpass.rewrite import logs
-from kvpass.rewrite.context import StepContext
-from kvpass.rewrite.logs import Record
+from kvpass.rewrite.context import Record, StepContext
 from kvpass.rewrite.passes import STEP_PASSES
 from kvpass.rewrite.pipeline import StepRewrite, rewrite_step
 from kvpass.rewrite.step_graph import StepCall
+from kvpass.runtime import recorder
 from kvpass.torch_private import fx_nodes
 
 
@@ -80,7 +79,9 @@ class Stages(Backend):
 
 def body(graph: fx.Graph) -> list[str]:
     """The statements of a program, without what lets go of values."""
-    return [line.split(";  ")[0].strip() for line in logs.program(graph).splitlines() if not line.startswith("def ")]
+    return [
+        line.split(";  ")[0].strip() for line in recorder.program(graph).splitlines() if not line.startswith("def ")
+    ]
 
 
 @torch.no_grad()

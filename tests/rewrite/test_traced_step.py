@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from kvpass.cache.step import Site, decode_step
+from kvpass.cache.site import Site
+from kvpass.cache.step import decode_step
 from tests.layer import Lowered, layout_for
 from tests.strategies import TABLE, Case, cases
 from tests.test_chunks_and_padding import stretches

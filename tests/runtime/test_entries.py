@@ -24,8 +24,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvpass
+from kvpass import cache_names
 from kvpass.cache.handle import Handle
-from kvpass.runtime import entries
 from kvpass.torch_private import dynamo
 from tests.architectures import zoo
 from tests.models import build, graphs, prompt
@@ -178,7 +178,7 @@ def test_what_takes_a_cache_is_seen_by_its_parameters(name: str) -> None:
     module = nn.Module()
     exec(f"def forward(ids, {'' if name == 'ids' else name + '=None'}): ...", made := {})  # type: ignore[var-annotated]
     module.forward = made["forward"]  # type: ignore[method-assign]
-    assert entries.takes_a_cache(module) == BY_NAME[name]
+    assert cache_names.takes_a_cache(module) == BY_NAME[name]
 
 
 _SMALL: dict[str, Any] = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2)

@@ -12,7 +12,7 @@ import kvpass
 from kvpass import budget as budgets
 from kvpass import policies
 from kvpass.cache.handle import caches_in
-from kvpass.cache.slots import ROW_BUDGET
+from kvpass.cache.layout import ROW_BUDGET
 from kvpass.policies.budgets import Plan, by_rows
 from tests.aligners import random_aligner
 from tests.architectures import zoo

@@ -12,7 +12,8 @@ from transformers.cache_utils import DynamicLayer
 
 from kvpass import cache_names
 from kvpass.arguments import require
-from kvpass.cache.slots import Layout, empty_slots
+from kvpass.cache.layout import Layout
+from kvpass.cache.slots import empty_slots
 from kvpass.errors import BudgetError
 from kvpass.lowering.formats import KVDtype
 from kvpass.policies import Policy

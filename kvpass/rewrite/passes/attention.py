@@ -14,23 +14,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.cache.slots import Layout
-from kvpass.cache.step import Attended, Site, decode_step, extend_step, read_step
+from kvpass.cache.chunk_step import extend_step
+from kvpass.cache.layout import Layout
+from kvpass.cache.site import Attended, Site
+from kvpass.cache.step import decode_step, read_step
 from kvpass.capture.canonical import AttentionSite
 from kvpass.errors import UnsupportedGraph
 from kvpass.fx import shapes, splicing, walk
 from kvpass.fx.walk import value
 from kvpass.lowering.attend import Rope, RotaryPairs
 from kvpass.rewrite.computed_keys import ComputedKeys, cut_computed_keys
-from kvpass.rewrite.context import StepContext
-from kvpass.rewrite.logs import Record
+from kvpass.rewrite.context import Record, StepContext
 from kvpass.rewrite.masks import MaskOnSlots, Masks
 from kvpass.rewrite.rotary_slice import RotarySlice
 
@@ -129,13 +129,13 @@ class _AttentionReplacement:
         template = step.slots[layer]
         lse_like = None if lse is None else (step.shape(lse), value(lse).dtype)
 
-        def results(attended: Attended, statistics: Sequence[Tensor] = ()) -> list[Tensor]:
+        def results(attended: Attended) -> list[Tensor]:
             lse = []
             if lse_like is not None and attended.lse is not None:
                 shape, dtype = lse_like
                 lse = [attended.lse.view(shape).to(dtype)]
             masks = [x for mask, bias in attended.masks for x in (mask, mask if bias is None else bias)]
-            return [attended.output, *lse, *statistics, *masks]
+            return [attended.output, *lse, *(attended.statistics if first else ()), *masks]
 
         def function(*tensors: Tensor) -> Any:
             operands = _grouped(tensors, counts)
@@ -146,8 +146,7 @@ class _AttentionReplacement:
                 return results(decode_step(layout, site, slots, query, key, new_value, valid[:, 0], step.call.compact))
             if step.decodes:
                 return results(read_step(layout, site, slots, query, key, new_value, valid[:, 0]))
-            attended, statistics = extend_step(layout, site, slots, query, key, new_value, valid)
-            return results(attended, statistics if first else ())
+            return results(extend_step(layout, site, slots, query, key, new_value, valid))
 
         return step.trace(function, nodes, layer)
 

@@ -15,7 +15,8 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.cache.slots import AnySlots, Layout
+from kvpass.cache.layout import Layout
+from kvpass.cache.slots import AnySlots
 from kvpass.capture import sparse_index
 from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.rotary import find_rotary

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.cache.slots import FREE, AnySlots, ClassedSlots, Layout, Slots, first_state, of_heads
+from kvpass.cache.layout import Layout
+from kvpass.cache.slots import FREE, AnySlots, ClassedSlots, Slots, first_state, of_heads
 from kvpass.lowering.formats import Rows
 from kvpass.policies.ranking import rank_of
 from kvpass.rewrite.validation.conversation import Conversation

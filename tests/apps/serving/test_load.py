@@ -7,7 +7,7 @@ import gc
 import os
 from typing import Any
 
-from kvpass.cache.handle import LayerCache
+from kvpass.cache.layer_cache import LayerCache
 from tests.apps.serving.load import asked_alone, bombard, resident
 from tests.apps.serving.small import NAME, Running
 

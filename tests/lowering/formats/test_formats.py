@@ -15,10 +15,11 @@ from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tests.strategies  # noqa: F401  loads the Hypothesis profile
-from kvpass.cache.slots import Layout, Slots
+from kvpass.cache.layout import Layout
+from kvpass.cache.slots import Slots
 from kvpass.errors import PolicyError
 from kvpass.lowering.formats import KV_DTYPES, KVDtype, Rows, base_of, format_of, plain
-from kvpass.lowering.formats.grid import LONGEST_SUM
+from kvpass.lowering.formats.code_products import LONGEST_SUM
 from kvpass.lowering.formats.hadamard import transformed
 from kvpass.policies import resolve
 from kvpass.reference.storing import stored

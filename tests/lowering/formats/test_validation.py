@@ -10,7 +10,7 @@ from torch import Tensor
 import kvpass
 from kvpass.capture import canonical
 from kvpass.lowering.formats.base import Parts
-from kvpass.lowering.formats.int8 import Int8
+from kvpass.lowering.formats.integers import Int8
 from kvpass.runtime.recorder import Recorder
 from tests.models import build
 from tests.rewrite.test_validate import notes, run, values_for_keys

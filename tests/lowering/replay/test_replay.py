@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpass.lowering.replay import Replayed, launcher, recording
+from kvpass.lowering.replay import Replayed, program, recording
 from kvpass.lowering.replay.program import NO_BASE, KernelCalls, MemoryMap, OperatorCall
 from kvpass.torch_private import generated_code, inductor
 
@@ -326,7 +326,7 @@ def launched(*functions: tuple[int, list[int]]) -> None:
 
 
 def test_a_function_gets_its_arguments_whatever_their_number() -> None:
-    counts = [1, 7, 8, 9, 160, 161, launcher.MOST_ARGUMENTS]
+    counts = [1, 7, 8, 9, 160, 161, program.MOST_ARGUMENTS]
     library, total = libraries(counts), torch.zeros(1, dtype=torch.int64)
     for count in counts:
         total.zero_()

@@ -21,7 +21,7 @@ from kvpass.cache import step as layer_step
 from kvpass.capture import canonical
 from kvpass.fx import walk
 from kvpass.rewrite.mask_slice import MaskSlice
-from kvpass.rewrite.passes import attention, ranks, slots
+from kvpass.rewrite.passes import attention, positions, signature
 from kvpass.runtime.recorder import Recorder
 from tests.adversary.models import DIM, Small, heads, keys, logits, plain, sdpa, seen
 from tests.adversary.oracle import Case, judge
@@ -110,13 +110,13 @@ def one_later(made: fx.Node) -> fx.Node:
 
 
 def length_counts_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = slots._length
-    monkeypatch.setattr(slots, "_length", lambda step: one_later(right(step)))
+    right = signature._length
+    monkeypatch.setattr(signature, "_length", lambda step: one_later(right(step)))
 
 
 def queries_stand_one_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = ranks._rank_of_first
-    monkeypatch.setattr(ranks, "_rank_of_first", lambda step: one_later(right(step)))
+    right = positions._rank_of_first
+    monkeypatch.setattr(positions, "_rank_of_first", lambda step: one_later(right(step)))
 
 
 WRONG = [

@@ -8,29 +8,33 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.cache.slots import Chunk, Layout
-from kvpass.cache.statistics import StatisticsSpec
+from kvpass.cache.admission import Chunk
+from kvpass.cache.layer_cache import SlotSnapshot
+from kvpass.cache.layout import Layout
 from kvpass.cache.step import with_mask
 from kvpass.capture.canonical import AttentionSite
 from kvpass.fx.walk import value
+from kvpass.lowering.attention_statistics import StatisticsSpec
 from kvpass.lowering.formats import Sections
-from kvpass.policies.types import Attention
-from kvpass.reference import ReferenceLayer, reference_of
-from kvpass.reference.base import attention_logits
+from kvpass.policies.budgets import Plan
+from kvpass.policies.pinned_tokens import Pins
+from kvpass.policies.types import Attention, Clock
+from kvpass.reference import reference_of
+from kvpass.reference.base import ReferenceLayer, TakenByReference, attention_logits
 from kvpass.rewrite.computed_keys import ComputedKeys, cut_computed_keys
-from kvpass.rewrite.context import Pass, StepContext
-from kvpass.rewrite.logs import Record
+from kvpass.rewrite.context import Pass, Record, StepContext
 from kvpass.rewrite.masks import MaskOnSlots, Masks
 from kvpass.rewrite.passes import STEP_PASSES
 from kvpass.rewrite.passes.attention import as_cached, attend_on_slots, replace_outputs, splice_point
 from kvpass.rewrite.rotary_slice import RotarySlice
+from kvpass.runtime.kv_store import KVStore
 
 
 def take_prompt(
@@ -224,3 +228,36 @@ def _allowed(
         return visible, None
     model_mask = model_mask.expand(layout.batch, layout.heads, query_heads // layout.heads, count, -1).flatten(1, 2)
     return with_mask(visible, model_mask, hidden)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReferenceStore(KVStore):
+    """Storage in a `ReferenceLayer` per cache, whose calls in a step graph admit and count tokens themselves."""
+
+    is_reference = True
+
+    @property
+    def passes(self) -> Sequence[Pass]:
+        return REFERENCE_PASSES
+
+    def admitted(
+        self, layout: Layout, chunk: Chunk, spec: StatisticsSpec | None, site: AttentionSite, plan: Plan
+    ) -> tuple[ReferenceLayer, tuple[int, ...], tuple[Clock, ...]]:
+        assert spec is not None  # `is_reference`
+        return take_prompt(layout, chunk, spec, site, plan.budgets_of_rows(layout.batch)), (), ()
+
+    def make_room(self, cache: Any, pins: Pins) -> None:
+        cache.slots.expect(pins)
+
+    def pin(self, cache: Any, pins: Pins) -> None:
+        """Do nothing, as a step takes its token in with its pin."""
+
+    def prepare(self, cache: Any, valid: Callable[[], Tensor]) -> None:
+        cache.slots.prepare(valid())
+
+    def kept(self, cache: Any, chunk: bool) -> SlotSnapshot:
+        return SlotSnapshot(cache.slots.copied())
+
+    def take_in(self, cache: Any, site: AttentionSite, results: list[Tensor]) -> TakenByReference:
+        taken: TakenByReference = cache.slots.taken
+        return taken

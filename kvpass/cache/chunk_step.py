@@ -1,0 +1,158 @@
+"""Define what one attention layer does with a chunk: attend to the slots and itself, and compute its statistics.
+
+The slots stay unchanged; `kvpass.cache.admission.admit` then admits the chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpass.cache.layout import Layout
+from kvpass.cache.site import Attended, Site, class_by_class
+from kvpass.cache.slots import Slots
+from kvpass.cache.step import added, log_sum_exp, stored_rows, with_logit_scale, with_mask
+from kvpass.lowering.attend import attend, by_kernel
+from kvpass.lowering.attention_statistics import StatisticsSpec, in_one_operator, statistics
+from kvpass.lowering.formats import Sections, plain
+
+
+@class_by_class
+def extend_step(
+    layout: Layout, site: Site, slots: Slots, query: Tensor, key: Tensor, value: Tensor, valid: Tensor
+) -> Attended:
+    """Attend with a chunk of queries to [slots, chunk], under the model's own mask.
+
+    Args:
+        slots: the slots, which stay unchanged.
+        query: [B, Hq, q, D]; key: [B, Hkv, q, D], as attention reads it; value: [B, Hkv, q, Dv].
+        valid: bool [B, q], false for padding.
+
+    Returns:
+        The results of attention with the statistics of the chunk (`kvpass.lowering.attention_statistics`), over columns
+        [slots, chunk].  These leave out the policy's own bias.  If the layout crops, their inputs follow: the query,
+        keys, mask and sink of a `StatisticsSpec`.  Slots in classes have these of every class.
+    """
+    policy, chunk = layout.policy, query.shape[2]
+    held, rotate = slots.tokens(layout), site.rotate
+    query = with_logit_scale(policy, query, held.live.sum(-1)[:, :1] + valid.sum(-1, keepdim=True))
+    stored, rows = (part.read_as(layout.dtype) for part in stored_rows(layout, site, slots, held))
+    rotated = stored if rotate is None else torch.cat(rotate(Sections((stored,)), slots.rank), -1)
+    keys = torch.cat([rotated, key.to(rotated.dtype)], 2)
+    values, facts = torch.cat([rows, value.to(rows.dtype)], 2), list[Tensor]()
+    if site.compute_keys is not None:
+        keys, values, facts = site.compute_keys(keys, values)
+    mask, bias = _chunk_mask(layout, site, slots, valid, facts)
+    dtype = _dtype_of_bias(site, bias, query.dtype)
+    full_mask = _per_head(_combined_mask(mask, bias, dtype), query, keys, layout.heads)
+    common = (site.sink_logit, False, site.scale, site.cap, layout.heads, layout.spread)
+    spec = StatisticsSpec(query, keys, full_mask, *common)
+    policy_bias = policy.bias(held, query.shape[1] // layout.heads)
+    by_library = site.cap is None and site.sink_logit is None and not site.lse
+    lse, computed = None, None
+    if policy_bias is None and by_library and in_one_operator(policy, query, keys, values):
+        output, *computed = statistics(policy, spec, valid, held.budget, values)
+    else:
+        attention_mask = full_mask
+        if policy_bias is not None:
+            policy_bias = torch.nn.functional.pad(policy_bias, (0, chunk))[..., None, :]  # [B, ., ., 1, C + q]
+            attention_mask = _per_head(_combined_mask(mask, added(bias, policy_bias), dtype), query, keys, layout.heads)
+        output, lse = _attend_chunk(site, query, keys, values, attention_mask)
+    output = _with_unknown_outputs(site, slots, output, (full_mask, bias), valid)
+    if computed is None:
+        computed = statistics(policy, spec, valid, held.budget) if policy.statistics else []
+    inputs = _statistics_inputs(spec) if layout.crops and policy.statistics else []
+    return Attended(output, ((mask, bias),), lse, (*computed, *inputs))
+
+
+def _statistics_inputs(spec: StatisticsSpec) -> list[Tensor]:
+    """Return the tensors from which statistics are computed."""
+    return [tensor for tensor in (spec.query, spec.key, spec.mask, spec.sink_logit) if tensor is not None]
+
+
+def _attend_chunk(
+    site: Site, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Attend with a chunk; `mask` is bool or additive [B, Hq, Ha or 1, q, N].
+
+    Returns:
+        The output [B, Hq, q, Dv], and the log-sum-exp if the model reads it.
+    """
+    heads = keys.shape[1]
+    grouped = torch.unflatten(query, 1, (heads, -1))
+    if site.cap is None and site.sink_logit is None and not site.lse and not by_kernel(grouped):
+        return _library_attention(site.scale, grouped, keys, values, mask), None
+    heads_mask = mask[:, :, None] if mask.shape[1] == 1 else torch.unflatten(mask, 1, (heads, -1))
+    allowed, bias = (heads_mask, None) if heads_mask.dtype == torch.bool else (heads_mask != -torch.inf, heads_mask)
+    options: dict[str, Any] = dict(
+        mask=allowed, bias=bias, cap=site.cap, sink_logit=site.sink_logits(heads), with_logits=site.lse
+    )
+    output, _, logits = attend(grouped, plain(keys), plain(values), scale=site.scale, **options)
+    return output.flatten(1, 2), log_sum_exp(site, logits)
+
+
+def _library_attention(scale: float, grouped: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """Attend with queries [B, Ha, G, q, D] by scaled_dot_product_attention; returns [B, Hq, q, Dv].
+
+    A mask per KV head is not repeated for its query heads; each KV head becomes a row of the batch instead.
+    """
+    function, query = torch.nn.functional.scaled_dot_product_attention, grouped.flatten(1, 2)
+    options: dict[str, Any] = dict(scale=scale, enable_gqa=True)
+    if mask.shape[1] in (1, query.shape[1]):
+        return function(query, keys, values, attn_mask=mask, **options)
+    keys, values, mask = (x.flatten(0, 1)[:, None] for x in (keys, values, mask.expand(keys.shape[0], -1, -1, -1)))
+    return function(grouped.flatten(0, 1), keys, values, attn_mask=mask, **options).reshape(*query.shape[:3], -1)
+
+
+def _chunk_mask(
+    layout: Layout, site: Site, slots: Slots, valid: Tensor, facts: list[Tensor]
+) -> tuple[Tensor, Tensor | None]:
+    """Return the mask [B, H', 1 or G, q, C + q] and the bias of a chunk on [slots, chunk]."""
+    count = valid.shape[1]
+    new = valid[:, None, None, None].expand(-1, layout.groups, -1, -1, -1)  # [B, H', 1, 1, q]
+    new_index = slots.length[:, None] + torch.arange(count, device=valid.device)
+    index = torch.cat([slots.index, new_index[:, None].expand(-1, layout.groups, -1)], -1)
+    mask = torch.cat([(slots.position >= 0)[:, :, None, None], new], -1)  # the same for all queries
+    new_position = slots.seen[:, None] + valid.cumsum(-1) - 1
+    position = torch.cat([slots.position, new_position[:, None].expand(-1, layout.groups, -1)], -1)
+    mask, bias = with_mask(mask, site.mask(index, position, facts) if site.mask else None, site.hidden)
+    return mask.expand(-1, -1, -1, count, -1), bias
+
+
+def _combined_mask(mask: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Combine a mask and a bias to one mask, bool or additive."""
+    return mask if bias is None else torch.where(mask, bias.to(dtype), -torch.inf)
+
+
+def _dtype_of_bias(site: Site, bias: Tensor | None, dtype: torch.dtype) -> torch.dtype:
+    """Return a dtype that can hold the numbers that hide, the queries' if possible."""
+    too_narrow = dtype == torch.float16 and bias is not None and (site.decomposed or bias.dtype != dtype)
+    return torch.float32 if too_narrow else dtype
+
+
+def _with_unknown_outputs(
+    site: Site, slots: Slots, output: Tensor, masks: tuple[Tensor, Tensor | None], valid: Tensor
+) -> Tensor:
+    """Return a chunk's output [B, Hq, q, Dv] with NaN for the queries whose output is unknown.
+
+    Args:
+        masks: the mask with all biases, and the model's own bias.
+    """
+    mask, bias = masks
+    unknown_queries = site.unknown_queries(slots, valid, None if bias is None else bias.dtype)
+    if unknown_queries is None:
+        return output
+    highest = torch.where(mask.any(-1), 0.0, -torch.inf) if mask.dtype == torch.bool else mask.amax(-1)
+    unknown = unknown_queries.of(highest[:, :, None, :, None]).flatten(1, 2)  # [B, 1, Ha or Hq, q, 1]
+    return torch.where(unknown.repeat_interleave(output.shape[1] // unknown.shape[1], 1), torch.nan, output)
+
+
+def _per_head(mask: Tensor, query: Tensor, keys: Tensor, heads: int) -> Tensor:
+    """Expand a mask [B, H', 1 or G, q, N] to [B, Hq, Ha or 1, q, N], or for GPU kernels to [B, Hq or 1, q, N]."""
+    if mask.shape[1] == 1 and mask.shape[2] == 1:
+        return mask[:, 0]
+    if mask.shape[2] == 1 and keys.shape[1] == heads and query.device.type == "cpu":
+        return mask.expand(-1, heads, -1, -1, -1)[:, :, 0]
+    return mask.expand(-1, heads, query.shape[1] // heads, -1, -1).flatten(1, 2)

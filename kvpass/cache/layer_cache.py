@@ -1,0 +1,395 @@
+"""Hold the slots of one layer and one conversation, and record its last calls, so that they can be undone.
+
+`LayerCache.crop` undoes calls.  A decode step overwrites one row of each head, so that row is copied before the step.
+A chunk is admitted to other slots, and its rows are kept until the next call.  To crop a chunk, its first tokens are
+admitted again to the slots from before the chunk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from kvpass.cache.layout import Layout
+from kvpass.cache.slots import AnySlots, Slots, rows_at
+from kvpass.errors import CacheHandleError
+from kvpass.lowering.formats import Rows
+from kvpass.lowering.formats.base import Parts, SlotIndices
+from kvpass.policies.types import Clock
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedContent:
+    """What a decode step overwrites in the slots of a layer, or of one class of its heads.
+
+    Attributes:
+        slot_index: the saved row of each head, None if all rows are saved.
+        key, value: the saved rows as stored, each [B, Hkv, ...] or [B, Hkv, C, ...].
+        others: all metadata, in the order of `Slots.metadata`.
+    """
+
+    slot_index: SlotIndices | None
+    key: Parts
+    value: Parts
+    others: tuple[Tensor, ...]
+
+    @staticmethod
+    def of(layout: Layout, slots: Slots) -> SavedContent:
+        """Save one row per head, at the free slot; all rows if the policy merges or aligns rows."""
+        rewrites = layout.policy.merges or layout.policy.aligns in ("step", "compact")
+        slot_index = None if rewrites else rows_at(slots.free.clone(), layout.heads)
+        others = tuple(tensor.clone() for tensor in slots.metadata)
+        return SavedContent(slot_index, _cloned(slots.key, slot_index), _cloned(slots.value, slot_index), others)
+
+    def write_to(self, slots: Slots) -> None:
+        for rows, parts in ((slots.key, self.key), (slots.value, self.value)):
+            for buffer, part in zip(rows.parts, parts, strict=True):
+                buffer[slice(None) if self.slot_index is None else self.slot_index] = part
+        for buffer, other in zip(slots.metadata, self.others, strict=True):
+            buffer.copy_(other)
+
+
+def _cloned(rows: Rows, slot_index: SlotIndices | None) -> Parts:
+    return tuple(part.clone() if slot_index is None else part[slot_index] for part in rows.parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotSnapshot:
+    """The slots of a layer before a call.
+
+    Attributes:
+        slots: the buffers, a copied ReferenceLayer with `inner="reference"`.
+        saved: for each class of heads what a step overwrites; () if the call leaves these slots unchanged, as a chunk
+            does, which is admitted to others.
+    """
+
+    slots: Any
+    saved: tuple[SavedContent, ...] = ()
+
+    @staticmethod
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def before_step(layout: Layout, slots: AnySlots) -> SlotSnapshot:
+        """Save what a decode step overwrites in place."""
+        return SlotSnapshot(slots, tuple(map(SavedContent.of, layout.parts, slots.parts)))
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def restored(self) -> Any:
+        """Restore the content and return the slots."""
+        for saved, slots in zip(self.saved, self.slots.parts if self.saved else (), strict=True):
+            saved.write_to(slots)
+        return self.slots
+
+
+Repeat = Callable[[Any, int], Any]
+"""Return a layer's cache after the first tokens of a call, as many as given, from the cache before the call."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PastCall:
+    """One call, and the state of a layer's cache before it.
+
+    Attributes:
+        new: the number of its tokens.
+        snapshot: the slots before the call; None before a prompt, which has none.
+        repeat: admits a part of its tokens; None for a single token.
+        layout, seen, clocks, absent, limits: as of `LayerCache`.
+    """
+
+    new: int
+    snapshot: SlotSnapshot | None
+    repeat: Repeat | None
+    layout: Layout
+    seen: int
+    clocks: tuple[Any, ...]
+    absent: Tensor
+    limits: tuple[int, ...]
+
+    @property
+    def croppable(self) -> int:
+        """The number of its tokens that can be cropped; the first token of a prompt stays."""
+        return self.new if self.snapshot is not None else self.new - 1
+
+    def before(self, cache: Any) -> Any:
+        """Return the cache as it was before the call."""
+        slots = cache.slots if self.snapshot is None else self.snapshot.restored()
+        fields: dict[str, Any] = dict(layout=self.layout, seen=self.seen, clocks=self.clocks, limits=self.limits)
+        return dataclasses.replace(cache, slots=slots, calls=(), absent=self.absent, **fields)
+
+
+Calls = tuple[PastCall, ...]
+
+
+def recorded(calls: Calls, call: PastCall, most: int) -> Calls:
+    """Return the calls to remember after another one, so that up to `most` tokens can be cropped.
+
+    A prompt is then forgotten, because its record holds every token.  So are all calls before a chunk, which has its
+    own slots.
+    """
+    if call.new > 1:
+        return (call,)
+    remembered = tuple(past for past in (*calls, call) if past.snapshot is not None)
+    while sum(past.new for past in remembered[1:]) >= most:
+        remembered = remembered[1:]
+    return remembered
+
+
+def check_croppable(calls: Sequence[PastCall], count: int, most: int) -> None:
+    """Check that `count` tokens can be cropped, of at most the backend's `crop`.
+
+    Raises:
+        CacheHandleError: only fewer can; the message says how many and what to change.
+    """
+    croppable = min(most, sum(call.croppable for call in calls))
+    if count <= croppable:
+        return
+    if not most:
+        reason = f"pass crop={count} to kvpass, which then remembers what the last tokens overwrote"
+    elif count > most:
+        reason = f"crop={most} remembers no more: pass crop={count}"
+    else:
+        reason = (
+            "what came before is not remembered: a prompt keeps its first token and is remembered until the next call, "
+            "and nothing is from before a call of several tokens, or from before rows were picked or copied"
+        )
+    raise CacheHandleError(f"{count} tokens of a cache were to be cropped, and {croppable} can be: {reason}")
+
+
+Part = Literal["keys", "values"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _RowSelection:
+    """A cache with selected rows, made for one of K and V and found by the other.
+
+    Attributes:
+        operation, argument: the selection of rows.
+        seen: tokens seen at the selection.
+        part: the part that was selected first.
+        result: the cache with the selected rows.
+    """
+
+    operation: str
+    argument: Any
+    seen: int
+    part: Part
+    result: weakref.ref[LayerCache]
+
+    def serves(self, operation: str, argument: Any, seen: int, part: Part) -> bool:
+        """Return whether the other part of K and V makes the same selection."""
+        same = (self.operation, self.seen) == (operation, seen) and self.part != part
+        return same and _equal_arguments(self.argument, argument)
+
+
+def _equal_arguments(one: Any, other: Any) -> bool:
+    """Return whether two arguments select the same rows; tensors and lists are compared by content."""
+    if one is other:
+        return True
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        types = [(tensor.shape, tensor.dtype, tensor.device) for tensor in (one, other)]
+        return types[0] == types[1] and torch.equal(one, other)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(_equal_arguments(a, b) for a, b in zip(one, other, strict=True))
+    return type(one) is type(other) and bool(one == other)
+
+
+def _copy_of_lists(argument: Any) -> Any:
+    """Return an argument with its lists copied, because callers may change them later."""
+    return [_copy_of_lists(part) for part in argument] if isinstance(argument, list) else argument
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cropped:
+    """The cache that replaced another one when its last tokens were cropped.
+
+    Attributes:
+        tokens: the number of cropped tokens.
+        left: the part of K and V that is still to be cropped.
+        result: the cache that continues, on the same slots.
+    """
+
+    tokens: int
+    left: Part | None
+    result: LayerCache
+
+
+class DeferredChecks:
+    """Conditions on a GPU that the host reads only once they are computed."""
+
+    def __init__(self) -> None:
+        self.pending: list[tuple[torch.cuda.Event, Tensor]] = []
+
+    def add(self, condition: Tensor) -> None:
+        """Add a bool on a GPU that must be true."""
+        answer = torch.empty((), dtype=torch.bool, pin_memory=True)
+        answer.copy_(condition, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        self.pending.append((event, answer))
+
+    def settle(self) -> None:
+        """Read the conditions that are computed.
+
+        Raises:
+            CacheHandleError: one of them is false.
+        """
+        computed = itertools.takewhile(lambda check: check[0].query(), self.pending)  # type: ignore[no-untyped-call]
+        answers = [answer for _, answer in computed]
+        self.pending = self.pending[len(answers) :]
+        if not all(map(bool, answers)):
+            raise CacheHandleError(
+                "the mask of earlier tokens has changed since they were cached; on a GPU a cache "
+                "cannot follow that: start again with the whole conversation, or leave its mask unchanged"
+            )
+
+
+@dataclasses.dataclass
+class LayerCache:
+    """The slots of one layer and one conversation, shared by the handles of K and V.
+
+    Attributes:
+        backend: the backend that made the cache; a backend of other settings refuses it.
+        number: increases from layer to layer of a conversation in the order of the prompt's layers, also in copies.
+        layout, slots: the buffers; `slots` is a ReferenceLayer with `inner="reference"`.
+        seen: tokens seen, padding included; the host's copy of `slots.length`.
+        heads: the KV heads of the model's cache; if keys are computed from the cache, the layout joins them to one.
+        window: the number of last tokens that the model's cache stores, None for all.
+        limits: the layer's budget of each row; empty with `inner="reference"`.
+        clocks: the host's counts for each row, see `Policy.clock`; empty for most policies.
+        interrupted: set while a step runs, so that an interrupted step is noticed.
+        notes: facts to report, such as an adopted prompt.
+        deferred_checks: conditions on the device that the host has not read.
+        absent: int64 [B, P], the indices in the padded sequence of padding that is not cached, -1 after the last.
+        first: int64 [B], the position id of each row's first real token, if keys are rotated by rank and it is known.
+        angles: the cosines and sines of a few positions, if keys are rotated by rank; see `RotarySlice.probe`.
+        weights: the weights that computed the layer's keys.
+        output: the weight [E, Hq Dv] of the output projection, for policies that read it.
+        model: the tensors of the model that made the cache, as far as its graph had them as inputs.
+        calls: the last calls, as far as they can be cropped.
+        cropped: the cache that replaced this one when tokens were cropped; this one can no longer be continued.
+    """
+
+    backend: Any
+    number: int
+    layout: Layout
+    slots: Any
+    seen: int
+    heads: int
+    window: int | None = None
+    limits: tuple[int, ...] = ()
+    clocks: tuple[Any, ...] = ()
+    interrupted: bool = False
+    notes: tuple[str, ...] = ()
+    absent: Tensor = dataclasses.field(default_factory=lambda: torch.empty(0, 0, dtype=torch.int64))
+    first: Tensor | None = None
+    angles: Tensor | None = None
+    deferred_checks: DeferredChecks = dataclasses.field(default_factory=lambda: DeferredChecks())
+    weights: tuple[weakref.ref[Any], ...] = ()
+    output: weakref.ref[Any] | None = None
+    model: tuple[weakref.ref[Any], ...] = ()
+    calls: Calls = ()
+    cropped: _Cropped | None = None
+    _picked: list[_RowSelection] = dataclasses.field(default_factory=list)
+
+    @property
+    def valid_seen(self) -> Tensor:
+        """int64 [B] on the device: real tokens seen."""
+        seen: Tensor = self.slots.tensors()[5]  # a reference counts them only when read
+        return seen
+
+    @property
+    def stored(self) -> int:
+        """The number of tokens that the model's cache stores."""
+        return self.seen if self.window is None else min(self.seen, self.window)
+
+    def select(self, operation: str, argument: Any, part: Part, apply: Callable[[Tensor], Tensor]) -> LayerCache:
+        """Return the cache with other rows.  The same selection for K and then for V gives one cache.
+
+        The same selection for the same part again gives a second copy.
+
+        Args:
+            apply: the selection as a function of batch-first tensors.
+        """
+        self._picked = [picked for picked in self._picked if picked.result() is not None]
+        for i, picked in enumerate(self._picked):
+            result = picked.result()
+            if result is not None and picked.serves(operation, argument, self.seen, part):
+                del self._picked[i]
+                return result
+        result = self.rebuilt(operation, apply)
+        self._picked.append(_RowSelection(operation, _copy_of_lists(argument), self.seen, part, weakref.ref(result)))
+        return result
+
+    def crop(self, tokens: int, part: Part) -> LayerCache:
+        """Return the cache without its last tokens.  The same crop of K and then of V gives one cache.
+
+        Raises:
+            CacheHandleError: so many tokens cannot be cropped.
+        """
+        last = self.cropped
+        if last is not None and (last.tokens, last.left, last.result.seen) == (tokens, part, self.seen - tokens):
+            self.cropped = dataclasses.replace(last, left=None)
+            return last.result
+        check_usable(self)
+        check_croppable(self.calls, tokens, self.backend.crop)
+        shorter = self._without(tokens)
+        self.cropped, self.calls = _Cropped(tokens, "values" if part == "keys" else "keys", shorter), ()
+        return shorter
+
+    def _without(self, tokens: int) -> LayerCache:
+        """Return the cache without its last tokens, by undoing calls."""
+        cache: LayerCache = self
+        calls = self.calls
+        while tokens:
+            *earlier, last = calls
+            cache, calls = last.before(cache), tuple(earlier)
+            if last.new > tokens and last.repeat is not None:
+                shorter: LayerCache = last.repeat(cache, last.new - tokens)
+                return dataclasses.replace(shorter, calls=(*calls, *shorter.calls), _picked=[])
+            tokens -= last.new
+        return dataclasses.replace(cache, calls=calls, _picked=[])
+
+    def rebuilt(self, operation: str, apply: Callable[[Tensor], Tensor]) -> LayerCache:
+        """Return the cache with a function applied to each of its batch-first tensors."""
+        if not isinstance(self.slots, AnySlots):
+            raise CacheHandleError(f"{operation} on a cache that runs with inner='reference'")
+        slots = self.slots.map(apply)
+        batch = slots.length.shape[0]
+        limits, clocks = self._counts_of(batch, apply)
+        return dataclasses.replace(
+            self,
+            layout=dataclasses.replace(self.layout, batch=batch, device=slots.length.device),
+            slots=slots,
+            limits=limits,
+            clocks=clocks,
+            absent=apply(self.absent),
+            first=None if self.first is None else apply(self.first),
+            calls=(),
+            _picked=[],
+        )
+
+    def _counts_of(self, batch: int, apply: Callable[[Tensor], Tensor]) -> tuple[tuple[int, ...], tuple[Clock, ...]]:
+        """Return the `limits` and `clocks` of selected rows; the host waits only if they differ by row."""
+        if len(set(self.limits)) <= 1 and len(set(self.clocks)) <= 1:
+            return self.limits[:1] * batch, self.clocks[:1] * batch
+        rows: list[int] = apply(torch.arange(self.layout.batch, device=self.layout.device)).tolist()
+        clocks = tuple(self.clocks[row] for row in rows) if self.clocks else ()
+        return tuple(self.limits[row] for row in rows), clocks
+
+
+def check_usable(cache: LayerCache) -> None:
+    """Raise CacheHandleError for a cache that a call has left in the middle of a step, or that was cropped."""
+    if cache.interrupted:
+        raise CacheHandleError("an earlier step on this cache was interrupted by an error; start again from the prompt")
+    if cache.cropped is not None:
+        raise CacheHandleError(
+            f"{cache.cropped.tokens} tokens of this cache have since been cropped, so the state that it stood for is "
+            "gone: copy a cache (copy.deepcopy) before cropping it"
+        )

@@ -1,0 +1,132 @@
+"""Define the layout of one layer's slots: what its compiled decode graph depends on."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import torch
+from torch import Tensor
+
+from kvpass.lowering.formats import Format, KVDtype, format_of
+from kvpass.policies.base import Policy
+from kvpass.policies.budgets import HeadClass
+from kvpass.policies.heads import HeadSharding
+from kvpass.policies.periodic import PeriodicEviction
+from kvpass.policies.pinned_tokens import PinnedTokens
+from kvpass.policies.types import State
+
+ROW_BUDGET = "row_budget"
+"""The entry of the state that holds each row's budget, int64 [B, H', 1], if rows have different budgets."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """All that a compiled decode graph depends on; a different layout needs another graph.
+
+    Attributes:
+        policy: the eviction policy.
+        budget: tokens kept between steps.
+        row_budgets: whether each row has its own budget, which the slots' state holds for the steps.
+        pins: whether a caller has marked tokens that stay, so that the state has `PINNED` without `keep_prompt` too.
+        capacity: the number of slots, including the one for the token that is written next.
+        batch, heads, key_dim, value_dim: B, Hkv, D and Dv.
+        dtype, device: of keys and values.
+        ranked: keys are stored before their rotary embedding and rotated by rank (positions="cache").
+        layer: the layer's index, for policies that read it; else 0, so that equal layers have equal layouts.
+        kv_dtype: the storage format of keys and values; None for `dtype`.
+        spread: how the layer's heads are sharded over processes; `heads` counts those of this process.
+        crops: whether a chunk also returns the inputs of its statistics, so that its last tokens can be cropped.
+        exact_capacity: the capacity fits this prompt and layer; others need other capacities.
+        classes: the classes of KV heads with budgets of their own, of which `budget` is the mean and `capacity` the
+            largest number of slots; () for equal heads.
+    """
+
+    policy: Policy
+    budget: int
+    capacity: int
+    batch: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    ranked: bool
+    layer: int = 0
+    kv_dtype: KVDtype | None = None
+    spread: HeadSharding | None = None
+    crops: bool = False
+    exact_capacity: bool = False
+    row_budgets: bool = False
+    pins: bool = False
+    classes: tuple[HeadClass, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Layout, ...]:
+        """The layout of each class of heads; this layout for equal heads."""
+        return tuple(self._of_class(*each) for each in self.classes) or (self,)
+
+    def _of_class(self, heads: int, budget: int) -> Layout:
+        capacity = self.policy.capacity(budget)
+        return dataclasses.replace(self, heads=heads, budget=budget, capacity=capacity, classes=())
+
+    @property
+    def head_slices(self) -> tuple[slice, ...]:
+        """Where the heads of each of `parts` are among the heads in the order of the classes."""
+        ends = [*itertools.accumulate(part.heads for part in self.parts)]
+        return tuple(slice(end - part.heads, end) for part, end in zip(self.parts, ends, strict=True))
+
+    def with_head_classes(self) -> Layout:
+        """Return the layout with the classes of heads that the policy wants.
+
+        Raises:
+            PolicyError: the layer cannot have them.
+        """
+        classes = self.policy.head_classes(self.heads, self.budget)
+        if not classes:
+            return self
+        return dataclasses.replace(self, classes=classes, capacity=self.policy.capacity(classes[0].budget))
+
+    @property
+    def groups(self) -> int:
+        """H', the number of sets of metadata of the layer."""
+        return 1 if self.policy.heads == "shared" else self.heads
+
+    def __post_init__(self) -> None:
+        _ = self.key_format, self.value_format  # raises for rows that cannot be stored
+
+    @property
+    def eviction(self) -> Policy | PinnedTokens | PeriodicEviction:
+        """The hooks by which tokens are evicted."""
+        hooks = self.pinned_tokens or self.policy
+        return PeriodicEviction(hooks, self.policy) if self.policy.interval > 1 else hooks
+
+    @property
+    def pinned_tokens(self) -> PinnedTokens | None:
+        """The hooks around the policy's that keep pinned tokens, None if no tokens can be pinned."""
+        return PinnedTokens(self.policy) if self.pins or self.policy.keep_prompt else None
+
+    def with_pins(self, on_top: bool = False) -> Layout:
+        """Return the layout for caches with pinned tokens; `on_top` if they count beside the budget."""
+        return dataclasses.replace(self, pins=not self.policy.keep_prompt, row_budgets=self.row_budgets or on_top)
+
+    @property
+    def key_format(self) -> Format:
+        return format_of(self.kv_dtype, self.key_dim, self.dtype, rotated=self.ranked)
+
+    @property
+    def value_format(self) -> Format:
+        return format_of(self.kv_dtype, self.value_dim, self.dtype, keys=False)
+
+    def row_state(self) -> dict[str, int | float]:
+        """Return names and initial values of the state per row and head: the policy's, and the row's budget."""
+        return {**self.policy.row_state(), **({ROW_BUDGET: 0} if self.row_budgets else {})}
+
+    def budget_in(self, state: State) -> int | Tensor:
+        """Return the budget of slots with this state, a number or int64 [B, H', 1]."""
+        return state[ROW_BUDGET] if self.row_budgets else self.budget
+
+    @property
+    def tracks_rank(self) -> bool:
+        """Whether decode steps maintain `Slots.rank`."""
+        return self.ranked or self.policy.ranks

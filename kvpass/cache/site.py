@@ -1,0 +1,161 @@
+"""Define what a step of one attention layer takes and returns, and divide it among classes of heads."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from kvpass.cache.layout import Layout
+from kvpass.cache.slots import AnySlots, ClassedSlots, Slots, of_heads
+from kvpass.lowering.attend import Rope, UnknownQueries
+from kvpass.lowering.formats import Sections
+
+
+class Mask(Protocol):
+    """The model's own mask as a function of the keys' indices."""
+
+    def __call__(self, index: Tensor, position: Tensor, facts: list[Tensor]) -> Tensor:
+        """Return the mask, bool or additive, [B, Hkv or 1, G or 1, q, N].
+
+        Args:
+            index, position: int64 [B, H', N], the keys' indices in the padded sequence and positions among real tokens.
+            facts: tensors that the model computes from the stored rows of each key.
+        """
+
+
+Rotate = Callable[[Sections, Tensor], list[Tensor]]
+"""The model's own rotary embedding: keys [B, Hkv, N, D] at positions int64 [B, H', N], in sections of D."""
+
+ComputeKeys = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, list[Tensor]]]
+"""The model's computation of keys and values from its cache.
+
+It takes stored rows [B, Hkv, N, D'] of K and of V, and returns keys and values [B, Ha, N, D] and facts [N, ...] for the
+mask.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """The properties of one attention call in the graph.
+
+    Attributes:
+        scale: the factor on the products of queries and keys.
+        mask: the model's mask on slots, or None.
+        rotate: the model's rotary embedding, or None if keys are stored rotated or have none.
+        rope: the same embedding for kernels, without ranks, if they can apply it.
+        cap, sink_logit: see `kvpass.capture.canonical.attention`; the latter is [B or 1, Hq, q or 1, 1].
+        weights: the policy's weights as inputs of the graph; empty if they are read from the policy.
+        compute_keys: computes keys and values from the stored rows, or None if these are the keys and values.
+        lse: whether the model also reads the log-sum-exp of the logits.
+        write_index: the slots to write to, [B, H'], if they are not those of `slots.free`.
+        hidden: the logit of keys that a bool mask hides; None if they are left out.
+        decomposed: whether the model spells out the softmax, which gives NaN for a query without keys.
+        knows_padding: whether padding is known and not cached.
+    """
+
+    scale: float
+    mask: Mask | None = None
+    rotate: Rotate | None = None
+    rope: Rope | None = None
+    weights: tuple[Tensor, ...] = ()
+    cap: float | None = None
+    sink_logit: Tensor | None = None
+    compute_keys: ComputeKeys | None = None
+    lse: bool = False
+    write_index: Tensor | None = None
+    hidden: float | None = None
+    decomposed: bool = False
+    knows_padding: bool = False
+
+    def unknown_queries(self, slots: Slots, valid: Tensor, bias: torch.dtype | None) -> UnknownQueries | None:
+        """Return the queries whose output may be unknown, or None if there are none.
+
+        A model that adds a bias in half precision loses logits, or digits of them, next to numbers that hide.  Sums
+        here are wider.  That changes no query that sees a key.
+
+        Args:
+            valid: bool [B, q], false for padding.
+            bias: the dtype of the mask's bias, None without one.
+        """
+        if (
+            self.mask is None
+            or self.sink_logit is not None
+            or not (self.decomposed or (self.knows_padding and bias is not None))
+        ):
+            return None
+        real = valid[:, None, None, :, None]  # not padding: its output must be a number
+        padded = real & (slots.length != slots.seen)[:, None, None, None, None]
+        no_query = torch.zeros_like(real)
+        rounded = self.decomposed and bias in (torch.float16, torch.bfloat16)
+        return UnknownQueries(
+            real if self.decomposed else no_query, padded if self.knows_padding else no_query, real if rounded else None
+        )
+
+    def sink_logits(self, heads: int) -> Tensor | None:
+        """Return the sink's logits [B or 1, Hkv, G, q or 1, 1]."""
+        return None if self.sink_logit is None else torch.unflatten(self.sink_logit, 1, (heads, -1))
+
+
+class Attended(NamedTuple):
+    """The results of attention, and the mask that it ran under.
+
+    Attributes:
+        output: [B, Hq, q, Dv].
+        masks: for each class of heads, the visible keys and the model's bias, if any: [B, Ha or 1, ., q, N].
+        lse: the log-sum-exp [B, Hq, q] in the dtype of `upcast`, if the model reads it.
+        statistics: of a chunk, see `kvpass.cache.chunk_step.extend_step`.
+    """
+
+    output: Tensor
+    masks: tuple[tuple[Tensor, Tensor | None], ...]
+    lse: Tensor | None = None
+    statistics: tuple[Tensor, ...] = ()
+
+
+Step = Callable[..., Attended]
+"""A step of a layer: it takes a layout, a site, slots, a query, a key, a value, and what all heads share."""
+
+
+def class_by_class(step: Step) -> Step:
+    """Let a step on slots in classes of heads run once for each class, as if each were a layer of its own."""
+
+    @functools.wraps(step)
+    def divided(
+        layout: Layout, site: Site, slots: AnySlots, query: Tensor, key: Tensor, value: Tensor, *shared: Any
+    ) -> Attended:
+        if isinstance(slots, Slots):
+            return step(layout, site, slots, query, key, value, *shared)
+        attended = []
+        for each, part, where in zip(layout.parts, slots.parts, layout.head_slices, strict=True):
+            heads, sink = slots.order[:, where], site.sink_logit
+            if sink is not None:
+                sink = _of_query_heads(sink.expand(heads.shape[0], -1, -1, -1), heads, layout.heads)
+            rows = of_heads(key, heads), of_heads(value, heads)
+            queries = _of_query_heads(query, heads, layout.heads)
+            attended.append(step(each, dataclasses.replace(site, sink_logit=sink), part, queries, *rows, *shared))
+        return _in_model_order(layout, slots, attended)
+
+    return divided
+
+
+def _of_query_heads(x: Tensor, heads: Tensor, count: int) -> Tensor:
+    """Return the query heads [B, Hq, ...] of some KV heads, int64 [B, h] of `count`."""
+    return of_heads(torch.unflatten(x, 1, (count, -1)), heads).flatten(1, 2)
+
+
+def _in_model_order(layout: Layout, slots: ClassedSlots, attended: list[Attended]) -> Attended:
+    """Join the results of all classes, with the heads in the model's order."""
+
+    def joined(results: list[Tensor]) -> Tensor:
+        by_head = [torch.unflatten(x, 1, (part.heads, -1)) for x, part in zip(results, layout.parts, strict=True)]
+        return of_heads(torch.cat(by_head, 1), slots.inverse).flatten(1, 2)
+
+    sums = [each.lse for each in attended if each.lse is not None]
+    masks = tuple(mask for each in attended for mask in each.masks)
+    statistics = tuple(x for each in attended for x in each.statistics)
+    return Attended(joined([each.output for each in attended]), masks, joined(sums) if sums else None, statistics)

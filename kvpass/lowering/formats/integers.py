@@ -1,0 +1,256 @@
+"""Store rows as integers with scales: `Int8` in eight bits, `Int4` in four, two codes per byte.
+
+Attention of few queries reads codes and never decodes rows (`kvpass.lowering.formats.code_products`).
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from kvpass.arguments import require
+from kvpass.fx.precision import accumulate_dtype, upcast
+from kvpass.lowering.formats import code_products
+from kvpass.lowering.formats.base import Format, Parts
+from kvpass.lowering.formats.code_products import in_order, in_planes
+
+
+@dataclasses.dataclass(frozen=True)
+class IntegerFormat(Format):
+    """A format of integer codes with scales, in whose products few queries read codes, and many read decoded rows.
+
+    Attributes:
+        rotated: rows are rotated whenever they are read, so codes are stored `in_planes` where words are loaded.
+    """
+
+    dim: int
+    dtype: torch.dtype
+    rotated: bool = False
+
+    @property
+    def _upcast(self) -> torch.dtype:
+        return accumulate_dtype(self.dtype)
+
+    @abc.abstractmethod
+    def _in_planes(self, codes: Tensor) -> bool:
+        """Return whether codes are stored in planes."""
+
+    def ordered(self, parts: Parts) -> Parts:
+        return in_order(parts) if self._in_planes(parts[0]) else parts
+
+    def to_device_layout(self, parts: Parts) -> Parts:
+        return in_planes(parts) if self._in_planes(parts[0]) else parts
+
+    def products(self, query: Tensor, parts: Parts) -> Tensor:
+        if query.shape[2] > code_products.MOST_ROWS:
+            return torch.matmul(upcast(query), self.decode(parts).transpose(-1, -2))
+        return self._products(query, parts)
+
+    def weighted_sum(self, probs: Tensor, parts: Parts, dtype: torch.dtype) -> Tensor:
+        many = probs.shape[2] > code_products.MOST_ROWS
+        return (torch.matmul(probs, self.decode(parts)) if many else self._weighted_sum(probs, parts)).to(dtype)
+
+    @abc.abstractmethod
+    def _products(self, query: Tensor, parts: Parts) -> Tensor:
+        """Multiply few queries [B, H, R, D] with the codes of keys: [B, H, R, N]."""
+
+    @abc.abstractmethod
+    def _weighted_sum(self, probs: Tensor, parts: Parts) -> Tensor:
+        """Sum the codes of values by the probabilities [B, H, R, N] of few queries: [B, H, R, D]."""
+
+
+HIGHEST_CODE = 127
+
+
+@dataclasses.dataclass(frozen=True)
+class Int8(IntegerFormat):
+    """Store rows in eight bits: codes [..., D] from -127 to 127 and one scale per row, [..., 1].
+
+        scale = max |x| / 127,   code = round(x / scale),   x ~ scale * code
+
+    A head of 64 numbers takes 66 bytes.  The scale of a key multiplies its logit, that of a value its probability.
+    Numbers of one head and token have similar magnitudes, so one scale per row is fine enough (per-token scales: Sheng
+    et al., "FlexGen", 2023, section 4.2, https://arxiv.org/abs/2303.06865).
+    """
+
+    names = ("scale",)
+    bits = 8
+
+    def layout(self) -> list[tuple[int, torch.dtype]]:
+        return [(self.dim, torch.int8), (1, code_products.SCALE)]
+
+    def encode(self, rows: Tensor) -> Parts:
+        exact = upcast(rows)
+        scale = code_products.storable(exact.abs().amax(-1, keepdim=True).float() / HIGHEST_CODE)
+        codes = code_products.rounded_codes(exact, scale.to(exact.dtype)).clamp(-HIGHEST_CODE, HIGHEST_CODE)
+        return self.to_device_layout((codes.to(torch.int8), scale.to(code_products.SCALE)))
+
+    def decode(self, parts: Parts) -> Tensor:
+        codes, scale = self._codes_and_scale(self.ordered(parts))
+        return codes * scale
+
+    def sections(self, parts: Parts) -> list[Tensor]:
+        return self._words(parts).decoded() if self._in_planes(parts[0]) else [self.decode(parts)]
+
+    def _in_planes(self, codes: Tensor) -> bool:
+        return self.rotated and code_products.fill(codes, self.dim)
+
+    def _codes_and_scale(self, parts: Parts) -> tuple[Tensor, Tensor]:
+        return parts[0].to(self._upcast), parts[1].to(self._upcast)
+
+    def _products(self, query: Tensor, parts: Parts) -> Tensor:
+        if code_products.fill(parts[0], self.dim):
+            return code_products.products(query, [self._words(parts)])
+        codes, scale = self._codes_and_scale(parts)
+        return code_products.summed_over_dim(query, [codes]) * scale[:, :, None, :, 0]
+
+    def _weighted_sum(self, probs: Tensor, parts: Parts) -> Tensor:
+        if code_products.fill(parts[0], self.dim):
+            return code_products.weighted_sum(probs, [self._words(parts)])
+        codes, scale = self._codes_and_scale(parts)
+        return code_products.summed_over_rows([probs * scale[:, :, None, :, 0]], [codes])
+
+    def _words(self, parts: Parts) -> code_products.WordGroup:
+        """Return the whole rows as one word group."""
+        codes = code_products.signed(parts[0].view(torch.int32), self._upcast)
+        return code_products.WordGroup(codes, parts[1].to(self._upcast), in_planes=self._in_planes(parts[0]))
+
+
+HIGHEST_NIBBLE = 15
+GROUP = 32
+HIGHEST_ZERO = 127  # the largest absolute value of a zero point
+
+
+@dataclasses.dataclass(frozen=True)
+class Int4(IntegerFormat):
+    """Store rows in four bits: pairs of codes [..., D / 2], scales [..., g] and zero points [..., g] for g groups.
+
+        scale = (max x - min x) / 15,   zero = round(min x / scale)
+        code = round(x / scale) - zero,   x ~ scale * (code + zero)
+
+    A byte has a number of the row's first half in its low bits and the number half a row further in its high bits, so
+    both halves are in order in memory.  Groups have 32 numbers if those divide a half, else half of the row; a short
+    row is one group.  A head of 128 numbers takes 76 bytes, one of 64 takes 38, one of 32 takes 19.  Four bits need
+    groups and zero points (Frantar et al., 2022, https://arxiv.org/abs/2210.17323, section 3; Liu et al., "KIVI", 2024,
+    https://arxiv.org/abs/2402.02750, whose groups of keys run over tokens: here each row must be writable alone).
+    """
+
+    names = ("scale", "zero")
+    bits = 4
+
+    def __post_init__(self) -> None:
+        require(self.dim % 2 == 0, "kv_dtype", "int4", f"two numbers make a byte, and a head has {self.dim}")
+
+    @property
+    def half(self) -> int:
+        """D / 2."""
+        return self.dim // 2
+
+    @property
+    def groups(self) -> int:
+        """The number of groups of a row: one, or equally many in each half."""
+        if self.half % GROUP == 0:
+            return self.dim // GROUP
+        return 1 if self.half < GROUP else 2
+
+    @property
+    def _groups_in_half(self) -> int:
+        """The number of groups that one half of the row uses; both halves use a single group."""
+        return max(1, self.groups // 2)
+
+    def layout(self) -> list[tuple[int, torch.dtype]]:
+        return [(self.half, torch.uint8), (self.groups, code_products.SCALE), (self.groups, torch.int8)]
+
+    def encode(self, rows: Tensor) -> Parts:
+        exact = torch.unflatten(upcast(rows), -1, (self.groups, -1))  # [..., g, D / g]
+        lowest, highest = exact.amin(-1, keepdim=True), exact.amax(-1, keepdim=True)
+        size = torch.maximum((highest - lowest) / HIGHEST_NIBBLE, torch.maximum(highest, -lowest) / HIGHEST_ZERO)
+        scale = code_products.storable(size.float())
+        zero = code_products.rounded_codes(lowest, scale.to(exact.dtype)).clamp(-HIGHEST_ZERO, HIGHEST_ZERO)
+        codes = (code_products.rounded_codes(exact, scale.to(exact.dtype)) - zero).clamp(0, HIGHEST_NIBBLE).flatten(-2)
+        low, high = torch.split(codes, self.half, -1)
+        pairs = (low + 16 * high).to(torch.uint8)
+        return self.to_device_layout((pairs, scale[..., 0].to(code_products.SCALE), zero[..., 0].to(torch.int8)))
+
+    def decode(self, parts: Parts) -> Tensor:
+        both = self.ordered(parts)[0].to(self._upcast)[..., None, :]  # [..., 1, D / 2]
+        high = torch.floor(both * (1 / 16))
+        low = (torch.arange(2, device=both.device)[:, None] == 0).to(both.dtype)  # 1 for the first half, else 0
+        codes = low * both + (1 - 17 * low) * high
+        codes = torch.unflatten(codes.flatten(-2), -1, (self.groups, -1))
+        scale, zero = (part.to(self._upcast)[..., None] for part in parts[1:])
+        return ((codes + zero) * scale).flatten(-2)
+
+    def sections(self, parts: Parts) -> list[Tensor]:
+        if not self._in_planes(parts[0]):
+            return [self.decode(parts)]
+        return [section for group in self._words(parts) for section in group.decoded()]
+
+    def _in_planes(self, codes: Tensor) -> bool:
+        """Return whether pairs are stored in planes; each plane, an eighth of a row, must then belong to one group."""
+        return (
+            self.rotated
+            and self.dim % GROUP == 0
+            and GROUP % (self.dim // 8) == 0
+            and code_products.fill(codes, self.half)
+        )
+
+    def _halves(self, parts: Parts) -> list[Tensor]:
+        """Return the codes of the two halves of the rows, [B, H, N, D / 2] each."""
+        both = parts[0].to(self._upcast)
+        high = torch.floor(both * (1 / 16))
+        return [both - 16 * high, high]
+
+    def _decoded(self, parts: Parts) -> list[Tensor]:
+        """Decode the two halves of the rows like `decode`."""
+        scale, zero = (part.to(self._upcast) for part in parts[1:])
+        count, halves = self._groups_in_half, []
+        for codes, first in zip(self._halves(parts), (0, self.groups - count), strict=True):
+            zero_of, scale_of = (part[..., first : first + count, None] for part in (zero, scale))
+            halves.append(((torch.unflatten(codes, -1, (count, -1)) + zero_of) * scale_of).flatten(-2))
+        return halves
+
+    def _products(self, query: Tensor, parts: Parts) -> Tensor:
+        if self._fills_words(parts):
+            return code_products.products(query, self._words(parts))
+        return code_products.summed_over_dim(query, self._decoded(parts))
+
+    def _weighted_sum(self, probs: Tensor, parts: Parts) -> Tensor:
+        if self._fills_words(parts):
+            return code_products.weighted_sum(probs, self._words(parts))
+        return code_products.summed_over_rows(*self._shares(probs, parts))
+
+    def _shares(self, probs: Tensor, parts: Parts) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the factors of a weighted sum, for each section of a row in one group.
+
+        They are probabilities times scales, [B, H, R, N], and codes plus zero points.  Zero points have no separate
+        sum: it would run over all slots, whose zero points are not contiguous.
+        """
+        scale, zero = (part.to(self._upcast) for part in parts[1:])
+        sections = [section for codes in self._halves(parts) for section in codes.chunk(self._groups_in_half, -1)]
+        group_of = [index * self.groups // len(sections) for index in range(len(sections))]  # the group of each section
+        shares = [probs * scale[:, :, None, :, group] for group in range(self.groups)]
+        codes = [section + zero[..., group, None] for section, group in zip(sections, group_of, strict=True)]
+        return [shares[group] for group in group_of], codes
+
+    def _fills_words(self, parts: Parts) -> bool:
+        return self.groups > 1 and code_products.fill(parts[0], self.half // self._groups_in_half)
+
+    def _words(self, parts: Parts) -> list[code_products.WordGroup]:
+        """Return the word groups, each within one half; those of the first half use the low bits."""
+        scale, zero = (part.to(self._upcast) for part in parts[1:])
+        codes, in_planes = parts[0].view(torch.int32), self._in_planes(parts[0])
+        if in_planes:
+            planes = [plane for high in (False, True) for plane in code_products.nibbles(codes, high, self._upcast)]
+            planes_per_group = len(planes) // self.groups
+            of_groups = [planes[i : i + planes_per_group] for i in range(0, len(planes), planes_per_group)]
+        else:
+            chunks = codes.chunk(self._groups_in_half, -1)
+            of_groups = [code_products.nibbles(chunk, high, self._upcast) for high in (False, True) for chunk in chunks]
+        indexed = enumerate(of_groups)
+        return [
+            code_products.WordGroup(group, scale[..., g, None], zero[..., g, None], in_planes) for g, group in indexed
+        ]

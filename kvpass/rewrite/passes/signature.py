@@ -1,0 +1,250 @@
+"""Replace the inputs and outputs of a step graph.
+
+    before   def step(ids, past_k, past_v):
+                 ...
+                 return logits, k_0, v_0, past + q
+    after    def step(slots_0_key, ..., slots_0_length, ..., weight_0, ids):
+                 length = slots_0_length[0].clone()
+                 ...
+                 return logits, key_0, value_0, real_0, sums_0, ...
+
+The slots and the policy's weights become inputs.  On a GPU, writes of small tensors move out of the layers.  Outputs
+that grow, such as caches, lengths and masks, are removed: the caller returns handles, numbers from the host's count,
+and precomputed values in their place.  The rows and statistics of a chunk are added.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from kvpass.errors import UnsupportedGraph
+from kvpass.fx import alias, shapes, splicing, walk
+from kvpass.fx.walk import value
+from kvpass.rewrite.context import Outputs, Record, StepContext
+from kvpass.torch_private import dynamo, fx_nodes
+from kvpass.torch_private.inductor import materialized
+
+
+def take_slots(step: StepContext) -> Record:
+    """Add the inputs, which no node reads yet."""
+    first = step.placeholders[0]
+    for layer, slots in enumerate(step.slots):
+        names = [f"slots_{layer}_{name}" for name in slots.names]
+        step.slot_inputs.append(_inputs(step, names, _examples(step, layer), first))
+    _take_weights(step, first)
+    step.length = _length(step)
+    return Record([node.name for node in step.new_inputs])
+
+
+def _take_weights(step: StepContext, first: fx.Node) -> None:
+    """Add inputs for the policy's weights: those that all layers share, or each layer's own."""
+    policy = step.layouts[0].policy
+    shared = [] if policy.aligns == "never" else [tensor.to(step.device) for tensor in policy.weights()]
+    nodes = _inputs(step, [f"kvpass_weight_{i}" for i in range(len(shared))], shared, first)
+    step.weights = list(shared)
+    for layer, layout in enumerate(step.layouts):
+        own = [tensor.to(step.device) for tensor in layout.policy.layer_weights(layout.layer)]
+        step.weights += own
+        names = [f"kvpass_weight_{layer}_{i}" for i in range(len(own))]
+        step.layer_weight_inputs.append([*nodes, *_inputs(step, names, own, first)])
+    step.weight_inputs = [*nodes, *(node for each in step.layer_weight_inputs for node in each[len(nodes) :])]
+
+
+def _examples(step: StepContext, layer: int) -> list[Tensor]:
+    tensors = step.slots[layer].tensors()
+    return [_with_dynamic_sizes(step, layer, tensor) for tensor in tensors] if step.sizes.open else tensors
+
+
+def _with_dynamic_sizes(step: StepContext, layer: int, tensor: Tensor) -> Tensor:
+    """Return an example of a slot tensor [B, ...] or [B, ., C, ...], where B and C may be dynamic."""
+    capacity = step.capacities[layer]
+    shape = [step.batch, *tensor.shape[1:]]
+    if not isinstance(capacity, int) and len(shape) > 2 and shape[2] == step.slots[layer].capacity:
+        shape[2] = capacity
+    if all(isinstance(size, int) for size in shape):
+        return tensor
+    if not tensor.is_contiguous():
+        raise UnsupportedGraph(
+            f"{step.line(0)}: slots that are not contiguous serve only one number of rows and one capacity"
+        )
+    return step.of_shape(tuple(shape), tensor.dtype)
+
+
+def _inputs(step: StepContext, names: list[str], tensors: list[Tensor], before: fx.Node) -> list[fx.Node]:
+    with step.graph.inserting_before(before):
+        nodes = [step.graph.placeholder(name) for name in names]
+    for node, tensor in zip(nodes, tensors, strict=True):
+        dynamo.as_new_input(node, tensor, in_place=True)
+    step.new_inputs.update(nodes)
+    return nodes
+
+
+def _length(step: StepContext) -> fx.Node:
+    """Return a copy of the first layer's counter, because that layer's step increases the counter."""
+    with step.graph.inserting_after(step.placeholders[-1]):
+        counter = step.graph.call_function(operator.getitem, (step.slot(0, "length"), 0))
+    with step.graph.inserting_after(counter):
+        length = step.graph.call_method("clone", (counter,))
+    for node in (counter, length):
+        node.meta["example_value"] = torch.empty((), dtype=torch.int64, device="meta")
+    return length
+
+
+def copy_write_indices(step: StepContext) -> Record:
+    """Copy the indices of all layers' free slots before any write, in one kernel.
+
+    A policy that merges writes to K and V twice, and for the compiler the second write depends on all that the first
+    has read.  Without the copies, a kernel of its own would overwrite the index of the free slot after the second.
+    """
+    if not step.decodes_on_gpu or not any(layout.policy.merges for layout in step.layouts):
+        return Record(left={"free": "nothing merges on a GPU"})
+    free = [step.slot(layer, "free") for layer in range(len(step.sites))]
+    step.write_indices = step.compute(_write_indices, free, step.sites[0].call, "kvpass_write_indices")
+    return Record([node.name for node in free])
+
+
+def _write_indices(*free_slots: Tensor) -> list[Tensor]:
+    return [materialized(index.clamp(min=0)) for index in free_slots]  # a plain copy would be optimized away
+
+
+def leave_counting(step: StepContext) -> Record:
+    """Remove the updates of token counters from every layer; `StepRewrite.count` does them in two launches.
+
+    Counting for all layers by `_foreach_copy_` inside the graph is wrong: Inductor may run a kernel that reads a
+    counter after the kernel that overwrites it.
+    """
+    if not step.decodes_on_gpu:
+        return Record(left={"counters": "they are in the step's own kernels, or a chunk's"})
+    counters = [step.slot(layer, name) for layer in range(len(step.sites)) for name in ("seen", "length")]
+    for counter in counters:
+        for user in [user for user in counter.users if _writes(user, counter)]:
+            assert not user.users
+            step.graph.erase_node(user)
+    step.valid_output = step.inputs.some_valid
+    return Record([counter.name for counter in counters])
+
+
+def _writes(node: fx.Node, counter: fx.Node) -> bool:
+    return fx_nodes.mutates(node) and node.args[0] is counter
+
+
+def bound_outputs(step: StepContext) -> Record:
+    """Replace the graph's outputs."""
+    step.outputs, kept = _new_outputs(step)
+    step.graph.output_node().args = (tuple(kept),)
+    removed = [index for index, new_index in enumerate(step.outputs.outputs) if new_index is None]
+    return Record([f"output {index}" for index in removed])
+
+
+def _new_outputs(step: StepContext) -> tuple[Outputs, list[Any]]:
+    originals = walk.results(step.graph)
+    caches = {index for site in step.sites for index in (site.keys_out, site.values_out)}
+    lengths = {
+        index: step.sizes.beyond_length(output)
+        for index, output in enumerate(originals)
+        if walk.is_size(output) and step.sizes.grows(output)
+    }
+    grown = [
+        index
+        for index, output in enumerate(originals)
+        if index not in caches | step.unread.keys() and walk.is_tensor(output) and step.sizes.grown(value(output))
+    ]
+    removed = {*caches, *lengths, *grown, *step.unread}
+    kept = [output for index, output in enumerate(originals) if index not in removed]
+    order = iter(range(len(kept)))
+    outputs = [None if index in removed else next(order) for index in range(len(originals))]
+    starts = itertools.accumulate(map(len, step.chunks), initial=len(kept))
+    chunks = [list(range(start, start + len(chunk))) for start, chunk in zip(starts, step.chunks, strict=False)]
+    kept += [node for chunk in step.chunks for node in chunk]
+    valid = None if step.valid_output is None else len(kept)
+    kept += [] if step.valid_output is None else [step.valid_output]
+    return Outputs(outputs, lengths, grown, chunks, valid), kept
+
+
+def host_precomputed(step: StepContext, gather_from: list[fx.Node]) -> fx.GraphModule | None:
+    """Return a graph of the outputs that grow and the inputs that read all tokens, or None.
+
+    Args:
+        gather_from: further nodes to compute, from which entries are gathered.
+
+    Raises:
+        UnsupportedGraph: such a value needs attention or the cache, or its computation writes to an input.
+    """
+    read = [*step.inputs.host_inputs, *gather_from]
+    if not step.outputs.grown and not read:
+        return None
+    copy, moved = fx_nodes.copy_graph_module(step.call.gm)
+    copies = {node.name: node for node in moved.values()}
+    outputs = walk.results(copy.graph)
+    for node in read:
+        if node.name not in copies:
+            step.refuse_growth(node)
+    wanted = [outputs[index] for index in step.outputs.grown] + [copies[node.name] for node in read]
+    copy.graph.output_node().args = (tuple(wanted),)
+    needed = alias.behind(wanted, reader=copy.graph.output_node())
+    _check_reads_no_cache(step, wanted, {node.name for node in needed})
+    for node in reversed(list(copy.graph.nodes)):
+        if node not in needed and node.op not in ("placeholder", "output"):
+            copy.graph.erase_node(node)
+    for writer in alias.writers_to({node for node in needed if node.op in ("placeholder", "get_attr")}):
+        step.refuse_growth(writer)  # both graphs would write
+    if {node.name for node in copy.graph.nodes} & {each.call.name for site in step.sites for each in site.all}:
+        step.refuse_growth(wanted[0])
+    copy.recompile()
+    return copy
+
+
+def _check_reads_no_cache(step: StepContext, wanted: list[fx.Node], needed: set[str]) -> None:
+    pasts = {past.name for site in step.call.sites for past in site.pasts}
+    if needed.isdisjoint(pasts):
+        return
+    first = next(node for node in wanted if not pasts.isdisjoint(ancestor.name for ancestor in walk.ancestors(node)))
+    raise UnsupportedGraph(
+        f"{walk.source_line(first)}: {walk.name_of(first)!r} has an entry for every token seen and is computed "
+        "from the cache, as attention weights are, and slots do not hold every token: leave output_attentions out, or "
+        "run the model uncompiled"
+    )
+
+
+def settle_sizes(step: StepContext) -> Record:
+    """Remove dead code, and leave no size that follows the cache.
+
+    Raises:
+        UnsupportedGraph: a node still depends on the length of the cache.
+    """
+    for node in [node for node in step.graph.nodes if fx_nodes.is_log_only(node)]:
+        step.graph.erase_node(node)
+    alias.eliminate_dead(step.graph)
+    settled = [node for node in step.graph.nodes if walk.is_size(node) and node.users]
+    for node in settled:
+        if step.sizes.grows(node):
+            step.refuse_growth(_reader(node))
+        if not step.sizes.settled(node):
+            shapes.replace_by(node, step.size_nodes.of(step.sizes.fixed(node)))
+    alias.eliminate_dead(step.graph)
+    for argument in step.placeholders:
+        if not argument.users and not step.size_nodes.has(argument):
+            step.graph.erase_node(argument)
+        elif step.sizes.grown(value(argument)):
+            step.refuse_growth(next(iter(argument.users)))
+    return Record([node.name for node in settled])
+
+
+def _reader(size: fx.Node) -> fx.Node:
+    """Return the first operation on tensors that reads a size, or a size computed from it."""
+    sizes = walk.reach([size], lambda node: filter(walk.is_size, node.users))
+    return min((user for node in sizes for user in node.users if not walk.is_size(user)), default=size)
+
+
+def order_inputs(step: StepContext) -> Record:
+    """Put the placeholders in the order in which `StepRewrite.flat` returns their values."""
+    new_inputs = [*(node for nodes in step.slot_inputs for node in nodes), *step.weight_inputs, *step.inputs.nodes]
+    remaining = set(walk.placeholders(step.graph))
+    splicing.put_first(step.graph, [*new_inputs, *(node for node in step.placeholders if node in remaining)])
+    return Record([node.name for node in walk.placeholders(step.graph)])
