@@ -125,7 +125,7 @@ class Backend(Compiler):
             captured = dataclasses.replace(captured, sites=known)
             if any(carried):
                 return StepRunner(self, gm, captured)
-            return PromptRunner(self, gm, captured, examples, self._ranked(captured))
+            return PromptRunner.of(self, gm, captured, examples, self._ranked(captured))
 
     def _record(self, captured: Capture, carried: bool) -> None:
         if self.recorder is None:

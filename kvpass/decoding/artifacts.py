@@ -35,7 +35,8 @@ from kvpass.errors import ArtifactError, BudgetError, KVPassError, PolicyError
 from kvpass.policies import tensor_files
 from kvpass.policies.base import Policy
 from kvpass.runtime.caches import given_pins
-from kvpass.runtime.exported_graphs import ExportedPrompt, ExportedStep
+from kvpass.runtime.exported_graphs import ExportedStep, exported_prompt
+from kvpass.runtime.prompts import PromptRunner
 from kvpass.torch_private import generated_code
 
 PINS = "the artifact was exported without code for pinned tokens: use a DecodeLoop that is not loaded"
@@ -244,10 +245,10 @@ class ExportedGraph:
 
     def __init__(self, chosen: Any, entry: Mapping[str, Any], folder: Path, tensors: Mapping[str, Tensor]) -> None:
         self.entry, self.tensors, self.logits = entry, tensors, entry["logits"]
-        self.runner: ExportedPrompt | ExportedStep
+        self.runner: PromptRunner | ExportedStep
         try:
             if entry["kind"] == "prompt":
-                self.runner = ExportedPrompt(
+                self.runner = exported_prompt(
                     chosen, entry, artifact_folder.run_of(entry["code"], folder, tensors, repeats=False)
                 )
             else:
@@ -275,8 +276,8 @@ class ExportedGraph:
 
     def cache_object(self, results: tuple[Any, ...], new: int, model: torch.nn.Module) -> Any:
         """Return the model's cache object after a prompt."""
-        assert isinstance(self.runner, ExportedPrompt)
-        handles = [results[site.keys_out] for site in self.runner.sites]
+        assert isinstance(self.runner, PromptRunner)
+        handles = [results[site.keys_out] for site in self.runner.graph.sites]
         layers = [handle.cache for handle in handles if isinstance(handle, Handle)]
         saved = self.entry["cache"]
         made = CacheObjectReader(layers, {}, model).decoded(saved["object"])

@@ -134,7 +134,8 @@ class _Replacement:
     """Replace nodes of an aten graph by functions of other nodes' values; equal ones share a trace."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        self.graph, self._traced = graph, dict[Any, fx.GraphModule]()
+        assert graph.owning_module is not None
+        self.graph, self._gm, self._traced = graph, graph.owning_module, dict[Any, fx.GraphModule]()
 
     def replace(self, node: fx.Node, function: Function, *operands: Any) -> None:
         node.replace_all_uses_with(self.spliced(node, function, *operands))
@@ -147,9 +148,8 @@ class _Replacement:
         if key not in self._traced:
             with torch.autocast("cpu", enabled=False):  # it would change the dtypes of the products that are traced
                 self._traced[key] = tensors.trace(function, values)
-        (result,) = splicing.splice(self.graph.owning_module, self._traced[key], list(operands), before, "rows")
-        spliced: fx.Node = result
-        return spliced
+        spliced: list[fx.Node] = splicing.splice(self._gm, self._traced[key], list(operands), before, "rows")
+        return spliced[0]
 
 
 def split(rows: torch.Tensor, matrix: torch.Tensor, processor: Processor) -> int:

@@ -20,12 +20,11 @@ from kvpass.rewrite.prompt import PromptRewrite, SiteOutputs
 from kvpass.runtime.caches import kind, make_room
 from kvpass.runtime.compiler import Compiler
 from kvpass.runtime.padding import PaddingTracker
-from kvpass.runtime.prompts import PromptRunner
+from kvpass.runtime.prompts import PromptGraph, PromptRunner
 from kvpass.runtime.recorder import announce
 from kvpass.runtime.sizes import StepSizes, lasting
 from kvpass.runtime.steps import StepResult, StepRunner
 from kvpass.torch_private import inductor
-from kvpass.torch_private.tensors import UnwrappedSubclasses
 
 MOST_TOKENS = 1 << 20
 """The largest number of tokens for which an export evaluates the guards of a graph."""
@@ -57,27 +56,20 @@ class ExportedVariant:
     run: inductor.Compiled
 
 
-class ExportedPrompt(PromptRunner):
-    """A runner of prompts on exported code."""
-
-    def __init__(self, backend: Compiler, entry: Mapping[str, Any], run: inductor.Compiled) -> None:
-        """
-        Args:
-            entry: of `prompt_entry`.
-            run: the compiled code.
-        """
-        self.backend, self.inner, self.ranked = backend, run, entry["ranked"]
-        self.sites = [ExportedSite(**site) for site in entry["sites"]]  # type: ignore[misc]
-        count = len(self.sites)
-        self.policies = [backend.policy.for_layer(index, count) for index in range(count)]
-        outputs = [SiteOutputs(**each, operands=None) for each in entry["results"]]
-        self.rewrite = PromptRewrite(gm=None, outputs=outputs, calls={})  # type: ignore[arg-type]
-        self.owned, self.projecting = entry["owned"], [tuple(indices) for indices in entry["projecting"]]
-        self.outputs = entry["outputs"]
-        self.as_traced = UnwrappedSubclasses()
-        self.adopts, self.past, self.unchecked, self.positions, self.angles = False, None, None, None, None
-        self.sparse_indices, self.scored_by, self.constants = [], [], []
-        self.projected_by = [None] * count
+def exported_prompt(backend: Compiler, entry: Mapping[str, Any], run: inductor.Compiled) -> PromptRunner:
+    """Return a runner of prompts on compiled code; `entry` is of `prompt_entry`."""
+    count, outputs = len(entry["sites"]), [SiteOutputs(**each, operands=None) for each in entry["results"]]
+    graph = PromptGraph(
+        sites=[ExportedSite(**site) for site in entry["sites"]],  # type: ignore[misc]
+        policies=[backend.policy.for_layer(index, count) for index in range(count)],
+        ranked=entry["ranked"],
+        rewrite=PromptRewrite(gm=None, outputs=outputs, calls={}),  # type: ignore[arg-type]
+        outputs=entry["outputs"],
+        owned=entry["owned"],
+        projecting=[tuple(indices) for indices in entry["projecting"]],
+        projected_by=[None] * count,
+    )
+    return PromptRunner(backend, graph, inner=run)
 
 
 def prompt_entry(runner: PromptRunner) -> dict[str, Any]:
@@ -86,23 +78,23 @@ def prompt_entry(runner: PromptRunner) -> dict[str, Any]:
     Raises:
         UnsupportedGraph: the prompt needs its graph.
     """
+    graph = runner.graph
     _refuse(
         {
-            "heads that are spread over processes": any(site.spread is not None for site in runner.sites),
-            "attention that selects keys by an index": bool(runner.sparse_indices or runner.scored_by),
-            "weights that are constants of the graph": bool(runner.constants),
-            "a policy that reads the layers' output projections": any(i is not None for i in runner.projected_by),
-            "a prompt whose tensors are kept": any(site.operands for site in runner.rewrite.outputs),
+            "heads that are spread over processes": any(site.spread is not None for site in graph.sites),
+            "attention that selects keys by an index": bool(graph.sparse_indices or graph.scored_by),
+            "weights that are constants of the graph": bool(graph.constants),
+            "a policy that reads the layers' output projections": any(i is not None for i in graph.projected_by),
+            "a prompt whose tensors are kept": any(site.operands for site in graph.rewrite.outputs),
         }
     )
-    rewrite = runner.rewrite
     return dict(
-        ranked=runner.ranked,
-        sites=[dict(keys_out=s.keys_out, values_out=s.values_out, computed=bool(s.computed)) for s in runner.sites],
-        results=[dict(key=o.key, value=o.value, valid=o.valid, statistics=o.statistics) for o in rewrite.outputs],
-        owned=list(runner.owned),
-        projecting=[list(indices) for indices in runner.projecting],
-        outputs=runner.outputs,
+        ranked=graph.ranked,
+        sites=[dict(keys_out=s.keys_out, values_out=s.values_out, computed=bool(s.computed)) for s in graph.sites],
+        results=[dict(key=o.key, value=o.value, valid=o.valid, statistics=o.statistics) for o in graph.rewrite.outputs],
+        owned=list(graph.owned),
+        projecting=[list(indices) for indices in graph.projecting],
+        outputs=graph.outputs,
     )
 
 
@@ -113,6 +105,7 @@ def most_of_prompt(runner: PromptRunner, arguments: Sequence[Any], ids_index: in
         arguments: of a prompt that has run.
         ids_index: the index of the token ids [B, T] among them.
     """
+    assert runner.gm is not None
     graph = runner.gm.graph
     now = shapes.measured(graph, arguments)
     length = arguments[ids_index].shape[1]

@@ -5,85 +5,110 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass import budget as budgets
 from kvpass.cache.admission import Chunk
 from kvpass.cache.handle import handles_of
-from kvpass.cache.layer_cache import LayerCache, PastCall
-from kvpass.cache.layout import Layout
 from kvpass.capture import sparse_index
 from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.capture import Capture
-from kvpass.errors import BudgetError, PolicyError, UnsupportedGraph
+from kvpass.errors import UnsupportedGraph
 from kvpass.fx import shapes, walk
 from kvpass.fx.shapes import Sizes
 from kvpass.lowering.attention_statistics import StatisticsSpec, as_attention
 from kvpass.policies.base import Policy
-from kvpass.policies.budgets import Plan, by_rows
 from kvpass.policies.pinned_tokens import Pins
 from kvpass.policies.types import Attention
-from kvpass.policies.window import Window
 from kvpass.rewrite.computed_keys import join_heads
-from kvpass.rewrite.prompt import rewrite_prompt
+from kvpass.rewrite.prompt import PromptRewrite, rewrite_prompt
 from kvpass.rewrite.rotary_slice import probe_rotaries
 from kvpass.rewrite.validation.prompts import PromptCase, validate_prompt
 from kvpass.runtime import model_identity
-from kvpass.runtime.caches import by_head, given_pins, lengthened, room_on_top
+from kvpass.runtime.caches import by_head, given_pins, lengthened
 from kvpass.runtime.checks import PositionCheck
 from kvpass.runtime.compiler import Compiler
-from kvpass.runtime.padding import indices_of, inputs_of_sites
+from kvpass.runtime.padding import inputs_of_sites
+from kvpass.runtime.prompt_caches import PromptLayer, TakenPrompt
 from kvpass.runtime.recorder import announce
 from kvpass.torch_private import dynamo, fx_nodes, regions, symbolic_shapes, tensors
 from kvpass.torch_private.tensors import UnwrappedSubclasses
 
 ADOPTED = "adopted: the prompt ran uncompiled, so nothing is known of its attention"
 
-RENUMBERED = (
-    "a policy that renumbers tokens makes windows of a share of the prompt, from `minimum_budget` up to "
-    "`last_position`, and its `fitting_budget` gives other budgets: give a number of slots"
-)
-MIXED = (
-    "budget={budget!r} gives rows {shares} tokens, and the model has a layer that stores its last {window}: that is "
-    "within the budget of some rows, which then need no policy there, and not of others; give a number of slots, or "
-    "rows of one length"
-)
-
 
 @dataclasses.dataclass(frozen=True)
-class PromptLayer:
-    """What a prompt leaves of one layer.
+class PromptGraph:
+    """What a runner knows of a prompt graph; an artifact has it in its manifest.
 
     Attributes:
-        policy: the policy of the layer.
-        heads: the KV heads of the model's cache.
-        window: how many of the last tokens the model stores, None for all.
-        chunk: all tokens of the prompt.
-        spec: the query, the attended keys, the mask and the sink logit, if the reference or a later crop needs them.
-        first: see `LayerCache`.
+        sites: the attention calls on caches.
+        policies: the policy of each layer.
+        ranked: whether keys are stored before their rotary embedding.
+        rewrite: the rewritten graph.
+        outputs: the number of outputs of Dynamo's graph.
+        owned: the argument indices of module tensors.
+        projecting: for each site the argument indices of the tensors that project its new keys.
+        projected_by: for each site the argument index of the weight that projects its output, if the policy reads it.
+        past: the argument index of the first layer's past keys, if the graph adopts an uncompiled prompt.
+        constants: module tensors that are attributes of the graph.
+        sparse_indices: the sparse indices of masks.
+        scored_by: the output index of each cache of scoring keys, and the dimension along which it grows.
     """
 
-    policy: Policy
-    heads: int
-    window: int | None
-    chunk: Chunk
-    spec: StatisticsSpec | None
-    first: Tensor | None = None
+    sites: list[AttentionSite]
+    policies: list[Policy]
+    ranked: bool
+    rewrite: PromptRewrite
+    outputs: int
+    owned: list[int]
+    projecting: list[tuple[int, ...]]
+    projected_by: list[int | None]
+    past: int | None = None
+    constants: list[Tensor] = dataclasses.field(default_factory=list)
+    sparse_indices: list[sparse_index.SparseIndex] = dataclasses.field(default_factory=list)
+    scored_by: list[tuple[int, int]] = dataclasses.field(default_factory=list)
 
-    def without(self, gone: int, budget: budgets.Budget) -> PromptLayer:
-        """Return the layer of the prompt without its last `gone` tokens; `budget` is as the user gave it."""
-        chunk, spec = self.chunk.first(self.chunk.valid.shape[1] - gone), None
-        if self.spec is not None:
-            new = self.spec.query.shape[2] - gone
-            spec = self.spec.first(new)
-            probs = spec.attention(self.policy, chunk.valid[:, chunk.valid.shape[1] - new :], budget)
-            chunk = dataclasses.replace(chunk, attention=probs)
-        return dataclasses.replace(self, chunk=chunk, spec=spec)
+
+def _check_policy(policy: Policy, policies: list[Policy], sites: list[AttentionSite]) -> None:
+    """Raise UnsupportedGraph if the policy needs more of a prompt than this graph shows."""
+    adopts = any(site.past_key is not None for site in sites)
+    sliding = next((site for site in sites if site.window is not None), None)
+    refusals = {
+        f"{policy} replays the attention of the prompt": any("scan" in each.statistics for each in policies),
+        "this layer stored only the end of the prompt": sliding is not None,
+        f"{policy.name} numbers the tokens of a prompt": policy.renumbers,
+    }
+    for reason, holds in refusals.items():
+        if adopts and holds:
+            raise UnsupportedGraph(
+                f"{walk.source_line(sites[0].call)}: {reason}, and this prompt ran uncompiled; run it through the "
+                "compiled model"
+            )
+    if sliding is not None and policy.renumbers:
+        raise UnsupportedGraph(
+            f"{walk.source_line(sliding.call)}: {policy.name} numbers the tokens of all layers alike, and this layer "
+            "has a sliding window of its own"
+        )
+
+
+def _output_projection(site: AttentionSite, policy: Policy) -> int | None:
+    """Return the argument index of the weight that projects a site's output, for a policy that reads it.
+
+    Raises:
+        UnsupportedGraph: it cannot be proven which weight that is.
+    """
+    found = model_identity.output_projection(site) if policy.projects else None
+    if policy.projects and found is None:
+        raise UnsupportedGraph(
+            f"{walk.source_line(site.call)}: {policy.name!r} weighs tokens by the projection of the output, and "
+            "attention's output is not seen to enter one linear layer, head after head: use policy='ada_kv'"
+        )
+    return found
 
 
 def _is_fixed(example: Any) -> bool:
@@ -124,76 +149,72 @@ def _by_layer(policy: Policy, layers: int) -> list[Policy]:
 
 
 class PromptRunner:
-    """Runner of a prompt graph, which computes the model's own attention and then admits the prompt to slots."""
+    """Runner of a prompt graph, which computes the model's own attention and then admits the prompt to slots.
+
+    Attributes:
+        graph: what is known of the graph.
+        gm: the canonical graph; None for code of an artifact.
+        inner: the compiled graph.
+        unchecked: the graphs to compare at the first call; None without validation, or after it.
+        positions: the check of position ids, if keys are stored before their rotary embedding.
+        angles: see `LayerCache`.
+    """
 
     def __init__(
-        self, backend: Compiler, model: fx.GraphModule, captured: Capture, examples: Sequence[Any], ranked: bool
+        self,
+        backend: Compiler,
+        graph: PromptGraph,
+        gm: fx.GraphModule | None = None,
+        inner: Callable[..., Any] | None = None,
+        unchecked: PromptCase | None = None,
     ) -> None:
-        gm, sites = captured.gm, captured.sites
-        self.backend, self.sites, self.ranked = backend, sites, ranked
-        self.policies = _by_layer(backend.policy, len(sites))
-        self.adopts = any(site.past_key is not None for site in sites)
-        if self.adopts and any("scan" in policy.statistics for policy in self.policies):
-            raise UnsupportedGraph(
-                f"{walk.source_line(sites[0].call)}: {backend.policy} replays the attention of the prompt, and this "
-                "prompt ran uncompiled; run it through the compiled model"
-            )
-        if self.adopts and any(site.window is not None for site in sites):
-            raise UnsupportedGraph(
-                f"{walk.source_line(sites[0].call)}: the prompt ran uncompiled and this layer stored only the end "
-                "of it; run the prompt through the compiled model"
-            )
-        if self.adopts and backend.policy.renumbers:
-            raise UnsupportedGraph(
-                f"{walk.source_line(sites[0].call)}: {backend.policy.name} numbers the tokens of a prompt, and this "
-                "prompt ran uncompiled; run it through the compiled model"
-            )
-        sliding = [site for site in sites if site.window is not None]
-        if sliding and backend.policy.renumbers:
-            raise UnsupportedGraph(
-                f"{walk.source_line(sliding[0].call)}: {backend.policy.name} numbers the tokens of all layers alike, "
-                "and this layer has a sliding window of its own"
-            )
-        scored = any(policy.statistics for policy in self.policies)
-        extras = backend.kv_store.is_reference or (backend.crop > 0 and scored)
-        told = inputs_of_sites(gm, sites, step=False)
-        common = (backend.budget, ranked, extras, examples, told)
-        self.rewrite = rewrite_prompt(gm, sites, self.policies, *common)
-        holders = walk.placeholders(gm.graph)
-        self.past = holders.index(sites[0].past_key) if sites[0].past_key else None
-        self.positions = PositionCheck(gm, sites) if ranked else None
-        self.gm = gm
+        self.backend, self.graph, self.unchecked = backend, graph, unchecked
+        self.gm, self.inner = gm, inner
+        self.positions = PositionCheck(gm, graph.sites) if graph.ranked and gm is not None else None
         self.angles: Tensor | None = None
-        self.told = [holders.index(node) for node in told[0]]
-        self.unchecked: PromptCase | None = None
-        if backend.validates:
-            plain = [policy.with_plain_logits() if policy.scales_logits else policy for policy in self.policies]
-            rewritten = functools.partial(rewrite_prompt, gm, sites, plain, *common)
-            own, _ = fx_nodes.copy_graph_module(model)
-            self.unchecked = PromptCase(own, gm, sites, None if backend.policy.renumbers else rewritten, self.told)
-        self.sparse_indices = [each for site in sites for each in sparse_index.find(site.mask)]
-        outputs = walk.results(gm.graph)
-        grown = [pair for each in self.sparse_indices for pair in sparse_index.cached_scoring_keys(each, outputs)]
-        self.scored_by = [(outputs.index(node), dim) for node, dim in grown]
-        self.owned, self.constants = model_identity.owned(gm), model_identity.constants(gm)
-        self.projecting = [model_identity.projecting(site) for site in sites]
-        self.projected_by = [self._projection(site, policy) for site, policy in zip(sites, self.policies, strict=True)]
         self.as_traced = UnwrappedSubclasses()
-        self.outputs = len(walk.results(gm.graph))
 
-    def _projection(self, site: AttentionSite, policy: Policy) -> int | None:
-        """Return the argument index of the weight that projects a site's output, for a policy that reads it.
+    @staticmethod
+    def of(
+        backend: Compiler, model: fx.GraphModule, captured: Capture, examples: Sequence[Any], ranked: bool
+    ) -> PromptRunner:
+        """Return the runner of a graph of Dynamo.
 
         Raises:
-            UnsupportedGraph: it cannot be proven which weight that is.
+            UnsupportedGraph: the policy cannot run on this prompt.
         """
-        found = model_identity.output_projection(site) if policy.projects else None
-        if policy.projects and found is None:
-            raise UnsupportedGraph(
-                f"{walk.source_line(site.call)}: {policy.name!r} weighs tokens by the projection of the output, and "
-                "attention's output is not seen to enter one linear layer, head after head: use policy='ada_kv'"
-            )
-        return found
+        gm, sites, policy = captured.gm, captured.sites, backend.policy
+        policies = _by_layer(policy, len(sites))
+        _check_policy(policy, policies, sites)
+        scored = any(each.statistics for each in policies)
+        extras = backend.kv_store.is_reference or (backend.crop > 0 and scored)
+        padding = inputs_of_sites(gm, sites, step=False)
+        holders, outputs = walk.placeholders(gm.graph), walk.results(gm.graph)
+        common = (backend.budget, ranked, extras, examples, padding)
+        sparse_indices = [each for site in sites for each in sparse_index.find(site.mask)]
+        grown = [pair for each in sparse_indices for pair in sparse_index.cached_scoring_keys(each, outputs)]
+        graph = PromptGraph(
+            sites=sites,
+            policies=policies,
+            ranked=ranked,
+            rewrite=rewrite_prompt(gm, sites, policies, *common),
+            outputs=len(outputs),
+            owned=model_identity.owned(gm),
+            projecting=[model_identity.projecting(site) for site in sites],
+            projected_by=[_output_projection(site, each) for site, each in zip(sites, policies, strict=True)],
+            past=holders.index(sites[0].past_key) if sites[0].past_key else None,
+            constants=model_identity.constants(gm),
+            sparse_indices=sparse_indices,
+            scored_by=[(outputs.index(node), dim) for node, dim in grown],
+        )
+        unchecked = None
+        if backend.validates:
+            plain = [each.with_plain_logits() if each.scales_logits else each for each in policies]
+            rewritten = functools.partial(rewrite_prompt, gm, sites, plain, *common)
+            own, _ = fx_nodes.copy_graph_module(model)
+            marks = [holders.index(node) for node in padding[0]]
+            unchecked = PromptCase(own, gm, sites, None if policy.renumbers else rewritten, marks)
+        return PromptRunner(backend, graph, gm, None, unchecked)
 
     def compile(self, examples: Sequence[Any]) -> None:
         """Compile the rewritten graph by the inner compiler, whose errors are passed on.
@@ -204,15 +225,15 @@ class PromptRunner:
         """
         may_come_once = all(_is_fixed(example) for example in examples)
         if may_come_once and not self.backend.compiles_prompts_at_once:
-            self.inner: Callable[..., Any] = _DeferredPrompt(fx_nodes.code_of(self.rewrite.gm), self._compiled)
+            self.inner = _DeferredPrompt(fx_nodes.code_of(self.graph.rewrite.gm), self._compiled)
         else:
             self.inner = self._compiled(examples)
 
     def _compiled(self, examples: Sequence[Any]) -> Callable[..., Any]:
-        returned = walk.results(self.rewrite.gm.graph)
-        layers = [returned[site.keys_out] for site in self.sites]
+        returned = walk.results(self.graph.rewrite.gm.graph)
+        layers = [returned[site.keys_out] for site in self.graph.sites]
         with dynamo.one_at_a_time():
-            return self.backend.compile_prompt(self.rewrite.gm, examples, layers)
+            return self.backend.compile_prompt(self.graph.rewrite.gm, examples, layers)
 
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
         with tensors.with_torch_function():
@@ -222,21 +243,23 @@ class PromptRunner:
         """Run the graph; `arguments` are Dynamo's, `traced` are the same with tensor subclasses unwrapped."""
         self._validate(traced)
         regions.note_run()
-        results = list(self.inner(*traced))
-        adopted = 0 if self.past is None else traced[self.past].shape[2]
+        assert self.inner is not None  # compiled, or of an artifact
+        graph, results = self.graph, list(self.inner(*traced))
+        adopted = 0 if graph.past is None else traced[graph.past].shape[2]
         first, pins = self._first(results, traced), self._pins(results, adopted)
-        layers = [self._layer(results, i, adopted, first, pins, traced) for i in range(len(self.sites))]
-        del results[self.outputs :]
+        layers = [self._layer(results, i, adopted, first, pins, traced) for i in range(len(graph.sites))]
+        del results[graph.outputs :]
         prompt = layers[0].chunk.valid.shape[1]
-        for each in self.sparse_indices:
+        for each in graph.sparse_indices:
             each.check(prompt)
-        for index, dim in self.scored_by:
+        for index, dim in graph.scored_by:
             results[index] = lengthened(results[index], dim, 0)
-        weights = [model_identity.held_weakly(arguments[index] for index in indices) for indices in self.projecting]
-        outputs = [None if index is None else weakref.ref(arguments[index]) for index in self.projected_by]
-        taken = TakenPrompt(self, layers, self._model(arguments), weights, outputs, prompt - adopted)
+        weights = [model_identity.held_weakly(arguments[index] for index in indices) for indices in graph.projecting]
+        outputs = [None if index is None else weakref.ref(arguments[index]) for index in graph.projected_by]
+        common = (self.backend, graph.sites, graph.ranked, () if graph.past is None else (ADOPTED,), self.angles)
+        taken = TakenPrompt(*common, layers, self._model(arguments), weights, outputs, prompt - adopted)
         del layers  # so that the rows of each layer are freed once they are stored
-        for site, cache in zip(self.sites, taken.caches(), strict=True):
+        for site, cache in zip(graph.sites, taken.caches(), strict=True):
             results[site.keys_out], results[site.values_out] = handles_of(cache)
         announce(PromptResult(self, arguments, tuple(results)))
         return tuple(results)
@@ -248,33 +271,15 @@ class PromptRunner:
             self.unchecked = None
             self.backend.note_validation("prompt", done)
 
-    def stored(self, layers: list[PromptLayer], model: list[Any]) -> Iterator[LayerCache]:
-        """Yield the cache of each layer of a prompt; the rows of a layer are released once they are stored."""
-        valid = layers[0].chunk.valid
-        prompt, shares = valid.shape[1], budgets.slots_of_rows(self.backend.policy, self.backend.budget, valid)
-        budget, policy = max(shares), self.backend.policy
-        if policy.renumbers and isinstance(self.backend.budget, float):
-            windows = torch.as_tensor(budgets.window_for(policy, self.backend.budget, prompt, valid))
-            if windows.flatten().tolist() != shares:
-                raise BudgetError(RENUMBERED)
-        self._check_windows(layers, shares)
-        layers[:] = [_within_window(layer, budget) for layer in layers]
-        plans = self._plans(layers, shares, prompt, model)
-        by_row = any(
-            plan.differs(budget) for layer, (_, plan) in zip(layers, plans, strict=True) if layer.policy is policy
-        )
-        for i, plan in enumerate(plans):
-            yield self._store(i, layers[i], plan, by_row)
-            layers[i] = None  # type: ignore[call-overload]
-
     def _first(self, results: list[Any], arguments: tuple[Any, ...]) -> Tensor | None:
         """Return the position id of each row's first real token if positions are by cache, else None."""
         if self.positions is None:
             return None
-        key = results[self.rewrite.outputs[0].key]
+        key = results[self.graph.rewrite.outputs[0].key]
         if self.angles is None:
+            assert self.gm is not None
             sizes = Sizes((), shapes.measured(self.gm.graph, arguments), key.shape[2])
-            self.angles = probe_rotaries(self.gm, self.sites, sizes, arguments, key.device)
+            self.angles = probe_rotaries(self.gm, self.graph.sites, sizes, arguments, key.device)
         return self.positions.first(arguments, self._valid(results, 0, key))
 
     def _layer(
@@ -286,11 +291,11 @@ class PromptRunner:
         pins: Pins | None,
         arguments: tuple[Any, ...],
     ) -> PromptLayer:
-        site, outputs = self.sites[i], self.rewrite.outputs[i]
+        site, outputs = self.graph.sites[i], self.graph.rewrite.outputs[i]
         key, value = results[outputs.key], results[outputs.value]
         valid = self._valid(results, i, key)
         sums = [results[index] for index in outputs.statistics]
-        attention = as_attention(self.policies[i], sums, valid[:, adopted:], site.spread) if sums else Attention()
+        attention = as_attention(self.graph.policies[i], sums, valid[:, adopted:], site.spread) if sums else Attention()
         heads = key.shape[1]
         if site.computed:
             key, value = join_heads(key), join_heads(value)
@@ -300,14 +305,14 @@ class PromptRunner:
             mask, sink_logit = (None if index is None else results[index] for index in others)
             common = (site.causal, site.scale, site.cap, key.shape[1], site.spread)
             spec = StatisticsSpec(results[query], results[attended], mask, sink_logit, *common)
-        index = self.projected_by[i]
+        index = self.graph.projected_by[i]
         output = None if index is None else by_head(arguments[index], key.shape[1], value.shape[3])
         chunk = Chunk(key, value, valid, attention, pins, output)
-        return PromptLayer(self.policies[i], heads, site.window, chunk, spec, first)
+        return PromptLayer(self.graph.policies[i], heads, site.window, chunk, spec, first)
 
     def _pins(self, results: list[Any], adopted: int) -> Pins | None:
         """Return the pins of the call that is running, if any, for all tokens of the prompt."""
-        pins, key = given_pins(), results[self.rewrite.outputs[0].key]
+        pins, key = given_pins(), results[self.graph.rewrite.outputs[0].key]
         if pins is None:
             return None
         pins.check(self.backend.policy, key.shape[0], key.shape[2] - adopted)
@@ -316,7 +321,7 @@ class PromptRunner:
     def _valid(self, results: list[Any], i: int, key: Tensor) -> Tensor:
         """Return bool [B, S], False for padding."""
         rows, _, count, _ = key.shape
-        index = self.rewrite.outputs[i].valid
+        index = self.graph.rewrite.outputs[i].valid
         if index is None:
             return torch.ones(rows, count, dtype=torch.bool, device=key.device)
         valid: Tensor = results[index].expand(rows, -1)
@@ -324,144 +329,7 @@ class PromptRunner:
 
     def _model(self, arguments: tuple[Any, ...]) -> list[Any]:
         """Return the objects that identify the model of a call: its tensors, or the runner if it has none."""
-        return [arguments[index] for index in self.owned] or list(self.constants) or [self]
-
-    def _plans(
-        self, layers: list[PromptLayer], shares: list[int], prompt: int, model: list[Any]
-    ) -> list[tuple[int, Plan]]:
-        """Return for each layer the budget that the user gave, of the row with the largest, and the policy's plan."""
-        governed, budget = [layer for layer in layers if layer.policy is self.backend.policy], max(shares)
-        if not self.backend.policy.evicts and prompt > budget:
-            raise BudgetError(
-                f"policy {self.backend.policy.name!r} keeps every token: "
-                f"a prompt of {prompt} exceeds its budget of {budget}"
-            )
-        rows, heads = layers[0].chunk.key.shape[:2]
-        made = self._governed(governed, shares, model, (len(layers), heads))
-        if self.ranked and (len(governed) < len(layers) or len({plan.budgets_of_rows(rows) for plan in made}) > 1):
-            raise PolicyError(
-                f"positions='cache': {self.backend.policy} gives the layers different budgets, and a query has one "
-                "place among the held tokens; use positions='absolute'"
-            )
-        mine = iter(made)
-        whole = budgets.slots_for(self.backend.policy, None, prompt)
-        planned = []
-        for layer in layers:
-            if layer.policy is self.backend.policy:
-                planned.append((budget, next(mine)))
-            else:  # it holds its window, or every token
-                held = whole if layer.window is None else layer.window
-                planned.append((held, Plan(held, layer.policy.capacity(held))))
-        return planned
-
-    def _governed(self, layers: list[PromptLayer], shares: list[int], model: list[Any], shape: Any) -> list[Plan]:
-        """Return the plans of the layers that the backend's policy governs; see `model_identity.PlansByModel`."""
-        if not layers:
-            return []
-        attention = [layer.chunk.attention for layer in layers if isinstance(layer.chunk.attention, Attention)]
-        first, valid = self.backend.plans.of(model, shape), layers[0].chunk.valid
-        plans = {share: self.backend.policy.plan(attention, valid, share, first) for share in sorted(set(shares))}
-        made = [by_rows(dict(zip(plans, each, strict=True)), shares) for each in zip(*plans.values(), strict=True)]
-        if first is None:
-            self.backend.plans.keep(model, shape, made)
-        opens = self.backend.has_dynamic_sizes(layers[0].chunk.key.device)
-        return made if opens else [plan.with_max_capacity for plan in made]
-
-    def _check_windows(self, layers: list[PromptLayer], shares: list[int]) -> None:
-        """Raise BudgetError if a layer's own window is within the budget of some rows only; see `_within_window`."""
-        for window in {layer.window for layer in layers if layer.window is not None and layer.policy.evicts}:
-            if min(shares) < window <= max(shares):
-                raise BudgetError(MIXED.format(budget=self.backend.budget, shares=shares, window=window))
-
-    def _store(self, number: int, layer: PromptLayer, planned: tuple[int, Plan], by_row: bool) -> LayerCache:
-        budget, plan = planned
-        chunk, governed = layer.chunk, layer.policy is self.backend.policy
-        if not governed:
-            chunk = dataclasses.replace(chunk, pins=None)
-        on_top = max(chunk.raised(layer.policy, (0,) * len(chunk.valid)))
-        rows, heads, count, dim = chunk.key.shape
-        shown = layer.heads
-        layout = Layout(
-            policy=layer.policy,
-            budget=budget,
-            capacity=plan.capacity + room_on_top(on_top),
-            batch=rows,
-            heads=heads,
-            key_dim=dim,
-            value_dim=chunk.value.shape[-1],
-            dtype=chunk.key.dtype,
-            device=chunk.key.device,
-            ranked=self.ranked,
-            layer=number if layer.policy.reads_layer else 0,
-            kv_dtype=self.backend.kv_dtype,
-            spread=self.sites[number].spread,
-            crops=self.backend.crop > 0,
-            exact_capacity=plan.max_capacity > 0 and self.backend.has_dynamic_sizes(chunk.key.device),
-            row_budgets=by_row and governed,
-        )
-        layout = layout.with_head_classes()
-        if chunk.pins is not None:
-            layout = layout.with_pins(chunk.pins.on_top)
-        notes = (ADOPTED,) if self.adopts else ()
-        absent = indices_of(~chunk.valid)
-        mine = (self.backend, next(self.backend.layers), layout)
-        kv_store = self.backend.kv_store
-        slots, budgets_of_rows, clocks = kv_store.admitted(layout, chunk, layer.spec, self.sites[number], plan)
-        given: dict[str, Any] = dict(notes=notes, absent=absent, first=layer.first, angles=self.angles)
-        return LayerCache(*mine, slots, count, shown, layer.window, budgets_of_rows, clocks, **given)
-
-
-@dataclasses.dataclass(frozen=True)
-class TakenPrompt:
-    """A prompt that has run.
-
-    Attributes:
-        runner: the runner of the prompt.
-        layers: what the prompt left of each layer; the list is emptied as they are stored, unless the cache can be
-            cropped.
-        model: the objects that identify the model, see `model_identity.PlansByModel`.
-        weights: for each layer, weak references to the tensors that project its keys.
-        outputs: for each layer, `LayerCache.output`.
-        new: the number of tokens, without those of an adopted past.
-    """
-
-    runner: PromptRunner
-    layers: list[PromptLayer]
-    model: list[Any]
-    weights: list[model_identity.Weights]
-    outputs: list[weakref.ref[Any] | None]
-    new: int
-    _shorter: dict[int, list[LayerCache]] = dataclasses.field(default_factory=dict, init=False)
-
-    def caches(self) -> Iterator[LayerCache]:
-        """Yield a cache for each layer."""
-        crop = self.runner.backend.crop
-        layers = list(self.layers) if crop else self.layers
-        model = model_identity.held_weakly(each for each in self.model if isinstance(each, Tensor))
-        for index, cache in enumerate(self.runner.stored(layers, self.model)):
-            cache.weights, cache.output, cache.model = self.weights[index], self.outputs[index], model
-            if crop:
-                was = (cache.layout, cache.seen, cache.clocks, cache.absent, cache.limits)
-                cache.calls = (PastCall(self.new, None, functools.partial(self._repeat, index), *was),)
-            yield cache
-
-    @torch.no_grad()
-    def _repeat(self, layer: int, _: LayerCache, count: int) -> LayerCache:
-        """Return a layer's cache of the first `count` tokens: a `cache.layer_cache.Repeat` for each layer.
-
-        All layers are shortened at once, because a policy may plan them together.
-        """
-        if count not in self._shorter:
-            layers = [each.without(self.new - count, self.runner.backend.budget) for each in self.layers]
-            self._shorter[count] = list(dataclasses.replace(self, layers=layers, new=count).caches())
-        return self._shorter[count][layer]
-
-
-def _within_window(layer: PromptLayer, budget: int) -> PromptLayer:
-    """Return the layer with the policy `Window` if the budget holds its own window, which then needs no eviction."""
-    if layer.window is None or (layer.policy.evicts and budget < layer.window):
-        return layer
-    return dataclasses.replace(layer, policy=Window())
+        return [arguments[index] for index in self.graph.owned] or list(self.graph.constants) or [self]
 
 
 @dataclasses.dataclass(frozen=True)

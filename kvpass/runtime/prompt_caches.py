@@ -1,0 +1,229 @@
+"""Store what a prompt leaves of each layer: plan the layers' budgets, and admit the prompt to their caches."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpass import budget as budgets
+from kvpass.cache.admission import Chunk
+from kvpass.cache.layer_cache import LayerCache, PastCall
+from kvpass.cache.layout import Layout
+from kvpass.capture.canonical import AttentionSite
+from kvpass.errors import BudgetError, PolicyError
+from kvpass.lowering.attention_statistics import StatisticsSpec
+from kvpass.policies.base import Policy
+from kvpass.policies.budgets import Plan, by_rows
+from kvpass.policies.types import Attention
+from kvpass.policies.window import Window
+from kvpass.runtime import model_identity
+from kvpass.runtime.caches import room_on_top
+from kvpass.runtime.compiler import Compiler
+from kvpass.runtime.padding import indices_of
+
+RENUMBERED = (
+    "a policy that renumbers tokens makes windows of a share of the prompt, from `minimum_budget` up to "
+    "`last_position`, and its `fitting_budget` gives other budgets: give a number of slots"
+)
+MIXED = (
+    "budget={budget!r} gives rows {shares} tokens, and the model has a layer that stores its last {window}: that is "
+    "within the budget of some rows, which then need no policy there, and not of others; give a number of slots, or "
+    "rows of one length"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptLayer:
+    """What a prompt leaves of one layer.
+
+    Attributes:
+        policy: the policy of the layer.
+        heads: the KV heads of the model's cache.
+        window: how many of the last tokens the model stores, None for all.
+        chunk: all tokens of the prompt.
+        spec: the query, the attended keys, the mask and the sink logit, if the reference or a later crop needs them.
+        first: see `LayerCache`.
+    """
+
+    policy: Policy
+    heads: int
+    window: int | None
+    chunk: Chunk
+    spec: StatisticsSpec | None
+    first: Tensor | None = None
+
+    def without(self, gone: int, budget: budgets.Budget) -> PromptLayer:
+        """Return the layer of the prompt without its last `gone` tokens; `budget` is as the user gave it."""
+        chunk, spec = self.chunk.first(self.chunk.valid.shape[1] - gone), None
+        if self.spec is not None:
+            new = self.spec.query.shape[2] - gone
+            spec = self.spec.first(new)
+            probs = spec.attention(self.policy, chunk.valid[:, chunk.valid.shape[1] - new :], budget)
+            chunk = dataclasses.replace(chunk, attention=probs)
+        return dataclasses.replace(self, chunk=chunk, spec=spec)
+
+
+@dataclasses.dataclass(frozen=True)
+class TakenPrompt:
+    """A prompt that has run.
+
+    Attributes:
+        backend: the backend that ran it.
+        sites: the attention calls on caches, or what an artifact has of them.
+        ranked: whether keys are stored before their rotary embedding.
+        notes, angles: see `LayerCache`.
+        layers: what the prompt left of each layer; the list is emptied as they are stored, unless the cache can be
+            cropped.
+        model: the objects that identify the model, see `model_identity.PlansByModel`.
+        weights: for each layer, weak references to the tensors that project its keys.
+        outputs: for each layer, `LayerCache.output`.
+        new: the number of tokens, without those of an adopted past.
+    """
+
+    backend: Compiler
+    sites: Sequence[AttentionSite]
+    ranked: bool
+    notes: tuple[str, ...]
+    angles: Tensor | None
+    layers: list[PromptLayer]
+    model: list[Any]
+    weights: list[model_identity.Weights]
+    outputs: list[weakref.ref[Any] | None]
+    new: int
+    _shorter: dict[int, list[LayerCache]] = dataclasses.field(default_factory=dict, init=False)
+
+    def caches(self) -> Iterator[LayerCache]:
+        """Yield a cache for each layer."""
+        crop = self.backend.crop
+        layers = list(self.layers) if crop else self.layers
+        model = model_identity.held_weakly(each for each in self.model if isinstance(each, Tensor))
+        for index, cache in enumerate(self._stored(layers)):
+            cache.weights, cache.output, cache.model = self.weights[index], self.outputs[index], model
+            if crop:
+                was = (cache.layout, cache.seen, cache.clocks, cache.absent, cache.limits)
+                cache.calls = (PastCall(self.new, None, functools.partial(self._repeat, index), *was),)
+            yield cache
+
+    @torch.no_grad()
+    def _repeat(self, layer: int, _: LayerCache, count: int) -> LayerCache:
+        """Return a layer's cache of the first `count` tokens: a `cache.layer_cache.Repeat` for each layer.
+
+        All layers are shortened at once, because a policy may plan them together.
+        """
+        if count not in self._shorter:
+            layers = [each.without(self.new - count, self.backend.budget) for each in self.layers]
+            self._shorter[count] = list(dataclasses.replace(self, layers=layers, new=count).caches())
+        return self._shorter[count][layer]
+
+    def _stored(self, layers: list[PromptLayer]) -> Iterator[LayerCache]:
+        """Yield the cache of each layer of a prompt; the rows of a layer are released once they are stored."""
+        valid = layers[0].chunk.valid
+        prompt, shares = valid.shape[1], budgets.slots_of_rows(self.backend.policy, self.backend.budget, valid)
+        budget, policy = max(shares), self.backend.policy
+        if policy.renumbers and isinstance(self.backend.budget, float):
+            windows = torch.as_tensor(budgets.window_for(policy, self.backend.budget, prompt, valid))
+            if windows.flatten().tolist() != shares:
+                raise BudgetError(RENUMBERED)
+        self._check_windows(layers, shares)
+        layers[:] = [_within_window(layer, budget) for layer in layers]
+        plans = self._plans(layers, shares, prompt)
+        by_row = any(
+            plan.differs(budget) for layer, (_, plan) in zip(layers, plans, strict=True) if layer.policy is policy
+        )
+        for i, plan in enumerate(plans):
+            yield self._store(i, layers[i], plan, by_row)
+            layers[i] = None  # type: ignore[call-overload]
+
+    def _plans(self, layers: list[PromptLayer], shares: list[int], prompt: int) -> list[tuple[int, Plan]]:
+        """Return for each layer the budget that the user gave, of the row with the largest, and the policy's plan."""
+        governed, budget = [layer for layer in layers if layer.policy is self.backend.policy], max(shares)
+        if not self.backend.policy.evicts and prompt > budget:
+            raise BudgetError(
+                f"policy {self.backend.policy.name!r} keeps every token: "
+                f"a prompt of {prompt} exceeds its budget of {budget}"
+            )
+        rows, heads = layers[0].chunk.key.shape[:2]
+        made = self._governed(governed, shares, (len(layers), heads))
+        if self.ranked and (len(governed) < len(layers) or len({plan.budgets_of_rows(rows) for plan in made}) > 1):
+            raise PolicyError(
+                f"positions='cache': {self.backend.policy} gives the layers different budgets, and a query has one "
+                "place among the held tokens; use positions='absolute'"
+            )
+        mine = iter(made)
+        whole = budgets.slots_for(self.backend.policy, None, prompt)
+        planned = []
+        for layer in layers:
+            if layer.policy is self.backend.policy:
+                planned.append((budget, next(mine)))
+            else:  # it holds its window, or every token
+                held = whole if layer.window is None else layer.window
+                planned.append((held, Plan(held, layer.policy.capacity(held))))
+        return planned
+
+    def _governed(self, layers: list[PromptLayer], shares: list[int], shape: Any) -> list[Plan]:
+        """Return the plans of the layers that the backend's policy governs; see `model_identity.PlansByModel`."""
+        if not layers:
+            return []
+        attention = [layer.chunk.attention for layer in layers if isinstance(layer.chunk.attention, Attention)]
+        first, valid = self.backend.plans.of(self.model, shape), layers[0].chunk.valid
+        plans = {share: self.backend.policy.plan(attention, valid, share, first) for share in sorted(set(shares))}
+        made = [by_rows(dict(zip(plans, each, strict=True)), shares) for each in zip(*plans.values(), strict=True)]
+        if first is None:
+            self.backend.plans.keep(self.model, shape, made)
+        opens = self.backend.has_dynamic_sizes(layers[0].chunk.key.device)
+        return made if opens else [plan.with_max_capacity for plan in made]
+
+    def _check_windows(self, layers: list[PromptLayer], shares: list[int]) -> None:
+        """Raise BudgetError if a layer's own window is within the budget of some rows only; see `_within_window`."""
+        for window in {layer.window for layer in layers if layer.window is not None and layer.policy.evicts}:
+            if min(shares) < window <= max(shares):
+                raise BudgetError(MIXED.format(budget=self.backend.budget, shares=shares, window=window))
+
+    def _store(self, number: int, layer: PromptLayer, planned: tuple[int, Plan], by_row: bool) -> LayerCache:
+        budget, plan = planned
+        chunk, governed = layer.chunk, layer.policy is self.backend.policy
+        if not governed:
+            chunk = dataclasses.replace(chunk, pins=None)
+        on_top = max(chunk.raised(layer.policy, (0,) * len(chunk.valid)))
+        rows, heads, count, dim = chunk.key.shape
+        shown = layer.heads
+        layout = Layout(
+            policy=layer.policy,
+            budget=budget,
+            capacity=plan.capacity + room_on_top(on_top),
+            batch=rows,
+            heads=heads,
+            key_dim=dim,
+            value_dim=chunk.value.shape[-1],
+            dtype=chunk.key.dtype,
+            device=chunk.key.device,
+            ranked=self.ranked,
+            layer=number if layer.policy.reads_layer else 0,
+            kv_dtype=self.backend.kv_dtype,
+            spread=self.sites[number].spread,
+            crops=self.backend.crop > 0,
+            exact_capacity=plan.max_capacity > 0 and self.backend.has_dynamic_sizes(chunk.key.device),
+            row_budgets=by_row and governed,
+        )
+        layout = layout.with_head_classes()
+        if chunk.pins is not None:
+            layout = layout.with_pins(chunk.pins.on_top)
+        absent = indices_of(~chunk.valid)
+        mine = (self.backend, next(self.backend.layers), layout)
+        kv_store = self.backend.kv_store
+        slots, budgets_of_rows, clocks = kv_store.admitted(layout, chunk, layer.spec, self.sites[number], plan)
+        given: dict[str, Any] = dict(notes=self.notes, absent=absent, first=layer.first, angles=self.angles)
+        return LayerCache(*mine, slots, count, shown, layer.window, budgets_of_rows, clocks, **given)
+
+
+def _within_window(layer: PromptLayer, budget: int) -> PromptLayer:
+    """Return the layer with the policy `Window` if the budget holds its own window, which then needs no eviction."""
+    if layer.window is None or (layer.policy.evicts and budget < layer.window):
+        return layer
+    return dataclasses.replace(layer, policy=Window())
