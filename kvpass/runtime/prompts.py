@@ -17,7 +17,7 @@ from kvpass.cache.handle import handles_of
 from kvpass.capture import sparse_index
 from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.capture import Capture
-from kvpass.errors import UnsupportedGraph
+from kvpass.errors import PolicyError, UnsupportedGraph
 from kvpass.fx import shapes, walk
 from kvpass.fx.shapes import Sizes
 from kvpass.lowering.attention_statistics import StatisticsSpec, as_attention
