@@ -129,6 +129,15 @@ STUDIES = (
         PERPLEXITY,
     ),
     Study(
+        "buzz-mean",
+        "buzz",
+        "Perplexity of the same tokens with as many slots as buzz fills on average",
+        ("h2o", "streaming"),
+        (35, 70),
+        ("--measure", "perplexity", "--tokens", "1536", "--prefill", "token"),
+        PERPLEXITY,
+    ),
+    Study(
         "d2o-parts",
         "d2o",
         "Agreement with the full cache at a fifth of the slots: 2,048 tokens of four books in chunks of 32",
@@ -137,6 +146,16 @@ STUDIES = (
         (410,),
         ("--measure", "agreement", "--tokens", "2048", "--documents", "4", "--prefill", "chunk", "--chunk", "32",
          "--inner", "eager"),
+        AGREEMENT,
+    ),
+    Study(
+        "d2o-layers",
+        "d2o",
+        "Agreement over 768 tokens that are decoded after whole prompts of 768, at a fifth of the prompt's slots",
+        ("h2o", "h2o:heavy=0.75", "snapkv", "d2o", "d2o:merge=none", "d2o:layers=gate,alpha=1",
+         "d2o:layers=gate,alpha=1,merge=none"),
+        (154,),
+        ("--measure", "agreement", "--tokens", "1536", "--documents", "4", "--prefill", "whole"),
         AGREEMENT,
     ),
     Study(
