@@ -20,6 +20,7 @@ from benchmarks.settings import Settings
 from kvpass.apps import checkpoint
 from kvpass.apps.evaluation.agreement import SAME
 from kvpass.apps.evaluation.results import Result, Results
+from kvpass.apps.evaluation.retrieval import HELD
 
 TITLE = "The papers' tables on SmolLM2"
 KL = "KL, nats"
@@ -76,7 +77,8 @@ DEPTHS = ("0", "0.25", "0.5", "0.75", "1")
 
 
 def _by_depth(length: int) -> dict[str, str]:
-    return {f"at {float(depth):.0%}": f"{length:,} at {float(depth):.0%}" for depth in DEPTHS}
+    depths = {f"at {float(depth):.0%}": f"{length:,} at {float(depth):.0%}" for depth in DEPTHS}
+    return {**depths, "heads that hold it": HELD}
 
 
 STUDIES = (
@@ -163,7 +165,7 @@ STUDIES = (
         "sage",
         "Passkeys in prompts of 1,024 tokens that end with the question, 256 slots, by depth: share of 4 that are said",
         ("full", "streaming", "snapkv", "h2o", "tova", "sage", "sage:share=concat", "sage:share=private",
-         "sage:refresh_interval=8"),
+         "sage:refresh_interval=8", "sage:sinks=4,top=76"),
         (256,),
         ("--measure", "passkey", "--length", "1024", "--depth", *DEPTHS, "--trials", "4", "--prefill", "whole",
          "--inner", "eager"),
