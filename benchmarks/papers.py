@@ -20,6 +20,7 @@ from benchmarks.settings import Settings
 from kvpass.apps import checkpoint
 from kvpass.apps.evaluation.agreement import SAME
 from kvpass.apps.evaluation.results import Result, Results
+from kvpass.apps.evaluation.retrieval import HELD
 
 TITLE = "The papers' tables on SmolLM2"
 KL = "KL, nats"
@@ -76,7 +77,8 @@ DEPTHS = ("0", "0.25", "0.5", "0.75", "1")
 
 
 def _by_depth(length: int) -> dict[str, str]:
-    return {f"at {float(depth):.0%}": f"{length:,} at {float(depth):.0%}" for depth in DEPTHS}
+    depths = {f"at {float(depth):.0%}": f"{length:,} at {float(depth):.0%}" for depth in DEPTHS}
+    return {**depths, "heads that hold it": HELD}
 
 
 STUDIES = (
@@ -129,6 +131,15 @@ STUDIES = (
         PERPLEXITY,
     ),
     Study(
+        "buzz-mean",
+        "buzz",
+        "Perplexity of the same tokens with as many slots as buzz fills on average",
+        ("h2o", "streaming"),
+        (35, 70),
+        ("--measure", "perplexity", "--tokens", "1536", "--prefill", "token"),
+        PERPLEXITY,
+    ),
+    Study(
         "d2o-parts",
         "d2o",
         "Agreement with the full cache at a fifth of the slots: 2,048 tokens of four books in chunks of 32",
@@ -140,11 +151,21 @@ STUDIES = (
         AGREEMENT,
     ),
     Study(
+        "d2o-layers",
+        "d2o",
+        "Agreement over 768 tokens that are decoded after whole prompts of 768, at a fifth of the prompt's slots",
+        ("h2o", "h2o:heavy=0.75", "snapkv", "d2o", "d2o:merge=none", "d2o:layers=gate,alpha=1",
+         "d2o:layers=gate,alpha=1,merge=none"),
+        (154,),
+        ("--measure", "agreement", "--tokens", "1536", "--documents", "4", "--prefill", "whole"),
+        AGREEMENT,
+    ),
+    Study(
         "sage-passkey",
         "sage",
         "Passkeys in prompts of 1,024 tokens that end with the question, 256 slots, by depth: share of 4 that are said",
         ("full", "streaming", "snapkv", "h2o", "tova", "sage", "sage:share=concat", "sage:share=private",
-         "sage:refresh_interval=8"),
+         "sage:refresh_interval=8", "sage:sinks=4,top=76"),
         (256,),
         ("--measure", "passkey", "--length", "1024", "--depth", *DEPTHS, "--trials", "4", "--prefill", "whole",
          "--inner", "eager"),

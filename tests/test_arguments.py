@@ -286,11 +286,10 @@ def misuses() -> list[Any]:
 
 def refused(call: Callable[..., Any], given: dict[str, Any], name: str) -> None:
     """The error names the argument.  Where it is the name that is unknown, the error says that."""
-    with pytest.raises(kvpass.KVPassError) as caught:
+    unknown = "|policy" if name in ("name", "text", "cls") else ""
+    with pytest.raises(kvpass.KVPassError, match=f"{re.escape(name)}{unknown}") as caught:
         call(**given)
-    said = str(caught.value)
-    assert name in said or ("policy" in said and name in ("name", "text", "cls")), said
-    assert len(said) < 600
+    assert len(str(caught.value)) < 600
 
 
 @pytest.mark.parametrize(("call", "given", "name"), misuses())
@@ -494,9 +493,8 @@ class Options:
     ],
 )
 def test_messages(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(kvpass.PolicyError) as caught:
+    with pytest.raises(kvpass.PolicyError, match=f"^{re.escape(said)}$"):
         Options(**given)
-    assert str(caught.value) == said
 
 
 def test_values_come_out_as_pythons_own() -> None:

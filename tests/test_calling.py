@@ -418,7 +418,7 @@ def test_compile_config_with_a_static_cache_is_refused(architecture: str, policy
     model = plain(architecture)
     config = transformers.CompileConfig(backend=kvpass.backend(**settings(policy)))
     config._compile_all_devices = True
-    with pytest.raises(kvpass.UnsupportedGraph):
+    with pytest.raises(kvpass.UnsupportedGraph, match="cannot be rewritten"):
         generate(model, compile_config=config, cache_implementation="static")
 
 
@@ -610,7 +610,7 @@ def test_beyond_the_recompile_limit(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.warns(UserWarning, match="last graph .*recompile_limit"):
             begun = feed(model, ids[:, :9], mask[:, :9], [9])
         assert bounded(begun.cache, "h2o")
-        with pytest.raises(kvpass.CacheHandleError):
+        with pytest.raises(kvpass.CacheHandleError, match="cat on a cache of kvpass: its 9 tokens"):
             feed(model, ids[:, 9:], mask, [1], begun.cache)
         assert not isinstance(feed(model, ids, mask, [10]).cache.layers[0].keys, Handle)
 

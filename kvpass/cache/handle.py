@@ -49,11 +49,12 @@ class Handle(Tensor):
             if action is not None:
                 return action(*args, **(kwargs or {}))
             if not _reads_metadata(func):
+                given = optree.tree_leaves((args, kwargs or {}))
+                seen = next(each.seen for each in given if isinstance(each, Handle))
                 raise CacheHandleError(
-                    f"{getattr(func, '__name__', func)} on a cache of kvpass: its "
-                    f"{args[0].seen if _has_handle(args) else ''} tokens live in slots and not in this tensor. "
-                    "Reordering rows, copying and moving work; anything else needs kvpass.inspect(cache) or an "
-                    "uncompiled model."
+                    f"{getattr(func, '__name__', func)} on a cache of kvpass: its {seen} tokens live in slots and not "
+                    "in this tensor. Reordering rows, copying and moving work; anything else needs "
+                    "kvpass.inspect(cache) or an uncompiled model."
                 )
         with tensors.without_torch_functions():
             return func(*args, **(kwargs or {}))
@@ -100,10 +101,6 @@ def _reads_metadata(func: Any) -> bool:
         "as_subclass",
         "requires_grad_",
     )
-
-
-def _has_handle(args: Any) -> bool:
-    return bool(args) and isinstance(args[0], Handle)
 
 
 def moved(handle: Handle, cache: LayerCache) -> Handle:

@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ def test_looks_like_the_full_cache_and_holds_nothing(model: torch.nn.Module) -> 
 
 def test_uncompiled_use_gives_an_error_and_not_a_plausible_answer(model: torch.nn.Module) -> None:
     _, cache, ids = started(model)
-    with torch.no_grad(), pytest.raises(kvpass.CacheHandleError):
+    with torch.no_grad(), pytest.raises(kvpass.CacheHandleError, match="cat on a cache of kvpass: its 14 tokens"):
         model(ids[:, :1], past_key_values=cache, use_cache=True)
 
 
@@ -97,19 +98,22 @@ def test_a_stale_handle_is_noticed(model: torch.nn.Module) -> None:
         follow(compiled, cache, ids[:, 2:3])
 
 
-@pytest.mark.parametrize("tamper", ["crop", "arithmetic", "dtype", "pickle", "index of no dimension", "mask of two"])
-def test_what_slots_cannot_follow_is_refused(model: torch.nn.Module, tamper: str) -> None:
+TAMPERING: dict[str, tuple[Callable[[Any], object], str]] = {
+    "crop": (lambda cache: cache.crop(-3), "pass crop=3 to kvpass"),
+    "arithmetic": (lambda cache: cache.layers[0].keys * 2, "mul on a cache of kvpass: its 14 tokens"),
+    "dtype": (lambda cache: cache.layers[0].keys.to(torch.float64), "cannot be converted to torch.float64"),
+    "pickle": (lambda cache: pickle.dumps(cache.layers[0].keys), "cannot be pickled: kvpass.save_cache"),
+    "index of no dimension": (lambda cache: cache.layers[0].keys[torch.tensor(0)], "only whole rows"),
+    "mask of two": (lambda cache: cache.layers[0].keys[torch.ones(3, 2, dtype=torch.bool)], "only whole rows"),
+}
+
+
+@pytest.mark.parametrize("name", TAMPERING)
+def test_what_slots_cannot_follow_is_refused(model: torch.nn.Module, name: str) -> None:
     _, cache, _ = started(model)
-    handle = cache.layers[0].keys  # type: ignore[attr-defined]
-    with pytest.raises(kvpass.CacheHandleError):
-        {
-            "crop": lambda: cache.crop(-3),  # type: ignore[attr-defined]
-            "arithmetic": lambda: handle * 2,
-            "dtype": lambda: handle.to(torch.float64),
-            "pickle": lambda: pickle.dumps(handle),
-            "index of no dimension": lambda: handle[torch.tensor(0)],
-            "mask of two": lambda: handle[torch.ones(3, 2, dtype=torch.bool)],
-        }[tamper]()
+    tamper, said = TAMPERING[name]
+    with pytest.raises(kvpass.CacheHandleError, match=said):
+        tamper(cache)
 
 
 def test_a_move_to_a_gpu_is_one_to_the_gpu_that_is_named(

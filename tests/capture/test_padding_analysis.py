@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.fx as fx
-from hypothesis import given
+from hypothesis import given, reject
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -133,6 +133,6 @@ def test_what_is_proven_to_hide_hides(data: st.DataObject) -> None:
     try:
         visible = bool(mask(torch.zeros(1, 1, 1, 1, dtype=dtype)))
     except RuntimeError:  # torch does not convert the number
-        return
+        reject()
     if visible:
         assert not column_tells(mask, dtype)

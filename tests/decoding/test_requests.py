@@ -437,7 +437,7 @@ def test_none_is_lost_and_none_mixed_up(monkeypatch: pytest.MonkeyPatch) -> None
         for _ in range(drawn.randint(0, 3) if len(wanted) < count else 0):
             kind = drawn.choice(kinds)
             wanted[loop.add(prompts((kind[0],))[0], max_new_tokens=kind[1])] = kind
-            with pytest.raises(kvpass.RequestError):
+            with pytest.raises(kvpass.RequestError, match="vocabulary"):
                 loop.add([500])
         if drawn.random() < 0.1 and wanted:
             loop.cancel(drawn.choice([*wanted]))
