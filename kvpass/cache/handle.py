@@ -49,11 +49,11 @@ class Handle(Tensor):
             if action is not None:
                 return action(*args, **(kwargs or {}))
             if not _reads_metadata(func):
+                seen = args[0].seen if args and isinstance(args[0], Handle) else ""
                 raise CacheHandleError(
-                    f"{getattr(func, '__name__', func)} on a cache of kvpass: its "
-                    f"{args[0].seen if _has_handle(args) else ''} tokens live in slots and not in this tensor. "
-                    "Reordering rows, copying and moving work; anything else needs kvpass.inspect(cache) or an "
-                    "uncompiled model."
+                    f"{getattr(func, '__name__', func)} on a cache of kvpass: its {seen} tokens live in slots and not "
+                    "in this tensor. Reordering rows, copying and moving work; anything else needs "
+                    "kvpass.inspect(cache) or an uncompiled model."
                 )
         with tensors.without_torch_functions():
             return func(*args, **(kwargs or {}))
@@ -102,18 +102,9 @@ def _reads_metadata(func: Any) -> bool:
     )
 
 
-def _has_handle(args: Any) -> bool:
-    return bool(args) and isinstance(args[0], Handle)
-
-
 def moved(handle: Handle, cache: LayerCache) -> Handle:
     """Return the handle of the same part of another cache."""
     return Handle.of(cache, handle.part, handle.shape[-1], _nan_of(cache.layout))
-
-
-def renewed(handle: Handle) -> Handle:
-    """Return the handle at the current length, if its conversation continued without it."""
-    return moved(handle, handle.cache)
 
 
 def _check_current(handle: Handle) -> None:
@@ -193,10 +184,6 @@ def _repeat_interleave(handle: Handle, repeats: Any, dim: int | None = None, **_
     return _rows("repeat_interleave", handle, repeats, lambda tensor: tensor.repeat_interleave(repeats, 0))
 
 
-def _clone(handle: Handle, **_: Any) -> Handle:
-    return _rows("clone", handle, None, torch.clone)
-
-
 def _same(handle: Handle, *_: Any, **__: Any) -> Handle:
     return handle
 
@@ -215,7 +202,7 @@ _ACTIONS: dict[str, Callable[..., Any]] = {
     "index_select": _index_select,
     "__getitem__": _getitem,
     "repeat_interleave": _repeat_interleave,
-    "clone": _clone,
+    "clone": lambda handle, **_: _rows("clone", handle, None, torch.clone),
     "contiguous": _same,
     "detach": _same,
     "to": _to,

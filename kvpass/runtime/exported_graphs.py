@@ -267,15 +267,10 @@ def step_entry(runner: StepRunner, ran: StepResult, ids_index: int) -> dict[str,
     return dict(
         padding_inputs=[[runner.padding.indices[node] for node in nodes] for nodes in runner.padding.inputs],
         counters=list(runner.sizes.counters.values()),
-        last=_last_of(runner, ran),
+        last=ran.before + _largest(runner.lasts(ran), MOST_TOKENS - ran.before),
         ids=ids_index,
         layouts=layout_entries(ran.caches),
     )
-
-
-def _last_of(runner: StepRunner, ran: StepResult) -> int:
-    """Return the largest number of tokens seen before a step that the graph's guards allow."""
-    return ran.before + _largest(runner.lasts(ran), MOST_TOKENS - ran.before)
 
 
 def lengths_of_chunk(runner: StepRunner, ran: StepResult, ids_index: int) -> tuple[int, int]:

@@ -36,7 +36,10 @@ def take_slots(step: StepContext) -> Record:
     first = step.placeholders[0]
     for layer, slots in enumerate(step.slots):
         names = [f"slots_{layer}_{name}" for name in slots.names]
-        step.slot_inputs.append(_inputs(step, names, _examples(step, layer), first))
+        tensors = slots.tensors()
+        if step.sizes.open:
+            tensors = [_with_dynamic_sizes(step, layer, tensor) for tensor in tensors]
+        step.slot_inputs.append(_inputs(step, names, tensors, first))
     _take_weights(step, first)
     step.length = _length(step)
     return Record([node.name for node in step.new_inputs])
@@ -54,11 +57,6 @@ def _take_weights(step: StepContext, first: fx.Node) -> None:
         names = [f"kvpass_weight_{layer}_{i}" for i in range(len(own))]
         step.layer_weight_inputs.append([*nodes, *_inputs(step, names, own, first)])
     step.weight_inputs = [*nodes, *(node for each in step.layer_weight_inputs for node in each[len(nodes) :])]
-
-
-def _examples(step: StepContext, layer: int) -> list[Tensor]:
-    tensors = step.slots[layer].tensors()
-    return [_with_dynamic_sizes(step, layer, tensor) for tensor in tensors] if step.sizes.open else tensors
 
 
 def _with_dynamic_sizes(step: StepContext, layer: int, tensor: Tensor) -> Tensor:
