@@ -14,7 +14,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.capture import sparse_index
+from kvpass.capture import keys
 from kvpass.capture.keys import KeyAxis, MaskContext
 from kvpass.errors import UnsupportedGraph
 from kvpass.fx import alias, op_table, splicing, walk
@@ -137,7 +137,7 @@ def cut_mask(gm: fx.GraphModule, mask: fx.Node, sizes: Sizes, context: MaskConte
     Raises:
         UnsupportedGraph: an operation cannot be evaluated for one key; the message names it and its line.
     """
-    sparse_indices = sparse_index.find(mask)
+    sparse_indices = keys.sparse_indices(mask)
     subgraph = walk.ancestors(mask, [*context.stored, *(each.node for each in sparse_indices)])
     index_nodes = [*context.key_indices, *context.inputs]
     dependent = alias.dependent(subgraph, index_nodes)
@@ -195,7 +195,7 @@ class _KeyCutter:
         context: MaskContext,
         subgraph: set[fx.Node],
         facts: list[fx.Node],
-        sparse_indices: list[sparse_index.SparseIndex],
+        sparse_indices: list[keys.SparseIndex],
     ) -> None:
         self.gm, self.sizes, self.context = gm, sizes, context
         self.totals = {expr(value(node).shape[2]) for node in context.stored}
@@ -205,7 +205,7 @@ class _KeyCutter:
         self.env: dict[fx.Node, Any] = {node: self._index_in(value(node).dtype, index) for node in context.key_indices}
         self.padding, self.entries = [n for n in context.padding if n in subgraph], list[PerTokenInput]()
         self.env.update({node: self.graph.placeholder(node.name) for node in [*self.padding, *facts]})
-        self.env.update({each.node: sparse_index.select_all(each, self.graph) for each in sparse_indices})
+        self.env.update({each.node: keys.select_all(each, self.graph) for each in sparse_indices})
         axes = {fact: next(d for d, n in enumerate(value(fact).shape) if expr(n) in self.totals) for fact in facts}
         axes |= {each.node: value(each.node).ndim - 1 for each in sparse_indices}
         self.axes = KeyAxis(gm.graph, subgraph, sizes, context, axes)

@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.capture import keys, sparse_index
+from kvpass.capture import keys
 from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.keys import MaskContext
 from kvpass.fx import op_table, shapes, walk
@@ -67,9 +67,9 @@ class Masks:
         """Take a mask's sparse indices as selecting all slots, and drop the outputs of the keys by which they score."""
         step = self._step
         capacity, outputs = max(step.capacities), walk.results(step.graph)
-        for index in sparse_index.find(mask):
+        for index in keys.sparse_indices(mask):
             index.check(capacity if step.decodes else capacity + step.queries)
-            for node, dim in sparse_index.cached_scoring_keys(index, outputs):
+            for node, dim in keys.cached_scoring_keys(index, outputs):
                 step.unread[outputs.index(node)] = (step.placeholders.index(node.all_input_nodes[0]), dim)
 
     def _first_stored(self, window: int) -> fx.Node:

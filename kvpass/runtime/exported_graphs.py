@@ -18,8 +18,8 @@ from kvpass.policies.heads import HeadSharding
 from kvpass.rewrite.pipeline import StepRewrite
 from kvpass.rewrite.prompt import PromptRewrite, SiteOutputs
 from kvpass.runtime.caches import kind, make_room
+from kvpass.runtime.checks import PaddingTracker
 from kvpass.runtime.compiler import Compiler
-from kvpass.runtime.padding import PaddingTracker
 from kvpass.runtime.prompts import PromptGraph, PromptRunner
 from kvpass.runtime.recorder import announce
 from kvpass.runtime.sizes import StepSizes, lasting

@@ -21,7 +21,7 @@ from kvpass.policies.types import Attention, Clock
 from kvpass.rewrite.context import Pass
 from kvpass.rewrite.passes import STEP_PASSES
 from kvpass.runtime.caches import adapt, clock_of, keep_address, output_of, pins_for, room_on_top, take_in, valid_counts
-from kvpass.runtime.padding import indices_of
+from kvpass.runtime.checks import indices_of
 
 
 class TakenIn(Protocol):

@@ -22,10 +22,9 @@ from kvpass.rewrite.validation.conversation import StepCase
 from kvpass.rewrite.validation.lockstep import Validation
 from kvpass.rewrite.validation.steps import validate
 from kvpass.runtime.caches import count, given_pins, kind, lengthened, make_room, pins_for, tick
-from kvpass.runtime.checks import StepVerifier
+from kvpass.runtime.checks import PaddingTracker, StepVerifier, wrong_mask
 from kvpass.runtime.compiler import Compiler
 from kvpass.runtime.kv_store import calls_before, remember
-from kvpass.runtime.padding import PaddingTracker, wrong_mask
 from kvpass.runtime.recorder import announce
 from kvpass.runtime.sizes import OtherSizes, StepSizes
 from kvpass.runtime.variants import CompiledVariant, DynamicDims, FastStep, ShapeKey, VariantCache

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvpass.cache.layout import Layout
 from kvpass.cache.slots import AnySlots
-from kvpass.capture import sparse_index
+from kvpass.capture import keys
 from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.rotary import find_rotary
 from kvpass.fx import walk
@@ -78,7 +78,7 @@ class StepCase:
     def most_keys(self) -> float:
         """The most keys of which sparse indices select all; on slots a sparse index hides no key."""
         masks = dict.fromkeys(each.mask for site in self.sites for each in site.all)
-        indices = [index.limit for mask in masks for index in sparse_index.find(mask)]
+        indices = [index.limit for mask in masks for index in keys.sparse_indices(mask)]
         return min((most for most in indices if most is not None), default=math.inf)
 
     def line(self, layer: int = 0) -> str:
