@@ -54,11 +54,13 @@ class Masks:
         pasts = {past for each in step.sites for past in each.pasts}
         inputs = keys.token_inputs(nodes - pasts, step.argument_of, step.sizes)
         return MaskContext(
-            key_indices=[n for n in step.key_indices[window] if n in nodes and op_table.counts_exactly(value(n).dtype)],
+            key_indices=[
+                n for n in step.lengths.key_indices[window] if n in nodes and op_table.counts_exactly(value(n).dtype)
+            ],
             inputs={node: axis for node, axis in inputs.items() if node not in padding},
             padding=list(padding),
             stored=[site.grown_key, site.grown_value],
-            lengths=step.length_nodes,
+            lengths=step.lengths.nodes,
             first=sympy.Integer(0) if window is None else shapes.LENGTH - window,
             last=window,
         )
@@ -70,7 +72,7 @@ class Masks:
         for index in keys.sparse_indices(mask):
             index.check(capacity if step.decodes else capacity + step.queries)
             for node, dim in keys.cached_scoring_keys(index, outputs):
-                step.unread[outputs.index(node)] = (step.placeholders.index(node.all_input_nodes[0]), dim)
+                step.attention.unread[outputs.index(node)] = (step.placeholders.index(node.all_input_nodes[0]), dim)
 
     def _first_stored(self, window: int) -> fx.Node:
         """Return the node of the index in the padded sequence of the first token that the model stores."""

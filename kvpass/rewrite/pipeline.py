@@ -165,7 +165,7 @@ def _result(step: StepContext) -> StepRewrite:
         gm=step.gm,
         open=step.sizes.open,
         examples=[step.example(node) for node in walk.placeholders(step.graph)] if step.sizes.open else None,
-        weights=step.weights,
+        weights=step.weights.tensors,
         inputs=inputs,
         loose_inputs={index for index in inputs if has_loose_strides(walk.value(step.placeholders[index]))},
         columns=[step.placeholders.index(argument) for argument in step.inputs.columns],
@@ -173,7 +173,7 @@ def _result(step: StepContext) -> StepRewrite:
         queries=step.queries,
         host_graph=host_precomputed(step, precomputed),
         host_inputs=len(step.inputs.host_inputs),
-        unread=step.unread,
-        positions=tuple(dict.fromkeys(step.replaced_positions)),
+        unread=step.attention.unread,
+        positions=step.rotations.positions,
         **vars(step.outputs),
     )

@@ -268,7 +268,7 @@ class Conversation:
 
     def _as_cached(self, layer: int, key: Tensor) -> Tensor:
         """Return keys as the model caches them, rotated."""
-        rotary = self.step.context.rotaries[layer].with_numbers()
+        rotary = self.step.context.rotations.slices[layer].with_numbers()
         nodes = [*rotary.angles.bound, *rotary.rotate.bound]
         follows = self.positions_follow_padding(layer)
         kind = (rotary.key, tuple(node.name for node in nodes), key.shape, key.dtype, follows)

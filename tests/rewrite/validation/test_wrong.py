@@ -17,6 +17,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from kvpass.cache import chunk_step
 from kvpass.cache import step as layer_step
 from kvpass.capture import canonical
 from kvpass.fx import walk
@@ -240,7 +241,8 @@ def hidden_keys_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
         mask, bias = right(live, mask, hidden)
         return (mask, None) if bias is None else (mask & (bias > -1e4), bias)
 
-    monkeypatch.setattr(layer_step, "with_mask", wrong)
+    for module in (layer_step, chunk_step):
+        monkeypatch.setattr(module, "with_mask", wrong)
 
 
 def hidden_keys_are_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +254,8 @@ def hidden_keys_are_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
         left = torch.where(mask, 0.0 if bias is None else bias, -1e32).clamp_min(-1e32)
         return live, left
 
-    monkeypatch.setattr(layer_step, "with_mask", wrong)
+    for module in (layer_step, chunk_step):
+        monkeypatch.setattr(module, "with_mask", wrong)
 
 
 LOWEST = torch.finfo(torch.float32).min
