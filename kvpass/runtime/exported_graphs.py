@@ -207,23 +207,8 @@ class ExportedStep(StepRunner):
 
 def _rewrite_of(entry: Mapping[str, Any]) -> StepRewrite:
     """Return a rewrite without its graph, of whose outputs a loop needs only those of the chunk."""
-    return StepRewrite(
-        gm=None,  # type: ignore[arg-type]
-        open=None,
-        examples=None,
-        weights=[],
-        inputs=entry["inputs"],
-        loose_inputs=set(entry["loose_inputs"]),
-        columns=entry["columns"],
-        entries=[],
-        queries=1,
-        outputs=[],
-        lengths={},
-        chunks=entry["chunks"],
-        host_graph=None,
-        grown=[],
-        valid=entry["valid"],
-    )
+    fields: dict[str, Any] = {name: entry[name] for name in ("inputs", "columns", "chunks", "valid")}
+    return StepRewrite(gm=None, loose_inputs=set(entry["loose_inputs"]), queries=1, **fields)  # type: ignore[arg-type]
 
 
 def variant_entry(rewrite: StepRewrite) -> dict[str, Any]:

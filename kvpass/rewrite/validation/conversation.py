@@ -256,13 +256,17 @@ class Conversation:
     def _counted(self, positions: Tensor) -> Tensor:
         return torch.arange(self.count, self.count + self.step.queries).expand(positions.shape).to(positions)
 
-    def argument(self, index: int) -> Any:
-        """Return an argument of the model's own graph."""
+    def argument(self, index: int, rotated: bool = True) -> Any:
+        """Return an argument of the model's own graph; its keys may be left unrotated where no result depends on them.
+
+        Args:
+            index: among Dynamo's arguments.
+        """
         if index not in self._pasts:
             return copied(self.plain[index])
         layer, kind = self._pasts[index]
         rows = self.rows(layer)[kind].read_as(self.step.layouts[layer].dtype)
-        if kind == 0 and self.step.ranked:
+        if kind == 0 and self.step.ranked and rotated:
             rows = self._as_cached(layer, rows)
         return split_heads(rows, self.step.arguments[index].shape[1])
 
@@ -298,11 +302,6 @@ class Conversation:
             return result
 
         if missing:
-            GraphRun(self.step.gm, self._unrotated, dict.fromkeys(missing, keep)).run_to(missing[-1])
+            unrotated = functools.partial(self.argument, rotated=False)
+            GraphRun(self.step.gm, unrotated, dict.fromkeys(missing, keep)).run_to(missing[-1])
         return [values[node.name] for node in nodes]
-
-    def _unrotated(self, index: int) -> Any:
-        if index not in self._pasts:
-            return copied(self.plain[index])
-        layer, kind = self._pasts[index]
-        return self.rows(layer)[kind].read_as(self.step.layouts[layer].dtype)
