@@ -25,9 +25,8 @@ from kvpass.fx import alias, shapes, walk
 from kvpass.lowering import column_loops
 from kvpass.lowering.formats import KVDtype
 from kvpass.policies.base import Policy
-from kvpass.runtime import compiled_call, layer_regions
-from kvpass.runtime.compiled_call import compile_module, unwatch, watch_module
-from kvpass.runtime.compiler import Compile, Compiler, Inner, Positions
+from kvpass.runtime.compiled_call import compile_in_place
+from kvpass.runtime.compiler import Compiler, Inner, Positions
 from kvpass.runtime.prompts import PromptRunner
 from kvpass.runtime.recorder import SiteReport, configure_logs
 from kvpass.runtime.steps import StepRunner
@@ -330,8 +329,8 @@ def compile(model: M, policy: str | Policy = "full", **settings: Any) -> M:
     """Compile a model in place, so that `model.generate` runs compiled too.
 
     Every inner module that `generate` or a wrapper may call in place of the model is compiled as well; see
-    `set_up_compiled` of `kvpass.runtime.compiled_call`.  Copies of the model (copy.deepcopy, pickle, torch.save) are
-    compiled in the same way at their first call.
+    `kvpass.runtime.compiled_call`.  Copies of the model (copy.deepcopy, pickle, torch.save) are compiled in the same
+    way at their first call.
 
     >>> model = kvpass.compile(model, policy="h2o", budget=1024)
     >>> model.generate(ids, max_new_tokens=200)
@@ -354,16 +353,6 @@ def compile(model: M, policy: str | Policy = "full", **settings: Any) -> M:
     compile_in_place(model, chosen, chosen.strict)
     chosen.start_builds(model)
     return model
-
-
-def compile_in_place(model: torch.nn.Module, chosen: Compile, strict: bool) -> None:
-    """Compile the modules of a model that users call, with a backend of kvpass or a wrapper of one."""
-    unwatch(model)
-    compiled, shared = compiled_call.set_up_compiled(model), layer_regions.install(model)
-    for called in compiled:
-        compile_module(called, chosen, strict, shared)
-    for inner in compiled_call.set_up_watched(model, compiled) if strict else ():
-        watch_module(inner, model)
 
 
 def by_name(

@@ -74,7 +74,10 @@ def admit(layout: Layout, held: Any, chunk: Chunk, budgets: Sequence[int] = (), 
     slots = into or (past if in_place else Slots.empty(layout))
     _store(layout, slots, scored)
     if held is not None and layout.policy.aligns in ("step", "compact"):
-        _align(layout, slots, chunk.valid.shape[1])
+        weights = [tensor.to(layout.device) for tensor in layout.policy.weights()]
+        changes = align(layout, slots, slots.tokens(layout), weights, chunk.valid.shape[1])
+        for name, changed in changes.items():
+            slots.state[name].copy_(changed)
     return slots
 
 
@@ -157,12 +160,6 @@ def _admit_by_class(layout: Layout, held: ClassedSlots, chunk: Chunk, into: Clas
     into.order.copy_(held.order)
     into.inverse.copy_(held.inverse)
     return into
-
-
-def _align(layout: Layout, slots: Slots, evicted: int) -> None:
-    weights = [tensor.to(layout.device) for tensor in layout.policy.weights()]
-    for name, changed in align(layout, slots, slots.tokens(layout), weights, evicted).items():
-        slots.state[name].copy_(changed)
 
 
 def align(layout: Layout, slots: Slots, tokens: Tokens, weights: Sequence[Tensor], evicted: int) -> State:

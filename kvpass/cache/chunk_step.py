@@ -63,13 +63,8 @@ def extend_step(
     output = _with_unknown_outputs(site, slots, output, (full_mask, bias), valid)
     if computed is None:
         computed = statistics(policy, spec, valid, held.budget) if policy.statistics else []
-    inputs = _statistics_inputs(spec) if layout.crops and policy.statistics else []
-    return Attended(output, ((mask, bias),), lse, (*computed, *inputs))
-
-
-def _statistics_inputs(spec: StatisticsSpec) -> list[Tensor]:
-    """Return the tensors from which statistics are computed."""
-    return [tensor for tensor in (spec.query, spec.key, spec.mask, spec.sink_logit) if tensor is not None]
+    inputs = (spec.query, spec.key, spec.mask, spec.sink_logit) if layout.crops and policy.statistics else ()
+    return Attended(output, ((mask, bias),), lse, (*computed, *(x for x in inputs if x is not None)))
 
 
 def _attend_chunk(

@@ -108,11 +108,6 @@ def moved(handle: Handle, cache: LayerCache) -> Handle:
     return Handle.of(cache, handle.part, handle.shape[-1], _nan_of(cache.layout))
 
 
-def renewed(handle: Handle) -> Handle:
-    """Return the handle at the current length, if its conversation continued without it."""
-    return moved(handle, handle.cache)
-
-
 def _check_current(handle: Handle) -> None:
     if handle.cache.cropped is not None:
         check_usable(handle.cache)
@@ -191,10 +186,6 @@ def _repeat_interleave(handle: Handle, repeats: Any, dim: int | None = None, **_
     return _rows("repeat_interleave", handle, repeats, lambda tensor: tensor.repeat_interleave(repeats, 0))
 
 
-def _clone(handle: Handle, **_: Any) -> Handle:
-    return _rows("clone", handle, None, torch.clone)
-
-
 def _same(handle: Handle, *_: Any, **__: Any) -> Handle:
     return handle
 
@@ -220,7 +211,7 @@ _ACTIONS: dict[str, Callable[..., Any]] = {
     "index_select": _index_select,
     "__getitem__": _getitem,
     "repeat_interleave": _repeat_interleave,
-    "clone": _clone,
+    "clone": lambda handle, **_: _rows("clone", handle, None, torch.clone),
     "contiguous": _same,
     "detach": _same,
     "to": _to,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -116,8 +116,8 @@ class Slots:
     @property
     def stored(self) -> list[str]:
         """The names of the tensors that store the rows of K and V."""
-        key, value = ([f"{name}_{part}" for part in rows.format.names] for name, rows in _named_rows(self))
-        return ["key", "value", *key, *value]
+        named = (("key", self.key), ("value", self.value))
+        return ["key", "value", *(f"{name}_{part}" for name, rows in named for part in rows.format.names)]
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Slots:
         """Return slots like these with the tensors that `tensors` returned."""
@@ -323,11 +323,6 @@ def _prefixed(names: Sequence[Sequence[str]]) -> list[str]:
 def empty_slots(layout: Layout) -> AnySlots:
     """Return slots of a layout without tokens."""
     return ClassedSlots.empty(layout) if layout.classes else Slots.empty(layout)
-
-
-def _named_rows(slots: Slots) -> Iterator[tuple[str, Rows]]:
-    yield "key", slots.key
-    yield "value", slots.value
 
 
 def first_state(layout: Layout) -> State:

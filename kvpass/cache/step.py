@@ -60,7 +60,7 @@ def decode_step(
         attention = dataclasses.replace(attention, logits=seen_logits)
     tokens, victim = (_compact if compact else _evict)(layout, site, slots, tokens, attention)
     if policy.aligns == ("compact" if compact else "step"):
-        tokens = _realign(layout, site, slots, tokens)
+        tokens = tokens.updated(align(layout, slots, tokens, site.weights or policy.weights(), 1))
     _commit(slots, tokens, index, victim)
     return attended
 
@@ -295,12 +295,6 @@ def _attended_rows(layout: Layout, site: Site, key: Rows, value: Rows) -> tuple[
         return key, value, []
     keys, values, facts = site.compute_keys(key.read_as(layout.dtype), value.read_as(layout.dtype))
     return plain(keys), plain(values), facts
-
-
-def _realign(layout: Layout, site: Site, slots: Slots, tokens: Tokens) -> Tokens:
-    """Store the rows that the policy aligns, in place, and return the tokens with its state."""
-    weights = site.weights or layout.policy.weights()
-    return tokens.updated(align(layout, slots, tokens, weights, 1))
 
 
 def _commit(slots: Slots, tokens: Tokens, index: Tensor, victim: Tensor) -> None:

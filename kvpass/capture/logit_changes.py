@@ -119,7 +119,7 @@ class LogitChanges:
         """Return the dtype to which a sum is rounded on the way to the softmax, which decides what it absorbs.
 
         A mask is in half precision if and only if the model's sums with it are; see `Site.unknown_queries` of
-        `kvpass.cache.step`.
+        `kvpass.cache.site`.
         """
         later = [each for each in (*self.casts, value(self.softmax).dtype) if each in HALF]
         return later[-1] if later and dtype not in HALF else dtype

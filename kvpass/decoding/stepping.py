@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvpass import cache_names
-from kvpass.cache.handle import Handle, caches_in, renewed
+from kvpass.cache.handle import Handle, caches_in, moved
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.decoding.prefill import Caller, growing
 from kvpass.decoding.sampling import Sampling
@@ -297,7 +297,7 @@ class RepeatedStep:
     def _call(self, kind: StepKind) -> None:
         """Run the device work of a step."""
         self.state.mark_new_tokens(self.mask)
-        self.arguments = self.runner.following(self.caches, self.arguments)
+        self.arguments = self.runner.moved(self.caches, self.arguments, 1)
         compact, clocks = self.runner.ticked(self.caches, self.arguments)
         if (kind, compact) not in self.bound:
             how = (self.others, self.padding, compact)
@@ -350,4 +350,5 @@ def refreshed(cache: Any, steps: int, function: Callable[[Any], Any] | None = No
 
 
 def _renewed(value: Any) -> Any:
-    return renewed(value) if isinstance(value, Handle) else value
+    """Return a handle at the present length of its cache, which has gone on without it; other values unchanged."""
+    return moved(value, value.cache) if isinstance(value, Handle) else value

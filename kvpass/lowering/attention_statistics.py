@@ -99,7 +99,8 @@ def attention_statistics(
         [B, Hc, 1, S], a scan [B, H', S].
     """
     chosen = StatisticsRequest.parse(request)
-    query, key = _in_one_dtype(query, key)
+    dtype = torch.promote_types(query.dtype, key.dtype)  # they differ under autocast
+    query, key = query.to(dtype), key.to(dtype)
     attention = ScoredAttention(query, key, mask, chosen.causal, chosen.scale, chosen.cap, sink_logit)
     if value is None:
         return _statistics(attention, chosen, valid, row_budgets)
@@ -130,12 +131,6 @@ def _(
     if value is None:
         return made
     return [attention_with_lse(query, key, value, mask, chosen.causal, chosen.scale)[0], *made]
-
-
-def _in_one_dtype(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Convert both tensors to the wider of their dtypes, which differ under autocast."""
-    dtype = torch.promote_types(query.dtype, key.dtype)
-    return query.to(dtype), key.to(dtype)
 
 
 def _statistics(

@@ -132,7 +132,7 @@ def _check_per_token(node: fx.Node, tokens: _TokenAxis) -> None:
     axis = tokens.axis(node)
     parents = [p for p in node.all_input_nodes if tokens.has(p)]
     if axis is not None and (
-        op_table.is_a(node, "creates") or all(_token_axis_in(node, p, tokens) == axis for p in parents)
+        op_table.is_a(node, "creates") or all(_propagate_dim(node, p, tokens.axis(p)) == axis for p in parents)
     ):
         return
     raise UnsupportedGraph(
@@ -159,11 +159,6 @@ def _check_rows(nodes: list[fx.Node], stored: list[fx.Node]) -> None:
                     f"{walk.source_line(node)}: keys or values are computed from the cache by "
                     f"{walk.name_of(node)!r}, which may mix the rows of a batch"
                 )
-
-
-def _token_axis_in(node: fx.Node, parent: fx.Node, tokens: _TokenAxis) -> int | None:
-    """Return the dimension of the result that separates the tokens of an operand, or None."""
-    return _propagate_dim(node, parent, tokens.axis(parent))
 
 
 def _propagate_dim(node: fx.Node, parent: fx.Node, axis: int | None) -> int | None:

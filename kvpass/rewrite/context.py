@@ -1,4 +1,4 @@
-"""Hold the state that passes over a step graph share: the graph, the call, and results of earlier passes."""
+"""Hold the state that passes over a step graph share: the graph, the call, and the typed result of each pass."""
 
 from __future__ import annotations
 
@@ -41,9 +41,70 @@ class Record:
         return f"{self.name}: {len(self.matched)} rewritten in {self.milliseconds:.1f} ms{unchanged}"
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
+class PolicyWeights:
+    """The policy's own tensors as inputs of the graph: the result of `take_slots`.
+
+    Attributes:
+        tensors: on the device of the slots.
+        inputs: their placeholders.
+        of_layers: for each layer the placeholders that it reads.
+    """
+
+    tensors: list[Tensor]
+    inputs: list[fx.Node]
+    of_layers: list[list[fx.Node]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Lengths:
+    """What the graph computes from the cache's length: the result of `put_length_on_device`.
+
+    Attributes:
+        nodes: nodes computed from `length`, each with its expression.
+        key_indices: for each window, the nodes that hold the indices of the keys.
+    """
+
+    nodes: dict[fx.Node, sympy.Expr]
+    key_indices: dict[int | None, list[fx.Node]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotations:
+    """The rotary embeddings of keys: the result of `rotate_at_read`, empty if keys are stored as they are attended to.
+
+    Attributes:
+        slices, raw_keys: for each layer, its embedding as a function, and the keys before it.
+        positions: indices of Dynamo's arguments that ranks replaced.
+    """
+
+    slices: list[RotarySlice] = dataclasses.field(default_factory=list)
+    raw_keys: list[fx.Node] = dataclasses.field(default_factory=list)
+    positions: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionResults:
+    """What replaces the attention calls: the result of `attend_on_slots`, which fills it call by call.
+
+    Attributes:
+        replaced: the node that replaces the model's attention, by the name of its node.
+        masks: for each attention call, by its name, the slots that it sees and the bias on them, if any, of each class
+            of heads.
+        chunks: for each layer, stored key, value, valid and statistics of a chunk.
+        unread: outputs that grow and that nothing reads on slots: the index of the argument that each extends, and the
+            dimension.
+    """
+
+    replaced: dict[str, fx.Node] = dataclasses.field(default_factory=dict)
+    masks: dict[str, list[tuple[fx.Node, fx.Node | None]]] = dataclasses.field(default_factory=dict)
+    chunks: list[list[fx.Node]] = dataclasses.field(default_factory=list)
+    unread: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
 class Outputs:
-    """The outputs of a rewritten graph, with the names that `StepRewrite` uses."""
+    """The outputs of a rewritten graph, with the names that `StepRewrite` uses: the result of `bound_outputs`."""
 
     outputs: list[int | None]
     lengths: dict[int, Any]
@@ -57,45 +118,26 @@ class StepContext(StepGraph):
 
     Attributes:
         inputs: inputs besides slots and Dynamo's arguments.
-
-    Results of passes for later passes, besides those of `StepGraph`:
-        weights, weight_inputs: the policy's own tensors and their placeholders; `layer_weight_inputs` lists those that
-            each layer reads.
-        length_nodes: nodes computed from `length`, each with its expression.
-        key_indices: for each window, the nodes that hold the indices of the keys.
-        rotaries, raw_keys: for each layer, the rotary embedding of its keys, and the keys before it; empty if keys are
-            stored as they are attended to.
-        replaced_positions: indices of Dynamo's arguments that ranks replaced.
-        write_indices: for each layer, a copy of the index of the slot that it writes to; empty if none is needed.
-        replaced: the node that replaces the model's attention, by the name of its node.
-        masks: for each attention call, by its name, the slots that it sees and the bias on them, if any, of each class
-            of heads.
-        chunks: for each layer, stored key, value, valid and statistics of a chunk.
-        unread: outputs that grow and that nothing reads on slots: the index of the argument that each extends, and the
-            dimension.
-        valid_output: bool [B, 1], which tokens are real, if the caller counts tokens.
-        outputs: the outputs of the rewritten graph.
         records: what the passes did.
+
+    The result of one pass each, which has no value before that pass:
+        weights, lengths, rotations, attention, outputs: see their classes.
+        write_indices: of `copy_write_indices`, for each layer a copy of the index of the slot that it writes to; empty
+            if none is needed.
+        valid_output: of `leave_counting`, bool [B, 1], which tokens are real; None if the graph counts tokens itself.
     """
+
+    weights: PolicyWeights
+    lengths: Lengths
+    rotations: Rotations
+    write_indices: list[fx.Node]
+    attention: AttentionResults
+    valid_output: fx.Node | None
+    outputs: Outputs
 
     def __init__(self, call: StepCall, whole: bool = False) -> None:
         super().__init__(call, whole)
         self.inputs = FurtherInputs(self)
-        self.weights: list[Tensor] = []
-        self.weight_inputs: list[fx.Node] = []
-        self.layer_weight_inputs: list[list[fx.Node]] = []
-        self.length_nodes: dict[fx.Node, sympy.Expr] = {}
-        self.key_indices: dict[int | None, list[fx.Node]] = {}
-        self.rotaries: list[RotarySlice] = []
-        self.raw_keys: list[fx.Node] = []
-        self.replaced_positions: list[int] = []
-        self.write_indices: list[fx.Node] = []
-        self.replaced: dict[str, fx.Node] = {}
-        self.masks: dict[str, list[tuple[fx.Node, fx.Node | None]]] = {}
-        self.chunks: list[list[fx.Node]] = []
-        self.unread: dict[int, tuple[int, int]] = {}
-        self.valid_output: fx.Node | None = None
-        self.outputs: Outputs
         self.records: list[Record] = []
 
     def copied_slots(self, layer: int) -> list[fx.Node]:

@@ -14,7 +14,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.capture import sparse_index
+from kvpass.capture import keys
 from kvpass.capture.keys import KeyAxis, MaskContext
 from kvpass.errors import UnsupportedGraph
 from kvpass.fx import alias, op_table, splicing, walk
@@ -103,16 +103,15 @@ class MaskSlice:
             own_entries = [entry.as_traced(x) for entry, x in zip(self.entries, values[:entry_count], strict=True)]
             inputs = (index - first, position[None, None] + 1, *valid, *own_entries, *values[entry_count:])
             mask: Tensor = self.slice.module(*inputs, *bound)
-            return mask.squeeze(-1) if mask.shape[-1] == 1 else _refuse_width(mask)  # [b, h, q]
+            if mask.shape[-1] != 1:
+                columns = f"{mask.shape[-1]} columns: the model fixes the number of keys"
+                raise UnsupportedGraph(f"the mask of one key has {columns}")
+            return mask.squeeze(-1)  # [b, h, q]
 
         in_dims = (0, 0, *[0] * entry_count, *[None] * len(facts))
         over_slots = torch.vmap(mask_of_slot, (0, 0, *[0] * (entry_count + len(facts))))
         masks = torch.vmap(torch.vmap(over_slots, in_dims), in_dims)(index, position, *entries, *facts)
         return _own_masks(masks, heads).movedim(2, -1)  # from [B, H', N, b, h, q]
-
-
-def _refuse_width(mask: Tensor) -> Tensor:
-    raise UnsupportedGraph(f"the mask of one key has {mask.shape[-1]} columns: the model fixes the number of keys")
 
 
 def _own_masks(masks: Tensor, heads: int) -> Tensor:
@@ -138,7 +137,7 @@ def cut_mask(gm: fx.GraphModule, mask: fx.Node, sizes: Sizes, context: MaskConte
     Raises:
         UnsupportedGraph: an operation cannot be evaluated for one key; the message names it and its line.
     """
-    sparse_indices = sparse_index.find(mask)
+    sparse_indices = keys.sparse_indices(mask)
     subgraph = walk.ancestors(mask, [*context.stored, *(each.node for each in sparse_indices)])
     index_nodes = [*context.key_indices, *context.inputs]
     dependent = alias.dependent(subgraph, index_nodes)
@@ -196,7 +195,7 @@ class _KeyCutter:
         context: MaskContext,
         subgraph: set[fx.Node],
         facts: list[fx.Node],
-        sparse_indices: list[sparse_index.SparseIndex],
+        sparse_indices: list[keys.SparseIndex],
     ) -> None:
         self.gm, self.sizes, self.context = gm, sizes, context
         self.totals = {expr(value(node).shape[2]) for node in context.stored}
@@ -206,8 +205,8 @@ class _KeyCutter:
         self.env: dict[fx.Node, Any] = {node: self._index_in(value(node).dtype, index) for node in context.key_indices}
         self.padding, self.entries = [n for n in context.padding if n in subgraph], list[PerTokenInput]()
         self.env.update({node: self.graph.placeholder(node.name) for node in [*self.padding, *facts]})
-        self.env.update({each.node: sparse_index.select_all(each, self.graph) for each in sparse_indices})
-        axes = {node: self._axis_of(node) for node in facts}
+        self.env.update({each.node: keys.select_all(each, self.graph) for each in sparse_indices})
+        axes = {fact: next(d for d, n in enumerate(value(fact).shape) if expr(n) in self.totals) for fact in facts}
         axes |= {each.node: value(each.node).ndim - 1 for each in sparse_indices}
         self.axes = KeyAxis(gm.graph, subgraph, sizes, context, axes)
         self.on_fact = set(facts) | alias.dependent(subgraph, [*facts, *context.stored])
@@ -216,9 +215,6 @@ class _KeyCutter:
     def _index_in(self, dtype: torch.dtype, index: fx.Node) -> fx.Node:
         """Return the index in a dtype of the model's own, which may round it."""
         return index if dtype == torch.int64 else self.graph.call_method("to", (index, dtype))
-
-    def _axis_of(self, fact: fx.Node) -> int:
-        return next(d for d, size in enumerate(value(fact).shape) if expr(size) in self.totals)
 
     def cut(self, mask: fx.Node) -> Slice:
         result = self.copy(mask)

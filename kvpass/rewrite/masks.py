@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.capture import keys, sparse_index
+from kvpass.capture import keys
 from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.keys import MaskContext
 from kvpass.fx import op_table, shapes, walk
@@ -54,11 +54,13 @@ class Masks:
         pasts = {past for each in step.sites for past in each.pasts}
         inputs = keys.token_inputs(nodes - pasts, step.argument_of, step.sizes)
         return MaskContext(
-            key_indices=[n for n in step.key_indices[window] if n in nodes and op_table.counts_exactly(value(n).dtype)],
+            key_indices=[
+                n for n in step.lengths.key_indices[window] if n in nodes and op_table.counts_exactly(value(n).dtype)
+            ],
             inputs={node: axis for node, axis in inputs.items() if node not in padding},
             padding=list(padding),
             stored=[site.grown_key, site.grown_value],
-            lengths=step.length_nodes,
+            lengths=step.lengths.nodes,
             first=sympy.Integer(0) if window is None else shapes.LENGTH - window,
             last=window,
         )
@@ -67,10 +69,10 @@ class Masks:
         """Take a mask's sparse indices as selecting all slots, and drop the outputs of the keys by which they score."""
         step = self._step
         capacity, outputs = max(step.capacities), walk.results(step.graph)
-        for index in sparse_index.find(mask):
+        for index in keys.sparse_indices(mask):
             index.check(capacity if step.decodes else capacity + step.queries)
-            for node, dim in sparse_index.cached_scoring_keys(index, outputs):
-                step.unread[outputs.index(node)] = (step.placeholders.index(node.all_input_nodes[0]), dim)
+            for node, dim in keys.cached_scoring_keys(index, outputs):
+                step.attention.unread[outputs.index(node)] = (step.placeholders.index(node.all_input_nodes[0]), dim)
 
     def _first_stored(self, window: int) -> fx.Node:
         """Return the node of the index in the padded sequence of the first token that the model stores."""

@@ -57,19 +57,19 @@ class StepRewrite:
     """
 
     gm: fx.GraphModule
-    open: symbolic_shapes.SymbolicSizes | None
-    examples: list[Any] | None
-    weights: list[Tensor]
     inputs: list[int]
     loose_inputs: set[int]
     columns: list[int]
-    entries: list[GatheredInput]
     queries: Any
-    outputs: list[int | None]
-    lengths: dict[int, Any]
     chunks: list[list[int]]
-    host_graph: fx.GraphModule | None
-    grown: list[int]
+    open: symbolic_shapes.SymbolicSizes | None = None
+    examples: list[Any] | None = None
+    weights: list[Tensor] = dataclasses.field(default_factory=list)
+    entries: list[GatheredInput] = dataclasses.field(default_factory=list)
+    outputs: list[int | None] = dataclasses.field(default_factory=list)
+    lengths: dict[int, Any] = dataclasses.field(default_factory=dict)
+    host_graph: fx.GraphModule | None = None
+    grown: list[int] = dataclasses.field(default_factory=list)
     host_inputs: int = 0
     unread: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
     valid: int | None = None
@@ -165,7 +165,7 @@ def _result(step: StepContext) -> StepRewrite:
         gm=step.gm,
         open=step.sizes.open,
         examples=[step.example(node) for node in walk.placeholders(step.graph)] if step.sizes.open else None,
-        weights=step.weights,
+        weights=step.weights.tensors,
         inputs=inputs,
         loose_inputs={index for index in inputs if has_loose_strides(walk.value(step.placeholders[index]))},
         columns=[step.placeholders.index(argument) for argument in step.inputs.columns],
@@ -173,7 +173,7 @@ def _result(step: StepContext) -> StepRewrite:
         queries=step.queries,
         host_graph=host_precomputed(step, precomputed),
         host_inputs=len(step.inputs.host_inputs),
-        unread=step.unread,
-        positions=tuple(dict.fromkeys(step.replaced_positions)),
+        unread=step.attention.unread,
+        positions=step.rotations.positions,
         **vars(step.outputs),
     )

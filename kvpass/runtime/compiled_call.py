@@ -20,6 +20,7 @@ from kvpass import cache_names
 from kvpass.cache.handle import Handle
 from kvpass.cache_names import takes_a_cache
 from kvpass.errors import UnsupportedGraph
+from kvpass.runtime import layer_regions
 from kvpass.runtime.layer_regions import LayerRegions
 from kvpass.torch_private import dynamo, tensors
 
@@ -104,7 +105,7 @@ class CompiledCall:
         """Compile a copied or unpickled model with the settings of the original."""
         if dynamo.compiled_call(self.model) is not self:
             raise UnsupportedGraph(SHALLOW)
-        return compile_module(self.model, self.backend, self.strict, self.regions)
+        return _compile_module(self.model, self.backend, self.strict, self.regions)
 
     def for_copies(self) -> CompiledCall:
         """Return the caller for a copy of the model; `model` becomes the copy when both are copied together."""
@@ -172,7 +173,7 @@ def _refuse_batches(*_: Any, **__: Any) -> Any:
     raise UnsupportedGraph(BATCHES)
 
 
-def compile_module(model: torch.nn.Module, backend: Any, strict: bool, regions: LayerRegions) -> CompiledCall:
+def _compile_module(model: torch.nn.Module, backend: Any, strict: bool, regions: LayerRegions) -> CompiledCall:
     """Compile one module in place and return its caller; `regions` are those of the model's layers."""
     model.compile(backend=backend)
     guarded = CompiledCall(dynamo.compiled_call(model), strict, model, backend, regions)
@@ -185,17 +186,25 @@ def compile_module(model: torch.nn.Module, backend: Any, strict: bool, regions: 
     return guarded
 
 
-def watch_module(model: torch.nn.Module, whole: torch.nn.Module) -> None:
-    """Make a module inside of a compiled model refuse to run uncompiled on a growing cache."""
-    _put(model, WatchedCall(model, type(whole).__name__, whole))
-
-
-def unwatch(model: torch.nn.Module) -> None:
-    """Remove the effect of `watch_module` from the modules of a model."""
+def _unwatch(model: torch.nn.Module) -> None:
+    """Remove the watching calls from the modules of a model."""
     for module in model.modules():
         if isinstance(dynamo.compiled_call(module), WatchedCall):
             dynamo.set_compiled_call(module, None)
             module.__dict__.pop("__getstate__", None)
+
+
+def compile_in_place(model: torch.nn.Module, chosen: Callable[..., Any], strict: bool) -> None:
+    """Compile the modules of a model that users call, with a backend of kvpass or a wrapper of one.
+
+    With `strict`, modules inside of the model refuse to run uncompiled on a growing cache.
+    """
+    _unwatch(model)
+    compiled, shared = _modules_to_compile(model), layer_regions.install(model)
+    for called in compiled:
+        _compile_module(called, chosen, strict, shared)
+    for inner in _modules_to_watch(model, compiled) if strict else ():
+        _put(inner, WatchedCall(inner, type(model).__name__, model))
 
 
 def _put(model: torch.nn.Module, caller: CompiledCall | WatchedCall) -> None:
@@ -341,7 +350,7 @@ def _keys(cache: Any) -> list[Tensor]:
     return [key for key in found if isinstance(key, Tensor)]
 
 
-def set_up_compiled(model: torch.nn.Module) -> list[torch.nn.Module]:
+def _modules_to_compile(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the modules to compile in place: the model, its base model, and inner modules that generate on a cache.
 
     A call of a compiled model runs its inner modules in its graph.  The `generate` of one model often runs an inner
@@ -356,7 +365,7 @@ def set_up_compiled(model: torch.nn.Module) -> list[torch.nn.Module]:
     return list({id(module): module for module in found}.values())
 
 
-def set_up_watched(model: torch.nn.Module, others: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+def _modules_to_watch(model: torch.nn.Module, others: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
     """Return the other modules whose forward takes a cache, without members of module lists such as layers."""
     known = {id(module) for module in others}
     paths = [(path.split("."), module) for path, module in model.named_modules() if id(module) not in known]

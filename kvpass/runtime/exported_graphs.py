@@ -18,8 +18,8 @@ from kvpass.policies.heads import HeadSharding
 from kvpass.rewrite.pipeline import StepRewrite
 from kvpass.rewrite.prompt import PromptRewrite, SiteOutputs
 from kvpass.runtime.caches import kind, make_room
+from kvpass.runtime.checks import PaddingTracker
 from kvpass.runtime.compiler import Compiler
-from kvpass.runtime.padding import PaddingTracker
 from kvpass.runtime.prompts import PromptGraph, PromptRunner
 from kvpass.runtime.recorder import announce
 from kvpass.runtime.sizes import StepSizes, lasting
@@ -207,23 +207,8 @@ class ExportedStep(StepRunner):
 
 def _rewrite_of(entry: Mapping[str, Any]) -> StepRewrite:
     """Return a rewrite without its graph, of whose outputs a loop needs only those of the chunk."""
-    return StepRewrite(
-        gm=None,  # type: ignore[arg-type]
-        open=None,
-        examples=None,
-        weights=[],
-        inputs=entry["inputs"],
-        loose_inputs=set(entry["loose_inputs"]),
-        columns=entry["columns"],
-        entries=[],
-        queries=1,
-        outputs=[],
-        lengths={},
-        chunks=entry["chunks"],
-        host_graph=None,
-        grown=[],
-        valid=entry["valid"],
-    )
+    fields: dict[str, Any] = {name: entry[name] for name in ("inputs", "columns", "chunks", "valid")}
+    return StepRewrite(gm=None, loose_inputs=set(entry["loose_inputs"]), queries=1, **fields)  # type: ignore[arg-type]
 
 
 def variant_entry(rewrite: StepRewrite) -> dict[str, Any]:
@@ -267,15 +252,10 @@ def step_entry(runner: StepRunner, ran: StepResult, ids_index: int) -> dict[str,
     return dict(
         padding_inputs=[[runner.padding.indices[node] for node in nodes] for nodes in runner.padding.inputs],
         counters=list(runner.sizes.counters.values()),
-        last=_last_of(runner, ran),
+        last=ran.before + _largest(runner.lasts(ran), MOST_TOKENS - ran.before),
         ids=ids_index,
         layouts=layout_entries(ran.caches),
     )
-
-
-def _last_of(runner: StepRunner, ran: StepResult) -> int:
-    """Return the largest number of tokens seen before a step that the graph's guards allow."""
-    return ran.before + _largest(runner.lasts(ran), MOST_TOKENS - ran.before)
 
 
 def lengths_of_chunk(runner: StepRunner, ran: StepResult, ids_index: int) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from kvpass.policies.types import Attention, Clock
 from kvpass.rewrite.context import Pass
 from kvpass.rewrite.passes import STEP_PASSES
 from kvpass.runtime.caches import adapt, clock_of, keep_address, output_of, pins_for, room_on_top, take_in, valid_counts
-from kvpass.runtime.padding import indices_of
+from kvpass.runtime.checks import indices_of
 
 
 class TakenIn(Protocol):
@@ -190,7 +190,7 @@ class KVStore:
         divided, specs = by_class(layout, others), list[StatisticsSpec]()
         for part, own in zip(layout.parts, divided, strict=True):
             operands = own[len(policy.statistics) :]
-            if operands:  # see `cache.step.extend_step`
+            if operands:  # see `cache.chunk_step.extend_step`
                 query, keys, mask, *sink = operands
                 common = (False, site.scale, site.cap, part.heads, layout.spread)
                 specs.append(StatisticsSpec(query, keys, mask, sink[0] if sink else None, *common))

@@ -29,7 +29,7 @@ from kvpass.policies.types import Attention, Clock
 from kvpass.reference import reference_of
 from kvpass.reference.base import ReferenceLayer, TakenByReference, attention_logits
 from kvpass.rewrite.computed_keys import ComputedKeys, cut_computed_keys
-from kvpass.rewrite.context import Pass, Record, StepContext
+from kvpass.rewrite.context import AttentionResults, Pass, Record, StepContext
 from kvpass.rewrite.masks import MaskOnSlots, Masks
 from kvpass.rewrite.passes import STEP_PASSES
 from kvpass.rewrite.passes.attention import as_cached, attend_on_slots, replace_outputs, splice_point
@@ -62,13 +62,13 @@ def take_prompt(
 
 def attend_on_reference(step: StepContext) -> Record:
     """Replace every attention call by a call on the reference, which also stores the new tokens."""
-    masks = Masks(step)
+    step.attention, masks = AttentionResults(), Masks(step)
     for layer, site in enumerate(step.sites):
         key, new_value = (as_cached(step.graph, site, node) for node in (site.key, site.value))
-        stored_key = step.raw_keys[layer] if step.ranked else key
+        stored_key = step.rotations.raw_keys[layer] if step.ranked else key
         for site_call in site.all:
             _replace(step, masks, layer, site_call, (key, stored_key, new_value))
-        step.chunks.append([])
+        step.attention.chunks.append([])
     return Record([site_call.call.name for site in step.sites for site_call in site.all])
 
 
@@ -82,7 +82,7 @@ def _replace(
 ) -> None:
     """Replace one attention call on a layer's cache; `new` are the rotated key, the stored key, and the value."""
     mask, _ = masks.of(site, layer)
-    rotary = step.rotaries[layer] if step.rotaries else None
+    rotary = step.rotations.slices[layer] if step.rotations.slices else None
     computed = cut_computed_keys(step.gm, site, step.sizes, mask.facts if mask else ())
     bound = {
         "mask": mask.nodes if mask else [],

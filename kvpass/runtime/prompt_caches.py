@@ -24,8 +24,8 @@ from kvpass.policies.types import Attention
 from kvpass.policies.window import Window
 from kvpass.runtime import model_identity
 from kvpass.runtime.caches import room_on_top
+from kvpass.runtime.checks import indices_of
 from kvpass.runtime.compiler import Compiler
-from kvpass.runtime.padding import indices_of
 
 RENUMBERED = (
     "a policy that renumbers tokens makes windows of a share of the prompt, from `minimum_budget` up to "

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvpass.cache.admission import Chunk
 from kvpass.cache.handle import handles_of
-from kvpass.capture import sparse_index
+from kvpass.capture import keys
 from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.capture import Capture
 from kvpass.errors import PolicyError, UnsupportedGraph
@@ -30,9 +30,8 @@ from kvpass.rewrite.rotary_slice import probe_rotaries
 from kvpass.rewrite.validation.prompts import PromptCase, validate_prompt
 from kvpass.runtime import model_identity
 from kvpass.runtime.caches import by_head, given_pins, lengthened
-from kvpass.runtime.checks import PositionCheck
+from kvpass.runtime.checks import PositionCheck, inputs_of_sites
 from kvpass.runtime.compiler import Compiler
-from kvpass.runtime.padding import inputs_of_sites
 from kvpass.runtime.prompt_caches import PromptLayer, TakenPrompt
 from kvpass.runtime.recorder import announce
 from kvpass.torch_private import dynamo, fx_nodes, regions, symbolic_shapes, tensors
@@ -70,7 +69,7 @@ class PromptGraph:
     projected_by: list[int | None]
     past: int | None = None
     constants: list[Tensor] = dataclasses.field(default_factory=list)
-    sparse_indices: list[sparse_index.SparseIndex] = dataclasses.field(default_factory=list)
+    sparse_indices: list[keys.SparseIndex] = dataclasses.field(default_factory=list)
     scored_by: list[tuple[int, int]] = dataclasses.field(default_factory=list)
 
 
@@ -191,8 +190,8 @@ class PromptRunner:
         padding = inputs_of_sites(gm, sites, step=False)
         holders, outputs = walk.placeholders(gm.graph), walk.results(gm.graph)
         common = (backend.budget, ranked, extras, examples, padding)
-        sparse_indices = [each for site in sites for each in sparse_index.find(site.mask)]
-        grown = [pair for each in sparse_indices for pair in sparse_index.cached_scoring_keys(each, outputs)]
+        sparse_indices = [each for site in sites for each in keys.sparse_indices(site.mask)]
+        grown = [pair for each in sparse_indices for pair in keys.cached_scoring_keys(each, outputs)]
         graph = PromptGraph(
             sites=sites,
             policies=policies,

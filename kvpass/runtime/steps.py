@@ -22,10 +22,9 @@ from kvpass.rewrite.validation.conversation import StepCase
 from kvpass.rewrite.validation.lockstep import Validation
 from kvpass.rewrite.validation.steps import validate
 from kvpass.runtime.caches import StepKind, count, given_pins, kind, lengthened, make_room, pins_for, tick
-from kvpass.runtime.checks import StepVerifier
+from kvpass.runtime.checks import PaddingTracker, StepVerifier, wrong_mask
 from kvpass.runtime.compiler import Compiler
 from kvpass.runtime.kv_store import calls_before, remember
-from kvpass.runtime.padding import PaddingTracker, wrong_mask
 from kvpass.runtime.recorder import announce
 from kvpass.runtime.sizes import OtherSizes, StepSizes
 from kvpass.runtime.variants import CompiledVariant, DynamicDims, FastStep, ShapeKey, VariantCache
@@ -88,8 +87,9 @@ class StepRunner:
         known, before = self.padding.known(caches, arguments, queries), first.seen
         others = self._others(caches, arguments, known)
         self.verifier.check_positions(first, arguments, lambda: self.padding.valid(0, first, arguments, queries))
-        sizes = functools.partial(self._sizes_of_call, caches, arguments, others)
-        self.verifier.check_angles(first, arguments, sizes)
+        self.verifier.check_angles(
+            first, arguments, lambda: self.sizes.read(self.sizes.of_call(caches, arguments), others)
+        )
         rewrite, results, host_inputs, compact = self.advance(caches, arguments, others, known)
         self.padding.note(caches, arguments, before, queries)
         announce(StepResult(self, caches, arguments, others, known, results, step, rewrite, before, compact))
@@ -107,9 +107,6 @@ class StepRunner:
         """Return the caches in which the running call pins tokens, each with its pins."""
         given = [] if given_pins() is None else [(cache, pins_for(cache)) for cache in caches]
         return [(cache, pins) for cache, pins in given if pins is not None]
-
-    def _sizes_of_call(self, caches: list[LayerCache], arguments: tuple[Any, ...], others: OtherSizes) -> Any:
-        return self.sizes.read(self.sizes.of_call(caches, arguments), others)
 
     def advance(
         self, caches: list[LayerCache], arguments: tuple[Any, ...], others: OtherSizes, known: frozenset[int]
@@ -171,10 +168,6 @@ class StepRunner:
             return lambda arguments, _: self.advance(caches, arguments, others, known)[1]
         rewrite, _, _, run = self._prepared(caches, arguments, others, known, compact)
         return FastStep(caches, rewrite, run)
-
-    def following(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments of the step before, with the counters of tokens advanced to the present count."""
-        return self.moved(caches, arguments, 1)
 
     def moved(self, caches: list[LayerCache], arguments: tuple[Any, ...], by: int) -> tuple[Any, ...]:
         """Return the arguments of the step before as if `by` more tokens had been seen before it."""

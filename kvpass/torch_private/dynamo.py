@@ -256,11 +256,6 @@ def _counters() -> Any:
     return counters
 
 
-def captured_graphs() -> int:
-    """Return the number of graphs that Dynamo has captured."""
-    return int(_counters()["stats"]["unique_graphs"])
-
-
 def graph_breaks() -> int:
     """Return the number of graph breaks."""
     return sum(_counters()["graph_break"].values())

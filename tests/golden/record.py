@@ -14,7 +14,8 @@ from torch import Tensor
 
 import kvpass
 from kvpass import cache_names
-from kvpass.backend import Backend, compile_in_place
+from kvpass.backend import Backend
+from kvpass.runtime.compiled_call import compile_in_place
 from kvpass.runtime.recorder import Recorder
 from tests.architectures import inputs, zoo
 from tests.golden import cases, program

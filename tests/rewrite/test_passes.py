@@ -38,7 +38,7 @@ def on_own_arguments(stages: Stages, name: str) -> tuple[Any, Any]:
     Nothing may be gone and no cache may be read: slots hold other rows than the made-up past.
     """
     call, stage, arguments = stages.calls[0], stages.stages[name], with_rows(stages.calls[0])
-    given = [tensor.clone() for tensor in (*stages.slots[0], *stages.contexts[0].weights)]
+    given = [tensor.clone() for tensor in (*stages.slots[0], *stages.contexts[0].weights.tensors)]
     with torch.no_grad():
         return stage.gm(*given, *arguments)[0], call.gm(*arguments)[0]
 
@@ -58,7 +58,7 @@ def test_weights_come_in_where_a_policy_has_them() -> None:
     aligner = random_aligner("direct", layers=2, heads=2, dim=4)
     stages = staged(Model().eval(), "kv_align", budget=8, aligner=aligner, validate=False)
     weights = [name for name in stages.inputs("take_slots") if name.startswith("kvpass_weight")]
-    assert len(weights) == len(stages.contexts[0].weights) > 0
+    assert len(weights) == len(stages.contexts[0].weights.tensors) > 0
     assert not [name for name in by_place().inputs("take_slots") if name.startswith("kvpass_weight")]
 
 
@@ -107,7 +107,7 @@ def test_queries_stand_at_their_ranks() -> None:
 def test_positions_stay_where_keys_are_stored_as_they_are() -> None:
     stages = by_place()
     assert stages.made("rotate_at_read") == stages.gone("rotate_at_read") == []
-    assert stages.contexts[0].rotaries == []
+    assert stages.contexts[0].rotations.slices == []
 
 
 def test_position_ids_count_held_tokens_for_a_policy_that_renumbers() -> None:

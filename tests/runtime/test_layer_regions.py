@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 import kvpass
 from kvpass import cache_names
-from kvpass.backend import compile_in_place
+from kvpass.runtime.compiled_call import compile_in_place
 from kvpass.runtime.layer_regions import LayerCall
 from kvpass.torch_private import regions
 from tests import models

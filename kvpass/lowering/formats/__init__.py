@@ -23,8 +23,7 @@ from typing import Literal, get_args
 import torch
 
 from kvpass.lowering.formats.base import Format, Plain, Rows, Sections
-from kvpass.lowering.formats.hadamard import Hadamard
-from kvpass.lowering.formats.integers import Int4, Int8
+from kvpass.lowering.formats.integers import Hadamard, Int4, Int8
 
 KVDtype = Literal["int8", "int4", "int8-hadamard", "int4-hadamard"]
 KV_DTYPES: tuple[KVDtype, ...] = get_args(KVDtype)

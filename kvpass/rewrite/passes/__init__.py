@@ -12,7 +12,7 @@
     signature.py    order_inputs          sorts the inputs: slots, weights, further inputs, Dynamo's arguments
 
 To add a pass, write a function from a context to a `Record`, a line in `STEP_PASSES`, and a case in
-tests/rewrite/test_passes.py.  A pass may read what earlier passes recorded in the context, see `StepContext`.
+tests/rewrite/test_passes.py.  A pass may read the results of earlier passes, see `StepContext`.
 """
 
 from __future__ import annotations

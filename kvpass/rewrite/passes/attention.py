@@ -30,7 +30,7 @@ from kvpass.fx import shapes, splicing, walk
 from kvpass.fx.walk import value
 from kvpass.lowering.attend import Rope, RotaryPairs
 from kvpass.rewrite.computed_keys import ComputedKeys, cut_computed_keys
-from kvpass.rewrite.context import Record, StepContext
+from kvpass.rewrite.context import AttentionResults, Record, StepContext
 from kvpass.rewrite.masks import MaskOnSlots, Masks
 from kvpass.rewrite.rotary_slice import RotarySlice
 
@@ -41,7 +41,7 @@ def attend_on_slots(step: StepContext) -> Record:
     Raises:
         UnsupportedGraph: a mask or the keys cannot be computed for slots.
     """
-    replacement = _AttentionReplacement(step)
+    step.attention, replacement = AttentionResults(), _AttentionReplacement(step)
     for layer in range(len(step.sites)):
         replacement.replace(layer)
     return Record([each.call.name for site in step.sites for each in site.all])
@@ -64,8 +64,8 @@ class _AttentionReplacement:
         sums = self._splice(layer, site, slots, new, first=True)
         for sharing in site.shared_by:
             self._splice(layer, sharing, slots_before, new, first=False)
-        stored_key = step.raw_keys[layer] if step.ranked and not site.computed else new[0]
-        step.chunks.append([] if step.decodes else [stored_key, new[1], step.inputs.valid(layer), *sums])
+        stored_key = step.rotations.raw_keys[layer] if step.ranked and not site.computed else new[0]
+        step.attention.chunks.append([] if step.decodes else [stored_key, new[1], step.inputs.valid(layer), *sums])
 
     def _splice(
         self, layer: int, site: AttentionSite, slots: list[fx.Node], new: list[fx.Node], first: bool
@@ -75,7 +75,7 @@ class _AttentionReplacement:
         mask, mask_key = self.masks.of(site, layer)
         if layout.classes:
             _check_classes(site, layout, mask)
-        rotary = step.rotaries[layer] if step.rotaries else None
+        rotary = step.rotations.slices[layer] if step.rotations.slices else None
         pairs = self.tables.pairs(rotary)
         computed = cut_computed_keys(step.gm, site, step.sizes, mask.facts if mask else ())
         rope_weights = self.tables.mixing(rotary, pairs, layout.capacity, site.call) if rotary and pairs else []
@@ -88,7 +88,7 @@ class _AttentionReplacement:
             "rope": rope_weights,
             "computed": computed.slice.bound if computed else (),
             "sink_logit": [] if site.sink_logit is None else [site.sink_logit],
-            "weights": step.layer_weight_inputs[layer],
+            "weights": step.weights.of_layers[layer],
             "write_index": step.write_indices[layer : layer + 1],
         }
         nodes = [node for group in operands.values() for node in group]
@@ -109,7 +109,7 @@ class _AttentionReplacement:
         before = splice_point(site, nodes)
         outputs = step.splice(self._traced[key], nodes, before, f"kvpass_{site.call.name}", layer)
         masks = outputs[-2 * len(layout.parts) :]
-        step.masks[site.call.name] = [
+        step.attention.masks[site.call.name] = [
             (visible, None if bias is visible else bias) for visible, bias in zip(masks[::2], masks[1::2], strict=True)
         ]
         return replace_outputs(step, site, outputs[: -len(masks)])
@@ -182,7 +182,7 @@ def _signature(step: StepContext, node: fx.Node, symbols: dict[sympy.Symbol, sym
 def new_rows(step: StepContext, layer: int) -> list[fx.Node]:
     """Return the new tokens' key and value; the key is unrotated if a single token stores it so."""
     site = step.sites[layer]
-    key = step.raw_keys[layer] if step.ranked and step.decodes else site.key
+    key = step.rotations.raw_keys[layer] if step.ranked and step.decodes else site.key
     return [as_cached(step.graph, site, node) for node in (key, site.value)]
 
 
@@ -211,7 +211,7 @@ def replace_outputs(step: StepContext, site: AttentionSite, outputs: list[fx.Nod
     """Replace the model's own outputs by the step's, in the order of `Attended`; return the step's further outputs."""
     originals = [node for node in (site.call, site.lse) if node is not None]
     for old, new in zip(originals, outputs, strict=False):
-        step.replaced[old.name] = new
+        step.attention.replaced[old.name] = new
         new.meta["example_value"] = value(old)
         old.replace_all_uses_with(new)
     return outputs[len(originals) :]

@@ -36,19 +36,21 @@ from kvpass.capture.rotary import (
 from kvpass.errors import UnsupportedGraph
 from kvpass.fx import alias, op_table, shapes, splicing, walk
 from kvpass.fx.walk import value
-from kvpass.rewrite.context import Record, StepContext
+from kvpass.rewrite.context import Lengths, Record, Rotations, StepContext
 from kvpass.rewrite.rotary_slice import cut_rotary
+
+BOTH_WAYS = "a mask reads the positions through the same operation as the rotary embedding"
+_ARITHMETIC = op_table.tagged("compares", "adds") | {"mul", "clamp", "maximum", "minimum"}
 
 
 def put_length_on_device(step: StepContext) -> Record:
     """Rewrite the tensors computed from the length, and record the nodes that hold key indices, which masks rewrite."""
     arithmetic = _LengthArithmetic(step)
     lookups = arithmetic.slices()
-    for window in set(step.windows):
-        step.key_indices[window] = [*keys.iotas(step.graph.nodes, step.sizes, window), *lookups]
+    key_indices = {w: [*keys.iotas(step.graph.nodes, step.sizes, w), *lookups] for w in set(step.windows)}
     arithmetic.positions()
-    step.length_nodes = arithmetic.computed
-    unchanged = {node.name: "it counts the keys" for nodes in step.key_indices.values() for node in nodes}
+    step.lengths = Lengths(arithmetic.computed, key_indices)
+    unchanged = {node.name: "it counts the keys" for nodes in key_indices.values() for node in nodes}
     return Record(arithmetic.rewritten, unchanged)
 
 
@@ -163,11 +165,6 @@ class _LengthArithmetic:
         node.replace_all_uses_with(shifted)
 
 
-_ARITHMETIC = op_table.tagged("compares", "adds") | {"mul", "clamp", "maximum", "minimum"}
-
-BOTH_WAYS = "a mask reads the positions through the same operation as the rotary embedding"
-
-
 def rotate_at_read(step: StepContext) -> Record:
     """Replace positions by ranks, and record keys before their rotation.
 
@@ -175,17 +172,20 @@ def rotate_at_read(step: StepContext) -> Record:
         UnsupportedGraph: a layer has no rotary embedding, or its positions cannot be replaced.
     """
     if not step.ranked:
+        step.rotations = Rotations()
         return Record(left={"keys": "they are stored as they are attended to"})
     memory = alias.Memory(step.gm.graph)
     found = [_rotary(step, layer, memory) for layer in range(len(step.sites))]
-    step.raw_keys = [rotary.raw for rotary in found]
-    step.rotaries = [
+    slices = [
         cut_rotary(step.gm, site, rotary, step.sizes, memory) for site, rotary in zip(step.sites, found, strict=True)
     ]
     positions = list(dict.fromkeys(p for layer, rotary in enumerate(found) for p in _positions(step, layer, rotary)))
+    given = [origin for origin in map(unreshaped, positions) if origin in step.placeholders]
+    replaced = tuple(dict.fromkeys(map(step.placeholders.index, given)))
     first = _rank_of_first(step)
     for position in positions:
         _replace_by_ranks(step, position, first)
+    step.rotations = Rotations(slices, [rotary.raw for rotary in found], replaced)
     return Record([position.name for position in positions])
 
 
@@ -230,9 +230,6 @@ def _rank_of_first(step: StepContext) -> fx.Node:
 def _replace_by_ranks(step: StepContext, position: fx.Node, first: fx.Node) -> None:
     """Replace positions by ranks, live slots + 0, 1, ..., for the nodes that rotate queries and keys."""
     shape, rows, queries, dtype = step.shape(position), step.batch, step.queries, value(position).dtype
-    origin = unreshaped(position)
-    if origin in step.placeholders:
-        step.replaced_positions.append(step.placeholders.index(origin))
     along = shapes.token_dim(shape, queries)
     padded = bool(step.padding_inputs.sites[0])
     if rows > 1 and padded and not _may_differ_by_row(step, position):

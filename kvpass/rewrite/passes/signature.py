@@ -26,7 +26,7 @@ from torch import Tensor
 from kvpass.errors import UnsupportedGraph
 from kvpass.fx import alias, shapes, splicing, walk
 from kvpass.fx.walk import value
-from kvpass.rewrite.context import Outputs, Record, StepContext
+from kvpass.rewrite.context import Outputs, PolicyWeights, Record, StepContext
 from kvpass.torch_private import dynamo, fx_nodes
 from kvpass.torch_private.inductor import materialized
 
@@ -36,29 +36,28 @@ def take_slots(step: StepContext) -> Record:
     first = step.placeholders[0]
     for layer, slots in enumerate(step.slots):
         names = [f"slots_{layer}_{name}" for name in slots.names]
-        step.slot_inputs.append(_inputs(step, names, _examples(step, layer), first))
-    _take_weights(step, first)
+        tensors = slots.tensors()
+        if step.sizes.open:
+            tensors = [_with_dynamic_sizes(step, layer, tensor) for tensor in tensors]
+        step.slot_inputs.append(_inputs(step, names, tensors, first))
+    step.weights = _take_weights(step, first)
     step.length = _length(step)
     return Record([node.name for node in step.new_inputs])
 
 
-def _take_weights(step: StepContext, first: fx.Node) -> None:
+def _take_weights(step: StepContext, first: fx.Node) -> PolicyWeights:
     """Add inputs for the policy's weights: those that all layers share, or each layer's own."""
     policy = step.layouts[0].policy
     shared = [] if policy.aligns == "never" else [tensor.to(step.device) for tensor in policy.weights()]
     nodes = _inputs(step, [f"kvpass_weight_{i}" for i in range(len(shared))], shared, first)
-    step.weights = list(shared)
+    tensors, of_layers = list(shared), list[list[fx.Node]]()
     for layer, layout in enumerate(step.layouts):
         own = [tensor.to(step.device) for tensor in layout.policy.layer_weights(layout.layer)]
-        step.weights += own
+        tensors += own
         names = [f"kvpass_weight_{layer}_{i}" for i in range(len(own))]
-        step.layer_weight_inputs.append([*nodes, *_inputs(step, names, own, first)])
-    step.weight_inputs = [*nodes, *(node for each in step.layer_weight_inputs for node in each[len(nodes) :])]
-
-
-def _examples(step: StepContext, layer: int) -> list[Tensor]:
-    tensors = step.slots[layer].tensors()
-    return [_with_dynamic_sizes(step, layer, tensor) for tensor in tensors] if step.sizes.open else tensors
+        of_layers.append([*nodes, *_inputs(step, names, own, first)])
+    inputs = [*nodes, *(node for each in of_layers for node in each[len(nodes) :])]
+    return PolicyWeights(tensors, inputs, of_layers)
 
 
 def _with_dynamic_sizes(step: StepContext, layer: int, tensor: Tensor) -> Tensor:
@@ -103,6 +102,7 @@ def copy_write_indices(step: StepContext) -> Record:
     has read.  Without the copies, a kernel of its own would overwrite the index of the free slot after the second.
     """
     if not step.decodes_on_gpu or not any(layout.policy.merges for layout in step.layouts):
+        step.write_indices = []
         return Record(left={"free": "nothing merges on a GPU"})
     free = [step.slot(layer, "free") for layer in range(len(step.sites))]
     step.write_indices = step.compute(_write_indices, free, step.sites[0].call, "kvpass_write_indices")
@@ -120,6 +120,7 @@ def leave_counting(step: StepContext) -> Record:
     counter after the kernel that overwrites it.
     """
     if not step.decodes_on_gpu:
+        step.valid_output = None
         return Record(left={"counters": "they are in the step's own kernels, or a chunk's"})
     counters = [step.slot(layer, name) for layer in range(len(step.sites)) for name in ("seen", "length")]
     for counter in counters:
@@ -153,15 +154,19 @@ def _new_outputs(step: StepContext) -> tuple[Outputs, list[Any]]:
     grown = [
         index
         for index, output in enumerate(originals)
-        if index not in caches | step.unread.keys() and walk.is_tensor(output) and step.sizes.grown(value(output))
+        if index not in caches | step.attention.unread.keys()
+        and walk.is_tensor(output)
+        and step.sizes.grown(value(output))
     ]
-    removed = {*caches, *lengths, *grown, *step.unread}
+    removed = {*caches, *lengths, *grown, *step.attention.unread}
     kept = [output for index, output in enumerate(originals) if index not in removed]
     order = iter(range(len(kept)))
     outputs = [None if index in removed else next(order) for index in range(len(originals))]
-    starts = itertools.accumulate(map(len, step.chunks), initial=len(kept))
-    chunks = [list(range(start, start + len(chunk))) for start, chunk in zip(starts, step.chunks, strict=False)]
-    kept += [node for chunk in step.chunks for node in chunk]
+    starts = itertools.accumulate(map(len, step.attention.chunks), initial=len(kept))
+    chunks = [
+        list(range(start, start + len(chunk))) for start, chunk in zip(starts, step.attention.chunks, strict=False)
+    ]
+    kept += [node for chunk in step.attention.chunks for node in chunk]
     valid = None if step.valid_output is None else len(kept)
     kept += [] if step.valid_output is None else [step.valid_output]
     return Outputs(outputs, lengths, grown, chunks, valid), kept
@@ -244,7 +249,7 @@ def _reader(size: fx.Node) -> fx.Node:
 
 def order_inputs(step: StepContext) -> Record:
     """Put the placeholders in the order in which `StepRewrite.flat` returns their values."""
-    new_inputs = [*(node for nodes in step.slot_inputs for node in nodes), *step.weight_inputs, *step.inputs.nodes]
+    new_inputs = [*(node for nodes in step.slot_inputs for node in nodes), *step.weights.inputs, *step.inputs.nodes]
     remaining = set(walk.placeholders(step.graph))
     splicing.put_first(step.graph, [*new_inputs, *(node for node in step.placeholders if node in remaining)])
     return Record([node.name for node in walk.placeholders(step.graph)])

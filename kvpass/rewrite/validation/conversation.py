@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvpass.cache.layout import Layout
 from kvpass.cache.slots import AnySlots
-from kvpass.capture import sparse_index
+from kvpass.capture import keys
 from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.rotary import find_rotary
 from kvpass.fx import walk
@@ -78,7 +78,7 @@ class StepCase:
     def most_keys(self) -> float:
         """The most keys of which sparse indices select all; on slots a sparse index hides no key."""
         masks = dict.fromkeys(each.mask for site in self.sites for each in site.all)
-        indices = [index.limit for mask in masks for index in sparse_index.find(mask)]
+        indices = [index.limit for mask in masks for index in keys.sparse_indices(mask)]
         return min((most for most in indices if most is not None), default=math.inf)
 
     def line(self, layer: int = 0) -> str:
@@ -256,19 +256,23 @@ class Conversation:
     def _counted(self, positions: Tensor) -> Tensor:
         return torch.arange(self.count, self.count + self.step.queries).expand(positions.shape).to(positions)
 
-    def argument(self, index: int) -> Any:
-        """Return an argument of the model's own graph."""
+    def argument(self, index: int, rotated: bool = True) -> Any:
+        """Return an argument of the model's own graph; its keys may be left unrotated where no result depends on them.
+
+        Args:
+            index: among Dynamo's arguments.
+        """
         if index not in self._pasts:
             return copied(self.plain[index])
         layer, kind = self._pasts[index]
         rows = self.rows(layer)[kind].read_as(self.step.layouts[layer].dtype)
-        if kind == 0 and self.step.ranked:
+        if kind == 0 and self.step.ranked and rotated:
             rows = self._as_cached(layer, rows)
         return split_heads(rows, self.step.arguments[index].shape[1])
 
     def _as_cached(self, layer: int, key: Tensor) -> Tensor:
         """Return keys as the model caches them, rotated."""
-        rotary = self.step.context.rotaries[layer].with_numbers()
+        rotary = self.step.context.rotations.slices[layer].with_numbers()
         nodes = [*rotary.angles.bound, *rotary.rotate.bound]
         follows = self.positions_follow_padding(layer)
         kind = (rotary.key, tuple(node.name for node in nodes), key.shape, key.dtype, follows)
@@ -298,11 +302,6 @@ class Conversation:
             return result
 
         if missing:
-            GraphRun(self.step.gm, self._unrotated, dict.fromkeys(missing, keep)).run_to(missing[-1])
+            unrotated = functools.partial(self.argument, rotated=False)
+            GraphRun(self.step.gm, unrotated, dict.fromkeys(missing, keep)).run_to(missing[-1])
         return [values[node.name] for node in nodes]
-
-    def _unrotated(self, index: int) -> Any:
-        if index not in self._pasts:
-            return copied(self.plain[index])
-        layer, kind = self._pasts[index]
-        return self.rows(layer)[kind].read_as(self.step.layouts[layer].dtype)

@@ -33,7 +33,7 @@ def length_constants(graph: fx.Graph) -> list[int]:
     Only numbers from 3 to `MAX_TOKENS` are returned.
     """
     found = {abs(number) for node in graph.nodes for number in (*_numbers(node), *_tables(node), *_narrow(node))}
-    found |= {abs(number) for number in _guards(graph)}
+    found |= {abs(int(number)) for guard in shapes.guards(graph) for number in guard.atoms(sympy.Integer)}
     return sorted(number for number in found if 2 < number <= MAX_TOKENS)
 
 
@@ -85,11 +85,6 @@ def _narrow(node: fx.Node) -> Iterator[int]:
     integers = [x for x in parents if isinstance(x, Tensor) and not x.is_floating_point() and x.dtype != torch.bool]
     if integers or walk.name_of(node) in op_table.tagged("counts"):
         yield EXACT_LIMITS[example.dtype]
-
-
-def _guards(graph: fx.Graph) -> Iterator[int]:
-    for guard in shapes.guards(graph):
-        yield from (int(number) for number in guard.atoms(sympy.Integer))
 
 
 def last_new_kind(graph: fx.Graph, sites: Sequence[AttentionSite]) -> fx.Node:

@@ -225,19 +225,19 @@ def _run_rewritten(step: StepCase, conversation: Conversation, lockstep: Lockste
         call = op_table.bound(site.call)
         if (rewritten.scale, rewritten.cap) != (call["scale"], call["cap"]):
             lockstep.refuse(site, f"logits are scaled by {rewritten.scale} and capped at {rewritten.cap} instead")
-        for part, (mask, bias) in enumerate(context.masks[site.call.name]):
+        for part, (mask, bias) in enumerate(context.attention.masks[site.call.name]):
             if mask in nodes and mask.op != "placeholder":
                 last_node = mask if bias is None or bias not in nodes or bias < mask else bias
                 visits[last_node] = _at_mask(slots, lockstep, (layer, part), site, mask, bias)
         for node in (site.call, site.lse):
             if node is not None:
                 problem = "attention to the slots is not attention to the cache"
-                visits[context.replaced[node.name]] = lockstep.at_call(site, node, problem, padded)
+                visits[context.attention.replaced[node.name]] = lockstep.at_call(site, node, problem, padded)
         pairs = [(rewritten.query, site.query), (rewritten.key, site.key), (rewritten.value, site.value)]
         if not step.ranked or bool(conversation.valid.all()):
             visits |= {new: lockstep.at_input(site, old) for new, old in pairs if new in nodes and new not in visits}
     try:
-        end = None if lockstep.last is None else context.replaced[lockstep.last.name]
+        end = None if lockstep.last is None else context.attention.replaced[lockstep.last.name]
         return GraphRun(step.rewrite.gm, slots.flat(), visits).run_to(end)
     except DoesNotRun as error:
         lockstep.refuse(step.sites[0], f"the rewritten graph does not run: {error}")
@@ -272,7 +272,7 @@ def _at_mask(
 def _rounding(step: StepCase) -> dict[fx.Node, Visit]:
     """Return visits of the canonical nodes of new rows, which round the rows as storage does."""
     nodes = {node.name: node for node in step.canonical.graph.nodes}
-    raw_keys = [nodes[node.name] for node in step.context.raw_keys] or [site.key for site in step.sites]
+    raw_keys = [nodes[node.name] for node in step.context.rotations.raw_keys] or [site.key for site in step.sites]
     visits: dict[fx.Node, Visit] = {}
     for site, key, layout in zip(step.sites, raw_keys, step.layouts, strict=True):
         visits[key] = _round_as_stored(layout.key_format, layout.heads, layout.dtype)

@@ -20,7 +20,7 @@ from kvpass.cache.slots import Slots
 from kvpass.errors import PolicyError
 from kvpass.lowering.formats import KV_DTYPES, KVDtype, Rows, base_of, format_of, plain
 from kvpass.lowering.formats.code_products import LONGEST_SUM
-from kvpass.lowering.formats.hadamard import transformed
+from kvpass.lowering.formats.integers import transformed
 from kvpass.policies import resolve
 from kvpass.reference.storing import stored
 

@@ -17,6 +17,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from kvpass.cache import chunk_step
 from kvpass.cache import step as layer_step
 from kvpass.capture import canonical
 from kvpass.fx import walk
@@ -86,9 +87,15 @@ def mask_of_the_next_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MaskSlice, "on_slots", lambda self, index, *rest: right(self, index + 1, *rest))
 
 
+def replace_mask(monkeypatch: pytest.MonkeyPatch, wrong: Callable[..., Any]) -> None:
+    """Let steps and chunks combine masks in a wrong way."""
+    for module in (layer_step, chunk_step):
+        monkeypatch.setattr(module, "with_mask", wrong)
+
+
 def free_slots_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     right = layer_step.with_mask
-    monkeypatch.setattr(layer_step, "with_mask", lambda live, *others: right(torch.ones_like(live), *others))
+    replace_mask(monkeypatch, lambda live, *others: right(torch.ones_like(live), *others))
 
 
 def query_heads_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +247,7 @@ def hidden_keys_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
         mask, bias = right(live, mask, hidden)
         return (mask, None) if bias is None else (mask & (bias > -1e4), bias)
 
-    monkeypatch.setattr(layer_step, "with_mask", wrong)
+    replace_mask(monkeypatch, wrong)
 
 
 def hidden_keys_are_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +259,7 @@ def hidden_keys_are_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
         left = torch.where(mask, 0.0 if bias is None else bias, -1e32).clamp_min(-1e32)
         return live, left
 
-    monkeypatch.setattr(layer_step, "with_mask", wrong)
+    replace_mask(monkeypatch, wrong)
 
 
 LOWEST = torch.finfo(torch.float32).min
