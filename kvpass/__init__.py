@@ -27,6 +27,7 @@ from kvpass.errors import (
     UnsupportedGraph,
 )
 from kvpass.policies.calibration import Calibration
+from kvpass.policies.head_gates import HeadGates
 
 __all__ = [
     "ArtifactError",
@@ -40,6 +41,7 @@ __all__ = [
     "DecodeLoop",
     "ExplainReport",
     "GenerationOutput",
+    "HeadGates",
     "KVPassError",
     "LookupRangeError",
     "PolicyError",
