@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpass.arguments import Natural, Positive, checked
-from kvpass.diagnostics.calibrate import RecordedAttention, AttentionReader
+from kvpass.diagnostics.calibrate import AttentionReader, RecordedAttention
 from kvpass.errors import CalibrationError
 from kvpass.policies.aligners.signature import device_of, name_of
 from kvpass.policies.head_gates import HeadGates
