@@ -28,6 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {  # defaults would leave few tokens for th
     "pyramid_kv": {"window": 16},
     "ada_kv": {"window": 16},
     "critical_kv": {"window": 16},
+    "defensive_kv": {"window": 16},
     "keydiff": {"interval": 8},
     "r_kv": {"interval": 8},
     "vase": {"recent": 16, "interval": 8},

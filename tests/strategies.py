@@ -75,12 +75,12 @@ ALIGNERS = st.builds(
 )
 CALIBRATIONS = st.builds(lambda seed: random_calibration(1, seed=seed), st.integers(0, 20))
 OF_CALIBRATIONS: dict[str, Any] = {"heads": 2, "groups": 2, "dim": 8, "positions": "absolute"}
-OF_HEADS = ("ada_kv", "critical_kv", "duo_attention")
+OF_HEADS = ("ada_kv", "critical_kv", "defensive_kv", "duo_attention")
 """Policies that divide the budget of a layer among its heads."""
 TWO_HEADS: dict[str, Any] = {"heads": 2, "positions": "absolute"}
 """What they need in a case."""
 OF_CLASSES = dict(least=6, scored=True, fixed={"window": 3}, case=TWO_HEADS, lossless={"shares": (1.0,)}, rows=False)
-"""What `ada_kv` and `critical_kv` have in common."""
+"""What `ada_kv` and the policies that share its budgets of heads have in common."""
 OF_ONE_MODEL = ("kv_align", "duo_attention", *CALIBRATED)
 """Policies whose weights are made for one model."""
 
@@ -208,6 +208,18 @@ TABLE = [
                 "safeguard": st.sampled_from([0.0, 0.2]),
                 "first": st.sampled_from([0.0, 0.5, 0.7, 1.0]),
                 "epsilon": st.sampled_from([0.0, 1e-4]),
+            }
+        ),
+        **OF_CLASSES,
+    ),
+    Row(
+        "defensive_kv",
+        st.fixed_dictionaries(
+            {
+                "window": st.integers(1, 4),
+                "kernel": st.sampled_from([1, 3, 5]),
+                "safeguard": st.sampled_from([0.0, 0.2]),
+                "mass": st.sampled_from([0.0, 0.5, 0.9, 1.0]),
             }
         ),
         **OF_CLASSES,

@@ -135,6 +135,7 @@ POLICY_OPTIONS: dict[str, dict[str, Sequence[Any]]] = {
     "pyramid_kv": {"window": NO_COUNT, "kernel": (*NO_COUNT, 4), "beta": NO_COUNT},
     "ada_kv": OF_HEADS,
     "critical_kv": {**OF_HEADS, "first": (*NO_NUMBER, 1.5, -0.1, None), "epsilon": (*NO_NUMBER, -0.1, None)},
+    "defensive_kv": {**OF_HEADS, "mass": (*NO_NUMBER, 1.5, -0.1, None)},
     "duo_attention": {
         "gates": (3, [], None),
         "sinks": without(NO_COUNT, 0),

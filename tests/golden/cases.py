@@ -36,6 +36,7 @@ SMALLER: dict[str, dict[str, Any]] = {
     "pyramid_kv": dict(window=4),
     "ada_kv": dict(window=3),
     "critical_kv": dict(window=3),
+    "defensive_kv": dict(window=3),
     "keydiff": dict(sinks=1, interval=2),
     "r_kv": dict(window=3, interval=2),
     "vase": dict(sinks=1, recent=3, interval=2),
@@ -44,7 +45,7 @@ SMALLER: dict[str, dict[str, Any]] = {
 
 WITHOUT_ALIGNER = ("gpt_oss", "mistral", "falcon", "codegen", "jamba", "llama4_text")
 REFUSED = {(model, "kv_align") for model in WITHOUT_ALIGNER}
-REFUSED |= {("GPT2", "critical_kv")}  # its output projection is no linear layer
+REFUSED |= {("GPT2", "critical_kv"), ("GPT2", "defensive_kv")}  # its output projection is no linear layer
 REFUSED |= {("gpt_oss", name) for name in (*CALIBRATED, "duo_attention")}  # which know all layers; half have windows
 """The pairs of a model and a policy that refuses it."""
 
