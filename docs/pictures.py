@@ -28,11 +28,13 @@ OPTIONS: dict[str, dict[str, Any]] = {  # defaults would leave few tokens for th
     "pyramid_kv": {"window": 16},
     "ada_kv": {"window": 16},
     "critical_kv": {"window": 16},
+    "defensive_kv": {"window": 16},
     "keydiff": {"interval": 8},
     "r_kv": {"interval": 8},
     "vase": {"recent": 16, "interval": 8},
 }
-LEFT_OUT = ("kv_align", "tri_attention", "expected_attention")  # they need weights that were made for the model
+LEFT_OUT = ("kv_align", "duo_attention", "tri_attention", "expected_attention")
+"""They need weights or gates that were made for the model."""
 
 
 def draw(model: Any, tokens: Tensor, name: str) -> None:

@@ -31,6 +31,7 @@ from kvpass.errors import (
     UnsupportedGraph,
 )
 from kvpass.policies.calibration import Calibration
+from kvpass.policies.head_gates import HeadGates
 
 __all__ = [
     "AlignerError",
@@ -46,6 +47,7 @@ __all__ = [
     "DecodeLoop",
     "ExplainReport",
     "GenerationOutput",
+    "HeadGates",
     "KVPassError",
     "LookupRangeError",
     "PolicyError",

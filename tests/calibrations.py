@@ -1,10 +1,11 @@
-"""Made-up calibrations, for tests of the policies that read one."""
+"""Made-up calibrations and gates, for tests of the policies that read one."""
 
 from __future__ import annotations
 
 import torch
 
 from kvpass.policies.calibration import CalibratedModel, Calibration
+from kvpass.policies.head_gates import HeadGates
 
 CALIBRATED = ("expected_attention", "tri_attention")
 
@@ -28,3 +29,17 @@ def random_calibration(
             scale=torch.full((layers,), dim**-0.5),
         ),
     )
+
+
+def random_gates(layers: int = 2, heads: int = 2, seed: int = 0) -> HeadGates:
+    """Gates of a model of that shape, all different."""
+    return HeadGates("random", torch.rand(layers, heads, generator=torch.Generator().manual_seed(seed)))
+
+
+def made_for_model(
+    name: str, layers: int = 2, query_heads: int = 4, heads: int = 2, dim: int = 8
+) -> dict[str, Calibration | HeadGates]:
+    """The options of a policy that are made for one model, but for the networks of `kv_align`."""
+    if name in CALIBRATED:
+        return {"calibration": random_calibration(layers, query_heads, heads, dim)}
+    return {"gates": random_gates(layers, heads)} if name == "duo_attention" else {}

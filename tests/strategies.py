@@ -15,7 +15,7 @@ from kvpass import policies
 from kvpass.errors import BudgetError
 from kvpass.policies import Policy
 from tests.aligners import random_aligner
-from tests.calibrations import CALIBRATED, random_calibration
+from tests.calibrations import CALIBRATED, random_calibration, random_gates
 
 EXAMPLES = int(os.environ.get("KVPASS_EXAMPLES", "30"))  # more, and other ones, for a thorough run
 
@@ -60,6 +60,12 @@ class Row:
         intervals = draw(INTERVALS) if self.periodic else {}
         return {**intervals, **draw(self.options)}
 
+    def lossless_at(self, budget: int, interval: int = 1) -> dict[str, Any]:
+        """Return options under which nothing goes before `budget` tokens are held; all heads then have as many."""
+        if self.name == "duo_attention":
+            return {"sinks": 0, "recent": budget + 1 - interval}
+        return self.lossless
+
 
 INTERVALS = st.sampled_from([{}, {}, {"interval": 2}, {"interval": 5}])
 ALIGNERS = st.builds(
@@ -69,13 +75,13 @@ ALIGNERS = st.builds(
 )
 CALIBRATIONS = st.builds(lambda seed: random_calibration(1, seed=seed), st.integers(0, 20))
 OF_CALIBRATIONS: dict[str, Any] = {"heads": 2, "groups": 2, "dim": 8, "positions": "absolute"}
-OF_HEADS = ("ada_kv", "critical_kv")
+OF_HEADS = ("ada_kv", "critical_kv", "defensive_kv", "duo_attention")
 """Policies that divide the budget of a layer among its heads."""
 TWO_HEADS: dict[str, Any] = {"heads": 2, "positions": "absolute"}
 """What they need in a case."""
 OF_CLASSES = dict(least=6, scored=True, fixed={"window": 3}, case=TWO_HEADS, lossless={"shares": (1.0,)}, rows=False)
-"""What `ada_kv` and `critical_kv` have in common."""
-OF_ONE_MODEL = ("kv_align", *CALIBRATED)
+"""What `ada_kv` and the policies that share its budgets of heads have in common."""
+OF_ONE_MODEL = ("kv_align", "duo_attention", *CALIBRATED)
 """Policies whose weights are made for one model."""
 
 TABLE = [
@@ -205,6 +211,31 @@ TABLE = [
             }
         ),
         **OF_CLASSES,
+    ),
+    Row(
+        "defensive_kv",
+        st.fixed_dictionaries(
+            {
+                "window": st.integers(1, 4),
+                "kernel": st.sampled_from([1, 3, 5]),
+                "safeguard": st.sampled_from([0.0, 0.2]),
+                "mass": st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+            }
+        ),
+        **OF_CLASSES,
+    ),
+    Row(
+        "duo_attention",
+        st.fixed_dictionaries(
+            {
+                "gates": st.builds(lambda seed: random_gates(1, seed=seed), st.integers(0, 20)),
+                "sinks": st.integers(0, 3),
+                "recent": st.integers(1, 4),
+            }
+        ),
+        case=TWO_HEADS,
+        fixed={"sinks": 1, "recent": 3},
+        rows=False,
     ),
     Row(
         "keydiff",

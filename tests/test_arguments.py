@@ -135,6 +135,13 @@ POLICY_OPTIONS: dict[str, dict[str, Sequence[Any]]] = {
     "pyramid_kv": {"window": NO_COUNT, "kernel": (*NO_COUNT, 4), "beta": NO_COUNT},
     "ada_kv": OF_HEADS,
     "critical_kv": {**OF_HEADS, "first": (*NO_NUMBER, 1.5, -0.1, None), "epsilon": (*NO_NUMBER, -0.1, None)},
+    "defensive_kv": {**OF_HEADS, "mass": (*NO_NUMBER, 1.5, -0.1, None)},
+    "duo_attention": {
+        "gates": (3, [], None),
+        "sinks": without(NO_COUNT, 0),
+        "recent": NO_COUNT,
+        "quantile": (*NO_NUMBER, 1.0, -0.1, None),
+    },
     "keydiff": {"sinks": without(NO_COUNT, 0), "recent": without(NO_COUNT, 0)},
     "r_kv": {
         "window": NO_COUNT,
@@ -163,6 +170,7 @@ POLICY_OPTIONS: dict[str, dict[str, Sequence[Any]]] = {
 }
 
 OF_FILES: dict[str, dict[str, Any]] = {
+    "duo_attention": {"gates": "none"},
     "kv_align": {"aligner": "none"},
     "tri_attention": {"calibration": "none"},
     "expected_attention": {"calibration": "none"},

@@ -7,20 +7,21 @@ step; and it is two Dynamo graphs all along, which are the same for all of them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 import kvpass
 from tests.aligners import random_aligner
-from tests.calibrations import CALIBRATED, random_calibration
+from tests.calibrations import CALIBRATED, made_for_model
 from tests.models import build, force, prompt
-from tests.strategies import OF_ONE_MODEL, ROWS, TABLE, fitting
+from tests.strategies import ROWS, TABLE, fitting
 from tests.traces import Traced
 
 ONE_ROW, PADDED = (1, ()), (3, (3, 1, 0))  # rows, and how many padding tokens each begins with
 # Llama has grouped heads and a full rotary embedding, GPT-NeoX single heads and a partial one.
-every_policy = pytest.mark.parametrize("name", [row.name for row in TABLE if row.name not in OF_ONE_MODEL])
+every_policy = pytest.mark.parametrize("name", [row.name for row in TABLE if row.name not in ("kv_align", *CALIBRATED)])
 every_model = pytest.mark.parametrize(
     ("architecture", "rows", "padding"),
     [
@@ -35,13 +36,11 @@ every_model = pytest.mark.parametrize(
 KV_HEADS = {"Llama": 2, "GPTNeoX": 4}
 
 
-def settings(name: str, architecture: str, budget: int) -> dict[str, object]:
+def settings(name: str, architecture: str, budget: int) -> dict[str, Any]:
     """What `kvpass.backend` is given for a policy, its budget at least `budget`."""
-    options = dict(ROWS[name].fixed)
+    options = ROWS[name].fixed | made_for_model(name, heads=KV_HEADS[architecture], dim=16)
     if name == "kv_align":  # its networks are made for one model
         options["aligner"] = random_aligner("direct", layers=2, heads=KV_HEADS[architecture], dim=16)
-    if name in CALIBRATED:
-        options["calibration"] = random_calibration(heads=KV_HEADS[architecture], dim=16)
     policy = kvpass.policies.resolve(name, options)
     return {"policy": name, "budget": fitting(policy, budget) if policy.evicts else 64, **options}
 
@@ -57,7 +56,9 @@ def test_the_uncompiled_model_until_something_is_evicted(
     how |= dict(return_dict_in_generate=True, output_logits=True)
     with torch.inference_mode():
         expected = build(architecture).generate(ids, **how)
-        chosen = kvpass.backend(**settings(name, architecture, 40), inner="eager", **ROWS[name].lossless)
+        given = settings(name, architecture, 40)
+        given |= ROWS[name].lossless_at(given["budget"])
+        chosen = kvpass.backend(**given, inner="eager")
         got = model.under(chosen).generate(ids, **how)
     assert torch.equal(got.sequences, expected.sequences)
     for ours, theirs in zip(got.logits, expected.logits, strict=True):

@@ -110,6 +110,7 @@ def parser() -> argparse.ArgumentParser:
     job.set_defaults(run=demo)
     _add_align(commands)
     _add_calibrate(commands)
+    _add_gates(commands)
     _add_eval(commands)
     _add_serve(commands)
     harness = commands.add_parser(
@@ -170,6 +171,24 @@ def _add_calibrate(commands: Any) -> None:
     job.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="float32", help=DEFAULT[1:])
     _add_shared(job, "--threads")
     job.set_defaults(run=calibrate)
+
+
+def _add_gates(commands: Any) -> None:
+    job = commands.add_parser(
+        "gates",
+        help="gates of a model's KV heads, for the policy duo_attention",
+        description="Measures how much attention each KV head of a model pays to tokens that a streaming head has not, "
+        "and writes its gates; or converts a table of gates, as DuoAttention publishes them.",
+    )
+    job.add_argument("model", metavar="MODEL", help="name or path of a Hugging Face causal model")
+    source = job.add_mutually_exclusive_group()
+    source.add_argument("--text", metavar="FILE", type=Path, help="UTF-8 text (default: prose of Python's manual)")
+    source.add_argument("--table", metavar="FILE", type=Path, help="gates as text, a line for each layer; not measured")
+    job.add_argument("--out", metavar="FILE", type=Path, required=True, help="the safetensors file to write")
+    job.add_argument("--window", metavar="N", type=at_least(8), default=2048, help="tokens run at once" + DEFAULT)
+    job.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="float32", help=DEFAULT[1:])
+    _add_shared(job, "--threads")
+    job.set_defaults(run=gates)
 
 
 def _add_eval(commands: Any) -> None:
@@ -345,6 +364,13 @@ def calibrate(parsed: argparse.Namespace) -> None:
     with needing_extra("align", "calibrating a model"):
         from kvpass.apps import calibrate as command
     command.main(parsed.model, parsed.text, parsed.out, parsed.window, parsed.dtype, parsed.threads)
+
+
+def gates(parsed: argparse.Namespace) -> None:
+    """Write the gates of a model; the imports need the extra `align`."""
+    with needing_extra("align", "measuring a model"):
+        from kvpass.apps import head_gates as command
+    command.main(parsed.model, parsed.text, parsed.table, parsed.out, parsed.window, parsed.dtype, parsed.threads)
 
 
 if __name__ == "__main__":

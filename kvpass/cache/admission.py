@@ -140,7 +140,7 @@ def _admit_prompt_by_class(layout: Layout, chunk: Chunk) -> ClassedSlots:
     """Admit a prompt: the policy orders the heads, and each class of them selects among its tokens."""
     whole = dataclasses.replace(layout, classes=(), capacity=1)
     scored = _scored(whole, Slots.empty(whole), chunk, (layout.budget,), True)
-    counts = layout.policy.head_counts(scored.tokens)
+    counts = layout.policy.head_counts(scored.tokens, layout.layer)
     slots = ClassedSlots.empty(layout, counts.argsort(dim=-1, descending=True, stable=True))
     for each, part, heads in zip(layout.parts, slots.parts, layout.head_slices, strict=True):
         _store(each, part, scored.of_heads(slots.order[:, heads], each))

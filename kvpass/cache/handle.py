@@ -49,8 +49,8 @@ class Handle(Tensor):
             if action is not None:
                 return action(*args, **(kwargs or {}))
             if not _reads_metadata(func):
-                given = optree.tree_leaves((args, kwargs or {}))
-                seen = next(each.seen for each in given if isinstance(each, Handle))
+                given: Any = (args, kwargs)
+                seen = next(each.seen for each in optree.tree_leaves(given) if isinstance(each, Handle))
                 raise CacheHandleError(
                     f"{getattr(func, '__name__', func)} on a cache of kvpass: its {seen} tokens live in slots and not "
                     "in this tensor. Reordering rows, copying and moving work; anything else needs "

@@ -7,7 +7,7 @@ key at position 0, rotated.  Queries are read from the canonical graph of prompt
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
@@ -15,8 +15,10 @@ from torch import Tensor
 
 from kvpass import cache_names
 from kvpass.arguments import Positive, checked
+from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.capture import capture
 from kvpass.errors import AlignerError, CalibrationError, UnsupportedGraph
+from kvpass.fx import walk
 from kvpass.policies.aligners.signature import device_of, name_of, rows_of
 from kvpass.policies.calibration import CalibratedModel, Calibration, sizes_of_pairs, turned
 from kvpass.torch_private import dynamo
@@ -53,10 +55,10 @@ def calibrate(model: torch.nn.Module, ids: Tensor, *, window: Positive = 1024) -
     probed = _probed(model, torch.unique(ids)[:PROBES], window)
     rotations = [_Rotation.measured(keys, name_of(model), layer) for layer, keys in enumerate(probed)]
     sums: list[_Sums] = []
-    reader = _QueryReader(model)
+    reader = AttentionReader(model)
     for part in torch.split(ids.to(device_of(model)), window):
         if len(part) == window:
-            _add(sums, reader.queries(part[None]), rotations, name_of(model))
+            _add(sums, reader.calls(part[None]), rotations, name_of(model))
     return _calibration(name_of(model), probed[0][0].shape[1], rotations, sums)
 
 
@@ -172,11 +174,26 @@ class _Sums:
         self.sizes += sizes_of_pairs(rows).sum(1)
 
 
-class _QueryReader:
-    """Runs a model and returns the queries of its attention calls; the backend that compiles it to record them."""
+class RecordedAttention(NamedTuple):
+    """The arguments of one attention call on a cache.
+
+    Attributes:
+        query: [B, Hq, n, D]; key: [B, Ha, n, D], both as attention reads them.
+        scale: the factor on their products.
+        heads: Hkv, of the cache.
+    """
+
+    query: Tensor
+    key: Tensor
+    scale: float
+    heads: int
+
+
+class AttentionReader:
+    """Runs a model and returns its attention calls; the backend that compiles it to record them."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self.found: list[tuple[Tensor, float]] = []
+        self.found: list[RecordedAttention] = []
         dynamo.set_up_compilations()
 
         def run(ids: Tensor) -> Any:
@@ -188,35 +205,41 @@ class _QueryReader:
         captured = capture(gm, [False] * len(examples))
         for reading in captured.refused:
             raise UnsupportedGraph(f"a cache of the model cannot be read: {reading.refusal}")
-        return _Recorder(captured.gm, {site.call: site.scale for site in captured.sites}, self.found).run
+        return _Recorder(captured.gm, {site.call: site for site in captured.sites}, self.found).run
 
-    def queries(self, ids: Tensor) -> list[tuple[Tensor, float]]:
-        """Return the queries [1, Hq, n, D] of each layer as attention reads them, and the scale of their logits."""
+    def calls(self, ids: Tensor) -> list[RecordedAttention]:
+        """Return the attention call of each layer on the token ids, int64 [B, n].
+
+        Raises:
+            UnsupportedGraph: the attention of the model cannot be read.
+        """
         self.found.clear()
         self.compiled(ids)
         return self.found
 
 
 class _Recorder(fx.Interpreter):
-    """Runs a canonical graph and records the queries of its attention calls."""
+    """Runs a canonical graph and records its attention calls."""
 
-    def __init__(self, gm: fx.GraphModule, scales: dict[fx.Node, float], found: list[tuple[Tensor, float]]) -> None:
+    def __init__(self, gm: fx.GraphModule, sites: dict[fx.Node, AttentionSite], found: list[RecordedAttention]) -> None:
         super().__init__(gm)
-        self.scales, self.found = scales, found
+        self.sites, self.found = sites, found
 
     def run_node(self, n: fx.Node) -> Any:
-        if n in self.scales:
+        if n in self.sites:
             arguments, _ = self.fetch_args_kwargs_from_env(n)
-            self.found.append((arguments[0], self.scales[n]))
+            site = self.sites[n]
+            heads = int(walk.value(site.grown_key).shape[1])
+            self.found.append(RecordedAttention(arguments[0], arguments[1], site.scale, heads))
         return super().run_node(n)
 
 
-def _add(sums: list[_Sums], queries: list[tuple[Tensor, float]], rotations: list[_Rotation], name: str) -> None:
-    if len(queries) != len(rotations):
-        raise CalibrationError(f"{name} has {len(rotations)} caches and {len(queries)} attention calls on caches")
-    sums.extend(_Sums(query.double(), scale) for query, scale in queries[len(sums) :])
-    for each, rotation, (query, _) in zip(sums, rotations, queries, strict=True):
-        each.add(rotation.before(query, torch.arange(query.shape[2], device=query.device)))
+def _add(sums: list[_Sums], calls: list[RecordedAttention], rotations: list[_Rotation], name: str) -> None:
+    if len(calls) != len(rotations):
+        raise CalibrationError(f"{name} has {len(rotations)} caches and {len(calls)} attention calls on caches")
+    sums.extend(_Sums(call.query.double(), call.scale) for call in calls[len(sums) :])
+    for each, rotation, call in zip(sums, rotations, calls, strict=True):
+        each.add(rotation.before(call.query, torch.arange(call.query.shape[2], device=call.query.device)))
 
 
 def _calibration(name: str, heads: int, rotations: list[_Rotation], sums: list[_Sums]) -> Calibration:

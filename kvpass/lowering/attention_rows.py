@@ -23,6 +23,8 @@ BLOCK = 1 << 20  # logits in memory at a time: 4 MB in float32, which stay in th
 SCANNED = 4 * BLOCK  # for a scan, which needs all heads of a row at once
 LOWEST = torch.finfo(torch.float32).min
 
+Smooth = Callable[[Tensor, Tensor], Tensor]
+"""A function that changes probabilities [B, Hkv, G, n, S], given which queries are real, bool [B, q]."""
 Seen = Callable[[slice], slice]
 """A function that returns the keys to read for a slice of the queries."""
 
@@ -354,3 +356,15 @@ def _late_by_kernel(chosen: ScoredAttention, counted: Tensor, count: Tensor) -> 
     last = (newest.probs(logits) * first)[..., 0, :]
     mean = last if counted.shape[1] == 1 else chosen.summed(counted / count, 1)[0]
     return last, mean, torch.where(first > 0, logits, 0)[..., 0, :]
+
+
+def highest_rows(attention: ScoredAttention, valid: Tensor, window: int, smoothed: Smooth) -> Tensor:
+    """Return the highest of the smoothed probabilities of the last `window` real queries, float32 [B, Hkv, G, S]."""
+    latest = _latest(valid, window)
+    chosen, real, peaks = attention.picked(latest.clamp(min=0)), latest >= 0, zeros(attention, 1)[0]
+    for part, piece in chosen.pieces():
+        spans = piece.spans(BLOCK)
+        for span, (_, block, made) in zip(spans, _blocks(piece, spans, piece.keys_before), strict=True):
+            rows = smoothed(block.probs(made).float(), valid[part[0]]) * real[part[0], None, None, span, None]
+            peaks[part] = torch.maximum(peaks[part], rows.amax(-2))
+    return peaks

@@ -7,6 +7,7 @@ attention as well: the library's attention has the log-sum-exp of the rows, whic
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import urllib.parse
 
@@ -15,11 +16,11 @@ from torch import Tensor
 
 from kvpass import policies
 from kvpass.budget import Budget, slots_of_rows
-from kvpass.lowering.attention_rows import ScoredAttention, late_statistics, votes_for_older
+from kvpass.lowering.attention_rows import ScoredAttention, highest_rows, late_statistics, votes_for_older
 from kvpass.policies import specify
 from kvpass.policies.base import Policy
 from kvpass.policies.heads import HeadSharding
-from kvpass.policies.protocols import Scanning
+from kvpass.policies.protocols import Scanning, Smoothing
 from kvpass.policies.types import Attention, Statistic
 from kvpass.torch_private.fx_nodes import attention_with_lse
 
@@ -164,8 +165,11 @@ def _scanned(
     """Return the policy's scan over the attention rows, one query after the other, float32 [B, H', S]."""
     assert request.scan is not None
     policy, sharding = policies.specified(request.scan), HeadSharding.read(request.sharding)
-    assert isinstance(policy, Scanning)
     before = attention.key.shape[2] - attention.query.shape[2]
+    if isinstance(policy, Smoothing):
+        smoothed = functools.partial(policy.smoothed, held=before)
+        return regrouped(highest_rows(attention, valid, policy.observation, smoothed), request.heads).amax(2)
+    assert isinstance(policy, Scanning)
     slots = _slots(policy, request.budget, row_budgets, valid)
     made = []
     for row, blocks in enumerate(attention.rows(log_sum_exp)):

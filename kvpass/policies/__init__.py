@@ -33,6 +33,8 @@ _BUILT_IN = {
     "cascade": "Cascade",
     "critical_kv": "CriticalKV",
     "d2o": "D2O",
+    "defensive_kv": "DefensiveKV",
+    "duo_attention": "DuoAttention",
     "expected_attention": "ExpectedAttention",
     "full": "Full",
     "h2o": "H2O",

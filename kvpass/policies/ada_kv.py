@@ -77,7 +77,7 @@ class AdaKV(SnapKV):
             )
         return classes_of(shares, heads * budget, self.fitting_budget(0))
 
-    def head_counts(self, tokens: Tokens) -> Tensor:
+    def head_counts(self, tokens: Tokens, layer: int) -> Tensor:
         scored = tokens.live & tokens.state["selected"] & ~tokens.newest(self.window)
         selected = self.compacted(tokens.budget) - self.window
         assert isinstance(selected, int)  # rows have no budgets of their own

@@ -209,13 +209,14 @@ class Policy:
         """
         return ()
 
-    def head_counts(self, tokens: Tokens) -> Tensor:
+    def head_counts(self, tokens: Tokens, layer: int) -> Tensor:
         """Return how much of the layer's budget each head deserves at the end of a prompt: [B, Hkv], any numbers.
 
         Heads are put into the classes in the order of their counts; of equal counts the lower head comes first.
 
         Args:
             tokens: the tokens of the prompt, after `observe_chunk` and `rescore`; their budget is the mean.
+            layer: the index of the layer; 0 unless the policy `reads_layer`.
         """
         raise NotImplementedError
 

@@ -13,7 +13,7 @@ from kvpass.policies.types import Merge, State, Tokens
 
 @runtime_checkable
 class Scanning(Protocol):
-    """A policy that lists "scan" among its statistics."""
+    """A policy that lists "scan" among its statistics, and is not `Smoothing`."""
 
     def scan(
         self, rows: Iterable[Tensor], valid: Tensor, held: int, budget: int, spread: HeadSharding | None = None
@@ -27,6 +27,22 @@ class Scanning(Protocol):
             valid: bool [B, q], false for padding.
             held: how many of the columns are slots.
             spread: as of `Attention`.
+        """
+
+
+@runtime_checkable
+class Smoothing(Protocol):
+    """A policy that lists "scan", of which the result is the highest attention that any of the last queries paid."""
+
+    def smoothed(self, probs: Tensor, valid: Tensor, held: int) -> Tensor:
+        """Return rows of attention as the policy compares them; never traced.
+
+        `Attention.scan` is the highest over the last `Policy.observation` real queries and the G query heads.
+
+        Args:
+            probs: float32 [b, h, G, n, held + q], of n of the last queries.
+            valid: bool [b, q], false for padding.
+            held: how many of the columns are slots.
         """
 
 

@@ -11,6 +11,7 @@ then leaves sinks and its most recent tokens.
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ class Streaming(Policy):
     sinks: Natural = 4
     name = "streaming"
     spreads = "always"
-    positions = "cache"
+    positions: ClassVar[Literal["absolute", "cache"]] = "cache"
 
     def minimum_budget(self) -> int:
         return self.sinks + 1

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kvpass
 from tests.aligners import random_aligner
-from tests.calibrations import CALIBRATED, random_calibration
+from tests.calibrations import made_for_model
 from tests.strategies import ROWS, fitting
 from tests.traces import Traced
 
@@ -81,11 +81,11 @@ class Subject:
 
     def settings(self, policy: str, budget: int) -> dict[str, Any]:
         """Return what `kvpass.backend` is given for a policy: its smallest budget of at least `budget`."""
-        options = {**ROWS[policy].fixed, **ROWS[policy].lossless}
+        options = ROWS[policy].fixed | made_for_model(policy, self.layers, QUERY_HEADS, KV_HEADS, DIM)
+        if budget == ROOMY:
+            options |= ROWS[policy].lossless_at(budget)
         if policy == "kv_align":  # aligners are trained for a model; a random one is as good for comparing
             options["aligner"] = random_aligner("direct", self.layers, KV_HEADS, DIM, window=ROOMY)
-        if policy in CALIBRATED:
-            options["calibration"] = random_calibration(self.layers, QUERY_HEADS, KV_HEADS, DIM)
         chosen = kvpass.policies.resolve(policy, options)
         return {"policy": policy, "budget": fitting(chosen, budget) if chosen.evicts else ROOMY, **options}
 

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 KEY = "kvpass.cache"
 CROPPED = [name for name in ROWS if name not in ("kv_align", *OF_HEADS)]  # which refuse crop, or do not save the calls
 QUICK = ("h2o", "d2o", "kv_align", "ada_kv")
-SAVED = [name for name in ROWS if name != "critical_kv"]  # takes no turn after it was loaded
+SAVED = [name for name in ROWS if name not in ("critical_kv", "defensive_kv")]  # which take no turn once loaded
 each_policy = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in SAVED]
 )

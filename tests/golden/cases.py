@@ -9,7 +9,7 @@ from kvpass import policies
 from tests import models
 from tests.aligners import random_aligner
 from tests.architectures import zoo
-from tests.calibrations import CALIBRATED, random_calibration
+from tests.calibrations import CALIBRATED, made_for_model
 from tests.strategies import OF_ONE_MODEL
 
 BUDGET = 8
@@ -36,6 +36,7 @@ SMALLER: dict[str, dict[str, Any]] = {
     "pyramid_kv": dict(window=4),
     "ada_kv": dict(window=3),
     "critical_kv": dict(window=3),
+    "defensive_kv": dict(window=3),
     "keydiff": dict(sinks=1, interval=2),
     "r_kv": dict(window=3, interval=2),
     "vase": dict(sinks=1, recent=3, interval=2),
@@ -44,8 +45,8 @@ SMALLER: dict[str, dict[str, Any]] = {
 
 WITHOUT_ALIGNER = ("gpt_oss", "mistral", "falcon", "codegen", "jamba", "llama4_text")
 REFUSED = {(model, "kv_align") for model in WITHOUT_ALIGNER}
-REFUSED |= {("GPT2", "critical_kv")}  # its output projection is no linear layer
-REFUSED |= {("gpt_oss", name) for name in CALIBRATED}  # a calibration is of all layers, and half have windows
+REFUSED |= {("GPT2", "critical_kv"), ("GPT2", "defensive_kv")}  # its output projection is no linear layer
+REFUSED |= {("gpt_oss", name) for name in (*CALIBRATED, "duo_attention")}  # which know all layers; half have windows
 """The pairs of a model and a policy that refuses it."""
 
 
@@ -84,9 +85,11 @@ def settings(policy: str, model: Any) -> dict[str, Any]:
     config = model.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    made = made_for_model(policy, config.num_hidden_layers, config.num_attention_heads, heads, dim)
+    if policy == "duo_attention":
+        return dict(budget=BUDGET, sinks=1, recent=3, **made)
     if policy in CALIBRATED:
-        shape = (config.num_hidden_layers, config.num_attention_heads, heads, dim)
-        return dict(budget=BUDGET, calibration=random_calibration(*shape), sinks=1, interval=2)
+        return dict(budget=BUDGET, sinks=1, interval=2, **made)
     return dict(budget=BUDGET, aligner=random_aligner("direct", layers=config.num_hidden_layers, heads=heads, dim=dim))
 
 

@@ -98,7 +98,7 @@ class TwoEqualClasses(AdaKV):
     def head_classes(self, heads: int, budget: int) -> tuple[HeadClass, ...]:
         return (HeadClass(1, budget), HeadClass(heads - 1, budget))
 
-    def head_counts(self, tokens: Any) -> Tensor:
+    def head_counts(self, tokens: Any, layer: int) -> Tensor:
         return torch.zeros(tokens.position.shape[:2], dtype=torch.int64)
 
 
@@ -121,8 +121,8 @@ class Noting(AdaKV):
 
     name = "_noting"
 
-    def head_counts(self, tokens: Any) -> Tensor:
-        COUNTS.append(super().head_counts(tokens))
+    def head_counts(self, tokens: Any, layer: int) -> Tensor:
+        COUNTS.append(super().head_counts(tokens, layer))
         return COUNTS[-1]
 
 

@@ -16,7 +16,7 @@ from kvpass.apps.evaluation.results import Result
 from kvpass.diagnostics.simulate import simulate
 from kvpass.errors import BudgetError, PolicyError
 from kvpass.policies import Policy, Tokens, resolve
-from tests.calibrations import CALIBRATED, random_calibration
+from tests.calibrations import made_for_model
 from tests.models import build, force, prompt
 from tests.strategies import OF_HEADS, TABLE
 from tests.test_invariants import settings
@@ -36,7 +36,7 @@ def layer(tokens: int, rows: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch
 
 def calibrated(name: str) -> dict[str, Any]:
     """What a policy needs for such a layer."""
-    return {"calibration": random_calibration(1, 1, 1, 8)} if name in CALIBRATED else {}
+    return made_for_model(name, 1, 1, 1, 8)
 
 
 @periodic

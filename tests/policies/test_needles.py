@@ -15,6 +15,7 @@ OPTIONS = {
     "pyramid_kv": {"window": 4, "kernel": 1},
     "ada_kv": {"window": 4, "kernel": 1},
     "critical_kv": {"window": 4, "kernel": 1},
+    "defensive_kv": {"window": 4, "kernel": 1},
     "r_kv": {"window": 4, "kernel": 1, "weight": 0.9, "interval": 2},
     "vase": {"recent": 4, "kernel": 1, "large": 0.0, "interval": 2},
 }

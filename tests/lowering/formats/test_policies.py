@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvpass.diagnostics.simulate import simulate
 from kvpass.lowering.formats import KVDtype, base_of
-from tests.calibrations import CALIBRATED, random_calibration
+from tests.calibrations import made_for_model
 from tests.strategies import TABLE, Case, Row, cases
 from tests.test_chunks_and_padding import EVICTING, compare
 
@@ -71,7 +71,7 @@ def test_padded_prompts_and_chunks(row: Row, kv_dtype: KVDtype, data: st.DataObj
 @pytest.mark.parametrize("row", [row for row in TABLE if row.name not in EXACT], ids=lambda row: row.name)
 def test_nothing_else_than_the_rows_is_rounded(row: Row, kv_dtype: KVDtype) -> None:
     """A prompt is attended to as the model made it; later outputs are those of plain rows, but for the rounding."""
-    more = {"calibration": random_calibration(1, dim=32)} if row.name in CALIBRATED else {}
+    more = made_for_model(row.name, 1, dim=32)
     case = Case(row.name, row.fixed | more, 3, 1, 2, 2, 32, None if row.name == "full" else 20, 16, 4, "absolute", None)
     exact, got = (
         simulate(case.name, *case.layer(0.5), compiled=True, kv_dtype=kind, **case.settings)

@@ -1,0 +1,108 @@
+"""Select prompt tokens by the highest attention that any late query paid, so that none is lost which one query needs.
+
+DefensiveKV (Feng et al., "Taming the Fragility of KV Cache Eviction in LLM Inference").
+https://arxiv.org/abs/2510.13334
+
+Once, at the end of a prompt, each of its last `window` queries has its attention to the tokens before them averaged
+over `kernel` neighbours, zero beyond either end, and rescaled to the sum that it had.  A token's score is the highest
+of all queries and of the G query heads of a KV head, and at least the mean of these over the tokens.  It is multiplied
+by what the token's value adds to the output of the layer (`kvpass.policies.critical_kv`), as a share of all KV heads'.
+
+In each head the tokens of highest mean attention are safe that together have less than `mass` of it.  They and then the
+highest scores of all heads win the selected tokens of the layer.  Heads get budgets by their winners as under `ada_kv`.
+Each keeps its safe tokens, then its highest scores, and its window, and goes on with a ring.
+
+A chunk is selected from like a prompt.  Held tokens are not averaged with neighbours, of which some are gone, and
+values are not compared among heads, which hold different tokens.  Heads stay in their classes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from kvpass.arguments import Positive, Share
+from kvpass.policies.ada_kv import AdaKV, winners
+from kvpass.policies.critical_kv import output_norms
+from kvpass.policies.ranking import highest
+from kvpass.policies.types import Attention, State, Tokens
+from kvpass.policies.voting import TINY
+
+
+@dataclasses.dataclass(frozen=True)
+class DefensiveKV(AdaKV):
+    """The DefensiveKV policy.
+
+    Attributes:
+        mass: the share of a head's mean attention below which its tokens are selected by mean attention alone.
+    """
+
+    window: Positive = 32
+    safeguard: Share = 0.0
+    mass: Share = 0.9
+    name = "defensive_kv"
+    statistics = frozenset({"window", "scan"})
+
+    def state(self) -> dict[str, torch.dtype]:
+        return {**super().state(), "mean": torch.float32, "impact": torch.float32}
+
+    def smoothed(self, probs: Tensor, valid: Tensor, held: int) -> Tensor:
+        """Return attention averaged over neighbours among the new tokens that are older than the window."""
+        older = valid & (valid.cumsum(-1) <= valid.sum(-1, keepdim=True) - self.window)  # [B, q]
+        order = (~older).int().argsort(dim=-1, stable=True)[:, None, None, None].expand_as(probs[..., held:])
+        among = older[:, None, None, None]
+        rows = torch.where(among, probs[..., held:], 0.0)
+        pooled = torch.nn.functional.avg_pool1d(
+            rows.gather(-1, order).flatten(0, 3)[:, None], self.kernel, stride=1, padding=self.kernel // 2
+        )
+        pooled = torch.where(among, torch.zeros_like(rows).scatter(-1, order, pooled.view_as(rows)), 0.0)
+        pooled = pooled * (rows.sum(-1, keepdim=True) / pooled.sum(-1, keepdim=True).clamp(min=TINY))
+        return torch.cat([probs[..., :held], pooled], -1)
+
+    def observe_chunk(self, tokens: Tokens, attention: Attention) -> State:
+        scored = (attention.queries > 0) & tokens.live & ~tokens.newest(self.window)
+        peak = torch.where(scored, attention.scan, 0.0)
+        least = peak.sum(-1, keepdim=True) / scored.sum(-1, keepdim=True).clamp(min=1)
+        return {
+            "score": torch.where(scored, torch.maximum(peak, least), tokens.state["score"]),
+            "mean": torch.where(scored, attention.window.mean(2), tokens.state["mean"]),
+            "selected": scored | tokens.state["selected"],
+        }
+
+    def project(self, tokens: Tokens, value: Tensor, output: Tensor | None) -> State:
+        norms = output_norms(value, output)
+        if not tokens.held:  # a prompt, whose tokens all heads have
+            norms = norms / norms.sum(1, keepdim=True).clamp(min=TINY)
+        return {"impact": torch.where(tokens.live & tokens.state["selected"], tokens.state["score"] * norms, 0.0)}
+
+    def head_counts(self, tokens: Tokens, layer: int) -> Tensor:
+        selected = self.compacted(tokens.budget) - self.window
+        assert isinstance(selected, int)  # rows have no budgets of their own
+        safe, position = self._safe(tokens, selected), torch.where(self._competes(tokens), tokens.position, -1)
+        score = torch.where(safe, torch.inf, tokens.state["impact"])
+        return winners(score, position, selected, self.safeguard)
+
+    def compact(self, tokens: Tokens) -> tuple[Tensor, State]:
+        by_impact = torch.where(self._competes(tokens), tokens.state["impact"], self.score(tokens))
+        score = torch.where(self._safe(tokens, tokens.budget - self.window), torch.inf, by_impact)
+        return highest(score, tokens.position, tokens.budget), {}
+
+    def _competes(self, tokens: Tokens) -> Tensor:
+        """Return bool [B, H, N]: the selected tokens before the window."""
+        return tokens.live & tokens.state["selected"] & ~tokens.newest(self.window)
+
+    def _safe(self, tokens: Tokens, most: int | Tensor) -> Tensor:
+        """Return bool [B, H, N]: the tokens of highest mean attention that have less than `mass` of it, up to `most`.
+
+        Args:
+            most: a number, or int64 [B, H, 1].
+        """
+        among = self._competes(tokens)
+        mean = torch.where(among, tokens.state["mean"], 0.0).double()
+        order = torch.where(among, tokens.position, torch.iinfo(torch.int64).max).argsort(dim=-1)
+        order = order.gather(-1, mean.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
+        share = mean.gather(-1, order).cumsum(-1) / mean.sum(-1, keepdim=True).clamp(min=TINY)
+        below = (share < self.mass).scatter(-1, order, share < self.mass)
+        return below & highest(mean, torch.where(among, tokens.position, -1), most)

@@ -1,0 +1,103 @@
+"""Keep the context in heads that retrieve from it, and attention sinks and a recent window in the others.
+
+DuoAttention (Xiao et al., "DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads").
+https://arxiv.org/abs/2410.10819
+
+A gate of each KV head (`kvpass.policies.head_gates`) says which heads retrieve: those whose gate exceeds a quantile of
+the gates of their layer.  A streaming head keeps the first `sinks` and the last `recent` tokens.  The retrieval heads
+of a layer share the rest of the layer's budget, Hkv * budget, equally.
+
+The paper takes one quantile of all gates, so that layers have different numbers of retrieval heads.  Here each layer
+has as many, because all layers have the same classes of slots.  The paper's retrieval heads keep every token.  Here
+they do while the context fits into their budget; beyond it they keep the first `sinks` and the last tokens.
+
+A chunk leaves the same tokens as if its tokens had come one by one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Annotated
+
+from torch import Tensor
+
+from kvpass.arguments import Condition, Natural, Positive
+from kvpass.errors import CalibrationError, PolicyError
+from kvpass.policies.budgets import HeadClass, Plan
+from kvpass.policies.head_gates import HeadGates
+from kvpass.policies.streaming import Streaming
+from kvpass.policies.types import Attention, Tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class DuoAttention(Streaming):
+    """The DuoAttention policy.
+
+    Attributes:
+        sinks: the number of first tokens that always stay.
+        gates: a `HeadGates`, or the path of a saved one.
+        quantile: heads retrieve whose gate exceeds this quantile of their layer's gates; at least one head does.
+        recent: the number of last tokens that streaming heads keep.
+    """
+
+    sinks: Natural = 64
+    gates: HeadGates | str | os.PathLike[str] | None = None
+    quantile: Annotated[float, Condition("from 0 to below 1", lambda share: 0 <= share < 1)] = 0.5
+    recent: Positive = 256
+    name = "duo_attention"
+    heads = "kv"
+    positions = "absolute"
+    own_positions = "heads hold different numbers of tokens, and a query has one position among them"
+    prompt_must_compete = "its streaming heads keep the first and the last tokens alone"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.gates is None:
+            raise CalibrationError(
+                f"{self.name} needs gates=..., a kvpass.HeadGates or the path of one; measure gates of the model with "
+                "`kvpass gates MODEL --out FILE`, or convert a table with --table"
+            )
+        if not isinstance(self.gates, HeadGates):
+            object.__setattr__(self, "gates", HeadGates.load(self.gates))
+
+    @property
+    def of_model(self) -> HeadGates:
+        assert isinstance(self.gates, HeadGates)
+        return self.gates
+
+    @property
+    def reads_layer(self) -> bool:
+        return True
+
+    def minimum_budget(self) -> int:
+        return self.sinks + self.recent
+
+    def plan(
+        self, attention: Sequence[Attention], valid: Tensor, budget: int, earlier: Sequence[Plan] | None = None
+    ) -> list[Plan]:
+        self.of_model.check(layers=len(attention))
+        return super().plan(attention, valid, budget, earlier)
+
+    def head_classes(self, heads: int, budget: int) -> tuple[HeadClass, ...]:
+        if heads == 1:
+            raise PolicyError(
+                f"{self.name!r} divides the budget of a layer among its KV heads, and this model has one per layer: "
+                "use policy='streaming'"
+            )
+        self.of_model.check(heads=heads)
+        below = math.floor((heads - 1) * Fraction(str(self.quantile)))
+        retrieving = heads - 1 - below
+        streaming, held = heads - retrieving, self.fitting_budget(0)
+        # a few more tokens, so that what they leave is divisible by the number of retrieval heads
+        held += (budget - held) % (retrieving // math.gcd(retrieving, streaming))
+        if held == budget:
+            return ()
+        return HeadClass(retrieving, (heads * budget - streaming * held) // retrieving), HeadClass(streaming, held)
+
+    def head_counts(self, tokens: Tokens, layer: int) -> Tensor:
+        gates = self.of_model.gates[layer].to(tokens.position.device)
+        return gates.expand(tokens.position.shape[0], -1)

@@ -1,0 +1,97 @@
+"""Define gates of KV heads: how much a head needs the tokens between the first and the last ones.
+
+DuoAttention trains a gate for each KV head of a model; `kvpass gates` measures one, or reads a table of trained ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvpass.errors import CalibrationError
+from kvpass.policies import tensor_files
+
+KEY = "kvpass.head_gates"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class HeadGates(tensor_files.Weights):
+    """Gates of the KV heads of a model; equal to gates with the same content.
+
+    Attributes:
+        architecture: as the model's configuration names it.
+        gates: float32 [L, Hkv], from 0 for a head that loses nothing without the tokens between the first and the last.
+        digest: a hash of both.
+    """
+
+    architecture: str
+    gates: Tensor = dataclasses.field(repr=False)
+    digest: str = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        """Check the gates.
+
+        Raises:
+            CalibrationError: they are not finite numbers in two dimensions.
+        """
+        if self.gates.ndim != 2 or not self.gates.is_floating_point() or not bool(self.gates.isfinite().all()):
+            raise CalibrationError(
+                f"gates are finite numbers of the shape [layers, KV heads], not {self.gates.dtype} of shape "
+                f"{tuple(self.gates.shape)}"
+            )
+        object.__setattr__(self, "gates", self.gates.detach().float().cpu())
+        object.__setattr__(self, "digest", tensor_files.digest_of(self.architecture, {"gates": self.gates}))
+
+    def check(self, **found: int) -> None:
+        """Raise CalibrationError unless `layers` or `heads`, as found in a model, are those of the gates."""
+        sizes = dict(zip(("layers", "heads"), self.gates.shape, strict=True))
+        for name, size in found.items():
+            if sizes[name] != size:
+                raise CalibrationError(
+                    f"the gates are of a {self.architecture} with {name}={sizes[name]}, and this model has {size}; "
+                    "measure gates for it with `kvpass gates MODEL --out FILE`"
+                )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the gates to a safetensors file.
+
+        Raises:
+            CalibrationError: the file cannot be written.
+        """
+        tensor_files.write(path, {"gates": self.gates}, KEY, {"architecture": self.architecture}, CalibrationError)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> HeadGates:
+        """Read gates from a safetensors file.
+
+        Raises:
+            CalibrationError: the file does not exist, is damaged or holds no gates.
+        """
+        fields, tensors = tensor_files.read(path, KEY, "a file of gates", CalibrationError)
+        try:
+            return HeadGates(fields["architecture"], tensors["gates"])
+        except (KeyError, TypeError) as error:
+            raise CalibrationError(f"{os.fspath(path)}: these gates cannot be read: {error}") from error
+
+    @staticmethod
+    def of_table(path: str | os.PathLike[str], architecture: str) -> HeadGates:
+        """Read a text file with a line for each layer and a number for each KV head, separated by tabs or spaces.
+
+        This is the format of `full_attention_heads.tsv` in the repository of DuoAttention, whose code clips numbers to
+        0 and 1 as well.
+
+        Raises:
+            CalibrationError: the file cannot be read or is no such table.
+        """
+        try:
+            lines = [line.split() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+            return HeadGates(architecture, torch.tensor([[float(x) for x in line] for line in lines]).clamp(0, 1))
+        except (OSError, ValueError) as error:
+            raise CalibrationError(
+                f"{os.fspath(path)} is no table of gates, which has a line for each layer and a number for each KV "
+                f"head: {error}"
+            ) from error

@@ -1,0 +1,71 @@
+"""Reference of `defensive_kv`: the worst case over late queries, and budgets of heads by what then wins."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvpass.policies.defensive_kv import DefensiveKV
+from kvpass.reference.base import HeadStream, Token, in_order
+from kvpass.reference.critical_kv import CriticalKVReference
+
+
+class DefensiveKVReference(CriticalKVReference):
+    policy: DefensiveKV  # type: ignore[assignment]  # norms are computed alike, and all else differs
+
+    def vote(self, tokens: list[Token], probabilities: Tensor, seen: int) -> None:
+        held, last = len(tokens) - len(probabilities), seen - self.policy.window
+        before = [n for n, token in enumerate(tokens) if token.position < last]
+        old, new = [n for n in before if n < held], [n for n in before if n >= held]
+        late = probabilities[-self.policy.window :].double()
+        rows = [self.smoothed(row[new].tolist()) for row in late.flatten(0, 1)]
+        peaks = dict(zip(old, late[..., old].amax((0, 1)).tolist(), strict=True)) if old else {}
+        peaks |= {n: max(row[index] for row in rows) for index, n in enumerate(new)}
+        for n in before:
+            tokens[n].score = max(peaks[n], sum(peaks.values()) / len(peaks))
+            tokens[n].notes["mean"] = float(late[..., n].mean())
+            tokens[n].notes["impact"] = tokens[n].score * tokens[n].notes["norm"]
+            tokens[n].notes["selected"] = True
+
+    def smoothed(self, row: list[float]) -> list[float]:
+        """Return a row averaged over neighbours, with the sum that it had."""
+        side = self.policy.kernel // 2
+        averaged = [sum(row[max(0, n - side) : n + side + 1]) / self.policy.kernel for n in range(len(row))]
+        return [x * sum(row) / sum(averaged) if sum(averaged) else 0.0 for x in averaged]
+
+    def won(self, row: list[HeadStream]) -> list[int]:
+        for same in zip(*(stream.tokens for stream in row), strict=True):
+            whole = sum(token.notes["norm"] for token in same)
+            for token in same:
+                token.notes["impact"] = token.score * token.notes["norm"] / whole if whole else 0.0
+        each = sum(stream.budget for stream in row) // len(row) - (row[0].interval - 1) - self.policy.window
+        entries = []
+        for stream in row:
+            tokens = [token for token in stream.tokens if "selected" in token.notes]
+            best = sorted(tokens, key=lambda token: (-token.notes["impact"], token.position))
+            safe = self.safe(tokens, each) + best[: int(self.policy.safeguard * each)]
+            entries += [(token not in safe, -token.notes["impact"], stream.head) for token in best]
+        won = [head for *_, head in sorted(entries)[: len(row) * each]]
+        return [won.count(stream.head) for stream in row]
+
+    def safe(self, tokens: list[Token], most: int) -> list[Token]:
+        """Return the tokens of highest mean attention that have less than `mass` of it together."""
+        by_mean = sorted(tokens, key=lambda token: (-token.notes["mean"], token.position))
+        whole, share, found = sum(token.notes["mean"] for token in tokens), 0.0, []
+        for token in by_mean[: max(most, 0)]:
+            share += token.notes["mean"]
+            if share >= self.policy.mass * whole:
+                break
+            found.append(token)
+        return found
+
+    def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
+        if len(tokens) <= budget:
+            return tokens
+        window = [token for token in tokens if token.position >= seen - self.policy.window]
+        others = [token for token in tokens if token not in window]
+        selected = [token for token in others if "selected" in token.notes]
+        ring = sorted((token for token in others if "selected" not in token.notes), key=lambda token: -token.position)
+        safe = self.safe(selected, budget - self.policy.window)
+        rest = [token for token in selected if token not in safe]
+        rest.sort(key=lambda token: (-token.notes["impact"], token.position))
+        return in_order((window + safe + rest + ring)[:budget])
