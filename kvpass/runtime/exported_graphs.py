@@ -43,19 +43,6 @@ class ExportedSite:
     spread: HeadSharding | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class ExportedVariant:
-    """Compiled code of a step or a chunk.
-
-    Attributes:
-        rewrite: the rewrite without its graph.
-        run: the compiled code.
-    """
-
-    rewrite: StepRewrite
-    run: inductor.Compiled
-
-
 def exported_prompt(backend: Compiler, entry: Mapping[str, Any], run: inductor.Compiled) -> PromptRunner:
     """Return a runner of prompts on compiled code; `entry` is of `prompt_entry`."""
     count, outputs = len(entry["sites"]), [SiteOutputs(**each, operands=None) for each in entry["results"]]
@@ -145,7 +132,7 @@ class ExportedStep(StepRunner):
     """A runner of steps of one token, or of chunks, on exported code.
 
     Attributes:
-        exported: the compiled code, by whether the step compacts.
+        exported: the rewrite without its graph and the compiled code, by whether the step compacts.
         last: the largest number of tokens seen before a step.
         layouts: the sizes of the layers' slots that the code is for.
     """
@@ -162,9 +149,7 @@ class ExportedStep(StepRunner):
         self.sizes, self.padding = _Sizes(entry["counters"], entry["ids"]), _Padding(entry["padding_inputs"])
         self.sites = [ExportedSite(-1, -1, False) for _ in entry["padding_inputs"]]  # type: ignore[misc]
         self.last, self.layouts = entry["last"], entry["layouts"]
-        self.exported = {
-            compact: ExportedVariant(_rewrite_of(variant), run) for compact, (variant, run) in runs.items()
-        }
+        self.exported = {compact: (_rewrite_of(variant), run) for compact, (variant, run) in runs.items()}
 
     def call(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> StepResult:
         """Run new tokens on caches, for a `DecodeLoop`, which is told of it.
@@ -201,8 +186,8 @@ class ExportedStep(StepRunner):
             raise ArtifactError(
                 f"the artifact has no code for a step {reason}: run the conversation by a DecodeLoop that is not loaded"
             )
-        rewrite = dataclasses.replace(variant.rewrite, queries=queries)
-        return rewrite, [], rewrite.flat([cache.slots for cache in caches], arguments, [], seen), variant.run
+        rewrite, run = dataclasses.replace(variant[0], queries=queries), variant[1]
+        return rewrite, [], rewrite.flat([cache.slots for cache in caches], arguments, [], seen), run
 
 
 def _rewrite_of(entry: Mapping[str, Any]) -> StepRewrite:
