@@ -166,7 +166,7 @@ POLICY_OPTIONS: dict[str, dict[str, Sequence[Any]]] = {
         "epsilon": (*NO_NUMBER, -0.1, None),
     },
     "kv_align": {"aligner": (3, [], None), "every": NO_COUNT},
-    "window": {"keep_prompt": NO_TRUTH},
+    "window": {"keep_prompt": NO_TRUTH, "spans": ((0,), (3, 3), (4, 2), (1.5,), ("a",), 4, None)},
 }
 
 OF_FILES: dict[str, dict[str, Any]] = {
@@ -467,7 +467,7 @@ def test_every_option_of_a_policy_is_checked(name: str) -> None:
     for field in dataclasses.fields(cls):
         hint = arguments._field_annotation(cls, field.name)
         assert arguments._check(hint).read(object()) is arguments.REFUSED, field.name
-        assert field.name in POLICY_OPTIONS.get(name, ()) or field.name in ("keep_prompt", "interval")
+        assert field.name in POLICY_OPTIONS.get(name, ()) or field.name in ("keep_prompt", "interval", "spans")
 
 
 @dataclasses.dataclass(frozen=True)

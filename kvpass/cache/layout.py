@@ -11,6 +11,7 @@ from torch import Tensor
 from kvpass.lowering.formats import Format, KVDtype, format_of
 from kvpass.policies.base import Policy
 from kvpass.policies.budgets import HeadClass
+from kvpass.policies.fair_spans import FairSpans
 from kvpass.policies.heads import HeadSharding
 from kvpass.policies.periodic import PeriodicEviction
 from kvpass.policies.pinned_tokens import PinnedTokens
@@ -96,9 +97,9 @@ class Layout:
         _ = self.key_format, self.value_format  # raises for rows that cannot be stored
 
     @property
-    def eviction(self) -> Policy | PinnedTokens | PeriodicEviction:
+    def eviction(self) -> Policy | PinnedTokens | FairSpans | PeriodicEviction:
         """The hooks by which tokens are evicted."""
-        hooks = self.pinned_tokens or self.policy
+        hooks = self.pinned_tokens or (FairSpans(self.policy) if self.policy.spans else self.policy)
         return PeriodicEviction(hooks, self.policy) if self.policy.interval > 1 else hooks
 
     @property

@@ -168,6 +168,8 @@ def _read(path: FilePath) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def policy_entry(policy: Policy) -> list[Any]:
     """Return a policy as plain JSON; an aligner, which is no plain value, by its digest."""
     options = {each.name: getattr(policy, each.name) for each in dataclasses.fields(policy)}
+    if not policy.spans:
+        del options["spans"]  # as files from before this option
     plain = {name: {"digest": x.digest} if hasattr(x, "digest") else x for name, x in options.items()}
     found: list[Any] = json.loads(json.dumps([policy.name, plain]))
     return found

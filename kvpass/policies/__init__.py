@@ -160,8 +160,9 @@ def specify(policy: Policy) -> str:
     The policy's options must be text, numbers, or tuples of these.
     """
     options = dataclasses.asdict(policy)
-    if policy.interval == type(policy).interval:
-        del options["interval"]  # graphs without it keep their text
+    for name in ("interval", "spans"):
+        if options[name] == getattr(type(policy), name):
+            del options[name]  # graphs without it keep their text
     return json.dumps([policy.name, options], sort_keys=True)
 
 

@@ -15,14 +15,15 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import itertools
 import warnings
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from kvpass.arguments import Positive, check_fields, require
+from kvpass.arguments import Condition, Positive, check_fields, require
 from kvpass.errors import BudgetError
 from kvpass.policies.budgets import Count, HeadClass, Plan
 from kvpass.policies.ranking import LATE, highest
@@ -32,6 +33,10 @@ __all__ = ["Attention", "Clock", "Merge", "Plan", "Policy", "State", "Statistic"
 """What a policy is written with; `kvpass.policies.types` and `budgets` define the others."""
 
 Kind = TypeVar("Kind", bound="Policy")
+Starts = Annotated[
+    tuple[int, ...],
+    Condition("of rising positions, from 1 on", lambda starts: all(a < b for a, b in itertools.pairwise((0, *starts)))),
+]
 
 RENAMED_HOOKS = {
     "worth": "score",
@@ -53,6 +58,8 @@ class Policy:
             evicted (`kvpass.policies.pinned_tokens`).
         interval: how many tokens are evicted at once.  A row that exceeds its budget is compacted to budget + 1 -
             interval tokens, and the next `interval` tokens are appended (`kvpass.policies.periodic`).
+        spans: positions at which spans of the text begin, behind the first.  At prompts, chunks and compactions each
+            span keeps tokens in proportion to its length (`kvpass.policies.fair_spans`); () for no spans.
 
     Class attributes:
         name: the name for `kvpass.backend(policy=...)`.
@@ -69,11 +76,13 @@ class Policy:
             reads positions only.  Not inherited: each class declares it.
         prompt_must_compete: the reason why `keep_prompt` is refused; "" if it is supported.
         own_schedule: the reason why an `interval` above 1 is refused; "" if it is supported.
+        own_selection: the reason why `spans` are refused; "" if they are supported.
         own_positions: the reason why positions="cache" is refused; "" if it is supported.
     """
 
     keep_prompt: bool = dataclasses.field(default=False, kw_only=True)
     interval: Positive = dataclasses.field(default=1, kw_only=True)
+    spans: Starts = dataclasses.field(default=(), kw_only=True)
     name: ClassVar[str]
     heads: ClassVar[Literal["shared", "kv"]] = "shared"
     positions: ClassVar[Literal["absolute", "cache"]] = "absolute"
@@ -84,6 +93,7 @@ class Policy:
     spreads: ClassVar[Literal["never", "heads", "always"]] = "never"
     prompt_must_compete: ClassVar[str] = ""
     own_schedule: ClassVar[str] = ""
+    own_selection: ClassVar[str] = ""
     own_positions: ClassVar[str] = ""
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -106,6 +116,15 @@ class Policy:
         require(not (self.keep_prompt and self.prompt_must_compete), "keep_prompt", self.keep_prompt, means_nothing)
         why = self._schedule if self.interval > 1 else ""
         require(not why, "interval", self.interval, f"must be 1 for {self.name!r}: {why}")
+        why = self._whole_text if self.spans else ""
+        require(not why, "spans", self.spans, f"must be () for {self.name!r}: {why}")
+
+    @property
+    def _whole_text(self) -> str:
+        """The reason why the policy cannot select in each span of the text for itself; "" if it can."""
+        if self.keep_prompt:
+            return "keep_prompt keeps every token of a prompt"
+        return self.own_selection or self._schedule
 
     @property
     def _schedule(self) -> str:

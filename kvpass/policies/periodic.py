@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpass.policies.base import Policy
+from kvpass.policies.fair_spans import FairSpans
 from kvpass.policies.pinned_tokens import PINNED, PinnedTokens
 from kvpass.policies.protocols import Merging
 from kvpass.policies.ranking import LATE
@@ -22,7 +23,7 @@ class PeriodicEviction:
     the batch is compacted.
     """
 
-    hooks: Policy | PinnedTokens
+    hooks: Policy | PinnedTokens | FairSpans
     policy: Policy
 
     def state(self) -> dict[str, torch.dtype]:

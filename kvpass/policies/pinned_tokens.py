@@ -56,6 +56,8 @@ class Pins:
         """
         if policy.prompt_must_compete:
             raise PolicyError(f"pin: means nothing for {policy.name!r}: {policy.prompt_must_compete}")
+        if policy.spans:
+            raise PolicyError(f"pin: spans={policy.spans} divide the budget already: pass either spans or pins")
         if self.mask.shape != (rows, queries):
             raise PolicyError(
                 f"pin: given for tokens of shape {tuple(self.mask.shape)}, and the model passes {(rows, queries)} to "

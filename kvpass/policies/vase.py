@@ -61,6 +61,7 @@ class Vase(Policy):
     kernel: Odd = 5
     seed: Annotated[int, between(0, hashing.PRIME - 1)] = 0
     name = "vase"
+    own_selection = "it samples from the whole text"
     spreads = "heads"
     heads = "kv"
     statistics = frozenset({"last", "older"})

@@ -143,9 +143,24 @@ class Reference:
         """Return all tokens if the budget is not exceeded; else the pinned ones, and others that `evict` keeps."""
         if stream.interval > 1 and len(tokens) <= stream.budget:
             return tokens
+        if self.policy is not None and self.policy.spans and (stream.interval > 1 or not stream.step):
+            return self._kept_of_spans(tokens, stream)
         pinned, others = [t for t in tokens if t.pinned], [t for t in tokens if not t.pinned]
         kept = self.evict(others, stream.head, stream.seen, stream.kept - len(pinned))
         return in_order([*pinned, *kept])
+
+    def _kept_of_spans(self, tokens: list[Token], stream: HeadStream) -> list[Token]:
+        """Return the tokens that stay if each span of the text has a share of the budget by its length."""
+        if len(tokens) <= stream.kept:
+            return tokens
+        kept, starts = list[Token](), (*self.policy.spans, stream.seen)
+        first, before = 0, 0
+        for stop in (min(start, stream.seen) for start in starts):
+            share = stream.kept * stop // stream.seen
+            span = [token for token in tokens if first <= token.position < stop]
+            kept += self.evict(span, stream.head, stream.seen, share - before) if share > before else []
+            first, before = stop, share
+        return in_order(kept)
 
     def settle(self, row: list[HeadStream]) -> None:
         """Finish a call after all KV heads of a row have added their tokens."""

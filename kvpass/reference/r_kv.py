@@ -59,6 +59,7 @@ class RKVReference(Reference):
             id(token): weight * importance - (1 - weight) * token.notes["redundancy"]
             for token, importance in zip(older, pooled, strict=True)
         }
+        newer = newer[:budget]  # of a span of the text, whose share may be less than the window
         return in_order(newer + best(older, budget - len(newer), lambda token: score[id(token)]))
 
     def pooled(self, values: list[float]) -> list[float]:

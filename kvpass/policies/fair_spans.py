@@ -1,0 +1,48 @@
+"""Divide the kept tokens among spans of the text by their lengths, for policies with `spans`.
+
+The pitfalls of KV cache compression (https://arxiv.org/abs/2510.00231): a policy that ranks all tokens together can
+evict most of one instruction and none of another.  Here tokens compete within their span alone.  The spans cover the
+text: one begins at each of the positions in `spans`, and one at its start.  Of n tokens that stay of T seen, the span
+from a to b gets floor(n b / T) - floor(n a / T), so that they add up to n.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import torch
+from torch import Tensor
+
+from kvpass.policies.base import Policy
+from kvpass.policies.ranking import LATE
+from kvpass.policies.types import State, Tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class FairSpans:
+    """The hooks by which a policy evicts, applied to one span after the other at prompts, chunks and compactions.
+
+    Between these, single tokens are evicted by the policy's own rule.
+    """
+
+    policy: Policy
+
+    def state(self) -> dict[str, torch.dtype]:
+        return self.policy.state()
+
+    def victim(self, tokens: Tokens) -> Tensor:
+        return self.policy.victim(tokens)
+
+    def compact(self, tokens: Tokens) -> tuple[Tensor, State]:
+        exceeds, keep = tokens.live.sum(-1, keepdim=True) > tokens.budget, torch.zeros_like(tokens.live)
+        for start, stop in itertools.pairwise((0, *self.policy.spans, LATE)):
+            inside = (tokens.position >= start) & (tokens.position < stop)
+            position, share = torch.where(inside, tokens.position, -1), _share(tokens, stop) - _share(tokens, start)
+            keep |= self.policy.compact(dataclasses.replace(tokens, position=position, budget=share, rank=None))[0]
+        return torch.where(exceeds, keep, tokens.live), {}
+
+
+def _share(tokens: Tokens, position: int) -> Tensor:
+    """Return how many of the kept tokens are from before a position, int64 [B, 1 or H', 1]."""
+    return tokens.budget * tokens.seen.clamp(max=position) // tokens.seen.clamp(min=1)
