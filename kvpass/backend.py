@@ -107,7 +107,9 @@ class Backend(Compiler):
             warnings.warn(LAST_GRAPH, stacklevel=2)
         if isinstance(runner, PromptRunner):
             runner.compile(examples)
-        return runner or self.compile_prompt(copy, examples)
+        if runner is None:
+            return self.compile_prompt(copy, examples)
+        return runner.__call__  # Dynamo copies the attributes of a callable object, and would keep what the runner drops
 
     def _runner(self, gm: fx.GraphModule, examples: Sequence[Any]) -> PromptRunner | StepRunner | None:
         """Return the runner that replaces a graph; None if the graph stays unchanged."""

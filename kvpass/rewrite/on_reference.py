@@ -18,7 +18,7 @@ from torch import Tensor
 from kvpass.cache.slots import Chunk, Layout
 from kvpass.cache.statistics import StatisticsSpec
 from kvpass.cache.step import with_mask
-from kvpass.capture.canonical import AttentionSite
+from kvpass.capture.canonical import AttentionSite, SiteFacts
 from kvpass.fx.walk import value
 from kvpass.lowering.formats import Sections
 from kvpass.policies.types import Attention
@@ -34,7 +34,7 @@ from kvpass.rewrite.rotary_slice import RotarySlice
 
 
 def take_prompt(
-    layout: Layout, chunk: Chunk, spec: StatisticsSpec, site: AttentionSite, row_budgets: Sequence[int]
+    layout: Layout, chunk: Chunk, spec: StatisticsSpec, site: SiteFacts, row_budgets: Sequence[int]
 ) -> ReferenceLayer:
     """Return the reference's layer after a prompt with these rows and operands of attention."""
     query, keys, mask, sink_logit = spec.query, spec.key, spec.mask, spec.sink_logit

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvpass.cache.handle import LayerCache
+from kvpass.capture.canonical import SiteFacts
 from kvpass.errors import ArtifactError, UnsupportedGraph
 from kvpass.fx import shapes
-from kvpass.policies.heads import HeadSharding
 from kvpass.rewrite.pipeline import StepRewrite
 from kvpass.rewrite.prompt import PromptRewrite, SiteOutputs
 from kvpass.runtime.caches import kind, make_room
@@ -30,17 +30,6 @@ MOST_TOKENS = 1 << 20
 """The largest number of tokens for which an export evaluates the guards of a graph."""
 MOST_IN_A_CHUNK = 1 << 13
 """The same, of tokens in one call on a cache."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ExportedSite:
-    """What is left of an attention site; see `AttentionSite`."""
-
-    keys_out: int
-    values_out: int
-    computed: bool
-    window: None = None
-    spread: HeadSharding | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,15 +55,16 @@ class ExportedPrompt(PromptRunner):
             run: the compiled code.
         """
         self.backend, self.inner, self.ranked = backend, run, entry["ranked"]
-        self.sites = [ExportedSite(**site) for site in entry["sites"]]  # type: ignore[misc]
+        self.sites = [SiteFacts(**site) for site in entry["sites"]]
         count = len(self.sites)
         self.policies = [backend.policy.for_layer(index, count) for index in range(count)]
         outputs = [SiteOutputs(**each, operands=None) for each in entry["results"]]
-        self.rewrite = PromptRewrite(gm=None, outputs=outputs, calls={})  # type: ignore[arg-type]
+        self.rewrite = PromptRewrite(gm=None, outputs=outputs, calls={})
         self.owned, self.projecting = entry["owned"], [tuple(indices) for indices in entry["projecting"]]
         self.outputs = entry["outputs"]
         self.as_traced = UnwrappedSubclasses()
-        self.adopts, self.past, self.unchecked, self.positions, self.angles = False, None, None, None, None
+        self.adopts, self.past, self.unchecked, self.positions = False, None, None, None
+        self.angles, self._probe = None, None
         self.sparse_indices, self.scored_by, self.constants = [], [], []
         self.projected_by = [None] * count
 
@@ -97,7 +87,7 @@ def prompt_entry(runner: PromptRunner) -> dict[str, Any]:
     rewrite = runner.rewrite
     return dict(
         ranked=runner.ranked,
-        sites=[dict(keys_out=s.keys_out, values_out=s.values_out, computed=bool(s.computed)) for s in runner.sites],
+        sites=[dict(keys_out=s.keys_out, values_out=s.values_out, computed=s.computed) for s in runner.sites],
         results=[dict(key=o.key, value=o.value, valid=o.valid, statistics=o.statistics) for o in rewrite.outputs],
         owned=list(runner.owned),
         projecting=[list(indices) for indices in runner.projecting],
@@ -112,7 +102,7 @@ def most_of_prompt(runner: PromptRunner, arguments: Sequence[Any], ids_index: in
         arguments: of a prompt that has run.
         ids_index: the index of the token ids [B, T] among them.
     """
-    graph = runner.gm.graph
+    graph = runner.inputs
     now = shapes.measured(graph, arguments)
     length = arguments[ids_index].shape[1]
     moving = {symbol for symbol, number in now.items() if number == length}
@@ -166,7 +156,7 @@ class ExportedStep(StepRunner):
         """
         self.backend = backend
         self.sizes, self.padding = _Sizes(entry["counters"], entry["ids"]), _Padding(entry["padding_inputs"])
-        self.sites = [ExportedSite(-1, -1, False) for _ in entry["padding_inputs"]]  # type: ignore[misc]
+        self.sites = [SiteFacts(-1, -1, False) for _ in entry["padding_inputs"]]  # type: ignore[misc]
         self.last, self.layouts = entry["last"], entry["layouts"]
         self.exported = {
             compact: ExportedVariant(_rewrite_of(variant), run) for compact, (variant, run) in runs.items()
@@ -214,7 +204,7 @@ class ExportedStep(StepRunner):
 def _rewrite_of(entry: Mapping[str, Any]) -> StepRewrite:
     """Return a rewrite without its graph, of whose outputs a loop needs only those of the chunk."""
     return StepRewrite(
-        gm=None,  # type: ignore[arg-type]
+        gm=None,
         open=None,
         examples=None,
         weights=[],

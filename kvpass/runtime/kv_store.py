@@ -15,7 +15,7 @@ from kvpass.cache.handle import LayerCache
 from kvpass.cache.history import Restorable, UnchangedSlots, snapshot_before_step
 from kvpass.cache.slots import AnySlots, Chunk, Layout, empty_slots
 from kvpass.cache.statistics import StatisticsSpec, by_class, of_chunk, of_classes
-from kvpass.capture.canonical import AttentionSite
+from kvpass.capture.canonical import AttentionSite, SiteFacts
 from kvpass.policies.budgets import Plan
 from kvpass.policies.pinned_tokens import PINNED, Pins, check_pinned
 from kvpass.policies.types import Attention, Clock
@@ -131,7 +131,7 @@ class KVStore:
         return STEP_PASSES
 
     def admitted(
-        self, layout: Layout, chunk: Chunk, spec: StatisticsSpec | None, site: AttentionSite, plan: Plan
+        self, layout: Layout, chunk: Chunk, spec: StatisticsSpec | None, site: SiteFacts, plan: Plan
     ) -> tuple[Any, tuple[int, ...], tuple[Clock, ...]]:
         """Return the storage of a prompt's tokens (`LayerCache.slots`), and the host's `limits` and `clocks`."""
         row_budgets = plan.budgets_of_rows(layout.batch)

@@ -23,7 +23,7 @@ from kvpass.capture import sparse_index
 from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.capture import Capture
 from kvpass.errors import BudgetError, PolicyError, UnsupportedGraph
-from kvpass.fx import shapes, walk
+from kvpass.fx import shapes, splicing, walk
 from kvpass.fx.shapes import Sizes
 from kvpass.policies.base import Policy
 from kvpass.policies.budgets import Plan, by_rows
@@ -114,7 +114,7 @@ class PromptRunner:
         self, backend: Compiler, model: fx.GraphModule, captured: Capture, examples: Sequence[Any], ranked: bool
     ) -> None:
         gm, sites = captured.gm, captured.sites
-        self.backend, self.sites, self.ranked = backend, sites, ranked
+        self.backend, self.sites, self.ranked = backend, [site.without_graph for site in sites], ranked
         self.policies = [backend.policy.for_layer(i, len(sites)) for i in range(len(sites))]
         self.adopts = any(site.past_key is not None for site in sites)
         if self.adopts and any("scan" in policy.statistics for policy in self.policies):
@@ -146,15 +146,15 @@ class PromptRunner:
         holders = walk.placeholders(gm.graph)
         self.past = holders.index(sites[0].past_key) if sites[0].past_key else None
         self.positions = PositionCheck(gm, sites) if ranked else None
-        self.gm = gm
+        self.inputs = splicing.computing(gm, []).graph
+        self._probe = functools.partial(probe_rotaries, gm, sites) if ranked else None
         self.angles: Tensor | None = None
         self.told = [holders.index(node) for node in told[0]]
         self.unchecked: PromptCase | None = None
         if backend.validates:
             plain = [policy.with_plain_logits() if policy.scales_logits else policy for policy in self.policies]
             rewritten = functools.partial(rewrite_prompt, gm, sites, plain, *common)
-            own, _ = fx_nodes.copy_graph_module(model)
-            self.unchecked = PromptCase(own, gm, sites, None if backend.policy.renumbers else rewritten, self.told)
+            self.unchecked = PromptCase(model, gm, sites, None if backend.policy.renumbers else rewritten, self.told)
         self.sparse_indices = [each for site in sites for each in sparse_index.find(site.mask)]
         outputs = walk.results(gm.graph)
         grown = [pair for each in self.sparse_indices for pair in sparse_index.cached_scoring_keys(each, outputs)]
@@ -188,15 +188,20 @@ class PromptRunner:
         """
         may_come_once = all(_is_fixed(example) for example in examples)
         if may_come_once and not self.backend.compiles_prompts_at_once:
+            assert self.rewrite.gm is not None
             self.inner: Callable[..., Any] = _DeferredPrompt(fx_nodes.code_of(self.rewrite.gm), self._compiled)
         else:
             self.inner = self._compiled(examples)
 
     def _compiled(self, examples: Sequence[Any]) -> Callable[..., Any]:
-        returned = walk.results(self.rewrite.gm.graph)
+        gm = self.rewrite.gm
+        assert gm is not None
+        returned = walk.results(gm.graph)
         layers = [returned[site.keys_out] for site in self.sites]
         with dynamo.one_at_a_time():
-            return self.backend.compile_prompt(self.rewrite.gm, examples, layers)
+            run = self.backend.compile_prompt(gm, examples, layers)
+        self.rewrite = dataclasses.replace(self.rewrite, gm=None, calls={})  # nothing reads them once it is compiled
+        return run
 
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
         with tensors.with_torch_function():
@@ -258,9 +263,9 @@ class PromptRunner:
         if self.positions is None:
             return None
         key = results[self.rewrite.outputs[0].key]
-        if self.angles is None:
-            sizes = Sizes((), shapes.measured(self.gm.graph, arguments), key.shape[2])
-            self.angles = probe_rotaries(self.gm, self.sites, sizes, arguments, key.device)
+        if self._probe is not None:
+            sizes = Sizes((), shapes.measured(self.inputs, arguments), key.shape[2])
+            self.angles, self._probe = self._probe(sizes, arguments, key.device), None
         return self.positions.first(arguments, self._valid(results, 0, key))
 
     def _layer(

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvpass.cache.history import UnchangedSlots
 from kvpass.cache.slots import Chunk, Layout
 from kvpass.cache.statistics import StatisticsSpec
-from kvpass.capture.canonical import AttentionSite
+from kvpass.capture.canonical import AttentionSite, SiteFacts
 from kvpass.policies.budgets import Plan
 from kvpass.policies.pinned_tokens import Pins
 from kvpass.policies.types import Clock
@@ -32,7 +32,7 @@ class ReferenceStore(KVStore):
         return REFERENCE_PASSES
 
     def admitted(
-        self, layout: Layout, chunk: Chunk, spec: StatisticsSpec | None, site: AttentionSite, plan: Plan
+        self, layout: Layout, chunk: Chunk, spec: StatisticsSpec | None, site: SiteFacts, plan: Plan
     ) -> tuple[ReferenceLayer, tuple[int, ...], tuple[Clock, ...]]:
         assert spec is not None  # `is_reference`
         return take_prompt(layout, chunk, spec, site, plan.budgets_of_rows(layout.batch)), (), ()
