@@ -84,6 +84,8 @@ class Backend(Compiler):
                 return self._with(mode, options)._compile(gm, examples)
         except (KVPassError, regions.LayersDiffer) as error:
             return _refusal(error)
+        finally:
+            dynamo.let_go_of_sources()
 
     def _with(self, mode: str | None, options: dict[str, Any] | None) -> Backend:
         """Return the backend with these Inductor settings where it has none of its own."""

@@ -148,6 +148,8 @@ class CompiledVariant:
         splicing.let_go_of_data(graph)
         for rewrite in (self._rewrite, *self._by_key.values()):
             rewrite.gm = None
+        dynamo.let_go_of_sources()
+        inductor.return_free_memory()
 
     def runner(self, backend: Compiler, flat: list[Any], ranked: bool, chunk: bool) -> inductor.Compiled:
         """Return the code to run on these arguments; it compiles the graph if necessary.
