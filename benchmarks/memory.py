@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,50 @@ SHARING = {"OMP_WAIT_POLICY": "passive"}
 def resident() -> int:
     """Return the bytes that the process holds now."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def settled() -> float:
+    """Collect all garbage, return free memory to the system, and return the MiB that the process then holds."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return resident() / MEBIBYTE
+
+
+PROMPT = 41  # tokens
+STAGES = {"loaded": 0, "first token": 0, "third": 2, "thirtieth": 27}
+"""When memory is read, with the number of steps since the stage before."""
+SETTLED = "without garbage"
+
+
+def stages(weights: str, dtype: str, policy: str | None, compiles: bool) -> dict[str, float]:
+    """Return the resident MiB of this process at each of `STAGES` and, of the last one, `SETTLED`.
+
+    Args:
+        policy: of a budget of 512 tokens; None for the uncompiled model.
+        compiles: whether the compiler is imported, and compiles something, even if the model is uncompiled.
+    """
+    from benchmarks.rivals import engine  # the uncompiled model must not import kvpass
+
+    adapter = "kvpass_engines:Forward" if policy else "torch_models:Uncompiled"
+    setup = engine.Setup(weights, dtype, 1, 512 if policy else None, policy)
+    decoder = engine.load(f"benchmarks.rivals.{adapter}", setup)
+    found = {"loaded": resident() / MEBIBYTE}
+    decoder.prompt([[*range(100, 100 + PROMPT)]], 256)
+    found["first token"] = resident() / MEBIBYTE
+    if compiles and not policy:
+        _compile_something()
+    for name in ("third", "thirtieth"):
+        decoder.steps(STAGES[name])
+        found[name] = resident() / MEBIBYTE
+    return found | {SETTLED: settled()}
+
+
+def _compile_something() -> None:
+    import torch
+
+    import kvpass  # noqa: F401
+
+    torch.compile(lambda x: x + 1)(torch.zeros(8))
 
 
 def added(action: Callable[[], object]) -> float:

@@ -81,6 +81,8 @@ class Backend(Compiler):
                 return self._with(mode, options)._compile(gm, examples)
         except (KVPassError, regions.LayersDiffer) as error:
             return _refusal(error)
+        finally:
+            dynamo.let_go_of_sources()
 
     def _with(self, mode: str | None, options: dict[str, Any] | None) -> Backend:
         """Return the backend with these Inductor settings where it has none of its own."""
@@ -104,7 +106,10 @@ class Backend(Compiler):
             warnings.warn(LAST_GRAPH, stacklevel=2)
         if isinstance(runner, PromptRunner):
             runner.compile(examples)
-        return runner or self.compile_prompt(copy, examples)
+        if runner is None:
+            return self.compile_prompt(copy, examples)
+        # Dynamo copies the attributes of a callable object, and would keep what the runner drops.
+        return runner.__call__
 
     def _runner(self, gm: fx.GraphModule, examples: Sequence[Any]) -> PromptRunner | StepRunner | None:
         """Return the runner that replaces a graph; None if the graph stays unchanged."""

@@ -22,7 +22,7 @@ class Setup:
 
     Attributes:
         weights: the file or folder with the model.
-        precision: "bfloat16", or "int8" for int8 weights and bfloat16 activations.
+        precision: "bfloat16", "int8" for int8 weights and bfloat16 activations, or "float32" for engines of torch.
         threads: that the engine may use.
         budget: the number of tokens that the cache keeps; None for all.
         policy: the eviction policy, for engines that have several.

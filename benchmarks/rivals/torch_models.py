@@ -14,9 +14,10 @@ from benchmarks.rivals.engine import Engine, Setup
 
 
 def load(setup: Setup) -> Any:
-    """Return the model in evaluation mode, in bfloat16, with int8 weights from torchao if they are asked for."""
+    """Return the model in evaluation mode, in float32 or bfloat16; its weights are torchao's for int8."""
     torch.set_num_threads(setup.threads)
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(setup.weights, dtype=torch.bfloat16)
+    dtype = torch.float32 if setup.precision == "float32" else torch.bfloat16
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(setup.weights, dtype=dtype)
     if setup.precision == "int8":
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
 

@@ -148,6 +148,20 @@ def is_attention(node: fx.Node) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
+class SiteFacts:
+    """The facts about an `AttentionSite` that hold no node, which would keep its whole graph alive."""
+
+    keys_out: int
+    values_out: int
+    computed: bool
+    causal: bool = False
+    scale: float = 1.0
+    cap: float | None = None
+    window: int | None = None
+    spread: HeadSharding | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class AttentionSite:
     """One attention call and its cache update.
 
@@ -228,6 +242,12 @@ class AttentionSite:
     def queries(self) -> Any:
         """The number q of queries, possibly symbolic."""
         return value(self.query).shape[2]
+
+    @property
+    def without_graph(self) -> SiteFacts:
+        """What a prompt needs to know of this site once its graph is rewritten."""
+        names = [field.name for field in dataclasses.fields(SiteFacts) if field.name != "computed"]
+        return SiteFacts(**{name: getattr(self, name) for name in names}, computed=bool(self.computed))
 
     def moved(self, copies: dict[fx.Node, fx.Node]) -> AttentionSite:
         """Return this site in a copy of the graph, by the copy of each node."""

@@ -35,7 +35,7 @@ class StepRewrite:
 
     Attributes:
         gm: takes the slots' tensors of every layer, the `weights`, then `columns`, `entries`, the `host_inputs`, and
-            the `inputs`.
+            the `inputs`; None once it is compiled.
         open, examples: sizes that may differ between calls, and fake arguments that have them; None if there are none.
         weights: the policy's own tensors, on the device of the slots.
         inputs: indices of Dynamo's arguments that the graph still takes.
@@ -56,7 +56,7 @@ class StepRewrite:
         positions: indices of Dynamo's arguments that are positions, which ranks replaced.
     """
 
-    gm: fx.GraphModule
+    gm: fx.GraphModule | None
     inputs: list[int]
     loose_inputs: set[int]
     columns: list[int]

@@ -50,12 +50,12 @@ class PromptRewrite:
     """A prompt graph with further outputs.
 
     Attributes:
-        gm: the rewritten graph.
+        gm: the rewritten graph; None once it is compiled.
         outputs: of each site.
         calls: for each attention call and each log-sum-exp, by its name, the node of its result.
     """
 
-    gm: fx.GraphModule
+    gm: fx.GraphModule | None
     outputs: list[SiteOutputs]
     calls: dict[str, fx.Node]
 

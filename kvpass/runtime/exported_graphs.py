@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvpass.cache.layer_cache import LayerCache
+from kvpass.capture.canonical import SiteFacts
 from kvpass.errors import ArtifactError, UnsupportedGraph
 from kvpass.fx import shapes
-from kvpass.policies.heads import HeadSharding
 from kvpass.rewrite.pipeline import StepRewrite
 from kvpass.rewrite.prompt import PromptRewrite, SiteOutputs
 from kvpass.runtime.caches import kind, make_room
@@ -32,25 +32,14 @@ MOST_IN_A_CHUNK = 1 << 13
 """The same, of tokens in one call on a cache."""
 
 
-@dataclasses.dataclass(frozen=True)
-class ExportedSite:
-    """What is left of an attention site; see `AttentionSite`."""
-
-    keys_out: int
-    values_out: int
-    computed: bool
-    window: None = None
-    spread: HeadSharding | None = None
-
-
 def exported_prompt(backend: Compiler, entry: Mapping[str, Any], run: inductor.Compiled) -> PromptRunner:
     """Return a runner of prompts on compiled code; `entry` is of `prompt_entry`."""
     count, outputs = len(entry["sites"]), [SiteOutputs(**each, operands=None) for each in entry["results"]]
     graph = PromptGraph(
-        sites=[ExportedSite(**site) for site in entry["sites"]],  # type: ignore[misc]
+        sites=[SiteFacts(**site) for site in entry["sites"]],
         policies=[backend.policy.for_layer(index, count) for index in range(count)],
         ranked=entry["ranked"],
-        rewrite=PromptRewrite(gm=None, outputs=outputs, calls={}),  # type: ignore[arg-type]
+        rewrite=PromptRewrite(gm=None, outputs=outputs, calls={}),
         outputs=entry["outputs"],
         owned=entry["owned"],
         projecting=[tuple(indices) for indices in entry["projecting"]],
@@ -77,7 +66,7 @@ def prompt_entry(runner: PromptRunner) -> dict[str, Any]:
     )
     return dict(
         ranked=graph.ranked,
-        sites=[dict(keys_out=s.keys_out, values_out=s.values_out, computed=bool(s.computed)) for s in graph.sites],
+        sites=[dict(keys_out=s.keys_out, values_out=s.values_out, computed=s.computed) for s in graph.sites],
         results=[dict(key=o.key, value=o.value, valid=o.valid, statistics=o.statistics) for o in graph.rewrite.outputs],
         owned=list(graph.owned),
         projecting=[list(indices) for indices in graph.projecting],
@@ -92,8 +81,8 @@ def most_of_prompt(runner: PromptRunner, arguments: Sequence[Any], ids_index: in
         arguments: of a prompt that has run.
         ids_index: the index of the token ids [B, T] among them.
     """
-    assert runner.gm is not None
-    graph = runner.gm.graph
+    assert runner.inputs is not None
+    graph = runner.inputs
     now = shapes.measured(graph, arguments)
     length = arguments[ids_index].shape[1]
     moving = {symbol for symbol, number in now.items() if number == length}
@@ -147,7 +136,7 @@ class ExportedStep(StepRunner):
         """
         self.backend = backend
         self.sizes, self.padding = _Sizes(entry["counters"], entry["ids"]), _Padding(entry["padding_inputs"])
-        self.sites = [ExportedSite(-1, -1, False) for _ in entry["padding_inputs"]]  # type: ignore[misc]
+        self.sites = [SiteFacts(-1, -1, False) for _ in entry["padding_inputs"]]  # type: ignore[misc]
         self.last, self.layouts = entry["last"], entry["layouts"]
         self.exported = {compact: (_rewrite_of(variant), run) for compact, (variant, run) in runs.items()}
 
@@ -193,7 +182,7 @@ class ExportedStep(StepRunner):
 def _rewrite_of(entry: Mapping[str, Any]) -> StepRewrite:
     """Return a rewrite without its graph, of whose outputs a loop needs only those of the chunk."""
     fields: dict[str, Any] = {name: entry[name] for name in ("inputs", "columns", "chunks", "valid")}
-    return StepRewrite(gm=None, loose_inputs=set(entry["loose_inputs"]), queries=1, **fields)  # type: ignore[arg-type]
+    return StepRewrite(gm=None, loose_inputs=set(entry["loose_inputs"]), queries=1, **fields)
 
 
 def variant_entry(rewrite: StepRewrite) -> dict[str, Any]:

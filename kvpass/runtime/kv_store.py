@@ -13,7 +13,7 @@ from kvpass.cache.admission import Chunk, admit, by_class, of_chunk, of_classes
 from kvpass.cache.layer_cache import LayerCache, PastCall, SlotSnapshot, recorded
 from kvpass.cache.layout import Layout
 from kvpass.cache.slots import AnySlots, empty_slots
-from kvpass.capture.canonical import AttentionSite
+from kvpass.capture.canonical import AttentionSite, SiteFacts
 from kvpass.lowering.attention_statistics import StatisticsSpec
 from kvpass.policies.budgets import Plan
 from kvpass.policies.pinned_tokens import PINNED, Pins, check_pinned
@@ -130,7 +130,7 @@ class KVStore:
         return STEP_PASSES
 
     def admitted(
-        self, layout: Layout, chunk: Chunk, spec: StatisticsSpec | None, site: AttentionSite, plan: Plan
+        self, layout: Layout, chunk: Chunk, spec: StatisticsSpec | None, site: SiteFacts, plan: Plan
     ) -> tuple[Any, tuple[int, ...], tuple[Clock, ...]]:
         """Return the storage of a prompt's tokens (`LayerCache.slots`), and the host's `limits` and `clocks`."""
         row_budgets = plan.budgets_of_rows(layout.batch)

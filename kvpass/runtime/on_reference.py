@@ -19,7 +19,7 @@ from kvpass.cache.admission import Chunk
 from kvpass.cache.layer_cache import SlotSnapshot
 from kvpass.cache.layout import Layout
 from kvpass.cache.step import with_mask
-from kvpass.capture.canonical import AttentionSite
+from kvpass.capture.canonical import AttentionSite, SiteFacts
 from kvpass.fx.walk import value
 from kvpass.lowering.attention_statistics import StatisticsSpec
 from kvpass.lowering.formats import Sections
@@ -38,7 +38,7 @@ from kvpass.runtime.kv_store import KVStore
 
 
 def take_prompt(
-    layout: Layout, chunk: Chunk, spec: StatisticsSpec, site: AttentionSite, row_budgets: Sequence[int]
+    layout: Layout, chunk: Chunk, spec: StatisticsSpec, site: SiteFacts, row_budgets: Sequence[int]
 ) -> ReferenceLayer:
     """Return the reference's layer after a prompt with these rows and operands of attention."""
     query, keys, mask, sink_logit = spec.query, spec.key, spec.mask, spec.sink_logit
@@ -241,7 +241,7 @@ class ReferenceStore(KVStore):
         return REFERENCE_PASSES
 
     def admitted(
-        self, layout: Layout, chunk: Chunk, spec: StatisticsSpec | None, site: AttentionSite, plan: Plan
+        self, layout: Layout, chunk: Chunk, spec: StatisticsSpec | None, site: SiteFacts, plan: Plan
     ) -> tuple[ReferenceLayer, tuple[int, ...], tuple[Clock, ...]]:
         assert spec is not None  # `is_reference`
         return take_prompt(layout, chunk, spec, site, plan.budgets_of_rows(layout.batch)), (), ()

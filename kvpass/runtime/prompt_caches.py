@@ -15,7 +15,7 @@ from kvpass import budget as budgets
 from kvpass.cache.admission import Chunk
 from kvpass.cache.layer_cache import LayerCache, PastCall
 from kvpass.cache.layout import Layout
-from kvpass.capture.canonical import AttentionSite
+from kvpass.capture.canonical import SiteFacts
 from kvpass.errors import BudgetError, PolicyError
 from kvpass.lowering.attention_statistics import StatisticsSpec
 from kvpass.policies.base import Policy
@@ -87,7 +87,7 @@ class TakenPrompt:
     """
 
     backend: Compiler
-    sites: Sequence[AttentionSite]
+    sites: Sequence[SiteFacts]
     ranked: bool
     notes: tuple[str, ...]
     angles: Tensor | None

@@ -15,10 +15,10 @@ from torch import Tensor
 from kvpass.cache.admission import Chunk
 from kvpass.cache.handle import handles_of
 from kvpass.capture import keys
-from kvpass.capture.canonical import AttentionSite
+from kvpass.capture.canonical import AttentionSite, SiteFacts
 from kvpass.capture.capture import Capture
 from kvpass.errors import PolicyError, UnsupportedGraph
-from kvpass.fx import shapes, walk
+from kvpass.fx import shapes, splicing, walk
 from kvpass.fx.shapes import Sizes
 from kvpass.lowering.attention_statistics import StatisticsSpec, as_attention
 from kvpass.policies.base import Policy
@@ -59,7 +59,7 @@ class PromptGraph:
         scored_by: the output index of each cache of scoring keys, and the dimension along which it grows.
     """
 
-    sites: list[AttentionSite]
+    sites: list[SiteFacts]
     policies: list[Policy]
     ranked: bool
     rewrite: PromptRewrite
@@ -152,10 +152,11 @@ class PromptRunner:
 
     Attributes:
         graph: what is known of the graph.
-        gm: the canonical graph; None for code of an artifact.
         inner: the compiled graph.
-        unchecked: the graphs to compare at the first call; None without validation, or after it.
+        inputs: the inputs of the canonical graph, by which sizes are measured; None for code of an artifact.
         positions: the check of position ids, if keys are stored before their rotary embedding.
+        probe: computes `angles` at the first call, if keys are stored so.
+        unchecked: the graphs to compare at the first call; None without validation, or after it.
         angles: see `LayerCache`.
     """
 
@@ -163,13 +164,14 @@ class PromptRunner:
         self,
         backend: Compiler,
         graph: PromptGraph,
-        gm: fx.GraphModule | None = None,
         inner: Callable[..., Any] | None = None,
+        inputs: fx.Graph | None = None,
+        positions: PositionCheck | None = None,
+        probe: Callable[..., Tensor | None] | None = None,
         unchecked: PromptCase | None = None,
     ) -> None:
-        self.backend, self.graph, self.unchecked = backend, graph, unchecked
-        self.gm, self.inner = gm, inner
-        self.positions = PositionCheck(gm, graph.sites) if graph.ranked and gm is not None else None
+        self.backend, self.graph, self.inner, self.inputs = backend, graph, inner, inputs
+        self.positions, self.probe, self.unchecked = positions, probe, unchecked
         self.angles: Tensor | None = None
         self.as_traced = UnwrappedSubclasses()
 
@@ -193,7 +195,7 @@ class PromptRunner:
         sparse_indices = [each for site in sites for each in keys.sparse_indices(site.mask)]
         grown = [pair for each in sparse_indices for pair in keys.cached_scoring_keys(each, outputs)]
         graph = PromptGraph(
-            sites=sites,
+            sites=[site.without_graph for site in sites],
             policies=policies,
             ranked=ranked,
             rewrite=rewrite_prompt(gm, sites, policies, *common),
@@ -210,10 +212,11 @@ class PromptRunner:
         if backend.validates:
             plain = [each.with_plain_logits() if each.scales_logits else each for each in policies]
             rewritten = functools.partial(rewrite_prompt, gm, sites, plain, *common)
-            own, _ = fx_nodes.copy_graph_module(model)
             marks = [holders.index(node) for node in padding[0]]
-            unchecked = PromptCase(own, gm, sites, None if policy.renumbers else rewritten, marks)
-        return PromptRunner(backend, graph, gm, None, unchecked)
+            unchecked = PromptCase(model, gm, sites, None if policy.renumbers else rewritten, marks)
+        positions = PositionCheck(gm, sites) if ranked else None
+        probe = functools.partial(probe_rotaries, gm, sites) if ranked else None
+        return PromptRunner(backend, graph, None, splicing.computing(gm, []).graph, positions, probe, unchecked)
 
     def compile(self, examples: Sequence[Any]) -> None:
         """Compile the rewritten graph by the inner compiler, whose errors are passed on.
@@ -224,15 +227,21 @@ class PromptRunner:
         """
         may_come_once = all(_is_fixed(example) for example in examples)
         if may_come_once and not self.backend.compiles_prompts_at_once:
+            assert self.graph.rewrite.gm is not None
             self.inner = _DeferredPrompt(fx_nodes.code_of(self.graph.rewrite.gm), self._compiled)
         else:
             self.inner = self._compiled(examples)
 
     def _compiled(self, examples: Sequence[Any]) -> Callable[..., Any]:
-        returned = walk.results(self.graph.rewrite.gm.graph)
+        rewrite = self.graph.rewrite
+        assert rewrite.gm is not None
+        returned = walk.results(rewrite.gm.graph)
         layers = [returned[site.keys_out] for site in self.graph.sites]
         with dynamo.one_at_a_time():
-            return self.backend.compile_prompt(self.graph.rewrite.gm, examples, layers)
+            run = self.backend.compile_prompt(rewrite.gm, examples, layers)
+        # Nothing reads the graph once it is compiled.
+        self.graph = dataclasses.replace(self.graph, rewrite=dataclasses.replace(rewrite, gm=None, calls={}))
+        return run
 
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
         with tensors.with_torch_function():
@@ -275,10 +284,10 @@ class PromptRunner:
         if self.positions is None:
             return None
         key = results[self.graph.rewrite.outputs[0].key]
-        if self.angles is None:
-            assert self.gm is not None
-            sizes = Sizes((), shapes.measured(self.gm.graph, arguments), key.shape[2])
-            self.angles = probe_rotaries(self.gm, self.graph.sites, sizes, arguments, key.device)
+        if self.probe is not None:
+            assert self.inputs is not None
+            sizes = Sizes((), shapes.measured(self.inputs, arguments), key.shape[2])
+            self.angles, self.probe = self.probe(sizes, arguments, key.device), None
         return self.positions.first(arguments, self._valid(results, 0, key))
 
     def _layer(

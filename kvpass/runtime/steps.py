@@ -28,7 +28,7 @@ from kvpass.runtime.kv_store import calls_before, remember
 from kvpass.runtime.recorder import announce
 from kvpass.runtime.sizes import OtherSizes, StepSizes
 from kvpass.runtime.variants import CompiledVariant, DynamicDims, FastStep, ShapeKey, VariantCache
-from kvpass.torch_private import dynamo, fx_nodes, inductor, regions, symbolic_shapes, tensors
+from kvpass.torch_private import dynamo, inductor, regions, symbolic_shapes, tensors
 from kvpass.torch_private.tensors import UnwrappedSubclasses
 
 
@@ -39,7 +39,7 @@ class StepRunner:
     `CompiledVariant`.
 
     Attributes:
-        model: a copy of Dynamo's graph, for validation.
+        model: Dynamo's graph until the first rewrite is validated, then None.
         gm, sites: the canonical graph and its attention sites.
         pasts: for each site the argument indices of the past keys and values.
         sizes, padding, verifier: read sizes and padding from a call's arguments, and check the call.
@@ -49,7 +49,7 @@ class StepRunner:
 
     def __init__(self, backend: Compiler, model: fx.GraphModule, captured: Capture) -> None:
         self.backend = backend
-        self.model, _ = fx_nodes.copy_graph_module(model)  # Dynamo removes the example values of the original
+        self.model = model if backend.validates else None
         self.gm, self.sites = captured.gm, captured.sites
         holders = walk.placeholders(self.gm.graph)
         self.pasts = [(holders.index(s.past_key), holders.index(s.past_value)) for s in self.sites]  # type: ignore[arg-type]
@@ -274,10 +274,12 @@ class StepRunner:
             context = StepContext(plain)
             rewrite = rewrite_step(context)
         call = context.call
+        assert self.model is not None
         graphs_of = (self.model, self.gm, self.sites, context, rewrite)
         given = (call.arguments, self.pasts, self.padding.indices, call.seen, self.backend.kv_dtype)
         self.validation = validate(StepCase(*graphs_of, call.layouts, call.slots, *given))
         self.backend.note_validation("step", self.validation)
+        self.model = None
 
     def _outputs(
         self,

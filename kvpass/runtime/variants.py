@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch.fx as fx
+
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.layout import Layout
 from kvpass.errors import UnsupportedGraph
@@ -141,20 +143,29 @@ class CompiledVariant:
         sizes = self._rewrite.open
         return same and (sizes is None or sizes.hold([key.all[index] for index in self._free]))
 
+    def _let_go_of(self, graph: fx.Graph) -> None:
+        """Drop the graph, which nothing reads once it is compiled; code that runs it keeps no example tensors."""
+        splicing.let_go_of_data(graph)
+        for rewrite in (self._rewrite, *self._by_key.values()):
+            rewrite.gm = None
+        dynamo.let_go_of_sources()
+        inductor.return_free_memory()
+
     def runner(self, backend: Compiler, flat: list[Any], ranked: bool, chunk: bool) -> inductor.Compiled:
         """Return the code to run on these arguments; it compiles the graph if necessary.
 
         A chunk may be the only one, as the rest of a prompt or a turn often is, and compiling takes half a minute.  So
         the first chunk runs on the uncompiled graph, which is compiled when a second chunk arrives.
         """
-        rewrite = self._rewrite
-        if chunk and not self._ran_uncompiled and not backend.compiles_at_once:
+        rewrite, gm = self._rewrite, self._rewrite.gm
+        if chunk and gm is not None and not self._ran_uncompiled and not backend.compiles_at_once:
             self._ran_uncompiled = True
-            return fx_nodes.code_of(rewrite.gm)
+            return fx_nodes.code_of(gm)
         with dynamo.one_at_a_time():
             if self.compiled is None:
-                self.compiled = backend.compile_step(rewrite.gm, rewrite.examples or flat, ranked, chunk, rewrite.open)
-                splicing.let_go_of_data(rewrite.gm.graph)
+                assert gm is not None
+                self.compiled = backend.compile_step(gm, rewrite.examples or flat, ranked, chunk, rewrite.open)
+                self._let_go_of(gm.graph)
         return self.compiled
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import linecache
 import os
 import sys
 import types
@@ -68,6 +69,16 @@ def as_new_input(node: fx.Node, example: Tensor, *, in_place: bool) -> None:
     node._dynamo_source = None
     if in_place:
         node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+
+
+def let_go_of_sources() -> None:
+    """Drop the lines of source files that Dynamo has read for stack traces: 10 MiB for a model of transformers.
+
+    Whoever needs a line reads its file again.  Code without a file, as of a notebook, stays.
+    """
+    for name, entry in list(linecache.cache.items()):
+        if len(entry) == 4 and os.path.isfile(entry[3]):
+            linecache.cache.pop(name, None)
 
 
 def one_at_a_time() -> contextlib.AbstractContextManager[Any]:

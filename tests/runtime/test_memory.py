@@ -1,16 +1,34 @@
-"""The peak memory of a long prompt, each in a process of its own: nothing grows with queries times keys.
+"""What stays in memory once graphs are compiled, and the peak memory of long prompts.
 
-The default run has `tests/lowering/test_attention_statistics.py::test_no_block_is_larger_than_it_may_be` instead.
+The peaks are of processes of their own: nothing grows with queries times keys.  The default run has
+`tests/lowering/test_attention_statistics.py::test_no_block_is_larger_than_it_may_be` instead.
 """
 
 from __future__ import annotations
 
+import copy
+import ctypes
+import gc
+import linecache
 import os
+import resource
 import subprocess
 import sys
+import weakref
+from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.fx as fx
+import transformers
+
+import kvpass
+from kvpass.capture.canonical import APPEND
+from kvpass.torch_private import dynamo, fx_nodes, inductor
+from tests.models import build, force, prompt
 
 TOKENS, HEADS = 8192, 8
 MATRIX = HEADS * TOKENS**2 * 4 / 2**20  # MiB of one layer's attention matrix: 2,048
@@ -54,6 +72,73 @@ def peak(policy: str) -> float:
     command = [sys.executable, "-c", SCRIPT, policy, str(TOKENS), str(HEADS)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     return float(done.stdout.splitlines()[-1])
+
+
+def compiled_apart(gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+    """An inner compiler whose code holds a copy of the graph, and not the graph, as Inductor's does."""
+    return copy.deepcopy(gm).forward  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def test_of_all_graphs_one_is_left_to_rewrite_steps_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[fx.GraphModule]] = []
+    original = fx_nodes.copy_graph_module
+
+    def noted(gm: fx.GraphModule) -> Any:
+        result = original(gm)
+        made.append(weakref.ref(result[0]))
+        return result
+
+    monkeypatch.setattr(fx_nodes, "copy_graph_module", noted)
+    model, (ids, _) = build("Llama", layers=1), prompt(1, 17, ())
+    expected = model(ids).logits
+    compiled = torch.compile(model, backend=kvpass.backend("h2o", budget=20, inner=compiled_apart))
+    out = compiled(ids[:, :12], use_cache=True)
+    for start, end in ((12, 13), (13, 14), (14, 17)):  # the last needs another rewrite of the graph that is left
+        if end == 17:
+            gc.collect()
+            (left,) = (gm for ref in made if (gm := ref()) is not None)
+            assert len(made) >= 5  # of the prompt and of the step, each as Dynamo's and canonical, and with outputs
+            assert any(node.target is APPEND for node in left.graph.nodes)
+        out = compiled(ids[:, start:end], past_key_values=out.past_key_values, use_cache=True)
+    torch.testing.assert_close(out.logits, expected[:, -3:], atol=1e-4, rtol=1e-4)
+
+
+def test_lines_of_source_files_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: set[str] = set()
+    original = dynamo.let_go_of_sources
+
+    def noted() -> None:
+        read.update(linecache.cache)
+        original()
+
+    monkeypatch.setattr(dynamo, "let_go_of_sources", noted)
+    monkeypatch.setitem(linecache.cache, "<a notebook>", (2, None, ["x\n"], "<a notebook>"))
+    force(build("Llama"), *prompt(1, 12, ()), [10, 1, 1], policy="h2o", budget=8, inner="eager")
+    folder = str(Path(transformers.__file__).parent)
+    assert any(name.startswith(folder) for name in read)
+    assert not any(name.startswith(folder) for name in linecache.cache)
+    assert linecache.getline("<a notebook>", 1) == "x\n"
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="glibc's")
+def test_free_memory_goes_back_to_the_system() -> None:
+    """Blocks that are freed below one that is not stay with the process."""
+    libc, size, count = ctypes.CDLL(None), 50_000, 2000
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    blocks = [libc.malloc(size) for _ in range(count)]
+    for block in blocks:
+        ctypes.memset(block, 1, size)
+    for block in blocks[:-1]:
+        libc.free(block)
+    before = resident()
+    inductor.return_free_memory()
+    assert before - resident() > size * count / 2
+    libc.free(blocks[-1])
 
 
 @pytest.mark.slow

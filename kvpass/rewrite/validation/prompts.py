@@ -236,6 +236,7 @@ def _compare(prompt: PromptCase, call: _PromptCall) -> None:
                 )
     end = None if last is None else rewrite.calls[last.name]
     try:
+        assert rewrite.gm is not None
         actual = GraphRun(rewrite.gm, call.argument, visits, lockstep.caches).run_to(end)
     except DoesNotRun as error:
         lockstep.refuse(prompt.sites[0], f"the rewritten graph does not run: {error}")

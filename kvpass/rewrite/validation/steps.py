@@ -218,7 +218,9 @@ def _compare(step: StepCase, conversation: Conversation, last: fx.Node | None) -
 def _run_rewritten(step: StepCase, conversation: Conversation, lockstep: Lockstep) -> list[Any]:
     visits: dict[fx.Node, Visit] = {}
     slots = MadeUpSlots(conversation)
-    context, nodes = step.context, set(step.rewrite.gm.graph.nodes)
+    gm = step.rewrite.gm
+    assert gm is not None
+    context, nodes = step.context, set(gm.graph.nodes)
     rewritten_sites = [each for site in context.sites for each in site.all]
     padded = (~conversation.valid.all(-1)).to(step.layouts[0].device)
     for (layer, site), rewritten in zip(lockstep.calls, rewritten_sites, strict=True):
@@ -238,7 +240,7 @@ def _run_rewritten(step: StepCase, conversation: Conversation, lockstep: Lockste
             visits |= {new: lockstep.at_input(site, old) for new, old in pairs if new in nodes and new not in visits}
     try:
         end = None if lockstep.last is None else context.attention.replaced[lockstep.last.name]
-        return GraphRun(step.rewrite.gm, slots.flat(), visits).run_to(end)
+        return GraphRun(gm, slots.flat(), visits).run_to(end)
     except DoesNotRun as error:
         lockstep.refuse(step.sites[0], f"the rewritten graph does not run: {error}")
 
