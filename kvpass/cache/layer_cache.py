@@ -100,7 +100,7 @@ class PastCall:
         new: the number of its tokens.
         snapshot: the slots before the call; None before a prompt, which has none.
         repeat: admits a part of its tokens; None for a single token.
-        layout, seen, clocks, absent, limits: as of `LayerCache`.
+        layout, seen, clocks, absent, row_budgets: as of `LayerCache`.
     """
 
     new: int
@@ -110,7 +110,7 @@ class PastCall:
     seen: int
     clocks: tuple[Any, ...]
     absent: Tensor
-    limits: tuple[int, ...]
+    row_budgets: tuple[int, ...]
 
     @property
     def croppable(self) -> int:
@@ -120,7 +120,9 @@ class PastCall:
     def before(self, cache: Any) -> Any:
         """Return the cache as it was before the call."""
         slots = cache.slots if self.snapshot is None else self.snapshot.restored()
-        fields: dict[str, Any] = dict(layout=self.layout, seen=self.seen, clocks=self.clocks, limits=self.limits)
+        fields: dict[str, Any] = dict(
+            layout=self.layout, seen=self.seen, clocks=self.clocks, row_budgets=self.row_budgets
+        )
         return dataclasses.replace(cache, slots=slots, calls=(), absent=self.absent, **fields)
 
 
@@ -261,7 +263,7 @@ class LayerCache:
         seen: tokens seen, padding included; the host's copy of `slots.length`.
         heads: the KV heads of the model's cache; if keys are computed from the cache, the layout joins them to one.
         window: the number of last tokens that the model's cache stores, None for all.
-        limits: the layer's budget of each row; empty with `inner="reference"`.
+        row_budgets: the layer's budget of each row; empty with `inner="reference"`.
         clocks: the host's counts for each row, see `Policy.clock`; empty for most policies.
         interrupted: set while a step runs, so that an interrupted step is noticed.
         notes: facts to report, such as an adopted prompt.
@@ -283,7 +285,7 @@ class LayerCache:
     seen: int
     heads: int
     window: int | None = None
-    limits: tuple[int, ...] = ()
+    row_budgets: tuple[int, ...] = ()
     clocks: tuple[Any, ...] = ()
     interrupted: bool = False
     notes: tuple[str, ...] = ()
@@ -362,12 +364,12 @@ class LayerCache:
             raise CacheHandleError(f"{operation} on a cache that runs with inner='reference'")
         slots = self.slots.map(apply)
         batch = slots.length.shape[0]
-        limits, clocks = self._counts_of(batch, apply)
+        row_budgets, clocks = self._counts_of(batch, apply)
         return dataclasses.replace(
             self,
             layout=dataclasses.replace(self.layout, batch=batch, device=slots.length.device),
             slots=slots,
-            limits=limits,
+            row_budgets=row_budgets,
             clocks=clocks,
             absent=apply(self.absent),
             first=None if self.first is None else apply(self.first),
@@ -376,12 +378,12 @@ class LayerCache:
         )
 
     def _counts_of(self, batch: int, apply: Callable[[Tensor], Tensor]) -> tuple[tuple[int, ...], tuple[Clock, ...]]:
-        """Return the `limits` and `clocks` of selected rows; the host waits only if they differ by row."""
-        if len(set(self.limits)) <= 1 and len(set(self.clocks)) <= 1:
-            return self.limits[:1] * batch, self.clocks[:1] * batch
+        """Return the `row_budgets` and `clocks` of selected rows; the host waits only if they differ by row."""
+        if len(set(self.row_budgets)) <= 1 and len(set(self.clocks)) <= 1:
+            return self.row_budgets[:1] * batch, self.clocks[:1] * batch
         rows: list[int] = apply(torch.arange(self.layout.batch, device=self.layout.device)).tolist()
         clocks = tuple(self.clocks[row] for row in rows) if self.clocks else ()
-        return tuple(self.limits[row] for row in rows), clocks
+        return tuple(self.row_budgets[row] for row in rows), clocks
 
 
 def check_usable(cache: LayerCache) -> None:

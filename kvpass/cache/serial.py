@@ -45,7 +45,7 @@ def entry_of(cache: LayerCache, prefix: str, tensors: dict[str, Tensor]) -> dict
     tensors.update({f"{prefix}{name}": tensor for name, tensor in found.items()})
     entry = {name: getattr(layout, name) for name in LAYOUT_FIELDS}
     counts = dict(seen=cache.seen, model_heads=cache.heads, window=cache.window, slots=slots.capacity)
-    host = dict(limits=list(cache.limits), clocks=[list(clock) for clock in cache.clocks], notes=list(cache.notes))
+    host = dict(limits=list(cache.row_budgets), clocks=[list(clock) for clock in cache.clocks], notes=list(cache.notes))
     kinds = dict(dtype=str(layout.dtype).removeprefix("torch."), optional=[name for name in _OPTIONAL if name in found])
     return {**entry, **counts, **host, **kinds}
 
@@ -65,8 +65,8 @@ def cache_of(
     """
     layout = _layout_of(entry, backend, policy, device).with_head_classes()
     capacity, seen = count(entry, "slots"), count(entry, "seen")
-    limits, clocks = host_counts(entry, layout)
-    slots = slots_of(tensors, layout, capacity, seen, limits)
+    row_budgets, clocks = host_counts(entry, layout)
+    slots = slots_of(tensors, layout, capacity, seen, row_budgets)
     fields: dict[str, Any] = {name: tensors[name].to(device) for name in _OPTIONAL if name in entry["optional"]}
     absent = tensors["absent"]
     if absent.dtype != torch.int64 or absent.ndim != 2 or len(absent) != layout.batch or bool((absent >= seen).any()):
@@ -80,7 +80,7 @@ def cache_of(
         seen,
         count(entry, "model_heads"),
         None if window is None else count(entry, "window"),
-        limits,
+        row_budgets,
         clocks,
         notes=tuple(map(str, entry["notes"])),
         absent=absent.to(device),
@@ -101,12 +101,14 @@ def _with_rows(slots: AnySlots, change: Callable[[Format, Parts], Parts]) -> Any
     return dataclasses.replace(slots, key=key, value=value)
 
 
-def slots_of(tensors: Mapping[str, Tensor], layout: Layout, capacity: int, seen: int, limits: tuple[int, ...]) -> Any:
+def slots_of(
+    tensors: Mapping[str, Tensor], layout: Layout, capacity: int, seen: int, row_budgets: tuple[int, ...]
+) -> Any:
     """Return the slots of a layout with other capacity, from `slot_tensors` on the CPU.
 
     Args:
         seen: the tokens seen, padding included.
-        limits: the budgets of the rows.
+        row_budgets: the budgets of the rows.
 
     Raises:
         CacheFileError: sizes or numbers cannot be those of such slots.
@@ -117,7 +119,7 @@ def slots_of(tensors: Mapping[str, Tensor], layout: Layout, capacity: int, seen:
     if isinstance(found, ClassedSlots):
         _check_classes(found, layout, seen)
     else:
-        check_numbers(found, layout, seen, capacity, limits)
+        check_numbers(found, layout, seen, capacity, row_budgets)
     # Codes are in the order of the numbers until here.
     return _with_rows(found.map(lambda tensor: tensor.to(layout.device, copy=True)), Format.to_device_layout)
 
@@ -170,15 +172,15 @@ def _checked(tensors: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
 
 
 def host_counts(entry: Mapping[str, Any], layout: Layout) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """Return the `limits` and `clocks` of the rows."""
-    limits, clocks = tuple(entry["limits"]), tuple(tuple(clock) for clock in entry["clocks"])
-    whole = all(type(number) is int for numbers in (limits, *clocks) for number in numbers)
-    if not whole or len(limits) != layout.batch or len(clocks) not in (0, layout.batch):
-        raise CacheFileError(f"its budgets {limits} and clocks {clocks} are not those of {layout.batch} rows")
-    return limits, clocks
+    """Return the `row_budgets` and `clocks` of the rows."""
+    row_budgets, clocks = tuple(entry["limits"]), tuple(tuple(clock) for clock in entry["clocks"])
+    whole = all(type(number) is int for numbers in (row_budgets, *clocks) for number in numbers)
+    if not whole or len(row_budgets) != layout.batch or len(clocks) not in (0, layout.batch):
+        raise CacheFileError(f"its budgets {row_budgets} and clocks {clocks} are not those of {layout.batch} rows")
+    return row_budgets, clocks
 
 
-def check_numbers(slots: Slots, layout: Layout, seen: int, capacity: int, limits: tuple[int, ...]) -> None:
+def check_numbers(slots: Slots, layout: Layout, seen: int, capacity: int, row_budgets: tuple[int, ...]) -> None:
     """Raise CacheFileError for indices outside of the slots, or counts that contradict each other."""
     rows_seen, length = slots.seen[:, None, None], slots.length[:, None, None]
     right = {
@@ -188,10 +190,10 @@ def check_numbers(slots: Slots, layout: Layout, seen: int, capacity: int, limits
         "rank": (slots.rank >= 0) & (slots.rank < capacity),
         "seen": (slots.seen >= 0) & (slots.seen <= slots.length),
         "length": slots.length == seen,
-        "capacity": torch.tensor(capacity >= layout.capacity and max(limits) <= capacity),
+        "capacity": torch.tensor(capacity >= layout.capacity and max(row_budgets) <= capacity),
     }
     if layout.row_budgets:
-        right[ROW_BUDGET] = slots.state[ROW_BUDGET][:, :, 0] == torch.tensor(limits)[:, None]
+        right[ROW_BUDGET] = slots.state[ROW_BUDGET][:, :, 0] == torch.tensor(row_budgets)[:, None]
     wrong = [name for name, holds in right.items() if not bool(holds.all())]
     if wrong:
         raise CacheFileError(f"its {' and '.join(wrong)} cannot be those of {seen} tokens in {capacity} slots")

@@ -91,7 +91,7 @@ class Followed:
     axis: int | None
 
 
-FREE, PLAIN = Followed("free", None), Followed("plain", None)
+INDEPENDENT, PLAIN = Followed("free", None), Followed("plain", None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,14 +147,14 @@ class KeyAxis:
 
     def of(self, node: fx.Node) -> Followed:
         """Return how a node depends on the keys."""
-        return self.known.get(node, FREE)
+        return self.known.get(node, INDEPENDENT)
 
     def _follow(self, node: fx.Node) -> Followed:
         grows = self.sizes.grown(value(node))
         dependences = {operand: self.of(operand).dependence for operand in node.all_input_nodes}
         followers = [operand for operand, dependence in dependences.items() if dependence not in ("free", "plain")]
         if not followers and not grows:
-            return PLAIN if "plain" in dependences.values() else FREE
+            return PLAIN if "plain" in dependences.values() else INDEPENDENT
         axis = self._growing_axis(node)
         if node in self._overwritten:  # a slice of it would lack what other nodes write
             return Followed("host_precomputed", axis)

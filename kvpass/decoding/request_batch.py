@@ -265,7 +265,7 @@ def _with_rows(one: LayerCache, rows: int) -> LayerCache:
         part.length.fill_(one.seen)
     none = one.absent.new_zeros(rows, 0)
     fresh: dict[str, Any] = dict(absent=none, first=None, _picked=[])
-    fresh |= dict(limits=one.limits * rows, clocks=one.clocks * rows)
+    fresh |= dict(row_budgets=one.row_budgets * rows, clocks=one.clocks * rows)
     return dataclasses.replace(one, layout=layout, slots=slots, **fresh)
 
 
@@ -276,7 +276,7 @@ def _row_of(layer: LayerCache, row: int, seen: int) -> LayerCache:
         part.index.copy_(torch.where(part.position >= 0, part.index - (layer.seen - seen), part.index))
         part.length.fill_(seen)
     one.seen, one.absent = seen, layer.absent.new_zeros(1, 0)
-    one.limits, one.clocks = layer.limits[row : row + 1], layer.clocks[row : row + 1]
+    one.row_budgets, one.clocks = layer.row_budgets[row : row + 1], layer.clocks[row : row + 1]
     keep_address(one.slots)
     return one
 
@@ -295,5 +295,5 @@ def _write_row(layer: LayerCache, row: int, one: LayerCache) -> None:
         index, position = part.index[row], part.position[row]
         index.copy_(torch.where(position >= 0, index + shift, index))
         part.length[row] = layer.seen
-    layer.limits = (*layer.limits[:row], *one.limits, *layer.limits[row + 1 :])
+    layer.row_budgets = (*layer.row_budgets[:row], *one.row_budgets, *layer.row_budgets[row + 1 :])
     layer.clocks = (*layer.clocks[:row], *one.clocks, *layer.clocks[row + 1 :])

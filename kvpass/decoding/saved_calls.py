@@ -74,7 +74,7 @@ class _CallWriter:
             "name": name,
             "new": call.new,
             "seen": call.seen,
-            "limits": list(call.limits),
+            "limits": list(call.row_budgets),
             "clocks": [list(clock) for clock in call.clocks],
             "layout": {field: getattr(call.layout, field) for field in serial.LAYOUT_FIELDS},
         }
@@ -133,28 +133,28 @@ class _CallReader:
 
     def call(self, entry: Mapping[str, Any]) -> PastCall:
         layout = dataclasses.replace(self.cache.layout, **serial.layout_fields(entry["layout"]))
-        limits, clocks = serial.host_counts(entry, layout)
+        row_budgets, clocks = serial.host_counts(entry, layout)
         seen, new, name = serial.count(entry, "seen"), serial.count(entry, "new"), str(entry["name"])
         absent = self._tensor(f"{name}absent")
         repeat = None
         if "before" in entry:
-            before = self._slots(entry["before"], layout, seen, limits)
-            serial.check_numbers(before, layout, seen, before.capacity, limits)
+            before = self._slots(entry["before"], layout, seen, row_budgets)
+            serial.check_numbers(before, layout, seen, before.capacity, row_budgets)
             snapshot = SlotSnapshot(before)
             if entry["chunk"] is not None:
                 repeat = RepeatedChunk(self._chunk(name, entry["chunk"], new))
         else:
-            snapshot = self._snapshot(name, entry, layout, seen, limits)
-        return PastCall(new, snapshot, repeat, layout, seen, clocks, absent, limits)
+            snapshot = self._snapshot(name, entry, layout, seen, row_budgets)
+        return PastCall(new, snapshot, repeat, layout, seen, clocks, absent, row_budgets)
 
     def _snapshot(
-        self, name: str, entry: Mapping[str, Any], layout: Layout, seen: int, limits: tuple[int, ...]
+        self, name: str, entry: Mapping[str, Any], layout: Layout, seen: int, row_budgets: tuple[int, ...]
     ) -> SlotSnapshot:
-        slots = self._slots(entry["of"], layout, seen, limits)
+        slots = self._slots(entry["of"], layout, seen, row_budgets)
         named = zip(slots.names[2:], slots.metadata, strict=False)
         others = tuple(self._like(f"{name}{field}", tensor) for field, tensor in named)
         before = slots.with_tensors([*slots.tensors()[:2], *others, *slots.tensors()[2 + len(others) :]])
-        serial.check_numbers(before, layout, seen, slots.capacity, limits)
+        serial.check_numbers(before, layout, seen, slots.capacity, row_budgets)
         slot_index = rows_at(before.free, layout.heads) if entry["rows"] == "free" else None
         parts = []
         for part, rows in (("key", slots.key), ("value", slots.value)):
@@ -178,15 +178,15 @@ class _CallReader:
             given = {field: self._tensor(f"{name}spec_{field}") for field in fields.pop("given")}
             spec = StatisticsSpec(**(dict.fromkeys(_SPEC) | given), **fields, spread=None)  # type: ignore[arg-type]
             _check_spec(spec, layout, new)
-        into = self._slots(entry["into"], layout, cache.seen, cache.limits)
+        into = self._slots(entry["into"], layout, cache.seen, cache.row_budgets)
         return TakenChunk(Chunk(key, value, valid, Attention(), pins), () if spec is None else (spec,), into)
 
-    def _slots(self, number: int, layout: Layout, seen: int, limits: tuple[int, ...]) -> Slots:
+    def _slots(self, number: int, layout: Layout, seen: int, row_budgets: tuple[int, ...]) -> Slots:
         if number not in self.known:
             prefix = f"slots.{number}."
             mine = {name.removeprefix(prefix): x for name, x in self.tensors.items() if name.startswith(prefix)}
             capacity = mine["position"].shape[-1]
-            slots = serial.slots_of(mine, layout, capacity, seen, limits)
+            slots = serial.slots_of(mine, layout, capacity, seen, row_budgets)
             keep_address(slots)
             self.known[number] = slots
         return self.known[number]

@@ -230,7 +230,7 @@ def _layer(cache: LayerCache) -> LayerReport:
     interval = policy.held_between_compactions(layout.budget)
     capacities = tuple((part.heads, part.capacity) for part in layout.parts if layout.classes)
     return LayerReport(
-        repr(policy), max(cache.limits, default=layout.budget), policy.compacted(layout.budget), layout.capacity,
+        repr(policy), max(cache.row_budgets, default=layout.budget), policy.compacted(layout.budget), layout.capacity,
         cache.seen, positions, cache.slots.nbytes, layout.batch * cache.stored * row,
         (*cache.notes, *([interval] if interval else [])), cache.slots.held(layout, pinned=True), capacities,
     )  # fmt: skip

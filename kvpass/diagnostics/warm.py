@@ -125,7 +125,7 @@ def _feed_chunks(conversation: _Conversation, length: int, chunk: int | None, ti
 def _until_compaction(caches: Sequence[LayerCache]) -> int:
     if not caches or not caches[0].clocks:
         return 0
-    layout, clock, limit = caches[0].layout, caches[0].clocks[0], caches[0].limits[0]
+    layout, clock, limit = caches[0].layout, caches[0].clocks[0], caches[0].row_budgets[0]
     counts = [((own,), each.budget) for own, each in zip(clock, layout.classes, strict=False)] or [(clock, limit)]
     return min(steps_until_compaction(layout.policy, budget, own) for own, budget in counts)
 

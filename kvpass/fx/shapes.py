@@ -93,7 +93,7 @@ class Sizes:
         queries: q, the number of new tokens.
         least: a lower bound of the lengths.
         totals: the lengths plus the new tokens, as Dynamo's sizes.
-        open: dynamic sizes that do not grow; `known` has their symbols.
+        dynamic: dynamic sizes that do not grow; `known` has their symbols.
     """
 
     lengths: tuple[sympy.Expr, ...]
@@ -101,7 +101,7 @@ class Sizes:
     queries: Any
     least: int = 0
     totals: tuple[Any, ...] = ()
-    open: symbolic_shapes.SymbolicSizes | None = None
+    dynamic: symbolic_shapes.SymbolicSizes | None = None
     _simplified: dict[sympy.Expr, sympy.Expr] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -111,7 +111,7 @@ class Sizes:
         above = {s: sympy.Symbol(f"{s}_above", integer=True, nonnegative=True) for s in symbols}
         object.__setattr__(self, "_bounds", {s: self.least + t for s, t in above.items()})
         object.__setattr__(self, "_back", {t: s - self.least for s, t in above.items()})
-        object.__setattr__(self, "_open", frozenset(self.open.symbols if self.open else ()))
+        object.__setattr__(self, "_dynamic", frozenset(self.dynamic.symbols if self.dynamic else ()))
 
     def _simple(self, size: Any) -> sympy.Expr:
         """Simplify a size, once for all equal sizes: a graph has thousands of them, and sympy is slow."""
@@ -136,7 +136,7 @@ class Sizes:
 
     def grows_in(self, expression: sympy.Expr) -> bool:
         """Check whether an expression has symbols that grow."""
-        return bool(expression.free_symbols - self._open)  # type: ignore[attr-defined]
+        return bool(expression.free_symbols - self._dynamic)  # type: ignore[attr-defined]
 
     def grown(self, tensor: Any) -> bool:
         """Check whether any dimension of a fake tensor changes from step to step."""
@@ -150,7 +150,7 @@ class Sizes:
     def fixed(self, size: Any) -> Any:
         """Return a size that does not grow, as a number or a dynamic size."""
         simple = self._simple(size)
-        return self.open.size(sympy.expand(simple)) if self.open else int(simple)
+        return self.dynamic.size(sympy.expand(simple)) if self.dynamic else int(simple)
 
     def is_total(self, size: Any) -> bool:
         """Check whether a size is the cache's length plus the new tokens."""
@@ -197,7 +197,7 @@ class Sizes:
 
     def fixed_part(self, expression: sympy.Expr) -> Any:
         """Return an expression in which lengths have cancelled out, as a number or a dynamic size."""
-        return self.open.size(expression) if self.open else int(expression)
+        return self.dynamic.size(expression) if self.dynamic else int(expression)
 
     def on_length(self, size: Any, length: fx.Node, graph: fx.Graph, number: Callable[[Any], Any]) -> Any:
         """Emit nodes that compute a size from the length, a tensor; return the node or a number.

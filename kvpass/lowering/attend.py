@@ -223,7 +223,7 @@ def scores(query: Tensor, key: Rows, *, scale: float, rotate: Rotation | None = 
     sections = rotate(key.in_sections(query.dtype))
     query = materialized(upcast(query.flatten(2, 3)))  # otherwise the queries would be converted anew for each key
     rows = query.shape[2]
-    if isinstance(rows, int) and rows <= code_products.MOST_ROWS:  # a key is rotated once for all rows
+    if isinstance(rows, int) and rows <= code_products.MOST_ROWS_IN_LOOP:  # a key is rotated once for all rows
         made = code_products.row_by_row(query, sections)
     else:
         made = code_products.over_sections(query[:, :, :, None], [section[:, :, None] for section in sections])

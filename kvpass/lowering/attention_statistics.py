@@ -25,7 +25,7 @@ from kvpass.policies.types import Attention, Statistic
 from kvpass.torch_private.fx_nodes import attention_with_lse
 
 SUMS = ("total", "squares")
-LATE = ("last", "window", "logits")
+LAST_QUERY_STATISTICS = ("last", "window", "logits")
 OLDER = ("older", "older_peak")
 
 
@@ -143,8 +143,8 @@ def _statistics(
 ) -> list[Tensor]:
     """Return the statistics of a request; the log-sum-exp of the rows is [B, Hq, q], if it is known."""
     made = dict(zip(SUMS, attention.summed(valid, request.powers, log_sum_exp), strict=False))
-    if not {*LATE}.isdisjoint(request.names):
-        made |= zip(LATE, late_statistics(attention, valid, request.window), strict=True)
+    if not {*LAST_QUERY_STATISTICS}.isdisjoint(request.names):
+        made |= zip(LAST_QUERY_STATISTICS, late_statistics(attention, valid, request.window), strict=True)
     if "older" in request.names:
         made["older"] = votes_for_older(attention, valid, request.window)
     made = {name: regrouped(x, request.heads) for name, x in made.items()}
@@ -213,7 +213,7 @@ def requested(
         sharding: the sharding of the layer's heads.
     """
     request = StatisticsRequest(names(policy), causal, scale, cap, heads)
-    if not policy.statistics.isdisjoint((*LATE, *OLDER)):
+    if not policy.statistics.isdisjoint((*LAST_QUERY_STATISTICS, *OLDER)):
         request = dataclasses.replace(request, window=policy.observation)
     if "scan" in policy.statistics:
         text = sharding.written() if sharding else None

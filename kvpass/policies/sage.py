@@ -31,7 +31,7 @@ from kvpass.policies.budgets import Count
 from kvpass.policies.ranking import LATE, highest
 from kvpass.policies.types import Attention, Clock, State, Tokens
 
-HIDDEN = torch.finfo(torch.float32).min
+UNSEEN = torch.finfo(torch.float32).min
 MAX_GROUPS = 62
 
 
@@ -167,7 +167,7 @@ class Sage(Policy):
         if self.share == "concat":
             return takers.clamp(min=1).float().log()
         selected = (takers >> torch.arange(groups, device=takers.device)[:, None]) & 1  # [B, Hkv, G, C]
-        return torch.where((selected == 0) & (takers != 0), HIDDEN, 0.0)
+        return torch.where((selected == 0) & (takers != 0), UNSEEN, 0.0)
 
     # The host counts for each row the tokens since the last selection, and the tokens seen.
 

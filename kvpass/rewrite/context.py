@@ -235,7 +235,7 @@ class FurtherInputs:
     def host_input(self, node: fx.Node) -> fx.Node:
         """Return the input with the value of a node that reads all tokens."""
         if node not in self.host_inputs:
-            self.host_inputs[node] = self._new(f"{node.name}_aside", self._step.shape(node), value(node).dtype)
+            self.host_inputs[node] = self._new(f"{node.name}_on_host", self._step.shape(node), value(node).dtype)
         return self.host_inputs[node]
 
     def valid(self, layer: int) -> fx.Node:

@@ -36,7 +36,7 @@ class StepRewrite:
     Attributes:
         gm: takes the slots' tensors of every layer, the `weights`, then `columns`, `entries`, the `host_inputs`, and
             the `inputs`; None once it is compiled.
-        open, examples: sizes that may differ between calls, and fake arguments that have them; None if there are none.
+        dynamic, examples: sizes that may differ between calls, and fake arguments with them; None if there are none.
         weights: the policy's own tensors, on the device of the slots.
         inputs: indices of Dynamo's arguments that the graph still takes.
         loose_inputs: those of `inputs` whose strides may change from call to call.
@@ -62,7 +62,7 @@ class StepRewrite:
     columns: list[int]
     queries: Any
     chunks: list[list[int]]
-    open: symbolic_shapes.SymbolicSizes | None = None
+    dynamic: symbolic_shapes.SymbolicSizes | None = None
     examples: list[Any] | None = None
     weights: list[Tensor] = dataclasses.field(default_factory=list)
     entries: list[GatheredInput] = dataclasses.field(default_factory=list)
@@ -77,9 +77,9 @@ class StepRewrite:
 
     def at(self, numbers: Sequence[int]) -> StepRewrite:
         """Return the rewrite with these numbers for its dynamic sizes."""
-        if self.open is None:
+        if self.dynamic is None:
             return self
-        known = dict(zip(self.open.symbols, numbers, strict=True))
+        known = dict(zip(self.dynamic.symbols, numbers, strict=True))
         lengths = {index: shapes.number(size, known) for index, size in self.lengths.items()}
         return dataclasses.replace(self, queries=shapes.number(self.queries, known), lengths=lengths)
 
@@ -163,8 +163,8 @@ def _result(step: StepContext) -> StepRewrite:
     inputs = [index for index, argument in enumerate(step.placeholders) if argument in remaining]
     return StepRewrite(
         gm=step.gm,
-        open=step.sizes.open,
-        examples=[step.example(node) for node in walk.placeholders(step.graph)] if step.sizes.open else None,
+        dynamic=step.sizes.dynamic,
+        examples=[step.example(node) for node in walk.placeholders(step.graph)] if step.sizes.dynamic else None,
         weights=step.weights.tensors,
         inputs=inputs,
         loose_inputs={index for index in inputs if has_loose_strides(walk.value(step.placeholders[index]))},

@@ -106,7 +106,9 @@ class StepGraph:
         self.placeholders = walk.placeholders(self.graph)
         self.argument_of = dict(zip(self.placeholders, call.arguments, strict=True))
         self.padding_inputs = call.padding_inputs.moved(moved)
-        self.batch = call.sizes.fixed(value(call.sites[0].key).shape[0]) if call.sizes.open else call.layouts[0].batch
+        self.batch = (
+            call.sizes.fixed(value(call.sites[0].key).shape[0]) if call.sizes.dynamic else call.layouts[0].batch
+        )
         self.queries = call.sizes.queries
         self.capacities = [
             slots.capacity if isinstance(layout.capacity, int) else layout.capacity
@@ -152,15 +154,15 @@ class StepGraph:
         made_dense = node.op == "placeholder" and has_loose_strides(value(node))  # see `StepRewrite.flat`
         dense = made_dense or any(self.sizes.grows(stride) for stride in strides)
         fixed = None if dense else [self.sizes.fixed(stride) for stride in strides]
-        if self.sizes.open:
-            return self.sizes.open.like(self.shape(node), fixed, **kind)
+        if self.sizes.dynamic:
+            return self.sizes.dynamic.like(self.shape(node), fixed, **kind)
         shape = self.shape(node)
         return torch.empty(shape, **kind) if fixed is None else torch.empty_strided(shape, fixed, **kind)
 
     def of_shape(self, shape: tuple[Any, ...], dtype: torch.dtype) -> Tensor:
         """Return a tensor without data that stands for a dense tensor which kvpass adds."""
         kind: dict[str, Any] = dict(dtype=dtype, device="meta")
-        return self.sizes.open.like(shape, None, **kind) if self.sizes.open else torch.empty(shape, **kind)
+        return self.sizes.dynamic.like(shape, None, **kind) if self.sizes.dynamic else torch.empty(shape, **kind)
 
     def device_of(self, node: fx.Node) -> torch.device:
         """Return the device of a node's tensor; inputs that kvpass adds are where the slots are."""
@@ -180,7 +182,7 @@ class StepGraph:
         given.
         """
         count, inputs = len(nodes), [*nodes, *self._size_nodes_of(layer)]
-        with tensors.fake_mode(self.sizes.open) as fake:
+        with tensors.fake_mode(self.sizes.dynamic) as fake:
             examples = [fake(self.example(node)) for node in inputs]
             return tensors.trace(lambda *values: function(*values[:count]), examples)
 
@@ -218,7 +220,7 @@ class SizeNodes:
     @functools.cached_property
     def layer_of(self) -> dict[sympy.Symbol, int]:
         """The layer of each symbol that is the capacity of one layer alone."""
-        own = self._step.sizes.open.alike if self._step.sizes.open else frozenset()
+        own = self._step.sizes.dynamic.alike if self._step.sizes.dynamic else frozenset()
         capacities = enumerate(map(shapes.expr, self._step.capacities))
         return {capacity: layer for layer, capacity in capacities if capacity in own}
 
@@ -226,10 +228,10 @@ class SizeNodes:
     def _symbols(self) -> list[sympy.Symbol]:
         """The symbols of `all`: budgets are left out, because no tensor has a budget for a size."""
         step = self._step
-        if step.sizes.open is None:
+        if step.sizes.dynamic is None:
             return []
         budgets = {shapes.expr(layout.budget) for layout in step.layouts} - set(map(shapes.expr, step.capacities))
-        return [symbol for symbol in step.sizes.open.symbols if symbol not in budgets]
+        return [symbol for symbol in step.sizes.dynamic.symbols if symbol not in budgets]
 
     def of(self, size: Any) -> Any:
         """Return the number or the node of a size that does not grow.

@@ -45,7 +45,7 @@ def make_room(cache: LayerCache, queries: int) -> None:
         )
     capacity = budgets.slots_for(layout.policy, None, cache.seen + queries)
     adapt(cache, budget=capacity, capacity=capacity)
-    cache.limits = (capacity,) * layout.batch
+    cache.row_budgets = (capacity,) * layout.batch
 
 
 def even_out(one: LayerCache, other: LayerCache) -> None:
@@ -63,7 +63,7 @@ def adapt(cache: LayerCache, **changes: Any) -> None:
     layout, slots = dataclasses.replace(cache.layout, **changes), cache.slots
     if layout == cache.layout:
         return
-    slots = slots.with_state_of(layout, cache.limits)
+    slots = slots.with_state_of(layout, cache.row_budgets)
     cache.layout, cache.slots = layout, slots.grown(layout) if slots.capacity < layout.capacity else slots
     keep_address(cache.slots)
 
@@ -87,7 +87,7 @@ def tick(
     known: dict[Any, list[tuple[bool, Any]]] = {}  # most layers have equal clocks, so compute each case once
     ticked = []
     for cache, rows in zip(caches, valid or [None] * len(caches), strict=True):
-        alike = (id(cache.layout.policy), cache.limits, cache.clocks, None if rows is None else tuple(rows))
+        alike = (id(cache.layout.policy), cache.row_budgets, cache.clocks, None if rows is None else tuple(rows))
         known[alike] = known.get(alike) or _ticked(cache, rows)
         ticked.append(known[alike])
     compact = any(due for layer in ticked for due, _ in layer)
@@ -99,7 +99,7 @@ def _ticked(cache: LayerCache, valid: Sequence[bool] | None) -> list[tuple[bool,
     if not cache.clocks:
         return []
     counts = valid or [True] * len(cache.clocks)
-    rows = zip(cache.clocks, cache.limits, counts, strict=True)
+    rows = zip(cache.clocks, cache.row_budgets, counts, strict=True)
     return [tick_of(cache.layout, clock, limit) if new else (False, clock) for clock, limit, new in rows]
 
 
@@ -168,12 +168,12 @@ def valid_counts(policy: Policy, valid: Tensor) -> list[int]:
 def take_in(cache: LayerCache, chunk: Chunk, into: AnySlots | None = None) -> None:
     """Admit a chunk to the cache's slots, and update its clocks; see `admit`."""
     policy, before = cache.layout.policy, cache.slots
-    cache.slots = admit(cache.layout, before, chunk, cache.limits, into)
+    cache.slots = admit(cache.layout, before, chunk, cache.row_budgets, into)
     if cache.slots is not before:
         keep_address(cache.slots)
-    cache.limits = chunk.raised(policy, cache.limits)
+    cache.row_budgets = chunk.raised(policy, cache.row_budgets)
     counts = valid_counts(policy, chunk.valid)
-    rows = zip(cache.clocks, counts, cache.limits, strict=False)
+    rows = zip(cache.clocks, counts, cache.row_budgets, strict=False)
     cache.clocks = tuple(clock_of(cache.layout, clock, new, limit) for clock, new, limit in rows)
 
 

@@ -141,7 +141,7 @@ class ExportedStep(StepRunner):
         self.exported = {compact: (_rewrite_of(variant), run) for compact, (variant, run) in runs.items()}
 
     def call(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> StepResult:
-        """Run new tokens on caches, for a `DecodeLoop`, which is told of it.
+        """Run new tokens on caches, for a `DecodeLoop`, and announce it to the loop.
 
         Raises:
             ArtifactError: the code is for other sizes.

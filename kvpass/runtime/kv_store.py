@@ -99,7 +99,7 @@ def calls_before(caches: list[LayerCache], queries: int) -> list[PastCall]:
 def _before(cache: LayerCache, queries: int, chunk: bool) -> PastCall:
     """Return the record of one call; with `chunk` the graph leaves the slots unchanged, so they are not copied."""
     kept = cache.backend.kv_store.kept(cache, chunk)
-    return PastCall(queries, kept, None, cache.layout, cache.seen, cache.clocks, cache.absent, cache.limits)
+    return PastCall(queries, kept, None, cache.layout, cache.seen, cache.clocks, cache.absent, cache.row_budgets)
 
 
 def remember(caches: list[LayerCache], calls: list[PastCall], taken: Sequence[TakenIn | None]) -> None:
@@ -132,7 +132,7 @@ class KVStore:
     def admitted(
         self, layout: Layout, chunk: Chunk, spec: StatisticsSpec | None, site: SiteFacts, plan: Plan
     ) -> tuple[Any, tuple[int, ...], tuple[Clock, ...]]:
-        """Return the storage of a prompt's tokens (`LayerCache.slots`), and the host's `limits` and `clocks`."""
+        """Return the storage of a prompt's tokens (`LayerCache.slots`), and the host's `row_budgets` and `clocks`."""
         row_budgets = plan.budgets_of_rows(layout.batch)
         slots = admit(layout, None, chunk, row_budgets)
         keep_address(slots)
@@ -150,12 +150,12 @@ class KVStore:
         policy, capacity = layout.policy, layout.capacity
         new = torch.full_like(pins.later, pins.mask.shape[1]) if policy.keep_prompt else pins.mask.sum(-1) + pins.later
         if pins.on_top:
-            most = max(limit + more for limit, more in zip(cache.limits, new.tolist(), strict=True))
+            most = max(limit + more for limit, more in zip(cache.row_budgets, new.tolist(), strict=True))
             capacity = max(capacity, policy.capacity(layout.budget + room_on_top(most - layout.budget)))
         elif PINNED in slots.state or bool(new.any()):
             held = (slots.state[PINNED] & (slots.position >= 0)).sum(-1).amax(-1) if PINNED in slots.state else 0
             counts = (held + new).tolist()
-            rest, pinned = min((limit - count, count) for limit, count in zip(cache.limits, counts, strict=True))
+            rest, pinned = min((limit - count, count) for limit, count in zip(cache.row_budgets, counts, strict=True))
             check_pinned(policy, pinned, rest)
         wanted = layout.with_pins(pins.on_top)
         adapt(cache, pins=wanted.pins, row_budgets=wanted.row_budgets, capacity=capacity)
@@ -164,7 +164,9 @@ class KVStore:
         """Pin the token of a decode step, before the step writes it to the free slot."""
         cache.slots.pin_next(pins)
         if pins.on_top:
-            cache.limits = tuple(limit + int(more) for limit, more in zip(cache.limits, pins.mask[:, 0], strict=True))
+            cache.row_budgets = tuple(
+                limit + int(more) for limit, more in zip(cache.row_budgets, pins.mask[:, 0], strict=True)
+            )
 
     def prepare(self, cache: LayerCache, valid: Callable[[], Tensor]) -> None:
         """Prepare a cache for a step; the graph of a step on slots frees a slot itself.

@@ -58,11 +58,11 @@ class PromptLayer:
     spec: StatisticsSpec | None
     first: Tensor | None = None
 
-    def without(self, gone: int, budget: budgets.Budget) -> PromptLayer:
-        """Return the layer of the prompt without its last `gone` tokens; `budget` is as the user gave it."""
-        chunk, spec = self.chunk.first(self.chunk.valid.shape[1] - gone), None
+    def without(self, cropped: int, budget: budgets.Budget) -> PromptLayer:
+        """Return the layer of the prompt without its last `cropped` tokens; `budget` is as the user gave it."""
+        chunk, spec = self.chunk.first(self.chunk.valid.shape[1] - cropped), None
         if self.spec is not None:
-            new = self.spec.query.shape[2] - gone
+            new = self.spec.query.shape[2] - cropped
             spec = self.spec.first(new)
             probs = spec.attention(self.policy, chunk.valid[:, chunk.valid.shape[1] - new :], budget)
             chunk = dataclasses.replace(chunk, attention=probs)
@@ -106,7 +106,7 @@ class TakenPrompt:
         for index, cache in enumerate(self._stored(layers)):
             cache.weights, cache.output, cache.model = self.weights[index], self.outputs[index], model
             if crop:
-                was = (cache.layout, cache.seen, cache.clocks, cache.absent, cache.limits)
+                was = (cache.layout, cache.seen, cache.clocks, cache.absent, cache.row_budgets)
                 cache.calls = (PastCall(self.new, None, functools.partial(self._repeat, index), *was),)
             yield cache
 
@@ -176,8 +176,8 @@ class TakenPrompt:
         made = [by_rows(dict(zip(plans, each, strict=True)), shares) for each in zip(*plans.values(), strict=True)]
         if first is None:
             self.backend.plans.keep(self.model, shape, made)
-        opens = self.backend.has_dynamic_sizes(layers[0].chunk.key.device)
-        return made if opens else [plan.with_max_capacity for plan in made]
+        has_dynamic_sizes = self.backend.has_dynamic_sizes(layers[0].chunk.key.device)
+        return made if has_dynamic_sizes else [plan.with_max_capacity for plan in made]
 
     def _check_windows(self, layers: list[PromptLayer], shares: list[int]) -> None:
         """Raise BudgetError if a layer's own window is within the budget of some rows only; see `_within_window`."""

@@ -140,7 +140,7 @@ class CompiledVariant:
             return True
         pairs = enumerate(zip(key.all, self.key.all, strict=True))
         same = all(one == other for index, (one, other) in pairs if index not in self._free)
-        sizes = self._rewrite.open
+        sizes = self._rewrite.dynamic
         return same and (sizes is None or sizes.hold([key.all[index] for index in self._free]))
 
     def _let_go_of(self, graph: fx.Graph) -> None:
@@ -164,7 +164,7 @@ class CompiledVariant:
         with dynamo.one_at_a_time():
             if self.compiled is None:
                 assert gm is not None
-                self.compiled = backend.compile_step(gm, rewrite.examples or flat, ranked, chunk, rewrite.open)
+                self.compiled = backend.compile_step(gm, rewrite.examples or flat, ranked, chunk, rewrite.dynamic)
                 self._let_go_of(gm.graph)
         return self.compiled
 

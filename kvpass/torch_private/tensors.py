@@ -116,15 +116,15 @@ def real_tensors() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def fake_mode(open_sizes: SymbolicSizes | None = None) -> Iterator[Callable[[Any], Any]]:
+def fake_mode(dynamic_sizes: SymbolicSizes | None = None) -> Iterator[Callable[[Any], Any]]:
     """Enter a mode in which tensors have no data; yield a function that makes static fakes of real tensors.
 
     Args:
-        open_sizes: the dynamic sizes of the fakes that a function traced inside receives.
+        dynamic_sizes: the dynamic sizes of the fakes that a function traced inside receives.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    mode = open_sizes.mode if open_sizes else FakeTensorMode()
+    mode = dynamic_sizes.mode if dynamic_sizes else FakeTensorMode()
     with torch.inference_mode(False), torch.no_grad(), mode:
         yield lambda x: mode.from_tensor(x, static_shapes=True) if isinstance(x, Tensor) and not is_fake(x) else x
 

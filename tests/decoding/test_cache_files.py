@@ -83,8 +83,8 @@ def test_a_loaded_cache_goes_on_bit_for_bit(model: Traced, name: str, tmp_path: 
         got, loaded = talked(under, loaded, after, mask, ids)
         assert torch.equal(got, expected)
         for ours, theirs in zip(caches_in(loaded), caches_in(cache), strict=True):
-            assert (ours.layout, ours.seen, ours.limits, ours.clocks) == (
-                theirs.layout, theirs.seen, theirs.limits, theirs.clocks
+            assert (ours.layout, ours.seen, ours.row_budgets, ours.clocks) == (
+                theirs.layout, theirs.seen, theirs.row_budgets, theirs.clocks
             )  # fmt: skip
             assert all(torch.equal(a, b) for a, b in zip(ours.slots.tensors(), theirs.slots.tensors(), strict=True))
 

@@ -123,13 +123,13 @@ def test_rows_copies_crops_and_formats_keep_pins(model: Traced) -> None:
         cache = stepped(under, cache, 4).past_key_values
         cache.crop(-3)
         assert pinned(stepped(under, cache, 5).past_key_values) == [[5, 11], [3]]
-        assert [layer.limits for layer in caches_in(cache)] == [(BUDGET + 2, BUDGET + 1)]
+        assert [layer.row_budgets for layer in caches_in(cache)] == [(BUDGET + 2, BUDGET + 1)]
         more, _ = prompt(2, 6, ())
         other = kvpass.prefill(under, more, chunk=6, cache=other, pin=[(1, 2), (4, 6)], on_top=True).past_key_values
         assert pinned(other) == [[3, 21, 24, 25], [5, 11, 21, 24, 25]]
         other.crop(-3)  # of which two tokens were pinned
         assert pinned(stepped(under, other, 3).past_key_values) == [[3, 21], [5, 11, 21]]
-        assert [layer.limits for layer in caches_in(other)] == [(BUDGET + 2, BUDGET + 3)]
+        assert [layer.row_budgets for layer in caches_in(other)] == [(BUDGET + 2, BUDGET + 3)]
 
 
 def test_a_turn_may_bring_the_first_pins(model: Traced) -> None:

@@ -37,7 +37,7 @@ def take_slots(step: StepContext) -> Record:
     for layer, slots in enumerate(step.slots):
         names = [f"slots_{layer}_{name}" for name in slots.names]
         tensors = slots.tensors()
-        if step.sizes.open:
+        if step.sizes.dynamic:
             tensors = [_with_dynamic_sizes(step, layer, tensor) for tensor in tensors]
         step.slot_inputs.append(_inputs(step, names, tensors, first))
     step.weights = _take_weights(step, first)
