@@ -312,8 +312,7 @@ def _check_crop(crop: int, policy: Policy) -> None:
     require(
         not policy.renumbers, "crop", crop, f"{policy.name} numbers the tokens of a call by how many they are, {why}"
     )
-    with_logit_scale = policy.logit_scale(torch.ones(1, 1, dtype=torch.int64)) is not None
-    require(not with_logit_scale, "crop", crop, f"{policy} weighs the tokens of a call by how many they are, {why}")
+    require(not policy.scales_logits, "crop", crop, f"{policy} weighs the tokens of a call by how many they are, {why}")
 
 
 def _check_settings(inner: Inner, mode: str | None, options: dict[str, Any] | None) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvpass import cache_names
-from kvpass.cache.layer_cache import LayerCache, Part, check_usable
+from kvpass.cache.layer_cache import CacheOwner, LayerCache, Part, check_usable
 from kvpass.cache.layout import Layout
 from kvpass.errors import CacheHandleError
 from kvpass.torch_private import dynamo, tensors
@@ -220,7 +220,7 @@ _ACTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def current(value: Any, part: Part, backend: Any) -> LayerCache:
+def current(value: Any, part: Part, backend: CacheOwner) -> LayerCache:
     """Return the layer's cache from the handle that a graph receives for keys or values.
 
     Raises:
@@ -269,7 +269,7 @@ def caches_in(cache: Any) -> list[LayerCache]:
     return list({id(handle.cache): handle.cache for handle in _handles(cache)}.values())
 
 
-def usable_caches_in(cache: Any, backend: Any) -> list[LayerCache]:
+def usable_caches_in(cache: Any, backend: CacheOwner) -> list[LayerCache]:
     """Return the caches of all layers, as `caches_in`, which a call is about to continue.
 
     Raises:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -19,8 +19,9 @@ from torch import Tensor
 from kvpass.cache.layout import Layout
 from kvpass.cache.slots import AnySlots, Slots, rows_at
 from kvpass.errors import CacheHandleError
-from kvpass.lowering.formats import Rows
+from kvpass.lowering.formats import KVDtype, Rows
 from kvpass.lowering.formats.base import Parts, SlotIndices
+from kvpass.policies.base import Policy
 from kvpass.policies.types import Clock
 
 
@@ -252,6 +253,31 @@ class DeferredChecks:
             )
 
 
+class CacheOwner(Protocol):
+    """What a cache asks of the backend that made it.
+
+    Attributes:
+        policy, budget: as of `kvpass.backend`.
+        family: settings that another backend must share to continue the cache.
+        crop: how many of the last tokens can be cropped.
+        kv_dtype: the storage format of keys and values; None for the model's dtype.
+        layers: numbers the caches in the order in which they are made.
+    """
+
+    @property
+    def policy(self) -> Policy: ...
+    @property
+    def budget(self) -> int | float | None: ...
+    @property
+    def family(self) -> tuple[Any, ...]: ...
+    @property
+    def crop(self) -> int: ...
+    @property
+    def kv_dtype(self) -> KVDtype | None: ...
+    @property
+    def layers(self) -> Iterator[int]: ...
+
+
 @dataclasses.dataclass
 class LayerCache:
     """The slots of one layer and one conversation, shared by the handles of K and V.
@@ -278,7 +304,7 @@ class LayerCache:
         cropped: the cache that replaced this one when tokens were cropped; this one can no longer be continued.
     """
 
-    backend: Any
+    backend: CacheOwner
     number: int
     layout: Layout
     slots: Any

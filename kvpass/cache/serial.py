@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.cache.layer_cache import LayerCache
+from kvpass.cache.layer_cache import CacheOwner, LayerCache
 from kvpass.cache.layout import ROW_BUDGET, Layout
 from kvpass.cache.slots import AnySlots, ClassedSlots, Slots, empty_slots
 from kvpass.errors import CacheFileError, CacheHandleError
@@ -51,7 +51,7 @@ def entry_of(cache: LayerCache, prefix: str, tensors: dict[str, Tensor]) -> dict
 
 
 def cache_of(
-    entry: Mapping[str, Any], tensors: Mapping[str, Tensor], backend: Any, policy: Policy, device: torch.device
+    entry: Mapping[str, Any], tensors: Mapping[str, Tensor], backend: CacheOwner, policy: Policy, device: torch.device
 ) -> LayerCache:
     """Return a layer's cache from what `entry_of` has put into a file.
 
@@ -133,7 +133,7 @@ def _check_classes(slots: ClassedSlots, layout: Layout, seen: int) -> None:
         raise CacheFileError(f"its order of heads is none of {layout.heads} heads")
 
 
-def _layout_of(entry: Mapping[str, Any], backend: Any, policy: Policy, device: torch.device) -> Layout:
+def _layout_of(entry: Mapping[str, Any], backend: CacheOwner, policy: Policy, device: torch.device) -> Layout:
     fields = layout_fields(entry)
     dtype = getattr(torch, str(entry["dtype"]), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -74,7 +74,7 @@ def save_cache(cache: Any, path: FilePath) -> None:
     if not layers:
         raise CacheHandleError(f"there is no kvpass cache in this {type(cache).__name__}: nothing can be saved")
     tensors: dict[str, Tensor] = {}
-    chosen = layers[0].backend
+    chosen = cast("Backend", layers[0].backend)
     weights = {tensor for layer in layers for ref in layer.model if (tensor := ref()) is not None}
     header = dict(
         version=VERSION,

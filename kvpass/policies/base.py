@@ -241,6 +241,11 @@ class Policy:
 
     # Counts on the host, for policies that compact periodically: by default the held tokens.
 
+    @property
+    def keeps_clock(self) -> bool:
+        """Whether the policy counts tokens on the host."""
+        return bool(self.clock((), 1, 1 << 30))
+
     def clock(self, clock: Clock, new: int, budget: int) -> Clock:
         """Return a row's counts after a prompt or chunk with `new` real tokens; () without an interval."""
         if self.interval == 1:

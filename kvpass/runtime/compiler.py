@@ -36,7 +36,7 @@ Reshape = Callable[[fx.Graph], None]
 
 @dataclasses.dataclass(frozen=True)
 class Compiler:
-    """A backend, as the runtime sees it.
+    """The settings and services of a backend that its runners share; `kvpass.Backend` adds the call by Dynamo.
 
     Attributes:
         policy: the eviction policy.

@@ -98,7 +98,8 @@ def calls_before(caches: list[LayerCache], queries: int) -> list[PastCall]:
 
 def _before(cache: LayerCache, queries: int, chunk: bool) -> PastCall:
     """Return the record of one call; with `chunk` the graph leaves the slots unchanged, so they are not copied."""
-    kept = cache.backend.kv_store.kept(cache, chunk)
+    owner: Any = cache.backend  # a `Compiler`, whose module imports this one
+    kept = owner.kv_store.kept(cache, chunk)
     return PastCall(queries, kept, None, cache.layout, cache.seen, cache.clocks, cache.absent, cache.row_budgets)
 
 
