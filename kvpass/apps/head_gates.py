@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig
 
-from kvpass.apps import corpus, models
+from kvpass.apps import checkpoint, corpus, models
 from kvpass.diagnostics.head_gates import measure_gates
 from kvpass.errors import KVPassError
 from kvpass.policies.head_gates import HeadGates
@@ -51,7 +51,8 @@ def main(
 
 def _architecture(model: str) -> str:
     """Return the architecture in a model's configuration, without loading its weights."""
+    folder = checkpoint.folder() if model == checkpoint.NAME else model
     try:
-        return str(AutoConfig.from_pretrained(model).model_type)
+        return str(AutoConfig.from_pretrained(folder).model_type)
     except (OSError, ValueError) as error:
         raise KVPassError(f"there is no configuration of a model {model!r}: {error}") from error

@@ -67,7 +67,9 @@ def each_is_as_alone(name: str, lengths: tuple[int, ...] = LENGTHS, **more: Any)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["streaming", "cascade", "buzz", "d2o", "random", "kv_align", "ada_kv"])
+@pytest.mark.parametrize(
+    "name", ["streaming", "cascade", "buzz", "d2o", "random", "kv_align", "ada_kv", "duo_attention"]
+)
 def test_each_request_gets_what_it_gets_alone(name: str) -> None:
     each_is_as_alone(name)
 
