@@ -59,6 +59,7 @@ class HeadStream:
         notes: state of the policy for the stream, by name.
         evicted: tokens just evicted, for `Reference.settle`.
         output: the weights of the head's output projection, [G, Dv, E]; None if the output is not projected.
+        spans: positions at which spans of the text begin that share the budget, see `kvpass.policies.fair_spans`.
     """
 
     head: int
@@ -72,6 +73,7 @@ class HeadStream:
     evicted: list[Token] = dataclasses.field(default_factory=list)
     interval: int = 1
     output: Tensor | None = None
+    spans: tuple[int, ...] = ()
 
     @property
     def kept(self) -> int:
@@ -143,7 +145,7 @@ class Reference:
         """Return all tokens if the budget is not exceeded; else the pinned ones, and others that `evict` keeps."""
         if stream.interval > 1 and len(tokens) <= stream.budget:
             return tokens
-        if self.policy is not None and self.policy.spans and (stream.interval > 1 or not stream.step):
+        if stream.spans and (stream.interval > 1 or not stream.step):
             return self._kept_of_spans(tokens, stream)
         pinned, others = [t for t in tokens if t.pinned], [t for t in tokens if not t.pinned]
         kept = self.evict(others, stream.head, stream.seen, stream.kept - len(pinned))
@@ -153,7 +155,7 @@ class Reference:
         """Return the tokens that stay if each span of the text has a share of the budget by its length."""
         if len(tokens) <= stream.kept:
             return tokens
-        kept, starts = list[Token](), (*self.policy.spans, stream.seen)
+        kept, starts = list[Token](), (*stream.spans, stream.seen)
         first, before = 0, 0
         for stop in (min(start, stream.seen) for start in starts):
             share = stream.kept * stop // stream.seen
@@ -220,7 +222,8 @@ class ReferenceLayer:
 
     def _stream(self, head: int, budget: int) -> HeadStream:
         layout = self.layout
-        return HeadStream(head, budget, layer=layout.layer, stored=self.stored, interval=layout.policy.interval)
+        stream = HeadStream(head, budget, layer=layout.layer, stored=self.stored, interval=layout.policy.interval)
+        return dataclasses.replace(stream, spans=layout.policy.spans)
 
     def copied(self) -> ReferenceLayer:
         """Return an independent copy of the layer with the same tokens."""

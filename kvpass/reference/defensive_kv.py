@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
+
 from torch import Tensor
 
 from kvpass.policies.defensive_kv import DefensiveKV
@@ -41,9 +44,13 @@ class DefensiveKVReference(CriticalKVReference):
         entries = []
         for stream in row:
             tokens = [token for token in stream.tokens if "selected" in token.notes]
-            best = sorted(tokens, key=lambda token: (-token.notes["impact"], token.position))
-            safe = self.safe(tokens, each) + best[: int(self.policy.safeguard * each)]
-            entries += [(token not in safe, -token.notes["impact"], stream.head) for token in best]
+            safe = self.safe(tokens, each)
+            rest = [token for token in tokens if token not in safe]
+            rest.sort(key=lambda token: (-token.notes["impact"], token.position))
+            guarded = max(math.floor(Fraction(str(self.policy.safeguard)) * each), len(safe))
+            entries += [
+                (index >= guarded, -token.notes["impact"], stream.head) for index, token in enumerate(safe + rest)
+            ]
         won = [head for *_, head in sorted(entries)[: len(row) * each]]
         return [won.count(stream.head) for stream in row]
 
