@@ -111,7 +111,7 @@ class Backend(Compiler):
             runner.compile(examples)
         if runner is None:
             return self.compile_prompt(copy, examples)
-        return runner.__call__  # Dynamo copies the attributes of a callable object, and would keep what the runner drops
+        return runner.__call__  # of a callable object Dynamo copies the attributes, and keeps what the runner drops
 
     def _runner(self, gm: fx.GraphModule, examples: Sequence[Any]) -> PromptRunner | StepRunner | None:
         """Return the runner that replaces a graph; None if the graph stays unchanged."""
