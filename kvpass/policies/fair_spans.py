@@ -44,5 +44,6 @@ class FairSpans:
 
 
 def _share(tokens: Tokens, position: int) -> Tensor:
-    """Return how many of the kept tokens are from before a position, int64 [B, 1 or H', 1]."""
-    return tokens.budget * tokens.seen.clamp(max=position) // tokens.seen.clamp(min=1)
+    """Return how many of the kept tokens are from before a position, int64 [B, H', 1]."""
+    seen = tokens.seen.expand(-1, tokens.position.shape[1], -1)
+    return tokens.budget * seen.clamp(max=position) // seen.clamp(min=1)
