@@ -3,7 +3,8 @@
 The pitfalls of KV cache compression (https://arxiv.org/abs/2510.00231): a policy that ranks all tokens together can
 evict most of one instruction and none of another.  Here tokens compete within their span alone.  The spans cover the
 text: one begins at each of the positions in `spans`, and one at its start.  Of n tokens that stay of T seen, the span
-from a to b gets floor(n b / T) - floor(n a / T), so that they add up to n.
+from a to b gets floor(n b / T) - floor(n a / T), so that they add up to n.  If a span has fewer tokens than that, other
+spans take its places.
 """
 
 from __future__ import annotations
@@ -38,11 +39,17 @@ class FairSpans:
         exceeds, keep = tokens.live.sum(-1, keepdim=True) > tokens.budget, torch.zeros_like(tokens.live)
         for start, stop in itertools.pairwise((0, *self.policy.spans, LATE)):
             inside = (tokens.position >= start) & (tokens.position < stop)
-            position, share = torch.where(inside, tokens.position, -1), _share(tokens, stop) - _share(tokens, start)
-            keep |= self.policy.compact(dataclasses.replace(tokens, position=position, budget=share, rank=None))[0]
-        return torch.where(exceeds, keep, tokens.live), {}
+            keep = keep | self._kept(tokens, inside, _share(tokens, stop) - _share(tokens, start))
+        missing = tokens.budget - keep.sum(-1, keepdim=True)  # in all heads as many, where a span has too few tokens
+        return torch.where(exceeds, keep | self._kept(tokens, ~keep, missing), tokens.live), {}
+
+    def _kept(self, tokens: Tokens, among: Tensor, count: Tensor) -> Tensor:
+        """Return which `count` of some tokens stay, bool [B, H', N]; the count is int64 [B, H', 1]."""
+        position = torch.where(among, tokens.position, -1)
+        return self.policy.compact(dataclasses.replace(tokens, position=position, budget=count, rank=None))[0]
 
 
 def _share(tokens: Tokens, position: int) -> Tensor:
-    """Return how many of the kept tokens are from before a position, int64 [B, 1 or H', 1]."""
-    return tokens.budget * tokens.seen.clamp(max=position) // tokens.seen.clamp(min=1)
+    """Return how many of the kept tokens are from before a position, int64 [B, H', 1]."""
+    seen = tokens.seen.expand(-1, tokens.position.shape[1], -1)
+    return tokens.budget * seen.clamp(max=position) // seen.clamp(min=1)

@@ -162,7 +162,8 @@ class Reference:
             span = [token for token in tokens if first <= token.position < stop]
             kept += self.evict(span, stream.head, stream.seen, share - before) if share > before else []
             first, before = stop, share
-        return in_order(kept)
+        rest, missing = [token for token in tokens if token not in kept], stream.kept - len(kept)
+        return in_order([*kept, *(self.evict(rest, stream.head, stream.seen, missing) if missing > 0 else [])])
 
     def settle(self, row: list[HeadStream]) -> None:
         """Finish a call after all KV heads of a row have added their tokens."""
