@@ -155,10 +155,10 @@ def test_budgets_go_with_the_rows_that_are_picked(
 
 
 @pytest.mark.parametrize("policy", ["h2o", "buzz", "d2o"])
-def test_budgets_are_remembered_by_row_where_they_differ_alone(traced: Callable[..., Traced], policy: str) -> None:
+def test_budgets_are_remembered_by_row_where_they_differ_alone(policy: str) -> None:
     """d2o always does, as layers get budgets of their own."""
+    model = Traced(build("Llama"))
     for padding in ((6, 6), (6, 0)):
-        model = traced("Llama", 3, "is fed a share")
         run = force(model, *prompt(2, 21, padding), [20, 1], policy=policy, budget=0.5, inner="eager")
         for cache in caches_in(run.cache):
             assert (ROW_BUDGET in cache.slots.state) == cache.layout.row_budgets
