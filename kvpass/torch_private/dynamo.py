@@ -76,7 +76,7 @@ def let_go_of_sources() -> None:
 
     Whoever needs a line reads its file again.  Code without a file, as of a notebook, stays.
     """
-    for name, entry in list(linecache.cache.items()):
+    for name, entry in linecache.cache.copy().items():  # collected graphs remove their code from it at any allocation
         if len(entry) == 4 and os.path.isfile(entry[3]):
             linecache.cache.pop(name, None)
 

@@ -145,7 +145,7 @@ def test_bad_input(name: str) -> None:
     with pytest.raises(CalibrationError, match=rf"{name} needs calibration=.*kvpass calibrate"):
         resolve(name, {})
     options = {"calibration": random_calibration(2, heads=2, dim=16)}
-    with pytest.raises(BudgetError, match=r"budget=131 .* at least 132, 5 and 127 for interval=128"):
+    with pytest.raises(BudgetError, match=r"budget=131 .* at least 132 slots: 5 .* interval - 1 = 127"):
         resolve(name, options).check_budget(131)
     with pytest.raises(PolicyError, match="positions='cache': it predicts attention from positions in the text"):
         kvpass.backend(name, budget=200, positions="cache", **options)

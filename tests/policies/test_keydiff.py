@@ -73,7 +73,7 @@ def test_rows_of_free_slots_are_not_read() -> None:
 
 
 def test_bad_input() -> None:
-    with pytest.raises(BudgetError, match=r"budget=131 .* at least 132, 5 and 127 for interval=128"):
+    with pytest.raises(BudgetError, match=r"budget=131 .* at least 132 slots: 5 .* interval - 1 = 127"):
         resolve("keydiff", {}).check_budget(131)
     with pytest.raises(PolicyError, match="recent=-1"):
         resolve("keydiff", {"recent": -1})

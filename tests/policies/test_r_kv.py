@@ -111,7 +111,7 @@ def test_slots_in_any_order_and_free_ones() -> None:
 
 
 def test_bad_input() -> None:
-    with pytest.raises(BudgetError, match=r"budget=135 .* at least 136, 9 and 127 for interval=128"):
+    with pytest.raises(BudgetError, match=r"budget=135 .* at least 136 slots: 9 .* interval - 1 = 127"):
         resolve("r_kv", {}).check_budget(135)
     with pytest.raises(PolicyError, match=r"kernel=2: must be .* odd"):
         resolve("r_kv", {"kernel": 2})

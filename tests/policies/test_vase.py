@@ -116,7 +116,7 @@ def test_a_sketch_reads_no_attention() -> None:
 
 
 def test_bad_input() -> None:
-    with pytest.raises(BudgetError, match=r"budget=131 .* at least 132, 69 and 63 for interval=64"):
+    with pytest.raises(BudgetError, match=r"budget=131 .* at least 132 slots: 69 .* interval - 1 = 63"):
         resolve("vase", {}).check_budget(131)
     resolve("vase", {}).check_budget(132)
     with pytest.raises(PolicyError, match="variant='values'"):

@@ -121,6 +121,25 @@ def test_lines_of_source_files_are_let_go(monkeypatch: pytest.MonkeyPatch) -> No
     assert linecache.getline("<a notebook>", 1) == "x\n"
 
 
+def test_source_lines_that_change_meanwhile_disturb_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that is collected takes its code out of the cache, and the collector may run at any allocation."""
+    lines = {f"<graph {number}>": (2, None, ["x"], __file__) for number in range(50)}
+    monkeypatch.setattr(linecache, "cache", lines)
+
+    def collected(phase: str, info: dict[str, int]) -> None:
+        lines[f"<graph {len(lines) + 1000}>"] = (2, None, ["x"], __file__)
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(collected)
+    gc.set_threshold(1, 1, 1)
+    try:
+        dynamo.let_go_of_sources()
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(collected)
+    assert not any(f"<graph {number}>" in lines for number in range(50))
+
+
 def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
