@@ -91,7 +91,7 @@ def test_a_full_cache_that_overflows_its_budget_is_refused():
 @pytest.mark.parametrize("budget", [0, -1, 1.5, 0.0, True, "12", None])
 def test_bad_budgets_are_refused(budget):
     x = torch.randn(1, 1, 6, 4)
-    with pytest.raises(BudgetError, match="budget=|needs a budget"):
+    with pytest.raises(BudgetError, match=r"budget=|needs a budget"):
         simulate("h2o", x, x, x, prompt=2, budget=budget)
 
 

@@ -85,7 +85,7 @@ def test_intervals_that_are_no_number_of_tokens(value: object) -> None:
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_an_interval_above_the_budget(compiled: bool) -> None:
-    with pytest.raises(BudgetError, match=r"budget=9 .* needs at least 11 slots: 2 .* interval - 1 = 9; take more slots"):
+    with pytest.raises(BudgetError, match=r"budget=9 .* at least 11 slots: 2 .* interval - 1 = 9; take more slots"):
         simulate("h2o", *layer(12), prompt=3, budget=9, interval=10, compiled=compiled)
     assert simulate("h2o", *layer(12), prompt=3, budget=11, interval=10, compiled=compiled).positions.shape[-1] == 11
 
