@@ -36,11 +36,12 @@ every_model = pytest.mark.parametrize(
 KV_HEADS = {"Llama": 2, "GPTNeoX": 4}
 
 
-def settings(name: str, architecture: str, budget: int) -> dict[str, Any]:
-    """What `kvpass.backend` is given for a policy, its budget at least `budget`."""
-    options = ROWS[name].fixed | made_for_model(name, heads=KV_HEADS[architecture], dim=16)
-    if name == "kv_align":  # its networks are made for one model
-        options["aligner"] = random_aligner("direct", layers=2, heads=KV_HEADS[architecture], dim=16)
+def settings(name: str, architecture: str, budget: int, layers: int = 2) -> dict[str, Any]:
+    """What `kvpass.backend` is given for a policy, its budget at least `budget`, on a model of so many layers."""
+    shape = dict(layers=layers, heads=KV_HEADS.get(architecture, 2), dim=16)  # for what is made for one model
+    options = ROWS[name].fixed | made_for_model(name, **shape)
+    if name == "kv_align":
+        options["aligner"] = random_aligner("direct", **shape)
     policy = kvpass.policies.resolve(name, options)
     return {"policy": name, "budget": fitting(policy, budget) if policy.evicts else 64, **options}
 

@@ -31,7 +31,7 @@ Part = tuple[int, int]
 
 
 def chosen(name: str, inner: str = "eager", crop: int = CROP, **more: Any) -> kvpass.Backend:
-    return kvpass.backend(**{**settings(name, "Llama", 8), "inner": inner, "crop": crop, **more})
+    return kvpass.backend(**{**settings(name, "Llama", 8, layers=1), "inner": inner, "crop": crop, **more})
 
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
