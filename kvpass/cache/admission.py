@@ -293,7 +293,7 @@ class Chunk:
         valid: bool [B, q], false for padding.
         attention: statistics of the chunk's queries over [slots, chunk], N = C + q (N = q for a prompt); of each class
             of heads for a chunk on slots in classes.
-        pins: the tokens to pin, None for none beside those of `keep_prompt`.
+        pins: the tokens to pin, None for none in addition to those of `keep_prompt`.
         output: the weights of the output projection, [B or 1, Hkv, G, Dv, E], for policies that read them.
     """
 
@@ -322,7 +322,7 @@ class Chunk:
         return torch.zeros_like(self.valid) if self.pins is None else self.pins.mask & self.valid
 
     def on_top(self, policy: Policy) -> Tensor:
-        """Return int64 [B]: the pinned tokens that count beside the budget."""
+        """Return int64 [B]: the pinned tokens on top of the budget."""
         counted = self.pins is not None and self.pins.on_top
         return self.pinned(policy).sum(-1) * counted
 

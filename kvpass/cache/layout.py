@@ -108,7 +108,7 @@ class Layout:
         return PinnedTokens(self.policy) if self.pins or self.policy.keep_prompt else None
 
     def with_pins(self, on_top: bool = False) -> Layout:
-        """Return the layout for caches with pinned tokens; `on_top` if they count beside the budget."""
+        """Return the layout for caches with pinned tokens; `on_top` if they count on top of the budget."""
         return dataclasses.replace(self, pins=not self.policy.keep_prompt, row_budgets=self.row_budgets or on_top)
 
     @property

@@ -255,7 +255,7 @@ class StatisticsSpec:
     spread: HeadSharding | None
 
     def first(self, count: int) -> StatisticsSpec:
-        """Of the first `count` queries, without the keys behind them."""
+        """Return the specification for the first `count` queries, without the keys behind them."""
         total = self.key.shape[2] - self.query.shape[2] + count
         mask = None if self.mask is None else self.mask[..., :count, :total]
         sink_logit = None if self.sink_logit is None else self.sink_logit[:, :, :count]
@@ -264,7 +264,7 @@ class StatisticsSpec:
         )
 
     def attention(self, policy: Policy, valid: Tensor, budget: Budget | Tensor) -> Attention:
-        """What the queries paid; the arguments are those of `statistics`."""
+        """Compute the statistics of the queries' attention; the arguments are those of `statistics`."""
         if not policy.statistics:
             return Attention()
         made = statistics(policy, self, valid, budget)
@@ -294,6 +294,6 @@ def statistics(
 
 
 def as_attention(policy: Policy, tensors: list[Tensor], valid: Tensor, spread: HeadSharding | None = None) -> Attention:
-    """What `statistics` returned, by name; valid is bool [B, q]."""
+    """Name the tensors that `statistics` returned; valid is bool [B, q]."""
     named = dict(zip(names(policy), tensors, strict=True))
     return Attention(**named, queries=valid.sum(-1)[:, None, None], spread=spread)

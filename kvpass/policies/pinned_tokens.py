@@ -27,7 +27,7 @@ class Pins:
 
     Attributes:
         mask: bool [B, q], true for a token that is never evicted.
-        on_top: whether the pinned tokens count beside the budget, which grows by their number.
+        on_top: whether the pinned tokens count on top of the budget, which grows by their number.
         later: int64 [B], how many more tokens later calls of the same prompt pin, for the check of the budget.
     """
 
