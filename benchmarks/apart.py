@@ -6,6 +6,7 @@ its result as JSON.  Progress bars of the function stay visible.
 
 from __future__ import annotations
 
+import concurrent.futures
 import importlib
 import json
 import os
@@ -14,6 +15,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 ROOT = Path(__file__).parents[1]
 
@@ -35,6 +38,14 @@ def kvpass(arguments: Sequence[str]) -> None:
     """Run the command `kvpass` on one thread, in a process of its own; what it prints is left out."""
     command = [sys.executable, "-m", "kvpass.apps.cli", *arguments]
     subprocess.run(command, env=surroundings(1), check=True, stdout=subprocess.DEVNULL)
+
+
+def kvpass_each(commands: Sequence[Sequence[str]], name: str) -> None:
+    """Run several commands `kvpass`, one on each core, with a progress bar of this name."""
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        started = [pool.submit(kvpass, arguments) for arguments in commands]
+        for each in tqdm(concurrent.futures.as_completed(started), total=len(started), unit="job", desc=name):
+            each.result()
 
 
 def surroundings(threads: int, more: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -13,14 +13,11 @@ as many tokens has in bfloat16.
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from tqdm import tqdm
 
 from benchmarks import apart, books
 from benchmarks.equal_bytes import takes, takes_aligner
@@ -114,10 +111,7 @@ def measure(settings: Settings) -> list[Row]:
             ["calibrate", str(checkpoint.folder()), "--dtype", "bfloat16", "--out", str(_calibration(settings.out))]
         )
     todo = jobs(settings.out)
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        started = [pool.submit(apart.kvpass, job.arguments(settings.out, settings.quick)) for job in todo]
-        for each in tqdm(concurrent.futures.as_completed(started), total=len(todo), unit="job", desc="evidence"):
-            each.result()
+    apart.kvpass_each([job.arguments(settings.out, settings.quick) for job in todo], "evidence")
     return [row for job in todo for row in _rows(job, settings.out)]
 
 

@@ -6,13 +6,9 @@ was.  Printed figures are of other models and texts: what is compared is the ord
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
-import os
 from collections.abc import Sequence
 from pathlib import Path
-
-from tqdm import tqdm
 
 from benchmarks import apart, books
 from benchmarks.report import Row, Table
@@ -60,7 +56,7 @@ class Study:
         return ["eval", *model, *cases, *text, *self.measure, *small, "--out", str(self.folder(out))]
 
     def table(self, results: Sequence[Result]) -> Table:
-        """Return a line for each policy, with the columns of each budget beside each other."""
+        """Return a line for each policy, with the columns of each budget."""
         lines: dict[str, Row] = {}
         for result in results:
             line = lines.setdefault(result.key["policy"], {"policy": result.key["policy"]})
@@ -186,10 +182,7 @@ STUDIES = (
 
 def measure(settings: Settings) -> list[Row]:
     """Run all studies, one on each core, and return a row for each case."""
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        started = [pool.submit(apart.kvpass, study.arguments(settings.out, settings.quick)) for study in STUDIES]
-        for each in tqdm(concurrent.futures.as_completed(started), total=len(STUDIES), unit="study", desc="papers"):
-            each.result()
+    apart.kvpass_each([study.arguments(settings.out, settings.quick) for study in STUDIES], "papers")
     return rows_in(settings.out)
 
 

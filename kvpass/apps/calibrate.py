@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from kvpass.apps import corpus, models
 from kvpass.diagnostics.calibrate import calibrate
-from kvpass.errors import KVPassError
 from kvpass.policies.calibration import sizes_of_pairs
 
 MOST_TOKENS = 32_768
 """As many as TriAttention's own calibration reads."""
+
+
+def model_and_tokens(model: str, text: Path | None, dtype: str, most: int) -> tuple[Any, Tensor]:
+    """Return a model and up to `most` token ids of a text, int64 [T]; see `main`."""
+    chosen = models.load(model, dtype if dtype == "auto" else getattr(torch, dtype))
+    texts = [*corpus.prose().values()] if text is None else [corpus.read_file(text)]
+    tokens = [token for each in chosen.encode(texts) for token in (chosen.bos, *each)]
+    return chosen.model, torch.tensor(tokens[:most])
 
 
 def main(model: str, text: Path | None, out: Path, window: int, dtype: str, threads: int | None) -> None:
@@ -30,12 +39,9 @@ def main(model: str, text: Path | None, out: Path, window: int, dtype: str, thre
     """
     if threads:
         torch.set_num_threads(threads)
-    if not out.parent.is_dir():
-        raise KVPassError(f"cannot write {out}: there is no folder {out.parent}; make it or choose another --out")
-    chosen = models.load(model, dtype if dtype == "auto" else getattr(torch, dtype))
-    texts = [*corpus.prose().values()] if text is None else [corpus.read_file(text)]
-    tokens = [token for each in chosen.encode(texts) for token in (chosen.bos, *each)][:MOST_TOKENS]
-    found = calibrate(chosen.model, torch.tensor(tokens), window=window)
+    corpus.check_folder_of(out)
+    chosen, tokens = model_and_tokens(model, text, dtype, MOST_TOKENS)
+    found = calibrate(chosen, tokens, window=window)
     found.save(out)
     share = sizes_of_pairs(found.tensors["mean"]) / found.tensors["size"].clamp(min=1e-12)
     print(

@@ -164,12 +164,7 @@ def _add_calibrate(commands: Any) -> None:
         help="statistics of a model's queries, for the policies tri_attention and expected_attention",
         description="Runs a model on a text and writes the statistics of its queries before their rotary embedding.",
     )
-    job.add_argument("model", metavar="MODEL", help="name or path of a Hugging Face causal model")
-    job.add_argument("--text", metavar="FILE", type=Path, help="UTF-8 text (default: prose of Python's manual)")
-    job.add_argument("--out", metavar="FILE", type=Path, required=True, help="the safetensors file to write")
-    job.add_argument("--window", metavar="N", type=at_least(8), default=1024, help="tokens run at once" + DEFAULT)
-    job.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="float32", help=DEFAULT[1:])
-    _add_shared(job, "--threads")
+    _add_reading(job, job, window=1024)
     job.set_defaults(run=calibrate)
 
 
@@ -180,15 +175,20 @@ def _add_gates(commands: Any) -> None:
         description="Measures how much attention each KV head of a model pays to tokens that a streaming head has not, "
         "and writes its gates; or converts a table of gates, as DuoAttention publishes them.",
     )
-    job.add_argument("model", metavar="MODEL", help="name or path of a Hugging Face causal model")
     source = job.add_mutually_exclusive_group()
-    source.add_argument("--text", metavar="FILE", type=Path, help="UTF-8 text (default: prose of Python's manual)")
     source.add_argument("--table", metavar="FILE", type=Path, help="gates as text, a line for each layer; not measured")
+    _add_reading(job, source, window=2048)
+    job.set_defaults(run=gates)
+
+
+def _add_reading(job: Any, source: Any, window: int) -> None:
+    """Add the arguments of a command that runs a model on a text and writes what it has measured."""
+    job.add_argument("model", metavar="MODEL", help="name or path of a Hugging Face causal model")
+    source.add_argument("--text", metavar="FILE", type=Path, help="UTF-8 text (default: prose of Python's manual)")
     job.add_argument("--out", metavar="FILE", type=Path, required=True, help="the safetensors file to write")
-    job.add_argument("--window", metavar="N", type=at_least(8), default=2048, help="tokens run at once" + DEFAULT)
+    job.add_argument("--window", metavar="N", type=at_least(8), default=window, help="tokens run at once" + DEFAULT)
     job.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="float32", help=DEFAULT[1:])
     _add_shared(job, "--threads")
-    job.set_defaults(run=gates)
 
 
 def _add_eval(commands: Any) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig
 
-from kvpass.apps import checkpoint, corpus, models
+from kvpass.apps import checkpoint, corpus
+from kvpass.apps.calibrate import model_and_tokens
 from kvpass.diagnostics.head_gates import measure_gates
 from kvpass.errors import KVPassError
 from kvpass.policies.head_gates import HeadGates
@@ -33,15 +34,12 @@ def main(
     """
     if threads:
         torch.set_num_threads(threads)
-    if not out.parent.is_dir():
-        raise KVPassError(f"cannot write {out}: there is no folder {out.parent}; make it or choose another --out")
+    corpus.check_folder_of(out)
     if table is not None:
         found = HeadGates.of_table(table, _architecture(model))
     else:
-        chosen = models.load(model, dtype if dtype == "auto" else getattr(torch, dtype))
-        texts = [*corpus.prose().values()] if text is None else [corpus.read_file(text)]
-        tokens = [token for each in chosen.encode(texts) for token in (chosen.bos, *each)][:MOST_TOKENS]
-        found = measure_gates(chosen.model, torch.tensor(tokens), window=window)
+        chosen, tokens = model_and_tokens(model, text, dtype, MOST_TOKENS)
+        found = measure_gates(chosen, tokens, window=window)
     found.save(out)
     layers, heads = found.gates.shape
     print(

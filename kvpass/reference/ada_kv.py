@@ -33,6 +33,13 @@ class AdaKVReference(SnapKVReference):
             stream.budget, stream.notes["shared"] = budget, True
             stream.tokens = self.kept(stream.tokens, stream)
 
+    def parts(self, tokens: list[Token], seen: int) -> tuple[list[Token], list[Token], list[Token]]:
+        """Return the window, the selected tokens before it, and others of the ring, the latest first."""
+        window = [token for token in tokens if token.position >= seen - self.policy.window]
+        others = [token for token in tokens if token not in window]
+        ring = sorted((token for token in others if "selected" not in token.notes), key=lambda token: -token.position)
+        return window, [token for token in others if "selected" in token.notes], ring
+
     def won(self, row: list[HeadStream]) -> list[int]:
         """Return how many tokens each head of a row wins."""
         mean = Fraction(sum(stream.budget for stream in row), len(row))

@@ -30,12 +30,8 @@ class CriticalKVReference(AdaKVReference):
     def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
         if len(tokens) <= budget:
             return tokens
-        window = [token for token in tokens if token.position >= seen - self.policy.window]
-        others = [token for token in tokens if token not in window]
-        selected = [token for token in others if "selected" in token.notes]
-        ring = [token for token in others if "selected" not in token.notes]
+        window, selected, ring = self.parts(tokens, seen)
         by_attention = sorted(selected, key=lambda token: (-token.score, token.position))
-        ring.sort(key=lambda token: -token.position)
         count = math.floor(Fraction(str(self.policy.first)) * (budget - self.policy.window))
         safe = (by_attention + ring)[:count]
         rest = [token for token in selected if token not in safe]

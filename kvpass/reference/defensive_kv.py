@@ -68,10 +68,7 @@ class DefensiveKVReference(CriticalKVReference):
     def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
         if len(tokens) <= budget:
             return tokens
-        window = [token for token in tokens if token.position >= seen - self.policy.window]
-        others = [token for token in tokens if token not in window]
-        selected = [token for token in others if "selected" in token.notes]
-        ring = sorted((token for token in others if "selected" not in token.notes), key=lambda token: -token.position)
+        window, selected, ring = self.parts(tokens, seen)
         safe = self.safe(selected, budget - self.policy.window)
         rest = [token for token in selected if token not in safe]
         rest.sort(key=lambda token: (-token.notes["impact"], token.position))

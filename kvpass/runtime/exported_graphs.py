@@ -20,7 +20,7 @@ from kvpass.rewrite.prompt import PromptRewrite, SiteOutputs
 from kvpass.runtime.caches import kind, make_room
 from kvpass.runtime.checks import PaddingTracker
 from kvpass.runtime.compiler import Compiler
-from kvpass.runtime.prompts import PromptGraph, PromptRunner
+from kvpass.runtime.prompts import PromptGraph, PromptRunner, policies_by_layer
 from kvpass.runtime.recorder import announce
 from kvpass.runtime.sizes import StepSizes, lasting
 from kvpass.runtime.steps import StepResult, StepRunner
@@ -37,7 +37,7 @@ def exported_prompt(backend: Compiler, entry: Mapping[str, Any], run: inductor.C
     count, outputs = len(entry["sites"]), [SiteOutputs(**each, operands=None) for each in entry["results"]]
     graph = PromptGraph(
         sites=[SiteFacts(**site) for site in entry["sites"]],
-        policies=[backend.policy.for_layer(index, count) for index in range(count)],
+        policies=policies_by_layer(backend.policy, count),
         ranked=entry["ranked"],
         rewrite=PromptRewrite(gm=None, outputs=outputs, calls={}),
         outputs=entry["outputs"],

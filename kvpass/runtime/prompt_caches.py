@@ -153,7 +153,7 @@ class TakenPrompt:
         if self.ranked and (len(governed) < len(layers) or len({plan.budgets_of_rows(rows) for plan in made}) > 1):
             raise PolicyError(
                 f"positions='cache': {self.backend.policy} gives the layers different budgets, and a query has one "
-                "place among the held tokens; use positions='absolute'"
+                "position among the held tokens; use positions='absolute'"
             )
         mine = iter(made)
         whole = budgets.slots_for(self.backend.policy, None, prompt)
@@ -192,7 +192,6 @@ class TakenPrompt:
             chunk = dataclasses.replace(chunk, pins=None)
         on_top = max(chunk.raised(layer.policy, (0,) * len(chunk.valid)))
         rows, heads, count, dim = chunk.key.shape
-        shown = layer.heads
         layout = Layout(
             policy=layer.policy,
             budget=budget,
@@ -215,11 +214,23 @@ class TakenPrompt:
         if chunk.pins is not None:
             layout = layout.with_pins(chunk.pins.on_top)
         absent = indices_of(~chunk.valid)
-        mine = (self.backend, next(self.backend.layers), layout)
         kv_store = self.backend.kv_store
-        slots, budgets_of_rows, clocks = kv_store.admitted(layout, chunk, layer.spec, self.sites[number], plan)
-        given: dict[str, Any] = dict(notes=self.notes, absent=absent, first=layer.first, angles=self.angles)
-        return LayerCache(*mine, slots, count, shown, layer.window, budgets_of_rows, clocks, **given)
+        slots, row_budgets, clocks = kv_store.admitted(layout, chunk, layer.spec, self.sites[number], plan)
+        return LayerCache(
+            self.backend,
+            next(self.backend.layers),
+            layout,
+            slots,
+            seen=count,
+            heads=layer.heads,
+            window=layer.window,
+            row_budgets=row_budgets,
+            clocks=clocks,
+            notes=self.notes,
+            absent=absent,
+            first=layer.first,
+            angles=self.angles,
+        )
 
 
 def _within_window(layer: PromptLayer, budget: int) -> PromptLayer:

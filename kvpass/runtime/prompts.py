@@ -131,7 +131,7 @@ class _DeferredPrompt:
         return self._run(*arguments)
 
 
-def _by_layer(policy: Policy, layers: int) -> list[Policy]:
+def policies_by_layer(policy: Policy, layers: int) -> list[Policy]:
     """Return the policy of each layer.
 
     Raises:
@@ -185,7 +185,7 @@ class PromptRunner:
             UnsupportedGraph: the policy cannot run on this prompt.
         """
         gm, sites, policy = captured.gm, captured.sites, backend.policy
-        policies = _by_layer(policy, len(sites))
+        policies = policies_by_layer(policy, len(sites))
         _check_policy(policy, policies, sites)
         scored = any(each.statistics for each in policies)
         extras = backend.kv_store.is_reference or (backend.crop > 0 and scored)

@@ -11,7 +11,6 @@ import ctypes
 import gc
 import linecache
 import os
-import resource
 import subprocess
 import sys
 import weakref
@@ -26,6 +25,7 @@ import torch.fx as fx
 import transformers
 
 import kvpass
+from benchmarks.memory import resident
 from kvpass.capture.canonical import APPEND
 from kvpass.torch_private import dynamo, fx_nodes, inductor
 from tests.models import build, force, prompt
@@ -138,10 +138,6 @@ def test_source_lines_that_change_meanwhile_disturb_nothing(monkeypatch: pytest.
         gc.set_threshold(*thresholds)
         gc.callbacks.remove(collected)
     assert not any(f"<graph {number}>" in lines for number in range(50))
-
-
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="glibc's")

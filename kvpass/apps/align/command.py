@@ -41,8 +41,7 @@ def train(
     """
     if threads:
         torch.set_num_threads(threads)
-    if not out.parent.is_dir():
-        raise KVPassError(f"cannot write {out}: there is no folder {out.parent}; make it or choose another --out")
+    corpus.check_folder_of(out)
     chosen = models.load(model)
     if chosen.tabled and chosen.trained is not None and settings.window >= chosen.trained:
         raise KVPassError(

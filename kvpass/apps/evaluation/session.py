@@ -83,20 +83,17 @@ class Session:
         self.tick(count)
         return [self.subject.tokenizer.decode(row, skip_special_tokens=True) for row in made]
 
-    def held(self, row: int, positions: Sequence[int]) -> float:
-        """Return the share of all KV heads of the model that hold every one of some positions of a row.
+    def held(self, row: int, *spans: Sequence[int]) -> float:
+        """Return the share of all KV heads that hold a span of a row whole, of the span that most heads hold.
 
-        Positions count from the beginning of the batch, with padding.
+        Args:
+            spans: positions, which count from the beginning of the batch, with padding.
         """
         if isinstance(self.loop, PlainLoop):
             return 1.0
-        wanted = torch.tensor(list(positions))
-        heads = [
-            torch.isin(wanted, held).all()
-            for layer in kvpass.inspect(self.loop.cache).layers
-            for held in layer.positions[row].cpu()
-        ]
-        return torch.stack(heads).float().mean().item()
+        heads = [held for layer in kvpass.inspect(self.loop.cache).layers for held in layer.positions[row].cpu()]
+        whole = [[torch.isin(torch.tensor(list(span)), held).all() for held in heads] for span in spans]
+        return max(torch.stack(each).float().mean().item() for each in whole)
 
     def answer_to(self, turns: Sequence[Sequence[int]], count: int) -> str:
         """Return the text of up to `count` tokens that follow one conversation's turns, fed one after the other."""

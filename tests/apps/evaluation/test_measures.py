@@ -53,9 +53,9 @@ class Standing(Session):
     def generate(self, count: int) -> list[str]:
         return [self.answer(prompt) for prompt in self.prompts]
 
-    def held(self, row: int, positions: Sequence[int]) -> float:
+    def held(self, row: int, *spans: Sequence[int]) -> float:
         """The first third of a prompt is held."""
-        return float(max(positions) < len(self.prompts[row]) / 3)
+        return float(min(map(max, spans)) < len(self.prompts[row]) / 3)
 
 
 def session(texts: dict[str, list[int]], feed: Feed = "token", tokenizer: Any = None, **more: Any) -> Standing:
