@@ -30,8 +30,8 @@ Part = tuple[int, int]
 """How many tokens of a call stay, and how many come with them and are taken back."""
 
 
-def chosen(name: str, inner: str = "eager", crop: int = CROP, **more: Any) -> kvpass.Backend:
-    return kvpass.backend(**{**settings(name, "Llama", 8, layers=1), "inner": inner, "crop": crop, **more})
+def chosen(name: str, inner: str = "eager", crop: int = CROP, layers: int = 1, **more: Any) -> kvpass.Backend:
+    return kvpass.backend(**{**settings(name, "Llama", 8, layers=layers), "inner": inner, "crop": crop, **more})
 
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
