@@ -22,7 +22,7 @@ from kvpass.capture.capture import Capture, capture
 from kvpass.capture.head_sharding import with_head_sharding
 from kvpass.errors import KVPassError, PolicyError, UnreadableGraph, UnsupportedGraph
 from kvpass.fx import alias, shapes, walk
-from kvpass.lowering import column_loops
+from kvpass.lowering import attention_tiles
 from kvpass.lowering.formats import KVDtype
 from kvpass.policies.base import Policy
 from kvpass.runtime.compiled_call import compile_in_place
@@ -177,7 +177,7 @@ class Backend(Compiler):
         """Start building what prompts and steps of a model on a CPU need, while Dynamo traces its first call."""
         weight = next(model.parameters(), None)
         if self.inner == "inductor" and weight is not None and weight.device.type == "cpu":
-            column_loops.start_builds(weight.dtype, bool(self.policy.statistics))
+            attention_tiles.start_builds(weight.dtype, bool(self.policy.statistics))
 
     def _ranked(self, captured: Capture) -> bool:
         """Return whether keys are stored before their rotary embedding, which must be found in every layer."""

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from kvpass import torch_private, versions
-from kvpass.lowering import column_loops
+from kvpass.lowering import attention_tiles
 from kvpass.torch_private import METHODS, inductor
 
 MEANING = {
@@ -101,7 +101,7 @@ def _compiler() -> Finding:
 
 def _products() -> Finding:
     """Check which dtypes the C++ loops for the statistics of prompts multiply on this processor."""
-    dtypes = [dtype for dtype in column_loops.NATIVE if column_loops.dtype_of_products(dtype, 64) == dtype]
+    dtypes = [dtype for dtype in attention_tiles.NATIVE if attention_tiles.dtype_of_products(dtype, 64) == dtype]
     subject, found = "statistics of prompts on a CPU", [str(dtype).removeprefix("torch.") for dtype in dtypes]
     if not found:
         return Finding(subject, "by torch's operations", "prompts take longer under policies that read attention")

@@ -1,7 +1,7 @@
 """Sums over the rows of an attention matrix that is never in memory.
 
-A kernel computes them on a GPU (`column_kernel`), and loops in C++ on a CPU (`column_loops`). Elsewhere the rows of the
-matrix are computed in blocks. Statistics of the last queries are computed from those queries alone.
+A kernel computes them on a GPU (`column_kernel`), and loops in C++ on a CPU (`attention_tiles`). Elsewhere the rows of
+the matrix are computed in blocks. Statistics of the last queries are computed from those queries alone.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from kvpass.fx.precision import accumulate_dtype, upcast
-from kvpass.lowering import column_loops
+from kvpass.lowering import attention_tiles
 from kvpass.lowering.attend import softmax_with_sink
-from kvpass.lowering.column_loops import by_group
+from kvpass.lowering.attention_tiles import by_group
+from kvpass.torch_private.fx_nodes import attention_with_lse
 
 BLOCK = 1 << 20  # logits in memory at a time: 4 MB in float32, which stay in the caches between passes
 SCANNED = 4 * BLOCK  # for a scan, which needs all heads of a row at once
@@ -171,7 +172,7 @@ class ScoredAttention:
     def by_loops(self) -> bool:
         """Whether the loops in C++ compute the sums."""
         query = self.query
-        return query.device.type == "cpu" and column_loops.dtype_of_products(query.dtype, query.shape[3]) is not None
+        return query.device.type == "cpu" and attention_tiles.dtype_of_products(query.dtype, query.shape[3]) is not None
 
     def summed(self, weight: Tensor, powers: int, log_sum_exp: Tensor | None = None) -> list[Tensor]:
         """Sum probabilities to the power of 1, ..., `powers` over queries with weights [B, q].
@@ -201,14 +202,29 @@ class ScoredAttention:
                 yield (probs for _, _, probs in _probs(piece, SCANNED, piece.keys_before))
             return
         loops, (batch, heads, count, _) = self._loops(log_sum_exp), self.query.shape
-        step = column_loops.QUERIES * max(1, SCANNED // max(1, heads * self.key.shape[2] * column_loops.QUERIES))
+        step = attention_tiles.QUERIES * max(1, SCANNED // max(1, heads * self.key.shape[2] * attention_tiles.QUERIES))
         spans = [slice(start, min(start + step, count)) for start in range(0, count, step)]
         for row in range(batch):
             yield (loops.probabilities(row, span, self.keys_before(span).stop) for span in spans)
 
-    def _loops(self, log_sum_exp: Tensor | None) -> column_loops.AttentionRows:
+    def _loops(self, log_sum_exp: Tensor | None) -> attention_tiles.AttentionRows:
         common = self.mask, self.causal, self.scale, self.cap, self.sink_logit
-        return column_loops.AttentionRows.of(self.query, self.key, *common, log_sum_exp)
+        return attention_tiles.AttentionRows.of(self.query, self.key, *common, log_sum_exp).with_totals()
+
+    def attend(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute attention without a cap and a sink on a CPU.
+
+        Args:
+            value: [B, Hkv, S, D], with as many numbers as a key and in its dtype.
+
+        Returns:
+            As `kvpass.torch_private.fx_nodes.attention_with_lse`.
+        """
+        query, key = self.query, self.key
+        few = query.shape[2] < attention_tiles.FEWEST_QUERIES
+        if few or not attention_tiles.attends(query.dtype, query.shape[3]):
+            return attention_with_lse(query, key, value, self.mask, self.causal, self.scale)
+        return attention_tiles.AttentionRows.of(query, key, self.mask, self.causal, self.scale).attend(value)
 
 
 def _among(x: Tensor, span: slice) -> Tensor:

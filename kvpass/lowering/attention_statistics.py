@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvpass import policies
 from kvpass.budget import Budget, slots_of_rows
+from kvpass.lowering import attention_tiles
 from kvpass.lowering.attention_rows import ScoredAttention, highest_rows, late_statistics, votes_for_older
 from kvpass.policies import specify
 from kvpass.policies.base import Policy
@@ -105,7 +106,7 @@ def attention_statistics(
     attention = ScoredAttention(query, key, mask, chosen.causal, chosen.scale, chosen.cap, sink_logit)
     if value is None:
         return _statistics(attention, chosen, valid, row_budgets)
-    output, log_sum_exp = attention_with_lse(query, key, value, mask, chosen.causal, chosen.scale)
+    output, log_sum_exp = attention.attend(value)
     return [output, *_statistics(attention, chosen, valid, row_budgets, log_sum_exp)]
 
 
@@ -222,15 +223,22 @@ def requested(
 
 
 def in_one_operator(policy: Policy, query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Check whether the operator can compute the library's attention of these tensors as well, which may be fake.
+    """Check whether the operator is to compute attention of these tensors as well, which may be fake.
 
-    The statistics must be of all queries: they then use the log-sum-exp of the library's attention.
+    Statistics of all queries use the log-sum-exp of its rows. For other policies it is worth it where attention of
+    that many queries is faster than the library's.
 
     Args:
         query: [B, Hq, q, D]; key: [B, Hkv, S, D]; value: [B, Hkv, S, Dv].
     """
     alike = query.dtype == key.dtype == value.dtype and key.shape[3] == value.shape[3]
-    return alike and query.device.type == "cpu" and not policy.statistics.isdisjoint({*SUMS, "scan"})
+    if not alike or query.device.type != "cpu":
+        return False
+    if not policy.statistics.isdisjoint({*SUMS, "scan"}):
+        return True
+    count = query.shape[2]
+    few = isinstance(count, int) and count < attention_tiles.FEWEST_QUERIES
+    return not few and attention_tiles.attends(query.dtype, query.shape[3])
 
 
 @dataclasses.dataclass(frozen=True)

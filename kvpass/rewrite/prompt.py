@@ -231,19 +231,19 @@ def prompt_scores(
 ) -> dict[Statistic, fx.Node]:
     """Add the operator of the policy's statistics and return the node of each.
 
-    The operator replaces the attention call if it can compute its output as well.
+    The operator replaces the attention call where it computes attention as well.
 
     Args:
         moved: from the nodes of the site to those of `graph`; its call's is replaced with the call.
         valid: bool [B or 1, q], or None when no token is padding.
     """
-    if not policy.statistics:
+    fused = _in_one_operator(site, policy)
+    if not fused and not policy.statistics:
         return {}
     query = moved[site.query]
     rows = graph.call_function(operator.getitem, (query, (slice(None), 0, slice(None), 0)))
     everyone = graph.call_function(torch.ones_like, (rows,), {"dtype": torch.bool})  # [B, q]
     present = everyone if valid is None else graph.call_function(torch.logical_and, (valid, everyone))
-    fused = _in_one_operator(site, policy)
     mask, sink_logit = (None if node is None else moved[node] for node in (site.mask, site.sink_logit))
     heads = 1 if site.computed else int(value(site.grown_key).shape[1])
     values = moved[op_table.bound(site.call)["value"]] if fused else None
@@ -256,7 +256,7 @@ def prompt_scores(
 
 
 def _in_one_operator(site: AttentionSite, policy: Policy) -> bool:
-    """Check whether one operator can compute attention and scores of a prompt.
+    """Check whether the operator of statistics is to compute the attention of a prompt as well.
 
     Attention that the model spells out keeps its own roundings. Causal attention must be causal from the first key on.
     """

@@ -135,6 +135,11 @@ def dot_products() -> frozenset[torch.dtype]:
     return frozenset(dtype for dtype, any_of in names.items() if any(known.get(name) for name in any_of))
 
 
+def has_matrix_tiles() -> bool:
+    """Check whether the processor has AMX."""
+    return bool(_capabilities().get("amx_tile"))
+
+
 def _capabilities() -> dict[str, Any]:
     """Return torch's facts about the processor; empty in older versions."""
     return dict(getattr(torch.cpu, "get_capabilities", dict)())

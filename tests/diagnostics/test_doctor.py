@@ -14,7 +14,7 @@ import kvpass
 from kvpass import versions
 from kvpass.apps import cli
 from kvpass.diagnostics import doctor
-from kvpass.lowering import column_loops
+from kvpass.lowering import attention_tiles
 from kvpass.torch_private import inductor
 
 
@@ -148,6 +148,6 @@ def test_patch_releases_of_tested_versions_are_tested(pretend, patch: str) -> No
     ],
 )
 def test_the_products_of_this_processor_are_named(runs, expected, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(column_loops, "_runs", lambda dtype: dtype in runs)
+    monkeypatch.setattr(attention_tiles, "_runs", lambda dtype: dtype in runs)
     assert cli.main(["doctor"]) == 0
     assert expected in capsys.readouterr().out

@@ -170,7 +170,7 @@ def test_a_request_is_its_text():
 @pytest.fixture
 def in_blocks(monkeypatch):
     """A processor on which the loops in C++ do not run."""
-    monkeypatch.setattr(module.column_loops, "dtype_of_products", lambda dtype, dim: None)
+    monkeypatch.setattr(module.attention_tiles, "dtype_of_products", lambda dtype, dim: None)
 
 
 def test_no_block_is_larger_than_it_may_be(monkeypatch, in_blocks):

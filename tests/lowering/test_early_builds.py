@@ -5,15 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvpass.lowering import column_loops
+from kvpass.lowering import attention_tiles
 from kvpass.torch_private import inductor
 
 
 @pytest.mark.parametrize("sums", [False, True])
-def test_builds_end_with_what_is_needed_later(sums: bool) -> None:
-    column_loops._runs.cache_clear()
-    column_loops.start_builds(torch.float32, sums).join()
-    assert (column_loops._runs.cache_info().currsize > 0) == sums
+def test_builds_end_with_what_is_needed_later(sums: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inductor, "has_matrix_tiles", lambda: True)
+    attention_tiles._runs.cache_clear()
+    attention_tiles.start_builds(torch.float32, sums).join()
+    assert (attention_tiles._runs.cache_info().currsize > 0) == sums
 
 
 @pytest.mark.filterwarnings("error")
@@ -22,4 +23,11 @@ def test_errors_are_left_to_the_caller_that_needs_the_build(monkeypatch: pytest.
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(inductor, "probe_vector_instructions", fails)
-    column_loops.start_builds(torch.float32, True).join()
+    attention_tiles.start_builds(torch.float32, True).join()
+
+
+def test_attention_of_prompts_is_built_where_the_library_has_no_matrix_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inductor, "has_matrix_tiles", lambda: False)
+    attention_tiles._runs.cache_clear()
+    attention_tiles.start_builds(torch.float32, False).join()
+    assert attention_tiles._runs.cache_info().currsize > 0

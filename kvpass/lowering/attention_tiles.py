@@ -1,8 +1,8 @@
-"""Column sums on a CPU by `column_sums.cpp`, in products of half precision where the processor has them.
+"""Attention of prompts and its column sums on a CPU, by `attention_tiles.cpp`.
 
-The products are those of the library behind torch's own attention. Where it does not multiply a dtype on this
-processor, the sums are computed in float32, and where it does not multiply float32 either, `attention_rows` has its
-own blocks.
+Products are in half precision where the processor multiplies it. They are those of the library behind torch's own
+attention. Where it does not multiply a dtype on this processor, sums are computed in float32, and where it does not
+multiply float32 either, `attention_rows` has its own blocks.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from torch import Tensor
 from kvpass.torch_private import generated_code, inductor
 
 QUERIES, KEYS = 64, 128  # of a block, as in the source
+FEWEST_QUERIES = QUERIES // 2
+"""The fewest queries whose attention is computed here: a tile of fewer ones is mostly padding."""
 MESSAGE = 1024  # bytes of an error's text
 MASKS = {None: 0, torch.bool: 1, torch.float32: 2, torch.bfloat16: 3}
 NATIVE = (torch.bfloat16, torch.float32)
@@ -39,6 +41,16 @@ class Problem(ctypes.Structure):
         ("total_stride", ctypes.c_int64 * 3),
         *((name, ctypes.c_int64) for name in ("causal", "threads")),
         *((name, ctypes.c_float) for name in ("scale", "cap")),
+    )
+
+
+class Values(ctypes.Structure):
+    """The fields of `Values` in the source."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("value", "packed", "output", "log_sum_exp")),
+        ("value_stride", ctypes.c_int64 * 3),
+        ("output_stride", ctypes.c_int64 * 3),
     )
 
 
@@ -67,12 +79,12 @@ class AttentionRows:
         mask: Tensor | None,
         causal: bool,
         scale: float,
-        cap: float | None,
-        sink_logit: Tensor | None,
+        cap: float | None = None,
+        sink_logit: Tensor | None = None,
         log_sum_exp: Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> AttentionRows:
-        """Compute the totals of all rows.
+        """Describe the attention of queries to keys; nothing is computed yet.
 
         Args:
             query: [B, Hq, q, D]; key: [B, Hkv, S, D]; in one dtype for which `dtype_of_products` is not None.
@@ -80,9 +92,6 @@ class AttentionRows:
             log_sum_exp: [B, Hq, q], that of the queries' logits with the sink's, or None.
             dtype: of the products; None for that of `dtype_of_products`.
             The others are as for `attention_rows.ScoredAttention`.
-
-        Raises:
-            RuntimeError: the library cannot multiply matrices of these sizes.
         """
         dtype = dtype or dtype_of_products(query.dtype, query.shape[3])
         assert dtype is not None
@@ -93,7 +102,7 @@ class AttentionRows:
         mask = mask if mask is None or mask.dtype in MASKS else mask.float()
         sink = None if sink_logit is None else by_group(sink_logit.float(), heads)[..., 0]
         known = None if log_sum_exp is None else log_sum_exp.float()
-        packed = query.new_empty(batch * heads * -(-keys // KEYS) * KEYS * dim)
+        packed = _memory_for_blocks(key)
         shift, factor = query.new_empty(2, batch, q_heads, queries, dtype=torch.float32)
         tensors = query, key, mask, sink, known, packed, shift, factor
         strided = (query, 3), (key, 3), (mask, 4), (sink, 4), (known, 3)
@@ -103,9 +112,40 @@ class AttentionRows:
             *((ctypes.c_int64 * count)(*_strides(x, count)) for x, count in strided),
             *(int(causal), torch.get_num_threads(), scale, cap or 0.0),
         )
-        rows = AttentionRows(problem, dtype, None if mask is None else mask.dtype, tensors, shape)
-        rows._run("prepare")
-        return rows
+        return AttentionRows(problem, dtype, None if mask is None else mask.dtype, tensors, shape)
+
+    def with_totals(self) -> AttentionRows:
+        """Compute the totals of all rows, which `column_sums` and `probabilities` need.
+
+        Raises:
+            RuntimeError: the library cannot multiply matrices of these sizes.
+        """
+        self._run("prepare")
+        return self
+
+    def attend(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute attention by an online softmax.
+
+        Args:
+            value: [B, Hkv, S, D], with as many numbers as a key.
+
+        Returns:
+            The output [B, Hq, q, D] in the dtype of `value` and in the memory of [B, q, Hq, D], and the log-sum-exp of
+            the logits, float32 [B, Hq, q]; zero and -infinity for a query that sees no key.
+
+        Raises:
+            RuntimeError: the library cannot multiply matrices of these sizes.
+        """
+        (batch, heads, groups, count, _), dim = self.shape, value.shape[3]
+        value_rows = _dense_rows(value.to(self.dtype))
+        packed = _memory_for_blocks(value_rows)
+        output = value_rows.new_empty(batch, count, heads * groups, dim).transpose(1, 2)
+        log_sum_exp = value_rows.new_empty(batch, heads * groups, count, dtype=torch.float32)
+        addresses = map(_address, (value_rows, packed, output, log_sum_exp))
+        strides = ((ctypes.c_int64 * 3)(*_strides(x, 3)) for x in (value_rows, output))
+        values = Values(*addresses, *strides)
+        self._run("attend", ctypes.addressof(values))
+        return output.to(value.dtype), log_sum_exp
 
     def column_sums(self, weight: Tensor, powers: int) -> list[Tensor]:
         """Sum the probabilities over the queries, and with two `powers` also their squares.
@@ -155,11 +195,24 @@ def _runs(dtype: torch.dtype) -> bool:
     rows = torch.arange(-6.0, 6.0).view(1, 1, 3, 4).div(4)
     logits = (rows @ rows.mT).masked_fill(torch.ones(3, 3, dtype=torch.bool).triu(1), -torch.inf)
     try:
-        computed = AttentionRows.of(rows, rows, None, True, 1.0, None, None, dtype=dtype)
-        [sums] = computed.column_sums(torch.ones(1, 3), 1)
+        computed = AttentionRows.of(rows, rows, None, True, 1.0, dtype=dtype)
+        [sums] = computed.with_totals().column_sums(torch.ones(1, 3), 1)
+        output, _ = computed.attend(rows)
     except (RuntimeError, OSError):  # no compiler, another signature of the library's function, or another processor
         return False
-    return torch.allclose(sums[:, :, 0], logits.softmax(-1).sum(2), atol=1e-4)
+    probs = logits.softmax(-1)
+    right_sums = torch.allclose(sums[:, :, 0], probs.sum(2), atol=1e-4)
+    return right_sums and torch.allclose(output, probs @ rows, atol=1e-2)
+
+
+def attends(dtype: torch.dtype, dim: int) -> bool:
+    """Check whether attention in `dtype` with D = `dim` is computed here rather than by torch's kernel.
+
+    torch's kernel uses AMX where the processor has it.  Otherwise it multiplies by MKL, which is slower than the
+    products used here.
+    """
+    fast = dtype == torch.float32 or dtype in inductor.dot_products()
+    return fast and not inductor.has_matrix_tiles() and dtype_of_products(dtype, dim) == dtype
 
 
 def start_builds(dtype: torch.dtype, sums_attention: bool) -> threading.Thread:
@@ -178,7 +231,7 @@ def start_builds(dtype: torch.dtype, sums_attention: bool) -> threading.Thread:
     def build() -> None:
         with contextlib.suppress(Exception):
             inductor.probe_vector_instructions()
-            if sums_attention:
+            if sums_attention or not inductor.has_matrix_tiles():  # else prompts attend by torch's kernel
                 dtype_of_products(dtype, dim=2)
 
     thread = threading.Thread(target=build, name="kvpass-early-builds", daemon=True)
@@ -189,9 +242,15 @@ def start_builds(dtype: torch.dtype, sums_attention: bool) -> threading.Thread:
 @functools.cache
 def _library(dtype: torch.dtype, mask: torch.dtype | None) -> ctypes.CDLL:
     """Compile the source for products in `dtype` and masks of a dtype, once for all processes."""
-    source = importlib.resources.files(__package__).joinpath("column_sums.cpp").read_text()
+    source = importlib.resources.files(__package__).joinpath("attention_tiles.cpp").read_text()
     macros = f"#define BFLOAT16_PRODUCTS {int(dtype == torch.bfloat16)}\n#define MASK {MASKS[mask]}\n"
     return generated_code.cpp_library(generated_code.MATRIX_PRODUCTS + macros + source)
+
+
+def _memory_for_blocks(x: Tensor) -> Tensor:
+    """Return memory for rows [B, Hkv, S, D] as right operands of products."""
+    batch, heads, keys, dim = x.shape
+    return x.new_empty(batch * heads * -(-keys // KEYS) * KEYS * dim)
 
 
 def _dense_rows(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Attention rows and their sums by the loops in C++, beside the blocks of `attention_rows` in float64."""
+"""Attention, its rows and their sums by the loops in C++, compared with the same in float64."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 import tests.strategies  # noqa: F401  loads the Hypothesis profile
 from kvpass.lowering import attention_rows as module
-from kvpass.lowering import column_loops
+from kvpass.lowering import attention_tiles
 from kvpass.torch_private.fx_nodes import attention_with_lse
 
 pytestmark = pytest.mark.skipif(
-    column_loops.dtype_of_products(torch.float32, 64) is None,
+    attention_tiles.dtype_of_products(torch.float32, 64) is None,
     reason="torch multiplies no float32 matrices of fixed sizes on this processor",
 )
 LOWEST = torch.finfo(torch.float32).min
@@ -34,7 +34,8 @@ def in_float64(query: Any, key: Any, mask: Any, weight: Any, *rest: Any) -> list
 def sums_of(query: Any, key: Any, mask: Any, weight: Any, *rest: Any) -> list[torch.Tensor]:
     """Those of the loops; a log-sum-exp may come behind the arguments of `in_float64`."""
     *common, powers = rest[:5]
-    return column_loops.AttentionRows.of(query, key, mask, *common, *rest[5:]).column_sums(weight, powers)
+    rows = attention_tiles.AttentionRows.of(query, key, mask, *common, *rest[5:])
+    return rows.with_totals().column_sums(weight, powers)
 
 
 def assert_equal(made: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
@@ -42,17 +43,19 @@ def assert_equal(made: list[torch.Tensor], expected: list[torch.Tensor]) -> None
         torch.testing.assert_close(one.double(), other.double(), atol=2e-6, rtol=2e-4)
 
 
-@given(data=st.data())
-@settings(max_examples=150)
-def test_sums_are_those_of_float64(data):
-    """Sizes on both sides of a tile of 64 queries and 128 keys; each query sees the first key."""
-    draw = data.draw
+@st.composite
+def operands(draw: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Query, key, value and mask, of sizes on both sides of a tile of 64 queries and 128 keys.
+
+    Each query sees the first key.
+    """
     drawn = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
     rows, heads, groups = (draw(st.integers(1, 3)) for _ in range(3))
     dim, count, before = draw(st.integers(1, 40)), draw(st.integers(1, 200)), draw(st.sampled_from([0, 0, 1, 77, 130]))
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
     query = torch.randn(rows, count, heads * groups, dim, generator=drawn).to(dtype).transpose(1, 2)
     key = torch.randn(rows, heads, count + before, dim, generator=drawn).to(dtype)
+    value = torch.randn(rows, count + before, heads, dim, generator=drawn).to(dtype).transpose(1, 2)
     kind = draw(st.sampled_from(["none", "bool", "float32", "bfloat16", "float16", "-inf", "-1e9", "lowest"]))
     shape = (
         draw(st.sampled_from([1, rows])), draw(st.sampled_from([1, heads, heads * groups])),
@@ -69,12 +72,23 @@ def test_sums_are_those_of_float64(data):
         mask = torch.zeros(shape).masked_fill(hidden, fills[kind])
     else:
         mask = torch.randn(shape, generator=drawn).to(getattr(torch, kind))
+    return query, key, value, mask
+
+
+@given(data=st.data())
+@settings(max_examples=150)
+def test_sums_are_those_of_float64(data):
+    draw = data.draw
+    query, key, _, mask = draw(operands())
+    (rows, q_heads, count, _), heads = query.shape, key.shape[1]
+    groups, before = q_heads // heads, key.shape[2] - count
+    drawn = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
     weight = (torch.rand(rows, count, generator=drawn) < 0.8).float()
     cap, powers = draw(st.sampled_from([None, 5.0])), draw(st.integers(1, 2))
     sink_logit = draw(st.sampled_from([None, torch.randn(1, heads * groups, 1, 1, generator=drawn)]))
     given = (query, key, mask, weight, draw(st.booleans()), 0.3, cap, sink_logit, powers)
     assert_equal(sums_of(*given), in_float64(*given))
-    computed = column_loops.AttentionRows.of(query, key, mask, *given[4:8])
+    computed = attention_tiles.AttentionRows.of(query, key, mask, *given[4:8]).with_totals()
     total = torch.zeros(rows, heads, groups, count + before)
     step = draw(st.integers(1, 200))
     for row in range(rows):
@@ -83,6 +97,79 @@ def test_sums_are_those_of_float64(data):
             probs = computed.probabilities(row, slice(start, stop), before + stop if given[4] else before + count)
             total[row, ..., : probs.shape[-1]] += torch.einsum("hgnk,n->hgk", probs[0], weight[row, start:stop])
     assert_equal([total], in_float64(*given[:-1], 1))
+
+
+@given(data=st.data())
+@settings(max_examples=150)
+def test_attention_is_that_of_float64(data):
+    query, key, value, mask = data.draw(operands())
+    causal, cap = data.draw(st.booleans()), data.draw(st.sampled_from([None, 5.0]))
+    sink_logit = data.draw(st.sampled_from([None, torch.full((1, query.shape[1], 1, 1), 0.5)]))
+    rows = attention_tiles.AttentionRows.of(query, key, mask, causal, 0.3, cap, sink_logit)
+    output, log_sum_exp = rows.attend(value)
+    logits, expected = attention_in_float64(query, key, value, mask, causal, 0.3, cap, sink_logit)
+    near = dict(atol=4e-5, rtol=1e-4) if rows.dtype == torch.float32 else dict(atol=2e-2, rtol=2e-2)
+    near = dict(atol=1e-2, rtol=1e-2) if output.dtype != rows.dtype else near  # rounded at the end
+    torch.testing.assert_close(output.double(), expected, **near)
+    torch.testing.assert_close(log_sum_exp.double(), logits.logsumexp(-1), atol=1e-4, rtol=1e-4)
+    assert output.dtype == value.dtype
+    assert output.transpose(1, 2).is_contiguous()
+
+
+def attention_in_float64(query, key, value, mask, causal, scale, cap, sink_logit):
+    """Logits with the sink's [B, Hq, q, S or S + 1], and the output."""
+    groups, count, keys = query.shape[1] // key.shape[1], query.shape[2], key.shape[2]
+    key, value = (x.double().repeat_interleave(groups, 1) for x in (key, value))
+    logits = query.double() @ key.mT * scale
+    logits = logits if cap is None else torch.tanh(logits / cap) * cap
+    if mask is not None and 1 < mask.shape[1] < query.shape[1]:
+        mask = mask.repeat_interleave(groups, 1)
+    if mask is not None:
+        logits = torch.where(mask, logits, -torch.inf) if mask.dtype == torch.bool else logits + mask.double()
+    if causal:
+        ahead = torch.ones(count, keys, dtype=torch.bool).triu(keys - count + 1)
+        logits = logits.masked_fill(ahead, -torch.inf)
+    if sink_logit is not None:
+        logits = torch.cat([logits, sink_logit.double().expand(*logits.shape[:3], 1)], -1)
+    return logits, logits.softmax(-1)[..., :keys] @ value
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("hides", ["bool", "-inf"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_query_that_sees_no_key_gets_zeros(dtype, hides, causal):
+    """Among others of its tile, and in whole tiles."""
+    query, key, value = (torch.randn(1, 2, 140, 8).to(dtype) for _ in range(3))
+    seen = torch.ones(1, 1, 140, 140, dtype=torch.bool)
+    blind = torch.arange(140)[(torch.arange(140) % 3 == 0) | (torch.arange(140) > 63)]
+    seen[..., blind, :] = False
+    mask = seen if hides == "bool" else torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
+    output, log_sum_exp = attention_tiles.AttentionRows.of(query, key, mask, causal, 0.5).attend(value)
+    assert not output[:, :, blind].any()
+    assert (log_sum_exp[:, :, blind] == -torch.inf).all()
+    assert output.isfinite().all()
+
+
+def test_not_a_number_stays_in_its_query():
+    query, key, value = (torch.randn(1, 1, 70, 8).bfloat16() for _ in range(3))
+    query[..., 5, 0] = torch.nan
+    output, _ = attention_tiles.AttentionRows.of(query, key, None, True, 0.5).attend(value)
+    assert output[0, 0].isnan().any(-1).nonzero().flatten().tolist() == [5]
+    assert output[0, 0, 5].isnan().all()
+
+
+def test_attention_is_the_librarys_where_it_has_matrix_tiles(monkeypatch):
+    query, key = torch.randn(1, 4, 70, 8), torch.randn(1, 2, 70, 8)
+    attention = module.ScoredAttention(query, key, None, True, 0.5, None, None)
+    here = attention_tiles.attends(torch.float32, 8)
+    monkeypatch.setattr(attention_tiles.inductor, "has_matrix_tiles", lambda: True)
+    assert not attention_tiles.attends(torch.float32, 8)
+    output, log_sum_exp = attention.attend(key)
+    for one, other in zip((output, log_sum_exp), attention_with_lse(query, key, key, None, True, 0.5), strict=True):
+        assert torch.equal(one, other)
+    if here:
+        monkeypatch.undo()
+        torch.testing.assert_close(attention.attend(key), (output, log_sum_exp))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -147,28 +234,28 @@ def test_a_processor_without_the_products_has_the_blocks(monkeypatch):
     def fails(*_: Any) -> Any:
         raise OSError("undefined symbol")
 
-    column_loops._runs.cache_clear()
-    monkeypatch.setattr(column_loops, "_library", fails)
+    attention_tiles._runs.cache_clear()
+    monkeypatch.setattr(attention_tiles, "_library", fails)
     try:
-        assert column_loops.dtype_of_products(torch.bfloat16, 8) is None
+        assert attention_tiles.dtype_of_products(torch.bfloat16, 8) is None
         made = attention.summed(weight, 2)
     finally:
-        column_loops._runs.cache_clear()
+        attention_tiles._runs.cache_clear()
     for one, other in zip(made, expected, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 
 
 def test_wrong_products_are_not_used(monkeypatch):
     """Of a library that wants its operands in another layout."""
-    column_loops._runs.cache_clear()
-    monkeypatch.setattr(column_loops.AttentionRows, "column_sums", lambda *_: [torch.ones(1, 1, 1, 3)])
+    attention_tiles._runs.cache_clear()
+    monkeypatch.setattr(attention_tiles.AttentionRows, "column_sums", lambda *_: [torch.ones(1, 1, 1, 3)])
     try:
-        assert column_loops.dtype_of_products(torch.float32, 8) is None
+        assert attention_tiles.dtype_of_products(torch.float32, 8) is None
     finally:
-        column_loops._runs.cache_clear()
+        attention_tiles._runs.cache_clear()
 
 
 def test_float64_and_odd_heads_have_the_products_that_exist():
-    assert column_loops.dtype_of_products(torch.float64, 64) is None
-    assert column_loops.dtype_of_products(torch.bfloat16, 5) == torch.float32
-    assert column_loops.dtype_of_products(torch.float16, 64) == torch.float32
+    assert attention_tiles.dtype_of_products(torch.float64, 64) is None
+    assert attention_tiles.dtype_of_products(torch.bfloat16, 5) == torch.float32
+    assert attention_tiles.dtype_of_products(torch.float16, 64) == torch.float32

@@ -39,7 +39,7 @@ constexpr int64_t LANES = 16, QUERIES = 64, KEYS = 128;  // a tile of logits tak
 constexpr float LOWEST = -3.4028234663852886e38f, TWOS = 1.4426950408889634f;  // log2(e)
 constexpr float PRECISE = 4096;  // a larger log-sum-exp is too coarse in float32 to divide by
 
-struct Problem {  // the fields of `Problem` in column_loops.py; strides are in elements, 0 along dimensions of size one
+struct Problem {  // the fields of `Problem` in attention_tiles.py; strides are in elements, 0 along dimensions of size one
   const void *query, *key, *mask;  // [B, Hq, q, D], [B, Hkv, S, D], [B, Hkv, G, q, S]
   const float *sink_logit, *log_sum_exp;    // [B, Hkv, G, q] and [B, Hq, q], or null
   void* packed;                             // [B, Hkv, blocks, D, KEYS]
@@ -53,6 +53,13 @@ struct Problem {  // the fields of `Problem` in column_loops.py; strides are in 
   int64_t offset() const { return keys - queries; }  // of the first query among the keys
 };
 
+struct Values {  // the fields of `Values` in attention_tiles.py
+  const void* value;   // [B, Hkv, S, D]
+  void *packed, *output;  // [B, Hkv, blocks, KEYS, D] and [B, Hq, q, D]
+  float* log_sum_exp;  // [B, Hq, q]
+  int64_t value_stride[3], output_stride[3];
+};
+
 template <typename X> X load(const void* from) {
   X x;
   std::memcpy(&x, from, sizeof(X));
@@ -60,6 +67,15 @@ template <typename X> X load(const void* from) {
 }
 
 inline void store(float* to, vec x) { std::memcpy(to, &x, sizeof(vec)); }
+
+// Rounds to the nearest number of the dtype, ties to even; NaN stays NaN.
+inline void store_rounded(float* to, vec x) { store(to, x); }
+
+inline void store_rounded(uint16_t* to, vec x) {
+  const ivec bits = (ivec)x, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const halves made = __builtin_convertvector(x == x ? rounded : ivec{} + 0x7fc0, halves);
+  std::memcpy(to, &made, sizeof(halves));
+}
 
 inline vec all(float x) { return vec{} + x; }
 
@@ -83,6 +99,12 @@ inline float sum_of(vec x) {
   float sum = 0;
   for (int64_t lane = 0; lane < LANES; ++lane) sum += x[lane];
   return sum;
+}
+
+inline bool any(ivec x) {
+  int32_t found = 0;
+  for (int64_t lane = 0; lane < LANES; ++lane) found |= x[lane];
+  return found;
 }
 
 inline float highest_of(vec x) {
@@ -228,6 +250,19 @@ bool known_totals(const Problem& p, int64_t row, int64_t q_head, int64_t query, 
   return true;
 }
 
+// Adds the sinks of some queries to the sums of their 2^(logit - top).
+void add_sinks(
+    const Problem& p, int64_t row, int64_t head, int64_t group, int64_t query, int64_t count, float* top, float* sum) {
+  if (!p.sink_logit) return;
+  const int64_t* by = p.sink_stride;
+  for (int64_t i = 0; i < count; ++i) {
+    const float sink = TWOS * p.sink_logit[row * by[0] + head * by[1] + group * by[2] + (query + i) * by[3]];
+    const float now = std::max(top[i], sink);
+    if (now > -INFINITY) sum[i] = sum[i] * std::exp2(top[i] - now) + std::exp2(sink - now);
+    top[i] = now;
+  }
+}
+
 // For each query, `shift` and `factor`, so that a probability is factor * 2^(logit - shift).
 void find_totals(const Problem& p) {
   const int64_t blocks = (p.queries + QUERIES - 1) / QUERIES, q_heads = p.heads * p.groups;
@@ -260,16 +295,95 @@ void find_totals(const Problem& p) {
         }
       }
       const int64_t at = (row * q_heads + q_head) * p.queries + query;
+      add_sinks(p, row, head, group, query, count, top, sum);
       for (int64_t i = 0; i < count; ++i) {
-        if (p.sink_logit) {
-          const int64_t* by = p.sink_stride;
-          const float sink = TWOS * p.sink_logit[row * by[0] + head * by[1] + group * by[2] + (query + i) * by[3]];
-          const float now = std::max(top[i], sink);
-          if (now > -INFINITY) sum[i] = sum[i] * std::exp2(top[i] - now) + std::exp2(sink - now);
-          top[i] = now;
-        }
         p.shift[at + i] = sum[i] > 0 ? top[i] : 0;
         p.factor[at + i] = sum[i] > 0 ? 1 / sum[i] : 0;
+      }
+    }
+  }
+}
+
+// Lays out each block of values as the right operand of a product: [KEYS, D], half precision in pairs along KEYS.
+void pack_values(const Problem& p, const Values& v) {
+  constexpr int64_t pair = sizeof(T) == 2 ? 2 : 1;
+#pragma omp parallel for num_threads(p.threads)
+  for (int64_t task = 0; task < p.batch * p.heads * p.blocks(); ++task) {
+    const int64_t block = task % p.blocks(), head = task / p.blocks() % p.heads, row = task / p.blocks() / p.heads;
+    T* to = (T*)v.packed + task * p.dim * KEYS;
+    const T* from = (const T*)v.value + row * v.value_stride[0] + head * v.value_stride[1];
+    const int64_t count = std::min(KEYS, p.keys - block * KEYS);
+    std::memset(to, 0, p.dim * KEYS * sizeof(T));
+    for (int64_t j = 0; j < count; ++j)
+      for (int64_t d = 0; d < p.dim; ++d)
+        std::memcpy(to + (j / pair * p.dim + d) * pair + j % pair, from + (block * KEYS + j) * v.value_stride[2] + d, sizeof(T));
+  }
+}
+
+// Computes attention and the log-sum-exp of its rows by online softmax, one block of queries per task.
+void add_values(const Problem& p, const Values& v) {
+  const int64_t blocks = (p.queries + QUERIES - 1) / QUERIES, q_heads = p.heads * p.groups, dim = p.dim;
+#pragma omp parallel num_threads(p.threads)
+  {
+    Tiles tiles(p);
+    std::vector<T> probs(QUERIES * KEYS);
+    std::vector<float> output(QUERIES * dim + LANES);
+#pragma omp for schedule(dynamic)
+    for (int64_t task = 0; task < p.batch * q_heads * blocks; ++task) {
+      const int64_t query = (blocks - 1 - task / q_heads / p.batch) * QUERIES;  // the longest first
+      const int64_t q_head = task % q_heads, row = task / q_heads % p.batch;
+      const int64_t head = q_head / p.groups, group = q_head % p.groups, count = std::min(QUERIES, p.queries - query);
+      float top[QUERIES], sum[QUERIES] = {};
+      std::fill(top, top + QUERIES, -INFINITY);
+      std::fill(output.begin(), output.end(), 0.f);
+      const int64_t end = p.causal ? std::min(p.keys, query + count + p.offset()) : p.keys;
+      for (int64_t first = 0; first < end; first += KEYS) {
+        const Tile tile = look(p, row, head, group, query, first);
+        if (tile == HIDDEN) continue;
+        tiles.multiply(row, head, group, query, first / KEYS);
+        for (int64_t i = 0; i < count; ++i) {
+          const char* mask = tile == MIXED ? mask_of(p, row, head, group, query + i, first) : nullptr;
+          const Row keys(p, mask, query + i, first);
+          T* to = probs.data() + i * KEYS;
+          vec highest = all(-INFINITY), added{};
+          ivec unordered{};
+          keys.each(tiles.row(i), [&](vec x, int64_t) { highest = larger(highest, x), unordered |= x != x; });
+          if (any(unordered)) sum[i] = NAN;  // a maximum passes over it
+          const float now = std::max(top[i], highest_of(highest));
+          std::fill(to + std::max<int64_t>(0, keys.seen) / LANES * LANES, to + KEYS, T(0));
+          if (now == -INFINITY) {
+            std::fill(to, to + KEYS, T(0));
+            continue;
+          }
+          keys.each(tiles.row(i), [&](vec x, int64_t at) {
+            const vec prob = power_of_two(x - now);
+            added += prob;
+            store_rounded(to + at, prob);
+          });
+          if (now > top[i] && sum[i] != 0) {
+            const float by = std::exp2(top[i] - now);
+            for (int64_t d = 0; d < dim; ++d) output[i * dim + d] *= by;
+            sum[i] *= by;
+          }
+          sum[i] += sum_of(added);
+          top[i] = now;
+        }
+        const T* values = (const T*)v.packed + ((row * p.heads + head) * p.blocks() + first / KEYS) * dim * KEYS;
+        at::native::cpublas::brgemm(QUERIES, dim, KEYS, KEYS, dim, dim, true, (const Factor*)probs.data(),
+                                    (const Factor*)values, output.data(), sizeof(T) == 2);
+      }
+      float before[QUERIES];
+      std::copy(top, top + QUERIES, before);
+      add_sinks(p, row, head, group, query, count, top, sum);
+      for (int64_t i = 0; i < count; ++i) {
+        T* to = (T*)v.output + row * v.output_stride[0] + q_head * v.output_stride[1] + (query + i) * v.output_stride[2];
+        const float by = sum[i] == 0 ? 0 : (p.sink_logit ? std::exp2(before[i] - top[i]) : 1) / sum[i];
+        for (int64_t d = 0; d < dim; d += LANES) {
+          T made[LANES];
+          store_rounded(made, load<vec>(&output[i * dim + d]) * by);
+          std::copy(made, made + std::min(LANES, dim - d), to + d);
+        }
+        v.log_sum_exp[(row * q_heads + q_head) * p.queries + query + i] = (top[i] + std::log2(sum[i])) / TWOS;
       }
     }
   }
@@ -371,4 +485,11 @@ extern "C" int row_probabilities(
     const Problem* problem, char* message, int64_t size, int64_t row, int64_t start, int64_t count, int64_t end,
     float* out) {
   return guarded(message, size, [&] { write_rows(*problem, row, start, count, end, out); });
+}
+
+// Fills `output` and `log_sum_exp`.
+extern "C" int attend(const Problem* problem, char* message, int64_t size, const Values* values) {
+  return guarded(message, size, [&] {
+    check(*problem), pack(*problem), pack_values(*problem, *values), add_values(*problem, *values);
+  });
 }
