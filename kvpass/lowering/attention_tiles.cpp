@@ -1,4 +1,6 @@
-// Column sums of an attention matrix that is never stored, on a CPU: the counterpart of column_kernel.py.
+// Attention on a CPU, and column sums of its matrix, which is never stored: the counterpart of column_kernel.py.
+//
+// `attend` multiplies probabilities by values as it meets them, with an online softmax, one block of queries per task.
 //
 // `find_totals` computes the maximum and the sum of each row of probabilities, unless the caller knows their log-sum-exp.
 // `add_columns` computes the probabilities again, one block of keys per task, and adds them up over the queries;
@@ -16,6 +18,13 @@
 #include <cstring>
 #include <exception>
 #include <vector>
+
+// Polynomials take a third fewer instructions with fused multiply-add, which Inductor turns off for its own kernels.
+#if defined(__clang__)
+#pragma clang fp contract(fast)
+#elif defined(__GNUC__)
+#pragma GCC optimize("fp-contract=fast")
+#endif
 
 #if BFLOAT16_PRODUCTS
 typedef uint16_t T;  // bits of queries and keys
@@ -54,9 +63,9 @@ struct Problem {  // the fields of `Problem` in attention_tiles.py; strides are 
 };
 
 struct Values {  // the fields of `Values` in attention_tiles.py
-  const void* value;   // [B, Hkv, S, D]
+  const void* value;      // [B, Hkv, S, D]
   void *packed, *output;  // [B, Hkv, blocks, KEYS, D] and [B, Hq, q, D]
-  float* log_sum_exp;  // [B, Hq, q]
+  float* log_sum_exp;     // [B, Hq, q]
   int64_t value_stride[3], output_stride[3];
 };
 
@@ -81,7 +90,7 @@ inline vec all(float x) { return vec{} + x; }
 
 inline vec larger(vec x, vec y) { return x > y ? x : y; }
 
-// 2^x with a relative error below 1e-7, and 0 below 2^-126.
+// 2^x with a relative error below 1e-7, 0 below 2^-126, and x if it is not a number.
 inline vec power_of_two(vec x) {
   vec bounded = larger(x, all(-126));
   vec rounded = bounded + 12582912.f;  // 1.5 * 2^23: its last bits are the integer
@@ -92,25 +101,24 @@ inline vec power_of_two(vec x) {
   made = made * rest + 0.693146967f;
   made = made * rest + 1.00000007f;
   made = (vec)((ivec)made + ((ivec)rounded << 23));
-  return x < -126.f ? vec{} : made;
+  return x >= -126.f ? made : x < -126.f ? vec{} : x;
+}
+
+// Combines the lanes in pairs, whose steps do not wait for each other.
+template <typename Combine> float reduced(vec x, Combine combine) {
+  float lanes[LANES];
+  store(lanes, x);
+  for (int64_t width = LANES / 2; width; width /= 2)
+    for (int64_t lane = 0; lane < width; ++lane) lanes[lane] = combine(lanes[lane], lanes[lane + width]);
+  return lanes[0];
 }
 
 inline float sum_of(vec x) {
-  float sum = 0;
-  for (int64_t lane = 0; lane < LANES; ++lane) sum += x[lane];
-  return sum;
-}
-
-inline bool any(ivec x) {
-  int32_t found = 0;
-  for (int64_t lane = 0; lane < LANES; ++lane) found |= x[lane];
-  return found;
+  return reduced(x, [](float a, float b) { return a + b; });
 }
 
 inline float highest_of(vec x) {
-  float highest = x[0];
-  for (int64_t lane = 1; lane < LANES; ++lane) highest = std::max(highest, x[lane]);
-  return highest;
+  return reduced(x, [](float a, float b) { return a > b ? a : b; });
 }
 
 // The mask of a query, from a block's first key on.
@@ -149,6 +157,10 @@ struct Row {
   // Calls `use(logits, index of the first)` for all keys that are seen; -infinity fills the last vector.
   template <typename Use> void each(const float* products, Use use) const {
     const float scale = problem.scale * TWOS, cap = problem.cap;
+    if (seen == KEYS && !mask && cap == 0) {  // most tiles; the compiler unrolls this loop
+      for (int64_t at = 0; at < KEYS; at += LANES) use(load<vec>(products + at) * scale, at);
+      return;
+    }
     for (int64_t at = 0; at < seen; at += LANES) {
       vec x = load<vec>(products + at) * scale;
       if (cap > 0) x = (2.f / (1.f + power_of_two(x * (-2.f / cap))) - 1.f) * (cap * TWOS);  // tanh
@@ -166,6 +178,12 @@ struct Row {
 inline void product(int64_t dim, int64_t stride, const T* queries, const T* keys, float* products) {
   const auto *left = (const Factor*)queries, *right = (const Factor*)keys;
   at::native::cpublas::brgemm(QUERIES, KEYS, dim, stride, KEYS, KEYS, false, left, right, products, sizeof(T) == 2);
+}
+
+// Adds probabilities [QUERIES, KEYS] times values [KEYS, D] to an output [QUERIES, D].
+inline void add_product(int64_t dim, const T* probs, const T* values, float* output) {
+  const auto *left = (const Factor*)probs, *right = (const Factor*)values;
+  at::native::cpublas::brgemm(QUERIES, dim, KEYS, KEYS, dim, dim, true, left, right, output, sizeof(T) == 2);
 }
 
 // Tiles of products of a block of queries and a block of keys.
@@ -199,26 +217,33 @@ class Tiles {
 void check(const Problem& p) {
   const int64_t stride = std::max(p.dim, p.query_stride[2]);
   std::vector<T> queries(QUERIES * stride), keys(KEYS * p.dim);
-  std::vector<float> products(QUERIES * KEYS);
+  std::vector<T> probs(QUERIES * KEYS);
+  std::vector<float> products(QUERIES * KEYS), output(QUERIES * p.dim);
   for (const int64_t each : {p.dim, stride}) product(p.dim, each, queries.data(), keys.data(), products.data());
+  add_product(p.dim, probs.data(), keys.data(), output.data());
   at::native::cpublas::brgemm_release(sizeof(T) == 2);
 }
 
-// Lays out each block of keys as the right operand of a product: [D, KEYS], half precision in pairs along D.
-void pack(const Problem& p) {
+// Lays out blocks of keys or values [B, Hkv, S, D] as right operands of products: keys as [D, KEYS], values as [KEYS, D].
+// Half precision comes in pairs along the first of the two.
+template <bool VALUES> void pack(const Problem& p, const void* rows, const int64_t* stride, void* packed) {
   constexpr int64_t pair = sizeof(T) == 2 ? 2 : 1;
 #pragma omp parallel for num_threads(p.threads)
   for (int64_t task = 0; task < p.batch * p.heads * p.blocks(); ++task) {
     const int64_t block = task % p.blocks(), head = task / p.blocks() % p.heads, row = task / p.blocks() / p.heads;
-    T* to = (T*)p.packed + task * p.dim * KEYS;
-    const T* from = (const T*)p.key + row * p.key_stride[0] + head * p.key_stride[1] + block * KEYS * p.key_stride[2];
+    T* to = (T*)packed + task * p.dim * KEYS;
+    const T* from = (const T*)rows + row * stride[0] + head * stride[1] + block * KEYS * stride[2];
     const int64_t count = std::min(KEYS, p.keys - block * KEYS);
     std::memset(to, 0, p.dim * KEYS * sizeof(T));
     for (int64_t j = 0; j < count; ++j)
-      for (int64_t d = 0; d < p.dim; ++d)
-        std::memcpy(to + (d / pair * KEYS + j) * pair + d % pair, from + j * p.key_stride[2] + d, sizeof(T));
+      for (int64_t d = 0; d < p.dim; ++d) {
+        const int64_t at = VALUES ? (j / pair * p.dim + d) * pair + j % pair : (d / pair * KEYS + j) * pair + d % pair;
+        std::memcpy(to + at, from + j * stride[2] + d, sizeof(T));
+      }
   }
 }
+
+void prepare_keys(const Problem& p) { check(p), pack<false>(p, p.key, p.key_stride, p.packed); }
 
 enum Tile { HIDDEN, VISIBLE, MIXED };
 
@@ -304,23 +329,7 @@ void find_totals(const Problem& p) {
   }
 }
 
-// Lays out each block of values as the right operand of a product: [KEYS, D], half precision in pairs along KEYS.
-void pack_values(const Problem& p, const Values& v) {
-  constexpr int64_t pair = sizeof(T) == 2 ? 2 : 1;
-#pragma omp parallel for num_threads(p.threads)
-  for (int64_t task = 0; task < p.batch * p.heads * p.blocks(); ++task) {
-    const int64_t block = task % p.blocks(), head = task / p.blocks() % p.heads, row = task / p.blocks() / p.heads;
-    T* to = (T*)v.packed + task * p.dim * KEYS;
-    const T* from = (const T*)v.value + row * v.value_stride[0] + head * v.value_stride[1];
-    const int64_t count = std::min(KEYS, p.keys - block * KEYS);
-    std::memset(to, 0, p.dim * KEYS * sizeof(T));
-    for (int64_t j = 0; j < count; ++j)
-      for (int64_t d = 0; d < p.dim; ++d)
-        std::memcpy(to + (j / pair * p.dim + d) * pair + j % pair, from + (block * KEYS + j) * v.value_stride[2] + d, sizeof(T));
-  }
-}
-
-// Computes attention and the log-sum-exp of its rows by online softmax, one block of queries per task.
+// Computes attention and the log-sum-exp of its rows.
 void add_values(const Problem& p, const Values& v) {
   const int64_t blocks = (p.queries + QUERIES - 1) / QUERIES, q_heads = p.heads * p.groups, dim = p.dim;
 #pragma omp parallel num_threads(p.threads)
@@ -333,7 +342,8 @@ void add_values(const Problem& p, const Values& v) {
       const int64_t query = (blocks - 1 - task / q_heads / p.batch) * QUERIES;  // the longest first
       const int64_t q_head = task % q_heads, row = task / q_heads % p.batch;
       const int64_t head = q_head / p.groups, group = q_head % p.groups, count = std::min(QUERIES, p.queries - query);
-      float top[QUERIES], sum[QUERIES] = {};
+      float top[QUERIES], before[QUERIES], sum[QUERIES];
+      vec sums[QUERIES] = {};  // of each query, by lanes
       std::fill(top, top + QUERIES, -INFINITY);
       std::fill(output.begin(), output.end(), 0.f);
       const int64_t end = p.causal ? std::min(p.keys, query + count + p.offset()) : p.keys;
@@ -341,39 +351,38 @@ void add_values(const Problem& p, const Values& v) {
         const Tile tile = look(p, row, head, group, query, first);
         if (tile == HIDDEN) continue;
         tiles.multiply(row, head, group, query, first / KEYS);
+        const auto keys_of = [&](int64_t i) {
+          return Row(p, tile == MIXED ? mask_of(p, row, head, group, query + i, first) : nullptr, query + i, first);
+        };
+        float highest[QUERIES];
         for (int64_t i = 0; i < count; ++i) {
-          const char* mask = tile == MIXED ? mask_of(p, row, head, group, query + i, first) : nullptr;
-          const Row keys(p, mask, query + i, first);
-          T* to = probs.data() + i * KEYS;
-          vec highest = all(-INFINITY), added{};
-          ivec unordered{};
-          keys.each(tiles.row(i), [&](vec x, int64_t) { highest = larger(highest, x), unordered |= x != x; });
-          if (any(unordered)) sum[i] = NAN;  // a maximum passes over it
-          const float now = std::max(top[i], highest_of(highest));
-          std::fill(to + std::max<int64_t>(0, keys.seen) / LANES * LANES, to + KEYS, T(0));
-          if (now == -INFINITY) {
-            std::fill(to, to + KEYS, T(0));
-            continue;
+          vec lanes = all(-INFINITY);
+          keys_of(i).each(tiles.row(i), [&](vec x, int64_t) { lanes = larger(lanes, x); });
+          highest[i] = highest_of(lanes);
+        }
+        for (int64_t i = 0; i < count; ++i) {
+          if (highest[i] > top[i]) {
+            const float by = std::exp2(top[i] - highest[i]);
+            for (int64_t d = 0; d < dim; ++d) output[i * dim + d] *= by;
+            sums[i] *= by;
+            top[i] = highest[i];
           }
+          const Row keys = keys_of(i);
+          T* to = probs.data() + i * KEYS;
+          if (keys.seen < KEYS) std::fill(to, to + KEYS, T(0));
+          const float shift = top[i] == -INFINITY ? 0 : top[i];  // where all keys are hidden, or not a number
+          vec added{};
           keys.each(tiles.row(i), [&](vec x, int64_t at) {
-            const vec prob = power_of_two(x - now);
+            const vec prob = power_of_two(x - shift);
             added += prob;
             store_rounded(to + at, prob);
           });
-          if (now > top[i] && sum[i] != 0) {
-            const float by = std::exp2(top[i] - now);
-            for (int64_t d = 0; d < dim; ++d) output[i * dim + d] *= by;
-            sum[i] *= by;
-          }
-          sum[i] += sum_of(added);
-          top[i] = now;
+          sums[i] += added;
         }
         const T* values = (const T*)v.packed + ((row * p.heads + head) * p.blocks() + first / KEYS) * dim * KEYS;
-        at::native::cpublas::brgemm(QUERIES, dim, KEYS, KEYS, dim, dim, true, (const Factor*)probs.data(),
-                                    (const Factor*)values, output.data(), sizeof(T) == 2);
+        add_product(dim, probs.data(), values, output.data());
       }
-      float before[QUERIES];
-      std::copy(top, top + QUERIES, before);
+      for (int64_t i = 0; i < count; ++i) sum[i] = sum_of(sums[i]), before[i] = top[i];
       add_sinks(p, row, head, group, query, count, top, sum);
       for (int64_t i = 0; i < count; ++i) {
         T* to = (T*)v.output + row * v.output_stride[0] + q_head * v.output_stride[1] + (query + i) * v.output_stride[2];
@@ -473,7 +482,7 @@ template <typename Function> int guarded(char* message, int64_t size, Function f
 
 // Fills `packed`, `shift` and `factor`, which the other functions read.
 extern "C" int prepare(const Problem* problem, char* message, int64_t size) {
-  return guarded(message, size, [&] { check(*problem), pack(*problem), find_totals(*problem); });
+  return guarded(message, size, [&] { prepare_keys(*problem), find_totals(*problem); });
 }
 
 extern "C" int column_sums(
@@ -490,6 +499,7 @@ extern "C" int row_probabilities(
 // Fills `output` and `log_sum_exp`.
 extern "C" int attend(const Problem* problem, char* message, int64_t size, const Values* values) {
   return guarded(message, size, [&] {
-    check(*problem), pack(*problem), pack_values(*problem, *values), add_values(*problem, *values);
+    prepare_keys(*problem), pack<true>(*problem, values->value, values->value_stride, values->packed);
+    add_values(*problem, *values);
   });
 }
