@@ -75,7 +75,7 @@ class Backend(Compiler):
             The callable that Dynamo runs in place of the graph.
         """
         try:
-            with self.spending("kvpass"):
+            with self.time_section("kvpass"):
                 if regions.are_traced():
                     regions.check_weights(gm)
                 return self._with(mode, options)._compile(gm, examples)

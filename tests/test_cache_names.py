@@ -203,7 +203,7 @@ def test_a_call_is_protected_under_either_name(name: str, monkeypatch: pytest.Mo
     torch._dynamo.reset()
     looked: list[Any] = []
     monkeypatch.setattr(
-        compiled_call, "_for_length_of", lambda cache, given: looked.append(cache) or contextlib.nullcontext()
+        compiled_call, "_length_context", lambda cache, given: looked.append(cache) or contextlib.nullcontext()
     )
     run = kvpass.compile(build("Llama", layers=1), "full", inner="eager")
     with torch.no_grad():

@@ -34,7 +34,7 @@ from kvpass.decoding.warmup import synthetic_tokens, visit_graphs
 from kvpass.errors import ArtifactError, BudgetError, KVPassError, PolicyError
 from kvpass.policies import tensor_files
 from kvpass.policies.base import Policy
-from kvpass.runtime.caches import given_pins
+from kvpass.runtime.caches import call_pins
 from kvpass.runtime.exported_graphs import ExportedStep, exported_prompt
 from kvpass.runtime.prompts import PromptRunner
 from kvpass.torch_private import generated_code
@@ -194,7 +194,7 @@ class ExportedCall:
         **cache: Any,
     ) -> Any:
         """Run tokens ids [B, q] as the model does; see `Caller`."""
-        if given_pins() is not None:
+        if call_pins() is not None:
             raise PolicyError(f"pin: {PINS}")
         ((name, before),) = cache.items()
         layers = usable_caches_in(before, self.chosen)

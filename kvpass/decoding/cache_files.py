@@ -26,8 +26,8 @@ from kvpass.decoding.stepping import LoopState
 from kvpass.errors import CacheFileError, CacheHandleError, KVPassError
 from kvpass.policies import tensor_files
 from kvpass.policies.base import Policy
-from kvpass.runtime.caches import keep_address
-from kvpass.runtime.model_identity import differences, digests, held_weakly, settings_of
+from kvpass.runtime.caches import mark_addresses_static
+from kvpass.runtime.model_identity import differences, digests, settings_of, weak_references
 from kvpass.torch_private import dynamo
 
 VERSION = 1
@@ -237,7 +237,7 @@ def _layers_of(
     header: Mapping[str, Any], tensors: Mapping[str, Tensor], chosen: Backend, model: torch.nn.Module
 ) -> Iterator[LayerCache]:
     entries = header["layers"]
-    weights = held_weakly(model.parameters())
+    weights = weak_references(model.parameters())
     for index, entry in enumerate(entries):
         mine = {name.removeprefix(f"{index}."): x for name, x in tensors.items() if name.startswith(f"{index}.")}
         spec = entry["policy"]
@@ -246,7 +246,7 @@ def _layers_of(
             layer_policy = policy_of(spec)
         cache = cache_of(entry, mine, chosen, layer_policy, _device_of(model))
         cache.model = weights
-        keep_address(cache.slots)
+        mark_addresses_static(cache.slots)
         cache.calls = calls_of(entry.get("calls", ()), mine, cache)
         yield cache
 

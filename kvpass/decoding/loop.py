@@ -121,7 +121,7 @@ class DecodeLoop:
         """Return what the loop calls as its model."""
         compiled = torch.compile(self.model, backend=self.chosen)
         self.chosen.start_builds(self.model)
-        regions = layer_regions.install(self.model)
+        regions = layer_regions.install_regions(self.model)
         return CompiledCall(compiled, self.chosen.strict, self.model, regions=regions)
 
     @checked

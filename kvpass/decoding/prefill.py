@@ -24,7 +24,7 @@ from kvpass.decoding.pin_masks import Pin, pin_mask
 from kvpass.errors import BudgetError, CacheHandleError, PolicyError
 from kvpass.policies.pinned_tokens import Pins
 from kvpass.runtime.caches import pinning
-from kvpass.runtime.compiled_call import dense
+from kvpass.runtime.compiled_call import as_contiguous_tokens
 from kvpass.torch_private import dynamo
 
 Logits = Literal["last", "all"]
@@ -284,7 +284,7 @@ def lengths(tokens: int, chunk: int | None, first: bool) -> list[int]:
 
 def growing(x: Tensor) -> Tensor:
     """Return a tensor that is not a view, whose last dimension Dynamo traces as dynamic."""
-    x = dense(x)
+    x = as_contiguous_tokens(x)
     if x.shape[-1] > 1:
         dynamo.mark_growing(x, x.ndim - 1)
     return x

@@ -158,7 +158,7 @@ class _GraphWriter:
         entry = exported_graphs.prompt_entry(ran.runner)
         code = self._code(ran.runner.inner)
         read = artifact_folder.arguments_read(code)
-        most = exported_graphs.most_of_prompt(ran.runner, ran.arguments, ids)
+        most = exported_graphs.longest_prompt(ran.runner, ran.arguments, ids)
         needed = set(range(len(ran.arguments))) if read is None else read
         needed |= {*entry["owned"], *(index for indices in entry["projecting"] for index in indices)}
         of_object = {"object": last.cache, "tokens": last.inputs["ids"].shape[1]}
@@ -169,11 +169,11 @@ class _GraphWriter:
         assert isinstance(ran, steps.StepResult)
         entry = exported_graphs.step_entry(ran.runner, ran, ids)
         chunk = ran.rewrite.queries > 1
-        lengths = exported_graphs.lengths_of_chunk(ran.runner, ran, ids) if chunk else (1, 1)
+        lengths = exported_graphs.chunk_length_range(ran.runner, ran, ids) if chunk else (1, 1)
         for each in [ran] if chunk else [call.ran for call in alike]:
             assert isinstance(each, steps.StepResult)
             if each.compact not in variants:
-                code = self._code(each.runner.variants.with_rewrite(each.rewrite).compiled)
+                code = self._code(each.runner.variants.variant_of(each.rewrite).compiled)
                 variants[each.compact] = {**exported_graphs.variant_entry(each.rewrite), "code": code}
         read = {ids, *entry["counters"], *(index for indices in entry["padding_inputs"] for index in indices)}
         read |= {index for each in variants.values() for index in (*each["inputs"], *each["columns"])}
@@ -226,7 +226,7 @@ def _code_of_chunk(call: RecordedCall) -> Any:
     ran = call.ran
     if not isinstance(ran, steps.StepResult) or ran.rewrite.queries == 1:
         return None
-    return ran.runner.variants.with_rewrite(ran.rewrite).compiled
+    return ran.runner.variants.variant_of(ran.rewrite).compiled
 
 
 def _is_equal(one: Tensor, other: Tensor) -> bool:

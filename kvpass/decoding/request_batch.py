@@ -27,7 +27,7 @@ from kvpass.decoding.requests import MOST_STOPS, Request
 from kvpass.decoding.sampling import RowSampling
 from kvpass.decoding.stepping import LoopSettings, LoopState, refreshed
 from kvpass.errors import BudgetError, CacheHandleError
-from kvpass.runtime.caches import even_out, free_bytes, keep_address
+from kvpass.runtime.caches import equalize_layouts, free_bytes, mark_addresses_static
 
 
 class ServingOptions(LoopSettings, Protocol):
@@ -91,7 +91,7 @@ class RequestBatch(LoopState):
             CacheHandleError: the caches do not fit into a row.
         """
         for layer, one in zip(self.caches, caches, strict=True):
-            even_out(layer, one)
+            equalize_layouts(layer, one)
             found, here = (one.layout.capacity, one.slots.capacity), (layer.layout.capacity, layer.slots.capacity)
             if found != here:
                 raise CacheHandleError(
@@ -260,7 +260,7 @@ def _with_rows(one: LayerCache, rows: int) -> LayerCache:
     if not isinstance(one.slots, AnySlots):
         raise CacheHandleError("requests on a cache that runs with inner='reference'")
     slots = empty_slots(layout)
-    keep_address(slots)
+    mark_addresses_static(slots)
     for part in slots.parts:
         part.length.fill_(one.seen)
     none = one.absent.new_zeros(rows, 0)
@@ -277,7 +277,7 @@ def _row_of(layer: LayerCache, row: int, seen: int) -> LayerCache:
         part.length.fill_(seen)
     one.seen, one.absent = seen, layer.absent.new_zeros(1, 0)
     one.row_budgets, one.clocks = layer.row_budgets[row : row + 1], layer.clocks[row : row + 1]
-    keep_address(one.slots)
+    mark_addresses_static(one.slots)
     return one
 
 

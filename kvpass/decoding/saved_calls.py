@@ -23,8 +23,8 @@ from kvpass.errors import CacheFileError
 from kvpass.lowering.attention_statistics import StatisticsSpec
 from kvpass.policies.pinned_tokens import Pins
 from kvpass.policies.types import Attention
-from kvpass.runtime.caches import keep_address
-from kvpass.runtime.kv_store import RepeatedChunk, TakenChunk
+from kvpass.runtime.caches import mark_addresses_static
+from kvpass.runtime.kv_store import AdmittedChunk, RepeatableChunk
 
 _SPEC = ("query", "key", "mask", "sink_logit")
 
@@ -93,9 +93,9 @@ class _CallWriter:
         """Return the entry of a call's own rows; None for a single token."""
         if repeat is None:
             return None
-        assert isinstance(repeat, RepeatedChunk)
-        taken = repeat.taken
-        assert isinstance(taken, TakenChunk)
+        assert isinstance(repeat, RepeatableChunk)
+        taken = repeat.admitted
+        assert isinstance(taken, AdmittedChunk)
         chunk, spec = taken.chunk, next(iter(taken.specs), None)
         self._put(name, chunk_key=chunk.key, chunk_value=chunk.value, chunk_valid=chunk.valid)
         assert isinstance(taken.into, Slots)
@@ -142,7 +142,7 @@ class _CallReader:
             serial.check_numbers(before, layout, seen, before.capacity, row_budgets)
             snapshot = SlotSnapshot(before)
             if entry["chunk"] is not None:
-                repeat = RepeatedChunk(self._chunk(name, entry["chunk"], new))
+                repeat = RepeatableChunk(self._chunk(name, entry["chunk"], new))
         else:
             snapshot = self._snapshot(name, entry, layout, seen, row_budgets)
         return PastCall(new, snapshot, repeat, layout, seen, clocks, absent, row_budgets)
@@ -164,7 +164,7 @@ class _CallReader:
             parts.append(whole if slot_index is None else tuple(x[:, :, 0] for x in whole))
         return SlotSnapshot(slots, (SavedContent(slot_index, parts[0], parts[1], others),))
 
-    def _chunk(self, name: str, entry: Mapping[str, Any], new: int) -> TakenChunk:
+    def _chunk(self, name: str, entry: Mapping[str, Any], new: int) -> AdmittedChunk:
         cache, layout, pins, spec = self.cache, self.cache.layout, None, None
         shape = (layout.batch, layout.heads, new)
         key, value, valid = (self._tensor(f"{name}chunk_{part}") for part in ("key", "value", "valid"))
@@ -179,7 +179,7 @@ class _CallReader:
             spec = StatisticsSpec(**(dict.fromkeys(_SPEC) | given), **fields, spread=None)  # type: ignore[arg-type]
             _check_spec(spec, layout, new)
         into = self._slots(entry["into"], layout, cache.seen, cache.row_budgets)
-        return TakenChunk(Chunk(key, value, valid, Attention(), pins), () if spec is None else (spec,), into)
+        return AdmittedChunk(Chunk(key, value, valid, Attention(), pins), () if spec is None else (spec,), into)
 
     def _slots(self, number: int, layout: Layout, seen: int, row_budgets: tuple[int, ...]) -> Slots:
         if number not in self.known:
@@ -187,7 +187,7 @@ class _CallReader:
             mine = {name.removeprefix(prefix): x for name, x in self.tensors.items() if name.startswith(prefix)}
             capacity = mine["position"].shape[-1]
             slots = serial.slots_of(mine, layout, capacity, seen, row_budgets)
-            keep_address(slots)
+            mark_addresses_static(slots)
             self.known[number] = slots
         return self.known[number]
 

@@ -257,8 +257,8 @@ class RepeatedStep:
         if not self.settled:
             self.forget()
         self.runner, self.caches, self.arguments, self.mask = ran.runner, ran.caches, ran.arguments, mask
-        self.lasts, self.began = ran.runner.lasts(ran), ran.caches[0].seen - 1
-        self.others, self.padding = ran.others, ran.known
+        self.lasts, self.began = ran.runner.holds_after(ran), ran.caches[0].seen - 1
+        self.others, self.padding = ran.other_sizes, ran.known_padding
         self.logits_index = next(i for i, made in enumerate(ran.results) if _is_same(made, logits))
         self._forget_other_hooks(ran.kind.hooks)
         self.known[ran.kind] = [cache.slots for cache in self.caches]
@@ -278,8 +278,8 @@ class RepeatedStep:
     def run(self) -> bool:
         """Run one step, by replay on a GPU; return False if no step of this kind has run yet."""
         for cache in self.caches:
-            caches.make_room(cache, 1)
-        kind = caches.kind(self.caches)
+            caches.grow_for(cache, 1)
+        kind = caches.step_kind(self.caches)
         if not self.settled or kind not in self.known or not self.lasts(self.caches[0].seen - self.began):
             return False
         if self.mask.device.type == "cuda":
@@ -291,17 +291,17 @@ class RepeatedStep:
 
     def move(self, by: int) -> None:
         """Prepare the arguments for caches whose count of seen tokens is about to change by `by`."""
-        self.arguments = self.runner.moved(self.caches, self.arguments, by)
+        self.arguments = self.runner.arguments_after(self.caches, self.arguments, by)
         self.taken += by
 
     def _call(self, kind: StepKind) -> None:
         """Run the device work of a step."""
         self.state.mark_new_tokens(self.mask)
-        self.arguments = self.runner.moved(self.caches, self.arguments, 1)
-        compact, clocks = self.runner.ticked(self.caches, self.arguments)
+        self.arguments = self.runner.arguments_after(self.caches, self.arguments, 1)
+        compact, clocks = self.runner.tick(self.caches, self.arguments)
         if (kind, compact) not in self.bound:
             how = (self.others, self.padding, compact)
-            self.bound[kind, compact] = self.runner.bound(self.caches, self.arguments, *how)
+            self.bound[kind, compact] = self.runner.bind_fast_step(self.caches, self.arguments, *how)
         results = self.bound[kind, compact](self.arguments, clocks)
         self.state.choose(results[self.logits_index])
 
@@ -309,7 +309,7 @@ class RepeatedStep:
         key = (kind, self.state.variant)
         if key in self.graphs:
             _, clocks = caches.tick(self.caches)
-            caches.count(self.caches, 1, clocks)
+            caches.advance_counts(self.caches, 1, clocks)
         else:
             self.graphs[key] = self._captured(kind)  # the capture itself advances the host's counts
         self.graphs[key].replay()

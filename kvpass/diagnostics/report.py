@@ -101,7 +101,7 @@ def explain(
         # A step writes to its cache, and the user's must not change.
         args = tuple(_copied(arg) for arg in args)
         kwargs = {name: _copied(arg) for name, arg in kwargs.items()}
-        with warnings.catch_warnings(), torch.no_grad(), recorder.watch.timing(spent):
+        with warnings.catch_warnings(), torch.no_grad(), recorder.stopwatch.time_call(spent):
             warnings.simplefilter("ignore")
             try:
                 torch.compile(model.forward, backend=chosen)(*args, **kwargs)

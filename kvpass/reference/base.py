@@ -170,20 +170,20 @@ class Reference:
 
 
 @dataclasses.dataclass(frozen=True)
-class TakenByReference:
+class ReferenceChunk:
     """The last tokens that a layer received; see `ReferenceLayer.take`."""
 
     chunk: Chunk
     probabilities: Tensor
     logits: Tensor
 
-    def first(self, count: int) -> TakenByReference:
+    def first(self, count: int) -> ReferenceChunk:
         """Return the first `count` tokens."""
         total = self.probabilities.shape[-1] - self.probabilities.shape[2] + count
         probabilities, logits = (part[:, :, :count, :total] for part in (self.probabilities, self.logits))
-        return TakenByReference(self.chunk.first(count), probabilities, logits)
+        return ReferenceChunk(self.chunk.first(count), probabilities, logits)
 
-    def take_into(self, cache: Any) -> None:
+    def admit_again(self, cache: Any) -> None:
         """Add the tokens again to a cache in its earlier state."""
         cache.slots.take(self.chunk, self.probabilities, self.logits, part=True)
 
@@ -204,7 +204,7 @@ class ReferenceLayer:
         self.length = 0
         self.fed = 0  # number of calls of `take`
         self.view: Any = None  # keys and values that the last tokens attended to, for layers that share the cache
-        self.taken: TakenByReference | None = None
+        self.taken: ReferenceChunk | None = None
         self.pins: Pins | None = None  # those of the next call of `take`
 
     def expect(self, pins: Pins) -> None:
@@ -328,7 +328,7 @@ class ReferenceLayer:
             logits: likewise, before the softmax and the policy's bias.
             part: the chunk is the first part of a longer one, so a single token is no decode step.
         """
-        self.taken, self.pins = TakenByReference(chunk, probabilities, logits), None
+        self.taken, self.pins = ReferenceChunk(chunk, probabilities, logits), None
         policy, count = self.layout.policy, chunk.valid.shape[1]
         first_new = probabilities.shape[-1] - count
         for b, row in enumerate(self.streams):

@@ -26,17 +26,17 @@ from kvpass.torch_private import dynamo
 Weights = tuple["weakref.ref[Any]", ...]
 
 
-def owned(gm: fx.GraphModule) -> list[int]:
+def module_input_indices(gm: fx.GraphModule) -> list[int]:
     """Return the argument indices of inputs that are tensors of modules."""
     return [index for index, node in enumerate(walk.placeholders(gm.graph)) if dynamo.is_of_module(node)]
 
 
-def constants(gm: fx.GraphModule) -> list[Tensor]:
+def module_constants(gm: fx.GraphModule) -> list[Tensor]:
     """Return the module tensors that are attributes of a graph, where Dynamo does not make them inputs."""
     return [*gm.parameters(), *gm.buffers()]
 
 
-def projecting(site: AttentionSite) -> tuple[int, ...]:
+def key_projection_indices(site: AttentionSite) -> tuple[int, ...]:
     """Return the argument indices of the module tensors that project a site's new keys."""
     indices = {node: index for index, node in enumerate(walk.placeholders(site.call.graph))}
 
@@ -51,7 +51,7 @@ def projecting(site: AttentionSite) -> tuple[int, ...]:
     return tuple(sorted({indices[p] for node in walk.reach([site.key], following) for p in of_module(node)}))
 
 
-def output_projection(site: AttentionSite) -> int | None:
+def output_projection_index(site: AttentionSite) -> int | None:
     """Return the argument index of the weight [E, Hq Dv] that projects a site's output; None if that is not proven.
 
     The operations between attention and a linear layer run on numbered elements, which shows that each query head's
@@ -76,11 +76,11 @@ def output_projection(site: AttentionSite) -> int | None:
     return holders.index(weight) if proven and isinstance(weight, fx.Node) and weight in holders else None
 
 
-def held_weakly(tensors: Iterable[Any]) -> Weights:
+def weak_references(tensors: Iterable[Any]) -> Weights:
     return tuple(weakref.ref(tensor) for tensor in tensors)
 
 
-class SeenTensors:
+class TensorSet:
     """A set of tensors, held weakly and compared by identity."""
 
     def __init__(self) -> None:
@@ -119,10 +119,10 @@ class PlansByModel:
     def keep(self, model: Sequence[Any], shape: Any, plan: list[Plan]) -> None:
         """Record the plan of a model, and drop the plans of models that no longer exist."""
         self._made = [made for made in self._made if any(weight() is not None for weight in made[0])]
-        self._made.append((held_weakly({id(part): part for part in model}.values()), shape, plan))
+        self._made.append((weak_references({id(part): part for part in model}.values()), shape, plan))
 
 
-def made_elsewhere(weights: Weights, here: Sequence[Tensor], known: SeenTensors) -> bool:
+def belongs_to_other_layer(weights: Weights, here: Sequence[Tensor], known: TensorSet) -> bool:
     """Return whether a cache made with `weights` belongs to another known layer than the layer with tensors `here`.
 
     A layer of which no tensor is known may be the same layer, as of a copy of the model that ran the prompt alone.

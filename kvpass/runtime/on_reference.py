@@ -27,7 +27,7 @@ from kvpass.policies.budgets import Plan
 from kvpass.policies.pinned_tokens import Pins
 from kvpass.policies.types import Attention, Clock
 from kvpass.reference import reference_of
-from kvpass.reference.base import ReferenceLayer, TakenByReference, attention_logits
+from kvpass.reference.base import ReferenceChunk, ReferenceLayer, attention_logits
 from kvpass.rewrite.computed_keys import ComputedKeys, cut_computed_keys
 from kvpass.rewrite.context import AttentionResults, Pass, Record, StepContext
 from kvpass.rewrite.masks import MaskOnSlots, Masks
@@ -37,7 +37,7 @@ from kvpass.rewrite.rotary_slice import RotarySlice
 from kvpass.runtime.kv_store import KVStore
 
 
-def take_prompt(
+def prefill_reference(
     layout: Layout, chunk: Chunk, spec: StatisticsSpec, site: SiteFacts, row_budgets: Sequence[int]
 ) -> ReferenceLayer:
     """Return the reference's layer after a prompt with these rows and operands of attention."""
@@ -151,7 +151,7 @@ class _ReferenceCall:
         layout, site, queries = self.layout, self.site, query.shape[2]
         if self.first:
             stored_as_read = stored if store.attends_to_stored(queries) else None
-            store.view = self._view(store, query, key, stored_as_read, value, valid, bound)
+            store.view = self._view_of(store, query, key, stored_as_read, value, valid, bound)
         view: ReferenceView = store.view
         keys, values = view.keys, view.values
         facts: list[Tensor] = []
@@ -161,7 +161,7 @@ class _ReferenceCall:
         model_mask = None
         if self.mask is not None:
             model_mask = self.mask.on_slots(view.index, view.position, layout.heads, bound["mask"], facts)
-        allowed, bias = _allowed(
+        allowed, bias = _mask_and_bias(
             layout, view.position[..., :-queries] >= 0, valid, model_mask, query.shape[1], site.hidden
         )
         logits = attention_logits(query * view.factor, keys, allowed, bias, site.scale, site.cap)
@@ -173,7 +173,7 @@ class _ReferenceCall:
         output, lse = output.to(layout.dtype), biased.logsumexp(-1).to(layout.dtype)
         return output, lse[..., None] if self.lse_has_dim else lse
 
-    def _view(
+    def _view_of(
         self,
         store: ReferenceLayer,
         query: Tensor,
@@ -215,7 +215,7 @@ def _softmax(logits: Tensor, sink_logit: Tensor | None) -> Tensor:
     return torch.nan_to_num(torch.cat([logits, sink], -1).softmax(-1)[..., :-1])
 
 
-def _allowed(
+def _mask_and_bias(
     layout: Layout, live: Tensor, valid: Tensor, model_mask: Tensor | None, query_heads: int, hidden: float | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return the mask, bool, and the model's bias, [B, Hq, q, N + q], of queries over [cached, new]."""
@@ -240,13 +240,13 @@ class ReferenceStore(KVStore):
     def passes(self) -> Sequence[Pass]:
         return REFERENCE_PASSES
 
-    def admitted(
+    def admit_prompt(
         self, layout: Layout, chunk: Chunk, spec: StatisticsSpec | None, site: SiteFacts, plan: Plan
     ) -> tuple[ReferenceLayer, tuple[int, ...], tuple[Clock, ...]]:
         assert spec is not None  # `is_reference`
-        return take_prompt(layout, chunk, spec, site, plan.budgets_of_rows(layout.batch)), (), ()
+        return prefill_reference(layout, chunk, spec, site, plan.budgets_of_rows(layout.batch)), (), ()
 
-    def make_room(self, cache: Any, pins: Pins) -> None:
+    def make_room_for_pins(self, cache: Any, pins: Pins) -> None:
         cache.slots.expect(pins)
 
     def pin(self, cache: Any, pins: Pins) -> None:
@@ -255,9 +255,9 @@ class ReferenceStore(KVStore):
     def prepare(self, cache: Any, valid: Callable[[], Tensor]) -> None:
         cache.slots.prepare(valid())
 
-    def kept(self, cache: Any, chunk: bool) -> SlotSnapshot:
+    def snapshot(self, cache: Any, chunk: bool) -> SlotSnapshot:
         return SlotSnapshot(cache.slots.copied())
 
-    def take_in(self, cache: Any, site: AttentionSite, results: list[Tensor]) -> TakenByReference:
-        taken: TakenByReference = cache.slots.taken
+    def admit_step(self, cache: Any, site: AttentionSite, results: list[Tensor]) -> ReferenceChunk:
+        taken: ReferenceChunk = cache.slots.taken
         return taken

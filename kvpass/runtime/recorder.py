@@ -70,7 +70,7 @@ class Stopwatch:
         self._inside: list[float] = []
 
     @contextlib.contextmanager
-    def spending(self, name: str) -> Iterator[None]:
+    def time_section(self, name: str) -> Iterator[None]:
         """Return a context whose running time is added to a name."""
         began = time.perf_counter()
         self._inside.append(0.0)
@@ -86,7 +86,7 @@ class Stopwatch:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     @contextlib.contextmanager
-    def timing(self, found: list[Timings]) -> Iterator[None]:
+    def time_call(self, found: list[Timings]) -> Iterator[None]:
         """Return a context that appends its timings to `found`; the code inside uses this watch."""
         began, before = time.perf_counter(), inductor.inductor_seconds()
         self.seconds.clear()
@@ -138,7 +138,7 @@ class Recorder:
     passes: list[Record] = dataclasses.field(default_factory=list)
     programs: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     keeps_programs: bool = False
-    watch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
+    stopwatch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
 
     def note_program(self, title: str, graph: fx.Graph) -> None:
         """Keep a graph in its present state, as text, if `keeps_programs` is set."""

@@ -86,9 +86,9 @@ class StepSizes:
         self._gm, self._sites = gm, sites
         self.sources, self.others = _free_sizes(gm, sites)
         self.counters = _counters(gm)
-        self.worked: set[OtherSizes] = set()
+        self.rewritten_readings: set[OtherSizes] = set()
         self._new_tokens: dict[tuple[int, ...], int] = {}
-        self._read: dict[Any, Sizes] = {}
+        self._resolved: dict[Any, Sizes] = {}
 
     def numbers(self, arguments: tuple[Any, ...]) -> tuple[int, ...]:
         """Return the values of `sources`."""
@@ -96,19 +96,19 @@ class StepSizes:
 
     def queries(self, arguments: tuple[Any, ...]) -> int:
         """Return the number of new tokens q."""
-        return self._queries(self.numbers(arguments))
+        return self._new_token_count(self.numbers(arguments))
 
-    def _queries(self, numbers: tuple[int, ...]) -> int:
+    def _new_token_count(self, numbers: tuple[int, ...]) -> int:
         if numbers not in self._new_tokens:
             known = dict(zip(self.sources, numbers, strict=True))
             self._new_tokens[numbers] = shapes.number(self._sites[0].queries, known)
         return self._new_tokens[numbers]
 
-    def of_call(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> CallSizes:
+    def call_sizes(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> CallSizes:
         """Return the sizes of a call."""
         windows = tuple(cache.window if cache.stored < cache.seen else None for cache in caches)
         numbers, seen = self.numbers(arguments), caches[0].seen
-        new = self._queries(numbers)
+        new = self._new_token_count(numbers)
         return CallSizes(numbers, tuple(Counter.of(arguments[i], seen, new) for i in self.counters.values()), windows)
 
     def readings(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> list[OtherSizes]:
@@ -127,25 +127,25 @@ class StepSizes:
             tuple(None if index in unclear and index not in kept else size for index, size in enumerate(sizes))
             for kept in fixed
         ]
-        worked = [reading for reading in readings if reading in self.worked]
+        worked = [reading for reading in readings if reading in self.rewritten_readings]
         return worked[-1:] or readings
 
-    def tied(self, others: OtherSizes, numbers: tuple[int, ...]) -> tuple[int | SizeTie | None, ...]:
+    def tie_sizes(self, others: OtherSizes, numbers: tuple[int, ...]) -> tuple[int | SizeTie | None, ...]:
         """Replace each size of a reading by a tie to the first equal one of `numbers`, if there is one."""
         return tuple(SizeTie(numbers.index(size)) if size in numbers else size for size in others)
 
-    def read(
+    def resolve(
         self, call: CallSizes, others: tuple[int | SizeTie | None, ...], dynamic: DynamicDims | None = None
     ) -> Sizes:
         """Return the meaning of the graph's symbols in a call, perhaps with some sizes dynamic."""
         key = call, others, dynamic
-        if key not in self._read:
-            self._read[key] = self._meaning(call, others, dynamic)
-        return self._read[key]
+        if key not in self._resolved:
+            self._resolved[key] = self._resolve(call, others, dynamic)
+        return self._resolved[key]
 
-    def _meaning(self, call: CallSizes, others: tuple[int | SizeTie | None, ...], dynamic: DynamicDims | None) -> Sizes:
+    def _resolve(self, call: CallSizes, others: tuple[int | SizeTie | None, ...], dynamic: DynamicDims | None) -> Sizes:
         known: dict[Any, Any] = dict(zip(self.sources, call.numbers, strict=True))
-        new: Any = self._queries(call.numbers)
+        new: Any = self._new_token_count(call.numbers)
         if dynamic:
             symbols = dynamic.symbols
             known.update({symbol: symbols[index] for index, symbol in enumerate(self.sources) if index in symbols})
@@ -174,12 +174,12 @@ class StepSizes:
 
     # -- later steps ------------------------------------------------------------------------------------------------
 
-    def moved(self, arguments: tuple[Any, ...], seen: int, by: int) -> tuple[Any, ...]:
+    def shift_counts(self, arguments: tuple[Any, ...], seen: int, by: int) -> tuple[Any, ...]:
         """Return arguments of a call after `seen` tokens, with `by` added to the integers that count them."""
         counting = [index for index in self.counters.values() if arguments[index] == seen]
         return tuple(x + by if index in counting else x for index, x in enumerate(arguments))
 
-    def lasts(self, others: OtherSizes, arguments: tuple[Any, ...], seen: int) -> Callable[[int], bool]:
+    def holds_after(self, others: OtherSizes, arguments: tuple[Any, ...], seen: int) -> Callable[[int], bool]:
         """Return a predicate that tells whether this graph's guards hold a number of tokens after a call.
 
         Args:
@@ -189,7 +189,7 @@ class StepSizes:
         counting = {symbol for symbol, index in self.counters.items() if arguments[index] == seen}
         now = shapes.measured(self._gm.graph, arguments)
         growing = {symbol for site in self._sites for symbol in site.growing if now.get(symbol) == seen}
-        return lasting(shapes.guards(self._gm.graph), now, following | counting | growing)
+        return guard_predicate(shapes.guards(self._gm.graph), now, following | counting | growing)
 
 
 def _free_sizes(gm: fx.GraphModule, sites: list[AttentionSite]) -> tuple[SizeSources, SizeSources]:
@@ -224,7 +224,7 @@ def _counters(gm: fx.GraphModule) -> dict[Any, int]:
     return {symbol: index for symbol, index in found.items() if symbol not in sized}
 
 
-def lasting(guards: Iterable[Any], now: dict[Any, int], moving: set[Any]) -> Callable[[int], bool]:
+def guard_predicate(guards: Iterable[Any], now: dict[Any, int], moving: set[Any]) -> Callable[[int], bool]:
     """Return a predicate that tells whether guards hold once some symbols have grown by a given number.
 
     Args:

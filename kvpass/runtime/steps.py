@@ -21,10 +21,19 @@ from kvpass.rewrite.step_graph import StepCall
 from kvpass.rewrite.validation.conversation import StepCase
 from kvpass.rewrite.validation.lockstep import Validation
 from kvpass.rewrite.validation.steps import validate
-from kvpass.runtime.caches import StepKind, count, given_pins, kind, lengthened, make_room, pins_for, tick
-from kvpass.runtime.checks import PaddingTracker, StepVerifier, wrong_mask
+from kvpass.runtime.caches import (
+    StepKind,
+    advance_counts,
+    call_pins,
+    call_pins_for,
+    grow_for,
+    longer_placeholder,
+    step_kind,
+    tick,
+)
+from kvpass.runtime.checks import PaddingTracker, StepVerifier, describe_wrong_mask
 from kvpass.runtime.compiler import Compiler
-from kvpass.runtime.kv_store import calls_before, remember
+from kvpass.runtime.kv_store import calls_before, record_calls
 from kvpass.runtime.recorder import announce
 from kvpass.runtime.sizes import OtherSizes, StepSizes
 from kvpass.runtime.variants import CompiledVariant, DynamicDims, FastStep, ShapeKey, VariantCache
@@ -67,35 +76,35 @@ class StepRunner:
                 return self._run(arguments)
             except UnsupportedGraph as refusal:
                 tokens = arguments[self.pasts[0][0]].seen + self.sizes.queries(arguments)
-                if wrong := wrong_mask(self.gm, self.sites, arguments, tokens):
+                if wrong := describe_wrong_mask(self.gm, self.sites, arguments, tokens):
                     raise UnsupportedGraph(f"{wrong}. With this mask: {refusal}") from None
                 raise
 
     def _run(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        caches = [self._cache(arguments, indices) for indices in self.pasts]
+        caches = [self._cache_of_layer(arguments, indices) for indices in self.pasts]
         check_layers(caches)
         self.verifier.check_layers(caches, arguments)
         self.padding.check_hidden(caches)
         arguments = self.as_traced(arguments)
         queries = self.sizes.queries(arguments)
         for cache in caches:
-            make_room(cache, 1)
-        for cache, pins in self._pinned(caches):
+            grow_for(cache, 1)
+        for cache, pins in self._caches_with_pins(caches):
             pins.check(cache.layout.policy, cache.layout.batch, queries)
-            self.backend.kv_store.make_room(cache, pins)
-        first, step = caches[0], kind(caches)
-        known, before = self.padding.known(caches, arguments, queries), first.seen
-        others = self._others(caches, arguments, known)
-        self.verifier.check_positions(first, arguments, lambda: self.padding.valid(0, first, arguments, queries))
+            self.backend.kv_store.make_room_for_pins(cache, pins)
+        first, step = caches[0], step_kind(caches)
+        known, before = self.padding.unchanged_inputs(caches, arguments, queries), first.seen
+        others = self._choose_reading(caches, arguments, known)
+        self.verifier.check_positions(first, arguments, lambda: self.padding.valid_tokens(0, first, arguments, queries))
         self.verifier.check_angles(
-            first, arguments, lambda: self.sizes.read(self.sizes.of_call(caches, arguments), others)
+            first, arguments, lambda: self.sizes.resolve(self.sizes.call_sizes(caches, arguments), others)
         )
         rewrite, results, host_inputs, compact = self.advance(caches, arguments, others, known)
-        self.padding.note(caches, arguments, before, queries)
+        self.padding.record_padding(caches, arguments, before, queries)
         announce(StepResult(self, caches, arguments, others, known, results, step, rewrite, before, compact))
-        return self._outputs(rewrite, results, host_inputs, caches, arguments)
+        return self._dynamo_outputs(rewrite, results, host_inputs, caches, arguments)
 
-    def _cache(self, arguments: tuple[Any, ...], indices: tuple[int, int]) -> LayerCache:
+    def _cache_of_layer(self, arguments: tuple[Any, ...], indices: tuple[int, int]) -> LayerCache:
         cache = current(arguments[indices[0]], "keys", self.backend)
         if current(arguments[indices[1]], "values", self.backend) is not cache:
             raise CacheHandleError(
@@ -103,9 +112,9 @@ class StepRunner:
             )
         return cache
 
-    def _pinned(self, caches: list[LayerCache]) -> list[tuple[LayerCache, Pins]]:
+    def _caches_with_pins(self, caches: list[LayerCache]) -> list[tuple[LayerCache, Pins]]:
         """Return the caches in which the running call pins tokens, each with its pins."""
-        given = [] if given_pins() is None else [(cache, pins_for(cache)) for cache in caches]
+        given = [] if call_pins() is None else [(cache, call_pins_for(cache)) for cache in caches]
         return [(cache, pins) for cache, pins in given if pins is not None]
 
     def advance(
@@ -115,7 +124,7 @@ class StepRunner:
 
         Args:
             others: sizes of other inputs, see `StepSizes.readings`.
-            known: argument indices, see `PaddingTracker.known`.
+            known: argument indices, see `PaddingTracker.unchanged_inputs`.
 
         Returns:
             The rewrite of the graph, the results of the graph, the results of `StepRewrite.host_precomputed`, and
@@ -123,36 +132,36 @@ class StepRunner:
         """
         queries = self.sizes.queries(arguments)
         for cache in caches:
-            make_room(cache, queries)
+            grow_for(cache, queries)
         calls, kv_store = calls_before(caches, queries), self.backend.kv_store
         for layer, cache in enumerate(caches):
-            kv_store.prepare(cache, functools.partial(self.padding.valid, layer, cache, arguments, queries))
+            kv_store.prepare(cache, functools.partial(self.padding.valid_tokens, layer, cache, arguments, queries))
         clocks: Sequence[tuple[Any, ...]] = [cache.clocks for cache in caches]
         compact = False
         if queries == 1:
-            compact, clocks = self.ticked(caches, arguments)
-        rewrite, host_inputs, flat, run = self._prepared(caches, arguments, others, known, compact)
+            compact, clocks = self.tick(caches, arguments)
+        rewrite, host_inputs, flat, run = self._prepare(caches, arguments, others, known, compact)
         for cache in caches:
             cache.interrupted = True
         if queries == 1:
-            for cache, pins in self._pinned(caches):
+            for cache, pins in self._caches_with_pins(caches):
                 kv_store.pin(cache, pins)
         regions.note_run()
         results = run(*flat)
         rewrite.count([cache.slots for cache in caches], results)
         taken = [
-            kv_store.take_in(cache, site, [results[index] for index in indices])
+            kv_store.admit_step(cache, site, [results[index] for index in indices])
             for cache, site, indices in zip(caches, self.sites, rewrite.chunks, strict=True)
         ]
-        count(caches, queries, clocks)
-        remember(caches, calls, taken)
+        advance_counts(caches, queries, clocks)
+        record_calls(caches, calls, taken)
         return rewrite, results, host_inputs, compact
 
-    def ticked(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> tuple[bool, list[tuple[Any, ...]]]:
+    def tick(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> tuple[bool, list[tuple[Any, ...]]]:
         """Return whether a decode step with these arguments compacts, and the policy clocks after the step."""
         return tick(caches, self.padding.valid_rows(caches, arguments))
 
-    def bound(
+    def bind_fast_step(
         self,
         caches: list[LayerCache],
         arguments: tuple[Any, ...],
@@ -166,38 +175,38 @@ class StepRunner:
         """
         if self.backend.kv_store.is_reference:  # the reference needs the preparation that `FastStep` skips
             return lambda arguments, _: self.advance(caches, arguments, others, known)[1]
-        rewrite, _, _, run = self._prepared(caches, arguments, others, known, compact)
+        rewrite, _, _, run = self._prepare(caches, arguments, others, known, compact)
         return FastStep(caches, rewrite, run)
 
-    def moved(self, caches: list[LayerCache], arguments: tuple[Any, ...], by: int) -> tuple[Any, ...]:
+    def arguments_after(self, caches: list[LayerCache], arguments: tuple[Any, ...], by: int) -> tuple[Any, ...]:
         """Return the arguments of the step before as if `by` more tokens had been seen before it."""
-        return self.sizes.moved(arguments, caches[0].seen - 1, by)
+        return self.sizes.shift_counts(arguments, caches[0].seen - 1, by)
 
-    def lasts(self, ran: StepResult) -> Callable[[int], bool]:
+    def holds_after(self, ran: StepResult) -> Callable[[int], bool]:
         """Return a predicate that tells whether this graph's guards hold a number of tokens after a step that ran."""
-        return self.sizes.lasts(ran.others, ran.arguments, ran.before)
+        return self.sizes.holds_after(ran.other_sizes, ran.arguments, ran.seen_before)
 
     # -- variants ---------------------------------------------------------------------------------------------------
 
-    def _prepared(
+    def _prepare(
         self, caches: list[LayerCache], arguments: tuple[Any, ...], *how: Any
     ) -> tuple[StepRewrite, list[Any], list[Any], inductor.Compiled]:
         """Return the rewrite to run, the results of its host precomputation, its arguments and its compiled code.
 
         Args:
-            how: the further arguments of `_variant`.
+            how: the further arguments of `_find_variant`.
         """
         key = ShapeKey.of(caches, self.sizes.numbers(arguments))
-        variant = self._variant(caches, arguments, key, *how)
-        rewrite = variant.at(key)
+        variant = self._find_variant(caches, arguments, key, *how)
+        rewrite = variant.rewrite_for(key)
         host_inputs = rewrite.host_precomputed(arguments)
         flat = rewrite.flat([cache.slots for cache in caches], arguments, host_inputs, caches[0].seen)
         run = variant.runner(self.backend, flat, caches[0].layout.ranked, rewrite.queries > 1)
         if variant.serves(key):
             return rewrite, host_inputs, flat, run
-        return self._prepared(caches, arguments, *how)  # compiling has added guards that this call does not meet
+        return self._prepare(caches, arguments, *how)  # compiling has added guards that this call does not meet
 
-    def _variant(
+    def _find_variant(
         self,
         caches: list[LayerCache],
         arguments: tuple[Any, ...],
@@ -207,59 +216,63 @@ class StepRunner:
         compact: bool,
     ) -> CompiledVariant:
         """Return a variant of the graph for caches that have capacity for the new tokens."""
-        sizes = self.sizes.of_call(caches, arguments)
-        how, tied = (sizes.counters, sizes.windows, known, compact), self.sizes.tied(others, sizes.numbers)
+        sizes = self.sizes.call_sizes(caches, arguments)
+        how, tied = (sizes.counters, sizes.windows, known, compact), self.sizes.tie_sizes(others, sizes.numbers)
         call = (*how, others, sizes.numbers, tuple((cache.layout, cache.slots.capacity) for cache in caches))
-        variant = self.variants.known(call, key)
+        variant = self.variants.find(call, key)
         if variant is not None:
             return variant
 
         def rewritten(dynamic: DynamicDims | None) -> StepRewrite:
             by_index = dynamic.by_index if dynamic else {}
-            layouts = [key.layout(i, cache.layout, by_index) for i, cache in enumerate(caches)] if dynamic else []
+            layouts = (
+                [key.dynamic_layout(i, cache.layout, by_index) for i, cache in enumerate(caches)] if dynamic else []
+            )
             step = StepCall(
                 gm=self.gm,
                 sites=self.sites,
                 layouts=[cache.layout for cache in caches],
                 slots=[cache.slots for cache in caches],
                 arguments=arguments,
-                sizes=self.sizes.read(sizes, tied if dynamic else others, dynamic),
+                sizes=self.sizes.resolve(sizes, tied if dynamic else others, dynamic),
                 seen=caches[0].seen,
                 windows=sizes.windows,
-                padding_inputs=self.padding.as_known(known),
+                padding_inputs=self.padding.as_padding_inputs(known),
                 compact=compact,
                 dynamic_dims=layouts,
             )
-            return self._rewritten(step)
+            return self._rewrite(step)
 
         has_dynamic_sizes = self.backend.has_dynamic_sizes(caches[0].layout.device)
-        headroom = tuple((key.common(x.layout), x.slots.capacity - x.layout.capacity) for x in caches)
+        headroom = tuple((key.shared_layout(x.layout), x.slots.capacity - x.layout.capacity) for x in caches)
         with dynamo.one_at_a_time():
             shared = (*how, tied, headroom) if has_dynamic_sizes else None
-            variant = self.variants.made(call, shared, key, self.sizes.queries(arguments) == 1, rewritten)
-            self.sizes.worked.add(others)
+            variant = self.variants.make(call, shared, key, self.sizes.queries(arguments) == 1, rewritten)
+            self.sizes.rewritten_readings.add(others)
         return variant
 
-    def _others(self, caches: list[LayerCache], arguments: tuple[Any, ...], known: frozenset[int]) -> OtherSizes:
+    def _choose_reading(
+        self, caches: list[LayerCache], arguments: tuple[Any, ...], known: frozenset[int]
+    ) -> OtherSizes:
         """Return the first reading of the sizes of other inputs for which the graph can be rewritten."""
         readings = self.sizes.readings(caches, arguments)
         if len(readings) == 1:
             return readings[0]
         queries, refusals = self.sizes.queries(arguments), []
         for cache in caches:
-            make_room(cache, queries)
+            grow_for(cache, queries)
         compact, _ = tick(caches) if queries == 1 else (False, [])
         for reading in readings:
             try:
                 key = ShapeKey.of(caches, self.sizes.numbers(arguments))
-                self._variant(caches, arguments, key, reading, known, compact)
+                self._find_variant(caches, arguments, key, reading, known, compact)
             except UnsupportedGraph as refusal:
                 refusals.append(refusal)
             else:
                 return reading
         raise refusals[0]
 
-    def _rewritten(self, call: StepCall) -> StepRewrite:
+    def _rewrite(self, call: StepCall) -> StepRewrite:
         """Rewrite the graph for a call; the first rewrite is validated, as later ones differ in sizes alone."""
         with walk.reading(site.call for site in self.sites):
             context, rewrite = self.backend.rewrite(call)
@@ -281,7 +294,7 @@ class StepRunner:
         self.backend.note_validation("step", self.validation)
         self.model = None
 
-    def _outputs(
+    def _dynamo_outputs(
         self,
         rewrite: StepRewrite,
         results: Sequence[Any],
@@ -296,7 +309,7 @@ class StepRunner:
         for index, beyond in rewrite.lengths.items():
             outputs[index] = caches[0].seen - rewrite.queries + beyond
         for index, (past, dim) in rewrite.unread.items():
-            outputs[index] = lengthened(arguments[past], dim, rewrite.queries)
+            outputs[index] = longer_placeholder(arguments[past], dim, rewrite.queries)
         for site, cache in zip(self.sites, caches, strict=True):
             outputs[site.keys_out], outputs[site.values_out] = handles_of(cache)
         return tuple(outputs)
@@ -321,10 +334,10 @@ class StepResult:
     runner: StepRunner
     caches: list[LayerCache]
     arguments: tuple[Any, ...]
-    others: tuple[int | None, ...]
-    known: frozenset[int]
+    other_sizes: tuple[int | None, ...]
+    known_padding: frozenset[int]
     results: Sequence[Any]
     kind: StepKind
     rewrite: StepRewrite
-    before: int
+    seen_before: int
     compact: bool
