@@ -113,7 +113,7 @@ class Backend(Compiler):
 
     def _runner(self, gm: fx.GraphModule, examples: Sequence[Any]) -> PromptRunner | StepRunner | None:
         """Return the runner that replaces a graph; None if the graph stays unchanged."""
-        with walk.reading(node for node in gm.graph.nodes if decomposed_attention.is_boundary(node)):
+        with walk.converting_errors(node for node in gm.graph.nodes if decomposed_attention.is_boundary(node)):
             if any(decomposed_attention.is_boundary(node) for node in gm.graph.nodes):
                 shapes.fix_floats(gm.graph)
             carried = [isinstance(example, Handle) for example in examples]
@@ -122,7 +122,7 @@ class Backend(Compiler):
             self._record(captured, any(carried))
             if captured.sites:
                 self.note_program("canonical", captured.gm.graph)
-            if self._left_alone(captured.refused, any(carried)) or not captured.sites:
+            if self._left_alone(captured.refusals, any(carried)) or not captured.sites:
                 return None
             self._check_inference(captured.sites, examples)
             known = with_head_sharding(captured.sites, self.policy, not self.kv_store.is_reference)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from kvpass.cache.admission import Chunk, admit, by_class, of_chunk
+from kvpass.cache.admission import Chunk, admit, attention_of_chunk, split_by_class
 from kvpass.cache.chunk_step import extend_step
 from kvpass.cache.layout import Layout
 from kvpass.cache.site import Mask, Site
@@ -90,7 +90,7 @@ class Lowered:
         if slots is not None and new.valid.shape[1] == 1 and slots.capacity == self.layout.capacity:
             counted = new.valid[:, 0].tolist() if self.knows_padding else [True] * len(limits)
             if new.pins is not None:
-                self.limits = limits = chunk.raised(policy, limits)
+                self.limits = limits = chunk.raised_budgets(policy, limits)
             rows = zip(self.clocks, limits, counted, strict=True)
             ticks = [tick_of(self.layout, clock, limit) if real else (False, clock) for clock, limit, real in rows]
             self.clocks = [clock for _, clock in ticks]
@@ -112,9 +112,11 @@ class Lowered:
         else:
             site = dataclasses.replace(site, mask=causal(slots, new.valid.shape[1]))
             output, *_, sums = extend_step(self.layout, site, slots, q, k, new.v, new.valid)
-        attention = of_chunk(self.layout, [sums] if slots is None else by_class(self.layout, sums), new.valid)
+        attention = attention_of_chunk(
+            self.layout, [sums] if slots is None else split_by_class(self.layout, sums), new.valid
+        )
         self.slots = admit(self.layout, slots, dataclasses.replace(chunk, attention=attention), self.limits)
-        self.limits = limits = chunk.raised(policy, limits)
+        self.limits = limits = chunk.raised_budgets(policy, limits)
         counts = new.valid.sum(-1).tolist()
         rows = zip(self.clocks, counts, limits, strict=True)
         self.clocks = [clock_of(self.layout, *row) for row in rows]
@@ -122,7 +124,7 @@ class Lowered:
 
     def positions(self) -> list[list[list[int]]]:
         assert self.slots is not None
-        position = self.slots.whole(self.layout).position.tolist()
+        position = self.slots.as_rectangle(self.layout).position.tolist()
         return [[sorted(p for p in head if p >= 0) for head in row] for row in position]
 
 

@@ -52,7 +52,9 @@ def compare(case, lengths, holes, padded_steps=False, limits=(), spare=0, kv_dty
         got, expected = lowered.feed(part), literal.feed(part)
         assert lowered.positions() == literal.positions()
         if pins:
-            assert torch.equal(lowered.slots.held(layout, pinned=True), literal.layer.held(layout, pinned=True))
+            assert torch.equal(
+                lowered.slots.cached_indices(layout, pinned=True), literal.layer.held(layout, pinned=True)
+            )
         real = part.valid[:, None, :, None].expand_as(got)
         torch.testing.assert_close(got[real], expected[real], atol=1e-4, rtol=1e-4)
 

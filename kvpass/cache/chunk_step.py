@@ -13,7 +13,7 @@ from torch import Tensor
 from kvpass.cache.layout import Layout
 from kvpass.cache.site import Attended, Site, class_by_class
 from kvpass.cache.slots import Slots
-from kvpass.cache.step import added, log_sum_exp, stored_rows, with_logit_scale, with_mask
+from kvpass.cache.step import add_biases, log_sum_exp, stored_rows, with_logit_scale, with_mask
 from kvpass.lowering.attend import attend, by_kernel
 from kvpass.lowering.attention_statistics import StatisticsSpec, in_one_operator, statistics
 from kvpass.lowering.formats import Sections, plain
@@ -58,7 +58,9 @@ def extend_step(
         attention_mask = full_mask
         if policy_bias is not None:
             policy_bias = torch.nn.functional.pad(policy_bias, (0, chunk))[..., None, :]  # [B, ., ., 1, C + q]
-            attention_mask = _per_head(_combined_mask(mask, added(bias, policy_bias), dtype), query, keys, layout.heads)
+            attention_mask = _per_head(
+                _combined_mask(mask, add_biases(bias, policy_bias), dtype), query, keys, layout.heads
+            )
         output, lse = _attend_chunk(site, query, keys, values, attention_mask)
     output = _with_unknown_outputs(site, slots, output, (full_mask, bias), valid)
     if computed is None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvpass.cache.layout import Layout
-from kvpass.cache.slots import AnySlots, Slots, rows_at
+from kvpass.cache.slots import AnySlots, Slots, row_indices
 from kvpass.errors import CacheHandleError
 from kvpass.lowering.formats import KVDtype, Rows
 from kvpass.lowering.formats.base import Parts, SlotIndices
@@ -44,9 +44,11 @@ class SavedContent:
     def of(layout: Layout, slots: Slots) -> SavedContent:
         """Save one row per head, at the free slot; all rows if the policy merges or aligns rows."""
         rewrites = layout.policy.merges or layout.policy.aligns in ("step", "compact")
-        slot_index = None if rewrites else rows_at(slots.free.clone(), layout.heads)
+        slot_index = None if rewrites else row_indices(slots.free.clone(), layout.heads)
         others = tuple(tensor.clone() for tensor in slots.metadata)
-        return SavedContent(slot_index, _cloned(slots.key, slot_index), _cloned(slots.value, slot_index), others)
+        return SavedContent(
+            slot_index, _clone_rows(slots.key, slot_index), _clone_rows(slots.value, slot_index), others
+        )
 
     def write_to(self, slots: Slots) -> None:
         for rows, parts in ((slots.key, self.key), (slots.value, self.value)):
@@ -56,7 +58,7 @@ class SavedContent:
             buffer.copy_(other)
 
 
-def _cloned(rows: Rows, slot_index: SlotIndices | None) -> Parts:
+def _clone_rows(rows: Rows, slot_index: SlotIndices | None) -> Parts:
     return tuple(part.clone() if slot_index is None else part[slot_index] for part in rows.parts)
 
 
@@ -82,14 +84,14 @@ class SlotSnapshot:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def restored(self) -> Any:
+    def restore(self) -> Any:
         """Restore the content and return the slots."""
         for saved, slots in zip(self.saved, self.slots.parts if self.saved else (), strict=True):
             saved.write_to(slots)
         return self.slots
 
 
-Repeat = Callable[[Any, int], Any]
+AdmitAgain = Callable[[Any, int], Any]
 """Return a layer's cache after the first tokens of a call, as many as given, from the cache before the call."""
 
 
@@ -106,7 +108,7 @@ class PastCall:
 
     new: int
     snapshot: SlotSnapshot | None
-    repeat: Repeat | None
+    repeat: AdmitAgain | None
     layout: Layout
     seen: int
     clocks: tuple[Any, ...]
@@ -114,13 +116,13 @@ class PastCall:
     row_budgets: tuple[int, ...]
 
     @property
-    def croppable(self) -> int:
+    def croppable_tokens(self) -> int:
         """The number of its tokens that can be cropped; the first token of a prompt stays."""
         return self.new if self.snapshot is not None else self.new - 1
 
-    def before(self, cache: Any) -> Any:
+    def undo(self, cache: Any) -> Any:
         """Return the cache as it was before the call."""
-        slots = cache.slots if self.snapshot is None else self.snapshot.restored()
+        slots = cache.slots if self.snapshot is None else self.snapshot.restore()
         fields: dict[str, Any] = dict(
             layout=self.layout, seen=self.seen, clocks=self.clocks, row_budgets=self.row_budgets
         )
@@ -130,7 +132,7 @@ class PastCall:
 Calls = tuple[PastCall, ...]
 
 
-def recorded(calls: Calls, call: PastCall, most: int) -> Calls:
+def append_call(calls: Calls, call: PastCall, most: int) -> Calls:
     """Return the calls to remember after another one, so that up to `most` tokens can be cropped.
 
     A prompt is then forgotten, because its record holds every token.  So are all calls before a chunk, which has its
@@ -150,7 +152,7 @@ def check_croppable(calls: Sequence[PastCall], count: int, most: int) -> None:
     Raises:
         CacheHandleError: only fewer can; the message says how many and what to change.
     """
-    croppable = min(most, sum(call.croppable for call in calls))
+    croppable = min(most, sum(call.croppable_tokens for call in calls))
     if count <= croppable:
         return
     if not most:
@@ -209,7 +211,7 @@ def _copy_of_lists(argument: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Cropped:
+class _Crop:
     """The cache that replaced another one when its last tokens were cropped.
 
     Attributes:
@@ -323,8 +325,8 @@ class LayerCache:
     output: weakref.ref[Any] | None = None
     model: tuple[weakref.ref[Any], ...] = ()
     calls: Calls = ()
-    cropped: _Cropped | None = None
-    _picked: list[_RowSelection] = dataclasses.field(default_factory=list)
+    cropped: _Crop | None = None
+    _selections: list[_RowSelection] = dataclasses.field(default_factory=list)
 
     @property
     def valid_seen(self) -> Tensor:
@@ -333,7 +335,7 @@ class LayerCache:
         return seen
 
     @property
-    def stored(self) -> int:
+    def stored_tokens(self) -> int:
         """The number of tokens that the model's cache stores."""
         return self.seen if self.window is None else min(self.seen, self.window)
 
@@ -345,14 +347,16 @@ class LayerCache:
         Args:
             apply: the selection as a function of batch-first tensors.
         """
-        self._picked = [picked for picked in self._picked if picked.result() is not None]
-        for i, picked in enumerate(self._picked):
+        self._selections = [picked for picked in self._selections if picked.result() is not None]
+        for i, picked in enumerate(self._selections):
             result = picked.result()
             if result is not None and picked.serves(operation, argument, self.seen, part):
-                del self._picked[i]
+                del self._selections[i]
                 return result
-        result = self.rebuilt(operation, apply)
-        self._picked.append(_RowSelection(operation, _copy_of_lists(argument), self.seen, part, weakref.ref(result)))
+        result = self.map_rows(operation, apply)
+        self._selections.append(
+            _RowSelection(operation, _copy_of_lists(argument), self.seen, part, weakref.ref(result))
+        )
         return result
 
     def crop(self, tokens: int, part: Part) -> LayerCache:
@@ -367,30 +371,30 @@ class LayerCache:
             return last.result
         check_usable(self)
         check_croppable(self.calls, tokens, self.backend.crop)
-        shorter = self._without(tokens)
-        self.cropped, self.calls = _Cropped(tokens, "values" if part == "keys" else "keys", shorter), ()
+        shorter = self._undo_calls(tokens)
+        self.cropped, self.calls = _Crop(tokens, "values" if part == "keys" else "keys", shorter), ()
         return shorter
 
-    def _without(self, tokens: int) -> LayerCache:
+    def _undo_calls(self, tokens: int) -> LayerCache:
         """Return the cache without its last tokens, by undoing calls."""
         cache: LayerCache = self
         calls = self.calls
         while tokens:
             *earlier, last = calls
-            cache, calls = last.before(cache), tuple(earlier)
+            cache, calls = last.undo(cache), tuple(earlier)
             if last.new > tokens and last.repeat is not None:
                 shorter: LayerCache = last.repeat(cache, last.new - tokens)
-                return dataclasses.replace(shorter, calls=(*calls, *shorter.calls), _picked=[])
+                return dataclasses.replace(shorter, calls=(*calls, *shorter.calls), _selections=[])
             tokens -= last.new
-        return dataclasses.replace(cache, calls=calls, _picked=[])
+        return dataclasses.replace(cache, calls=calls, _selections=[])
 
-    def rebuilt(self, operation: str, apply: Callable[[Tensor], Tensor]) -> LayerCache:
+    def map_rows(self, operation: str, apply: Callable[[Tensor], Tensor]) -> LayerCache:
         """Return the cache with a function applied to each of its batch-first tensors."""
         if not isinstance(self.slots, AnySlots):
             raise CacheHandleError(f"{operation} on a cache that runs with inner='reference'")
-        slots = self.slots.map(apply)
+        slots = self.slots.map_tensors(apply)
         batch = slots.length.shape[0]
-        row_budgets, clocks = self._counts_of(batch, apply)
+        row_budgets, clocks = self._select_counts(batch, apply)
         return dataclasses.replace(
             self,
             layout=dataclasses.replace(self.layout, batch=batch, device=slots.length.device),
@@ -400,10 +404,12 @@ class LayerCache:
             absent=apply(self.absent),
             first=None if self.first is None else apply(self.first),
             calls=(),
-            _picked=[],
+            _selections=[],
         )
 
-    def _counts_of(self, batch: int, apply: Callable[[Tensor], Tensor]) -> tuple[tuple[int, ...], tuple[Clock, ...]]:
+    def _select_counts(
+        self, batch: int, apply: Callable[[Tensor], Tensor]
+    ) -> tuple[tuple[int, ...], tuple[Clock, ...]]:
         """Return the `row_budgets` and `clocks` of selected rows; the host waits only if they differ by row."""
         if len(set(self.row_budgets)) <= 1 and len(set(self.clocks)) <= 1:
             return self.row_budgets[:1] * batch, self.clocks[:1] * batch

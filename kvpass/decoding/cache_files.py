@@ -17,7 +17,7 @@ from torch import Tensor
 from kvpass import cache_names, policies
 from kvpass.arguments import checked
 from kvpass.backend import Backend, backend
-from kvpass.cache.handle import Handle, caches_in, current, handles_of
+from kvpass.cache.handle import Handle, caches_in, current_cache, handles_of
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.serial import cache_of, entry_of
 from kvpass.decoding.loop import DecodeLoop
@@ -267,7 +267,7 @@ class CacheObjectWriter:
 
     def encoded(self, value: Any, where: str) -> Any:
         if isinstance(value, Handle):
-            return {"handle": [self.index[id(current(value, value.part, self.chosen))], value.part]}
+            return {"handle": [self.index[id(current_cache(value, value.part, self.chosen))], value.part]}
         if isinstance(value, Tensor):
             self.tensors[f"object.{where}"] = value
             return {"tensor": f"object.{where}"}

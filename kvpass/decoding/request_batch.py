@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvpass.backend import Backend
-from kvpass.cache.handle import Handle, caches_in, moved
+from kvpass.cache.handle import Handle, caches_in, handle_like
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.slots import AnySlots, empty_slots
 from kvpass.decoding.requests import MOST_STOPS, Request
@@ -80,7 +80,7 @@ class RequestBatch(LoopState):
         wide = {id(layer): _with_rows(layer, rows) for layer in one}
 
         def widened(value: Any) -> Any:
-            return moved(value, wide[id(value.cache)]) if isinstance(value, Handle) else value
+            return handle_like(value, wide[id(value.cache)]) if isinstance(value, Handle) else value
 
         return RequestBatch(loop, refreshed(cache, 0, widened), rows)
 
@@ -134,7 +134,7 @@ class RequestBatch(LoopState):
         one = {id(layer): _row_of(layer, row, seen) for layer in self.caches}
 
         def narrowed(value: Any) -> Any:
-            return moved(value, one[id(value.cache)]) if isinstance(value, Handle) else value
+            return handle_like(value, one[id(value.cache)]) if isinstance(value, Handle) else value
 
         cache = copy.copy(self.cache)
         if hasattr(cache, "layers"):
@@ -264,14 +264,14 @@ def _with_rows(one: LayerCache, rows: int) -> LayerCache:
     for part in slots.parts:
         part.length.fill_(one.seen)
     none = one.absent.new_zeros(rows, 0)
-    fresh: dict[str, Any] = dict(absent=none, first=None, _picked=[])
+    fresh: dict[str, Any] = dict(absent=none, first=None, _selections=[])
     fresh |= dict(row_budgets=one.row_budgets * rows, clocks=one.clocks * rows)
     return dataclasses.replace(one, layout=layout, slots=slots, **fresh)
 
 
 def _row_of(layer: LayerCache, row: int, seen: int) -> LayerCache:
     """Return a copy of one row of a cache, which has seen `seen` tokens; `_write_row` is the inverse."""
-    one = layer.rebuilt("getitem", lambda tensor: tensor[row : row + 1].clone())
+    one = layer.map_rows("getitem", lambda tensor: tensor[row : row + 1].clone())
     for part in one.slots.parts:
         part.index.copy_(torch.where(part.position >= 0, part.index - (layer.seen - seen), part.index))
         part.length.fill_(seen)

@@ -18,7 +18,7 @@ from kvpass.cache import serial
 from kvpass.cache.admission import Chunk
 from kvpass.cache.layer_cache import Calls, LayerCache, PastCall, SavedContent, SlotSnapshot
 from kvpass.cache.layout import Layout
-from kvpass.cache.slots import Slots, rows_at
+from kvpass.cache.slots import Slots, row_indices
 from kvpass.errors import CacheFileError
 from kvpass.lowering.attention_statistics import StatisticsSpec
 from kvpass.policies.pinned_tokens import Pins
@@ -134,7 +134,7 @@ class _CallReader:
     def call(self, entry: Mapping[str, Any]) -> PastCall:
         layout = dataclasses.replace(self.cache.layout, **serial.layout_fields(entry["layout"]))
         row_budgets, clocks = serial.host_counts(entry, layout)
-        seen, new, name = serial.count(entry, "seen"), serial.count(entry, "new"), str(entry["name"])
+        seen, new, name = serial.read_count(entry, "seen"), serial.read_count(entry, "new"), str(entry["name"])
         absent = self._tensor(f"{name}absent")
         repeat = None
         if "before" in entry:
@@ -155,7 +155,7 @@ class _CallReader:
         others = tuple(self._like(f"{name}{field}", tensor) for field, tensor in named)
         before = slots.with_tensors([*slots.tensors()[:2], *others, *slots.tensors()[2 + len(others) :]])
         serial.check_numbers(before, layout, seen, slots.capacity, row_budgets)
-        slot_index = rows_at(before.free, layout.heads) if entry["rows"] == "free" else None
+        slot_index = row_indices(before.free, layout.heads) if entry["rows"] == "free" else None
         parts = []
         for part, rows in (("key", slots.key), ("value", slots.value)):
             shapes = [x if slot_index is None else x[:, :, :1] for x in rows.parts]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvpass import cache_names
-from kvpass.cache.handle import Handle, caches_in, moved
+from kvpass.cache.handle import Handle, caches_in, handle_like
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.decoding.prefill import Caller, growing
 from kvpass.decoding.sampling import Sampling
@@ -190,7 +190,7 @@ class LoopState:
         ran = [each for each in found if isinstance(each, steps.StepResult)]
         if len(ran) != 1:
             raise CacheHandleError("the model ran its decode step in several graphs, or in none of kvpass")
-        if not ran[0].rewrite.repeats:
+        if not ran[0].rewrite.is_repeatable:
             raise CacheHandleError(
                 "a mask of this model is made from all tokens anew in every step, which a decode loop does not repeat; "
                 "use model.generate"
@@ -351,4 +351,4 @@ def refreshed(cache: Any, steps: int, function: Callable[[Any], Any] | None = No
 
 def _renewed(value: Any) -> Any:
     """Return a handle at the present length of its cache, which has gone on without it; other values unchanged."""
-    return moved(value, value.cache) if isinstance(value, Handle) else value
+    return handle_like(value, value.cache) if isinstance(value, Handle) else value

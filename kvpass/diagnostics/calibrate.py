@@ -203,7 +203,7 @@ class AttentionReader:
 
     def __call__(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         captured = capture(gm, [False] * len(examples))
-        for reading in captured.refused:
+        for reading in captured.refusals:
             raise UnsupportedGraph(f"a cache of the model cannot be read: {reading.refusal}")
         return _Recorder(captured.gm, {site.call: site for site in captured.sites}, self.found).run
 

@@ -17,7 +17,7 @@ from kvpass.cache.handle import caches_in
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.errors import CacheHandleError, KVPassError
 from kvpass.policies.base import Policy
-from kvpass.rewrite.context import Record
+from kvpass.rewrite.context import PassRecord
 from kvpass.runtime.recorder import Recorder, SiteReport, Timings
 
 
@@ -39,7 +39,7 @@ class ExplainReport:
     sites: tuple[SiteReport, ...]
     notes: tuple[str, ...]
     error: str | None = None
-    passes: tuple[Record, ...] = ()
+    passes: tuple[PassRecord, ...] = ()
     programs: tuple[tuple[str, str], ...] = ()
     timings: Timings | None = None
 
@@ -231,7 +231,7 @@ def _layer(cache: LayerCache) -> LayerReport:
     capacities = tuple((part.heads, part.capacity) for part in layout.parts if layout.classes)
     return LayerReport(
         repr(policy), max(cache.row_budgets, default=layout.budget), policy.compacted(layout.budget), layout.capacity,
-        cache.seen, positions, cache.slots.nbytes, layout.batch * cache.stored * row,
+        cache.seen, positions, cache.slots.nbytes, layout.batch * cache.stored_tokens * row,
         (*cache.notes, *([interval] if interval else [])), cache.slots.held(layout, pinned=True), capacities,
     )  # fmt: skip
 

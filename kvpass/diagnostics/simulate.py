@@ -12,7 +12,7 @@ from torch import Tensor
 from kvpass import budget as budgets
 from kvpass.arguments import Condition, checked, shown
 from kvpass.backend import Backend, backend
-from kvpass.cache.admission import Chunk, admit, by_class, of_chunk
+from kvpass.cache.admission import Chunk, admit, attention_of_chunk, split_by_class
 from kvpass.cache.chunk_step import extend_step
 from kvpass.cache.layout import Layout
 from kvpass.cache.site import Rotate, Site
@@ -245,24 +245,24 @@ def _compiled(layer: _Layer) -> Trace:
         held.append(_positions(layout, slots))
     width = max(layout.budget, *(int((p >= 0).sum(-1).max()) for p in held))
     positions = torch.stack([_fitted(p, width, FREE) for p in held])
-    whole = slots.whole(layout)
+    whole = slots.as_rectangle(layout)
     keys, values = (_fitted_rows(_in_order(whole, rows), width) for rows in (whole.key, whole.value))
     return Trace(positions, torch.cat(outputs, 2), keys, values)
 
 
 def _compiled_step(layer: _Layer, layout: Layout, slots: AnySlots, t: int, compact: bool) -> tuple[Tensor, AnySlots]:
     site, valid = Site(layer.scale, None, layer.rotate), layer.valid(1)
-    q, k, v, stored = layer.step(t, slots.whole(layout).next_rank())
+    q, k, v, stored = layer.step(t, slots.as_rectangle(layout).next_rank())
     if slots.capacity == layout.capacity:
         return decode_step(layout, site, slots, q, stored, v, valid[:, 0], compact).output, slots
     attended = extend_step(layout, site, slots, q, k, v, valid)
-    chunk = Chunk(stored, v, valid, of_chunk(layout, by_class(layout, attended.statistics), valid))
+    chunk = Chunk(stored, v, valid, attention_of_chunk(layout, split_by_class(layout, attended.statistics), valid))
     return attended.output, admit(layout, slots, chunk)
 
 
 def _positions(layout: Layout, slots: AnySlots) -> Tensor:
     """Return the positions of cached tokens, [B, Hkv, C], sorted, -1 after the last."""
-    position = slots.whole(layout).position
+    position = slots.as_rectangle(layout).position
     return position.gather(-1, rows_in_order(position)).expand(-1, layout.heads, -1).clone()
 
 

@@ -242,7 +242,7 @@ class ReferenceLayer:
         return list(NAMES)
 
     def held(self, layout: Layout, pinned: bool = False) -> Tensor:
-        """Return the cached tokens as `Slots.held` does."""
+        """Return the cached tokens as `Slots.cached_indices` does."""
         return self._of_tokens(lambda rank, token: token.index, pinned).expand(-1, layout.heads, -1)
 
     @property

@@ -142,7 +142,7 @@ class StepKind(NamedTuple):
 def step_kind(caches: list[LayerCache]) -> StepKind:
     """Return the kind of the next decode step."""
     compact, _ = tick(caches)
-    windows = tuple(cache.stored < cache.seen for cache in caches if cache.window is not None)
+    windows = tuple(cache.stored_tokens < cache.seen for cache in caches if cache.window is not None)
     return StepKind(compact, windows, tuple(id(cache.slots) for cache in caches), dynamo.hooks_so_far())
 
 
@@ -170,7 +170,7 @@ def admit_chunk(cache: LayerCache, chunk: Chunk, into: AnySlots | None = None) -
     cache.slots = admit(cache.layout, before, chunk, cache.row_budgets, into)
     if cache.slots is not before:
         mark_addresses_static(cache.slots)
-    cache.row_budgets = chunk.raised(policy, cache.row_budgets)
+    cache.row_budgets = chunk.raised_budgets(policy, cache.row_budgets)
     counts = valid_counts(policy, chunk.valid)
     rows = zip(cache.clocks, counts, cache.row_budgets, strict=False)
     cache.clocks = tuple(clock_of(cache.layout, clock, new, limit) for clock, new, limit in rows)

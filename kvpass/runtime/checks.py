@@ -12,12 +12,12 @@ from torch import Tensor
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.padding_analysis import padding_inputs
-from kvpass.capture.rotary import find_rotary, unreshaped
+from kvpass.capture.rotary import find_rotary, strip_reshapes
 from kvpass.errors import CacheHandleError, UnsupportedGraph
 from kvpass.fx import splicing, walk
 from kvpass.fx.shapes import Sizes
 from kvpass.policies.ranking import LATE
-from kvpass.rewrite.pipeline import of_new
+from kvpass.rewrite.pipeline import new_columns
 from kvpass.rewrite.rotary_slice import probe_rotaries
 from kvpass.rewrite.step_graph import PaddingInputs
 from kvpass.runtime import model_identity
@@ -48,9 +48,9 @@ class PositionCheck:
 
     def __init__(self, gm: fx.GraphModule, sites: list[AttentionSite]) -> None:
         rotaries = [find_rotary(site) for site in sites]
-        nodes = list(dict.fromkeys(unreshaped(rotary.position) for rotary in rotaries if rotary))
+        nodes = list(dict.fromkeys(strip_reshapes(rotary.position) for rotary in rotaries if rotary))
         self._are_arguments = [node.op == "placeholder" for node in nodes]
-        self._module = splicing.computing(gm, nodes)
+        self._module = splicing.extract(gm, nodes)
 
     def first_ids(self, arguments: tuple[Any, ...], valid: Tensor) -> Tensor | None:
         """Return the position id of each row's first real token, int64 [B]; None if no ids rotate keys.
@@ -321,7 +321,7 @@ class PaddingTracker:
         self, nodes: tuple[fx.Node, ...], arguments: tuple[Any, ...], before: int, queries: int
     ) -> list[Tensor]:
         """Return the new tokens' entries in the inputs that mark padding, each [B or 1, q] or [q]."""
-        return [of_new(arguments[self.indices[node]], before, queries) for node in nodes]
+        return [new_columns(arguments[self.indices[node]], before, queries) for node in nodes]
 
 
 def true_indices(chosen: Tensor, start: int = 0) -> Tensor:

@@ -17,7 +17,7 @@ from kvpass.lowering.graph_passes import check_rows, look_up_unchecked, write_ou
 from kvpass.lowering.replay import Replayed
 from kvpass.lowering.row_products import decompose_products
 from kvpass.policies.base import Policy
-from kvpass.rewrite.context import Record, StepContext
+from kvpass.rewrite.context import PassRecord, StepContext
 from kvpass.rewrite.pipeline import StepRewrite, rewrite_step
 from kvpass.rewrite.step_graph import StepCall
 from kvpass.rewrite.validation.lockstep import Validation
@@ -165,7 +165,7 @@ class Compiler:
             context = StepContext(call, whole=self.kv_store.is_reference)
             return context, rewrite_step(context, self.kv_store.passes, self.record_pass)
 
-    def record_pass(self, record: Record, graph: fx.Graph) -> None:
+    def record_pass(self, record: PassRecord, graph: fx.Graph) -> None:
         """Record a pass that has run, and the graph after it."""
         note_pass(record, graph)
         if self.recorder is not None:

@@ -83,7 +83,7 @@ def longest_prompt(runner: PromptRunner, arguments: Sequence[Any], ids_index: in
     """
     assert runner.inputs is not None
     graph = runner.inputs
-    now = shapes.measured(graph, arguments)
+    now = shapes.measure_symbols(graph, arguments)
     length = arguments[ids_index].shape[1]
     moving = {symbol for symbol, number in now.items() if number == length}
     return _largest(guard_predicate(shapes.guards(graph), now | dict.fromkeys(moving, 2), moving), MOST_TOKENS - 2) + 2
@@ -179,7 +179,7 @@ class ExportedStep(StepRunner):
                 f"the artifact has no code for a step {reason}: run the conversation by a DecodeLoop that is not loaded"
             )
         rewrite, run = dataclasses.replace(variant[0], queries=queries), variant[1]
-        return rewrite, [], rewrite.flat([cache.slots for cache in caches], arguments, [], seen), run
+        return rewrite, [], rewrite.flat_arguments([cache.slots for cache in caches], arguments, [], seen), run
 
 
 def _rewrite_of(entry: Mapping[str, Any]) -> StepRewrite:
@@ -197,7 +197,7 @@ def variant_entry(rewrite: StepRewrite) -> dict[str, Any]:
     _refuse(
         {
             "a policy with trained weights": bool(rewrite.weights),
-            "a mask that is made from all tokens anew in every call": not rewrite.repeats,
+            "a mask that is made from all tokens anew in every call": not rewrite.is_repeatable,
         }
     )
     fields = dict(inputs=rewrite.inputs, loose_inputs=sorted(rewrite.loose_inputs), columns=rewrite.columns)
@@ -241,7 +241,11 @@ def chunk_length_range(runner: StepRunner, ran: StepResult, ids_index: int) -> t
     places = {symbol: at == (ids_index, 1) for symbol, at in runner.sizes.sources.items()}
     new = {symbol for symbol, counts in places.items() if counts}
     all_tokens = {symbol for symbol, size in zip(runner.sizes.others, ran.other_sizes, strict=True) if size is None}
-    now = shapes.measured(graph, ran.arguments) | dict.fromkeys(new, 2) | dict.fromkeys(all_tokens, ran.seen_before + 2)
+    now = (
+        shapes.measure_symbols(graph, ran.arguments)
+        | dict.fromkeys(new, 2)
+        | dict.fromkeys(all_tokens, ran.seen_before + 2)
+    )
     holds = guard_predicate(shapes.guards(graph), now, new | all_tokens)
 
     def serves(length: int) -> bool:

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvpass.cache.admission import Chunk, admit, by_class, of_chunk, of_classes
-from kvpass.cache.layer_cache import LayerCache, PastCall, SlotSnapshot, recorded
+from kvpass.cache.admission import Chunk, admit, attention_of_chunk, attention_of_classes, split_by_class
+from kvpass.cache.layer_cache import LayerCache, PastCall, SlotSnapshot, append_call
 from kvpass.cache.layout import Layout
 from kvpass.cache.slots import AnySlots, empty_slots
 from kvpass.capture.canonical import AttentionSite, SiteFacts
@@ -75,12 +75,12 @@ class AdmittedChunk:
         policy, valid = cache.layout.policy, self.chunk.valid
         parts = zip(self.specs, cache.layout.parts, cache.slots.parts, strict=False)
         found = [spec.attention(policy, valid, layout.budget_in(slots.state)) for spec, layout, slots in parts]
-        admit_chunk(cache, dataclasses.replace(self.chunk, attention=of_classes(found)), self.into)
+        admit_chunk(cache, dataclasses.replace(self.chunk, attention=attention_of_classes(found)), self.into)
 
 
 @dataclasses.dataclass(frozen=True)
 class RepeatableChunk:
-    """An admitted chunk that can be admitted again with fewer tokens: a `kvpass.cache.layer_cache.Repeat`."""
+    """An admitted chunk that can be admitted again with fewer tokens: a `kvpass.cache.layer_cache.AdmitAgain`."""
 
     admitted: AdmittedTokens
 
@@ -117,7 +117,7 @@ def record_calls(caches: list[LayerCache], calls: list[PastCall], taken: Sequenc
     for index, (cache, call) in enumerate(zip(caches, calls, strict=False)):
         chunk = taken[index]
         again = RepeatableChunk(chunk) if chunk is not None and call.new > 1 else None
-        cache.calls = recorded(cache.calls, dataclasses.replace(call, repeat=again), cache.backend.crop)
+        cache.calls = append_call(cache.calls, dataclasses.replace(call, repeat=again), cache.backend.crop)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +146,7 @@ class KVStore:
         row_budgets = plan.budgets_of_rows(layout.batch)
         slots = admit(layout, None, chunk, row_budgets)
         mark_addresses_static(slots)
-        row_budgets = chunk.raised(layout.policy, row_budgets)
+        row_budgets = chunk.raised_budgets(layout.policy, row_budgets)
         counts = zip(valid_counts(layout.policy, chunk.valid), row_budgets, strict=False)
         return slots, row_budgets, tuple(clock_of(layout, (), *row) for row in counts)
 
@@ -199,14 +199,14 @@ class KVStore:
             return None
         layout, policy = cache.layout, cache.layout.policy
         key, value, valid, *others = results
-        divided, specs = by_class(layout, others), list[StatisticsSpec]()
+        divided, specs = split_by_class(layout, others), list[StatisticsSpec]()
         for part, own in zip(layout.parts, divided, strict=True):
             operands = own[len(policy.statistics) :]
             if operands:  # see `cache.chunk_step.extend_step`
                 query, keys, mask, *sink = operands
                 common = (False, site.scale, site.cap, part.heads, layout.spread)
                 specs.append(StatisticsSpec(query, keys, mask, sink[0] if sink else None, *common))
-        attention = of_chunk(layout, divided, valid)
+        attention = attention_of_chunk(layout, divided, valid)
         chunk = Chunk(key, value, valid, attention, call_pins_for(cache), output_projection_of(cache))
         admit_chunk(cache, chunk, _spare_slots(cache) if cache.backend.crop else None)
         return AdmittedChunk(dataclasses.replace(chunk, attention=Attention()), tuple(specs), cache.slots)

@@ -57,7 +57,7 @@ def output_projection_index(site: AttentionSite) -> int | None:
     The operations between attention and a linear layer run on numbered elements, which shows that each query head's
     part of the output meets its own columns of the weight.
     """
-    shape, node = propagation.concrete(walk.value(site.call).shape), site.call
+    shape, node = propagation.concrete_shape(walk.value(site.call).shape), site.call
     numbered = torch.arange(math.prod(shape)).view(shape)
     wanted, moved = numbered.transpose(1, 2).flatten(2), numbered
     while True:

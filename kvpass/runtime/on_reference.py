@@ -29,7 +29,7 @@ from kvpass.policies.types import Attention, Clock
 from kvpass.reference import reference_of
 from kvpass.reference.base import ReferenceChunk, ReferenceLayer, attention_logits
 from kvpass.rewrite.computed_keys import ComputedKeys, cut_computed_keys
-from kvpass.rewrite.context import AttentionResults, Pass, Record, StepContext
+from kvpass.rewrite.context import AttentionResults, Pass, PassRecord, StepContext
 from kvpass.rewrite.masks import MaskOnSlots, Masks
 from kvpass.rewrite.passes import STEP_PASSES
 from kvpass.rewrite.passes.attention import as_cached, attend_on_slots, replace_outputs, splice_point
@@ -60,7 +60,7 @@ def prefill_reference(
     return store
 
 
-def attend_on_reference(step: StepContext) -> Record:
+def attend_on_reference(step: StepContext) -> PassRecord:
     """Replace every attention call by a call on the reference, which also stores the new tokens."""
     step.attention, masks = AttentionResults(), Masks(step)
     for layer, site in enumerate(step.sites):
@@ -69,7 +69,7 @@ def attend_on_reference(step: StepContext) -> Record:
         for site_call in site.all:
             _replace(step, masks, layer, site_call, (key, stored_key, new_value))
         step.attention.chunks.append([])
-    return Record([site_call.call.name for site in step.sites for site_call in site.all])
+    return PassRecord([site_call.call.name for site in step.sites for site_call in site.all])
 
 
 REFERENCE_PASSES: tuple[Pass, ...] = tuple(

@@ -112,7 +112,7 @@ class AdmittedPrompt:
 
     @torch.no_grad()
     def _caches_of_first(self, layer: int, _: LayerCache, count: int) -> LayerCache:
-        """Return a layer's cache of the first `count` tokens: a `cache.layer_cache.Repeat` for each layer.
+        """Return a layer's cache of the first `count` tokens: a `cache.layer_cache.AdmitAgain` for each layer.
 
         All layers are shortened at once, because a policy may plan them together.
         """
@@ -190,7 +190,7 @@ class AdmittedPrompt:
         chunk, governed = layer.chunk, layer.policy is self.backend.policy
         if not governed:
             chunk = dataclasses.replace(chunk, pins=None)
-        on_top = max(chunk.raised(layer.policy, (0,) * len(chunk.valid)))
+        on_top = max(chunk.raised_budgets(layer.policy, (0,) * len(chunk.valid)))
         rows, heads, count, dim = chunk.key.shape
         layout = Layout(
             policy=layer.policy,

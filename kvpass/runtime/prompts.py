@@ -195,7 +195,7 @@ class PromptRunner:
         sparse_indices = [each for site in sites for each in keys.sparse_indices(site.mask)]
         grown = [pair for each in sparse_indices for pair in keys.cached_scoring_keys(each, outputs)]
         graph = PromptGraph(
-            sites=[site.without_graph for site in sites],
+            sites=[site.facts for site in sites],
             policies=policies,
             ranked=ranked,
             rewrite=rewrite_prompt(gm, sites, policies, *common),
@@ -216,7 +216,7 @@ class PromptRunner:
             unchecked = PromptCase(model, gm, sites, None if policy.renumbers else rewritten, marks)
         positions = PositionCheck(gm, sites) if ranked else None
         probe = functools.partial(probe_rotaries, gm, sites) if ranked else None
-        return PromptRunner(backend, graph, None, splicing.computing(gm, []).graph, positions, probe, unchecked)
+        return PromptRunner(backend, graph, None, splicing.extract(gm, []).graph, positions, probe, unchecked)
 
     def compile(self, examples: Sequence[Any]) -> None:
         """Compile the rewritten graph by the inner compiler, whose errors are passed on.
@@ -294,7 +294,7 @@ class PromptRunner:
         key = results[self.graph.rewrite.outputs[0].key]
         if self.probe is not None:
             assert self.inputs is not None
-            sizes = Sizes((), shapes.measured(self.inputs, arguments), key.shape[2])
+            sizes = Sizes((), shapes.measure_symbols(self.inputs, arguments), key.shape[2])
             self.angles, self.probe = self.probe(sizes, arguments, key.device), None
         return self.positions.first_ids(arguments, self._valid(results, 0, key))
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch.fx as fx
 
 from kvpass.errors import PolicyError
-from kvpass.rewrite.context import Record
+from kvpass.rewrite.context import PassRecord
 from kvpass.torch_private import dynamo, inductor
 
 
@@ -135,7 +135,7 @@ class Recorder:
     graphs: list[str] = dataclasses.field(default_factory=list)
     sites: list[SiteReport] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
-    passes: list[Record] = dataclasses.field(default_factory=list)
+    passes: list[PassRecord] = dataclasses.field(default_factory=list)
     programs: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     keeps_programs: bool = False
     stopwatch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
@@ -166,7 +166,7 @@ def configure_logs() -> None:
             logger.addHandler(logging.StreamHandler())
 
 
-def note_pass(record: Record, graph: fx.Graph) -> None:
+def note_pass(record: PassRecord, graph: fx.Graph) -> None:
     """Log the record of a pass, and the graph after it."""
     PASSES.info("%s", record)
     note_program(f"after {record.name}", graph)

@@ -106,7 +106,7 @@ class StepSizes:
 
     def call_sizes(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> CallSizes:
         """Return the sizes of a call."""
-        windows = tuple(cache.window if cache.stored < cache.seen else None for cache in caches)
+        windows = tuple(cache.window if cache.stored_tokens < cache.seen else None for cache in caches)
         numbers, seen = self.numbers(arguments), caches[0].seen
         new = self._new_token_count(numbers)
         return CallSizes(numbers, tuple(Counter.of(arguments[i], seen, new) for i in self.counters.values()), windows)
@@ -118,7 +118,7 @@ class StepSizes:
         input, may equal them by chance.  Readings in which more sizes follow the cache come first.
         """
         sizes = [int(arguments[index].shape[dim]) for index, dim in self.others.values()]
-        lengths = {cache.seen for cache in caches} | {cache.stored for cache in caches}
+        lengths = {cache.seen for cache in caches} | {cache.stored_tokens for cache in caches}
         lengths |= {length + self.queries(arguments) for length in lengths}
         unclear = [index for index, size in enumerate(sizes) if size in lengths]
         counts = range(len(unclear) + 1) if len(unclear) <= MOST_UNCLEAR else (0, len(unclear))
@@ -187,8 +187,8 @@ class StepSizes:
         """
         following = {symbol for symbol, size in zip(self.others, others, strict=True) if size is None}
         counting = {symbol for symbol, index in self.counters.items() if arguments[index] == seen}
-        now = shapes.measured(self._gm.graph, arguments)
-        growing = {symbol for site in self._sites for symbol in site.growing if now.get(symbol) == seen}
+        now = shapes.measure_symbols(self._gm.graph, arguments)
+        growing = {symbol for site in self._sites for symbol in site.length_symbols if now.get(symbol) == seen}
         return guard_predicate(shapes.guards(self._gm.graph), now, following | counting | growing)
 
 
@@ -202,7 +202,7 @@ def _free_sizes(gm: fx.GraphModule, sites: list[AttentionSite]) -> tuple[SizeSou
     wanted = {
         symbol for site in sites for size in walk.value(site.query).shape for symbol in shapes.expr(size).free_symbols
     }
-    grown = {symbol for site in sites for symbol in site.growing}
+    grown = {symbol for site in sites for symbol in site.length_symbols}
     others = {symbol: index for symbol, index in known.items() if symbol not in wanted | grown and symbol.is_Symbol}
     return {symbol: index for symbol, index in known.items() if symbol in wanted}, others
 
@@ -212,7 +212,7 @@ def _counters(gm: fx.GraphModule) -> dict[Any, int]:
 
     A cache's own token count is one of them.  Dynamo also passes the strides and the offset of a tensor that is a slice
     of a growing tensor.  No node computes with those: the tensor that they belong to is copied where that matters, see
-    `StepRewrite.flat`.
+    `StepRewrite.flat_arguments`.
     """
     holders = walk.placeholders(gm.graph)
     tensors = [walk.value(node) for node in holders if walk.is_tensor(node)]

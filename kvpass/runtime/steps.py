@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.fx as fx
 
-from kvpass.cache.handle import check_layers, current, handles_of
+from kvpass.cache.handle import check_layers, current_cache, handles_of
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.capture.capture import Capture
 from kvpass.errors import CacheHandleError, UnsupportedGraph
@@ -105,8 +105,8 @@ class StepRunner:
         return self._dynamo_outputs(rewrite, results, host_inputs, caches, arguments)
 
     def _cache_of_layer(self, arguments: tuple[Any, ...], indices: tuple[int, int]) -> LayerCache:
-        cache = current(arguments[indices[0]], "keys", self.backend)
-        if current(arguments[indices[1]], "values", self.backend) is not cache:
+        cache = current_cache(arguments[indices[0]], "keys", self.backend)
+        if current_cache(arguments[indices[1]], "values", self.backend) is not cache:
             raise CacheHandleError(
                 "the keys and the values of a layer come from different layers or different conversations"
             )
@@ -148,7 +148,7 @@ class StepRunner:
                 kv_store.pin(cache, pins)
         regions.note_run()
         results = run(*flat)
-        rewrite.count([cache.slots for cache in caches], results)
+        rewrite.count_tokens([cache.slots for cache in caches], results)
         taken = [
             kv_store.admit_step(cache, site, [results[index] for index in indices])
             for cache, site, indices in zip(caches, self.sites, rewrite.chunks, strict=True)
@@ -200,7 +200,7 @@ class StepRunner:
         variant = self._find_variant(caches, arguments, key, *how)
         rewrite = variant.rewrite_for(key)
         host_inputs = rewrite.host_precomputed(arguments)
-        flat = rewrite.flat([cache.slots for cache in caches], arguments, host_inputs, caches[0].seen)
+        flat = rewrite.flat_arguments([cache.slots for cache in caches], arguments, host_inputs, caches[0].seen)
         run = variant.runner(self.backend, flat, caches[0].layout.ranked, rewrite.queries > 1)
         if variant.serves(key):
             return rewrite, host_inputs, flat, run
@@ -274,7 +274,7 @@ class StepRunner:
 
     def _rewrite(self, call: StepCall) -> StepRewrite:
         """Rewrite the graph for a call; the first rewrite is validated, as later ones differ in sizes alone."""
-        with walk.reading(site.call for site in self.sites):
+        with walk.converting_errors(site.call for site in self.sites):
             context, rewrite = self.backend.rewrite(call)
             if self.backend.validates and self.validation is None:
                 self._validate(context, rewrite)

@@ -127,7 +127,7 @@ class CompiledVariant:
     def rewrite_for(self, key: ShapeKey) -> StepRewrite:
         """Return the rewrite with numbers for its dynamic sizes, for a call with this shape key."""
         if key not in self._by_key:
-            self._by_key[key] = self._rewrite.at([key.all_numbers[index] for index in self._dynamic_indices])
+            self._by_key[key] = self._rewrite.with_numbers([key.all_numbers[index] for index in self._dynamic_indices])
         return self._by_key[key]
 
     def owns(self, rewrite: StepRewrite) -> bool:
@@ -145,7 +145,7 @@ class CompiledVariant:
 
     def _release_graph(self, graph: fx.Graph) -> None:
         """Drop the graph, which nothing reads once it is compiled; code that runs it keeps no example tensors."""
-        splicing.let_go_of_data(graph)
+        splicing.release_example_data(graph)
         for rewrite in (self._rewrite, *self._by_key.values()):
             rewrite.gm = None
         dynamo.let_go_of_sources()
@@ -243,7 +243,7 @@ class FastStep:
     def __init__(self, caches: list[LayerCache], rewrite: StepRewrite, run: inductor.Compiled) -> None:
         """
         Args:
-            rewrite: the rewrite of a step of one token, whose `repeats` is true.
+            rewrite: the rewrite of a step of one token, whose `is_repeatable` is true.
             run: the compiled code of the rewrite.
         """
         self.caches, self.rewrite, self.run = caches, rewrite, run
@@ -261,6 +261,6 @@ class FastStep:
         for cache in self.caches:
             cache.interrupted = True
         results = self.run(*self.fixed, *given)
-        self.rewrite.count(self.slots, results)
+        self.rewrite.count_tokens(self.slots, results)
         advance_counts(self.caches, 1, clocks)
         return results

@@ -104,7 +104,7 @@ def test_without_a_concatenation_what_is_returned_is_appended_to_nothing() -> No
     assert run(prompt, (q, q, q)).calls(ATTENTION) == []  # what it returns is not what it attends to
     beside = run(stored, (q, q, q))
     assert [node.args[0] for node in beside.calls(APPEND)] == [None, None]
-    assert op_table.bound(beside.calls(ATTENTION)[0])["causal"] is True
+    assert op_table.named_arguments(beside.calls(ATTENTION)[0])["causal"] is True
 
 
 @pytest.mark.parametrize("name", ["mT", "mH"])
@@ -160,7 +160,7 @@ def test_growth_that_is_not_read_is_refused(name: str, read: bool) -> None:
     beside = run(attend, (q, q, q, (past, past + 1)))
     (_, captured), *_ = beside.captured
     assert captured.sites == []
-    assert captured.refused
+    assert captured.refusals
 
 
 def test_what_stays_as_long_as_it_was_is_no_growth() -> None:

@@ -30,12 +30,12 @@ from kvpass.fx import shapes, splicing, walk
 from kvpass.fx.walk import value
 from kvpass.lowering.attend import Rope, RotaryPairs
 from kvpass.rewrite.computed_keys import ComputedKeys, cut_computed_keys
-from kvpass.rewrite.context import AttentionResults, Record, StepContext
+from kvpass.rewrite.context import AttentionResults, PassRecord, StepContext
 from kvpass.rewrite.masks import MaskOnSlots, Masks
 from kvpass.rewrite.rotary_slice import RotarySlice
 
 
-def attend_on_slots(step: StepContext) -> Record:
+def attend_on_slots(step: StepContext) -> PassRecord:
     """Replace every attention call on a cache.
 
     Raises:
@@ -44,7 +44,7 @@ def attend_on_slots(step: StepContext) -> Record:
     step.attention, replacement = AttentionResults(), _AttentionReplacement(step)
     for layer in range(len(step.sites)):
         replacement.replace(layer)
-    return Record([each.call.name for site in step.sites for each in site.all])
+    return PassRecord([each.call.name for site in step.sites for each in site.all])
 
 
 class _AttentionReplacement:
@@ -60,7 +60,7 @@ class _AttentionReplacement:
         step, site = self.step, self.step.sites[layer]
         new = new_rows(step, layer)
         slots = step.slot_inputs[layer]
-        slots_before = step.copied_slots(layer) if site.shared_by and step.decodes else slots
+        slots_before = step.copy_slots(layer) if site.shared_by and step.decodes else slots
         sums = self._splice(layer, site, slots, new, first=True)
         for sharing in site.shared_by:
             self._splice(layer, sharing, slots_before, new, first=False)
@@ -174,7 +174,7 @@ def _signature(step: StepContext, node: fx.Node, symbols: dict[sympy.Symbol, sym
     """Return as text what the code for a layer depends on in a node's value."""
     text = functools.partial(shapes.text, renamed=symbols)
     if walk.is_size(node):
-        return text(step.sizes.fixed(node))
+        return text(step.sizes.fixed_size(node))
     sizes = [*map(text, step.shape(node)), "by", *map(text, value(node).stride())]
     return str((sizes, value(node).dtype, step.device_of(node)))
 
@@ -295,7 +295,7 @@ class Tables:
             table = self.angles(rotary, capacity)
 
             def function(*tensors: Tensor) -> list[Tensor]:
-                return list(rotary.weights(pairs, list(tensors[: len(table)]), list(tensors[len(table) :])))
+                return list(rotary.mixing_weights(pairs, list(tensors[: len(table)]), list(tensors[len(table) :])))
 
             nodes = [*table, *rotary.rotate.bound]
             self._tables[key] = self._step.compute(function, nodes, before, f"kvpass_mixed_{len(self._tables)}")

@@ -29,7 +29,7 @@ from kvpass.rewrite.computed_keys import join_heads, split_heads
 from kvpass.rewrite.validation.conversation import Conversation, ConversationPlan, StepCase
 from kvpass.rewrite.validation.coverage import last_new_kind, length_constants, smallest_table
 from kvpass.rewrite.validation.interpreter import DoesNotRun, GraphRun, Visit
-from kvpass.rewrite.validation.lockstep import Lockstep, Validation, noting_unfit, validated
+from kvpass.rewrite.validation.lockstep import Lockstep, Validation, noting_skipped, run_validation
 from kvpass.rewrite.validation.slots import MadeUpSlots
 from kvpass.torch_private import symbolic_shapes
 
@@ -49,7 +49,7 @@ def validate(step: StepCase) -> Validation:
     Raises:
         UnsupportedGraph: they differ; the message names the first attention call that does.
     """
-    return validated(
+    return run_validation(
         ((plan.label, plan) for plan in _first_plans(step)),
         lambda plan: _compare(step, Conversation(step, plan), None),
         lambda first, left_out: _try_others(step, first, left_out),
@@ -63,11 +63,11 @@ def _try_others(step: StepCase, first: ConversationPlan, left_out: list[str]) ->
     last = last_new_kind(step.canonical.graph, step.sites)
     may_see_none = False
     for plan in _further_plans(step, first):
-        with noting_unfit(left_out, plan.label):
+        with noting_skipped(left_out, plan.label):
             may_see_none = _compare(step, Conversation(step, plan), last) or may_see_none
     if may_see_none:
         for plan in _blind_plans(step, first):
-            with noting_unfit(left_out, plan.label):
+            with noting_skipped(left_out, plan.label):
                 _compare(step, Conversation(step, plan), last)
 
 
@@ -224,7 +224,7 @@ def _run_rewritten(step: StepCase, conversation: Conversation, lockstep: Lockste
     rewritten_sites = [each for site in context.sites for each in site.all]
     padded = (~conversation.valid.all(-1)).to(step.layouts[0].device)
     for (layer, site), rewritten in zip(lockstep.calls, rewritten_sites, strict=True):
-        call = op_table.bound(site.call)
+        call = op_table.named_arguments(site.call)
         if (rewritten.scale, rewritten.cap) != (call["scale"], call["cap"]):
             lockstep.refuse(site, f"logits are scaled by {rewritten.scale} and capped at {rewritten.cap} instead")
         for part, (mask, bias) in enumerate(context.attention.masks[site.call.name]):
@@ -240,7 +240,7 @@ def _run_rewritten(step: StepCase, conversation: Conversation, lockstep: Lockste
             visits |= {new: lockstep.at_input(site, old) for new, old in pairs if new in nodes and new not in visits}
     try:
         end = None if lockstep.last is None else context.attention.replaced[lockstep.last.name]
-        return GraphRun(gm, slots.flat(), visits).run_to(end)
+        return GraphRun(gm, slots.argument_factory(), visits).run_to(end)
     except DoesNotRun as error:
         lockstep.refuse(step.sites[0], f"the rewritten graph does not run: {error}")
 

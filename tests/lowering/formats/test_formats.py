@@ -120,9 +120,9 @@ def test_slots_are_moved_so() -> None:
     here = dataclasses.replace(layout("int8", 64), ranked=True)
     slots = Slots.empty(here)
     with mock.patch.object(Rows, "to_device", autospec=True, side_effect=Rows.to_device) as moved:
-        slots.map(torch.clone)
+        slots.map_tensors(torch.clone)
         assert not moved.called
-        assert slots.map(lambda tensor: tensor.to("meta")).key.device.type == "meta"
+        assert slots.map_tensors(lambda tensor: tensor.to("meta")).key.device.type == "meta"
     assert moved.call_count == 2  # keys and values
 
 
@@ -207,7 +207,7 @@ def test_slots_are_the_same_after_their_tensors_went_round(kv_dtype: KVDtype) ->
     assert all(a is b for a, b in zip(slots.tensors(), again.tensors(), strict=True))
     assert len(slots.names) == len(set(slots.names)) == len(slots.tensors())
     shapes = dict(zip(slots.names, slots.tensors(), strict=True))
-    assert all(shapes[name].shape[:3] == (2, 3, 9) for name in slots.stored)
+    assert all(shapes[name].shape[:3] == (2, 3, 9) for name in slots.row_names)
 
 
 @every_format
