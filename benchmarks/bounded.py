@@ -14,7 +14,7 @@ from benchmarks.model import Conversation, tokens
 from benchmarks.timing import timed
 from kvpass import cache_names, policies
 from kvpass.cache.layer_cache import LayerCache
-from kvpass.decoding.stepping import refreshed
+from kvpass.decoding.stepping import refresh_handles
 from kvpass.policies import Policy, Tokens
 
 BUDGET = 1024
@@ -84,7 +84,7 @@ def conversation(model: Any, case: Case, prompt: int, **more: Any) -> Conversati
     chosen = {**case.settings(), **more}
     ids = tokens(prompt)
     first = torch.compile(model, backend=kvpass.backend(inner="eager", **chosen))
-    cache = cache_names.returned(first(ids, use_cache=True, logits_to_keep=1))
+    cache = cache_names.cache_of_output(first(ids, use_cache=True, logits_to_keep=1))
     made = Conversation(torch.compile(model, backend=kvpass.backend(**chosen)), cache)
     for _ in range(2):
         made.step()
@@ -130,4 +130,4 @@ def move_on(talk: Conversation, seen: int) -> None:
         slots.seen.add_(by)
         slots.length.add_(by)
         layer.seen += by
-    talk.cache = refreshed(talk.cache, 0)
+    talk.cache = refresh_handles(talk.cache, 0)

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvpass import policies
 from kvpass.apps import corpus
 from kvpass.apps.evaluation import plots
-from kvpass.apps.evaluation.attempt import attempt
+from kvpass.apps.evaluation.attempt import with_policy
 from kvpass.apps.evaluation.held import HeldRecorder
 from kvpass.apps.evaluation.scoring import ScoringBatch, score
 from kvpass.apps.models import load
@@ -44,7 +44,7 @@ def draw(model: Any, tokens: Tensor, name: str) -> None:
 
     held = HeldRecorder()
     batch = ScoringBatch(tokens, torch.ones_like(tokens), PROMPT)
-    run = attempt(model, policy, budget, "eager", lambda: score(Caller.of(model), batch, None, watch=held))
+    run = with_policy(model, policy, budget, "eager", lambda: score(Caller.of(model), batch, None, watch=held))
     if isinstance(run, KVPassError):
         raise run
     snapshots = [snapshot for snapshot in held.snapshots if snapshot.step > PROMPT and snapshot.step % EVERY == 0]

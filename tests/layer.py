@@ -78,7 +78,7 @@ class Lowered:
         policy, slots, ranked = self.layout.policy, self.slots, self.layout.ranked
         limits = tuple(self.limits) or (self.layout.budget,) * self.layout.batch
         budget = torch.tensor(limits)[:, None]
-        site = Site(self.scale, None, (lambda keys, rank: [self.rotate(keys.joined(), rank)]) if ranked else None)
+        site = Site(self.scale, None, (lambda keys, rank: [self.rotate(keys.join(), rank)]) if ranked else None)
         if slots is None:
             first = torch.zeros(len(new.q), 1, 1, dtype=torch.int64)
         else:

@@ -53,7 +53,7 @@ def compare(case, lengths, holes, padded_steps=False, limits=(), spare=0, kv_dty
         assert lowered.positions() == literal.positions()
         if pins:
             assert torch.equal(
-                lowered.slots.cached_indices(layout, pinned=True), literal.layer.held(layout, pinned=True)
+                lowered.slots.cached_indices(layout, pinned=True), literal.layer.cached_indices(layout, pinned=True)
             )
         real = part.valid[:, None, :, None].expand_as(got)
         torch.testing.assert_close(got[real], expected[real], atol=1e-4, rtol=1e-4)

@@ -29,7 +29,7 @@ def initial_state(policy: Policy, key: Rows, value: Rows) -> State:
 
 
 def rescore(layout: Layout, tokens: Tokens, key: Rows, value: Rows, weights: Sequence[Tensor] = ()) -> Tokens:
-    """Return the tokens with the policy's `rescore` of rows [B, Hkv, N, D] and [B, Hkv, N, Dv], if it has one.
+    """Apply the policy's `rescore`, if it has one, to rows [B, Hkv, N, D] and [B, Hkv, N, Dv].
 
     Args:
         weights: the policy's weights for the layer; if there are none, they are read from the policy.
@@ -39,7 +39,7 @@ def rescore(layout: Layout, tokens: Tokens, key: Rows, value: Rows, weights: Seq
         return tokens
     assert isinstance(policy, Rescoring)
     weights = weights or [tensor.to(layout.device) for tensor in policy.layer_weights(layout.layer)]
-    return tokens.updated(policy.rescore(tokens, key.read(), value.read(), weights))
+    return tokens.with_state(policy.rescore(tokens, key.read(), value.read(), weights))
 
 
 def admit(layout: Layout, held: Any, chunk: Chunk, budgets: Sequence[int] = (), into: Any = None) -> Any:
@@ -83,7 +83,7 @@ def admit(layout: Layout, held: Any, chunk: Chunk, budgets: Sequence[int] = (), 
 
 @dataclasses.dataclass(frozen=True)
 class _Candidates:
-    """Cached and new tokens, N = C + q (N = q for a prompt), before the policy selects among them.
+    """Cached and new tokens, N = C + q (N = q for a prompt), among which the policy selects.
 
     Attributes:
         tokens: their metadata, with the policy's scores.
@@ -116,12 +116,12 @@ def _score_candidates(layout: Layout, past: Slots, chunk: Chunk, budgets: Sequen
         tokens = dataclasses.replace(tokens, budget=max(budgets))
     if layout.pinned_tokens is not None:
         layout.pinned_tokens.check(tokens)
-    tokens = tokens.updated(layout.policy.observe_chunk(tokens, chunk.attention))
+    tokens = tokens.with_state(layout.policy.observe_chunk(tokens, chunk.attention))
     if not prompt:
-        key, value = past.key.concatenated(key), past.value.concatenated(value)
+        key, value = past.key.concatenate(key), past.value.concatenate(value)
     tokens = rescore(layout, tokens, key, value)
     if isinstance(layout.policy, Projecting):
-        tokens = tokens.updated(layout.policy.project(tokens, value.read(), chunk.output))
+        tokens = tokens.with_state(layout.policy.project(tokens, value.read(), chunk.output))
     return _Candidates(tokens, index, key, value)
 
 
@@ -129,7 +129,7 @@ def _select_and_store(layout: Layout, slots: Slots, scored: _Candidates) -> None
     """Let the policy select among tokens, and write those that stay to slots."""
     key, value = scored.key, scored.value
     keep, changes = layout.eviction.compact(scored.tokens)
-    tokens = scored.tokens.updated(changes)
+    tokens = scored.tokens.with_state(changes)
     _fill(layout, slots, tokens, keep, scored.index, key, value)
     slots.seen.copy_(tokens.seen[:, 0, 0])
     slots.length.copy_(scored.index[:, 0, -1] + 1)
@@ -225,8 +225,8 @@ def _fill(layout: Layout, slots: Slots, tokens: Tokens, keep: Tensor, index: Ten
     position = torch.where(keep, tokens.position, FREE)
     kept = rows_in_order(position)[..., : slots.capacity]  # [B, H', n]
     count = kept.shape[-1]
-    slots.key.fill(key.gathered(kept))
-    slots.value.fill(value.gathered(kept))
+    slots.key.fill(key.gather(kept))
+    slots.value.fill(value.gather(kept))
     for buffer, values in ((slots.position, position), (slots.index, index.masked_fill(~keep, FREE))):
         compacted = values.gather(-1, kept)
         buffer.fill_(FREE)
@@ -244,7 +244,7 @@ def _merge_evicted(layout: Layout, slots: Slots, tokens: Tokens, evicted: Tensor
     """Let the policy merge evicted tokens into the filled slots."""
     count = int(evicted.sum(-1).max())
     indices = rows_in_order(torch.where(evicted, tokens.position, FREE))[..., :count]  # [B, H', E]
-    held, evicted_keys, eviction = slots.key.read(), key.gathered(indices).read(), layout.eviction
+    held, evicted_keys, eviction = slots.key.read(), key.gather(indices).read(), layout.eviction
     assert isinstance(eviction, Merging)
     merge = eviction.merge_evicted(slots.tokens(layout), held, evicted_keys, evicted.gather(-1, indices))
     for buffer, rows in ((slots.key, key), (slots.value, value)):
@@ -262,7 +262,7 @@ def _merge_into(buffer: Rows, rows: Rows, indices: Tensor, merge: Merge) -> None
     total = merge.own * held
     for start in range(0, indices.shape[-1], MERGE_BLOCK):
         block = slice(start, start + MERGE_BLOCK)
-        weighted = upcast(rows.gathered(indices[..., block]).read()) * merge.weight[..., block, None]
+        weighted = upcast(rows.gather(indices[..., block]).read()) * merge.weight[..., block, None]
         total.scatter_add_(2, into[..., block, None].expand_as(weighted), weighted)
     buffer.replace(torch.where(share > 0, total / (merge.own + share), held), share[..., 0] > 0)
 

@@ -87,7 +87,7 @@ def handles_of(cache: LayerCache) -> tuple[Handle, Handle]:
 
 def _nan_of(layout: Layout) -> Tensor:
     """Return the NaN [1] of which a layer's handles are views."""
-    dynamo.never_a_frame_of_its_own(Handle.__torch_function__)
+    dynamo.never_compile_alone(Handle.__torch_function__)
     return torch.full((1,), torch.nan, dtype=layout.dtype, device=layout.device)
 
 
@@ -285,7 +285,7 @@ _INNER = ("self_attention_cache", "layers")
 def _handles(cache: Any) -> Iterator[Handle]:
     """Yield every handle in a DecodeLoop, a cache object with `layers` that have `keys`, or nested containers."""
     if not isinstance(cache, Tensor):  # a handle has a `cache` of its own
-        for inner in (cache_names.returned(cache), *(getattr(cache, name, None) for name in _INNER)):
+        for inner in (cache_names.cache_of_output(cache), *(getattr(cache, name, None) for name in _INNER)):
             if inner is not None:
                 yield from _handles(inner)
                 return
@@ -306,7 +306,7 @@ class Row(Tensor):
     @staticmethod
     def like(row: Tensor) -> Row:
         """Return a row with the shape, dtype and device of a tensor."""
-        dynamo.never_a_frame_of_its_own(Row.__torch_function__)
+        dynamo.never_compile_alone(Row.__torch_function__)
         return torch.full((1,), torch.nan, dtype=row.dtype, device=row.device).expand(row.shape).as_subclass(Row)
 
     @classmethod

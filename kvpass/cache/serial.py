@@ -90,7 +90,7 @@ def cache_of(
 
 def slot_tensors(slots: AnySlots) -> dict[str, Tensor]:
     """Return the tensors of slots by name, with codes in the order of the numbers, which no device changes."""
-    return dict(zip(slots.names, _convert_rows(slots, Format.ordered).tensors(), strict=True))
+    return dict(zip(slots.names, _convert_rows(slots, Format.to_number_order).tensors(), strict=True))
 
 
 def _convert_rows(slots: AnySlots, change: Callable[[Format, Parts], Parts]) -> Any:

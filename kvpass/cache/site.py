@@ -122,7 +122,7 @@ Step = Callable[..., Attended]
 
 
 def class_by_class(step: Step) -> Step:
-    """Let a step on slots in classes of heads run once for each class, as if each were a layer of its own."""
+    """Let a step run once for each class of heads, as if each class were a layer."""
 
     @functools.wraps(step)
     def divided(

@@ -60,7 +60,7 @@ def decode_step(
         attention = dataclasses.replace(attention, logits=seen_logits)
     tokens, victim = (_compact if compact else _evict)(layout, site, slots, tokens, attention)
     if policy.aligns == ("compact" if compact else "step"):
-        tokens = tokens.updated(align(layout, slots, tokens, site.weights or policy.weights(), 1))
+        tokens = tokens.with_state(align(layout, slots, tokens, site.weights or policy.weights(), 1))
     _commit(slots, tokens, index, victim)
     return attended
 
@@ -121,8 +121,9 @@ class _QueryView:
         return _QueryView(site, grouped, key, value, mask, bias, policy_bias, _rotation(site, tokens), rope, unknown)
 
     def attend(self, with_logits: bool) -> tuple[Attended, Tensor | None, Tensor | None]:
-        """Attend with the query; `with_logits` adds probabilities and logits, [B, Ha, ., 1, C] in the dtype of
-        `upcast`.
+        """Attend with the query; return also probabilities and logits if `with_logits` or the model needs them.
+
+        Probabilities and logits are [B, Ha, ., 1, C] in the dtype of `upcast`.
         """
         site = self.site
         with_logits = with_logits or site.lse
@@ -184,11 +185,11 @@ def _ranks_without(rank: Tensor, evicted: Tensor) -> Tensor:
 
 
 def _write(slots: Slots, new: tuple[Rows, Rows], index: Tensor, selection: Tensor | None) -> None:
-    """Write one row of K and of V at slot `index` [B, H'] of each head, in the rows `only` [B]."""
+    """Write one row of K and V at slot `index` [B, H'] of each head, in the rows `selection` [B]."""
     indices = row_indices(index, new[0].shape[1])
     selected = None if selection is None else selection[:, None, None]
-    slots.key.put(indices, new[0], selected)
-    slots.value.put(indices, new[1], selected)
+    slots.key.write_row(indices, new[0], selected)
+    slots.value.write_row(indices, new[1], selected)
 
 
 def with_logit_scale(policy: Policy, query: Tensor, count: Tensor) -> Tensor:
@@ -235,7 +236,7 @@ def _single_query_statistics(layout: Layout, probs: Tensor | None, valid: Tensor
 def _evict(layout: Layout, site: Site, slots: Slots, tokens: Tokens, attention: Attention) -> tuple[Tokens, Tensor]:
     """Let the policy observe and evict one token; return the other tokens and the next slot to write [B, H']."""
     policy = layout.policy
-    tokens = tokens.updated(policy.observe(tokens, attention))
+    tokens = tokens.with_state(policy.observe(tokens, attention))
     if policy.interval == 1:
         tokens = rescore(layout, tokens, slots.key, slots.value, site.weights)
     victim = layout.eviction.victim(tokens)
@@ -248,7 +249,9 @@ def _evict(layout: Layout, site: Site, slots: Slots, tokens: Tokens, attention: 
         rank=None if tokens.rank is None else _ranks_without(tokens.rank, evicted & tokens.live),
     )
     if policy.merges:
-        rest = rest.updated(_merge_victim(layout, slots, rest, victim, (evicted & tokens.live).any(-1, keepdim=True)))
+        rest = rest.with_state(
+            _merge_victim(layout, slots, rest, victim, (evicted & tokens.live).any(-1, keepdim=True))
+        )
     return rest, victim
 
 
@@ -257,12 +260,12 @@ def _merge_victim(layout: Layout, slots: Slots, rest: Tokens, victim: Tensor, va
     heads, eviction = slots.key.shape[1], layout.eviction
     evicted = row_indices(victim, heads)
     assert isinstance(eviction, Merging)
-    merge = eviction.merge_evicted(rest, slots.key.read(), slots.key.at(evicted)[:, :, None], valid)
+    merge = eviction.merge_evicted(rest, slots.key.read(), slots.key.row_at(evicted)[:, :, None], valid)
     into = row_indices(merge.into[..., 0], heads)
     for rows in (slots.key, slots.value):
-        merged = merge.own * upcast(rows.at(into)) + merge.weight * upcast(rows.at(evicted))
+        merged = merge.own * upcast(rows.row_at(into)) + merge.weight * upcast(rows.row_at(evicted))
         stored = Rows.of(rows.format, (merged / (merge.own + merge.share))[:, :, None])
-        rows.put(into, stored, merge.share > 0)
+        rows.write_row(into, stored, merge.share > 0)
     return merge.state
 
 
@@ -270,11 +273,11 @@ def _compact(layout: Layout, site: Site, slots: Slots, tokens: Tokens, attention
     """Let the policy observe and compact; return the remaining tokens and the next slot to write [B, H']."""
     policy = layout.policy
     observe = policy.observe_chunk if policy.interval == 1 else policy.observe  # with an interval a step like any other
-    tokens = rescore(layout, tokens.updated(observe(tokens, attention)), slots.key, slots.value, site.weights)
+    tokens = rescore(layout, tokens.with_state(observe(tokens, attention)), slots.key, slots.value, site.weights)
     keep, changes = layout.eviction.compact(tokens)
     position = torch.where(keep, tokens.position, FREE)
     rank = rank_of(position) if layout.tracks_rank else None
-    rest = dataclasses.replace(tokens.updated(changes), position=position, rank=rank)
+    rest = dataclasses.replace(tokens.with_state(changes), position=position, rank=rank)
     return rest, layout.eviction.victim(rest)
 
 

@@ -98,7 +98,7 @@ def _round_towards(number: float, dtype: torch.dtype, towards: float) -> float:
 
 
 def _scalar(node: fx.Node, number: float) -> Interval:
-    """Return the bounds of a number in the code; the operation may first convert it to the dtype of its tensors."""
+    """Return the bounds of a number in the code, which the operation may convert to its tensors' dtype."""
     dtypes = [value(parent).dtype for parent in node.all_input_nodes if is_tensor(parent)]
     low = high = number
     for dtype in dtypes:

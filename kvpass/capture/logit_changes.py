@@ -238,7 +238,7 @@ class LogitChanges:
         return change
 
     def _as_four_dimensional(self, mask: fx.Node, shape: torch.Size, sizes: Sequence[IntLike]) -> fx.Node:
-        """Return a mask on logits of a shape as [B or 1, Hq or 1, q or 1, S or 1].
+        """Reshape a mask on logits to [B or 1, Hq or 1, q or 1, S or 1].
 
         Args:
             sizes: B and Hq.

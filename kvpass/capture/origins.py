@@ -1,4 +1,4 @@
-"""Find where keys and values come from: a cache that grows by concatenation, a fixed cache, or one that is not read.
+"""Find where keys and values come from: a cache that grows, a fixed cache, or an unread one.
 
 The operations between a cache and attention run on numbered elements at small sizes, which shows where each row, token
 and head ends up.  Small sizes cannot reveal a subscript such as `[:, :, -64:]`.  So the recorded size of each operation

@@ -30,8 +30,8 @@ def versions_here() -> dict[str, str | None]:
     """Return the versions that exported code depends on."""
     return {
         "torch": torch.__version__,
-        "transformers": versions.installed("transformers"),
-        "kvpass": f"{versions.installed('kvpass')} ({_sources()[:12]})",
+        "transformers": versions.installed_version("transformers"),
+        "kvpass": f"{versions.installed_version('kvpass')} ({_sources()[:12]})",
         "python": f"{sys.implementation.cache_tag} {platform.system()} {platform.machine()}",
     }
 

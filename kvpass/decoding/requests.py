@@ -110,12 +110,12 @@ class Request:
     pinned: Tensor | None = None
     on_top: bool = False
     prefix: Any = None
-    before: int = 0
+    prefix_length: int = 0
     keep: bool = False
     tokens: list[int] = dataclasses.field(default_factory=list)
     delivered: list[int] = dataclasses.field(default_factory=list)
     failures: int = 0
-    suspect: int = 0
+    runs_alone_until: int = 0
     status: RequestStatus = RequestStatus.PENDING
     reason: Reason | None = None
     error: str | None = None
@@ -123,9 +123,9 @@ class Request:
     cache: Any = None
 
     @property
-    def seen(self) -> int:
+    def seen_tokens(self) -> int:
         """Number of tokens that its cache has seen: prefix, prompt and all generated tokens but the last."""
-        return self.before + len(self.prompt) + len(self.tokens) - 1
+        return self.prefix_length + len(self.prompt) + len(self.tokens) - 1
 
     @property
     def finished(self) -> bool:
@@ -138,7 +138,7 @@ class Request:
     @property
     def runs_alone(self) -> bool:
         """True if no other request may be in the batch."""
-        return len(self.tokens) < self.suspect
+        return len(self.tokens) < self.runs_alone_until
 
     def append(self, token: int) -> None:
         """Append a generated token, and end the request if it is a stop token or the last allowed token."""

@@ -85,7 +85,7 @@ class _CallWriter:
         self._put(name, **dict(zip(slots.names[2:], saved.others, strict=False)))
         for part, rows, parts in (("key", slots.key, saved.key), ("value", slots.value, saved.value)):
             whole = parts if saved.slot_index is None else tuple(each[:, :, None] for each in parts)
-            stored = rows.format.ordered(whole)
+            stored = rows.format.to_number_order(whole)
             self._put(name, **{f"{part}.{i}": each for i, each in enumerate(stored)})
         return {**common, "of": self._slots(slots), "rows": "all" if saved.slot_index is None else "free"}
 
@@ -152,14 +152,14 @@ class _CallReader:
     ) -> SlotSnapshot:
         slots = self._slots(entry["of"], layout, seen, row_budgets)
         named = zip(slots.names[2:], slots.metadata, strict=False)
-        others = tuple(self._like(f"{name}{field}", tensor) for field, tensor in named)
+        others = tuple(self._tensor_like(f"{name}{field}", tensor) for field, tensor in named)
         before = slots.with_tensors([*slots.tensors()[:2], *others, *slots.tensors()[2 + len(others) :]])
         serial.check_numbers(before, layout, seen, slots.capacity, row_budgets)
         slot_index = row_indices(before.free, layout.heads) if entry["rows"] == "free" else None
         parts = []
         for part, rows in (("key", slots.key), ("value", slots.value)):
             shapes = [x if slot_index is None else x[:, :, :1] for x in rows.parts]
-            stored = tuple(self._like(f"{name}{part}.{i}", shape) for i, shape in enumerate(shapes))
+            stored = tuple(self._tensor_like(f"{name}{part}.{i}", shape) for i, shape in enumerate(shapes))
             whole = rows.format.to_device_layout(stored)
             parts.append(whole if slot_index is None else tuple(x[:, :, 0] for x in whole))
         return SlotSnapshot(slots, (SavedContent(slot_index, parts[0], parts[1], others),))
@@ -194,7 +194,7 @@ class _CallReader:
     def _tensor(self, name: str) -> Tensor:
         return self.tensors[name].to(self.cache.layout.device, copy=True)
 
-    def _like(self, name: str, like: Tensor) -> Tensor:
+    def _tensor_like(self, name: str, like: Tensor) -> Tensor:
         found = self.tensors[name]
         if found.shape != like.shape or found.dtype != like.dtype:
             raise CacheFileError(f"it has {found.dtype} {list(found.shape)} for {name!r}")

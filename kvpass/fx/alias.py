@@ -168,7 +168,7 @@ def may_alias(node: fx.Node, parent: fx.Node) -> bool:
     count as well.
     """
     if fx_nodes.is_operator(node):
-        return parent in fx_nodes.passes_on(node)
+        return parent in fx_nodes.aliased_arguments(node)
     made, taken = value(node), value(parent)
     if isinstance(taken, (torch.SymInt, int)):
         return False

@@ -50,7 +50,7 @@ def token_dim(shape: Sequence[Any], queries: Any) -> int:
 
 def guards(graph: fx.Graph) -> list[sympy.Expr]:
     """Return Dynamo's guards on the sizes of a graph's arguments."""
-    return symbolic_shapes.guarded(*map(value, placeholders(graph)))
+    return symbolic_shapes.guard_expressions(*map(value, placeholders(graph)))
 
 
 def pairs(node: fx.Node, argument: Any) -> list[tuple[Any, int]]:
@@ -123,7 +123,7 @@ class Sizes:
 
     def _simplify(self, size: Any) -> sympy.Expr:
         """Drop maxima and minima that bounds decide, and insert the known values."""
-        whole = symbolic_shapes.without_decided_bounds(size) if isinstance(size, torch.SymInt) else expr(size)
+        whole = symbolic_shapes.drop_decided_bounds(size) if isinstance(size, torch.SymInt) else expr(size)
         for name, function in (("Max", sympy.Max), ("Min", sympy.Min)):  # torch has its own
             theirs = {part.func for part in sympy.preorder_traversal(whole) if part.func.__name__ == name}
             for kind in theirs:

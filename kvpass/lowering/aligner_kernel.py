@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpass.lowering.attend_kernel import dense, packed, power
+from kvpass.lowering.attend_kernel import as_dense, packed, power
 
 BLOCK_ROWS, WIDE_BLOCK_ROWS = 32, 16  # rows per program; wide heads and dtypes leave registers for fewer
 WIDE_HEAD = 256  # numbers of a head that counts as wide
@@ -234,9 +234,9 @@ def repair_rows(
     return new_key, new_value
 
 
-def repaired(
+def repair_by_kernel(
     weights: list[Tensor], key: Tensor, value: Tensor, made: Tensor, rank: Tensor, moves: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Align rows as `kvpass.policies.aligners.Aligner.repaired` does, with the weights of one layer."""
-    new_key, new_value = torch.ops.kvpass.repair_rows(dense(key), dense(value), made, rank, moves, *weights)
+    """Align rows as `kvpass.policies.aligners.Aligner.repair` does, with the weights of one layer."""
+    new_key, new_value = torch.ops.kvpass.repair_rows(as_dense(key), as_dense(value), made, rank, moves, *weights)
     return new_key, new_value

@@ -26,7 +26,7 @@ from torch import Tensor
 from kvpass.arguments import Condition, Positive, check_fields, require
 from kvpass.errors import BudgetError
 from kvpass.policies.budgets import Count, HeadClass, Plan
-from kvpass.policies.ranking import LATE, highest
+from kvpass.policies.ranking import LATE, keep_highest
 from kvpass.policies.types import Attention, Clock, Merge, State, Statistic, Tokens
 
 __all__ = ["Attention", "Clock", "Merge", "Plan", "Policy", "State", "Statistic", "Tokens"]
@@ -371,7 +371,7 @@ class Policy:
         raise NotImplementedError
 
     def victim(self, tokens: Tokens) -> Tensor:
-        """Return the slot [B, H'] to overwrite next: by default a free one, else that of the token of lowest score."""
+        """Return the slot [B, H'] to overwrite next: by default a free slot, else the lowest score's."""
         return tokens.lowest(self.score(tokens)) if self.evicts else (~tokens.live).int().argmax(-1)
 
     def compact(self, tokens: Tokens) -> tuple[Tensor, State]:
@@ -379,7 +379,7 @@ class Policy:
 
         By default the `budget` tokens of highest score stay.
         """
-        return highest(self.score(tokens), tokens.position, tokens.budget), {}
+        return keep_highest(self.score(tokens), tokens.position, tokens.budget), {}
 
 
 @functools.cache

@@ -198,12 +198,12 @@ class KVAlign(Policy):
             target = rank + move * self.every  # "paper" repairs in several moves, the last of which reaches the rank
             moving = tokens.live & ~self._is_sink(tokens) & (position > target)
             by_row = (position[:, 0], target[:, 0], moving[:, 0])
-            key, value = self.trained.repaired(list(weights), layer, key, value, *by_row)
+            key, value = self.trained.repair(list(weights), layer, key, value, *by_row)
             position = torch.where(moving, target, position)
         return key, value, {"made": position}
 
 
 def _row_positions(tokens: Tokens) -> Tensor:
-    """Return the positions of the stored rows; a token in its first step is at the number of tokens before it."""
+    """Return the positions of the stored rows; a new token's is the number of tokens before it."""
     made = tokens.state["made"]
     return torch.where(made == UNKNOWN, tokens.live.sum(-1, keepdim=True) - 1, made)

@@ -67,7 +67,7 @@ class Pins:
 
 @dataclasses.dataclass(frozen=True)
 class PinnedTokens:
-    """The hooks by which a policy evicts, applied to the tokens that are not pinned, with the rest of the budget.
+    """The eviction hooks of a policy, applied to unpinned tokens with the rest of the budget.
 
     A policy's own `victim` is not called: the unpinned token of lowest score is evicted.
     """

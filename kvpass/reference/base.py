@@ -16,7 +16,7 @@ from kvpass.cache.layout import Layout
 from kvpass.cache.slots import FREE, NAMES
 from kvpass.fx.precision import accumulate_dtype
 from kvpass.policies.pinned_tokens import Pins, check_pinned
-from kvpass.reference.storing import stored
+from kvpass.reference.storing import store_and_read
 
 
 @dataclasses.dataclass(eq=False)
@@ -91,7 +91,7 @@ def split_at(tokens: list[Token], position: int) -> tuple[list[Token], list[Toke
     return [t for t in tokens if t.position < position], [t for t in tokens if t.position >= position]
 
 
-def best(tokens: list[Token], count: int, score: Callable[[Token], float]) -> list[Token]:
+def highest_scored(tokens: list[Token], count: int, score: Callable[[Token], float]) -> list[Token]:
     """Return the `count` tokens of highest score, sorted by position; of equal scores the earlier tokens."""
     return in_order(sorted(tokens, key=lambda token: (-score(token), token.position))[:count])
 
@@ -139,9 +139,9 @@ class Reference:
         """
         tokens = stream.tokens + new
         self.observe(tokens, probabilities)
-        stream.tokens = self.kept(tokens, stream)
+        stream.tokens = self.keep_tokens(tokens, stream)
 
-    def kept(self, tokens: list[Token], stream: HeadStream) -> list[Token]:
+    def keep_tokens(self, tokens: list[Token], stream: HeadStream) -> list[Token]:
         """Return all tokens if the budget is not exceeded; else the pinned ones, and others that `evict` keeps."""
         if stream.interval > 1 and len(tokens) <= stream.budget:
             return tokens
@@ -195,7 +195,7 @@ class ReferenceLayer:
         """Create empty streams; `row_budgets` holds the budget of each row, if the plan gives rows their own."""
         self.layout = layout
         self.reference = reference
-        self.stored = functools.partial(stored, layout)
+        self.stored = functools.partial(store_and_read, layout)
         of_heads = [each.budget for each in layout.classes for _ in range(each.heads)]
         self.streams = [
             [self._stream(head, of_heads[head] if of_heads else budget) for head in range(layout.groups)]
@@ -207,7 +207,7 @@ class ReferenceLayer:
         self.taken: ReferenceChunk | None = None
         self.pins: Pins | None = None  # those of the next call of `take`
 
-    def expect(self, pins: Pins) -> None:
+    def expect_pins(self, pins: Pins) -> None:
         """Note the pins of the next tokens, and check that they leave the policy what it needs.
 
         Raises:
@@ -226,7 +226,7 @@ class ReferenceLayer:
         stream = HeadStream(head, budget, layer=layout.layer, stored=self.stored, interval=layout.policy.interval)
         return dataclasses.replace(stream, spans=layout.policy.spans)
 
-    def copied(self) -> ReferenceLayer:
+    def copy(self) -> ReferenceLayer:
         """Return an independent copy of the layer with the same tokens."""
         layer = copy.copy(self)
         layer.streams, layer.view, layer.taken = copy.deepcopy(self.streams), None, None
@@ -241,7 +241,7 @@ class ReferenceLayer:
         """Names as in `Slots.names`."""
         return list(NAMES)
 
-    def held(self, layout: Layout, pinned: bool = False) -> Tensor:
+    def cached_indices(self, layout: Layout, pinned: bool = False) -> Tensor:
         """Return the cached tokens as `Slots.cached_indices` does."""
         return self._of_tokens(lambda rank, token: token.index, pinned).expand(-1, layout.heads, -1)
 
@@ -378,7 +378,7 @@ class ReferenceLayer:
         return slice(0, self.layout.heads) if self.layout.groups == 1 else slice(group, group + 1)
 
     def _of_tokens(self, number: Callable[[int, Token], int], pinned: bool = False) -> Tensor:
-        """Return a number of each cached (or pinned) token, by its rank and the token: int64 [B, H', N], -1 after."""
+        """Return a number for each cached or pinned token: int64 [B, H', N], padded with -1."""
         lists = [
             [number(*each) for each in enumerate(stream.tokens) if each[1].pinned or not pinned]
             for row in self.streams

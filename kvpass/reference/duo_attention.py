@@ -26,4 +26,4 @@ class DuoAttentionReference(StreamingReference):
         by_gate = sorted(row, key=lambda stream: (-gates[stream.head], stream.head))
         for stream, budget in zip(by_gate, budgets, strict=True):
             stream.budget, stream.notes["shared"] = budget, True
-            stream.tokens = self.kept(stream.tokens, stream)
+            stream.tokens = self.keep_tokens(stream.tokens, stream)

@@ -11,7 +11,7 @@ from kvpass.fx.precision import upcast
 GROUP = 32
 
 
-def stored(layout: Layout, row: Tensor, key: bool = True) -> Tensor:
+def store_and_read(layout: Layout, row: Tensor, key: bool = True) -> Tensor:
     """Return a key or a value [..., D] as attention reads it back from storage, [..., D]."""
     if layout.kv_dtype is None:
         return row.to(layout.dtype)

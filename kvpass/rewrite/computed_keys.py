@@ -36,7 +36,7 @@ def join_heads(rows: Tensor) -> Tensor:
 
 
 def split_heads(rows: Tensor, heads: int) -> Tensor:
-    """Split joined heads: [B, 1, N, h * D] to [B, h, N, D]; rows of `heads` heads stay as they are."""
+    """Split joined heads: [B, 1, N, h * D] to [B, h, N, D]; split rows stay unchanged."""
     return rows if rows.shape[1] == heads else torch.unflatten(rows[:, 0], -1, (heads, -1)).transpose(1, 2)
 
 

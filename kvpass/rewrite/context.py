@@ -1,4 +1,4 @@
-"""Hold the state that passes over a step graph share: the graph, the call, and the typed result of each pass."""
+"""Hold the state that passes over a step graph share, with the typed result of each pass."""
 
 from __future__ import annotations
 

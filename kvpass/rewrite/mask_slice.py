@@ -115,9 +115,10 @@ class MaskSlice:
 
 
 def _own_masks(masks: Tensor, heads: int) -> Tensor:
-    """Select each row's and head's own mask: [B, H', N, b, h, ...] to [B, Hkv or 1, N, G or 1, ...].
+    """Select each row's and head's own mask.
 
-    b is 1 or B, and h is 1, Hkv or Hq.  The model's code computes all rows and heads at the index of each row and head.
+    The masks are [B, H', N, b, h, ...], where b is 1 or B, and h is 1, Hkv or Hq; the result is [B, Hkv or 1, N,
+    G or 1, ...].  The model's code computes all rows and heads at the index of each row and head.
     Only the diagonals are needed, and a compiler computes only these.
     """
     rows, groups = masks.shape[:2]

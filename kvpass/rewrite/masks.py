@@ -127,7 +127,7 @@ class SlicedMask:
 
 
 def _entries_of_slots(entries: Tensor, index: Tensor, length: Tensor, queries: int) -> Tensor:
-    """Return the entries of slots [B, H', N, ...] from those of slots and new tokens [B, H', C + q, ...].
+    """Select the entries of slots [B, H', N, ...] among those [B, H', C + q, ...].
 
     A chunk is attended to besides the slots, N = C + q.  A single token is written to one of them, N = C.
     """

@@ -108,7 +108,7 @@ def _angle_readers(gm: fx.GraphModule, sites: list[AttentionSite]) -> list[Reade
 
 
 def fits_prompt(ids: Tensor) -> bool:
-    """Return whether ids can be positions of a prompt: every row ends in 0, 1, ..., n for some n > 0."""
+    """Return whether ids can be positions of a prompt: every row ends in 0, 1, ..., n."""
     if ids.ndim == 0 or ids.shape[-1] < 2:
         return False
     rows = ids.reshape(-1, ids.shape[-1]).tolist()
@@ -147,7 +147,7 @@ def _subtract_by_row(ids: Tensor, along: int, shift: Tensor) -> Tensor:
 
 
 def window_mask(mask: Tensor | None, causal: bool, valid: Tensor, size: int | Tensor) -> Tensor:
-    """Return the mask of a prompt [B, Hq or 1, q, q] under which each token sees only its own window."""
+    """Restrict a prompt's mask [B, Hq or 1, q, q] to each token's own window."""
     starts = window_starts(valid, size)
     same_window = (starts[:, :, None] == starts[:, None])[:, None]  # [B, 1, q, q]
     if causal:

@@ -28,7 +28,7 @@ from kvpass.lowering.formats import Sections
 from kvpass.rewrite.mask_slice import check_not_overwritten
 from kvpass.rewrite.sections import PaddedSections, SectionInterpreter
 from kvpass.torch_private import symbolic_shapes
-from kvpass.torch_private.inductor import materialized
+from kvpass.torch_private.inductor import materialize
 
 PROBED = (1, 5)
 """Positions at which the angles of two graphs are compared."""
@@ -93,7 +93,7 @@ class RotarySlice:
             return result
 
         angles = torch.vmap(angles_at)(torch.arange(count, device=device))
-        return [materialized(upcast(rows) if rows.is_floating_point() and rows.is_cpu else rows) for rows in angles]
+        return [materialize(upcast(rows) if rows.is_floating_point() and rows.is_cpu else rows) for rows in angles]
 
     def probe(self, bound: Sequence[Any], device: torch.device) -> Tensor:
         """Return the angles at a few positions in one vector, without dimensions along which they are constant."""

@@ -48,7 +48,7 @@ class SectionInterpreter(fx.Interpreter):
             return _divide_sections(args[0], args[1], name == "chunk")
         if n.target is operator.getitem and isinstance(args[0], tuple):
             return args[0][args[1]]
-        return call(fx.node.map_aggregate(args, lambda arg: arg.joined() if isinstance(arg, Sections) else arg))
+        return call(fx.node.map_aggregate(args, lambda arg: arg.join() if isinstance(arg, Sections) else arg))
 
 
 class PaddedSections(fx.Interpreter):
@@ -63,9 +63,9 @@ class PaddedSections(fx.Interpreter):
         (sections, *rest), kwargs = self.fetch_args_kwargs_from_env(n)
         dim = kwargs.get("dim", rest[0] if rest else 0) % sections[0].ndim
         if dim == sections[0].ndim - 1:
-            return Sections(tuple(sections)).joined()
+            return Sections(tuple(sections)).join()
         moved = Sections(tuple(section.movedim(dim, -1) for section in sections))
-        return moved.joined().movedim(-1, dim)
+        return moved.join().movedim(-1, dim)
 
 
 _POINTWISE = frozenset(
@@ -107,7 +107,7 @@ def _slices_last(args: tuple[Any, ...]) -> bool:
 
 def _slice_sections(x: Sections, where: slice) -> Sections:
     start, stop, _ = where.indices(x.width)
-    return x.between(start, stop)
+    return x.slice(start, stop)
 
 
 def _along_last(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -124,4 +124,4 @@ def _divide_sections(x: Sections, size: Any, chunk: bool) -> tuple[Sections, ...
     else:
         sizes = list(size)
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    return tuple(x.between(end - width, end) for end, width in zip(ends, sizes, strict=True))
+    return tuple(x.slice(end - width, end) for end, width in zip(ends, sizes, strict=True))

@@ -64,7 +64,7 @@ def change_layout(cache: LayerCache, **changes: Any) -> None:
     if layout == cache.layout:
         return
     slots = slots.with_state_of(layout, cache.row_budgets)
-    cache.layout, cache.slots = layout, slots.grown(layout) if slots.capacity < layout.capacity else slots
+    cache.layout, cache.slots = layout, slots.enlarge(layout) if slots.capacity < layout.capacity else slots
     mark_addresses_static(cache.slots)
 
 
@@ -143,7 +143,7 @@ def step_kind(caches: list[LayerCache]) -> StepKind:
     """Return the kind of the next decode step."""
     compact, _ = tick(caches)
     windows = tuple(cache.stored_tokens < cache.seen for cache in caches if cache.window is not None)
-    return StepKind(compact, windows, tuple(id(cache.slots) for cache in caches), dynamo.hooks_so_far())
+    return StepKind(compact, windows, tuple(id(cache.slots) for cache in caches), dynamo.registered_hooks())
 
 
 def advance_counts(caches: list[LayerCache], queries: int, clocks: Sequence[tuple[Any, ...]]) -> None:

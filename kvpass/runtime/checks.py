@@ -1,4 +1,4 @@
-"""Check that a call of a step graph continues the conversation in its caches, and read the padding of its tokens."""
+"""Check that a call continues the conversation in its caches, and read the padding of its tokens."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class PositionCheck:
 
 
 def _offsets(ids: Tensor, valid: Tensor) -> Tensor:
-    """Return ids [B or 1, q] minus each token's rank among the real tokens of the call, int64 [B, q]."""
+    """Subtract each token's rank among the call's real tokens from ids [B or 1, q]."""
     return ids - (valid.long().cumsum(-1) - 1)
 
 
@@ -120,7 +120,7 @@ class StepVerifier:
         self._angles: Tensor | None = None
 
     def check_layers(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> None:
-        """Check that each cache belongs to the layer that reads it, and is cut to as many last tokens as in the prompt.
+        """Check that each cache belongs to the layer that reads it, and has the prompt's window.
 
         A layer is known by the tensors that project its keys, for models whose layers are graphs of their own.
 
@@ -325,7 +325,7 @@ class PaddingTracker:
 
 
 def true_indices(chosen: Tensor, start: int = 0) -> Tensor:
-    """Return the indices where bool [B, n] is true: int64 [B, P], counted from `start`, -1 after a row's last one."""
+    """Return the indices where bool [B, n] is true: int64 [B, P], padded with -1."""
     most = int(chosen.sum(-1).max())
     indices = torch.arange(start, start + chosen.shape[1], device=chosen.device)
     ordered = torch.where(chosen, indices, LATE).sort(-1).values[:, :most]
@@ -352,6 +352,6 @@ def compare_with_cache(cache: LayerCache, column: Tensor) -> tuple[Tensor, Tenso
 
 
 def padding_from_columns(columns: list[Tensor], rows: int, queries: int, device: torch.device) -> Tensor:
-    """Return bool [B, q], true for tokens that are zero in any of the columns, each [B or 1, q] or [q]."""
+    """Mark the tokens that are zero in any of the columns: bool [B, q]."""
     none = torch.zeros(rows, queries, dtype=torch.bool, device=device)
     return torch.stack([none, *((column == 0).expand(rows, -1) for column in columns)]).any(0)

@@ -68,8 +68,8 @@ class CompiledCall:
     ) -> None:
         self.call, self.strict, self.model, self.backend = call, strict, model, backend
         self.regions = regions or LayerRegions()
-        self.parameter_names = cache_names.parameters(call if model is None else model)
-        dynamo.never_a_frame_of_its_own(CompiledCall.__call__)
+        self.parameter_names = cache_names.parameter_names(call if model is None else model)
+        dynamo.never_compile_alone(CompiledCall.__call__)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Call the model.
@@ -81,7 +81,7 @@ class CompiledCall:
             return self._recompile()(*arguments, **named)
         if torch.compiler.is_compiling():  # Dynamo traces the model as a part of a larger graph
             return self.call(*arguments, **named)
-        why = dynamo.why_uncompiled()
+        why = dynamo.reason_uncompiled()
         if why is not None and self.strict:
             raise UnsupportedGraph(
                 f"{why}, so the model would run uncompiled and its cache would grow: leave it out, or pass strict=False"
@@ -93,7 +93,7 @@ class CompiledCall:
         arguments = tuple(as_contiguous_tokens(value) for value in arguments)
         named = {
             name: as_contiguous_tokens(value)
-            for name, value in cache_names.renamed(named, self.parameter_names).items()
+            for name, value in cache_names.rename_cache(named, self.parameter_names).items()
         }
         given = (*arguments, *named.values())
         cache = next((value for value in given if _has_handles(value)), None)
@@ -126,7 +126,7 @@ class WatchedCall:
 
     def __init__(self, model: torch.nn.Module, whole: str, around: torch.nn.Module | None = None) -> None:
         self.model, self.model_name, self.compiled_model = model, whole, None if around is None else weakref.ref(around)
-        dynamo.never_a_frame_of_its_own(WatchedCall.__call__)
+        dynamo.never_compile_alone(WatchedCall.__call__)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Call the module.
@@ -222,7 +222,7 @@ def _running() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if dynamo.is_limit_of_graphs(error):
+        if dynamo.is_recompile_limit_error(error):
             raise UnsupportedGraph(MANY_GRAPHS) from error
         raise
     finally:
@@ -240,7 +240,7 @@ def _length_context(cache: Any, given: tuple[Any, ...]) -> contextlib.AbstractCo
         return contextlib.nullcontext()
     for tokens in (value for value in given if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == 1):
         tensors.stays(tokens, 1)
-    return dynamo.one_like_other_sizes()
+    return dynamo.tracing_one_as_symbol()
 
 
 def _counter_context(cache: Any) -> contextlib.AbstractContextManager[Any]:
@@ -252,7 +252,7 @@ def _counter_context(cache: Any) -> contextlib.AbstractContextManager[Any]:
     layers = getattr(cache, "layers", None)
     one_of_each = {type(layer): layer for layer in layers} if isinstance(layers, list) else {}
     names = {name for layer in one_of_each.values() for name in _counter_names(layer)}
-    return dynamo.numbers_as_symbols(names) if names else contextlib.nullcontext()
+    return dynamo.tracing_attributes_as_symbols(names) if names else contextlib.nullcontext()
 
 
 def _counter_names(layer: Any) -> list[str]:

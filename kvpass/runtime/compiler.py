@@ -13,7 +13,7 @@ import torch.fx as fx
 
 from kvpass.lowering import graph_passes, layer_dedup
 from kvpass.lowering.formats import KVDtype
-from kvpass.lowering.graph_passes import check_rows, look_up_unchecked, write_out_sums
+from kvpass.lowering.graph_passes import check_rows, look_up_unchecked, materialize_sums
 from kvpass.lowering.replay import Replayed
 from kvpass.lowering.row_products import decompose_products
 from kvpass.policies.base import Policy
@@ -204,7 +204,9 @@ class Compiler:
     def _patches(self, patches: dict[str, Any], reshape: GraphChange, gm: fx.GraphModule | None) -> dict[str, Any]:
         modes = inductor.inductor_mode(self.mode) if self.mode else {}
         stamp = inductor.graph_pass(reshape.__name__.encode() + graph_passes.digest(gm), reshape)
-        return inductor.whole_vectors() | patches | modes | dict(self.options) | {"post_grad_custom_pre_pass": stamp}
+        return (
+            inductor.vector_move_flags() | patches | modes | dict(self.options) | {"post_grad_custom_pre_pass": stamp}
+        )
 
 
 def _prepare_prompt_graph(graph: fx.Graph) -> None:
@@ -217,4 +219,4 @@ def _prepare_step_graph(graph: fx.Graph) -> None:
     """Change the operators of a step graph in place before they are lowered."""
     _prepare_prompt_graph(graph)
     decompose_products(graph)
-    write_out_sums(graph)
+    materialize_sums(graph)

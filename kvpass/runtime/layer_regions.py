@@ -187,7 +187,7 @@ def install_regions(model: torch.nn.Module) -> LayerRegions:
     if calls:
         return calls[0].regions
     caches = sys.modules.get("transformers.cache_utils")
-    if caches is None or not regions.are_reused():
+    if caches is None or not regions.are_supported():
         return LayerRegions()
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
     groups = [(layers, group) for layers in lists for group in _equal_layers(layers)]

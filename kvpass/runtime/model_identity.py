@@ -52,7 +52,7 @@ def key_projection_indices(site: AttentionSite) -> tuple[int, ...]:
 
 
 def output_projection_index(site: AttentionSite) -> int | None:
-    """Return the argument index of the weight [E, Hq Dv] that projects a site's output; None if that is not proven.
+    """Return the argument index of a site's output projection [E, Hq Dv]; None if not proven.
 
     The operations between attention and a linear layer run on numbered elements, which shows that each query head's
     part of the output meets its own columns of the weight.

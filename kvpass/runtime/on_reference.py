@@ -147,7 +147,7 @@ class _ReferenceCall:
         bound: dict[str, list[Any]],
         sink_logit: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the output [B, Hq, q, Dv] and the log-sum-exp [B, Hq, q] or [B, Hq, q, 1] of the logits."""
+        """Return the output [B, Hq, q, Dv] and the log-sum-exp of the logits."""
         layout, site, queries = self.layout, self.site, query.shape[2]
         if self.first:
             stored_as_read = stored if store.attends_to_stored(queries) else None
@@ -208,7 +208,7 @@ class _ReferenceCall:
 
 
 def _softmax(logits: Tensor, sink_logit: Tensor | None) -> Tensor:
-    """Return probabilities of logits [B, Hq, q, N] with a sink [B or 1, Hq, q or 1, 1]; zero without visible keys."""
+    """Return the probabilities of logits [B, Hq, q, N] and a sink; zero without visible keys."""
     if sink_logit is None:
         return torch.nan_to_num(logits.softmax(-1))
     sink = sink_logit.float().expand(*logits.shape[:3], 1)
@@ -247,7 +247,7 @@ class ReferenceStore(KVStore):
         return prefill_reference(layout, chunk, spec, site, plan.budgets_of_rows(layout.batch)), (), ()
 
     def make_room_for_pins(self, cache: Any, pins: Pins) -> None:
-        cache.slots.expect(pins)
+        cache.slots.expect_pins(pins)
 
     def pin(self, cache: Any, pins: Pins) -> None:
         """Do nothing, as a step takes its token in with its pin."""
@@ -256,7 +256,7 @@ class ReferenceStore(KVStore):
         cache.slots.prepare(valid())
 
     def snapshot(self, cache: Any, chunk: bool) -> SlotSnapshot:
-        return SlotSnapshot(cache.slots.copied())
+        return SlotSnapshot(cache.slots.copy())
 
     def admit_step(self, cache: Any, site: AttentionSite, results: list[Tensor]) -> ReferenceChunk:
         taken: ReferenceChunk = cache.slots.taken

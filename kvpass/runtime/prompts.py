@@ -237,7 +237,7 @@ class PromptRunner:
         assert rewrite.gm is not None
         returned = walk.results(rewrite.gm.graph)
         layers = [returned[site.keys_out] for site in self.graph.sites]
-        with dynamo.one_at_a_time():
+        with dynamo.compile_lock():
             run = self.backend.compile_prompt(rewrite.gm, examples, layers)
         # Nothing reads the graph once it is compiled.
         self.graph = dataclasses.replace(self.graph, rewrite=dataclasses.replace(rewrite, gm=None, calls={}))

@@ -42,7 +42,7 @@ from kvpass.torch_private.tensors import UnwrappedSubclasses
 
 
 class StepRunner:
-    """Runner of a step graph, for a decode step of one token or a chunk, on the slots of a cache.
+    """Runner of a step graph on slots, for a decode step of one token or a chunk.
 
     The graph is rewritten at its first run, when the layouts are known.  It is compiled then or later, see
     `CompiledVariant`.
@@ -245,7 +245,7 @@ class StepRunner:
 
         has_dynamic_sizes = self.backend.has_dynamic_sizes(caches[0].layout.device)
         headroom = tuple((key.shared_layout(x.layout), x.slots.capacity - x.layout.capacity) for x in caches)
-        with dynamo.one_at_a_time():
+        with dynamo.compile_lock():
             shared = (*how, tied, headroom) if has_dynamic_sizes else None
             variant = self.variants.make(call, shared, key, self.sizes.queries(arguments) == 1, rewritten)
             self.sizes.rewritten_readings.add(others)

@@ -148,7 +148,7 @@ class CompiledVariant:
         splicing.release_example_data(graph)
         for rewrite in (self._rewrite, *self._by_key.values()):
             rewrite.gm = None
-        dynamo.let_go_of_sources()
+        dynamo.release_source_lines()
         inductor.return_free_memory()
 
     def runner(self, backend: Compiler, flat: list[Any], ranked: bool, chunk: bool) -> inductor.Compiled:
@@ -161,7 +161,7 @@ class CompiledVariant:
         if chunk and gm is not None and not self._ran_uncompiled and not backend.compiles_at_once:
             self._ran_uncompiled = True
             return fx_nodes.code_of(gm)
-        with dynamo.one_at_a_time():
+        with dynamo.compile_lock():
             if self.compiled is None:
                 assert gm is not None
                 self.compiled = backend.compile_step(gm, rewrite.examples or flat, ranked, chunk, rewrite.dynamic)

@@ -56,7 +56,7 @@ halves on AMD processors.  A processor cannot forward two stores to one load, so
 """
 
 
-def whole_vectors() -> dict[str, str]:
+def vector_move_flags() -> dict[str, str]:
     """Return the Inductor settings that add `MOVES`, where the flags apply.
 
     They replace `cpp.march`, the only setting that passes flags on, and only if the user has not set it.
@@ -64,13 +64,13 @@ def whole_vectors() -> dict[str, str]:
     from torch._inductor import config
 
     fits = torch.backends.cpu.get_cpu_capability() == "AVX2"
-    if not fits or getattr(config.cpp, "march", "") is not None or not _takes(MOVES):
+    if not fits or getattr(config.cpp, "march", "") is not None or not _compiler_accepts(MOVES):
         return {}
     return {"cpp.march": " ".join(["native", *MOVES])}
 
 
 @functools.cache
-def _takes(flags: tuple[str, ...]) -> bool:
+def _compiler_accepts(flags: tuple[str, ...]) -> bool:
     """Check whether Inductor's C++ compiler knows these flags."""
     compiler = cpp_compiler()
     if compiler is None:  # Inductor reports this when it needs the compiler
@@ -94,7 +94,7 @@ CHECKS_TOO_EARLY = torch.__version__ < "2.13"
 """Whether Inductor emits the check of a computed index before the index itself, which is invalid C++ (in 2.11)."""
 
 
-def written_out(x: Tensor) -> Tensor:
+def to_buffer(x: Tensor) -> Tensor:
     """Return the same numbers in a dense buffer, to which Inductor writes them; traceable.
 
     A strided view would force a buffer too, but it would apply to whatever strides Inductor chose.
@@ -108,7 +108,7 @@ def written_out(x: Tensor) -> Tensor:
     return written
 
 
-def materialized(x: Tensor) -> Tensor:
+def materialize(x: Tensor) -> Tensor:
     """Return the same numbers as a dense tensor that the compiler computes once and reads from memory.
 
     Otherwise the compiler recomputes pointwise expressions, such as the cosines of an embedding, in the innermost loop
@@ -275,7 +275,7 @@ class CompiledParts:
             return None
         with tracing(TracingContext(self.mode)):  # AOTAutograd writes to it
             run: Any = compile_fx(module, operands, config_patches=patches)
-        wrappers, code = _unwrapped(run)
+        wrappers, code = _unwrap(run)
         if code is None or len(code.output_strides or ()) != len(made):
             return None
         laid_out = [None if view else strides for view, strides in zip(views, code.output_strides, strict=True)]
@@ -309,7 +309,7 @@ class CompiledParts:
         chosen = [self.mode.shape_env.deserialize_symexpr(stride) for stride in strides]
         return self._like(value.shape, chosen, value)
 
-    def fresh(self, values: Sequence[Any], renamed: Mapping[Any, Any]) -> list[Any]:
+    def fresh_values(self, values: Sequence[Any], renamed: Mapping[Any, Any]) -> list[Any]:
         """Return fake tensors and sizes like the given ones, without shared memory and with some symbols renamed."""
         return [
             self._like(self._sizes(value.shape, renamed), self._sizes(value.stride(), renamed), value)
@@ -341,7 +341,7 @@ def _malloc_trim() -> Callable[[int], int]:
 
 
 def return_free_memory() -> None:
-    """Return what the compiler has freed to the system: glibc would keep up to 20 MiB of it for the process."""
+    """Return the compiler's freed memory to the system: glibc would keep up to 20 MiB for the process."""
     _malloc_trim()(0)
 
 
@@ -358,7 +358,7 @@ def as_operand(placeholder: fx.Node, node: fx.Node, value: Any) -> None:
     placeholder._dynamo_source = getattr(node, "_dynamo_source", None)
 
 
-def _unwrapped(run: Any) -> tuple[list[Any], Any]:
+def _unwrap(run: Any) -> tuple[list[Any], Any]:
     """Return the wrappers around Inductor's code, outermost first, and the code, or None for unknown wrappers.
 
     Each wrapper has the function that it wraps as `__wrapped__`.  The outer ones, named forward, take the arguments one
@@ -381,7 +381,7 @@ def _name(wrapper: Any) -> str:
 
 
 @contextlib.contextmanager
-def in_parts(gm: fx.GraphModule, examples: Sequence[Any]) -> Iterator[CompiledParts]:
+def compiling_parts(gm: fx.GraphModule, examples: Sequence[Any]) -> Iterator[CompiledParts]:
     """Yield the compiler of parts of a graph with these examples.
 
     Within Dynamo the examples are real tensors, and their fakes in the graph have another mode than the context's; the

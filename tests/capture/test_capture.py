@@ -27,7 +27,7 @@ class Beside:
         self.apart: list[float] = []
 
     def __call__(self, gm: fx.GraphModule, examples: Any) -> Callable[..., Any]:
-        copy = regions.copied(gm)
+        copy = regions.inline_regions(gm)
         captured = capture(copy, [False] * len(examples))
         self.captured.append((copy, captured))
 

@@ -27,7 +27,7 @@ def kept(first: float) -> list[int]:
     state = {"score": torch.tensor([[[*SCORE, 0.0]]]), "selected": position < 10}
     tokens = Tokens(position, torch.tensor([[[11]]]), state, 5)
     value = torch.tensor([*NORMS, 1.0])[None, None, :, None] * torch.tensor([0.5, -0.5])
-    keep, _ = policy.compact(tokens.updated(policy.project(tokens, value, None)))
+    keep, _ = policy.compact(tokens.with_state(policy.project(tokens, value, None)))
     return torch.nonzero(keep[0, 0]).flatten().tolist()
 
 

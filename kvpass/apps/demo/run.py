@@ -28,7 +28,7 @@ from kvpass.apps.evaluation.recall import RecallMeasure
 from kvpass.apps.evaluation.retrieval import Passkey
 from kvpass.apps.evaluation.session import Loop, Measure, PlainLoop, Row, Session
 from kvpass.apps.evaluation.speed import Speed
-from kvpass.apps.evaluation.stream import StreamMeasure, joined
+from kvpass.apps.evaluation.stream import StreamMeasure, join_parts
 from kvpass.apps.evaluation.tables import PrintedTable, markdown
 from kvpass.apps.models import LoadedModel, load, load_memory, stop_tokens
 from kvpass.decoding.loop import DecodeLoop
@@ -200,11 +200,11 @@ class Demo:
         def columns(contender: Contender, rows: Sequence[Row]) -> Row:
             lines[contender.name] = [(row["tokens"], row["perplexity"]) for row in rows]
             if trained is None or tokens <= trained:
-                return {"perplexity": joined(rows)}
+                return {"perplexity": join_parts(rows)}
             # The first token of a part is predicted from the last position of the part before it.
             inside = [row for row in rows if row["tokens"] <= trained + 1]
             beyond = [row for row in rows if row["tokens"] > trained + 1]
-            return {f"perplexity up to {trained:,}": joined(inside), "beyond": joined(beyond)}
+            return {f"perplexity up to {trained:,}": join_parts(inside), "beyond": join_parts(beyond)}
 
         range_ = "" if trained is None else f", trained on {trained:,} positions"
         name = (

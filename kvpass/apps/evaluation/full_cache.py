@@ -61,7 +61,7 @@ class FullCache:
     def of(model: Any) -> FullCache:
         """Run the model on one token and return what it cached; layers without keys and values are left out."""
         ids = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
-        cache = cache_names.returned(model.forward(input_ids=ids, use_cache=True))
+        cache = cache_names.cache_of_output(model.forward(input_ids=ids, use_cache=True))
         rows = [(layer.keys, layer.values) for layer in cache.layers if isinstance(layer, DynamicLayer)]
         layers = [
             CacheLayer(key.shape[1], key.shape[-1], value.shape[-1], key.dtype)

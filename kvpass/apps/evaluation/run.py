@@ -103,11 +103,11 @@ class _Runner:
         rows = unless_refused(partial(self._rows, case, loop, tick))
         if isinstance(rows, KVPassError):
             return Result(key, [], {}, str(rows))
-        slots = {"slots": loop.chosen.budget} if case.of_bytes else {}
+        slots = {"slots": loop.backend.budget} if case.of_bytes else {}
         return Result(key, rows, {**slots, **case.measure.columns(rows)})
 
     def _rows(self, case: Case, loop: DecodeLoop, tick: Tick) -> list[Row]:
-        settings, slots = self.settings, None if case.budget is None else loop.chosen.budget
+        settings, slots = self.settings, None if case.budget is None else loop.backend.budget
         session = Session(
             self.subject, loop, self.texts, settings.prefill, settings.chunked, slots, tick, full=self.predictions
         )

@@ -83,8 +83,8 @@ class Session:
         self.tick(count)
         return [self.subject.tokenizer.decode(row, skip_special_tokens=True) for row in made]
 
-    def held(self, row: int, *spans: Sequence[int]) -> float:
-        """Return the share of all KV heads that hold a span of a row whole, of the span that most heads hold.
+    def share_of_heads(self, row: int, *spans: Sequence[int]) -> float:
+        """Return the largest share of KV heads that hold one of the spans of a row completely.
 
         Args:
             spans: positions, which count from the beginning of the batch, with padding.
@@ -107,7 +107,7 @@ class Session:
     @torch.no_grad()
     def read(self, ids: Tensor) -> Any:
         """Return the cache after tokens int64 [B, T]."""
-        cache = cache_names.returned(last_of(chunks(self.caller, ids, torch.ones_like(ids), None, self.chunk)))
+        cache = cache_names.cache_of_output(last_of(chunks(self.caller, ids, torch.ones_like(ids), None, self.chunk)))
         self.tick(ids.shape[1])
         return cache
 
@@ -178,7 +178,7 @@ class PlainLoop:
         if old is not None:
             mask = torch.cat([old.mask, mask], 1)
         out = last_of(chunks(self.caller, ids, mask, self.cache, self.chunk))
-        self.state = PlainState(cache_names.returned(out), mask, out.logits[:, -1:].argmax(-1))
+        self.state = PlainState(cache_names.cache_of_output(out), mask, out.logits[:, -1:].argmax(-1))
 
     def generate(self, tokens: int) -> Tensor:
         """Return up to `tokens` new tokens, int64 [B, n] on the CPU.

@@ -50,9 +50,9 @@ class Speed:
         ids = torch.tensor([session.filler(row * self.length, self.length) for row in range(self.batch)])
         first: list[float] = []
         for _ in range(self.times + COMPILING):
-            before, seconds = dynamo.activity(), _timed_prompt(loop, ids)
+            before, seconds = dynamo.compilation_count(), _timed_prompt(loop, ids)
             session.tick(self.length)
-            first += [seconds] if dynamo.activity() == before else []
+            first += [seconds] if dynamo.compilation_count() == before else []
             if len(first) == self.times:
                 break
         loop.generate(self.new)  # compiles the step

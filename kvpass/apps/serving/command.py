@@ -89,4 +89,4 @@ def service_of(parsed: argparse.Namespace) -> Service:
 
 def _context(subject: models.LoadedModel, loop: DecodeLoop) -> int | None:
     """Return the positions that a model was trained on; None if the policy numbers the held tokens anew."""
-    return None if loop.chosen.prefers_ranks else subject.trained
+    return None if loop.backend.prefers_ranks else subject.trained

@@ -83,7 +83,7 @@ class Engine:
         self._events: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="kvpass-engine", daemon=True)
         self._seconds = 1.0  # a running mean of how long a request takes in a row
-        self.slots = rows * int(loop.chosen.budget or 0)
+        self.slots = rows * int(loop.backend.budget or 0)
         metrics.watch(rows, self.slots, lambda: len(self.jobs))
 
     # -- in the event loop -------------------------------------------------------------------------------------------

@@ -127,12 +127,12 @@ class OperatorCall:
         self.args, self.kwargs = fx.node.map_aggregate((self.args, self.kwargs), lookup)
 
     def run(self, memory: MemoryMap) -> None:
-        args = [self._looked_up(memory, arg) for arg in self.args]
-        results = self.function(*args, **{name: self._looked_up(memory, arg) for name, arg in self.kwargs.items()})
+        args = [self._look_up(memory, arg) for arg in self.args]
+        results = self.function(*args, **{name: self._look_up(memory, arg) for name, arg in self.kwargs.items()})
         for base, result in zip(self.outputs, _tensors(results), strict=True) if self.outputs else ():
             memory.put(base, result)
 
-    def _looked_up(self, memory: MemoryMap, argument: Any) -> Any:
+    def _look_up(self, memory: MemoryMap, argument: Any) -> Any:
         """Return an argument with tensors in place of views; lists of tensors are rare."""
         if isinstance(argument, ArgumentView):
             return memory.find(argument)

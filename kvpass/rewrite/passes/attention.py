@@ -187,7 +187,7 @@ def new_rows(step: StepContext, layer: int) -> list[fx.Node]:
 
 
 def as_cached(graph: fx.Graph, site: AttentionSite, node: fx.Node) -> fx.Node:
-    """Return a key or value as it is cached: [B, h, q, D], or [B, 1, q, h * D] if keys are computed from it."""
+    """Return a key or value as it is cached: with joined heads if keys are computed from it."""
     if not site.computed or value(node).shape[1] == 1:
         return node
     with graph.inserting_before(node.next):

@@ -125,7 +125,7 @@ class _LengthArithmetic:
         return ends if all(self.sizes.is_total(size) or not self.sizes.grows(size) for size in sizes) else [False]
 
     def _lookup(self, table: fx.Node, dim: int, start: Any, size: Any) -> tuple[fx.Node, list[fx.Node]]:
-        """Replace x[..., start : start + size] by a lookup; its index counts the keys if the size grows with them."""
+        """Replace x[..., start : start + size] by a lookup; return also the nodes that index keys."""
         counts_keys = self.sizes.is_total(size)
         index = self.graph.call_function(
             torch.arange, (1 if counts_keys else self.number(self.sizes.fixed_size(size)),)

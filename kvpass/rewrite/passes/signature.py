@@ -28,7 +28,7 @@ from kvpass.fx import alias, shapes, splicing, walk
 from kvpass.fx.walk import value
 from kvpass.rewrite.context import Outputs, PassRecord, PolicyWeights, StepContext
 from kvpass.torch_private import dynamo, fx_nodes
-from kvpass.torch_private.inductor import materialized
+from kvpass.torch_private.inductor import materialize
 
 
 def take_slots(step: StepContext) -> PassRecord:
@@ -61,7 +61,7 @@ def _take_weights(step: StepContext, first: fx.Node) -> PolicyWeights:
 
 
 def _with_dynamic_sizes(step: StepContext, layer: int, tensor: Tensor) -> Tensor:
-    """Return an example of a slot tensor [B, ...] or [B, ., C, ...], where B and C may be dynamic."""
+    """Return an example of a slot tensor, whose rows and capacity may be dynamic."""
     capacity = step.capacities[layer]
     shape = [step.batch, *tensor.shape[1:]]
     if not isinstance(capacity, int) and len(shape) > 2 and shape[2] == step.slots[layer].capacity:
@@ -110,7 +110,7 @@ def copy_write_indices(step: StepContext) -> PassRecord:
 
 
 def _write_indices(*free_slots: Tensor) -> list[Tensor]:
-    return [materialized(index.clamp(min=0)) for index in free_slots]  # a plain copy would be optimized away
+    return [materialize(index.clamp(min=0)) for index in free_slots]  # a plain copy would be optimized away
 
 
 def leave_counting(step: StepContext) -> PassRecord:

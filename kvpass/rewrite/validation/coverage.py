@@ -1,4 +1,4 @@
-"""Find the numbers of tokens at which a graph may change its behaviour, and the layers that equal an earlier one."""
+"""Find the lengths at which a graph may change its behaviour, and equal layers."""
 
 from __future__ import annotations
 

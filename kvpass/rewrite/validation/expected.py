@@ -71,7 +71,7 @@ class ExactAttention:
         return _largest_share(difference, self.lse_error, self.sees if only is None else self.sees & only)
 
     def hides_new_keys(self) -> bool:
-        """Return whether a query does not see its own key, one of the last q, so that it may see none."""
+        """Return whether a query does not see its own key, so that it may see none."""
         queries = self.sees.shape[2]
         if self.bias is None or self.bias.shape[-1] < queries:
             return not bool(self.sees.all())
@@ -80,7 +80,7 @@ class ExactAttention:
         return bool((own <= HIDDEN).any())
 
     def of_heads(self, heads: Tensor, count: int) -> ExactAttention:
-        """Return the results of the query heads of some KV heads, int64 [B, h] of `count`, whose mask is the same."""
+        """Select the results of the query heads of some KV heads, int64 [B, h]."""
         groups = self.output.shape[1] // count
         own = (heads[:, :, None] * groups + torch.arange(groups, device=heads.device)).flatten(1)  # [B, h G]
         return dataclasses.replace(self, output=select_heads(self.output, own), sees=select_heads(self.sees, own))

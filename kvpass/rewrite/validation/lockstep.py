@@ -306,7 +306,7 @@ def run_validation(
     start, left_out = time.perf_counter(), list[str]()
     # The caller's random numbers and autocast stay as they are: a graph that fails between the nodes that enter and
     # exit a region of autocast leaves it entered.
-    with fx_nodes.autocast_preserved(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with fx_nodes.preserving_autocast(), torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
             with errors_as_not_comparable(f"on {kind}"):
                 for label, call in calls:

@@ -88,7 +88,7 @@ class MadeUpSlots:
         indices = torch.where(
             is_used, token - conversation.count + conversation.stored[layer], order % conversation.stored[layer]
         )
-        key, value = (x.gathered(indices.to(layout.device)) for x in rows)
+        key, value = (x.gather(indices.to(layout.device)) for x in rows)
         return Slots(
             key=key,
             value=value,

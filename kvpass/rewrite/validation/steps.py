@@ -106,7 +106,7 @@ def _further_plans(step: StepCase, first: ConversationPlan) -> Iterator[Conversa
 
 
 def _blind_plans(step: StepCase, first: ConversationPlan) -> Iterator[ConversationPlan]:
-    """Yield conversations at the beginning of a block or segment, where a query may see no key, or no cached one."""
+    """Yield conversations at the beginning of a block, where a query may see no cached key."""
     renumbers = step.ranked or any(layout.policy.renumbers for layout in step.layouts)
     max_tokens = math.inf if step.layouts[0].device.type == "cpu" else max(step.seen, smallest_table(step.gm.graph))
     for number in length_constants(step.gm.graph)[:MAX_BLOCKS]:
@@ -283,7 +283,7 @@ def _rounding(step: StepCase) -> dict[fx.Node, Visit]:
 
 
 def _round_as_stored(format: Any, heads: int, dtype: torch.dtype) -> Visit:
-    """Return a visit that rounds rows [B, h, q, D] as storage does; it joins heads that are stored as one."""
+    """Return a visit that rounds rows [B, h, q, D] as storage does."""
 
     def visit(walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
         rows = result if result.shape[1] == heads else join_heads(result)
