@@ -20,8 +20,6 @@ from kvpass.policies import Policy, Tokens
 BUDGET = 1024
 FLOOR = 8  # slots of a step that reads little but the weights
 SINKS = 4  # the first tokens, which keep their positions when a conversation moves on
-NEED_WEIGHTS = ("kv_align", "tri_attention", "expected_attention")  # that were made for the model
-LEFT_OUT = ("full", *NEED_WEIGHTS)  # evicts nothing, and those
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +68,7 @@ NOTHING, LEAST = Case("untended"), Case("untended", budget=FLOOR)
 
 def everything() -> list[str]:
     """Return the names of all policies that bound the cache of this model."""
-    return [name for name in policies.names() if name not in LEFT_OUT]
+    return [name for name in policies.names() if name != "full" and not policies.get(name).needs_weights]
 
 
 def conversation(model: Any, case: Case, prompt: int, **more: Any) -> Conversation:

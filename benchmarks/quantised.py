@@ -27,7 +27,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from tqdm import tqdm
 
 import kvpass
-from benchmarks.bounded import NEED_WEIGHTS
 from benchmarks.model import DIM, HEADS, KV_HEADS, Conversation, build
 from benchmarks.model import tokens as random_tokens
 from benchmarks.timing import Local, Plan, interleaved, medians
@@ -276,7 +275,7 @@ def _products(kind: KVDtype, slots: int) -> list[Callable[[], object]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    everything = [name for name in policies.names() if name not in NEED_WEIGHTS]
+    everything = [name for name in policies.names() if not policies.get(name).needs_weights]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quantised", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="of torch (default: 1)")
     parts = parser.add_subparsers(required=True)

@@ -33,8 +33,6 @@ OPTIONS: dict[str, dict[str, Any]] = {  # defaults would leave few tokens for th
     "r_kv": {"interval": 8},
     "vase": {"recent": 16, "interval": 8},
 }
-LEFT_OUT = ("kv_align", "duo_attention", "tri_attention", "expected_attention")
-"""They need weights or gates that were made for the model."""
 
 
 def draw(model: Any, tokens: Tensor, name: str) -> None:
@@ -58,7 +56,7 @@ def main(names: list[str]) -> None:
     texts = subject.encode(corpus.read(corpus.held_out_files()))
     tokens = torch.tensor(corpus.documents(texts, 1, LENGTH, subject.bos))
     with torch.inference_mode():
-        for name in names or [name for name in policies.names() if name not in LEFT_OUT]:
+        for name in names or [name for name in policies.names() if not policies.get(name).needs_weights]:
             draw(subject.model, tokens, name)
 
 

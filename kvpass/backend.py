@@ -162,7 +162,7 @@ class Backend(Compiler):
 
     @property
     def _refuses(self) -> bool:
-        """Whether a graph that cannot be rewritten is an error: always with regions, without which it may be read."""
+        """True if a graph that cannot be rewritten is an error: always with regions, without which it may be read."""
         return self.strict or regions.are_traced()
 
     def _check_inference(self, sites: list[AttentionSite], examples: Sequence[Any]) -> None:

@@ -84,6 +84,14 @@ def cache_of_output(output: Any) -> Any:
     return None
 
 
+def rows_of_cache(cache: Any) -> list[tuple[Any, Any]]:
+    """Return each layer's keys and values in a cache object or nested tuples; None if it has none."""
+    layers = getattr(cache, "layers", None)
+    if layers is None:
+        return [(each[0], each[1]) for each in cache or ()]
+    return [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in layers]
+
+
 def call_model(model: Any, ids: Any, cache: Any = None, **named: Any) -> Any:
     """Return a model's output for tokens behind a cache, None for an empty one."""
     return model(ids, **arguments(model, cache), use_cache=True, **named)

@@ -38,6 +38,27 @@ def test_no_test_returns_early() -> None:
     assert found == []
 
 
+MOST_WORDS = 20
+
+
+def test_docstrings_of_the_package_begin_with_one_short_sentence() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: {line}"
+        for path in sorted((ROOT / "kvpass").rglob("*.py"))
+        for line in _first_lines(ast.parse(path.read_text(encoding="utf-8")))
+        if len(line.split()) > MOST_WORDS or not line.endswith(".")
+    ]
+    assert found == []
+
+
+def _first_lines(tree: ast.Module) -> Iterator[str]:
+    """Yield the first lines of docstrings, without those that begin with their arguments."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(tree):
+        if isinstance(node, kinds) and (text := ast.get_docstring(node)) and not text.startswith("Args:"):
+            yield text.partition("\n")[0]
+
+
 def _test_files() -> Iterator[tuple[Path, ast.Module]]:
     for path in sorted((ROOT / "tests").rglob("*.py")):
         yield path, ast.parse(path.read_text(encoding="utf-8"))

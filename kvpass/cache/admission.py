@@ -334,4 +334,4 @@ class Chunk:
         """Return the budgets of the rows after the chunk."""
         if self.pins is None or not self.pins.on_top:
             return tuple(budgets)
-        return tuple(budget + more for budget, more in zip(budgets, self.pins_on_top(policy).tolist(), strict=False))
+        return tuple(budget + more for budget, more in zip(budgets, self.pins_on_top(policy).tolist(), strict=True))

@@ -106,7 +106,7 @@ def _library_attention(scale: float, grouped: Tensor, keys: Tensor, values: Tens
 def _chunk_mask(
     layout: Layout, site: Site, slots: Slots, valid: Tensor, facts: list[Tensor]
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the mask [B, H', 1 or G, q, C + q] and the bias of a chunk on [slots, chunk]."""
+    """Return mask [B, H', 1 or G, q, C + q] and bias of a chunk on [slots, chunk]."""
     count = valid.shape[1]
     new = valid[:, None, None, None].expand(-1, layout.groups, -1, -1, -1)  # [B, H', 1, 1, q]
     new_index = slots.length[:, None] + torch.arange(count, device=valid.device)
@@ -147,7 +147,10 @@ def _with_unknown_outputs(
 
 
 def _per_head(mask: Tensor, query: Tensor, keys: Tensor, heads: int) -> Tensor:
-    """Expand a mask [B, H', 1 or G, q, N] to [B, Hq, Ha or 1, q, N], or for GPU kernels to [B, Hq or 1, q, N]."""
+    """Expand a mask [B, H', 1 or G, q, N] to the query heads.
+
+    The result is [B, Hq, Ha or 1, q, N], or for GPU kernels [B, Hq or 1, q, N].
+    """
     if mask.shape[1] == 1 and mask.shape[2] == 1:
         return mask[:, 0]
     if mask.shape[2] == 1 and keys.shape[1] == heads and query.device.type == "cpu":

@@ -27,7 +27,7 @@ from kvpass.policies.types import Clock
 
 @dataclasses.dataclass(frozen=True)
 class SavedContent:
-    """What a decode step overwrites in the slots of a layer, or of one class of its heads.
+    """A copy of the content that a decode step overwrites in the slots of a layer.
 
     Attributes:
         slot_index: the saved row of each head, None if all rows are saved.
@@ -256,7 +256,7 @@ class DeferredChecks:
 
 
 class CacheOwner(Protocol):
-    """What a cache asks of the backend that made it.
+    """The properties that a cache reads of the backend that made it.
 
     Attributes:
         policy, budget: as of `kvpass.backend`.
@@ -331,7 +331,7 @@ class LayerCache:
     @property
     def valid_seen(self) -> Tensor:
         """int64 [B] on the device: real tokens seen."""
-        seen: Tensor = self.slots.tensors()[5]  # a reference counts them only when read
+        seen: Tensor = self.slots.seen
         return seen
 
     @property

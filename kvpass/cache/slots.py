@@ -122,7 +122,7 @@ class Slots:
     def with_tensors(self, tensors: Sequence[Tensor]) -> Slots:
         """Return slots like these with the tensors that `tensors` returned."""
         key, value, position, index, free, seen, length, rank, *rest = tensors
-        state = dict(zip(self.state, rest, strict=False))
+        state = dict(zip(self.state, rest[: len(self.state)], strict=True))
         scales = iter(rest[len(state) :])
         keys = Rows(self.key.format, (key, *itertools.islice(scales, len(self.key.parts) - 1)))
         return Slots(keys, Rows(self.value.format, (value, *scales)), position, index, free, seen, length, rank, state)

@@ -226,7 +226,7 @@ class AttentionSite:
 
     @property
     def has_row_masks(self) -> bool:
-        """Whether each row of a batch has its own mask."""
+        """True if each row of a batch has its own mask."""
         return self.mask is not None and value(self.mask).ndim == 4 and expr(value(self.mask).shape[0]) != 1
 
     def with_computed_keys(self) -> AttentionSite:
@@ -245,7 +245,7 @@ class AttentionSite:
 
     @property
     def facts(self) -> SiteFacts:
-        """What a prompt needs to know of this site once its graph is rewritten."""
+        """The facts about this site that a prompt reads once its graph is rewritten."""
         names = [field.name for field in dataclasses.fields(SiteFacts) if field.name != "computed"]
         return SiteFacts(**{name: getattr(self, name) for name in names}, computed=bool(self.computed))
 

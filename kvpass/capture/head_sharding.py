@@ -34,7 +34,7 @@ _SAME_WEIGHT = op_table.tagged("keeps", "transposes") | {"to_local"}
 
 @dataclasses.dataclass(frozen=True)
 class _ShardOrigin:
-    """How the weights that compute heads are placed.
+    """The placement of the weights that compute heads.
 
     Attributes:
         kind: "whole" on every process, sharded by "rows", "plain" tensors, an "input" of the graph, or "else".

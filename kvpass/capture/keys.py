@@ -78,7 +78,7 @@ Dependence = Literal["free", "plain", "sliced", "own entry", "lengthened", "host
 
 @dataclasses.dataclass(frozen=True)
 class KeyDependence:
-    """How a tensor depends on the keys.
+    """The dependence of a tensor on the keys.
 
     Attributes:
         dependence: "free": independent of the keys; "plain": independent, and computed from a lengthened tensor;

@@ -211,7 +211,7 @@ class LogitChanges:
         apart = all(high - low >= 128 for high, low in itertools.pairwise(finite))
         if not apart or len(finite) > len(_SUBSTITUTES):
             return {}
-        return dict(zip(finite, _SUBSTITUTES, strict=False)) | {-math.inf: -math.inf}
+        return dict(zip(finite, _SUBSTITUTES[: len(finite)], strict=True)) | {-math.inf: -math.inf}
 
     def _absorbs(self, number: float, dtype: torch.dtype | None = None) -> bool:
         """Return whether adding ordinary logits leaves a number unchanged in a dtype, by default the softmax's."""

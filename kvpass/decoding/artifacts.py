@@ -174,7 +174,7 @@ class LoadedLoop(DecodeLoop):
 
 
 class ExportedCall:
-    """What a loaded loop calls as its model: the code of an artifact for each kind of call."""
+    """The model of a loaded loop: the code of an artifact for each kind of call."""
 
     def __init__(self, model: torch.nn.Module, chosen: Any, manifest: Mapping[str, Any], folder: Path) -> None:
         self.model, self.backend = model, chosen

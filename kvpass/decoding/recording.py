@@ -167,13 +167,15 @@ class _GraphWriter:
     def _step(self, last: RecordedCall, alike: Sequence[RecordedCall], ids: int) -> tuple[dict[str, Any], set[int]]:
         ran, variants = last.result, {}
         assert isinstance(ran, steps.StepResult)
-        entry = exported_graphs.step_entry(ran.runner, ran, ids)
+        runner = ran.runner
+        assert isinstance(runner, steps.StepRunner)
+        entry = exported_graphs.step_entry(runner, ran, ids)
         chunk = ran.rewrite.queries > 1
-        lengths = exported_graphs.chunk_length_range(ran.runner, ran, ids) if chunk else (1, 1)
+        lengths = exported_graphs.chunk_length_range(runner, ran, ids) if chunk else (1, 1)
         for each in [ran] if chunk else [call.result for call in alike]:
             assert isinstance(each, steps.StepResult)
             if each.compact not in variants:
-                code = self._code(each.runner.variants.variant_of(each.rewrite).compiled)
+                code = self._code(runner.variants.variant_of(each.rewrite).compiled)
                 variants[each.compact] = {**exported_graphs.variant_entry(each.rewrite), "code": code}
         read = {ids, *entry["counters"], *(index for indices in entry["padding_inputs"] for index in indices)}
         read |= {index for each in variants.values() for index in (*each["inputs"], *each["columns"])}
@@ -226,6 +228,7 @@ def _code_of_chunk(call: RecordedCall) -> Any:
     ran = call.result
     if not isinstance(ran, steps.StepResult) or ran.rewrite.queries == 1:
         return None
+    assert isinstance(ran.runner, steps.StepRunner)
     return ran.runner.variants.variant_of(ran.rewrite).compiled
 
 

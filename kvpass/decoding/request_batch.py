@@ -230,7 +230,7 @@ def check_holds_only_slots(cache: Any, empty: Any) -> None:
         empty: the cache that the model's prompts begin with, None if the model makes its cache itself.
     """
     begun = itertools.chain(getattr(empty, "layers", ()), itertools.repeat(None))
-    for number, (layer, before) in enumerate(zip(getattr(cache, "layers", ()), begun, strict=False)):
+    for number, (layer, before) in enumerate(zip(getattr(cache, "layers", ()), begun, strict=False)):  # it has no end
         held = {name: _tensors(value) for name, value in vars(layer).items()}
         other = [
             name for name, found in held.items() if not _are_constants(found, _tensors(getattr(before, name, None)))

@@ -82,7 +82,7 @@ class _CallWriter:
         if not snapshot.saved:
             return {**common, "before": self._slots(snapshot.slots), "chunk": self._chunk(name, call.repeat)}
         (saved,), slots = snapshot.saved, snapshot.slots
-        self._put(name, **dict(zip(slots.names[2:], saved.others, strict=False)))
+        self._put(name, **dict(zip(slots.names[2:], saved.others, strict=False)))  # without the scales of rows
         for part, rows, parts in (("key", slots.key, saved.key), ("value", slots.value, saved.value)):
             whole = parts if saved.slot_index is None else tuple(each[:, :, None] for each in parts)
             stored = rows.format.to_number_order(whole)
@@ -151,7 +151,7 @@ class _CallReader:
         self, name: str, entry: Mapping[str, Any], layout: Layout, seen: int, row_budgets: tuple[int, ...]
     ) -> SlotSnapshot:
         slots = self._slots(entry["of"], layout, seen, row_budgets)
-        named = zip(slots.names[2:], slots.metadata, strict=False)
+        named = zip(slots.names[2:], slots.metadata, strict=False)  # without the scales of rows
         others = tuple(self._tensor_like(f"{name}{field}", tensor) for field, tensor in named)
         before = slots.with_tensors([*slots.tensors()[:2], *others, *slots.tensors()[2 + len(others) :]])
         serial.check_numbers(before, layout, seen, slots.capacity, row_budgets)

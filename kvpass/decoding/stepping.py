@@ -240,7 +240,7 @@ class RepeatedStep:
     the first on its number of tokens.  It repeats them only as long as all guards on sizes hold.
     """
 
-    runner: steps.StepRunner
+    runner: steps.StepExecutor
 
     def __init__(self, state: LoopState) -> None:
         self.state = state

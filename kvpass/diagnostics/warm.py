@@ -126,7 +126,8 @@ def _until_compaction(caches: Sequence[LayerCache]) -> int:
     if not caches or not caches[0].clocks:
         return 0
     layout, clock, limit = caches[0].layout, caches[0].clocks[0], caches[0].row_budgets[0]
-    counts = [((own,), each.budget) for own, each in zip(clock, layout.classes, strict=False)] or [(clock, limit)]
+    pairs = zip(clock, layout.classes, strict=bool(layout.classes))
+    counts = [((own,), each.budget) for own, each in pairs] or [(clock, limit)]
     return min(steps_until_compaction(layout.policy, budget, own) for own, budget in counts)
 
 

@@ -168,7 +168,7 @@ def normalize_calls(graph: fx.Graph) -> None:
         names = _LEADING.get(name, ())
         given = {{"self": "input"}.get(key, key): argument for key, argument in node.kwargs.items()}
         if name == "where" and node.op == "call_method":
-            given |= dict(zip(("input", "condition", "other"), node.args, strict=False))
+            given |= dict(zip(("input", "condition", "other"), node.args, strict=False))  # others are keywords
             with graph.inserting_before(node):
                 function = graph.call_function(torch.where, tuple(given[each] for each in names if each in given))
             function.meta = dict(node.meta)
@@ -187,7 +187,7 @@ def named_arguments(node: fx.Node) -> dict[str, Any]:
     names, defaults = _SIGNATURES.get(known_name(node), ()), dict[str, Any]()
     if fx_nodes.is_operator(node):
         names, defaults = fx_nodes.schema(node)
-    given = defaults | dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    given = defaults | dict(zip(names, node.args, strict=False)) | dict(node.kwargs)  # keywords follow
     if "axis" in given:
         given["dim"] = given.pop("axis")
     return given

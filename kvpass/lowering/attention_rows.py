@@ -164,12 +164,12 @@ class ScoredAttention:
 
     @property
     def by_kernel(self) -> bool:
-        """Whether a kernel computes the sums, in float32."""
+        """True if a kernel computes the sums, in float32."""
         return self.query.device.type == "cuda" and self.query.dtype != torch.float64
 
     @property
     def by_loops(self) -> bool:
-        """Whether the loops in C++ compute the sums."""
+        """True if the loops in C++ compute the sums."""
         query = self.query
         return query.device.type == "cpu" and column_loops.dtype_of_products(query.dtype, query.shape[3]) is not None
 

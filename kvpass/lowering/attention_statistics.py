@@ -235,7 +235,7 @@ def in_one_operator(policy: Policy, query: Tensor, key: Tensor, value: Tensor) -
 
 @dataclasses.dataclass(frozen=True)
 class StatisticsSpec:
-    """What the statistics of a prompt or chunk are made of.
+    """The operands of the statistics of a prompt or chunk.
 
     Attributes:
         query: [B, Hq, q, D]; key: [B, Ha, N, D], as attended to; the last q of N are those of the queries.

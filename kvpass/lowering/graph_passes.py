@@ -6,8 +6,8 @@
 `check_rows` checks token ids and positions outside of compiled loops.  Inductor checks an index inside the loop that
 reads the table, and if several threads share the loop, the exception cannot leave its thread and ends the process.
 
-`materialize_sums` writes the residual stream of a decode step to memory once per layer.  The compiler would otherwise add
-up the terms of several layers wherever the stream is read, and so make another kernel for every layer.
+`materialize_sums` writes the residual stream of a decode step to memory once per layer.  The compiler would otherwise
+add up the terms of several layers wherever the stream is read, and so make another kernel for every layer.
 
 `digest` covers the sources of lowering and the graph's constants, of which the outermost of Inductor's caches reads
 shape and dtype only.  The policy is not a part: its work is operators of the graph, so segments in which policies agree
@@ -59,7 +59,11 @@ def look_up_unchecked(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=aten.index.Tensor):
         table, indices = node.args
         sizes = table.meta["val"].shape
-        aranges = [(_arange_of(index), size) for index, size in zip(indices, sizes, strict=False) if index is not None]
+        aranges = [
+            (_arange_of(index), size)
+            for index, size in zip(indices, sizes[: len(indices)], strict=True)
+            if index is not None
+        ]
         if all(arange and expr(arange.meta["val"].shape[0]) == expr(size) for arange, size in aranges):
             node.target = aten._unsafe_index.Tensor
         elif inductor.CHECKS_TOO_EARLY:

@@ -122,17 +122,16 @@ class CalibratedPolicy(Policy):
 
     calibration: Calibration | str | os.PathLike[str] | None = None
     heads = "kv"
+    needs_weights = True
     own_positions = "it predicts attention from positions in the text, and keys must be rotated to these"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.calibration is None:
-            raise CalibrationError(
-                f"{self.name} needs calibration=..., a kvpass.Calibration or the path of one; make one for the model "
-                "with `kvpass calibrate MODEL --out FILE` or kvpass.calibrate"
-            )
-        if not isinstance(self.calibration, Calibration):
-            object.__setattr__(self, "calibration", Calibration.load(self.calibration))
+        how = (
+            "a kvpass.Calibration or the path of one; make one for the model with `kvpass calibrate MODEL --out FILE` "
+            "or kvpass.calibrate"
+        )
+        tensor_files.load_option(self, "calibration", Calibration, Calibration.load, CalibrationError, how)
 
     @property
     def loaded_calibration(self) -> Calibration:

@@ -55,7 +55,7 @@ def keep_highest_with_ties(score: Tensor, count: int | Tensor) -> Tensor:
     A number as `count` costs a top-k, int64 [B, H', 1] a sort.
     """
     if isinstance(count, Tensor):
-        index = (count - 1).clamp(min=0, max=score.shape[-1] - 1)
+        index = (count - 1).clamp(min=0, max=score.shape[-1] - 1).expand(*score.shape[:-1], 1)
         return (score >= score.sort(-1, descending=True).values.gather(-1, index)) & (count > 0)
     count = min(count, score.shape[-1])
     return score >= (score.topk(count, -1).values[..., -1:] if count else torch.inf)

@@ -107,7 +107,7 @@ class Tokens:
 
 @dataclasses.dataclass(frozen=True)
 class Merge:
-    """How E evicted tokens are merged into slots that stay, for keys and values alike.
+    """The weights with which E evicted tokens are merged into slots, for keys and values alike.
 
     A slot's row x becomes (own * x + sum(weight * evicted)) / (own + sum(share)) over the tokens merged into it.
 

@@ -262,10 +262,11 @@ class ReferenceLayer:
         length = torch.full((self.layout.batch,), self.length, device=self.layout.device)
         held = torch.nn.functional.pad(self.positions(), (0, 1), value=FREE)
         free = torch.full((self.layout.batch, 1), held.shape[-1] - 1, device=self.layout.device)
-        return [self, None, held, None, free, self.seen(), length, None]
+        return [self, None, held, None, free, self.seen, length, None]
 
+    @property
     def seen(self) -> Tensor:
-        """Return the number of real tokens seen, int64 [B]."""
+        """The number of real tokens seen, int64 [B]."""
         return torch.tensor([row[0].seen for row in self.streams], device=self.layout.device)
 
     def prepare(self, valid: Tensor) -> None:

@@ -129,7 +129,7 @@ class StepRewrite:
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether a later step of one token can reuse the same arguments."""
+        """True if a later step of one token can reuse the same arguments."""
         return not (self.host_graph or self.entries)
 
 

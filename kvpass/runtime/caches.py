@@ -172,7 +172,7 @@ def admit_chunk(cache: LayerCache, chunk: Chunk, into: AnySlots | None = None) -
         mark_addresses_static(cache.slots)
     cache.row_budgets = chunk.raised_budgets(policy, cache.row_budgets)
     counts = valid_counts(policy, chunk.valid)
-    rows = zip(cache.clocks, counts, cache.row_budgets, strict=False)
+    rows = zip(cache.clocks, counts, cache.row_budgets, strict=False)  # no clocks and counts for most policies
     cache.clocks = tuple(clock_of(cache.layout, clock, new, limit) for clock, new, limit in rows)
 
 

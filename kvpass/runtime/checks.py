@@ -230,15 +230,20 @@ class PaddingTracker:
     """The padding among the new tokens of a step graph's calls.
 
     Attributes:
-        inputs: for each site the inputs that mark padding.
+        inputs: for each site the inputs that mark padding: nodes, or argument indices for code of an artifact.
         indices: the argument index of each of these inputs.
     """
 
-    def __init__(self, gm: fx.GraphModule, sites: list[AttentionSite]) -> None:
-        holders = walk.placeholders(gm.graph)
-        self._sites = sites
-        self.inputs = padding_inputs_of_sites(gm, sites, step=True)
-        self.indices = {node: holders.index(node) for nodes in self.inputs for node in nodes}
+    def __init__(
+        self, inputs: list[tuple[Any, ...]], indices: dict[Any, int], sites: Sequence[AttentionSite] = ()
+    ) -> None:
+        self.inputs, self.indices, self._sites = inputs, indices, sites
+
+    @staticmethod
+    def of(gm: fx.GraphModule, sites: list[AttentionSite]) -> PaddingTracker:
+        """Return the tracker of a step graph."""
+        holders, inputs = walk.placeholders(gm.graph), padding_inputs_of_sites(gm, sites, step=True)
+        return PaddingTracker([*inputs], {node: holders.index(node) for nodes in inputs for node in nodes}, sites)
 
     def check_hidden(self, caches: list[LayerCache]) -> None:
         """Check that the graph can hide padding that was left out of the cache; some models mask their prompts alone.
@@ -306,7 +311,7 @@ class PaddingTracker:
         self, caches: list[LayerCache], arguments: tuple[Any, ...], before: int, queries: int
     ) -> list[Tensor | None]:
         """Return for each layer bool [B, q], True for padding; None without padding, or if the host would wait."""
-        found: dict[tuple[fx.Node, ...], Tensor | None] = {}
+        found: dict[tuple[Any, ...], Tensor | None] = {}
         for cache, nodes in zip(caches, self.inputs, strict=True):
             if nodes not in found:
                 columns = self._columns(nodes, arguments, before, queries)
@@ -317,9 +322,7 @@ class PaddingTracker:
                     found[nodes] = padding_from_columns(columns, cache.layout.batch, queries, columns[0].device)
         return [found[nodes] for nodes in self.inputs]
 
-    def _columns(
-        self, nodes: tuple[fx.Node, ...], arguments: tuple[Any, ...], before: int, queries: int
-    ) -> list[Tensor]:
+    def _columns(self, nodes: tuple[Any, ...], arguments: tuple[Any, ...], before: int, queries: int) -> list[Tensor]:
         """Return the new tokens' entries in the inputs that mark padding, each [B or 1, q] or [q]."""
         return [new_columns(arguments[self.indices[node]], before, queries) for node in nodes]
 

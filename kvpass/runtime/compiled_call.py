@@ -43,7 +43,7 @@ BATCHES = (
 )
 
 _RUNNING: contextvars.ContextVar[bool] = contextvars.ContextVar("_RUNNING", default=False)
-"""Whether a compiled model runs in this context, in which case its own call checks the cache."""
+"""True if a compiled model runs in this context, in which case its own call checks the cache."""
 
 
 class CompiledCall:

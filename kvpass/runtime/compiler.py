@@ -57,9 +57,9 @@ class Compiler:
     kv_dtype: KVDtype | None = None
     crop: int = 0
     deduplicates: bool = dataclasses.field(default=True, repr=False)
-    """Whether equal layers share one compilation (`kvpass.lowering.layer_dedup`); turn off for comparisons only."""
+    """True if equal layers share one compilation (`kvpass.lowering.layer_dedup`); turn off for comparisons only."""
     replays: bool = dataclasses.field(default=True, repr=False)
-    """Whether CPU steps run without Inductor's Python (`kvpass.lowering.replay`); turn off for comparisons only."""
+    """True if CPU steps run without Inductor's Python (`kvpass.lowering.replay`); turn off for comparisons only."""
     recorder: Recorder | None = dataclasses.field(default=None, compare=False, repr=False)
     plans: PlansByModel = dataclasses.field(default_factory=PlansByModel, compare=False, repr=False)
     stepped: TensorSet = dataclasses.field(default_factory=TensorSet, compare=False, repr=False)

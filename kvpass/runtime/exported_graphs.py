@@ -22,8 +22,8 @@ from kvpass.runtime.checks import PaddingTracker
 from kvpass.runtime.compiler import Compiler
 from kvpass.runtime.prompts import PromptGraph, PromptRunner, policies_by_layer
 from kvpass.runtime.recorder import announce
-from kvpass.runtime.sizes import StepSizes, guard_predicate
-from kvpass.runtime.steps import StepResult, StepRunner
+from kvpass.runtime.sizes import OtherSizes, TokenCounters, guard_predicate
+from kvpass.runtime.steps import PreparedStep, StepExecutor, StepResult, StepRunner
 from kvpass.torch_private import inductor
 
 MOST_TOKENS = 1 << 20
@@ -94,7 +94,7 @@ def _largest(holds: Callable[[int], bool], most: int) -> int:
     return next((number - 1 for number in range(most + 1) if not holds(number)), most)
 
 
-class _Sizes(StepSizes):
+class ExportedSizes(TokenCounters):
     """The sizes of a step, without its graph."""
 
     def __init__(self, counters: Sequence[int], ids: int) -> None:
@@ -103,21 +103,14 @@ class _Sizes(StepSizes):
             counters: the indices of the arguments that count tokens.
             ids: the index of the token ids [B, q] among the arguments.
         """
-        self.counters, self._ids = dict(enumerate(counters)), ids
+        super().__init__(dict(enumerate(counters)))
+        self._ids = ids
 
     def queries(self, arguments: tuple[Any, ...]) -> int:
         return int(arguments[self._ids].shape[1])
 
 
-class _Padding(PaddingTracker):
-    """The padding of a step, without its graph; argument indices stand for the inputs that mark it."""
-
-    def __init__(self, indices: Sequence[Sequence[int]]) -> None:
-        self.inputs = [tuple(each) for each in indices]  # type: ignore[arg-type]
-        self.indices = {index: index for each in indices for index in each}  # type: ignore[misc]
-
-
-class ExportedStep(StepRunner):
+class ExportedStep(StepExecutor):
     """A runner of steps of one token, or of chunks, on exported code.
 
     Attributes:
@@ -134,9 +127,10 @@ class ExportedStep(StepRunner):
             entry: of `step_entry`.
             runs: for each variant by whether it compacts, the entry of `variant_entry` and the compiled code.
         """
-        self.backend = backend
-        self.sizes, self.padding = _Sizes(entry["counters"], entry["ids"]), _Padding(entry["padding_inputs"])
-        self.sites = [SiteFacts(-1, -1, False) for _ in entry["padding_inputs"]]  # type: ignore[misc]
+        marks = [tuple(each) for each in entry["padding_inputs"]]
+        padding = PaddingTracker(marks, {index: index for each in marks for index in each})
+        sites = [SiteFacts(-1, -1, False) for _ in marks]
+        super().__init__(backend, sites, ExportedSizes(entry["counters"], entry["ids"]), padding)
         self.most_seen, self.layouts = entry["last"], entry["layouts"]
         self.variants_by_compact = {compact: (_rewrite_of(variant), run) for compact, (variant, run) in runs.items()}
 
@@ -157,9 +151,9 @@ class ExportedStep(StepRunner):
                 "DecodeLoop that is not loaded"
             )
         step = step_kind(caches)
-        rewrite, results, _, compact = self.advance(caches, arguments, (), frozenset())
+        done = self.advance(caches, arguments, (), frozenset())
         self.padding.record_padding(caches, arguments, before, queries)
-        ran = StepResult(self, caches, arguments, (), frozenset(), results, step, rewrite, before, compact)
+        ran = StepResult.of(self, done, caches, arguments, (), frozenset(), step, before)
         announce(ran)
         return ran
 
@@ -167,9 +161,13 @@ class ExportedStep(StepRunner):
         return lambda more: ran.seen_before + more <= self.most_seen
 
     def _prepare(
-        self, caches: list[LayerCache], arguments: tuple[Any, ...], *how: Any
-    ) -> tuple[StepRewrite, list[Any], list[Any], inductor.Compiled]:
-        _, _, compact = how
+        self,
+        caches: list[LayerCache],
+        arguments: tuple[Any, ...],
+        others: OtherSizes,
+        known: frozenset[int],
+        compact: bool,
+    ) -> PreparedStep:
         variant, queries, seen = self.variants_by_compact.get(compact), self.sizes.queries(arguments), caches[0].seen
         if variant is None or seen > self.most_seen:
             reason = (
@@ -179,7 +177,8 @@ class ExportedStep(StepRunner):
                 f"the artifact has no code for a step {reason}: run the conversation by a DecodeLoop that is not loaded"
             )
         rewrite, run = dataclasses.replace(variant[0], queries=queries), variant[1]
-        return rewrite, [], rewrite.flat_arguments([cache.slots for cache in caches], arguments, [], seen), run
+        flat = rewrite.flat_arguments([cache.slots for cache in caches], arguments, [], seen)
+        return PreparedStep(rewrite, [], flat, run)
 
 
 def _rewrite_of(entry: Mapping[str, Any]) -> StepRewrite:

@@ -73,7 +73,7 @@ class AdmittedChunk:
     @torch.no_grad()
     def admit_again(self, cache: LayerCache) -> None:
         policy, valid = cache.layout.policy, self.chunk.valid
-        parts = zip(self.specs, cache.layout.parts, cache.slots.parts, strict=False)
+        parts = zip(self.specs, cache.layout.parts, cache.slots.parts, strict=bool(self.specs))
         found = [spec.attention(policy, valid, layout.budget_in(slots.state)) for spec, layout, slots in parts]
         admit_chunk(cache, dataclasses.replace(self.chunk, attention=attention_of_classes(found)), self.into)
 
@@ -114,8 +114,9 @@ def _record_call(cache: LayerCache, queries: int, chunk: bool) -> PastCall:
 
 def record_calls(caches: list[LayerCache], calls: list[PastCall], taken: Sequence[AdmittedTokens | None]) -> None:
     """Store the records of calls that have run, together with the chunks that they admitted."""
-    for index, (cache, call) in enumerate(zip(caches, calls, strict=False)):
-        chunk = taken[index]
+    if not calls:  # cropping is off
+        return
+    for cache, call, chunk in zip(caches, calls, taken, strict=True):
         again = RepeatableChunk(chunk) if chunk is not None and call.new > 1 else None
         cache.calls = append_call(cache.calls, dataclasses.replace(call, repeat=again), cache.backend.crop)
 
@@ -147,7 +148,7 @@ class KVStore:
         slots = admit(layout, None, chunk, row_budgets)
         mark_addresses_static(slots)
         row_budgets = chunk.raised_budgets(layout.policy, row_budgets)
-        counts = zip(valid_counts(layout.policy, chunk.valid), row_budgets, strict=False)
+        counts = zip(valid_counts(layout.policy, chunk.valid), row_budgets, strict=False)  # none without a clock
         return slots, row_budgets, tuple(clock_of(layout, (), *row) for row in counts)
 
     def make_room_for_pins(self, cache: LayerCache, pins: Pins) -> None:
@@ -204,8 +205,19 @@ class KVStore:
             operands = own[len(policy.statistics) :]
             if operands:  # see `cache.chunk_step.extend_step`
                 query, keys, mask, *sink = operands
-                common = (False, site.scale, site.cap, part.heads, layout.spread)
-                specs.append(StatisticsSpec(query, keys, mask, sink[0] if sink else None, *common))
+                specs.append(
+                    StatisticsSpec(
+                        query=query,
+                        key=keys,
+                        mask=mask,
+                        sink_logit=sink[0] if sink else None,
+                        causal=False,
+                        scale=site.scale,
+                        cap=site.cap,
+                        heads=part.heads,
+                        spread=layout.spread,
+                    )
+                )
         attention = attention_of_chunk(layout, divided, valid)
         chunk = Chunk(key, value, valid, attention, call_pins_for(cache), output_projection_of(cache))
         admit_chunk(cache, chunk, _spare_slots(cache) if cache.backend.crop else None)

@@ -103,7 +103,7 @@ def _replace(
 
 @dataclasses.dataclass(frozen=True)
 class ReferenceView:
-    """What attention sees of a layer: the cached tokens and the new ones.
+    """The cached and the new tokens of a layer, as attention sees them.
 
     Attributes:
         keys, values: [B, Hkv, N + q, D] and [B, Hkv, N + q, Dv], the keys rotated.
@@ -196,7 +196,7 @@ class _ReferenceCall:
         if stored is None:
             keys = torch.cat([keys, key.to(keys.dtype)], 2)
         new_index = store.length + torch.arange(count, device=query.device).expand(self.layout.batch, groups, -1)
-        new_position = (store.seen()[:, None] + valid.cumsum(-1) - 1)[:, None].expand(-1, groups, -1)
+        new_position = (store.seen[:, None] + valid.cumsum(-1) - 1)[:, None].expand(-1, groups, -1)
         return ReferenceView(
             keys=keys,
             values=torch.cat([held_values, value.to(held_values.dtype)], 2),

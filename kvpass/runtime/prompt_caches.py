@@ -40,7 +40,7 @@ MIXED = (
 
 @dataclasses.dataclass(frozen=True)
 class PromptLayer:
-    """What a prompt leaves of one layer.
+    """The result of a prompt in one layer.
 
     Attributes:
         policy: the policy of the layer.

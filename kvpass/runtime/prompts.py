@@ -42,7 +42,7 @@ ADOPTED = "adopted: the prompt ran uncompiled, so nothing is known of its attent
 
 @dataclasses.dataclass(frozen=True)
 class PromptGraph:
-    """What a runner knows of a prompt graph; an artifact has it in its manifest.
+    """The facts about a prompt graph that its runner reads; an artifact stores them in its manifest.
 
     Attributes:
         sites: the attention calls on caches.
@@ -266,16 +266,20 @@ class PromptRunner:
             model_identity.weak_references(arguments[index] for index in indices) for indices in graph.key_projections
         ]
         outputs = [None if index is None else weakref.ref(arguments[index]) for index in graph.output_projections]
-        common = (
-            self.backend,
-            graph.sites,
-            graph.ranked,
-            () if graph.adopted_past is None else (ADOPTED,),
-            self.angles,
+        admitted = AdmittedPrompt(
+            backend=self.backend,
+            sites=graph.sites,
+            ranked=graph.ranked,
+            notes=() if graph.adopted_past is None else (ADOPTED,),
+            angles=self.angles,
+            layers=layers,
+            model=self._model_objects(arguments),
+            weights=weights,
+            outputs=outputs,
+            new=prompt - adopted,
         )
-        taken = AdmittedPrompt(*common, layers, self._model_objects(arguments), weights, outputs, prompt - adopted)
         del layers  # so that the rows of each layer are freed once they are stored
-        for site, cache in zip(graph.sites, taken.caches(), strict=True):
+        for site, cache in zip(graph.sites, admitted.caches(), strict=True):
             results[site.keys_out], results[site.values_out] = handles_of(cache)
         announce(PromptResult(self, arguments, tuple(results)))
         return tuple(results)
@@ -319,8 +323,17 @@ class PromptRunner:
         if outputs.operands:
             query, attended, *others = outputs.operands
             mask, sink_logit = (None if index is None else results[index] for index in others)
-            common = (site.causal, site.scale, site.cap, key.shape[1], site.spread)
-            spec = StatisticsSpec(results[query], results[attended], mask, sink_logit, *common)
+            spec = StatisticsSpec(
+                query=results[query],
+                key=results[attended],
+                mask=mask,
+                sink_logit=sink_logit,
+                causal=site.causal,
+                scale=site.scale,
+                cap=site.cap,
+                heads=key.shape[1],
+                spread=site.spread,
+            )
         index = self.graph.output_projections[i]
         output = None if index is None else output_weight_by_head(arguments[index], key.shape[1], value.shape[3])
         chunk = Chunk(key, value, valid, attention, pins, output)

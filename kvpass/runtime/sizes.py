@@ -15,7 +15,7 @@ from kvpass.cache.layer_cache import LayerCache
 from kvpass.capture.canonical import AttentionSite
 from kvpass.fx import shapes, walk
 from kvpass.fx.shapes import Sizes
-from kvpass.runtime.variants import DynamicDims
+from kvpass.runtime.variants import DynamicDims, LruCache
 
 MOST_UNCLEAR = 4  # sizes that may or may not follow the cache, of which all combinations are tried
 
@@ -72,7 +72,27 @@ class CallSizes:
     windows: tuple[int | None, ...]
 
 
-class StepSizes:
+class TokenCounters:
+    """The integers among a step's arguments that count tokens.
+
+    Attributes:
+        counters: their argument indices, by the symbol or number that stands for each.
+    """
+
+    def __init__(self, counters: dict[Any, int]) -> None:
+        self.counters = counters
+
+    def queries(self, arguments: tuple[Any, ...]) -> int:
+        """Return the number of new tokens q."""
+        raise NotImplementedError
+
+    def shift_counts(self, arguments: tuple[Any, ...], seen: int, by: int) -> tuple[Any, ...]:
+        """Return arguments of a call after `seen` tokens, with `by` added to the integers that count them."""
+        counting = [index for index in self.counters.values() if arguments[index] == seen]
+        return tuple(x + by if index in counting else x for index, x in enumerate(arguments))
+
+
+class StepSizes(TokenCounters):
     """The sizes of a step graph.
 
     Attributes:
@@ -83,26 +103,26 @@ class StepSizes:
     """
 
     def __init__(self, gm: fx.GraphModule, sites: list[AttentionSite]) -> None:
+        super().__init__(_counters(gm))
         self._gm, self._sites = gm, sites
         self.sources, self.others = _free_sizes(gm, sites)
-        self.counters = _counters(gm)
         self.rewritten_readings: set[OtherSizes] = set()
-        self._new_tokens: dict[tuple[int, ...], int] = {}
-        self._resolved: dict[Any, Sizes] = {}
+        self._new_tokens = LruCache[tuple[int, ...], int]()
+        self._resolved = LruCache[Any, Sizes]()
 
     def numbers(self, arguments: tuple[Any, ...]) -> tuple[int, ...]:
         """Return the values of `sources`."""
         return tuple(int(arguments[index].shape[dim]) for index, dim in self.sources.values())
 
     def queries(self, arguments: tuple[Any, ...]) -> int:
-        """Return the number of new tokens q."""
         return self._new_token_count(self.numbers(arguments))
 
     def _new_token_count(self, numbers: tuple[int, ...]) -> int:
-        if numbers not in self._new_tokens:
+        count = self._new_tokens.get(numbers)
+        if count is None:
             known = dict(zip(self.sources, numbers, strict=True))
-            self._new_tokens[numbers] = shapes.number(self._sites[0].queries, known)
-        return self._new_tokens[numbers]
+            count = self._new_tokens.put(numbers, shapes.number(self._sites[0].queries, known))
+        return count
 
     def call_sizes(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> CallSizes:
         """Return the sizes of a call."""
@@ -139,9 +159,7 @@ class StepSizes:
     ) -> Sizes:
         """Return the meaning of the graph's symbols in a call, perhaps with some sizes dynamic."""
         key = call, others, dynamic
-        if key not in self._resolved:
-            self._resolved[key] = self._resolve(call, others, dynamic)
-        return self._resolved[key]
+        return self._resolved.get(key) or self._resolved.put(key, self._resolve(call, others, dynamic))
 
     def _resolve(self, call: CallSizes, others: tuple[int | SizeTie | None, ...], dynamic: DynamicDims | None) -> Sizes:
         known: dict[Any, Any] = dict(zip(self.sources, call.numbers, strict=True))
@@ -171,13 +189,6 @@ class StepSizes:
         sizes = dynamic.sizes if dynamic else None
         queries = sizes.size(new) if sizes else new
         return Sizes(tuple(dict.fromkeys(lengths)), known, queries, least, tuple(totals.values()), sizes)
-
-    # -- later steps ------------------------------------------------------------------------------------------------
-
-    def shift_counts(self, arguments: tuple[Any, ...], seen: int, by: int) -> tuple[Any, ...]:
-        """Return arguments of a call after `seen` tokens, with `by` added to the integers that count them."""
-        counting = [index for index in self.counters.values() if arguments[index] == seen]
-        return tuple(x + by if index in counting else x for index, x in enumerate(arguments))
 
     def holds_after(self, others: OtherSizes, arguments: tuple[Any, ...], seen: int) -> Callable[[int], bool]:
         """Return a predicate that tells whether this graph's guards hold a number of tokens after a call.

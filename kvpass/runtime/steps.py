@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.fx as fx
 
 from kvpass.cache.handle import check_layers, current_cache, handles_of
 from kvpass.cache.layer_cache import LayerCache
+from kvpass.capture.canonical import AttentionSite, SiteFacts
 from kvpass.capture.capture import Capture
 from kvpass.errors import CacheHandleError, UnsupportedGraph
 from kvpass.fx import walk
@@ -35,13 +36,145 @@ from kvpass.runtime.checks import PaddingTracker, StepVerifier, describe_wrong_m
 from kvpass.runtime.compiler import Compiler
 from kvpass.runtime.kv_store import calls_before, record_calls
 from kvpass.runtime.recorder import announce
-from kvpass.runtime.sizes import OtherSizes, StepSizes
+from kvpass.runtime.sizes import OtherSizes, StepSizes, TokenCounters
 from kvpass.runtime.variants import CompiledVariant, DynamicDims, FastStep, ShapeKey, VariantCache
 from kvpass.torch_private import dynamo, inductor, regions, symbolic_shapes, tensors
 from kvpass.torch_private.tensors import UnwrappedSubclasses
 
 
-class StepRunner:
+class PreparedStep(NamedTuple):
+    """A step that is ready to run.
+
+    Attributes:
+        rewrite: the rewrite of the graph.
+        host_inputs: the results of `StepRewrite.host_precomputed`.
+        flat: the arguments of the compiled code.
+        run: the compiled code.
+    """
+
+    rewrite: StepRewrite
+    host_inputs: list[Any]
+    flat: list[Any]
+    run: inductor.Compiled
+
+
+class StepOutcome(NamedTuple):
+    """The results of a step, for the outputs of Dynamo's graph.
+
+    Attributes:
+        rewrite, host_inputs: as of `PreparedStep`.
+        results: the results of the rewritten graph.
+        compact: whether the step has compacted the slots.
+    """
+
+    rewrite: StepRewrite
+    results: Sequence[Any]
+    host_inputs: list[Any]
+    compact: bool
+
+
+class StepExecutor:
+    """Run the new tokens of a call on the slots of caches, and update the caches.
+
+    Attributes:
+        backend: the settings of the backend.
+        sites: the attention calls on caches.
+        sizes, padding: read sizes and padding from a call's arguments.
+    """
+
+    def __init__(
+        self,
+        backend: Compiler,
+        sites: Sequence[AttentionSite] | Sequence[SiteFacts],
+        sizes: TokenCounters,
+        padding: PaddingTracker,
+    ) -> None:
+        self.backend, self.sizes, self.padding = backend, sizes, padding
+        self.sites: Sequence[Any] = sites
+
+    def advance(
+        self, caches: list[LayerCache], arguments: tuple[Any, ...], others: OtherSizes, known: frozenset[int]
+    ) -> StepOutcome:
+        """Run the new tokens in Dynamo's arguments, and update the caches.
+
+        Args:
+            others: sizes of other inputs, see `StepSizes.readings`.
+            known: argument indices, see `PaddingTracker.unchanged_inputs`.
+        """
+        queries = self.sizes.queries(arguments)
+        for cache in caches:
+            grow_for(cache, queries)
+        calls, kv_store = calls_before(caches, queries), self.backend.kv_store
+        for layer, cache in enumerate(caches):
+            kv_store.prepare(cache, functools.partial(self.padding.valid_tokens, layer, cache, arguments, queries))
+        clocks: Sequence[tuple[Any, ...]] = [cache.clocks for cache in caches]
+        compact = False
+        if queries == 1:
+            compact, clocks = self.tick(caches, arguments)
+        step = self._prepare(caches, arguments, others, known, compact)
+        for cache in caches:
+            cache.interrupted = True
+        if queries == 1:
+            for cache, pins in self._caches_with_pins(caches):
+                kv_store.pin(cache, pins)
+        regions.note_run()
+        results = step.run(*step.flat)
+        step.rewrite.count_tokens([cache.slots for cache in caches], results)
+        taken = [
+            kv_store.admit_step(cache, site, [results[index] for index in indices])
+            for cache, site, indices in zip(caches, self.sites, step.rewrite.chunks, strict=True)
+        ]
+        advance_counts(caches, queries, clocks)
+        record_calls(caches, calls, taken)
+        return StepOutcome(step.rewrite, results, step.host_inputs, compact)
+
+    def _caches_with_pins(self, caches: list[LayerCache]) -> list[tuple[LayerCache, Pins]]:
+        """Return the caches in which the running call pins tokens, each with its pins."""
+        given = [] if call_pins() is None else [(cache, call_pins_for(cache)) for cache in caches]
+        return [(cache, pins) for cache, pins in given if pins is not None]
+
+    def tick(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> tuple[bool, list[tuple[Any, ...]]]:
+        """Return whether a decode step with these arguments compacts, and the policy clocks after the step."""
+        return tick(caches, self.padding.valid_rows(caches, arguments))
+
+    def bind_fast_step(
+        self,
+        caches: list[LayerCache],
+        arguments: tuple[Any, ...],
+        others: OtherSizes,
+        known: frozenset[int],
+        compact: bool,
+    ) -> Callable[[tuple[Any, ...], Sequence[tuple[Any, ...]]], Sequence[Any]]:
+        """Return a callable that does what `advance` does for one token while the caches keep their slots.
+
+        It is a `FastStep` for slots; for the eager reference it calls `advance`.
+        """
+        if self.backend.kv_store.is_reference:  # the reference needs the preparation that `FastStep` skips
+            return lambda arguments, _: self.advance(caches, arguments, others, known).results
+        step = self._prepare(caches, arguments, others, known, compact)
+        return FastStep(caches, step.rewrite, step.run)
+
+    def arguments_after(self, caches: list[LayerCache], arguments: tuple[Any, ...], by: int) -> tuple[Any, ...]:
+        """Return the arguments of the step before as if `by` more tokens had been seen before it."""
+        return self.sizes.shift_counts(arguments, caches[0].seen - 1, by)
+
+    def holds_after(self, ran: StepResult) -> Callable[[int], bool]:
+        """Return a predicate that tells whether the code serves a number of tokens after a step that ran."""
+        raise NotImplementedError
+
+    def _prepare(
+        self,
+        caches: list[LayerCache],
+        arguments: tuple[Any, ...],
+        others: OtherSizes,
+        known: frozenset[int],
+        compact: bool,
+    ) -> PreparedStep:
+        """Return the code and the arguments of a step on caches that have capacity for the new tokens."""
+        raise NotImplementedError
+
+
+class StepRunner(StepExecutor):
     """Runner of a step graph on slots, for a decode step of one token or a chunk.
 
     The graph is rewritten at its first run, when the layouts are known.  It is compiled then or later, see
@@ -51,19 +184,21 @@ class StepRunner:
         model: Dynamo's graph until the first rewrite is validated, then None.
         gm, sites: the canonical graph and its attention sites.
         pasts: for each site the argument indices of the past keys and values.
-        sizes, padding, verifier: read sizes and padding from a call's arguments, and check the call.
+        sizes, verifier: read sizes from a call's arguments, and check the call.
         variants: the rewrites of the graph.
         validation: the result of validating the first rewrite.
     """
 
+    sites: list[AttentionSite]
+    sizes: StepSizes
+
     def __init__(self, backend: Compiler, model: fx.GraphModule, captured: Capture) -> None:
-        self.backend = backend
-        self.model = model if backend.validates else None
-        self.gm, self.sites = captured.gm, captured.sites
+        gm, sites = captured.gm, captured.sites
+        super().__init__(backend, sites, StepSizes(gm, sites), PaddingTracker.of(gm, sites))
+        self.gm, self.model = gm, model if backend.validates else None
         holders = walk.placeholders(self.gm.graph)
         self.pasts = [(holders.index(s.past_key), holders.index(s.past_value)) for s in self.sites]  # type: ignore[arg-type]
         self.as_traced = UnwrappedSubclasses(index for pair in self.pasts for index in pair)
-        self.sizes, self.padding = StepSizes(self.gm, self.sites), PaddingTracker(self.gm, self.sites)
         self.verifier = StepVerifier(self.gm, self.sites, backend.stepped)
         self.variants = VariantCache(
             {str(symbol) for node in self.gm.graph.nodes for symbol in symbolic_shapes.symbols(walk.value(node))}
@@ -99,10 +234,10 @@ class StepRunner:
         self.verifier.check_angles(
             first, arguments, lambda: self.sizes.resolve(self.sizes.call_sizes(caches, arguments), others)
         )
-        rewrite, results, host_inputs, compact = self.advance(caches, arguments, others, known)
+        done = self.advance(caches, arguments, others, known)
         self.padding.record_padding(caches, arguments, before, queries)
-        announce(StepResult(self, caches, arguments, others, known, results, step, rewrite, before, compact))
-        return self._dynamo_outputs(rewrite, results, host_inputs, caches, arguments)
+        announce(StepResult.of(self, done, caches, arguments, others, known, step, before))
+        return self._dynamo_outputs(done, caches, arguments)
 
     def _cache_of_layer(self, arguments: tuple[Any, ...], indices: tuple[int, int]) -> LayerCache:
         cache = current_cache(arguments[indices[0]], "keys", self.backend)
@@ -112,76 +247,6 @@ class StepRunner:
             )
         return cache
 
-    def _caches_with_pins(self, caches: list[LayerCache]) -> list[tuple[LayerCache, Pins]]:
-        """Return the caches in which the running call pins tokens, each with its pins."""
-        given = [] if call_pins() is None else [(cache, call_pins_for(cache)) for cache in caches]
-        return [(cache, pins) for cache, pins in given if pins is not None]
-
-    def advance(
-        self, caches: list[LayerCache], arguments: tuple[Any, ...], others: OtherSizes, known: frozenset[int]
-    ) -> tuple[StepRewrite, Sequence[Any], list[Any], bool]:
-        """Run the new tokens in Dynamo's arguments, and update the caches.
-
-        Args:
-            others: sizes of other inputs, see `StepSizes.readings`.
-            known: argument indices, see `PaddingTracker.unchanged_inputs`.
-
-        Returns:
-            The rewrite of the graph, the results of the graph, the results of `StepRewrite.host_precomputed`, and
-            whether the step has compacted the slots.
-        """
-        queries = self.sizes.queries(arguments)
-        for cache in caches:
-            grow_for(cache, queries)
-        calls, kv_store = calls_before(caches, queries), self.backend.kv_store
-        for layer, cache in enumerate(caches):
-            kv_store.prepare(cache, functools.partial(self.padding.valid_tokens, layer, cache, arguments, queries))
-        clocks: Sequence[tuple[Any, ...]] = [cache.clocks for cache in caches]
-        compact = False
-        if queries == 1:
-            compact, clocks = self.tick(caches, arguments)
-        rewrite, host_inputs, flat, run = self._prepare(caches, arguments, others, known, compact)
-        for cache in caches:
-            cache.interrupted = True
-        if queries == 1:
-            for cache, pins in self._caches_with_pins(caches):
-                kv_store.pin(cache, pins)
-        regions.note_run()
-        results = run(*flat)
-        rewrite.count_tokens([cache.slots for cache in caches], results)
-        taken = [
-            kv_store.admit_step(cache, site, [results[index] for index in indices])
-            for cache, site, indices in zip(caches, self.sites, rewrite.chunks, strict=True)
-        ]
-        advance_counts(caches, queries, clocks)
-        record_calls(caches, calls, taken)
-        return rewrite, results, host_inputs, compact
-
-    def tick(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> tuple[bool, list[tuple[Any, ...]]]:
-        """Return whether a decode step with these arguments compacts, and the policy clocks after the step."""
-        return tick(caches, self.padding.valid_rows(caches, arguments))
-
-    def bind_fast_step(
-        self,
-        caches: list[LayerCache],
-        arguments: tuple[Any, ...],
-        others: OtherSizes,
-        known: frozenset[int],
-        compact: bool,
-    ) -> Callable[[tuple[Any, ...], Sequence[tuple[Any, ...]]], Sequence[Any]]:
-        """Return a callable that does what `advance` does for one token while the caches keep their slots.
-
-        It is a `FastStep` for slots; for the eager reference it calls `advance`.
-        """
-        if self.backend.kv_store.is_reference:  # the reference needs the preparation that `FastStep` skips
-            return lambda arguments, _: self.advance(caches, arguments, others, known)[1]
-        rewrite, _, _, run = self._prepare(caches, arguments, others, known, compact)
-        return FastStep(caches, rewrite, run)
-
-    def arguments_after(self, caches: list[LayerCache], arguments: tuple[Any, ...], by: int) -> tuple[Any, ...]:
-        """Return the arguments of the step before as if `by` more tokens had been seen before it."""
-        return self.sizes.shift_counts(arguments, caches[0].seen - 1, by)
-
     def holds_after(self, ran: StepResult) -> Callable[[int], bool]:
         """Return a predicate that tells whether this graph's guards hold a number of tokens after a step that ran."""
         return self.sizes.holds_after(ran.other_sizes, ran.arguments, ran.seen_before)
@@ -189,22 +254,23 @@ class StepRunner:
     # -- variants ---------------------------------------------------------------------------------------------------
 
     def _prepare(
-        self, caches: list[LayerCache], arguments: tuple[Any, ...], *how: Any
-    ) -> tuple[StepRewrite, list[Any], list[Any], inductor.Compiled]:
-        """Return the rewrite to run, the results of its host precomputation, its arguments and its compiled code.
-
-        Args:
-            how: the further arguments of `_find_variant`.
-        """
+        self,
+        caches: list[LayerCache],
+        arguments: tuple[Any, ...],
+        others: OtherSizes,
+        known: frozenset[int],
+        compact: bool,
+    ) -> PreparedStep:
         key = ShapeKey.of(caches, self.sizes.numbers(arguments))
-        variant = self._find_variant(caches, arguments, key, *how)
+        variant = self._find_variant(caches, arguments, key, others, known, compact)
         rewrite = variant.rewrite_for(key)
         host_inputs = rewrite.host_precomputed(arguments)
         flat = rewrite.flat_arguments([cache.slots for cache in caches], arguments, host_inputs, caches[0].seen)
         run = variant.runner(self.backend, flat, caches[0].layout.ranked, rewrite.queries > 1)
         if variant.serves(key):
-            return rewrite, host_inputs, flat, run
-        return self._prepare(caches, arguments, *how)  # compiling has added guards that this call does not meet
+            return PreparedStep(rewrite, host_inputs, flat, run)
+        # Compiling has added guards that this call does not meet.
+        return self._prepare(caches, arguments, others, known, compact)
 
     def _find_variant(
         self,
@@ -295,16 +361,12 @@ class StepRunner:
         self.model = None
 
     def _dynamo_outputs(
-        self,
-        rewrite: StepRewrite,
-        results: Sequence[Any],
-        host_inputs: list[Any],
-        caches: list[LayerCache],
-        arguments: tuple[Any, ...],
+        self, done: StepOutcome, caches: list[LayerCache], arguments: tuple[Any, ...]
     ) -> tuple[Any, ...]:
         """Return the outputs of Dynamo's graph from the results of the rewritten one."""
-        outputs = [None if index is None else results[index] for index in rewrite.outputs]
-        for index, result in zip(rewrite.grown, host_inputs, strict=False):
+        rewrite = done.rewrite
+        outputs = [None if index is None else done.results[index] for index in rewrite.outputs]
+        for index, result in zip(rewrite.grown, done.host_inputs, strict=False):  # further ones are inputs of the graph
             outputs[index] = result
         for index, beyond in rewrite.lengths.items():
             outputs[index] = caches[0].seen - rewrite.queries + beyond
@@ -331,7 +393,7 @@ class StepResult:
         compact: whether the step has compacted the slots.
     """
 
-    runner: StepRunner
+    runner: StepExecutor
     caches: list[LayerCache]
     arguments: tuple[Any, ...]
     other_sizes: tuple[int | None, ...]
@@ -341,3 +403,28 @@ class StepResult:
     rewrite: StepRewrite
     seen_before: int
     compact: bool
+
+    @staticmethod
+    def of(
+        runner: StepExecutor,
+        done: StepOutcome,
+        caches: list[LayerCache],
+        arguments: tuple[Any, ...],
+        others: OtherSizes,
+        known: frozenset[int],
+        kind: StepKind,
+        seen_before: int,
+    ) -> StepResult:
+        """Return the result of a run with this outcome."""
+        return StepResult(
+            runner=runner,
+            caches=caches,
+            arguments=arguments,
+            other_sizes=others,
+            known_padding=known,
+            results=done.results,
+            kind=kind,
+            rewrite=done.rewrite,
+            seen_before=seen_before,
+            compact=done.compact,
+        )

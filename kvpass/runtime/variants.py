@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch.fx as fx
 
@@ -17,7 +18,12 @@ from kvpass.runtime.caches import advance_counts
 from kvpass.runtime.compiler import Compiler
 from kvpass.torch_private import dynamo, fx_nodes, inductor, symbolic_shapes
 
+MOST_ENTRIES = 512
+"""The most kinds of calls, such as lengths of chunks, whose rewrites and sizes are kept for later calls."""
 MOST_DYNAMIC = 4  # variants with dynamic sizes for calls that differ in nothing but sizes
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +112,30 @@ class DynamicDims:
         return {index: self.sizes.size(symbol) for index, symbol in self.symbols.items()}
 
 
+class LruCache(Generic[Key, Value]):
+    """A dictionary that drops the least recently used entry beyond `MOST_ENTRIES`."""
+
+    def __init__(self) -> None:
+        self._entries: collections.OrderedDict[Key, Value] = collections.OrderedDict()
+
+    def get(self, key: Key) -> Value | None:
+        """Return the value of a key, which counts as used; None for an unknown key."""
+        if key in self._entries:
+            self._entries.move_to_end(key)
+        return self._entries.get(key)
+
+    def put(self, key: Key, value: Value) -> Value:
+        """Set the value of a key, and return it."""
+        self._entries[key] = value
+        if len(self._entries) > MOST_ENTRIES:
+            self._entries.popitem(last=False)
+        return value
+
+    def values(self) -> Iterable[Value]:
+        """Return the values, the least recently used first."""
+        return self._entries.values()
+
+
 Rewrite = Callable[[DynamicDims | None], StepRewrite]
 """A function that rewrites a step graph for the present call, with some numbers of its `ShapeKey` as dynamic sizes."""
 
@@ -122,13 +152,13 @@ class CompiledVariant:
         self._rewrite, self.key, self._dynamic_indices = rewrite, key, free
         self.compiled: inductor.Compiled | None = None
         self._ran_uncompiled = False
-        self._by_key: dict[ShapeKey, StepRewrite] = {}
+        self._by_key = LruCache[ShapeKey, StepRewrite]()
 
     def rewrite_for(self, key: ShapeKey) -> StepRewrite:
         """Return the rewrite with numbers for its dynamic sizes, for a call with this shape key."""
-        if key not in self._by_key:
-            self._by_key[key] = self._rewrite.with_numbers([key.all_numbers[index] for index in self._dynamic_indices])
-        return self._by_key[key]
+        known = self._by_key.get(key)
+        numbers = [key.all_numbers[index] for index in self._dynamic_indices]
+        return known or self._by_key.put(key, self._rewrite.with_numbers(numbers))
 
     def owns(self, rewrite: StepRewrite) -> bool:
         """Return whether `rewrite_for` has returned this object."""
@@ -185,7 +215,7 @@ class VariantCache:
             symbols: the names of all symbols in the graph.
         """
         self._symbols = symbols
-        self._by_call: dict[Any, CompiledVariant] = {}
+        self._by_call = LruCache[Any, CompiledVariant]()
         self._dynamic: dict[Any, list[CompiledVariant]] = {}
         self._first_keys: dict[Any, ShapeKey] = {}
 
@@ -211,8 +241,7 @@ class VariantCache:
             decodes: whether the call has a single new token.
         """
         dynamic = None if shared is None else self._find_dynamic((shared, key.dynamic_indices), key, decodes, rewrite)
-        self._by_call[call] = dynamic or CompiledVariant(rewrite(None), key)
-        return self._by_call[call]
+        return self._by_call.put(call, dynamic or CompiledVariant(rewrite(None), key))
 
     def _find_dynamic(self, kind: Any, key: ShapeKey, decodes: bool, rewrite: Rewrite) -> CompiledVariant | None:
         """Return a variant with dynamic sizes; None if the call gets a static one."""

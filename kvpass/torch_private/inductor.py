@@ -91,7 +91,7 @@ def cpp_compiler() -> str | None:
 
 
 CHECKS_TOO_EARLY = torch.__version__ < "2.13"
-"""Whether Inductor emits the check of a computed index before the index itself, which is invalid C++ (in 2.11)."""
+"""True if Inductor emits the check of a computed index before the index itself, which is invalid C++ (in 2.11)."""
 
 
 def to_buffer(x: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ class Task:
 
 
 def needles(session: Session, draw: random.Random, others: int) -> Task:
-    """Numbers of several places in surrounding text, of which one is asked for."""
+    """Hide numbers of several places in surrounding text, and ask for one of them."""
     places = draw.sample(PLACES, 1 + others)
     numbers = [str(number) for number in draw.sample(range(10_000, 100_000), len(places))]
     statements, questions = zip(*map(lighthouse, places, numbers), strict=True)
@@ -59,7 +59,7 @@ def needles(session: Session, draw: random.Random, others: int) -> Task:
 
 
 def variables(session: Session, draw: random.Random) -> Task:
-    """Chains of assignments in noise; all variables that have a value are asked for."""
+    """Hide chains of assignments in noise, and ask for all variables that have a value."""
     names = ["".join(draw.sample("ABCDEFGHIJKLMNOPQRSTUVWXYZ", 4)) for _ in range(2 * CHAIN)]
     number, other = draw.sample(range(10_000, 100_000), 2)
     sentences = []
@@ -72,7 +72,7 @@ def variables(session: Session, draw: random.Random) -> Task:
 
 
 def common_words(session: Session, draw: random.Random) -> Task:
-    """A list of words in which every second one is one of a few."""
+    """List words of which every second one is one of a few."""
     text = session.subject.tokenizer.decode(session.filler(draw.randrange(2**20), POOL))
     pool = sorted(set(WORD.findall(text)))
     require(len(pool) > 10 * COMMON, "texts", len(pool), "must have more different words")
@@ -87,7 +87,7 @@ def common_words(session: Session, draw: random.Random) -> Task:
 
 
 def frequent_words(session: Session, draw: random.Random) -> Task:
-    """A list of made-up words, the n-th of which stands there in proportion to 1 / n^2."""
+    """List made-up words, the n-th with a frequency in proportion to 1 / n^2."""
     pairs = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
     coded = ["".join(draw.sample(pairs, 3)) for _ in range(CODED)]
     total = sum(1 / n**2 for n in range(1, CODED + 1))

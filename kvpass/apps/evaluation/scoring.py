@@ -79,7 +79,7 @@ class Scored:
 
 @dataclasses.dataclass(frozen=True)
 class AgreementScores:
-    """How far the predictions of continuations under a policy are from those with a full cache.
+    """The distance of a policy's predictions of continuations from those with a full cache.
 
     Attributes:
         divergence: float32 [B, n], KL(full || policy) of the distribution of each token, in nats; zero for padding.

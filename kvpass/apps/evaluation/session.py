@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """What measures need of a model under one policy and budget.
+    """A model under one policy and budget, as measures use it.
 
     Attributes:
         subject: the model and its tokenizer.
@@ -206,9 +206,9 @@ class Measure(Protocol):
 
     name: ClassVar[str]
     across: ClassVar[str]
-    """What is drawn to the right: a key of rows, or "budget"."""
+    """The key of rows on the horizontal axis of the picture, or "budget"."""
     up: ClassVar[str]
-    """What is drawn upwards: a key of rows."""
+    """The key of rows on the vertical axis of the picture."""
 
     @property
     def room(self) -> int:

@@ -45,8 +45,7 @@ def rows_of(model: Any, cache: Any) -> Rows:
     Raises:
         AlignerError: the cache has other entries than keys and values.
     """
-    layers = getattr(cache, "layers", None)
-    rows = [(x.keys, x.values) for x in layers] if layers is not None else [tuple(x[:2]) for x in cache or ()]
+    rows = cache_names.rows_of_cache(cache)
     if not rows or any(not isinstance(x, Tensor) or x.ndim != 4 for pair in rows for x in pair):
         raise AlignerError(f"{name_of(model)} returns no cache with keys and values [B, heads, tokens, dimension]")
     return rows

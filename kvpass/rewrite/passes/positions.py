@@ -121,7 +121,7 @@ class _LengthArithmetic:
         if not all(isinstance(part, slice) and part.step is None for part in parts):
             return [False]
         ends = [any(walk.is_size(end) and self.sizes.grows(end) for end in (p.start, p.stop)) for p in parts]
-        sizes = [size for size, grows in zip(value(node).shape, ends, strict=False) if grows]
+        sizes = [value(node).shape[dim] for dim, grows in enumerate(ends) if grows]
         return ends if all(self.sizes.is_total(size) or not self.sizes.grows(size) for size in sizes) else [False]
 
     def _lookup(self, table: fx.Node, dim: int, start: Any, size: Any) -> tuple[fx.Node, list[fx.Node]]:

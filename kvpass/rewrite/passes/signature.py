@@ -162,10 +162,8 @@ def _new_outputs(step: StepContext) -> tuple[Outputs, list[Any]]:
     kept = [output for index, output in enumerate(originals) if index not in removed]
     order = iter(range(len(kept)))
     outputs = [None if index in removed else next(order) for index in range(len(originals))]
-    starts = itertools.accumulate(map(len, step.attention.chunks), initial=len(kept))
-    chunks = [
-        list(range(start, start + len(chunk))) for start, chunk in zip(starts, step.attention.chunks, strict=False)
-    ]
+    starts = [*itertools.accumulate(map(len, step.attention.chunks), initial=len(kept))]
+    chunks = [list(range(start, stop)) for start, stop in itertools.pairwise(starts)]
     kept += [node for chunk in step.attention.chunks for node in chunk]
     valid = None if step.valid_output is None else len(kept)
     kept += [] if step.valid_output is None else [step.valid_output]

@@ -209,7 +209,8 @@ def _compare(step: StepCase, conversation: Conversation, last: fx.Node | None) -
     if last is None:
         for index, beyond in rewrite.lengths.items():
             outputs[index] = conversation.count + beyond
-        for index, grown in zip(rewrite.grown, rewrite.host_precomputed(conversation.plain), strict=False):
+        precomputed = rewrite.host_precomputed(conversation.plain)  # outputs, then inputs of the graph
+        for index, grown in zip(rewrite.grown, precomputed, strict=False):
             outputs[index] = grown
     lockstep.compare_outputs(outputs, wanted, rewrite.unread)
     return lockstep.blind
