@@ -18,7 +18,7 @@ MOST_TOKENS = 32_768
 
 def model_and_tokens(model: str, text: Path | None, dtype: str, most: int) -> tuple[Any, Tensor]:
     """Return a model and up to `most` token ids of a text, int64 [T]; see `main`."""
-    chosen = models.load(model, dtype if dtype == "auto" else getattr(torch, dtype))
+    chosen = models.load(model, dtype)
     texts = [*corpus.prose().values()] if text is None else [corpus.read_file(text)]
     tokens = [token for each in chosen.encode(texts) for token in (chosen.bos, *each)]
     return chosen.model, torch.tensor(tokens[:most])

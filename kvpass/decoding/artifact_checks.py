@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvpass import versions
-from kvpass.decoding.recording import tensor_names
+from kvpass.decoding.recording import named_tensors, tensor_names
 from kvpass.errors import ArtifactError
 from kvpass.runtime.model_identity import differences, digest, settings_of
 from kvpass.torch_private import exported_code
@@ -74,12 +74,6 @@ def _check_processor(saved: Mapping[str, Any]) -> None:
             f"torch.set_num_threads({saved['threads']}) first"
         )
     _check_same({"vectors": saved["vectors"]}, here, "was exported for a processor with", "this one has")
-
-
-def named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and buffers of a model, a shared one under each of its names."""
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
 
 
 def model_entry(model: torch.nn.Module) -> dict[str, Any]:

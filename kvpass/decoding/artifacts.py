@@ -28,7 +28,7 @@ from kvpass.decoding import artifact_checks, artifact_folder
 from kvpass.decoding.artifact_folder import TENSORS, ExportFiles, read_manifest, write_folder, write_manifest
 from kvpass.decoding.cache_files import CacheObjectReader, FilePath, policy_of, settings_entry
 from kvpass.decoding.loop import DecodeLoop
-from kvpass.decoding.recording import RecordedCall, graph_entries, recording_calls
+from kvpass.decoding.recording import RecordedCall, graph_entries, named_tensors, recording_calls
 from kvpass.decoding.stepping import refresh_handles
 from kvpass.decoding.warmup import synthetic_tokens, visit_graphs
 from kvpass.errors import ArtifactError, BudgetError, KVPassError, PolicyError
@@ -230,7 +230,7 @@ class ExportedCall:
 
     def _module_tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the model by name, which the user may have replaced."""
-        found = dict(artifact_checks.named_tensors(self.model))
+        found = dict(named_tensors(self.model))
         artifact_checks.check_tensors(self.shapes, found)
         return found
 

@@ -16,6 +16,7 @@ from kvpass.decoding import artifact_folder
 from kvpass.decoding.artifact_folder import ExportFiles
 from kvpass.decoding.cache_files import CacheObjectWriter
 from kvpass.decoding.loop import DecodeLoop
+from kvpass.decoding.stepping import is_same_tensor
 from kvpass.errors import UnsupportedGraph
 from kvpass.runtime import exported_graphs, prompts, steps
 from kvpass.runtime.recorder import announce, listening
@@ -124,8 +125,13 @@ def graph_entries(model: torch.nn.Module, calls: Sequence[RecordedCall], files: 
 
 def tensor_names(model: torch.nn.Module) -> dict[int, str]:
     """Return the names of a model's parameters and buffers by their ids."""
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    return {id(tensor): name for name, tensor in reversed(named)}
+    return {id(tensor): name for name, tensor in reversed([*named_tensors(model)])}
+
+
+def named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and buffers of a model, a shared one under each of its names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
 
 
 class _GraphWriter:
@@ -145,7 +151,7 @@ class _GraphWriter:
         ids = next(i for i, x in enumerate(last.result.arguments) if x is last.inputs["ids"])
         entry, read = self._prompt(last, ids) if kind[0] == "prompt" else self._step(last, alike, ids)
         results = last.result.results
-        logits = next((i for i, x in enumerate(results) if _is_same(x, last.logits)), None)
+        logits = next((i for i, x in enumerate(results) if is_same_tensor(x, last.logits)), None)
         if logits is None:
             raise UnsupportedGraph("this model cannot be exported: its logits are not computed in its graph")
         arguments = {str(index): self._argument(index, alike) for index in sorted(read)}
@@ -234,7 +240,3 @@ def _code_of_chunk(call: RecordedCall) -> Any:
 
 def _is_equal(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one, other)
-
-
-def _is_same(made: Any, wanted: Tensor) -> bool:
-    return isinstance(made, Tensor) and made.shape == wanted.shape and made.data_ptr() == wanted.data_ptr()

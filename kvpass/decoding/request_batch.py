@@ -178,7 +178,7 @@ class RequestBatch(LoopState):
             self.pending += 1
             if ended is not None and int(self.done.sum()) > ended:
                 break
-        columns: list[list[int]] = self.generated[: self.pending].tolist()  # waits for the device
+        columns: list[list[int]] = self.token_buffer[: self.pending].tolist()  # waits for the device
         self.cursor.zero_()
         self.pending = 0
         return columns
@@ -214,7 +214,7 @@ class RequestBatch(LoopState):
         """Sample the next tokens from logits [R, 1, vocabulary] and advance the state, all on the device."""
         drawn, goes = self.sampling.choose(logits[:, -1], self.generated), ~self.done
         self.generated.add_(goes)
-        self.generated.index_copy_(0, self.cursor, torch.where(goes, drawn, self.loop.pad)[None])
+        self.token_buffer.index_copy_(0, self.cursor, torch.where(goes, drawn, self.loop.pad)[None])
         self.ids.copy_(torch.where(goes[:, None], drawn[:, None], self.ids))
         self.done.logical_or_(self._stops(drawn) | (self.generated >= self.max_new_tokens))
         self.position.add_((~self.done)[:, None])

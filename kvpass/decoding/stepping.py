@@ -63,7 +63,7 @@ class LoopState:
         position: int64 [B, 1], its position among the real tokens; in a row that has stopped, the position of the token
             before it, as a model may have no further positions.
         done: bool [B], whether each row has stopped.
-        made: int64 [every, B], the tokens since the host read them last.
+        token_buffer: int64 [every, B], the tokens since the host read them last.
         ready: tokens that the host has read and not handed out.
         ended: whether all conversations had stopped when the host read the tokens last.
     """
@@ -73,10 +73,10 @@ class LoopState:
         self.may_end = len(loop.stop) > 0  # without stop tokens no conversation ends
         self.done = self._stops(first)
         self.ids, self.position = first[:, None].clone(), position - self.done[:, None].to(position.dtype)
-        self.generated = torch.full((loop.every, len(first)), loop.pad, device=first.device)
-        self.generated[0] = first
+        self.token_buffer = torch.full((loop.every, len(first)), loop.pad, device=first.device)
+        self.token_buffer[0] = first
         self.cursor = torch.ones(1, dtype=torch.int64, device=first.device)
-        self.pending = 1  # tokens in `made` that the host has not read
+        self.pending = 1  # tokens in `token_buffer` that the host has not read
         self.ready: collections.deque[Tensor] = collections.deque()
         self.ended = False
         self.finished = torch.zeros(len(first), dtype=torch.bool)  # on the host: rows that stopped in tokens read
@@ -155,7 +155,7 @@ class LoopState:
 
     def _read_tokens(self) -> list[Tensor]:
         """Return the tokens that the host has not read."""
-        columns = self.generated[: self.pending].to("cpu", copy=True)  # waits for the device
+        columns = self.token_buffer[: self.pending].to("cpu", copy=True)  # waits for the device
         self.cursor.zero_()
         self.pending = 0
         return list(columns[: self._count_used(columns)])
@@ -206,13 +206,13 @@ class LoopState:
         drawn = self.loop.sampling.choose(logits[:, -1], self.loop.generator)
         if self.may_end:
             goes = ~self.done
-            self.generated.index_copy_(0, self.cursor, torch.where(goes, drawn, self.loop.pad)[None])
+            self.token_buffer.index_copy_(0, self.cursor, torch.where(goes, drawn, self.loop.pad)[None])
             self.ids.copy_(torch.where(goes[:, None], drawn[:, None], self.ids))
             self.done.logical_or_((self.ids == self.loop.stop).any(-1))
             self.position.add_((~self.done)[:, None])
         else:
             self.position.add_(1)
-            self.generated.index_copy_(0, self.cursor, drawn[None])
+            self.token_buffer.index_copy_(0, self.cursor, drawn[None])
             self.ids.copy_(drawn[:, None])
         self.cursor.add_(1)
 
@@ -259,7 +259,7 @@ class RepeatedStep:
         self.runner, self.caches, self.arguments, self.mask = ran.runner, ran.caches, ran.arguments, mask
         self.holds_after, self.seen_at_start = ran.runner.holds_after(ran), ran.caches[0].seen - 1
         self.others, self.padding = ran.other_sizes, ran.known_padding
-        self.logits_index = next(i for i, made in enumerate(ran.results) if _is_same(made, logits))
+        self.logits_index = next(i for i, made in enumerate(ran.results) if is_same_tensor(made, logits))
         self._forget_other_hooks(ran.kind.hooks)
         self.slots_by_kind[ran.kind] = [cache.slots for cache in self.caches]
 
@@ -327,7 +327,8 @@ class RepeatedStep:
         return graph
 
 
-def _is_same(made: Any, wanted: Tensor) -> bool:
+def is_same_tensor(made: Any, wanted: Tensor) -> bool:
+    """Return whether a value is a tensor, or a view of it with the same shape and start."""
     return isinstance(made, Tensor) and (
         made is wanted or (made.shape == wanted.shape and made.data_ptr() == wanted.data_ptr())
     )

@@ -262,7 +262,7 @@ def test_rows_draw_by_their_own_settings() -> None:
     sampling = kvpass.decoding.sampling.RowSampling.of(len(rows), torch.device("cpu"))
     counts = torch.zeros(len(rows), 4)
     for row, (given, _) in enumerate(rows):
-        sampling.put(row, kvpass.decoding.sampling.Sampling(**given, seed=row))
+        sampling.set_row(row, kvpass.decoding.sampling.Sampling(**given, seed=row))
     for made in range(4000):
         drawn = sampling.choose(shares.log().expand(len(rows), 4), torch.full((len(rows),), made))
         counts[torch.arange(len(rows)), drawn] += 1
