@@ -22,7 +22,7 @@ from kvpass.policies.budgets import window_starts
 from kvpass.policies.pinned_tokens import Pins
 from kvpass.policies.types import Attention
 from kvpass.reference import ReferenceLayer, reference_of
-from kvpass.reference.base import attention_logits
+from kvpass.reference.layer import attention_logits
 from kvpass.runtime.caches import clock_of, tick_of
 
 Step = Callable[..., Tensor]

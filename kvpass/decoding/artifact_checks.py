@@ -38,11 +38,11 @@ def versions_here() -> dict[str, str | None]:
 
 def _sources() -> str:
     """Return a digest of kvpass's own sources: a manifest has the indices that they work with."""
-    made, root = hashlib.sha256(), Path(__file__).parents[1]
+    result, root = hashlib.sha256(), Path(__file__).parents[1]
     for path in sorted((*root.rglob("*.py"), *root.rglob("*.cpp"))):
         if path.relative_to(root).parts[0] != "apps":
-            made.update(path.read_bytes())
-    return made.hexdigest()
+            result.update(path.read_bytes())
+    return result.hexdigest()
 
 
 def processor_here() -> dict[str, Any]:
@@ -99,7 +99,7 @@ def _check_model(saved: Mapping[str, Any], model: torch.nn.Module) -> None:
         raise ArtifactError(f"is for a model of another configuration: {', '.join(found[:5])}")
     tensors = dict(named_tensors(model))
     check_tensors(saved["tensors"], tensors)
-    others = [name for name, made in saved["weights"].items() if digest(tensors[name]) != made]
+    others = [name for name, result in saved["weights"].items() if digest(tensors[name]) != result]
     if others:
         raise ArtifactError(f"is for other weights: {', '.join(others[:3])} differ, {len(others)} in all")
 

@@ -86,10 +86,10 @@ def export(
     require(loop.backend.inner == "inductor", "inner", loop.backend.inner, "only Inductor's code can be exported")
     if not isinstance(loop.backend.budget, int):
         raise BudgetError(f"budget={loop.backend.budget}: an artifact has code for fixed slots; give their number")
-    with recording_calls(loop) as made:
+    with recording_calls(loop) as result:
         visit_graphs(loop, batch, prefixes=True)
     with write_folder(Path(path)) as files:
-        found = write_manifest(files, _manifest(loop, made.calls, batch, files))
+        found = write_manifest(files, _manifest(loop, result.calls, batch, files))
         _check_equal(loop, load(files.folder, model, digest=found), batch)
     return found
 
@@ -208,8 +208,8 @@ class ExportedCall:
             ran = graph.runner.call(layers, arguments)
             return types.SimpleNamespace(logits=ran.results[graph.logits], **{name: refresh_handles(before, new)})
         results = graph.runner(*arguments)
-        made = graph.cache_object(results, new, self.model)
-        return types.SimpleNamespace(logits=results[graph.logits], **{name: made})
+        result = graph.cache_object(results, new, self.model)
+        return types.SimpleNamespace(logits=results[graph.logits], **{name: result})
 
     def _graph(self, kind: str, rows: int, masked: bool, new: int) -> ExportedGraph:
         """Return the code for a kind of call of `new` tokens in each row."""
@@ -265,14 +265,14 @@ class ExportedGraph:
         self, inputs: Mapping[str, Tensor | None], counts: Mapping[str, int], module: Mapping[str, Tensor]
     ) -> tuple[Any, ...]:
         """Return the arguments of the graph; None for those that nothing reads."""
-        made: list[Any] = [None] * self.entry["count"]
+        result: list[Any] = [None] * self.entry["count"]
         sources: dict[str, Mapping[str, Any]] = {
             "tensor": module, "input": inputs, "count": counts, "saved": self.tensors,
         }  # fmt: skip
         for index, argument in self.entry["arguments"].items():
             ((kind, value),) = argument.items()
-            made[int(index)] = value if kind == "value" else sources[kind][value]
-        return tuple(made)
+            result[int(index)] = value if kind == "value" else sources[kind][value]
+        return tuple(result)
 
     def cache_object(self, results: tuple[Any, ...], new: int, model: torch.nn.Module) -> Any:
         """Return the model's cache object after a prompt."""
@@ -280,8 +280,8 @@ class ExportedGraph:
         handles = [results[site.keys_out] for site in self.runner.graph.sites]
         layers = [handle.cache for handle in handles if isinstance(handle, Handle)]
         saved = self.entry["cache"]
-        made = CacheObjectReader(layers, {}, model).decode(saved["object"])
-        return refresh_handles(made, new - saved["tokens"])
+        result = CacheObjectReader(layers, {}, model).decode(saved["object"])
+        return refresh_handles(result, new - saved["tokens"])
 
 
 def _check_equal(loop: DecodeLoop, loaded: DecodeLoop, batch: int) -> None:
@@ -289,19 +289,19 @@ def _check_equal(loop: DecodeLoop, loaded: DecodeLoop, batch: int) -> None:
     budget = loop.backend.budget
     assert isinstance(budget, int)
     length = max(2, budget // 2) if loop.prefill_chunk is None else max(2, min(budget // 2, 2 * loop.prefill_chunk))
-    made = []
+    result = []
     for each in (loop, loaded):
         if each.requests is not None:
             each.requests = type(each.requests).of(each, each.requests.count)
             done = each.generate_batch(
                 list(synthetic_tokens(each, length, each.requests.count)), max_new_tokens=6, stop=[]
             )
-            made.append((torch.tensor([output.generated_tokens for output in done.values()]), each.cache))
+            result.append((torch.tensor([output.generated_tokens for output in done.values()]), each.cache))
         else:
             each.state = None
             each.prompt(synthetic_tokens(each, length, batch))
-            made.append((each.generate(6), each.cache))
-    (expected, theirs), (found, ours) = made
+            result.append((each.generate(6), each.cache))
+    (expected, theirs), (found, ours) = result
     pairs = zip(caches_in(theirs), caches_in(ours), strict=True)
     tensors = [(a, b) for x, y in pairs for a, b in zip(x.slots.tensors(), y.slots.tensors(), strict=True)]
     if not torch.equal(expected, found) or not all(torch.equal(a, b) for a, b in tensors):

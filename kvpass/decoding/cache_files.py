@@ -320,16 +320,16 @@ class CacheObjectReader:
         return readers[kind](value)
 
     def _object(self, name: str, layers: list[Any]) -> Any:
-        made = dynamo.empty_cache(self.model)
-        kinds, here = [kind for kind, _ in layers], [type(layer).__name__ for layer in getattr(made, "layers", ())]
-        if type(made).__name__ != name or kinds != here:
+        result = dynamo.empty_cache(self.model)
+        kinds, here = [kind for kind, _ in layers], [type(layer).__name__ for layer in getattr(result, "layers", ())]
+        if type(result).__name__ != name or kinds != here:
             raise CacheFileError(
                 f"it holds a {name} of {len(kinds)} layers, {', '.join(dict.fromkeys(kinds))}, and this model makes a "
-                f"{type(made).__name__} of {len(here)}, {', '.join(dict.fromkeys(here))}"
+                f"{type(result).__name__} of {len(here)}, {', '.join(dict.fromkeys(here))}"
             )
-        for layer, (_, attributes) in zip(made.layers, layers, strict=True):
+        for layer, (_, attributes) in zip(result.layers, layers, strict=True):
             for attribute, value in attributes.items():
                 if hasattr(type(layer), attribute):
                     raise CacheFileError(f"it has a value for {attribute!r}, which every {type(layer).__name__} has")
                 setattr(layer, attribute, self.decode(value))
-        return made
+        return result

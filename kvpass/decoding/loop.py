@@ -257,10 +257,10 @@ class DecodeLoop:
         if self.state is None:
             raise CacheHandleError("a DecodeLoop needs a prompt before it can decode")
         for left in range(tokens, 0, -1):
-            made = self.state.next(left)
-            if made is None:
+            result = self.state.next(left)
+            if result is None:
                 return
-            yield made
+            yield result
 
     @check_arguments
     def generate(self, tokens: Natural) -> Tensor:
@@ -272,9 +272,9 @@ class DecodeLoop:
         Raises:
             CacheHandleError: as of `stream`.
         """
-        made = list(self.stream(tokens))
+        result = list(self.stream(tokens))
         rows = 0 if self.state is None else len(self.state.ids)
-        return torch.stack(made, 1) if made else torch.zeros(rows, 0, dtype=torch.int64)
+        return torch.stack(result, 1) if result else torch.zeros(rows, 0, dtype=torch.int64)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 

@@ -210,13 +210,13 @@ def prefill(
     caller.check_padding(mask)
     caller.check_vocabulary(ids)
     pinned = pin_mask(pin, on_top, mask[:, seen:])
-    made = chunks(caller, ids, mask, cache, chunk, int(logits == "last"), pinned, on_top)
+    result = chunks(caller, ids, mask, cache, chunk, int(logits == "last"), pinned, on_top)
     if logits == "last":
-        last = last_of(made)
+        last = last_of(result)
         last.logits = last.logits[:, -1:]
         return last
     parts: list[Tensor] = []
-    last = last_of(_collect_logits(made, parts))
+    last = last_of(_collect_logits(result, parts))
     last.logits = torch.cat(parts, 1)
     return last
 

@@ -83,8 +83,8 @@ class RecordedModel:
         names = {"attention_mask": "mask", "position_ids": "positions"}
         inputs = {"ids": ids} | {names[name]: value for name, value in named.items() if name in names}
         is_prompt = isinstance(ran[0], prompts.PromptResult)
-        made = self._object(cache_names.cache_of_output(out)) if is_prompt else None
-        self.calls.append(RecordedCall(inputs, before, ran[0], out.logits, made))
+        result = self._object(cache_names.cache_of_output(out)) if is_prompt else None
+        self.calls.append(RecordedCall(inputs, before, ran[0], out.logits, result))
         return out
 
     def _object(self, cache: Any) -> Any:
@@ -99,10 +99,10 @@ class RecordedModel:
 def recording_calls(loop: DecodeLoop) -> Iterator[RecordedModel]:
     """Record all calls that the loop makes inside."""
     before = loop.caller
-    made = RecordedModel(before.call, loop.backend)
-    loop.caller = dataclasses.replace(before, call=made)
+    result = RecordedModel(before.call, loop.backend)
+    loop.caller = dataclasses.replace(before, call=result)
     try:
-        yield made
+        yield result
     finally:
         loop.caller = before
 

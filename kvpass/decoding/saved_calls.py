@@ -16,8 +16,9 @@ from torch import Tensor
 
 from kvpass.cache import serial
 from kvpass.cache.admission import Chunk
-from kvpass.cache.layer_cache import Calls, LayerCache, PastCall, SavedContent, SlotSnapshot
+from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.layout import Layout
+from kvpass.cache.past_calls import Calls, PastCall, SavedContent, SlotSnapshot
 from kvpass.cache.slots import Slots, row_indices
 from kvpass.errors import CacheFileError
 from kvpass.lowering.attention_statistics import StatisticsSpec

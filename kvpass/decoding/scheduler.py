@@ -149,11 +149,11 @@ class RequestScheduler:
             self._decode()
         self._drop_finished()
         outputs = [request.next_output() for request in self.known.values()]
-        made, self.undelivered = [*self.undelivered, *(output for output in outputs if output is not None)], []
-        for output in made:
+        result, self.undelivered = [*self.undelivered, *(output for output in outputs if output is not None)], []
+        for output in result:
             if output.is_finished():
                 self.known.pop(output.request_id, None)
-        return made
+        return result
 
     def run_all(self, adding: Sequence[Callable[[], str]]) -> dict[str, GenerationOutput]:
         """Add requests and decode them until all have finished; see `DecodeLoop.generate_batch`."""
@@ -237,8 +237,8 @@ class RequestScheduler:
         mask = torch.ones(1, request.prefix_length + ids.shape[1], dtype=torch.int64, device=ids.device)
         how = (self.loop.caller, ids, mask, copy.deepcopy(request.prefix), self.loop.prefill_chunk)
         pinned = None if request.pinned is None else request.pinned.to(self.loop.device)
-        made = chunks(*how, pinned=pinned, on_top=request.on_top)
-        return request, made, len(chunk_lengths(ids.shape[1], self.loop.prefill_chunk, not request.prefix_length))
+        result = chunks(*how, pinned=pinned, on_top=request.on_top)
+        return request, result, len(chunk_lengths(ids.shape[1], self.loop.prefill_chunk, not request.prefix_length))
 
     def _retry(self, requests: Sequence[Request], error: Exception) -> None:
         """Restart requests, ahead of the queue, after a step with all of them has failed.

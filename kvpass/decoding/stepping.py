@@ -259,7 +259,7 @@ class RepeatedStep:
         self.runner, self.caches, self.arguments, self.mask = ran.runner, ran.caches, ran.arguments, mask
         self.holds_after, self.seen_at_start = ran.runner.holds_after(ran), ran.caches[0].seen - 1
         self.others, self.padding = ran.other_sizes, ran.known_padding
-        self.logits_index = next(i for i, made in enumerate(ran.results) if is_same_tensor(made, logits))
+        self.logits_index = next(i for i, result in enumerate(ran.results) if is_same_tensor(result, logits))
         self._forget_other_hooks(ran.kind.hooks)
         self.slots_by_kind[ran.kind] = [cache.slots for cache in self.caches]
 

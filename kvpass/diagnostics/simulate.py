@@ -26,7 +26,7 @@ from kvpass.policies.budgets import Plan, window_starts
 from kvpass.policies.ranking import rows_in_order
 from kvpass.policies.types import Attention
 from kvpass.reference import ReferenceLayer, reference_of
-from kvpass.reference.base import attention_logits
+from kvpass.reference.layer import attention_logits
 from kvpass.runtime.caches import clock_of, tick_of
 from kvpass.runtime.compiler import Positions
 

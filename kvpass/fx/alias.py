@@ -169,13 +169,13 @@ def may_alias(node: fx.Node, parent: fx.Node) -> bool:
     """
     if fx_nodes.is_operator(node):
         return parent in fx_nodes.aliased_arguments(node)
-    made, taken = value(node), value(parent)
+    result, taken = value(node), value(parent)
     if isinstance(taken, (torch.SymInt, int)):
         return False
-    if not isinstance(made, torch.Tensor) or not isinstance(taken, torch.Tensor):
+    if not isinstance(result, torch.Tensor) or not isinstance(taken, torch.Tensor):
         return True
-    recorded = tensors.is_fake(made) and tensors.is_fake(taken)
-    return tensors.share_memory(made, taken) or (not recorded and (writes(node) or name_of(node) in tagged("view")))
+    recorded = tensors.is_fake(result) and tensors.is_fake(taken)
+    return tensors.share_memory(result, taken) or (not recorded and (writes(node) or name_of(node) in tagged("view")))
 
 
 def dependents(among: set[fx.Node], roots: Sequence[fx.Node], memory: Memory | None = None) -> set[fx.Node]:

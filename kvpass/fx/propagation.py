@@ -74,10 +74,12 @@ def _propagate_by_running(node: fx.Node, operand: fx.Node, dim: int) -> int | No
     if alone:  # one element does not reveal its new axis; an operation that names the size fails on two
         shape[dim] = 2
     try:
-        made = run_on(node, {operand: coordinates(tuple(shape), dim)})
+        result = run_on(node, {operand: coordinates(tuple(shape), dim)})
     except (RuntimeError, IndexError, ValueError, TypeError):
         return None
-    parts = list(zip(made, value(node), strict=True)) if isinstance(made, (tuple, list)) else [(made, value(node))]
+    parts = (
+        list(zip(result, value(node), strict=True)) if isinstance(result, (tuple, list)) else [(result, value(node))]
+    )
     found = {_dim_of_coordinates(part, known, shape[dim], size) for part, known in parts}
     return found.pop() if len(found) == 1 else None
 
@@ -94,10 +96,10 @@ def swaps_last_two(node: fx.Node) -> bool:
         return False
     given = torch.empty(concrete_shape(value(node.args[0]).shape), device="meta")  # type: ignore[arg-type]
     try:
-        made = run_on(node, {node.args[0]: given})  # type: ignore[dict-item]
+        result = run_on(node, {node.args[0]: given})  # type: ignore[dict-item]
     except (RuntimeError, IndexError, ValueError, TypeError):
         return False
-    return isinstance(made, torch.Tensor) and given.ndim > 1 and _lies_like(made, given.transpose(-1, -2))
+    return isinstance(result, torch.Tensor) and given.ndim > 1 and _lies_like(result, given.transpose(-1, -2))
 
 
 def _lies_like(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -221,11 +221,11 @@ class Sizes:
                     f"position arithmetic {part} on the cache's length is no sum, product, maximum or minimum"
                 )
             terms = sorted((emit(term) for term in part.args), key=lambda term: not is_tensor(term))
-            made = terms[0]
+            result = terms[0]
             for term in terms[1:]:
-                made = graph.call_function(function, (made, term))
-                made.meta["example_value"] = value(length)
-            return made
+                result = graph.call_function(function, (result, term))
+                result.meta["example_value"] = value(length)
+            return result
 
         return emit(self.in_length(size))
 

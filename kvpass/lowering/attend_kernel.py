@@ -119,8 +119,8 @@ def rotate(
 ):
     """Rotate numbers of keys with their partners, in float32."""
     e = tl.arange(0, HALF)[None, :]
-    made = number.to(tl.float32) * tl.load(cos + e, mask=inside, other=0.0).to(tl.float32)
-    return made + partner.to(tl.float32) * tl.load(sin + e, mask=inside, other=0.0).to(tl.float32)
+    result = number.to(tl.float32) * tl.load(cos + e, mask=inside, other=0.0).to(tl.float32)
+    return result + partner.to(tl.float32) * tl.load(sin + e, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -352,10 +352,10 @@ def split(
             key_step, value_step = key_step_after, value_step_after
         if ROTARY > 0:
             index = place_after
-    made = first * PARTS + part
-    tl.store(m_part + made, m_i, mask=here)
-    tl.store(l_part + made, l_i, mask=here)
-    into = acc_part + made[:, None] * DV
+    result = first * PARTS + part
+    tl.store(m_part + result, m_i, mask=here)
+    tl.store(l_part + result, l_i, mask=here)
+    into = acc_part + result[:, None] * DV
     if BITS == 4:
         ev = tl.arange(0, VALUE_HALF)[None, :]
         within = here[:, None] & (ev < DV // 2)

@@ -114,13 +114,13 @@ def classes_of(shares: tuple[float, ...], total: int, least: int) -> tuple[HeadC
 
 def merge_equal_classes(counts: list[int], budgets: list[int]) -> tuple[HeadClass, ...]:
     """Return classes of these numbers of heads and budgets, in order, those of equal budgets as one; () for one."""
-    made = [
+    result = [
         HeadClass(sum(count for count, _ in group), budget)
         for budget, group in (
             (budget, [*group]) for budget, group in itertools.groupby(zip(counts, budgets, strict=True), lambda x: x[1])
         )
     ]
-    return tuple(made) if len(made) > 1 else ()
+    return tuple(result) if len(result) > 1 else ()
 
 
 def count_winners(score: Tensor, position: Tensor, count: int, safeguard: float) -> Tensor:

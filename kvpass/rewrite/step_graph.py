@@ -250,8 +250,8 @@ class SizeNodes:
 
     def _node(self, expression: sympy.Expr) -> fx.Node:
         if expression not in self._made:
-            made = self._source(expression) if expression.is_Symbol else self._compute(expression)
-            self._made[expression] = made
+            result = self._source(expression) if expression.is_Symbol else self._compute(expression)
+            self._made[expression] = result
         return self._made[expression]
 
     def _source(self, symbol: sympy.Symbol) -> fx.Node:

@@ -108,8 +108,8 @@ def clock_of(layout: Layout, clock: Clock, new: int, budget: int) -> Clock:
     policy, classes = layout.policy, layout.classes
     if not classes:
         return policy.clock(clock, new, budget)
-    made = [policy.clock(clock[i : i + 1], new, each.budget) for i, each in enumerate(classes)]
-    return tuple(count for own in made for count in own)
+    result = [policy.clock(clock[i : i + 1], new, each.budget) for i, each in enumerate(classes)]
+    return tuple(count for own in result for count in own)
 
 
 def tick_of(layout: Layout, clock: Clock, budget: int) -> tuple[bool, Clock]:

@@ -92,8 +92,8 @@ class PositionCheck:
     def _ids(self, arguments: tuple[Any, ...], valid: Tensor) -> list[Tensor]:
         """Return the position ids of each distinct rotary embedding, as [B or 1, q]."""
         queries = valid.shape[1]
-        made = [ids if ids.shape[-1] == queries or ids.ndim != 2 else ids.T for ids in self._module(*arguments)]
-        return [ids.reshape(-1, queries).to(valid.device) for ids in made]
+        result = [ids if ids.shape[-1] == queries or ids.ndim != 2 else ids.T for ids in self._module(*arguments)]
+        return [ids.reshape(-1, queries).to(valid.device) for ids in result]
 
 
 def _offsets(ids: Tensor, valid: Tensor) -> Tensor:

@@ -99,10 +99,10 @@ class CompiledCall:
         cache = next((value for value in given if _has_handles(value)), None)
         before = _ordinary_caches(given) if self.strict else []
         with _length_context(cache, given), _counter_context(cache), _running():
-            made = self.regions.run(self.call, arguments, named)
-        if self.strict and (_have_grown(before) or returns_growing_cache(made)):
+            result = self.regions.run(self.call, arguments, named)
+        if self.strict and (_have_grown(before) or returns_growing_cache(result)):
             raise UnsupportedGraph(UNCOMPILED)
-        return made
+        return result
 
     def _recompile(self) -> CompiledCall:
         """Compile a copied or unpickled model with the settings of the original."""
@@ -138,14 +138,14 @@ class WatchedCall:
         if torch.compiler.is_compiling() or _RUNNING.get() or self._is_compiled_by_others():
             return call(*arguments, **named)
         before = _ordinary_caches((*arguments, *named.values()))
-        made = call(*arguments, **named)
-        if _have_grown(before) or returns_growing_cache(made):
+        result = call(*arguments, **named)
+        if _have_grown(before) or returns_growing_cache(result):
             inner = type(self.model).__name__
             raise UnsupportedGraph(
                 f"{inner} was called by itself and ran uncompiled, so its cache grows: kvpass compiled the "
                 f"{self.model_name} around it. Call that, or kvpass.compile the {inner}, or pass strict=False"
             )
-        return made
+        return result
 
     def _is_compiled_by_others(self) -> bool:
         around = None if self.compiled_model is None else self.compiled_model()

@@ -259,8 +259,10 @@ def chunk_length_range(runner: StepRunner, ran: StepResult, ids_index: int) -> t
 def layout_entries(caches: list[LayerCache]) -> list[dict[str, Any]]:
     """Return the sizes of the layers' slots, one entry for each kind of layer."""
     names = ("budget", "batch", "heads", "key_dim", "value_dim", "ranked", "row_budgets", "pins")
-    made = [{name: getattr(cache.layout, name) for name in names} | {"slots": cache.slots.capacity} for cache in caches]
-    return [each for index, each in enumerate(made) if each not in made[:index]]
+    result = [
+        {name: getattr(cache.layout, name) for name in names} | {"slots": cache.slots.capacity} for cache in caches
+    ]
+    return [each for index, each in enumerate(result) if each not in result[:index]]
 
 
 def _describe_difference(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> str:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from kvpass.cache.admission import Chunk, admit, attention_of_chunk, attention_of_classes, split_by_class
-from kvpass.cache.layer_cache import LayerCache, PastCall, SlotSnapshot, append_call
+from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.layout import Layout
+from kvpass.cache.past_calls import PastCall, SlotSnapshot, append_call
 from kvpass.cache.slots import AnySlots, empty_slots
 from kvpass.capture.canonical import AttentionSite, SiteFacts
 from kvpass.lowering.attention_statistics import StatisticsSpec
@@ -80,7 +81,7 @@ class AdmittedChunk:
 
 @dataclasses.dataclass(frozen=True)
 class RepeatableChunk:
-    """An admitted chunk that can be admitted again with fewer tokens: a `kvpass.cache.layer_cache.AdmitAgain`."""
+    """An admitted chunk that can be admitted again with fewer tokens: a `kvpass.cache.past_calls.AdmitAgain`."""
 
     admitted: AdmittedTokens
 

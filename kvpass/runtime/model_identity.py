@@ -118,7 +118,7 @@ class PlansByModel:
 
     def keep(self, model: Sequence[Any], shape: Any, plan: list[Plan]) -> None:
         """Record the plan of a model, and drop the plans of models that no longer exist."""
-        self._made = [made for made in self._made if any(weight() is not None for weight in made[0])]
+        self._made = [result for result in self._made if any(weight() is not None for weight in result[0])]
         self._made.append((weak_references({id(part): part for part in model}.values()), shape, plan))
 
 
@@ -127,10 +127,10 @@ def belongs_to_other_layer(weights: Weights, here: Sequence[Tensor], known: Tens
 
     A layer of which no tensor is known may be the same layer, as of a copy of the model that ran the prompt alone.
     """
-    made = [tensor for tensor in (weight() for weight in weights) if tensor is not None]
-    if not made or not here or any(one is other for one in made for other in here):
+    result = [tensor for tensor in (weight() for weight in weights) if tensor is not None]
+    if not result or not here or any(one is other for one in result for other in here):
         return False
-    return any(tensor in known for tensor in made)
+    return any(tensor in known for tensor in result)
 
 
 SAMPLES = 1024  # numbers of a tensor that its digest reads, at even distances
@@ -140,15 +140,15 @@ _OF_A_RUN = ("transformers_version", "use_cache", "dtype", "torch_dtype", "archi
 
 def digest(tensor: Tensor) -> str:
     """Return a digest of a tensor's shape, dtype and samples of its numbers; no numbers of a tensor without storage."""
-    made = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
+    result = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
     try:
         flat = tensor.detach().reshape(-1)
         count = min(SAMPLES, flat.numel())
         indices = torch.linspace(0, flat.numel() - 1, count, dtype=torch.float64).round().long().to(flat.device)
-        made.update(tensor_bytes(flat[indices]))
+        result.update(tensor_bytes(flat[indices]))
     except (RuntimeError, NotImplementedError, TypeError):  # subclasses of packed weights may have no numbers to pick
-        made.update(type(tensor).__name__.encode())
-    return made.hexdigest()[:32]
+        result.update(type(tensor).__name__.encode())
+    return result.hexdigest()[:32]
 
 
 def digests(tensors: Iterable[Any]) -> set[str]:

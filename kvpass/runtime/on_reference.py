@@ -16,8 +16,8 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass.cache.admission import Chunk
-from kvpass.cache.layer_cache import SlotSnapshot
 from kvpass.cache.layout import Layout
+from kvpass.cache.past_calls import SlotSnapshot
 from kvpass.cache.step import with_mask
 from kvpass.capture.canonical import AttentionSite, SiteFacts
 from kvpass.fx.walk import value
@@ -27,7 +27,7 @@ from kvpass.policies.budgets import Plan
 from kvpass.policies.pinned_tokens import Pins
 from kvpass.policies.types import Attention, Clock
 from kvpass.reference import reference_of
-from kvpass.reference.base import ReferenceChunk, ReferenceLayer, attention_logits
+from kvpass.reference.layer import ReferenceChunk, ReferenceLayer, attention_logits
 from kvpass.rewrite.computed_keys import ComputedKeys, cut_computed_keys
 from kvpass.rewrite.context import AttentionResults, Pass, PassRecord, StepContext
 from kvpass.rewrite.masks import MaskOnSlots, Masks

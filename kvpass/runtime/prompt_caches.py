@@ -13,8 +13,9 @@ from torch import Tensor
 
 from kvpass import budget as budgets
 from kvpass.cache.admission import Chunk
-from kvpass.cache.layer_cache import LayerCache, PastCall
+from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.layout import Layout
+from kvpass.cache.past_calls import PastCall
 from kvpass.capture.canonical import SiteFacts
 from kvpass.errors import BudgetError, PolicyError
 from kvpass.lowering.attention_statistics import StatisticsSpec
@@ -112,7 +113,7 @@ class AdmittedPrompt:
 
     @torch.no_grad()
     def _caches_of_first(self, layer: int, _: LayerCache, count: int) -> LayerCache:
-        """Return a layer's cache of the first `count` tokens: a `cache.layer_cache.AdmitAgain` for each layer.
+        """Return a layer's cache of the first `count` tokens: a `cache.past_calls.AdmitAgain` for each layer.
 
         All layers are shortened at once, because a policy may plan them together.
         """
@@ -149,13 +150,13 @@ class AdmittedPrompt:
                 f"a prompt of {prompt} exceeds its budget of {budget}"
             )
         rows, heads = layers[0].chunk.key.shape[:2]
-        made = self._policy_plans(governed, shares, (len(layers), heads))
-        if self.ranked and (len(governed) < len(layers) or len({plan.budgets_of_rows(rows) for plan in made}) > 1):
+        result = self._policy_plans(governed, shares, (len(layers), heads))
+        if self.ranked and (len(governed) < len(layers) or len({plan.budgets_of_rows(rows) for plan in result}) > 1):
             raise PolicyError(
                 f"positions='cache': {self.backend.policy} gives the layers different budgets, and a query has one "
                 "position among the held tokens; use positions='absolute'"
             )
-        mine = iter(made)
+        mine = iter(result)
         whole = budgets.slots_for(self.backend.policy, None, prompt)
         planned = []
         for layer in layers:
@@ -173,11 +174,11 @@ class AdmittedPrompt:
         attention = [layer.chunk.attention for layer in layers if isinstance(layer.chunk.attention, Attention)]
         first, valid = self.backend.plans.of(self.model, shape), layers[0].chunk.valid
         plans = {share: self.backend.policy.plan(attention, valid, share, first) for share in sorted(set(shares))}
-        made = [by_rows(dict(zip(plans, each, strict=True)), shares) for each in zip(*plans.values(), strict=True)]
+        result = [by_rows(dict(zip(plans, each, strict=True)), shares) for each in zip(*plans.values(), strict=True)]
         if first is None:
-            self.backend.plans.keep(self.model, shape, made)
+            self.backend.plans.keep(self.model, shape, result)
         has_dynamic_sizes = self.backend.has_dynamic_sizes(layers[0].chunk.key.device)
-        return made if has_dynamic_sizes else [plan.with_max_capacity for plan in made]
+        return result if has_dynamic_sizes else [plan.with_max_capacity for plan in result]
 
     def _check_windows(self, layers: list[PromptLayer], shares: list[int]) -> None:
         """Raise BudgetError if a layer's own window fits the budget of some rows only; see `_with_window_policy`."""

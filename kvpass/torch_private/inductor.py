@@ -165,9 +165,9 @@ def _tracing(examples: Sequence[Any]) -> Iterator[list[Any]]:
     if TracingContext.try_get() is not None:
         yield list(examples)
         return
-    made = next((e.fake_mode for e in examples if is_fake(e)), None)
-    if made is not None:
-        with tracing(TracingContext(made)):
+    result = next((e.fake_mode for e in examples if is_fake(e)), None)
+    if result is not None:
+        with tracing(TracingContext(result)):
             yield list(examples)
         return
     mode = FakeTensorMode(shape_env=ShapeEnv())
@@ -270,20 +270,20 @@ class CompiledParts:
         from torch._guards import TracingContext, tracing
         from torch._inductor.compile_fx import compile_fx
 
-        made, views = self._results(module, operands)
-        if not all(isinstance(value, (Tensor, torch.SymInt)) for value in made):
+        result, views = self._results(module, operands)
+        if not all(isinstance(value, (Tensor, torch.SymInt)) for value in result):
             return None
         with tracing(TracingContext(self.mode)):  # AOTAutograd writes to it
             run: Any = compile_fx(module, operands, config_patches=patches)
         wrappers, code = _unwrap(run)
-        if code is None or len(code.output_strides or ()) != len(made):
+        if code is None or len(code.output_strides or ()) != len(result):
             return None
         laid_out = [None if view else strides for view, strides in zip(views, code.output_strides, strict=True)]
-        given = [self._strided(value, strides) for value, strides in zip(made, laid_out, strict=True)]
+        given = [self._strided(value, strides) for value, strides in zip(result, laid_out, strict=True)]
         leading = [*module.parameters(), *module.buffers()]
         if leading:  # compile_fx puts these before the arguments
             return WithLeading(run, leading), given
-        if any(views) or any(map(symbols, made)):  # the wrapper marks sizes of results as dynamic
+        if any(views) or any(map(symbols, result)):  # the wrapper marks sizes of results as dynamic
             return cast(Boxed, next(wrapper for wrapper in wrappers if _name(wrapper) != "forward")), given
         return cast(Boxed, code.current_callable), given
 
@@ -296,10 +296,10 @@ class CompiledParts:
         from torch._dispatch.python import enable_python_dispatcher
 
         with torch.inference_mode(False), torch.no_grad(), self.mode, enable_python_dispatcher():
-            made = list(module(*operands))
-        tensors = [value for value in (*operands, *made) if isinstance(value, Tensor)]
-        return made, [
-            isinstance(value, Tensor) and sum(share_memory(value, other) for other in tensors) > 1 for value in made
+            result = list(module(*operands))
+        tensors = [value for value in (*operands, *result) if isinstance(value, Tensor)]
+        return result, [
+            isinstance(value, Tensor) and sum(share_memory(value, other) for other in tensors) > 1 for value in result
         ]
 
     def _strided(self, value: Any, strides: Sequence[str] | None) -> Any:

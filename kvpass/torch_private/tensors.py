@@ -171,7 +171,7 @@ class UnwrappedSubclasses:
             self._inlined = [index for index, x in given if index not in self._handles and was_inlined(x)]
         if not self._inlined:
             return arguments
-        made = list(arguments)
+        result = list(arguments)
         for index in self._inlined:
-            made[index] = as_plain(made[index])
-        return tuple(made)
+            result[index] = as_plain(result[index])
+        return tuple(result)

@@ -148,8 +148,8 @@ class BoundedLM(HFLM):  # type: ignore[misc]
         loop.state = None  # a new conversation
         loop.prompt(context, attention_mask)
         ends = _Ends(self.tokenizer, stop, loop.stop.tolist(), len(context))
-        made = list(ends.until_all(loop.stream(max_length - context.shape[1])))
-        return torch.cat([context.cpu(), *(column[:, None] for column in made)], 1)
+        result = list(ends.until_all(loop.stream(max_length - context.shape[1])))
+        return torch.cat([context.cpu(), *(column[:, None] for column in result)], 1)
 
     def _loglikelihood_tokens(
         self, requests: list[Request], disable_tqdm: bool = False, override_bs: int | None = None

@@ -162,17 +162,17 @@ class FullPredictions:
         if key in self._stored:
             yield from self._stored[key]
             return
-        made: list[Tensor] = []
+        result: list[Tensor] = []
         free = self.LIMIT - sum(logits.nbytes for every in self._stored.values() for logits in every)
         for piece in pieces(self._caller, batch, chunk, feed):
             yield piece.logits
             free -= piece.logits.nbytes
             if free >= 0:
-                made.append(piece.logits)
+                result.append(piece.logits)
             else:
-                made.clear()
+                result.clear()
         if free >= 0:
-            self._stored[key] = made
+            self._stored[key] = result
 
 
 @torch.no_grad()

@@ -79,9 +79,9 @@ class Session:
 
     def generate(self, count: int) -> list[str]:
         """Return the text of up to `count` more tokens of each row, greedily; special tokens are left out."""
-        made = self.loop.generate(count)
+        result = self.loop.generate(count)
         self.tick(count)
-        return [self.subject.tokenizer.decode(row, skip_special_tokens=True) for row in made]
+        return [self.subject.tokenizer.decode(row, skip_special_tokens=True) for row in result]
 
     def share_of_heads(self, row: int, *spans: Sequence[int]) -> float:
         """Return the largest share of KV heads that hold one of the spans of a row completely.
@@ -100,9 +100,9 @@ class Session:
         self.loop.state = None
         for turn in turns:
             self.loop.prompt(torch.tensor([list(turn)], device=self.loop.device))
-        (made,) = self.loop.generate(count)
+        (result,) = self.loop.generate(count)
         self.tick(sum(map(len, turns)) + count)
-        return str(self.subject.tokenizer.decode(made, skip_special_tokens=True))
+        return str(self.subject.tokenizer.decode(result, skip_special_tokens=True))
 
     @torch.no_grad()
     def read(self, ids: Tensor) -> Any:
@@ -186,15 +186,15 @@ class PlainLoop:
         Raises:
             CacheHandleError: there was no prompt.
         """
-        made: list[Tensor] = []
-        while len(made) < tokens and not (made and bool(torch.isin(made[-1], self.stop).all())):
+        result: list[Tensor] = []
+        while len(result) < tokens and not (result and bool(torch.isin(result[-1], self.stop).all())):
             if self.state is None:
                 raise CacheHandleError("there is no conversation to continue; call prompt(ids) before generate")
             if self.state.handed_out:
                 self.prompt(self.state.token[:, :0])
             self.state.handed_out = True
-            made.append(self.state.token.cpu())
-        return torch.cat(made, 1)
+            result.append(self.state.token.cpu())
+        return torch.cat(result, 1)
 
 
 Loop = DecodeLoop | PlainLoop

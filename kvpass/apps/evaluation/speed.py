@@ -57,11 +57,11 @@ class Speed:
                 break
         loop.generate(self.new)  # compiles the step
         start = time.perf_counter()
-        made = loop.generate(self.new).numel()
+        result = loop.generate(self.new).numel()
         seconds = time.perf_counter() - start
         session.tick(2 * self.new)
         yield {
-            "tokens a second": made / seconds,
+            "tokens a second": result / seconds,
             "ms a step": 1e3 * seconds / self.new,
             "time to first token, s": statistics.median(first) if first else None,
             "cache, MiB": cache_bytes(loop.cache) / MEBIBYTE,

@@ -195,13 +195,13 @@ class Engine:
     def _step(self) -> None:
         begun = time.perf_counter()
         try:
-            made = self.loop.step()
+            result = self.loop.step()
         except Exception as error:
             log.exception("a step has failed")
             self._fail_all(ApiError(f"a step has failed: {error}", 500, "server_error"))
             return
         self.metrics.step.observe(time.perf_counter() - begun)
-        given = [(self._known[output.request_id], output) for output in made if output.request_id in self._known]
+        given = [(self._known[output.request_id], output) for output in result if output.request_id in self._known]
         for job, output in given:
             if output.is_finished():
                 del self._known[job.name]

@@ -83,10 +83,10 @@ class _LengthArithmetic:
                     node.args = tuple(self._on_length(arg) if arg in growing else arg for arg in node.args)
 
     def _on_length(self, size: Any) -> Any:
-        made = self.sizes.emit_on_length(size, self.length, self.graph, self.number)
-        if isinstance(made, fx.Node):
-            self.computed[made] = self.sizes.in_length(size)
-        return made
+        result = self.sizes.emit_on_length(size, self.length, self.graph, self.number)
+        if isinstance(result, fx.Node):
+            self.computed[result] = self.sizes.in_length(size)
+        return result
 
     def slices(self) -> list[fx.Node]:
         """Replace slices of tables whose ends grow by lookups; return the key indices of these lookups."""
