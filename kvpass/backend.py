@@ -135,7 +135,7 @@ class Backend(Compiler):
         if self.recorder is None:
             return
         self.recorder.graphs.append("prompt" if captured.sites and not carried else "step" if carried else "no cache")
-        for f in captured.found:
+        for f in captured.readings:
             verdict = "rewritten" if f.reading else "refused" if f.refusal else "left alone"
             reason = f.refusal or ("" if f.reading else origins.DOES_NOT_GROW if f.fixed else "it updates no cache")
             where = (len(self.recorder.graphs), walk.module_of(f.node), walk.source_line(f.node))

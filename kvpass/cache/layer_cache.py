@@ -234,10 +234,10 @@ class LayerCache:
         while tokens:
             *earlier, last = calls
             cache, calls = last.undo(cache), tuple(earlier)
-            if last.new > tokens and last.repeat is not None:
-                shorter: LayerCache = last.repeat(cache, last.new - tokens)
+            if last.token_count > tokens and last.repeat is not None:
+                shorter: LayerCache = last.repeat(cache, last.token_count - tokens)
                 return dataclasses.replace(shorter, calls=(*calls, *shorter.calls), _selections=[])
-            tokens -= last.new
+            tokens -= last.token_count
         return dataclasses.replace(cache, calls=calls, _selections=[])
 
     def map_rows(self, operation: str, apply: Callable[[Tensor], Tensor]) -> LayerCache:

@@ -102,7 +102,7 @@ class PastCall:
         layout, seen, clocks, absent, row_budgets: as of `LayerCache`.
     """
 
-    new: int
+    token_count: int
     snapshot: SlotSnapshot | None
     repeat: AdmitAgain | None
     layout: Layout
@@ -114,7 +114,7 @@ class PastCall:
     @property
     def croppable_tokens(self) -> int:
         """The number of its tokens that can be cropped; the first token of a prompt stays."""
-        return self.new if self.snapshot is not None else self.new - 1
+        return self.token_count if self.snapshot is not None else self.token_count - 1
 
     def undo(self, cache: Any) -> Any:
         """Return the cache as it was before the call."""
@@ -128,33 +128,33 @@ class PastCall:
 Calls = tuple[PastCall, ...]
 
 
-def append_call(calls: Calls, call: PastCall, most: int) -> Calls:
+def append_call(calls: Calls, call: PastCall, max_tokens: int) -> Calls:
     """Return the calls to remember after another one, so that up to `most` tokens can be cropped.
 
     A prompt is then forgotten, because its record holds every token.  So are all calls before a chunk, which has its
     own slots.
     """
-    if call.new > 1:
+    if call.token_count > 1:
         return (call,)
     remembered = tuple(past for past in (*calls, call) if past.snapshot is not None)
-    while sum(past.new for past in remembered[1:]) >= most:
+    while sum(past.token_count for past in remembered[1:]) >= max_tokens:
         remembered = remembered[1:]
     return remembered
 
 
-def check_croppable(calls: Sequence[PastCall], count: int, most: int) -> None:
+def check_croppable(calls: Sequence[PastCall], count: int, max_tokens: int) -> None:
     """Check that `count` tokens can be cropped, of at most the backend's `crop`.
 
     Raises:
         CacheHandleError: only fewer can; the message says how many and what to change.
     """
-    croppable = min(most, sum(call.croppable_tokens for call in calls))
+    croppable = min(max_tokens, sum(call.croppable_tokens for call in calls))
     if count <= croppable:
         return
-    if not most:
+    if not max_tokens:
         reason = f"pass crop={count} to kvpass, which then remembers what the last tokens overwrote"
-    elif count > most:
-        reason = f"crop={most} remembers no more: pass crop={count}"
+    elif count > max_tokens:
+        reason = f"crop={max_tokens} remembers no more: pass crop={count}"
     else:
         reason = (
             "what came before is not remembered: a prompt keeps its first token and is remembered until the next call, "

@@ -41,12 +41,12 @@ class Capture:
 
     gm: fx.GraphModule
     sites: list[AttentionSite]
-    found: list[CallReading]
+    readings: list[CallReading]
 
     @property
     def refusals(self) -> list[CallReading]:
         """The readings that were refused."""
-        return [reading for reading in self.found if reading.refusal]
+        return [reading for reading in self.readings if reading.refusal]
 
 
 def capture(gm: fx.GraphModule, is_handle: Sequence[bool]) -> Capture:

@@ -176,12 +176,12 @@ class LoadedLoop(DecodeLoop):
 class ExportedCall:
     """The model of a loaded loop: the code of an artifact for each kind of call."""
 
-    def __init__(self, model: torch.nn.Module, chosen: Any, manifest: Mapping[str, Any], folder: Path) -> None:
-        self.model, self.backend = model, chosen
+    def __init__(self, model: torch.nn.Module, backend: Any, manifest: Mapping[str, Any], folder: Path) -> None:
+        self.model, self.backend = model, backend
         tensors = tensor_files.library().torch.load_file(folder / TENSORS) if TENSORS in manifest["files"] else {}
         generated_code.use_libraries({name: str(folder / file) for name, file in manifest["libraries"].items()})
         self.shapes = manifest["model"]["tensors"]
-        self.graphs = [ExportedGraph(chosen, entry, folder, tensors) for entry in manifest["graphs"]]
+        self.graphs = [ExportedGraph(backend, entry, folder, tensors) for entry in manifest["graphs"]]
 
     def __call__(
         self,
@@ -243,13 +243,13 @@ class ExportedGraph:
         logits: the index of the logits among its results.
     """
 
-    def __init__(self, chosen: Any, entry: Mapping[str, Any], folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, backend: Any, entry: Mapping[str, Any], folder: Path, tensors: Mapping[str, Tensor]) -> None:
         self.entry, self.tensors, self.logits = entry, tensors, entry["logits"]
         self.runner: PromptRunner | ExportedStep
         try:
             if entry["kind"] == "prompt":
                 self.runner = exported_prompt(
-                    chosen, entry, artifact_folder.code_of_entry(entry["code"], folder, tensors, repeats=False)
+                    backend, entry, artifact_folder.code_of_entry(entry["code"], folder, tensors, repeats=False)
                 )
             else:
                 repeats = entry["kind"] == "step"
@@ -257,7 +257,7 @@ class ExportedGraph:
                     compact: (each, artifact_folder.code_of_entry(each["code"], folder, tensors, repeats))
                     for compact, each in entry["variants"]
                 }
-                self.runner = ExportedStep(chosen, entry, runs)
+                self.runner = ExportedStep(backend, entry, runs)
         except (ImportError, OSError) as error:
             raise ArtifactError(f"a library cannot be loaded: {error}") from error
 

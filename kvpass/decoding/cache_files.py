@@ -175,8 +175,8 @@ def policy_entry(policy: Policy) -> list[Any]:
     return found
 
 
-def settings_entry(chosen: Backend) -> dict[str, Any]:
-    return {name: policy_entry(chosen.policy) if name == "policy" else getattr(chosen, name) for name in _SETTINGS}
+def settings_entry(backend: Backend) -> dict[str, Any]:
+    return {name: policy_entry(backend.policy) if name == "policy" else getattr(backend, name) for name in _SETTINGS}
 
 
 def _layer_policy(layer: LayerCache) -> Any:
@@ -234,17 +234,17 @@ def _check_model(header: Mapping[str, Any], model: torch.nn.Module) -> None:
 
 
 def _layers_of(
-    header: Mapping[str, Any], tensors: Mapping[str, Tensor], chosen: Backend, model: torch.nn.Module
+    header: Mapping[str, Any], tensors: Mapping[str, Tensor], backend: Backend, model: torch.nn.Module
 ) -> Iterator[LayerCache]:
     entries = header["layers"]
     weights = weak_references(model.parameters())
     for index, entry in enumerate(entries):
         mine = {name.removeprefix(f"{index}."): x for name, x in tensors.items() if name.startswith(f"{index}.")}
         spec = entry["policy"]
-        layer_policy = chosen.policy if spec is None else chosen.policy.for_layer(index, len(entries))
+        layer_policy = backend.policy if spec is None else backend.policy.for_layer(index, len(entries))
         if spec is not None and policy_entry(layer_policy) != spec:
             layer_policy = policy_of(spec)
-        cache = cache_of(entry, mine, chosen, layer_policy, _device_of(model))
+        cache = cache_of(entry, mine, backend, layer_policy, _device_of(model))
         cache.model = weights
         mark_addresses_static(cache.slots)
         cache.calls = calls_of(entry.get("calls", ()), mine, cache)
@@ -261,13 +261,13 @@ def _device_of(model: torch.nn.Module) -> torch.device:
 class CacheObjectWriter:
     """Encodes a model's cache object: handles by the index of their layer, tensors by name, and plain values."""
 
-    def __init__(self, layers: list[LayerCache], chosen: Backend, tensors: dict[str, Tensor]) -> None:
+    def __init__(self, layers: list[LayerCache], backend: Backend, tensors: dict[str, Tensor]) -> None:
         self.index = {id(layer): index for index, layer in enumerate(layers)}
-        self.chosen, self.tensors = chosen, tensors
+        self.backend, self.tensors = backend, tensors
 
     def encode(self, value: Any, where: str) -> Any:
         if isinstance(value, Handle):
-            return {"handle": [self.index[id(current_cache(value, value.part, self.chosen))], value.part]}
+            return {"handle": [self.index[id(current_cache(value, value.part, self.backend))], value.part]}
         if isinstance(value, Tensor):
             self.tensors[f"object.{where}"] = value
             return {"tensor": f"object.{where}"}

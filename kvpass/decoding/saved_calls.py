@@ -53,7 +53,7 @@ def calls_of(entries: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor]
     """
     reader = _CallReader(cache, tensors)
     calls = tuple(reader.call(entry) for entry in entries)
-    if calls and sum(call.new for call in calls) != cache.seen - calls[0].seen:
+    if calls and sum(call.token_count for call in calls) != cache.seen - calls[0].seen:
         raise CacheFileError(f"its last calls do not lead to {cache.seen} tokens")
     return calls
 
@@ -73,7 +73,7 @@ class _CallWriter:
         self._put(name, absent=call.absent)
         common = {
             "name": name,
-            "new": call.new,
+            "new": call.token_count,
             "seen": call.seen,
             "limits": list(call.row_budgets),
             "clocks": [list(clock) for clock in call.clocks],

@@ -72,7 +72,7 @@ class RequestScheduler:
         self,
         ids: Any,
         request_id: str | None,
-        most: int,
+        max_new_tokens: int,
         stop: Sequence[int],
         sampling: Sampling,
         pin: Pin | None = None,
@@ -87,7 +87,7 @@ class RequestScheduler:
         row = pin[None] if isinstance(pin, Tensor) and pin.ndim == 1 else pin
         pinned = pin_mask(row, on_top, torch.ones(1, len(prompt), dtype=torch.bool))
         before = 0 if prefix is None else self._prefix_length(prefix)
-        request = Request(name, prompt, most, frozenset(stop), sampling, pinned, on_top, prefix, before, keep)
+        request = Request(name, prompt, max_new_tokens, frozenset(stop), sampling, pinned, on_top, prefix, before, keep)
         self._check(request)
         self.known[name] = request
         self.queue.append(request)

@@ -251,17 +251,17 @@ class RepeatedStep:
         self.graphs: dict[tuple[StepKind, Any], torch.cuda.CUDAGraph] = {}  # and `LoopState.variant`
         self.caches: list[LayerCache] = []
 
-    def repeat(self, ran: steps.StepResult, logits: Tensor, mask: Tensor) -> None:
+    def repeat(self, result: steps.StepResult, logits: Tensor, mask: Tensor) -> None:
         """Take over from a step that ran through the model, with its logits and padding mask."""
-        self.settled = bool(self.caches) and ran.runner is self.runner
+        self.settled = bool(self.caches) and result.runner is self.runner
         if not self.settled:
             self.forget()
-        self.runner, self.caches, self.arguments, self.mask = ran.runner, ran.caches, ran.arguments, mask
-        self.holds_after, self.seen_at_start = ran.runner.holds_after(ran), ran.caches[0].seen - 1
-        self.others, self.padding = ran.other_sizes, ran.known_padding
-        self.logits_index = next(i for i, result in enumerate(ran.results) if is_same_tensor(result, logits))
-        self._forget_other_hooks(ran.kind.hooks)
-        self.slots_by_kind[ran.kind] = [cache.slots for cache in self.caches]
+        self.runner, self.caches, self.arguments, self.mask = result.runner, result.caches, result.arguments, mask
+        self.holds_after, self.seen_at_start = result.runner.holds_after(result), result.caches[0].seen - 1
+        self.other_sizes, self.known_padding = result.other_sizes, result.known_padding
+        self.logits_index = next(i for i, result in enumerate(result.results) if is_same_tensor(result, logits))
+        self._forget_other_hooks(result.kind.hooks)
+        self.slots_by_kind[result.kind] = [cache.slots for cache in self.caches]
 
     def forget(self) -> None:
         """Drop all earlier steps and the tensors that were passed to them."""
@@ -304,7 +304,7 @@ class RepeatedStep:
         self.arguments = self.runner.arguments_after(self.caches, self.arguments, 1)
         compact, clocks = self.runner.tick(self.caches, self.arguments)
         if (kind, compact) not in self.callables:
-            how = (self.others, self.padding, compact)
+            how = (self.other_sizes, self.known_padding, compact)
             self.callables[kind, compact] = self.runner.bind_fast_step(self.caches, self.arguments, *how)
         results = self.callables[kind, compact](self.arguments, clocks)
         self.state.choose(results[self.logits_index])

@@ -222,7 +222,7 @@ class FurtherInputs:
     def entry(self, layer: int, entry: PerTokenInput) -> fx.Node:
         """Return the input with the entry of each slot's token in a layer, or if `whole` with all tokens' entries."""
         step, name = self._step, entry.node.name
-        if step.whole:
+        if step.gathers_all_tokens:
             if (None, entry) not in self.entries:
                 self.entries[None, entry] = self._like(f"{name}_whole", value(entry.node))
             return self.entries[None, entry]

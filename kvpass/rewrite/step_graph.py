@@ -118,7 +118,7 @@ class StepGraph:
         has_all_slots = all(s.capacity == x.capacity for s, x in zip(call.slots, call.layouts, strict=True))
         self.decodes = bool(self.queries == 1) and has_all_slots
         self.ranked = call.layouts[0].ranked
-        self.whole = whole
+        self.gathers_all_tokens = whole
         self.slot_inputs: list[list[fx.Node]] = []
         self.new_inputs: set[fx.Node] = set()
         self.length: fx.Node

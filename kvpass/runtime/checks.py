@@ -327,11 +327,11 @@ class PaddingTracker:
         return [new_columns(arguments[self.indices[node]], before, queries) for node in nodes]
 
 
-def true_indices(chosen: Tensor, start: int = 0) -> Tensor:
+def true_indices(mask: Tensor, start: int = 0) -> Tensor:
     """Return the indices where bool [B, n] is true: int64 [B, P], padded with -1."""
-    most = int(chosen.sum(-1).max())
-    indices = torch.arange(start, start + chosen.shape[1], device=chosen.device)
-    ordered = torch.where(chosen, indices, LATE).sort(-1).values[:, :most]
+    most = int(mask.sum(-1).max())
+    indices = torch.arange(start, start + mask.shape[1], device=mask.device)
+    ordered = torch.where(mask, indices, LATE).sort(-1).values[:, :most]
     return torch.where(ordered == LATE, -1, ordered)
 
 

@@ -197,7 +197,7 @@ def _unwatch(model: torch.nn.Module) -> None:
             module.__dict__.pop("__getstate__", None)
 
 
-def compile_in_place(model: torch.nn.Module, chosen: Callable[..., Any], strict: bool) -> None:
+def compile_in_place(model: torch.nn.Module, backend: Callable[..., Any], strict: bool) -> None:
     """Compile the modules of a model that users call, with a backend of kvpass or a wrapper of one.
 
     With `strict`, modules inside of the model refuse to run uncompiled on a growing cache.
@@ -205,7 +205,7 @@ def compile_in_place(model: torch.nn.Module, chosen: Callable[..., Any], strict:
     _unwatch(model)
     compiled, shared = _modules_to_compile(model), layer_regions.install_regions(model)
     for called in compiled:
-        _compile_module(called, chosen, strict, shared)
+        _compile_module(called, backend, strict, shared)
     for inner in _modules_to_watch(model, compiled) if strict else ():
         _install_caller(inner, WatchedCall(inner, type(model).__name__, model))
 

@@ -157,15 +157,15 @@ class ExportedStep(StepExecutor):
         announce(ran)
         return ran
 
-    def holds_after(self, ran: StepResult) -> Callable[[int], bool]:
-        return lambda more: ran.seen_before + more <= self.most_seen
+    def holds_after(self, result: StepResult) -> Callable[[int], bool]:
+        return lambda more: result.seen_before + more <= self.most_seen
 
     def _prepare(
         self,
         caches: list[LayerCache],
         arguments: tuple[Any, ...],
-        others: OtherSizes,
-        known: frozenset[int],
+        other_sizes: OtherSizes,
+        known_padding: frozenset[int],
         compact: bool,
     ) -> PreparedStep:
         variant, queries, seen = self.variants_by_compact.get(compact), self.sizes.queries(arguments), caches[0].seen
@@ -218,7 +218,7 @@ def check_layouts(caches: Sequence[LayerCache]) -> None:
     )
 
 
-def step_entry(runner: StepRunner, ran: StepResult, ids_index: int) -> dict[str, Any]:
+def step_entry(runner: StepRunner, result: StepResult, ids_index: int) -> dict[str, Any]:
     """Return what an artifact's manifest has about a step graph that has run.
 
     Args:
@@ -228,22 +228,24 @@ def step_entry(runner: StepRunner, ran: StepResult, ids_index: int) -> dict[str,
     return dict(
         padding_inputs=[[runner.padding.indices[node] for node in nodes] for nodes in runner.padding.inputs],
         counters=list(runner.sizes.counters.values()),
-        last=ran.seen_before + _largest(runner.holds_after(ran), MOST_TOKENS - ran.seen_before),
+        last=result.seen_before + _largest(runner.holds_after(result), MOST_TOKENS - result.seen_before),
         ids=ids_index,
-        layouts=layout_entries(ran.caches),
+        layouts=layout_entries(result.caches),
     )
 
 
-def chunk_length_range(runner: StepRunner, ran: StepResult, ids_index: int) -> tuple[int, int]:
+def chunk_length_range(runner: StepRunner, result: StepResult, ids_index: int) -> tuple[int, int]:
     """Return the smallest and the largest number of tokens that a chunk's code serves, up to `MOST_IN_A_CHUNK`."""
-    graph, variant, queries = runner.gm.graph, runner.variants.variant_of(ran.rewrite), int(ran.rewrite.queries)
+    graph, variant, queries = runner.gm.graph, runner.variants.variant_of(result.rewrite), int(result.rewrite.queries)
     places = {symbol: at == (ids_index, 1) for symbol, at in runner.sizes.sources.items()}
     new = {symbol for symbol, counts in places.items() if counts}
-    all_tokens = {symbol for symbol, size in zip(runner.sizes.others, ran.other_sizes, strict=True) if size is None}
+    all_tokens = {
+        symbol for symbol, size in zip(runner.sizes.other_sources, result.other_sizes, strict=True) if size is None
+    }
     now = (
-        shapes.measure_symbols(graph, ran.arguments)
+        shapes.measure_symbols(graph, result.arguments)
         | dict.fromkeys(new, 2)
-        | dict.fromkeys(all_tokens, ran.seen_before + 2)
+        | dict.fromkeys(all_tokens, result.seen_before + 2)
     )
     holds = guard_predicate(shapes.guards(graph), now, new | all_tokens)
 

@@ -118,7 +118,7 @@ def record_calls(caches: list[LayerCache], calls: list[PastCall], taken: Sequenc
     if not calls:  # cropping is off
         return
     for cache, call, chunk in zip(caches, calls, taken, strict=True):
-        again = RepeatableChunk(chunk) if chunk is not None and call.new > 1 else None
+        again = RepeatableChunk(chunk) if chunk is not None and call.token_count > 1 else None
         cache.calls = append_call(cache.calls, dataclasses.replace(call, repeat=again), cache.backend.crop)
 
 

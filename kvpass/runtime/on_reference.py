@@ -129,7 +129,7 @@ class _ReferenceCall:
     mask: MaskOnSlots | None
     rotary: RotarySlice | None
     computed: ComputedKeys | None
-    first: bool
+    stores: bool
     lse_has_dim: bool
 
     @property
@@ -149,7 +149,7 @@ class _ReferenceCall:
     ) -> tuple[Tensor, Tensor]:
         """Return the output [B, Hq, q, Dv] and the log-sum-exp of the logits."""
         layout, site, queries = self.layout, self.site, query.shape[2]
-        if self.first:
+        if self.stores:
             stored_as_read = stored if store.attends_to_stored(queries) else None
             store.view = self._view_of(store, query, key, stored_as_read, value, valid, bound)
         view: ReferenceView = store.view
@@ -167,7 +167,7 @@ class _ReferenceCall:
         logits = attention_logits(query * view.factor, keys, allowed, bias, site.scale, site.cap)
         biased = logits if view.bias is None else logits + torch.nn.functional.pad(view.bias, (0, queries))
         probabilities = _softmax(biased, sink_logit)  # [B, Hq, q, N + q]
-        if self.first:
+        if self.stores:
             store.take(Chunk(stored, value, valid, Attention(), store.pins), probabilities, logits)
         output: Tensor = probabilities.to(values.dtype) @ values.repeat_interleave(query.shape[1] // values.shape[1], 1)
         output, lse = output.to(layout.dtype), biased.logsumexp(-1).to(layout.dtype)

@@ -105,7 +105,7 @@ class StepSizes(TokenCounters):
     def __init__(self, gm: fx.GraphModule, sites: list[AttentionSite]) -> None:
         super().__init__(_counters(gm))
         self._gm, self._sites = gm, sites
-        self.sources, self.others = _free_sizes(gm, sites)
+        self.sources, self.other_sources = _free_sizes(gm, sites)
         self.rewritten_readings: set[OtherSizes] = set()
         self._new_tokens = LruCache[tuple[int, ...], int]()
         self._resolved = LruCache[Any, Sizes]()
@@ -137,7 +137,7 @@ class StepSizes(TokenCounters):
         A size that follows the cache equals the tokens seen, but another size, such as the length of an encoder's
         input, may equal them by chance.  Readings in which more sizes follow the cache come first.
         """
-        sizes = [int(arguments[index].shape[dim]) for index, dim in self.others.values()]
+        sizes = [int(arguments[index].shape[dim]) for index, dim in self.other_sources.values()]
         lengths = {cache.seen for cache in caches} | {cache.stored_tokens for cache in caches}
         lengths |= {length + self.queries(arguments) for length in lengths}
         unclear = [index for index, size in enumerate(sizes) if size in lengths]
@@ -150,18 +150,20 @@ class StepSizes(TokenCounters):
         worked = [reading for reading in readings if reading in self.rewritten_readings]
         return worked[-1:] or readings
 
-    def tie_sizes(self, others: OtherSizes, numbers: tuple[int, ...]) -> tuple[int | SizeTie | None, ...]:
+    def tie_sizes(self, other_sizes: OtherSizes, numbers: tuple[int, ...]) -> tuple[int | SizeTie | None, ...]:
         """Replace each size of a reading by a tie to the first equal one of `numbers`, if there is one."""
-        return tuple(SizeTie(numbers.index(size)) if size in numbers else size for size in others)
+        return tuple(SizeTie(numbers.index(size)) if size in numbers else size for size in other_sizes)
 
     def resolve(
-        self, call: CallSizes, others: tuple[int | SizeTie | None, ...], dynamic: DynamicDims | None = None
+        self, call: CallSizes, other_sizes: tuple[int | SizeTie | None, ...], dynamic: DynamicDims | None = None
     ) -> Sizes:
         """Return the meaning of the graph's symbols in a call, perhaps with some sizes dynamic."""
-        key = call, others, dynamic
-        return self._resolved.get(key) or self._resolved.put(key, self._resolve(call, others, dynamic))
+        key = call, other_sizes, dynamic
+        return self._resolved.get(key) or self._resolved.put(key, self._resolve(call, other_sizes, dynamic))
 
-    def _resolve(self, call: CallSizes, others: tuple[int | SizeTie | None, ...], dynamic: DynamicDims | None) -> Sizes:
+    def _resolve(
+        self, call: CallSizes, other_sizes: tuple[int | SizeTie | None, ...], dynamic: DynamicDims | None
+    ) -> Sizes:
         known: dict[Any, Any] = dict(zip(self.sources, call.numbers, strict=True))
         new: Any = self._new_token_count(call.numbers)
         if dynamic:
@@ -174,7 +176,7 @@ class StepSizes(TokenCounters):
                 lengths.append(symbol - counter.number)
             else:
                 known[symbol] = counter.number + (new if counter.counts == "new" else 0)
-        for symbol, size in zip(self.others, others, strict=True):
+        for symbol, size in zip(self.other_sources, other_sizes, strict=True):
             if size is not None:
                 known[symbol] = tied_to[size.arg_index] if isinstance(size, SizeTie) else size
         for site, window in zip(self._sites, call.windows, strict=True):
@@ -190,13 +192,13 @@ class StepSizes(TokenCounters):
         queries = sizes.size(new) if sizes else new
         return Sizes(tuple(dict.fromkeys(lengths)), known, queries, least, tuple(totals.values()), sizes)
 
-    def holds_after(self, others: OtherSizes, arguments: tuple[Any, ...], seen: int) -> Callable[[int], bool]:
+    def holds_after(self, other_sizes: OtherSizes, arguments: tuple[Any, ...], seen: int) -> Callable[[int], bool]:
         """Return a predicate that tells whether this graph's guards hold a number of tokens after a call.
 
         Args:
             others, arguments, seen: of that call.
         """
-        following = {symbol for symbol, size in zip(self.others, others, strict=True) if size is None}
+        following = {symbol for symbol, size in zip(self.other_sources, other_sizes, strict=True) if size is None}
         counting = {symbol for symbol, index in self.counters.items() if arguments[index] == seen}
         now = shapes.measure_symbols(self._gm.graph, arguments)
         growing = {symbol for site in self._sites for symbol in site.length_symbols if now.get(symbol) == seen}

@@ -93,7 +93,11 @@ class StepExecutor:
         self.sites: Sequence[Any] = sites
 
     def advance(
-        self, caches: list[LayerCache], arguments: tuple[Any, ...], others: OtherSizes, known: frozenset[int]
+        self,
+        caches: list[LayerCache],
+        arguments: tuple[Any, ...],
+        other_sizes: OtherSizes,
+        known_padding: frozenset[int],
     ) -> StepOutcome:
         """Run the new tokens in Dynamo's arguments, and update the caches.
 
@@ -111,7 +115,7 @@ class StepExecutor:
         compact = False
         if queries == 1:
             compact, clocks = self.tick(caches, arguments)
-        step = self._prepare(caches, arguments, others, known, compact)
+        step = self._prepare(caches, arguments, other_sizes, known_padding, compact)
         for cache in caches:
             cache.interrupted = True
         if queries == 1:
@@ -141,8 +145,8 @@ class StepExecutor:
         self,
         caches: list[LayerCache],
         arguments: tuple[Any, ...],
-        others: OtherSizes,
-        known: frozenset[int],
+        other_sizes: OtherSizes,
+        known_padding: frozenset[int],
         compact: bool,
     ) -> Callable[[tuple[Any, ...], Sequence[tuple[Any, ...]]], Sequence[Any]]:
         """Return a callable that does what `advance` does for one token while the caches keep their slots.
@@ -150,15 +154,15 @@ class StepExecutor:
         It is a `FastStep` for slots; for the eager reference it calls `advance`.
         """
         if self.backend.kv_store.is_reference:  # the reference needs the preparation that `FastStep` skips
-            return lambda arguments, _: self.advance(caches, arguments, others, known).results
-        step = self._prepare(caches, arguments, others, known, compact)
+            return lambda arguments, _: self.advance(caches, arguments, other_sizes, known_padding).results
+        step = self._prepare(caches, arguments, other_sizes, known_padding, compact)
         return FastStep(caches, step.rewrite, step.run)
 
     def arguments_after(self, caches: list[LayerCache], arguments: tuple[Any, ...], by: int) -> tuple[Any, ...]:
         """Return the arguments of the step before as if `by` more tokens had been seen before it."""
         return self.sizes.shift_counts(arguments, caches[0].seen - 1, by)
 
-    def holds_after(self, ran: StepResult) -> Callable[[int], bool]:
+    def holds_after(self, result: StepResult) -> Callable[[int], bool]:
         """Return a predicate that tells whether the code serves a number of tokens after a step that ran."""
         raise NotImplementedError
 
@@ -166,8 +170,8 @@ class StepExecutor:
         self,
         caches: list[LayerCache],
         arguments: tuple[Any, ...],
-        others: OtherSizes,
-        known: frozenset[int],
+        other_sizes: OtherSizes,
+        known_padding: frozenset[int],
         compact: bool,
     ) -> PreparedStep:
         """Return the code and the arguments of a step on caches that have capacity for the new tokens."""
@@ -247,9 +251,9 @@ class StepRunner(StepExecutor):
             )
         return cache
 
-    def holds_after(self, ran: StepResult) -> Callable[[int], bool]:
+    def holds_after(self, result: StepResult) -> Callable[[int], bool]:
         """Return a predicate that tells whether this graph's guards hold a number of tokens after a step that ran."""
-        return self.sizes.holds_after(ran.other_sizes, ran.arguments, ran.seen_before)
+        return self.sizes.holds_after(result.other_sizes, result.arguments, result.seen_before)
 
     # -- variants ---------------------------------------------------------------------------------------------------
 
@@ -257,12 +261,12 @@ class StepRunner(StepExecutor):
         self,
         caches: list[LayerCache],
         arguments: tuple[Any, ...],
-        others: OtherSizes,
-        known: frozenset[int],
+        other_sizes: OtherSizes,
+        known_padding: frozenset[int],
         compact: bool,
     ) -> PreparedStep:
         key = ShapeKey.of(caches, self.sizes.numbers(arguments))
-        variant = self._find_variant(caches, arguments, key, others, known, compact)
+        variant = self._find_variant(caches, arguments, key, other_sizes, known_padding, compact)
         rewrite = variant.rewrite_for(key)
         host_inputs = rewrite.host_precomputed(arguments)
         flat = rewrite.flat_arguments([cache.slots for cache in caches], arguments, host_inputs, caches[0].seen)
@@ -270,21 +274,24 @@ class StepRunner(StepExecutor):
         if variant.serves(key):
             return PreparedStep(rewrite, host_inputs, flat, run)
         # Compiling has added guards that this call does not meet.
-        return self._prepare(caches, arguments, others, known, compact)
+        return self._prepare(caches, arguments, other_sizes, known_padding, compact)
 
     def _find_variant(
         self,
         caches: list[LayerCache],
         arguments: tuple[Any, ...],
         key: ShapeKey,
-        others: OtherSizes,
-        known: frozenset[int],
+        other_sizes: OtherSizes,
+        known_padding: frozenset[int],
         compact: bool,
     ) -> CompiledVariant:
         """Return a variant of the graph for caches that have capacity for the new tokens."""
         sizes = self.sizes.call_sizes(caches, arguments)
-        how, tied = (sizes.counters, sizes.windows, known, compact), self.sizes.tie_sizes(others, sizes.numbers)
-        call = (*how, others, sizes.numbers, tuple((cache.layout, cache.slots.capacity) for cache in caches))
+        how, tied = (
+            (sizes.counters, sizes.windows, known_padding, compact),
+            self.sizes.tie_sizes(other_sizes, sizes.numbers),
+        )
+        call = (*how, other_sizes, sizes.numbers, tuple((cache.layout, cache.slots.capacity) for cache in caches))
         variant = self.variants.find(call, key)
         if variant is not None:
             return variant
@@ -300,10 +307,10 @@ class StepRunner(StepExecutor):
                 layouts=[cache.layout for cache in caches],
                 slots=[cache.slots for cache in caches],
                 arguments=arguments,
-                sizes=self.sizes.resolve(sizes, tied if dynamic else others, dynamic),
+                sizes=self.sizes.resolve(sizes, tied if dynamic else other_sizes, dynamic),
                 seen=caches[0].seen,
                 windows=sizes.windows,
-                padding_inputs=self.padding.as_padding_inputs(known),
+                padding_inputs=self.padding.as_padding_inputs(known_padding),
                 compact=compact,
                 dynamic_dims=layouts,
             )
@@ -314,11 +321,11 @@ class StepRunner(StepExecutor):
         with dynamo.compile_lock():
             shared = (*how, tied, headroom) if has_dynamic_sizes else None
             variant = self.variants.make(call, shared, key, self.sizes.queries(arguments) == 1, rewritten)
-            self.sizes.rewritten_readings.add(others)
+            self.sizes.rewritten_readings.add(other_sizes)
         return variant
 
     def _choose_reading(
-        self, caches: list[LayerCache], arguments: tuple[Any, ...], known: frozenset[int]
+        self, caches: list[LayerCache], arguments: tuple[Any, ...], known_padding: frozenset[int]
     ) -> OtherSizes:
         """Return the first reading of the sizes of other inputs for which the graph can be rewritten."""
         readings = self.sizes.readings(caches, arguments)
@@ -331,7 +338,7 @@ class StepRunner(StepExecutor):
         for reading in readings:
             try:
                 key = ShapeKey.of(caches, self.sizes.numbers(arguments))
-                self._find_variant(caches, arguments, key, reading, known, compact)
+                self._find_variant(caches, arguments, key, reading, known_padding, compact)
             except UnsupportedGraph as refusal:
                 refusals.append(refusal)
             else:
@@ -410,8 +417,8 @@ class StepResult:
         done: StepOutcome,
         caches: list[LayerCache],
         arguments: tuple[Any, ...],
-        others: OtherSizes,
-        known: frozenset[int],
+        other_sizes: OtherSizes,
+        known_padding: frozenset[int],
         kind: StepKind,
         seen_before: int,
     ) -> StepResult:
@@ -420,8 +427,8 @@ class StepResult:
             runner=runner,
             caches=caches,
             arguments=arguments,
-            other_sizes=others,
-            known_padding=known,
+            other_sizes=other_sizes,
+            known_padding=known_padding,
             results=done.results,
             kind=kind,
             rewrite=done.rewrite,

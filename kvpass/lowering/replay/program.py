@@ -161,15 +161,15 @@ class Program:
     results: list[Any]
     inputs: int
     blocks: dict[int, int]
-    fresh: frozenset[int]
+    result_blocks: frozenset[int]
     count: int
-    kept: list[Tensor]
+    held_tensors: list[Tensor]
 
     def __post_init__(self) -> None:
         self.memory = MemoryMap(self.count)
         self._no_inputs: list[None] = [None] * self.inputs
-        self._transient = {*range(self.inputs + 1, self.count)} - self.blocks.keys() | self.fresh
-        permanent = self.blocks.keys() - self.fresh
+        self._transient = {*range(self.inputs + 1, self.count)} - self.blocks.keys() | self.result_blocks
+        permanent = self.blocks.keys() - self.result_blocks
         for base in permanent:
             self.memory.put(base, self._block(base))
         for part in self.parts:
@@ -188,7 +188,7 @@ class Program:
         memory.tensors[1 : self.inputs + 1] = tensors
         memory.addresses[1 : self.inputs + 1] = array("q", addresses)
         try:
-            for base in self.fresh:
+            for base in self.result_blocks:
                 memory.put(base, self._block(base))
             with generated_code.without_modes():
                 for part in self.parts:

@@ -127,7 +127,7 @@ class Conversation:
         self.step, self.plan, self.count = step, plan, plan.count
         self.batch = step.layouts[0].batch
         self.placeholders = walk.placeholders(step.gm.graph)
-        self.cut = step.seen - plan.count
+        self.tokens_cut = step.seen - plan.count
         self.valid = self._valid()
         self.stored = [min(plan.count, window or plan.count) for window in step.context.windows]
         self.kept = [self._choose_kept(layer) for layer in range(len(step.layouts))]
@@ -216,7 +216,7 @@ class Conversation:
         """Make positions continue this conversation, and change token ids if the plan says so."""
         new, total = self.step.queries, self.count + self.step.queries
         if ids.shape[-1] == new and bool((ids.amax(-1) == self.step.seen + new - 1).all()):
-            return (ids - self.cut).clamp(min=0)
+            return (ids - self.tokens_cut).clamp(min=0)
         if self.plan.ids is None or ids.shape[-1] != total or ids.is_cuda:
             return ids
         changed, start = ids.clone(), self.count // 2 if self.plan.ids == "changing" else self.count
@@ -226,7 +226,7 @@ class Conversation:
     def _cut_argument(self, index: int, node: fx.Node) -> Any:
         argument, sizes = self.step.arguments[index], self.step.sizes
         if isinstance(argument, int) and not isinstance(argument, bool):
-            return argument - self.cut if sizes.grows(value(node)) else argument
+            return argument - self.tokens_cut if sizes.grows(value(node)) else argument
         if not isinstance(argument, Tensor) or isinstance(argument, torch.nn.Parameter) or index in self._pasts:
             return argument
         for dim, size in enumerate(value(node).shape):

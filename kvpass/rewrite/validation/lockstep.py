@@ -98,12 +98,12 @@ class Lockstep:
     canonical: fx.GraphModule
     sites: Sequence[AttentionSite]
     argument: Callable[[int], Any]
-    new: int
+    new_tokens: int
     label: str
-    last: fx.Node | None = None
+    last_call: fx.Node | None = None
     queries: Tensor | None = None
-    real: Tensor | None = None
-    wanted: dict[str, ExactAttention] = dataclasses.field(default_factory=dict, init=False)
+    real_tokens: Tensor | None = None
+    exact_results: dict[str, ExactAttention] = dataclasses.field(default_factory=dict, init=False)
     inputs: dict[str, Tensor] = dataclasses.field(default_factory=dict, init=False)
     blind: bool = dataclasses.field(default=False, init=False)
     _model_values: dict[str, Tensor] = dataclasses.field(default_factory=dict, init=False)
@@ -131,7 +131,7 @@ class Lockstep:
             for node, past in ((site.grown_key, site.past_key), (site.grown_value, site.past_value)):
                 visits[named[_in_model(node)]] = functools.partial(self._keep_new_rows, site, past)
         try:
-            last = None if self.last is None else named[_in_model(self.last)]
+            last = None if self.last_call is None else named[_in_model(self.last_call)]
             return GraphRun(self.gm, self.argument, visits, self.caches).run_to(last)
         except DoesNotRun as error:
             raise NotComparable(f"the model's own graph does not run {self.label}: {error}") from error
@@ -146,7 +146,7 @@ class Lockstep:
         self, site: AttentionSite, past: fx.Node | None, walk: GraphRun, node: fx.Node, result: Tensor
     ) -> Tensor:
         """Visit a grown cache: keep its new tokens, and check that the past precedes them."""
-        before = result.shape[2] - self.new
+        before = result.shape[2] - self.new_tokens
         if past is not None and not torch.equal(result[:, :, :before], self.argument(self._indices[past])):
             self.refuse(site, NOT_APPENDED)
         self._model_values[node.name] = result[:, :, before:].clone()
@@ -176,7 +176,7 @@ class Lockstep:
             for node in (site.query, site.key, site.value):
                 visits.setdefault(node, self._keep_input)
         try:
-            GraphRun(self.canonical, self.argument, {**visits, **(rounding or {})}, self.caches).run_to(self.last)
+            GraphRun(self.canonical, self.argument, {**visits, **(rounding or {})}, self.caches).run_to(self.last_call)
         except DoesNotRun as error:
             self.refuse(self.sites[0], f"the canonical graph does not run: {error}")
 
@@ -187,7 +187,9 @@ class Lockstep:
     def _check_append(self, site: AttentionSite, walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
         """Visit an append: compare its new rows with the model's."""
         new_rows = self._model_values.get(_in_model(node))
-        if new_rows is not None and not equal_up_to_rounding(result[:, :, result.shape[2] - self.new :], new_rows):
+        if new_rows is not None and not equal_up_to_rounding(
+            result[:, :, result.shape[2] - self.new_tokens :], new_rows
+        ):
             self.refuse(site, NOT_APPENDED)
         return result
 
@@ -204,7 +206,7 @@ class Lockstep:
         if compares:
             self.blind = self.blind or exact.hides_new_keys()
             self.check(self._excess(node, exact, model_value), site, "attention differs from the canonical form")
-        self.wanted[node.name] = (
+        self.exact_results[node.name] = (
             exact if columns is None or not compares else attend_exactly(call, columns, self.queries)
         )
         return model_value.clone()
@@ -222,7 +224,7 @@ class Lockstep:
 
         def visit(walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
             model_value = self._reshape_like(site, self._model_values[_in_model(call)], result)
-            self.check(self._excess(call, self.wanted[call.name], result, padded), site, problem)
+            self.check(self._excess(call, self.exact_results[call.name], result, padded), site, problem)
             return model_value.clone()
 
         return visit
@@ -250,7 +252,7 @@ class Lockstep:
         """Return the error as a multiple of the allowed one, over real queries with finite results of the model."""
         finite = self._finite[_in_model(call)]
         compared = finite.reshape(*result.shape[:3], -1).all(-1)
-        compared = compared if self.real is None else compared & self.real[:, None]
+        compared = compared if self.real_tokens is None else compared & self.real_tokens[:, None]
         result = result if call.target is ATTENTION else result.reshape(compared.shape)
         if self.queries is not None:
             result, compared = result[:, :, self.queries], compared[:, :, self.queries]

@@ -240,7 +240,7 @@ def _run_rewritten(step: StepCase, conversation: Conversation, lockstep: Lockste
         if not step.ranked or bool(conversation.valid.all()):
             visits |= {new: lockstep.at_input(site, old) for new, old in pairs if new in nodes and new not in visits}
     try:
-        end = None if lockstep.last is None else context.attention.replaced[lockstep.last.name]
+        end = None if lockstep.last_call is None else context.attention.replaced[lockstep.last_call.name]
         return GraphRun(gm, slots.argument_factory(), visits).run_to(end)
     except DoesNotRun as error:
         lockstep.refuse(step.sites[0], f"the rewritten graph does not run: {error}")
@@ -262,7 +262,7 @@ def _at_mask(
 
     def visit(walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
         walk.env[node] = result
-        wanted, bias_on_slots = lockstep.wanted[site.call.name], None if bias is None else walk.load(bias)
+        wanted, bias_on_slots = lockstep.exact_results[site.call.name], None if bias is None else walk.load(bias)
         heads = slots.heads(*part)
         wanted = wanted if heads is None else wanted.of_heads(heads, slots.step.layouts[part[0]].heads)
         if not wanted.matches_mask(walk.load(mask), bias_on_slots, slots.columns(*part)):
