@@ -96,7 +96,7 @@ class PastCall:
     """One call, and the state of a layer's cache before it.
 
     Attributes:
-        new: the number of its tokens.
+        token_count: the number of its tokens.
         snapshot: the slots before the call; None before a prompt, which has none.
         repeat: admits a part of its tokens; None for a single token.
         layout, seen, clocks, absent, row_budgets: as of `LayerCache`.

@@ -36,7 +36,7 @@ class Capture:
     Attributes:
         gm: a graph with the results of the model's own graph.
         sites: its attention calls on caches; empty if any call was refused, and `gm` is then the model's own graph.
-        found: the reading of each attention call and cache update.
+        readings: the reading of each attention call and cache update.
     """
 
     gm: fx.GraphModule

@@ -61,10 +61,10 @@ class Caller:
 
     Attributes:
         call: the model or its compiled version.
-        takes: the names of the parameters of its forward.
+        parameter_names: the names of the parameters of its forward.
         cache_name: the keyword under which it takes its cache.
         name: its class, for errors.
-        begin: makes an empty cache; returns None for a model that makes its cache itself.
+        empty_cache: makes an empty cache; returns None for a model that makes its cache itself.
         vocabulary: the number of tokens that the model knows; None if the model does not report it.
     """
 

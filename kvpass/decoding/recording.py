@@ -29,7 +29,7 @@ class RecordedCall:
     Attributes:
         inputs: the tensors of the call by name: ids [B, q] and, if the model was given them, mask and positions.
         before: the tokens seen before.
-        ran: what ran.
+        result: what ran.
         logits: [B, 1, vocabulary].
         cache: the model's cache object after a prompt, as of `CacheObjectWriter`.
     """

@@ -45,7 +45,7 @@ class RequestBatch(LoopState):
 
     Attributes:
         generated: int64 [R], the number of tokens that each row has generated.
-        most: int64 [R], the largest number of tokens for each row.
+        max_new_tokens: int64 [R], the largest number of tokens for each row.
         stops: int64 [R, MOST_STOPS], the stop tokens of each row, -1 after the last.
         sampling: the settings of sampling of each row.
         caches: the cache of each layer, with R rows.

@@ -92,13 +92,13 @@ class Request:
         pinned: bool [1, T] on the CPU, the tokens of the prompt to pin; None for none.
         on_top: whether pinned tokens are in addition to the budget.
         prefix: the cache that the prompt continues, which is copied; None for an empty one.
-        before: the number of tokens of the prefix.
+        prefix_length: the number of tokens of the prefix.
         keep: whether to copy the slots of the request when it ends.
         tokens: the tokens generated so far.
         delivered: the tokens that have been handed out, which are more than `tokens` after a restart of the request.
         failures: how often the request has failed while no other request ran.
-        suspect: the number of tokens up to which the request runs alone, because a step of several requests failed
-            before that many.
+        runs_alone_until: the number of tokens up to which the request runs alone, because a step of several requests
+            failed before that many.
         status, reason, error, held_tokens, cache: as of `GenerationOutput`.
     """
 

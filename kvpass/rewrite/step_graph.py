@@ -89,8 +89,8 @@ class StepGraph:
         layouts, capacities: for each layer, its layout and its number of slots; capacities and budgets may be dynamic.
         decodes: whether one token is written to a free slot; a chunk is not written by the graph.
         ranked: whether keys are stored before their rotary embedding and numbered by rank.
-        whole: whether masks gather entries from tensors with all tokens; by default the graph gets the entries of its
-            slots.
+        gathers_all_tokens: whether masks gather entries from tensors with all tokens; by default the graph gets the
+            entries of its slots.
         slot_inputs: for each layer, the placeholders of its slots' tensors, in the order of `Slots.names`.
         new_inputs: all of these placeholders, and those of the policy's own tensors.
         length: int64 without dimensions, the number of tokens seen, padding included.

@@ -55,7 +55,7 @@ class CompiledCall:
         model: the module that was compiled in place; None for other callables.
         backend: the backend that compiled `model`; None for other callables.
         regions: the regions of the model's layers, which are active while the model is called.
-        taken: the parameter names of the model's forward, or of `call` if `model` is None.
+        parameter_names: the parameter names of the model's forward, or of `call` if `model` is None.
     """
 
     def __init__(
@@ -120,8 +120,9 @@ class WatchedCall:
 
     Attributes:
         model: the module.
-        whole: the class name of the compiled model.
-        around: a weak reference to the compiled model, if known; nothing is checked once another backend compiles it.
+        model_name: the class name of the compiled model.
+        compiled_model: a weak reference to the compiled model, if known; nothing is checked once another backend
+            compiles it.
     """
 
     def __init__(self, model: torch.nn.Module, whole: str, around: torch.nn.Module | None = None) -> None:

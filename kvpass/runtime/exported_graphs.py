@@ -114,8 +114,8 @@ class ExportedStep(StepExecutor):
     """A runner of steps of one token, or of chunks, on exported code.
 
     Attributes:
-        exported: the rewrite without its graph and the compiled code, by whether the step compacts.
-        last: the largest number of tokens seen before a step.
+        variants_by_compact: the rewrite without its graph and the compiled code, by whether the step compacts.
+        most_seen: the largest number of tokens seen before a step.
         layouts: the sizes of the layers' slots that the code is for.
     """
 

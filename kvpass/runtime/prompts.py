@@ -50,13 +50,14 @@ class PromptGraph:
         ranked: whether keys are stored before their rotary embedding.
         rewrite: the rewritten graph.
         outputs: the number of outputs of Dynamo's graph.
-        owned: the argument indices of module tensors.
-        projecting: for each site the argument indices of the tensors that project its new keys.
-        projected_by: for each site the argument index of the weight that projects its output, if the policy reads it.
-        past: the argument index of the first layer's past keys, if the graph adopts an uncompiled prompt.
+        module_inputs: the argument indices of module tensors.
+        key_projections: for each site the argument indices of the tensors that project its new keys.
+        output_projections: for each site the argument index of the weight that projects its output, if the policy
+            reads it.
+        adopted_past: the argument index of the first layer's past keys, if the graph adopts an uncompiled prompt.
         constants: module tensors that are attributes of the graph.
         sparse_indices: the sparse indices of masks.
-        scored_by: the output index of each cache of scoring keys, and the dimension along which it grows.
+        scoring_outputs: the output index of each cache of scoring keys, and the dimension along which it grows.
     """
 
     sites: list[SiteFacts]

@@ -129,7 +129,7 @@ class Recorder:
         notes: further facts.
         passes: the records of the passes over step graphs.
         programs: a title and a program for each stage of each graph; empty unless `keeps_programs`.
-        watch: counts the backend's seconds.
+        stopwatch: counts the backend's seconds.
     """
 
     graphs: list[str] = dataclasses.field(default_factory=list)

@@ -97,9 +97,9 @@ class StepSizes(TokenCounters):
 
     Attributes:
         sources: the sizes that the graph is specialised for, such as the rows.
-        others: the sizes of other inputs, some of which follow the cache, as the length of a padding mask does.
+        other_sources: the sizes of other inputs, some of which follow the cache, as the length of a padding mask does.
         counters: the symbols that are arguments but no tensor's size, with their argument indices.
-        worked: readings of `others` for which the graph has been rewritten.
+        rewritten_readings: readings of `others` for which the graph has been rewritten.
     """
 
     def __init__(self, gm: fx.GraphModule, sites: list[AttentionSite]) -> None:
@@ -196,7 +196,7 @@ class StepSizes(TokenCounters):
         """Return a predicate that tells whether this graph's guards hold a number of tokens after a call.
 
         Args:
-            others, arguments, seen: of that call.
+            other_sizes, arguments, seen: of that call.
         """
         following = {symbol for symbol, size in zip(self.other_sources, other_sizes, strict=True) if size is None}
         counting = {symbol for symbol, index in self.counters.items() if arguments[index] == seen}

@@ -102,8 +102,8 @@ class StepExecutor:
         """Run the new tokens in Dynamo's arguments, and update the caches.
 
         Args:
-            others: sizes of other inputs, see `StepSizes.readings`.
-            known: argument indices, see `PaddingTracker.unchanged_inputs`.
+            other_sizes: sizes of other inputs, see `StepSizes.readings`.
+            known_padding: argument indices, see `PaddingTracker.unchanged_inputs`.
         """
         queries = self.sizes.queries(arguments)
         for cache in caches:
@@ -392,11 +392,11 @@ class StepResult:
         runner: the runner of the graph.
         caches: the caches of the layers.
         arguments: Dynamo's arguments.
-        others, known: as of `StepRunner.advance`.
+        other_sizes, known_padding: as of `StepRunner.advance`.
         results: the results of the rewritten graph.
         kind: a key that is equal for two decode steps with the same code and the same buffers.
         rewrite: the rewrite of the graph.
-        before: the tokens seen before the run.
+        seen_before: the tokens seen before the run.
         compact: whether the step has compacted the slots.
     """
 

@@ -152,9 +152,9 @@ class Program:
         results: the results, with views in place of tensors.
         inputs: the number of tensors among the arguments, whose bases are 1 to `inputs`.
         blocks: the bytes of each base that is memory between kernels.
-        fresh: the blocks that hold results and get new memory in every run.
+        result_blocks: the blocks that hold results and get new memory in every run.
         count: the number of bases.
-        kept: tensors that kernels read and that only the program may hold.
+        held_tensors: tensors that kernels read and that only the program may hold.
     """
 
     parts: list[ProgramPart]

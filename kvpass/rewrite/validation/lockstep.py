@@ -84,12 +84,12 @@ class Lockstep:
     Attributes:
         gm, canonical, sites: the two graphs, and the attention calls of the canonical one.
         argument: creates the argument of an index.
-        new: q, the number of new tokens.
+        new_tokens: q, the number of new tokens.
         label: describes the arguments, for an error.
-        last: the canonical call after which the graphs stop; None for the end.
+        last_call: the canonical call after which the graphs stop; None for the end.
         queries: the queries of each call that are compared, None for all.
-        real: bool [B, q], false for padding.
-        wanted: the exact result of each canonical call, by its name.
+        real_tokens: bool [B, q], false for padding.
+        exact_results: the exact result of each canonical call, by its name.
         inputs: the values of queries and new rows, by the name of the canonical node.
         blind: whether in some call a query does not see its own key, so that it may see none.
     """
