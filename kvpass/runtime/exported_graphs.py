@@ -17,7 +17,7 @@ from kvpass.errors import ArtifactError, UnsupportedGraph
 from kvpass.fx import shapes
 from kvpass.rewrite.pipeline import StepRewrite
 from kvpass.rewrite.prompt import PromptRewrite, SiteOutputs
-from kvpass.runtime.caches import grow_for, step_kind
+from kvpass.runtime.caches import grow_for
 from kvpass.runtime.checks import PaddingTracker
 from kvpass.runtime.compiler import Compiler
 from kvpass.runtime.prompts import PromptGraph, PromptRunner, policies_by_layer
@@ -140,7 +140,7 @@ class ExportedStep(StepExecutor):
         Raises:
             ArtifactError: the code is for other sizes.
         """
-        queries, before = self.sizes.queries(arguments), caches[0].seen
+        queries = self.sizes.queries(arguments)
         for cache in caches:
             grow_for(cache, queries)
         found = layout_entries(caches)
@@ -150,12 +150,10 @@ class ExportedStep(StepExecutor):
                 f"this prompt needs slots of {needed}, and the artifact was exported for {exported}: run it by a "
                 "DecodeLoop that is not loaded"
             )
-        step = step_kind(caches)
-        done = self.advance(caches, arguments, (), frozenset())
-        self.padding.record_padding(caches, arguments, before, queries)
-        ran = StepResult.of(self, done, caches, arguments, (), frozenset(), step, before)
-        announce(ran)
-        return ran
+        result = self.advance(caches, arguments, (), frozenset())
+        self.padding.record_padding(caches, arguments, result.seen_before, queries)
+        announce(result)
+        return result
 
     def holds_after(self, result: StepResult) -> Callable[[int], bool]:
         return lambda more: result.seen_before + more <= self.most_seen

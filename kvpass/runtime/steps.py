@@ -58,21 +58,6 @@ class PreparedStep(NamedTuple):
     run: inductor.Compiled
 
 
-class StepOutcome(NamedTuple):
-    """The results of a step, for the outputs of Dynamo's graph.
-
-    Attributes:
-        rewrite, host_inputs: as of `PreparedStep`.
-        results: the results of the rewritten graph.
-        compact: whether the step has compacted the slots.
-    """
-
-    rewrite: StepRewrite
-    results: Sequence[Any]
-    host_inputs: list[Any]
-    compact: bool
-
-
 class StepExecutor:
     """Run the new tokens of a call on the slots of caches, and update the caches.
 
@@ -98,7 +83,7 @@ class StepExecutor:
         arguments: tuple[Any, ...],
         other_sizes: OtherSizes,
         known_padding: frozenset[int],
-    ) -> StepOutcome:
+    ) -> StepResult:
         """Run the new tokens in Dynamo's arguments, and update the caches.
 
         Args:
@@ -108,6 +93,7 @@ class StepExecutor:
         queries = self.sizes.queries(arguments)
         for cache in caches:
             grow_for(cache, queries)
+        kind, before = step_kind(caches), caches[0].seen
         calls, kv_store = calls_before(caches, queries), self.backend.kv_store
         for layer, cache in enumerate(caches):
             kv_store.prepare(cache, functools.partial(self.padding.valid_tokens, layer, cache, arguments, queries))
@@ -130,7 +116,19 @@ class StepExecutor:
         ]
         advance_counts(caches, queries, clocks)
         record_calls(caches, calls, taken)
-        return StepOutcome(step.rewrite, results, step.host_inputs, compact)
+        return StepResult(
+            runner=self,
+            caches=caches,
+            arguments=arguments,
+            other_sizes=other_sizes,
+            known_padding=known_padding,
+            results=results,
+            host_inputs=step.host_inputs,
+            kind=kind,
+            rewrite=step.rewrite,
+            seen_before=before,
+            compact=compact,
+        )
 
     def _caches_with_pins(self, caches: list[LayerCache]) -> list[tuple[LayerCache, Pins]]:
         """Return the caches in which the running call pins tokens, each with its pins."""
@@ -231,17 +229,16 @@ class StepRunner(StepExecutor):
         for cache, pins in self._caches_with_pins(caches):
             pins.check(cache.layout.policy, cache.layout.batch, queries)
             self.backend.kv_store.make_room_for_pins(cache, pins)
-        first, step = caches[0], step_kind(caches)
-        known, before = self.padding.unchanged_inputs(caches, arguments, queries), first.seen
+        first, known = caches[0], self.padding.unchanged_inputs(caches, arguments, queries)
         others = self._choose_reading(caches, arguments, known)
         self.verifier.check_positions(first, arguments, lambda: self.padding.valid_tokens(0, first, arguments, queries))
         self.verifier.check_angles(
             first, arguments, lambda: self.sizes.resolve(self.sizes.call_sizes(caches, arguments), others)
         )
-        done = self.advance(caches, arguments, others, known)
-        self.padding.record_padding(caches, arguments, before, queries)
-        announce(StepResult.of(self, done, caches, arguments, others, known, step, before))
-        return self._dynamo_outputs(done, caches, arguments)
+        result = self.advance(caches, arguments, others, known)
+        self.padding.record_padding(caches, arguments, result.seen_before, queries)
+        announce(result)
+        return self._dynamo_outputs(result)
 
     def _cache_of_layer(self, arguments: tuple[Any, ...], indices: tuple[int, int]) -> LayerCache:
         cache = current_cache(arguments[indices[0]], "keys", self.backend)
@@ -367,11 +364,9 @@ class StepRunner(StepExecutor):
         self.backend.note_validation("step", self.validation)
         self.model = None
 
-    def _dynamo_outputs(
-        self, done: StepOutcome, caches: list[LayerCache], arguments: tuple[Any, ...]
-    ) -> tuple[Any, ...]:
+    def _dynamo_outputs(self, done: StepResult) -> tuple[Any, ...]:
         """Return the outputs of Dynamo's graph from the results of the rewritten one."""
-        rewrite = done.rewrite
+        rewrite, caches, arguments = done.rewrite, done.caches, done.arguments
         outputs = [None if index is None else done.results[index] for index in rewrite.outputs]
         for index, result in zip(rewrite.grown, done.host_inputs, strict=False):  # further ones are inputs of the graph
             outputs[index] = result
@@ -394,6 +389,7 @@ class StepResult:
         arguments: Dynamo's arguments.
         other_sizes, known_padding: as of `StepRunner.advance`.
         results: the results of the rewritten graph.
+        host_inputs: the results of `StepRewrite.host_precomputed`.
         kind: a key that is equal for two decode steps with the same code and the same buffers.
         rewrite: the rewrite of the graph.
         seen_before: the tokens seen before the run.
@@ -406,32 +402,8 @@ class StepResult:
     other_sizes: tuple[int | None, ...]
     known_padding: frozenset[int]
     results: Sequence[Any]
+    host_inputs: list[Any]
     kind: StepKind
     rewrite: StepRewrite
     seen_before: int
     compact: bool
-
-    @staticmethod
-    def of(
-        runner: StepExecutor,
-        done: StepOutcome,
-        caches: list[LayerCache],
-        arguments: tuple[Any, ...],
-        other_sizes: OtherSizes,
-        known_padding: frozenset[int],
-        kind: StepKind,
-        seen_before: int,
-    ) -> StepResult:
-        """Return the result of a run with this outcome."""
-        return StepResult(
-            runner=runner,
-            caches=caches,
-            arguments=arguments,
-            other_sizes=other_sizes,
-            known_padding=known_padding,
-            results=done.results,
-            kind=kind,
-            rewrite=done.rewrite,
-            seen_before=seen_before,
-            compact=done.compact,
-        )
