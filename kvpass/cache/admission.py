@@ -197,7 +197,7 @@ def _join_candidates(
     new_position = past.seen[:, None] + count - 1
     new_index = past.length[:, None] + torch.arange(valid.shape[1], device=layout.device)
 
-    def joined(cached: Tensor, new: Tensor) -> Tensor:
+    def join(cached: Tensor, new: Tensor) -> Tensor:
         new = new.expand(-1, layout.groups, -1)
         return new if prompt else torch.cat([cached, new], -1)
 
@@ -206,8 +206,8 @@ def _join_candidates(
     if layout.row_budgets:
         state[ROW_BUDGET] = state[ROW_BUDGET] + chunk.pins_on_top(policy)[:, None, None]
     for name, dtype in layout.eviction.state().items():
-        state[name] = joined(past.state[name], initial.get(name, torch.zeros_like(new_position, dtype=dtype)[:, None]))
-    position = joined(past.position, new_position.masked_fill(~valid, FREE)[:, None])
+        state[name] = join(past.state[name], initial.get(name, torch.zeros_like(new_position, dtype=dtype)[:, None]))
+    position = join(past.position, new_position.masked_fill(~valid, FREE)[:, None])
     tokens = Tokens(
         position=position,
         seen=(past.seen + count[:, -1])[:, None, None],
@@ -217,7 +217,7 @@ def _join_candidates(
         rank=rank_of(position) if policy.ranks else None,
         spread=layout.spread,
     )
-    return tokens, joined(past.index, new_index[:, None])
+    return tokens, join(past.index, new_index[:, None])
 
 
 def _fill(layout: Layout, slots: Slots, tokens: Tokens, keep: Tensor, index: Tensor, key: Rows, value: Rows) -> None:

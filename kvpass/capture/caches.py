@@ -166,7 +166,7 @@ class _CacheSearch:
         except CacheRefused:
             return None
         has_no_past = all(origin.past is None for origin in found)
-        if has_no_past and origins.is_fixed(call, queries, self.memory):
+        if has_no_past and origins.has_fixed_keys(call, queries, self.memory):
             return CallReading(call.node, fixed=tuple(origin.grown for origin in found))
         return None
 

@@ -151,7 +151,7 @@ def queries_of(calls: list[AttentionCall], memory: Memory) -> dict[fx.Node, fx.N
     }
 
 
-def is_fixed(call: AttentionCall, queries: Mapping[fx.Node, fx.Node], memory: Memory) -> bool:
+def has_fixed_keys(call: AttentionCall, queries: Mapping[fx.Node, fx.Node], memory: Memory) -> bool:
     """Return whether no input of the query's tokens takes part in any key or value.
 
     In later layers a query also depends on earlier attention outputs.  Its tokens are found along the queries of these.

@@ -79,10 +79,10 @@ class RequestBatch(LoopState):
             )
         wide = {id(layer): _with_rows(layer, rows) for layer in one}
 
-        def widened(value: Any) -> Any:
+        def widen(value: Any) -> Any:
             return handle_like(value, wide[id(value.cache)]) if isinstance(value, Handle) else value
 
-        return RequestBatch(loop, refresh_handles(cache, 0, widened), rows)
+        return RequestBatch(loop, refresh_handles(cache, 0, widen), rows)
 
     def fit_slots(self, caches: Sequence[LayerCache]) -> None:
         """Give a prompt's caches and the rows equally many slots, where that is possible.
@@ -133,13 +133,13 @@ class RequestBatch(LoopState):
         self.settle()
         one = {id(layer): _row_of(layer, row, seen) for layer in self.caches}
 
-        def narrowed(value: Any) -> Any:
+        def narrow(value: Any) -> Any:
             return handle_like(value, one[id(value.cache)]) if isinstance(value, Handle) else value
 
         cache = copy.copy(self.cache)
         if hasattr(cache, "layers"):
             cache.layers = [copy.copy(layer) for layer in cache.layers]
-        return refresh_handles(cache, seen - self.length, narrowed)
+        return refresh_handles(cache, seen - self.length, narrow)
 
     @property
     def length(self) -> int:

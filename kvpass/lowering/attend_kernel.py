@@ -453,7 +453,7 @@ def _parts(programs: int, capacity: int, block: int) -> tuple[int, int]:
     return -(-blocks // each), each * block
 
 
-def packed(x: Tensor) -> Tensor:
+def as_contiguous(x: Tensor) -> Tensor:
     """Return x.contiguous(), in a form that can be traced for a GPU on a machine without one."""
     return x if x.is_contiguous() else torch.clone(x, memory_format=torch.contiguous_format)
 
@@ -503,12 +503,14 @@ def attend_slots(
     dear = bits == 4 or (rotary > 0 and (bits == 8 or not halved))
     block = _block(power(max(dim, width)), query.element_size(), padded, dear)
     parts, each = _parts(rows * heads, capacity, block)
-    query, mask = packed(query), packed(mask)
-    has_bias, bias = bias is not None, value if bias is None else packed(bias)  # without a bias it is never read
+    query, mask = as_contiguous(query), as_contiguous(mask)
+    has_bias, bias = bias is not None, value if bias is None else as_contiguous(bias)  # without a bias it is never read
     positions = 0 if cos is None else cos.shape[0]
-    rank, cos, sin = (value if x is None else packed(x) for x in (rank, cos, sin))
+    rank, cos, sin = (value if x is None else as_contiguous(x) for x in (rank, cos, sin))
     groups_of_key, groups_of_value = (0 if x is None else x.shape[3] for x in (key_scale, value_scale))
-    scales_and_zeros = [value if x is None else packed(x) for x in (key_scale, value_scale, key_zero, value_zero)]
+    scales_and_zeros = [
+        value if x is None else as_contiguous(x) for x in (key_scale, value_scale, key_zero, value_zero)
+    ]
     m_part = query.new_empty((rows, heads, groups, queries, parts), dtype=torch.float32)
     l_part = torch.empty_like(m_part)
     acc_part = query.new_empty((*m_part.shape, width), dtype=torch.float32)
@@ -534,7 +536,7 @@ def _launch_join(
     output = query.new_empty((rows, heads, groups, queries, width))
     most = query.new_empty((rows, heads, groups, queries), dtype=torch.float32)
     total = torch.empty_like(most)
-    sinks = packed(sink_logit.float()) if sink_logit is not None else m_part  # unused then
+    sinks = as_contiguous(sink_logit.float()) if sink_logit is not None else m_part  # unused then
     per_group, width_of_parts = sinks.shape[3], power(parts, 1)
     piece = max(16, min(power(width), JOINED // width_of_parts))
     torch.library.wrap_triton(join)[(rows * heads * groups * queries, triton.cdiv(width, piece))](
@@ -591,7 +593,7 @@ def as_dense(buffer: Tensor) -> Tensor:
 
     Slots are dense, but rows that a policy computed may not be.
     """
-    return buffer if buffer.stride(-1) == 1 else packed(buffer)
+    return buffer if buffer.stride(-1) == 1 else as_contiguous(buffer)
 
 
 def _wide(mask: Tensor, capacity: int) -> Tensor:

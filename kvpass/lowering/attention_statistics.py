@@ -164,7 +164,7 @@ def _scanned(
 ) -> Tensor:
     """Return the policy's scan over the attention rows, one query after the other, float32 [B, H', S]."""
     assert request.scan is not None
-    policy, sharding = policies.from_json(request.scan), HeadSharding.read(request.sharding)
+    policy, sharding = policies.from_json(request.scan), HeadSharding.from_text(request.sharding)
     before = attention.key.shape[2] - attention.query.shape[2]
     if isinstance(policy, Smoothing):
         smoothed = functools.partial(policy.smoothed, held=before)
@@ -216,7 +216,7 @@ def requested(
     if not policy.statistics.isdisjoint((*LAST_QUERY_STATISTICS, *OLDER)):
         request = dataclasses.replace(request, window=policy.observation)
     if "scan" in policy.statistics:
-        text = sharding.written() if sharding else None
+        text = sharding.to_text() if sharding else None
         request = dataclasses.replace(request, scan=to_json(policy), budget=budget, sharding=text)
     return request.text()
 

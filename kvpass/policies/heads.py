@@ -36,12 +36,12 @@ class HeadSharding:
     ranks: int
     group: str
 
-    def written(self) -> str:
+    def to_text(self) -> str:
         """Return the sharding as text, for operators, which take no objects; `read` is the inverse."""
         return json.dumps(dataclasses.astuple(self))
 
     @staticmethod
-    def read(text: str | None) -> HeadSharding | None:
+    def from_text(text: str | None) -> HeadSharding | None:
         """Return the sharding of a text that `written` returned; None for None."""
         return None if text is None else HeadSharding(*json.loads(text))
 

@@ -43,7 +43,7 @@ class VaseReference(Reference):
         if self.policy.variant == "dkv":
             seed = seed_of_round(self.policy.seed, stream.seen)
             for token in tokens:
-                token.score = sketched(token.key[0], seed) * sketched(token.value[0], seed)
+                token.score = sketch_norm(token.key[0], seed) * sketch_norm(token.value[0], seed)
             return
         chosen = voters.voters(stream, self.policy.recent)
         for token in tokens:
@@ -87,7 +87,7 @@ class VaseReference(Reference):
         return [sum(votes[max(0, n - side) : n + side + 1]) / self.policy.kernel for n in range(len(votes))]
 
 
-def sketched(row: Tensor, seed: int) -> float:
+def sketch_norm(row: Tensor, seed: int) -> float:
     """Return |x G|^2 of a row [D]."""
     sketch = torch.tensor([[normal(seed, d, r) for r in range(20)] for d in range(len(row))]) / math.sqrt(20)
     return float((row.float() @ sketch).square().sum())

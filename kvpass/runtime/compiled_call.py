@@ -240,7 +240,7 @@ def _length_context(cache: Any, given: tuple[Any, ...]) -> contextlib.AbstractCo
     if not isinstance(first, Handle) or first.shape[2] != 1:
         return contextlib.nullcontext()
     for tokens in (value for value in given if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == 1):
-        tensors.stays(tokens, 1)
+        tensors.mark_static_dimension(tokens, 1)
     return dynamo.tracing_one_as_symbol()
 
 

@@ -293,7 +293,7 @@ class StepRunner(StepExecutor):
         if variant is not None:
             return variant
 
-        def rewritten(dynamic: DynamicDims | None) -> StepRewrite:
+        def rewrite_for(dynamic: DynamicDims | None) -> StepRewrite:
             by_index = dynamic.by_index if dynamic else {}
             layouts = (
                 [key.dynamic_layout(i, cache.layout, by_index) for i, cache in enumerate(caches)] if dynamic else []
@@ -317,7 +317,7 @@ class StepRunner(StepExecutor):
         headroom = tuple((key.shared_layout(x.layout), x.slots.capacity - x.layout.capacity) for x in caches)
         with dynamo.compile_lock():
             shared = (*how, tied, headroom) if has_dynamic_sizes else None
-            variant = self.variants.make(call, shared, key, self.sizes.queries(arguments) == 1, rewritten)
+            variant = self.variants.make(call, shared, key, self.sizes.queries(arguments) == 1, rewrite_for)
             self.sizes.rewritten_readings.add(other_sizes)
         return variant
 

@@ -85,7 +85,7 @@ def is_view(tensor: torch.Tensor) -> bool:
     return tensor._is_view()
 
 
-def stays(tensor: torch.Tensor, dim: int) -> None:
+def mark_static_dimension(tensor: torch.Tensor, dim: int) -> None:
     """Mark a dimension as static for torch.compile, even if it had other sizes in earlier calls."""
     torch._dynamo.mark_static(tensor, dim)
 

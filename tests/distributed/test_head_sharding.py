@@ -100,7 +100,7 @@ def test_what_is_gathered_stands_at_its_rank() -> None:
     spread = HeadSharding(4, 8, 4, dist.group.WORLD.group_name)
     assert gather_heads(torch.tensor([[1.0, 2.0]]), spread, 1).tolist() == [[0, 0, 0, 0, 1, 2, 0, 0]]
     assert head_indices(torch.zeros(1, 2, 3), spread).tolist() == [[4], [5]]
-    assert HeadSharding.read(spread.written()) == spread
+    assert HeadSharding.from_text(spread.to_text()) == spread
 
 
 # -- refusals ------------------------------------------------------------------------------------------------------

@@ -89,16 +89,16 @@ def run_windows(model: Any, ids: Tensor, ahead: int = 0) -> WholeRows:
     ids = ids.to(device_of(model))
     held = ids.shape[1] - ahead
     if not ahead:
-        return WholeRows(ids, *_stacked(cached_rows(model, ids)), None)
+        return WholeRows(ids, *_stack_layers(cached_rows(model, ids)), None)
     out = model(input_ids=ids, use_cache=True)
-    key, value = _stacked(rows_of(model, cache_names.cache_of_output(out)))
+    key, value = _stack_layers(rows_of(model, cache_names.cache_of_output(out)))
     return WholeRows(ids, key[:, :, :, :held], value[:, :, :, :held], out.logits[:, held:])
 
 
 def pair(model: Any, windows: WholeRows, dropped: int, sinks: int) -> TrainingPairs:
     """Return the rows behind a deletion after the sinks, as they were and as the model makes them without it."""
     ids = windows.held_ids
-    shortened = _stacked(cached_rows(model, torch.cat([ids[:, :sinks], ids[:, sinks + dropped :]], 1)))
+    shortened = _stack_layers(cached_rows(model, torch.cat([ids[:, :sinks], ids[:, sinks + dropped :]], 1)))
     old = [_flat(rows[:, :, :, sinks + dropped :]) for rows in (windows.key, windows.value)]
     new = [_flat(rows[:, :, :, sinks:]) for rows in shortened]
     count = ids.shape[1] - sinks - dropped
@@ -123,7 +123,7 @@ def mean_rows(model: Any, block: Tensor, most: int = 512, batch: int = 16) -> Te
     total: Any = 0.0
     for some in shifts.split(batch):
         ids = torch.stack([block.roll(int(shift)) for shift in some]).to(device_of(model))
-        rows = torch.cat([x.transpose(2, 3).flatten(3) for x in _stacked(cached_rows(model, ids))], -1)
+        rows = torch.cat([x.transpose(2, 3).flatten(3) for x in _stack_layers(cached_rows(model, ids))], -1)
         total = total + rows.sum(1)  # [L, n, H * (D + Dv)]
     return torch.as_tensor(total / len(shifts))
 
@@ -146,7 +146,7 @@ def logits_after_repair(model: Any, windows: WholeRows, key: Tensor, value: Tens
     return logits
 
 
-def _stacked(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _stack_layers(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Return keys and values of all layers, [L, B, H, n, D] each."""
     return torch.stack([key for key, _ in rows]).float(), torch.stack([value for _, value in rows]).float()
 

@@ -138,7 +138,7 @@ class _AttentionReplacement:
             return [attended.output, *lse, *(attended.statistics if first else ()), *masks]
 
         def function(*tensors: Tensor) -> Any:
-            operands = _grouped(tensors, counts)
+            operands = _group_operands(tensors, counts)
             slots = template.with_tensors(operands["slots"])
             query, key, new_value, valid = operands["new"]
             site = layer_call.site(operands)
@@ -252,7 +252,7 @@ class _LayerCall:
         )
 
 
-def _grouped(tensors: tuple[Tensor, ...], counts: dict[str, int]) -> dict[str, list[Tensor]]:
+def _group_operands(tensors: tuple[Tensor, ...], counts: dict[str, int]) -> dict[str, list[Tensor]]:
     rest = iter(tensors)
     return {name: list(itertools.islice(rest, count)) for name, count in counts.items()}
 

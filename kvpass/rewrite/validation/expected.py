@@ -153,7 +153,7 @@ def attend_exactly(
     return _exact_result(call, *biased, sees, _for_heads(value, query), bias, queries)
 
 
-def as_computed(call: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+def in_result_dtype(call: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """Return the arguments of a call with its operands in the dtype of the result, to which autocasting rounds them."""
     narrower = torch.finfo(dtype).eps > torch.finfo(call["query"].dtype).eps
     if not narrower or call.get("output") is not None:

@@ -23,7 +23,7 @@ from kvpass.capture.canonical import ATTENTION, AttentionSite
 from kvpass.errors import KVPassError, UnsupportedGraph
 from kvpass.fx import op_table, walk
 from kvpass.fx.walk import source_line
-from kvpass.rewrite.validation.expected import ExactAttention, as_computed, attend_exactly, equal_up_to_rounding
+from kvpass.rewrite.validation.expected import ExactAttention, attend_exactly, equal_up_to_rounding, in_result_dtype
 from kvpass.rewrite.validation.interpreter import DoesNotRun, GraphRun, Visit
 from kvpass.torch_private import fx_nodes
 
@@ -201,7 +201,7 @@ class Lockstep:
             name: walk.load(x) if isinstance(x, fx.Node) else x for name, x in op_table.named_arguments(node).items()
         }
         model_value = self._reshape_like(site, self._model_values[_in_model(node)], result)
-        call = as_computed(call, model_value.dtype)
+        call = in_result_dtype(call, model_value.dtype)
         exact = attend_exactly(call, None if compares else columns, self.queries)
         if compares:
             self.blind = self.blind or exact.hides_new_keys()
