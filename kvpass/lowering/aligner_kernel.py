@@ -226,7 +226,8 @@ def repair_rows(
     torch.library.wrap_triton(repair)[(triton.cdiv(slots, block), rows)](
         key, value, as_contiguous(made), as_contiguous(rank), as_contiguous(moves), on_key, on_value, from_made,
         from_rank, shift, inner, inner_bias, outer, outer_bias, new_key, new_value, *key.stride()[:3],
-        *value.stride()[:3], HEADS=heads, C=slots, D=dim, DV=width, H1=first, H2=second, FIRST=power(first), SECOND=power(second),
+        *value.stride()[:3],
+        HEADS=heads, C=slots, D=dim, DV=width, H1=first, H2=second, FIRST=power(first), SECOND=power(second),
         KEY_STEP=min(INPUT_STEP, power(dim)), VALUE_STEP=min(INPUT_STEP, power(width)),
         KEY_OUT=min(OUTPUT_STEP, power(dim)), VALUE_OUT=min(OUTPUT_STEP, power(width)), BLOCK=block,
         num_warps=WARPS, num_stages=2,
