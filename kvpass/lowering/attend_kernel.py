@@ -508,9 +508,8 @@ def attend_slots(
     positions = 0 if cos is None else cos.shape[0]
     rank, cos, sin = (value if x is None else as_contiguous(x) for x in (rank, cos, sin))
     groups_of_key, groups_of_value = (0 if x is None else x.shape[3] for x in (key_scale, value_scale))
-    scales_and_zeros = [
-        value if x is None else as_contiguous(x) for x in (key_scale, value_scale, key_zero, value_zero)
-    ]
+    stored = (key_scale, value_scale, key_zero, value_zero)
+    scales_and_zeros = [value if x is None else as_contiguous(x) for x in stored]
     m_part = query.new_empty((rows, heads, groups, queries, parts), dtype=torch.float32)
     l_part = torch.empty_like(m_part)
     acc_part = query.new_empty((*m_part.shape, width), dtype=torch.float32)
