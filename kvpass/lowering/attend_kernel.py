@@ -508,14 +508,13 @@ def attend_slots(
     positions = 0 if cos is None else cos.shape[0]
     rank, cos, sin = (value if x is None else as_contiguous(x) for x in (rank, cos, sin))
     groups_of_key, groups_of_value = (0 if x is None else x.shape[3] for x in (key_scale, value_scale))
-    stored = (key_scale, value_scale, key_zero, value_zero)
-    scales_and_zeros = [value if x is None else as_contiguous(x) for x in stored]
+    quantization = [value if x is None else as_contiguous(x) for x in (key_scale, value_scale, key_zero, value_zero)]
     m_part = query.new_empty((rows, heads, groups, queries, parts), dtype=torch.float32)
     l_part = torch.empty_like(m_part)
     acc_part = query.new_empty((*m_part.shape, width), dtype=torch.float32)
     logits = query.new_empty((rows, heads, groups, queries, capacity) if store else (0,), dtype=torch.float32)
     torch.library.wrap_triton(split)[(parts, rows * heads)](
-        query, key, value, *scales_and_zeros, mask, bias, rank, cos, sin, logits, m_part, l_part, acc_part,
+        query, key, value, *quantization, mask, bias, rank, cos, sin, logits, m_part, l_part, acc_part,
         *key.stride()[:3], *value.stride()[:3], *_strides(mask), *(_strides(bias) if has_bias else (0, 0, 0, 0)),
         *_strides(rank)[:2], BITS=bits, KEY_GROUPS=groups_of_key, VALUE_GROUPS=groups_of_value,
         ROTARY=rotary, INTERLEAVED=interleaved, HALVED=halved, POSITIONS=positions,
