@@ -98,7 +98,7 @@ def streamed(model: Any, ids: Tensor, policy: Policy, window: int, settings: Set
     out = compiled(ids[:, :window], use_cache=True)
     losses = []
     for t in tqdm(range(window, settings.length - 1), desc=f"{policy.name} {window}", leave=False):
-        out = cache_names.call(compiled, ids[:, t : t + 1], cache_names.returned(out))
+        out = cache_names.call_model(compiled, ids[:, t : t + 1], cache_names.cache_of_output(out))
         if t >= settings.skip:
             losses.append(loss_of(out.logits[:, -1], ids[:, t + 1]))
     return float(torch.stack(losses).mean())
@@ -124,7 +124,7 @@ def streaming(model: Any, ids: Tensor, policy: Policy, window: int) -> Callable[
     state = {"out": compiled(ids[:1, :window], use_cache=True)}
 
     def step() -> None:
-        state["out"] = cache_names.call(compiled, ids[:1, :1], cache_names.returned(state["out"]))
+        state["out"] = cache_names.call_model(compiled, ids[:1, :1], cache_names.cache_of_output(state["out"]))
 
     return step
 
@@ -200,7 +200,7 @@ def main() -> None:
     settings = Settings(arguments.rows, arguments.skip, arguments.labels, arguments.turns)
     texts = prose() if arguments.text == "prose" else corpus.read(corpus.held_out_files())
     ids = tokens_of(chosen, texts, settings)
-    policies: Policies = {"window": KVAlign(aligners.nothing(signature_of(model, max(arguments.windows))))}
+    policies: Policies = {"window": KVAlign(aligners.identity_aligner(signature_of(model, max(arguments.windows))))}
     if not chosen.tabled:
         policies["streaming"] = Streaming()
     for path in arguments.aligner:

@@ -14,14 +14,12 @@ from benchmarks.model import Conversation, tokens
 from benchmarks.timing import timed
 from kvpass import cache_names, policies
 from kvpass.cache.layer_cache import LayerCache
-from kvpass.decoding.stepping import refreshed
+from kvpass.decoding.stepping import refresh_handles
 from kvpass.policies import Policy, Tokens
 
 BUDGET = 1024
 FLOOR = 8  # slots of a step that reads little but the weights
 SINKS = 4  # the first tokens, which keep their positions when a conversation moves on
-NEED_WEIGHTS = ("kv_align", "tri_attention", "expected_attention")  # that were made for the model
-LEFT_OUT = ("full", *NEED_WEIGHTS)  # evicts nothing, and those
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +68,7 @@ NOTHING, LEAST = Case("untended"), Case("untended", budget=FLOOR)
 
 def everything() -> list[str]:
     """Return the names of all policies that bound the cache of this model."""
-    return [name for name in policies.names() if name not in LEFT_OUT]
+    return [name for name in policies.names() if name != "full" and not policies.get(name).needs_weights]
 
 
 def conversation(model: Any, case: Case, prompt: int, **more: Any) -> Conversation:
@@ -84,7 +82,7 @@ def conversation(model: Any, case: Case, prompt: int, **more: Any) -> Conversati
     chosen = {**case.settings(), **more}
     ids = tokens(prompt)
     first = torch.compile(model, backend=kvpass.backend(inner="eager", **chosen))
-    cache = cache_names.returned(first(ids, use_cache=True, logits_to_keep=1))
+    cache = cache_names.cache_of_output(first(ids, use_cache=True, logits_to_keep=1))
     made = Conversation(torch.compile(model, backend=kvpass.backend(**chosen)), cache)
     for _ in range(2):
         made.step()
@@ -130,4 +128,4 @@ def move_on(talk: Conversation, seen: int) -> None:
         slots.seen.add_(by)
         slots.length.add_(by)
         layer.seen += by
-    talk.cache = refreshed(talk.cache, 0)
+    talk.cache = refresh_handles(talk.cache, 0)

@@ -80,7 +80,7 @@ def _bounded(model: Any, policy: str) -> Callable[..., Any]:
 def _growing(model: Any, ids: torch.Tensor) -> Any:
     cache = transformers.DynamicCache()
     for part in ids.split(CHUNK, 1):
-        cache_names.call(model, part, cache, logits_to_keep=1)
+        cache_names.call_model(model, part, cache, logits_to_keep=1)
     return cache
 
 

@@ -75,8 +75,8 @@ def first(name: str, layers: int) -> Row:
         call()
 
     def call() -> None:
-        out = cache_names.call(forward, state[0], state[1], logits_to_keep=1)
-        state[:] = [out.logits[:, -1:].argmax(-1), cache_names.returned(out)]
+        out = cache_names.call_model(forward, state[0], state[1], logits_to_keep=1)
+        state[:] = [out.logits[:, -1:].argmax(-1), cache_names.cache_of_output(out)]
 
     return {"prompt": timed(start), "steps": timed(call) + timed(call), "again": timed(start)}
 

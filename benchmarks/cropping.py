@@ -61,7 +61,7 @@ def _call(talk: Conversation, new: int) -> Callable[[], Any]:
 
 
 def _chunk(talk: Conversation, ids: torch.Tensor) -> None:
-    talk.cache = cache_names.returned(cache_names.call(talk.forward, ids, talk.cache))
+    talk.cache = cache_names.cache_of_output(cache_names.call_model(talk.forward, ids, talk.cache))
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:

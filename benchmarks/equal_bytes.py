@@ -29,7 +29,7 @@ from benchmarks.settings import Settings
 from kvpass import policies
 from kvpass.apps import corpus
 from kvpass.apps.evaluation import recall
-from kvpass.apps.evaluation.attempt import attempt
+from kvpass.apps.evaluation.attempt import with_policy
 from kvpass.apps.evaluation.scoring import ScoringBatch, score
 from kvpass.apps.models import ALIGNER, load, load_memory
 from kvpass.decoding.prefill import Caller
@@ -104,7 +104,7 @@ def rows(what: str, name: str, quick: bool) -> list[Row]:
 
 def _value(model: Any, policy: Policy, what: str, kind: KVDtype | None, times: int, ask: Ask) -> Row:
     slots = policy.fitting_budget(times * BUDGETS[what]) if policy.evicts else LENGTH[what]
-    outcome = attempt(model, policy, slots, "eager", lambda: ask(model), kind)
+    outcome = with_policy(model, policy, slots, "eager", lambda: ask(model), kind)
     if isinstance(outcome, KVPassError):
         found: Row = {"error": str(outcome)}
     else:

@@ -68,10 +68,10 @@ class Conversation:
     ids: Tensor = dataclasses.field(default_factory=lambda: tokens(1))
 
     def __post_init__(self) -> None:
-        self._name = cache_names.keyword(self.forward)  # looked up once: steps are timed
+        self._name = cache_names.cache_keyword(self.forward)  # looked up once: steps are timed
 
     def step(self) -> None:
         out = self.forward(self.ids, **{self._name: self.cache}, use_cache=True)
-        self.cache = cache_names.returned(out)
+        self.cache = cache_names.cache_of_output(out)
         self.after(self.cache)
         self.ids = out.logits[:, -1:].argmax(-1)

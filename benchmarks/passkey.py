@@ -68,7 +68,7 @@ def accuracies(caller: Caller, planted: Sequence[PlantedPairs], tick: Any) -> di
     )
     later = recall.likeliest(caller, torch.cat([asked, answer[:, :-1]], 1), recall.read(caller, text, tick))[:, 1:]
     prompt = recall.call(caller, torch.cat([text, asked], 1), None, logits_to_keep=1)
-    rest = recall.likeliest(caller, answer[:, :-1], cache_names.returned(prompt))
+    rest = recall.likeliest(caller, answer[:, :-1], cache_names.cache_of_output(prompt))
     at_once = torch.cat([prompt.logits[:, -1:].argmax(-1), rest], 1)
     return {LATER: _shares(later, answer, len(planted)), AT_ONCE: _shares(at_once, answer, len(planted))}
 

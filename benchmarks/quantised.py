@@ -27,13 +27,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from tqdm import tqdm
 
 import kvpass
-from benchmarks.bounded import NEED_WEIGHTS
 from benchmarks.model import DIM, HEADS, KV_HEADS, Conversation, build
 from benchmarks.model import tokens as random_tokens
 from benchmarks.timing import Local, Plan, interleaved, medians
 from kvpass import cache_names, policies
 from kvpass.apps import corpus
-from kvpass.apps.evaluation.attempt import attempt
+from kvpass.apps.evaluation.attempt import with_policy
 from kvpass.apps.evaluation.perplexity import exponential
 from kvpass.apps.evaluation.scoring import ScoringBatch, score
 from kvpass.apps.models import load
@@ -61,7 +60,7 @@ class Documents:
         tokens, evicts = self.tokens, policies.get(policy).evicts
         slots = policies.resolve(policy, {}).fitting_budget(budget) if evicts else tokens.shape[1]
         with torch.inference_mode():
-            outcome = attempt(self.model, policy, slots, "eager", self._streamed, kv_dtype)
+            outcome = with_policy(self.model, policy, slots, "eager", self._streamed, kv_dtype)
         return str(outcome) if isinstance(outcome, KVPassError) else outcome
 
     def _streamed(self) -> float:
@@ -185,9 +184,9 @@ def peers(given: argparse.Namespace) -> None:
 
 def _logits(model: Any, ids: Tensor, prompt: int, cache: Any) -> Tensor:
     """Logits [B, n, V] of the tokens after a prompt, which go in one by one."""
-    out, found = cache_names.call(model, ids[:, :prompt], cache), []
+    out, found = cache_names.call_model(model, ids[:, :prompt], cache), []
     for column in ids[:, prompt:].split(1, 1):
-        out = cache_names.call(model, column, cache_names.returned(out))
+        out = cache_names.call_model(model, column, cache_names.cache_of_output(out))
         found.append(out.logits)
     return torch.cat(found, 1)
 
@@ -224,7 +223,7 @@ def _conversation(model: Any, policy: str, budget: int, kv_dtype: KVDtype | None
     """After a short prompt: a step reads all slots, whatever is in them."""
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=kvpass.backend(policy, budget=budget, kv_dtype=kv_dtype))
-    talk = Conversation(compiled, cache_names.returned(compiled(random_tokens(PROMPT), use_cache=True)))
+    talk = Conversation(compiled, cache_names.cache_of_output(compiled(random_tokens(PROMPT), use_cache=True)))
     for _ in range(3):
         talk.step()
     return talk
@@ -235,7 +234,7 @@ def _compiled(function: Callable[..., Tensor], *arguments: Tensor) -> Callable[.
     return compiled
 
 
-LOADS = {"words": code_products.fill, "bytes": lambda codes, together: False}
+LOADS = {"words": code_products.fills_vectors, "bytes": lambda codes, together: False}
 """How codes are loaded: as the processor has it, or byte by byte."""
 
 
@@ -276,7 +275,7 @@ def _products(kind: KVDtype, slots: int) -> list[Callable[[], object]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    everything = [name for name in policies.names() if name not in NEED_WEIGHTS]
+    everything = [name for name in policies.names() if not policies.get(name).needs_weights]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quantised", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="of torch (default: 1)")
     parts = parser.add_subparsers(required=True)

@@ -23,7 +23,7 @@ from benchmarks.settings import Settings
 from kvpass import cache_names, policies
 from kvpass.apps import corpus
 from kvpass.apps.evaluation import plots, recall
-from kvpass.apps.evaluation.attempt import attempt
+from kvpass.apps.evaluation.attempt import with_policy
 from kvpass.apps.evaluation.pairs import PairVocabulary, PlantedPairs
 from kvpass.apps.models import LoadedModel, load_memory
 from kvpass.decoding.prefill import Caller
@@ -88,7 +88,7 @@ def outcomes(
         for name in names:
             bar.set_description(f"{what}: {name}")
             slots = budget if policies.get(name).evicts else None
-            yield name, attempt(model, name, slots, "eager", lambda: ask(tick=bar.update))
+            yield name, with_policy(model, name, slots, "eager", lambda: ask(tick=bar.update))
 
 
 def asked(caller: Caller, planted: PlantedPairs, tick: Callable[[], object], turns: int) -> RecallOutcome:
@@ -99,7 +99,7 @@ def asked(caller: Caller, planted: PlantedPairs, tick: Callable[[], object], tur
         turns: how often the texts are prompts, each with one question at its end.
     """
     numbers, cache = range(len(planted.distances)), recall.read(caller, planted.text, tick)
-    later = [recall.right(caller, planted, number, copy.deepcopy(cache)) for number in numbers]
+    later = [recall.share_of_right_words(caller, planted, number, copy.deepcopy(cache)) for number in numbers]
     return RecallOutcome(planted.distances, tuple(later), right_at_once(caller, planted, turns))
 
 
@@ -118,7 +118,9 @@ def _right_in_turn(caller: Caller, planted: PlantedPairs, numbers: Tensor) -> li
     """Return for each row its share of right words, where the prompt ends with the question of that number."""
     lines = planted.pairs[torch.arange(len(numbers)), numbers]  # [B, 3 + V]
     question, answer = lines[:, :2], lines[:, 2:-1]
-    cache = cache_names.returned(recall.call(caller, torch.cat([planted.text, question], 1), None, logits_to_keep=1))
+    cache = cache_names.cache_of_output(
+        recall.call(caller, torch.cat([planted.text, question], 1), None, logits_to_keep=1)
+    )
     found: list[float] = (recall.likeliest(caller, answer[:, :-1], cache) == answer[:, 1:]).float().mean(1).tolist()
     return found
 
@@ -127,7 +129,9 @@ def planted_in(subject: LoadedModel, documents: int, length: int) -> PlantedPair
     """Return held-out texts with a pair at each distance."""
     text = subject.encode(corpus.read(corpus.held_out_files()))
     tokens = torch.tensor([token for part in text for token in (subject.bos, *part)])
-    return recall.planted(tokens, subject.bos, PairVocabulary.of(subject.tokenizer), length, rows=documents, seed=SEED)
+    return recall.plant_pairs(
+        tokens, subject.bos, PairVocabulary.of(subject.tokenizer), length, rows=documents, seed=SEED
+    )
 
 
 def _rows(name: str, outcome: RecallOutcome | KVPassError) -> Iterator[Row]:

@@ -83,8 +83,8 @@ class _Talk:
 
     def _call(self, rows: int, count: int, begins: bool = False) -> None:
         past = None if begins else self.past
-        out = cache_names.call(self.model, tokens(count).expand(rows, -1).contiguous(), past)
-        self.past = cache_names.returned(out)
+        out = cache_names.call_model(self.model, tokens(count).expand(rows, -1).contiguous(), past)
+        self.past = cache_names.cache_of_output(out)
 
     def turns(self) -> Iterator[tuple[int, Callable[[], None]]]:
         """Yield turns of one conversation; each has a step after it, of which only the first is timed."""

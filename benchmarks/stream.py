@@ -47,7 +47,7 @@ def rows(policy: str, tokens: int, layers: int, every: int) -> list[Row]:
 
 def _rows(policy_run: Conversation, least_run: Conversation, tokens: int, every: int, bar: tqdm[Any]) -> Iterator[Row]:
     ours, floor = Local("ours", policy_run.step), Local("floor", least_run.step)
-    compiled = dynamo.activity()
+    compiled = dynamo.compilation_count()
     for seen in range(PROMPT + every, tokens + 1, every):
         step = statistics.median(ours.seconds(every))
         bar.update(every)
@@ -56,7 +56,7 @@ def _rows(policy_run: Conversation, least_run: Conversation, tokens: int, every:
             "ms": 1e3 * step,
             "floor": 1e3 * statistics.median(floor.seconds(FLOOR_STEPS)),
             "MiB": memory.resident() / memory.MEBIBYTE,
-            "compiled": dynamo.activity() - compiled,
+            "compiled": dynamo.compilation_count() - compiled,
         }
 
 

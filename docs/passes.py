@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import kvpass
 from kvpass.diagnostics.report import ExplainReport
-from kvpass.rewrite.context import Record
+from kvpass.rewrite.context import PassRecord
 
 PAGE = Path(__file__).with_name("passes.md")
 HEADS, DIM = 2, 4
@@ -86,7 +86,7 @@ def page(found: ExplainReport) -> str:
     return "\n".join(part for part in parts if part)
 
 
-def _summary(record: Record | None) -> str:
+def _summary(record: PassRecord | None) -> str:
     """Return what a pass reports: how many nodes it rewrote, and why it left others."""
     if record is None:
         return ""

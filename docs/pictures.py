@@ -15,7 +15,7 @@ from torch import Tensor
 from kvpass import policies
 from kvpass.apps import corpus
 from kvpass.apps.evaluation import plots
-from kvpass.apps.evaluation.attempt import attempt
+from kvpass.apps.evaluation.attempt import with_policy
 from kvpass.apps.evaluation.held import HeldRecorder
 from kvpass.apps.evaluation.scoring import ScoringBatch, score
 from kvpass.apps.models import load
@@ -33,8 +33,6 @@ OPTIONS: dict[str, dict[str, Any]] = {  # defaults would leave few tokens for th
     "r_kv": {"interval": 8},
     "vase": {"recent": 16, "interval": 8},
 }
-LEFT_OUT = ("kv_align", "duo_attention", "tri_attention", "expected_attention")
-"""They need weights or gates that were made for the model."""
 
 
 def draw(model: Any, tokens: Tensor, name: str) -> None:
@@ -44,7 +42,7 @@ def draw(model: Any, tokens: Tensor, name: str) -> None:
 
     held = HeldRecorder()
     batch = ScoringBatch(tokens, torch.ones_like(tokens), PROMPT)
-    run = attempt(model, policy, budget, "eager", lambda: score(Caller.of(model), batch, None, watch=held))
+    run = with_policy(model, policy, budget, "eager", lambda: score(Caller.of(model), batch, None, watch=held))
     if isinstance(run, KVPassError):
         raise run
     snapshots = [snapshot for snapshot in held.snapshots if snapshot.step > PROMPT and snapshot.step % EVERY == 0]
@@ -58,7 +56,7 @@ def main(names: list[str]) -> None:
     texts = subject.encode(corpus.read(corpus.held_out_files()))
     tokens = torch.tensor(corpus.documents(texts, 1, LENGTH, subject.bos))
     with torch.inference_mode():
-        for name in names or [name for name in policies.names() if name not in LEFT_OUT]:
+        for name in names or [name for name in policies.names() if not policies.get(name).needs_weights]:
             draw(subject.model, tokens, name)
 
 

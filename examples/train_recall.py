@@ -259,9 +259,9 @@ class Trainer:
 @torch.no_grad()
 def recalled(model: PreTrainedModel, held_out: Tensor, vocabulary: PairVocabulary) -> dict[str, float]:
     """The share of planted words that are the likeliest ones, by distance, in plain transformers without a cache."""
-    found = recall.planted(held_out, FIRST, vocabulary, POSITIONS, TESTED, rows=TESTS, seed=POSITIONS, times=1)
+    found = recall.plant_pairs(held_out, FIRST, vocabulary, POSITIONS, TESTED, rows=TESTS, seed=POSITIONS, times=1)
     return {
-        str(distance): round(recall.right_uncached(model, found, number), 4)
+        str(distance): round(recall.share_without_cache(model, found, number), 4)
         for number, distance in enumerate(found.distances)
     }
 

@@ -85,7 +85,7 @@ class _Check:
         return _Check(text, read, message, next((part.error for part in parts if part.error), None))
 
 
-def checked(function: F) -> F:
+def check_arguments(function: F) -> F:
     """Check the arguments of every call of a function, before its body runs.
 
     Raises:
@@ -124,7 +124,7 @@ def _value(name: str, value: Any, check: _Check) -> Any:
     """Return the converted value, or raise an error that names the argument, the value and the allowed values."""
     read = check.read(value)
     if read is REFUSED:
-        raise (check.error or PolicyError)(f"{name}={shown(value)}: {check.message or f'must be {check.text}'}")
+        raise (check.error or PolicyError)(f"{name}={short_text(value)}: {check.message or f'must be {check.text}'}")
     return read
 
 
@@ -134,7 +134,7 @@ def require(condition: bool, option: str, value: object, why: str) -> None:
         raise PolicyError(f"{option}={value!r}: {why}")
 
 
-def shown(value: Any) -> str:
+def short_text(value: Any) -> str:
     """Return a value as one short line of text for an error message."""
     if isinstance(value, Tensor):
         return f"<{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}>"
@@ -188,7 +188,7 @@ def _instance(cls: Any) -> _Check:
     return _Check(f"a {cls.__name__}", lambda value: value if isinstance(value, cls) else REFUSED)
 
 
-def _annotated(base: Any, *conditions: Condition) -> _Check:
+def _check_of_annotated(base: Any, *conditions: Condition) -> _Check:
     check = _check(base)
 
     def read(value: Any) -> Any:
@@ -298,7 +298,7 @@ _PLAIN: dict[Any, _Check] = {
 }
 
 _GENERIC: dict[Any, Callable[..., _Check]] = {
-    Annotated: _annotated,
+    Annotated: _check_of_annotated,
     Literal: _literal,
     types.UnionType: _union,
     typing.Union: _union,

@@ -13,7 +13,7 @@ import torch.fx as fx
 
 from kvpass import budget as budgets
 from kvpass import policies, versions
-from kvpass.arguments import Natural, checked, require
+from kvpass.arguments import Natural, check_arguments, require
 from kvpass.cache.handle import Handle, Row, refuse_row_operation
 from kvpass.capture import decomposed_attention, origins, rotary
 from kvpass.capture.caches import CallReading
@@ -45,7 +45,7 @@ class Backend(Compiler):
     """A torch.compile backend, made by `backend`; backends with equal settings are equal."""
 
     def __post_init__(self) -> None:
-        dynamo.set_up_compilations()
+        dynamo.register_settings()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
         return self  # the copy of a model must use the same plans and the same counter of layers
@@ -75,16 +75,16 @@ class Backend(Compiler):
             The callable that Dynamo runs in place of the graph.
         """
         try:
-            with self.spending("kvpass"):
+            with self.time_section("kvpass"):
                 if regions.are_traced():
                     regions.check_weights(gm)
-                return self._with(mode, options)._compile(gm, examples)
+                return self._with_options(mode, options)._compile(gm, examples)
         except (KVPassError, regions.LayersDiffer) as error:
             return _refusal(error)
         finally:
-            dynamo.let_go_of_sources()
+            dynamo.release_source_lines()
 
-    def _with(self, mode: str | None, options: dict[str, Any] | None) -> Backend:
+    def _with_options(self, mode: str | None, options: dict[str, Any] | None) -> Backend:
         """Return the backend with these Inductor settings where it has none of its own."""
         _check_settings(self.inner, mode, options)
         merged = {**(options or {}), **dict(self.options)}
@@ -94,15 +94,15 @@ class Backend(Compiler):
         carried = any(isinstance(example, Handle) for example in examples)
         if any(isinstance(example, Row) for example in examples):
             refuse_row_operation("attention")
-        copy = regions.copied(gm)
+        copy = regions.inline_regions(gm)
         try:
             runner = self._runner(copy, examples)
         except UnreadableGraph as failure:
             if self._refuses or carried:
                 raise
             warnings.warn(f"kvpass leaves a graph as it was, and its caches grow: {failure}", stacklevel=2)
-            runner, copy = None, regions.copied(gm)
-        if runner is not None and dynamo.is_last_graph():
+            runner, copy = None, regions.inline_regions(gm)
+        if runner is not None and dynamo.is_at_recompile_limit():
             warnings.warn(LAST_GRAPH, stacklevel=2)
         if isinstance(runner, PromptRunner):
             runner.compile(examples)
@@ -113,7 +113,7 @@ class Backend(Compiler):
 
     def _runner(self, gm: fx.GraphModule, examples: Sequence[Any]) -> PromptRunner | StepRunner | None:
         """Return the runner that replaces a graph; None if the graph stays unchanged."""
-        with walk.reading(node for node in gm.graph.nodes if decomposed_attention.is_boundary(node)):
+        with walk.converting_errors(node for node in gm.graph.nodes if decomposed_attention.is_boundary(node)):
             if any(decomposed_attention.is_boundary(node) for node in gm.graph.nodes):
                 shapes.fix_floats(gm.graph)
             carried = [isinstance(example, Handle) for example in examples]
@@ -122,20 +122,20 @@ class Backend(Compiler):
             self._record(captured, any(carried))
             if captured.sites:
                 self.note_program("canonical", captured.gm.graph)
-            if self._left_alone(captured.refused, any(carried)) or not captured.sites:
+            if self._left_alone(captured.refusals, any(carried)) or not captured.sites:
                 return None
             self._check_inference(captured.sites, examples)
             known = with_head_sharding(captured.sites, self.policy, not self.kv_store.is_reference)
             captured = dataclasses.replace(captured, sites=known)
             if any(carried):
                 return StepRunner(self, gm, captured)
-            return PromptRunner.of(self, gm, captured, examples, self._ranked(captured))
+            return PromptRunner.of(self, gm, captured, examples, self._stores_raw_keys(captured))
 
     def _record(self, captured: Capture, carried: bool) -> None:
         if self.recorder is None:
             return
         self.recorder.graphs.append("prompt" if captured.sites and not carried else "step" if carried else "no cache")
-        for f in captured.found:
+        for f in captured.readings:
             verdict = "rewritten" if f.reading else "refused" if f.refusal else "left alone"
             reason = f.refusal or ("" if f.reading else origins.DOES_NOT_GROW if f.fixed else "it updates no cache")
             where = (len(self.recorder.graphs), walk.module_of(f.node), walk.source_line(f.node))
@@ -162,7 +162,7 @@ class Backend(Compiler):
 
     @property
     def _refuses(self) -> bool:
-        """Whether a graph that cannot be rewritten is an error: always with regions, without which it may be read."""
+        """True if a graph that cannot be rewritten is an error: always with regions, without which it may be read."""
         return self.strict or regions.are_traced()
 
     def _check_inference(self, sites: list[AttentionSite], examples: Sequence[Any]) -> None:
@@ -179,7 +179,7 @@ class Backend(Compiler):
         if self.inner == "inductor" and weight is not None and weight.device.type == "cpu":
             attention_tiles.start_builds(weight.dtype, bool(self.policy.statistics))
 
-    def _ranked(self, captured: Capture) -> bool:
+    def _stores_raw_keys(self, captured: Capture) -> bool:
         """Return whether keys are stored before their rotary embedding, which must be found in every layer."""
         if not self.prefers_ranks:
             return False
@@ -233,7 +233,7 @@ def _refusal(error: Exception) -> Callable[..., Any]:
     return refuse
 
 
-@checked
+@check_arguments
 def backend(
     policy: str | Policy = "full",
     *,
@@ -328,7 +328,7 @@ def _check_settings(inner: Inner, mode: str | None, options: dict[str, Any] | No
         require(name in inductor.inductor_options(), "options", name, "Inductor has no such setting")
 
 
-@checked
+@check_arguments
 def compile(model: M, policy: str | Policy = "full", **settings: Any) -> M:
     """Compile a model in place, so that `model.generate` runs compiled too.
 

@@ -15,34 +15,36 @@ from typing import Any
 OLD, NEW = "past_key_values", "cache"
 
 
-def parameters(model: Any) -> frozenset[str]:
+def parameter_names(model: Any) -> frozenset[str]:
     """Return the names of the parameters of a model's forward, or of a function."""
     forward = getattr(model, "forward", model)
-    return _of_class(forward.__func__) if inspect.ismethod(forward) else _named(forward)
+    return _of_class(forward.__func__) if inspect.ismethod(forward) else _parameter_named(forward)
 
 
-def _named(function: Callable[..., Any]) -> frozenset[str]:
+def _parameter_named(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
-_of_class = functools.lru_cache(maxsize=256)(_named)  # of a class: what is made for one model would keep it alive
+_of_class = functools.lru_cache(maxsize=256)(
+    _parameter_named
+)  # of a class: what is made for one model would keep it alive
 
 
-def keyword(model: Any) -> str:
+def cache_keyword(model: Any) -> str:
     """Return the keyword under which a model's forward takes its cache.
 
     Args:
         model: a module, a compiled one, one that wraps another as PEFT's and DDP's do, or a function.
     """
-    for each in _inward(model):
-        taken = parameters(each)
+    for each in _wrapped_models(model):
+        taken = parameter_names(each)
         for name in (OLD, NEW):  # a model from before the rename may use `cache` for something else
             if name in taken:
                 return name
     return OLD
 
 
-def _inward(model: Any) -> Iterator[Any]:
+def _wrapped_models(model: Any) -> Iterator[Any]:
     """Yield a model and the models that it wraps, outermost first."""
     seen: list[Any] = []
     while callable(model) and not any(model is each for each in seen):
@@ -62,10 +64,10 @@ def _wrapped(model: Any) -> Any:
 
 def arguments(model: Any, cache: Any) -> dict[str, Any]:
     """Return the keyword argument that passes a cache to a model; none for no cache."""
-    return {} if cache is None else {keyword(model): cache}
+    return {} if cache is None else {cache_keyword(model): cache}
 
 
-def renamed(given: dict[str, Any], taken: frozenset[str]) -> dict[str, Any]:
+def rename_cache(given: dict[str, Any], taken: frozenset[str]) -> dict[str, Any]:
     """Return keyword arguments with the cache under the one of both names that is among the parameters `taken`."""
     for name, other in ((OLD, NEW), (NEW, OLD)):
         if name in given and other not in given and name not in taken and other in taken:
@@ -73,7 +75,7 @@ def renamed(given: dict[str, Any], taken: frozenset[str]) -> dict[str, Any]:
     return given
 
 
-def returned(output: Any) -> Any:
+def cache_of_output(output: Any) -> Any:
     """Return the cache in a model's output, or None."""
     for name in (NEW, OLD):  # where the old name is an alias, it warns
         found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
@@ -82,7 +84,15 @@ def returned(output: Any) -> Any:
     return None
 
 
-def call(model: Any, ids: Any, cache: Any = None, **named: Any) -> Any:
+def rows_of_cache(cache: Any) -> list[tuple[Any, Any]]:
+    """Return each layer's keys and values in a cache object or nested tuples; None if it has none."""
+    layers = getattr(cache, "layers", None)
+    if layers is None:
+        return [(each[0], each[1]) for each in cache or ()]
+    return [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in layers]
+
+
+def call_model(model: Any, ids: Any, cache: Any = None, **named: Any) -> Any:
     """Return a model's output for tokens behind a cache, None for an empty one."""
     return model(ids, **arguments(model, cache), use_cache=True, **named)
 

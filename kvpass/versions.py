@@ -15,7 +15,7 @@ TESTED = {"torch": ("2.11", "2.15"), "triton": ("3.6", "3.9"), "transformers": (
 """The lowest and the highest tested release of each package; docs/testing.md says what runs on which."""
 
 
-def installed(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
     """Return the installed version of a package without importing it, None if it is not installed."""
     try:
         return importlib.metadata.version(package)
@@ -23,19 +23,19 @@ def installed(package: str) -> str | None:
         return None
 
 
-def untested(package: str) -> str | None:
+def untested_version(package: str) -> str | None:
     """Return the installed version if it is newer than all tested ones, else None."""
-    version = installed(package)
+    version = installed_version(package)
     return version if version and _release(version) > _release(TESTED[package][1]) else None
 
 
-def too_old(package: str) -> str | None:
+def outdated_version(package: str) -> str | None:
     """Return the installed version if it is older than all tested ones, else None."""
-    version = installed(package)
+    version = installed_version(package)
     return version if version and _release(version) < _release(TESTED[package][0]) else None
 
 
-def range_of(package: str) -> str:
+def tested_range(package: str) -> str:
     """Return the tested range as text."""
     return " to ".join(TESTED[package])
 
@@ -59,9 +59,11 @@ def needing_extra(extra: str, user: str) -> Iterator[None]:
 @functools.cache
 def warn_of_untested() -> None:
     """Warn once in a process of packages that are newer than all tested ones."""
-    newer = {package: version for package in TESTED if (version := untested(package))}
+    newer = {package: version for package in TESTED if (version := untested_version(package))}
     if newer:
-        named = ", ".join(f"{package} {version} (tested: {range_of(package)})" for package, version in newer.items())
+        named = ", ".join(
+            f"{package} {version} (tested: {tested_range(package)})" for package, version in newer.items()
+        )
         warnings.warn(f"kvpass is not tested with {named}; `kvpass doctor` checks what it relies on", stacklevel=4)
 
 

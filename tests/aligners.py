@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from kvpass.policies.aligners import Aligner, Signature, nothing
+from kvpass.policies.aligners import Aligner, Signature, identity_aligner
 from kvpass.policies.aligners.networks import DirectNetwork, PaperNetwork
 
 
@@ -17,14 +17,14 @@ def random_aligner(
     """An untrained aligner for a model of that shape."""
     signature = Signature("random", layers, heads, dim, dim, window, every=every)
     if recipe == "nothing":
-        return nothing(signature)
+        return identity_aligner(signature)
     torch.manual_seed(seed)
     if recipe == "paper":
-        return Aligner("paper", signature, PaperNetwork(signature, (12, 10), (10, 12)).stored())
+        return Aligner("paper", signature, PaperNetwork(signature, (12, 10), (10, 12)).to_tensors())
     network = DirectNetwork(signature, (12, 10), 6)
     with torch.no_grad():
         network.outer.normal_(std=0.1)
         network.shift.normal_(std=0.1)
         network.spread.uniform_(0.5, 2)
         network.mean.normal_()
-    return Aligner("direct", signature, network.stored())
+    return Aligner("direct", signature, network.to_tensors())

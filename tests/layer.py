@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from kvpass.cache.admission import Chunk, admit, by_class, of_chunk
+from kvpass.cache.admission import Chunk, admit, attention_of_chunk, split_by_class
 from kvpass.cache.chunk_step import extend_step
 from kvpass.cache.layout import Layout
 from kvpass.cache.site import Mask, Site
@@ -22,7 +22,7 @@ from kvpass.policies.budgets import window_starts
 from kvpass.policies.pinned_tokens import Pins
 from kvpass.policies.types import Attention
 from kvpass.reference import ReferenceLayer, reference_of
-from kvpass.reference.base import attention_logits
+from kvpass.reference.layer import attention_logits
 from kvpass.runtime.caches import clock_of, tick_of
 
 Step = Callable[..., Tensor]
@@ -78,7 +78,7 @@ class Lowered:
         policy, slots, ranked = self.layout.policy, self.slots, self.layout.ranked
         limits = tuple(self.limits) or (self.layout.budget,) * self.layout.batch
         budget = torch.tensor(limits)[:, None]
-        site = Site(self.scale, None, (lambda keys, rank: [self.rotate(keys.joined(), rank)]) if ranked else None)
+        site = Site(self.scale, None, (lambda keys, rank: [self.rotate(keys.join(), rank)]) if ranked else None)
         if slots is None:
             first = torch.zeros(len(new.q), 1, 1, dtype=torch.int64)
         else:
@@ -90,7 +90,7 @@ class Lowered:
         if slots is not None and new.valid.shape[1] == 1 and slots.capacity == self.layout.capacity:
             counted = new.valid[:, 0].tolist() if self.knows_padding else [True] * len(limits)
             if new.pins is not None:
-                self.limits = limits = chunk.raised(policy, limits)
+                self.limits = limits = chunk.raised_budgets(policy, limits)
             rows = zip(self.clocks, limits, counted, strict=True)
             ticks = [tick_of(self.layout, clock, limit) if real else (False, clock) for clock, limit, real in rows]
             self.clocks = [clock for _, clock in ticks]
@@ -112,9 +112,11 @@ class Lowered:
         else:
             site = dataclasses.replace(site, mask=causal(slots, new.valid.shape[1]))
             output, *_, sums = extend_step(self.layout, site, slots, q, k, new.v, new.valid)
-        attention = of_chunk(self.layout, [sums] if slots is None else by_class(self.layout, sums), new.valid)
+        attention = attention_of_chunk(
+            self.layout, [sums] if slots is None else split_by_class(self.layout, sums), new.valid
+        )
         self.slots = admit(self.layout, slots, dataclasses.replace(chunk, attention=attention), self.limits)
-        self.limits = limits = chunk.raised(policy, limits)
+        self.limits = limits = chunk.raised_budgets(policy, limits)
         counts = new.valid.sum(-1).tolist()
         rows = zip(self.clocks, counts, limits, strict=True)
         self.clocks = [clock_of(self.layout, *row) for row in rows]
@@ -122,7 +124,7 @@ class Lowered:
 
     def positions(self) -> list[list[list[int]]]:
         assert self.slots is not None
-        position = self.slots.whole(self.layout).position.tolist()
+        position = self.slots.as_rectangle(self.layout).position.tolist()
         return [[sorted(p for p in head if p >= 0) for head in row] for row in position]
 
 

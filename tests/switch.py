@@ -45,7 +45,7 @@ class Switch:
 
     def __call__(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         number, self.graphs = self.graphs, self.graphs + 1
-        kept = regions.copied(gm)  # Dynamo takes the shapes out of its own
+        kept = regions.inline_regions(gm)  # Dynamo takes the shapes out of its own
         made = [self._made(kept, examples)]
         is_step = any(isinstance(example, Handle) for example in examples)
         self._open |= not is_step and any(symbolic_shapes.symbols(each) for each in examples)

@@ -18,7 +18,7 @@ import torch
 
 import kvpass
 from kvpass import arguments, policies
-from kvpass.arguments import Condition, Natural, Positive, Share, at_least, between, check_fields, checked
+from kvpass.arguments import Condition, Natural, Positive, Share, at_least, between, check_arguments, check_fields
 from tests.models import build
 
 IDS = torch.tensor([[5, 6, 7], [8, 9, 3]])
@@ -280,7 +280,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Sequence[An
 
 def _without_address(value: Any) -> str:
     """Write a value in the same way in every process, as the names of test cases must be."""
-    return re.sub(r" at 0x[0-9a-f]+", "", arguments.shown(value))
+    return re.sub(r" at 0x[0-9a-f]+", "", arguments.short_text(value))
 
 
 def misuses() -> list[Any]:
@@ -386,7 +386,7 @@ def test_documented_forms_are_accepted(name: str, value: Any) -> None:
     given = getattr(made, name, None) if name != "heavy" else made.policy.heavy  # type: ignore[attr-defined]
     assert type(given) in (int, float, bool, str, type(None), tuple, policies.get("h2o"), type(lambda: 0))
     hash(made)
-    policies.specified(policies.specify(made.policy))
+    policies.from_json(policies.to_json(made.policy))
 
 
 def test_documented_forms_of_a_loop_are_accepted(loops: tuple[kvpass.DecodeLoop, kvpass.DecodeLoop]) -> None:
@@ -458,7 +458,7 @@ def test_every_public_argument_is_checked(function: Callable[..., Any]) -> None:
     ]
     anything = [name for name in named if arguments._check(hints[name]).read(object()) is not arguments.REFUSED]
     assert anything == OF_ANY_TYPE.get(function, [])
-    assert function.__code__ is checked(len).__code__  # type: ignore[attr-defined]
+    assert function.__code__ is check_arguments(len).__code__  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", [name for name in policies.names() if not name.startswith("_")])
@@ -512,14 +512,14 @@ def test_values_come_out_as_pythons_own() -> None:
 
 
 def test_a_long_value_is_cut_short_and_a_tensor_is_described() -> None:
-    assert len(arguments.shown("x" * 1000)) == arguments.LONGEST
-    assert arguments.shown(torch.zeros(2, 3)) == "<float32 [2, 3] on cpu>"
+    assert len(arguments.short_text("x" * 1000)) == arguments.LONGEST
+    assert arguments.short_text(torch.zeros(2, 3)) == "<float32 [2, 3] on cpu>"
 
     class Broken:
         def __repr__(self) -> str:
             raise RuntimeError
 
-    assert arguments.shown(Broken()) == "<Broken>"
+    assert arguments.short_text(Broken()) == "<Broken>"
 
 
 def test_types_that_kvpass_does_not_use_are_read_too() -> None:

@@ -70,7 +70,7 @@ class New(nn.Module):
     ],
 )
 def test_the_name_is_that_of_the_signature(model: Any, name: str) -> None:
-    assert cache_names.keyword(model) == name
+    assert cache_names.cache_keyword(model) == name
     assert cache_names.arguments(model, "kept") == {name: "kept"}
     assert cache_names.arguments(model, None) == {}
 
@@ -78,7 +78,7 @@ def test_the_name_is_that_of_the_signature(model: Any, name: str) -> None:
 def test_models_of_transformers_have_the_name_of_their_version() -> None:
     """A decorated alias does not hide what it stands for."""
     release = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-    assert cache_names.keyword(build("Llama")) == (NEW if release >= (5, 24) else OLD)
+    assert cache_names.cache_keyword(build("Llama")) == (NEW if release >= (5, 24) else OLD)
 
 
 @pytest.mark.parametrize(
@@ -93,14 +93,14 @@ def test_models_of_transformers_have_the_name_of_their_version() -> None:
     ],
 )
 def test_arguments_are_renamed_only_to_what_is_taken(given: Any, taken: set[str], passed: Any) -> None:
-    assert cache_names.renamed(given, frozenset(taken)) == passed
+    assert cache_names.rename_cache(given, frozenset(taken)) == passed
 
 
 def test_outputs_have_it_under_either_name() -> None:
     for output in (SimpleNamespace(cache=3), SimpleNamespace(past_key_values=3), {NEW: 3}, {OLD: 3, NEW: None}):
-        assert cache_names.returned(output) == 3
-    assert cache_names.returned(SimpleNamespace(logits=3)) is None
-    assert cache_names.returned((3, 4)) is None
+        assert cache_names.cache_of_output(output) == 3
+    assert cache_names.cache_of_output(SimpleNamespace(logits=3)) is None
+    assert cache_names.cache_of_output((3, 4)) is None
 
 
 @dataclasses.dataclass
@@ -115,7 +115,7 @@ class Swallowing(nn.Module):
     def __init__(self, forgets: bool = False, twice: bool = False) -> None:
         super().__init__()
         self.inner, self.forgets, self.twice = build("Llama", layers=1), forgets, twice
-        self.name = cache_names.keyword(self.inner)
+        self.name = cache_names.cache_keyword(self.inner)
 
     def forward(
         self,
@@ -130,7 +130,7 @@ class Swallowing(nn.Module):
         if self.forgets:
             cache, attention_mask = None, None
         out = self.inner(input_ids, attention_mask, position_ids, **{self.name: cache}, use_cache=True)
-        return Output(out.logits, cache_names.returned(out))
+        return Output(out.logits, cache_names.cache_of_output(out))
 
 
 def compiled(model: nn.Module, **settings: Any) -> Any:
@@ -179,7 +179,7 @@ def test_a_bare_loop_may_use_either_name(model: Any, name: str) -> None:
     cache = None
     for part in ids.split([6, 5, 1], 1):
         out = run(part, **{name: cache}, use_cache=True)
-        cache = cache_names.returned(out)
+        cache = cache_names.cache_of_output(out)
     torch.testing.assert_close(out.logits, expected[:, -1:], atol=1e-4, rtol=1e-4)
 
 
@@ -203,11 +203,11 @@ def test_a_call_is_protected_under_either_name(name: str, monkeypatch: pytest.Mo
     torch._dynamo.reset()
     looked: list[Any] = []
     monkeypatch.setattr(
-        compiled_call, "_for_length_of", lambda cache, given: looked.append(cache) or contextlib.nullcontext()
+        compiled_call, "_length_context", lambda cache, given: looked.append(cache) or contextlib.nullcontext()
     )
     run = kvpass.compile(build("Llama", layers=1), "full", inner="eager")
     with torch.no_grad():
-        cache = cache_names.returned(run(prompt(1, 5, ())[0], use_cache=True))
+        cache = cache_names.cache_of_output(run(prompt(1, 5, ())[0], use_cache=True))
         run(torch.tensor([[3]]), **{name: cache}, use_cache=True)
         run(torch.tensor([[3]]), None, None, cache, use_cache=True)
     assert looked == [None, cache, cache]

@@ -22,7 +22,7 @@ def budgets(draw, case):
         return []
     policy, most = case.policy, case.budget + 8
     if case.name == "kv_align":
-        most = policy.trained.signature.window
+        most = policy.loaded_aligner.signature.window
     fit = sorted({fitting(policy, draw(st.integers(ROWS[case.name].least, most))) for _ in range(case.rows)})
     return draw(st.permutations([fit[0], *fit, *fit][: case.rows]))
 
@@ -52,7 +52,9 @@ def compare(case, lengths, holes, padded_steps=False, limits=(), spare=0, kv_dty
         got, expected = lowered.feed(part), literal.feed(part)
         assert lowered.positions() == literal.positions()
         if pins:
-            assert torch.equal(lowered.slots.held(layout, pinned=True), literal.layer.held(layout, pinned=True))
+            assert torch.equal(
+                lowered.slots.cached_indices(layout, pinned=True), literal.layer.cached_indices(layout, pinned=True)
+            )
         real = part.valid[:, None, :, None].expand_as(got)
         torch.testing.assert_close(got[real], expected[real], atol=1e-4, rtol=1e-4)
 

@@ -77,7 +77,7 @@ def rotary(slots: int, like: Tensor) -> tuple[Rotation, Rope]:
     cos, sin = cos.to(like.dtype), sin.to(like.dtype)
 
     def rotate(sections: Sections) -> list[Tensor]:
-        keys = sections.joined()
+        keys = sections.join()
         return [keys * cos.to(keys) + keys.roll(DIM // 2, -1) * sin.to(keys)]
 
     return rotate, Rope(cos, sin, RotaryPairs(DIM, False), torch.arange(slots, device=like.device)[None, None])
@@ -137,7 +137,7 @@ class Rows(NamedTuple):
             network.outer.normal_(std=0.1)
         made, rank = torch.randint(0, slots + 1, (2, rows, slots), device=bench.device).sort(0, descending=True).values
         key, value = (bench.randn(rows, HEADS, slots, DIM) for _ in range(2))
-        aligner = Aligner("direct", signature, network.stored())
+        aligner = Aligner("direct", signature, network.to_tensors())
         return Rows(aligner, [tensor.to(key.device) for tensor in aligner.weights()], key, value, made, rank)
 
     def on_cpu(self) -> Rows:
@@ -147,7 +147,7 @@ class Rows(NamedTuple):
     def repaired(self) -> tuple[Tensor, Tensor]:
         """Return the repaired rows."""
         moves = self.made > self.rank
-        return self.aligner.repaired(self.weights, 0, self.key, self.value, self.made, self.rank, moves)
+        return self.aligner.repair(self.weights, 0, self.key, self.value, self.made, self.rank, moves)
 
 
 def repairs(bench: Bench) -> Iterator[Row]:

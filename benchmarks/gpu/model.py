@@ -55,13 +55,13 @@ def _plain(bench: Bench, model: Any, ids: Tensor, total: int, static: bool, step
     """Return a loop of greedy steps on a full cache of the mean length of the run."""
     cache = transformers.StaticCache(config=model.config, max_cache_len=total) if static else None
     step = torch.compile(model, mode="reduce-overhead") if static and bench.device.type == "cuda" else model
-    out = cache_names.call(model, ids, cache, logits_to_keep=1)
-    state = [out.logits[:, -1:].argmax(-1), cache_names.returned(out)]
+    out = cache_names.call_model(model, ids, cache, logits_to_keep=1)
+    state = [out.logits[:, -1:].argmax(-1), cache_names.cache_of_output(out)]
 
     def run(count: int) -> None:
         for _ in range(count):
-            out = cache_names.call(step, *state)
-            state[:] = [out.logits[:, -1:].argmax(-1).clone(), cache_names.returned(out)]
+            out = cache_names.call_model(step, *state)
+            state[:] = [out.logits[:, -1:].argmax(-1).clone(), cache_names.cache_of_output(out)]
 
     run(4)
     return _rate(bench, lambda: run(steps), len(ids), steps)

@@ -84,7 +84,7 @@ def attention(case: Case, compiler: Compiler) -> list[Kernel]:
     given: dict[str, Any] = dict(
         scale=0.1, mask=mask, bias=None, cap=None, sink_logit=None, with_logits=False, rope=rope
     )
-    split, join = launched(attend_kernel.attended, query, key, value, **given)
+    split, join = launched(attend_kernel.attend_by_kernel, query, key, value, **given)
     turns = -(-split.arguments["PART"] // split.arguments["BLOCK"])
     memory = layer.size_of(case) + _bytes([query, mask, *([rope.cos, rope.sin] if rope else [])])
     return [Kernel(split, compiler(split), (turns,), memory), Kernel(join, compiler(join), (), 0, near=True)]
@@ -113,7 +113,7 @@ def repairs(compiler: Compiler) -> list[Kernel]:
     rows = layer.Rows.drawn(Bench(THERE, False, 1, time.monotonic()), *layer.REPAIRED)
     moves = rows.made > rows.rank
     weights = [tensor[0] for tensor in rows.weights]
-    (launch,) = launched(align_kernel.repaired, weights, rows.key, rows.value, rows.made, rows.rank, moves)
+    (launch,) = launched(align_kernel.repair_by_kernel, weights, rows.key, rows.value, rows.made, rows.rank, moves)
     pieces = layer.DIM // launch.arguments["KEY_OUT"]
     turns = (layer.HEADS,) * 2 + (layer.HEADS, pieces) * 2  # what is taken in of a head is unrolled
     moved = 2 * _bytes([rows.key, rows.value])  # what is read again to be changed is in the cache

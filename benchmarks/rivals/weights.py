@@ -33,7 +33,7 @@ def gguf(kind: str, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as unfinished:
             written = Path(unfinished) / file.name
-            _write(checkpoint.packaged(), written, Type[kind])
+            _write(checkpoint.packaged_file(), written, Type[kind])
             written.rename(file)
     return file
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpass.apps import corpus, models
 from kvpass.diagnostics.calibrate import calibrate
-from kvpass.policies.calibration import sizes_of_pairs
+from kvpass.policies.calibration import pair_norms
 
 MOST_TOKENS = 32_768
 """As many as TriAttention's own calibration reads."""
@@ -18,7 +18,7 @@ MOST_TOKENS = 32_768
 
 def model_and_tokens(model: str, text: Path | None, dtype: str, most: int) -> tuple[Any, Tensor]:
     """Return a model and up to `most` token ids of a text, int64 [T]; see `main`."""
-    chosen = models.load(model, dtype if dtype == "auto" else getattr(torch, dtype))
+    chosen = models.load(model, dtype)
     texts = [*corpus.prose().values()] if text is None else [corpus.read_file(text)]
     tokens = [token for each in chosen.encode(texts) for token in (chosen.bos, *each)]
     return chosen.model, torch.tensor(tokens[:most])
@@ -43,7 +43,7 @@ def main(model: str, text: Path | None, out: Path, window: int, dtype: str, thre
     chosen, tokens = model_and_tokens(model, text, dtype, MOST_TOKENS)
     found = calibrate(chosen, tokens, window=window)
     found.save(out)
-    share = sizes_of_pairs(found.tensors["mean"]) / found.tensors["size"].clamp(min=1e-12)
+    share = pair_norms(found.tensors["mean"]) / found.tensors["size"].clamp(min=1e-12)
     print(
         f"{out}: {found.model.layers} layers, {found.model.query_heads} query heads, "
         f"{len(tokens) // window} windows of {window} tokens; the sizes of mean pairs are {share.mean():.2f} of mean "

@@ -13,7 +13,7 @@ _EARLIER: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant
 
 def first_turn(tokenizer: Any, messages: Sequence[Message]) -> str:
     """Return the text of messages that begin a conversation, up to where the model answers."""
-    return _rendered(tokenizer, messages)
+    return _render(tokenizer, messages)
 
 
 def next_turn(tokenizer: Any, messages: Sequence[Message], ends: Sequence[str], ended: bool) -> str:
@@ -23,8 +23,8 @@ def next_turn(tokenizer: Any, messages: Sequence[Message], ends: Sequence[str], 
         ends: the texts of the tokens that end an answer; the template puts one of them behind an answer.
         ended: as of `added_text`.
     """
-    before = _rendered(tokenizer, _EARLIER, answers=False)
-    return added_text(before, _rendered(tokenizer, [*_EARLIER, *messages]), max(ends, key=before.rfind), ended)
+    before = _render(tokenizer, _EARLIER, answers=False)
+    return added_text(before, _render(tokenizer, [*_EARLIER, *messages]), max(ends, key=before.rfind), ended)
 
 
 def added_text(before: str, after: str, end: str, ended: bool) -> str:
@@ -41,6 +41,6 @@ def added_text(before: str, after: str, end: str, ended: bool) -> str:
     return after[position + len(end) if ended else position :]
 
 
-def _rendered(tokenizer: Any, messages: Sequence[Message], answers: bool = True) -> str:
+def _render(tokenizer: Any, messages: Sequence[Message], answers: bool = True) -> str:
     text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=answers)
     return text

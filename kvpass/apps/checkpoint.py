@@ -57,7 +57,7 @@ def folder() -> Path:
     saved = cache_folder() / f"{NAME}-{VERSION}-transformers-{transformers.__version__.split('.')[0]}"
     if saved.is_dir():
         return saved
-    file = packaged()
+    file = packaged_file()
     saved.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{saved}.lock"):
         if not saved.is_dir():
@@ -73,21 +73,23 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvpass"
 
 
-def packaged() -> Path:
+def packaged_file() -> Path:
     """Return the GGUF file of the installed package.
 
     The package is found and not imported: that would need a runtime for the file, which nothing here uses.
     """
     spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
     missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
-    if spec is None or spec.origin is None or _installed() != VERSION:
-        raise CheckpointError(f"{NAME} needs {PACKAGE} {VERSION}, found {_installed() or 'none'}; run `{INSTALL}`")
+    if spec is None or spec.origin is None or _installed_version() != VERSION:
+        raise CheckpointError(
+            f"{NAME} needs {PACKAGE} {VERSION}, found {_installed_version() or 'none'}; run `{INSTALL}`"
+        )
     if missing:
         raise CheckpointError(f"{NAME} needs {' and '.join(missing)} to be read, not installed here; run `{INSTALL}`")
     return Path(spec.origin).with_name(FILE)
 
 
-def _installed() -> str | None:
+def _installed_version() -> str | None:
     """Return the version of the package that is installed, None for none."""
     try:
         return importlib.metadata.version(PACKAGE)

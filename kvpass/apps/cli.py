@@ -39,7 +39,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def _budget(text: str) -> int | float:
-    """Convert an argument to a number of tokens, at least 1, or to a share above 0 and up to 1."""
+    """Convert an argument to a number of tokens, or to a share above 0 and up to 1."""
     if text.isdigit():
         return at_least(1)(text)
     return _share(text, "neither a number of tokens nor a share above 0 and up to 1")
@@ -303,9 +303,9 @@ def _add_serve(commands: Any) -> None:
 
 def doctor(parsed: argparse.Namespace) -> int:
     """Print the findings about this installation; return 1 if something is missing."""
-    from kvpass.diagnostics.doctor import examined
+    from kvpass.diagnostics.doctor import examine_installation
 
-    found = examined()
+    found = examine_installation()
     print(*found, sep="\n")
     return int(any(finding.missing for finding in found))
 

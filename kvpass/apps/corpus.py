@@ -158,7 +158,7 @@ def documents(texts: list[list[int]], number: int, length: int, bos: int) -> lis
     raise AssertionError("count() never ends")
 
 
-def unbroken(texts: list[list[int]], length: int, bos: int) -> list[int]:
+def concatenate_texts(texts: list[list[int]], length: int, bos: int) -> list[int]:
     """Return the texts one after the other, with `bos` before each, cut off after `length` tokens.
 
     Raises:

@@ -58,11 +58,13 @@ def load(name: str | None, dtype: torch.dtype | str = torch.float32, device: str
 
     Args:
         name: a name or path; None for the bundled Llama; `kvpass.apps.checkpoint.NAME` for the packaged checkpoint.
-        dtype: of the weights; "auto" for that of the checkpoint.
+        dtype: of the weights, or its name in torch; "auto" for that of the checkpoint.
 
     Raises:
         KVPassError: there is no such model, or the package of the checkpoint is missing.
     """
+    if isinstance(dtype, str) and dtype != "auto":
+        dtype = getattr(torch, dtype)
     if name is None:
         return _load(_bundled(BUNDLED, "python examples/train_tiny.py llama"), BUNDLED.name, dtype, device)
     if name == checkpoint.NAME:

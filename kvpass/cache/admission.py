@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpass.cache.layout import ROW_BUDGET, Layout
-from kvpass.cache.slots import FREE, ClassedSlots, Slots, next_free, of_heads
+from kvpass.cache.slots import FREE, ClassedSlots, Slots, next_free, select_heads
 from kvpass.fx.precision import upcast
 from kvpass.lowering.attention_statistics import as_attention
 from kvpass.lowering.formats import Rows
@@ -23,13 +23,13 @@ from kvpass.policies.types import Attention, Merge, State, Tokens
 MERGE_BLOCK = 1024  # evicted rows that are merged at a time
 
 
-def first_values(policy: Policy, key: Rows, value: Rows) -> State:
+def initial_state(policy: Policy, key: Rows, value: Rows) -> State:
     """Return the policy's initial state of new tokens, each [B, H', n], from their stored rows."""
     return policy.init_token_state(key.read(), value.read()) if policy.sees_rows else {}
 
 
-def rescored(layout: Layout, tokens: Tokens, key: Rows, value: Rows, weights: Sequence[Tensor] = ()) -> Tokens:
-    """Return the tokens with the policy's `rescore` of rows [B, Hkv, N, D] and [B, Hkv, N, Dv], if it has one.
+def rescore(layout: Layout, tokens: Tokens, key: Rows, value: Rows, weights: Sequence[Tensor] = ()) -> Tokens:
+    """Apply the policy's `rescore`, if it has one, to rows [B, Hkv, N, D] and [B, Hkv, N, Dv].
 
     Args:
         weights: the policy's weights for the layer; if there are none, they are read from the policy.
@@ -39,7 +39,7 @@ def rescored(layout: Layout, tokens: Tokens, key: Rows, value: Rows, weights: Se
         return tokens
     assert isinstance(policy, Rescoring)
     weights = weights or [tensor.to(layout.device) for tensor in policy.layer_weights(layout.layer)]
-    return tokens.updated(policy.rescore(tokens, key.read(), value.read(), weights))
+    return tokens.with_state(policy.rescore(tokens, key.read(), value.read(), weights))
 
 
 def admit(layout: Layout, held: Any, chunk: Chunk, budgets: Sequence[int] = (), into: Any = None) -> Any:
@@ -65,14 +65,14 @@ def admit(layout: Layout, held: Any, chunk: Chunk, budgets: Sequence[int] = (), 
     if layout.classes:
         return _admit_by_class(layout, held, chunk, into)
     budgets = tuple(budgets) or (layout.budget,) * layout.batch
-    least = min(chunk.raised(layout.policy, budgets))
+    least = min(chunk.raised_budgets(layout.policy, budgets))
     past = Slots.empty(_prompt_layout(layout, chunk, least)) if held is None else held
     if held is None and layout.row_budgets:
         past.state[ROW_BUDGET].copy_(torch.tensor(budgets).view(-1, 1, 1))
-    scored = _scored(layout, past, chunk, budgets, held is None)
+    scored = _score_candidates(layout, past, chunk, budgets, held is None)
     in_place = held is None or held.capacity == layout.capacity
     slots = into or (past if in_place else Slots.empty(layout))
-    _store(layout, slots, scored)
+    _select_and_store(layout, slots, scored)
     if held is not None and layout.policy.aligns in ("step", "compact"):
         weights = [tensor.to(layout.device) for tensor in layout.policy.weights()]
         changes = align(layout, slots, slots.tokens(layout), weights, chunk.valid.shape[1])
@@ -82,8 +82,8 @@ def admit(layout: Layout, held: Any, chunk: Chunk, budgets: Sequence[int] = (), 
 
 
 @dataclasses.dataclass(frozen=True)
-class _Scored:
-    """Cached and new tokens, N = C + q (N = q for a prompt), before the policy selects among them.
+class _Candidates:
+    """Cached and new tokens, N = C + q (N = q for a prompt), among which the policy selects.
 
     Attributes:
         tokens: their metadata, with the policy's scores.
@@ -96,38 +96,40 @@ class _Scored:
     key: Rows
     value: Rows
 
-    def of_heads(self, heads: Tensor, layout: Layout) -> _Scored:
+    def of_heads(self, heads: Tensor, layout: Layout) -> _Candidates:
         """Return the tokens of some heads, int64 [B, h], with the budget of their layout."""
-        state = {name: of_heads(entry, heads) for name, entry in self.tokens.state.items()}
-        position = of_heads(self.tokens.position, heads)
+        state = {name: select_heads(entry, heads) for name, entry in self.tokens.state.items()}
+        position = select_heads(self.tokens.position, heads)
         tokens = dataclasses.replace(self.tokens, position=position, state=state, budget=layout.budget, rank=None)
-        key, value = (Rows(x.format, tuple(of_heads(part, heads) for part in x.parts)) for x in (self.key, self.value))
-        return _Scored(tokens, of_heads(self.index, heads), key, value)
+        key, value = (
+            Rows(x.format, tuple(select_heads(part, heads) for part in x.parts)) for x in (self.key, self.value)
+        )
+        return _Candidates(tokens, select_heads(self.index, heads), key, value)
 
 
-def _scored(layout: Layout, past: Slots, chunk: Chunk, budgets: Sequence[int], prompt: bool) -> _Scored:
+def _score_candidates(layout: Layout, past: Slots, chunk: Chunk, budgets: Sequence[int], prompt: bool) -> _Candidates:
     """Let the policy observe a chunk."""
     assert isinstance(chunk.attention, Attention)
     key, value = Rows.of(layout.key_format, chunk.key), Rows.of(layout.value_format, chunk.value)
-    tokens, index = _candidates(layout, past, chunk, key, value, prompt)
+    tokens, index = _join_candidates(layout, past, chunk, key, value, prompt)
     if not layout.row_budgets:
         tokens = dataclasses.replace(tokens, budget=max(budgets))
     if layout.pinned_tokens is not None:
         layout.pinned_tokens.check(tokens)
-    tokens = tokens.updated(layout.policy.observe_chunk(tokens, chunk.attention))
+    tokens = tokens.with_state(layout.policy.observe_chunk(tokens, chunk.attention))
     if not prompt:
-        key, value = past.key.concatenated(key), past.value.concatenated(value)
-    tokens = rescored(layout, tokens, key, value)
+        key, value = past.key.concatenate(key), past.value.concatenate(value)
+    tokens = rescore(layout, tokens, key, value)
     if isinstance(layout.policy, Projecting):
-        tokens = tokens.updated(layout.policy.project(tokens, value.read(), chunk.output))
-    return _Scored(tokens, index, key, value)
+        tokens = tokens.with_state(layout.policy.project(tokens, value.read(), chunk.output))
+    return _Candidates(tokens, index, key, value)
 
 
-def _store(layout: Layout, slots: Slots, scored: _Scored) -> None:
+def _select_and_store(layout: Layout, slots: Slots, scored: _Candidates) -> None:
     """Let the policy select among tokens, and write those that stay to slots."""
     key, value = scored.key, scored.value
     keep, changes = layout.eviction.compact(scored.tokens)
-    tokens = scored.tokens.updated(changes)
+    tokens = scored.tokens.with_state(changes)
     _fill(layout, slots, tokens, keep, scored.index, key, value)
     slots.seen.copy_(tokens.seen[:, 0, 0])
     slots.length.copy_(scored.index[:, 0, -1] + 1)
@@ -139,11 +141,11 @@ def _store(layout: Layout, slots: Slots, scored: _Scored) -> None:
 def _admit_prompt_by_class(layout: Layout, chunk: Chunk) -> ClassedSlots:
     """Admit a prompt: the policy orders the heads, and each class of them selects among its tokens."""
     whole = dataclasses.replace(layout, classes=(), capacity=1)
-    scored = _scored(whole, Slots.empty(whole), chunk, (layout.budget,), True)
+    scored = _score_candidates(whole, Slots.empty(whole), chunk, (layout.budget,), True)
     counts = layout.policy.head_counts(scored.tokens, layout.layer)
     slots = ClassedSlots.empty(layout, counts.argsort(dim=-1, descending=True, stable=True))
     for each, part, heads in zip(layout.parts, slots.parts, layout.head_slices, strict=True):
-        _store(each, part, scored.of_heads(slots.order[:, heads], each))
+        _select_and_store(each, part, scored.of_heads(slots.order[:, heads], each))
     return slots
 
 
@@ -183,7 +185,7 @@ def _prompt_layout(layout: Layout, chunk: Chunk, budget: int) -> Layout:
     return dataclasses.replace(layout, capacity=max(capacity, prompt) + 1 if whole else capacity)
 
 
-def _candidates(
+def _join_candidates(
     layout: Layout, past: Slots, chunk: Chunk, key: Rows, value: Rows, prompt: bool
 ) -> tuple[Tokens, Tensor]:
     """Return the tokens of [slots, chunk], N = C + q, and their indices in the padded sequence.
@@ -195,17 +197,17 @@ def _candidates(
     new_position = past.seen[:, None] + count - 1
     new_index = past.length[:, None] + torch.arange(valid.shape[1], device=layout.device)
 
-    def joined(cached: Tensor, new: Tensor) -> Tensor:
+    def join(cached: Tensor, new: Tensor) -> Tensor:
         new = new.expand(-1, layout.groups, -1)
         return new if prompt else torch.cat([cached, new], -1)
 
-    initial, state = first_values(policy, key, value), dict(past.state)
-    initial[PINNED] = chunk.pinned(policy)[:, None]
+    initial, state = initial_state(policy, key, value), dict(past.state)
+    initial[PINNED] = chunk.pin_mask(policy)[:, None]
     if layout.row_budgets:
-        state[ROW_BUDGET] = state[ROW_BUDGET] + chunk.on_top(policy)[:, None, None]
+        state[ROW_BUDGET] = state[ROW_BUDGET] + chunk.pins_on_top(policy)[:, None, None]
     for name, dtype in layout.eviction.state().items():
-        state[name] = joined(past.state[name], initial.get(name, torch.zeros_like(new_position, dtype=dtype)[:, None]))
-    position = joined(past.position, new_position.masked_fill(~valid, FREE)[:, None])
+        state[name] = join(past.state[name], initial.get(name, torch.zeros_like(new_position, dtype=dtype)[:, None]))
+    position = join(past.position, new_position.masked_fill(~valid, FREE)[:, None])
     tokens = Tokens(
         position=position,
         seen=(past.seen + count[:, -1])[:, None, None],
@@ -215,7 +217,7 @@ def _candidates(
         rank=rank_of(position) if policy.ranks else None,
         spread=layout.spread,
     )
-    return tokens, joined(past.index, new_index[:, None])
+    return tokens, join(past.index, new_index[:, None])
 
 
 def _fill(layout: Layout, slots: Slots, tokens: Tokens, keep: Tensor, index: Tensor, key: Rows, value: Rows) -> None:
@@ -223,8 +225,8 @@ def _fill(layout: Layout, slots: Slots, tokens: Tokens, keep: Tensor, index: Ten
     position = torch.where(keep, tokens.position, FREE)
     kept = rows_in_order(position)[..., : slots.capacity]  # [B, H', n]
     count = kept.shape[-1]
-    slots.key.fill(key.gathered(kept))
-    slots.value.fill(value.gathered(kept))
+    slots.key.fill(key.gather(kept))
+    slots.value.fill(value.gather(kept))
     for buffer, values in ((slots.position, position), (slots.index, index.masked_fill(~keep, FREE))):
         compacted = values.gather(-1, kept)
         buffer.fill_(FREE)
@@ -242,7 +244,7 @@ def _merge_evicted(layout: Layout, slots: Slots, tokens: Tokens, evicted: Tensor
     """Let the policy merge evicted tokens into the filled slots."""
     count = int(evicted.sum(-1).max())
     indices = rows_in_order(torch.where(evicted, tokens.position, FREE))[..., :count]  # [B, H', E]
-    held, evicted_keys, eviction = slots.key.read(), key.gathered(indices).read(), layout.eviction
+    held, evicted_keys, eviction = slots.key.read(), key.gather(indices).read(), layout.eviction
     assert isinstance(eviction, Merging)
     merge = eviction.merge_evicted(slots.tokens(layout), held, evicted_keys, evicted.gather(-1, indices))
     for buffer, rows in ((slots.key, key), (slots.value, value)):
@@ -260,25 +262,27 @@ def _merge_into(buffer: Rows, rows: Rows, indices: Tensor, merge: Merge) -> None
     total = merge.own * held
     for start in range(0, indices.shape[-1], MERGE_BLOCK):
         block = slice(start, start + MERGE_BLOCK)
-        weighted = upcast(rows.gathered(indices[..., block]).read()) * merge.weight[..., block, None]
+        weighted = upcast(rows.gather(indices[..., block]).read()) * merge.weight[..., block, None]
         total.scatter_add_(2, into[..., block, None].expand_as(weighted), weighted)
     buffer.replace(torch.where(share > 0, total / (merge.own + share), held), share[..., 0] > 0)
 
 
-def of_chunk(layout: Layout, results: list[list[Tensor]], valid: Tensor) -> Attention | tuple[Attention, ...]:
-    """Return `Chunk.attention` from what `by_class` returned; valid is bool [B, q]."""
+def attention_of_chunk(layout: Layout, results: list[list[Tensor]], valid: Tensor) -> Attention | tuple[Attention, ...]:
+    """Return `Chunk.attention` from what `split_by_class` returned; valid is bool [B, q]."""
     policy = layout.policy
     if not policy.statistics:
         return Attention()
-    return of_classes([as_attention(policy, x[: len(policy.statistics)], valid, layout.spread) for x in results])
+    return attention_of_classes(
+        [as_attention(policy, x[: len(policy.statistics)], valid, layout.spread) for x in results]
+    )
 
 
-def of_classes(attention: list[Attention]) -> Attention | tuple[Attention, ...]:
+def attention_of_classes(attention: list[Attention]) -> Attention | tuple[Attention, ...]:
     """Return `Chunk.attention` from that of each class of heads, none without statistics."""
     return tuple(attention) if len(attention) > 1 else attention[0] if attention else Attention()
 
 
-def by_class(layout: Layout, results: Sequence[Tensor]) -> list[list[Tensor]]:
+def split_by_class(layout: Layout, results: Sequence[Tensor]) -> list[list[Tensor]]:
     """Divide the statistics that `kvpass.cache.chunk_step.extend_step` returned among the classes of heads."""
     count = len(results) // len(layout.parts)
     return [list(results[i * count : (i + 1) * count]) for i in range(len(layout.parts))]
@@ -306,8 +310,8 @@ class Chunk:
 
     def of_heads(self, heads: Tensor, attention: Attention) -> Chunk:
         """Return the rows of some heads, int64 [B, h], with their statistics and weights."""
-        rows = of_heads(self.key, heads), of_heads(self.value, heads)
-        output = None if self.output is None else of_heads(self.output.expand(len(heads), -1, -1, -1, -1), heads)
+        rows = select_heads(self.key, heads), select_heads(self.value, heads)
+        output = None if self.output is None else select_heads(self.output.expand(len(heads), -1, -1, -1, -1), heads)
         return dataclasses.replace(self, key=rows[0], value=rows[1], attention=attention, output=output)
 
     def first(self, count: int) -> Chunk:
@@ -315,19 +319,19 @@ class Chunk:
         key, value, valid = self.key[:, :, :count], self.value[:, :, :count], self.valid[:, :count]
         return Chunk(key, value, valid, Attention(), self.pins and self.pins.first(count), self.output)
 
-    def pinned(self, policy: Policy) -> Tensor:
+    def pin_mask(self, policy: Policy) -> Tensor:
         """Return bool [B, q]: the tokens to pin."""
         if policy.keep_prompt:
             return self.valid
         return torch.zeros_like(self.valid) if self.pins is None else self.pins.mask & self.valid
 
-    def on_top(self, policy: Policy) -> Tensor:
+    def pins_on_top(self, policy: Policy) -> Tensor:
         """Return int64 [B]: the pinned tokens on top of the budget."""
         counted = self.pins is not None and self.pins.on_top
-        return self.pinned(policy).sum(-1) * counted
+        return self.pin_mask(policy).sum(-1) * counted
 
-    def raised(self, policy: Policy, budgets: Sequence[int]) -> tuple[int, ...]:
+    def raised_budgets(self, policy: Policy, budgets: Sequence[int]) -> tuple[int, ...]:
         """Return the budgets of the rows after the chunk."""
         if self.pins is None or not self.pins.on_top:
             return tuple(budgets)
-        return tuple(budget + more for budget, more in zip(budgets, self.on_top(policy).tolist(), strict=False))
+        return tuple(budget + more for budget, more in zip(budgets, self.pins_on_top(policy).tolist(), strict=True))

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvpass.cache.layout import Layout
 from kvpass.cache.site import Attended, Site, class_by_class
 from kvpass.cache.slots import Slots
-from kvpass.cache.step import added, log_sum_exp, stored_rows, with_logit_scale, with_mask
+from kvpass.cache.step import add_biases, log_sum_exp, stored_rows, with_logit_scale, with_mask
 from kvpass.lowering.attend import attend, by_kernel
 from kvpass.lowering.attention_statistics import StatisticsSpec, in_one_operator, statistics
 from kvpass.lowering.formats import Sections, plain
@@ -58,7 +58,9 @@ def extend_step(
         attention_mask = full_mask
         if policy_bias is not None:
             policy_bias = torch.nn.functional.pad(policy_bias, (0, chunk))[..., None, :]  # [B, ., ., 1, C + q]
-            attention_mask = _per_head(_combined_mask(mask, added(bias, policy_bias), dtype), query, keys, layout.heads)
+            attention_mask = _per_head(
+                _combined_mask(mask, add_biases(bias, policy_bias), dtype), query, keys, layout.heads
+            )
         output, lse = _attend_chunk(site, query, keys, values, attention_mask)
     output = _with_unknown_outputs(site, slots, output, (full_mask, bias), valid)
     if computed is None:
@@ -104,7 +106,7 @@ def _library_attention(scale: float, grouped: Tensor, keys: Tensor, values: Tens
 def _chunk_mask(
     layout: Layout, site: Site, slots: Slots, valid: Tensor, facts: list[Tensor]
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the mask [B, H', 1 or G, q, C + q] and the bias of a chunk on [slots, chunk]."""
+    """Return mask [B, H', 1 or G, q, C + q] and bias of a chunk on [slots, chunk]."""
     count = valid.shape[1]
     new = valid[:, None, None, None].expand(-1, layout.groups, -1, -1, -1)  # [B, H', 1, 1, q]
     new_index = slots.length[:, None] + torch.arange(count, device=valid.device)
@@ -145,7 +147,10 @@ def _with_unknown_outputs(
 
 
 def _per_head(mask: Tensor, query: Tensor, keys: Tensor, heads: int) -> Tensor:
-    """Expand a mask [B, H', 1 or G, q, N] to [B, Hq, Ha or 1, q, N], or for GPU kernels to [B, Hq or 1, q, N]."""
+    """Expand a mask [B, H', 1 or G, q, N] to the query heads.
+
+    The result is [B, Hq, Ha or 1, q, N], or for GPU kernels [B, Hq or 1, q, N].
+    """
     if mask.shape[1] == 1 and mask.shape[2] == 1:
         return mask[:, 0]
     if mask.shape[2] == 1 and keys.shape[1] == heads and query.device.type == "cpu":

@@ -36,9 +36,9 @@ class Handle(Tensor):
     @staticmethod
     def of(cache: LayerCache, part: Part, dim: int, nan: Tensor) -> Handle:
         """Return the current handle of a layer's keys or values, a view of one NaN."""
-        handle = nan.expand(cache.layout.batch, cache.heads, cache.stored, dim).as_subclass(Handle)
+        handle = nan.expand(cache.layout.batch, cache.heads, cache.stored_tokens, dim).as_subclass(Handle)
         handle.cache, handle.seen, handle.part = cache, cache.seen, part
-        if cache.stored == cache.seen:
+        if cache.stored_tokens == cache.seen:
             dynamo.mark_growing(handle)
         return handle
 
@@ -63,8 +63,8 @@ class Handle(Tensor):
         _check_current(self)
         key = id(self.cache)
         if key not in memo:
-            memo[key] = self.cache.rebuilt("deepcopy", torch.clone)
-        return moved(self, memo[key])
+            memo[key] = self.cache.map_rows("deepcopy", torch.clone)
+        return handle_like(self, memo[key])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise CacheHandleError("a cache of kvpass cannot be pickled: kvpass.save_cache writes it to a file")
@@ -87,7 +87,7 @@ def handles_of(cache: LayerCache) -> tuple[Handle, Handle]:
 
 def _nan_of(layout: Layout) -> Tensor:
     """Return the NaN [1] of which a layer's handles are views."""
-    dynamo.never_a_frame_of_its_own(Handle.__torch_function__)
+    dynamo.never_compile_alone(Handle.__torch_function__)
     return torch.full((1,), torch.nan, dtype=layout.dtype, device=layout.device)
 
 
@@ -103,7 +103,7 @@ def _reads_metadata(func: Any) -> bool:
     )
 
 
-def moved(handle: Handle, cache: LayerCache) -> Handle:
+def handle_like(handle: Handle, cache: LayerCache) -> Handle:
     """Return the handle of the same part of another cache."""
     return Handle.of(cache, handle.part, handle.shape[-1], _nan_of(cache.layout))
 
@@ -118,19 +118,19 @@ def _check_current(handle: Handle) -> None:
         )
 
 
-def _rows(operation: str, handle: Handle, argument: Any, apply: Callable[[Tensor], Tensor]) -> Handle:
+def _select_rows(operation: str, handle: Handle, argument: Any, apply: Callable[[Tensor], Tensor]) -> Handle:
     _check_current(handle)
-    return moved(handle, handle.cache.select(operation, argument, handle.part, apply))
+    return handle_like(handle, handle.cache.select(operation, argument, handle.part, apply))
 
 
 def _index_select(handle: Handle, dim: int, index: Tensor) -> Handle:
     if dim != 0:
         raise CacheHandleError(f"index_select over dimension {dim} of a cache: only rows (dimension 0) can be picked")
-    return _rows("index_select", handle, index, lambda tensor: tensor.index_select(0, index.to(tensor.device)))
+    return _select_rows("index_select", handle, index, lambda tensor: tensor.index_select(0, index.to(tensor.device)))
 
 
 def _getitem(handle: Handle, index: Any) -> Handle | Row:
-    count = _first_tokens(handle, index)
+    count = _kept_tokens(handle, index)
     if count is not None:
         return _crop(handle, count)
     first = index[0] if isinstance(index, tuple) else index
@@ -140,25 +140,25 @@ def _getitem(handle: Handle, index: Any) -> Handle | Row:
             return Row.like(handle[index])
     picks_rows = first.ndim == 1 if isinstance(first, Tensor) else isinstance(first, (slice, list))
     if picks_rows and all(part is Ellipsis or part == slice(None) for part in rest):
-        return _rows("getitem", handle, first, lambda tensor: tensor[first].clone())
+        return _select_rows("getitem", handle, first, lambda tensor: tensor[first].clone())
     raise CacheHandleError(
         f"cache[{index}]: only whole rows of a cache of kvpass can be picked, and its last tokens cropped; those of a "
         "layer that has seen more tokens than its sliding window cannot be"
     )
 
 
-def _first_tokens(handle: Handle, index: Any) -> int | None:
+def _kept_tokens(handle: Handle, index: Any) -> int | None:
     """Return how many tokens a subscript keeps, if it keeps the first ones of all rows and heads, else None."""
     if not isinstance(index, tuple) or any(part is not Ellipsis and not isinstance(part, slice) for part in index):
         return None
-    rows, heads, tokens, *rest = _by_dimension(index, handle.ndim)
+    rows, heads, tokens, *rest = _slices_by_dimension(index, handle.ndim)
     if tokens == slice(None) or [rows, heads, *rest] != [slice(None)] * (handle.ndim - 1):
         return None
     start, stop, step = tokens.indices(handle.shape[2])
     return stop if (start, step) == (0, 1) else None
 
 
-def _by_dimension(index: tuple[Any, ...], ndim: int) -> list[slice]:
+def _slices_by_dimension(index: tuple[Any, ...], ndim: int) -> list[slice]:
     """Return a subscript of slices with one slice per dimension."""
     ellipsis_index = index.index(Ellipsis) if Ellipsis in index else len(index)
     slices = [part for part in index if part is not Ellipsis]
@@ -177,16 +177,16 @@ def _crop(handle: Handle, kept: int) -> Handle:
             f"{stored - kept} tokens were to be cropped from a layer with a sliding window of its own, which stores "
             f"{stored} of the {handle.seen} that it has seen"
         )
-    return moved(handle, cache.crop(stored - kept, handle.part))
+    return handle_like(handle, cache.crop(stored - kept, handle.part))
 
 
 def _repeat_interleave(handle: Handle, repeats: Any, dim: int | None = None, **_: Any) -> Handle:
     if dim != 0:
         raise CacheHandleError("repeat_interleave of a cache: only rows (dim=0) can be repeated")
-    return _rows("repeat_interleave", handle, repeats, lambda tensor: tensor.repeat_interleave(repeats, 0))
+    return _select_rows("repeat_interleave", handle, repeats, lambda tensor: tensor.repeat_interleave(repeats, 0))
 
 
-def _same(handle: Handle, *_: Any, **__: Any) -> Handle:
+def _return_unchanged(handle: Handle, *_: Any, **__: Any) -> Handle:
     return handle
 
 
@@ -197,7 +197,7 @@ def _to(handle: Handle, *args: Any, **kwargs: Any) -> Handle:
         raise CacheHandleError(f"a cache of kvpass in {handle.dtype} cannot be converted to {target.dtype}")
     if target.device == handle.device:
         return handle
-    return _rows("to", handle, str(target.device), lambda tensor: tensor.to(target.device))
+    return _select_rows("to", handle, str(target.device), lambda tensor: tensor.to(target.device))
 
 
 def _cuda(handle: Handle, device: Any = None, *_: Any, **__: Any) -> Handle:
@@ -211,16 +211,16 @@ _ACTIONS: dict[str, Callable[..., Any]] = {
     "index_select": _index_select,
     "__getitem__": _getitem,
     "repeat_interleave": _repeat_interleave,
-    "clone": lambda handle, **_: _rows("clone", handle, None, torch.clone),
-    "contiguous": _same,
-    "detach": _same,
+    "clone": lambda handle, **_: _select_rows("clone", handle, None, torch.clone),
+    "contiguous": _return_unchanged,
+    "detach": _return_unchanged,
     "to": _to,
     "cpu": lambda handle, **_: _to(handle, "cpu"),
     "cuda": _cuda,
 }
 
 
-def current(value: Any, part: Part, backend: CacheOwner) -> LayerCache:
+def current_cache(value: Any, part: Part, backend: CacheOwner) -> LayerCache:
     """Return the layer's cache from the handle that a graph receives for keys or values.
 
     Raises:
@@ -238,7 +238,7 @@ def current(value: Any, part: Part, backend: CacheOwner) -> LayerCache:
     check_usable(cache)
     with tensors.without_torch_function():
         shape = tuple(value.shape)
-    if shape[:3] != (cache.layout.batch, cache.heads, cache.stored):
+    if shape[:3] != (cache.layout.batch, cache.heads, cache.stored_tokens):
         raise CacheHandleError(f"a cache handle of shape {shape} does not fit its slots {cache.layout}")
     if cache.backend is not backend and cache.backend.family != backend.family:
         raise CacheHandleError(f"this cache was made by {cache.backend} and cannot go on under {backend}")
@@ -275,7 +275,7 @@ def usable_caches_in(cache: Any, backend: CacheOwner) -> list[LayerCache]:
     Raises:
         CacheHandleError: one of them cannot be continued, or not under this backend.
     """
-    return list({id(each): each for each in (current(x, x.part, backend) for x in _handles(cache))}.values())
+    return list({id(each): each for each in (current_cache(x, x.part, backend) for x in _handles(cache))}.values())
 
 
 _INNER = ("self_attention_cache", "layers")
@@ -285,7 +285,7 @@ _INNER = ("self_attention_cache", "layers")
 def _handles(cache: Any) -> Iterator[Handle]:
     """Yield every handle in a DecodeLoop, a cache object with `layers` that have `keys`, or nested containers."""
     if not isinstance(cache, Tensor):  # a handle has a `cache` of its own
-        for inner in (cache_names.returned(cache), *(getattr(cache, name, None) for name in _INNER)):
+        for inner in (cache_names.cache_of_output(cache), *(getattr(cache, name, None) for name in _INNER)):
             if inner is not None:
                 yield from _handles(inner)
                 return
@@ -306,7 +306,7 @@ class Row(Tensor):
     @staticmethod
     def like(row: Tensor) -> Row:
         """Return a row with the shape, dtype and device of a tensor."""
-        dynamo.never_a_frame_of_its_own(Row.__torch_function__)
+        dynamo.never_compile_alone(Row.__torch_function__)
         return torch.full((1,), torch.nan, dtype=row.dtype, device=row.device).expand(row.shape).as_subclass(Row)
 
     @classmethod
@@ -317,13 +317,13 @@ class Row(Tensor):
             CacheHandleError: the operation reads or grows the row.
         """
         name = getattr(func, "__name__", "")
-        allowed = name in _MOVES | tensors.QUESTIONS or (name == "cat" and _is_alone(*args))
+        allowed = name in _MOVES | tensors.QUESTIONS or (name == "cat" and _adds_nothing(*args))
         if not torch.compiler.is_compiling() and not allowed:
             refuse_row_operation(name)
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
-def _is_alone(parts: Sequence[Tensor], *_: Any) -> bool:
+def _adds_nothing(parts: Sequence[Tensor], *_: Any) -> bool:
     """Return whether a concatenation adds nothing, as when a row becomes the first of an empty cache."""
     return sum(part.numel() > 0 for part in parts) == 1
 

@@ -1,169 +1,23 @@
-"""Hold the slots of one layer and one conversation, and record its last calls, so that they can be undone.
-
-`LayerCache.crop` undoes calls.  A decode step overwrites one row of each head, so that row is copied before the step.
-A chunk is admitted to other slots, and its rows are kept until the next call.  To crop a chunk, its first tokens are
-admitted again to the slots from before the chunk.
-"""
+"""Hold the slots of one layer and one conversation, and shorten the conversation by undoing its last calls."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from kvpass.cache.layout import Layout
-from kvpass.cache.slots import AnySlots, Slots, rows_at
+from kvpass.cache.past_calls import Calls, check_croppable
+from kvpass.cache.slots import AnySlots
 from kvpass.errors import CacheHandleError
-from kvpass.lowering.formats import KVDtype, Rows
-from kvpass.lowering.formats.base import Parts, SlotIndices
+from kvpass.lowering.formats import KVDtype
 from kvpass.policies.base import Policy
 from kvpass.policies.types import Clock
-
-
-@dataclasses.dataclass(frozen=True)
-class SavedContent:
-    """What a decode step overwrites in the slots of a layer, or of one class of its heads.
-
-    Attributes:
-        slot_index: the saved row of each head, None if all rows are saved.
-        key, value: the saved rows as stored, each [B, Hkv, ...] or [B, Hkv, C, ...].
-        others: all metadata, in the order of `Slots.metadata`.
-    """
-
-    slot_index: SlotIndices | None
-    key: Parts
-    value: Parts
-    others: tuple[Tensor, ...]
-
-    @staticmethod
-    def of(layout: Layout, slots: Slots) -> SavedContent:
-        """Save one row per head, at the free slot; all rows if the policy merges or aligns rows."""
-        rewrites = layout.policy.merges or layout.policy.aligns in ("step", "compact")
-        slot_index = None if rewrites else rows_at(slots.free.clone(), layout.heads)
-        others = tuple(tensor.clone() for tensor in slots.metadata)
-        return SavedContent(slot_index, _cloned(slots.key, slot_index), _cloned(slots.value, slot_index), others)
-
-    def write_to(self, slots: Slots) -> None:
-        for rows, parts in ((slots.key, self.key), (slots.value, self.value)):
-            for buffer, part in zip(rows.parts, parts, strict=True):
-                buffer[slice(None) if self.slot_index is None else self.slot_index] = part
-        for buffer, other in zip(slots.metadata, self.others, strict=True):
-            buffer.copy_(other)
-
-
-def _cloned(rows: Rows, slot_index: SlotIndices | None) -> Parts:
-    return tuple(part.clone() if slot_index is None else part[slot_index] for part in rows.parts)
-
-
-@dataclasses.dataclass(frozen=True)
-class SlotSnapshot:
-    """The slots of a layer before a call.
-
-    Attributes:
-        slots: the buffers, a copied ReferenceLayer with `inner="reference"`.
-        saved: for each class of heads what a step overwrites; () if the call leaves these slots unchanged, as a chunk
-            does, which is admitted to others.
-    """
-
-    slots: Any
-    saved: tuple[SavedContent, ...] = ()
-
-    @staticmethod
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def before_step(layout: Layout, slots: AnySlots) -> SlotSnapshot:
-        """Save what a decode step overwrites in place."""
-        return SlotSnapshot(slots, tuple(map(SavedContent.of, layout.parts, slots.parts)))
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def restored(self) -> Any:
-        """Restore the content and return the slots."""
-        for saved, slots in zip(self.saved, self.slots.parts if self.saved else (), strict=True):
-            saved.write_to(slots)
-        return self.slots
-
-
-Repeat = Callable[[Any, int], Any]
-"""Return a layer's cache after the first tokens of a call, as many as given, from the cache before the call."""
-
-
-@dataclasses.dataclass(frozen=True)
-class PastCall:
-    """One call, and the state of a layer's cache before it.
-
-    Attributes:
-        new: the number of its tokens.
-        snapshot: the slots before the call; None before a prompt, which has none.
-        repeat: admits a part of its tokens; None for a single token.
-        layout, seen, clocks, absent, row_budgets: as of `LayerCache`.
-    """
-
-    new: int
-    snapshot: SlotSnapshot | None
-    repeat: Repeat | None
-    layout: Layout
-    seen: int
-    clocks: tuple[Any, ...]
-    absent: Tensor
-    row_budgets: tuple[int, ...]
-
-    @property
-    def croppable(self) -> int:
-        """The number of its tokens that can be cropped; the first token of a prompt stays."""
-        return self.new if self.snapshot is not None else self.new - 1
-
-    def before(self, cache: Any) -> Any:
-        """Return the cache as it was before the call."""
-        slots = cache.slots if self.snapshot is None else self.snapshot.restored()
-        fields: dict[str, Any] = dict(
-            layout=self.layout, seen=self.seen, clocks=self.clocks, row_budgets=self.row_budgets
-        )
-        return dataclasses.replace(cache, slots=slots, calls=(), absent=self.absent, **fields)
-
-
-Calls = tuple[PastCall, ...]
-
-
-def recorded(calls: Calls, call: PastCall, most: int) -> Calls:
-    """Return the calls to remember after another one, so that up to `most` tokens can be cropped.
-
-    A prompt is then forgotten, because its record holds every token.  So are all calls before a chunk, which has its
-    own slots.
-    """
-    if call.new > 1:
-        return (call,)
-    remembered = tuple(past for past in (*calls, call) if past.snapshot is not None)
-    while sum(past.new for past in remembered[1:]) >= most:
-        remembered = remembered[1:]
-    return remembered
-
-
-def check_croppable(calls: Sequence[PastCall], count: int, most: int) -> None:
-    """Check that `count` tokens can be cropped, of at most the backend's `crop`.
-
-    Raises:
-        CacheHandleError: only fewer can; the message says how many and what to change.
-    """
-    croppable = min(most, sum(call.croppable for call in calls))
-    if count <= croppable:
-        return
-    if not most:
-        reason = f"pass crop={count} to kvpass, which then remembers what the last tokens overwrote"
-    elif count > most:
-        reason = f"crop={most} remembers no more: pass crop={count}"
-    else:
-        reason = (
-            "what came before is not remembered: a prompt keeps its first token and is remembered until the next call, "
-            "and nothing is from before a call of several tokens, or from before rows were picked or copied"
-        )
-    raise CacheHandleError(f"{count} tokens of a cache were to be cropped, and {croppable} can be: {reason}")
-
 
 Part = Literal["keys", "values"]
 
@@ -209,7 +63,7 @@ def _copy_of_lists(argument: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Cropped:
+class _Crop:
     """The cache that replaced another one when its last tokens were cropped.
 
     Attributes:
@@ -254,7 +108,7 @@ class DeferredChecks:
 
 
 class CacheOwner(Protocol):
-    """What a cache asks of the backend that made it.
+    """The properties that a cache reads of the backend that made it.
 
     Attributes:
         policy, budget: as of `kvpass.backend`.
@@ -323,17 +177,17 @@ class LayerCache:
     output: weakref.ref[Any] | None = None
     model: tuple[weakref.ref[Any], ...] = ()
     calls: Calls = ()
-    cropped: _Cropped | None = None
-    _picked: list[_RowSelection] = dataclasses.field(default_factory=list)
+    cropped: _Crop | None = None
+    _selections: list[_RowSelection] = dataclasses.field(default_factory=list)
 
     @property
     def valid_seen(self) -> Tensor:
         """int64 [B] on the device: real tokens seen."""
-        seen: Tensor = self.slots.tensors()[5]  # a reference counts them only when read
+        seen: Tensor = self.slots.seen
         return seen
 
     @property
-    def stored(self) -> int:
+    def stored_tokens(self) -> int:
         """The number of tokens that the model's cache stores."""
         return self.seen if self.window is None else min(self.seen, self.window)
 
@@ -345,14 +199,16 @@ class LayerCache:
         Args:
             apply: the selection as a function of batch-first tensors.
         """
-        self._picked = [picked for picked in self._picked if picked.result() is not None]
-        for i, picked in enumerate(self._picked):
+        self._selections = [picked for picked in self._selections if picked.result() is not None]
+        for i, picked in enumerate(self._selections):
             result = picked.result()
             if result is not None and picked.serves(operation, argument, self.seen, part):
-                del self._picked[i]
+                del self._selections[i]
                 return result
-        result = self.rebuilt(operation, apply)
-        self._picked.append(_RowSelection(operation, _copy_of_lists(argument), self.seen, part, weakref.ref(result)))
+        result = self.map_rows(operation, apply)
+        self._selections.append(
+            _RowSelection(operation, _copy_of_lists(argument), self.seen, part, weakref.ref(result))
+        )
         return result
 
     def crop(self, tokens: int, part: Part) -> LayerCache:
@@ -367,30 +223,30 @@ class LayerCache:
             return last.result
         check_usable(self)
         check_croppable(self.calls, tokens, self.backend.crop)
-        shorter = self._without(tokens)
-        self.cropped, self.calls = _Cropped(tokens, "values" if part == "keys" else "keys", shorter), ()
+        shorter = self._undo_calls(tokens)
+        self.cropped, self.calls = _Crop(tokens, "values" if part == "keys" else "keys", shorter), ()
         return shorter
 
-    def _without(self, tokens: int) -> LayerCache:
+    def _undo_calls(self, tokens: int) -> LayerCache:
         """Return the cache without its last tokens, by undoing calls."""
         cache: LayerCache = self
         calls = self.calls
         while tokens:
             *earlier, last = calls
-            cache, calls = last.before(cache), tuple(earlier)
-            if last.new > tokens and last.repeat is not None:
-                shorter: LayerCache = last.repeat(cache, last.new - tokens)
-                return dataclasses.replace(shorter, calls=(*calls, *shorter.calls), _picked=[])
-            tokens -= last.new
-        return dataclasses.replace(cache, calls=calls, _picked=[])
+            cache, calls = last.undo(cache), tuple(earlier)
+            if last.token_count > tokens and last.repeat is not None:
+                shorter: LayerCache = last.repeat(cache, last.token_count - tokens)
+                return dataclasses.replace(shorter, calls=(*calls, *shorter.calls), _selections=[])
+            tokens -= last.token_count
+        return dataclasses.replace(cache, calls=calls, _selections=[])
 
-    def rebuilt(self, operation: str, apply: Callable[[Tensor], Tensor]) -> LayerCache:
+    def map_rows(self, operation: str, apply: Callable[[Tensor], Tensor]) -> LayerCache:
         """Return the cache with a function applied to each of its batch-first tensors."""
         if not isinstance(self.slots, AnySlots):
             raise CacheHandleError(f"{operation} on a cache that runs with inner='reference'")
-        slots = self.slots.map(apply)
+        slots = self.slots.map_tensors(apply)
         batch = slots.length.shape[0]
-        row_budgets, clocks = self._counts_of(batch, apply)
+        row_budgets, clocks = self._select_counts(batch, apply)
         return dataclasses.replace(
             self,
             layout=dataclasses.replace(self.layout, batch=batch, device=slots.length.device),
@@ -400,10 +256,12 @@ class LayerCache:
             absent=apply(self.absent),
             first=None if self.first is None else apply(self.first),
             calls=(),
-            _picked=[],
+            _selections=[],
         )
 
-    def _counts_of(self, batch: int, apply: Callable[[Tensor], Tensor]) -> tuple[tuple[int, ...], tuple[Clock, ...]]:
+    def _select_counts(
+        self, batch: int, apply: Callable[[Tensor], Tensor]
+    ) -> tuple[tuple[int, ...], tuple[Clock, ...]]:
         """Return the `row_budgets` and `clocks` of selected rows; the host waits only if they differ by row."""
         if len(set(self.row_budgets)) <= 1 and len(set(self.clocks)) <= 1:
             return self.row_budgets[:1] * batch, self.clocks[:1] * batch

@@ -73,7 +73,7 @@ class Layout:
 
     @property
     def head_slices(self) -> tuple[slice, ...]:
-        """Where the heads of each of `parts` are among the heads in the order of the classes."""
+        """The slice of each class among the heads in the order of the classes."""
         ends = [*itertools.accumulate(part.heads for part in self.parts)]
         return tuple(slice(end - part.heads, end) for part, end in zip(self.parts, ends, strict=True))
 
@@ -129,5 +129,5 @@ class Layout:
 
     @property
     def tracks_rank(self) -> bool:
-        """Whether decode steps maintain `Slots.rank`."""
+        """True if decode steps maintain `Slots.rank`."""
         return self.ranked or self.policy.ranks

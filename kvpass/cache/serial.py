@@ -64,7 +64,7 @@ def cache_of(
         CacheFileError: the file has other sizes than its header says, or numbers that cannot be.
     """
     layout = _layout_of(entry, backend, policy, device).with_head_classes()
-    capacity, seen = count(entry, "slots"), count(entry, "seen")
+    capacity, seen = read_count(entry, "slots"), read_count(entry, "seen")
     row_budgets, clocks = host_counts(entry, layout)
     slots = slots_of(tensors, layout, capacity, seen, row_budgets)
     fields: dict[str, Any] = {name: tensors[name].to(device) for name in _OPTIONAL if name in entry["optional"]}
@@ -78,8 +78,8 @@ def cache_of(
         layout,
         slots,
         seen,
-        count(entry, "model_heads"),
-        None if window is None else count(entry, "window"),
+        read_count(entry, "model_heads"),
+        None if window is None else read_count(entry, "window"),
         row_budgets,
         clocks,
         notes=tuple(map(str, entry["notes"])),
@@ -90,13 +90,13 @@ def cache_of(
 
 def slot_tensors(slots: AnySlots) -> dict[str, Tensor]:
     """Return the tensors of slots by name, with codes in the order of the numbers, which no device changes."""
-    return dict(zip(slots.names, _with_rows(slots, Format.ordered).tensors(), strict=True))
+    return dict(zip(slots.names, _convert_rows(slots, Format.to_number_order).tensors(), strict=True))
 
 
-def _with_rows(slots: AnySlots, change: Callable[[Format, Parts], Parts]) -> Any:
+def _convert_rows(slots: AnySlots, change: Callable[[Format, Parts], Parts]) -> Any:
     """Return slots with the tensors of their rows changed by a function of a format and its tensors."""
     if isinstance(slots, ClassedSlots):
-        return dataclasses.replace(slots, parts=tuple(_with_rows(part, change) for part in slots.parts))
+        return dataclasses.replace(slots, parts=tuple(_convert_rows(part, change) for part in slots.parts))
     key, value = (Rows(x.format, change(x.format, x.parts)) for x in (slots.key, slots.value))
     return dataclasses.replace(slots, key=key, value=value)
 
@@ -114,14 +114,14 @@ def slots_of(
         CacheFileError: sizes or numbers cannot be those of such slots.
     """
     like = empty_slots(dataclasses.replace(layout, capacity=capacity, device=torch.device("meta")))
-    given = [_checked(tensors, name, tensor) for name, tensor in zip(like.names, like.tensors(), strict=True)]
+    given = [_check_tensor(tensors, name, tensor) for name, tensor in zip(like.names, like.tensors(), strict=True)]
     found = like.with_tensors(given)
     if isinstance(found, ClassedSlots):
         _check_classes(found, layout, seen)
     else:
         check_numbers(found, layout, seen, capacity, row_budgets)
     # Codes are in the order of the numbers until here.
-    return _with_rows(found.map(lambda tensor: tensor.to(layout.device, copy=True)), Format.to_device_layout)
+    return _convert_rows(found.map_tensors(lambda tensor: tensor.to(layout.device, copy=True)), Format.to_device_layout)
 
 
 def _check_classes(slots: ClassedSlots, layout: Layout, seen: int) -> None:
@@ -155,7 +155,7 @@ def layout_fields(entry: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def count(entry: Mapping[str, Any], name: str) -> int:
+def read_count(entry: Mapping[str, Any], name: str) -> int:
     """Return a count of an entry, which must be a number from 0 on."""
     value = entry[name]
     if type(value) is not int or not 0 <= value < 2**62:
@@ -163,7 +163,7 @@ def count(entry: Mapping[str, Any], name: str) -> int:
     return value
 
 
-def _checked(tensors: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
+def _check_tensor(tensors: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
     found = tensors.get(name)
     if found is None or found.shape != like.shape or found.dtype != like.dtype:
         has = "nothing" if found is None else f"{found.dtype} {list(found.shape)}"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvpass.cache.layout import Layout
-from kvpass.cache.slots import AnySlots, ClassedSlots, Slots, of_heads
+from kvpass.cache.slots import AnySlots, ClassedSlots, Slots, select_heads
 from kvpass.lowering.attend import Rope, UnknownQueries
 from kvpass.lowering.formats import Sections
 
@@ -122,7 +122,7 @@ Step = Callable[..., Attended]
 
 
 def class_by_class(step: Step) -> Step:
-    """Let a step on slots in classes of heads run once for each class, as if each were a layer of its own."""
+    """Let a step run once for each class of heads, as if each class were a layer."""
 
     @functools.wraps(step)
     def divided(
@@ -134,26 +134,26 @@ def class_by_class(step: Step) -> Step:
         for each, part, where in zip(layout.parts, slots.parts, layout.head_slices, strict=True):
             heads, sink = slots.order[:, where], site.sink_logit
             if sink is not None:
-                sink = _of_query_heads(sink.expand(heads.shape[0], -1, -1, -1), heads, layout.heads)
-            rows = of_heads(key, heads), of_heads(value, heads)
-            queries = _of_query_heads(query, heads, layout.heads)
+                sink = _select_query_heads(sink.expand(heads.shape[0], -1, -1, -1), heads, layout.heads)
+            rows = select_heads(key, heads), select_heads(value, heads)
+            queries = _select_query_heads(query, heads, layout.heads)
             attended.append(step(each, dataclasses.replace(site, sink_logit=sink), part, queries, *rows, *shared))
-        return _in_model_order(layout, slots, attended)
+        return _join_classes(layout, slots, attended)
 
     return divided
 
 
-def _of_query_heads(x: Tensor, heads: Tensor, count: int) -> Tensor:
+def _select_query_heads(x: Tensor, heads: Tensor, count: int) -> Tensor:
     """Return the query heads [B, Hq, ...] of some KV heads, int64 [B, h] of `count`."""
-    return of_heads(torch.unflatten(x, 1, (count, -1)), heads).flatten(1, 2)
+    return select_heads(torch.unflatten(x, 1, (count, -1)), heads).flatten(1, 2)
 
 
-def _in_model_order(layout: Layout, slots: ClassedSlots, attended: list[Attended]) -> Attended:
+def _join_classes(layout: Layout, slots: ClassedSlots, attended: list[Attended]) -> Attended:
     """Join the results of all classes, with the heads in the model's order."""
 
     def joined(results: list[Tensor]) -> Tensor:
         by_head = [torch.unflatten(x, 1, (part.heads, -1)) for x, part in zip(results, layout.parts, strict=True)]
-        return of_heads(torch.cat(by_head, 1), slots.inverse).flatten(1, 2)
+        return select_heads(torch.cat(by_head, 1), slots.inverse).flatten(1, 2)
 
     sums = [each.lse for each in attended if each.lse is not None]
     masks = tuple(mask for each in attended for mask in each.masks)

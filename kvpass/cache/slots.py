@@ -69,7 +69,7 @@ class Slots:
             seen=integers(rows),
             length=integers(rows),
             rank=integers(*meta),
-            state=first_state(layout),
+            state=empty_state(layout),
         )
 
     def on_meta(self, layout: Layout) -> Slots:
@@ -111,10 +111,10 @@ class Slots:
     @property
     def names(self) -> list[str]:
         """The names of the tensors: `NAMES`, the policy's state, then the scales of keys and of values."""
-        return [*NAMES, *self.state, *self.stored[2:]]
+        return [*NAMES, *self.state, *self.row_names[2:]]
 
     @property
-    def stored(self) -> list[str]:
+    def row_names(self) -> list[str]:
         """The names of the tensors that store the rows of K and V."""
         named = (("key", self.key), ("value", self.value))
         return ["key", "value", *(f"{name}_{part}" for name, rows in named for part in rows.format.names)]
@@ -122,21 +122,21 @@ class Slots:
     def with_tensors(self, tensors: Sequence[Tensor]) -> Slots:
         """Return slots like these with the tensors that `tensors` returned."""
         key, value, position, index, free, seen, length, rank, *rest = tensors
-        state = dict(zip(self.state, rest, strict=False))
+        state = dict(zip(self.state, rest[: len(self.state)], strict=True))
         scales = iter(rest[len(state) :])
         keys = Rows(self.key.format, (key, *itertools.islice(scales, len(self.key.parts) - 1)))
         return Slots(keys, Rows(self.value.format, (value, *scales)), position, index, free, seen, length, rank, state)
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def map(self, function: Callable[[Tensor], Tensor]) -> Slots:
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Slots:
         """Return slots with a batch-first function applied to each tensor."""
         mapped = self.with_tensors([function(tensor) for tensor in self.tensors()])
         if mapped.key.device.type == self.key.device.type:
             return mapped
         return dataclasses.replace(mapped, key=self.key.to_device(function), value=self.value.to_device(function))
 
-    def held(self, layout: Layout, pinned: bool = False) -> Tensor:
+    def cached_indices(self, layout: Layout, pinned: bool = False) -> Tensor:
         """Return int64 [B, Hkv, n], the sorted indices of cached tokens in the padded sequence, filled up with -1.
 
         Args:
@@ -168,18 +168,18 @@ class Slots:
         """The number of slots of the head with the fewest."""
         return self.capacity
 
-    def whole(self, layout: Layout) -> Slots:
+    def as_rectangle(self, layout: Layout) -> Slots:
         """Return the slots of all heads in one rectangle: these."""
         return self
 
     def with_state_of(self, layout: Layout, budgets: Sequence[int]) -> Slots:
         """Return these slots with the entries of a layout's state; the budgets of rows begin at `budgets`."""
-        fresh = first_state(dataclasses.replace(layout, capacity=self.capacity))
+        fresh = empty_state(dataclasses.replace(layout, capacity=self.capacity))
         if ROW_BUDGET in fresh:
             fresh[ROW_BUDGET].copy_(torch.tensor(budgets).view(-1, 1, 1))
         return dataclasses.replace(self, state={name: self.state.get(name, new) for name, new in fresh.items()})
 
-    def grown(self, layout: Layout) -> Slots:
+    def enlarge(self, layout: Layout) -> Slots:
         """Return larger slots of a layout with the same tokens."""
         slots, count = Slots.empty(layout), self.capacity
         slots.key.fill(self.key)
@@ -203,7 +203,7 @@ class Slots:
 NAMES = ("key", "value", "position", "index", "free", "seen", "length", "rank")
 
 
-def of_heads(x: Tensor, heads: Tensor) -> Tensor:
+def select_heads(x: Tensor, heads: Tensor) -> Tensor:
     """Return some heads of each row of a tensor [B, H, ...]: those of `heads`, int64 [B, h]."""
     return x[torch.arange(heads.shape[0], device=heads.device)[:, None], heads]
 
@@ -266,16 +266,16 @@ class ClassedSlots:
     @property
     def names(self) -> list[str]:
         """The names of the tensors: those of the first class, those of the others with a prefix, and the order."""
-        return [*_prefixed([part.names for part in self.parts]), "order", "inverse"]
+        return [*_prefix_names([part.names for part in self.parts]), "order", "inverse"]
 
     @property
-    def stored(self) -> list[str]:
+    def row_names(self) -> list[str]:
         """The names of the tensors that store the rows of K and V."""
-        return _prefixed([part.stored for part in self.parts])
+        return _prefix_names([part.row_names for part in self.parts])
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> ClassedSlots:
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> ClassedSlots:
         """Return slots with a batch-first function applied to each tensor."""
-        parts = tuple(part.map(function) for part in self.parts)
+        parts = tuple(part.map_tensors(function) for part in self.parts)
         with torch.inference_mode(False), torch.no_grad():
             return ClassedSlots(parts, function(self.order), function(self.inverse))
 
@@ -284,15 +284,15 @@ class ClassedSlots:
         pairs = zip(self.parts, layout.parts, strict=True)
         return dataclasses.replace(self, parts=tuple(part.on_meta(each) for part, each in pairs))
 
-    def whole(self, layout: Layout) -> Slots:
+    def as_rectangle(self, layout: Layout) -> Slots:
         """Return copies of the slots of all heads in one rectangle, the heads in the model's order."""
         rectangle = dataclasses.replace(layout, classes=(), capacity=self.capacity)
         slots = Slots.empty(rectangle)
         columns = zip(*(part.tensors() for part in self.parts), strict=True)
-        joined = [self._joined(each, like) for each, like in zip(columns, slots.tensors(), strict=True)]
+        joined = [self._join_classes(each, like) for each, like in zip(columns, slots.tensors(), strict=True)]
         return slots.with_tensors(joined)
 
-    def _joined(self, parts: Sequence[Tensor], like: Tensor) -> Tensor:
+    def _join_classes(self, parts: Sequence[Tensor], like: Tensor) -> Tensor:
         """Return the tensors of all classes in one like `like`, with its values in the slots that a head lacks."""
         if like.ndim == 1:
             return parts[0].clone()
@@ -301,11 +301,11 @@ class ClassedSlots:
             columns = like[:, : part.shape[1]].clone()
             (columns[:, :, : part.shape[2]] if like.ndim > 2 else columns).copy_(part)
             wide.append(columns)
-        return of_heads(torch.cat(wide, 1), self.inverse)
+        return select_heads(torch.cat(wide, 1), self.inverse)
 
-    def held(self, layout: Layout, pinned: bool = False) -> Tensor:
-        """Return the indices of cached tokens as `Slots.held` does."""
-        return self.whole(layout).held(dataclasses.replace(layout, classes=()), pinned)
+    def cached_indices(self, layout: Layout, pinned: bool = False) -> Tensor:
+        """Return the indices of cached tokens as `Slots.cached_indices` does."""
+        return self.as_rectangle(layout).cached_indices(dataclasses.replace(layout, classes=()), pinned)
 
     @property
     def nbytes(self) -> int:
@@ -315,7 +315,7 @@ class ClassedSlots:
 AnySlots = Slots | ClassedSlots
 
 
-def _prefixed(names: Sequence[Sequence[str]]) -> list[str]:
+def _prefix_names(names: Sequence[Sequence[str]]) -> list[str]:
     """Return the names of all classes; those after the first have a prefix."""
     return [f"class_{i}_{name}" if i else name for i, each in enumerate(names) for name in each]
 
@@ -325,7 +325,7 @@ def empty_slots(layout: Layout) -> AnySlots:
     return ClassedSlots.empty(layout) if layout.classes else Slots.empty(layout)
 
 
-def first_state(layout: Layout) -> State:
+def empty_state(layout: Layout) -> State:
     """Return the policy's state for slots without tokens."""
     shape, device = (layout.batch, layout.groups), layout.device
     tokens = {
@@ -341,7 +341,7 @@ def first_state(layout: Layout) -> State:
     return {**tokens, **rows}
 
 
-def rows_at(slot: Tensor, heads: int) -> SlotIndices:
+def row_indices(slot: Tensor, heads: int) -> SlotIndices:
     """Return the indices of one row per head [B, Hkv], at `slot` [B, H']."""
     row = torch.arange(slot.shape[0], device=slot.device)[:, None]
     head = torch.arange(heads, device=slot.device)[None]

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.cache.admission import align, first_values, rescored
+from kvpass.cache.admission import align, initial_state, rescore
 from kvpass.cache.layout import Layout
 from kvpass.cache.site import Attended, Site, class_by_class
-from kvpass.cache.slots import FREE, STEADY, Slots, rows_at
+from kvpass.cache.slots import FREE, STEADY, Slots, row_indices
 from kvpass.fx.precision import FILLED, upcast
 from kvpass.lowering.attend import LOWEST, Rope, Rotation, UnknownQueries, attend, capped, scores
 from kvpass.lowering.attention_statistics import regrouped
@@ -60,7 +60,7 @@ def decode_step(
         attention = dataclasses.replace(attention, logits=seen_logits)
     tokens, victim = (_compact if compact else _evict)(layout, site, slots, tokens, attention)
     if policy.aligns == ("compact" if compact else "step"):
-        tokens = tokens.updated(align(layout, slots, tokens, site.weights or policy.weights(), 1))
+        tokens = tokens.with_state(align(layout, slots, tokens, site.weights or policy.weights(), 1))
     _commit(slots, tokens, index, victim)
     return attended
 
@@ -114,15 +114,16 @@ class _QueryView:
         policy_bias = None if policy_bias is None else policy_bias[..., None, :]
         heads = key.shape[1]
         if heads != layout.heads:  # keys are computed from stored rows
-            grouped, mask = regrouped(grouped, heads), _for_heads(mask, heads)
-            bias, policy_bias = (None if b is None else _for_heads(b, heads) for b in (bias, policy_bias))
+            grouped, mask = regrouped(grouped, heads), _regroup_mask(mask, heads)
+            bias, policy_bias = (None if b is None else _regroup_mask(b, heads) for b in (bias, policy_bias))
         rope = None if site.rope is None else dataclasses.replace(site.rope, rank=tokens.rank)
         unknown = site.unknown_queries(slots, valid[:, None], None if bias is None else bias.dtype)
         return _QueryView(site, grouped, key, value, mask, bias, policy_bias, _rotation(site, tokens), rope, unknown)
 
     def attend(self, with_logits: bool) -> tuple[Attended, Tensor | None, Tensor | None]:
-        """Attend with the query; `with_logits` adds probabilities and logits, [B, Ha, ., 1, C] in the dtype of
-        `upcast`.
+        """Attend with the query; return also probabilities and logits if `with_logits` or the model needs them.
+
+        Probabilities and logits are [B, Ha, ., 1, C] in the dtype of `upcast`.
         """
         site = self.site
         with_logits = with_logits or site.lse
@@ -130,7 +131,7 @@ class _QueryView:
             scale=site.scale, mask=self.mask, rotate=self.rotate, cap=site.cap, with_logits=with_logits
         )
         options |= dict(
-            bias=added(self.bias, self.policy_bias),
+            bias=add_biases(self.bias, self.policy_bias),
             sink_logit=site.sink_logits(self.key.shape[1]),
             rope=self.rope,
             blank=self.unknown_queries,
@@ -150,7 +151,7 @@ def log_sum_exp(site: Site, logits: Tensor | None) -> Tensor | None:
     return logits.logsumexp(-1).flatten(1, 2) if site.lse and logits is not None else None
 
 
-def _for_heads(mask: Tensor, heads: int) -> Tensor:
+def _regroup_mask(mask: Tensor, heads: int) -> Tensor:
     """Regroup a mask or bias [B, Hkv or 1, G or 1, ...] for another number of KV heads."""
     return mask if mask.shape[1] * mask.shape[2] == 1 else regrouped(mask, heads)
 
@@ -160,7 +161,7 @@ def _with_new_token(layout: Layout, slots: Slots, new: tuple[Rows, Rows], valid:
     is_new = _one_hot(slots.free, layout.capacity) & valid[:, None, None]  # [B, H', C]
     position = torch.where(is_new, slots.seen[:, None, None], slots.position)
     index = torch.where(is_new, slots.length[:, None, None], slots.index)
-    initial, state = first_values(layout.policy, *new), dict(slots.state)
+    initial, state = initial_state(layout.policy, *new), dict(slots.state)
     for name in layout.policy.state():
         state[name] = torch.where(is_new, initial.get(name, torch.zeros_like(state[name])), state[name])
     rank = None
@@ -184,11 +185,11 @@ def _ranks_without(rank: Tensor, evicted: Tensor) -> Tensor:
 
 
 def _write(slots: Slots, new: tuple[Rows, Rows], index: Tensor, selection: Tensor | None) -> None:
-    """Write one row of K and of V at slot `index` [B, H'] of each head, in the rows `only` [B]."""
-    indices = rows_at(index, new[0].shape[1])
+    """Write one row of K and V at slot `index` [B, H'] of each head, in the rows `selection` [B]."""
+    indices = row_indices(index, new[0].shape[1])
     selected = None if selection is None else selection[:, None, None]
-    slots.key.put(indices, new[0], selected)
-    slots.value.put(indices, new[1], selected)
+    slots.key.write_row(indices, new[0], selected)
+    slots.value.write_row(indices, new[1], selected)
 
 
 def with_logit_scale(policy: Policy, query: Tensor, count: Tensor) -> Tensor:
@@ -217,7 +218,7 @@ def with_mask(live: Tensor, mask: Tensor | None, hidden: float | None) -> tuple[
     return live, torch.where(mask, 0.0, FILLED)
 
 
-def added(bias: Tensor | None, policy_bias: Tensor | None) -> Tensor | None:
+def add_biases(bias: Tensor | None, policy_bias: Tensor | None) -> Tensor | None:
     """Add the model's bias [B, ., ., q, N] and the policy's [B, ., ., 1, N]."""
     if policy_bias is None:
         return bias
@@ -235,9 +236,9 @@ def _single_query_statistics(layout: Layout, probs: Tensor | None, valid: Tensor
 def _evict(layout: Layout, site: Site, slots: Slots, tokens: Tokens, attention: Attention) -> tuple[Tokens, Tensor]:
     """Let the policy observe and evict one token; return the other tokens and the next slot to write [B, H']."""
     policy = layout.policy
-    tokens = tokens.updated(policy.observe(tokens, attention))
+    tokens = tokens.with_state(policy.observe(tokens, attention))
     if policy.interval == 1:
-        tokens = rescored(layout, tokens, slots.key, slots.value, site.weights)
+        tokens = rescore(layout, tokens, slots.key, slots.value, site.weights)
     victim = layout.eviction.victim(tokens)
     if policy.overwrites or not policy.evicts:
         return tokens, victim
@@ -248,21 +249,23 @@ def _evict(layout: Layout, site: Site, slots: Slots, tokens: Tokens, attention: 
         rank=None if tokens.rank is None else _ranks_without(tokens.rank, evicted & tokens.live),
     )
     if policy.merges:
-        rest = rest.updated(_merge_victim(layout, slots, rest, victim, (evicted & tokens.live).any(-1, keepdim=True)))
+        rest = rest.with_state(
+            _merge_victim(layout, slots, rest, victim, (evicted & tokens.live).any(-1, keepdim=True))
+        )
     return rest, victim
 
 
 def _merge_victim(layout: Layout, slots: Slots, rest: Tokens, victim: Tensor, valid: Tensor) -> State:
     """Merge the victim's K and V into one row of each head; return the changes to the state."""
     heads, eviction = slots.key.shape[1], layout.eviction
-    evicted = rows_at(victim, heads)
+    evicted = row_indices(victim, heads)
     assert isinstance(eviction, Merging)
-    merge = eviction.merge_evicted(rest, slots.key.read(), slots.key.at(evicted)[:, :, None], valid)
-    into = rows_at(merge.into[..., 0], heads)
+    merge = eviction.merge_evicted(rest, slots.key.read(), slots.key.row_at(evicted)[:, :, None], valid)
+    into = row_indices(merge.into[..., 0], heads)
     for rows in (slots.key, slots.value):
-        merged = merge.own * upcast(rows.at(into)) + merge.weight * upcast(rows.at(evicted))
+        merged = merge.own * upcast(rows.row_at(into)) + merge.weight * upcast(rows.row_at(evicted))
         stored = Rows.of(rows.format, (merged / (merge.own + merge.share))[:, :, None])
-        rows.put(into, stored, merge.share > 0)
+        rows.write_row(into, stored, merge.share > 0)
     return merge.state
 
 
@@ -270,11 +273,11 @@ def _compact(layout: Layout, site: Site, slots: Slots, tokens: Tokens, attention
     """Let the policy observe and compact; return the remaining tokens and the next slot to write [B, H']."""
     policy = layout.policy
     observe = policy.observe_chunk if policy.interval == 1 else policy.observe  # with an interval a step like any other
-    tokens = rescored(layout, tokens.updated(observe(tokens, attention)), slots.key, slots.value, site.weights)
+    tokens = rescore(layout, tokens.with_state(observe(tokens, attention)), slots.key, slots.value, site.weights)
     keep, changes = layout.eviction.compact(tokens)
     position = torch.where(keep, tokens.position, FREE)
     rank = rank_of(position) if layout.tracks_rank else None
-    rest = dataclasses.replace(tokens.updated(changes), position=position, rank=rank)
+    rest = dataclasses.replace(tokens.with_state(changes), position=position, rank=rank)
     return rest, layout.eviction.victim(rest)
 
 

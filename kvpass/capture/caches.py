@@ -17,7 +17,7 @@ import torch
 import torch.fx as fx
 
 from kvpass.capture import decomposed_attention, keys, origins
-from kvpass.capture.canonical import stored
+from kvpass.capture.canonical import stored_output
 from kvpass.capture.decomposed_attention import AttentionCall
 from kvpass.capture.origins import CacheRefused, Origin, cat_parts, origin_of
 from kvpass.fx import alias, walk
@@ -112,10 +112,10 @@ class _CacheSearch:
     def run(self) -> list[CallReading]:
         queries = origins.queries_of(self.calls, self.memory)
         for call in self.calls:
-            self.found.append(self._fixed(call, queries) or self._examine(call))
+            self.found.append(self._read_fixed_cache(call, queries) or self._examine_call(call))
         self._refuse_unread_updates()
         if not any(each.refusal for each in self.found):
-            unread = origins.unread(self.graph, self._known_outputs())
+            unread = origins.unread_caches(self.graph, self._known_outputs())
             self.found += [CallReading(node, refusal=reason) for node, reason in unread]
         self._refuse_mixed_caches()
         return self.found
@@ -157,20 +157,20 @@ class _CacheSearch:
     def _grows_a_cache(self, node: fx.Node) -> bool:
         """Return whether a node joins past and new tokens, and is stored or has an empty past."""
         parts = cat_parts(node)
-        return parts is not None and (value(parts[0]).ndim == 1 or stored(node, self.outputs) is not None)
+        return parts is not None and (value(parts[0]).ndim == 1 or stored_output(node, self.outputs) is not None)
 
-    def _fixed(self, call: AttentionCall, queries: Mapping[fx.Node, fx.Node]) -> CallReading | None:
+    def _read_fixed_cache(self, call: AttentionCall, queries: Mapping[fx.Node, fx.Node]) -> CallReading | None:
         """Read a call on keys and values that are returned without a past and that its tokens do not extend."""
         try:
             found = origin_of(call.key, self.outputs), origin_of(call.value, self.outputs)
         except CacheRefused:
             return None
         has_no_past = all(origin.past is None for origin in found)
-        if has_no_past and origins.is_fixed(call, queries, self.memory):
+        if has_no_past and origins.has_fixed_keys(call, queries, self.memory):
             return CallReading(call.node, fixed=tuple(origin.grown for origin in found))
         return None
 
-    def _examine(self, call: AttentionCall) -> CallReading:
+    def _examine_call(self, call: AttentionCall) -> CallReading:
         computed_from = ancestors(call.key, stop=self.results) | ancestors(call.value, stop=self.results)
         other_updates = self._other_updates(call)
         on_cache = computed_from.intersection(self.updates) or computed_from & self.handles or other_updates
@@ -183,7 +183,7 @@ class _CacheSearch:
                     "out cache_implementation='static' or 'sliding_window', or pass a DynamicCache or none, as kvpass "
                     "has fixed slots of its own"
                 )
-            return CallReading(call.node, self._reading(call))
+            return CallReading(call.node, self._read_call(call))
         except CacheRefused as reason:
             if on_cache or self._is_returned_rearranged(call):
                 return CallReading(call.node, refusal=str(reason))
@@ -241,7 +241,7 @@ class _CacheSearch:
         first = node.all_input_nodes[0]
         return first.op == "placeholder" and is_tensor(first) and value(first).ndim >= 3
 
-    def _reading(self, call: AttentionCall) -> Reading:
+    def _read_call(self, call: AttentionCall) -> Reading:
         computed = False
         try:
             key, val = origin_of(call.key, self.outputs), origin_of(call.value, self.outputs)
@@ -277,7 +277,7 @@ class _CacheSearch:
 
     def _tokens_of(self, node: fx.Node, call: AttentionCall) -> set[fx.Node]:
         """Return the inputs that bring tokens: ids that embeddings look up, and hidden states [B, q, D]."""
-        nodes = alias.behind([node], reader=call.node, memory=self.memory)
+        nodes = alias.ancestors_with_writes([node], reader=call.node, memory=self.memory)
         ids = [n.args[0] for n in nodes if n.target is torch.nn.functional.embedding and is_tensor(n.args[0])]
         found = {p for n in ids for p in ancestors(n) if p.op == "placeholder" and is_tensor(p)}
         states = [p for p in nodes if p.op == "placeholder" and is_tensor(p) and value(p).ndim == 3]
@@ -286,9 +286,9 @@ class _CacheSearch:
 
     def _source_caches(self, call: AttentionCall) -> tuple[Origin, Origin] | None:
         """Return the two caches that key and value are computed from, in the order in which the graph grows them."""
-        computed_from = alias.behind([call.key, call.value], self.results, call.node, memory=self.memory)
+        computed_from = alias.ancestors_with_writes([call.key, call.value], self.results, call.node, memory=self.memory)
         updates = [node for node in self.updates if node in computed_from]
-        grown = [node for node in updates if stored(node, self.outputs) is not None]
+        grown = [node for node in updates if stored_output(node, self.outputs) is not None]
         if not updates:
             local = self._since_projection(call.key) | self._since_projection(call.value)
             grown = [node for node in self.graph.nodes if node in local and self._starts_a_cache(node, call)]
@@ -305,7 +305,7 @@ class _CacheSearch:
 
     def _output_of(self, grown: fx.Node) -> tuple[int, int | None]:
         """Return the output index of a grown cache and the number of tokens stored."""
-        found = stored(grown, self.outputs)
+        found = stored_output(grown, self.outputs)
         if found is None:
             raise CacheRefused("the grown cache is not returned by the graph")
         return found
@@ -325,7 +325,7 @@ def _check_key_count(call: AttentionCall, key: Origin, val: Origin) -> None:
 
 def _check_unmodified(origin: Origin, memory: Memory) -> None:
     """Refuse writes in place to new tokens after they are stored; a step stores them only where the model attends."""
-    writer = None if origin.past is None else alias.overwritten({origin.new}, origin.grown, memory)
+    writer = None if origin.past is None else alias.overwriting_node({origin.new}, origin.grown, memory)
     if writer is not None:
         raise CacheRefused(f"new tokens are written to at {walk.source_line(writer)}, after they were stored")
 

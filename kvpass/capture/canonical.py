@@ -220,16 +220,16 @@ class AttentionSite:
         return tuple(past for past in (self.past_key, self.past_value) if past is not None)
 
     @property
-    def growing(self) -> set[sympy.Symbol]:
+    def length_symbols(self) -> set[sympy.Symbol]:
         """The symbols in the number of past tokens."""
         return {symbol for past in self.pasts for symbol in expr(value(past).shape[2]).free_symbols}
 
     @property
     def has_row_masks(self) -> bool:
-        """Whether each row of a batch has its own mask."""
+        """True if each row of a batch has its own mask."""
         return self.mask is not None and value(self.mask).ndim == 4 and expr(value(self.mask).shape[0]) != 1
 
-    def as_computed(self) -> AttentionSite:
+    def with_computed_keys(self) -> AttentionSite:
         """Return this site with the keys and values that it reads declared as computed from the cache."""
         return dataclasses.replace(self, computed=self.computed or (self.grown_key, self.grown_value))
 
@@ -244,17 +244,17 @@ class AttentionSite:
         return value(self.query).shape[2]
 
     @property
-    def without_graph(self) -> SiteFacts:
-        """What a prompt needs to know of this site once its graph is rewritten."""
+    def facts(self) -> SiteFacts:
+        """The facts about this site that a prompt reads once its graph is rewritten."""
         names = [field.name for field in dataclasses.fields(SiteFacts) if field.name != "computed"]
         return SiteFacts(**{name: getattr(self, name) for name in names}, computed=bool(self.computed))
 
-    def moved(self, copies: dict[fx.Node, fx.Node]) -> AttentionSite:
+    def in_copy(self, copies: dict[fx.Node, fx.Node]) -> AttentionSite:
         """Return this site in a copy of the graph, by the copy of each node."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         copied: dict[str, Any] = {name: copies[v] if isinstance(v, fx.Node) else v for name, v in fields.items()}
         copied["computed"] = self.computed and (copies[self.computed[0]], copies[self.computed[1]])
-        copied["shared_by"] = tuple(site.moved(copies) for site in self.shared_by)
+        copied["shared_by"] = tuple(site.in_copy(copies) for site in self.shared_by)
         return AttentionSite(**copied)
 
 
@@ -272,18 +272,19 @@ def sites(graph: fx.Graph) -> list[AttentionSite]:
             found.setdefault(site.keys_out, []).append(site)
     computed = {index for index, group in found.items() if any(site.computed for site in group)}
     groups = {
-        index: [site.as_computed() if index in computed else site for site in group] for index, group in found.items()
+        index: [site.with_computed_keys() if index in computed else site for site in group]
+        for index, group in found.items()
     }
     return [dataclasses.replace(first, shared_by=tuple(rest)) for first, *rest in groups.values()]
 
 
 def _site(call: fx.Node, outputs: dict[fx.Node, int], calls: list[fx.Node]) -> AttentionSite:
-    args = op_table.bound(call)
+    args = op_table.named_arguments(call)
     attended = (args["key"], args["value"])
     grown = attended if all(node.target is APPEND for node in attended) else _sources(call, attended, outputs, calls)
     reads_cache = grown == attended and not (args["mask"] and not ancestors(args["mask"], calls).isdisjoint(grown))
     (past_key, key), (past_value, val) = grown[0].args, grown[1].args
-    (keys_out, window), (values_out, _) = (stored(node, outputs) or (-1, None) for node in grown)
+    (keys_out, window), (values_out, _) = (stored_output(node, outputs) or (-1, None) for node in grown)
     copied = {name: args[name] for name in ("query", "mask", "scale", "causal", "cap", "sink_logit", "hidden")}
     lse, computed = _log_sum_exp(args), None if reads_cache else attended
     return AttentionSite(
@@ -297,9 +298,9 @@ def _sources(
     call: fx.Node, attended: tuple[fx.Node, fx.Node], outputs: dict[fx.Node, int], calls: list[fx.Node]
 ) -> tuple[fx.Node, fx.Node]:
     """Return the two caches that keys and values are computed from, in the order in which the graph grows them."""
-    sources = alias.behind(list(attended), calls, call)
+    sources = alias.ancestors_with_writes(list(attended), calls, call)
     first, second = [
-        node for node in call.graph.nodes if node in sources and node.target is APPEND and stored(node, outputs)
+        node for node in call.graph.nodes if node in sources and node.target is APPEND and stored_output(node, outputs)
     ]
     return first, second
 
@@ -308,10 +309,12 @@ def _log_sum_exp(args: dict[str, Any]) -> fx.Node | None:
     """Return the node of the log-sum-exp of the same logits, or None."""
     shared = ("query", "key", "mask", "scale", "cap", "hidden")
     sums = [node for node in args["query"].users if node.target is LOG_SUM_EXP]
-    return next((node for node in sums if all(op_table.bound(node)[name] == args[name] for name in shared)), None)
+    return next(
+        (node for node in sums if all(op_table.named_arguments(node)[name] == args[name] for name in shared)), None
+    )
 
 
-def stored(grown: fx.Node, outputs: dict[fx.Node, int]) -> tuple[int, int | None] | None:
+def stored_output(grown: fx.Node, outputs: dict[fx.Node, int]) -> tuple[int, int | None] | None:
     """Return a cache's output index and the number of last tokens stored (None for all), or None without an output."""
     if grown in outputs:
         return outputs[grown], None

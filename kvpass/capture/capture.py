@@ -36,17 +36,17 @@ class Capture:
     Attributes:
         gm: a graph with the results of the model's own graph.
         sites: its attention calls on caches; empty if any call was refused, and `gm` is then the model's own graph.
-        found: the reading of each attention call and cache update.
+        readings: the reading of each attention call and cache update.
     """
 
     gm: fx.GraphModule
     sites: list[AttentionSite]
-    found: list[CallReading]
+    readings: list[CallReading]
 
     @property
-    def refused(self) -> list[CallReading]:
+    def refusals(self) -> list[CallReading]:
         """The readings that were refused."""
-        return [reading for reading in self.found if reading.refusal]
+        return [reading for reading in self.readings if reading.refusal]
 
 
 def capture(gm: fx.GraphModule, is_handle: Sequence[bool]) -> Capture:
@@ -57,7 +57,7 @@ def capture(gm: fx.GraphModule, is_handle: Sequence[bool]) -> Capture:
     """
     copy, _ = fx_nodes.copy_graph_module(gm)
     _replace_transposed_attributes(copy.graph)
-    op_table.bind(copy.graph)
+    op_table.normalize_calls(copy.graph)
     simplify.multiply_outer_products(copy.graph)
     simplify.leave_disabled_regions(copy.graph)
     simplify.replace_vmap(copy.graph)
@@ -107,7 +107,9 @@ def _attribute(node: fx.Node) -> str | None:
 def _insert_operators(graph: fx.Graph, readings: list[Reading]) -> None:
     """Replace every cache update and every attention call on a cache by a canonical operator."""
     results = {node for r in readings for node in (r.call.node, r.call.lse, r.key.grown, r.value.grown) if node}
-    computed_from = alias.behind(list(results))  # writes in place to the logits among them: their results are unused
+    computed_from = alias.ancestors_with_writes(
+        list(results)
+    )  # writes in place to the logits among them: their results are unused
     appended: dict[fx.Node, fx.Node] = {}
     for reading in readings:
         for origin in (reading.key, reading.value):

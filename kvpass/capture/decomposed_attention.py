@@ -22,7 +22,7 @@ import torch.fx as fx
 
 from kvpass.capture import products
 from kvpass.capture.logit_changes import LogitChanges, emit
-from kvpass.capture.products import Unreadable, is_from_product, required_number, required_tensor, unexpanded
+from kvpass.capture.products import Unreadable, is_from_product, required_number, required_tensor, strip_expansion
 from kvpass.fx import alias, op_table, walk
 from kvpass.fx.op_table import is_a, known_name
 from kvpass.fx.walk import is_tensor, name_of, value
@@ -108,7 +108,7 @@ def find(gm: fx.GraphModule) -> tuple[list[AttentionCall], list[UnreadSoftmax]]:
 
 
 def _sdpa_call(node: fx.Node) -> AttentionCall:
-    args = op_table.bound(node)
+    args = op_table.named_arguments(node)
     scale, mask = args.get("scale"), args.get("attn_mask")
     scale = 1 / math.sqrt(value(args["query"]).shape[-1]) if scale is None else float(scale)
     if mask is not None and value(mask).ndim < 4:  # aligned from the right, as in any broadcasting
@@ -143,7 +143,7 @@ class _DecompositionReader:
         Raises:
             Unreadable: it is not attention; `at` is the operation that is not.
         """
-        if not products.is_last(op_table.bound(self.softmax).get("dim"), value(self.softmax)):
+        if not products.is_last(op_table.named_arguments(self.softmax).get("dim"), value(self.softmax)):
             raise Unreadable("it is not over the last dimension")
         self.at = product = self._first_product()
         products.check_groups(product)
@@ -159,7 +159,7 @@ class _DecompositionReader:
             self._check_unmodified(operand, product, node)
         self.at = self.softmax
         self._check_casts(value(product).dtype)
-        mask, hidden = self.changes.combined(value(query).shape[:2])
+        mask, hidden = self.changes.combine(value(query).shape[:2])
         return AttentionCall(
             node, query, key, required_tensor(probabilities.args[1]), mask, self.changes.scale,
             self.changes.cap or None, self.sink_logit, self._log_sum_exp(), hidden=hidden,
@@ -175,7 +175,7 @@ class _DecompositionReader:
     # -- from the softmax back to the first product ----------------------------------------------------
 
     def _first_product(self) -> fx.Node:
-        node = self._last_write(required_tensor(op_table.bound(self.softmax).get("input")), self.softmax)
+        node = self._last_write(required_tensor(op_table.named_arguments(self.softmax).get("input")), self.softmax)
         while not is_a(node, "batched"):
             if node.op == "placeholder":
                 self.at = self.softmax
@@ -265,7 +265,7 @@ class _DecompositionReader:
         return logits
 
     def _read_cat(self, node: fx.Node) -> fx.Node:
-        args = op_table.bound(node)
+        args = op_table.named_arguments(node)
         logits, *sink_logit = args["tensors"]
         last = products.is_last(args.get("dim", 0), value(node))
         if self.sink_logit or len(sink_logit) != 1 or not last or value(sink_logit[0]).shape[-1] != 1:
@@ -278,15 +278,15 @@ class _DecompositionReader:
         return required_tensor(logits)
 
     def _read_masked_fill(self, node: fx.Node) -> fx.Node:
-        args = op_table.bound(node)
-        allowed = self.changes.emit(torch.logical_not, unexpanded(required_tensor(args["mask"])))
+        args = op_table.named_arguments(node)
+        allowed = self.changes.emit(torch.logical_not, strip_expansion(required_tensor(args["mask"])))
         logits = required_tensor(args["input"])
         self.changes.fill(logits, allowed, args["value"], node)
         return logits
 
     def _read_where(self, node: fx.Node) -> fx.Node:
-        args = op_table.bound(node)
-        condition, logits, filling = unexpanded(required_tensor(args["condition"])), args["input"], args["other"]
+        args = op_table.named_arguments(node)
+        condition, logits, filling = strip_expansion(required_tensor(args["condition"])), args["input"], args["other"]
         if not (isinstance(logits, fx.Node) and is_tensor(logits) and is_from_product(logits)):
             logits, filling, condition = filling, logits, self.changes.emit(torch.logical_not, condition)
         if isinstance(filling, fx.Node) and is_from_product(filling):
@@ -301,7 +301,7 @@ class _DecompositionReader:
             first, second = products.two_operands(node)
             logits, bound = (first, second) if is_from_product(required_tensor(first)) else (second, first)
         else:
-            args = op_table.bound(node)
+            args = op_table.named_arguments(node)
             logits, bound = args["input"], args.get("min")
             if args.get("max") is not None:
                 raise Unreadable("the logits have an upper bound")
@@ -312,7 +312,9 @@ class _DecompositionReader:
         """Return the model's log-sum-exp of the logits that the softmax takes, or None."""
         if self.sink_logit is not None or self.shifted:
             return None
-        casts = walk.chain(required_tensor(op_table.bound(self.softmax)["input"]), lambda node: is_a(node, "casts"))
+        casts = walk.chain(
+            required_tensor(op_table.named_arguments(self.softmax)["input"]), lambda node: is_a(node, "casts")
+        )
         first = casts[0]
         for node in casts:  # the list grows while it is read
             casts += [user for user in node.users if is_a(user, "casts") and user not in casts]

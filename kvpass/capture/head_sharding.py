@@ -34,7 +34,7 @@ _SAME_WEIGHT = op_table.tagged("keeps", "transposes") | {"to_local"}
 
 @dataclasses.dataclass(frozen=True)
 class _ShardOrigin:
-    """How the weights that compute heads are placed.
+    """The placement of the weights that compute heads.
 
     Attributes:
         kind: "whole" on every process, sharded by "rows", "plain" tensors, an "input" of the graph, or "else".
@@ -72,16 +72,18 @@ def with_head_sharding(sites: list[AttentionSite], policy: Policy, supports_shar
     found = [_read_sharding(site, policy) for site in sites]
     first = found[0]
     if len({spread and (spread.ranks, spread.group) for spread in found}) > 1:  # they have to agree on shared budgets
-        raise _refused(sites[0], policy, "its layers are sharded over different processes")
+        raise _sharding_error(sites[0], policy, "its layers are sharded over different processes")
     if first is not None and declared == "never":
         share = f"each has {first.heads // first.ranks} of {first.heads} KV heads"
-        raise _refused(sites[0], policy, f"{share}, {NOT_DECLARED}")
+        raise _sharding_error(sites[0], policy, f"{share}, {NOT_DECLARED}")
     if first is not None and not supports_shards:
-        raise _refused(sites[0], policy, "inner='reference' sees the heads of its own process; run it in one process")
+        raise _sharding_error(
+            sites[0], policy, "inner='reference' sees the heads of its own process; run it in one process"
+        )
     return [dataclasses.replace(site, spread=spread) for site, spread in zip(sites, found, strict=True)]
 
 
-def _refused(site: AttentionSite, policy: Policy, what: str) -> ShardingError:
+def _sharding_error(site: AttentionSite, policy: Policy, what: str) -> ShardingError:
     line = walk.source_line(site.call)
     return ShardingError(f"{line}: policy {policy.name!r} with {processes()} processes: {what}. {WHAT_TO_DO}")
 
@@ -98,7 +100,7 @@ def _check_local(site: AttentionSite) -> None:
 
 def _read_sharding(site: AttentionSite, policy: Policy) -> HeadSharding | None:
     """Return how the heads of a layer are sharded, None if all are here."""
-    origins_of = {name: _origins(getattr(site, name)) for name in ("query", "key", "value")}
+    origins_of = {name: _shard_origins(getattr(site, name)) for name in ("query", "key", "value")}
     all_origins = frozenset().union(*origins_of.values())
     kinds = {origin.kind for origin in all_origins}
     if kinds == {"whole"} or (kinds == {"plain"} and not _communication(site.call.graph)):
@@ -108,7 +110,9 @@ def _read_sharding(site: AttentionSite, policy: Policy) -> HeadSharding | None:
     communication = _communication(site.call.graph) or "weights that are sharded over processes"
     what_of = {name: " and ".join(sorted({o.what for o in origins})) for name, origins in origins_of.items()}
     described = "; ".join(f"its {name} by {what or 'no weight'}" for name, what in what_of.items())
-    raise _refused(site, policy, f"the sharding of its heads is unknown: the graph has {communication}, {described}")
+    raise _sharding_error(
+        site, policy, f"the sharding of its heads is unknown: the graph has {communication}, {described}"
+    )
 
 
 def _sharding(site: AttentionSite, mesh: Any) -> HeadSharding | None:
@@ -127,13 +131,15 @@ def _communication(graph: fx.Graph) -> str:
     return "tensors that are sharded over processes" if has_dtensor else ""
 
 
-def _origins(node: fx.Node) -> frozenset[_ShardOrigin]:
+def _shard_origins(node: fx.Node) -> frozenset[_ShardOrigin]:
     """Return the origins of a query's, key's or value's heads: the last projections before it."""
 
     def following(each: fx.Node) -> list[fx.Node]:
-        return [] if _origin(each) else [p for p in each.all_input_nodes if not (walk.is_size(p) or _is_vector(p))]
+        return (
+            [] if _shard_origin(each) else [p for p in each.all_input_nodes if not (walk.is_size(p) or _is_vector(p))]
+        )
 
-    found = {origin for origin in map(_origin, walk.reach([node], following)) if origin}
+    found = {origin for origin in map(_shard_origin, walk.reach([node], following)) if origin}
     projections = {origin for origin in found if origin.kind != "input"}
     return frozenset(projections or found)  # inputs that only multiply heads, such as cosines, are no origin
 
@@ -144,7 +150,7 @@ def _is_vector(node: fx.Node) -> bool:
     return weight is not None and value(weight).ndim < 2
 
 
-def _origin(node: fx.Node) -> _ShardOrigin | None:
+def _shard_origin(node: fx.Node) -> _ShardOrigin | None:
     """Return the origin of the heads that a node computes, None if it only passes heads on."""
     if fx_nodes.is_collective(node):
         return _ShardOrigin("else", what=f"a collective, {walk.name_of(node)}")

@@ -31,7 +31,7 @@ LARGE = 1e30
 FALSE, TRUE = Interval(0.0, 0.0), Interval(1.0, 1.0)
 
 
-def anything(node: fx.Node) -> Interval:
+def unknown_bounds(node: fx.Node) -> Interval:
     """Return the bounds of a tensor of which nothing is known but the dtype."""
     tensor = value(node)
     if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.bool:
@@ -55,12 +55,12 @@ def evaluate(node: fx.Node, bounds_of: Callable[[fx.Node], Interval]) -> Interva
 
     args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), interval)
     if rule not in (_cast, _clamp) and not all(isinstance(argument, Interval) for argument in args):
-        return anything(node)
+        return unknown_bounds(node)
     try:
         result = rule(node, *args, **kwargs)
     except TypeError:  # the rule does not know an argument
-        return anything(node)
-    return anything(node) if result is None else in_dtype(node, result)
+        return unknown_bounds(node)
+    return unknown_bounds(node) if result is None else in_dtype(node, result)
 
 
 def in_dtype(node: fx.Node, bounds: Interval) -> Interval:
@@ -73,10 +73,14 @@ def in_dtype(node: fx.Node, bounds: Interval) -> Interval:
     if dtype == torch.bool:
         return _truth(bounds)
     if math.isnan(low) or math.isnan(high):
-        return anything(node)
+        return unknown_bounds(node)
     if not dtype.is_floating_point:
-        return Interval(float(math.trunc(low)), float(math.trunc(high))) if _holds(dtype, low, high) else anything(node)
-    return Interval(_rounded(low, dtype, -math.inf), _rounded(high, dtype, math.inf))
+        return (
+            Interval(float(math.trunc(low)), float(math.trunc(high)))
+            if _holds(dtype, low, high)
+            else unknown_bounds(node)
+        )
+    return Interval(_round_towards(low, dtype, -math.inf), _round_towards(high, dtype, math.inf))
 
 
 def _holds(dtype: torch.dtype, *numbers: float) -> bool:
@@ -85,7 +89,7 @@ def _holds(dtype: torch.dtype, *numbers: float) -> bool:
     return all(max(info.min, -(2**53)) <= number <= min(info.max, 2**53) for number in numbers)
 
 
-def _rounded(number: float, dtype: torch.dtype, towards: float) -> float:
+def _round_towards(number: float, dtype: torch.dtype, towards: float) -> float:
     """Return the number if the dtype has it, else the neighbour in a direction of the number nearest to it."""
     nearest = torch.tensor(number, dtype=torch.float64).to(dtype)
     if nearest.item() == number:
@@ -94,7 +98,7 @@ def _rounded(number: float, dtype: torch.dtype, towards: float) -> float:
 
 
 def _scalar(node: fx.Node, number: float) -> Interval:
-    """Return the bounds of a number in the code; the operation may first convert it to the dtype of its tensors."""
+    """Return the bounds of a number in the code, which the operation may convert to its tensors' dtype."""
     dtypes = [value(parent).dtype for parent in node.all_input_nodes if is_tensor(parent)]
     low = high = number
     for dtype in dtypes:
@@ -115,32 +119,32 @@ def _is_bool(node: fx.Node) -> bool:
 Rule = Callable[..., Interval | None]
 
 
-def _ends(function: Callable[[float, float], float], a: Interval, b: Interval) -> Interval:
+def _apply_to_ends(function: Callable[[float, float], float], a: Interval, b: Interval) -> Interval:
     """Return the interval of a function that grows with both operands."""
     return Interval(function(a.low, b.low), function(a.high, b.high))
 
 
-def _added(node: fx.Node, a: Interval, b: Interval, *, alpha: Interval = TRUE) -> Interval:
-    return _ends(operator.add, a, _multiplied(node, b, alpha) if alpha != TRUE else b)
+def _add(node: fx.Node, a: Interval, b: Interval, *, alpha: Interval = TRUE) -> Interval:
+    return _apply_to_ends(operator.add, a, _multiply(node, b, alpha) if alpha != TRUE else b)
 
 
-def _subtracted(node: fx.Node, a: Interval, b: Interval, *, alpha: Interval = TRUE) -> Interval:
-    return _added(node, a, _negated(node, b), alpha=alpha)
+def _subtract(node: fx.Node, a: Interval, b: Interval, *, alpha: Interval = TRUE) -> Interval:
+    return _add(node, a, _negate(node, b), alpha=alpha)
 
 
-def _multiplied(node: fx.Node, a: Interval, b: Interval) -> Interval:
+def _multiply(node: fx.Node, a: Interval, b: Interval) -> Interval:
     if _is_bool(node):
-        return _ends(min, a, b)
+        return _apply_to_ends(min, a, b)
     products = [0.0 if 0.0 in (x, y) else x * y for x in a for y in b]
     return Interval(min(products), max(products))
 
 
-def _divided(node: fx.Node, a: Interval, b: Interval, *, rounding_mode: str | None = None) -> Interval | None:
+def _divide(node: fx.Node, a: Interval, b: Interval, *, rounding_mode: str | None = None) -> Interval | None:
     by_number = rounding_mode is None and b.low == b.high and b.low > 0
     return Interval(a.low / b.low, a.high / b.low) if by_number else None
 
 
-def _negated(node: fx.Node, a: Interval) -> Interval:
+def _negate(node: fx.Node, a: Interval) -> Interval:
     return Interval(-a.high, -a.low)
 
 
@@ -152,11 +156,11 @@ def _and(node: fx.Node, a: Interval, b: Interval) -> Interval | None:
     a, b = _truth(a), _truth(b)
     if not _is_bool(node):
         return FALSE if FALSE in (a, b) else None
-    return _ends(min, a, b)
+    return _apply_to_ends(min, a, b)
 
 
 def _or(node: fx.Node, a: Interval, b: Interval) -> Interval | None:
-    return _ends(max, _truth(a), _truth(b)) if _is_bool(node) else None
+    return _apply_to_ends(max, _truth(a), _truth(b)) if _is_bool(node) else None
 
 
 def _truth(a: Interval) -> Interval:
@@ -166,14 +170,14 @@ def _truth(a: Interval) -> Interval:
     return TRUE if a.low > 0 or a.high < 0 else Interval(0.0, 1.0)
 
 
-def _chosen(node: fx.Node, condition: Interval, a: Interval, b: Interval) -> Interval:
+def _where(node: fx.Node, condition: Interval, a: Interval, b: Interval) -> Interval:
     if condition in (TRUE, FALSE):
         return a if condition == TRUE else b
     return Interval(min(a.low, b.low), max(a.high, b.high))
 
 
-def _filled(node: fx.Node, x: Interval, mask: Interval, value: Interval) -> Interval:
-    return _chosen(node, mask, value, x)
+def _fill(node: fx.Node, x: Interval, mask: Interval, value: Interval) -> Interval:
+    return _where(node, mask, value, x)
 
 
 def _less(node: fx.Node, a: Interval, b: Interval) -> Interval | None:
@@ -204,33 +208,33 @@ def _cast(node: fx.Node, a: Interval, *args: object, **kwargs: object) -> Interv
 
 
 def _clamp(node: fx.Node, a: Interval, min: object = None, max: object = None) -> Interval | None:
-    return _ends(builtins.max, a, min) if isinstance(min, Interval) and max is None else None
+    return _apply_to_ends(builtins.max, a, min) if isinstance(min, Interval) and max is None else None
 
 
-def _swapped(rule: Rule) -> Rule:
+def _swap_operands(rule: Rule) -> Rule:
     return lambda node, a, b, **kwargs: rule(node, b, a, **kwargs)
 
 
 _RULES: dict[str, Rule] = {
-    **dict.fromkeys(("add", "iadd", "add_", "__radd__"), _added),
-    **dict.fromkeys(("sub", "subtract", "isub", "sub_"), _subtracted),
-    **dict.fromkeys(("rsub", "__rsub__"), _swapped(_subtracted)),
-    **dict.fromkeys(("mul", "multiply", "imul", "mul_", "__rmul__"), _multiplied),
-    **dict.fromkeys(("truediv", "div", "itruediv"), _divided),
-    **dict.fromkeys(("neg", "negative"), _negated),
+    **dict.fromkeys(("add", "iadd", "add_", "__radd__"), _add),
+    **dict.fromkeys(("sub", "subtract", "isub", "sub_"), _subtract),
+    **dict.fromkeys(("rsub", "__rsub__"), _swap_operands(_subtract)),
+    **dict.fromkeys(("mul", "multiply", "imul", "mul_", "__rmul__"), _multiply),
+    **dict.fromkeys(("truediv", "div", "itruediv"), _divide),
+    **dict.fromkeys(("neg", "negative"), _negate),
     **dict.fromkeys(("logical_not", "bitwise_not", "invert", "inv", "__invert__"), _not),
     **dict.fromkeys(("logical_and", "bitwise_and", "and_", "iand", "__and__"), _and),
     **dict.fromkeys(("logical_or", "bitwise_or", "or_", "ior", "__or__"), _or),
-    **dict.fromkeys(("masked_fill", "masked_fill_"), _filled),
+    **dict.fromkeys(("masked_fill", "masked_fill_"), _fill),
     **dict.fromkeys(("lt", "less"), _less),
-    **dict.fromkeys(("gt", "greater"), _swapped(_less)),
+    **dict.fromkeys(("gt", "greater"), _swap_operands(_less)),
     **dict.fromkeys(op_table.tagged("keeps", "keeps_integers") | {"bool"}, _cast),
     **dict.fromkeys(("clamp", "clip", "clamp_min"), _clamp),
-    "where": _chosen,
+    "where": _where,
     "le": _less_or_equal,
-    "ge": _swapped(_less_or_equal),
+    "ge": _swap_operands(_less_or_equal),
     "eq": _equal,
     "ne": _unequal,
-    "minimum": lambda node, a, b: _ends(min, a, b),
-    "maximum": lambda node, a, b: _ends(max, a, b),
+    "minimum": lambda node, a, b: _apply_to_ends(min, a, b),
+    "maximum": lambda node, a, b: _apply_to_ends(max, a, b),
 }

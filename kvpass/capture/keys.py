@@ -29,7 +29,7 @@ from kvpass.fx.shapes import Sizes, expr
 from kvpass.fx.walk import ancestors, is_tensor, name_of, operand_of, value
 
 
-def iotas(nodes: Iterable[fx.Node], sizes: shapes.Sizes, window: int | None = None) -> list[fx.Node]:
+def key_index_aranges(nodes: Iterable[fx.Node], sizes: shapes.Sizes, window: int | None = None) -> list[fx.Node]:
     """Return the aranges that index the keys, past and new, from zero.
 
     Args:
@@ -39,7 +39,7 @@ def iotas(nodes: Iterable[fx.Node], sizes: shapes.Sizes, window: int | None = No
     aranges = [n for n in nodes if n.target is torch.arange and len(n.args) == 1]
     if window is None:
         return [n for n in aranges if sizes.is_total(n.args[0])]
-    fixed = [n for n in aranges if not sizes.grows(n.args[0]) and sizes.fixed(n.args[0]) == window + sizes.queries]
+    fixed = [n for n in aranges if not sizes.grows(n.args[0]) and sizes.fixed_size(n.args[0]) == window + sizes.queries]
     return [n for n in fixed if any(_adds_growing_size(user, sizes) for user in n.users)]
 
 
@@ -77,8 +77,8 @@ Dependence = Literal["free", "plain", "sliced", "own entry", "lengthened", "host
 
 
 @dataclasses.dataclass(frozen=True)
-class Followed:
-    """How a tensor depends on the keys.
+class KeyDependence:
+    """The dependence of a tensor on the keys.
 
     Attributes:
         dependence: "free": independent of the keys; "plain": independent, and computed from a lengthened tensor;
@@ -91,7 +91,7 @@ class Followed:
     axis: int | None
 
 
-INDEPENDENT, PLAIN = Followed("free", None), Followed("plain", None)
+INDEPENDENT, PLAIN = KeyDependence("free", None), KeyDependence("plain", None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,7 @@ class MaskContext:
     """The nodes and sizes of a step graph from which masks are computed.
 
     Attributes:
-        key_indices: the nodes that hold key indices, see `iotas`.
+        key_indices: the nodes that hold key indices, see `key_index_aranges`.
         inputs: inputs with an entry for every token, and its dimension, see `token_inputs`.
         padding: inputs that mark padding, if cached tokens are known to be real.
         stored: the grown keys and values of the site.
@@ -133,11 +133,11 @@ class KeyAxis:
         self.sizes, self.lengths, self.first = sizes, context.lengths, context.first
         self.padding = {node for node in context.padding if node in among}
         entries = {node: axis for node, axis in context.inputs.items() if node in among}
-        entries |= {node: value(node).ndim - 1 for node in self.padding if sizes.grown(value(node))}
+        entries |= {node: value(node).ndim - 1 for node in self.padding if sizes.has_growing_dim(value(node))}
         integer_indices = [node for node in context.key_indices if op_table.holds_indices(value(node).dtype)]
         self.offsets: dict[fx.Node, sympy.Expr] = dict.fromkeys(integer_indices, sympy.Integer(0))
         roots = {**dict.fromkeys(context.key_indices, 0), **entries, **facts}
-        self.known = {node: Followed("sliced", axis) for node, axis in roots.items()}
+        self.known = {node: KeyDependence("sliced", axis) for node, axis in roots.items()}
         memory = alias.Memory(graph)
         self._overwritten = {node for node in among if not among.issuperset(memory.writers(node))}
         for node in graph.nodes:
@@ -145,38 +145,38 @@ class KeyAxis:
                 self.known[node] = self._follow(node)
                 self._record_offset(node)
 
-    def of(self, node: fx.Node) -> Followed:
+    def of(self, node: fx.Node) -> KeyDependence:
         """Return how a node depends on the keys."""
         return self.known.get(node, INDEPENDENT)
 
-    def _follow(self, node: fx.Node) -> Followed:
-        grows = self.sizes.grown(value(node))
+    def _follow(self, node: fx.Node) -> KeyDependence:
+        grows = self.sizes.has_growing_dim(value(node))
         dependences = {operand: self.of(operand).dependence for operand in node.all_input_nodes}
         followers = [operand for operand, dependence in dependences.items() if dependence not in ("free", "plain")]
         if not followers and not grows:
             return PLAIN if "plain" in dependences.values() else INDEPENDENT
         axis = self._growing_axis(node)
         if node in self._overwritten:  # a slice of it would lack what other nodes write
-            return Followed("host_precomputed", axis)
+            return KeyDependence("host_precomputed", axis)
         if is_lengthened(node, self.sizes):
-            return Followed("lengthened", axis)
+            return KeyDependence("lengthened", axis)
         lookup = propagation.lookup(node)
         if lookup is not None:
-            return self._look_up(node, *lookup) or Followed("host_precomputed", axis)
-        propagated = self._propagated(node, followers) if followers else self._expanded(node)
-        if propagated is None or (grows and self._growing(node) != [propagated]):
-            return Followed("host_precomputed", axis)
-        return Followed("sliced", propagated)
+            return self._look_up(node, *lookup) or KeyDependence("host_precomputed", axis)
+        propagated = self._propagate(node, followers) if followers else self._expanded_dim(node)
+        if propagated is None or (grows and self._growing_dims(node) != [propagated]):
+            return KeyDependence("host_precomputed", axis)
+        return KeyDependence("sliced", propagated)
 
     def _growing_axis(self, node: fx.Node) -> int | None:
         """Return the one dimension that grows, if it has an entry for every key."""
-        growing = self._growing(node)
+        growing = self._growing_dims(node)
         return growing[0] if len(growing) == 1 and self.sizes.is_total(value(node).shape[growing[0]]) else None
 
-    def _growing(self, node: fx.Node) -> list[int]:
+    def _growing_dims(self, node: fx.Node) -> list[int]:
         return [d for d, size in enumerate(value(node).shape) if self.sizes.grows(size)] if is_tensor(node) else []
 
-    def _propagated(self, node: fx.Node, followers: list[fx.Node]) -> int | None:
+    def _propagate(self, node: fx.Node, followers: list[fx.Node]) -> int | None:
         """Return the dimension of the result at which the key axes of all operands meet, or None."""
         axes = {operand: axis for operand in followers if (axis := self.of(operand).axis) is not None}
         if len(axes) < len(followers) or any(self.of(operand).dependence == "lengthened" for operand in followers):
@@ -184,7 +184,7 @@ class KeyAxis:
         dims = {propagation.propagate_dim(node, operand, axis) for operand, axis in axes.items()}
         return dims.pop() if len(dims) == 1 else None
 
-    def _expanded(self, node: fx.Node) -> int | None:
+    def _expanded_dim(self, node: fx.Node) -> int | None:
         """Return the dimension along which a tensor that is equal for all keys is expanded to them, or None."""
         if not op_table.is_a(node, "expands", "fills"):
             return None
@@ -200,7 +200,7 @@ class KeyAxis:
 
     # -- lookups -------------------------------------------------------------------------------------------------------
 
-    def _look_up(self, node: fx.Node, base: fx.Node, index_of_dim: dict[int, object]) -> Followed | None:
+    def _look_up(self, node: fx.Node, base: fx.Node, index_of_dim: dict[int, object]) -> KeyDependence | None:
         """Follow a lookup by an index that follows the keys, or of each key's own entry; else return None."""
         indices = {index for index in index_of_dim.values() if isinstance(index, fx.Node) and is_tensor(index)}
         followers = [index for index in indices if self.of(index).dependence not in ("free", "plain")]
@@ -213,7 +213,7 @@ class KeyAxis:
             return PLAIN
         if base_keys.dependence in ("free", "plain", "lengthened"):
             dim = dims.pop() if len(dims) == 1 else None
-            return None if dim is None else Followed("sliced", dim)
+            return None if dim is None else KeyDependence("sliced", dim)
         index = None if base_keys.axis is None else index_of_dim.get(base_keys.axis)
         if not isinstance(index, fx.Node):
             return None
@@ -223,7 +223,7 @@ class KeyAxis:
             )
         if self.is_key_index(index) and set(following) == {index}:
             dim = dims.pop()
-            return None if dim is None else Followed("own entry", dim)
+            return None if dim is None else KeyDependence("own entry", dim)
         return None
 
     def is_key_index(self, index: fx.Node) -> bool:
@@ -260,7 +260,7 @@ def is_lengthened(node: fx.Node, sizes: Sizes) -> bool:
     """Return whether a node pads a tensor that does not grow to the number of keys along its last dimension."""
     if walk.name_of(node) != "pad" or not is_tensor(node) or not sizes.is_total(value(node).shape[-1]):
         return False
-    return not sizes.grown(value(operand_of(node)))
+    return not sizes.has_growing_dim(value(operand_of(node)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,7 +296,7 @@ def sparse_indices(mask: fx.Node | None) -> list[SparseIndex]:
     """Return the sparse indices that a mask is computed from in its own layer."""
     if mask is None:
         return []
-    candidates = [_read(node) for node in ancestors(mask) if name_of(node) == "scatter"]
+    candidates = [_read_sparse_index(node) for node in ancestors(mask) if name_of(node) == "scatter"]
     return [index for index in candidates if index is not None and index.node in ancestors(mask, until=_ends_layer)]
 
 
@@ -305,7 +305,7 @@ def _ends_layer(node: fx.Node) -> bool:
     return name_of(node) in tagged("projects") | {"softmax", "scaled_dot_product_attention"} or is_attention(node)
 
 
-def _read(node: fx.Node) -> SparseIndex | None:
+def _read_sparse_index(node: fx.Node) -> SparseIndex | None:
     """Read a number that is scattered along the last dimension to the indices of a topk."""
     if len(node.args) != 4 or not isinstance(node.args[3], (bool, int, float)):
         return None
@@ -319,7 +319,7 @@ def _read(node: fx.Node) -> SparseIndex | None:
 
 def _selection_limit(topk: fx.Node) -> int | None:
     """Return how many keys a topk selects at most: 0 if unknown, None if it selects all."""
-    count, keys = expr(op_table.bound(topk)["k"]), expr(value(operand_of(topk)).shape[-1])
+    count, keys = expr(op_table.named_arguments(topk)["k"]), expr(value(operand_of(topk)).shape[-1])
     if count == keys:
         return None
     numbers = [part for part in (*count.args, count) if part.is_Integer]

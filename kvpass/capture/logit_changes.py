@@ -1,7 +1,7 @@
 """Combine everything that happens to logits between their product and the softmax into one mask.
 
 Changes are recorded from the softmax back to the product, as the graph is read, so a recorded mask or number is
-multiplied by the factors of later operations.  `LogitChanges.combined` applies them in the model's order.  A filled-in
+multiplied by the factors of later operations.  `LogitChanges.combine` applies them in the model's order.  A filled-in
 number hides a token only if it is at most `precision.HIDDEN` after all later factors.  A bool mask keeps its one
 number.  Several masks are combined to one bias; a hiding number together with another number is then refused, because
 logits are added to it.
@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.fx as fx
 
-from kvpass.capture.products import Unreadable, unexpanded
+from kvpass.capture.products import Unreadable, strip_expansion
 from kvpass.fx import op_table, splicing, walk
 from kvpass.fx.precision import FILLED, HIDDEN, accumulate_dtype
-from kvpass.fx.shapes import expr, same
+from kvpass.fx.shapes import expr, same_shape
 from kvpass.fx.walk import is_tensor, value
 
 IntLike = int | torch.SymInt
@@ -33,7 +33,7 @@ _SUBSTITUTES = (FILLED, 1e3 * FILLED, 1e6 * FILLED)
 
 
 @dataclasses.dataclass(frozen=True)
-class Added:
+class AddedMask:
     """A mask or bias that is added to logits, with the shape and dtype of the sum."""
 
     mask: fx.Node
@@ -42,7 +42,7 @@ class Added:
 
 
 @dataclasses.dataclass(frozen=True)
-class Filled:
+class FilledNumber:
     """A number that replaces the logits that are not allowed, with the logits' shape and dtype."""
 
     allowed: fx.Node
@@ -52,14 +52,14 @@ class Filled:
 
 
 @dataclasses.dataclass(frozen=True)
-class Floor:
+class LowerBound:
     """A lower bound of the logits that is low enough to hide a token, with the logits' dtype."""
 
     number: float
     dtype: torch.dtype
 
 
-Change = Added | Filled | Floor
+Change = AddedMask | FilledNumber | LowerBound
 
 
 class LogitChanges:
@@ -99,23 +99,23 @@ class LogitChanges:
         factor = alpha * self.factor
         if value(mask).dtype == torch.bool:
             mask = self.emit(operator.mul, mask, 1.0)
-        mask = unexpanded(mask)
+        mask = strip_expansion(mask)
         mask = mask if factor == 1.0 else self.emit(operator.mul, mask, factor)
-        dtype = self._rounded_to(value(node).dtype)
+        dtype = self._rounding_dtype(value(node).dtype)
         if value(mask).dtype != dtype and HALF & {value(mask).dtype, dtype}:
             mask = self.emit("to", mask, dtype)
-        self._record(Added(mask, value(node).shape, dtype), mask, logits)
+        self._record(AddedMask(mask, value(node).shape, dtype), mask, logits)
 
     def fill(self, logits: fx.Node, allowed: fx.Node, filling: object, node: fx.Node) -> None:
         """Record a number that a node fills in where logits are not allowed."""
-        number, dtype = self._hiding_number(filling, node), self._rounded_to(value(node).dtype)
-        self._record(Filled(allowed, number, value(node).shape, dtype), allowed, logits)
+        number, dtype = self._hiding_number(filling, node), self._rounding_dtype(value(node).dtype)
+        self._record(FilledNumber(allowed, number, value(node).shape, dtype), allowed, logits)
 
     def clamp(self, bound: object, node: fx.Node) -> None:
         """Record a lower bound of the logits that is low enough to hide a token."""
-        self._changes.append(Floor(self._hiding_number(bound, node), self._rounded_to(value(node).dtype)))
+        self._changes.append(LowerBound(self._hiding_number(bound, node), self._rounding_dtype(value(node).dtype)))
 
-    def _rounded_to(self, dtype: torch.dtype) -> torch.dtype:
+    def _rounding_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype to which a sum is rounded on the way to the softmax, which decides what it absorbs.
 
         A mask is in half precision if and only if the model's sums with it are; see `Site.unknown_queries` of
@@ -124,11 +124,11 @@ class LogitChanges:
         later = [each for each in (*self.casts, value(self.softmax).dtype) if each in HALF]
         return later[-1] if later and dtype not in HALF else dtype
 
-    def _record(self, change: Added | Filled, mask: fx.Node, logits: fx.Node) -> None:
+    def _record(self, change: AddedMask | FilledNumber, mask: fx.Node, logits: fx.Node) -> None:
         """Record a change by a mask, of logits that must keep their shape."""
         if self.cap:
             raise Unreadable("the mask is applied before the cap")
-        if not same(value(logits).shape, change.shape):
+        if not same_shape(value(logits).shape, change.shape):
             raise Unreadable("the mask has dimensions that the logits do not have")
         if self.has_sink and expr(value(mask).shape[-1]) != expr(change.shape[-1]):
             raise Unreadable("the mask and the logits without the sink differ in width")
@@ -147,26 +147,26 @@ class LogitChanges:
 
     # -- one mask --------------------------------------------------------------------------------------
 
-    def combined(self, sizes: Sequence[IntLike]) -> tuple[fx.Node | None, float | None]:
+    def combine(self, sizes: Sequence[IntLike]) -> tuple[fx.Node | None, float | None]:
         """Combine all changes to one mask of four dimensions; also return the number that a bool mask fills in.
 
         Args:
             sizes: B and Hq.
         """
-        changes = [self._aligned(change, sizes) for change in reversed(self._changes)]  # in the model's order
-        fills = [change for change in changes if isinstance(change, Filled)]
-        if any(isinstance(change, Added) for change in changes) or len({fill.number for fill in fills}) > 1:
+        changes = [self._align(change, sizes) for change in reversed(self._changes)]  # in the model's order
+        fills = [change for change in changes if isinstance(change, FilledNumber)]
+        if any(isinstance(change, AddedMask) for change in changes) or len({fill.number for fill in fills}) > 1:
             return self._as_bias(changes, fills), None
         allowed, hidden = None, None
         for change in changes:
-            if isinstance(change, Filled):
+            if isinstance(change, FilledNumber):
                 allowed = change.allowed if allowed is None else self.emit(torch.logical_and, allowed, change.allowed)
                 hidden = change.number
-            elif isinstance(change, Floor) and hidden is not None:
+            elif isinstance(change, LowerBound) and hidden is not None:
                 hidden = max(hidden, change.number)
         return allowed, hidden
 
-    def _as_bias(self, changes: list[Change], fills: list[Filled]) -> fx.Node | None:
+    def _as_bias(self, changes: list[Change], fills: list[FilledNumber]) -> fx.Node | None:
         """Combine changes to one bias.
 
         A query that sees no key attends by the filled-in numbers alone, which logits must not change when they are
@@ -174,19 +174,19 @@ class LogitChanges:
         """
         if substitutes := self._substitutes(changes, fills):
             changes = [
-                dataclasses.replace(c, number=substitutes[c.number]) if isinstance(c, Filled) else c
+                dataclasses.replace(c, number=substitutes[c.number]) if isinstance(c, FilledNumber) else c
                 for c in changes
-                if not isinstance(c, Floor)
+                if not isinstance(c, LowerBound)
             ]
         dtypes = {change.dtype for change in changes}
         half = dtypes.pop() if len(dtypes) == 1 and dtypes <= HALF else None
         total: fx.Node | None = None
         for change in changes:
-            if isinstance(change, Added):
+            if isinstance(change, AddedMask):
                 total = change.mask if total is None else self.emit(operator.add, total, change.mask)
                 continue
             number = self._check_absorbs(change.number, half)
-            if isinstance(change, Filled):
+            if isinstance(change, FilledNumber):
                 if total is None:
                     total = self.emit(operator.mul, change.allowed, 0.0)
                     total = total if half is None else self.emit("to", total, half)
@@ -196,7 +196,7 @@ class LogitChanges:
                 total = self.emit(torch.clamp_min, self._in_holding_dtype(total, number), number)
         return total
 
-    def _substitutes(self, changes: list[Change], fills: list[Filled]) -> dict[float, float]:
+    def _substitutes(self, changes: list[Change], fills: list[FilledNumber]) -> dict[float, float]:
         """Return a number that absorbs logits for each filled-in number; {} if that is not needed or not proven equal.
 
         A query that sees nothing attends in equal shares to the keys with the highest of the numbers.  The numbers are
@@ -205,13 +205,13 @@ class LogitChanges:
         numbers = sorted({fill.number for fill in fills}, reverse=True)
         if all(map(self._absorbs, numbers)) or not _only_hide(changes):
             return {}
-        if any(isinstance(change, Floor) for change in changes) and len(numbers) > 1:
+        if any(isinstance(change, LowerBound) for change in changes) and len(numbers) > 1:
             return {}
         finite = [number for number in numbers if number != -math.inf]
         apart = all(high - low >= 128 for high, low in itertools.pairwise(finite))
         if not apart or len(finite) > len(_SUBSTITUTES):
             return {}
-        return dict(zip(finite, _SUBSTITUTES, strict=False)) | {-math.inf: -math.inf}
+        return dict(zip(finite, _SUBSTITUTES[: len(finite)], strict=True)) | {-math.inf: -math.inf}
 
     def _absorbs(self, number: float, dtype: torch.dtype | None = None) -> bool:
         """Return whether adding ordinary logits leaves a number unchanged in a dtype, by default the softmax's."""
@@ -229,16 +229,16 @@ class LogitChanges:
         holds = dtype.is_floating_point and (number == -math.inf or number >= torch.finfo(dtype).min)
         return mask if holds else self.emit("float", mask)
 
-    def _aligned(self, change: Change, sizes: Sequence[IntLike]) -> Change:
+    def _align(self, change: Change, sizes: Sequence[IntLike]) -> Change:
         """Return a change with its mask in four dimensions."""
-        if isinstance(change, Added):
-            return dataclasses.replace(change, mask=self._four_dimensional(change.mask, change.shape, sizes))
-        if isinstance(change, Filled):
-            return dataclasses.replace(change, allowed=self._four_dimensional(change.allowed, change.shape, sizes))
+        if isinstance(change, AddedMask):
+            return dataclasses.replace(change, mask=self._as_four_dimensional(change.mask, change.shape, sizes))
+        if isinstance(change, FilledNumber):
+            return dataclasses.replace(change, allowed=self._as_four_dimensional(change.allowed, change.shape, sizes))
         return change
 
-    def _four_dimensional(self, mask: fx.Node, shape: torch.Size, sizes: Sequence[IntLike]) -> fx.Node:
-        """Return a mask on logits of a shape as [B or 1, Hq or 1, q or 1, S or 1].
+    def _as_four_dimensional(self, mask: fx.Node, shape: torch.Size, sizes: Sequence[IntLike]) -> fx.Node:
+        """Reshape a mask on logits to [B or 1, Hq or 1, q or 1, S or 1].
 
         Args:
             sizes: B and Hq.
@@ -250,11 +250,11 @@ class LogitChanges:
         if all(expr(size) == 1 for size in mask_sizes):
             subscript = (*[0] * len(mask_sizes), None, None, Ellipsis)
             return mask if len(mask_sizes) == 2 else self.emit(operator.getitem, mask, subscript)
-        if same(logit_sizes, sizes):
+        if same_shape(logit_sizes, sizes):
             return mask
         if len(mask_sizes) == 1 and expr(mask_sizes[0]) == expr(sizes[0] * sizes[1]):
             return self.emit(torch.unflatten, mask, 0, (-1, int(sizes[1])))
-        if len(mask_sizes) == 3 and same((logit_sizes[0], logit_sizes[1] * logit_sizes[2]), sizes):
+        if len(mask_sizes) == 3 and same_shape((logit_sizes[0], logit_sizes[1] * logit_sizes[2]), sizes):
             heads = [int(size) for size in logit_sizes[1:]]
             expanded = self.emit("expand", mask, -1, *heads, -1, -1)
             return self.emit(torch.flatten, expanded, 1, 2)
@@ -275,10 +275,10 @@ def emit(before: fx.Node, target: Target, *args: object) -> fx.Node:
 
 def _only_hide(changes: list[Change]) -> bool:
     """Return whether only fills hide: nothing is added after a fill, and nothing added before may be a mask."""
-    first = next((index for index, change in enumerate(changes) if isinstance(change, Filled)), len(changes))
-    if any(isinstance(change, Added) for change in changes[first:]):
+    first = next((index for index, change in enumerate(changes) if isinstance(change, FilledNumber)), len(changes))
+    if any(isinstance(change, AddedMask) for change in changes[first:]):
         return False
-    return not any(_may_hide(change.mask) for change in changes[:first] if isinstance(change, Added))
+    return not any(_may_hide(change.mask) for change in changes[:first] if isinstance(change, AddedMask))
 
 
 def _may_hide(mask: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""Find where keys and values come from: a cache that grows by concatenation, a fixed cache, or one that is not read.
+"""Find where keys and values come from: a cache that grows, a fixed cache, or an unread one.
 
 The operations between a cache and attention run on numbered elements at small sizes, which shows where each row, token
 and head ends up.  Small sizes cannot reveal a subscript such as `[:, :, -64:]`.  So the recorded size of each operation
@@ -55,7 +55,7 @@ def cat_parts(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """Return the past and the new tokens of a concatenation that grows a cache, or None."""
     if known_name(node) not in ("cat", "concat") or not is_tensor(node):
         return None
-    args = op_table.bound(node)
+    args = op_table.named_arguments(node)
     tensors, dim = args["tensors"], args.get("dim", 0)
     if len(tensors) != 2 or value(node).ndim != 4 or dim not in (-2, 2):
         return None
@@ -111,7 +111,7 @@ def _check_heads(attended: fx.Node, grown: fx.Node, chain: list[fx.Node]) -> Non
         grown: the cache.
         chain: the operations from the cache to `attended`, the last one first.
     """
-    shape = propagation.concrete(value(grown).shape)
+    shape = propagation.concrete_shape(value(grown).shape)
     numbered = torch.arange(math.prod(shape), dtype=torch.int32).view(shape)
     dtype, moved = value(grown).dtype, numbered
     for node in reversed(chain):
@@ -145,13 +145,13 @@ def queries_of(calls: list[AttentionCall], memory: Memory) -> dict[fx.Node, fx.N
     return {
         result: call.query
         for call in calls
-        if _inputs(alias.behind([call.query], reader=call.node, memory=memory))
+        if _call_inputs(alias.ancestors_with_writes([call.query], reader=call.node, memory=memory))
         for result in (call.node, call.lse)
         if result is not None
     }
 
 
-def is_fixed(call: AttentionCall, queries: Mapping[fx.Node, fx.Node], memory: Memory) -> bool:
+def has_fixed_keys(call: AttentionCall, queries: Mapping[fx.Node, fx.Node], memory: Memory) -> bool:
     """Return whether no input of the query's tokens takes part in any key or value.
 
     In later layers a query also depends on earlier attention outputs.  Its tokens are found along the queries of these.
@@ -159,12 +159,17 @@ def is_fixed(call: AttentionCall, queries: Mapping[fx.Node, fx.Node], memory: Me
     Args:
         queries: see `queries_of`.
     """
-    query_inputs = _inputs(alias.behind([call.query], reader=call.node, through=queries, memory=memory))
-    kv_inputs = [_inputs(alias.behind([node], reader=call.node, memory=memory)) for node in (call.key, call.value)]
+    query_inputs = _call_inputs(
+        alias.ancestors_with_writes([call.query], reader=call.node, through=queries, memory=memory)
+    )
+    kv_inputs = [
+        _call_inputs(alias.ancestors_with_writes([node], reader=call.node, memory=memory))
+        for node in (call.key, call.value)
+    ]
     return bool(query_inputs) and all(inputs and query_inputs.isdisjoint(inputs) for inputs in kv_inputs)
 
 
-def _inputs(nodes: set[fx.Node]) -> set[fx.Node]:
+def _call_inputs(nodes: set[fx.Node]) -> set[fx.Node]:
     """Return the tensor inputs of the call, which may differ from step to step; parameters are left out."""
     return {node for node in nodes if node.op == "placeholder" and is_tensor(node) and not dynamo.is_of_module(node)}
 
@@ -202,7 +207,7 @@ _MIXING = tagged("projects", "contracts", "normalizes") | {
 """Operators that compute new features or a selection, so that the result is not their operand rearranged."""
 
 
-def unread(graph: fx.Graph, read: set[int]) -> list[tuple[fx.Node, str]]:
+def unread_caches(graph: fx.Graph, read: set[int]) -> list[tuple[fx.Node, str]]:
     """Return the outputs that extend an input, each with the reason of the refusal.
 
     Args:
@@ -215,8 +220,8 @@ def unread(graph: fx.Graph, read: set[int]) -> list[tuple[fx.Node, str]]:
     ]
     found = []
     for node in dict.fromkeys(outputs):
-        sources = _inputs_of(node)
-        if any(shapes.same(value(node).shape, value(source).shape) for source in sources):
+        sources = _source_inputs(node)
+        if any(shapes.same_shape(value(node).shape, value(source).shape) for source in sources):
             continue
         past = next((source for source in sources if _is_longer(node, source)), None)
         if past is not None:
@@ -234,11 +239,13 @@ def is_fixed_size_update(node: fx.Node) -> bool:
     """Return whether a tensor is an input of the same shape with some elements replaced: a cache of fixed size."""
     parents = node.all_input_nodes if _is_state(node) and node.op != "placeholder" else []
     return any(
-        shapes.same(value(node).shape, value(source).shape) for parent in parents for source in _inputs_of(parent)
+        shapes.same_shape(value(node).shape, value(source).shape)
+        for parent in parents
+        for source in _source_inputs(parent)
     )
 
 
-def _inputs_of(node: fx.Node) -> list[fx.Node]:
+def _source_inputs(node: fx.Node) -> list[fx.Node]:
     """Return the inputs of at least three dimensions that a tensor rearranges or selects from."""
     sources = walk.reach([node], lambda each: () if name_of(each) in _MIXING else each.all_input_nodes)
     return [source for source in sources if source.op == "placeholder" and _is_state(source)]

@@ -13,7 +13,7 @@ import dataclasses
 import torch
 import torch.fx as fx
 
-from kvpass.capture.intervals import FALSE, Interval, anything, evaluate, has_rule, in_dtype
+from kvpass.capture.intervals import FALSE, Interval, evaluate, has_rule, in_dtype, unknown_bounds
 from kvpass.fx import alias, op_table, propagation, walk
 from kvpass.fx.precision import HIDDEN
 from kvpass.fx.shapes import expr
@@ -74,7 +74,7 @@ def _zero_hides(order: list[fx.Node], mask: fx.Node, candidate: fx.Node, step: b
     relevant = dependent.union(*(node.all_input_nodes for node in dependent)) | _indices(order)
     order = [node for node in order if node in relevant]
     row_dim = None if token_dim == 0 or expr(value(candidate).shape[0]) == 1 else 0
-    known = {candidate: TensorBounds(anything(candidate), {token_dim: FALSE}, row_dim)}
+    known = {candidate: TensorBounds(unknown_bounds(candidate), {token_dim: FALSE}, row_dim)}
     axes: dict[fx.Node, int] = {}  # of tensors that hold the keys' indices
     for node in order:
         if node not in known and not walk.is_size(node):
@@ -129,21 +129,21 @@ def _evaluate(node: fx.Node, known: dict[fx.Node, TensorBounds], axes: dict[fx.N
         return TensorBounds(in_dtype(node, Interval(constant, constant)), {})
     lookup = propagation.lookup(node)
     if lookup is not None:
-        return TensorBounds(anything(node), _looked_up(node, *lookup, known, axes))
+        return TensorBounds(unknown_bounds(node), _look_up_bounds(node, *lookup, known, axes))
     if op_table.is_a(node, "moves"):
         source = node.args[0] if node.args else None
         if not isinstance(source, fx.Node) or source not in known:
-            return TensorBounds(anything(node), {})
-        return TensorBounds(known[source].overall, _propagated(node, source, known))
+            return TensorBounds(unknown_bounds(node), {})
+        return TensorBounds(known[source].overall, _propagate_bounds(node, source, known))
     if not has_rule(node):
-        return TensorBounds(anything(node), {})
-    at_token = {operand: _propagated(node, operand, known) for operand in node.all_input_nodes}
+        return TensorBounds(unknown_bounds(node), {})
+    at_token = {operand: _propagate_bounds(node, operand, known) for operand in node.all_input_nodes}
 
     def bounds_at(dim: int | None) -> Interval:
         """Evaluate the rule on all elements of the operands, or with those at the token along a dimension."""
 
         def bounds_of(operand: fx.Node) -> Interval:
-            overall = known[operand].overall if operand in known else anything(operand)
+            overall = known[operand].overall if operand in known else unknown_bounds(operand)
             return overall if dim is None else at_token[operand].get(dim, overall)
 
         return evaluate(node, bounds_of)
@@ -179,7 +179,7 @@ def _row_dim(node: fx.Node, parent: fx.Node, row_dim: int, axes: dict[fx.Node, i
     return propagation.index_axis(node, index, axes[index])
 
 
-def _propagated(node: fx.Node, operand: fx.Node, known: dict[fx.Node, TensorBounds]) -> dict[int, Interval]:
+def _propagate_bounds(node: fx.Node, operand: fx.Node, known: dict[fx.Node, TensorBounds]) -> dict[int, Interval]:
     """Return the bounds of an operand's elements at the token, by the dimensions of the result."""
     if operand not in known:
         return {}
@@ -187,7 +187,7 @@ def _propagated(node: fx.Node, operand: fx.Node, known: dict[fx.Node, TensorBoun
     return {dim: bounds for dim, bounds in indices.items() if dim is not None}
 
 
-def _looked_up(
+def _look_up_bounds(
     node: fx.Node,
     base: fx.Node,
     indices: dict[int, object],

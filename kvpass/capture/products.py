@@ -7,7 +7,7 @@ import torch.fx as fx
 
 from kvpass.fx import alias, op_table, propagation, walk
 from kvpass.fx.op_table import is_a, known_name
-from kvpass.fx.shapes import same
+from kvpass.fx.shapes import same_shape
 from kvpass.fx.walk import is_tensor, name_of, operand_of, value
 
 
@@ -23,7 +23,7 @@ def is_as_wide(dtype: torch.dtype, than: torch.dtype) -> bool:
 def same_last_two(node: fx.Node) -> bool:
     """Return whether a view keeps the last two dimensions."""
     before, after = value(operand_of(node)).shape, value(node).shape
-    return len(after) > 2 and same(before[-2:], after[-2:])
+    return len(after) > 2 and same_shape(before[-2:], after[-2:])
 
 
 def only_splits_heads(node: fx.Node) -> bool:
@@ -88,13 +88,13 @@ def is_from_product(node: fx.Node) -> bool:
 def logit_operands(product: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None, float]:
     """Return the query, the key [..., S, D], the bias, and the factor of a product of queries and keys."""
     if known_name(product) == "baddbmm":
-        args = op_table.bound(product)
+        args = op_table.named_arguments(product)
         if required_number(args.get("beta", 1)) != 1:
             raise Unreadable("its bias is multiplied by a number")
         bias, alpha = required_tensor(args["input"]), required_number(args.get("alpha", 1.0))
-        return required_tensor(args["batch1"]), _untransposed(args["batch2"]), bias, alpha
+        return required_tensor(args["batch1"]), _strip_transpose(args["batch2"]), bias, alpha
     query, key = two_operands(product)
-    return required_tensor(query), _untransposed(key), None, 1.0
+    return required_tensor(query), _strip_transpose(key), None, 1.0
 
 
 def check_groups(product: fx.Node) -> None:
@@ -102,11 +102,11 @@ def check_groups(product: fx.Node) -> None:
     if value(product).ndim != 5:
         return
     first, second = (value(required_tensor(each)).shape for each in product.args[:2])
-    if len(first) != 5 or len(second) != 5 or not same(first[:2], second[:2]):
+    if len(first) != 5 or len(second) != 5 or not same_shape(first[:2], second[:2]):
         raise Unreadable("keys or values must be [B, Hkv, 1, ...] for queries [B, Hkv, Hq / Hkv, ...]")
 
 
-def _untransposed(keys: object) -> fx.Node:
+def _strip_transpose(keys: object) -> fx.Node:
     """Return x of x.transpose(-1, -2)."""
     node = required_tensor(keys)
     node = walk.chain(node, lambda each: known_name(each) in ("contiguous", "clone") or only_splits_heads(each))[-1]
@@ -140,12 +140,12 @@ def is_maximum(node: fx.Node, logits: fx.Node) -> bool:
     node = walk.chain(node, lambda each: known_name(each) in ("detach", "contiguous"))[-1]
     if known_name(node) == "getitem" and node.args[1] == 0 and known_name(required_node(node.args[0])) == "max":
         node = required_node(node.args[0])
-    args = op_table.bound(node)
+    args = op_table.named_arguments(node)
     of_row = known_name(node) in ("max", "amax") and args.get("input") is logits and args.get("keepdim")
     return bool(of_row) and is_last(args.get("dim"), value(logits))
 
 
-def unexpanded(mask: fx.Node) -> fx.Node:
+def strip_expansion(mask: fx.Node) -> fx.Node:
     """Return a mask without its expansion to the shape of logits, which broadcasting repeats."""
 
     def is_expansion(node: fx.Node) -> bool:
@@ -161,7 +161,7 @@ def written_tensor(node: fx.Node) -> fx.Node:
 
 def is_log_sum_exp(node: fx.Node) -> bool:
     """Return whether a node is the log-sum-exp of [B, Hq, q, S] over its last dimension."""
-    args = op_table.bound(node)
+    args = op_table.named_arguments(node)
     if known_name(node) != "logsumexp" or value(args["input"]).ndim != 4:
         return False
     return is_last(args.get("dim"), value(args["input"]))

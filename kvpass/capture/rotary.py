@@ -78,9 +78,9 @@ def find_rotary(site: AttentionSite) -> Rotary | None:
     """
     shape = value(site.key).shape
     for raw in _latest_first(site.key):
-        if raw is site.key or not is_tensor(raw) or not shapes.same(value(raw).shape, shape):
+        if raw is site.key or not is_tensor(raw) or not shapes.same_shape(value(raw).shape, shape):
             continue
-        since_raw = _computing(site.key, {raw})
+        since_raw = _nodes_behind(site.key, {raw})
         positions = [node for node in since_raw if _is_converted_to_angle(node, since_raw)]
         if len(positions) == 1 and not _carries_tokens(ancestors(site.key, stop={raw}) - ancestors(positions[0])):
             return Rotary(raw, positions[0])
@@ -92,13 +92,13 @@ def _is_end(node: fx.Node) -> bool:
     return canonical.is_attention(node) or decomposed_attention.is_boundary(node)
 
 
-def _computing(node: fx.Node, stop: Iterable[fx.Node] = ()) -> set[fx.Node]:
+def _nodes_behind(node: fx.Node, stop: Iterable[fx.Node] = ()) -> set[fx.Node]:
     """Return the node and what it is computed from, without attention calls and what is before them."""
     return {each for each in ancestors(node, stop, _is_end) if not _is_end(each)}
 
 
 def _latest_first(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the nodes of `_computing`, each before its operands."""
+    """Yield the nodes of `_nodes_behind`, each before its operands."""
     todo = {node}
     while todo:
         latest = max(todo)
@@ -113,19 +113,19 @@ def positions_of(rotary: Rotary, site: AttentionSite) -> list[fx.Node]:
 
     A model that rotates queries and keys separately computes the same positions twice.
     """
-    key_positions = unreshaped(rotary.position)
+    key_positions = strip_reshapes(rotary.position)
     found = [rotary.position]
     for call in site.all:
-        computed_from = _computing(call.query)
+        computed_from = _nodes_behind(call.query)
         angles = [node for node in computed_from if _is_converted_to_angle(node, computed_from)]
-        same = [node for node in angles if _same(unreshaped(node), key_positions)]
+        same = [node for node in angles if _is_same_computation(strip_reshapes(node), key_positions)]
         if not same:
             return []
         found += same
     return list(dict.fromkeys(found))
 
 
-def unreshaped(node: fx.Node) -> fx.Node:
+def strip_reshapes(node: fx.Node) -> fx.Node:
     """Return the tensor of which a node is another shape or dtype."""
     return walk.chain(node, lambda n: is_a(n, "moves", "keeps", "keeps_integers") and _takes_all(n))[-1]
 
@@ -137,8 +137,8 @@ def rotates_each_token_alone(rotary: Rotary, site: AttentionSite, memory: alias.
     operations that compute each slice from the same slice.  A prompt of one token has no such dimension; it may have no
     reductions.  No other input may depend on the number of tokens.  `memory` is that of the graph.
     """
-    position = unreshaped(rotary.position)
-    others = alias.behind([site.key], {rotary.raw, position}, memory=memory)
+    position = strip_reshapes(rotary.position)
+    others = alias.ancestors_with_writes([site.key], {rotary.raw, position}, memory=memory)
     if any(_may_count(node) for node in others):
         return False
     among = others | {rotary.raw, position}
@@ -199,18 +199,18 @@ def _takes_all(node: fx.Node) -> bool:
     """Return whether a node, if it is an index, takes every element."""
     if walk.name_of(node) != "getitem":
         return True
-    return all(part is None or op_table.keeps_whole(part) for part in op_table.subscript(node))
+    return all(part is None or op_table.keeps_whole_dimension(part) for part in op_table.subscript(node))
 
 
-def _same(one: object, other: object) -> bool:
+def _is_same_computation(one: object, other: object) -> bool:
     """Return whether two nodes, or arguments of nodes, are the same computation."""
     if isinstance(one, fx.Node) and isinstance(other, fx.Node) and one is not other:
         if walk.is_size(one) and walk.is_size(other):
             return bool(expr(one) == expr(other))
         same_call = one.op == other.op and one.op in ("call_function", "call_method") and one.target == other.target
-        return same_call and one.kwargs == other.kwargs and _same(one.args, other.args)
+        return same_call and one.kwargs == other.kwargs and _is_same_computation(one.args, other.args)
     if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
-        return len(one) == len(other) and all(_same(a, b) for a, b in zip(one, other, strict=True))
+        return len(one) == len(other) and all(_is_same_computation(a, b) for a, b in zip(one, other, strict=True))
     return bool(one == other)
 
 

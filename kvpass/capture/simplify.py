@@ -36,13 +36,13 @@ def leave_disabled_regions(graph: fx.Graph) -> None:
         leaving = [user for user in enter.users if fx_nodes.sets_a_mode(user)]
         if len(leaving) != 1:
             continue
-        inside = _between(enter, leaving[0])
+        inside = _nodes_between(enter, leaving[0])
         if all(map(_is_independent, inside)):
             graph.erase_node(leaving[0])
             graph.erase_node(enter)
 
 
-def _between(first: fx.Node, last: fx.Node) -> list[fx.Node]:
+def _nodes_between(first: fx.Node, last: fx.Node) -> list[fx.Node]:
     found, node = [], first.next
     while node is not last:
         found.append(node)
@@ -89,7 +89,7 @@ def replace_vmap(graph: fx.Graph) -> None:
     if not calls:
         return
     before = set(graph.nodes)
-    levels: list[Any] = [node.args[2] for node in calls if _is(node, "_add_batch_dim")]
+    levels: list[Any] = [node.args[2] for node in calls if _is_batching_call(node, "_add_batch_dim")]
     broadcaster = _Broadcaster(graph, max(levels, default=0))
     try:
         for node in list(graph.nodes):
@@ -127,9 +127,9 @@ class _Broadcaster:
         Raises:
             _NotBroadcastable: the node cannot be rewritten.
         """
-        if _is(node, "_add_batch_dim"):
+        if _is_batching_call(node, "_add_batch_dim"):
             self._enter(node)
-        elif _is(node, "_remove_batch_dim"):
+        elif _is_batching_call(node, "_remove_batch_dim"):
             self._leave(node)
         elif self.leaving.keys() & node.all_input_nodes:
             raise _NotBroadcastable
@@ -198,7 +198,7 @@ class _Broadcaster:
 _LOOKUPS = (operator.getitem, torch.ops.aten.index, torch.ops.aten.index.Tensor)
 
 
-def _is(node: fx.Node, name: str) -> bool:
+def _is_batching_call(node: fx.Node, name: str) -> bool:
     return fx_nodes.is_batching(node) and walk.name_of(node) == name
 
 

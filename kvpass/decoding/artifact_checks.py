@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvpass import versions
-from kvpass.decoding.recording import tensor_names
+from kvpass.decoding.recording import named_tensors, tensor_names
 from kvpass.errors import ArtifactError
 from kvpass.runtime.model_identity import differences, digest, settings_of
 from kvpass.torch_private import exported_code
@@ -30,19 +30,19 @@ def versions_here() -> dict[str, str | None]:
     """Return the versions that exported code depends on."""
     return {
         "torch": torch.__version__,
-        "transformers": versions.installed("transformers"),
-        "kvpass": f"{versions.installed('kvpass')} ({_sources()[:12]})",
+        "transformers": versions.installed_version("transformers"),
+        "kvpass": f"{versions.installed_version('kvpass')} ({_sources()[:12]})",
         "python": f"{sys.implementation.cache_tag} {platform.system()} {platform.machine()}",
     }
 
 
 def _sources() -> str:
     """Return a digest of kvpass's own sources: a manifest has the indices that they work with."""
-    made, root = hashlib.sha256(), Path(__file__).parents[1]
+    result, root = hashlib.sha256(), Path(__file__).parents[1]
     for path in sorted((*root.rglob("*.py"), *root.rglob("*.cpp"))):
         if path.relative_to(root).parts[0] != "apps":
-            made.update(path.read_bytes())
-    return made.hexdigest()
+            result.update(path.read_bytes())
+    return result.hexdigest()
 
 
 def processor_here() -> dict[str, Any]:
@@ -76,12 +76,6 @@ def _check_processor(saved: Mapping[str, Any]) -> None:
     _check_same({"vectors": saved["vectors"]}, here, "was exported for a processor with", "this one has")
 
 
-def named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and buffers of a model, a shared one under each of its names."""
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
-
-
 def model_entry(model: torch.nn.Module) -> dict[str, Any]:
     """Return what an artifact's manifest has about the model."""
     return {
@@ -105,7 +99,7 @@ def _check_model(saved: Mapping[str, Any], model: torch.nn.Module) -> None:
         raise ArtifactError(f"is for a model of another configuration: {', '.join(found[:5])}")
     tensors = dict(named_tensors(model))
     check_tensors(saved["tensors"], tensors)
-    others = [name for name, made in saved["weights"].items() if digest(tensors[name]) != made]
+    others = [name for name, result in saved["weights"].items() if digest(tensors[name]) != result]
     if others:
         raise ArtifactError(f"is for other weights: {', '.join(others[:3])} differ, {len(others)} in all")
 

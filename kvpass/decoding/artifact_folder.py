@@ -30,7 +30,7 @@ MANIFEST = "manifest.json"
 
 
 @contextlib.contextmanager
-def writing(target: Path) -> Iterator[ExportFiles]:
+def write_folder(target: Path) -> Iterator[ExportFiles]:
     """Yield the files of an artifact in a new folder, which replaces the target if no error is raised inside.
 
     Raises:
@@ -148,7 +148,7 @@ class ExportFiles:
             self.digests[TENSORS] = digest(content)
 
 
-def entry_of(run: Any, files: ExportFiles) -> dict[str, Any] | None:
+def code_entry(run: Any, files: ExportFiles) -> dict[str, Any] | None:
     """Return what an artifact's manifest has about compiled code; None if it cannot be exported.
 
     Args:
@@ -157,14 +157,14 @@ def entry_of(run: Any, files: ExportFiles) -> dict[str, Any] | None:
     """
     run = run.compiled if isinstance(run, Replayed) else run
     linked = isinstance(run, LinkedSegments)
-    parts = {name: exported_code.exported(part) for name, part in (run.runs if linked else {"run_0": run}).items()}
+    parts = {name: exported_code.export_code(part) for name, part in (run.runs if linked else {"run_0": run}).items()}
     if not all(parts.values()):
         return None
-    entries = {name: _entry_of(part, files) for name, part in parts.items() if part is not None}
+    entries = {name: _segment_entry(part, files) for name, part in parts.items() if part is not None}
     return {"source": run.source if linked else WHOLE, "runs": entries}
 
 
-def _entry_of(part: ExportedCode, files: ExportFiles) -> dict[str, Any]:
+def _segment_entry(part: ExportedCode, files: ExportFiles) -> dict[str, Any]:
     return {
         "text": files.add_text(part.text),
         "kernels": {name: files.add_library(path) for name, path in part.kernels.items()},
@@ -173,7 +173,9 @@ def _entry_of(part: ExportedCode, files: ExportFiles) -> dict[str, Any]:
     }
 
 
-def run_of(entry: Mapping[str, Any], folder: Path, tensors: Mapping[str, Tensor], repeats: bool) -> inductor.Compiled:
+def code_of_entry(
+    entry: Mapping[str, Any], folder: Path, tensors: Mapping[str, Tensor], repeats: bool
+) -> inductor.Compiled:
     """Return the compiled code that `entry_of` has described.
 
     Args:
@@ -190,12 +192,12 @@ def run_of(entry: Mapping[str, Any], folder: Path, tensors: Mapping[str, Tensor]
         constants = {constant: tensors[key] for constant, key in part["constants"].items()}
         leading = [tensors[key] for key in part["leading"]]
         code = ExportedCode((folder / part["text"]).read_text(encoding="utf-8"), kernels, constants, leading)
-        runs[name] = exported_code.imported(code, str(folder / part["text"]))
+        runs[name] = exported_code.import_code(code, str(folder / part["text"]))
     linked = LinkedSegments(entry["source"], runs)
     return Replayed(linked) if repeats else linked
 
 
-def arguments_read(entry: Mapping[str, Any]) -> set[int] | None:
+def read_arguments(entry: Mapping[str, Any]) -> set[int] | None:
     """Return the indices of the arguments that code reads; None for all."""
     return None if entry["source"] == WHOLE else {int(index) for index in re.findall(r"\ba\[(\d+)\]", entry["source"])}
 

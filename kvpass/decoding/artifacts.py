@@ -22,19 +22,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.arguments import Positive, checked, require
+from kvpass.arguments import Positive, check_arguments, require
 from kvpass.cache.handle import Handle, caches_in, usable_caches_in
 from kvpass.decoding import artifact_checks, artifact_folder
-from kvpass.decoding.artifact_folder import TENSORS, ExportFiles, read_manifest, write_manifest, writing
+from kvpass.decoding.artifact_folder import TENSORS, ExportFiles, read_manifest, write_folder, write_manifest
 from kvpass.decoding.cache_files import CacheObjectReader, FilePath, policy_of, settings_entry
 from kvpass.decoding.loop import DecodeLoop
-from kvpass.decoding.recording import RecordedCall, graph_entries, recorded
-from kvpass.decoding.stepping import refreshed
+from kvpass.decoding.recording import RecordedCall, graph_entries, named_tensors, recording_calls
+from kvpass.decoding.stepping import refresh_handles
 from kvpass.decoding.warmup import synthetic_tokens, visit_graphs
 from kvpass.errors import ArtifactError, BudgetError, KVPassError, PolicyError
 from kvpass.policies import tensor_files
 from kvpass.policies.base import Policy
-from kvpass.runtime.caches import given_pins
+from kvpass.runtime.caches import call_pins
 from kvpass.runtime.exported_graphs import ExportedStep, exported_prompt
 from kvpass.runtime.prompts import PromptRunner
 from kvpass.torch_private import generated_code
@@ -42,7 +42,7 @@ from kvpass.torch_private import generated_code
 PINS = "the artifact was exported without code for pinned tokens: use a DecodeLoop that is not loaded"
 
 
-@checked
+@check_arguments
 def export(
     model: torch.nn.Module,
     path: FilePath,
@@ -83,13 +83,13 @@ def export(
     loop = DecodeLoop(model, policy, rows=rows, prefill_chunk=prefill_chunk, **settings)
     device = loop.device.type
     require(device == "cpu", "model", device, "only code for a CPU can be exported")
-    require(loop.chosen.inner == "inductor", "inner", loop.chosen.inner, "only Inductor's code can be exported")
-    if not isinstance(loop.chosen.budget, int):
-        raise BudgetError(f"budget={loop.chosen.budget}: an artifact has code for fixed slots; give their number")
-    with recorded(loop) as made:
+    require(loop.backend.inner == "inductor", "inner", loop.backend.inner, "only Inductor's code can be exported")
+    if not isinstance(loop.backend.budget, int):
+        raise BudgetError(f"budget={loop.backend.budget}: an artifact has code for fixed slots; give their number")
+    with recording_calls(loop) as result:
         visit_graphs(loop, batch, prefixes=True)
-    with writing(Path(path)) as files:
-        found = write_manifest(files, _manifest(loop, made.calls, batch, files))
+    with write_folder(Path(path)) as files:
+        found = write_manifest(files, _manifest(loop, result.calls, batch, files))
         _check_equal(loop, load(files.folder, model, digest=found), batch)
     return found
 
@@ -103,7 +103,7 @@ def _manifest(loop: DecodeLoop, calls: Sequence[RecordedCall], batch: int, files
     return dict(
         made_by=artifact_checks.versions_here(),
         processor=artifact_checks.processor_here(),
-        settings=settings_entry(loop.chosen),
+        settings=settings_entry(loop.backend),
         loop=dict(rows=rows, prefill_chunk=loop.prefill_chunk, batch=batch),
         model=artifact_checks.model_entry(loop.model),
         graphs=graphs,
@@ -111,7 +111,7 @@ def _manifest(loop: DecodeLoop, calls: Sequence[RecordedCall], batch: int, files
     )
 
 
-@checked
+@check_arguments
 def load(path: FilePath, model: torch.nn.Module, *, digest: str | None = None, **how: Any) -> DecodeLoop:
     """Return a `DecodeLoop` that runs the code of an artifact of `export`.
 
@@ -169,19 +169,19 @@ class LoadedLoop(DecodeLoop):
         sizes = {name: manifest["loop"][name] for name in ("rows", "prefill_chunk")}
         super().__init__(model, policy, **sizes, **settings, **how)
 
-    def _compiled(self) -> Callable[..., Any]:
-        return ExportedCall(self.model, self.chosen, self._manifest, self._folder)
+    def _compile_model(self) -> Callable[..., Any]:
+        return ExportedCall(self.model, self.backend, self._manifest, self._folder)
 
 
 class ExportedCall:
-    """What a loaded loop calls as its model: the code of an artifact for each kind of call."""
+    """The model of a loaded loop: the code of an artifact for each kind of call."""
 
-    def __init__(self, model: torch.nn.Module, chosen: Any, manifest: Mapping[str, Any], folder: Path) -> None:
-        self.model, self.chosen = model, chosen
+    def __init__(self, model: torch.nn.Module, backend: Any, manifest: Mapping[str, Any], folder: Path) -> None:
+        self.model, self.backend = model, backend
         tensors = tensor_files.library().torch.load_file(folder / TENSORS) if TENSORS in manifest["files"] else {}
         generated_code.use_libraries({name: str(folder / file) for name, file in manifest["libraries"].items()})
         self.shapes = manifest["model"]["tensors"]
-        self.graphs = [ExportedGraph(chosen, entry, folder, tensors) for entry in manifest["graphs"]]
+        self.graphs = [ExportedGraph(backend, entry, folder, tensors) for entry in manifest["graphs"]]
 
     def __call__(
         self,
@@ -194,10 +194,10 @@ class ExportedCall:
         **cache: Any,
     ) -> Any:
         """Run tokens ids [B, q] as the model does; see `Caller`."""
-        if given_pins() is not None:
+        if call_pins() is not None:
             raise PolicyError(f"pin: {PINS}")
         ((name, before),) = cache.items()
-        layers = usable_caches_in(before, self.chosen)
+        layers = usable_caches_in(before, self.backend)
         rows, new = ids.shape
         kind = "prompt" if not layers else "step" if new == 1 else "chunk"
         graph = self._graph(kind, rows, attention_mask is not None, new)
@@ -206,10 +206,10 @@ class ExportedCall:
         arguments = graph.arguments(inputs, counts | {"total": counts["seen"] + new}, self._module_tensors())
         if isinstance(graph.runner, ExportedStep):
             ran = graph.runner.call(layers, arguments)
-            return types.SimpleNamespace(logits=ran.results[graph.logits], **{name: refreshed(before, new)})
+            return types.SimpleNamespace(logits=ran.results[graph.logits], **{name: refresh_handles(before, new)})
         results = graph.runner(*arguments)
-        made = graph.cache_object(results, new, self.model)
-        return types.SimpleNamespace(logits=results[graph.logits], **{name: made})
+        result = graph.cache_object(results, new, self.model)
+        return types.SimpleNamespace(logits=results[graph.logits], **{name: result})
 
     def _graph(self, kind: str, rows: int, masked: bool, new: int) -> ExportedGraph:
         """Return the code for a kind of call of `new` tokens in each row."""
@@ -230,7 +230,7 @@ class ExportedCall:
 
     def _module_tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the model by name, which the user may have replaced."""
-        found = dict(artifact_checks.named_tensors(self.model))
+        found = dict(named_tensors(self.model))
         artifact_checks.check_tensors(self.shapes, found)
         return found
 
@@ -243,21 +243,21 @@ class ExportedGraph:
         logits: the index of the logits among its results.
     """
 
-    def __init__(self, chosen: Any, entry: Mapping[str, Any], folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, backend: Any, entry: Mapping[str, Any], folder: Path, tensors: Mapping[str, Tensor]) -> None:
         self.entry, self.tensors, self.logits = entry, tensors, entry["logits"]
         self.runner: PromptRunner | ExportedStep
         try:
             if entry["kind"] == "prompt":
                 self.runner = exported_prompt(
-                    chosen, entry, artifact_folder.run_of(entry["code"], folder, tensors, repeats=False)
+                    backend, entry, artifact_folder.code_of_entry(entry["code"], folder, tensors, repeats=False)
                 )
             else:
                 repeats = entry["kind"] == "step"
                 runs = {
-                    compact: (each, artifact_folder.run_of(each["code"], folder, tensors, repeats))
+                    compact: (each, artifact_folder.code_of_entry(each["code"], folder, tensors, repeats))
                     for compact, each in entry["variants"]
                 }
-                self.runner = ExportedStep(chosen, entry, runs)
+                self.runner = ExportedStep(backend, entry, runs)
         except (ImportError, OSError) as error:
             raise ArtifactError(f"a library cannot be loaded: {error}") from error
 
@@ -265,14 +265,14 @@ class ExportedGraph:
         self, inputs: Mapping[str, Tensor | None], counts: Mapping[str, int], module: Mapping[str, Tensor]
     ) -> tuple[Any, ...]:
         """Return the arguments of the graph; None for those that nothing reads."""
-        made: list[Any] = [None] * self.entry["count"]
+        result: list[Any] = [None] * self.entry["count"]
         sources: dict[str, Mapping[str, Any]] = {
             "tensor": module, "input": inputs, "count": counts, "saved": self.tensors,
         }  # fmt: skip
         for index, argument in self.entry["arguments"].items():
             ((kind, value),) = argument.items()
-            made[int(index)] = value if kind == "value" else sources[kind][value]
-        return tuple(made)
+            result[int(index)] = value if kind == "value" else sources[kind][value]
+        return tuple(result)
 
     def cache_object(self, results: tuple[Any, ...], new: int, model: torch.nn.Module) -> Any:
         """Return the model's cache object after a prompt."""
@@ -280,28 +280,28 @@ class ExportedGraph:
         handles = [results[site.keys_out] for site in self.runner.graph.sites]
         layers = [handle.cache for handle in handles if isinstance(handle, Handle)]
         saved = self.entry["cache"]
-        made = CacheObjectReader(layers, {}, model).decoded(saved["object"])
-        return refreshed(made, new - saved["tokens"])
+        result = CacheObjectReader(layers, {}, model).decode(saved["object"])
+        return refresh_handles(result, new - saved["tokens"])
 
 
 def _check_equal(loop: DecodeLoop, loaded: DecodeLoop, batch: int) -> None:
     """Raise ArtifactError unless a loaded loop makes the tokens and the slots of the loop that was exported."""
-    budget = loop.chosen.budget
+    budget = loop.backend.budget
     assert isinstance(budget, int)
     length = max(2, budget // 2) if loop.prefill_chunk is None else max(2, min(budget // 2, 2 * loop.prefill_chunk))
-    made = []
+    result = []
     for each in (loop, loaded):
         if each.requests is not None:
             each.requests = type(each.requests).of(each, each.requests.count)
             done = each.generate_batch(
                 list(synthetic_tokens(each, length, each.requests.count)), max_new_tokens=6, stop=[]
             )
-            made.append((torch.tensor([output.generated_tokens for output in done.values()]), each.cache))
+            result.append((torch.tensor([output.generated_tokens for output in done.values()]), each.cache))
         else:
             each.state = None
             each.prompt(synthetic_tokens(each, length, batch))
-            made.append((each.generate(6), each.cache))
-    (expected, theirs), (found, ours) = made
+            result.append((each.generate(6), each.cache))
+    (expected, theirs), (found, ours) = result
     pairs = zip(caches_in(theirs), caches_in(ours), strict=True)
     tensors = [(a, b) for x, y in pairs for a, b in zip(x.slots.tensors(), y.slots.tensors(), strict=True)]
     if not torch.equal(expected, found) or not all(torch.equal(a, b) for a, b in tensors):

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from kvpass import cache_names, policies
-from kvpass.arguments import checked
+from kvpass.arguments import check_arguments
 from kvpass.backend import Backend, backend
-from kvpass.cache.handle import Handle, caches_in, current, handles_of
+from kvpass.cache.handle import Handle, caches_in, current_cache, handles_of
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.serial import cache_of, entry_of
 from kvpass.decoding.loop import DecodeLoop
@@ -26,8 +26,8 @@ from kvpass.decoding.stepping import LoopState
 from kvpass.errors import CacheFileError, CacheHandleError, KVPassError
 from kvpass.policies import tensor_files
 from kvpass.policies.base import Policy
-from kvpass.runtime.caches import keep_address
-from kvpass.runtime.model_identity import differences, digests, held_weakly, settings_of
+from kvpass.runtime.caches import mark_addresses_static
+from kvpass.runtime.model_identity import differences, digests, settings_of, weak_references
 from kvpass.torch_private import dynamo
 
 VERSION = 1
@@ -40,7 +40,7 @@ _LOOP = "loop."
 FilePath = str | os.PathLike[str]
 
 
-@checked
+@check_arguments
 @torch.no_grad()
 def save_cache(cache: Any, path: FilePath) -> None:
     """Write the cache of a conversation to a file, which `load_cache` reads in this or another process.
@@ -68,7 +68,7 @@ def save_cache(cache: Any, path: FilePath) -> None:
             "a DecodeLoop is saved after a prompt, and not while it serves requests (`rows`): save the tokens of each "
             "GenerationOutput, to add them again as prompts, and the cache of a `prefix` that requests share"
         )
-    found = cache_names.returned(cache)
+    found = cache_names.cache_of_output(cache)
     found = cache if found is None else found
     layers = caches_in(found)
     if not layers:
@@ -81,7 +81,7 @@ def save_cache(cache: Any, path: FilePath) -> None:
         settings=settings_entry(chosen),
         weights=sorted(digests(weights)),
         config={} if loop is None else settings_of(loop.model),
-        object=CacheObjectWriter(layers, chosen, tensors).encoded(found, "cache"),
+        object=CacheObjectWriter(layers, chosen, tensors).encode(found, "cache"),
         layers=[
             {
                 **entry_of(layer, f"{index}.", tensors),
@@ -92,12 +92,12 @@ def save_cache(cache: Any, path: FilePath) -> None:
         ],
     )
     if loop is not None and loop.state is not None:
-        header["loop"], parts = loop.state.saved()
+        header["loop"], parts = loop.state.to_saved()
         tensors.update({f"{_LOOP}{name}": tensor for name, tensor in parts.items()})
     tensor_files.write(path, tensors, KEY, header, CacheFileError)
 
 
-@checked
+@check_arguments
 @torch.no_grad()
 def load_cache(path: FilePath, compiled_or_model: Any) -> Any:
     """Return the cache of a conversation from a file that `save_cache` has written.
@@ -130,10 +130,10 @@ def load_cache(path: FilePath, compiled_or_model: Any) -> Any:
         if (loop is not None) != ("loop" in header):
             has, wanted = ("a DecodeLoop", "one") if loop is None else ("no DecodeLoop", "its model")
             raise CacheFileError(f"it holds {has}: pass {wanted} to load_cache")
-        chosen = _backend_for(header["settings"], compiled_or_model if loop is None else loop.chosen)
+        chosen = _backend_for(header["settings"], compiled_or_model if loop is None else loop.backend)
         _check_model(header, model)
         layers = list(_layers_of(header, tensors, chosen, model))
-        cache = CacheObjectReader(layers, tensors, model).decoded(header["object"])
+        cache = CacheObjectReader(layers, tensors, model).decode(header["object"])
         if loop is not None:
             parts = {name.removeprefix(_LOOP): x for name, x in tensors.items() if name.startswith(_LOOP)}
             loop.state = LoopState.of_saved(loop, cache, header["loop"], parts)
@@ -175,8 +175,8 @@ def policy_entry(policy: Policy) -> list[Any]:
     return found
 
 
-def settings_entry(chosen: Backend) -> dict[str, Any]:
-    return {name: policy_entry(chosen.policy) if name == "policy" else getattr(chosen, name) for name in _SETTINGS}
+def settings_entry(backend: Backend) -> dict[str, Any]:
+    return {name: policy_entry(backend.policy) if name == "policy" else getattr(backend, name) for name in _SETTINGS}
 
 
 def _layer_policy(layer: LayerCache) -> Any:
@@ -234,19 +234,19 @@ def _check_model(header: Mapping[str, Any], model: torch.nn.Module) -> None:
 
 
 def _layers_of(
-    header: Mapping[str, Any], tensors: Mapping[str, Tensor], chosen: Backend, model: torch.nn.Module
+    header: Mapping[str, Any], tensors: Mapping[str, Tensor], backend: Backend, model: torch.nn.Module
 ) -> Iterator[LayerCache]:
     entries = header["layers"]
-    weights = held_weakly(model.parameters())
+    weights = weak_references(model.parameters())
     for index, entry in enumerate(entries):
         mine = {name.removeprefix(f"{index}."): x for name, x in tensors.items() if name.startswith(f"{index}.")}
         spec = entry["policy"]
-        layer_policy = chosen.policy if spec is None else chosen.policy.for_layer(index, len(entries))
+        layer_policy = backend.policy if spec is None else backend.policy.for_layer(index, len(entries))
         if spec is not None and policy_entry(layer_policy) != spec:
             layer_policy = policy_of(spec)
-        cache = cache_of(entry, mine, chosen, layer_policy, _device_of(model))
+        cache = cache_of(entry, mine, backend, layer_policy, _device_of(model))
         cache.model = weights
-        keep_address(cache.slots)
+        mark_addresses_static(cache.slots)
         cache.calls = calls_of(entry.get("calls", ()), mine, cache)
         yield cache
 
@@ -261,13 +261,13 @@ def _device_of(model: torch.nn.Module) -> torch.device:
 class CacheObjectWriter:
     """Encodes a model's cache object: handles by the index of their layer, tensors by name, and plain values."""
 
-    def __init__(self, layers: list[LayerCache], chosen: Backend, tensors: dict[str, Tensor]) -> None:
+    def __init__(self, layers: list[LayerCache], backend: Backend, tensors: dict[str, Tensor]) -> None:
         self.index = {id(layer): index for index, layer in enumerate(layers)}
-        self.chosen, self.tensors = chosen, tensors
+        self.backend, self.tensors = backend, tensors
 
-    def encoded(self, value: Any, where: str) -> Any:
+    def encode(self, value: Any, where: str) -> Any:
         if isinstance(value, Handle):
-            return {"handle": [self.index[id(current(value, value.part, self.chosen))], value.part]}
+            return {"handle": [self.index[id(current_cache(value, value.part, self.backend))], value.part]}
         if isinstance(value, Tensor):
             self.tensors[f"object.{where}"] = value
             return {"tensor": f"object.{where}"}
@@ -278,9 +278,9 @@ class CacheObjectWriter:
         if isinstance(value, _SCALARS):
             return {"value": value}
         if type(value) in (list, tuple):
-            return {type(value).__name__: [self.encoded(each, f"{where}.{i}") for i, each in enumerate(value)]}
+            return {type(value).__name__: [self.encode(each, f"{where}.{i}") for i, each in enumerate(value)]}
         if isinstance(value, dict) and all(isinstance(key, _SCALARS) for key in value):
-            return {"dict": [[key, self.encoded(each, f"{where}.{key}")] for key, each in value.items()]}
+            return {"dict": [[key, self.encode(each, f"{where}.{key}")] for key, each in value.items()]}
         layers = getattr(value, "layers", None)
         if isinstance(layers, list) and where == "cache":
             return {
@@ -293,7 +293,7 @@ class CacheObjectWriter:
         )
 
     def _layer(self, layer: Any, where: str) -> Any:
-        return [type(layer).__name__, {name: self.encoded(x, f"{where}.{name}") for name, x in vars(layer).items()}]
+        return [type(layer).__name__, {name: self.encode(x, f"{where}.{name}") for name, x in vars(layer).items()}]
 
 
 class CacheObjectReader:
@@ -303,7 +303,7 @@ class CacheObjectReader:
         self.handles = [dict(zip(("keys", "values"), handles_of(layer), strict=True)) for layer in layers]
         self.tensors, self.model = tensors, model
 
-    def decoded(self, encoded: Mapping[str, Any]) -> Any:
+    def decode(self, encoded: Mapping[str, Any]) -> Any:
         (kind, value), *_ = encoded.items()
         if kind == "object":
             return self._object(value, encoded["layers"])
@@ -313,23 +313,23 @@ class CacheObjectReader:
             "dtype": lambda name: torch.empty(0, dtype=getattr(torch, name)).dtype,
             "device": lambda _: _device_of(self.model),
             "value": lambda plain: plain,
-            "list": lambda items: [self.decoded(each) for each in items],
-            "tuple": lambda items: tuple(self.decoded(each) for each in items),
-            "dict": lambda items: {key: self.decoded(each) for key, each in items},
+            "list": lambda items: [self.decode(each) for each in items],
+            "tuple": lambda items: tuple(self.decode(each) for each in items),
+            "dict": lambda items: {key: self.decode(each) for key, each in items},
         }
         return readers[kind](value)
 
     def _object(self, name: str, layers: list[Any]) -> Any:
-        made = dynamo.empty_cache(self.model)
-        kinds, here = [kind for kind, _ in layers], [type(layer).__name__ for layer in getattr(made, "layers", ())]
-        if type(made).__name__ != name or kinds != here:
+        result = dynamo.empty_cache(self.model)
+        kinds, here = [kind for kind, _ in layers], [type(layer).__name__ for layer in getattr(result, "layers", ())]
+        if type(result).__name__ != name or kinds != here:
             raise CacheFileError(
                 f"it holds a {name} of {len(kinds)} layers, {', '.join(dict.fromkeys(kinds))}, and this model makes a "
-                f"{type(made).__name__} of {len(here)}, {', '.join(dict.fromkeys(here))}"
+                f"{type(result).__name__} of {len(here)}, {', '.join(dict.fromkeys(here))}"
             )
-        for layer, (_, attributes) in zip(made.layers, layers, strict=True):
+        for layer, (_, attributes) in zip(result.layers, layers, strict=True):
             for attribute, value in attributes.items():
                 if hasattr(type(layer), attribute):
                     raise CacheFileError(f"it has a value for {attribute!r}, which every {type(layer).__name__} has")
-                setattr(layer, attribute, self.decoded(value))
-        return made
+                setattr(layer, attribute, self.decode(value))
+        return result

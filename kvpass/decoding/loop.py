@@ -18,10 +18,19 @@ import torch
 from torch import Tensor
 
 from kvpass import cache_names
-from kvpass.arguments import Natural, Positive, checked, require
+from kvpass.arguments import Natural, Positive, check_arguments, require
 from kvpass.backend import backend
 from kvpass.decoding.pin_masks import Pin, pin_mask
-from kvpass.decoding.prefill import Caller, PaddingMask, TokenIds, check_budget, chunks, last_of, padding, prefix_mask
+from kvpass.decoding.prefill import (
+    Caller,
+    PaddingMask,
+    TokenIds,
+    check_budget,
+    chunks,
+    last_of,
+    padding_mask,
+    prefix_mask,
+)
 from kvpass.decoding.requests import FAILS, GenerationOutput, Prompt
 from kvpass.decoding.sampling import PRIME, Sampling, Seed, Temperature, TopK, TopP
 from kvpass.decoding.scheduler import RequestScheduler
@@ -59,7 +68,7 @@ class DecodeLoop:
         generator: the generator of random numbers for sampling; its state may be set.
     """
 
-    @checked
+    @check_arguments
     def __init__(
         self,
         model: torch.nn.Module,
@@ -97,16 +106,16 @@ class DecodeLoop:
         """
         self.model, self.every, self.pad, self.prefill_chunk = model, every, pad, prefill_chunk
         self.sampling = Sampling(temperature, top_k, top_p, seed)
-        self.chosen = backend(policy, **settings)
-        mode, options, crop = self.chosen.mode, dict(self.chosen.options), self.chosen.crop
+        self.backend = backend(policy, **settings)
+        mode, options, crop = self.backend.mode, dict(self.backend.options), self.backend.crop
         require(mode not in CAPTURING, "mode", mode, "a DecodeLoop captures its steps itself; leave the mode out")
         require("triton.cudagraphs" not in options, "options", options, "a DecodeLoop captures its steps itself")
         require(
             not crop, "crop", crop, "nothing takes tokens back in a DecodeLoop, whose steps are repeated as they are"
         )
         if prefill_chunk is not None:
-            check_budget(self.chosen.budget)
-        self.compiled = self._compiled()
+            check_budget(self.backend.budget)
+        self.compiled = self._compile_model()
         self.parts = ModelParts(model)
         self.device = next(itertools.chain(model.parameters(), model.buffers(), [torch.empty(0)])).device
         require(self.device.type != "meta", "model", type(model).__name__, "has no weights: it is on the device meta")
@@ -117,14 +126,14 @@ class DecodeLoop:
         self.prefix: Any = None
         self.requests = None if rows is None else RequestScheduler.of(self, rows)
 
-    def _compiled(self) -> Callable[..., Any]:
+    def _compile_model(self) -> Callable[..., Any]:
         """Return what the loop calls as its model."""
-        compiled = torch.compile(self.model, backend=self.chosen)
-        self.chosen.start_builds(self.model)
-        regions = layer_regions.install(self.model)
-        return CompiledCall(compiled, self.chosen.strict, self.model, regions=regions)
+        compiled = torch.compile(self.model, backend=self.backend)
+        self.backend.start_builds(self.model)
+        regions = layer_regions.install_regions(self.model)
+        return CompiledCall(compiled, self.backend.strict, self.model, regions=regions)
 
-    @checked
+    @check_arguments
     def warm(self, rows: Positive = 1) -> None:
         """Compile what the loop's settings need, before the first prompt or request comes.
 
@@ -154,7 +163,7 @@ class DecodeLoop:
         """Cache under the name that transformers used before 5.24."""
         return self.cache
 
-    @checked
+    @check_arguments
     @torch.no_grad()
     def prompt(
         self,
@@ -182,10 +191,10 @@ class DecodeLoop:
         """
         require(self.requests is None, "rows", self._rows, "a loop of requests takes prompts by `add`")
         ids = ids.to(self.device, torch.int64)
-        mask = padding(ids, attention_mask, 0)
+        mask = padding_mask(ids, attention_mask, 0)
         if not bool(mask[:, -1].all()):
             raise PolicyError("attention_mask: a row is all padding; each must have one token at least")
-        self.caller.check_known(ids)
+        self.caller.check_vocabulary(ids)
         pinned, old = pin_mask(pin, on_top, mask), self.state
         if old is not None:
             if len(ids) != len(old.ids):
@@ -196,17 +205,17 @@ class DecodeLoop:
         self.caller.check_padding(mask)
         before, whole = self.prefix if old is None else old.cache, mask
         if before is not None:
-            seen = prefix_mask(before, self.chosen.family) if old is None else old.mask()
+            seen = prefix_mask(before, self.backend.family) if old is None else old.mask()
             if len(seen) != len(mask):
                 raise CacheHandleError(f"a prompt of {len(mask)} rows behind a prefix of {len(seen)}")
             whole = torch.cat([seen, mask], 1)
         given = (ids, whole, before, self.prefill_chunk)
         out = last_of(chunks(self.caller, *given, pinned=pinned, on_top=on_top))
         first = self.sampling.choose(out.logits[:, -1], self.generator)
-        self.state = LoopState(self, cache_names.returned(out), first, whole.sum(-1, keepdim=True), whole)
+        self.state = LoopState(self, cache_names.cache_of_output(out), first, whole.sum(-1, keepdim=True), whole)
         self.prefix = None
 
-    @checked
+    @check_arguments
     def branch(self, cache: Any) -> None:
         """Begin a conversation behind a prefilled prefix, which the next `prompt` continues.
 
@@ -226,10 +235,10 @@ class DecodeLoop:
             PolicyError: a loop of requests, which have their prefix in `add`.
         """
         require(self.requests is None, "rows", self._rows, "a loop of requests takes prefixes by `add`")
-        prefix_mask(cache, self.chosen.family)
+        prefix_mask(cache, self.backend.family)
         self.state, self.prefix = None, copy.deepcopy(cache)
 
-    @checked
+    @check_arguments
     @torch.no_grad()
     def stream(self, tokens: Natural) -> Iterator[Tensor]:
         """Yield up to `tokens` new tokens, int64 [B] each on the CPU, until every conversation has stopped.
@@ -248,12 +257,12 @@ class DecodeLoop:
         if self.state is None:
             raise CacheHandleError("a DecodeLoop needs a prompt before it can decode")
         for left in range(tokens, 0, -1):
-            made = self.state.next(left)
-            if made is None:
+            result = self.state.next(left)
+            if result is None:
                 return
-            yield made
+            yield result
 
-    @checked
+    @check_arguments
     def generate(self, tokens: Natural) -> Tensor:
         """Return all tokens of `stream`, int64 [B, n] on the CPU.
 
@@ -263,13 +272,13 @@ class DecodeLoop:
         Raises:
             CacheHandleError: as of `stream`.
         """
-        made = list(self.stream(tokens))
+        result = list(self.stream(tokens))
         rows = 0 if self.state is None else len(self.state.ids)
-        return torch.stack(made, 1) if made else torch.zeros(rows, 0, dtype=torch.int64)
+        return torch.stack(result, 1) if result else torch.zeros(rows, 0, dtype=torch.int64)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    @checked
+    @check_arguments
     def add(
         self,
         ids: Prompt,
@@ -326,7 +335,7 @@ class DecodeLoop:
         ends = self.stop.tolist() if stop is None else stop
         return requests.add(ids, request_id, max_new_tokens, ends, Sampling(*settings), pin, on_top, prefix, keep)
 
-    @checked
+    @check_arguments
     def cancel(self, request_id: str) -> bool:
         """End a request; its last output has the tokens generated so far.
 
@@ -363,7 +372,7 @@ class DecodeLoop:
         while self.pending:
             yield from self.step()
 
-    @checked
+    @check_arguments
     def generate_batch(self, inputs: Sequence[Any], **how: Any) -> dict[str, GenerationOutput]:
         """Add requests and decode them until all have finished.
 

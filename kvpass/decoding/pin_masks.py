@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.arguments import require, shown
+from kvpass.arguments import require, short_text
 from kvpass.errors import PolicyError
 
 Pin = Tensor | Sequence[Any]
@@ -30,13 +30,13 @@ def pin_mask(pin: Pin | None, on_top: bool, valid: Tensor) -> Tensor | None:
         require(not on_top, "on_top", on_top, "counts pinned tokens in addition to the budget: pass pin= to say which")
         return None
     real = valid.bool()
-    mask = _of_mask(pin, real) if isinstance(pin, Tensor) else _of_spans(pin, real)
+    mask = _check_mask(pin, real) if isinstance(pin, Tensor) else _mask_of_spans(pin, real)
     return mask if bool(mask.any()) else None
 
 
-def _of_mask(pin: Tensor, real: Tensor) -> Tensor:
+def _check_mask(pin: Tensor, real: Tensor) -> Tensor:
     fits = pin.dtype == torch.bool and pin.shape == real.shape
-    require(fits, "pin", shown(pin), f"must be bool {list(real.shape)}, true for the tokens that stay")
+    require(fits, "pin", short_text(pin), f"must be bool {list(real.shape)}, true for the tokens that stay")
     mask = pin.to(real.device)
     on_padding = (mask & ~real).any(-1).tolist()
     if any(on_padding):
@@ -44,11 +44,11 @@ def _of_mask(pin: Tensor, real: Tensor) -> Tensor:
     return mask
 
 
-def _of_spans(pin: Sequence[Any], real: Tensor) -> Tensor:
+def _mask_of_spans(pin: Sequence[Any], real: Tensor) -> Tensor:
     rows = [list(pin)] * len(real) if all(map(_is_span, pin)) else list(pin)
     right = len(rows) == len(real) and all(isinstance(spans, Iterable) and all(map(_is_span, spans)) for spans in rows)
     wanted = f"must be a list of spans (start, stop), or one such list for each of {len(real)} rows"
-    require(right, "pin", shown(pin), wanted)
+    require(right, "pin", short_text(pin), wanted)
     order, mask = real.cumsum(-1) - 1, torch.zeros_like(real)
     for row, spans in enumerate(rows):
         count = int(real[row].sum())

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from kvpass import cache_names
-from kvpass.arguments import Condition, Positive, checked, require
+from kvpass.arguments import Condition, Positive, check_arguments, require
 from kvpass.budget import Budget
 from kvpass.cache.handle import caches_in
 from kvpass.decoding.pin_masks import Pin, pin_mask
 from kvpass.errors import BudgetError, CacheHandleError, PolicyError
 from kvpass.policies.pinned_tokens import Pins
 from kvpass.runtime.caches import pinning
-from kvpass.runtime.compiled_call import dense
+from kvpass.runtime.compiled_call import as_contiguous_tokens
 from kvpass.torch_private import dynamo
 
 Logits = Literal["last", "all"]
@@ -61,25 +61,25 @@ class Caller:
 
     Attributes:
         call: the model or its compiled version.
-        takes: the names of the parameters of its forward.
+        parameter_names: the names of the parameters of its forward.
         cache_name: the keyword under which it takes its cache.
         name: its class, for errors.
-        begin: makes an empty cache; returns None for a model that makes its cache itself.
+        empty_cache: makes an empty cache; returns None for a model that makes its cache itself.
         vocabulary: the number of tokens that the model knows; None if the model does not report it.
     """
 
     call: Callable[..., Any]
-    takes: frozenset[str]
+    parameter_names: frozenset[str]
     cache_name: str
     name: str
-    begin: Callable[[], Any]
+    empty_cache: Callable[[], Any]
     vocabulary: int | None
 
     @staticmethod
     def of(call: Callable[..., Any], model: Any = None) -> Caller:
         """Return the caller of a compiled model; `model` is the original, if it cannot be found from `call`."""
         model = model or getattr(call, "_orig_mod", call)
-        takes, name = cache_names.parameters(model), cache_names.keyword(model)
+        takes, name = cache_names.parameter_names(model), cache_names.cache_keyword(model)
         return Caller(call, takes, name, type(model).__name__, lambda: dynamo.empty_cache(model), _vocabulary(model))
 
     def __call__(
@@ -108,12 +108,12 @@ class Caller:
                 of kvpass and tokens were to be pinned in it.
         """
         given = dict(logits_to_keep=keep) | ({} if plain else dict(attention_mask=mask, position_ids=position))
-        named = {name: value for name, value in given.items() if name in self.takes}
-        cache = self.begin() if cache is None else cache
+        named = {name: value for name, value in given.items() if name in self.parameter_names}
+        cache = self.empty_cache() if cache is None else cache
         with pinning(pins):
             out = self.call(ids, **{self.cache_name: cache}, use_cache=True, **named)
-        self._check_count(cache_names.returned(out), ids.shape[1], mask.shape[1])
-        if pins is not None and not caches_in(cache_names.returned(out)):
+        self._check_count(cache_names.cache_of_output(out), ids.shape[1], mask.shape[1])
+        if pins is not None and not caches_in(cache_names.cache_of_output(out)):
             raise CacheHandleError(f"pin: {self.name} returned no cache of kvpass: compile it with kvpass")
         return out
 
@@ -129,10 +129,10 @@ class Caller:
 
     def check_padding(self, mask: Tensor) -> None:
         """Raise PolicyError if the mask [B, T] has padding and the model takes no attention mask."""
-        if "attention_mask" not in self.takes and not bool(mask.all()):
+        if "attention_mask" not in self.parameter_names and not bool(mask.all()):
             raise PolicyError(f"attention_mask: {self.name} takes none, so prompts cannot be padded")
 
-    def check_known(self, ids: Tensor) -> None:
+    def check_vocabulary(self, ids: Tensor) -> None:
         """Raise PolicyError for a token id outside of the vocabulary, which compiled code would read beyond a table.
 
         The check waits for the device, so prompts are checked and steps are not.
@@ -158,7 +158,7 @@ def _vocabulary(model: Any) -> int | None:
     return count if isinstance(count, int) else None
 
 
-@checked
+@check_arguments
 @torch.no_grad()
 def prefill(
     compiled: Callable[..., Any],
@@ -204,19 +204,19 @@ def prefill(
     caller = Caller.of(compiled)
     require(cache is None or past_key_values is None, "past_key_values", "a cache", "is another name for `cache`")
     cache = past_key_values if cache is None else cache
-    seen = _seen(cache)
+    seen = _tokens_seen(cache)
     ids = ids.long()
-    mask = padding(ids, attention_mask, seen)
+    mask = padding_mask(ids, attention_mask, seen)
     caller.check_padding(mask)
-    caller.check_known(ids)
+    caller.check_vocabulary(ids)
     pinned = pin_mask(pin, on_top, mask[:, seen:])
-    made = chunks(caller, ids, mask, cache, chunk, int(logits == "last"), pinned, on_top)
+    result = chunks(caller, ids, mask, cache, chunk, int(logits == "last"), pinned, on_top)
     if logits == "last":
-        last = last_of(made)
+        last = last_of(result)
         last.logits = last.logits[:, -1:]
         return last
     parts: list[Tensor] = []
-    last = last_of(_noted(made, parts))
+    last = last_of(_collect_logits(result, parts))
     last.logits = torch.cat(parts, 1)
     return last
 
@@ -244,12 +244,17 @@ def chunks(
     done, before = 0, mask.shape[1] - ids.shape[1]
     plain = before == 0 and bool(mask.all())  # attention with a mask takes twice the time in a prompt
     position = (mask.cumsum(-1) - 1).clamp(min=0)[:, before:]
-    for count in lengths(ids.shape[1], chunk, before == 0):
+    for count in chunk_lengths(ids.shape[1], chunk, before == 0):
         part, upto = slice(done, done + count), before + done + count
-        given = (growing(ids[:, part]), growing(mask[:, :upto]), growing(position[:, part]), cache)
+        given = (
+            with_dynamic_length(ids[:, part]),
+            with_dynamic_length(mask[:, :upto]),
+            with_dynamic_length(position[:, part]),
+            cache,
+        )
         pins = None if pinned is None else Pins.of(pinned, done, done + count, on_top)
         out = caller(*given, keep, plain and done == 0, pins)
-        cache, done = cache_names.returned(out), done + count
+        cache, done = cache_names.cache_of_output(out), done + count
         # A cache to continue has the slots that its prompt came to, so only a new cache needs the check of its budget.
         for layer in caches_in(cache)[:1] if chunk is not None and before == 0 else []:
             check_budget(layer.backend.budget)
@@ -261,14 +266,14 @@ def last_of(outputs: Iterator[Any]) -> Any:
     return collections.deque(outputs, maxlen=1).pop()
 
 
-def _noted(outputs: Iterator[Any], logits: list[Tensor]) -> Iterator[Any]:
+def _collect_logits(outputs: Iterator[Any], logits: list[Tensor]) -> Iterator[Any]:
     """Yield the same outputs, and append their logits to the list."""
     for output in outputs:
         logits.append(output.logits)
         yield output
 
 
-def lengths(tokens: int, chunk: int | None, first: bool) -> list[int]:
+def chunk_lengths(tokens: int, chunk: int | None, first: bool) -> list[int]:
     """Return the lengths of the chunks of `tokens` tokens; a remainder joins the first chunk, or precedes the others.
 
     Args:
@@ -282,9 +287,9 @@ def lengths(tokens: int, chunk: int | None, first: bool) -> list[int]:
     return [*([rest] if rest else []), *[chunk] * count]
 
 
-def growing(x: Tensor) -> Tensor:
+def with_dynamic_length(x: Tensor) -> Tensor:
     """Return a tensor that is not a view, whose last dimension Dynamo traces as dynamic."""
-    x = dense(x)
+    x = as_contiguous_tokens(x)
     if x.shape[-1] > 1:
         dynamo.mark_growing(x, x.ndim - 1)
     return x
@@ -299,7 +304,7 @@ def prefix_mask(cache: Any, family: Any) -> Tensor:
     Raises:
         CacheHandleError: there is no cache of kvpass, or one that was made under other settings.
     """
-    seen, layer = _seen(cache), next(iter(caches_in(cache)), None)
+    seen, layer = _tokens_seen(cache), next(iter(caches_in(cache)), None)
     if layer is None:
         raise CacheHandleError("a prefix must be a cache of kvpass, as kvpass.prefill or kvpass.load_cache returns it")
     if layer.backend.family != family:
@@ -308,7 +313,7 @@ def prefix_mask(cache: Any, family: Any) -> Tensor:
     return mask.scatter_(1, torch.where(layer.absent < 0, seen, layer.absent), 0)[:, :seen]
 
 
-def _seen(cache: Any) -> int:
+def _tokens_seen(cache: Any) -> int:
     """Return the number of tokens that a cache has seen.
 
     Raises:
@@ -331,7 +336,7 @@ def check_budget(budget: Budget) -> None:
         )
 
 
-def padding(ids: Tensor, mask: Tensor | None, seen: int) -> Tensor:
+def padding_mask(ids: Tensor, mask: Tensor | None, seen: int) -> Tensor:
     """Return the padding mask, int64 [B, seen + T], of prompts [B, T] after `seen` tokens.
 
     Raises:

@@ -16,6 +16,7 @@ from kvpass.decoding import artifact_folder
 from kvpass.decoding.artifact_folder import ExportFiles
 from kvpass.decoding.cache_files import CacheObjectWriter
 from kvpass.decoding.loop import DecodeLoop
+from kvpass.decoding.stepping import is_same_tensor
 from kvpass.errors import UnsupportedGraph
 from kvpass.runtime import exported_graphs, prompts, steps
 from kvpass.runtime.recorder import announce, listening
@@ -28,14 +29,14 @@ class RecordedCall:
     Attributes:
         inputs: the tensors of the call by name: ids [B, q] and, if the model was given them, mask and positions.
         before: the tokens seen before.
-        ran: what ran.
+        result: what ran.
         logits: [B, 1, vocabulary].
         cache: the model's cache object after a prompt, as of `CacheObjectWriter`.
     """
 
     inputs: dict[str, Tensor]
     before: int
-    ran: prompts.PromptResult | steps.StepResult
+    result: prompts.PromptResult | steps.StepResult
     logits: Tensor
     cache: Any
 
@@ -43,7 +44,7 @@ class RecordedCall:
     def kind(self) -> tuple[str, int, bool]:
         """The kind of the call: what runs, the rows, and whether the model was given a mask."""
         rows, new = self.inputs["ids"].shape
-        what = "prompt" if isinstance(self.ran, prompts.PromptResult) else "step" if new == 1 else "chunk"
+        what = "prompt" if isinstance(self.result, prompts.PromptResult) else "step" if new == 1 else "chunk"
         return what, rows, len(self.inputs) > 1
 
     def count(self, name: str) -> int:
@@ -73,7 +74,7 @@ class RecordedModel:
         with listening() as ran:
             out = self.call(ids, **named)
         announce(*ran)
-        exported_graphs.check_layouts(caches_in(cache_names.returned(out)))  # before steps are compiled
+        exported_graphs.check_layouts(caches_in(cache_names.cache_of_output(out)))  # before steps are compiled
         if len(ran) != 1:
             raise UnsupportedGraph(
                 f"this model cannot be exported: a call ran {len(ran)} graphs of kvpass instead of one; see what "
@@ -82,26 +83,26 @@ class RecordedModel:
         names = {"attention_mask": "mask", "position_ids": "positions"}
         inputs = {"ids": ids} | {names[name]: value for name, value in named.items() if name in names}
         is_prompt = isinstance(ran[0], prompts.PromptResult)
-        made = self._object(cache_names.returned(out)) if is_prompt else None
-        self.calls.append(RecordedCall(inputs, before, ran[0], out.logits, made))
+        result = self._object(cache_names.cache_of_output(out)) if is_prompt else None
+        self.calls.append(RecordedCall(inputs, before, ran[0], out.logits, result))
         return out
 
     def _object(self, cache: Any) -> Any:
         tensors: dict[str, Tensor] = {}
-        encoded = CacheObjectWriter(caches_in(cache), self.backend, tensors).encoded(cache, "cache")
+        encoded = CacheObjectWriter(caches_in(cache), self.backend, tensors).encode(cache, "cache")
         if tensors:
             raise UnsupportedGraph(f"this model cannot be exported: its cache holds tensors: {', '.join(tensors)}")
         return encoded
 
 
 @contextlib.contextmanager
-def recorded(loop: DecodeLoop) -> Iterator[RecordedModel]:
+def recording_calls(loop: DecodeLoop) -> Iterator[RecordedModel]:
     """Record all calls that the loop makes inside."""
     before = loop.caller
-    made = RecordedModel(before.call, loop.chosen)
-    loop.caller = dataclasses.replace(before, call=made)
+    result = RecordedModel(before.call, loop.backend)
+    loop.caller = dataclasses.replace(before, call=result)
     try:
-        yield made
+        yield result
     finally:
         loop.caller = before
 
@@ -124,8 +125,13 @@ def graph_entries(model: torch.nn.Module, calls: Sequence[RecordedCall], files: 
 
 def tensor_names(model: torch.nn.Module) -> dict[int, str]:
     """Return the names of a model's parameters and buffers by their ids."""
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    return {id(tensor): name for name, tensor in reversed(named)}
+    return {id(tensor): name for name, tensor in reversed([*named_tensors(model)])}
+
+
+def named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and buffers of a model, a shared one under each of its names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
 
 
 class _GraphWriter:
@@ -137,50 +143,52 @@ class _GraphWriter:
 
         A policy under which the code of a chunk depends on its length has one for each length.
         """
-        alike = [call for call in calls if call.ran.runner is calls[-1].ran.runner]
+        alike = [call for call in calls if call.result.runner is calls[-1].result.runner]
         by_code = {id(code): call for call in alike if (code := _code_of_chunk(call)) is not None}
         return [self._entry(kind, last, alike) for last in by_code.values() or alike[-1:]]
 
     def _entry(self, kind: tuple[str, int, bool], last: RecordedCall, alike: Sequence[RecordedCall]) -> dict[str, Any]:
-        ids = next(i for i, x in enumerate(last.ran.arguments) if x is last.inputs["ids"])
+        ids = next(i for i, x in enumerate(last.result.arguments) if x is last.inputs["ids"])
         entry, read = self._prompt(last, ids) if kind[0] == "prompt" else self._step(last, alike, ids)
-        results = last.ran.results
-        logits = next((i for i, x in enumerate(results) if _is_same(x, last.logits)), None)
+        results = last.result.results
+        logits = next((i for i, x in enumerate(results) if is_same_tensor(x, last.logits)), None)
         if logits is None:
             raise UnsupportedGraph("this model cannot be exported: its logits are not computed in its graph")
         arguments = {str(index): self._argument(index, alike) for index in sorted(read)}
         common = dict(kind=kind[0], rows=kind[1], masked=kind[2], logits=logits, arguments=arguments)
-        return {**common, "count": len(last.ran.arguments), **entry}
+        return {**common, "count": len(last.result.arguments), **entry}
 
     def _prompt(self, last: RecordedCall, ids: int) -> tuple[dict[str, Any], set[int]]:
-        ran = last.ran
+        ran = last.result
         assert isinstance(ran, prompts.PromptResult)
         entry = exported_graphs.prompt_entry(ran.runner)
         code = self._code(ran.runner.inner)
-        read = artifact_folder.arguments_read(code)
-        most = exported_graphs.most_of_prompt(ran.runner, ran.arguments, ids)
+        read = artifact_folder.read_arguments(code)
+        most = exported_graphs.longest_prompt(ran.runner, ran.arguments, ids)
         needed = set(range(len(ran.arguments))) if read is None else read
         needed |= {*entry["owned"], *(index for indices in entry["projecting"] for index in indices)}
         of_object = {"object": last.cache, "tokens": last.inputs["ids"].shape[1]}
         return {**entry, "code": code, "lengths": [2, most], "cache": of_object}, needed
 
     def _step(self, last: RecordedCall, alike: Sequence[RecordedCall], ids: int) -> tuple[dict[str, Any], set[int]]:
-        ran, variants = last.ran, {}
+        ran, variants = last.result, {}
         assert isinstance(ran, steps.StepResult)
-        entry = exported_graphs.step_entry(ran.runner, ran, ids)
+        runner = ran.runner
+        assert isinstance(runner, steps.StepRunner)
+        entry = exported_graphs.step_entry(runner, ran, ids)
         chunk = ran.rewrite.queries > 1
-        lengths = exported_graphs.lengths_of_chunk(ran.runner, ran, ids) if chunk else (1, 1)
-        for each in [ran] if chunk else [call.ran for call in alike]:
+        lengths = exported_graphs.chunk_length_range(runner, ran, ids) if chunk else (1, 1)
+        for each in [ran] if chunk else [call.result for call in alike]:
             assert isinstance(each, steps.StepResult)
             if each.compact not in variants:
-                code = self._code(each.runner.variants.with_rewrite(each.rewrite).compiled)
+                code = self._code(runner.variants.variant_of(each.rewrite).compiled)
                 variants[each.compact] = {**exported_graphs.variant_entry(each.rewrite), "code": code}
         read = {ids, *entry["counters"], *(index for indices in entry["padding_inputs"] for index in indices)}
         read |= {index for each in variants.values() for index in (*each["inputs"], *each["columns"])}
         return {**entry, "lengths": lengths, "variants": [[compact, each] for compact, each in variants.items()]}, read
 
     def _code(self, run: Any) -> dict[str, Any]:
-        entry = artifact_folder.entry_of(run, self.files)
+        entry = artifact_folder.code_entry(run, self.files)
         if entry is None:
             raise UnsupportedGraph(
                 "this model cannot be exported: Inductor's code for it needs more than its kernels; pass "
@@ -190,7 +198,7 @@ class _GraphWriter:
 
     def _argument(self, index: int, calls: Sequence[RecordedCall]) -> dict[str, Any]:
         """Return how to find one of Dynamo's arguments in a later call, which must hold for all recorded ones."""
-        values = [call.ran.arguments[index] for call in calls]
+        values = [call.result.arguments[index] for call in calls]
         first = values[0]
         if isinstance(first, Handle):
             return {"value": None}
@@ -223,15 +231,12 @@ class _GraphWriter:
 
 def _code_of_chunk(call: RecordedCall) -> Any:
     """Return the compiled code of a chunk; None for other calls, and for a chunk that ran uncompiled."""
-    ran = call.ran
+    ran = call.result
     if not isinstance(ran, steps.StepResult) or ran.rewrite.queries == 1:
         return None
-    return ran.runner.variants.with_rewrite(ran.rewrite).compiled
+    assert isinstance(ran.runner, steps.StepRunner)
+    return ran.runner.variants.variant_of(ran.rewrite).compiled
 
 
 def _is_equal(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one, other)
-
-
-def _is_same(made: Any, wanted: Tensor) -> bool:
-    return isinstance(made, Tensor) and made.shape == wanted.shape and made.data_ptr() == wanted.data_ptr()

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from kvpass.backend import Backend
-from kvpass.cache.handle import Handle, caches_in, moved
+from kvpass.cache.handle import Handle, caches_in, handle_like
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.slots import AnySlots, empty_slots
 from kvpass.decoding.requests import MOST_STOPS, Request
 from kvpass.decoding.sampling import RowSampling
-from kvpass.decoding.stepping import LoopSettings, LoopState, refreshed
+from kvpass.decoding.stepping import LoopSettings, LoopState, refresh_handles
 from kvpass.errors import BudgetError, CacheHandleError
-from kvpass.runtime.caches import even_out, free_bytes, keep_address
+from kvpass.runtime.caches import equalize_layouts, free_bytes, mark_addresses_static
 
 
 class ServingOptions(LoopSettings, Protocol):
@@ -37,7 +37,7 @@ class ServingOptions(LoopSettings, Protocol):
     prefill_chunk: int | None
 
     @property
-    def chosen(self) -> Backend: ...
+    def backend(self) -> Backend: ...
 
 
 class RequestBatch(LoopState):
@@ -45,7 +45,7 @@ class RequestBatch(LoopState):
 
     Attributes:
         generated: int64 [R], the number of tokens that each row has generated.
-        most: int64 [R], the largest number of tokens for each row.
+        max_new_tokens: int64 [R], the largest number of tokens for each row.
         stops: int64 [R, MOST_STOPS], the stop tokens of each row, -1 after the last.
         sampling: the settings of sampling of each row.
         caches: the cache of each layer, with R rows.
@@ -55,7 +55,7 @@ class RequestBatch(LoopState):
         none = torch.zeros(rows, dtype=torch.int64, device=loop.device)
         self.stops = torch.full((rows, MOST_STOPS), -1, device=loop.device)
         super().__init__(loop, cache, none, none[:, None], none[:, None])
-        self.generated, self.most = torch.zeros_like(none), torch.zeros_like(none)
+        self.generated, self.max_new_tokens = torch.zeros_like(none), torch.zeros_like(none)
         self.sampling = RowSampling.of(rows, loop.device)
         self.caches = caches_in(cache)
         self.done.fill_(True)
@@ -79,10 +79,10 @@ class RequestBatch(LoopState):
             )
         wide = {id(layer): _with_rows(layer, rows) for layer in one}
 
-        def widened(value: Any) -> Any:
-            return moved(value, wide[id(value.cache)]) if isinstance(value, Handle) else value
+        def widen(value: Any) -> Any:
+            return handle_like(value, wide[id(value.cache)]) if isinstance(value, Handle) else value
 
-        return RequestBatch(loop, refreshed(cache, 0, widened), rows)
+        return RequestBatch(loop, refresh_handles(cache, 0, widen), rows)
 
     def fit_slots(self, caches: Sequence[LayerCache]) -> None:
         """Give a prompt's caches and the rows equally many slots, where that is possible.
@@ -91,7 +91,7 @@ class RequestBatch(LoopState):
             CacheHandleError: the caches do not fit into a row.
         """
         for layer, one in zip(self.caches, caches, strict=True):
-            even_out(layer, one)
+            equalize_layouts(layer, one)
             found, here = (one.layout.capacity, one.slots.capacity), (layer.layout.capacity, layer.slots.capacity)
             if found != here:
                 raise CacheHandleError(
@@ -110,11 +110,11 @@ class RequestBatch(LoopState):
         self.set_length(max(seen, self.length))
         for layer, one in zip(self.caches, caches, strict=True):
             _write_row(layer, row, one)
-        self.sampling.put(row, request.sampling)
-        first = int(self.sampling.at(row).choose(logits, torch.zeros(1, dtype=torch.int64, device=logits.device)))
+        self.sampling.set_row(row, request.sampling)
+        first = int(self.sampling.of_row(row).choose(logits, torch.zeros(1, dtype=torch.int64, device=logits.device)))
         ended = first in request.stop or request.max_new_tokens == 1
         self.ids[row], self.position[row] = first, seen - ended
-        self.generated[row], self.most[row] = 1, request.max_new_tokens
+        self.generated[row], self.max_new_tokens[row] = 1, request.max_new_tokens
         self.stops[row] = torch.tensor([*request.stop, *[-1] * (MOST_STOPS - len(request.stop))])
         self.done[row] = ended
         return first
@@ -133,13 +133,13 @@ class RequestBatch(LoopState):
         self.settle()
         one = {id(layer): _row_of(layer, row, seen) for layer in self.caches}
 
-        def narrowed(value: Any) -> Any:
-            return moved(value, one[id(value.cache)]) if isinstance(value, Handle) else value
+        def narrow(value: Any) -> Any:
+            return handle_like(value, one[id(value.cache)]) if isinstance(value, Handle) else value
 
         cache = copy.copy(self.cache)
         if hasattr(cache, "layers"):
             cache.layers = [copy.copy(layer) for layer in cache.layers]
-        return refreshed(cache, seen - self.length, narrowed)
+        return refresh_handles(cache, seen - self.length, narrow)
 
     @property
     def length(self) -> int:
@@ -156,14 +156,14 @@ class RequestBatch(LoopState):
         if by == 0 or (by < 0 and self.caches[0].layout.policy.evicts):
             return
         if self.step is not None:
-            self.step.move(by)
+            self.step.shift_counts(by)
         for layer in self.caches:
             for slots in layer.slots.parts:
                 slots.index.copy_(torch.where(slots.position >= 0, (slots.index + by).clamp(min=0), slots.index))
                 slots.length.add_(by)
             layer.seen += by
         if self.step is None:
-            self.cache = refreshed(self.cache, by)
+            self.cache = refresh_handles(self.cache, by)
 
     def run(self, count: int, exact: bool = False) -> list[list[int]]:
         """Decode `count` tokens for each row; on a CPU, and with `exact`, stop as soon as a row ends.
@@ -178,7 +178,7 @@ class RequestBatch(LoopState):
             self.pending += 1
             if ended is not None and int(self.done.sum()) > ended:
                 break
-        columns: list[list[int]] = self.made[: self.pending].tolist()  # waits for the device
+        columns: list[list[int]] = self.token_buffer[: self.pending].tolist()  # waits for the device
         self.cursor.zero_()
         self.pending = 0
         return columns
@@ -214,14 +214,14 @@ class RequestBatch(LoopState):
         """Sample the next tokens from logits [R, 1, vocabulary] and advance the state, all on the device."""
         drawn, goes = self.sampling.choose(logits[:, -1], self.generated), ~self.done
         self.generated.add_(goes)
-        self.made.index_copy_(0, self.cursor, torch.where(goes, drawn, self.loop.pad)[None])
+        self.token_buffer.index_copy_(0, self.cursor, torch.where(goes, drawn, self.loop.pad)[None])
         self.ids.copy_(torch.where(goes[:, None], drawn[:, None], self.ids))
-        self.done.logical_or_(self._stops(drawn) | (self.generated >= self.most))
+        self.done.logical_or_(self._stops(drawn) | (self.generated >= self.max_new_tokens))
         self.position.add_((~self.done)[:, None])
         self.cursor.add_(1)
 
 
-def check_slots_alone(cache: Any, empty: Any) -> None:
+def check_holds_only_slots(cache: Any, empty: Any) -> None:
     """Raise CacheHandleError for a model's cache object that holds more than slots, such as recurrent states.
 
     A tensor without dimensions that was the same before any token belongs to the model and not to a row.
@@ -230,7 +230,7 @@ def check_slots_alone(cache: Any, empty: Any) -> None:
         empty: the cache that the model's prompts begin with, None if the model makes its cache itself.
     """
     begun = itertools.chain(getattr(empty, "layers", ()), itertools.repeat(None))
-    for number, (layer, before) in enumerate(zip(getattr(cache, "layers", ()), begun, strict=False)):
+    for number, (layer, before) in enumerate(zip(getattr(cache, "layers", ()), begun, strict=False)):  # it has no end
         held = {name: _tensors(value) for name, value in vars(layer).items()}
         other = [
             name for name, found in held.items() if not _are_constants(found, _tensors(getattr(before, name, None)))
@@ -260,24 +260,24 @@ def _with_rows(one: LayerCache, rows: int) -> LayerCache:
     if not isinstance(one.slots, AnySlots):
         raise CacheHandleError("requests on a cache that runs with inner='reference'")
     slots = empty_slots(layout)
-    keep_address(slots)
+    mark_addresses_static(slots)
     for part in slots.parts:
         part.length.fill_(one.seen)
     none = one.absent.new_zeros(rows, 0)
-    fresh: dict[str, Any] = dict(absent=none, first=None, _picked=[])
+    fresh: dict[str, Any] = dict(absent=none, first=None, _selections=[])
     fresh |= dict(row_budgets=one.row_budgets * rows, clocks=one.clocks * rows)
     return dataclasses.replace(one, layout=layout, slots=slots, **fresh)
 
 
 def _row_of(layer: LayerCache, row: int, seen: int) -> LayerCache:
     """Return a copy of one row of a cache, which has seen `seen` tokens; `_write_row` is the inverse."""
-    one = layer.rebuilt("getitem", lambda tensor: tensor[row : row + 1].clone())
+    one = layer.map_rows("getitem", lambda tensor: tensor[row : row + 1].clone())
     for part in one.slots.parts:
         part.index.copy_(torch.where(part.position >= 0, part.index - (layer.seen - seen), part.index))
         part.length.fill_(seen)
     one.seen, one.absent = seen, layer.absent.new_zeros(1, 0)
     one.row_budgets, one.clocks = layer.row_budgets[row : row + 1], layer.clocks[row : row + 1]
-    keep_address(one.slots)
+    mark_addresses_static(one.slots)
     return one
 
 

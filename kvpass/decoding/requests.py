@@ -92,13 +92,13 @@ class Request:
         pinned: bool [1, T] on the CPU, the tokens of the prompt to pin; None for none.
         on_top: whether pinned tokens are in addition to the budget.
         prefix: the cache that the prompt continues, which is copied; None for an empty one.
-        before: the number of tokens of the prefix.
+        prefix_length: the number of tokens of the prefix.
         keep: whether to copy the slots of the request when it ends.
         tokens: the tokens generated so far.
         delivered: the tokens that have been handed out, which are more than `tokens` after a restart of the request.
         failures: how often the request has failed while no other request ran.
-        suspect: the number of tokens up to which the request runs alone, because a step of several requests failed
-            before that many.
+        runs_alone_until: the number of tokens up to which the request runs alone, because a step of several requests
+            failed before that many.
         status, reason, error, held_tokens, cache: as of `GenerationOutput`.
     """
 
@@ -110,12 +110,12 @@ class Request:
     pinned: Tensor | None = None
     on_top: bool = False
     prefix: Any = None
-    before: int = 0
+    prefix_length: int = 0
     keep: bool = False
     tokens: list[int] = dataclasses.field(default_factory=list)
     delivered: list[int] = dataclasses.field(default_factory=list)
     failures: int = 0
-    suspect: int = 0
+    runs_alone_until: int = 0
     status: RequestStatus = RequestStatus.PENDING
     reason: Reason | None = None
     error: str | None = None
@@ -123,9 +123,9 @@ class Request:
     cache: Any = None
 
     @property
-    def seen(self) -> int:
+    def seen_tokens(self) -> int:
         """Number of tokens that its cache has seen: prefix, prompt and all generated tokens but the last."""
-        return self.before + len(self.prompt) + len(self.tokens) - 1
+        return self.prefix_length + len(self.prompt) + len(self.tokens) - 1
 
     @property
     def finished(self) -> bool:
@@ -138,7 +138,7 @@ class Request:
     @property
     def runs_alone(self) -> bool:
         """True if no other request may be in the batch."""
-        return len(self.tokens) < self.suspect
+        return len(self.tokens) < self.runs_alone_until
 
     def append(self, token: int) -> None:
         """Append a generated token, and end the request if it is a stop token or the last allowed token."""

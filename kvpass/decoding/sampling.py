@@ -42,21 +42,21 @@ class Sampling:
             return logits.argmax(-1)
         logits = logits.float() / self.temperature
         if self.top_k is not None:
-            logits = _likeliest(logits, min(self.top_k, logits.shape[-1]))
+            logits = _keep_top_k(logits, min(self.top_k, logits.shape[-1]))
         if self.top_p is not None:
-            logits = _within(logits, self.top_p)
+            logits = _keep_top_p(logits, self.top_p)
         noise = torch.empty_like(logits).exponential_(generator=generator)
         # Exponential race: the clock of a token with rate p rings first with probability p.
         return (torch.softmax(logits, -1) / noise).argmax(-1)
 
 
-def _likeliest(logits: Tensor, count: int) -> Tensor:
+def _keep_top_k(logits: Tensor, count: int) -> Tensor:
     """Return the logits with all but the highest `count` set to minus infinity."""
     least = logits.topk(count, -1).values[:, -1:]
     return torch.where(logits < least, -torch.inf, logits)
 
 
-def _within(logits: Tensor, share: float) -> Tensor:
+def _keep_top_p(logits: Tensor, share: float) -> Tensor:
     """Return the logits, with minus infinity where the more likely tokens already have the share of probability."""
     ordered, order = logits.sort(-1, descending=True)
     probs = torch.softmax(ordered, -1)
@@ -92,7 +92,7 @@ class RowSampling:
         floats, whole = torch.zeros(rows, device=device), torch.zeros(rows, dtype=torch.int64, device=device)
         return RowSampling([GREEDY] * rows, floats, whole, floats.clone(), whole.clone())
 
-    def put(self, row: int, sampling: Sampling) -> None:
+    def set_row(self, row: int, sampling: Sampling) -> None:
         """Set the settings of a row."""
         self.rows[row] = sampling
         self.temperature[row] = sampling.temperature
@@ -100,7 +100,7 @@ class RowSampling:
         self.top_p[row] = 2.0 if sampling.top_p is None else sampling.top_p
         self.seed[row] = sampling.seed % PRIME
 
-    def at(self, row: int) -> RowSampling:
+    def of_row(self, row: int) -> RowSampling:
         """Return the settings of one row as a batch of one."""
         part = slice(row, row + 1)
         return RowSampling(self.rows[part], self.temperature[part], self.top_k[part], self.top_p[part], self.seed[part])
@@ -126,11 +126,11 @@ class RowSampling:
             return likeliest
         sharp = logits.float() / torch.where(self.temperature > 0, self.temperature, 1.0)[:, None]
         if self.limits:
-            sharp = self._limited(sharp)
+            sharp = self._apply_limits(sharp)
         drawn = (torch.softmax(sharp, -1) / self._noise(made, logits.shape[-1])).argmax(-1)
         return torch.where(self.temperature > 0, drawn, likeliest)
 
-    def _limited(self, logits: Tensor) -> Tensor:
+    def _apply_limits(self, logits: Tensor) -> Tensor:
         """Return the logits with minus infinity for tokens outside of each row's top_k and top_p; see `Sampling`."""
         ordered, order = logits.sort(-1, descending=True)
         index = torch.arange(logits.shape[-1], device=logits.device)
@@ -141,12 +141,12 @@ class RowSampling:
 
     def _noise(self, made: Tensor, vocabulary: int) -> Tensor:
         """Return exponential random numbers of rate one, float32 [R, vocabulary], above zero."""
-        row = _mixed(_mixed(self.seed) + made)[:, None]
-        token = _mixed(row + 48271 * torch.arange(vocabulary, device=made.device))
+        row = _hash(_hash(self.seed) + made)[:, None]
+        token = _hash(row + 48271 * torch.arange(vocabulary, device=made.device))
         return (-((token.float() + 0.5) / PRIME).log()).clamp(min=1e-9)
 
 
-def _mixed(number: Tensor) -> Tensor:
+def _hash(number: Tensor) -> Tensor:
     """Return a pseudo-random hash from 0 to PRIME - 1 of each integer."""
     mixed = number % PRIME
     for factor, shift in ((16807, 15), (39373, 13), (742938, 16)):

@@ -16,15 +16,16 @@ from torch import Tensor
 
 from kvpass.cache import serial
 from kvpass.cache.admission import Chunk
-from kvpass.cache.layer_cache import Calls, LayerCache, PastCall, SavedContent, SlotSnapshot
+from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.layout import Layout
-from kvpass.cache.slots import Slots, rows_at
+from kvpass.cache.past_calls import Calls, PastCall, SavedContent, SlotSnapshot
+from kvpass.cache.slots import Slots, row_indices
 from kvpass.errors import CacheFileError
 from kvpass.lowering.attention_statistics import StatisticsSpec
 from kvpass.policies.pinned_tokens import Pins
 from kvpass.policies.types import Attention
-from kvpass.runtime.caches import keep_address
-from kvpass.runtime.kv_store import RepeatedChunk, TakenChunk
+from kvpass.runtime.caches import mark_addresses_static
+from kvpass.runtime.kv_store import AdmittedChunk, RepeatableChunk
 
 _SPEC = ("query", "key", "mask", "sink_logit")
 
@@ -52,7 +53,7 @@ def calls_of(entries: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor]
     """
     reader = _CallReader(cache, tensors)
     calls = tuple(reader.call(entry) for entry in entries)
-    if calls and sum(call.new for call in calls) != cache.seen - calls[0].seen:
+    if calls and sum(call.token_count for call in calls) != cache.seen - calls[0].seen:
         raise CacheFileError(f"its last calls do not lead to {cache.seen} tokens")
     return calls
 
@@ -72,7 +73,7 @@ class _CallWriter:
         self._put(name, absent=call.absent)
         common = {
             "name": name,
-            "new": call.new,
+            "new": call.token_count,
             "seen": call.seen,
             "limits": list(call.row_budgets),
             "clocks": [list(clock) for clock in call.clocks],
@@ -82,10 +83,10 @@ class _CallWriter:
         if not snapshot.saved:
             return {**common, "before": self._slots(snapshot.slots), "chunk": self._chunk(name, call.repeat)}
         (saved,), slots = snapshot.saved, snapshot.slots
-        self._put(name, **dict(zip(slots.names[2:], saved.others, strict=False)))
+        self._put(name, **dict(zip(slots.names[2:], saved.others, strict=False)))  # without the scales of rows
         for part, rows, parts in (("key", slots.key, saved.key), ("value", slots.value, saved.value)):
             whole = parts if saved.slot_index is None else tuple(each[:, :, None] for each in parts)
-            stored = rows.format.ordered(whole)
+            stored = rows.format.to_number_order(whole)
             self._put(name, **{f"{part}.{i}": each for i, each in enumerate(stored)})
         return {**common, "of": self._slots(slots), "rows": "all" if saved.slot_index is None else "free"}
 
@@ -93,9 +94,9 @@ class _CallWriter:
         """Return the entry of a call's own rows; None for a single token."""
         if repeat is None:
             return None
-        assert isinstance(repeat, RepeatedChunk)
-        taken = repeat.taken
-        assert isinstance(taken, TakenChunk)
+        assert isinstance(repeat, RepeatableChunk)
+        taken = repeat.admitted
+        assert isinstance(taken, AdmittedChunk)
         chunk, spec = taken.chunk, next(iter(taken.specs), None)
         self._put(name, chunk_key=chunk.key, chunk_value=chunk.value, chunk_valid=chunk.valid)
         assert isinstance(taken.into, Slots)
@@ -134,7 +135,7 @@ class _CallReader:
     def call(self, entry: Mapping[str, Any]) -> PastCall:
         layout = dataclasses.replace(self.cache.layout, **serial.layout_fields(entry["layout"]))
         row_budgets, clocks = serial.host_counts(entry, layout)
-        seen, new, name = serial.count(entry, "seen"), serial.count(entry, "new"), str(entry["name"])
+        seen, new, name = serial.read_count(entry, "seen"), serial.read_count(entry, "new"), str(entry["name"])
         absent = self._tensor(f"{name}absent")
         repeat = None
         if "before" in entry:
@@ -142,7 +143,7 @@ class _CallReader:
             serial.check_numbers(before, layout, seen, before.capacity, row_budgets)
             snapshot = SlotSnapshot(before)
             if entry["chunk"] is not None:
-                repeat = RepeatedChunk(self._chunk(name, entry["chunk"], new))
+                repeat = RepeatableChunk(self._chunk(name, entry["chunk"], new))
         else:
             snapshot = self._snapshot(name, entry, layout, seen, row_budgets)
         return PastCall(new, snapshot, repeat, layout, seen, clocks, absent, row_budgets)
@@ -151,20 +152,20 @@ class _CallReader:
         self, name: str, entry: Mapping[str, Any], layout: Layout, seen: int, row_budgets: tuple[int, ...]
     ) -> SlotSnapshot:
         slots = self._slots(entry["of"], layout, seen, row_budgets)
-        named = zip(slots.names[2:], slots.metadata, strict=False)
-        others = tuple(self._like(f"{name}{field}", tensor) for field, tensor in named)
+        named = zip(slots.names[2:], slots.metadata, strict=False)  # without the scales of rows
+        others = tuple(self._tensor_like(f"{name}{field}", tensor) for field, tensor in named)
         before = slots.with_tensors([*slots.tensors()[:2], *others, *slots.tensors()[2 + len(others) :]])
         serial.check_numbers(before, layout, seen, slots.capacity, row_budgets)
-        slot_index = rows_at(before.free, layout.heads) if entry["rows"] == "free" else None
+        slot_index = row_indices(before.free, layout.heads) if entry["rows"] == "free" else None
         parts = []
         for part, rows in (("key", slots.key), ("value", slots.value)):
             shapes = [x if slot_index is None else x[:, :, :1] for x in rows.parts]
-            stored = tuple(self._like(f"{name}{part}.{i}", shape) for i, shape in enumerate(shapes))
+            stored = tuple(self._tensor_like(f"{name}{part}.{i}", shape) for i, shape in enumerate(shapes))
             whole = rows.format.to_device_layout(stored)
             parts.append(whole if slot_index is None else tuple(x[:, :, 0] for x in whole))
         return SlotSnapshot(slots, (SavedContent(slot_index, parts[0], parts[1], others),))
 
-    def _chunk(self, name: str, entry: Mapping[str, Any], new: int) -> TakenChunk:
+    def _chunk(self, name: str, entry: Mapping[str, Any], new: int) -> AdmittedChunk:
         cache, layout, pins, spec = self.cache, self.cache.layout, None, None
         shape = (layout.batch, layout.heads, new)
         key, value, valid = (self._tensor(f"{name}chunk_{part}") for part in ("key", "value", "valid"))
@@ -179,7 +180,7 @@ class _CallReader:
             spec = StatisticsSpec(**(dict.fromkeys(_SPEC) | given), **fields, spread=None)  # type: ignore[arg-type]
             _check_spec(spec, layout, new)
         into = self._slots(entry["into"], layout, cache.seen, cache.row_budgets)
-        return TakenChunk(Chunk(key, value, valid, Attention(), pins), () if spec is None else (spec,), into)
+        return AdmittedChunk(Chunk(key, value, valid, Attention(), pins), () if spec is None else (spec,), into)
 
     def _slots(self, number: int, layout: Layout, seen: int, row_budgets: tuple[int, ...]) -> Slots:
         if number not in self.known:
@@ -187,14 +188,14 @@ class _CallReader:
             mine = {name.removeprefix(prefix): x for name, x in self.tensors.items() if name.startswith(prefix)}
             capacity = mine["position"].shape[-1]
             slots = serial.slots_of(mine, layout, capacity, seen, row_budgets)
-            keep_address(slots)
+            mark_addresses_static(slots)
             self.known[number] = slots
         return self.known[number]
 
     def _tensor(self, name: str) -> Tensor:
         return self.tensors[name].to(self.cache.layout.device, copy=True)
 
-    def _like(self, name: str, like: Tensor) -> Tensor:
+    def _tensor_like(self, name: str, like: Tensor) -> Tensor:
         found = self.tensors[name]
         if found.shape != like.shape or found.dtype != like.dtype:
             raise CacheFileError(f"it has {found.dtype} {list(found.shape)} for {name!r}")

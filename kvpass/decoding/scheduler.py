@@ -19,8 +19,8 @@ from kvpass import cache_names
 from kvpass.arguments import require
 from kvpass.cache.handle import caches_in
 from kvpass.decoding.pin_masks import Pin, pin_mask
-from kvpass.decoding.prefill import chunks, lengths, prefix_mask
-from kvpass.decoding.request_batch import RequestBatch, ServingOptions, check_slots_alone
+from kvpass.decoding.prefill import chunk_lengths, chunks, prefix_mask
+from kvpass.decoding.request_batch import RequestBatch, ServingOptions, check_holds_only_slots
 from kvpass.decoding.requests import MOST_STOPS, GenerationOutput, Request, RequestStatus
 from kvpass.decoding.sampling import Sampling
 from kvpass.errors import BudgetError, CacheHandleError, KVPassError, RequestError
@@ -60,7 +60,7 @@ class RequestScheduler:
             BudgetError: no budget, or a budget that is a share of each prompt.
             PolicyError: a policy that keeps the whole prompt until a token has attended to it.
         """
-        policy, budget = loop.chosen.policy, loop.chosen.budget
+        policy, budget = loop.backend.policy, loop.backend.budget
         if not isinstance(budget, int):
             raise BudgetError(f"budget={budget}: rows have as many slots for every request; give their number")
         require(not policy.defers, "policy", policy, "holds a prompt whole at first, which no row has slots for")
@@ -72,7 +72,7 @@ class RequestScheduler:
         self,
         ids: Any,
         request_id: str | None,
-        most: int,
+        max_new_tokens: int,
         stop: Sequence[int],
         sampling: Sampling,
         pin: Pin | None = None,
@@ -86,16 +86,16 @@ class RequestScheduler:
         prompt = torch.as_tensor(ids).flatten().tolist()
         row = pin[None] if isinstance(pin, Tensor) and pin.ndim == 1 else pin
         pinned = pin_mask(row, on_top, torch.ones(1, len(prompt), dtype=torch.bool))
-        before = 0 if prefix is None else self._length_of(prefix)
-        request = Request(name, prompt, most, frozenset(stop), sampling, pinned, on_top, prefix, before, keep)
+        before = 0 if prefix is None else self._prefix_length(prefix)
+        request = Request(name, prompt, max_new_tokens, frozenset(stop), sampling, pinned, on_top, prefix, before, keep)
         self._check(request)
         self.known[name] = request
         self.queue.append(request)
         return name
 
-    def _length_of(self, prefix: Any) -> int:
+    def _prefix_length(self, prefix: Any) -> int:
         """Return the tokens of a prefix, which must be one row without padding."""
-        mask = prefix_mask(prefix, self.loop.chosen.family)
+        mask = prefix_mask(prefix, self.loop.backend.family)
         if len(mask) != 1 or not bool(mask.all()):
             raise RequestError(
                 f"the prefix of a request must be one row without padding: this one has {len(mask)} rows and "
@@ -114,8 +114,8 @@ class RequestScheduler:
             raise RequestError(
                 f"{name}: ids: token {unknown} is not in the vocabulary of {self.loop.caller.vocabulary}"
             )
-        policy, budget = self.loop.chosen.policy, self.loop.chosen.budget
-        tokens = request.before + len(prompt)
+        policy, budget = self.loop.backend.policy, self.loop.backend.budget
+        tokens = request.prefix_length + len(prompt)
         if not policy.evicts and isinstance(budget, int) and tokens + most - 1 > budget:
             raise RequestError(
                 f"{name}: {tokens} tokens and {most} new ones exceed the budget of {budget}, and policy "
@@ -149,11 +149,11 @@ class RequestScheduler:
             self._decode()
         self._drop_finished()
         outputs = [request.next_output() for request in self.known.values()]
-        made, self.undelivered = [*self.undelivered, *(output for output in outputs if output is not None)], []
-        for output in made:
+        result, self.undelivered = [*self.undelivered, *(output for output in outputs if output is not None)], []
+        for output in result:
             if output.is_finished():
                 self.known.pop(output.request_id, None)
-        return made
+        return result
 
     def run_all(self, adding: Sequence[Callable[[], str]]) -> dict[str, GenerationOutput]:
         """Add requests and decode them until all have finished; see `DecodeLoop.generate_batch`."""
@@ -198,7 +198,7 @@ class RequestScheduler:
             return
         request.held_tokens = self.batch.held_tokens(row)
         if request.keep and request.status is RequestStatus.FINISHED:
-            request.cache = self.batch.extract(row, request.seen)
+            request.cache = self.batch.extract(row, request.seen_tokens)
         self.batch.free(row)
 
     def _prefill(self) -> bool:
@@ -207,7 +207,7 @@ class RequestScheduler:
             return False
         request = self.queue.popleft() if self.prefilling is None else self.prefilling[0]
         try:
-            _, outputs, left = self.prefilling or self._started(request)
+            _, outputs, left = self.prefilling or self._start(request)
             out = next(outputs)
         except Exception as error:
             self.prefilling = None
@@ -224,21 +224,21 @@ class RequestScheduler:
             return False
         return not self.rows or not any(request.runs_alone for request in (self.queue[0], *self.rows.values()))
 
-    def _started(self, request: Request) -> tuple[Request, Iterator[Any], int]:
+    def _start(self, request: Request) -> tuple[Request, Iterator[Any], int]:
         """Return the prefill of a request: the outputs for its chunks, which run as they are read, and their number."""
         request.begin()
-        now = 0 if request.prefix is None else self._length_of(request.prefix)
-        if now != request.before:
+        now = 0 if request.prefix is None else self._prefix_length(request.prefix)
+        if now != request.prefix_length:
             raise RequestError(
-                f"request {request.request_id!r}: its prefix has gone on from {request.before} to {now} tokens: leave "
-                "it as it is until the request has started, or give a copy"
+                f"request {request.request_id!r}: its prefix has gone on from {request.prefix_length} to {now} tokens: "
+                "leave it as it is until the request has started, or give a copy"
             )
         ids = torch.tensor([request.prompt], device=self.loop.device)
-        mask = torch.ones(1, request.before + ids.shape[1], dtype=torch.int64, device=ids.device)
+        mask = torch.ones(1, request.prefix_length + ids.shape[1], dtype=torch.int64, device=ids.device)
         how = (self.loop.caller, ids, mask, copy.deepcopy(request.prefix), self.loop.prefill_chunk)
         pinned = None if request.pinned is None else request.pinned.to(self.loop.device)
-        made = chunks(*how, pinned=pinned, on_top=request.on_top)
-        return request, made, len(lengths(ids.shape[1], self.loop.prefill_chunk, not request.before))
+        result = chunks(*how, pinned=pinned, on_top=request.on_top)
+        return request, result, len(chunk_lengths(ids.shape[1], self.loop.prefill_chunk, not request.prefix_length))
 
     def _retry(self, requests: Sequence[Request], error: Exception) -> None:
         """Restart requests, ahead of the queue, after a step with all of them has failed.
@@ -248,21 +248,21 @@ class RequestScheduler:
         """
         if len(requests) > 1:
             # The longest runs first: it is the most likely to have exceeded the positions of the model.
-            for request in sorted(requests, key=lambda request: request.seen):
+            for request in sorted(requests, key=lambda request: request.seen_tokens):
                 self._requeue(request, suspect=len(request.tokens) + self.loop.every)
             return
         (request,) = requests
         request.failures += 1
         if request.failures < ATTEMPTS and not isinstance(error, KVPassError):
-            self._requeue(request, request.suspect)
+            self._requeue(request, request.runs_alone_until)
             return
         request.end("error", "".join(traceback.format_exception_only(error)).strip())
         for other in self.queue:
-            other.suspect = 0
+            other.runs_alone_until = 0
 
     def _requeue(self, request: Request, suspect: int = 0) -> None:
         """Put a request at the head of the queue."""
-        request.status, request.suspect = RequestStatus.PENDING, suspect
+        request.status, request.runs_alone_until = RequestStatus.PENDING, suspect
         self.queue.appendleft(request)
 
     def _admit(self, request: Request, out: Any) -> None:
@@ -272,10 +272,10 @@ class RequestScheduler:
             BudgetError: there is no memory for the rows; the request stays in the queue.
         """
         row = next(row for row in range(self.count) if row not in self.rows)
-        cache = cache_names.returned(out)
+        cache = cache_names.cache_of_output(out)
         caches = caches_in(cache)
         try:
-            check_slots_alone(cache, self.loop.caller.begin())
+            check_holds_only_slots(cache, self.loop.caller.empty_cache())
             if self.batch is None:
                 self.batch = RequestBatch.of(self.loop, cache, self.count)
             self.batch.fit_slots(caches)
@@ -283,7 +283,7 @@ class RequestScheduler:
             request.end("error", str(error))
             return
         except Exception:
-            self._requeue(request, request.suspect)
+            self._requeue(request, request.runs_alone_until)
             raise
         self.rows[row] = request
         try:
@@ -306,8 +306,8 @@ class RequestScheduler:
             return
         left = [request.max_new_tokens - len(request.tokens) for request in there]
         try:
-            self.batch.set_length(max(request.seen for request in there))
-            soon = self.queue or not self.loop.chosen.policy.evicts  # without eviction, slots fit the longest row only
+            self.batch.set_length(max(request.seen_tokens for request in there))
+            soon = self.queue or not self.loop.backend.policy.evicts  # without eviction, slots fit the longest row only
             exact = any(request.keep for request in there)
             columns = self.batch.run(min(self.loop.every, min(left) if soon else max(left)), exact)
         except Exception as error:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from kvpass import cache_names
-from kvpass.cache.handle import Handle, caches_in, moved
+from kvpass.cache.handle import Handle, caches_in, handle_like
 from kvpass.cache.layer_cache import LayerCache
-from kvpass.decoding.prefill import Caller, growing
+from kvpass.decoding.prefill import Caller, with_dynamic_length
 from kvpass.decoding.sampling import Sampling
 from kvpass.errors import CacheFileError, CacheHandleError
 from kvpass.runtime import caches, steps
@@ -28,18 +28,18 @@ class ModelParts:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self.note()
+        self.record()
 
-    def note(self) -> None:
+    def record(self) -> None:
         """Record the present objects of the model."""
-        self._tables = dynamo.parts_of(self._model)
-        self._known = list(self._now())
+        self._tables = dynamo.tables_of_modules(self._model)
+        self._known = list(self._current())
 
-    def replaced(self) -> bool:
-        """Return whether an object was replaced, added or removed since the last `note`."""
-        return not all(itertools.starmap(operator.is_, itertools.zip_longest(self._now(), self._known)))
+    def has_changed(self) -> bool:
+        """Return whether an object was replaced, added or removed since the last `record`."""
+        return not all(itertools.starmap(operator.is_, itertools.zip_longest(self._current(), self._known)))
 
-    def _now(self) -> Iterator[Any]:
+    def _current(self) -> Iterator[Any]:
         return itertools.chain.from_iterable(map(dict.values, self._tables))
 
 
@@ -63,20 +63,20 @@ class LoopState:
         position: int64 [B, 1], its position among the real tokens; in a row that has stopped, the position of the token
             before it, as a model may have no further positions.
         done: bool [B], whether each row has stopped.
-        made: int64 [every, B], the tokens since the host read them last.
+        token_buffer: int64 [every, B], the tokens since the host read them last.
         ready: tokens that the host has read and not handed out.
         ended: whether all conversations had stopped when the host read the tokens last.
     """
 
     def __init__(self, loop: LoopSettings, cache: Any, first: Tensor, position: Tensor, mask: Tensor) -> None:
-        self.loop, self.cache, self.before = loop, cache, mask
+        self.loop, self.cache, self.prompt_mask = loop, cache, mask
         self.may_end = len(loop.stop) > 0  # without stop tokens no conversation ends
         self.done = self._stops(first)
         self.ids, self.position = first[:, None].clone(), position - self.done[:, None].to(position.dtype)
-        self.made = torch.full((loop.every, len(first)), loop.pad, device=first.device)
-        self.made[0] = first
+        self.token_buffer = torch.full((loop.every, len(first)), loop.pad, device=first.device)
+        self.token_buffer[0] = first
         self.cursor = torch.ones(1, dtype=torch.int64, device=first.device)
-        self.pending = 1  # tokens in `made` that the host has not read
+        self.pending = 1  # tokens in `token_buffer` that the host has not read
         self.ready: collections.deque[Tensor] = collections.deque()
         self.ended = False
         self.finished = torch.zeros(len(first), dtype=torch.bool)  # on the host: rows that stopped in tokens read
@@ -88,19 +88,19 @@ class LoopState:
 
     def mask(self) -> Tensor:
         """Return the padding mask of the tokens that the cache has seen, [B, tokens seen]."""
-        count = self._seen() - self.before.shape[1]
-        steps = torch.arange(count, device=self.before.device)
+        count = self._tokens_seen() - self.prompt_mask.shape[1]
+        steps = torch.arange(count, device=self.prompt_mask.device)
         # A row's real tokens are those of its prompts and then one per step, up to the step where it stopped.
-        said = self.position + self.done[:, None] - self.before.sum(-1, keepdim=True)
-        return torch.cat([self.before, (steps < said).to(self.before.dtype)], 1)
+        said = self.position + self.done[:, None] - self.prompt_mask.sum(-1, keepdim=True)
+        return torch.cat([self.prompt_mask, (steps < said).to(self.prompt_mask.dtype)], 1)
 
-    def _seen(self) -> int:
-        return self.before.shape[1] if self.step is None else self.step.caches[0].seen
+    def _tokens_seen(self) -> int:
+        return self.prompt_mask.shape[1] if self.step is None else self.step.caches[0].seen
 
-    def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def to_saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return plain values and tensors from which `of_saved` makes this state again."""
         if self.pending:
-            self.ready.extend(self._read())
+            self.ready.extend(self._read_tokens())
         ready = torch.stack(list(self.ready)) if self.ready else torch.zeros(0, len(self.ids), dtype=torch.int64)
         tensors = dict(ids=self.ids, position=self.position, done=self.done, mask=self.mask(), ready=ready)
         tensors |= dict(finished=self.finished, random=self.loop.generator.get_state())
@@ -142,25 +142,25 @@ class LoopState:
             wanted: the number of tokens that the caller is likely to need.
         """
         if not self.ready and not self.ended:
-            self.ready.extend(self._take(min(wanted, self.loop.every)))
+            self.ready.extend(self._decode_tokens(min(wanted, self.loop.every)))
         return self.ready.popleft() if self.ready else None
 
-    def _take(self, count: int) -> list[Tensor]:
+    def _decode_tokens(self, count: int) -> list[Tensor]:
         """Return the next `count` tokens; fewer if all conversations stop."""
         self.follow_model()
         while self.pending < count:
             self._advance()
             self.pending += 1
-        return self._read()
+        return self._read_tokens()
 
-    def _read(self) -> list[Tensor]:
+    def _read_tokens(self) -> list[Tensor]:
         """Return the tokens that the host has not read."""
-        columns = self.made[: self.pending].to("cpu", copy=True)  # waits for the device
+        columns = self.token_buffer[: self.pending].to("cpu", copy=True)  # waits for the device
         self.cursor.zero_()
         self.pending = 0
-        return list(columns[: self._used(columns)])
+        return list(columns[: self._count_used(columns)])
 
-    def _used(self, columns: Tensor) -> int:
+    def _count_used(self, columns: Tensor) -> int:
         """Return how many of the steps [n, B] have a token for a row that had not stopped before."""
         stops = torch.isin(columns, self.loop.stop.cpu()) | self.finished
         over = stops.cumsum(0) > 0
@@ -173,30 +173,30 @@ class LoopState:
 
         The user's code runs only while the host holds the tokens, so one check between two batches of steps is enough.
         """
-        if self.step is not None and self.loop.parts.replaced():
+        if self.step is not None and self.loop.parts.has_changed():
             self.step.forget()
 
     def _advance(self) -> None:
         """Generate one token for every conversation."""
         if self.step is None or not self.step.run():
-            self._through_the_model()
+            self._run_model()
 
-    def _through_the_model(self) -> None:
+    def _run_model(self) -> None:
         """Run a decode step through the model: Dynamo traces it or the runtime specialises it, for repeated steps."""
-        mask = torch.cat([self.mask(), (~self.done)[:, None].to(self.before.dtype)], 1)
+        mask = torch.cat([self.mask(), (~self.done)[:, None].to(self.prompt_mask.dtype)], 1)
         self.settle()
         with listening() as found:
-            out = self.loop.caller(self.ids, growing(mask), self.position, self.cache)
+            out = self.loop.caller(self.ids, with_dynamic_length(mask), self.position, self.cache)
         ran = [each for each in found if isinstance(each, steps.StepResult)]
         if len(ran) != 1:
             raise CacheHandleError("the model ran its decode step in several graphs, or in none of kvpass")
-        if not ran[0].rewrite.repeats:
+        if not ran[0].rewrite.is_repeatable:
             raise CacheHandleError(
                 "a mask of this model is made from all tokens anew in every step, which a decode loop does not repeat; "
                 "use model.generate"
             )
-        self.loop.parts.note()
-        self.cache = cache_names.returned(out)
+        self.loop.parts.record()
+        self.cache = cache_names.cache_of_output(out)
         self.step = self.step or RepeatedStep(self)
         self.step.repeat(ran[0], out.logits, mask)
         self.choose(out.logits)
@@ -206,13 +206,13 @@ class LoopState:
         drawn = self.loop.sampling.choose(logits[:, -1], self.loop.generator)
         if self.may_end:
             goes = ~self.done
-            self.made.index_copy_(0, self.cursor, torch.where(goes, drawn, self.loop.pad)[None])
+            self.token_buffer.index_copy_(0, self.cursor, torch.where(goes, drawn, self.loop.pad)[None])
             self.ids.copy_(torch.where(goes[:, None], drawn[:, None], self.ids))
             self.done.logical_or_((self.ids == self.loop.stop).any(-1))
             self.position.add_((~self.done)[:, None])
         else:
             self.position.add_(1)
-            self.made.index_copy_(0, self.cursor, drawn[None])
+            self.token_buffer.index_copy_(0, self.cursor, drawn[None])
             self.ids.copy_(drawn[:, None])
         self.cursor.add_(1)
 
@@ -229,8 +229,8 @@ class LoopState:
     def settle(self) -> None:
         """Update the model's own cache object to the present count of tokens."""
         if self.step is not None:
-            self.cache = refreshed(self.cache, self.step.taken)
-            self.step.taken = 0
+            self.cache = refresh_handles(self.cache, self.step.steps_since_refresh)
+            self.step.steps_since_refresh = 0
 
 
 class RepeatedStep:
@@ -240,81 +240,85 @@ class RepeatedStep:
     the first on its number of tokens.  It repeats them only as long as all guards on sizes hold.
     """
 
-    runner: steps.StepRunner
+    runner: steps.StepExecutor
 
     def __init__(self, state: LoopState) -> None:
         self.state = state
-        self.taken = 0  # steps since the last update of the cache object
-        self.known: dict[StepKind, Any] = {}  # the slots of steps that have run, so that their ids stay in use
-        self.bound: dict[tuple[StepKind, bool], Callable[..., Sequence[Any]]] = {}  # and whether the step compacts
+        self.steps_since_refresh = 0  # steps since the last update of the cache object
+        self.slots_by_kind: dict[StepKind, Any] = {}  # the slots of steps that have run, so that their ids stay in use
+        self.callables: dict[tuple[StepKind, bool], Callable[..., Sequence[Any]]] = {}  # and whether the step compacts
         self.settled, self.arguments = False, tuple[Any, ...]()
         self.graphs: dict[tuple[StepKind, Any], torch.cuda.CUDAGraph] = {}  # and `LoopState.variant`
         self.caches: list[LayerCache] = []
 
-    def repeat(self, ran: steps.StepResult, logits: Tensor, mask: Tensor) -> None:
+    def repeat(self, result: steps.StepResult, logits: Tensor, mask: Tensor) -> None:
         """Take over from a step that ran through the model, with its logits and padding mask."""
-        self.settled = bool(self.caches) and ran.runner is self.runner
+        self.settled = bool(self.caches) and result.runner is self.runner
         if not self.settled:
             self.forget()
-        self.runner, self.caches, self.arguments, self.mask = ran.runner, ran.caches, ran.arguments, mask
-        self.lasts, self.began = ran.runner.lasts(ran), ran.caches[0].seen - 1
-        self.others, self.padding = ran.others, ran.known
-        self.logits_index = next(i for i, made in enumerate(ran.results) if _is_same(made, logits))
-        self._forget_other_hooks(ran.kind.hooks)
-        self.known[ran.kind] = [cache.slots for cache in self.caches]
+        self.runner, self.caches, self.arguments, self.mask = result.runner, result.caches, result.arguments, mask
+        self.holds_after, self.seen_at_start = result.runner.holds_after(result), result.caches[0].seen - 1
+        self.other_sizes, self.known_padding = result.other_sizes, result.known_padding
+        self.logits_index = next(i for i, result in enumerate(result.results) if is_same_tensor(result, logits))
+        self._forget_other_hooks(result.kind.hooks)
+        self.slots_by_kind[result.kind] = [cache.slots for cache in self.caches]
 
     def forget(self) -> None:
         """Drop all earlier steps and the tensors that were passed to them."""
         self.settled, self.arguments = False, ()
-        for kinds in (self.known, self.bound, self.graphs):
+        for kinds in (self.slots_by_kind, self.callables, self.graphs):
             kinds.clear()
 
     def _forget_other_hooks(self, hooks: int) -> None:
         """Drop steps that ran before a hook was registered: none of their kind comes again."""
-        self.known = {kind: slots for kind, slots in self.known.items() if kind.hooks == hooks}
-        self.bound = {key: run for key, run in self.bound.items() if key[0].hooks == hooks}
+        self.slots_by_kind = {kind: slots for kind, slots in self.slots_by_kind.items() if kind.hooks == hooks}
+        self.callables = {key: run for key, run in self.callables.items() if key[0].hooks == hooks}
         self.graphs = {key: graph for key, graph in self.graphs.items() if key[0].hooks == hooks}
 
     def run(self) -> bool:
         """Run one step, by replay on a GPU; return False if no step of this kind has run yet."""
         for cache in self.caches:
-            caches.make_room(cache, 1)
-        kind = caches.kind(self.caches)
-        if not self.settled or kind not in self.known or not self.lasts(self.caches[0].seen - self.began):
+            caches.grow_for(cache, 1)
+        kind = caches.step_kind(self.caches)
+        if (
+            not self.settled
+            or kind not in self.slots_by_kind
+            or not self.holds_after(self.caches[0].seen - self.seen_at_start)
+        ):
             return False
         if self.mask.device.type == "cuda":
             self._replay(kind)
         else:
             self._call(kind)
-        self.taken += 1
+        self.steps_since_refresh += 1
         return True
 
-    def move(self, by: int) -> None:
+    def shift_counts(self, by: int) -> None:
         """Prepare the arguments for caches whose count of seen tokens is about to change by `by`."""
-        self.arguments = self.runner.moved(self.caches, self.arguments, by)
-        self.taken += by
+        self.arguments = self.runner.arguments_after(self.caches, self.arguments, by)
+        self.steps_since_refresh += by
 
     def _call(self, kind: StepKind) -> None:
         """Run the device work of a step."""
         self.state.mark_new_tokens(self.mask)
-        self.arguments = self.runner.moved(self.caches, self.arguments, 1)
-        compact, clocks = self.runner.ticked(self.caches, self.arguments)
-        if (kind, compact) not in self.bound:
-            how = (self.others, self.padding, compact)
-            self.bound[kind, compact] = self.runner.bound(self.caches, self.arguments, *how)
-        results = self.bound[kind, compact](self.arguments, clocks)
+        self.arguments = self.runner.arguments_after(self.caches, self.arguments, 1)
+        compact, clocks = self.runner.tick(self.caches, self.arguments)
+        if (kind, compact) not in self.callables:
+            how = (self.other_sizes, self.known_padding, compact)
+            self.callables[kind, compact] = self.runner.bind_fast_step(self.caches, self.arguments, *how)
+        results = self.callables[kind, compact](self.arguments, clocks)
         self.state.choose(results[self.logits_index])
 
     def _replay(self, kind: StepKind) -> None:
         key = (kind, self.state.variant)
         if key in self.graphs:
             _, clocks = caches.tick(self.caches)
-            caches.count(self.caches, 1, clocks)
+            caches.advance_counts(self.caches, 1, clocks)
         else:
-            self.graphs[key] = self._captured(kind)  # the capture itself advances the host's counts
+            self.graphs[key] = self._capture(kind)  # the capture itself advances the host's counts
         self.graphs[key].replay()
 
-    def _captured(self, kind: StepKind) -> torch.cuda.CUDAGraph:
+    def _capture(self, kind: StepKind) -> torch.cuda.CUDAGraph:
         """Return the step as a CUDA graph."""
         graph = torch.cuda.CUDAGraph()
         graph.register_generator_state(self.state.loop.generator)
@@ -323,24 +327,25 @@ class RepeatedStep:
         return graph
 
 
-def _is_same(made: Any, wanted: Tensor) -> bool:
+def is_same_tensor(made: Any, wanted: Tensor) -> bool:
+    """Return whether a value is a tensor, or a view of it with the same shape and start."""
     return isinstance(made, Tensor) and (
         made is wanted or (made.shape == wanted.shape and made.data_ptr() == wanted.data_ptr())
     )
 
 
-def refreshed(cache: Any, steps: int, function: Callable[[Any], Any] | None = None) -> Any:
+def refresh_handles(cache: Any, steps: int, function: Callable[[Any], Any] | None = None) -> Any:
     """Return a model's cache object, or nested tuples of tensors, with handles for a later number of seen tokens.
 
     Args:
         steps: the number of tokens that a layer's own count advances by.
         function: maps a layer's keys and values to new ones; None for handles with the present count.
     """
-    become = function or _renewed
+    become = function or _current_handle
     layers = getattr(cache, "layers", None)
     if layers is None:
         nested = isinstance(cache, (tuple, list))
-        return tuple(refreshed(part, steps, function) for part in cache) if nested else become(cache)
+        return tuple(refresh_handles(part, steps, function) for part in cache) if nested else become(cache)
     for layer in layers:
         for name in ("keys", "values"):
             setattr(layer, name, become(getattr(layer, name, None)))
@@ -349,6 +354,6 @@ def refreshed(cache: Any, steps: int, function: Callable[[Any], Any] | None = No
     return cache
 
 
-def _renewed(value: Any) -> Any:
+def _current_handle(value: Any) -> Any:
     """Return a handle at the present length of its cache, which has gone on without it; other values unchanged."""
-    return moved(value, value.cache) if isinstance(value, Handle) else value
+    return handle_like(value, value.cache) if isinstance(value, Handle) else value

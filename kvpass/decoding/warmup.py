@@ -61,18 +61,18 @@ def visit_graphs(loop: Any, rows: int, prefixes: bool = False) -> None:
     apart = copy.copy(loop)
     apart.state = apart.prefix = None
     apart.stop, apart.generator = loop.stop[:0], loop.sampling.generator(loop.device)
-    budget, policy = loop.chosen.budget, loop.chosen.policy
+    budget, policy = loop.backend.budget, loop.backend.policy
     keeps_all = isinstance(budget, int) and not policy.evicts
     for length in prompt_lengths(budget, loop.prefill_chunk, policy.evicts):
         slots = budget if isinstance(budget, int) else length
         steps = loop.every + 1 + steps_until_compaction(policy, slots, policy.clock((), length, slots))
         steps = max(STEPS, min(steps, budget - length - 4 * TURN)) if keeps_all else steps
         if loop.requests is None:
-            for padded in (False, True) if rows > 1 and "attention_mask" in loop.caller.takes else (False,):
+            for padded in (False, True) if rows > 1 and "attention_mask" in loop.caller.parameter_names else (False,):
                 _converse(apart, rows, length, steps, padded)
         else:
             if prefixes:
-                FedConversation(loop.caller, loop.device).feed(length, *TURNS, 1, chunk=loop.prefill_chunk)
+                SyntheticConversation(loop.caller, loop.device).feed(length, *TURNS, 1, chunk=loop.prefill_chunk)
             apart.requests = type(loop.requests).of(apart, loop.requests.count)
             apart.generate_batch(list(synthetic_tokens(loop, length, 2)), max_new_tokens=steps)
 
@@ -97,7 +97,7 @@ def _converse(loop: Any, rows: int, length: int, steps: int, padded: bool) -> No
 
 
 @dataclasses.dataclass
-class FedConversation:
+class SyntheticConversation:
     """A conversation of synthetic tokens, which are fed to a model call by call.
 
     Attributes:
@@ -119,7 +119,7 @@ class FedConversation:
         for count in counts:
             self.seen += count
             outputs = chunks(self.caller, self.tokens(count), self.mask(self.seen), self.cache, chunk)
-            self.cache = cache_names.returned(last_of(outputs))
+            self.cache = cache_names.cache_of_output(last_of(outputs))
 
     def tokens(self, count: int) -> Tensor:
         """Return token ids, int64 [rows, count]."""

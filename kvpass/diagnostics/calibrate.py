@@ -14,13 +14,13 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass import cache_names
-from kvpass.arguments import Positive, checked
+from kvpass.arguments import Positive, check_arguments
 from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.capture import capture
 from kvpass.errors import AlignerError, CalibrationError, UnsupportedGraph
 from kvpass.fx import walk
 from kvpass.policies.aligners.signature import device_of, name_of, rows_of
-from kvpass.policies.calibration import CalibratedModel, Calibration, sizes_of_pairs, turned
+from kvpass.policies.calibration import CalibratedModel, Calibration, multiply_pairs, pair_norms
 from kvpass.torch_private import dynamo
 
 FIRST = 4
@@ -33,7 +33,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 """The largest relative difference of a key from its rotated form."""
 
 
-@checked
+@check_arguments
 @torch.no_grad()
 def calibrate(model: torch.nn.Module, ids: Tensor, *, window: Positive = 1024) -> Calibration:
     """Return the statistics of a model's queries on a text.
@@ -52,9 +52,9 @@ def calibrate(model: torch.nn.Module, ids: Tensor, *, window: Positive = 1024) -
             f"a text of shape {tuple(ids.shape)} has no window of {window} tokens: give int64 [T] with T of at least "
             f"window, and a window above {FIRST}"
         )
-    probed = _probed(model, torch.unique(ids)[:PROBES], window)
-    rotations = [_Rotation.measured(keys, name_of(model), layer) for layer, keys in enumerate(probed)]
-    sums: list[_Sums] = []
+    probed = _probe_keys(model, torch.unique(ids)[:PROBES], window)
+    rotations = [_Rotation.measure(keys, name_of(model), layer) for layer, keys in enumerate(probed)]
+    sums: list[_QuerySums] = []
     reader = AttentionReader(model)
     for part in torch.split(ids.to(device_of(model)), window):
         if len(part) == window:
@@ -62,14 +62,14 @@ def calibrate(model: torch.nn.Module, ids: Tensor, *, window: Positive = 1024) -
     return _calibration(name_of(model), probed[0][0].shape[1], rotations, sums)
 
 
-def _probed(model: torch.nn.Module, tokens: Tensor, window: int) -> list[dict[int, Tensor]]:
+def _probe_keys(model: torch.nn.Module, tokens: Tensor, window: int) -> list[dict[int, Tensor]]:
     """Return each layer's keys [n, Hkv, D] of single tokens, int64 [n], by their position."""
     ids = tokens.to(device_of(model))[:, None]
     layers: list[dict[int, Tensor]] = []
     for position in (0, *(p for p in POSITIONS if p < window)):
         out = model.forward(input_ids=ids, position_ids=torch.full_like(ids, position), use_cache=True)
         try:
-            rows = rows_of(model, cache_names.returned(out))
+            rows = rows_of(model, cache_names.cache_of_output(out))
         except AlignerError as error:
             raise CalibrationError(str(error)) from error
         layers = layers or [{} for _ in rows]
@@ -90,7 +90,7 @@ class _Rotation:
         self.pairs, self.frequency = pairs, frequency
 
     @staticmethod
-    def measured(keys: dict[int, Tensor], name: str, layer: int) -> _Rotation:
+    def measure(keys: dict[int, Tensor], name: str, layer: int) -> _Rotation:
         """Return the rotation, with the pairs of dimensions that explain the keys best.
 
         Raises:
@@ -107,19 +107,19 @@ class _Rotation:
             )
         return next(rotation for rotation, error in zip(found, errors, strict=True) if error <= 2 * least)
 
-    def before(self, rows: Tensor, positions: Tensor) -> Tensor:
+    def undo(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Return rows [..., n, D] at positions [n] before the rotation, float64 in the layout of pairs."""
-        return self._rotated_by(-positions[:, None], rows)
+        return self._rotate_by(-positions[:, None], rows)
 
     def error(self, keys: dict[int, Tensor], position: int) -> float:
         """Return the largest difference between the keys at a position and rotated ones, relative to their norm."""
-        apart = self._rotated_by(position, keys[0]) - self._rotated_by(0, keys[position])
+        apart = self._rotate_by(position, keys[0]) - self._rotate_by(0, keys[position])
         return float((apart.norm(dim=-1) / keys[0].double().norm(dim=-1).clamp(min=1e-12)).max())
 
-    def _rotated_by(self, positions: Tensor | int, rows: Tensor) -> Tensor:
+    def _rotate_by(self, positions: Tensor | int, rows: Tensor) -> Tensor:
         """Return rows [..., D] rotated by positions, float64 in the layout of pairs."""
         angle = positions * self.frequency
-        return turned(rows.double()[..., self.pairs.flatten()], torch.polar(torch.ones_like(angle), angle))
+        return multiply_pairs(rows.double()[..., self.pairs.flatten()], torch.polar(torch.ones_like(angle), angle))
 
 
 def _pairings(dim: int) -> list[Tensor]:
@@ -150,7 +150,7 @@ def _frequencies(keys: dict[int, Tensor], pairs: Tensor) -> Tensor:
     return frequency.to(keys[0].device)
 
 
-class _Sums:
+class _QuerySums:
     """Sums over the queries of one layer.
 
     Attributes:
@@ -171,7 +171,7 @@ class _Sums:
         self.count += rows.shape[1]
         self.rows += rows.sum(1)
         self.products += rows.mT @ rows
-        self.sizes += sizes_of_pairs(rows).sum(1)
+        self.sizes += pair_norms(rows).sum(1)
 
 
 class RecordedAttention(NamedTuple):
@@ -194,7 +194,7 @@ class AttentionReader:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.found: list[RecordedAttention] = []
-        dynamo.set_up_compilations()
+        dynamo.register_settings()
 
         def run(ids: Tensor) -> Any:
             return model.forward(input_ids=ids, use_cache=True)
@@ -203,7 +203,7 @@ class AttentionReader:
 
     def __call__(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         captured = capture(gm, [False] * len(examples))
-        for reading in captured.refused:
+        for reading in captured.refusals:
             raise UnsupportedGraph(f"a cache of the model cannot be read: {reading.refusal}")
         return _Recorder(captured.gm, {site.call: site for site in captured.sites}, self.found).run
 
@@ -234,15 +234,15 @@ class _Recorder(fx.Interpreter):
         return super().run_node(n)
 
 
-def _add(sums: list[_Sums], calls: list[RecordedAttention], rotations: list[_Rotation], name: str) -> None:
+def _add(sums: list[_QuerySums], calls: list[RecordedAttention], rotations: list[_Rotation], name: str) -> None:
     if len(calls) != len(rotations):
         raise CalibrationError(f"{name} has {len(rotations)} caches and {len(calls)} attention calls on caches")
-    sums.extend(_Sums(call.query.double(), call.scale) for call in calls[len(sums) :])
+    sums.extend(_QuerySums(call.query.double(), call.scale) for call in calls[len(sums) :])
     for each, rotation, call in zip(sums, rotations, calls, strict=True):
-        each.add(rotation.before(call.query, torch.arange(call.query.shape[2], device=call.query.device)))
+        each.add(rotation.undo(call.query, torch.arange(call.query.shape[2], device=call.query.device)))
 
 
-def _calibration(name: str, heads: int, rotations: list[_Rotation], sums: list[_Sums]) -> Calibration:
+def _calibration(name: str, heads: int, rotations: list[_Rotation], sums: list[_QuerySums]) -> Calibration:
     mean = torch.stack([each.rows / each.count for each in sums])
     second = torch.stack([each.products / each.count for each in sums]) - mean[..., None] * mean[..., None, :]
     tensors = dict(

@@ -68,18 +68,18 @@ class Name:
     purpose: str
 
 
-def examined() -> list[Finding]:
+def examine_installation() -> list[Finding]:
     """Return the findings about this installation."""
     return [*map(_version, versions.TESTED), _compiler(), _products(), *_names()]
 
 
 def _version(package: str) -> Finding:
-    found, tested = versions.installed(package), f"tested: {versions.range_of(package)}"
+    found, tested = versions.installed_version(package), f"tested: {versions.tested_range(package)}"
     if found is None:
         return Finding(package, "not installed", MEANING[package])
-    if versions.too_old(package):
+    if versions.outdated_version(package):
         return Finding(package, f"{found} ({tested})", f"install {versions.TESTED[package][0]} or newer", missing=True)
-    if versions.untested(package):
+    if versions.untested_version(package):
         return Finding(package, f"{found} ({tested})", "newer than what was tested")
     return Finding(package, f"{found} ({tested})")
 

@@ -1,4 +1,4 @@
-"""Measure gates of a model's KV heads: how much attention a head pays to tokens that a streaming head has not.
+"""Measure gates of a model's KV heads: the attention to tokens that a streaming head does not keep.
 
 DuoAttention trains gates, which takes a GPU and hours; a measurement takes minutes on a CPU.  The model reads a text
 twice in a row, so that heads which retrieve attend to the first time while they read the second.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpass.arguments import Natural, Positive, checked
+from kvpass.arguments import Natural, Positive, check_arguments
 from kvpass.diagnostics.calibrate import AttentionReader, RecordedAttention
 from kvpass.errors import CalibrationError
 from kvpass.policies.aligners.signature import device_of, name_of
@@ -19,7 +19,7 @@ BLOCK = 128
 """How many queries are read at a time."""
 
 
-@checked
+@check_arguments
 @torch.no_grad()
 def measure_gates(
     model: torch.nn.Module, ids: Tensor, *, window: Positive = 2048, sinks: Natural = 64, recent: Positive = 256

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.arguments import checked
+from kvpass.arguments import check_arguments
 from kvpass.backend import backend
 from kvpass.cache.handle import caches_in
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.errors import CacheHandleError, KVPassError
 from kvpass.policies.base import Policy
-from kvpass.rewrite.context import Record
+from kvpass.rewrite.context import PassRecord
 from kvpass.runtime.recorder import Recorder, SiteReport, Timings
 
 
@@ -39,7 +39,7 @@ class ExplainReport:
     sites: tuple[SiteReport, ...]
     notes: tuple[str, ...]
     error: str | None = None
-    passes: tuple[Record, ...] = ()
+    passes: tuple[PassRecord, ...] = ()
     programs: tuple[tuple[str, str], ...] = ()
     timings: Timings | None = None
 
@@ -61,7 +61,7 @@ class ExplainReport:
         return "\n".join([lines, summary, *more, *timings, *programs])
 
 
-@checked
+@check_arguments
 def explain(
     model: torch.nn.Module,
     policy: str | Policy = "full",
@@ -99,9 +99,9 @@ def explain(
         chosen = dataclasses.replace(asked, strict=False, recorder=recorder)
         error, spent = None, list[Timings]()
         # A step writes to its cache, and the user's must not change.
-        args = tuple(_copied(arg) for arg in args)
-        kwargs = {name: _copied(arg) for name, arg in kwargs.items()}
-        with warnings.catch_warnings(), torch.no_grad(), recorder.watch.timing(spent):
+        args = tuple(_copy_cache(arg) for arg in args)
+        kwargs = {name: _copy_cache(arg) for name, arg in kwargs.items()}
+        with warnings.catch_warnings(), torch.no_grad(), recorder.stopwatch.time_call(spent):
             warnings.simplefilter("ignore")
             try:
                 torch.compile(model.forward, backend=chosen)(*args, **kwargs)
@@ -116,7 +116,7 @@ def explain(
     return run
 
 
-def _copied(argument: Any) -> Any:
+def _copy_cache(argument: Any) -> Any:
     """Return a copy of an argument with a kvpass cache; any other argument itself."""
     return copy.deepcopy(argument) if caches_in(argument) else argument
 
@@ -226,13 +226,13 @@ def inspect(cache: Any) -> CacheReport:
 def _layer(cache: LayerCache) -> LayerReport:
     layout = cache.layout
     row = layout.heads * (layout.key_dim + layout.value_dim) * layout.dtype.itemsize
-    positions, policy = cache.slots.held(layout), layout.policy
+    positions, policy = cache.slots.cached_indices(layout), layout.policy
     interval = policy.held_between_compactions(layout.budget)
     capacities = tuple((part.heads, part.capacity) for part in layout.parts if layout.classes)
     return LayerReport(
         repr(policy), max(cache.row_budgets, default=layout.budget), policy.compacted(layout.budget), layout.capacity,
-        cache.seen, positions, cache.slots.nbytes, layout.batch * cache.stored * row,
-        (*cache.notes, *([interval] if interval else [])), cache.slots.held(layout, pinned=True), capacities,
+        cache.seen, positions, cache.slots.nbytes, layout.batch * cache.stored_tokens * row,
+        (*cache.notes, *([interval] if interval else [])), cache.slots.cached_indices(layout, pinned=True), capacities,
     )  # fmt: skip
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from kvpass import budget as budgets
-from kvpass.arguments import Condition, checked, shown
+from kvpass.arguments import Condition, check_arguments, short_text
 from kvpass.backend import Backend, backend
-from kvpass.cache.admission import Chunk, admit, by_class, of_chunk
+from kvpass.cache.admission import Chunk, admit, attention_of_chunk, split_by_class
 from kvpass.cache.chunk_step import extend_step
 from kvpass.cache.layout import Layout
 from kvpass.cache.site import Rotate, Site
@@ -26,7 +26,7 @@ from kvpass.policies.budgets import Plan, window_starts
 from kvpass.policies.ranking import rows_in_order
 from kvpass.policies.types import Attention
 from kvpass.reference import ReferenceLayer, reference_of
-from kvpass.reference.base import attention_logits
+from kvpass.reference.layer import attention_logits
 from kvpass.runtime.caches import clock_of, tick_of
 from kvpass.runtime.compiler import Positions
 
@@ -57,7 +57,7 @@ class Trace:
     values: Tensor
 
 
-@checked
+@check_arguments
 def simulate(
     policy: str | Policy | Backend,
     q: Heads,
@@ -104,7 +104,7 @@ def simulate(
     _check_shapes(q, k, v, prompt, rope_theta)
     chosen = _without_settings(policy, settings) if isinstance(policy, Backend) else backend(policy, **settings)
     layer = _Layer(chosen, q, k, v, prompt, rope_theta, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    return _compiled(layer) if compiled else _reference(layer)
+    return _run_compiled(layer) if compiled else _run_reference(layer)
 
 
 def _without_settings(chosen: Backend, settings: dict[str, Any]) -> Backend:
@@ -117,7 +117,9 @@ def _without_settings(chosen: Backend, settings: dict[str, Any]) -> Backend:
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, prompt: int, theta: float | None) -> None:
     if len({(x.dtype, x.device) for x in (q, k, v)}) > 1:
-        raise KVPassError(f"q {shown(q)}, k {shown(k)}, v {shown(v)} must have one dtype and be on one device")
+        raise KVPassError(
+            f"q {short_text(q)}, k {short_text(k)}, v {short_text(v)} must have one dtype and be on one device"
+        )
     if theta is not None and q.shape[3] % 2:
         raise KVPassError(f"rope_theta={theta}: heads of {q.shape[3]} features have no halves to rotate")
     if k.shape[:3] != v.shape[:3] or q.shape[2:] != k.shape[2:]:
@@ -188,7 +190,7 @@ class _Layer:
 
     @property
     def rotate(self) -> Rotate | None:
-        return (lambda keys, rank: [self.rotated(keys.joined(), rank)]) if self.ranked else None
+        return (lambda keys, rank: [self.rotated(keys.join(), rank)]) if self.ranked else None
 
     def tokens(self, chosen: slice, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries and keys at positions first, first + 1, ... (`first` is [B, 1, 1 or n]), and values."""
@@ -208,28 +210,28 @@ class _Layer:
 
 def _prompt(layer: _Layer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return queries, attended keys, values and stored keys of the prompt."""
-    q, k, v = layer.tokens(slice(0, layer.prompt), -_starts(layer)[:, None])
+    q, k, v = layer.tokens(slice(0, layer.prompt), -_window_starts(layer)[:, None])
     return q, k, v, layer.k[:, :, : layer.prompt] if layer.ranked else k
 
 
-def _starts(layer: _Layer) -> Tensor:
+def _window_starts(layer: _Layer) -> Tensor:
     """Return the start of each prompt token's window, int64 [B, P]; 0 if the policy does not renumber."""
     valid = layer.valid(layer.prompt)
     return window_starts(valid, layer.budget) if layer.policy.renumbers else torch.zeros_like(valid, dtype=torch.int64)
 
 
-def _visible(layer: _Layer) -> Tensor:
+def _prompt_mask(layer: _Layer) -> Tensor:
     """Return the attention mask of the prompt, bool [B, 1, P, P]."""
-    starts, index = _starts(layer), torch.arange(layer.prompt, device=layer.q.device)
+    starts, index = _window_starts(layer), torch.arange(layer.prompt, device=layer.q.device)
     return ((starts[:, :, None] == starts[:, None]) & (index <= index[:, None]))[:, None]
 
 
-def _compiled(layer: _Layer) -> Trace:
+def _run_compiled(layer: _Layer) -> Trace:
     policy, valid = layer.policy, layer.valid(layer.prompt)
     q, k, v, stored = _prompt(layer)
     q = with_logit_scale(policy, q, valid.sum(-1, keepdim=True))
     output = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=_visible(layer), scale=layer.scale, enable_gqa=True
+        q, k, v, attn_mask=_prompt_mask(layer), scale=layer.scale, enable_gqa=True
     )
     spec = StatisticsSpec(q, k, None, None, True, layer.scale, None, k.shape[1], None)
     attention = spec.attention(policy, valid, layer.budget)
@@ -244,25 +246,25 @@ def _compiled(layer: _Layer) -> Trace:
         outputs.append(new)
         held.append(_positions(layout, slots))
     width = max(layout.budget, *(int((p >= 0).sum(-1).max()) for p in held))
-    positions = torch.stack([_fitted(p, width, FREE) for p in held])
-    whole = slots.whole(layout)
-    keys, values = (_fitted_rows(_in_order(whole, rows), width) for rows in (whole.key, whole.value))
+    positions = torch.stack([_fit_width(p, width, FREE) for p in held])
+    whole = slots.as_rectangle(layout)
+    keys, values = (_fit_rows(_in_order(whole, rows), width) for rows in (whole.key, whole.value))
     return Trace(positions, torch.cat(outputs, 2), keys, values)
 
 
 def _compiled_step(layer: _Layer, layout: Layout, slots: AnySlots, t: int, compact: bool) -> tuple[Tensor, AnySlots]:
     site, valid = Site(layer.scale, None, layer.rotate), layer.valid(1)
-    q, k, v, stored = layer.step(t, slots.whole(layout).next_rank())
+    q, k, v, stored = layer.step(t, slots.as_rectangle(layout).next_rank())
     if slots.capacity == layout.capacity:
         return decode_step(layout, site, slots, q, stored, v, valid[:, 0], compact).output, slots
     attended = extend_step(layout, site, slots, q, k, v, valid)
-    chunk = Chunk(stored, v, valid, of_chunk(layout, by_class(layout, attended.statistics), valid))
+    chunk = Chunk(stored, v, valid, attention_of_chunk(layout, split_by_class(layout, attended.statistics), valid))
     return attended.output, admit(layout, slots, chunk)
 
 
 def _positions(layout: Layout, slots: AnySlots) -> Tensor:
     """Return the positions of cached tokens, [B, Hkv, C], sorted, -1 after the last."""
-    position = slots.whole(layout).position
+    position = slots.as_rectangle(layout).position
     return position.gather(-1, rows_in_order(position)).expand(-1, layout.heads, -1).clone()
 
 
@@ -270,24 +272,24 @@ def _in_order(slots: Slots, rows: Rows) -> Tensor:
     """Return the cached rows [B, Hkv, C, D] in their decoded form, sorted by position, zero after the last."""
     order = rows_in_order(slots.position)
     live = (slots.position.gather(-1, order) >= 0)[..., None]
-    return torch.where(live, rows.gathered(order).read(), 0)
+    return torch.where(live, rows.gather(order).read(), 0)
 
 
-def _reference(layer: _Layer) -> Trace:
+def _run_reference(layer: _Layer) -> Trace:
     q, k, v, stored = _prompt(layer)
     valid, rule = layer.valid(layer.prompt), reference_of(layer.policy)
     factor = rule.logit_scale(layer.prompt)
-    logits = attention_logits(q * factor, k, _visible(layer), None, layer.scale)
+    logits = attention_logits(q * factor, k, _prompt_mask(layer), None, layer.scale)
     plan = _plan(layer, logits.softmax(-1), valid)
     reference = ReferenceLayer(layer.layout(plan), rule, plan.budgets_of_rows(len(q)))
     reference.take(Chunk(stored, v, valid, Attention()), logits.softmax(-1), logits)
-    outputs, held = [_weighted(logits.softmax(-1), v)], [reference.positions()]
+    outputs, held = [_weighted_sum(logits.softmax(-1), v)], [reference.positions()]
     for t in range(layer.prompt, layer.q.shape[2]):
         outputs.append(_reference_step(layer, reference, t))
         held.append(reference.positions())
     width = max(layer.budget, *(p.shape[-1] for p in held))
-    positions = torch.stack([_fitted(p, width, FREE).expand(-1, layer.k.shape[1], -1) for p in held])
-    keys, values = (_fitted_rows(reference.held_rows(name, stored=True), width) for name in ("key", "value"))
+    positions = torch.stack([_fit_width(p, width, FREE).expand(-1, layer.k.shape[1], -1) for p in held])
+    keys, values = (_fit_rows(reference.held_rows(name, stored=True), width) for name in ("key", "value"))
     return Trace(positions, torch.cat(outputs, 2), keys, values)
 
 
@@ -316,20 +318,20 @@ def _reference_step(layer: _Layer, reference: ReferenceLayer, t: int) -> Tensor:
     logits = attention_logits(q, attended, mask, None, layer.scale)  # [B, Hq, 1, N + 1]
     bias = reference.bias(q.shape[1] // k.shape[1])
     probabilities = (logits if bias is None else logits + torch.nn.functional.pad(bias, (0, 1))).softmax(-1)
-    output = _weighted(probabilities, torch.cat([reference.held_rows("value"), v], 2)).to(layer.q.dtype)
+    output = _weighted_sum(probabilities, torch.cat([reference.held_rows("value"), v], 2)).to(layer.q.dtype)
     reference.take(Chunk(stored, layer.v[:, :, t : t + 1], valid, Attention()), probabilities, logits)
     return output
 
 
-def _weighted(probabilities: Tensor, values: Tensor) -> Tensor:
+def _weighted_sum(probabilities: Tensor, values: Tensor) -> Tensor:
     """Return the weighted sums [B, Hq, q, Dv] of values [B, Hkv, N, Dv] by probabilities [B, Hq, q, N]."""
     return probabilities.to(values.dtype) @ values.repeat_interleave(probabilities.shape[1] // values.shape[1], 1)
 
 
-def _fitted(x: Tensor, width: int, fill: float) -> Tensor:
+def _fit_width(x: Tensor, width: int, fill: float) -> Tensor:
     """Cut or pad the last dimension to `width`."""
     return torch.nn.functional.pad(x, (0, width - x.shape[-1]), value=fill)
 
 
-def _fitted_rows(x: Tensor, width: int) -> Tensor:
-    return _fitted(x.transpose(2, 3), width, 0.0).transpose(2, 3)
+def _fit_rows(x: Tensor, width: int) -> Tensor:
+    return _fit_width(x.transpose(2, 3), width, 0.0).transpose(2, 3)

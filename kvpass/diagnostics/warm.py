@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from kvpass import cache_names, policies
-from kvpass.arguments import Condition, Positive, checked
+from kvpass.arguments import Condition, Positive, check_arguments
 from kvpass.backend import compile as compile_model
 from kvpass.cache.handle import caches_in
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.decoding.prefill import Caller
-from kvpass.decoding.warmup import FedConversation, prompt_lengths, steps_until_compaction
+from kvpass.decoding.warmup import SyntheticConversation, prompt_lengths, steps_until_compaction
 from kvpass.errors import PolicyError
 from kvpass.policies.base import Policy
 
@@ -29,7 +29,7 @@ STEPS = 3  # the first may specialise on a number, the second makes it a symbol,
 TURNS = (5, 7, 6)  # numbers of tokens in later turns
 
 
-@checked
+@check_arguments
 def warm(
     model: M,
     policy: str | Policy = "full",
@@ -76,7 +76,7 @@ def warm(
     batches = [(size, padded) for size in rows for padded in _paddings(size)]
     batches += [(size, True) for size in _third(rows)]
     prompts = [(size, padded, length) for size, padded in batches for length in lengths]
-    several = TURNS if turns and not _encodes(model) else ()
+    several = TURNS if turns and not _has_encoder(model) else ()
     chunked = batches if prefill_chunk is not None else []
     with torch.no_grad(), _bar(len(prompts) * (1 + len(several)) + len(chunked), progress) as tick:
         for size, padded, length in prompts:
@@ -100,7 +100,7 @@ def _third(rows: Sequence[int]) -> list[int]:
     return [max(several) + 1] if len(several) == 2 else []
 
 
-def _encodes(model: Any) -> bool:
+def _has_encoder(model: Any) -> bool:
     """Return whether the prompt goes to an encoder, so that there are no further turns."""
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
@@ -126,11 +126,12 @@ def _until_compaction(caches: Sequence[LayerCache]) -> int:
     if not caches or not caches[0].clocks:
         return 0
     layout, clock, limit = caches[0].layout, caches[0].clocks[0], caches[0].row_budgets[0]
-    counts = [((own,), each.budget) for own, each in zip(clock, layout.classes, strict=False)] or [(clock, limit)]
+    pairs = zip(clock, layout.classes, strict=bool(layout.classes))
+    counts = [((own,), each.budget) for own, each in pairs] or [(clock, limit)]
     return min(steps_until_compaction(layout.policy, budget, own) for own, budget in counts)
 
 
-class _Conversation(FedConversation):
+class _Conversation(SyntheticConversation):
     """A conversation through `generate` if the model has it, else by calls."""
 
     def __init__(self, model: Any, rows: int, padded: bool) -> None:
@@ -155,7 +156,7 @@ class _Conversation(FedConversation):
             return_dict_in_generate=True,
             pad_token_id=0,
         )
-        self.cache, self.seen = cache_names.returned(out), out.sequences.shape[1] - 1
+        self.cache, self.seen = cache_names.cache_of_output(out), out.sequences.shape[1] - 1
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ class Memory:
         self._owner: dict[fx.Node, fx.Node] = {}
         self._writers: dict[fx.Node, list[fx.Node]] = {}
         for node in graph.nodes:
-            for parent in (aliased or _base)(node):
+            for parent in (aliased or _viewed_operand)(node):
                 self._owner[self.of(node)] = self.of(parent)
         for node in graph.nodes:
             if node in self._owner and writes(node):
@@ -41,13 +41,13 @@ class Memory:
         return self._writers.get(self.of(node), ())
 
 
-def _base(node: fx.Node) -> list[fx.Node]:
+def _viewed_operand(node: fx.Node) -> list[fx.Node]:
     """Return the first operand if the node's name says that it is a view of it or writes to it."""
     base = node.args[0] if node.args else None
     return [base] if isinstance(base, fx.Node) and (writes(node) or name_of(node) in tagged("view")) else []
 
 
-def behind(
+def ancestors_with_writes(
     results: Sequence[fx.Node],
     stop: Iterable[fx.Node] = (),
     reader: fx.Node | None = None,
@@ -90,7 +90,7 @@ def writers_to(nodes: set[fx.Node], memory: Memory | None = None) -> list[fx.Nod
     return sorted({writer for node in nodes for writer in memory.writers(node)})
 
 
-def overwritten(nodes: set[fx.Node], since: fx.Node | None = None, memory: Memory | None = None) -> fx.Node | None:
+def overwriting_node(nodes: set[fx.Node], since: fx.Node | None = None, memory: Memory | None = None) -> fx.Node | None:
     """Return a node outside `nodes` that writes to their memory, or None.
 
     Such a write means that `nodes` alone do not determine what is computed.
@@ -168,17 +168,17 @@ def may_alias(node: fx.Node, parent: fx.Node) -> bool:
     count as well.
     """
     if fx_nodes.is_operator(node):
-        return parent in fx_nodes.passes_on(node)
-    made, taken = value(node), value(parent)
+        return parent in fx_nodes.aliased_arguments(node)
+    result, taken = value(node), value(parent)
     if isinstance(taken, (torch.SymInt, int)):
         return False
-    if not isinstance(made, torch.Tensor) or not isinstance(taken, torch.Tensor):
+    if not isinstance(result, torch.Tensor) or not isinstance(taken, torch.Tensor):
         return True
-    recorded = tensors.is_fake(made) and tensors.is_fake(taken)
-    return tensors.share_memory(made, taken) or (not recorded and (writes(node) or name_of(node) in tagged("view")))
+    recorded = tensors.is_fake(result) and tensors.is_fake(taken)
+    return tensors.share_memory(result, taken) or (not recorded and (writes(node) or name_of(node) in tagged("view")))
 
 
-def dependent(among: set[fx.Node], roots: Sequence[fx.Node], memory: Memory | None = None) -> set[fx.Node]:
+def dependents(among: set[fx.Node], roots: Sequence[fx.Node], memory: Memory | None = None) -> set[fx.Node]:
     """Return the roots and the nodes of `among` computed from them, including memory that these nodes write to.
 
     Args:

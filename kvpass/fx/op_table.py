@@ -154,10 +154,10 @@ _LEADING: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("full_like", "zeros_like", "ones_like"), ("input", "fill_value")),
     "bmm": ("input", "mat2"),
 }
-"""The arguments that `bind` makes positional."""
+"""The arguments that `normalize_calls` makes positional."""
 
 
-def bind(graph: fx.Graph) -> None:
+def normalize_calls(graph: fx.Graph) -> None:
     """Rewrite calls in one form, in which an argument's index identifies it.
 
     Leading keyword arguments become positional; `x.where(condition, other)` becomes `where(condition, x, other)`.  The
@@ -168,7 +168,7 @@ def bind(graph: fx.Graph) -> None:
         names = _LEADING.get(name, ())
         given = {{"self": "input"}.get(key, key): argument for key, argument in node.kwargs.items()}
         if name == "where" and node.op == "call_method":
-            given |= dict(zip(("input", "condition", "other"), node.args, strict=False))
+            given |= dict(zip(("input", "condition", "other"), node.args, strict=False))  # others are keywords
             with graph.inserting_before(node):
                 function = graph.call_function(torch.where, tuple(given[each] for each in names if each in given))
             function.meta = dict(node.meta)
@@ -182,12 +182,12 @@ def bind(graph: fx.Graph) -> None:
                 node.args, node.kwargs = tuple(args), given
 
 
-def bound(node: fx.Node) -> dict[str, Any]:
+def named_arguments(node: fx.Node) -> dict[str, Any]:
     """Return the arguments of a node by name: of a library's operator with defaults, of others that the table names."""
     names, defaults = _SIGNATURES.get(known_name(node), ()), dict[str, Any]()
     if fx_nodes.is_operator(node):
         names, defaults = fx_nodes.schema(node)
-    given = defaults | dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    given = defaults | dict(zip(names, node.args, strict=False)) | dict(node.kwargs)  # keywords follow
     if "axis" in given:
         given["dim"] = given.pop("axis")
     return given
@@ -214,7 +214,7 @@ def is_pointwise(node: fx.Node) -> bool:
 
 
 def _drops_nothing(node: fx.Node) -> bool:
-    given = bound(node)
+    given = named_arguments(node)
     return known_name(node) == "dropout" and not (given.get("p", 0.5) and given.get("training", True))
 
 
@@ -235,6 +235,6 @@ def subscript(node: fx.Node) -> tuple[Any, ...]:
     return parts if isinstance(parts, tuple) else (parts,)
 
 
-def keeps_whole(part: Any) -> bool:
+def keeps_whole_dimension(part: Any) -> bool:
     """Check whether a part of a subscript keeps a whole dimension."""
     return part is Ellipsis or (isinstance(part, slice) and part == slice(None))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from kvpass.fx.op_table import bound, is_a, is_pointwise, known_name, leaves, subscript, tagged
+from kvpass.fx.op_table import is_a, is_pointwise, known_name, leaves, named_arguments, subscript, tagged
 from kvpass.fx.shapes import expr, number
 from kvpass.fx.walk import is_size, is_tensor, value
 from kvpass.torch_private import tensors
@@ -32,9 +32,9 @@ def propagate_dim(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
         return None
     name = known_name(node)
     if is_pointwise(node):
-        return _aligned(node, operand, dim)
-    if name in tagged("moves") and not _by_tensor(node):
-        return _moved(node, operand, dim)
+        return _align_dim(node, operand, dim)
+    if name in tagged("moves") and not _depends_on_content(node):
+        return _propagate_by_running(node, operand, dim)
     if name in tagged("reduces", "along"):
         return _without_dims(node, dim, goes=name in tagged("reduces"))
     if name in tagged("features") and node.args[0] is operand:
@@ -50,54 +50,56 @@ def propagate_dim(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
     return None
 
 
-def _aligned(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
+def _align_dim(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
     shape, source = value(node).shape, value(operand).shape
     index = dim + len(shape) - len(source)
     return index if 0 <= index < len(shape) and expr(shape[index]) == expr(source[dim]) else None
 
 
-def _by_tensor(node: fx.Node) -> bool:
+def _depends_on_content(node: fx.Node) -> bool:
     """Check whether the positions of elements in the result depend on a tensor's content."""
     if known_name(node) in _LIKE:
         return False
     return any(is_tensor(leaf) for leaf in leaves((node.args[1:], *node.kwargs.values())))
 
 
-def _moved(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
+def _propagate_by_running(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
     """Run the operation on coordinates along `dim`, and return the dimension of the result along which they lie."""
     if isinstance(value(operand), (tuple, list)):  # an item of a split tensor
         return dim if known_name(node) == "getitem" and isinstance(node.args[1], int) else None
-    size, shape = value(operand).shape[dim], list(concrete(value(operand).shape))
+    size, shape = value(operand).shape[dim], list(concrete_shape(value(operand).shape))
     alone = isinstance(size, int) and size == 1
     if alone and known_name(node) == "expand":
-        return _aligned(node, operand, dim)
+        return _align_dim(node, operand, dim)
     if alone:  # one element does not reveal its new axis; an operation that names the size fails on two
         shape[dim] = 2
     try:
-        made = run_on(node, {operand: coordinates(tuple(shape), dim)})
+        result = run_on(node, {operand: coordinates(tuple(shape), dim)})
     except (RuntimeError, IndexError, ValueError, TypeError):
         return None
-    parts = list(zip(made, value(node), strict=True)) if isinstance(made, (tuple, list)) else [(made, value(node))]
-    found = {_where(part, known, shape[dim], size) for part, known in parts}
+    parts = (
+        list(zip(result, value(node), strict=True)) if isinstance(result, (tuple, list)) else [(result, value(node))]
+    )
+    found = {_dim_of_coordinates(part, known, shape[dim], size) for part, known in parts}
     return found.pop() if len(found) == 1 else None
 
 
-def _where(made: Any, known: Any, count: int, size: Any) -> int | None:
+def _dim_of_coordinates(made: Any, known: Any, count: int, size: Any) -> int | None:
     """Return the dimension along which coordinates lie, if its size is `size` for all values of the symbols."""
-    index = lies_along(made, count)
+    index = counted_dim(made, count)
     return None if index is None or expr(known.shape[index]) != expr(size) else index
 
 
 def swaps_last_two(node: fx.Node) -> bool:
     """Check whether a node transposes its operand's last two dimensions, by whatever operator."""
-    if not is_a(node, "moves") or _by_tensor(node):
+    if not is_a(node, "moves") or _depends_on_content(node):
         return False
-    given = torch.empty(concrete(value(node.args[0]).shape), device="meta")  # type: ignore[arg-type]
+    given = torch.empty(concrete_shape(value(node.args[0]).shape), device="meta")  # type: ignore[arg-type]
     try:
-        made = run_on(node, {node.args[0]: given})  # type: ignore[dict-item]
+        result = run_on(node, {node.args[0]: given})  # type: ignore[dict-item]
     except (RuntimeError, IndexError, ValueError, TypeError):
         return False
-    return isinstance(made, torch.Tensor) and given.ndim > 1 and _lies_like(made, given.transpose(-1, -2))
+    return isinstance(result, torch.Tensor) and given.ndim > 1 and _lies_like(result, given.transpose(-1, -2))
 
 
 def _lies_like(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -111,7 +113,7 @@ def coordinates(shape: tuple[int, ...], dim: int) -> torch.Tensor:
     return line.expand(shape)
 
 
-def lies_along(made: Any, count: int) -> int | None:
+def counted_dim(made: Any, count: int) -> int | None:
     """Return the one dimension along which a tensor counts 0 .. count - 1 and is constant elsewhere, or None."""
     if not isinstance(made, torch.Tensor) or count < 2 or not made.numel():
         return None
@@ -122,25 +124,25 @@ def lies_along(made: Any, count: int) -> int | None:
 
 def _dims(node: fx.Node, ndim: int) -> set[int] | None:
     """Return the dimensions that an operation works along, or None if they are unknown or all."""
-    dim = bound(node).get("dim", 1 if known_name(node) == "normalize" else None)
+    dim = named_arguments(node).get("dim", 1 if known_name(node) == "normalize" else None)
     dims: list[Any] = list(dim) if isinstance(dim, (tuple, list)) else [dim]
     known = bool(dims) and all(isinstance(d, int) and not isinstance(d, bool) for d in dims)
     return {d % ndim for d in dims} if known else None
 
 
 def _without_dims(node: fx.Node, dim: int, goes: bool) -> int | None:
-    source = bound(node).get("input")
+    source = named_arguments(node).get("input")
     if not isinstance(source, fx.Node) or not is_tensor(source):
         return None
     dims = _dims(node, value(source).ndim)
     if dims is None or dim in dims:
         return None
-    keeps = not goes or bool(bound(node).get("keepdim", False))
+    keeps = not goes or bool(named_arguments(node).get("keepdim", False))
     return dim if keeps else dim - sum(d < dim for d in dims)
 
 
 def _without_features(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
-    shape = bound(node).get("normalized_shape", 1)
+    shape = named_arguments(node).get("normalized_shape", 1)
     mixed = len(shape) if isinstance(shape, (tuple, list)) else int(known_name(node) != "view_as_real")
     return dim if dim < value(operand).ndim - mixed else None
 
@@ -157,11 +159,11 @@ def _outside_product(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
     if dim >= width - 2:
         summed = width - 1 if operand is first else width - 2
         return None if dim == summed else ndim - width + dim
-    return _aligned(node, operand, dim)
+    return _align_dim(node, operand, dim)
 
 
 def _without_joined(node: fx.Node, dim: int) -> int | None:
-    along = bound(node).get("dim", 0) % value(node).ndim
+    along = named_arguments(node).get("dim", 0) % value(node).ndim
     if known_name(node) == "stack":
         return int(dim + (along <= dim))
     return None if along == dim else dim
@@ -181,23 +183,23 @@ def _in_equation(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
 # -- running an operation on small tensors ----------------------------------------------------------------------------
 
 
-def concrete(shape: Any) -> tuple[int, ...]:
+def concrete_shape(shape: Any) -> tuple[int, ...]:
     """Return a shape with a small number in place of each symbol."""
     return tuple(_number(size) for size in shape)
 
 
 def _number(size: Any) -> int:
     """Return a size with a small number in place of each symbol; a symbol always gets the same number."""
-    return number(size, {symbol: _stands_for(symbol) for symbol in expr(size).free_symbols})
+    return number(size, {symbol: _number_for(symbol) for symbol in expr(size).free_symbols})
 
 
-def _stands_for(symbol: Any) -> int:
+def _number_for(symbol: Any) -> int:
     digits = "".join(letter for letter in str(symbol) if letter.isdigit()) or "0"
     return 3 + int(digits) % 5
 
 
 def run_on(node: fx.Node, given: dict[fx.Node, Any]) -> Any:
-    """Run a node's operation on the given operands, with `concrete` sizes."""
+    """Run a node's operation on the given operands, with `concrete_shape` sizes."""
 
     def replace(argument: fx.Node) -> Any:
         if argument in given:
@@ -205,7 +207,7 @@ def run_on(node: fx.Node, given: dict[fx.Node, Any]) -> Any:
         if is_size(argument):
             return _number(argument)
         if known_name(node) in _LIKE:
-            return torch.empty(()).expand(concrete(value(argument).shape))
+            return torch.empty(()).expand(concrete_shape(value(argument).shape))
         raise TypeError(f"{argument} is no size")
 
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), replace)
@@ -223,8 +225,8 @@ def lookup(node: fx.Node) -> tuple[fx.Node, dict[int, Any]] | None:
 
     An index may be a node, or for `getitem` any part of the subscript.
     """
-    name, given = known_name(node), bound(node)
-    if name == "getitem" and is_tensor(node.args[0]) and _by_tensor(node):
+    name, given = known_name(node), named_arguments(node)
+    if name == "getitem" and is_tensor(node.args[0]) and _depends_on_content(node):
         return node.args[0], dict(_subscripts(subscript(node), value(node.args[0]).ndim))
     if is_a(node, "looks_up") and isinstance(given.get("dim"), int):
         index = given["indices" if name == "take_along_dim" else "index"]
@@ -252,9 +254,9 @@ def index_axis(node: fx.Node, index: fx.Node, dim: int) -> int | None:
     if name == "embedding":
         return dim
     if name == "index_select":
-        return int(bound(node)["dim"] % value(node).ndim)
+        return int(named_arguments(node)["dim"] % value(node).ndim)
     if name in ("gather", "take_along_dim"):
-        along = bound(node)["dim"] % value(node).ndim
+        along = named_arguments(node)["dim"] % value(node).ndim
         return dim if along == dim else None
     return _among_subscripts(node, index, dim)
 

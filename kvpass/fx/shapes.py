@@ -24,7 +24,7 @@ def expr(size: Any) -> sympy.Expr:
     return symbolic_shapes.expression(size) if isinstance(size, torch.SymInt) else sympy.Integer(size)
 
 
-def same(one: Iterable[Any], other: Iterable[Any]) -> bool:
+def same_shape(one: Iterable[Any], other: Iterable[Any]) -> bool:
     """Check whether two shapes are equal as expressions."""
     return [*map(expr, one)] == [*map(expr, other)]
 
@@ -50,7 +50,7 @@ def token_dim(shape: Sequence[Any], queries: Any) -> int:
 
 def guards(graph: fx.Graph) -> list[sympy.Expr]:
     """Return Dynamo's guards on the sizes of a graph's arguments."""
-    return symbolic_shapes.guarded(*map(value, placeholders(graph)))
+    return symbolic_shapes.guard_expressions(*map(value, placeholders(graph)))
 
 
 def pairs(node: fx.Node, argument: Any) -> list[tuple[Any, int]]:
@@ -60,7 +60,7 @@ def pairs(node: fx.Node, argument: Any) -> list[tuple[Any, int]]:
     return [(value(node), argument)] if is_size(node) else []
 
 
-def measured(graph: fx.Graph, arguments: Sequence[Any]) -> dict[Any, int]:
+def measure_symbols(graph: fx.Graph, arguments: Sequence[Any]) -> dict[Any, int]:
     """Return the values of a graph's symbols that are arguments or sizes of arguments."""
     each = zip(placeholders(graph), arguments, strict=True)
     found = {expr(size): int(count) for node, argument in each for size, count in pairs(node, argument)}
@@ -113,7 +113,7 @@ class Sizes:
         object.__setattr__(self, "_back", {t: s - self.least for s, t in above.items()})
         object.__setattr__(self, "_dynamic", frozenset(self.dynamic.symbols if self.dynamic else ()))
 
-    def _simple(self, size: Any) -> sympy.Expr:
+    def _simplified_size(self, size: Any) -> sympy.Expr:
         """Simplify a size, once for all equal sizes: a graph has thousands of them, and sympy is slow."""
         size = value(size) if isinstance(size, fx.Node) else size
         written = expr(size)
@@ -123,7 +123,7 @@ class Sizes:
 
     def _simplify(self, size: Any) -> sympy.Expr:
         """Drop maxima and minima that bounds decide, and insert the known values."""
-        whole = symbolic_shapes.without_decided_bounds(size) if isinstance(size, torch.SymInt) else expr(size)
+        whole = symbolic_shapes.drop_decided_bounds(size) if isinstance(size, torch.SymInt) else expr(size)
         for name, function in (("Max", sympy.Max), ("Min", sympy.Min)):  # torch has its own
             theirs = {part.func for part in sympy.preorder_traversal(whole) if part.func.__name__ == name}
             for kind in theirs:
@@ -132,24 +132,24 @@ class Sizes:
 
     def grows(self, size: Any) -> bool:
         """Check whether a size changes from step to step."""
-        return self.grows_in(self._simple(size))
+        return self.grows_in(self._simplified_size(size))
 
     def grows_in(self, expression: sympy.Expr) -> bool:
         """Check whether an expression has symbols that grow."""
         return bool(expression.free_symbols - self._dynamic)  # type: ignore[attr-defined]
 
-    def grown(self, tensor: Any) -> bool:
+    def has_growing_dim(self, tensor: Any) -> bool:
         """Check whether any dimension of a fake tensor changes from step to step."""
         return isinstance(tensor, torch.Tensor) and any(self.grows(size) for size in tensor.shape)
 
-    def settled(self, size: Any) -> bool:
+    def is_dynamic(self, size: Any) -> bool:
         """Check whether a size depends on symbols that stay dynamic, and on no others."""
         symbols = expr(size).free_symbols
         return bool(symbols) and not self.grows_in(expr(size))
 
-    def fixed(self, size: Any) -> Any:
+    def fixed_size(self, size: Any) -> Any:
         """Return a size that does not grow, as a number or a dynamic size."""
-        simple = self._simple(size)
+        simple = self._simplified_size(size)
         return self.dynamic.size(sympy.expand(simple)) if self.dynamic else int(simple)
 
     def is_total(self, size: Any) -> bool:
@@ -158,7 +158,8 @@ class Sizes:
 
     def _adds_up(self, size: Any) -> bool:
         return any(
-            sympy.expand(self._simple(size) - length).subs(self.known) == expr(self.queries) and length.free_symbols
+            sympy.expand(self._simplified_size(size) - length).subs(self.known) == expr(self.queries)
+            and length.free_symbols
             for length in self.lengths
         )
 
@@ -176,7 +177,7 @@ class Sizes:
         Raises:
             UnsupportedGraph: the size depends on more than the cache's length.
         """
-        expression = self._simple(size)
+        expression = self._simplified_size(size)
         for length in self.lengths:
             for symbol in length.free_symbols:
                 expression = expression.subs(symbol, LENGTH - (length - symbol))
@@ -199,7 +200,7 @@ class Sizes:
         """Return an expression in which lengths have cancelled out, as a number or a dynamic size."""
         return self.dynamic.size(expression) if self.dynamic else int(expression)
 
-    def on_length(self, size: Any, length: fx.Node, graph: fx.Graph, number: Callable[[Any], Any]) -> Any:
+    def emit_on_length(self, size: Any, length: fx.Node, graph: fx.Graph, number: Callable[[Any], Any]) -> Any:
         """Emit nodes that compute a size from the length, a tensor; return the node or a number.
 
         Args:
@@ -220,11 +221,11 @@ class Sizes:
                     f"position arithmetic {part} on the cache's length is no sum, product, maximum or minimum"
                 )
             terms = sorted((emit(term) for term in part.args), key=lambda term: not is_tensor(term))
-            made = terms[0]
+            result = terms[0]
             for term in terms[1:]:
-                made = graph.call_function(function, (made, term))
-                made.meta["example_value"] = value(length)
-            return made
+                result = graph.call_function(function, (result, term))
+                result.meta["example_value"] = value(length)
+            return result
 
         return emit(self.in_length(size))
 

@@ -10,12 +10,12 @@ import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
 
-from kvpass.fx.alias import Memory, behind, dependent
+from kvpass.fx.alias import Memory, ancestors_with_writes, dependents
 from kvpass.fx.walk import is_size, placeholders, value
 from kvpass.torch_private import tensors
 
 
-def let_go_of_data(graph: fx.Graph) -> None:
+def release_example_data(graph: fx.Graph) -> None:
     """Replace the real example tensors of inputs by meta tensors.
 
     A graph outlives the arguments that it was compiled with, and must not keep their memory.
@@ -43,11 +43,13 @@ class Slice:
     @property
     def key(self) -> tuple[Any, ...]:
         index = {node: f"%{i}" for i, node in enumerate(self.module.graph.nodes)}
-        steps = [(node.op, None if node.op == "placeholder" else node.target, _told(node, index)) for node in index]
+        steps = [
+            (node.op, None if node.op == "placeholder" else node.target, _arguments_text(node, index)) for node in index
+        ]
         return (*steps, *((n.name, str(value(n))) for n in self.bound))
 
 
-def _told(node: fx.Node, index: dict[fx.Node, str]) -> str:
+def _arguments_text(node: fx.Node, index: dict[fx.Node, str]) -> str:
     """Return the arguments of a node as text, with indices in place of nodes."""
     return str(fx.node.map_arg((node.args, node.kwargs), lambda parent: index[parent]))
 
@@ -72,10 +74,10 @@ def cut(
         resolve: returns for a size node the number that replaces it, a dynamic size, which becomes a bound input, or
             None, which leaves the node in the subgraph.
         unpack: return the one result itself instead of a tuple.
-        reader, memory: see `behind`.
+        reader, memory: see `ancestors_with_writes`.
     """
-    needed = behind(results, replaced, reader, memory=memory)
-    moving = dependent(needed, replaced, memory)
+    needed = ancestors_with_writes(results, replaced, reader, memory=memory)
+    moving = dependents(needed, replaced, memory)
     graph = fx.Graph()
     env: dict[fx.Node, Any] = {node: graph.placeholder(node.name) for node in replaced}
     bound: list[fx.Node] = []
@@ -105,10 +107,10 @@ def cut(
     return Slice(fx.GraphModule(gm, graph), tuple(bound))
 
 
-def computing(gm: fx.GraphModule, wanted: list[fx.Node]) -> fx.GraphModule:
+def extract(gm: fx.GraphModule, wanted: list[fx.Node]) -> fx.GraphModule:
     """Return a graph with the same arguments that returns the wanted nodes and computes nothing else."""
     graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
-    needed = behind(wanted) if wanted else set()
+    needed = ancestors_with_writes(wanted) if wanted else set()
     for node in gm.graph.nodes:
         if node.op == "placeholder" or node in needed:
             env[node] = graph.node_copy(node, env.__getitem__)

@@ -136,7 +136,7 @@ def source_line(node: fx.Node) -> str:
 
 
 @contextlib.contextmanager
-def reading(calls: Iterable[fx.Node]) -> Iterator[None]:
+def converting_errors(calls: Iterable[fx.Node]) -> Iterator[None]:
     """Turn unexpected errors while a graph is read and rewritten into refusals.
 
     Args:

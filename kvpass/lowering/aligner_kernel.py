@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpass.lowering.attend_kernel import dense, packed, power
+from kvpass.lowering.attend_kernel import as_contiguous, as_dense, power
 
 BLOCK_ROWS, WIDE_BLOCK_ROWS = 32, 16  # rows per program; wide heads and dtypes leave registers for fewer
 WIDE_HEAD = 256  # numbers of a head that counts as wide
@@ -224,8 +224,9 @@ def repair_rows(
     narrow = max(dim, width) < WIDE_HEAD and key.element_size() < 4
     block = BLOCK_ROWS if narrow else WIDE_BLOCK_ROWS
     torch.library.wrap_triton(repair)[(triton.cdiv(slots, block), rows)](
-        key, value, packed(made), packed(rank), packed(moves), on_key, on_value, from_made, from_rank, shift,
-        inner, inner_bias, outer, outer_bias, new_key, new_value, *key.stride()[:3], *value.stride()[:3],
+        key, value, as_contiguous(made), as_contiguous(rank), as_contiguous(moves), on_key, on_value, from_made,
+        from_rank, shift, inner, inner_bias, outer, outer_bias, new_key, new_value, *key.stride()[:3],
+        *value.stride()[:3],
         HEADS=heads, C=slots, D=dim, DV=width, H1=first, H2=second, FIRST=power(first), SECOND=power(second),
         KEY_STEP=min(INPUT_STEP, power(dim)), VALUE_STEP=min(INPUT_STEP, power(width)),
         KEY_OUT=min(OUTPUT_STEP, power(dim)), VALUE_OUT=min(OUTPUT_STEP, power(width)), BLOCK=block,
@@ -234,9 +235,9 @@ def repair_rows(
     return new_key, new_value
 
 
-def repaired(
+def repair_by_kernel(
     weights: list[Tensor], key: Tensor, value: Tensor, made: Tensor, rank: Tensor, moves: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Align rows as `kvpass.policies.aligners.Aligner.repaired` does, with the weights of one layer."""
-    new_key, new_value = torch.ops.kvpass.repair_rows(dense(key), dense(value), made, rank, moves, *weights)
+    """Align rows as `kvpass.policies.aligners.Aligner.repair` does, with the weights of one layer."""
+    new_key, new_value = torch.ops.kvpass.repair_rows(as_dense(key), as_dense(value), made, rank, moves, *weights)
     return new_key, new_value

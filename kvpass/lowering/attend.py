@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvpass.fx.precision import ABSORBING, HIDDEN, upcast
 from kvpass.lowering.formats import Rows, Sections, code_products
-from kvpass.torch_private.inductor import materialized
+from kvpass.torch_private.inductor import materialize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,11 +143,11 @@ def attend(
     if key.format.transforms or query.shape[-1] * query.element_size() > WIDEST_ROTATED:
         rope = None
     if by_kernel(query) and (rotate is None or rope is not None):
-        from kvpass.lowering.attend_kernel import attended  # needs triton, which not every machine has
+        from kvpass.lowering.attend_kernel import attend_by_kernel  # needs triton, which not every machine has
 
-        query = key.format.prepared_query(query).to(query.dtype)
+        query = key.format.transform_query(query).to(query.dtype)
         options: dict[str, Any] = dict(cap=cap, sink_logit=sink_logit, with_logits=with_logits, rope=rope, blank=blank)
-        return attended(query, key, value, scale=scale, mask=mask, bias=bias, **options)
+        return attend_by_kernel(query, key, value, scale=scale, mask=mask, bias=bias, **options)
     logits = capped(scores(query, key, scale=scale, rotate=rotate), cap)
     if bias is not None:
         logits = logits + bias.to(logits.dtype)
@@ -221,10 +221,10 @@ def scores(query: Tensor, key: Rows, *, scale: float, rotate: Rotation | None = 
         products = key.format.products(query.flatten(2, 3), key.parts)
         return upcast(products.view(*shape, key.shape[2])) * scale
     sections = rotate(key.in_sections(query.dtype))
-    query = materialized(upcast(query.flatten(2, 3)))  # otherwise the queries would be converted anew for each key
+    query = materialize(upcast(query.flatten(2, 3)))  # otherwise the queries would be converted anew for each key
     rows = query.shape[2]
     if isinstance(rows, int) and rows <= code_products.MOST_ROWS_IN_LOOP:  # a key is rotated once for all rows
         made = code_products.row_by_row(query, sections)
     else:
-        made = code_products.over_sections(query[:, :, :, None], [section[:, :, None] for section in sections])
+        made = code_products.multiply_sections(query[:, :, :, None], [section[:, :, None] for section in sections])
     return made.view(*shape, key.shape[2]) * scale

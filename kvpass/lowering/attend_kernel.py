@@ -33,7 +33,7 @@ JOINED = 4096  # numbers of all parts that a program of `join` holds at a time
 
 
 @triton.jit
-def numbers(
+def load_numbers(
     rows,  # rows of one head, at the slots
     scale,  # [B, Hkv, C, GROUPS]; unused except with 4 BITS, likewise the next
     zero,
@@ -81,7 +81,7 @@ def packed_rows(
 
 
 @triton.jit
-def meant(
+def decode_codes(
     code,  # int32 [BLOCK, HALF]
     scale,  # [BLOCK, SPANS], likewise the zero points
     zero,
@@ -119,12 +119,12 @@ def rotate(
 ):
     """Rotate numbers of keys with their partners, in float32."""
     e = tl.arange(0, HALF)[None, :]
-    made = number.to(tl.float32) * tl.load(cos + e, mask=inside, other=0.0).to(tl.float32)
-    return made + partner.to(tl.float32) * tl.load(sin + e, mask=inside, other=0.0).to(tl.float32)
+    result = number.to(tl.float32) * tl.load(cos + e, mask=inside, other=0.0).to(tl.float32)
+    return result + partner.to(tl.float32) * tl.load(sin + e, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def along(
+def load_mask(
     rows,  # a mask or a bias of one KV head
     group,  # query groups of the program's rows [ROWS], likewise the next two
     query_row,
@@ -240,9 +240,9 @@ def split(
     MASK_AHEAD: tl.constexpr = mask_group == 0 and mask_query == 0
     BIAS_AHEAD: tl.constexpr = HAS_BIAS and bias_group == 0 and bias_query == 0
     if MASK_AHEAD:
-        shown = along(masks, group, query_row, here, c, C, mask_group, mask_query)
+        shown = load_mask(masks, group, query_row, here, c, C, mask_group, mask_query)
     if BIAS_AHEAD:
-        more = along(biases, group, query_row, here, c, C, bias_group, bias_query)
+        more = load_mask(biases, group, query_row, here, c, C, bias_group, bias_query)
     if BITS == 8:
         key_step = tl.load(key_scale + of_head + c, mask=c < C, other=0.0)
         value_step = tl.load(value_scale + of_head + c, mask=c < C, other=0.0)
@@ -263,9 +263,9 @@ def split(
         there, after = c < C, c + BLOCK
         slot = of_head + c
         if MASK_AHEAD:
-            shown_after = along(masks, group, query_row, here, after, C, mask_group, mask_query)
+            shown_after = load_mask(masks, group, query_row, here, after, C, mask_group, mask_query)
         if BIAS_AHEAD:
-            more_after = along(biases, group, query_row, here, after, C, bias_group, bias_query)
+            more_after = load_mask(biases, group, query_row, here, after, C, bias_group, bias_query)
         if BITS == 8:
             key_step_after = tl.load(key_scale + slot + BLOCK, mask=after < C, other=0.0)
             value_step_after = tl.load(value_scale + slot + BLOCK, mask=after < C, other=0.0)
@@ -275,7 +275,10 @@ def split(
         if HALVED:
             if BITS == 4:
                 both = k_byte.to(tl.int32)
-                low, high = meant(both & 15, k_s, k_z, BLOCK, HALF), meant(both >> 4, k_s_high, k_z_high, BLOCK, HALF)
+                low, high = (
+                    decode_codes(both & 15, k_s, k_z, BLOCK, HALF),
+                    decode_codes(both >> 4, k_s_high, k_z_high, BLOCK, HALF),
+                )
                 k_byte, k_s, k_z, k_s_high, k_z_high = packed_rows(
                     keys, k_scale, k_zero, after, key_slot, KEY_GROUPS, C, D, HALF
                 )  # fmt: skip
@@ -293,11 +296,11 @@ def split(
             inside = there[None, :] & (d < D)[:, None]
             at_keys = keys + c[None, :] * key_slot
             indices = slot[None, :]
-            k = numbers(at_keys, key_scale, key_zero, indices, d[:, None], inside, BITS, KEY_GROUPS, D).to(q.dtype)
+            k = load_numbers(at_keys, key_scale, key_zero, indices, d[:, None], inside, BITS, KEY_GROUPS, D).to(q.dtype)
             if ROTARY > 0:
                 at = at[None, :] + d[:, None]
                 other = partner[:, None]
-                paired = numbers(at_keys, key_scale, key_zero, indices, other, inside, BITS, KEY_GROUPS, D)
+                paired = load_numbers(at_keys, key_scale, key_zero, indices, other, inside, BITS, KEY_GROUPS, D)
                 rotated = k.to(tl.float32) * tl.load(cos + at, mask=inside, other=0.0).to(tl.float32)
                 rotated += paired.to(tl.float32) * tl.load(sin + at, mask=inside, other=0.0).to(tl.float32)
                 k = rotated.to(q.dtype)
@@ -309,11 +312,11 @@ def split(
         if BIAS_AHEAD:
             qk += more.to(tl.float32)
         elif HAS_BIAS:
-            qk += along(biases, group, query_row, here, c, C, bias_group, bias_query).to(tl.float32)
+            qk += load_mask(biases, group, query_row, here, c, C, bias_group, bias_query).to(tl.float32)
         if MASK_AHEAD:
             qk = tl.where(shown != 0, qk, float("-inf"))
         else:
-            shown_here = along(masks, group, query_row, here, c, C, mask_group, mask_query)
+            shown_here = load_mask(masks, group, query_row, here, c, C, mask_group, mask_query)
             qk = tl.where(shown_here != 0, qk, float("-inf"))
         if STORE:
             tl.store(logits + first[:, None] * C + c[None, :], qk, mask=here[:, None] & there[None, :])
@@ -327,8 +330,8 @@ def split(
         probs = p.to(q.dtype)
         if BITS == 4:
             both = v_byte.to(tl.int32)
-            low = meant(both & 15, v_s, v_z, BLOCK, VALUE_HALF)
-            high = meant(both >> 4, v_s_high, v_z_high, BLOCK, VALUE_HALF)
+            low = decode_codes(both & 15, v_s, v_z, BLOCK, VALUE_HALF)
+            high = decode_codes(both >> 4, v_s_high, v_z_high, BLOCK, VALUE_HALF)
             v_byte, v_s, v_z, v_s_high, v_z_high = packed_rows(
                 values, v_scale, v_zero, after, value_slot, VALUE_GROUPS, C, DV, VALUE_HALF
             )  # fmt: skip
@@ -336,7 +339,9 @@ def split(
             acc_high = acc_high * alpha[:, None] + tl.dot(probs, high.to(q.dtype), input_precision="ieee")
         else:
             at_values, within = values + c[:, None] * value_slot, there[:, None] & (dv < DV)[None, :]
-            v = numbers(at_values, value_scale, value_zero, slot[:, None], dv[None, :], within, BITS, VALUE_GROUPS, DV)
+            v = load_numbers(
+                at_values, value_scale, value_zero, slot[:, None], dv[None, :], within, BITS, VALUE_GROUPS, DV
+            )
             acc = acc * alpha[:, None] + tl.dot(probs, v.to(q.dtype), input_precision="ieee")
         m_i = m_new
         if MASK_AHEAD:
@@ -347,10 +352,10 @@ def split(
             key_step, value_step = key_step_after, value_step_after
         if ROTARY > 0:
             index = place_after
-    made = first * PARTS + part
-    tl.store(m_part + made, m_i, mask=here)
-    tl.store(l_part + made, l_i, mask=here)
-    into = acc_part + made[:, None] * DV
+    result = first * PARTS + part
+    tl.store(m_part + result, m_i, mask=here)
+    tl.store(l_part + result, l_i, mask=here)
+    into = acc_part + result[:, None] * DV
     if BITS == 4:
         ev = tl.arange(0, VALUE_HALF)[None, :]
         within = here[:, None] & (ev < DV // 2)
@@ -409,7 +414,7 @@ def power(number: int, least: int = 16) -> int:
     return int(max(least, triton.next_power_of_2(number)))
 
 
-def _halved(bits: int, dim: int, rotary: int, interleaved: bool) -> bool:
+def _uses_halves(bits: int, dim: int, rotary: int, interleaved: bool) -> bool:
     """Check whether keys are processed in halves.
 
     Both codes of a byte, or a number and its partner, are then loaded at once.
@@ -448,7 +453,7 @@ def _parts(programs: int, capacity: int, block: int) -> tuple[int, int]:
     return -(-blocks // each), each * block
 
 
-def packed(x: Tensor) -> Tensor:
+def as_contiguous(x: Tensor) -> Tensor:
     """Return x.contiguous(), in a form that can be traced for a GPU on a machine without one."""
     return x if x.is_contiguous() else torch.clone(x, memory_format=torch.contiguous_format)
 
@@ -494,22 +499,22 @@ def attend_slots(
     """
     rows, heads, groups, queries, dim = query.shape
     capacity, width = key.shape[2], value.shape[3] * (2 if bits == 4 else 1)
-    padded, halved = power(groups * queries), _halved(bits, dim, rotary, interleaved)
+    padded, halved = power(groups * queries), _uses_halves(bits, dim, rotary, interleaved)
     dear = bits == 4 or (rotary > 0 and (bits == 8 or not halved))
     block = _block(power(max(dim, width)), query.element_size(), padded, dear)
     parts, each = _parts(rows * heads, capacity, block)
-    query, mask = packed(query), packed(mask)
-    has_bias, bias = bias is not None, value if bias is None else packed(bias)  # without a bias it is never read
+    query, mask = as_contiguous(query), as_contiguous(mask)
+    has_bias, bias = bias is not None, value if bias is None else as_contiguous(bias)  # without a bias it is never read
     positions = 0 if cos is None else cos.shape[0]
-    rank, cos, sin = (value if x is None else packed(x) for x in (rank, cos, sin))
+    rank, cos, sin = (value if x is None else as_contiguous(x) for x in (rank, cos, sin))
     groups_of_key, groups_of_value = (0 if x is None else x.shape[3] for x in (key_scale, value_scale))
-    scales_and_zeros = [value if x is None else packed(x) for x in (key_scale, value_scale, key_zero, value_zero)]
+    quantization = [value if x is None else as_contiguous(x) for x in (key_scale, value_scale, key_zero, value_zero)]
     m_part = query.new_empty((rows, heads, groups, queries, parts), dtype=torch.float32)
     l_part = torch.empty_like(m_part)
     acc_part = query.new_empty((*m_part.shape, width), dtype=torch.float32)
     logits = query.new_empty((rows, heads, groups, queries, capacity) if store else (0,), dtype=torch.float32)
     torch.library.wrap_triton(split)[(parts, rows * heads)](
-        query, key, value, *scales_and_zeros, mask, bias, rank, cos, sin, logits, m_part, l_part, acc_part,
+        query, key, value, *quantization, mask, bias, rank, cos, sin, logits, m_part, l_part, acc_part,
         *key.stride()[:3], *value.stride()[:3], *_strides(mask), *(_strides(bias) if has_bias else (0, 0, 0, 0)),
         *_strides(rank)[:2], BITS=bits, KEY_GROUPS=groups_of_key, VALUE_GROUPS=groups_of_value,
         ROTARY=rotary, INTERLEAVED=interleaved, HALVED=halved, POSITIONS=positions,
@@ -529,7 +534,7 @@ def _launch_join(
     output = query.new_empty((rows, heads, groups, queries, width))
     most = query.new_empty((rows, heads, groups, queries), dtype=torch.float32)
     total = torch.empty_like(most)
-    sinks = packed(sink_logit.float()) if sink_logit is not None else m_part  # unused then
+    sinks = as_contiguous(sink_logit.float()) if sink_logit is not None else m_part  # unused then
     per_group, width_of_parts = sinks.shape[3], power(parts, 1)
     piece = max(16, min(power(width), JOINED // width_of_parts))
     torch.library.wrap_triton(join)[(rows * heads * groups * queries, triton.cdiv(width, piece))](
@@ -541,7 +546,7 @@ def _launch_join(
     return output, most, total
 
 
-def attended(
+def attend_by_kernel(
     query: Tensor,
     key: Rows,
     value: Rows,
@@ -556,7 +561,7 @@ def attended(
     blank: UnknownQueries | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return what `attend` returns, by the kernels and by plain torch around them, which the compiler fuses."""
-    keys, values = dense(key.codes), dense(value.codes)
+    keys, values = as_dense(key.codes), as_dense(value.codes)
     mask, bias = _wide(mask, key.shape[2]), None if bias is None else _wide(bias, key.shape[2])
     rotary = (None, None, None, 0, False) if rope is None else _as_arguments(rope)
     stored = _scales_and_zeros(key, value)
@@ -581,12 +586,12 @@ def _as_arguments(rope: Rope) -> tuple[Tensor | None, Tensor, Tensor, int, bool]
     return rope.rank, rope.cos, rope.sin, rope.pairs.width, rope.pairs.interleaved
 
 
-def dense(buffer: Tensor) -> Tensor:
+def as_dense(buffer: Tensor) -> Tensor:
     """Return K or V with a dense last dimension.
 
     Slots are dense, but rows that a policy computed may not be.
     """
-    return buffer if buffer.stride(-1) == 1 else packed(buffer)
+    return buffer if buffer.stride(-1) == 1 else as_contiguous(buffer)
 
 
 def _wide(mask: Tensor, capacity: int) -> Tensor:

@@ -18,7 +18,7 @@ from kvpass.fx.precision import accumulate_dtype, upcast
 from kvpass.lowering import attention_tiles
 from kvpass.lowering.attend import softmax_with_sink
 from kvpass.lowering.attention_tiles import by_group
-from kvpass.torch_private.fx_nodes import attention_with_lse
+from kvpass.torch_private.fx_nodes import attend_with_lse
 
 BLOCK = 1 << 20  # logits in memory at a time: 4 MB in float32, which stay in the caches between passes
 SCANNED = 4 * BLOCK  # for a scan, which needs all heads of a row at once
@@ -165,12 +165,12 @@ class ScoredAttention:
 
     @property
     def by_kernel(self) -> bool:
-        """Whether a kernel computes the sums, in float32."""
+        """True if a kernel computes the sums, in float32."""
         return self.query.device.type == "cuda" and self.query.dtype != torch.float64
 
     @property
     def by_loops(self) -> bool:
-        """Whether the loops in C++ compute the sums."""
+        """True if the loops in C++ compute the sums."""
         query = self.query
         return query.device.type == "cpu" and attention_tiles.dtype_of_products(query.dtype, query.shape[3]) is not None
 
@@ -218,12 +218,12 @@ class ScoredAttention:
             value: [B, Hkv, S, D], with as many numbers as a key and in its dtype.
 
         Returns:
-            As `kvpass.torch_private.fx_nodes.attention_with_lse`.
+            As `kvpass.torch_private.fx_nodes.attend_with_lse`.
         """
         query, key = self.query, self.key
         few = query.shape[2] < attention_tiles.FEWEST_QUERIES
         if few or not attention_tiles.attends(query.dtype, query.shape[3]):
-            return attention_with_lse(query, key, value, self.mask, self.causal, self.scale)
+            return attend_with_lse(query, key, value, self.mask, self.causal, self.scale)
         return attention_tiles.AttentionRows.of(query, key, self.mask, self.causal, self.scale).attend(value)
 
 

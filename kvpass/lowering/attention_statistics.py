@@ -18,12 +18,12 @@ from kvpass import policies
 from kvpass.budget import Budget, slots_of_rows
 from kvpass.lowering import attention_tiles
 from kvpass.lowering.attention_rows import ScoredAttention, highest_rows, late_statistics, votes_for_older
-from kvpass.policies import specify
+from kvpass.policies import to_json
 from kvpass.policies.base import Policy
 from kvpass.policies.heads import HeadSharding
 from kvpass.policies.protocols import Scanning, Smoothing
 from kvpass.policies.types import Attention, Statistic
-from kvpass.torch_private.fx_nodes import attention_with_lse
+from kvpass.torch_private.fx_nodes import attend_with_lse
 
 SUMS = ("total", "squares")
 LAST_QUERY_STATISTICS = ("last", "window", "logits")
@@ -42,7 +42,7 @@ class StatisticsRequest:
         scale, cap: see `kvpass.capture.canonical.attention`.
         heads: Hc, the heads of the cache.
         window: how many of the last real queries the statistics `window` and `older` average over.
-        scan: the policy whose scan it is, see `kvpass.policies.specify`; None without a scan.
+        scan: the policy whose scan it is, see `kvpass.policies.to_json`; None without a scan.
         budget: of a scan, a number of slots or a share of each row's prompt.
         sharding: of a scan, the sharding of the layer's heads as text.
     """
@@ -127,12 +127,12 @@ def _(
     if "older_peak" in shapes:
         shapes["older_peak"] = (batch, chosen.heads, 1, keys)
     if chosen.scan is not None:
-        shared = policies.specified(chosen.scan).heads == "shared"
+        shared = policies.from_json(chosen.scan).heads == "shared"
         shapes["scan"] = (batch, 1 if shared else chosen.heads, keys)
     made = [query.new_empty(shapes[name], dtype=torch.float32) for name in chosen.names]
     if value is None:
         return made
-    return [attention_with_lse(query, key, value, mask, chosen.causal, chosen.scale)[0], *made]
+    return [attend_with_lse(query, key, value, mask, chosen.causal, chosen.scale)[0], *made]
 
 
 def _statistics(
@@ -165,7 +165,7 @@ def _scanned(
 ) -> Tensor:
     """Return the policy's scan over the attention rows, one query after the other, float32 [B, H', S]."""
     assert request.scan is not None
-    policy, sharding = policies.specified(request.scan), HeadSharding.read(request.sharding)
+    policy, sharding = policies.from_json(request.scan), HeadSharding.from_text(request.sharding)
     before = attention.key.shape[2] - attention.query.shape[2]
     if isinstance(policy, Smoothing):
         smoothed = functools.partial(policy.smoothed, held=before)
@@ -217,8 +217,8 @@ def requested(
     if not policy.statistics.isdisjoint((*LAST_QUERY_STATISTICS, *OLDER)):
         request = dataclasses.replace(request, window=policy.observation)
     if "scan" in policy.statistics:
-        text = sharding.written() if sharding else None
-        request = dataclasses.replace(request, scan=specify(policy), budget=budget, sharding=text)
+        text = sharding.to_text() if sharding else None
+        request = dataclasses.replace(request, scan=to_json(policy), budget=budget, sharding=text)
     return request.text()
 
 
@@ -243,7 +243,7 @@ def in_one_operator(policy: Policy, query: Tensor, key: Tensor, value: Tensor) -
 
 @dataclasses.dataclass(frozen=True)
 class StatisticsSpec:
-    """What the statistics of a prompt or chunk are made of.
+    """The operands of the statistics of a prompt or chunk.
 
     Attributes:
         query: [B, Hq, q, D]; key: [B, Ha, N, D], as attended to; the last q of N are those of the queries.

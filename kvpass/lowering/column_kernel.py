@@ -253,10 +253,10 @@ def column_sums(
     seen = query if mask is None else mask
     behind = total if sink_logit is None else sink_logit.float().contiguous()
     totals[(triton.cdiv(count, side), rows * heads)](query, key, seen, behind, total, **common, **of_sink)
-    made = [query.new_empty((rows, heads, keys), dtype=torch.float32) for _ in range(powers)]
+    result = [query.new_empty((rows, heads, keys), dtype=torch.float32) for _ in range(powers)]
     grid = (triton.cdiv(keys, side), rows * heads)
-    columns[grid](query, key, seen, total, weight, made[0], made[-1], **common, SQUARES=powers == 2)
-    return [torch.unflatten(sums, 1, (-1, groups)) for sums in made]
+    columns[grid](query, key, seen, total, weight, result[0], result[-1], **common, SQUARES=powers == 2)
+    return [torch.unflatten(sums, 1, (-1, groups)) for sums in result]
 
 
 def side_of(width: int, dtype: torch.dtype) -> int:

@@ -6,8 +6,8 @@
 `check_rows` checks token ids and positions outside of compiled loops.  Inductor checks an index inside the loop that
 reads the table, and if several threads share the loop, the exception cannot leave its thread and ends the process.
 
-`write_out_sums` writes the residual stream of a decode step to memory once per layer.  The compiler would otherwise add
-up the terms of several layers wherever the stream is read, and so make another kernel for every layer.
+`materialize_sums` writes the residual stream of a decode step to memory once per layer.  The compiler would otherwise
+add up the terms of several layers wherever the stream is read, and so make another kernel for every layer.
 
 `digest` covers the sources of lowering and the graph's constants, of which the outermost of Inductor's caches reads
 shape and dtype only.  The policy is not a part: its work is operators of the graph, so segments in which policies agree
@@ -36,7 +36,7 @@ from kvpass.torch_private import inductor, symbolic_shapes
 aten, prims = torch.ops.aten, torch.ops.prims
 
 
-def write_out(graph: fx.Graph, node: fx.Node, shape: Sequence[Any], strides: Sequence[Any]) -> None:
+def materialize_node(graph: fx.Graph, node: fx.Node, shape: Sequence[Any], strides: Sequence[Any]) -> None:
     """Make the readers of a dense aten node read its value from memory.
 
     The compiler allocates a buffer for the value under a strided view.
@@ -59,12 +59,16 @@ def look_up_unchecked(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=aten.index.Tensor):
         table, indices = node.args
         sizes = table.meta["val"].shape
-        aranges = [(_arange_of(index), size) for index, size in zip(indices, sizes, strict=False) if index is not None]
+        aranges = [
+            (_arange_of(index), size)
+            for index, size in zip(indices, sizes[: len(indices)], strict=True)
+            if index is not None
+        ]
         if all(arange and expr(arange.meta["val"].shape[0]) == expr(size) for arange, size in aranges):
             node.target = aten._unsafe_index.Tensor
         elif inductor.CHECKS_TOO_EARLY:
             for arange in dict.fromkeys(arange for arange, _ in aranges if arange):
-                write_out(graph, arange, arange.args, [1])  # the check then follows the load of the index
+                materialize_node(graph, arange, arange.args, [1])  # the check then follows the load of the index
 
 
 def _arange_of(index: fx.Node) -> fx.Node | None:
@@ -144,14 +148,14 @@ def _lookup(node: fx.Node) -> tuple[fx.Node, fx.Node, int] | None:
     return table, index, least * rows
 
 
-def write_out_sums(graph: fx.Graph) -> None:
+def materialize_sums(graph: fx.Graph) -> None:
     """Write sums [B, T, D] with several readers to buffers, in an aten graph with fixed sizes."""
     for node in list(graph.nodes):
-        if node.target is aten.add.Tensor and len(node.users) > 1 and is_stream(node):
-            write_out(graph, node, node.meta["val"].shape, node.meta["val"].stride())
+        if node.target is aten.add.Tensor and len(node.users) > 1 and is_residual_sum(node):
+            materialize_node(graph, node, node.meta["val"].shape, node.meta["val"].stride())
 
 
-def is_stream(node: fx.Node) -> bool:
+def is_residual_sum(node: fx.Node) -> bool:
     """Check whether a sum is dense and has two floating-point operands of its three-dimensional shape."""
     values = [node.meta["val"], *(parent.meta["val"] for parent in node.args if isinstance(parent, fx.Node))]
     if any(map(symbolic_shapes.symbols, values)):

@@ -120,10 +120,10 @@ def decompose_products(graph: fx.Graph, parts: int | None = None) -> None:
             if has_dynamic_rows(rows.meta["val"], matrix.meta["val"]):
                 replacement.replace(node, _transposed_product, rows, matrix, *bias)
                 continue
-            count = split(rows.meta["val"], matrix.meta["val"], processor) if parts is None else parts
+            count = column_part_count(rows.meta["val"], matrix.meta["val"], processor) if parts is None else parts
             if count:
                 if rows not in stored:
-                    stored[rows] = replacement.spliced(node, _buffered, rows)
+                    stored[rows] = replacement.splice(node, _copy_to_buffer, rows)
                 replacement.replace(node, _SUMS[count], stored[rows], matrix, *bias)
     for node in _all_batches(graph) if parts is None else []:
         if node.meta["val"].shape[0] == 1 and not symbolic_shapes.symbols(node.meta["val"]):
@@ -138,10 +138,10 @@ class _Replacement:
         self.graph, self._gm, self._traced = graph, graph.owning_module, dict[Any, fx.GraphModule]()
 
     def replace(self, node: fx.Node, function: Function, *operands: Any) -> None:
-        node.replace_all_uses_with(self.spliced(node, function, *operands))
+        node.replace_all_uses_with(self.splice(node, function, *operands))
         self.graph.erase_node(node)
 
-    def spliced(self, before: fx.Node, function: Function, *operands: Any) -> fx.Node:
+    def splice(self, before: fx.Node, function: Function, *operands: Any) -> fx.Node:
         """Return the node of a function's result, computed before another node."""
         values = [operand.meta["val"] for operand in operands]
         key = function, str([(x.shape, x.stride(), x.dtype) for x in values])
@@ -152,7 +152,7 @@ class _Replacement:
         return spliced[0]
 
 
-def split(rows: torch.Tensor, matrix: torch.Tensor, processor: Processor) -> int:
+def column_part_count(rows: torch.Tensor, matrix: torch.Tensor, processor: Processor) -> int:
     """Return the number of column parts for [R, K] @ [K, N], or 0 if the library is faster."""
     if rows.device.type != "cpu" or rows.dtype not in DTYPES or symbolic_shapes.symbols(rows):
         return 0  # each row is its own sum, so their number must be static
@@ -244,12 +244,12 @@ def _one_batch(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
 
 def _batch_of_sums(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     """Multiply rows [B, R, K] with matrices [B, K, N] by multiply and sum."""
-    stored, parts = _buffered(rows), _columns(_as(matrix, torch.float32), column_parts(rows, matrix))
+    stored, parts = _copy_to_buffer(rows), _columns(_convert(matrix, torch.float32), column_parts(rows, matrix))
     products = []
     for index in range(rows.shape[1]):
         row = stored.select(1, index).unsqueeze(2)
         products.append(torch.cat([(part * row).sum(1) for part in parts], 1).unsqueeze(1))
-    return _as(torch.cat(products, 1), rows.dtype)
+    return _convert(torch.cat(products, 1), rows.dtype)
 
 
 def _sums(count: int, rows: torch.Tensor, matrix: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
@@ -257,23 +257,23 @@ def _sums(count: int, rows: torch.Tensor, matrix: torch.Tensor, *bias: torch.Ten
 
     Sums of one length share a loop.
     """
-    parts = _columns(_as(matrix, torch.float32), count)
+    parts = _columns(_convert(matrix, torch.float32), count)
     each = [rows.select(0, index).unsqueeze(1) for index in range(rows.shape[0])]  # [K, 1]
     joined = torch.cat([(part * row).sum(0) for row in each for part in parts])
     product = joined.view(rows.shape[0], joined.shape[0] // rows.shape[0])
-    return _as(functools.reduce(torch.add, [_as(x, torch.float32) for x in bias], product), matrix.dtype)
+    return _convert(functools.reduce(torch.add, [_convert(x, torch.float32) for x in bias], product), matrix.dtype)
 
 
 _SUMS = {count: functools.partial(_sums, count) for count in (1, 2, 4)}
 """`_sums` by the number of parts."""
 
 
-def _buffered(rows: torch.Tensor) -> torch.Tensor:
+def _copy_to_buffer(rows: torch.Tensor) -> torch.Tensor:
     """Copy rows [..., R, K] as float32 to a buffer, so that their inputs are not computed anew per column.
 
     The multiplication by one serves rows that are views of a larger tensor.
     """
-    return inductor.written_out(aten.mul.Scalar(_as(rows, torch.float32), 1.0))
+    return inductor.to_buffer(aten.mul.Scalar(_convert(rows, torch.float32), 1.0))
 
 
 def _columns(matrix: torch.Tensor, parts: int) -> list[torch.Tensor]:
@@ -282,7 +282,7 @@ def _columns(matrix: torch.Tensor, parts: int) -> list[torch.Tensor]:
     return [matrix] if parts == 1 else [matrix.narrow(-1, part * size, size) for part in range(parts)]
 
 
-def _as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _convert(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Convert to another dtype; `to` would stay uncompiled, because decompositions have already run."""
     converted: torch.Tensor = x if x.dtype == dtype else prims.convert_element_type(x, dtype)
     return converted

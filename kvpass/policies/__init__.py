@@ -20,12 +20,12 @@ import json
 import re
 from typing import Any, TypeVar
 
-from kvpass.arguments import checked, shown
+from kvpass.arguments import check_arguments, short_text
 from kvpass.errors import PolicyError
 from kvpass.policies.base import Policy
 from kvpass.policies.types import Attention, Tokens
 
-__all__ = ["Attention", "Policy", "Tokens", "get", "names", "parse", "register", "resolve", "specified", "specify"]
+__all__ = ["Attention", "Policy", "Tokens", "from_json", "get", "names", "parse", "register", "resolve", "to_json"]
 
 _BUILT_IN = {
     "ada_kv": "AdaKV",
@@ -63,7 +63,7 @@ def names() -> list[str]:
     return sorted({*_BUILT_IN, *_registered})
 
 
-@checked
+@check_arguments
 def get(name: str) -> type[Policy]:
     """Return the class of a policy.
 
@@ -88,9 +88,9 @@ def register(cls: P) -> P:
         PolicyError: the class is no dataclass derived from `Policy`, has no `name`, or the name is taken.
     """
     if not (isinstance(cls, type) and issubclass(cls, Policy) and dataclasses.is_dataclass(cls)):
-        raise PolicyError(f"cls={shown(cls)}: must be a dataclass derived from kvpass.policies.Policy")
+        raise PolicyError(f"cls={short_text(cls)}: must be a dataclass derived from kvpass.policies.Policy")
     if not isinstance(getattr(cls, "name", None), str):
-        raise PolicyError(f"cls={shown(cls)}: its attribute `name` must be a string")
+        raise PolicyError(f"cls={short_text(cls)}: its attribute `name` must be a string")
     taken = _registered.get(cls.name)
     if cls.name in _BUILT_IN or (taken is not None and taken.__qualname__ != cls.__qualname__):
         raise PolicyError(f"the policy name {cls.name!r} is taken")
@@ -98,7 +98,7 @@ def register(cls: P) -> P:
     return cls
 
 
-@checked
+@check_arguments
 def resolve(policy: str | Policy, options: dict[str, Any]) -> Policy:
     """Return a policy object for a name and its options, or `policy` if it is an object.
 
@@ -125,7 +125,7 @@ def resolve(policy: str | Policy, options: dict[str, Any]) -> Policy:
         raise PolicyError(f"policy {policy!r} with {options}: {error}") from error
 
 
-@checked
+@check_arguments
 def parse(text: str) -> Policy:
     """Return the policy that a command line names, with or without options.
 
@@ -154,8 +154,8 @@ def _value(text: str) -> object:
         return text
 
 
-def specify(policy: Policy) -> str:
-    """Return a policy as JSON text, for operators, which take no objects; `specified` is the inverse.
+def to_json(policy: Policy) -> str:
+    """Return a policy as JSON text, for operators, which take no objects; `from_json` is the inverse.
 
     The policy's options must be text, numbers, or tuples of these.
     """
@@ -166,7 +166,7 @@ def specify(policy: Policy) -> str:
     return json.dumps([policy.name, options], sort_keys=True)
 
 
-def specified(text: str) -> Policy:
-    """Return the policy of a text that `specify` made."""
+def from_json(text: str) -> Policy:
+    """Return the policy of a text that `to_json` made."""
     name, options = json.loads(text)
     return resolve(name, {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})

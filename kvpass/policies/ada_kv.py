@@ -26,7 +26,7 @@ from torch import Tensor
 from kvpass.arguments import Condition, Share, require
 from kvpass.errors import PolicyError
 from kvpass.policies.budgets import HeadClass, share_of
-from kvpass.policies.ranking import highest
+from kvpass.policies.ranking import keep_highest
 from kvpass.policies.snapkv import SnapKV
 from kvpass.policies.types import Tokens
 
@@ -81,7 +81,7 @@ class AdaKV(SnapKV):
         scored = tokens.live & tokens.state["selected"] & ~tokens.newest(self.window)
         selected = self.compacted(tokens.budget) - self.window
         assert isinstance(selected, int)  # rows have no budgets of their own
-        return winners(tokens.state["score"], tokens.position.masked_fill(~scored, -1), selected, self.safeguard)
+        return count_winners(tokens.state["score"], tokens.position.masked_fill(~scored, -1), selected, self.safeguard)
 
 
 def shares_of(heads: int) -> tuple[float, ...]:
@@ -108,22 +108,22 @@ def classes_of(shares: tuple[float, ...], total: int, least: int) -> tuple[HeadC
         left = total - sum(count * budget for count, budget in zip(counts[1:], budgets, strict=True))
         found = [left // counts[0], *budgets]
         if left % counts[0] == 0 and found == sorted(found, reverse=True) and found[-1] >= least:
-            return merged(counts, found)
+            return merge_equal_classes(counts, found)
     return ()
 
 
-def merged(counts: list[int], budgets: list[int]) -> tuple[HeadClass, ...]:
+def merge_equal_classes(counts: list[int], budgets: list[int]) -> tuple[HeadClass, ...]:
     """Return classes of these numbers of heads and budgets, in order, those of equal budgets as one; () for one."""
-    made = [
+    result = [
         HeadClass(sum(count for count, _ in group), budget)
         for budget, group in (
             (budget, [*group]) for budget, group in itertools.groupby(zip(counts, budgets, strict=True), lambda x: x[1])
         )
     ]
-    return tuple(made) if len(made) > 1 else ()
+    return tuple(result) if len(result) > 1 else ()
 
 
-def winners(score: Tensor, position: Tensor, count: int, safeguard: float) -> Tensor:
+def count_winners(score: Tensor, position: Tensor, count: int, safeguard: float) -> Tensor:
     """Return how many tokens of each head are among the best of all heads, int64 [B, H].
 
     Args:
@@ -133,7 +133,7 @@ def winners(score: Tensor, position: Tensor, count: int, safeguard: float) -> Te
         safeguard: the share of `count` that each head's best tokens win in any case.
     """
     rows, heads, tokens = score.shape
-    safe = highest(score, position, share_of(count, safeguard))
+    safe = keep_highest(score, position, share_of(count, safeguard))
     ranked = torch.where(position < 0, -torch.inf, torch.where(safe, torch.inf, score)).flatten(1)
     best = ranked.argsort(dim=-1, descending=True, stable=True)[:, : heads * count]
     won = torch.zeros_like(ranked, dtype=torch.int64).scatter(-1, best, 1).view(rows, heads, tokens)

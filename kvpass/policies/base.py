@@ -26,11 +26,11 @@ from torch import Tensor
 from kvpass.arguments import Condition, Positive, check_fields, require
 from kvpass.errors import BudgetError
 from kvpass.policies.budgets import Count, HeadClass, Plan
-from kvpass.policies.ranking import LATE, highest
+from kvpass.policies.ranking import LATE, keep_highest
 from kvpass.policies.types import Attention, Clock, Merge, State, Statistic, Tokens
 
 __all__ = ["Attention", "Clock", "Merge", "Plan", "Policy", "State", "Statistic", "Tokens"]
-"""What a policy is written with; `kvpass.policies.types` and `budgets` define the others."""
+"""The names with which policies are written; `kvpass.policies.types` and `budgets` define most."""
 
 Kind = TypeVar("Kind", bound="Policy")
 Starts = Annotated[
@@ -78,6 +78,7 @@ class Policy:
         own_schedule: the reason why an `interval` above 1 is refused; "" if it is supported.
         own_selection: the reason why `spans` are refused; "" if they are supported.
         own_positions: the reason why positions="cache" is refused; "" if it is supported.
+        needs_weights: whether an option must hold weights that were made for the model.
     """
 
     keep_prompt: bool = dataclasses.field(default=False, kw_only=True)
@@ -95,6 +96,7 @@ class Policy:
     own_schedule: ClassVar[str] = ""
     own_selection: ClassVar[str] = ""
     own_positions: ClassVar[str] = ""
+    needs_weights: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Accept hooks by their old names, with a warning."""
@@ -142,7 +144,7 @@ class Policy:
 
     @property
     def defers(self) -> bool:
-        """Whether a prompt stays whole until the next token has attended to it."""
+        """True if a prompt stays whole until the next token has attended to it."""
         return False
 
     @property
@@ -210,7 +212,7 @@ class Policy:
 
     @property
     def divides_heads(self) -> bool:
-        """Whether the heads of a layer have budgets of their own: whether the policy has a `head_classes`."""
+        """True if heads of a layer have different budgets, that is, if the policy has a `head_classes`."""
         return type(self).head_classes is not Policy.head_classes
 
     def head_classes(self, heads: int, budget: int) -> tuple[HeadClass, ...]:
@@ -243,7 +245,7 @@ class Policy:
 
     @property
     def keeps_clock(self) -> bool:
-        """Whether the policy counts tokens on the host."""
+        """True if the policy counts tokens on the host."""
         return bool(self.clock((), 1, 1 << 30))
 
     def clock(self, clock: Clock, new: int, budget: int) -> Clock:
@@ -272,7 +274,7 @@ class Policy:
 
     @property
     def sees_rows(self) -> bool:
-        """Whether the policy has an `init_token_state`, which reads new keys and values."""
+        """True if the policy has an `init_token_state`, which reads new keys and values."""
         return type(self).init_token_state is not Policy.init_token_state
 
     def init_token_state(self, key: Tensor, value: Tensor) -> State:
@@ -294,12 +296,12 @@ class Policy:
 
     @property
     def rescores(self) -> bool:
-        """Whether scores depend on the rows of all held tokens: whether the policy has a `rescore`."""
+        """True if scores depend on the rows of all cached tokens, that is, if the policy has a `rescore`."""
         return hasattr(self, "rescore")
 
     @property
     def projects(self) -> bool:
-        """Whether scores depend on the projection of attention's output: whether the policy has a `project`."""
+        """True if scores depend on the output projection, that is, if the policy has a `project`."""
         return hasattr(self, "project")
 
     def layer_weights(self, layer: int) -> list[Tensor]:
@@ -308,14 +310,14 @@ class Policy:
 
     @property
     def reads_layer(self) -> bool:
-        """Whether the policy depends on the index of the layer: whether it aligns or has a `layer_weights`."""
+        """True if the policy depends on the layer's index: it aligns or has a `layer_weights`."""
         return self.aligns != "never" or type(self).layer_weights is not Policy.layer_weights
 
     # Keys and values that are rewritten.
 
     @property
     def aligns(self) -> Literal["never", "read", "step", "compact"]:
-        """When `Aligning.align` runs: never, whenever keys and values are read, or to store its result.
+        """The time when `Aligning.align` runs: never, at each read of keys and values, or to store its result.
 
         It stores after every step ("step") or after compacting steps ("compact"), and after a chunk.
         """
@@ -333,7 +335,7 @@ class Policy:
 
     @property
     def biases(self) -> bool:
-        """Whether the policy has a `bias`."""
+        """True if the policy has a `bias`."""
         return type(self).bias is not Policy.bias
 
     def bias(self, tokens: Tokens, groups: int) -> Tensor | None:
@@ -342,7 +344,7 @@ class Policy:
 
     @property
     def scales_logits(self) -> bool:
-        """Whether the policy scales logits."""
+        """True if the policy scales logits."""
         return self.logit_scale(torch.ones(1, 1, dtype=torch.int64)) is not None
 
     def logit_scale(self, count: Tensor) -> Tensor | None:
@@ -360,7 +362,7 @@ class Policy:
 
     @property
     def merges(self) -> bool:
-        """Whether evicted tokens are merged into others: whether the policy has a `merge_evicted`."""
+        """True if evicted tokens are merged into others, that is, if the policy has a `merge_evicted`."""
         return hasattr(self, "merge_evicted")
 
     def score(self, tokens: Tokens) -> Tensor:
@@ -371,7 +373,7 @@ class Policy:
         raise NotImplementedError
 
     def victim(self, tokens: Tokens) -> Tensor:
-        """Return the slot [B, H'] to overwrite next: by default a free one, else that of the token of lowest score."""
+        """Return the slot [B, H'] to overwrite next: by default a free slot, else the lowest score's."""
         return tokens.lowest(self.score(tokens)) if self.evicts else (~tokens.live).int().argmax(-1)
 
     def compact(self, tokens: Tokens) -> tuple[Tensor, State]:
@@ -379,7 +381,7 @@ class Policy:
 
         By default the `budget` tokens of highest score stay.
         """
-        return highest(self.score(tokens), tokens.position, tokens.budget), {}
+        return keep_highest(self.score(tokens), tokens.position, tokens.budget), {}
 
 
 @functools.cache

@@ -182,7 +182,9 @@ class Buzz(Policy):
 
 
 def threshold_for(window: int, stride: int = 5, old_stride: int | None = None) -> int:
-    """Return T for a window: T / w = (s^2 + 1) / (s + 1) for an odd stride s, s - 1 for an even one.
+    """Return the threshold T for a window w, by the paper's parameter theorem.
+
+    T / w = (s^2 + 1) / (s + 1) for an odd stride s, and s - 1 for an even one.
 
     >>> threshold_for(12, stride=5), threshold_for(12, stride=4), threshold_for(12, stride=5, old_stride=5)
     (52, 36, 60)
@@ -214,7 +216,7 @@ def _interval(stride: int, old_stride: int | None) -> int:
 
 
 def _ratio(stride: int, old_stride: int | None) -> float:
-    """Return T / w such that thinning leaves w of T tokens again if w of these survived an earlier thinning.
+    """Return T / w for which each thinning of T tokens, w of them old, leaves w tokens.
 
     w = w / s' + (T - w) / s, and so T / w = 1 + s - s / s'.  With s' = floor((s + 1) / 2) this is the paper's (s^2 + 1)
     / (s + 1) for an odd s, and s - 1 for an even one.

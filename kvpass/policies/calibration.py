@@ -122,42 +122,41 @@ class CalibratedPolicy(Policy):
 
     calibration: Calibration | str | os.PathLike[str] | None = None
     heads = "kv"
+    needs_weights = True
     own_positions = "it predicts attention from positions in the text, and keys must be rotated to these"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.calibration is None:
-            raise CalibrationError(
-                f"{self.name} needs calibration=..., a kvpass.Calibration or the path of one; make one for the model "
-                "with `kvpass calibrate MODEL --out FILE` or kvpass.calibrate"
-            )
-        if not isinstance(self.calibration, Calibration):
-            object.__setattr__(self, "calibration", Calibration.load(self.calibration))
+        how = (
+            "a kvpass.Calibration or the path of one; make one for the model with `kvpass calibrate MODEL --out FILE` "
+            "or kvpass.calibrate"
+        )
+        tensor_files.load_option(self, "calibration", Calibration, Calibration.load, CalibrationError, how)
 
     @property
-    def of_model(self) -> Calibration:
+    def loaded_calibration(self) -> Calibration:
         assert isinstance(self.calibration, Calibration)
         return self.calibration
 
     def plan(
         self, attention: Sequence[Attention], valid: Tensor, budget: int, earlier: Sequence[Plan] | None = None
     ) -> list[Plan]:
-        self.of_model.model.check(layers=len(attention))
+        self.loaded_calibration.model.check(layers=len(attention))
         return super().plan(attention, valid, budget, earlier)
 
     def layer_weights(self, layer: int) -> list[Tensor]:
-        return [x[layer] for x in self._folded]
+        return [x[layer] for x in self._folded_statistics]
 
     @functools.cached_property
-    def _folded(self) -> list[Tensor]:
-        return self.folded(self.of_model.tensors)
+    def _folded_statistics(self) -> list[Tensor]:
+        return self.fold_statistics(self.loaded_calibration.tensors)
 
-    def folded(self, statistics: Mapping[str, Tensor]) -> list[Tensor]:
+    def fold_statistics(self, statistics: Mapping[str, Tensor]) -> list[Tensor]:
         """Return the weights of `rescore` for all layers, each [L, ...], from the tensors of a calibration."""
         raise NotImplementedError
 
-    def relative(self, key: Tensor, seen: Tensor, frequency: Tensor, pairs: Tensor, live: Tensor) -> Tensor:
-        """Return keys rotated back by the position of the next query, float32 [B, Hkv, N, D] in the layout of pairs.
+    def relative_keys(self, key: Tensor, seen: Tensor, frequency: Tensor, pairs: Tensor, live: Tensor) -> Tensor:
+        """Rotate keys back by the next query's position: float32 [B, Hkv, N, D] in the layout of pairs.
 
         A query at that position meets them as if it had no rotary embedding.  Free slots are zero.
 
@@ -170,7 +169,7 @@ class CalibratedPolicy(Policy):
         Raises:
             CalibrationError: the calibration is of a model with other keys.
         """
-        self.of_model.model.check(heads=key.shape[1], dim=key.shape[3])
+        self.loaded_calibration.model.check(heads=key.shape[1], dim=key.shape[3])
         key = torch.where(live[..., None], key.float(), 0.0)
         first, second = key.index_select(-1, pairs[0]), key.index_select(-1, pairs[1])
         angle = (seen.to(frequency.dtype) * frequency)[:, None]  # [B, 1, 1, P]
@@ -178,13 +177,13 @@ class CalibratedPolicy(Policy):
         return torch.cat([first * cos + second * sin, second * cos - first * sin], -1)
 
 
-def turned(x: Tensor, factor: Tensor) -> Tensor:
+def multiply_pairs(x: Tensor, factor: Tensor) -> Tensor:
     """Multiply the pairs of rows [..., D], in the layout of pairs, by complex numbers [..., P]."""
     first, second = x.chunk(2, -1)
     return torch.cat([first * factor.real - second * factor.imag, first * factor.imag + second * factor.real], -1)
 
 
-def sizes_of_pairs(x: Tensor) -> Tensor:
+def pair_norms(x: Tensor) -> Tensor:
     """Return the absolute values [..., P] of the pairs of rows [..., D] in the layout of pairs."""
     first, second = x.chunk(2, -1)
     return (first.square() + second.square()).sqrt()

@@ -34,7 +34,7 @@ from torch import Tensor
 from kvpass.arguments import Natural, Positive, Share
 from kvpass.errors import BudgetError
 from kvpass.policies.base import Policy
-from kvpass.policies.heads import HeadSharding, reduced
+from kvpass.policies.heads import HeadSharding, reduce_heads
 from kvpass.policies.types import Attention, State, Tokens
 
 BASES = {"pow2": 2, "pow3": 3, "pow4": 4}
@@ -99,7 +99,7 @@ class Cascade(Policy):
         return {"arrived": 0}  # real tokens of the last step
 
     def observe(self, tokens: Tokens, attention: Attention) -> State:
-        probs = self._reduced(attention.last[..., None, :], attention.spread)[:, :, 0]
+        probs = self._reduce(attention.last[..., None, :], attention.spread)[:, :, 0]
         decay, rest = self._decays(tokens.budget)
         score = decay * tokens.state["score"] + rest * probs
         scored = (attention.queries > 0) & tokens.live & (tokens.position >= self.sinks)
@@ -117,10 +117,10 @@ class Cascade(Policy):
         decay = self._decay(budget)
         return decay, 1 - decay
 
-    def _reduced(self, rows: Tensor, spread: HeadSharding | None) -> Tensor:
+    def _reduce(self, rows: Tensor, spread: HeadSharding | None) -> Tensor:
         """Reduce over the query heads: [B, Hkv, G, n, N] to [B, H', n, N]."""
         if self.heads == "shared":
-            return reduced(rows, self.reduce, spread)
+            return reduce_heads(rows, self.reduce, spread)
         if self.reduce == "median":
             return rows.median(2).values
         return rows.mean(2) if self.reduce == "mean" else rows.amax(2)
@@ -146,7 +146,7 @@ class Cascade(Policy):
         self, rows: Iterable[Tensor], valid: Tensor, held: int, budget: int, spread: HeadSharding | None = None
     ) -> Tensor:
         """Return the scores at the end of a prompt, DROPPED for dropped tokens; for a chunk what its rows add."""
-        probs = (self._reduced(block, spread) for block in rows)
+        probs = (self._reduce(block, spread) for block in rows)
         blocks = moving_averages(probs, valid, self._decay(budget))
         if held:
             return [scores[:, :, -1] for scores in blocks][-1]
@@ -281,7 +281,7 @@ class CascadeRule:
                     for n in range(len(head_scores)):
                         self.insert(line, token + n, row_numbers[token + n], visible_scores[n])
             last, token = scores[:, :, -1], token + scores.shape[2]
-        return survivors(self._as_tensor(lines, last), last)
+        return mark_survivors(self._as_tensor(lines, last), last)
 
     def insert_chunk(self, number: Tensor, held: int, score: Tensor) -> Tensor:
         """Return the scores [B, H', N] after inserting tokens `held` and later one by one; DROPPED for dropped ones.
@@ -297,7 +297,7 @@ class CascadeRule:
             for head, line in enumerate(row_lines):
                 for token in range(held, number.shape[-1]):
                     self.insert(line, token, numbers[row][head][token], scores[row, head])
-        return survivors(self._as_tensor(lines, score), score)
+        return mark_survivors(self._as_tensor(lines, score), score)
 
     def _as_tensor(self, lines: list[list[list[int]]], like: Tensor) -> Tensor:
         """Return lines as int64 [B, H', |C|], -1 after the last token."""
@@ -325,7 +325,7 @@ def moving_averages(blocks: Iterable[Tensor], valid: Tensor, decay: float) -> It
         yield averages
 
 
-def survivors(line: Tensor, score: Tensor) -> Tensor:
+def mark_survivors(line: Tensor, score: Tensor) -> Tensor:
     """Return the scores [B, H', N] of the tokens in the line, DROPPED for the others."""
     kept = torch.nn.functional.pad(torch.full_like(score, DROPPED), (0, 1))
     index = torch.where(line < 0, score.shape[-1], line)  # free entries write to an extra column

@@ -22,7 +22,7 @@ from torch import Tensor
 from kvpass.arguments import Share, at_least
 from kvpass.policies.ada_kv import AdaKV
 from kvpass.policies.budgets import share_of
-from kvpass.policies.ranking import highest
+from kvpass.policies.ranking import keep_highest
 from kvpass.policies.types import State, Tokens
 
 BLOCK = 1024  # tokens that are projected at a time
@@ -51,13 +51,13 @@ class CriticalKV(AdaKV):
 
     def compact(self, tokens: Tokens) -> tuple[Tensor, State]:
         score = self.score(tokens)
-        safe = highest(score, tokens.position, self.window + share_of(tokens.budget - self.window, self.first))
+        safe = keep_highest(score, tokens.position, self.window + share_of(tokens.budget - self.window, self.first))
         rest = torch.where(tokens.state["selected"], tokens.state["impact"], score)
-        return highest(torch.where(safe, torch.inf, rest), tokens.position, tokens.budget), {}
+        return keep_highest(torch.where(safe, torch.inf, rest), tokens.position, tokens.budget), {}
 
 
 def output_norms(value: Tensor, output: Tensor | None) -> Tensor:
-    """Return the L1 norm of what a token's value adds to the layer's output, the mean over query heads: [B, h, N].
+    """Return the L1 norm of each token's contribution to the layer's output, [B, h, N].
 
     Args:
         value: [B, h, N, Dv].

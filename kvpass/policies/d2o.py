@@ -33,10 +33,10 @@ from kvpass.arguments import Natural, Share, at_least
 from kvpass.policies.base import Policy
 from kvpass.policies.budgets import Plan, share_of
 from kvpass.policies.full import Full
-from kvpass.policies.heads import HeadSharding, gathered, reduced
+from kvpass.policies.heads import HeadSharding, gather_heads, reduce_heads
 from kvpass.policies.ranking import LATE, rows_in_order
 from kvpass.policies.types import Attention, Merge, State, Tokens
-from kvpass.torch_private.inductor import materialized
+from kvpass.torch_private.inductor import materialize
 
 UNSET = -2.0  # tau before the first merge, below every cosine
 MIN_SHARE = 0.01  # every layer keeps this share of the prompt
@@ -140,7 +140,7 @@ class D2O(Policy):
     def merge_evicted(self, tokens: Tokens, held: Tensor, evicted: Tensor, valid: Tensor) -> Merge:
         similar, into = nearest(evicted, held, tokens.position)  # [B, Hkv, E]
         official = self.merge == "official"
-        similarity = reduced(similar[:, :, None], "mean", tokens.spread) if official else similar
+        similarity = reduce_heads(similar[:, :, None], "mean", tokens.spread) if official else similar
         mean = torch.where(valid, similarity, 0).sum(-1, keepdim=True) / valid.sum(-1, keepdim=True).clamp(min=1)
         previous = tokens.state["threshold"]
         updated = torch.where(previous == UNSET, mean, self.beta * mean + (1 - self.beta) * previous)
@@ -181,7 +181,7 @@ def column_variances(
     """
     local = [column_variance(total, valid, density) for total in totals]
     ranks = 1 if spread is None else spread.ranks
-    flat = gathered(torch.cat([layer.flatten() for layer in local]), spread).view(ranks, -1)
+    flat = gather_heads(torch.cat([layer.flatten() for layer in local]), spread).view(ranks, -1)
     parts = torch.split(flat, [layer.numel() for layer in local], 1)  # of each layer [ranks, B * h]
     all_heads = [part.view(ranks, *layer.shape).transpose(0, 1) for part, layer in zip(parts, local, strict=True)]
     layers = [layer.flatten(1).tolist() for layer in all_heads]
@@ -295,9 +295,9 @@ def _cosines_on_cpu(key: Tensor, held: Tensor) -> Tensor:
     On a CPU, products and norms share one loop over the slots only if both read values of the head.  A compiler would
     run norms alone in a loop of their own, over all slots as one long row.  On a GPU this would cost two more launches.
     """
-    inverse_norm = materialized(1 / _norm(key)[..., None])  # [B, Hkv, 1, 1]
+    inverse_norm = materialize(1 / _norm(key)[..., None])  # [B, Hkv, 1, 1]
     slots = held.float() * inverse_norm
-    product = (slots * materialized(key.float() * inverse_norm)).sum(-1)  # [B, Hkv, C]
+    product = (slots * materialize(key.float() * inverse_norm)).sum(-1)  # [B, Hkv, C]
     norm = torch.maximum(slots.square().sum(-1).sqrt(), MIN_NORM * inverse_norm[..., 0])
     return (product / norm)[:, :, None]
 

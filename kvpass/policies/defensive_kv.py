@@ -1,4 +1,4 @@
-"""Select prompt tokens by the highest attention that any late query paid, so that none is lost which one query needs.
+"""Select prompt tokens by the highest attention of any late query, and not by the mean.
 
 DefensiveKV (Feng et al., "Taming the Fragility of KV Cache Eviction in LLM Inference").
 https://arxiv.org/abs/2510.13334
@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from kvpass.arguments import Positive, Share
-from kvpass.policies.ada_kv import AdaKV, winners
+from kvpass.policies.ada_kv import AdaKV, count_winners
 from kvpass.policies.critical_kv import output_norms
-from kvpass.policies.ranking import highest
+from kvpass.policies.ranking import keep_highest
 from kvpass.policies.types import Attention, State, Tokens
 from kvpass.policies.voting import TINY
 
@@ -81,21 +81,21 @@ class DefensiveKV(AdaKV):
     def head_counts(self, tokens: Tokens, layer: int) -> Tensor:
         selected = self.compacted(tokens.budget) - self.window
         assert isinstance(selected, int)  # rows have no budgets of their own
-        safe, position = self._safe(tokens, selected), torch.where(self._competes(tokens), tokens.position, -1)
+        safe, position = self._safe_tokens(tokens, selected), torch.where(self._competes(tokens), tokens.position, -1)
         score = torch.where(safe, torch.inf, tokens.state["impact"])
-        return winners(score, position, selected, self.safeguard)
+        return count_winners(score, position, selected, self.safeguard)
 
     def compact(self, tokens: Tokens) -> tuple[Tensor, State]:
         by_impact = torch.where(self._competes(tokens), tokens.state["impact"], self.score(tokens))
-        score = torch.where(self._safe(tokens, tokens.budget - self.window), torch.inf, by_impact)
-        return highest(score, tokens.position, tokens.budget), {}
+        score = torch.where(self._safe_tokens(tokens, tokens.budget - self.window), torch.inf, by_impact)
+        return keep_highest(score, tokens.position, tokens.budget), {}
 
     def _competes(self, tokens: Tokens) -> Tensor:
         """Return bool [B, H, N]: the selected tokens before the window."""
         return tokens.live & tokens.state["selected"] & ~tokens.newest(self.window)
 
-    def _safe(self, tokens: Tokens, most: int | Tensor) -> Tensor:
-        """Return bool [B, H, N]: the tokens of highest mean attention that have less than `mass` of it, up to `most`.
+    def _safe_tokens(self, tokens: Tokens, most: int | Tensor) -> Tensor:
+        """Mark the tokens of highest mean attention up to a share `mass`: bool [B, H, N].
 
         Args:
             most: a number, or int64 [B, H, 1].
@@ -106,4 +106,4 @@ class DefensiveKV(AdaKV):
         order = order.gather(-1, mean.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
         share = mean.gather(-1, order).cumsum(-1) / mean.sum(-1, keepdim=True).clamp(min=TINY)
         below = (share < self.mass).scatter(-1, order, share < self.mass)
-        return below & highest(mean, torch.where(among, tokens.position, -1), most)
+        return below & keep_highest(mean, torch.where(among, tokens.position, -1), most)

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from kvpass.arguments import Condition, Natural, Positive
 from kvpass.errors import CalibrationError, PolicyError
+from kvpass.policies import tensor_files
 from kvpass.policies.budgets import HeadClass, Plan
 from kvpass.policies.head_gates import HeadGates
 from kvpass.policies.streaming import Streaming
@@ -50,22 +51,21 @@ class DuoAttention(Streaming):
     recent: Positive = 256
     name = "duo_attention"
     heads = "kv"
+    needs_weights = True
     positions = "absolute"
     own_positions = "heads hold different numbers of tokens, and a query has one position among them"
     prompt_must_compete = "its streaming heads keep the first and the last tokens alone"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.gates is None:
-            raise CalibrationError(
-                f"{self.name} needs gates=..., a kvpass.HeadGates or the path of one; measure gates of the model with "
-                "`kvpass gates MODEL --out FILE`, or convert a table with --table"
-            )
-        if not isinstance(self.gates, HeadGates):
-            object.__setattr__(self, "gates", HeadGates.load(self.gates))
+        how = (
+            "a kvpass.HeadGates or the path of one; measure gates of the model with `kvpass gates MODEL --out FILE`, "
+            "or convert a table with --table"
+        )
+        tensor_files.load_option(self, "gates", HeadGates, HeadGates.load, CalibrationError, how)
 
     @property
-    def of_model(self) -> HeadGates:
+    def loaded_gates(self) -> HeadGates:
         assert isinstance(self.gates, HeadGates)
         return self.gates
 
@@ -79,7 +79,7 @@ class DuoAttention(Streaming):
     def plan(
         self, attention: Sequence[Attention], valid: Tensor, budget: int, earlier: Sequence[Plan] | None = None
     ) -> list[Plan]:
-        self.of_model.check(layers=len(attention))
+        self.loaded_gates.check(layers=len(attention))
         return super().plan(attention, valid, budget, earlier)
 
     def head_classes(self, heads: int, budget: int) -> tuple[HeadClass, ...]:
@@ -88,7 +88,7 @@ class DuoAttention(Streaming):
                 f"{self.name!r} divides the budget of a layer among its KV heads, and this model has one per layer: "
                 "use policy='streaming'"
             )
-        self.of_model.check(heads=heads)
+        self.loaded_gates.check(heads=heads)
         below = math.floor((heads - 1) * Fraction(str(self.quantile)))
         retrieving = heads - 1 - below
         streaming, held = heads - retrieving, self.fitting_budget(0)
@@ -99,5 +99,5 @@ class DuoAttention(Streaming):
         return HeadClass(retrieving, (heads * budget - streaming * held) // retrieving), HeadClass(streaming, held)
 
     def head_counts(self, tokens: Tokens, layer: int) -> Tensor:
-        gates = self.of_model.gates[layer].to(tokens.position.device)
+        gates = self.loaded_gates.gates[layer].to(tokens.position.device)
         return gates.expand(tokens.position.shape[0], -1)

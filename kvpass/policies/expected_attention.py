@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kvpass.arguments import Natural, Positive, at_least
 from kvpass.policies import voting
-from kvpass.policies.calibration import CalibratedPolicy, turned
+from kvpass.policies.calibration import CalibratedPolicy, multiply_pairs
 from kvpass.policies.types import State, Tokens
 
 
@@ -47,23 +47,23 @@ class ExpectedAttention(CalibratedPolicy):
     def minimum_budget(self) -> int:
         return self.sinks + 1
 
-    def folded(self, statistics: Mapping[str, Tensor]) -> list[Tensor]:
+    def fold_statistics(self, statistics: Mapping[str, Tensor]) -> list[Tensor]:
         frequency, scale = statistics["frequency"].double(), statistics["scale"].double()[:, None, None]
         ahead = torch.polar(torch.ones(()).double(), torch.arange(self.horizon) * frequency[..., None]).mean(-1)
-        mean = turned(statistics["mean"].double(), ahead[:, None]) * scale
-        half = turned(statistics["second"].double(), ahead[:, None, None])  # Sigma R^T
-        second = turned(half.mT, ahead[:, None, None]) * scale[..., None] ** 2 / 2
+        mean = multiply_pairs(statistics["mean"].double(), ahead[:, None]) * scale
+        half = multiply_pairs(statistics["second"].double(), ahead[:, None, None])  # Sigma R^T
+        second = multiply_pairs(half.mT, ahead[:, None, None]) * scale[..., None] ** 2 / 2
         return [mean.float(), second.float(), statistics["frequency"], statistics["pairs"]]
 
     def rescore(self, tokens: Tokens, key: Tensor, value: Tensor, weights: Sequence[Tensor]) -> State:
         mean, second, frequency, pairs = weights
-        rows, heads = self.relative(key, tokens.seen, frequency, pairs, tokens.live), key.shape[1]
+        rows, heads = self.relative_keys(key, tokens.seen, frequency, pairs, tokens.live), key.shape[1]
         among = tokens.live & (tokens.position >= self.sinks)
         rows = rows[:, :, None]  # [B, Hkv, 1, N, D]
         second, mean = (x.view(heads, -1, *x.shape[1:]) for x in (second, mean))  # [Hkv, G, D, D] and [Hkv, G, D]
         logits = (rows * (rows @ second)).sum(-1)
         logits = logits + (rows @ mean[..., None])[..., 0]  # [B, Hkv, G, N]
-        probs = voting.softmax(logits, among[:, :, None]).mean(2)
+        probs = voting.masked_softmax(logits, among[:, :, None]).mean(2)
         size = torch.where(tokens.live[..., None], value.float(), 0.0).square().sum(-1).sqrt()
         return {"score": (probs + self.epsilon) * size}
 

@@ -39,11 +39,11 @@ class FairSpans:
         exceeds, keep = tokens.live.sum(-1, keepdim=True) > tokens.budget, torch.zeros_like(tokens.live)
         for start, stop in itertools.pairwise((0, *self.policy.spans, LATE)):
             inside = (tokens.position >= start) & (tokens.position < stop)
-            keep = keep | self._kept(tokens, inside, _share(tokens, stop) - _share(tokens, start))
+            keep = keep | self._keep_latest(tokens, inside, _share(tokens, stop) - _share(tokens, start))
         missing = tokens.budget - keep.sum(-1, keepdim=True)  # in all heads as many, where a span has too few tokens
-        return torch.where(exceeds, keep | self._kept(tokens, ~keep, missing), tokens.live), {}
+        return torch.where(exceeds, keep | self._keep_latest(tokens, ~keep, missing), tokens.live), {}
 
-    def _kept(self, tokens: Tokens, among: Tensor, count: Tensor) -> Tensor:
+    def _keep_latest(self, tokens: Tokens, among: Tensor, count: Tensor) -> Tensor:
         """Return which `count` of some tokens stay, bool [B, H', N]; the count is int64 [B, H', 1]."""
         position = torch.where(among, tokens.position, -1)
         return self.policy.compact(dataclasses.replace(tokens, position=position, budget=count, rank=None))[0]

@@ -79,7 +79,7 @@ class HeadGates(tensor_files.Weights):
 
     @staticmethod
     def of_table(path: str | os.PathLike[str], architecture: str) -> HeadGates:
-        """Read a text file with a line for each layer and a number for each KV head, separated by tabs or spaces.
+        """Read gates from a text file with a line of numbers, one for each KV head, per layer.
 
         This is the format of `full_attention_heads.tsv` in the repository of DuoAttention, whose code clips numbers to
         0 and 1 as well.

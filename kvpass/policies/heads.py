@@ -36,40 +36,40 @@ class HeadSharding:
     ranks: int
     group: str
 
-    def written(self) -> str:
+    def to_text(self) -> str:
         """Return the sharding as text, for operators, which take no objects; `read` is the inverse."""
         return json.dumps(dataclasses.astuple(self))
 
     @staticmethod
-    def read(text: str | None) -> HeadSharding | None:
+    def from_text(text: str | None) -> HeadSharding | None:
         """Return the sharding of a text that `written` returned; None for None."""
         return None if text is None else HeadSharding(*json.loads(text))
 
 
-def reduced(x: Tensor, reduction: Reduce, spread: HeadSharding | None) -> Tensor:
-    """Reduce over all query heads of the layer: [B, h, G, ...] to [B, 1, ...]; "median" is the lower median.
+def reduce_heads(x: Tensor, reduction: Reduce, spread: HeadSharding | None) -> Tensor:
+    """Reduce over all query heads of the layer: [B, h, G, ...] to [B, 1, ...].
 
     Heads on several processes cost one collective of the result, or of all heads for the median.
     """
     heads = x.flatten(1, 2)  # [B, h G, ...]
     if reduction == "median":
-        return gathered(heads, spread, 1).median(1, keepdim=True).values
+        return gather_heads(heads, spread, 1).median(1, keepdim=True).values
     local = heads.mean(1, keepdim=True) if reduction == "mean" else heads.amax(1, keepdim=True)
     if spread is None:
         return local
     if reduction == "max":
-        return fx_nodes.all_reduced(local, "max", spread.group)
-    return fx_nodes.all_reduced(local, "sum", spread.group) / spread.ranks
+        return fx_nodes.all_reduce(local, "max", spread.group)
+    return fx_nodes.all_reduce(local, "sum", spread.group) / spread.ranks
 
 
-def gathered(x: Tensor, spread: HeadSharding | None, dim: int = 0) -> Tensor:
+def gather_heads(x: Tensor, spread: HeadSharding | None, dim: int = 0) -> Tensor:
     """Concatenate the tensors of all processes along a dimension of heads; one collective if heads are sharded."""
     if spread is None:
         return x
     rank, size = spread.first // (spread.heads // spread.ranks), x.shape[dim]
     whole = x.new_zeros((*x.shape[:dim], size * spread.ranks, *x.shape[dim + 1 :]))
     whole.narrow(dim, rank * size, size).copy_(x)
-    return fx_nodes.all_reduced(whole, "sum", spread.group)
+    return fx_nodes.all_reduce(whole, "sum", spread.group)
 
 
 def head_indices(position: Tensor, spread: HeadSharding | None) -> Tensor:

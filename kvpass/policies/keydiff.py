@@ -56,6 +56,6 @@ class KeyDiff(Policy):
 
 
 def unit_keys(key: Tensor, live: Tensor) -> Tensor:
-    """Return keys [B, Hkv, N, D] of norm 1 in float32, zero for free slots and for keys that are zero."""
+    """Normalize keys [B, Hkv, N, D] in float32; free slots and zero keys become zero."""
     key = torch.where(live[..., None], key.float(), 0.0)
     return key / key.square().sum(-1, keepdim=True).sqrt().clamp(min=MIN_NORM)

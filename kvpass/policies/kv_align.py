@@ -33,6 +33,7 @@ from torch import Tensor
 
 from kvpass.arguments import Positive, require
 from kvpass.errors import AlignerError, BudgetError
+from kvpass.policies import tensor_files
 from kvpass.policies.aligners.aligner import Aligner
 from kvpass.policies.aligners.store import load
 from kvpass.policies.base import Policy
@@ -55,6 +56,7 @@ class KVAlign(Policy):
     aligner: Aligner | str | os.PathLike[str] | None = None
     every: Positive = 1
     name = "kv_align"
+    needs_weights = True
     own_schedule = "it repairs rows by a schedule of its own, `every`"
     prompt_must_compete = "a prompt longer than the budget restarts its positions for its last tokens"
     own_positions = "kv_align numbers tokens itself"
@@ -62,29 +64,27 @@ class KVAlign(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.aligner is None:
-            raise AlignerError(
-                "kv_align needs aligner=..., an Aligner or the path of one (kvpass.policies.aligners); train one for "
-                "the model with `kvpass align train --model ... --out ...`"
-            )
-        if not isinstance(self.aligner, Aligner):
-            object.__setattr__(self, "aligner", load(self.aligner))
-        trained = self.trained.signature.every
+        how = (
+            "an Aligner or the path of one (kvpass.policies.aligners); train one for the model with `kvpass align "
+            "train --model ... --out ...`"
+        )
+        tensor_files.load_option(self, "aligner", Aligner, load, AlignerError, how)
+        trained = self.loaded_aligner.signature.every
         require(
-            self.trained.recipe != "paper" or self.every == trained,
+            self.loaded_aligner.recipe != "paper" or self.every == trained,
             "every",
             self.every,
             f"this aligner of recipe 'paper' was trained for every={trained}",
         )
 
     @property
-    def trained(self) -> Aligner:
+    def loaded_aligner(self) -> Aligner:
         assert isinstance(self.aligner, Aligner)
         return self.aligner
 
     @property
     def sinks(self) -> int:
-        return self.trained.signature.sinks
+        return self.loaded_aligner.signature.sinks
 
     # Budgets.
 
@@ -92,11 +92,11 @@ class KVAlign(Policy):
         return self.sinks + self.every
 
     def fitting_budget(self, budget: int) -> int:
-        return min(super().fitting_budget(budget), self.trained.signature.window)
+        return min(super().fitting_budget(budget), self.loaded_aligner.signature.window)
 
     def check_budget(self, budget: int) -> None:
         super().check_budget(budget)
-        window = self.trained.signature.window
+        window = self.loaded_aligner.signature.window
         if budget > window:
             raise BudgetError(
                 f"budget={budget} is a window that this aligner was not trained for: it knows positions up to "
@@ -106,11 +106,11 @@ class KVAlign(Policy):
     def plan(
         self, attention: Sequence[Attention], valid: Tensor, budget: int, earlier: Sequence[Plan] | None = None
     ) -> list[Plan]:
-        self.trained.signature.check(layers=len(attention))
+        self.loaded_aligner.signature.check(layers=len(attention))
         return super().plan(attention, valid, budget, earlier)
 
     def last_position(self) -> int:
-        return self.trained.signature.window
+        return self.loaded_aligner.signature.window
 
     # The host's count of held tokens, for `every` above one.
 
@@ -135,7 +135,7 @@ class KVAlign(Policy):
         return {"start": 0}  # the position of the first sink, where the window starts
 
     def init_token_state(self, key: Tensor, value: Tensor) -> State:
-        self.trained.signature.check(heads=key.shape[1], key_dim=key.shape[3])
+        self.loaded_aligner.signature.check(heads=key.shape[1], key_dim=key.shape[3])
         unknown = torch.full((key.shape[0], 1, key.shape[2]), UNKNOWN, dtype=torch.int64, device=key.device)
         return {"made": unknown}
 
@@ -180,30 +180,30 @@ class KVAlign(Policy):
 
     @property
     def aligns(self) -> Literal["never", "read", "step", "compact"]:
-        if self.trained.recipe == "nothing":
+        if self.loaded_aligner.recipe == "nothing":
             return "never"
         if self.every > 1:
             return "compact"
-        return "read" if self.trained.recipe == "direct" else "step"
+        return "read" if self.loaded_aligner.recipe == "direct" else "step"
 
     def weights(self) -> list[Tensor]:
-        return self.trained.weights()
+        return self.loaded_aligner.weights()
 
     def align(
         self, tokens: Tokens, key: Tensor, value: Tensor, layer: int, weights: Sequence[Tensor], evicted: int
     ) -> tuple[Tensor, Tensor, State]:
         position, rank = _row_positions(tokens), self._rank(tokens)
-        moves = -(-evicted // self.every) if self.trained.recipe == "paper" else 1
+        moves = -(-evicted // self.every) if self.loaded_aligner.recipe == "paper" else 1
         for move in reversed(range(moves)):
             target = rank + move * self.every  # "paper" repairs in several moves, the last of which reaches the rank
             moving = tokens.live & ~self._is_sink(tokens) & (position > target)
             by_row = (position[:, 0], target[:, 0], moving[:, 0])
-            key, value = self.trained.repaired(list(weights), layer, key, value, *by_row)
+            key, value = self.loaded_aligner.repair(list(weights), layer, key, value, *by_row)
             position = torch.where(moving, target, position)
         return key, value, {"made": position}
 
 
 def _row_positions(tokens: Tokens) -> Tensor:
-    """Return the positions of the stored rows; a token in its first step is at the number of tokens before it."""
+    """Return the positions of the stored rows; a new token's is the number of tokens before it."""
     made = tokens.state["made"]
     return torch.where(made == UNKNOWN, tokens.live.sum(-1, keepdim=True) - 1, made)

@@ -17,7 +17,7 @@ from kvpass.policies.types import Merge, State, Tokens
 
 @dataclasses.dataclass(frozen=True)
 class PeriodicEviction:
-    """The hooks by which a policy evicts, applied to rows that exceed their budget, with what they keep as the budget.
+    """The eviction hooks of a policy, applied to rows that exceed their budget.
 
     Between two compactions tokens are appended.  A row that does not exceed its budget stays whole when another row of
     the batch is compacted.

@@ -67,7 +67,7 @@ class Pins:
 
 @dataclasses.dataclass(frozen=True)
 class PinnedTokens:
-    """The hooks by which a policy evicts, applied to the tokens that are not pinned, with the rest of the budget.
+    """The eviction hooks of a policy, applied to unpinned tokens with the rest of the budget.
 
     A policy's own `victim` is not called: the unpinned token of lowest score is evicted.
     """
@@ -90,25 +90,25 @@ class PinnedTokens:
         check_pinned(self.policy, int(counts.flatten()[worst]), int(rest[worst]))
 
     def victim(self, tokens: Tokens) -> Tensor:
-        score = self.policy.score(_unpinned(tokens))
+        score = self.policy.score(_without_pinned(tokens))
         below, top = (torch.finfo(score.dtype).max, torch.inf) if score.is_floating_point() else (LATE - 1, LATE)
         return tokens.lowest(torch.where(_pinned(tokens), top, score.clamp(max=below)))
 
     def compact(self, tokens: Tokens) -> tuple[Tensor, State]:
-        keep, changes = self.policy.compact(_unpinned(tokens))
+        keep, changes = self.policy.compact(_without_pinned(tokens))
         return keep | _pinned(tokens), changes
 
     def merge_evicted(self, tokens: Tokens, held: Tensor, evicted: Tensor, valid: Tensor) -> Merge:
         """Return the policy's merge, in which no token is merged into a pinned one."""
         assert isinstance(self.policy, Merging)
-        return self.policy.merge_evicted(_unpinned(tokens), held, evicted, valid)
+        return self.policy.merge_evicted(_without_pinned(tokens), held, evicted, valid)
 
 
 def _pinned(tokens: Tokens) -> Tensor:
     return tokens.state[PINNED] & tokens.live
 
 
-def _unpinned(tokens: Tokens) -> Tokens:
+def _without_pinned(tokens: Tokens) -> Tokens:
     """Return the tokens without pinned ones, whose slots count as free, and with the rest of the budget."""
     pinned = _pinned(tokens)
     position, rest = torch.where(pinned, -1, tokens.position), tokens.budget - pinned.sum(-1, keepdim=True)

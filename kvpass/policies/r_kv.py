@@ -79,14 +79,14 @@ class RKV(Policy):
     def observe(self, tokens: Tokens, attention: Attention) -> State:
         older = voting.candidates(tokens, self.window)
         if self.plain:
-            vote = voting.restricted(attention.last, older).mean(2)
+            vote = voting.renormalize(attention.last, older).mean(2)
         else:
-            vote = voting.softmax(attention.logits.amax(2), older)
-        return {voting.VOTE: voting.with_vote(tokens, attention, vote, self.window, self.interval)}
+            vote = voting.masked_softmax(attention.logits.amax(2), older)
+        return {voting.VOTE: voting.add_vote(tokens, attention, vote, self.window, self.interval)}
 
     def observe_chunk(self, tokens: Tokens, attention: Attention) -> State:
         vote = attention.older.mean(2) if self.plain else attention.older_peak[:, :, 0]
-        return {voting.VOTE: voting.of_chunk(tokens, attention, vote)}
+        return {voting.VOTE: voting.votes_of_chunk(tokens, attention, vote)}
 
     def rescore(self, tokens: Tokens, key: Tensor, value: Tensor, weights: Sequence[Tensor] = ()) -> State:
         order = rows_in_order(tokens.position)  # "last" is meant in the text
@@ -96,7 +96,7 @@ class RKV(Policy):
         return {"redundancy": torch.empty_like(redundancy).scatter(-1, order, redundancy)}
 
     def _redundancy(self, unit: Tensor, live: Tensor) -> Tensor:
-        """Return R [B, Hkv, N] of unit keys [B, Hkv, N, D] that are zero where bool [B, Hkv, N] is false.
+        """Return the redundancy R [B, Hkv, N] of unit keys [B, Hkv, N, D].
 
         The sum of cosines with all keys is one product with the sum of keys, from which forgiven ones are taken.
         """
@@ -111,20 +111,20 @@ class RKV(Policy):
             )  # without a similar one the official code takes 0
             total = total.scatter_add(-1, forgiven, torch.where(counts, -cosine, 0.0))
         mean = total / live.sum(-1, keepdim=True).clamp(min=1)
-        return voting.softmax(mean, live)
+        return voting.masked_softmax(mean, live)
 
     def score(self, tokens: Tokens) -> Tensor:
         recent = tokens.newest(self.window)
         older = tokens.live & ~recent
         votes = tokens.state[voting.VOTE]
         mean = votes / votes.sum(-1, keepdim=True).clamp(min=voting.TINY)  # each query's votes have the sum 1
-        importance = voting.pooled(mean, tokens, older, self.kernel, "mean" if self.plain else "max")
+        importance = voting.pool_votes(mean, tokens, older, self.kernel, "mean" if self.plain else "max")
         score = self.weight * importance - (1 - self.weight) * tokens.state["redundancy"]
         return torch.where(recent, torch.inf, score)
 
 
 def last_similar(unit: Tensor) -> Tensor:
-    """Return for each unit key the index of the last other key of cosine above 0.5: int64 [B, Hkv, N], -1 for none.
+    """Return the index of each unit key's last similar key: int64 [B, Hkv, N], -1 for none.
 
     Args:
         unit: [B, Hkv, N, D], in the order of the text.

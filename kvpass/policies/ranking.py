@@ -8,12 +8,12 @@ from torch import Tensor
 LATE = torch.iinfo(torch.int64).max
 
 
-def lowest(dtype: torch.dtype) -> float | int:
+def lowest_value(dtype: torch.dtype) -> float | int:
     """Return the least value of a dtype."""
     return -torch.inf if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
-def topmost(dtype: torch.dtype) -> float | int:
+def highest_value(dtype: torch.dtype) -> float | int:
     """Return the greatest value of a dtype."""
     return torch.inf if dtype.is_floating_point else torch.iinfo(dtype).max
 
@@ -36,10 +36,10 @@ def rows_in_order(position: Tensor) -> Tensor:
     return torch.where(position < 0, LATE, position).argsort(-1)
 
 
-def highest(score: Tensor, position: Tensor, count: int | Tensor) -> Tensor:
+def keep_highest(score: Tensor, position: Tensor, count: int | Tensor) -> Tensor:
     """Return bool [..., N]: the `count` live tokens of highest score; of equals, the earlier ones."""
     order = rows_in_order(position)
-    score = torch.where(position < 0, lowest(score.dtype), score).gather(-1, order)
+    score = torch.where(position < 0, lowest_value(score.dtype), score).gather(-1, order)
     order = order.gather(-1, score.argsort(dim=-1, descending=True, stable=True))
     dead = (position < 0).gather(-1, order)
     order = order.gather(-1, dead.int().argsort(dim=-1, stable=True))

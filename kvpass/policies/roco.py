@@ -46,16 +46,16 @@ class RoCo(Policy):
         variance = tokens.state["squares"] / query_count - mean.square()
         safe = tokens.newest(tokens.budget - tokens.budget // 2)
         older = torch.where(tokens.live & ~safe, variance, -torch.inf)
-        return torch.where(safe | highest_of(older, tokens.budget // 4), torch.inf, mean)
+        return torch.where(safe | keep_highest_with_ties(older, tokens.budget // 4), torch.inf, mean)
 
 
-def highest_of(score: Tensor, count: int | Tensor) -> Tensor:
-    """Return bool [B, H', N]: the `count` highest entries of a score [B, H', N], and all ties of the lowest of them.
+def keep_highest_with_ties(score: Tensor, count: int | Tensor) -> Tensor:
+    """Mark the `count` highest scores of each head, ties included: bool [B, H', N].
 
     A number as `count` costs a top-k, int64 [B, H', 1] a sort.
     """
     if isinstance(count, Tensor):
-        index = (count - 1).clamp(min=0, max=score.shape[-1] - 1)
+        index = (count - 1).clamp(min=0, max=score.shape[-1] - 1).expand(*score.shape[:-1], 1)
         return (score >= score.sort(-1, descending=True).values.gather(-1, index)) & (count > 0)
     count = min(count, score.shape[-1])
     return score >= (score.topk(count, -1).values[..., -1:] if count else torch.inf)

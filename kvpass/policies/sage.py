@@ -28,7 +28,7 @@ from kvpass.arguments import Natural, Positive, require
 from kvpass.errors import BudgetError
 from kvpass.policies.base import Policy
 from kvpass.policies.budgets import Count
-from kvpass.policies.ranking import LATE, highest
+from kvpass.policies.ranking import LATE, keep_highest
 from kvpass.policies.types import Attention, Clock, State, Tokens
 
 UNSEEN = torch.finfo(torch.float32).min
@@ -36,7 +36,7 @@ MAX_GROUPS = 62
 
 
 def budget_split(budget: int, groups: int, sinks: int | None = None, top: int | None = None) -> tuple[int, int, int]:
-    """Return sinks S, tokens per query head k and recent tokens R of a budget S + groups * k + R.
+    """Split a budget into sinks, tokens per query head, and recent tokens.
 
     >>> budget_split(8192, 4), budget_split(8192, 7, top=512)
     ((2048, 1024, 2048), (2048, 512, 2560))
@@ -109,10 +109,10 @@ class Sage(Policy):
         return {"since": 0}  # tokens since the last selection
 
     def observe(self, tokens: Tokens, attention: Attention) -> State:
-        takers = self._unselected(tokens, attention.last.shape[2])
+        takers = self._heads_without_selection(tokens, attention.last.shape[2])
         return {"takers": takers, "since": tokens.state["since"] + attention.queries}
 
-    def _unselected(self, tokens: Tokens, groups: int) -> Tensor:
+    def _heads_without_selection(self, tokens: Tokens, groups: int) -> Tensor:
         """Return the takers without a selection; while all tokens fit, all heads take the first S + G k tokens."""
         sinks, top, _ = self._split(tokens.budget, groups)
         first_tokens = (tokens.position < sinks + groups * top) & (tokens.seen <= self._max_unselected(tokens.budget))
@@ -126,30 +126,34 @@ class Sage(Policy):
         due, size = attention.queries > 0, self._split(tokens.budget, groups)[2]
         recent = size.expand_as(since) if isinstance(size, Tensor) else torch.full_like(since, size)
         if step:
-            overflows, refreshes = self._due(tokens, since)
-            due, recent = (due & (overflows | refreshes), torch.where(overflows, recent, self._lasting(recent)))
+            overflows, refreshes = self._selection_due(tokens, since)
+            due, recent = (due & (overflows | refreshes), torch.where(overflows, recent, self._without_leaving(recent)))
         selects = due & (tokens.seen > self._max_unselected(tokens.budget))
-        takers = torch.where(selects, self._takers(tokens, attention.logits, recent), self._unselected(tokens, groups))
+        takers = torch.where(
+            selects,
+            self._selecting_heads(tokens, attention.logits, recent),
+            self._heads_without_selection(tokens, groups),
+        )
         return {"takers": takers, "since": torch.where(due, 0, since)}
 
-    def _due(self, tokens: Tokens, since: Tensor) -> tuple[Tensor, Tensor]:
+    def _selection_due(self, tokens: Tokens, since: Tensor) -> tuple[Tensor, Tensor]:
         """Return whether a step is the first without a free slot, and whether the interval of selections ended."""
         never = torch.zeros_like(since, dtype=torch.bool)  # [B, H', 1]
         overflows = (tokens.seen == tokens.budget + 1) | never if self.select_at == "overflow" else never
         return overflows, never if self.refresh_interval is None else since >= self.refresh_interval
 
-    def _lasting(self, recent: Tensor) -> Tensor:
+    def _without_leaving(self, recent: Tensor) -> Tensor:
         """Return `recent` without the tokens that would leave the ring before the next selection."""
         return recent if self.refresh_interval is None else (recent - self.refresh_interval).clamp(min=0)
 
-    def _takers(self, tokens: Tokens, logits: Tensor, recent: Tensor) -> Tensor:
+    def _selecting_heads(self, tokens: Tokens, logits: Tensor, recent: Tensor) -> Tensor:
         """Return which heads select each token, [B, Hkv, N]: every query head its top k; recent is [B, Hkv, 1]."""
         groups = logits.shape[2]
         sinks, top, _ = self._split(tokens.budget, groups)
         candidate = (tokens.position >= sinks) & (tokens.position < tokens.seen - 1 - recent)
         position = torch.where(candidate, tokens.position, -1)[:, :, None].expand(-1, -1, groups, -1)
         top = top[:, :, None] if isinstance(top, Tensor) else top
-        selected = highest(logits, position, top)  # [B, Hkv, G, N]
+        selected = keep_highest(logits, position, top)  # [B, Hkv, G, N]
         if self.share != "private":
             return selected.sum(2)
         require(groups <= MAX_GROUPS, "share", self.share, f"is for up to {MAX_GROUPS} query heads per KV head")

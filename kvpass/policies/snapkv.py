@@ -55,7 +55,7 @@ class SnapKV(Policy):
 
     def observe_chunk(self, tokens: Tokens, attention: Attention) -> State:
         scored = (attention.queries > 0) & tokens.live & ~tokens.newest(self.window)
-        score = voting.pooled(attention.window.mean(2), tokens, scored, self.kernel, "mean")
+        score = voting.pool_votes(attention.window.mean(2), tokens, scored, self.kernel, "mean")
         return {
             "score": torch.where(scored, score, tokens.state["score"]),
             "selected": scored | tokens.state["selected"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -28,6 +28,24 @@ class Weights:
 
     def __deepcopy__(self, memo: dict[int, object]) -> Weights:
         return self
+
+
+def load_option(
+    policy: Any, option: str, kind: type[Weights], load: Callable[[Any], Weights], error: type[KVPassError], how: str
+) -> None:
+    """Replace the path in a policy's option by the weights of the file; weights stay.
+
+    Args:
+        how: what the option holds and how to make it, for the error.
+
+    Raises:
+        KVPassError: of the class `error`, the option is None.
+    """
+    value = getattr(policy, option)
+    if value is None:
+        raise error(f"{policy.name} needs {option}=..., {how}")
+    if not isinstance(value, kind):
+        object.__setattr__(policy, option, load(value))
 
 
 def digest_of(description: str, tensors: Mapping[str, Tensor]) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvpass.policies.base import Policy
-from kvpass.policies.heads import reduced
+from kvpass.policies.heads import reduce_heads
 from kvpass.policies.types import Attention, State, Tokens
 
 
@@ -29,7 +29,7 @@ class Tova(Policy):
         return {"score": torch.float32}
 
     def observe(self, tokens: Tokens, attention: Attention) -> State:
-        probs = reduced(attention.last, "mean", attention.spread)  # [B, 1, N]
+        probs = reduce_heads(attention.last, "mean", attention.spread)  # [B, 1, N]
         return {"score": torch.where(attention.queries > 0, probs, tokens.state["score"])}
 
     def score(self, tokens: Tokens) -> Tensor:

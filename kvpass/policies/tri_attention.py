@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from kvpass.arguments import Natural, Positive
-from kvpass.policies.calibration import CalibratedPolicy, sizes_of_pairs, turned
+from kvpass.policies.calibration import CalibratedPolicy, multiply_pairs, pair_norms
 from kvpass.policies.types import State, Tokens
 
 DISTANCES = tuple(2**n for n in range(17))
@@ -48,29 +48,29 @@ class TriAttention(CalibratedPolicy):
     def minimum_budget(self) -> int:
         return self.sinks + self.recent + 1
 
-    def folded(self, statistics: Mapping[str, Tensor]) -> list[Tensor]:
+    def fold_statistics(self, statistics: Mapping[str, Tensor]) -> list[Tensor]:
         mean, size, frequency = statistics["mean"], statistics["size"], statistics["frequency"]
         distances = torch.tensor(DISTANCES, dtype=torch.float64)
         ahead = torch.polar(torch.ones(()).double(), distances * frequency.double()[..., None]).mean(-1)  # [L, P]
-        anchor = turned(mean.double(), ahead[:, None]).float()
-        return [anchor, size - sizes_of_pairs(mean), frequency, statistics["pairs"]]
+        anchor = multiply_pairs(mean.double(), ahead[:, None]).float()
+        return [anchor, size - pair_norms(mean), frequency, statistics["pairs"]]
 
     def rescore(self, tokens: Tokens, key: Tensor, value: Tensor, weights: Sequence[Tensor]) -> State:
         anchor, spread, frequency, pairs = weights
-        rows, heads = self.relative(key, tokens.seen, frequency, pairs, tokens.live), key.shape[1]
+        rows, heads = self.relative_keys(key, tokens.seen, frequency, pairs, tokens.live), key.shape[1]
         anchor, spread = (x.view(heads, -1, x.shape[1]).mT for x in (anchor, spread))  # [Hkv, D, G] and [Hkv, P, G]
-        score = rows @ anchor + sizes_of_pairs(rows) @ spread  # [B, Hkv, N, G]
+        score = rows @ anchor + pair_norms(rows) @ spread  # [B, Hkv, N, G]
         return {f"score_{group}": each for group, each in enumerate(score.unbind(-1))}
 
     def score(self, tokens: Tokens) -> Tensor:
         stays = (tokens.position < self.sinks) | tokens.newest(self.recent)
         among = tokens.live & ~stays
         found = (x for name, x in tokens.state.items() if name.startswith("score_"))
-        highest = torch.stack([standardised(x, among) for x in found]).amax(0)
+        highest = torch.stack([standardise(x, among) for x in found]).amax(0)
         return torch.where(stays, torch.inf, highest)
 
 
-def standardised(score: Tensor, among: Tensor) -> Tensor:
+def standardise(score: Tensor, among: Tensor) -> Tensor:
     """Return scores [..., N] minus their mean, over their standard deviation, both over `among` [..., N].
 
     They are rounded, so that errors of sums decide no tie: of two tokens, each is the higher one for some query head.

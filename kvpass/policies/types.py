@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpass.policies.heads import HeadSharding
-from kvpass.policies.ranking import latest_of_least, lowest, rank_of, topmost
+from kvpass.policies.ranking import highest_value, latest_of_least, lowest_value, rank_of
 
 Statistic = Literal["total", "squares", "last", "window", "logits", "scan", "older", "older_peak"]
 State = dict[str, Tensor]
@@ -89,7 +89,7 @@ class Tokens:
         """Return bool [B, H', N]: whether the token is among the last `count` real tokens."""
         return self.position >= self.seen - count
 
-    def updated(self, changes: State) -> Tokens:
+    def with_state(self, changes: State) -> Tokens:
         """Return these tokens with some entries of the state replaced."""
         return dataclasses.replace(self, state={**self.state, **changes})
 
@@ -98,16 +98,16 @@ class Tokens:
 
         If rows have different budgets, a row that holds more than its budget takes none of its free slots.
         """
-        free: float | Tensor = lowest(score.dtype)
+        free: float | Tensor = lowest_value(score.dtype)
         if isinstance(self.budget, Tensor):  # a full row has free slots if another row's budget is larger
             full = self.live.sum(-1, keepdim=True) > self.budget
-            free = torch.where(full, topmost(score.dtype), free).to(score.dtype)
+            free = torch.where(full, highest_value(score.dtype), free).to(score.dtype)
         return latest_of_least(torch.where(self.live, score, free), self.position)
 
 
 @dataclasses.dataclass(frozen=True)
 class Merge:
-    """How E evicted tokens are merged into slots that stay, for keys and values alike.
+    """The weights with which E evicted tokens are merged into slots, for keys and values alike.
 
     A slot's row x becomes (own * x + sum(weight * evicted)) / (own + sum(share)) over the tokens merged into it.
 

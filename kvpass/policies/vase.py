@@ -1,4 +1,4 @@
-"""Keep the values of largest range, and of the other tokens a sample by attention; or a sketch of keys and values.
+"""Keep the values of largest range, and a sample of the other tokens by attention.
 
 VaSE, as its public code has it. https://arxiv.org/abs/2606.03928
 
@@ -35,7 +35,7 @@ from kvpass.policies import hashing, voting
 from kvpass.policies.base import Policy
 from kvpass.policies.budgets import share_of
 from kvpass.policies.heads import head_indices
-from kvpass.policies.ranking import highest
+from kvpass.policies.ranking import keep_highest
 from kvpass.policies.types import Attention, State, Tokens
 
 RANK = 20  # columns of G
@@ -96,13 +96,13 @@ class Vase(Policy):
         if self.variant == "dkv":
             return {}
         older = voting.candidates(tokens, self.recent)
-        vote = voting.restricted(attention.last, older).mean(2)
-        return {voting.VOTE: voting.with_vote(tokens, attention, vote, self.recent, self.interval)}
+        vote = voting.renormalize(attention.last, older).mean(2)
+        return {voting.VOTE: voting.add_vote(tokens, attention, vote, self.recent, self.interval)}
 
     def observe_chunk(self, tokens: Tokens, attention: Attention) -> State:
         if self.variant == "dkv":
             return {}
-        return {voting.VOTE: voting.of_chunk(tokens, attention, attention.older.mean(2))}
+        return {voting.VOTE: voting.votes_of_chunk(tokens, attention, attention.older.mean(2))}
 
     def rescore(self, tokens: Tokens, key: Tensor, value: Tensor, weights: Sequence[Tensor] = ()) -> State:
         seed = hashing.seed_of_round(self.seed, tokens.seen)  # [B, 1, 1]
@@ -112,23 +112,23 @@ class Vase(Policy):
         return {"score": of_key * of_value}
 
     def score(self, tokens: Tokens) -> Tensor:
-        score = tokens.state["score"] if self.variant == "dkv" else self._sampled(tokens)
+        score = tokens.state["score"] if self.variant == "dkv" else self._sampling_scores(tokens)
         stays = tokens.newest(self.recent) | (tokens.position < self.sinks)
         return torch.where(stays, torch.inf, score)
 
-    def _sampled(self, tokens: Tokens) -> Tensor:
+    def _sampling_scores(self, tokens: Tokens) -> Tensor:
         """Return scores [B, Hkv, N] by which the largest ranges come first, and then a sample by attention."""
         older = tokens.live & ~tokens.newest(self.recent)
         span = torch.where(tokens.position < self.sinks, torch.inf, tokens.state["range"])
-        large = highest(span, torch.where(older, tokens.position, -1), self._large(tokens.budget))
-        votes = voting.pooled(tokens.state[voting.VOTE], tokens, older, self.kernel, "mean")
+        large = keep_highest(span, torch.where(older, tokens.position, -1), self._large_range_count(tokens.budget))
+        votes = voting.pool_votes(tokens.state[voting.VOTE], tokens, older, self.kernel, "mean")
         seed = hashing.seed_of_round(self.seed, tokens.seen)
-        number = hashing.drawn(tokens.position, head_indices(tokens.position, tokens.spread), seed)
-        sampled = votes / -hashing.uniform(number).log()
+        number = hashing.draw(tokens.position, head_indices(tokens.position, tokens.spread), seed)
+        sampled = votes / -hashing.to_uniform(number).log()
         age = (tokens.position - tokens.seen).float()  # negative
         return torch.where(large, torch.inf, torch.where(votes > 0, sampled, age))
 
-    def _large(self, budget: Any) -> Any:
+    def _large_range_count(self, budget: Any) -> Any:
         """Return how many tokens stay for the range of their values, the sinks among them: a number or a tensor."""
         large, most = share_of(budget, self.large), budget - self.recent
         if isinstance(budget, Tensor):

@@ -1,4 +1,4 @@
-"""Let the last queries before a compaction vote for the tokens that it may evict, for policies that read such votes.
+"""Let the last queries before a compaction vote for the tokens that stay.
 
 The compaction is known in advance: it comes when a row holds one token more than its budget.  So are its candidates,
 the tokens older than the last `window` ones.  A vote is the softmax of a query over the candidates, which is the
@@ -31,21 +31,21 @@ def _steps_left(tokens: Tokens) -> Tensor:
     return tokens.budget + 1 - tokens.live.sum(-1, keepdim=True)
 
 
-def restricted(probs: Tensor, among: Tensor) -> Tensor:
+def renormalize(probs: Tensor, among: Tensor) -> Tensor:
     """Return probabilities [B, Hkv, G, N] restricted to `among` [B, Hkv, N] and rescaled to sum 1."""
     probs = torch.where(among[:, :, None], probs, 0.0)
     return probs / probs.sum(-1, keepdim=True).clamp(min=TINY)
 
 
-def softmax(logits: Tensor, among: Tensor) -> Tensor:
+def masked_softmax(logits: Tensor, among: Tensor) -> Tensor:
     """Return the softmax of logits [B, Hkv, N] over `among` [B, Hkv, N], and zeros elsewhere."""
     most = torch.where(among, logits, -torch.inf).amax(-1, keepdim=True).clamp(min=torch.finfo(logits.dtype).min)
     powers = torch.where(among, (logits - most).exp(), 0.0)
     return powers / powers.sum(-1, keepdim=True).clamp(min=TINY)
 
 
-def with_vote(tokens: Tokens, attention: Attention, vote: Tensor, window: int, interval: int) -> Tensor:
-    """Return the sum of votes [B, Hkv, N] with that of one more token, if it is among the last before a compaction.
+def add_vote(tokens: Tokens, attention: Attention, vote: Tensor, window: int, interval: int) -> Tensor:
+    """Add one token's vote to votes [B, Hkv, N] if a compaction is near.
 
     Args:
         vote: [B, Hkv, N].
@@ -58,13 +58,13 @@ def with_vote(tokens: Tokens, attention: Attention, vote: Tensor, window: int, i
     return torch.where(votes, earlier + vote, tokens.state[VOTE])
 
 
-def of_chunk(tokens: Tokens, attention: Attention, vote: Tensor) -> Tensor:
-    """Return the votes [B, Hkv, N] at the end of a prompt or chunk, zero for a row that its budget holds."""
+def votes_of_chunk(tokens: Tokens, attention: Attention, vote: Tensor) -> Tensor:
+    """Return the votes [B, Hkv, N] of a prompt or chunk, zero for rows within their budget."""
     exceeds = tokens.live.sum(-1, keepdim=True) > tokens.budget
     return torch.where(exceeds & (attention.queries > 0), vote, 0.0)
 
 
-def pooled(votes: Tensor, tokens: Tokens, among: Tensor, kernel: int, pool: str) -> Tensor:
+def pool_votes(votes: Tensor, tokens: Tokens, among: Tensor, kernel: int, pool: str) -> Tensor:
     """Pool votes over `kernel` neighbours in the text, of the tokens `among` alone: [B, Hkv, N].
 
     Args:

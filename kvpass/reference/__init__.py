@@ -9,7 +9,8 @@ import importlib
 
 from kvpass.errors import PolicyError
 from kvpass.policies import Policy, get
-from kvpass.reference.base import HeadStream, Reference, ReferenceLayer, Token
+from kvpass.reference.base import HeadStream, Reference, Token
+from kvpass.reference.layer import ReferenceLayer
 
 __all__ = ["HeadStream", "Reference", "ReferenceLayer", "Token", "reference_of"]
 

@@ -26,12 +26,12 @@ class AdaKVReference(SnapKVReference):
     def settle(self, row: list[HeadStream]) -> None:
         if row[0].notes.get("shared"):
             return
-        counts = self.won(row)
+        counts = self.count_wins(row)
         budgets = sorted((stream.budget for stream in row), reverse=True)
         by_count = sorted(row, key=lambda stream: (-counts[stream.head], stream.head))
         for stream, budget in zip(by_count, budgets, strict=True):
             stream.budget, stream.notes["shared"] = budget, True
-            stream.tokens = self.kept(stream.tokens, stream)
+            stream.tokens = self.keep_tokens(stream.tokens, stream)
 
     def parts(self, tokens: list[Token], seen: int) -> tuple[list[Token], list[Token], list[Token]]:
         """Return the window, the selected tokens before it, and others of the ring, the latest first."""
@@ -40,7 +40,7 @@ class AdaKVReference(SnapKVReference):
         ring = sorted((token for token in others if "selected" not in token.notes), key=lambda token: -token.position)
         return window, [token for token in others if "selected" in token.notes], ring
 
-    def won(self, row: list[HeadStream]) -> list[int]:
+    def count_wins(self, row: list[HeadStream]) -> list[int]:
         """Return how many tokens each head of a row wins."""
         mean = Fraction(sum(stream.budget for stream in row), len(row))
         each = math.floor(mean) - (row[0].interval - 1) - self.policy.window

@@ -19,7 +19,7 @@ class BuzzReference(Reference):
         return self.policy.old_stride or math.floor((self.policy.stride + 1) / 2)
 
     def sizes(self, budget: int) -> tuple[int, int]:
-        """Return w and T, by the parameter theorem: T / w = (s^2 + 1) / (s + 1) for an odd s, s - 1 for an even s.
+        """Return the window w and the threshold T, by the parameter theorem.
 
         Both are 1 + s - s / s', which also holds for another s' than the paper's.
         """

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpass.policies.d2o import D2O
-from kvpass.reference.base import HeadStream, Reference, Token, best, in_order
+from kvpass.reference.base import HeadStream, Reference, Token, highest_scored, in_order
 
 
 class D2OReference(Reference):
@@ -27,7 +27,7 @@ class D2OReference(Reference):
         if prompt and self.policy.compress_at == "first_decode":
             stream.tokens = tokens
             return
-        kept = self.kept(tokens, stream)
+        kept = self.keep_tokens(tokens, stream)
         stream.evicted = [token for token in tokens if token not in kept]
         stream.tokens = kept
 
@@ -37,7 +37,7 @@ class D2OReference(Reference):
         recent = min(divided - math.floor(Fraction(str(policy.heavy)) * divided), budget - policy.sinks)
         safe = [token for token in tokens if token.position < policy.sinks or token.position >= seen - recent]
         middle = [token for token in tokens if token not in safe]
-        return in_order(safe + best(middle, max(0, budget - len(safe)), lambda token: token.score))
+        return in_order(safe + highest_scored(middle, max(0, budget - len(safe)), lambda token: token.score))
 
     def settle(self, row: list[HeadStream]) -> None:
         if not row[0].evicted or self.policy.merge == "none":
@@ -62,7 +62,7 @@ class D2OReference(Reference):
         return float(stream.notes["tau"])
 
     def merge(self, stream: HeadStream, pairs: list[tuple[float, Token]], merged: list[bool]) -> None:
-        """Replace each kept row by the mean of its own and the rows merged into it, with the weights of Eq. 9-11.
+        """Merge evicted rows into kept ones, with the weights of Eq. 9-11.
 
         Table 6's average has equal weights.  The public code weighs by u, and divides by the number of rows.
         """

@@ -20,7 +20,7 @@ class DefensiveKVReference(CriticalKVReference):
         before = [n for n, token in enumerate(tokens) if token.position < last]
         old, new = [n for n in before if n < held], [n for n in before if n >= held]
         late = probabilities[-self.policy.window :].double()
-        rows = [self.smoothed(row[new].tolist()) for row in late.flatten(0, 1)]
+        rows = [self.smooth(row[new].tolist()) for row in late.flatten(0, 1)]
         peaks = dict(zip(old, late[..., old].amax((0, 1)).tolist(), strict=True)) if old else {}
         peaks |= {n: max(row[index] for row in rows) for index, n in enumerate(new)}
         for n in before:
@@ -29,13 +29,13 @@ class DefensiveKVReference(CriticalKVReference):
             tokens[n].notes["impact"] = tokens[n].score * tokens[n].notes["norm"]
             tokens[n].notes["selected"] = True
 
-    def smoothed(self, row: list[float]) -> list[float]:
+    def smooth(self, row: list[float]) -> list[float]:
         """Return a row averaged over neighbours, with the sum that it had."""
         side = self.policy.kernel // 2
         averaged = [sum(row[max(0, n - side) : n + side + 1]) / self.policy.kernel for n in range(len(row))]
         return [x * sum(row) / sum(averaged) if sum(averaged) else 0.0 for x in averaged]
 
-    def won(self, row: list[HeadStream]) -> list[int]:
+    def count_wins(self, row: list[HeadStream]) -> list[int]:
         for same in zip(*(stream.tokens for stream in row), strict=True):
             whole = sum(token.notes["norm"] for token in same)
             for token in same:
@@ -44,7 +44,7 @@ class DefensiveKVReference(CriticalKVReference):
         entries = []
         for stream in row:
             tokens = [token for token in stream.tokens if "selected" in token.notes]
-            safe = self.safe(tokens, each)
+            safe = self.safe_tokens(tokens, each)
             rest = [token for token in tokens if token not in safe]
             rest.sort(key=lambda token: (-token.notes["impact"], token.position))
             guarded = max(math.floor(Fraction(str(self.policy.safeguard)) * each), len(safe))
@@ -54,7 +54,7 @@ class DefensiveKVReference(CriticalKVReference):
         won = [head for *_, head in sorted(entries)[: len(row) * each]]
         return [won.count(stream.head) for stream in row]
 
-    def safe(self, tokens: list[Token], most: int) -> list[Token]:
+    def safe_tokens(self, tokens: list[Token], most: int) -> list[Token]:
         """Return the tokens of highest mean attention that have less than `mass` of it together."""
         by_mean = sorted(tokens, key=lambda token: (-token.notes["mean"], token.position))
         whole, share, found = sum(token.notes["mean"] for token in tokens), 0.0, []
@@ -69,7 +69,7 @@ class DefensiveKVReference(CriticalKVReference):
         if len(tokens) <= budget:
             return tokens
         window, selected, ring = self.parts(tokens, seen)
-        safe = self.safe(selected, budget - self.policy.window)
+        safe = self.safe_tokens(selected, budget - self.policy.window)
         rest = [token for token in selected if token not in safe]
         rest.sort(key=lambda token: (-token.notes["impact"], token.position))
         return in_order((window + safe + rest + ring)[:budget])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpass.policies.expected_attention import ExpectedAttention
-from kvpass.reference.base import HeadStream, Reference, Token, best
+from kvpass.reference.base import HeadStream, Reference, Token, highest_scored
 from kvpass.reference.pairs import pairs_of, queries_of
 
 
@@ -22,15 +22,15 @@ class ExpectedAttentionReference(Reference):
         for index, token in enumerate(later):
             share = sum(float(each[index]) for each in shares) / self._group
             token.score = (share + self.policy.epsilon) * float(token.value[0].double().norm())
-        stream.tokens = self.kept(tokens, stream)
+        stream.tokens = self.keep_tokens(tokens, stream)
 
     @property
     def _group(self) -> int:
-        return self.policy.of_model.model.query_heads // self.policy.of_model.model.heads
+        return self.policy.loaded_calibration.model.query_heads // self.policy.loaded_calibration.model.heads
 
     def expected(self, stream: HeadStream, tokens: list[Token], group: int) -> list[float]:
         """Return the log of the expected exp(logit) of each token, for one query head of a KV head."""
-        calibration = self.policy.of_model
+        calibration = self.policy.loaded_calibration
         mean, _, second = queries_of(calibration, stream.layer, stream.head)[group]
         scale = float(calibration.tensors["scale"][stream.layer])
         found = []
@@ -44,7 +44,7 @@ class ExpectedAttentionReference(Reference):
         return found
 
     def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
-        return best(tokens, budget, lambda t: math.inf if t.position < self.policy.sinks else t.score)
+        return highest_scored(tokens, budget, lambda t: math.inf if t.position < self.policy.sinks else t.score)
 
 
 def _mean_rotation(frequency: Tensor, seen: int, horizon: int) -> Tensor:

@@ -8,7 +8,7 @@ from fractions import Fraction
 from torch import Tensor
 
 from kvpass.policies.h2o import H2O
-from kvpass.reference.base import Reference, Token, best, split_at
+from kvpass.reference.base import Reference, Token, highest_scored, split_at
 
 
 class H2OReference(Reference):
@@ -21,4 +21,4 @@ class H2OReference(Reference):
     def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
         recent = budget - math.floor(Fraction(str(self.policy.heavy)) * budget)
         older, newer = split_at(tokens, seen - recent)
-        return best(older, budget - len(newer), lambda token: token.score) + newer
+        return highest_scored(older, budget - len(newer), lambda token: token.score) + newer

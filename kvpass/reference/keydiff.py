@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpass.policies.keydiff import KeyDiff
-from kvpass.reference.base import HeadStream, Reference, Token, best
+from kvpass.reference.base import HeadStream, Reference, Token, highest_scored
 
 
 class KeyDiffReference(Reference):
@@ -21,11 +21,11 @@ class KeyDiffReference(Reference):
             anchor = torch.nn.functional.normalize(keys, dim=-1).mean(0)
             for token, key in zip(tokens, keys, strict=True):
                 token.score = -float(torch.nn.functional.cosine_similarity(key, anchor, dim=0))
-        stream.tokens = self.kept(tokens, stream)
+        stream.tokens = self.keep_tokens(tokens, stream)
 
     def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
         def score(token: Token) -> float:
             safe = token.position < self.policy.sinks or token.position >= seen - self.policy.recent
             return math.inf if safe else token.score
 
-        return best(tokens, budget, score)
+        return highest_scored(tokens, budget, score)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvpass.reference.base import Reference, Token, best
+from kvpass.reference.base import Reference, Token, highest_scored
 
 
 class KNormReference(Reference):
     def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
-        return best(tokens, budget, lambda token: -float(token.key.float().norm().half()))
+        return highest_scored(tokens, budget, lambda token: -float(token.key.float().norm().half()))

@@ -16,7 +16,7 @@ Rows = tuple[Tensor, Tensor]
 
 class KVAlignReference(Reference):
     def __init__(self, policy: KVAlign) -> None:
-        self.aligner, self.every = policy.trained, policy.every
+        self.aligner, self.every = policy.loaded_aligner, policy.every
         self.sinks, self.window = self.aligner.signature.sinks, self.aligner.signature.window
         self.stores = self.every > 1 or self.aligner.recipe == "paper"
 
@@ -45,7 +45,7 @@ class KVAlignReference(Reference):
                 index = rank
                 if self.aligner.recipe == "paper":  # the paper's network knows only steps of `every` positions
                     index += (token.notes["made"] - rank - 1) // self.every * self.every
-                token.key, token.value = self.aligned(token, index, stream.layer)
+                token.key, token.value = self.align(token, index, stream.layer)
                 token.notes["made"] = index
             if moved:
                 token.key, token.value = stream.stored(token.key), stream.stored(token.value, key=False)
@@ -54,11 +54,11 @@ class KVAlignReference(Reference):
         return [
             (token.key, token.value)
             if self.stores or rank < self.sinks or token.notes["made"] <= rank
-            else self.aligned(token, rank, stream.layer)
+            else self.align(token, rank, stream.layer)
             for rank, token in enumerate(stream.tokens)
         ]
 
-    def aligned(self, token: Token, rank: int, layer: int) -> Rows:
+    def align(self, token: Token, rank: int, layer: int) -> Rows:
         """Return key [Hkv, D] and value [Hkv, Dv] as if the token were computed at cache position `rank`."""
         if self.aligner.recipe == "direct":
             return self.direct(token, rank, layer)

@@ -16,7 +16,7 @@ def pairs_of(calibration: Calibration, layer: int, row: Tensor) -> tuple[Tensor,
 
 
 def queries_of(calibration: Calibration, layer: int, head: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Return the mean (complex [P]), the sizes [P] and the covariance [D, D] of each query head of a KV head."""
+    """Return the mean, the sizes and the covariance of each query head's queries, for one KV head."""
     group = calibration.model.query_heads // calibration.model.heads
     found = []
     for query_head in range(head * group, head * group + group):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvpass.policies.r_kv import RKV
 from kvpass.reference import voters
-from kvpass.reference.base import HeadStream, Reference, Token, best, in_order, split_at
+from kvpass.reference.base import HeadStream, Reference, Token, highest_scored, in_order, split_at
 
 
 class RKVReference(Reference):
@@ -25,7 +25,7 @@ class RKVReference(Reference):
             for token, one, other in zip(tokens, importance, redundancy, strict=True):
                 token.notes["importance"], token.notes["redundancy"] = one, other
         voters.forget(stream, exceeds)
-        stream.tokens = self.kept(tokens, stream)
+        stream.tokens = self.keep_tokens(tokens, stream)
 
     def importance(self, tokens: list[Token], stream: HeadStream) -> list[float]:
         """Return the mean vote for each token, zero for the last ones."""
@@ -54,15 +54,15 @@ class RKVReference(Reference):
         if len(tokens) <= budget:
             return tokens
         older, newer = split_at(tokens, seen - self.policy.window)
-        weight, pooled = self.policy.weight, self.pooled([token.notes["importance"] for token in older])
+        weight, pooled = self.policy.weight, self.pool([token.notes["importance"] for token in older])
         score = {
             id(token): weight * importance - (1 - weight) * token.notes["redundancy"]
             for token, importance in zip(older, pooled, strict=True)
         }
         newer = newer[:budget]  # of a span of the text, whose share may be less than the window
-        return in_order(newer + best(older, budget - len(newer), lambda token: score[id(token)]))
+        return in_order(newer + highest_scored(older, budget - len(newer), lambda token: score[id(token)]))
 
-    def pooled(self, values: list[float]) -> list[float]:
+    def pool(self, values: list[float]) -> list[float]:
         side, kernel = self.policy.kernel // 2, self.policy.kernel
         neighbours = [values[max(0, n - side) : n + side + 1] for n in range(len(values))]
         return [sum(some) / kernel if self.policy.plain else max(some) for some in neighbours]

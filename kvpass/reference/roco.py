@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvpass.reference.base import Reference, Token, best, in_order, split_at
+from kvpass.reference.base import Reference, Token, highest_scored, in_order, split_at
 
 
 def mean(values: list[float]) -> float:
@@ -28,7 +28,7 @@ class RoCoReference(Reference):
             return tokens
         recent = budget - budget // 2
         older, newer = split_at(tokens, seen - recent)
-        spread = best(older, budget // 4, lambda token: variance(token.notes["probs"]))
+        spread = highest_scored(older, budget // 4, lambda token: variance(token.notes["probs"]))
         others = [token for token in older if token not in spread]
-        hitters = best(others, budget - len(newer) - len(spread), lambda token: mean(token.notes["probs"]))
+        hitters = highest_scored(others, budget - len(newer) - len(spread), lambda token: mean(token.notes["probs"]))
         return in_order(spread + hitters) + newer

@@ -69,10 +69,10 @@ class SageReference(Reference):
     def bias(self, stream: HeadStream, group: int) -> Tensor | None:
         if self.policy.share == "union":
             return None
-        counts = [[self.counted(token, head) for token in stream.tokens] for head in range(group)]
+        counts = [[self.count_bias(token, head) for token in stream.tokens] for head in range(group)]
         return torch.tensor(counts)[None]
 
-    def counted(self, token: Token, head: int) -> float:
+    def count_bias(self, token: Token, head: int) -> float:
         """Return the logarithm of how often a query head counts the token."""
         takers = token.notes.get("takers")
         if not takers or takers == "all":

@@ -15,7 +15,7 @@ class SnapKVReference(Reference):
         tokens = stream.tokens + new
         if new and not stream.step:
             self.vote(tokens, probabilities, stream.seen)
-        stream.tokens = self.kept(tokens, stream)
+        stream.tokens = self.keep_tokens(tokens, stream)
 
     def vote(self, tokens: list[Token], probabilities: Tensor, seen: int) -> None:
         prefix = [n for n, token in enumerate(tokens) if token.position < seen - self.policy.window]

@@ -11,17 +11,17 @@ from kvpass.fx.precision import upcast
 GROUP = 32
 
 
-def stored(layout: Layout, row: Tensor, key: bool = True) -> Tensor:
+def store_and_read(layout: Layout, row: Tensor, key: bool = True) -> Tensor:
     """Return a key or a value [..., D] as attention reads it back from storage, [..., D]."""
     if layout.kv_dtype is None:
         return row.to(layout.dtype)
     width, _, transform = layout.kv_dtype.partition("-")
     transforms = key and transform == "hadamard"
-    rounded = _rounded(_hadamard(upcast(row)) if transforms else upcast(row), width)
+    rounded = _round(_hadamard(upcast(row)) if transforms else upcast(row), width)
     return _hadamard(rounded) if transforms else rounded
 
 
-def _rounded(row: Tensor, width: str) -> Tensor:
+def _round(row: Tensor, width: str) -> Tensor:
     if width == "int8":
         return _symmetric(row)
     return torch.cat([_asymmetric(group) for group in torch.split(row, group_size(row.shape[-1]), -1)], -1)

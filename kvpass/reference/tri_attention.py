@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpass.policies.tri_attention import TriAttention
-from kvpass.reference.base import HeadStream, Reference, Token, best
+from kvpass.reference.base import HeadStream, Reference, Token, highest_scored
 from kvpass.reference.pairs import pairs_of, queries_of
 
 
@@ -19,14 +19,14 @@ class TriAttentionReference(Reference):
         tokens = stream.tokens + new
         for token in tokens:
             token.notes["scores"] = self.scores(stream, token)
-        stream.tokens = self.kept(tokens, stream)
+        stream.tokens = self.keep_tokens(tokens, stream)
 
     def scores(self, stream: HeadStream, token: Token) -> list[float]:
         """Return the score of a token for each query head of its KV head."""
-        key, frequency = pairs_of(self.policy.of_model, stream.layer, token.key[0])
+        key, frequency = pairs_of(self.policy.loaded_calibration, stream.layer, token.key[0])
         before = key * torch.polar(torch.ones_like(frequency), -frequency * token.position)
         found = []
-        for mean, size, _ in queries_of(self.policy.of_model, stream.layer, stream.head):
+        for mean, size, _ in queries_of(self.policy.loaded_calibration, stream.layer, stream.head):
             angle = mean.angle() - before.angle()
             ahead = torch.tensor([2.0**n for n in range(17)], dtype=torch.float64)[:, None]
             waves = ((stream.seen - token.position + ahead) * frequency + angle).cos().mean(0)
@@ -43,4 +43,4 @@ class TriAttentionReference(Reference):
             deviation = by_head.std(0, correction=0).clamp(min=1e-6)
             standardised = ((by_head - by_head.mean(0)) / deviation * 4096).round() / 4096
             scores |= zip(others, standardised.amax(1).tolist(), strict=True)
-        return best(tokens, budget, scores.__getitem__)
+        return highest_scored(tokens, budget, scores.__getitem__)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kvpass.policies.vase import Vase
 from kvpass.reference import voters
-from kvpass.reference.base import HeadStream, Reference, Token, best, in_order, split_at
-from kvpass.reference.random import PRIME, drawn, mixed, seed_of_round
+from kvpass.reference.base import HeadStream, Reference, Token, highest_scored, in_order, split_at
+from kvpass.reference.random import PRIME, draw, mix, seed_of_round
 
 
 def uniform(number: int) -> float:
@@ -22,7 +22,7 @@ def uniform(number: int) -> float:
 
 def normal(seed: int, row: int, column: int) -> float:
     """Return a standard normal number, from two uniform ones."""
-    first, second = (mixed((row * 48271 + (2 * column + part) * 69621 + seed) % PRIME) for part in range(2))
+    first, second = (mix((row * 48271 + (2 * column + part) * 69621 + seed) % PRIME) for part in range(2))
     return math.sqrt(-2 * math.log(uniform(first))) * math.cos(2 * math.pi * uniform(second))
 
 
@@ -36,14 +36,14 @@ class VaseReference(Reference):
         if exceeds:
             self.rate(tokens, stream)
         voters.forget(stream, exceeds)
-        stream.tokens = self.kept(tokens, stream)
+        stream.tokens = self.keep_tokens(tokens, stream)
 
     def rate(self, tokens: list[Token], stream: HeadStream) -> None:
         """Give each token what `evict` compares, before any is evicted."""
         if self.policy.variant == "dkv":
             seed = seed_of_round(self.policy.seed, stream.seen)
             for token in tokens:
-                token.score = sketched(token.key[0], seed) * sketched(token.value[0], seed)
+                token.score = sketch_norm(token.key[0], seed) * sketch_norm(token.value[0], seed)
             return
         chosen = voters.voters(stream, self.policy.recent)
         for token in tokens:
@@ -62,30 +62,32 @@ class VaseReference(Reference):
         older, newer = split_at(tokens, seen - self.policy.recent)
         places = budget - len(newer)
         if self.policy.variant == "dkv":
-            return in_order(newer + best(older, places, self.unless_sink(lambda token: token.score)))
+            return in_order(newer + highest_scored(older, places, self.unless_sink(lambda token: token.score)))
         share = math.floor(Fraction(str(self.policy.large)) * budget)
         large = min(max(share, self.policy.sinks), budget - self.policy.recent)
-        reserved = best(older, large, self.unless_sink(lambda token: float(token.value.max() - token.value.min())))
-        smooth = self.smoothed([token.score for token in older])
+        reserved = highest_scored(
+            older, large, self.unless_sink(lambda token: float(token.value.max() - token.value.min()))
+        )
+        smooth = self.smooth([token.score for token in older])
         seed, attention = seed_of_round(self.policy.seed, seen), dict(zip(map(id, older), smooth, strict=True))
 
         def sampled(token: Token) -> float:
             if not attention[id(token)]:
                 return token.position - seen
-            return attention[id(token)] / -math.log(uniform(drawn(seed, token.position, head)))
+            return attention[id(token)] / -math.log(uniform(draw(seed, token.position, head)))
 
         others = [token for token in older if token not in reserved]
-        return in_order(newer + reserved + best(others, places - len(reserved), sampled))
+        return in_order(newer + reserved + highest_scored(others, places - len(reserved), sampled))
 
     def unless_sink(self, score: Callable[[Token], float]) -> Callable[[Token], float]:
         return lambda token: math.inf if token.position < self.policy.sinks else score(token)
 
-    def smoothed(self, votes: Sequence[float]) -> list[float]:
+    def smooth(self, votes: Sequence[float]) -> list[float]:
         side = self.policy.kernel // 2
         return [sum(votes[max(0, n - side) : n + side + 1]) / self.policy.kernel for n in range(len(votes))]
 
 
-def sketched(row: Tensor, seed: int) -> float:
+def sketch_norm(row: Tensor, seed: int) -> float:
     """Return |x G|^2 of a row [D]."""
     sketch = torch.tensor([[normal(seed, d, r) for r in range(20)] for d in range(len(row))]) / math.sqrt(20)
     return float((row.float() @ sketch).square().sum())

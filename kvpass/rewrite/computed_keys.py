@@ -36,7 +36,7 @@ def join_heads(rows: Tensor) -> Tensor:
 
 
 def split_heads(rows: Tensor, heads: int) -> Tensor:
-    """Split joined heads: [B, 1, N, h * D] to [B, h, N, D]; rows of `heads` heads stay as they are."""
+    """Split joined heads: [B, 1, N, h * D] to [B, h, N, D]; split rows stay unchanged."""
     return rows if rows.shape[1] == heads else torch.unflatten(rows[:, 0], -1, (heads, -1)).transpose(1, 2)
 
 
@@ -86,13 +86,13 @@ def cut_computed_keys(
             "graph serves only one length; a sparse index and a window over such a cache do that"
         )
     results, stored = [*site.computed, *facts], [site.grown_key, site.grown_value]
-    subgraph = alias.dependent(alias.behind(results, stored, site.call), stored) - set(stored)
+    subgraph = alias.dependents(alias.ancestors_with_writes(results, stored, site.call), stored) - set(stored)
     for node in subgraph:
         _check_per_token(node, tokens)
     _check_rows([node for node in gm.graph.nodes if node in subgraph], stored)
 
     def resolve(node: fx.Node) -> int:
-        return 1 if expr(node) in tokens.totals else sizes.fixed(node)
+        return 1 if expr(node) in tokens.totals else sizes.fixed_size(node)
 
     return ComputedKeys(splicing.cut(gm, results, stored, resolve, reader=site.call), value(site.grown_key).shape[1])
 
@@ -107,7 +107,7 @@ class _TokenAxis:
     @staticmethod
     def of(site: AttentionSite) -> _TokenAxis:
         grown = {expr(value(node).shape[2]) for node in (site.grown_key, site.grown_value)}
-        return _TokenAxis(grown, site.growing)
+        return _TokenAxis(grown, site.length_symbols)
 
     def has(self, node: fx.Node) -> bool:
         """Return whether a node is a tensor, or several tensors, with entries for the tokens."""
@@ -173,4 +173,4 @@ def _propagate_dim(node: fx.Node, parent: fx.Node, axis: int | None) -> int | No
 
 def _writes_whole(node: fx.Node) -> bool:
     """Return whether x[...] = y keeps every token's index: the subscript cuts at most the last dimension."""
-    return all(op_table.keeps_whole(part) for part in op_table.subscript(node)[:-1])
+    return all(op_table.keeps_whole_dimension(part) for part in op_table.subscript(node)[:-1])

@@ -1,4 +1,4 @@
-"""Hold the state that passes over a step graph share: the graph, the call, and the typed result of each pass."""
+"""Hold the state that passes over a step graph share, with the typed result of each pass."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvpass.torch_private import dynamo
 
 
 @dataclasses.dataclass
-class Record:
+class PassRecord:
     """What a pass did to one graph.
 
     Attributes:
@@ -138,11 +138,11 @@ class StepContext(StepGraph):
     def __init__(self, call: StepCall, whole: bool = False) -> None:
         super().__init__(call, whole)
         self.inputs = FurtherInputs(self)
-        self.records: list[Record] = []
+        self.records: list[PassRecord] = []
 
-    def copied_slots(self, layer: int) -> list[fx.Node]:
+    def copy_slots(self, layer: int) -> list[fx.Node]:
         """Return a layer's slots with copies of their metadata, everything besides K and V, from before the step."""
-        names, stored = self.slots[layer].names, self.slots[layer].stored
+        names, stored = self.slots[layer].names, self.slots[layer].row_names
         nodes = zip(names, self.slot_inputs[layer], strict=True)
         return [node if name in stored else self._copy(node) for name, node in nodes]
 
@@ -166,7 +166,7 @@ class Pass(Protocol):
 
     __name__: str
 
-    def __call__(self, step: StepContext, /) -> Record: ...
+    def __call__(self, step: StepContext, /) -> PassRecord: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,14 +215,14 @@ class FurtherInputs:
     def column(self, argument: fx.Node) -> fx.Node:
         """Return the input with the new tokens' columns of an argument that has a column for every token."""
         if argument not in self.columns:
-            shape = (*map(self._step.sizes.fixed, value(argument).shape[:-1]), self._step.queries)
+            shape = (*map(self._step.sizes.fixed_size, value(argument).shape[:-1]), self._step.queries)
             self.columns[argument] = self._new(f"{argument.name}_now", shape, value(argument).dtype)
         return self.columns[argument]
 
     def entry(self, layer: int, entry: PerTokenInput) -> fx.Node:
         """Return the input with the entry of each slot's token in a layer, or if `whole` with all tokens' entries."""
         step, name = self._step, entry.node.name
-        if step.whole:
+        if step.gathers_all_tokens:
             if (None, entry) not in self.entries:
                 self.entries[None, entry] = self._like(f"{name}_whole", value(entry.node))
             return self.entries[None, entry]
@@ -256,7 +256,7 @@ class FurtherInputs:
             return [valid]
 
         node = step.compute(function, columns, step.length.next, f"kvpass_valid_{len(self._valid)}")[0]
-        node.meta["example_value"] = step.of_shape(shape, torch.bool)
+        node.meta["example_value"] = step.empty_of_shape(shape, torch.bool)
         return node
 
     @property
@@ -264,7 +264,7 @@ class FurtherInputs:
         """The result of the first call of `valid`."""
         return next(iter(self._valid.values()))
 
-    def gathered(self) -> tuple[list[GatheredInput], list[fx.Node]]:
+    def gathered_inputs(self) -> tuple[list[GatheredInput], list[fx.Node]]:
         """Return the inputs of `entries`, and the nodes whose values they gather from if these are precomputed."""
         found, computed = [], list[fx.Node]()
         for layer, entry in self.entries:
@@ -278,7 +278,7 @@ class FurtherInputs:
         return found, computed
 
     def _new(self, name: str, shape: tuple[Any, ...], dtype: torch.dtype) -> fx.Node:
-        return self._like(name, self._step.of_shape(shape, dtype))
+        return self._like(name, self._step.empty_of_shape(shape, dtype))
 
     def _like(self, name: str, example: Tensor) -> fx.Node:
         with self._step.graph.inserting_after(self._step.placeholders[-1]):

@@ -115,9 +115,10 @@ class MaskSlice:
 
 
 def _own_masks(masks: Tensor, heads: int) -> Tensor:
-    """Select each row's and head's own mask: [B, H', N, b, h, ...] to [B, Hkv or 1, N, G or 1, ...].
+    """Select each row's and head's own mask.
 
-    b is 1 or B, and h is 1, Hkv or Hq.  The model's code computes all rows and heads at the index of each row and head.
+    The masks are [B, H', N, b, h, ...], where b is 1 or B, and h is 1, Hkv or Hq; the result is [B, Hkv or 1, N,
+    G or 1, ...].  The model's code computes all rows and heads at the index of each row and head.
     Only the diagonals are needed, and a compiler computes only these.
     """
     rows, groups = masks.shape[:2]
@@ -140,7 +141,7 @@ def cut_mask(gm: fx.GraphModule, mask: fx.Node, sizes: Sizes, context: MaskConte
     sparse_indices = keys.sparse_indices(mask)
     subgraph = walk.ancestors(mask, [*context.stored, *(each.node for each in sparse_indices)])
     index_nodes = [*context.key_indices, *context.inputs]
-    dependent = alias.dependent(subgraph, index_nodes)
+    dependent = alias.dependents(subgraph, index_nodes)
     check_not_overwritten(dependent, subgraph - set(context.inputs), mask)
     facts = _facts(gm.graph, mask, context.stored, index_nodes)
     cutter = _KeyCutter(gm, sizes, context, subgraph, facts, sparse_indices)
@@ -152,7 +153,7 @@ def cut_mask(gm: fx.GraphModule, mask: fx.Node, sizes: Sizes, context: MaskConte
 def _facts(graph: fx.Graph, mask: fx.Node, stored: list[fx.Node], index_nodes: list[fx.Node]) -> list[fx.Node]:
     """Return the last tensors on the way to a mask that depend on stored rows and on no key index."""
     subgraph = walk.ancestors(mask, stored) | set(stored)
-    stored_only = alias.dependent(subgraph, stored) - alias.dependent(subgraph, index_nodes)
+    stored_only = alias.dependents(subgraph, stored) - alias.dependents(subgraph, index_nodes)
     stored_only = {node for node in stored_only & subgraph if walk.is_tensor(node)}
     return [
         n for n in graph.nodes if n in stored_only and (n is mask or any(u in subgraph - stored_only for u in n.users))
@@ -173,7 +174,7 @@ def check_not_overwritten(
         UnsupportedGraph: another node writes to their memory, for `behind` only after `result`.
     """
     memory = memory or alias.Memory(result.graph)
-    for writer in (alias.overwritten(moved, memory=memory), alias.overwritten(behind, result, memory)):
+    for writer in (alias.overwriting_node(moved, memory=memory), alias.overwriting_node(behind, result, memory)):
         if writer is not None:
             raise UnsupportedGraph(
                 f"{walk.source_line(writer)}: {walk.name_of(writer)!r} writes in place to what an attention mask "
@@ -209,7 +210,7 @@ class _KeyCutter:
         axes = {fact: next(d for d, n in enumerate(value(fact).shape) if expr(n) in self.totals) for fact in facts}
         axes |= {each.node: value(each.node).ndim - 1 for each in sparse_indices}
         self.axes = KeyAxis(gm.graph, subgraph, sizes, context, axes)
-        self.on_fact = set(facts) | alias.dependent(subgraph, [*facts, *context.stored])
+        self.on_fact = set(facts) | alias.dependents(subgraph, [*facts, *context.stored])
         self.bound, self.host_input = list[fx.Node](), list[fx.Node]()
 
     def _index_in(self, dtype: torch.dtype, index: fx.Node) -> fx.Node:
@@ -233,10 +234,10 @@ class _KeyCutter:
     def copy(self, node: fx.Node) -> Any:
         """Return the node's copy for one key; each node is copied once."""
         if node not in self.env:
-            self.env[node] = self._copied(node)
+            self.env[node] = self._copy_node(node)
         return self.env[node]
 
-    def _copied(self, node: fx.Node) -> Any:
+    def _copy_node(self, node: fx.Node) -> Any:
         if walk.is_size(node):
             return 1 if self.sizes.is_total(node) or self.is_key_count(node) else self._number_or_bound(node)
         if isinstance(value(node), torch.Size):
@@ -252,13 +253,13 @@ class _KeyCutter:
             return self._precompute(node, axis_fact.axis)
         if axis_fact.dependence == "lengthened":
             return self._refuse(node, "a padded tensor is not indexed by the key index")
-        return self._sliced(node, by_own_index=axis_fact.dependence == "own entry")
+        return self._copy_sliced(node, by_own_index=axis_fact.dependence == "own entry")
 
     def _size(self, node: fx.Node, size: Any) -> int:
         """Return one of the sizes of a shape, for one key."""
         if self.sizes.is_total(size) or (expr(size).free_symbols and expr(size) in self.totals):
             return 1
-        fixed = None if self.sizes.grows(size) else self.sizes.fixed(size)
+        fixed = None if self.sizes.grows(size) else self.sizes.fixed_size(size)
         return (
             fixed if isinstance(fixed, int) else self._refuse(node, "the mask depends on a shape that is not a number")
         )
@@ -266,7 +267,7 @@ class _KeyCutter:
     def _number_or_bound(self, node: fx.Node) -> Any:
         if self.sizes.grows(node):
             self._refuse(node, f"the mask uses the cache's length as a size, {value(node)}")
-        number = self.sizes.fixed(node)
+        number = self.sizes.fixed_size(node)
         return number if isinstance(number, int) else self._bind(node)
 
     def _bind(self, node: fx.Node) -> fx.Node:
@@ -279,13 +280,13 @@ class _KeyCutter:
         return self.graph.placeholder(node.name)
 
     def entry_of(self, node: fx.Node, axis: int) -> PerTokenInput:
-        shape = tuple(1 if d == axis else self._fixed(node, size) for d, size in enumerate(value(node).shape))
+        shape = tuple(1 if d == axis else self._fixed_size(node, size) for d, size in enumerate(value(node).shape))
         return PerTokenInput(node, axis, shape)
 
-    def _fixed(self, node: fx.Node, size: Any) -> Any:
+    def _fixed_size(self, node: fx.Node, size: Any) -> Any:
         if self.sizes.grows(size):
             self._refuse(node, "a tensor grows with the cache along more than one dimension")
-        return self.sizes.fixed(size)
+        return self.sizes.fixed_size(size)
 
     def _precompute(self, node: fx.Node, axis: int | None) -> fx.Node:
         """Precompute a node on the host, from the arguments of the call."""
@@ -298,7 +299,7 @@ class _KeyCutter:
             if self.context.last is not None:
                 self._refuse(node, f"{problem}, in a layer that stores its last tokens only")
             return self._entry(node, axis)
-        if self.sizes.grown(value(node)) or self.context.last is not None:
+        if self.sizes.has_growing_dim(value(node)) or self.context.last is not None:
             self._refuse(node, problem)
         self.host_input.append(node)
         return self._bind(node)
@@ -306,7 +307,7 @@ class _KeyCutter:
     def _refuse(self, node: fx.Node, why: str) -> NoReturn:
         raise UnsupportedGraph(f"{walk.source_line(node)}: {why}")
 
-    def _sliced(self, node: fx.Node, by_own_index: bool) -> fx.Node:
+    def _copy_sliced(self, node: fx.Node, by_own_index: bool) -> fx.Node:
         base = node.args[0]
         if (
             walk.name_of(node) == "getitem"
@@ -323,7 +324,7 @@ class _KeyCutter:
                     env[parent] = self.graph.call_function(torch.zeros_like, (self.env[parent],))
         copied = self.graph.node_copy(node, lambda parent: env[parent])
         if walk.name_of(node) == "expand":
-            copied.args = _expanded(node, copied)
+            copied.args = _expand_arguments(node, copied)
         return copied
 
     def is_key_count(self, node: fx.Node) -> bool:
@@ -333,7 +334,7 @@ class _KeyCutter:
     def _padded_lookup(self, node: fx.Node) -> fx.Node:
         """Emit a lookup in a tensor that was padded with a number at its end."""
         base, indices = node.args
-        arguments = op_table.bound(base)  # type: ignore[arg-type]
+        arguments = op_table.named_arguments(base)  # type: ignore[arg-type]
         x, fill = arguments["input"], arguments.get("value")
         if arguments.get("mode", "constant") != "constant" or not isinstance(fill, (int, float, type(None))):
             self._refuse(node, "a tensor is padded with a value that is not a number")
@@ -342,7 +343,7 @@ class _KeyCutter:
         if [*arguments["pad"][:1]] != [0] or any(arguments["pad"][2:]):
             self._refuse(node, "a tensor is padded elsewhere than at its end")
         *other_indices, last = (self.copy(p) if isinstance(p, fx.Node) else p for p in indices)
-        count = self.sizes.fixed(value(x).shape[-1])
+        count = self.sizes.fixed_size(value(x).shape[-1])
         end = count - 1
         if not isinstance(count, int):  # dynamic: read from the tensor
             count = self.graph.call_method("size", (self.copy(x), -1))
@@ -354,14 +355,14 @@ class _KeyCutter:
 
     def _counts_valid(self, node: fx.Node) -> bool:
         """Return whether a node counts the real tokens up to a key, by a running sum over padding marks."""
-        arguments, dtype = op_table.bound(node), value(node).dtype
+        arguments, dtype = op_table.named_arguments(node), value(node).dtype
         if not op_table.counts_exactly(dtype):  # the sum is rounded on the way, so the model's own code computes it
             return False
         column = walk.chain(arguments["input"], lambda each: op_table.is_a(each, "keeps"))[-1]
         return column in self.padding and value(column).ndim == 2 and arguments.get("dim") in (-1, 1)
 
 
-def _expanded(node: fx.Node, copied: fx.Node) -> tuple[Any, ...]:
+def _expand_arguments(node: fx.Node, copied: fx.Node) -> tuple[Any, ...]:
     """Return the arguments of a copied expand, with -1 where nothing is expanded: the key dimension has size 1 here."""
     base, *sizes = copied.args
     sizes = list(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes

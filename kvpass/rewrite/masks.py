@@ -33,7 +33,7 @@ class Masks:
         step, window = self._step, self._step.windows[layer]
         if site.mask is None:
             return None, None
-        if window is None and not step.sizes.grown(value(site.mask)):
+        if window is None and not step.sizes.has_growing_dim(value(site.mask)):
             return ColumnMask([site.mask], step.queries), "columns"
         padding = tuple(node for node in step.padding_inputs.sites[layer] if node in step.padding_inputs.known)
         above = walk.ancestors(site.mask)
@@ -46,7 +46,7 @@ class Masks:
         first = [] if window is None else [self._first_stored(window)]
         entries = [step.inputs.entry(layer, entry) for entry in sliced.entries]
         nodes = [*first, step.length, *entries, *bound]
-        return SlicedMask(nodes, step.queries, sliced, bool(first), step.whole), (sliced.key, bool(first))
+        return SlicedMask(nodes, step.queries, sliced, bool(first), step.gathers_all_tokens), (sliced.key, bool(first))
 
     def _context(self, site: AttentionSite, window: int | None, padding: tuple[fx.Node, ...]) -> MaskContext:
         step = self._step
@@ -127,7 +127,7 @@ class SlicedMask:
 
 
 def _entries_of_slots(entries: Tensor, index: Tensor, length: Tensor, queries: int) -> Tensor:
-    """Return the entries of slots [B, H', N, ...] from those of slots and new tokens [B, H', C + q, ...].
+    """Select the entries of slots [B, H', N, ...] among those [B, H', C + q, ...].
 
     A chunk is attended to besides the slots, N = C + q.  A single token is written to one of them, N = C.
     """

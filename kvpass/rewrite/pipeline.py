@@ -13,14 +13,14 @@ from torch import Tensor
 
 from kvpass.cache.slots import AnySlots
 from kvpass.fx import shapes, walk
-from kvpass.rewrite.context import GatheredInput, Pass, Record, StepContext
+from kvpass.rewrite.context import GatheredInput, Pass, PassRecord, StepContext
 from kvpass.rewrite.passes import STEP_PASSES
 from kvpass.rewrite.passes.signature import host_precomputed
 from kvpass.rewrite.step_graph import has_loose_strides
 from kvpass.torch_private import symbolic_shapes
 
 
-def of_new(column: Tensor, seen: int, queries: int) -> Tensor:
+def new_columns(column: Tensor, seen: int, queries: int) -> Tensor:
     """Return the columns of the new tokens, [..., q], of an input with a column for every token, [..., S].
 
     They are usually the last columns.  An input with columns for later tokens has them at `seen`.  The input of a
@@ -41,7 +41,7 @@ class StepRewrite:
         inputs: indices of Dynamo's arguments that the graph still takes.
         loose_inputs: those of `inputs` whose strides may change from call to call.
         columns: indices of Dynamo's arguments of which the graph takes the new tokens' columns.
-        queries: q; it and `lengths` may be dynamic sizes, see `at`.
+        queries: q; it and `lengths` may be dynamic sizes, see `with_numbers`.
         entries: inputs with an entry for each slot's token.
         outputs: for each output of the original graph, its index in the rewritten one; None for a cache.
         lengths: outputs of the original graph that are the tokens seen before plus a number, with that number.
@@ -75,7 +75,7 @@ class StepRewrite:
     valid: int | None = None
     positions: tuple[int, ...] = ()
 
-    def at(self, numbers: Sequence[int]) -> StepRewrite:
+    def with_numbers(self, numbers: Sequence[int]) -> StepRewrite:
         """Return the rewrite with these numbers for its dynamic sizes."""
         if self.dynamic is None:
             return self
@@ -83,7 +83,7 @@ class StepRewrite:
         lengths = {index: shapes.number(size, known) for index, size in self.lengths.items()}
         return dataclasses.replace(self, queries=shapes.number(self.queries, known), lengths=lengths)
 
-    def count(self, slots: list[AnySlots], results: Sequence[Any]) -> None:
+    def count_tokens(self, slots: list[AnySlots], results: Sequence[Any]) -> None:
         """Count the tokens of a step if its graph leaves that to its caller, see `leave_counting`."""
         if self.valid is not None:
             new = results[self.valid][:, 0].long()
@@ -94,7 +94,9 @@ class StepRewrite:
         """Return the results of `host_graph`."""
         return list(self.host_graph(*arguments)) if self.host_graph else []
 
-    def flat(self, slots: list[AnySlots], arguments: tuple[Any, ...], host_input: list[Any], seen: int) -> list[Any]:
+    def flat_arguments(
+        self, slots: list[AnySlots], arguments: tuple[Any, ...], host_input: list[Any], seen: int
+    ) -> list[Any]:
         """Return the rewritten graph's arguments, from slots, Dynamo's arguments and the results of `host_precomputed`.
 
         Args:
@@ -109,10 +111,10 @@ class StepRewrite:
     def call_arguments(
         self, arguments: tuple[Any, ...], host_input: list[Any], slots: list[AnySlots], seen: int
     ) -> list[Any]:
-        """Return the arguments that change with the call, see `flat`."""
+        """Return the arguments that change with the call, see `flat_arguments`."""
         dense, flat = torch.contiguous_format, list[Any]()
         for index in self.columns:
-            flat.append(of_new(arguments[index], seen, self.queries).clone(memory_format=dense))
+            flat.append(new_columns(arguments[index], seen, self.queries).clone(memory_format=dense))
         further = host_input[len(self.grown) :]
         for entry in self.entries:
             tensor = arguments[entry.arg_index] if entry.is_argument else further[self.host_inputs + entry.arg_index]
@@ -126,12 +128,12 @@ class StepRewrite:
         return flat
 
     @property
-    def repeats(self) -> bool:
-        """Whether a later step of one token can reuse the same arguments."""
+    def is_repeatable(self) -> bool:
+        """True if a later step of one token can reuse the same arguments."""
         return not (self.host_graph or self.entries)
 
 
-Watch = Callable[[Record, fx.Graph], None]
+Watch = Callable[[PassRecord, fx.Graph], None]
 """Called after each pass with its record and the graph as the pass left it."""
 
 
@@ -158,7 +160,7 @@ def rewrite_step(step: StepContext, passes: Sequence[Pass] = STEP_PASSES, watch:
 
 
 def _result(step: StepContext) -> StepRewrite:
-    entries, precomputed = step.inputs.gathered()
+    entries, precomputed = step.inputs.gathered_inputs()
     remaining = set(walk.placeholders(step.graph))
     inputs = [index for index, argument in enumerate(step.placeholders) if argument in remaining]
     return StepRewrite(

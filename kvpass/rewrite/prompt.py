@@ -157,7 +157,7 @@ def _renumber(
         return renumber.window_mask(mask, causal, valid_of(valid, count, query.device), size)
 
     argument_of = dict(zip(walk.placeholders(gm.graph), examples, strict=True))
-    for reader in renumber.readers(gm, sites, argument_of, renumber.fits_prompt):
+    for reader in renumber.find_readers(gm, sites, argument_of, renumber.fits_prompt):
         node, ids = moved[reader.node], moved[reader.ids]
         with graph.inserting_before(node):
             valid = _valid_tokens(graph, moved[reader.ids], marks, reader.along)
@@ -170,7 +170,7 @@ def _renumber(
             mask = None if site.mask is None else moved[site.mask]
             valid = _valid_tokens(graph, moved[site.grown_key], marks)
             window_mask = graph.call_function(mask_of, (mask, moved[site.query], valid, site.causal))
-        call.kwargs = {**op_table.bound(call), "mask": window_mask, "causal": False}
+        call.kwargs = {**op_table.named_arguments(call), "mask": window_mask, "causal": False}
         call.args = ()
 
 
@@ -246,7 +246,7 @@ def prompt_scores(
     present = everyone if valid is None else graph.call_function(torch.logical_and, (valid, everyone))
     mask, sink_logit = (None if node is None else moved[node] for node in (site.mask, site.sink_logit))
     heads = 1 if site.computed else int(value(site.grown_key).shape[1])
-    values = moved[op_table.bound(site.call)["value"]] if fused else None
+    values = moved[op_table.named_arguments(site.call)["value"]] if fused else None
     tensors = query, moved[site.attended_key], values, mask, sink_logit
     request = attention_statistics.requested(policy, site.causal, site.scale, site.cap, heads, budget, site.spread)
     results = graph.call_function(STATISTICS, (*tensors, present, None, request))
@@ -260,7 +260,7 @@ def _in_one_operator(site: AttentionSite, policy: Policy) -> bool:
 
     Attention that the model spells out keeps its own roundings. Causal attention must be causal from the first key on.
     """
-    call = op_table.bound(site.call)
+    call = op_table.named_arguments(site.call)
     tensors = [value(node) for node in (site.query, call["key"], call["value"])]
     by_library = call["scores"] is None and call["hidden"] is None and site.lse is None
     whole = not site.causal or expr(site.queries) == expr(value(site.attended_key).shape[2])

@@ -22,7 +22,7 @@ from kvpass.errors import UnsupportedGraph
 from kvpass.fx import op_table, shapes, walk
 from kvpass.fx.walk import ancestors, is_tensor, name_of, value
 from kvpass.policies.budgets import window_starts
-from kvpass.rewrite.context import Record, StepContext
+from kvpass.rewrite.context import PassRecord, StepContext
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ Plausible = Callable[[Tensor], bool]
 """Return whether the value of an integer input can be the position ids of this call."""
 
 
-def readers(
+def find_readers(
     gm: fx.GraphModule, sites: list[AttentionSite], argument_of: dict[fx.Node, Any], fits: Plausible
 ) -> list[Reader]:
     """Return all nodes that read position ids.
@@ -76,12 +76,12 @@ def _reader(node: fx.Node, ids: fx.Node, sites: list[AttentionSite]) -> Reader:
 
 
 def _index(lookup: fx.Node) -> fx.Node:
-    index: fx.Node = op_table.bound(lookup)["input"]
+    index: fx.Node = op_table.named_arguments(lookup)["input"]
     return index
 
 
 def _holds_words(gm: fx.GraphModule, lookup: fx.Node) -> bool:
-    table: fx.Node = op_table.bound(lookup)["weight"]
+    table: fx.Node = op_table.named_arguments(lookup)["weight"]
     widths = {value(out).shape[-1] for out in walk.results(gm.graph) if is_tensor(out) and value(out).ndim}
     return any(user.target is not lookup.target for user in table.users) or value(table).shape[0] in widths
 
@@ -108,7 +108,7 @@ def _angle_readers(gm: fx.GraphModule, sites: list[AttentionSite]) -> list[Reade
 
 
 def fits_prompt(ids: Tensor) -> bool:
-    """Return whether ids can be positions of a prompt: every row ends in 0, 1, ..., n for some n > 0."""
+    """Return whether ids can be positions of a prompt: every row ends in 0, 1, ..., n."""
     if ids.ndim == 0 or ids.shape[-1] < 2:
         return False
     rows = ids.reshape(-1, ids.shape[-1]).tolist()
@@ -134,10 +134,10 @@ def fits_step(seen: Tensor, length: Tensor) -> Plausible:
 
 def count_in_windows(ids: Tensor, along: int, valid: Tensor, size: int | Tensor) -> Tensor:
     """Return ids of a prompt, counted from the start of each token's window; see `window_starts`."""
-    return _subtracted(ids, along, window_starts(valid, size))
+    return _subtract_by_row(ids, along, window_starts(valid, size))
 
 
-def _subtracted(ids: Tensor, along: int, shift: Tensor) -> Tensor:
+def _subtract_by_row(ids: Tensor, along: int, shift: Tensor) -> Tensor:
     """Return the ids minus [B, q]; ids without a dimension for rows use row 0."""
     if ids.ndim == 1:
         return ids - shift[0].to(ids.dtype)
@@ -147,7 +147,7 @@ def _subtracted(ids: Tensor, along: int, shift: Tensor) -> Tensor:
 
 
 def window_mask(mask: Tensor | None, causal: bool, valid: Tensor, size: int | Tensor) -> Tensor:
-    """Return the mask of a prompt [B, Hq or 1, q, q] under which each token sees only its own window."""
+    """Restrict a prompt's mask [B, Hq or 1, q, q] to each token's own window."""
     starts = window_starts(valid, size)
     same_window = (starts[:, :, None] == starts[:, None])[:, None]  # [B, 1, q, q]
     if causal:
@@ -159,20 +159,20 @@ def window_mask(mask: Tensor | None, causal: bool, valid: Tensor, size: int | Te
     return torch.where(same_window, mask, torch.finfo(mask.dtype).min)
 
 
-def renumber_ids(step: StepContext) -> Record:
+def renumber_ids(step: StepContext) -> PassRecord:
     """Replace position ids by those of cached tokens for all nodes that read them.
 
     Raises:
         UnsupportedGraph: no node can be shown to read position ids.
     """
     if not step.layouts[0].policy.renumbers:
-        return Record(left={"position ids": "the policy does not renumber"})
+        return PassRecord(left={"position ids": "the policy does not renumber"})
     names, tensors = step.slots[0].names, step.slots[0].tensors()
     seen, length = (tensors[names.index(name)] for name in ("seen", "length"))
-    found = readers(step.gm, step.sites, step.argument_of, fits_step(seen, length))
+    found = find_readers(step.gm, step.sites, step.argument_of, fits_step(seen, length))
     # The first layer's step writes to its slots.
     late = any(step.sites[0].call < reader.node for reader in found)
-    nodes = step.copied_slots(0) if late else step.slot_inputs[0]
+    nodes = step.copy_slots(0) if late else step.slot_inputs[0]
     metadata = [nodes[names.index("position")], nodes[names.index("seen")]]
     for i, reader in enumerate(found):
         inputs = [reader.ids, *metadata]
@@ -180,7 +180,7 @@ def renumber_ids(step: StepContext) -> Record:
         ids = step.compute(function, inputs, reader.node, f"kvpass_ids_{i}")[0]
         ids.meta["example_value"] = value(reader.ids)
         reader.node.replace_input_with(reader.ids, ids)
-    return Record([reader.node.name for reader in found])
+    return PassRecord([reader.node.name for reader in found])
 
 
 def _count_cached(along: int, queries: int, last: int, ids: Tensor, position: Tensor, seen: Tensor) -> list[Tensor]:
@@ -194,4 +194,4 @@ def _count_cached(along: int, queries: int, last: int, ids: Tensor, position: Te
     held = (position[:, 0] >= 0).sum(-1)  # [B]
     index = held[:, None] + torch.arange(queries, device=ids.device)
     shift = (seen - held)[:, None] + (index - last).clamp(min=0)  # [B, q]
-    return [_subtracted(ids, along, shift)]
+    return [_subtract_by_row(ids, along, shift)]

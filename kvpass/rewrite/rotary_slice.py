@@ -28,7 +28,7 @@ from kvpass.lowering.formats import Sections
 from kvpass.rewrite.mask_slice import check_not_overwritten
 from kvpass.rewrite.sections import PaddedSections, SectionInterpreter
 from kvpass.torch_private import symbolic_shapes
-from kvpass.torch_private.inductor import materialized
+from kvpass.torch_private.inductor import materialize
 
 PROBED = (1, 5)
 """Positions at which the angles of two graphs are compared."""
@@ -93,7 +93,7 @@ class RotarySlice:
             return result
 
         angles = torch.vmap(angles_at)(torch.arange(count, device=device))
-        return [materialized(upcast(rows) if rows.is_floating_point() and rows.is_cpu else rows) for rows in angles]
+        return [materialize(upcast(rows) if rows.is_floating_point() and rows.is_cpu else rows) for rows in angles]
 
     def probe(self, bound: Sequence[Any], device: torch.device) -> Tensor:
         """Return the angles at a few positions in one vector, without dimensions along which they are constant."""
@@ -102,7 +102,9 @@ class RotarySlice:
             for x in self.angles.module(torch.full(shape, index, device=device), *bound):
                 constant = [d for d in range(x.ndim) if bool((x == x.narrow(d, 0, 1)).all())]
                 probes.append(
-                    torch.view_as_real(_first(x, constant).resolve_conj()) if x.is_complex() else _first(x, constant)
+                    torch.view_as_real(_first_entries(x, constant).resolve_conj())
+                    if x.is_complex()
+                    else _first_entries(x, constant)
                 )
         return torch.cat([x.flatten().double() for x in probes])
 
@@ -144,7 +146,7 @@ class RotarySlice:
             return self
         one_key = ((1, self.shape[1], 1, self.shape[3]), self.rotate_inputs[0][1])
         return dataclasses.replace(
-            self, angles=_with_first(self.angles, dims), rotate_inputs=(one_key, *self.rotate_inputs[1:])
+            self, angles=_narrow_results(self.angles, dims), rotate_inputs=(one_key, *self.rotate_inputs[1:])
         )
 
     def _broadcast_dims(self) -> list[list[int]] | None:
@@ -156,10 +158,10 @@ class RotarySlice:
         try:
             angles = self.angles.module(torch.tensor(3).expand(self.position), *angle_values)
             dims = [_constant_dims(x, (self.shape[0], self.shape[2])) for x in angles]
-            narrowed = [_first(*each) for each in zip(angles, dims, strict=True)]
+            narrowed = [_first_entries(*each) for each in zip(angles, dims, strict=True)]
             rotated = self.rotate.module(keys, *angles, *rest)
             equal = all(
-                _close(self.rotate.module(_key(keys, index), *narrowed, *rest), _key(rotated, index))
+                _is_close(self.rotate.module(_key(keys, index), *narrowed, *rest), _key(rotated, index))
                 for index in (0, -1)
             )
         except (RuntimeError, IndexError):  # it spells sizes out, or needs indices and not random numbers
@@ -190,7 +192,7 @@ class RotarySlice:
         linear = torch.allclose(actual, expected, rtol=0, atol=0.02 * float(expected.abs().max()))
         return pairs_of(matrix) if equal_everywhere and linear else None
 
-    def weights(self, pairs: RotaryPairs, table: list[Tensor], bound: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def mixing_weights(self, pairs: RotaryPairs, table: list[Tensor], bound: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Return the weights of numbers and of their partners at the positions of a table, each [N, D]."""
 
         def rotate(key: Tensor) -> Tensor:
@@ -216,7 +218,7 @@ def probe_rotaries(
         if rotary is not None and angles not in cuts:
             cuts[angles] = cut_rotary(gm, site, rotary, sizes, memory)
     bound = [node for cut in cuts.values() for node in cut.angles.bound]
-    values = iter(splicing.computing(gm, bound)(*arguments))
+    values = iter(splicing.extract(gm, bound)(*arguments))
     probes = [cut.probe(tuple(itertools.islice(values, len(cut.angles.bound))), device) for cut in cuts.values()]
     return torch.cat(probes) if probes else None
 
@@ -241,18 +243,18 @@ def _constant_dims(x: Tensor, sizes: tuple[int, ...]) -> list[int]:
     return [d for d, size in enumerate(x.shape) if size in sizes and bool((x == x.narrow(d, 0, 1)).all())]
 
 
-def _first(x: Tensor, dims: list[int]) -> Tensor:
+def _first_entries(x: Tensor, dims: list[int]) -> Tensor:
     for d in dims:
         x = x.narrow(d, 0, 1)
     return x
 
 
-def _close(x: Tensor, y: Tensor) -> bool:
+def _is_close(x: Tensor, y: Tensor) -> bool:
     tolerance = 4 * torch.finfo(y.dtype).eps
     return x.shape == y.shape and torch.allclose(x, y, rtol=tolerance, atol=tolerance * float(y.abs().max()))
 
 
-def _with_first(original: Slice, dims_of: list[list[int]]) -> Slice:
+def _narrow_results(original: Slice, dims_of: list[list[int]]) -> Slice:
     """Return a slice whose results keep only the first entry of some dimensions."""
     graph = fx.Graph()
     results = list(graph.graph_copy(original.module.graph, {}))  # type: ignore[arg-type]
@@ -276,10 +278,10 @@ def cut_rotary(
         if sizes.grows(node):
             line = walk.source_line(node)
             raise UnsupportedGraph(f"{line}: the rotary embedding uses the cache's length, {value(node)}, as a size")
-        return sizes.fixed(node)
+        return sizes.fixed_size(node)
 
-    subgraph = alias.behind([site.key], {rotary.raw}, memory=memory)
-    moved = alias.dependent(subgraph, [rotary.raw, rotary.position], memory)
+    subgraph = alias.ancestors_with_writes([site.key], {rotary.raw}, memory=memory)
+    moved = alias.dependents(subgraph, [rotary.raw, rotary.position], memory)
     check_not_overwritten(moved, subgraph, site.key, memory)
     angles = _angles(site.key, rotary, memory)
     rotate_slice = splicing.cut(gm, [site.key], [rotary.raw, *angles], resolve, unpack=True, memory=memory)
@@ -294,12 +296,12 @@ def _spec_of(node: fx.Node, sizes: Sizes) -> Spec:
     if walk.is_size(node):
         return (), torch.int64
     tensor = value(node)
-    return tuple(sizes.fixed(size) for size in tensor.shape), tensor.dtype
+    return tuple(sizes.fixed_size(size) for size in tensor.shape), tensor.dtype
 
 
 def _angles(key: fx.Node, rotary: Rotary, memory: alias.Memory) -> list[fx.Node]:
     """Return the tensors that depend on positions alone and with which the key is rotated."""
-    rest = alias.behind([key], {rotary.raw}, memory=memory)
-    on_position = alias.dependent(rest, [rotary.position], memory)
-    on_key = alias.dependent(rest | {rotary.raw}, [rotary.raw], memory)
+    rest = alias.ancestors_with_writes([key], {rotary.raw}, memory=memory)
+    on_position = alias.dependents(rest, [rotary.position], memory)
+    on_key = alias.dependents(rest | {rotary.raw}, [rotary.raw], memory)
     return sorted(n for n in on_position - on_key if any(user in on_key for user in n.users))

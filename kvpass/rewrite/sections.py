@@ -41,14 +41,14 @@ class SectionInterpreter(fx.Interpreter):
         if name in _POINTWISE:
             return _pointwise(call, args)
         if n.target is operator.getitem and _slices_last(args):
-            return _sliced(args[0], args[1][-1])
+            return _slice_sections(args[0], args[1][-1])
         if name in ("cat", "concat") and _along_last(args, kwargs):
             return Sections(tuple(section for whole in args[0] for section in _sections(whole).tensors))
         if name in ("chunk", "split") and _along_last(args, kwargs):
-            return _divided(args[0], args[1], name == "chunk")
+            return _divide_sections(args[0], args[1], name == "chunk")
         if n.target is operator.getitem and isinstance(args[0], tuple):
             return args[0][args[1]]
-        return call(fx.node.map_aggregate(args, lambda arg: arg.joined() if isinstance(arg, Sections) else arg))
+        return call(fx.node.map_aggregate(args, lambda arg: arg.join() if isinstance(arg, Sections) else arg))
 
 
 class PaddedSections(fx.Interpreter):
@@ -63,9 +63,9 @@ class PaddedSections(fx.Interpreter):
         (sections, *rest), kwargs = self.fetch_args_kwargs_from_env(n)
         dim = kwargs.get("dim", rest[0] if rest else 0) % sections[0].ndim
         if dim == sections[0].ndim - 1:
-            return Sections(tuple(sections)).joined()
+            return Sections(tuple(sections)).join()
         moved = Sections(tuple(section.movedim(dim, -1) for section in sections))
-        return moved.joined().movedim(-1, dim)
+        return moved.join().movedim(-1, dim)
 
 
 _POINTWISE = frozenset(
@@ -105,9 +105,9 @@ def _slices_last(args: tuple[Any, ...]) -> bool:
     return reaches_last and whole and isinstance(last, slice) and last.step in (None, 1)
 
 
-def _sliced(x: Sections, where: slice) -> Sections:
+def _slice_sections(x: Sections, where: slice) -> Sections:
     start, stop, _ = where.indices(x.width)
-    return x.between(start, stop)
+    return x.slice(start, stop)
 
 
 def _along_last(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -117,11 +117,11 @@ def _along_last(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return isinstance(dim, int) and dim in (-1, sample.ndim - 1)
 
 
-def _divided(x: Sections, size: Any, chunk: bool) -> tuple[Sections, ...]:
+def _divide_sections(x: Sections, size: Any, chunk: bool) -> tuple[Sections, ...]:
     if isinstance(size, int):
         step = -(-x.width // size) if chunk else size
         sizes = [min(step, x.width - start) for start in range(0, x.width, step)]
     else:
         sizes = list(size)
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    return tuple(x.between(end - width, end) for end, width in zip(ends, sizes, strict=True))
+    return tuple(x.slice(end - width, end) for end, width in zip(ends, sizes, strict=True))

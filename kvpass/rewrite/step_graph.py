@@ -35,7 +35,7 @@ class PaddingInputs:
     sites: tuple[tuple[fx.Node, ...], ...]
     known: frozenset[fx.Node]
 
-    def moved(self, to: dict[fx.Node, fx.Node]) -> PaddingInputs:
+    def in_copy(self, to: dict[fx.Node, fx.Node]) -> PaddingInputs:
         """Return the inputs in a copy of the graph; `to` maps each node to its copy."""
         sites = tuple(tuple(to[node] for node in nodes) for nodes in self.sites)
         return PaddingInputs(sites, frozenset(to[node] for node in self.known))
@@ -89,8 +89,8 @@ class StepGraph:
         layouts, capacities: for each layer, its layout and its number of slots; capacities and budgets may be dynamic.
         decodes: whether one token is written to a free slot; a chunk is not written by the graph.
         ranked: whether keys are stored before their rotary embedding and numbered by rank.
-        whole: whether masks gather entries from tensors with all tokens; by default the graph gets the entries of its
-            slots.
+        gathers_all_tokens: whether masks gather entries from tensors with all tokens; by default the graph gets the
+            entries of its slots.
         slot_inputs: for each layer, the placeholders of its slots' tensors, in the order of `Slots.names`.
         new_inputs: all of these placeholders, and those of the policy's own tensors.
         length: int64 without dimensions, the number of tokens seen, padding included.
@@ -100,14 +100,14 @@ class StepGraph:
     def __init__(self, call: StepCall, whole: bool = False) -> None:
         copy, moved = fx_nodes.copy_graph_module(call.gm)
         self.call, self.gm, self.graph = call, copy, copy.graph
-        self.sites = [site.moved(moved) for site in call.sites]
+        self.sites = [site.in_copy(moved) for site in call.sites]
         self.slots, self.sizes, self.windows = call.slots, call.sizes, call.windows
         self.layouts = call.dynamic_dims or call.layouts
         self.placeholders = walk.placeholders(self.graph)
         self.argument_of = dict(zip(self.placeholders, call.arguments, strict=True))
-        self.padding_inputs = call.padding_inputs.moved(moved)
+        self.padding_inputs = call.padding_inputs.in_copy(moved)
         self.batch = (
-            call.sizes.fixed(value(call.sites[0].key).shape[0]) if call.sizes.dynamic else call.layouts[0].batch
+            call.sizes.fixed_size(value(call.sites[0].key).shape[0]) if call.sizes.dynamic else call.layouts[0].batch
         )
         self.queries = call.sizes.queries
         self.capacities = [
@@ -118,7 +118,7 @@ class StepGraph:
         has_all_slots = all(s.capacity == x.capacity for s, x in zip(call.slots, call.layouts, strict=True))
         self.decodes = bool(self.queries == 1) and has_all_slots
         self.ranked = call.layouts[0].ranked
-        self.whole = whole
+        self.gathers_all_tokens = whole
         self.slot_inputs: list[list[fx.Node]] = []
         self.new_inputs: set[fx.Node] = set()
         self.length: fx.Node
@@ -143,23 +143,23 @@ class StepGraph:
 
     def shape(self, node: fx.Node) -> tuple[Any, ...]:
         """Return the shape of a node's tensor in this call."""
-        return tuple(size if isinstance(size, int) else self.sizes.fixed(size) for size in value(node).shape)
+        return tuple(size if isinstance(size, int) else self.sizes.fixed_size(size) for size in value(node).shape)
 
     def example(self, node: fx.Node) -> Any:
         """Return an empty tensor with the shape, strides and dtype of a node's value, or the value of a size."""
         if walk.is_size(node):
-            return self.sizes.fixed(node)
+            return self.sizes.fixed_size(node)
         kind: dict[str, Any] = dict(dtype=value(node).dtype, device=self.device_of(node))
         strides = value(node).stride()
-        made_dense = node.op == "placeholder" and has_loose_strides(value(node))  # see `StepRewrite.flat`
+        made_dense = node.op == "placeholder" and has_loose_strides(value(node))  # see `StepRewrite.flat_arguments`
         dense = made_dense or any(self.sizes.grows(stride) for stride in strides)
-        fixed = None if dense else [self.sizes.fixed(stride) for stride in strides]
+        fixed = None if dense else [self.sizes.fixed_size(stride) for stride in strides]
         if self.sizes.dynamic:
             return self.sizes.dynamic.like(self.shape(node), fixed, **kind)
         shape = self.shape(node)
         return torch.empty(shape, **kind) if fixed is None else torch.empty_strided(shape, fixed, **kind)
 
-    def of_shape(self, shape: tuple[Any, ...], dtype: torch.dtype) -> Tensor:
+    def empty_of_shape(self, shape: tuple[Any, ...], dtype: torch.dtype) -> Tensor:
         """Return a tensor without data that stands for a dense tensor which kvpass adds."""
         kind: dict[str, Any] = dict(dtype=dtype, device="meta")
         return self.sizes.dynamic.like(shape, None, **kind) if self.sizes.dynamic else torch.empty(shape, **kind)
@@ -250,8 +250,8 @@ class SizeNodes:
 
     def _node(self, expression: sympy.Expr) -> fx.Node:
         if expression not in self._made:
-            made = self._source(expression) if expression.is_Symbol else self._computed(expression)
-            self._made[expression] = made
+            result = self._source(expression) if expression.is_Symbol else self._compute(expression)
+            self._made[expression] = result
         return self._made[expression]
 
     def _source(self, symbol: sympy.Symbol) -> fx.Node:
@@ -261,11 +261,11 @@ class SizeNodes:
             if symbol == shapes.expr(capacity):
                 return self._call(symbolic_shapes.SIZE, step.slot(layer, "position"), 2, size=capacity)
         for argument in filter(walk.is_size, step.placeholders):
-            if not step.sizes.grows(argument) and shapes.expr(step.sizes.fixed(argument)) == symbol:
+            if not step.sizes.grows(argument) and shapes.expr(step.sizes.fixed_size(argument)) == symbol:
                 return argument
         raise UnsupportedGraph(f"no argument is the size {symbol}")
 
-    def _computed(self, expression: sympy.Expr) -> fx.Node:
+    def _compute(self, expression: sympy.Expr) -> fx.Node:
         function = _FUNCTIONS.get(expression.func.__name__)
         if function is None:
             raise UnsupportedGraph(f"the size {expression} is neither a sum nor a product")

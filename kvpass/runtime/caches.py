@@ -24,12 +24,12 @@ from kvpass.policies.types import Clock
 from kvpass.torch_private import dynamo
 
 
-def keep_address(slots: AnySlots) -> None:
+def mark_addresses_static(slots: AnySlots) -> None:
     for tensor in slots.tensors():
         dynamo.mark_in_place(tensor)
 
 
-def make_room(cache: LayerCache, queries: int) -> None:
+def grow_for(cache: LayerCache, queries: int) -> None:
     """Double the slots of a policy that never evicts when `queries` new tokens do not fit.
 
     Raises:
@@ -44,28 +44,28 @@ def make_room(cache: LayerCache, queries: int) -> None:
             "give it more, or none, or choose a policy that evicts"
         )
     capacity = budgets.slots_for(layout.policy, None, cache.seen + queries)
-    adapt(cache, budget=capacity, capacity=capacity)
+    change_layout(cache, budget=capacity, capacity=capacity)
     cache.row_budgets = (capacity,) * layout.batch
 
 
-def even_out(one: LayerCache, other: LayerCache) -> None:
+def equalize_layouts(one: LayerCache, other: LayerCache) -> None:
     """Give one layer of two conversations the same state, and the larger of both capacities if that may vary."""
     layouts = (one.layout, other.layout)
     pins, rows = any(layout.pins for layout in layouts), any(layout.row_budgets for layout in layouts)
     most = max(layout.capacity for layout in layouts)
     for cache in (one, other):
         grows = cache.layout.exact_capacity or rows
-        adapt(cache, pins=pins, row_budgets=rows, capacity=most if grows else cache.layout.capacity)
+        change_layout(cache, pins=pins, row_budgets=rows, capacity=most if grows else cache.layout.capacity)
 
 
-def adapt(cache: LayerCache, **changes: Any) -> None:
+def change_layout(cache: LayerCache, **changes: Any) -> None:
     """Change fields of a cache's layout: its capacity, which may only grow, or what its state holds."""
     layout, slots = dataclasses.replace(cache.layout, **changes), cache.slots
     if layout == cache.layout:
         return
     slots = slots.with_state_of(layout, cache.row_budgets)
-    cache.layout, cache.slots = layout, slots.grown(layout) if slots.capacity < layout.capacity else slots
-    keep_address(cache.slots)
+    cache.layout, cache.slots = layout, slots.enlarge(layout) if slots.capacity < layout.capacity else slots
+    mark_addresses_static(cache.slots)
 
 
 def tick(
@@ -88,13 +88,13 @@ def tick(
     ticked = []
     for cache, rows in zip(caches, valid or [None] * len(caches), strict=True):
         alike = (id(cache.layout.policy), cache.row_budgets, cache.clocks, None if rows is None else tuple(rows))
-        known[alike] = known.get(alike) or _ticked(cache, rows)
+        known[alike] = known.get(alike) or _tick_rows(cache, rows)
         ticked.append(known[alike])
     compact = any(due for layer in ticked for due, _ in layer)
     return compact, [tuple(clock for _, clock in layer) for layer in ticked]
 
 
-def _ticked(cache: LayerCache, valid: Sequence[bool] | None) -> list[tuple[bool, Any]]:
+def _tick_rows(cache: LayerCache, valid: Sequence[bool] | None) -> list[tuple[bool, Any]]:
     """Return for each row whether its compaction is due and its next clock; empty for the eager reference."""
     if not cache.clocks:
         return []
@@ -108,8 +108,8 @@ def clock_of(layout: Layout, clock: Clock, new: int, budget: int) -> Clock:
     policy, classes = layout.policy, layout.classes
     if not classes:
         return policy.clock(clock, new, budget)
-    made = [policy.clock(clock[i : i + 1], new, each.budget) for i, each in enumerate(classes)]
-    return tuple(count for own in made for count in own)
+    result = [policy.clock(clock[i : i + 1], new, each.budget) for i, each in enumerate(classes)]
+    return tuple(count for own in result for count in own)
 
 
 def tick_of(layout: Layout, clock: Clock, budget: int) -> tuple[bool, Clock]:
@@ -139,14 +139,14 @@ class StepKind(NamedTuple):
     hooks: int
 
 
-def kind(caches: list[LayerCache]) -> StepKind:
+def step_kind(caches: list[LayerCache]) -> StepKind:
     """Return the kind of the next decode step."""
     compact, _ = tick(caches)
-    windows = tuple(cache.stored < cache.seen for cache in caches if cache.window is not None)
-    return StepKind(compact, windows, tuple(id(cache.slots) for cache in caches), dynamo.hooks_so_far())
+    windows = tuple(cache.stored_tokens < cache.seen for cache in caches if cache.window is not None)
+    return StepKind(compact, windows, tuple(id(cache.slots) for cache in caches), dynamo.registered_hooks())
 
 
-def count(caches: list[LayerCache], queries: int, clocks: Sequence[tuple[Any, ...]]) -> None:
+def advance_counts(caches: list[LayerCache], queries: int, clocks: Sequence[tuple[Any, ...]]) -> None:
     """Advance the host's counts of a conversation by `queries` tokens and set the policy clocks."""
     for cache, clock in zip(caches, clocks, strict=True):
         cache.interrupted = False
@@ -164,19 +164,19 @@ def valid_counts(policy: Policy, valid: Tensor) -> list[int]:
     return counts
 
 
-def take_in(cache: LayerCache, chunk: Chunk, into: AnySlots | None = None) -> None:
+def admit_chunk(cache: LayerCache, chunk: Chunk, into: AnySlots | None = None) -> None:
     """Admit a chunk to the cache's slots, and update its clocks; see `admit`."""
     policy, before = cache.layout.policy, cache.slots
     cache.slots = admit(cache.layout, before, chunk, cache.row_budgets, into)
     if cache.slots is not before:
-        keep_address(cache.slots)
-    cache.row_budgets = chunk.raised(policy, cache.row_budgets)
+        mark_addresses_static(cache.slots)
+    cache.row_budgets = chunk.raised_budgets(policy, cache.row_budgets)
     counts = valid_counts(policy, chunk.valid)
-    rows = zip(cache.clocks, counts, cache.row_budgets, strict=False)
+    rows = zip(cache.clocks, counts, cache.row_budgets, strict=False)  # no clocks and counts for most policies
     cache.clocks = tuple(clock_of(cache.layout, clock, new, limit) for clock, new, limit in rows)
 
 
-def lengthened(past: Tensor, dim: int, count: int) -> Tensor:
+def longer_placeholder(past: Tensor, dim: int, count: int) -> Tensor:
     """Return a NaN placeholder for `past` that is `count` longer along `dim`.
 
     The placeholder is an expanded scalar without storage of its own, because no graph may read its values.
@@ -188,7 +188,7 @@ def lengthened(past: Tensor, dim: int, count: int) -> Tensor:
     return empty
 
 
-_GIVEN: contextvars.ContextVar[Pins | None] = contextvars.ContextVar("kvpass_pins", default=None)
+_CALL_PINS: contextvars.ContextVar[Pins | None] = contextvars.ContextVar("kvpass_pins", default=None)
 
 
 @contextlib.contextmanager
@@ -197,29 +197,29 @@ def pinning(pins: Pins | None) -> Iterator[None]:
 
     A model's forward has no argument for pins, and its graph must not depend on them.
     """
-    token = _GIVEN.set(pins)
+    token = _CALL_PINS.set(pins)
     try:
         yield
     finally:
-        _GIVEN.reset(token)
+        _CALL_PINS.reset(token)
 
 
-def given_pins() -> Pins | None:
+def call_pins() -> Pins | None:
     """Return the pins of the call that is running, None if it pins nothing."""
-    return _GIVEN.get()
+    return _CALL_PINS.get()
 
 
-def pins_for(cache: LayerCache) -> Pins | None:
+def call_pins_for(cache: LayerCache) -> Pins | None:
     """Return the pins of the running call for a layer that the backend's policy governs, else None."""
-    return _GIVEN.get() if cache.layout.policy is cache.backend.policy else None
+    return _CALL_PINS.get() if cache.layout.policy is cache.backend.policy else None
 
 
-def by_head(weight: Tensor, heads: int, dim: int) -> Tensor:
+def output_weight_by_head(weight: Tensor, heads: int, dim: int) -> Tensor:
     """Return the weight [E, Hq Dv] of an output projection as `Chunk.output`, [1, Hkv, G, Dv, E]."""
     return torch.unflatten(weight.T, 0, (1, heads, -1, dim))
 
 
-def output_of(cache: LayerCache) -> Tensor | None:
+def output_projection_of(cache: LayerCache) -> Tensor | None:
     """Return `Chunk.output` for a chunk of a layer; None for a policy that does not read it.
 
     Raises:
@@ -233,10 +233,10 @@ def output_of(cache: LayerCache) -> Tensor | None:
             f"{cache.layout.policy.name!r} weighs the tokens of a turn by the model's output projection, which is not "
             "known of a cache from a file or of a model that is gone: start again with the whole conversation"
         )
-    return by_head(weight.detach(), cache.layout.heads, cache.layout.value_dim)
+    return output_weight_by_head(weight.detach(), cache.layout.heads, cache.layout.value_dim)
 
 
-def room_on_top(tokens: int) -> int:
+def pinned_headroom(tokens: int) -> int:
     """Return the slots for `tokens` pinned tokens beside the budget: a power of two, so that prompts share graphs."""
     return 1 << (tokens - 1).bit_length() if tokens > 0 else 0
 

@@ -1,4 +1,4 @@
-"""Check that a call of a step graph continues the conversation in its caches, and read the padding of its tokens."""
+"""Check that a call continues the conversation in its caches, and read the padding of its tokens."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch import Tensor
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.padding_analysis import padding_inputs
-from kvpass.capture.rotary import find_rotary, unreshaped
+from kvpass.capture.rotary import find_rotary, strip_reshapes
 from kvpass.errors import CacheHandleError, UnsupportedGraph
 from kvpass.fx import splicing, walk
 from kvpass.fx.shapes import Sizes
 from kvpass.policies.ranking import LATE
-from kvpass.rewrite.pipeline import of_new
+from kvpass.rewrite.pipeline import new_columns
 from kvpass.rewrite.rotary_slice import probe_rotaries
 from kvpass.rewrite.step_graph import PaddingInputs
 from kvpass.runtime import model_identity
-from kvpass.runtime.model_identity import SeenTensors
+from kvpass.runtime.model_identity import TensorSet
 
 OWN_POSITIONS = (
     "the position ids are not 0, 1, 2, ... over the real tokens of a row, and held tokens are numbered by their rank "
@@ -48,11 +48,11 @@ class PositionCheck:
 
     def __init__(self, gm: fx.GraphModule, sites: list[AttentionSite]) -> None:
         rotaries = [find_rotary(site) for site in sites]
-        nodes = list(dict.fromkeys(unreshaped(rotary.position) for rotary in rotaries if rotary))
-        self._given = [node.op == "placeholder" for node in nodes]
-        self._module = splicing.computing(gm, nodes)
+        nodes = list(dict.fromkeys(strip_reshapes(rotary.position) for rotary in rotaries if rotary))
+        self._are_arguments = [node.op == "placeholder" for node in nodes]
+        self._module = splicing.extract(gm, nodes)
 
-    def first(self, arguments: tuple[Any, ...], valid: Tensor) -> Tensor | None:
+    def first_ids(self, arguments: tuple[Any, ...], valid: Tensor) -> Tensor | None:
         """Return the position id of each row's first real token, int64 [B]; None if no ids rotate keys.
 
         Args:
@@ -62,23 +62,23 @@ class PositionCheck:
             UnsupportedGraph: the ids of a row do not increase by one, or ids from the caller begin above 0.
         """
         first = None
-        for ids, given in zip(self._ids(arguments, valid), self._given, strict=True):
+        for ids, given in zip(self._ids(arguments, valid), self._are_arguments, strict=True):
             offsets = _offsets(ids, valid)
             first = torch.where(valid.any(-1), offsets.gather(-1, valid.long().argmax(-1, keepdim=True))[:, 0], 0)
             if not bool(_is_constant(offsets, valid, torch.zeros_like(first) if given else first)):
                 raise UnsupportedGraph(self.refusal)
         return first
 
-    def go_on(self, arguments: tuple[Any, ...], valid: Tensor, first: Tensor | None, seen: Tensor) -> Tensor:
+    def continues(self, arguments: tuple[Any, ...], valid: Tensor, first: Tensor | None, seen: Tensor) -> Tensor:
         """Return whether the ids of a step continue those of each row's earlier real tokens; a bool on the device.
 
         Args:
             valid: bool [B, q], False for padding.
-            first: the result of the method `first`; None if the rows come from several prompts.
+            first: the result of `first_ids`; None if the rows come from several prompts.
             seen: the number of earlier real tokens, int64 [B].
         """
         fits = torch.ones((), dtype=torch.bool, device=valid.device)
-        for ids, given in zip(self._ids(arguments, valid), self._given, strict=True):
+        for ids, given in zip(self._ids(arguments, valid), self._are_arguments, strict=True):
             begin = torch.zeros_like(seen) if given else first
             if begin is not None:
                 fits = fits & _is_constant(_offsets(ids, valid), valid, begin + seen)
@@ -87,17 +87,17 @@ class PositionCheck:
     @property
     def refusal(self) -> str:
         """Error message for ids that are not consecutive."""
-        return OWN_POSITIONS if any(self._given) else PADDING_BETWEEN
+        return OWN_POSITIONS if any(self._are_arguments) else PADDING_BETWEEN
 
     def _ids(self, arguments: tuple[Any, ...], valid: Tensor) -> list[Tensor]:
         """Return the position ids of each distinct rotary embedding, as [B or 1, q]."""
         queries = valid.shape[1]
-        made = [ids if ids.shape[-1] == queries or ids.ndim != 2 else ids.T for ids in self._module(*arguments)]
-        return [ids.reshape(-1, queries).to(valid.device) for ids in made]
+        result = [ids if ids.shape[-1] == queries or ids.ndim != 2 else ids.T for ids in self._module(*arguments)]
+        return [ids.reshape(-1, queries).to(valid.device) for ids in result]
 
 
 def _offsets(ids: Tensor, valid: Tensor) -> Tensor:
-    """Return by how much ids [B or 1, q] exceed the rank among the real tokens of the call, int64 [B, q]."""
+    """Subtract each token's rank among the call's real tokens from ids [B or 1, q]."""
     return ids - (valid.long().cumsum(-1) - 1)
 
 
@@ -109,18 +109,18 @@ def _is_constant(offsets: Tensor, valid: Tensor, wanted: Tensor) -> Tensor:
 class StepVerifier:
     """The checks of one step graph."""
 
-    def __init__(self, gm: fx.GraphModule, sites: list[AttentionSite], stepped: SeenTensors) -> None:
+    def __init__(self, gm: fx.GraphModule, sites: list[AttentionSite], stepped: TensorSet) -> None:
         """
         Args:
             stepped: the tensors that make the keys of layers which have run a step.
         """
         self._gm, self._sites, self._stepped = gm, sites, stepped
-        self._projecting = [model_identity.projecting(site) for site in sites]
+        self._projection_indices = [model_identity.key_projection_indices(site) for site in sites]
         self._positions: PositionCheck | None = None
         self._angles: Tensor | None = None
 
     def check_layers(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> None:
-        """Check that each cache belongs to the layer that reads it, and is cut to as many last tokens as in the prompt.
+        """Check that each cache belongs to the layer that reads it, and has the prompt's window.
 
         A layer is known by the tensors that project its keys, for models whose layers are graphs of their own.
 
@@ -128,10 +128,10 @@ class StepVerifier:
             CacheHandleError: a cache is of another layer or model, or its heads are sharded differently.
             UnsupportedGraph: the windows differ.
         """
-        for site, cache, indices in zip(self._sites, caches, self._projecting, strict=True):
+        for site, cache, indices in zip(self._sites, caches, self._projection_indices, strict=True):
             weights = [arguments[index] for index in indices]
             self._stepped.add(weights)
-            if model_identity.made_elsewhere(cache.weights, weights, self._stepped):
+            if model_identity.belongs_to_other_layer(cache.weights, weights, self._stepped):
                 raise CacheHandleError(
                     f"{walk.source_line(site.call)}: the caches of layers were exchanged: what was given here is of "
                     "another layer, or of another copy of the model"
@@ -162,7 +162,7 @@ class StepVerifier:
         if not cache.layout.ranked:
             return
         self._positions = self._positions or PositionCheck(self._gm, self._sites)
-        fits = self._positions.go_on(arguments, valid(), cache.first, cache.valid_seen)
+        fits = self._positions.continues(arguments, valid(), cache.first, cache.valid_seen)
         if fits.is_cuda:
             cache.deferred_checks.add(fits)
         elif not bool(fits):
@@ -180,12 +180,12 @@ class StepVerifier:
             return
         if self._angles is None:
             self._angles = probe_rotaries(self._gm, self._sites, sizes(), arguments, cache.layout.device)
-        if self._angles is None or not _alike(self._angles, cache.angles):
+        if self._angles is None or not _have_equal_angles(self._angles, cache.angles):
             raise UnsupportedGraph(f"{walk.source_line(self._sites[0].call)}: {OTHER_ANGLES}")
         cache.angles = self._angles
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
+def _have_equal_angles(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and torch.allclose(one, other.to(one.device), rtol=1e-2, atol=1e-2)
 
 
@@ -199,7 +199,9 @@ HIDDEN_BEFORE = (
 )
 
 
-def wrong_mask(gm: fx.GraphModule, sites: Sequence[AttentionSite], arguments: Sequence[Any], tokens: int) -> str | None:
+def describe_wrong_mask(
+    gm: fx.GraphModule, sites: Sequence[AttentionSite], arguments: Sequence[Any], tokens: int
+) -> str | None:
     """Describe what is wrong with an attention mask that does not have `tokens` columns; None if none is wrong.
 
     An encoder's mask, which no self-attention reads, has columns of its own.
@@ -217,7 +219,7 @@ def wrong_mask(gm: fx.GraphModule, sites: Sequence[AttentionSite], arguments: Se
     return None
 
 
-def inputs_of_sites(gm: fx.GraphModule, sites: list[AttentionSite], step: bool) -> list[tuple[fx.Node, ...]]:
+def padding_inputs_of_sites(gm: fx.GraphModule, sites: list[AttentionSite], step: bool) -> list[tuple[fx.Node, ...]]:
     """Return for each site the inputs that mark padding in all masks on its cache."""
     masks = [tuple(each.mask for each in site.all) for site in sites]
     known = {among: padding_inputs(gm, list(among), step) for among in dict.fromkeys(masks)}
@@ -228,15 +230,20 @@ class PaddingTracker:
     """The padding among the new tokens of a step graph's calls.
 
     Attributes:
-        inputs: for each site the inputs that mark padding.
+        inputs: for each site the inputs that mark padding: nodes, or argument indices for code of an artifact.
         indices: the argument index of each of these inputs.
     """
 
-    def __init__(self, gm: fx.GraphModule, sites: list[AttentionSite]) -> None:
-        holders = walk.placeholders(gm.graph)
-        self._sites = sites
-        self.inputs = inputs_of_sites(gm, sites, step=True)
-        self.indices = {node: holders.index(node) for nodes in self.inputs for node in nodes}
+    def __init__(
+        self, inputs: list[tuple[Any, ...]], indices: dict[Any, int], sites: Sequence[AttentionSite] = ()
+    ) -> None:
+        self.inputs, self.indices, self._sites = inputs, indices, sites
+
+    @staticmethod
+    def of(gm: fx.GraphModule, sites: list[AttentionSite]) -> PaddingTracker:
+        """Return the tracker of a step graph."""
+        holders, inputs = walk.placeholders(gm.graph), padding_inputs_of_sites(gm, sites, step=True)
+        return PaddingTracker([*inputs], {node: holders.index(node) for nodes in inputs for node in nodes}, sites)
 
     def check_hidden(self, caches: list[LayerCache]) -> None:
         """Check that the graph can hide padding that was left out of the cache; some models mask their prompts alone.
@@ -248,7 +255,7 @@ class PaddingTracker:
             if cache.absent.shape[1] and not nodes:
                 raise UnsupportedGraph(f"{walk.source_line(site.call)}: {HIDDEN_BEFORE}")
 
-    def known(self, caches: list[LayerCache], arguments: tuple[Any, ...], queries: int) -> frozenset[int]:
+    def unchanged_inputs(self, caches: list[LayerCache], arguments: tuple[Any, ...], queries: int) -> frozenset[int]:
         """Return the argument indices of the padding inputs that agree with their earlier values for all cached tokens.
 
         The rewritten graph takes these inputs to be one for every cached token; of other inputs, it looks up the entry
@@ -260,7 +267,7 @@ class PaddingTracker:
         known = set()
         for node, index in self.indices.items():
             cache = next(cache for cache, nodes in zip(caches, self.inputs, strict=True) if node in nodes)
-            same, hides_absent = agreement(cache, arguments[index])
+            same, hides_absent = compare_with_cache(cache, arguments[index])
             if same.is_cuda and queries == 1:
                 cache.deferred_checks.add(same & hides_absent)
                 known.add(index)
@@ -271,14 +278,14 @@ class PaddingTracker:
                 known.add(index)
         return frozenset(known)
 
-    def as_known(self, known: frozenset[int]) -> PaddingInputs:
-        """Return the inputs for a rewrite; `known` is a result of the method `known`."""
+    def as_padding_inputs(self, known: frozenset[int]) -> PaddingInputs:
+        """Return the inputs for a rewrite; `known` is a result of `unchanged_inputs`."""
         return PaddingInputs(tuple(self.inputs), frozenset(n for n, index in self.indices.items() if index in known))
 
-    def valid(self, layer: int, cache: LayerCache, arguments: tuple[Any, ...], queries: int) -> Tensor:
+    def valid_tokens(self, layer: int, cache: LayerCache, arguments: tuple[Any, ...], queries: int) -> Tensor:
         """Return bool [B, q] for a layer, False for padding among the new tokens."""
         columns = self._columns(self.inputs[layer], arguments, cache.seen, queries)
-        return ~padding_of(columns, cache.layout.batch, queries, cache.layout.device)
+        return ~padding_from_columns(columns, cache.layout.batch, queries, cache.layout.device)
 
     def valid_rows(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> list[list[bool] | None]:
         """Return for each layer which rows of a single token are not padding, for policies with a clock.
@@ -290,7 +297,7 @@ class PaddingTracker:
         found = self._padding(caches, arguments, caches[0].seen, 1)
         return [None if padding is None else (~padding[:, 0]).tolist() for padding in found]
 
-    def note(self, caches: list[LayerCache], arguments: tuple[Any, ...], before: int, queries: int) -> None:
+    def record_padding(self, caches: list[LayerCache], arguments: tuple[Any, ...], before: int, queries: int) -> None:
         """Add the positions of new padding to the caches, except for one token on a GPU, which the device counts.
 
         Args:
@@ -298,13 +305,13 @@ class PaddingTracker:
         """
         for cache, padding in zip(caches, self._padding(caches, arguments, before, queries), strict=True):
             if padding is not None:
-                cache.absent = torch.cat([cache.absent, indices_of(padding, before)], 1)
+                cache.absent = torch.cat([cache.absent, true_indices(padding, before)], 1)
 
     def _padding(
         self, caches: list[LayerCache], arguments: tuple[Any, ...], before: int, queries: int
     ) -> list[Tensor | None]:
         """Return for each layer bool [B, q], True for padding; None without padding, or if the host would wait."""
-        found: dict[tuple[fx.Node, ...], Tensor | None] = {}
+        found: dict[tuple[Any, ...], Tensor | None] = {}
         for cache, nodes in zip(caches, self.inputs, strict=True):
             if nodes not in found:
                 columns = self._columns(nodes, arguments, before, queries)
@@ -312,25 +319,23 @@ class PaddingTracker:
                 if waits or all(bool(column.all()) for column in columns):
                     found[nodes] = None
                 else:
-                    found[nodes] = padding_of(columns, cache.layout.batch, queries, columns[0].device)
+                    found[nodes] = padding_from_columns(columns, cache.layout.batch, queries, columns[0].device)
         return [found[nodes] for nodes in self.inputs]
 
-    def _columns(
-        self, nodes: tuple[fx.Node, ...], arguments: tuple[Any, ...], before: int, queries: int
-    ) -> list[Tensor]:
+    def _columns(self, nodes: tuple[Any, ...], arguments: tuple[Any, ...], before: int, queries: int) -> list[Tensor]:
         """Return the new tokens' entries in the inputs that mark padding, each [B or 1, q] or [q]."""
-        return [of_new(arguments[self.indices[node]], before, queries) for node in nodes]
+        return [new_columns(arguments[self.indices[node]], before, queries) for node in nodes]
 
 
-def indices_of(chosen: Tensor, start: int = 0) -> Tensor:
-    """Return the indices where bool [B, n] is true: int64 [B, P], counted from `start`, -1 after a row's last one."""
-    most = int(chosen.sum(-1).max())
-    indices = torch.arange(start, start + chosen.shape[1], device=chosen.device)
-    ordered = torch.where(chosen, indices, LATE).sort(-1).values[:, :most]
+def true_indices(mask: Tensor, start: int = 0) -> Tensor:
+    """Return the indices where bool [B, n] is true: int64 [B, P], padded with -1."""
+    most = int(mask.sum(-1).max())
+    indices = torch.arange(start, start + mask.shape[1], device=mask.device)
+    ordered = torch.where(mask, indices, LATE).sort(-1).values[:, :most]
     return torch.where(ordered == LATE, -1, ordered)
 
 
-def agreement(cache: LayerCache, column: Tensor) -> tuple[Tensor, Tensor]:
+def compare_with_cache(cache: LayerCache, column: Tensor) -> tuple[Tensor, Tensor]:
     """Compare the earlier tokens' entries in an input that marks padding with the contents of the cache.
 
     Args:
@@ -349,7 +354,7 @@ def agreement(cache: LayerCache, column: Tensor) -> tuple[Tensor, Tensor]:
     return same.all(), ~shown
 
 
-def padding_of(columns: list[Tensor], rows: int, queries: int, device: torch.device) -> Tensor:
-    """Return bool [B, q], true for tokens that are zero in any of the columns, each [B or 1, q] or [q]."""
+def padding_from_columns(columns: list[Tensor], rows: int, queries: int, device: torch.device) -> Tensor:
+    """Mark the tokens that are zero in any of the columns: bool [B, q]."""
     none = torch.zeros(rows, queries, dtype=torch.bool, device=device)
     return torch.stack([none, *((column == 0).expand(rows, -1) for column in columns)]).any(0)

@@ -43,7 +43,7 @@ BATCHES = (
 )
 
 _RUNNING: contextvars.ContextVar[bool] = contextvars.ContextVar("_RUNNING", default=False)
-"""Whether a compiled model runs in this context, in which case its own call checks the cache."""
+"""True if a compiled model runs in this context, in which case its own call checks the cache."""
 
 
 class CompiledCall:
@@ -55,7 +55,7 @@ class CompiledCall:
         model: the module that was compiled in place; None for other callables.
         backend: the backend that compiled `model`; None for other callables.
         regions: the regions of the model's layers, which are active while the model is called.
-        taken: the parameter names of the model's forward, or of `call` if `model` is None.
+        parameter_names: the parameter names of the model's forward, or of `call` if `model` is None.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class CompiledCall:
     ) -> None:
         self.call, self.strict, self.model, self.backend = call, strict, model, backend
         self.regions = regions or LayerRegions()
-        self.taken = cache_names.parameters(call if model is None else model)
-        dynamo.never_a_frame_of_its_own(CompiledCall.__call__)
+        self.parameter_names = cache_names.parameter_names(call if model is None else model)
+        dynamo.never_compile_alone(CompiledCall.__call__)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Call the model.
@@ -78,10 +78,10 @@ class CompiledCall:
             UnsupportedGraph: kvpass does not support the kind of cache, or the model ran uncompiled.
         """
         if self.call is None:
-            return self._compiled_anew()(*arguments, **named)
+            return self._recompile()(*arguments, **named)
         if torch.compiler.is_compiling():  # Dynamo traces the model as a part of a larger graph
             return self.call(*arguments, **named)
-        why = dynamo.why_uncompiled()
+        why = dynamo.reason_uncompiled()
         if why is not None and self.strict:
             raise UnsupportedGraph(
                 f"{why}, so the model would run uncompiled and its cache would grow: leave it out, or pass strict=False"
@@ -90,18 +90,21 @@ class CompiledCall:
             return dynamo.uncompiled_call(self.model)(*arguments, **named)
         for given in (*arguments, *named.values()):
             _check_kind(getattr(given, "self_attention_cache", given))
-        arguments = tuple(dense(value) for value in arguments)
-        named = {name: dense(value) for name, value in cache_names.renamed(named, self.taken).items()}
+        arguments = tuple(as_contiguous_tokens(value) for value in arguments)
+        named = {
+            name: as_contiguous_tokens(value)
+            for name, value in cache_names.rename_cache(named, self.parameter_names).items()
+        }
         given = (*arguments, *named.values())
         cache = next((value for value in given if _has_handles(value)), None)
-        before = _ordinary(given) if self.strict else []
-        with _for_length_of(cache, given), _for_counts_of(cache), _running():
-            made = self.regions.run(self.call, arguments, named)
-        if self.strict and (_have_grown(before) or grows(made)):
+        before = _ordinary_caches(given) if self.strict else []
+        with _length_context(cache, given), _counter_context(cache), _running():
+            result = self.regions.run(self.call, arguments, named)
+        if self.strict and (_have_grown(before) or returns_growing_cache(result)):
             raise UnsupportedGraph(UNCOMPILED)
-        return made
+        return result
 
-    def _compiled_anew(self) -> CompiledCall:
+    def _recompile(self) -> CompiledCall:
         """Compile a copied or unpickled model with the settings of the original."""
         if dynamo.compiled_call(self.model) is not self:
             raise UnsupportedGraph(SHALLOW)
@@ -117,13 +120,14 @@ class WatchedCall:
 
     Attributes:
         model: the module.
-        whole: the class name of the compiled model.
-        around: a weak reference to the compiled model, if known; nothing is checked once another backend compiles it.
+        model_name: the class name of the compiled model.
+        compiled_model: a weak reference to the compiled model, if known; nothing is checked once another backend
+            compiles it.
     """
 
     def __init__(self, model: torch.nn.Module, whole: str, around: torch.nn.Module | None = None) -> None:
-        self.model, self.whole, self.around = model, whole, None if around is None else weakref.ref(around)
-        dynamo.never_a_frame_of_its_own(WatchedCall.__call__)
+        self.model, self.model_name, self.compiled_model = model, whole, None if around is None else weakref.ref(around)
+        dynamo.never_compile_alone(WatchedCall.__call__)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Call the module.
@@ -134,26 +138,26 @@ class WatchedCall:
         call = dynamo.uncompiled_call(self.model)
         if torch.compiler.is_compiling() or _RUNNING.get() or self._is_compiled_by_others():
             return call(*arguments, **named)
-        before = _ordinary((*arguments, *named.values()))
-        made = call(*arguments, **named)
-        if _have_grown(before) or grows(made):
+        before = _ordinary_caches((*arguments, *named.values()))
+        result = call(*arguments, **named)
+        if _have_grown(before) or returns_growing_cache(result):
             inner = type(self.model).__name__
             raise UnsupportedGraph(
                 f"{inner} was called by itself and ran uncompiled, so its cache grows: kvpass compiled the "
-                f"{self.whole} around it. Call that, or kvpass.compile the {inner}, or pass strict=False"
+                f"{self.model_name} around it. Call that, or kvpass.compile the {inner}, or pass strict=False"
             )
-        return made
+        return result
 
     def _is_compiled_by_others(self) -> bool:
-        around = None if self.around is None else self.around()
+        around = None if self.compiled_model is None else self.compiled_model()
         return around is not None and not isinstance(dynamo.compiled_call(around), CompiledCall)
 
     def for_copies(self) -> WatchedCall:
         """Return the caller for a copy of the module."""
-        return WatchedCall(self.model, self.whole)
+        return WatchedCall(self.model, self.model_name)
 
 
-class _State:
+class _GetState:
     """`__getstate__` of a compiled module: adds the module's caller, which torch leaves out of copies and pickles."""
 
     def __init__(self, caller: CompiledCall | WatchedCall) -> None:
@@ -165,7 +169,7 @@ class _State:
         if not isinstance(state, dict) or dynamo.compiled_call(model) is not self.caller:
             return state
         caller = self.caller.for_copies()
-        return {**state, dynamo.COMPILED_CALL: caller, "__getstate__": _State(caller)}
+        return {**state, dynamo.COMPILED_CALL: caller, "__getstate__": _GetState(caller)}
 
 
 def _refuse_batches(*_: Any, **__: Any) -> Any:
@@ -177,7 +181,7 @@ def _compile_module(model: torch.nn.Module, backend: Any, strict: bool, regions:
     """Compile one module in place and return its caller; `regions` are those of the model's layers."""
     model.compile(backend=backend)
     guarded = CompiledCall(dynamo.compiled_call(model), strict, model, backend, regions)
-    _put(model, guarded)
+    _install_caller(model, guarded)
     for name in ("generate_batch", "init_continuous_batching"):
         if strict and hasattr(type(model), name):
             model.__dict__[name] = _refuse_batches
@@ -194,22 +198,22 @@ def _unwatch(model: torch.nn.Module) -> None:
             module.__dict__.pop("__getstate__", None)
 
 
-def compile_in_place(model: torch.nn.Module, chosen: Callable[..., Any], strict: bool) -> None:
+def compile_in_place(model: torch.nn.Module, backend: Callable[..., Any], strict: bool) -> None:
     """Compile the modules of a model that users call, with a backend of kvpass or a wrapper of one.
 
     With `strict`, modules inside of the model refuse to run uncompiled on a growing cache.
     """
     _unwatch(model)
-    compiled, shared = _modules_to_compile(model), layer_regions.install(model)
+    compiled, shared = _modules_to_compile(model), layer_regions.install_regions(model)
     for called in compiled:
-        _compile_module(called, chosen, strict, shared)
+        _compile_module(called, backend, strict, shared)
     for inner in _modules_to_watch(model, compiled) if strict else ():
-        _put(inner, WatchedCall(inner, type(model).__name__, model))
+        _install_caller(inner, WatchedCall(inner, type(model).__name__, model))
 
 
-def _put(model: torch.nn.Module, caller: CompiledCall | WatchedCall) -> None:
+def _install_caller(model: torch.nn.Module, caller: CompiledCall | WatchedCall) -> None:
     dynamo.set_compiled_call(model, caller)
-    model.__dict__["__getstate__"] = _State(caller)
+    model.__dict__["__getstate__"] = _GetState(caller)
 
 
 @contextlib.contextmanager
@@ -219,28 +223,28 @@ def _running() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if dynamo.is_limit_of_graphs(error):
+        if dynamo.is_recompile_limit_error(error):
             raise UnsupportedGraph(MANY_GRAPHS) from error
         raise
     finally:
         _RUNNING.reset(token)
 
 
-def _for_length_of(cache: Any, given: tuple[Any, ...]) -> contextlib.AbstractContextManager[Any]:
+def _length_context(cache: Any, given: tuple[Any, ...]) -> contextlib.AbstractContextManager[Any]:
     """Return a context that traces a call after a prompt of one token for any cache length.
 
     Encoder-decoders have prompts of one token.  The new tokens [B, 1] keep a static length of 1, because models branch
     on it.
     """
-    first = next(iter(_keys(cache)), None)
+    first = next(iter(_key_tensors(cache)), None)
     if not isinstance(first, Handle) or first.shape[2] != 1:
         return contextlib.nullcontext()
     for tokens in (value for value in given if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == 1):
-        tensors.stays(tokens, 1)
-    return dynamo.one_like_other_sizes()
+        tensors.mark_static_dimension(tokens, 1)
+    return dynamo.tracing_one_as_symbol()
 
 
-def _for_counts_of(cache: Any) -> contextlib.AbstractContextManager[Any]:
+def _counter_context(cache: Any) -> contextlib.AbstractContextManager[Any]:
     """Return a context that traces a cache's own token counts as symbols, such as those of sliding-window layers.
 
     Dynamo takes an integer for a constant until it has seen another value.  If an image in the prompt broke the graph,
@@ -248,11 +252,11 @@ def _for_counts_of(cache: Any) -> contextlib.AbstractContextManager[Any]:
     """
     layers = getattr(cache, "layers", None)
     one_of_each = {type(layer): layer for layer in layers} if isinstance(layers, list) else {}
-    names = {name for layer in one_of_each.values() for name in _counts(layer)}
-    return dynamo.numbers_as_symbols(names) if names else contextlib.nullcontext()
+    names = {name for layer in one_of_each.values() for name in _counter_names(layer)}
+    return dynamo.tracing_attributes_as_symbols(names) if names else contextlib.nullcontext()
 
 
-def _counts(layer: Any) -> list[str]:
+def _counter_names(layer: Any) -> list[str]:
     """Return the attribute of a layer that counts the tokens seen, if its keys do not show that count.
 
     The keys are shorter than the count once tokens are evicted.  The list is empty if two attributes have that value,
@@ -281,7 +285,7 @@ def _check_kind(cache: Any) -> None:
         )
 
 
-def dense(argument: Any) -> Any:
+def as_contiguous_tokens(argument: Any) -> Any:
     """Return an argument, tokens [B, n] as a contiguous tensor that is not a view.
 
     Chunks of a prompt arrive as slices of a longer tensor.  Dynamo traces a slice anew for its strides, which a slice
@@ -294,7 +298,7 @@ def dense(argument: Any) -> Any:
     return argument.clone(memory_format=torch.contiguous_format)
 
 
-def grows(made: Any) -> bool:
+def returns_growing_cache(made: Any) -> bool:
     """Return whether a model's output has a cache with keys [B, H, S, D] that are not handles of kvpass."""
     return any(ordinary_tokens(cache) > 0 for cache in _caches(made))
 
@@ -307,20 +311,20 @@ def _caches(made: Any) -> Iterator[Any]:
         named = list(made.items() if isinstance(made, Mapping) else getattr(made, "__dict__", {}).items())
     for name, value in named:
         pairs = isinstance(value, (tuple, list)) and bool(value) and isinstance(value[0], (tuple, list))
-        if pairs or name in (cache_names.OLD, cache_names.NEW) or _is_object(value):
+        if pairs or name in (cache_names.OLD, cache_names.NEW) or _is_cache_object(value):
             yield value
 
 
-def _is_object(value: Any) -> bool:
+def _is_cache_object(value: Any) -> bool:
     """Return whether a value is a cache object, which has `layers` itself or in its `self_attention_cache`."""
     return not isinstance(value, (Tensor, torch.nn.Module)) and isinstance(
         getattr(getattr(value, "self_attention_cache", value), "layers", None), list
     )
 
 
-def _ordinary(given: tuple[Any, ...]) -> list[tuple[Any, int]]:
+def _ordinary_caches(given: tuple[Any, ...]) -> list[tuple[Any, int]]:
     """Return the cache objects among arguments that hold no handles, each with its number of stored tokens."""
-    objects = [value for value in given if _is_object(value)]
+    objects = [value for value in given if _is_cache_object(value)]
     return [(value, ordinary_tokens(value)) for value in objects if not _has_handles(value)]
 
 
@@ -331,15 +335,15 @@ def _have_grown(caches: list[tuple[Any, int]]) -> bool:
 
 def ordinary_tokens(cache: Any) -> int:
     """Return the number of tokens that a cache object or nested tuples store; 0 for a cache of kvpass."""
-    return 0 if _has_handles(cache) else max((key.shape[2] for key in _keys(cache) if key.ndim == 4), default=0)
+    return 0 if _has_handles(cache) else max((key.shape[2] for key in _key_tensors(cache) if key.ndim == 4), default=0)
 
 
 def _has_handles(value: Any) -> bool:
     """Return whether an argument, under any name, is a cache whose keys are handles."""
-    return not isinstance(value, Tensor) and any(isinstance(key, Handle) for key in _keys(value))
+    return not isinstance(value, Tensor) and any(isinstance(key, Handle) for key in _key_tensors(value))
 
 
-def _keys(cache: Any) -> list[Tensor]:
+def _key_tensors(cache: Any) -> list[Tensor]:
     """Return the key tensor of each layer: the first tensor of a tuple, or the attribute `keys`."""
     decoder = getattr(cache, "self_attention_cache", cache)
     layers = getattr(decoder, "layers", decoder)

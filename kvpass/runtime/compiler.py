@@ -13,16 +13,16 @@ import torch.fx as fx
 
 from kvpass.lowering import graph_passes, layer_dedup
 from kvpass.lowering.formats import KVDtype
-from kvpass.lowering.graph_passes import check_rows, look_up_unchecked, write_out_sums
+from kvpass.lowering.graph_passes import check_rows, look_up_unchecked, materialize_sums
 from kvpass.lowering.replay import Replayed
 from kvpass.lowering.row_products import decompose_products
 from kvpass.policies.base import Policy
-from kvpass.rewrite.context import Record, StepContext
+from kvpass.rewrite.context import PassRecord, StepContext
 from kvpass.rewrite.pipeline import StepRewrite, rewrite_step
 from kvpass.rewrite.step_graph import StepCall
 from kvpass.rewrite.validation.lockstep import Validation
 from kvpass.runtime.kv_store import KVStore
-from kvpass.runtime.model_identity import PlansByModel, SeenTensors
+from kvpass.runtime.model_identity import PlansByModel, TensorSet
 from kvpass.runtime.recorder import Recorder, note_pass, note_program
 from kvpass.torch_private import dynamo, fx_nodes, inductor, symbolic_shapes
 
@@ -30,7 +30,7 @@ Positions = Literal["absolute", "cache"]
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 Inner = str | Compile
 
-Reshape = Callable[[fx.Graph], None]
+GraphChange = Callable[[fx.Graph], None]
 """A function that changes the operators of a graph in place before they are lowered."""
 
 
@@ -57,12 +57,12 @@ class Compiler:
     kv_dtype: KVDtype | None = None
     crop: int = 0
     deduplicates: bool = dataclasses.field(default=True, repr=False)
-    """Whether equal layers share one compilation (`kvpass.lowering.layer_dedup`); turn off for comparisons only."""
+    """True if equal layers share one compilation (`kvpass.lowering.layer_dedup`); turn off for comparisons only."""
     replays: bool = dataclasses.field(default=True, repr=False)
-    """Whether CPU steps run without Inductor's Python (`kvpass.lowering.replay`); turn off for comparisons only."""
+    """True if CPU steps run without Inductor's Python (`kvpass.lowering.replay`); turn off for comparisons only."""
     recorder: Recorder | None = dataclasses.field(default=None, compare=False, repr=False)
     plans: PlansByModel = dataclasses.field(default_factory=PlansByModel, compare=False, repr=False)
-    stepped: SeenTensors = dataclasses.field(default_factory=SeenTensors, compare=False, repr=False)
+    stepped: TensorSet = dataclasses.field(default_factory=TensorSet, compare=False, repr=False)
     """The tensors that make the keys of layers which have run a step."""
     layers: Iterator[int] = dataclasses.field(default_factory=itertools.count, compare=False, repr=False)
     """A counter that numbers the layer caches in the order in which they are made."""
@@ -91,14 +91,14 @@ class Compiler:
         """True if positions are to be by cache, 0..n-1 over the cached tokens, where the model allows it."""
         return (self.positions or self.policy.positions) == "cache"
 
-    def spending(self, name: str) -> contextlib.AbstractContextManager[None]:
+    def time_section(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Return a context whose running time is added to a name in the report's `Timings`."""
-        return self.recorder.watch.spending(name) if self.recorder else contextlib.nullcontext()
+        return self.recorder.stopwatch.time_section(name) if self.recorder else contextlib.nullcontext()
 
     def note_validation(self, graph: Literal["prompt", "step"], done: Validation) -> None:
         """Record the result of the validation of a rewritten graph."""
         if self.recorder is not None:
-            self.recorder.watch.add("validation", done.seconds)
+            self.recorder.stopwatch.add("validation", done.seconds)
             came = "equal" if done.skipped is None else f"left out, as {done.skipped}"
             came += f", but for {len(done.left_out)} left out, the first as {done.left_out[0]}" if done.left_out else ""
             compared = {"prompt": "prompt against the model's", "step": "step beside the model's own"}[graph]
@@ -112,8 +112,8 @@ class Compiler:
         Args:
             layers: one node of each layer, for the deduplication of layers; empty to compile the graph whole.
         """
-        with self.spending("compiler"):
-            return self._compile_inner(gm, examples, {}, _reshape_prompt, layers)
+        with self.time_section("compiler"):
+            return self._compile_inner(gm, examples, {}, _prepare_prompt_graph, layers)
 
     def compile_step(
         self,
@@ -125,8 +125,8 @@ class Compiler:
     ) -> Callable[..., Any]:
         """Compile a rewritten step graph; `sizes` are its dynamic sizes, None if all are static."""
         layers, alike = layer_dedup.readers_of_slots(gm), sizes.alike if sizes else frozenset()
-        with self.spending("compiler"):
-            run = self._compile_inner(gm, examples, self._for_steps(ranked), _reshape, layers, alike)
+        with self.time_section("compiler"):
+            run = self._compile_inner(gm, examples, self._step_settings(ranked), _prepare_step_graph, layers, alike)
         repeats = self.replays and self.inner == "inductor" and not chunk and inductor.on_cpu(examples)
         return Replayed(run) if repeats else run
 
@@ -149,9 +149,9 @@ class Compiler:
 
     def step_patches(self, ranked: bool) -> dict[str, Any]:
         """Return the Inductor configuration for a rewritten step graph."""
-        return self._patches(self._for_steps(ranked), _reshape, None)
+        return self._patches(self._step_settings(ranked), _prepare_step_graph, None)
 
-    def _for_steps(self, ranked: bool) -> dict[str, Any]:
+    def _step_settings(self, ranked: bool) -> dict[str, Any]:
         in_order = inductor.KEEP_THE_ORDER if self.policy.merges else {}
         return inductor.FEWER_LAUNCHES | in_order | (inductor.FUSE_INTO_REDUCTIONS if ranked else {})
 
@@ -161,11 +161,11 @@ class Compiler:
         Raises:
             UnsupportedGraph: the graph has an operation that cannot be computed on slots.
         """
-        with self.spending("kvpass"):
+        with self.time_section("kvpass"):
             context = StepContext(call, whole=self.kv_store.is_reference)
-            return context, rewrite_step(context, self.kv_store.passes, self.watch)
+            return context, rewrite_step(context, self.kv_store.passes, self.record_pass)
 
-    def watch(self, record: Record, graph: fx.Graph) -> None:
+    def record_pass(self, record: PassRecord, graph: fx.Graph) -> None:
         """Record a pass that has run, and the graph after it."""
         note_pass(record, graph)
         if self.recorder is not None:
@@ -183,7 +183,7 @@ class Compiler:
         gm: fx.GraphModule,
         examples: Sequence[Any],
         patches: dict[str, Any],
-        reshape: Reshape,
+        reshape: GraphChange,
         layers: Sequence[fx.Node],
         alike: Collection[Any] = (),
     ) -> Callable[..., Any]:
@@ -201,20 +201,22 @@ class Compiler:
                 return shared
         return inductor.inductor(gm, examples, self._patches(patches, reshape, gm))
 
-    def _patches(self, patches: dict[str, Any], reshape: Reshape, gm: fx.GraphModule | None) -> dict[str, Any]:
+    def _patches(self, patches: dict[str, Any], reshape: GraphChange, gm: fx.GraphModule | None) -> dict[str, Any]:
         modes = inductor.inductor_mode(self.mode) if self.mode else {}
         stamp = inductor.graph_pass(reshape.__name__.encode() + graph_passes.digest(gm), reshape)
-        return inductor.whole_vectors() | patches | modes | dict(self.options) | {"post_grad_custom_pre_pass": stamp}
+        return (
+            inductor.vector_move_flags() | patches | modes | dict(self.options) | {"post_grad_custom_pre_pass": stamp}
+        )
 
 
-def _reshape_prompt(graph: fx.Graph) -> None:
+def _prepare_prompt_graph(graph: fx.Graph) -> None:
     """Change the operators of a prompt graph in place before they are lowered."""
     look_up_unchecked(graph)
     check_rows(graph)
 
 
-def _reshape(graph: fx.Graph) -> None:
+def _prepare_step_graph(graph: fx.Graph) -> None:
     """Change the operators of a step graph in place before they are lowered."""
-    _reshape_prompt(graph)
+    _prepare_prompt_graph(graph)
     decompose_products(graph)
-    write_out_sums(graph)
+    materialize_sums(graph)

@@ -17,13 +17,13 @@ from kvpass.errors import ArtifactError, UnsupportedGraph
 from kvpass.fx import shapes
 from kvpass.rewrite.pipeline import StepRewrite
 from kvpass.rewrite.prompt import PromptRewrite, SiteOutputs
-from kvpass.runtime.caches import kind, make_room
+from kvpass.runtime.caches import grow_for
 from kvpass.runtime.checks import PaddingTracker
 from kvpass.runtime.compiler import Compiler
 from kvpass.runtime.prompts import PromptGraph, PromptRunner, policies_by_layer
 from kvpass.runtime.recorder import announce
-from kvpass.runtime.sizes import StepSizes, lasting
-from kvpass.runtime.steps import StepResult, StepRunner
+from kvpass.runtime.sizes import OtherSizes, TokenCounters, guard_predicate
+from kvpass.runtime.steps import PreparedStep, StepExecutor, StepResult, StepRunner
 from kvpass.torch_private import inductor
 
 MOST_TOKENS = 1 << 20
@@ -41,9 +41,9 @@ def exported_prompt(backend: Compiler, entry: Mapping[str, Any], run: inductor.C
         ranked=entry["ranked"],
         rewrite=PromptRewrite(gm=None, outputs=outputs, calls={}),
         outputs=entry["outputs"],
-        owned=entry["owned"],
-        projecting=[tuple(indices) for indices in entry["projecting"]],
-        projected_by=[None] * count,
+        module_inputs=entry["owned"],
+        key_projections=[tuple(indices) for indices in entry["projecting"]],
+        output_projections=[None] * count,
     )
     return PromptRunner(backend, graph, inner=run)
 
@@ -58,9 +58,9 @@ def prompt_entry(runner: PromptRunner) -> dict[str, Any]:
     _refuse(
         {
             "heads that are spread over processes": any(site.spread is not None for site in graph.sites),
-            "attention that selects keys by an index": bool(graph.sparse_indices or graph.scored_by),
+            "attention that selects keys by an index": bool(graph.sparse_indices or graph.scoring_outputs),
             "weights that are constants of the graph": bool(graph.constants),
-            "a policy that reads the layers' output projections": any(i is not None for i in graph.projected_by),
+            "a policy that reads the layers' output projections": any(i is not None for i in graph.output_projections),
             "a prompt whose tensors are kept": any(site.operands for site in graph.rewrite.outputs),
         }
     )
@@ -68,13 +68,13 @@ def prompt_entry(runner: PromptRunner) -> dict[str, Any]:
         ranked=graph.ranked,
         sites=[dict(keys_out=s.keys_out, values_out=s.values_out, computed=s.computed) for s in graph.sites],
         results=[dict(key=o.key, value=o.value, valid=o.valid, statistics=o.statistics) for o in graph.rewrite.outputs],
-        owned=list(graph.owned),
-        projecting=[list(indices) for indices in graph.projecting],
+        owned=list(graph.module_inputs),
+        projecting=[list(indices) for indices in graph.key_projections],
         outputs=graph.outputs,
     )
 
 
-def most_of_prompt(runner: PromptRunner, arguments: Sequence[Any], ids_index: int) -> int:
+def longest_prompt(runner: PromptRunner, arguments: Sequence[Any], ids_index: int) -> int:
     """Return the largest number of tokens in a prompt that a graph's guards allow; at most `MOST_TOKENS`.
 
     Args:
@@ -83,10 +83,10 @@ def most_of_prompt(runner: PromptRunner, arguments: Sequence[Any], ids_index: in
     """
     assert runner.inputs is not None
     graph = runner.inputs
-    now = shapes.measured(graph, arguments)
+    now = shapes.measure_symbols(graph, arguments)
     length = arguments[ids_index].shape[1]
     moving = {symbol for symbol, number in now.items() if number == length}
-    return _largest(lasting(shapes.guards(graph), now | dict.fromkeys(moving, 2), moving), MOST_TOKENS - 2) + 2
+    return _largest(guard_predicate(shapes.guards(graph), now | dict.fromkeys(moving, 2), moving), MOST_TOKENS - 2) + 2
 
 
 def _largest(holds: Callable[[int], bool], most: int) -> int:
@@ -94,7 +94,7 @@ def _largest(holds: Callable[[int], bool], most: int) -> int:
     return next((number - 1 for number in range(most + 1) if not holds(number)), most)
 
 
-class _Sizes(StepSizes):
+class ExportedSizes(TokenCounters):
     """The sizes of a step, without its graph."""
 
     def __init__(self, counters: Sequence[int], ids: int) -> None:
@@ -103,26 +103,19 @@ class _Sizes(StepSizes):
             counters: the indices of the arguments that count tokens.
             ids: the index of the token ids [B, q] among the arguments.
         """
-        self.counters, self._ids = dict(enumerate(counters)), ids
+        super().__init__(dict(enumerate(counters)))
+        self._ids = ids
 
     def queries(self, arguments: tuple[Any, ...]) -> int:
         return int(arguments[self._ids].shape[1])
 
 
-class _Padding(PaddingTracker):
-    """The padding of a step, without its graph; argument indices stand for the inputs that mark it."""
-
-    def __init__(self, indices: Sequence[Sequence[int]]) -> None:
-        self.inputs = [tuple(each) for each in indices]  # type: ignore[arg-type]
-        self.indices = {index: index for each in indices for index in each}  # type: ignore[misc]
-
-
-class ExportedStep(StepRunner):
+class ExportedStep(StepExecutor):
     """A runner of steps of one token, or of chunks, on exported code.
 
     Attributes:
-        exported: the rewrite without its graph and the compiled code, by whether the step compacts.
-        last: the largest number of tokens seen before a step.
+        variants_by_compact: the rewrite without its graph and the compiled code, by whether the step compacts.
+        most_seen: the largest number of tokens seen before a step.
         layouts: the sizes of the layers' slots that the code is for.
     """
 
@@ -134,11 +127,12 @@ class ExportedStep(StepRunner):
             entry: of `step_entry`.
             runs: for each variant by whether it compacts, the entry of `variant_entry` and the compiled code.
         """
-        self.backend = backend
-        self.sizes, self.padding = _Sizes(entry["counters"], entry["ids"]), _Padding(entry["padding_inputs"])
-        self.sites = [SiteFacts(-1, -1, False) for _ in entry["padding_inputs"]]  # type: ignore[misc]
-        self.last, self.layouts = entry["last"], entry["layouts"]
-        self.exported = {compact: (_rewrite_of(variant), run) for compact, (variant, run) in runs.items()}
+        marks = [tuple(each) for each in entry["padding_inputs"]]
+        padding = PaddingTracker(marks, {index: index for each in marks for index in each})
+        sites = [SiteFacts(-1, -1, False) for _ in marks]
+        super().__init__(backend, sites, ExportedSizes(entry["counters"], entry["ids"]), padding)
+        self.most_seen, self.layouts = entry["last"], entry["layouts"]
+        self.variants_by_compact = {compact: (_rewrite_of(variant), run) for compact, (variant, run) in runs.items()}
 
     def call(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> StepResult:
         """Run new tokens on caches, for a `DecodeLoop`, and announce it to the loop.
@@ -146,37 +140,43 @@ class ExportedStep(StepRunner):
         Raises:
             ArtifactError: the code is for other sizes.
         """
-        queries, before = self.sizes.queries(arguments), caches[0].seen
+        queries = self.sizes.queries(arguments)
         for cache in caches:
-            make_room(cache, queries)
+            grow_for(cache, queries)
         found = layout_entries(caches)
         if found != self.layouts:
+            needed, exported = _describe_difference(found, self.layouts), _describe_difference(self.layouts, found)
             raise ArtifactError(
-                f"this prompt needs slots of {_different(found, self.layouts)}, and the artifact was exported for "
-                f"{_different(self.layouts, found)}: run it by a DecodeLoop that is not loaded"
+                f"this prompt needs slots of {needed}, and the artifact was exported for {exported}: run it by a "
+                "DecodeLoop that is not loaded"
             )
-        step = kind(caches)
-        rewrite, results, _, compact = self.advance(caches, arguments, (), frozenset())
-        self.padding.note(caches, arguments, before, queries)
-        ran = StepResult(self, caches, arguments, (), frozenset(), results, step, rewrite, before, compact)
-        announce(ran)
-        return ran
+        result = self.advance(caches, arguments, (), frozenset())
+        self.padding.record_padding(caches, arguments, result.seen_before, queries)
+        announce(result)
+        return result
 
-    def lasts(self, ran: StepResult) -> Callable[[int], bool]:
-        return lambda more: ran.before + more <= self.last
+    def holds_after(self, result: StepResult) -> Callable[[int], bool]:
+        return lambda more: result.seen_before + more <= self.most_seen
 
-    def _prepared(
-        self, caches: list[LayerCache], arguments: tuple[Any, ...], *how: Any
-    ) -> tuple[StepRewrite, list[Any], list[Any], inductor.Compiled]:
-        _, _, compact = how
-        variant, queries, seen = self.exported.get(compact), self.sizes.queries(arguments), caches[0].seen
-        if variant is None or seen > self.last:
-            reason = "with a compaction" if variant is None else f"behind {seen} tokens instead of {self.last} at most"
+    def _prepare(
+        self,
+        caches: list[LayerCache],
+        arguments: tuple[Any, ...],
+        other_sizes: OtherSizes,
+        known_padding: frozenset[int],
+        compact: bool,
+    ) -> PreparedStep:
+        variant, queries, seen = self.variants_by_compact.get(compact), self.sizes.queries(arguments), caches[0].seen
+        if variant is None or seen > self.most_seen:
+            reason = (
+                "with a compaction" if variant is None else f"behind {seen} tokens instead of {self.most_seen} at most"
+            )
             raise ArtifactError(
                 f"the artifact has no code for a step {reason}: run the conversation by a DecodeLoop that is not loaded"
             )
         rewrite, run = dataclasses.replace(variant[0], queries=queries), variant[1]
-        return rewrite, [], rewrite.flat([cache.slots for cache in caches], arguments, [], seen), run
+        flat = rewrite.flat_arguments([cache.slots for cache in caches], arguments, [], seen)
+        return PreparedStep(rewrite, [], flat, run)
 
 
 def _rewrite_of(entry: Mapping[str, Any]) -> StepRewrite:
@@ -194,7 +194,7 @@ def variant_entry(rewrite: StepRewrite) -> dict[str, Any]:
     _refuse(
         {
             "a policy with trained weights": bool(rewrite.weights),
-            "a mask that is made from all tokens anew in every call": not rewrite.repeats,
+            "a mask that is made from all tokens anew in every call": not rewrite.is_repeatable,
         }
     )
     fields = dict(inputs=rewrite.inputs, loose_inputs=sorted(rewrite.loose_inputs), columns=rewrite.columns)
@@ -216,7 +216,7 @@ def check_layouts(caches: Sequence[LayerCache]) -> None:
     )
 
 
-def step_entry(runner: StepRunner, ran: StepResult, ids_index: int) -> dict[str, Any]:
+def step_entry(runner: StepRunner, result: StepResult, ids_index: int) -> dict[str, Any]:
     """Return what an artifact's manifest has about a step graph that has run.
 
     Args:
@@ -226,20 +226,26 @@ def step_entry(runner: StepRunner, ran: StepResult, ids_index: int) -> dict[str,
     return dict(
         padding_inputs=[[runner.padding.indices[node] for node in nodes] for nodes in runner.padding.inputs],
         counters=list(runner.sizes.counters.values()),
-        last=ran.before + _largest(runner.lasts(ran), MOST_TOKENS - ran.before),
+        last=result.seen_before + _largest(runner.holds_after(result), MOST_TOKENS - result.seen_before),
         ids=ids_index,
-        layouts=layout_entries(ran.caches),
+        layouts=layout_entries(result.caches),
     )
 
 
-def lengths_of_chunk(runner: StepRunner, ran: StepResult, ids_index: int) -> tuple[int, int]:
+def chunk_length_range(runner: StepRunner, result: StepResult, ids_index: int) -> tuple[int, int]:
     """Return the smallest and the largest number of tokens that a chunk's code serves, up to `MOST_IN_A_CHUNK`."""
-    graph, variant, queries = runner.gm.graph, runner.variants.with_rewrite(ran.rewrite), int(ran.rewrite.queries)
+    graph, variant, queries = runner.gm.graph, runner.variants.variant_of(result.rewrite), int(result.rewrite.queries)
     places = {symbol: at == (ids_index, 1) for symbol, at in runner.sizes.sources.items()}
     new = {symbol for symbol, counts in places.items() if counts}
-    all_tokens = {symbol for symbol, size in zip(runner.sizes.others, ran.others, strict=True) if size is None}
-    now = shapes.measured(graph, ran.arguments) | dict.fromkeys(new, 2) | dict.fromkeys(all_tokens, ran.before + 2)
-    holds = lasting(shapes.guards(graph), now, new | all_tokens)
+    all_tokens = {
+        symbol for symbol, size in zip(runner.sizes.other_sources, result.other_sizes, strict=True) if size is None
+    }
+    now = (
+        shapes.measure_symbols(graph, result.arguments)
+        | dict.fromkeys(new, 2)
+        | dict.fromkeys(all_tokens, result.seen_before + 2)
+    )
+    holds = guard_predicate(shapes.guards(graph), now, new | all_tokens)
 
     def serves(length: int) -> bool:
         pairs = zip(places.values(), variant.key.numbers, strict=True)
@@ -253,11 +259,13 @@ def lengths_of_chunk(runner: StepRunner, ran: StepResult, ids_index: int) -> tup
 def layout_entries(caches: list[LayerCache]) -> list[dict[str, Any]]:
     """Return the sizes of the layers' slots, one entry for each kind of layer."""
     names = ("budget", "batch", "heads", "key_dim", "value_dim", "ranked", "row_budgets", "pins")
-    made = [{name: getattr(cache.layout, name) for name in names} | {"slots": cache.slots.capacity} for cache in caches]
-    return [each for index, each in enumerate(made) if each not in made[:index]]
+    result = [
+        {name: getattr(cache.layout, name) for name in names} | {"slots": cache.slots.capacity} for cache in caches
+    ]
+    return [each for index, each in enumerate(result) if each not in result[:index]]
 
 
-def _different(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> str:
+def _describe_difference(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> str:
     """Describe the fields of the first entry that the other has not."""
     first, second = one[0], other[0]
     return ", ".join(f"{name} {value}" for name, value in first.items() if second.get(name) != value) or "several kinds"

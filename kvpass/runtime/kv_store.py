@@ -9,9 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvpass.cache.admission import Chunk, admit, by_class, of_chunk, of_classes
-from kvpass.cache.layer_cache import LayerCache, PastCall, SlotSnapshot, recorded
+from kvpass.cache.admission import Chunk, admit, attention_of_chunk, attention_of_classes, split_by_class
+from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.layout import Layout
+from kvpass.cache.past_calls import PastCall, SlotSnapshot, append_call
 from kvpass.cache.slots import AnySlots, empty_slots
 from kvpass.capture.canonical import AttentionSite, SiteFacts
 from kvpass.lowering.attention_statistics import StatisticsSpec
@@ -20,11 +21,20 @@ from kvpass.policies.pinned_tokens import PINNED, Pins, check_pinned
 from kvpass.policies.types import Attention, Clock
 from kvpass.rewrite.context import Pass
 from kvpass.rewrite.passes import STEP_PASSES
-from kvpass.runtime.caches import adapt, clock_of, keep_address, output_of, pins_for, room_on_top, take_in, valid_counts
-from kvpass.runtime.checks import indices_of
+from kvpass.runtime.caches import (
+    admit_chunk,
+    call_pins_for,
+    change_layout,
+    clock_of,
+    mark_addresses_static,
+    output_projection_of,
+    pinned_headroom,
+    valid_counts,
+)
+from kvpass.runtime.checks import true_indices
 
 
-class TakenIn(Protocol):
+class AdmittedTokens(Protocol):
     """A chunk that a store has admitted.
 
     Attributes:
@@ -34,17 +44,17 @@ class TakenIn(Protocol):
     @property
     def chunk(self) -> Chunk: ...
 
-    def first(self, count: int) -> TakenIn:
+    def first(self, count: int) -> AdmittedTokens:
         """Return the first `count` tokens of the chunk."""
         ...
 
-    def take_into(self, cache: Any) -> None:
+    def admit_again(self, cache: Any) -> None:
         """Admit the chunk again to a cache in the state from before the chunk."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
-class TakenChunk:
+class AdmittedChunk:
     """A chunk that was admitted to slots.
 
     Attributes:
@@ -58,33 +68,33 @@ class TakenChunk:
     specs: tuple[StatisticsSpec, ...]
     into: AnySlots
 
-    def first(self, count: int) -> TakenChunk:
-        return TakenChunk(self.chunk.first(count), tuple(spec.first(count) for spec in self.specs), self.into)
+    def first(self, count: int) -> AdmittedChunk:
+        return AdmittedChunk(self.chunk.first(count), tuple(spec.first(count) for spec in self.specs), self.into)
 
     @torch.no_grad()
-    def take_into(self, cache: LayerCache) -> None:
+    def admit_again(self, cache: LayerCache) -> None:
         policy, valid = cache.layout.policy, self.chunk.valid
-        parts = zip(self.specs, cache.layout.parts, cache.slots.parts, strict=False)
+        parts = zip(self.specs, cache.layout.parts, cache.slots.parts, strict=bool(self.specs))
         found = [spec.attention(policy, valid, layout.budget_in(slots.state)) for spec, layout, slots in parts]
-        take_in(cache, dataclasses.replace(self.chunk, attention=of_classes(found)), self.into)
+        admit_chunk(cache, dataclasses.replace(self.chunk, attention=attention_of_classes(found)), self.into)
 
 
 @dataclasses.dataclass(frozen=True)
-class RepeatedChunk:
-    """An admitted chunk that can be admitted again with fewer tokens: a `kvpass.cache.layer_cache.Repeat`."""
+class RepeatableChunk:
+    """An admitted chunk that can be admitted again with fewer tokens: a `kvpass.cache.past_calls.AdmitAgain`."""
 
-    taken: TakenIn
+    admitted: AdmittedTokens
 
     def __call__(self, cache: LayerCache, count: int) -> LayerCache:
         """Return the cache after the first `count` tokens of the chunk, from the cache before it."""
-        taken, before = self.taken.first(count), cache.seen
-        call = _before(cache, count, chunk=True)
-        taken.take_into(cache)
+        taken, before = self.admitted.first(count), cache.seen
+        call = _record_call(cache, count, chunk=True)
+        taken.admit_again(cache)
         padding = ~taken.chunk.valid
         if bool(padding.any()):
-            cache.absent = torch.cat([cache.absent, indices_of(padding, before)], 1)
+            cache.absent = torch.cat([cache.absent, true_indices(padding, before)], 1)
         cache.seen += count
-        cache.calls = (dataclasses.replace(call, repeat=RepeatedChunk(taken)),)
+        cache.calls = (dataclasses.replace(call, repeat=RepeatableChunk(taken)),)
         return cache
 
 
@@ -93,22 +103,23 @@ def calls_before(caches: list[LayerCache], queries: int) -> list[PastCall]:
     if not caches[0].backend.crop:
         return []
     roomy = all(cache.slots.capacity == cache.layout.capacity for cache in caches)
-    return [_before(cache, queries, chunk=queries > 1 or not roomy) for cache in caches]
+    return [_record_call(cache, queries, chunk=queries > 1 or not roomy) for cache in caches]
 
 
-def _before(cache: LayerCache, queries: int, chunk: bool) -> PastCall:
+def _record_call(cache: LayerCache, queries: int, chunk: bool) -> PastCall:
     """Return the record of one call; with `chunk` the graph leaves the slots unchanged, so they are not copied."""
     owner: Any = cache.backend  # a `Compiler`, whose module imports this one
-    kept = owner.kv_store.kept(cache, chunk)
+    kept = owner.kv_store.snapshot(cache, chunk)
     return PastCall(queries, kept, None, cache.layout, cache.seen, cache.clocks, cache.absent, cache.row_budgets)
 
 
-def remember(caches: list[LayerCache], calls: list[PastCall], taken: Sequence[TakenIn | None]) -> None:
+def record_calls(caches: list[LayerCache], calls: list[PastCall], taken: Sequence[AdmittedTokens | None]) -> None:
     """Store the records of calls that have run, together with the chunks that they admitted."""
-    for index, (cache, call) in enumerate(zip(caches, calls, strict=False)):
-        chunk = taken[index]
-        again = RepeatedChunk(chunk) if chunk is not None and call.new > 1 else None
-        cache.calls = recorded(cache.calls, dataclasses.replace(call, repeat=again), cache.backend.crop)
+    if not calls:  # cropping is off
+        return
+    for cache, call, chunk in zip(caches, calls, taken, strict=True):
+        again = RepeatableChunk(chunk) if chunk is not None and call.token_count > 1 else None
+        cache.calls = append_call(cache.calls, dataclasses.replace(call, repeat=again), cache.backend.crop)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,18 +141,18 @@ class KVStore:
     def passes(self) -> Sequence[Pass]:
         return STEP_PASSES
 
-    def admitted(
+    def admit_prompt(
         self, layout: Layout, chunk: Chunk, spec: StatisticsSpec | None, site: SiteFacts, plan: Plan
     ) -> tuple[Any, tuple[int, ...], tuple[Clock, ...]]:
         """Return the storage of a prompt's tokens (`LayerCache.slots`), and the host's `row_budgets` and `clocks`."""
         row_budgets = plan.budgets_of_rows(layout.batch)
         slots = admit(layout, None, chunk, row_budgets)
-        keep_address(slots)
-        row_budgets = chunk.raised(layout.policy, row_budgets)
-        counts = zip(valid_counts(layout.policy, chunk.valid), row_budgets, strict=False)
+        mark_addresses_static(slots)
+        row_budgets = chunk.raised_budgets(layout.policy, row_budgets)
+        counts = zip(valid_counts(layout.policy, chunk.valid), row_budgets, strict=False)  # none without a clock
         return slots, row_budgets, tuple(clock_of(layout, (), *row) for row in counts)
 
-    def make_room(self, cache: LayerCache, pins: Pins) -> None:
+    def make_room_for_pins(self, cache: LayerCache, pins: Pins) -> None:
         """Prepare a cache for a call that pins some of its new tokens, before anything of the call runs.
 
         Raises:
@@ -152,14 +163,14 @@ class KVStore:
         new = torch.full_like(pins.later, pins.mask.shape[1]) if policy.keep_prompt else pins.mask.sum(-1) + pins.later
         if pins.on_top:
             most = max(limit + more for limit, more in zip(cache.row_budgets, new.tolist(), strict=True))
-            capacity = max(capacity, policy.capacity(layout.budget + room_on_top(most - layout.budget)))
+            capacity = max(capacity, policy.capacity(layout.budget + pinned_headroom(most - layout.budget)))
         elif PINNED in slots.state or bool(new.any()):
             held = (slots.state[PINNED] & (slots.position >= 0)).sum(-1).amax(-1) if PINNED in slots.state else 0
             counts = (held + new).tolist()
             rest, pinned = min((limit - count, count) for limit, count in zip(cache.row_budgets, counts, strict=True))
             check_pinned(policy, pinned, rest)
         wanted = layout.with_pins(pins.on_top)
-        adapt(cache, pins=wanted.pins, row_budgets=wanted.row_budgets, capacity=capacity)
+        change_layout(cache, pins=wanted.pins, row_budgets=wanted.row_budgets, capacity=capacity)
 
     def pin(self, cache: LayerCache, pins: Pins) -> None:
         """Pin the token of a decode step, before the step writes it to the free slot."""
@@ -176,11 +187,11 @@ class KVStore:
             valid: returns bool [B, q], False for padding among the new tokens.
         """
 
-    def kept(self, cache: LayerCache, chunk: bool) -> SlotSnapshot:
+    def snapshot(self, cache: LayerCache, chunk: bool) -> SlotSnapshot:
         """Return the record that restores the cache after a step, or after a chunk, that is about to run."""
         return SlotSnapshot(cache.slots) if chunk else SlotSnapshot.before_step(cache.layout, cache.slots)
 
-    def take_in(self, cache: LayerCache, site: AttentionSite, results: list[Tensor]) -> TakenIn | None:
+    def admit_step(self, cache: LayerCache, site: AttentionSite, results: list[Tensor]) -> AdmittedTokens | None:
         """Admit the new tokens that a step graph returned (`StepRewrite.chunks`).
 
         Returns:
@@ -190,20 +201,31 @@ class KVStore:
             return None
         layout, policy = cache.layout, cache.layout.policy
         key, value, valid, *others = results
-        divided, specs = by_class(layout, others), list[StatisticsSpec]()
+        divided, specs = split_by_class(layout, others), list[StatisticsSpec]()
         for part, own in zip(layout.parts, divided, strict=True):
             operands = own[len(policy.statistics) :]
             if operands:  # see `cache.chunk_step.extend_step`
                 query, keys, mask, *sink = operands
-                common = (False, site.scale, site.cap, part.heads, layout.spread)
-                specs.append(StatisticsSpec(query, keys, mask, sink[0] if sink else None, *common))
-        attention = of_chunk(layout, divided, valid)
-        chunk = Chunk(key, value, valid, attention, pins_for(cache), output_of(cache))
-        take_in(cache, chunk, _spare(cache) if cache.backend.crop else None)
-        return TakenChunk(dataclasses.replace(chunk, attention=Attention()), tuple(specs), cache.slots)
+                specs.append(
+                    StatisticsSpec(
+                        query=query,
+                        key=keys,
+                        mask=mask,
+                        sink_logit=sink[0] if sink else None,
+                        causal=False,
+                        scale=site.scale,
+                        cap=site.cap,
+                        heads=part.heads,
+                        spread=layout.spread,
+                    )
+                )
+        attention = attention_of_chunk(layout, divided, valid)
+        chunk = Chunk(key, value, valid, attention, call_pins_for(cache), output_projection_of(cache))
+        admit_chunk(cache, chunk, _spare_slots(cache) if cache.backend.crop else None)
+        return AdmittedChunk(dataclasses.replace(chunk, attention=Attention()), tuple(specs), cache.slots)
 
 
-def _spare(cache: LayerCache) -> AnySlots:
+def _spare_slots(cache: LayerCache) -> AnySlots:
     """Return slots for a chunk: those from before the last chunk, whose record is dropped now, or new ones."""
     known = [call.snapshot.slots for call in cache.calls if call.snapshot and not call.snapshot.saved]
     alike = [slots for slots in known if slots.names == cache.slots.names and slots is not cache.slots]

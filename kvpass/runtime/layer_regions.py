@@ -79,8 +79,8 @@ class LayerCall:
             return type(layer).forward(layer, *args, **named)
         past = (own.keys, own.values) if own.is_initialized else (None, None)
         with regions.without_breaks():
-            out, keys, values = _run_layer(layer, *past, where, *_flattened(args, named, where))
-        _fill(own, keys, values)
+            out, keys, values = _run_layer(layer, *past, where, *_flatten_arguments(args, named, where))
+        _set_rows(own, keys, values)
         return out
 
     def _is_region(self) -> bool:
@@ -126,12 +126,12 @@ def _run_layer(
 
     Args:
         where: the index or name of the cache among the layer's arguments.
-        flat: the layer's arguments, see `_flattened`.
+        flat: the layer's arguments, see `_flatten_arguments`.
     """
     own = layer.forward.kinds[1]()  # type: ignore[attr-defined]  # the forward is a LayerCall
     if keys is not None and values is not None:
-        _fill(own, keys, values)
-    args, named = _unflattened(flat)
+        _set_rows(own, keys, values)
+    args, named = _unflatten_arguments(flat)
     if isinstance(where, int):
         args[where] = OneLayerCache(own)
     else:
@@ -139,14 +139,14 @@ def _run_layer(
     return type(layer).forward(layer, *args, **named), own.keys, own.values
 
 
-def _fill(own: Any, keys: Tensor, values: Tensor) -> None:
+def _set_rows(own: Any, keys: Tensor, values: Tensor) -> None:
     """Make keys and values those of a layer's cache."""
     if not own.is_initialized:
         own.is_initialized, own.dtype, own.device = True, keys.dtype, keys.device
     own.keys, own.values = keys, values
 
 
-def _flattened(args: tuple[Any, ...], named: dict[str, Any], left_out: int | str | None) -> list[Any]:
+def _flatten_arguments(args: tuple[Any, ...], named: dict[str, Any], left_out: int | str | None) -> list[Any]:
     """Return arguments as one list without nested ones: tuples become their length and their members.
 
     Dynamo compares the arguments of a region one by one, and traces torch's pytree functions for nested ones, which
@@ -162,8 +162,8 @@ def _flattened(args: tuple[Any, ...], named: dict[str, Any], left_out: int | str
     return flat
 
 
-def _unflattened(flat: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments of which `_flattened` made a list."""
+def _unflatten_arguments(flat: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments that `_flatten_arguments` joined into a list."""
     args: list[Any] = [None] * flat[0]
     named, begin = {}, 1
     while begin < len(flat):
@@ -178,7 +178,7 @@ def _unflattened(flat: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
     return args, named
 
 
-def install(model: torch.nn.Module) -> LayerRegions:
+def install_regions(model: torch.nn.Module) -> LayerRegions:
     """Make the layers of a model run as regions in compiled calls; return what turns them on.
 
     Layers are members of one module list and of one class, and their forward takes a cache.
@@ -187,19 +187,19 @@ def install(model: torch.nn.Module) -> LayerRegions:
     if calls:
         return calls[0].regions
     caches = sys.modules.get("transformers.cache_utils")
-    if caches is None or not regions.are_reused():
+    if caches is None or not regions.are_supported():
         return LayerRegions()
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-    groups = [(layers, group) for layers in lists for group in _groups(layers)]
-    shared = LayerRegions(frozenset().union(*(_indices(layers, group) for layers, group in groups)))
+    groups = [(layers, group) for layers in lists for group in _equal_layers(layers)]
+    shared = LayerRegions(frozenset().union(*(_index_attributes(layers, group) for layers, group in groups)))
     for layers, group in groups:
-        for index in group if _indices(layers, group) else ():
+        for index in group if _index_attributes(layers, group) else ():
             kinds = (caches.DynamicCache, caches.DynamicLayer)
             layers[index].__dict__["forward"] = LayerCall(layers, index, shared, kinds)
     return shared
 
 
-def _groups(layers: torch.nn.ModuleList) -> list[list[int]]:
+def _equal_layers(layers: torch.nn.ModuleList) -> list[list[int]]:
     """Return the indices of layers of one class, for each class of which there are several that take a cache."""
     found: dict[type, list[int]] = {}
     for index, layer in enumerate(layers):
@@ -208,18 +208,18 @@ def _groups(layers: torch.nn.ModuleList) -> list[list[int]]:
     return [group for group in found.values() if len(group) >= LEAST_LAYERS]
 
 
-def _indices(layers: torch.nn.ModuleList, group: list[int]) -> frozenset[str]:
+def _index_attributes(layers: torch.nn.ModuleList, group: list[int]) -> frozenset[str]:
     """Return the attributes, as paths from the layer, that hold the index of each layer of a group.
 
     There are none if another number differs from layer to layer: it may be the index of a cache.
     """
-    numbers = [_numbers(layers[index]) for index in group]
+    numbers = [_integer_attributes(layers[index]) for index in group]
     varying = [name for name in set().union(*numbers) if len({each.get(name) for each in numbers}) > 1]
     own = all(each.get(name) == index for name in varying for each, index in zip(numbers, group, strict=True))
     return frozenset(varying) if own else frozenset()
 
 
-def _numbers(layer: torch.nn.Module) -> dict[str, int]:
+def _integer_attributes(layer: torch.nn.Module) -> dict[str, int]:
     """Return the integer attributes of a layer and its modules, by path."""
     return {
         f"{path}.{name}".removeprefix("."): value

@@ -26,17 +26,17 @@ from kvpass.torch_private import dynamo
 Weights = tuple["weakref.ref[Any]", ...]
 
 
-def owned(gm: fx.GraphModule) -> list[int]:
+def module_input_indices(gm: fx.GraphModule) -> list[int]:
     """Return the argument indices of inputs that are tensors of modules."""
     return [index for index, node in enumerate(walk.placeholders(gm.graph)) if dynamo.is_of_module(node)]
 
 
-def constants(gm: fx.GraphModule) -> list[Tensor]:
+def module_constants(gm: fx.GraphModule) -> list[Tensor]:
     """Return the module tensors that are attributes of a graph, where Dynamo does not make them inputs."""
     return [*gm.parameters(), *gm.buffers()]
 
 
-def projecting(site: AttentionSite) -> tuple[int, ...]:
+def key_projection_indices(site: AttentionSite) -> tuple[int, ...]:
     """Return the argument indices of the module tensors that project a site's new keys."""
     indices = {node: index for index, node in enumerate(walk.placeholders(site.call.graph))}
 
@@ -51,13 +51,13 @@ def projecting(site: AttentionSite) -> tuple[int, ...]:
     return tuple(sorted({indices[p] for node in walk.reach([site.key], following) for p in of_module(node)}))
 
 
-def output_projection(site: AttentionSite) -> int | None:
-    """Return the argument index of the weight [E, Hq Dv] that projects a site's output; None if that is not proven.
+def output_projection_index(site: AttentionSite) -> int | None:
+    """Return the argument index of a site's output projection [E, Hq Dv]; None if not proven.
 
     The operations between attention and a linear layer run on numbered elements, which shows that each query head's
     part of the output meets its own columns of the weight.
     """
-    shape, node = propagation.concrete(walk.value(site.call).shape), site.call
+    shape, node = propagation.concrete_shape(walk.value(site.call).shape), site.call
     numbered = torch.arange(math.prod(shape)).view(shape)
     wanted, moved = numbered.transpose(1, 2).flatten(2), numbered
     while True:
@@ -76,11 +76,11 @@ def output_projection(site: AttentionSite) -> int | None:
     return holders.index(weight) if proven and isinstance(weight, fx.Node) and weight in holders else None
 
 
-def held_weakly(tensors: Iterable[Any]) -> Weights:
+def weak_references(tensors: Iterable[Any]) -> Weights:
     return tuple(weakref.ref(tensor) for tensor in tensors)
 
 
-class SeenTensors:
+class TensorSet:
     """A set of tensors, held weakly and compared by identity."""
 
     def __init__(self) -> None:
@@ -118,19 +118,19 @@ class PlansByModel:
 
     def keep(self, model: Sequence[Any], shape: Any, plan: list[Plan]) -> None:
         """Record the plan of a model, and drop the plans of models that no longer exist."""
-        self._made = [made for made in self._made if any(weight() is not None for weight in made[0])]
-        self._made.append((held_weakly({id(part): part for part in model}.values()), shape, plan))
+        self._made = [result for result in self._made if any(weight() is not None for weight in result[0])]
+        self._made.append((weak_references({id(part): part for part in model}.values()), shape, plan))
 
 
-def made_elsewhere(weights: Weights, here: Sequence[Tensor], known: SeenTensors) -> bool:
+def belongs_to_other_layer(weights: Weights, here: Sequence[Tensor], known: TensorSet) -> bool:
     """Return whether a cache made with `weights` belongs to another known layer than the layer with tensors `here`.
 
     A layer of which no tensor is known may be the same layer, as of a copy of the model that ran the prompt alone.
     """
-    made = [tensor for tensor in (weight() for weight in weights) if tensor is not None]
-    if not made or not here or any(one is other for one in made for other in here):
+    result = [tensor for tensor in (weight() for weight in weights) if tensor is not None]
+    if not result or not here or any(one is other for one in result for other in here):
         return False
-    return any(tensor in known for tensor in made)
+    return any(tensor in known for tensor in result)
 
 
 SAMPLES = 1024  # numbers of a tensor that its digest reads, at even distances
@@ -140,15 +140,15 @@ _OF_A_RUN = ("transformers_version", "use_cache", "dtype", "torch_dtype", "archi
 
 def digest(tensor: Tensor) -> str:
     """Return a digest of a tensor's shape, dtype and samples of its numbers; no numbers of a tensor without storage."""
-    made = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
+    result = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
     try:
         flat = tensor.detach().reshape(-1)
         count = min(SAMPLES, flat.numel())
         indices = torch.linspace(0, flat.numel() - 1, count, dtype=torch.float64).round().long().to(flat.device)
-        made.update(tensor_bytes(flat[indices]))
+        result.update(tensor_bytes(flat[indices]))
     except (RuntimeError, NotImplementedError, TypeError):  # subclasses of packed weights may have no numbers to pick
-        made.update(type(tensor).__name__.encode())
-    return made.hexdigest()[:32]
+        result.update(type(tensor).__name__.encode())
+    return result.hexdigest()[:32]
 
 
 def digests(tensors: Iterable[Any]) -> set[str]:

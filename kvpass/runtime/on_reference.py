@@ -16,8 +16,8 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass.cache.admission import Chunk
-from kvpass.cache.layer_cache import SlotSnapshot
 from kvpass.cache.layout import Layout
+from kvpass.cache.past_calls import SlotSnapshot
 from kvpass.cache.step import with_mask
 from kvpass.capture.canonical import AttentionSite, SiteFacts
 from kvpass.fx.walk import value
@@ -27,9 +27,9 @@ from kvpass.policies.budgets import Plan
 from kvpass.policies.pinned_tokens import Pins
 from kvpass.policies.types import Attention, Clock
 from kvpass.reference import reference_of
-from kvpass.reference.base import ReferenceLayer, TakenByReference, attention_logits
+from kvpass.reference.layer import ReferenceChunk, ReferenceLayer, attention_logits
 from kvpass.rewrite.computed_keys import ComputedKeys, cut_computed_keys
-from kvpass.rewrite.context import AttentionResults, Pass, Record, StepContext
+from kvpass.rewrite.context import AttentionResults, Pass, PassRecord, StepContext
 from kvpass.rewrite.masks import MaskOnSlots, Masks
 from kvpass.rewrite.passes import STEP_PASSES
 from kvpass.rewrite.passes.attention import as_cached, attend_on_slots, replace_outputs, splice_point
@@ -37,7 +37,7 @@ from kvpass.rewrite.rotary_slice import RotarySlice
 from kvpass.runtime.kv_store import KVStore
 
 
-def take_prompt(
+def prefill_reference(
     layout: Layout, chunk: Chunk, spec: StatisticsSpec, site: SiteFacts, row_budgets: Sequence[int]
 ) -> ReferenceLayer:
     """Return the reference's layer after a prompt with these rows and operands of attention."""
@@ -60,7 +60,7 @@ def take_prompt(
     return store
 
 
-def attend_on_reference(step: StepContext) -> Record:
+def attend_on_reference(step: StepContext) -> PassRecord:
     """Replace every attention call by a call on the reference, which also stores the new tokens."""
     step.attention, masks = AttentionResults(), Masks(step)
     for layer, site in enumerate(step.sites):
@@ -69,7 +69,7 @@ def attend_on_reference(step: StepContext) -> Record:
         for site_call in site.all:
             _replace(step, masks, layer, site_call, (key, stored_key, new_value))
         step.attention.chunks.append([])
-    return Record([site_call.call.name for site in step.sites for site_call in site.all])
+    return PassRecord([site_call.call.name for site in step.sites for site_call in site.all])
 
 
 REFERENCE_PASSES: tuple[Pass, ...] = tuple(
@@ -103,7 +103,7 @@ def _replace(
 
 @dataclasses.dataclass(frozen=True)
 class ReferenceView:
-    """What attention sees of a layer: the cached tokens and the new ones.
+    """The cached and the new tokens of a layer, as attention sees them.
 
     Attributes:
         keys, values: [B, Hkv, N + q, D] and [B, Hkv, N + q, Dv], the keys rotated.
@@ -129,7 +129,7 @@ class _ReferenceCall:
     mask: MaskOnSlots | None
     rotary: RotarySlice | None
     computed: ComputedKeys | None
-    first: bool
+    stores: bool
     lse_has_dim: bool
 
     @property
@@ -147,11 +147,11 @@ class _ReferenceCall:
         bound: dict[str, list[Any]],
         sink_logit: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the output [B, Hq, q, Dv] and the log-sum-exp [B, Hq, q] or [B, Hq, q, 1] of the logits."""
+        """Return the output [B, Hq, q, Dv] and the log-sum-exp of the logits."""
         layout, site, queries = self.layout, self.site, query.shape[2]
-        if self.first:
+        if self.stores:
             stored_as_read = stored if store.attends_to_stored(queries) else None
-            store.view = self._view(store, query, key, stored_as_read, value, valid, bound)
+            store.view = self._view_of(store, query, key, stored_as_read, value, valid, bound)
         view: ReferenceView = store.view
         keys, values = view.keys, view.values
         facts: list[Tensor] = []
@@ -161,19 +161,19 @@ class _ReferenceCall:
         model_mask = None
         if self.mask is not None:
             model_mask = self.mask.on_slots(view.index, view.position, layout.heads, bound["mask"], facts)
-        allowed, bias = _allowed(
+        allowed, bias = _mask_and_bias(
             layout, view.position[..., :-queries] >= 0, valid, model_mask, query.shape[1], site.hidden
         )
         logits = attention_logits(query * view.factor, keys, allowed, bias, site.scale, site.cap)
         biased = logits if view.bias is None else logits + torch.nn.functional.pad(view.bias, (0, queries))
         probabilities = _softmax(biased, sink_logit)  # [B, Hq, q, N + q]
-        if self.first:
+        if self.stores:
             store.take(Chunk(stored, value, valid, Attention(), store.pins), probabilities, logits)
         output: Tensor = probabilities.to(values.dtype) @ values.repeat_interleave(query.shape[1] // values.shape[1], 1)
         output, lse = output.to(layout.dtype), biased.logsumexp(-1).to(layout.dtype)
         return output, lse[..., None] if self.lse_has_dim else lse
 
-    def _view(
+    def _view_of(
         self,
         store: ReferenceLayer,
         query: Tensor,
@@ -196,7 +196,7 @@ class _ReferenceCall:
         if stored is None:
             keys = torch.cat([keys, key.to(keys.dtype)], 2)
         new_index = store.length + torch.arange(count, device=query.device).expand(self.layout.batch, groups, -1)
-        new_position = (store.seen()[:, None] + valid.cumsum(-1) - 1)[:, None].expand(-1, groups, -1)
+        new_position = (store.seen[:, None] + valid.cumsum(-1) - 1)[:, None].expand(-1, groups, -1)
         return ReferenceView(
             keys=keys,
             values=torch.cat([held_values, value.to(held_values.dtype)], 2),
@@ -208,14 +208,14 @@ class _ReferenceCall:
 
 
 def _softmax(logits: Tensor, sink_logit: Tensor | None) -> Tensor:
-    """Return probabilities of logits [B, Hq, q, N] with a sink [B or 1, Hq, q or 1, 1]; zero without visible keys."""
+    """Return the probabilities of logits [B, Hq, q, N] and a sink; zero without visible keys."""
     if sink_logit is None:
         return torch.nan_to_num(logits.softmax(-1))
     sink = sink_logit.float().expand(*logits.shape[:3], 1)
     return torch.nan_to_num(torch.cat([logits, sink], -1).softmax(-1)[..., :-1])
 
 
-def _allowed(
+def _mask_and_bias(
     layout: Layout, live: Tensor, valid: Tensor, model_mask: Tensor | None, query_heads: int, hidden: float | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return the mask, bool, and the model's bias, [B, Hq, q, N + q], of queries over [cached, new]."""
@@ -240,14 +240,14 @@ class ReferenceStore(KVStore):
     def passes(self) -> Sequence[Pass]:
         return REFERENCE_PASSES
 
-    def admitted(
+    def admit_prompt(
         self, layout: Layout, chunk: Chunk, spec: StatisticsSpec | None, site: SiteFacts, plan: Plan
     ) -> tuple[ReferenceLayer, tuple[int, ...], tuple[Clock, ...]]:
         assert spec is not None  # `is_reference`
-        return take_prompt(layout, chunk, spec, site, plan.budgets_of_rows(layout.batch)), (), ()
+        return prefill_reference(layout, chunk, spec, site, plan.budgets_of_rows(layout.batch)), (), ()
 
-    def make_room(self, cache: Any, pins: Pins) -> None:
-        cache.slots.expect(pins)
+    def make_room_for_pins(self, cache: Any, pins: Pins) -> None:
+        cache.slots.expect_pins(pins)
 
     def pin(self, cache: Any, pins: Pins) -> None:
         """Do nothing, as a step takes its token in with its pin."""
@@ -255,9 +255,9 @@ class ReferenceStore(KVStore):
     def prepare(self, cache: Any, valid: Callable[[], Tensor]) -> None:
         cache.slots.prepare(valid())
 
-    def kept(self, cache: Any, chunk: bool) -> SlotSnapshot:
-        return SlotSnapshot(cache.slots.copied())
+    def snapshot(self, cache: Any, chunk: bool) -> SlotSnapshot:
+        return SlotSnapshot(cache.slots.copy())
 
-    def take_in(self, cache: Any, site: AttentionSite, results: list[Tensor]) -> TakenByReference:
-        taken: TakenByReference = cache.slots.taken
+    def admit_step(self, cache: Any, site: AttentionSite, results: list[Tensor]) -> ReferenceChunk:
+        taken: ReferenceChunk = cache.slots.taken
         return taken

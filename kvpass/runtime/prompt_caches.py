@@ -13,8 +13,9 @@ from torch import Tensor
 
 from kvpass import budget as budgets
 from kvpass.cache.admission import Chunk
-from kvpass.cache.layer_cache import LayerCache, PastCall
+from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.layout import Layout
+from kvpass.cache.past_calls import PastCall
 from kvpass.capture.canonical import SiteFacts
 from kvpass.errors import BudgetError, PolicyError
 from kvpass.lowering.attention_statistics import StatisticsSpec
@@ -23,8 +24,8 @@ from kvpass.policies.budgets import Plan, by_rows
 from kvpass.policies.types import Attention
 from kvpass.policies.window import Window
 from kvpass.runtime import model_identity
-from kvpass.runtime.caches import room_on_top
-from kvpass.runtime.checks import indices_of
+from kvpass.runtime.caches import pinned_headroom
+from kvpass.runtime.checks import true_indices
 from kvpass.runtime.compiler import Compiler
 
 RENUMBERED = (
@@ -40,7 +41,7 @@ MIXED = (
 
 @dataclasses.dataclass(frozen=True)
 class PromptLayer:
-    """What a prompt leaves of one layer.
+    """The result of a prompt in one layer.
 
     Attributes:
         policy: the policy of the layer.
@@ -58,7 +59,7 @@ class PromptLayer:
     spec: StatisticsSpec | None
     first: Tensor | None = None
 
-    def without(self, cropped: int, budget: budgets.Budget) -> PromptLayer:
+    def crop(self, cropped: int, budget: budgets.Budget) -> PromptLayer:
         """Return the layer of the prompt without its last `cropped` tokens; `budget` is as the user gave it."""
         chunk, spec = self.chunk.first(self.chunk.valid.shape[1] - cropped), None
         if self.spec is not None:
@@ -70,7 +71,7 @@ class PromptLayer:
 
 
 @dataclasses.dataclass(frozen=True)
-class TakenPrompt:
+class AdmittedPrompt:
     """A prompt that has run.
 
     Attributes:
@@ -102,26 +103,26 @@ class TakenPrompt:
         """Yield a cache for each layer."""
         crop = self.backend.crop
         layers = list(self.layers) if crop else self.layers
-        model = model_identity.held_weakly(each for each in self.model if isinstance(each, Tensor))
-        for index, cache in enumerate(self._stored(layers)):
+        model = model_identity.weak_references(each for each in self.model if isinstance(each, Tensor))
+        for index, cache in enumerate(self._store_layers(layers)):
             cache.weights, cache.output, cache.model = self.weights[index], self.outputs[index], model
             if crop:
                 was = (cache.layout, cache.seen, cache.clocks, cache.absent, cache.row_budgets)
-                cache.calls = (PastCall(self.new, None, functools.partial(self._repeat, index), *was),)
+                cache.calls = (PastCall(self.new, None, functools.partial(self._caches_of_first, index), *was),)
             yield cache
 
     @torch.no_grad()
-    def _repeat(self, layer: int, _: LayerCache, count: int) -> LayerCache:
-        """Return a layer's cache of the first `count` tokens: a `cache.layer_cache.Repeat` for each layer.
+    def _caches_of_first(self, layer: int, _: LayerCache, count: int) -> LayerCache:
+        """Return a layer's cache of the first `count` tokens: a `cache.past_calls.AdmitAgain` for each layer.
 
         All layers are shortened at once, because a policy may plan them together.
         """
         if count not in self._shorter:
-            layers = [each.without(self.new - count, self.backend.budget) for each in self.layers]
+            layers = [each.crop(self.new - count, self.backend.budget) for each in self.layers]
             self._shorter[count] = list(dataclasses.replace(self, layers=layers, new=count).caches())
         return self._shorter[count][layer]
 
-    def _stored(self, layers: list[PromptLayer]) -> Iterator[LayerCache]:
+    def _store_layers(self, layers: list[PromptLayer]) -> Iterator[LayerCache]:
         """Yield the cache of each layer of a prompt; the rows of a layer are released once they are stored."""
         valid = layers[0].chunk.valid
         prompt, shares = valid.shape[1], budgets.slots_of_rows(self.backend.policy, self.backend.budget, valid)
@@ -131,16 +132,16 @@ class TakenPrompt:
             if windows.flatten().tolist() != shares:
                 raise BudgetError(RENUMBERED)
         self._check_windows(layers, shares)
-        layers[:] = [_within_window(layer, budget) for layer in layers]
-        plans = self._plans(layers, shares, prompt)
+        layers[:] = [_with_window_policy(layer, budget) for layer in layers]
+        plans = self._plan_layers(layers, shares, prompt)
         by_row = any(
             plan.differs(budget) for layer, (_, plan) in zip(layers, plans, strict=True) if layer.policy is policy
         )
         for i, plan in enumerate(plans):
-            yield self._store(i, layers[i], plan, by_row)
+            yield self._store_layer(i, layers[i], plan, by_row)
             layers[i] = None  # type: ignore[call-overload]
 
-    def _plans(self, layers: list[PromptLayer], shares: list[int], prompt: int) -> list[tuple[int, Plan]]:
+    def _plan_layers(self, layers: list[PromptLayer], shares: list[int], prompt: int) -> list[tuple[int, Plan]]:
         """Return for each layer the budget that the user gave, of the row with the largest, and the policy's plan."""
         governed, budget = [layer for layer in layers if layer.policy is self.backend.policy], max(shares)
         if not self.backend.policy.evicts and prompt > budget:
@@ -149,13 +150,13 @@ class TakenPrompt:
                 f"a prompt of {prompt} exceeds its budget of {budget}"
             )
         rows, heads = layers[0].chunk.key.shape[:2]
-        made = self._governed(governed, shares, (len(layers), heads))
-        if self.ranked and (len(governed) < len(layers) or len({plan.budgets_of_rows(rows) for plan in made}) > 1):
+        result = self._policy_plans(governed, shares, (len(layers), heads))
+        if self.ranked and (len(governed) < len(layers) or len({plan.budgets_of_rows(rows) for plan in result}) > 1):
             raise PolicyError(
                 f"positions='cache': {self.backend.policy} gives the layers different budgets, and a query has one "
                 "position among the held tokens; use positions='absolute'"
             )
-        mine = iter(made)
+        mine = iter(result)
         whole = budgets.slots_for(self.backend.policy, None, prompt)
         planned = []
         for layer in layers:
@@ -166,36 +167,36 @@ class TakenPrompt:
                 planned.append((held, Plan(held, layer.policy.capacity(held))))
         return planned
 
-    def _governed(self, layers: list[PromptLayer], shares: list[int], shape: Any) -> list[Plan]:
+    def _policy_plans(self, layers: list[PromptLayer], shares: list[int], shape: Any) -> list[Plan]:
         """Return the plans of the layers that the backend's policy governs; see `model_identity.PlansByModel`."""
         if not layers:
             return []
         attention = [layer.chunk.attention for layer in layers if isinstance(layer.chunk.attention, Attention)]
         first, valid = self.backend.plans.of(self.model, shape), layers[0].chunk.valid
         plans = {share: self.backend.policy.plan(attention, valid, share, first) for share in sorted(set(shares))}
-        made = [by_rows(dict(zip(plans, each, strict=True)), shares) for each in zip(*plans.values(), strict=True)]
+        result = [by_rows(dict(zip(plans, each, strict=True)), shares) for each in zip(*plans.values(), strict=True)]
         if first is None:
-            self.backend.plans.keep(self.model, shape, made)
+            self.backend.plans.keep(self.model, shape, result)
         has_dynamic_sizes = self.backend.has_dynamic_sizes(layers[0].chunk.key.device)
-        return made if has_dynamic_sizes else [plan.with_max_capacity for plan in made]
+        return result if has_dynamic_sizes else [plan.with_max_capacity for plan in result]
 
     def _check_windows(self, layers: list[PromptLayer], shares: list[int]) -> None:
-        """Raise BudgetError if a layer's own window is within the budget of some rows only; see `_within_window`."""
+        """Raise BudgetError if a layer's own window fits the budget of some rows only; see `_with_window_policy`."""
         for window in {layer.window for layer in layers if layer.window is not None and layer.policy.evicts}:
             if min(shares) < window <= max(shares):
                 raise BudgetError(MIXED.format(budget=self.backend.budget, shares=shares, window=window))
 
-    def _store(self, number: int, layer: PromptLayer, planned: tuple[int, Plan], by_row: bool) -> LayerCache:
+    def _store_layer(self, number: int, layer: PromptLayer, planned: tuple[int, Plan], by_row: bool) -> LayerCache:
         budget, plan = planned
         chunk, governed = layer.chunk, layer.policy is self.backend.policy
         if not governed:
             chunk = dataclasses.replace(chunk, pins=None)
-        on_top = max(chunk.raised(layer.policy, (0,) * len(chunk.valid)))
+        on_top = max(chunk.raised_budgets(layer.policy, (0,) * len(chunk.valid)))
         rows, heads, count, dim = chunk.key.shape
         layout = Layout(
             policy=layer.policy,
             budget=budget,
-            capacity=plan.capacity + room_on_top(on_top),
+            capacity=plan.capacity + pinned_headroom(on_top),
             batch=rows,
             heads=heads,
             key_dim=dim,
@@ -213,9 +214,9 @@ class TakenPrompt:
         layout = layout.with_head_classes()
         if chunk.pins is not None:
             layout = layout.with_pins(chunk.pins.on_top)
-        absent = indices_of(~chunk.valid)
+        absent = true_indices(~chunk.valid)
         kv_store = self.backend.kv_store
-        slots, row_budgets, clocks = kv_store.admitted(layout, chunk, layer.spec, self.sites[number], plan)
+        slots, row_budgets, clocks = kv_store.admit_prompt(layout, chunk, layer.spec, self.sites[number], plan)
         return LayerCache(
             self.backend,
             next(self.backend.layers),
@@ -233,7 +234,7 @@ class TakenPrompt:
         )
 
 
-def _within_window(layer: PromptLayer, budget: int) -> PromptLayer:
+def _with_window_policy(layer: PromptLayer, budget: int) -> PromptLayer:
     """Return the layer with the policy `Window` if the budget holds its own window, which then needs no eviction."""
     if layer.window is None or (layer.policy.evicts and budget < layer.window):
         return layer

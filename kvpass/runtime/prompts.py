@@ -29,10 +29,10 @@ from kvpass.rewrite.prompt import PromptRewrite, rewrite_prompt
 from kvpass.rewrite.rotary_slice import probe_rotaries
 from kvpass.rewrite.validation.prompts import PromptCase, validate_prompt
 from kvpass.runtime import model_identity
-from kvpass.runtime.caches import by_head, given_pins, lengthened
-from kvpass.runtime.checks import PositionCheck, inputs_of_sites
+from kvpass.runtime.caches import call_pins, longer_placeholder, output_weight_by_head
+from kvpass.runtime.checks import PositionCheck, padding_inputs_of_sites
 from kvpass.runtime.compiler import Compiler
-from kvpass.runtime.prompt_caches import PromptLayer, TakenPrompt
+from kvpass.runtime.prompt_caches import AdmittedPrompt, PromptLayer
 from kvpass.runtime.recorder import announce
 from kvpass.torch_private import dynamo, fx_nodes, regions, symbolic_shapes, tensors
 from kvpass.torch_private.tensors import UnwrappedSubclasses
@@ -42,7 +42,7 @@ ADOPTED = "adopted: the prompt ran uncompiled, so nothing is known of its attent
 
 @dataclasses.dataclass(frozen=True)
 class PromptGraph:
-    """What a runner knows of a prompt graph; an artifact has it in its manifest.
+    """The facts about a prompt graph that its runner reads; an artifact stores them in its manifest.
 
     Attributes:
         sites: the attention calls on caches.
@@ -50,13 +50,14 @@ class PromptGraph:
         ranked: whether keys are stored before their rotary embedding.
         rewrite: the rewritten graph.
         outputs: the number of outputs of Dynamo's graph.
-        owned: the argument indices of module tensors.
-        projecting: for each site the argument indices of the tensors that project its new keys.
-        projected_by: for each site the argument index of the weight that projects its output, if the policy reads it.
-        past: the argument index of the first layer's past keys, if the graph adopts an uncompiled prompt.
+        module_inputs: the argument indices of module tensors.
+        key_projections: for each site the argument indices of the tensors that project its new keys.
+        output_projections: for each site the argument index of the weight that projects its output, if the policy
+            reads it.
+        adopted_past: the argument index of the first layer's past keys, if the graph adopts an uncompiled prompt.
         constants: module tensors that are attributes of the graph.
         sparse_indices: the sparse indices of masks.
-        scored_by: the output index of each cache of scoring keys, and the dimension along which it grows.
+        scoring_outputs: the output index of each cache of scoring keys, and the dimension along which it grows.
     """
 
     sites: list[SiteFacts]
@@ -64,13 +65,13 @@ class PromptGraph:
     ranked: bool
     rewrite: PromptRewrite
     outputs: int
-    owned: list[int]
-    projecting: list[tuple[int, ...]]
-    projected_by: list[int | None]
-    past: int | None = None
+    module_inputs: list[int]
+    key_projections: list[tuple[int, ...]]
+    output_projections: list[int | None]
+    adopted_past: int | None = None
     constants: list[Tensor] = dataclasses.field(default_factory=list)
     sparse_indices: list[keys.SparseIndex] = dataclasses.field(default_factory=list)
-    scored_by: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    scoring_outputs: list[tuple[int, int]] = dataclasses.field(default_factory=list)
 
 
 def _check_policy(policy: Policy, policies: list[Policy], sites: list[AttentionSite]) -> None:
@@ -101,7 +102,7 @@ def _output_projection(site: AttentionSite, policy: Policy) -> int | None:
     Raises:
         UnsupportedGraph: it cannot be proven which weight that is.
     """
-    found = model_identity.output_projection(site) if policy.projects else None
+    found = model_identity.output_projection_index(site) if policy.projects else None
     if policy.projects and found is None:
         raise UnsupportedGraph(
             f"{walk.source_line(site.call)}: {policy.name!r} weighs tokens by the projection of the output, and "
@@ -110,7 +111,7 @@ def _output_projection(site: AttentionSite, policy: Policy) -> int | None:
     return found
 
 
-def _is_fixed(example: Any) -> bool:
+def _is_static_on_cpu(example: Any) -> bool:
     """Return whether a value has only static sizes and is on a CPU, where running a graph uncompiled costs little."""
     if isinstance(example, Tensor):
         return example.device.type == "cpu" and not symbolic_shapes.symbols(example)
@@ -121,13 +122,13 @@ class _DeferredPrompt:
     """A graph that runs uncompiled at its first call and is compiled at its second."""
 
     def __init__(self, run: Callable[..., Any], compile: Callable[[Sequence[Any]], Callable[..., Any]]) -> None:
-        self._run, self._came = run, False
+        self._run, self._has_run = run, False
         self._compile: Callable[[Sequence[Any]], Callable[..., Any]] | None = compile
 
     def __call__(self, *arguments: Any) -> Any:
-        if self._came and self._compile is not None:
+        if self._has_run and self._compile is not None:
             self._run, self._compile = self._compile(arguments), None
-        self._came = True
+        self._has_run = True
         return self._run(*arguments)
 
 
@@ -189,24 +190,24 @@ class PromptRunner:
         _check_policy(policy, policies, sites)
         scored = any(each.statistics for each in policies)
         extras = backend.kv_store.is_reference or (backend.crop > 0 and scored)
-        padding = inputs_of_sites(gm, sites, step=False)
+        padding = padding_inputs_of_sites(gm, sites, step=False)
         holders, outputs = walk.placeholders(gm.graph), walk.results(gm.graph)
         common = (backend.budget, ranked, extras, examples, padding)
         sparse_indices = [each for site in sites for each in keys.sparse_indices(site.mask)]
         grown = [pair for each in sparse_indices for pair in keys.cached_scoring_keys(each, outputs)]
         graph = PromptGraph(
-            sites=[site.without_graph for site in sites],
+            sites=[site.facts for site in sites],
             policies=policies,
             ranked=ranked,
             rewrite=rewrite_prompt(gm, sites, policies, *common),
             outputs=len(outputs),
-            owned=model_identity.owned(gm),
-            projecting=[model_identity.projecting(site) for site in sites],
-            projected_by=[_output_projection(site, each) for site, each in zip(sites, policies, strict=True)],
-            past=holders.index(sites[0].past_key) if sites[0].past_key else None,
-            constants=model_identity.constants(gm),
+            module_inputs=model_identity.module_input_indices(gm),
+            key_projections=[model_identity.key_projection_indices(site) for site in sites],
+            output_projections=[_output_projection(site, each) for site, each in zip(sites, policies, strict=True)],
+            adopted_past=holders.index(sites[0].past_key) if sites[0].past_key else None,
+            constants=model_identity.module_constants(gm),
             sparse_indices=sparse_indices,
-            scored_by=[(outputs.index(node), dim) for node, dim in grown],
+            scoring_outputs=[(outputs.index(node), dim) for node, dim in grown],
         )
         unchecked = None
         if backend.validates:
@@ -216,7 +217,7 @@ class PromptRunner:
             unchecked = PromptCase(model, gm, sites, None if policy.renumbers else rewritten, marks)
         positions = PositionCheck(gm, sites) if ranked else None
         probe = functools.partial(probe_rotaries, gm, sites) if ranked else None
-        return PromptRunner(backend, graph, None, splicing.computing(gm, []).graph, positions, probe, unchecked)
+        return PromptRunner(backend, graph, None, splicing.extract(gm, []).graph, positions, probe, unchecked)
 
     def compile(self, examples: Sequence[Any]) -> None:
         """Compile the rewritten graph by the inner compiler, whose errors are passed on.
@@ -225,19 +226,19 @@ class PromptRunner:
         rewritten graph runs uncompiled, and is compiled when another prompt of that length arrives.  A prompt of
         another length gets a graph of its own, for all lengths.
         """
-        may_come_once = all(_is_fixed(example) for example in examples)
+        may_come_once = all(_is_static_on_cpu(example) for example in examples)
         if may_come_once and not self.backend.compiles_prompts_at_once:
             assert self.graph.rewrite.gm is not None
-            self.inner = _DeferredPrompt(fx_nodes.code_of(self.graph.rewrite.gm), self._compiled)
+            self.inner = _DeferredPrompt(fx_nodes.code_of(self.graph.rewrite.gm), self._compile_graph)
         else:
-            self.inner = self._compiled(examples)
+            self.inner = self._compile_graph(examples)
 
-    def _compiled(self, examples: Sequence[Any]) -> Callable[..., Any]:
+    def _compile_graph(self, examples: Sequence[Any]) -> Callable[..., Any]:
         rewrite = self.graph.rewrite
         assert rewrite.gm is not None
         returned = walk.results(rewrite.gm.graph)
         layers = [returned[site.keys_out] for site in self.graph.sites]
-        with dynamo.one_at_a_time():
+        with dynamo.compile_lock():
             run = self.backend.compile_prompt(rewrite.gm, examples, layers)
         # Nothing reads the graph once it is compiled.
         self.graph = dataclasses.replace(self.graph, rewrite=dataclasses.replace(rewrite, gm=None, calls={}))
@@ -253,21 +254,33 @@ class PromptRunner:
         regions.note_run()
         assert self.inner is not None  # compiled, or of an artifact
         graph, results = self.graph, list(self.inner(*traced))
-        adopted = 0 if graph.past is None else traced[graph.past].shape[2]
-        first, pins = self._first(results, traced), self._pins(results, adopted)
-        layers = [self._layer(results, i, adopted, first, pins, traced) for i in range(len(graph.sites))]
+        adopted = 0 if graph.adopted_past is None else traced[graph.adopted_past].shape[2]
+        first, pins = self._first_ids(results, traced), self._call_pins(results, adopted)
+        layers = [self._prompt_layer(results, i, adopted, first, pins, traced) for i in range(len(graph.sites))]
         del results[graph.outputs :]
         prompt = layers[0].chunk.valid.shape[1]
         for each in graph.sparse_indices:
             each.check(prompt)
-        for index, dim in graph.scored_by:
-            results[index] = lengthened(results[index], dim, 0)
-        weights = [model_identity.held_weakly(arguments[index] for index in indices) for indices in graph.projecting]
-        outputs = [None if index is None else weakref.ref(arguments[index]) for index in graph.projected_by]
-        common = (self.backend, graph.sites, graph.ranked, () if graph.past is None else (ADOPTED,), self.angles)
-        taken = TakenPrompt(*common, layers, self._model(arguments), weights, outputs, prompt - adopted)
+        for index, dim in graph.scoring_outputs:
+            results[index] = longer_placeholder(results[index], dim, 0)
+        weights = [
+            model_identity.weak_references(arguments[index] for index in indices) for indices in graph.key_projections
+        ]
+        outputs = [None if index is None else weakref.ref(arguments[index]) for index in graph.output_projections]
+        admitted = AdmittedPrompt(
+            backend=self.backend,
+            sites=graph.sites,
+            ranked=graph.ranked,
+            notes=() if graph.adopted_past is None else (ADOPTED,),
+            angles=self.angles,
+            layers=layers,
+            model=self._model_objects(arguments),
+            weights=weights,
+            outputs=outputs,
+            new=prompt - adopted,
+        )
         del layers  # so that the rows of each layer are freed once they are stored
-        for site, cache in zip(graph.sites, taken.caches(), strict=True):
+        for site, cache in zip(graph.sites, admitted.caches(), strict=True):
             results[site.keys_out], results[site.values_out] = handles_of(cache)
         announce(PromptResult(self, arguments, tuple(results)))
         return tuple(results)
@@ -279,18 +292,18 @@ class PromptRunner:
             self.unchecked = None
             self.backend.note_validation("prompt", done)
 
-    def _first(self, results: list[Any], arguments: tuple[Any, ...]) -> Tensor | None:
+    def _first_ids(self, results: list[Any], arguments: tuple[Any, ...]) -> Tensor | None:
         """Return the position id of each row's first real token if positions are by cache, else None."""
         if self.positions is None:
             return None
         key = results[self.graph.rewrite.outputs[0].key]
         if self.probe is not None:
             assert self.inputs is not None
-            sizes = Sizes((), shapes.measured(self.inputs, arguments), key.shape[2])
+            sizes = Sizes((), shapes.measure_symbols(self.inputs, arguments), key.shape[2])
             self.angles, self.probe = self.probe(sizes, arguments, key.device), None
-        return self.positions.first(arguments, self._valid(results, 0, key))
+        return self.positions.first_ids(arguments, self._valid(results, 0, key))
 
-    def _layer(
+    def _prompt_layer(
         self,
         results: list[Any],
         i: int,
@@ -311,16 +324,25 @@ class PromptRunner:
         if outputs.operands:
             query, attended, *others = outputs.operands
             mask, sink_logit = (None if index is None else results[index] for index in others)
-            common = (site.causal, site.scale, site.cap, key.shape[1], site.spread)
-            spec = StatisticsSpec(results[query], results[attended], mask, sink_logit, *common)
-        index = self.graph.projected_by[i]
-        output = None if index is None else by_head(arguments[index], key.shape[1], value.shape[3])
+            spec = StatisticsSpec(
+                query=results[query],
+                key=results[attended],
+                mask=mask,
+                sink_logit=sink_logit,
+                causal=site.causal,
+                scale=site.scale,
+                cap=site.cap,
+                heads=key.shape[1],
+                spread=site.spread,
+            )
+        index = self.graph.output_projections[i]
+        output = None if index is None else output_weight_by_head(arguments[index], key.shape[1], value.shape[3])
         chunk = Chunk(key, value, valid, attention, pins, output)
         return PromptLayer(self.graph.policies[i], heads, site.window, chunk, spec, first)
 
-    def _pins(self, results: list[Any], adopted: int) -> Pins | None:
+    def _call_pins(self, results: list[Any], adopted: int) -> Pins | None:
         """Return the pins of the call that is running, if any, for all tokens of the prompt."""
-        pins, key = given_pins(), results[self.graph.rewrite.outputs[0].key]
+        pins, key = call_pins(), results[self.graph.rewrite.outputs[0].key]
         if pins is None:
             return None
         pins.check(self.backend.policy, key.shape[0], key.shape[2] - adopted)
@@ -335,9 +357,9 @@ class PromptRunner:
         valid: Tensor = results[index].expand(rows, -1)
         return valid
 
-    def _model(self, arguments: tuple[Any, ...]) -> list[Any]:
+    def _model_objects(self, arguments: tuple[Any, ...]) -> list[Any]:
         """Return the objects that identify the model of a call: its tensors, or the runner if it has none."""
-        return [arguments[index] for index in self.graph.owned] or list(self.graph.constants) or [self]
+        return [arguments[index] for index in self.graph.module_inputs] or list(self.graph.constants) or [self]
 
 
 @dataclasses.dataclass(frozen=True)

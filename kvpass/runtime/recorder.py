@@ -21,7 +21,7 @@ from typing import Any
 import torch.fx as fx
 
 from kvpass.errors import PolicyError
-from kvpass.rewrite.context import Record
+from kvpass.rewrite.context import PassRecord
 from kvpass.torch_private import dynamo, inductor
 
 
@@ -70,7 +70,7 @@ class Stopwatch:
         self._inside: list[float] = []
 
     @contextlib.contextmanager
-    def spending(self, name: str) -> Iterator[None]:
+    def time_section(self, name: str) -> Iterator[None]:
         """Return a context whose running time is added to a name."""
         began = time.perf_counter()
         self._inside.append(0.0)
@@ -86,7 +86,7 @@ class Stopwatch:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     @contextlib.contextmanager
-    def timing(self, found: list[Timings]) -> Iterator[None]:
+    def time_call(self, found: list[Timings]) -> Iterator[None]:
         """Return a context that appends its timings to `found`; the code inside uses this watch."""
         began, before = time.perf_counter(), inductor.inductor_seconds()
         self.seconds.clear()
@@ -129,16 +129,16 @@ class Recorder:
         notes: further facts.
         passes: the records of the passes over step graphs.
         programs: a title and a program for each stage of each graph; empty unless `keeps_programs`.
-        watch: counts the backend's seconds.
+        stopwatch: counts the backend's seconds.
     """
 
     graphs: list[str] = dataclasses.field(default_factory=list)
     sites: list[SiteReport] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
-    passes: list[Record] = dataclasses.field(default_factory=list)
+    passes: list[PassRecord] = dataclasses.field(default_factory=list)
     programs: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     keeps_programs: bool = False
-    watch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
+    stopwatch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
 
     def note_program(self, title: str, graph: fx.Graph) -> None:
         """Keep a graph in its present state, as text, if `keeps_programs` is set."""
@@ -166,7 +166,7 @@ def configure_logs() -> None:
             logger.addHandler(logging.StreamHandler())
 
 
-def note_pass(record: Record, graph: fx.Graph) -> None:
+def note_pass(record: PassRecord, graph: fx.Graph) -> None:
     """Log the record of a pass, and the graph after it."""
     PASSES.info("%s", record)
     note_program(f"after {record.name}", graph)

@@ -15,7 +15,7 @@ from kvpass.cache.layer_cache import LayerCache
 from kvpass.capture.canonical import AttentionSite
 from kvpass.fx import shapes, walk
 from kvpass.fx.shapes import Sizes
-from kvpass.runtime.variants import DynamicDims
+from kvpass.runtime.variants import DynamicDims, LruCache
 
 MOST_UNCLEAR = 4  # sizes that may or may not follow the cache, of which all combinations are tried
 
@@ -72,43 +72,63 @@ class CallSizes:
     windows: tuple[int | None, ...]
 
 
-class StepSizes:
+class TokenCounters:
+    """The integers among a step's arguments that count tokens.
+
+    Attributes:
+        counters: their argument indices, by the symbol or number that stands for each.
+    """
+
+    def __init__(self, counters: dict[Any, int]) -> None:
+        self.counters = counters
+
+    def queries(self, arguments: tuple[Any, ...]) -> int:
+        """Return the number of new tokens q."""
+        raise NotImplementedError
+
+    def shift_counts(self, arguments: tuple[Any, ...], seen: int, by: int) -> tuple[Any, ...]:
+        """Return arguments of a call after `seen` tokens, with `by` added to the integers that count them."""
+        counting = [index for index in self.counters.values() if arguments[index] == seen]
+        return tuple(x + by if index in counting else x for index, x in enumerate(arguments))
+
+
+class StepSizes(TokenCounters):
     """The sizes of a step graph.
 
     Attributes:
         sources: the sizes that the graph is specialised for, such as the rows.
-        others: the sizes of other inputs, some of which follow the cache, as the length of a padding mask does.
+        other_sources: the sizes of other inputs, some of which follow the cache, as the length of a padding mask does.
         counters: the symbols that are arguments but no tensor's size, with their argument indices.
-        worked: readings of `others` for which the graph has been rewritten.
+        rewritten_readings: readings of `others` for which the graph has been rewritten.
     """
 
     def __init__(self, gm: fx.GraphModule, sites: list[AttentionSite]) -> None:
+        super().__init__(_counters(gm))
         self._gm, self._sites = gm, sites
-        self.sources, self.others = _free_sizes(gm, sites)
-        self.counters = _counters(gm)
-        self.worked: set[OtherSizes] = set()
-        self._new_tokens: dict[tuple[int, ...], int] = {}
-        self._read: dict[Any, Sizes] = {}
+        self.sources, self.other_sources = _free_sizes(gm, sites)
+        self.rewritten_readings: set[OtherSizes] = set()
+        self._new_tokens = LruCache[tuple[int, ...], int]()
+        self._resolved = LruCache[Any, Sizes]()
 
     def numbers(self, arguments: tuple[Any, ...]) -> tuple[int, ...]:
         """Return the values of `sources`."""
         return tuple(int(arguments[index].shape[dim]) for index, dim in self.sources.values())
 
     def queries(self, arguments: tuple[Any, ...]) -> int:
-        """Return the number of new tokens q."""
-        return self._queries(self.numbers(arguments))
+        return self._new_token_count(self.numbers(arguments))
 
-    def _queries(self, numbers: tuple[int, ...]) -> int:
-        if numbers not in self._new_tokens:
+    def _new_token_count(self, numbers: tuple[int, ...]) -> int:
+        count = self._new_tokens.get(numbers)
+        if count is None:
             known = dict(zip(self.sources, numbers, strict=True))
-            self._new_tokens[numbers] = shapes.number(self._sites[0].queries, known)
-        return self._new_tokens[numbers]
+            count = self._new_tokens.put(numbers, shapes.number(self._sites[0].queries, known))
+        return count
 
-    def of_call(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> CallSizes:
+    def call_sizes(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> CallSizes:
         """Return the sizes of a call."""
-        windows = tuple(cache.window if cache.stored < cache.seen else None for cache in caches)
+        windows = tuple(cache.window if cache.stored_tokens < cache.seen else None for cache in caches)
         numbers, seen = self.numbers(arguments), caches[0].seen
-        new = self._queries(numbers)
+        new = self._new_token_count(numbers)
         return CallSizes(numbers, tuple(Counter.of(arguments[i], seen, new) for i in self.counters.values()), windows)
 
     def readings(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> list[OtherSizes]:
@@ -117,8 +137,8 @@ class StepSizes:
         A size that follows the cache equals the tokens seen, but another size, such as the length of an encoder's
         input, may equal them by chance.  Readings in which more sizes follow the cache come first.
         """
-        sizes = [int(arguments[index].shape[dim]) for index, dim in self.others.values()]
-        lengths = {cache.seen for cache in caches} | {cache.stored for cache in caches}
+        sizes = [int(arguments[index].shape[dim]) for index, dim in self.other_sources.values()]
+        lengths = {cache.seen for cache in caches} | {cache.stored_tokens for cache in caches}
         lengths |= {length + self.queries(arguments) for length in lengths}
         unclear = [index for index, size in enumerate(sizes) if size in lengths]
         counts = range(len(unclear) + 1) if len(unclear) <= MOST_UNCLEAR else (0, len(unclear))
@@ -127,25 +147,25 @@ class StepSizes:
             tuple(None if index in unclear and index not in kept else size for index, size in enumerate(sizes))
             for kept in fixed
         ]
-        worked = [reading for reading in readings if reading in self.worked]
+        worked = [reading for reading in readings if reading in self.rewritten_readings]
         return worked[-1:] or readings
 
-    def tied(self, others: OtherSizes, numbers: tuple[int, ...]) -> tuple[int | SizeTie | None, ...]:
+    def tie_sizes(self, other_sizes: OtherSizes, numbers: tuple[int, ...]) -> tuple[int | SizeTie | None, ...]:
         """Replace each size of a reading by a tie to the first equal one of `numbers`, if there is one."""
-        return tuple(SizeTie(numbers.index(size)) if size in numbers else size for size in others)
+        return tuple(SizeTie(numbers.index(size)) if size in numbers else size for size in other_sizes)
 
-    def read(
-        self, call: CallSizes, others: tuple[int | SizeTie | None, ...], dynamic: DynamicDims | None = None
+    def resolve(
+        self, call: CallSizes, other_sizes: tuple[int | SizeTie | None, ...], dynamic: DynamicDims | None = None
     ) -> Sizes:
         """Return the meaning of the graph's symbols in a call, perhaps with some sizes dynamic."""
-        key = call, others, dynamic
-        if key not in self._read:
-            self._read[key] = self._meaning(call, others, dynamic)
-        return self._read[key]
+        key = call, other_sizes, dynamic
+        return self._resolved.get(key) or self._resolved.put(key, self._resolve(call, other_sizes, dynamic))
 
-    def _meaning(self, call: CallSizes, others: tuple[int | SizeTie | None, ...], dynamic: DynamicDims | None) -> Sizes:
+    def _resolve(
+        self, call: CallSizes, other_sizes: tuple[int | SizeTie | None, ...], dynamic: DynamicDims | None
+    ) -> Sizes:
         known: dict[Any, Any] = dict(zip(self.sources, call.numbers, strict=True))
-        new: Any = self._queries(call.numbers)
+        new: Any = self._new_token_count(call.numbers)
         if dynamic:
             symbols = dynamic.symbols
             known.update({symbol: symbols[index] for index, symbol in enumerate(self.sources) if index in symbols})
@@ -156,7 +176,7 @@ class StepSizes:
                 lengths.append(symbol - counter.number)
             else:
                 known[symbol] = counter.number + (new if counter.counts == "new" else 0)
-        for symbol, size in zip(self.others, others, strict=True):
+        for symbol, size in zip(self.other_sources, other_sizes, strict=True):
             if size is not None:
                 known[symbol] = tied_to[size.arg_index] if isinstance(size, SizeTie) else size
         for site, window in zip(self._sites, call.windows, strict=True):
@@ -172,24 +192,17 @@ class StepSizes:
         queries = sizes.size(new) if sizes else new
         return Sizes(tuple(dict.fromkeys(lengths)), known, queries, least, tuple(totals.values()), sizes)
 
-    # -- later steps ------------------------------------------------------------------------------------------------
-
-    def moved(self, arguments: tuple[Any, ...], seen: int, by: int) -> tuple[Any, ...]:
-        """Return arguments of a call after `seen` tokens, with `by` added to the integers that count them."""
-        counting = [index for index in self.counters.values() if arguments[index] == seen]
-        return tuple(x + by if index in counting else x for index, x in enumerate(arguments))
-
-    def lasts(self, others: OtherSizes, arguments: tuple[Any, ...], seen: int) -> Callable[[int], bool]:
+    def holds_after(self, other_sizes: OtherSizes, arguments: tuple[Any, ...], seen: int) -> Callable[[int], bool]:
         """Return a predicate that tells whether this graph's guards hold a number of tokens after a call.
 
         Args:
-            others, arguments, seen: of that call.
+            other_sizes, arguments, seen: of that call.
         """
-        following = {symbol for symbol, size in zip(self.others, others, strict=True) if size is None}
+        following = {symbol for symbol, size in zip(self.other_sources, other_sizes, strict=True) if size is None}
         counting = {symbol for symbol, index in self.counters.items() if arguments[index] == seen}
-        now = shapes.measured(self._gm.graph, arguments)
-        growing = {symbol for site in self._sites for symbol in site.growing if now.get(symbol) == seen}
-        return lasting(shapes.guards(self._gm.graph), now, following | counting | growing)
+        now = shapes.measure_symbols(self._gm.graph, arguments)
+        growing = {symbol for site in self._sites for symbol in site.length_symbols if now.get(symbol) == seen}
+        return guard_predicate(shapes.guards(self._gm.graph), now, following | counting | growing)
 
 
 def _free_sizes(gm: fx.GraphModule, sites: list[AttentionSite]) -> tuple[SizeSources, SizeSources]:
@@ -202,7 +215,7 @@ def _free_sizes(gm: fx.GraphModule, sites: list[AttentionSite]) -> tuple[SizeSou
     wanted = {
         symbol for site in sites for size in walk.value(site.query).shape for symbol in shapes.expr(size).free_symbols
     }
-    grown = {symbol for site in sites for symbol in site.growing}
+    grown = {symbol for site in sites for symbol in site.length_symbols}
     others = {symbol: index for symbol, index in known.items() if symbol not in wanted | grown and symbol.is_Symbol}
     return {symbol: index for symbol, index in known.items() if symbol in wanted}, others
 
@@ -212,7 +225,7 @@ def _counters(gm: fx.GraphModule) -> dict[Any, int]:
 
     A cache's own token count is one of them.  Dynamo also passes the strides and the offset of a tensor that is a slice
     of a growing tensor.  No node computes with those: the tensor that they belong to is copied where that matters, see
-    `StepRewrite.flat`.
+    `StepRewrite.flat_arguments`.
     """
     holders = walk.placeholders(gm.graph)
     tensors = [walk.value(node) for node in holders if walk.is_tensor(node)]
@@ -224,7 +237,7 @@ def _counters(gm: fx.GraphModule) -> dict[Any, int]:
     return {symbol: index for symbol, index in found.items() if symbol not in sized}
 
 
-def lasting(guards: Iterable[Any], now: dict[Any, int], moving: set[Any]) -> Callable[[int], bool]:
+def guard_predicate(guards: Iterable[Any], now: dict[Any, int], moving: set[Any]) -> Callable[[int], bool]:
     """Return a predicate that tells whether guards hold once some symbols have grown by a given number.
 
     Args:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.fx as fx
 
-from kvpass.cache.handle import check_layers, current, handles_of
+from kvpass.cache.handle import check_layers, current_cache, handles_of
 from kvpass.cache.layer_cache import LayerCache
+from kvpass.capture.canonical import AttentionSite, SiteFacts
 from kvpass.capture.capture import Capture
 from kvpass.errors import CacheHandleError, UnsupportedGraph
 from kvpass.fx import walk
@@ -21,19 +22,162 @@ from kvpass.rewrite.step_graph import StepCall
 from kvpass.rewrite.validation.conversation import StepCase
 from kvpass.rewrite.validation.lockstep import Validation
 from kvpass.rewrite.validation.steps import validate
-from kvpass.runtime.caches import StepKind, count, given_pins, kind, lengthened, make_room, pins_for, tick
-from kvpass.runtime.checks import PaddingTracker, StepVerifier, wrong_mask
+from kvpass.runtime.caches import (
+    StepKind,
+    advance_counts,
+    call_pins,
+    call_pins_for,
+    grow_for,
+    longer_placeholder,
+    step_kind,
+    tick,
+)
+from kvpass.runtime.checks import PaddingTracker, StepVerifier, describe_wrong_mask
 from kvpass.runtime.compiler import Compiler
-from kvpass.runtime.kv_store import calls_before, remember
+from kvpass.runtime.kv_store import calls_before, record_calls
 from kvpass.runtime.recorder import announce
-from kvpass.runtime.sizes import OtherSizes, StepSizes
+from kvpass.runtime.sizes import OtherSizes, StepSizes, TokenCounters
 from kvpass.runtime.variants import CompiledVariant, DynamicDims, FastStep, ShapeKey, VariantCache
 from kvpass.torch_private import dynamo, inductor, regions, symbolic_shapes, tensors
 from kvpass.torch_private.tensors import UnwrappedSubclasses
 
 
-class StepRunner:
-    """Runner of a step graph, for a decode step of one token or a chunk, on the slots of a cache.
+class PreparedStep(NamedTuple):
+    """A step that is ready to run.
+
+    Attributes:
+        rewrite: the rewrite of the graph.
+        host_inputs: the results of `StepRewrite.host_precomputed`.
+        flat: the arguments of the compiled code.
+        run: the compiled code.
+    """
+
+    rewrite: StepRewrite
+    host_inputs: list[Any]
+    flat: list[Any]
+    run: inductor.Compiled
+
+
+class StepExecutor:
+    """Run the new tokens of a call on the slots of caches, and update the caches.
+
+    Attributes:
+        backend: the settings of the backend.
+        sites: the attention calls on caches.
+        sizes, padding: read sizes and padding from a call's arguments.
+    """
+
+    def __init__(
+        self,
+        backend: Compiler,
+        sites: Sequence[AttentionSite] | Sequence[SiteFacts],
+        sizes: TokenCounters,
+        padding: PaddingTracker,
+    ) -> None:
+        self.backend, self.sizes, self.padding = backend, sizes, padding
+        self.sites: Sequence[Any] = sites
+
+    def advance(
+        self,
+        caches: list[LayerCache],
+        arguments: tuple[Any, ...],
+        other_sizes: OtherSizes,
+        known_padding: frozenset[int],
+    ) -> StepResult:
+        """Run the new tokens in Dynamo's arguments, and update the caches.
+
+        Args:
+            other_sizes: sizes of other inputs, see `StepSizes.readings`.
+            known_padding: argument indices, see `PaddingTracker.unchanged_inputs`.
+        """
+        queries = self.sizes.queries(arguments)
+        for cache in caches:
+            grow_for(cache, queries)
+        kind, before = step_kind(caches), caches[0].seen
+        calls, kv_store = calls_before(caches, queries), self.backend.kv_store
+        for layer, cache in enumerate(caches):
+            kv_store.prepare(cache, functools.partial(self.padding.valid_tokens, layer, cache, arguments, queries))
+        clocks: Sequence[tuple[Any, ...]] = [cache.clocks for cache in caches]
+        compact = False
+        if queries == 1:
+            compact, clocks = self.tick(caches, arguments)
+        step = self._prepare(caches, arguments, other_sizes, known_padding, compact)
+        for cache in caches:
+            cache.interrupted = True
+        if queries == 1:
+            for cache, pins in self._caches_with_pins(caches):
+                kv_store.pin(cache, pins)
+        regions.note_run()
+        results = step.run(*step.flat)
+        step.rewrite.count_tokens([cache.slots for cache in caches], results)
+        taken = [
+            kv_store.admit_step(cache, site, [results[index] for index in indices])
+            for cache, site, indices in zip(caches, self.sites, step.rewrite.chunks, strict=True)
+        ]
+        advance_counts(caches, queries, clocks)
+        record_calls(caches, calls, taken)
+        return StepResult(
+            runner=self,
+            caches=caches,
+            arguments=arguments,
+            other_sizes=other_sizes,
+            known_padding=known_padding,
+            results=results,
+            host_inputs=step.host_inputs,
+            kind=kind,
+            rewrite=step.rewrite,
+            seen_before=before,
+            compact=compact,
+        )
+
+    def _caches_with_pins(self, caches: list[LayerCache]) -> list[tuple[LayerCache, Pins]]:
+        """Return the caches in which the running call pins tokens, each with its pins."""
+        given = [] if call_pins() is None else [(cache, call_pins_for(cache)) for cache in caches]
+        return [(cache, pins) for cache, pins in given if pins is not None]
+
+    def tick(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> tuple[bool, list[tuple[Any, ...]]]:
+        """Return whether a decode step with these arguments compacts, and the policy clocks after the step."""
+        return tick(caches, self.padding.valid_rows(caches, arguments))
+
+    def bind_fast_step(
+        self,
+        caches: list[LayerCache],
+        arguments: tuple[Any, ...],
+        other_sizes: OtherSizes,
+        known_padding: frozenset[int],
+        compact: bool,
+    ) -> Callable[[tuple[Any, ...], Sequence[tuple[Any, ...]]], Sequence[Any]]:
+        """Return a callable that does what `advance` does for one token while the caches keep their slots.
+
+        It is a `FastStep` for slots; for the eager reference it calls `advance`.
+        """
+        if self.backend.kv_store.is_reference:  # the reference needs the preparation that `FastStep` skips
+            return lambda arguments, _: self.advance(caches, arguments, other_sizes, known_padding).results
+        step = self._prepare(caches, arguments, other_sizes, known_padding, compact)
+        return FastStep(caches, step.rewrite, step.run)
+
+    def arguments_after(self, caches: list[LayerCache], arguments: tuple[Any, ...], by: int) -> tuple[Any, ...]:
+        """Return the arguments of the step before as if `by` more tokens had been seen before it."""
+        return self.sizes.shift_counts(arguments, caches[0].seen - 1, by)
+
+    def holds_after(self, result: StepResult) -> Callable[[int], bool]:
+        """Return a predicate that tells whether the code serves a number of tokens after a step that ran."""
+        raise NotImplementedError
+
+    def _prepare(
+        self,
+        caches: list[LayerCache],
+        arguments: tuple[Any, ...],
+        other_sizes: OtherSizes,
+        known_padding: frozenset[int],
+        compact: bool,
+    ) -> PreparedStep:
+        """Return the code and the arguments of a step on caches that have capacity for the new tokens."""
+        raise NotImplementedError
+
+
+class StepRunner(StepExecutor):
+    """Runner of a step graph on slots, for a decode step of one token or a chunk.
 
     The graph is rewritten at its first run, when the layouts are known.  It is compiled then or later, see
     `CompiledVariant`.
@@ -42,19 +186,21 @@ class StepRunner:
         model: Dynamo's graph until the first rewrite is validated, then None.
         gm, sites: the canonical graph and its attention sites.
         pasts: for each site the argument indices of the past keys and values.
-        sizes, padding, verifier: read sizes and padding from a call's arguments, and check the call.
+        sizes, verifier: read sizes from a call's arguments, and check the call.
         variants: the rewrites of the graph.
         validation: the result of validating the first rewrite.
     """
 
+    sites: list[AttentionSite]
+    sizes: StepSizes
+
     def __init__(self, backend: Compiler, model: fx.GraphModule, captured: Capture) -> None:
-        self.backend = backend
-        self.model = model if backend.validates else None
-        self.gm, self.sites = captured.gm, captured.sites
+        gm, sites = captured.gm, captured.sites
+        super().__init__(backend, sites, StepSizes(gm, sites), PaddingTracker.of(gm, sites))
+        self.gm, self.model = gm, model if backend.validates else None
         holders = walk.placeholders(self.gm.graph)
         self.pasts = [(holders.index(s.past_key), holders.index(s.past_value)) for s in self.sites]  # type: ignore[arg-type]
         self.as_traced = UnwrappedSubclasses(index for pair in self.pasts for index in pair)
-        self.sizes, self.padding = StepSizes(self.gm, self.sites), PaddingTracker(self.gm, self.sites)
         self.verifier = StepVerifier(self.gm, self.sites, backend.stepped)
         self.variants = VariantCache(
             {str(symbol) for node in self.gm.graph.nodes for symbol in symbolic_shapes.symbols(walk.value(node))}
@@ -67,201 +213,138 @@ class StepRunner:
                 return self._run(arguments)
             except UnsupportedGraph as refusal:
                 tokens = arguments[self.pasts[0][0]].seen + self.sizes.queries(arguments)
-                if wrong := wrong_mask(self.gm, self.sites, arguments, tokens):
+                if wrong := describe_wrong_mask(self.gm, self.sites, arguments, tokens):
                     raise UnsupportedGraph(f"{wrong}. With this mask: {refusal}") from None
                 raise
 
     def _run(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        caches = [self._cache(arguments, indices) for indices in self.pasts]
+        caches = [self._cache_of_layer(arguments, indices) for indices in self.pasts]
         check_layers(caches)
         self.verifier.check_layers(caches, arguments)
         self.padding.check_hidden(caches)
         arguments = self.as_traced(arguments)
         queries = self.sizes.queries(arguments)
         for cache in caches:
-            make_room(cache, 1)
-        for cache, pins in self._pinned(caches):
+            grow_for(cache, 1)
+        for cache, pins in self._caches_with_pins(caches):
             pins.check(cache.layout.policy, cache.layout.batch, queries)
-            self.backend.kv_store.make_room(cache, pins)
-        first, step = caches[0], kind(caches)
-        known, before = self.padding.known(caches, arguments, queries), first.seen
-        others = self._others(caches, arguments, known)
-        self.verifier.check_positions(first, arguments, lambda: self.padding.valid(0, first, arguments, queries))
+            self.backend.kv_store.make_room_for_pins(cache, pins)
+        first, known = caches[0], self.padding.unchanged_inputs(caches, arguments, queries)
+        others = self._choose_reading(caches, arguments, known)
+        self.verifier.check_positions(first, arguments, lambda: self.padding.valid_tokens(0, first, arguments, queries))
         self.verifier.check_angles(
-            first, arguments, lambda: self.sizes.read(self.sizes.of_call(caches, arguments), others)
+            first, arguments, lambda: self.sizes.resolve(self.sizes.call_sizes(caches, arguments), others)
         )
-        rewrite, results, host_inputs, compact = self.advance(caches, arguments, others, known)
-        self.padding.note(caches, arguments, before, queries)
-        announce(StepResult(self, caches, arguments, others, known, results, step, rewrite, before, compact))
-        return self._outputs(rewrite, results, host_inputs, caches, arguments)
+        result = self.advance(caches, arguments, others, known)
+        self.padding.record_padding(caches, arguments, result.seen_before, queries)
+        announce(result)
+        return self._dynamo_outputs(result)
 
-    def _cache(self, arguments: tuple[Any, ...], indices: tuple[int, int]) -> LayerCache:
-        cache = current(arguments[indices[0]], "keys", self.backend)
-        if current(arguments[indices[1]], "values", self.backend) is not cache:
+    def _cache_of_layer(self, arguments: tuple[Any, ...], indices: tuple[int, int]) -> LayerCache:
+        cache = current_cache(arguments[indices[0]], "keys", self.backend)
+        if current_cache(arguments[indices[1]], "values", self.backend) is not cache:
             raise CacheHandleError(
                 "the keys and the values of a layer come from different layers or different conversations"
             )
         return cache
 
-    def _pinned(self, caches: list[LayerCache]) -> list[tuple[LayerCache, Pins]]:
-        """Return the caches in which the running call pins tokens, each with its pins."""
-        given = [] if given_pins() is None else [(cache, pins_for(cache)) for cache in caches]
-        return [(cache, pins) for cache, pins in given if pins is not None]
-
-    def advance(
-        self, caches: list[LayerCache], arguments: tuple[Any, ...], others: OtherSizes, known: frozenset[int]
-    ) -> tuple[StepRewrite, Sequence[Any], list[Any], bool]:
-        """Run the new tokens in Dynamo's arguments, and update the caches.
-
-        Args:
-            others: sizes of other inputs, see `StepSizes.readings`.
-            known: argument indices, see `PaddingTracker.known`.
-
-        Returns:
-            The rewrite of the graph, the results of the graph, the results of `StepRewrite.host_precomputed`, and
-            whether the step has compacted the slots.
-        """
-        queries = self.sizes.queries(arguments)
-        for cache in caches:
-            make_room(cache, queries)
-        calls, kv_store = calls_before(caches, queries), self.backend.kv_store
-        for layer, cache in enumerate(caches):
-            kv_store.prepare(cache, functools.partial(self.padding.valid, layer, cache, arguments, queries))
-        clocks: Sequence[tuple[Any, ...]] = [cache.clocks for cache in caches]
-        compact = False
-        if queries == 1:
-            compact, clocks = self.ticked(caches, arguments)
-        rewrite, host_inputs, flat, run = self._prepared(caches, arguments, others, known, compact)
-        for cache in caches:
-            cache.interrupted = True
-        if queries == 1:
-            for cache, pins in self._pinned(caches):
-                kv_store.pin(cache, pins)
-        regions.note_run()
-        results = run(*flat)
-        rewrite.count([cache.slots for cache in caches], results)
-        taken = [
-            kv_store.take_in(cache, site, [results[index] for index in indices])
-            for cache, site, indices in zip(caches, self.sites, rewrite.chunks, strict=True)
-        ]
-        count(caches, queries, clocks)
-        remember(caches, calls, taken)
-        return rewrite, results, host_inputs, compact
-
-    def ticked(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> tuple[bool, list[tuple[Any, ...]]]:
-        """Return whether a decode step with these arguments compacts, and the policy clocks after the step."""
-        return tick(caches, self.padding.valid_rows(caches, arguments))
-
-    def bound(
-        self,
-        caches: list[LayerCache],
-        arguments: tuple[Any, ...],
-        others: OtherSizes,
-        known: frozenset[int],
-        compact: bool,
-    ) -> Callable[[tuple[Any, ...], Sequence[tuple[Any, ...]]], Sequence[Any]]:
-        """Return a callable that does what `advance` does for one token while the caches keep their slots.
-
-        It is a `FastStep` for slots; for the eager reference it calls `advance`.
-        """
-        if self.backend.kv_store.is_reference:  # the reference needs the preparation that `FastStep` skips
-            return lambda arguments, _: self.advance(caches, arguments, others, known)[1]
-        rewrite, _, _, run = self._prepared(caches, arguments, others, known, compact)
-        return FastStep(caches, rewrite, run)
-
-    def moved(self, caches: list[LayerCache], arguments: tuple[Any, ...], by: int) -> tuple[Any, ...]:
-        """Return the arguments of the step before as if `by` more tokens had been seen before it."""
-        return self.sizes.moved(arguments, caches[0].seen - 1, by)
-
-    def lasts(self, ran: StepResult) -> Callable[[int], bool]:
+    def holds_after(self, result: StepResult) -> Callable[[int], bool]:
         """Return a predicate that tells whether this graph's guards hold a number of tokens after a step that ran."""
-        return self.sizes.lasts(ran.others, ran.arguments, ran.before)
+        return self.sizes.holds_after(result.other_sizes, result.arguments, result.seen_before)
 
     # -- variants ---------------------------------------------------------------------------------------------------
 
-    def _prepared(
-        self, caches: list[LayerCache], arguments: tuple[Any, ...], *how: Any
-    ) -> tuple[StepRewrite, list[Any], list[Any], inductor.Compiled]:
-        """Return the rewrite to run, the results of its host precomputation, its arguments and its compiled code.
-
-        Args:
-            how: the further arguments of `_variant`.
-        """
+    def _prepare(
+        self,
+        caches: list[LayerCache],
+        arguments: tuple[Any, ...],
+        other_sizes: OtherSizes,
+        known_padding: frozenset[int],
+        compact: bool,
+    ) -> PreparedStep:
         key = ShapeKey.of(caches, self.sizes.numbers(arguments))
-        variant = self._variant(caches, arguments, key, *how)
-        rewrite = variant.at(key)
+        variant = self._find_variant(caches, arguments, key, other_sizes, known_padding, compact)
+        rewrite = variant.rewrite_for(key)
         host_inputs = rewrite.host_precomputed(arguments)
-        flat = rewrite.flat([cache.slots for cache in caches], arguments, host_inputs, caches[0].seen)
+        flat = rewrite.flat_arguments([cache.slots for cache in caches], arguments, host_inputs, caches[0].seen)
         run = variant.runner(self.backend, flat, caches[0].layout.ranked, rewrite.queries > 1)
         if variant.serves(key):
-            return rewrite, host_inputs, flat, run
-        return self._prepared(caches, arguments, *how)  # compiling has added guards that this call does not meet
+            return PreparedStep(rewrite, host_inputs, flat, run)
+        # Compiling has added guards that this call does not meet.
+        return self._prepare(caches, arguments, other_sizes, known_padding, compact)
 
-    def _variant(
+    def _find_variant(
         self,
         caches: list[LayerCache],
         arguments: tuple[Any, ...],
         key: ShapeKey,
-        others: OtherSizes,
-        known: frozenset[int],
+        other_sizes: OtherSizes,
+        known_padding: frozenset[int],
         compact: bool,
     ) -> CompiledVariant:
         """Return a variant of the graph for caches that have capacity for the new tokens."""
-        sizes = self.sizes.of_call(caches, arguments)
-        how, tied = (sizes.counters, sizes.windows, known, compact), self.sizes.tied(others, sizes.numbers)
-        call = (*how, others, sizes.numbers, tuple((cache.layout, cache.slots.capacity) for cache in caches))
-        variant = self.variants.known(call, key)
+        sizes = self.sizes.call_sizes(caches, arguments)
+        how, tied = (
+            (sizes.counters, sizes.windows, known_padding, compact),
+            self.sizes.tie_sizes(other_sizes, sizes.numbers),
+        )
+        call = (*how, other_sizes, sizes.numbers, tuple((cache.layout, cache.slots.capacity) for cache in caches))
+        variant = self.variants.find(call, key)
         if variant is not None:
             return variant
 
-        def rewritten(dynamic: DynamicDims | None) -> StepRewrite:
+        def rewrite_for(dynamic: DynamicDims | None) -> StepRewrite:
             by_index = dynamic.by_index if dynamic else {}
-            layouts = [key.layout(i, cache.layout, by_index) for i, cache in enumerate(caches)] if dynamic else []
+            layouts = (
+                [key.dynamic_layout(i, cache.layout, by_index) for i, cache in enumerate(caches)] if dynamic else []
+            )
             step = StepCall(
                 gm=self.gm,
                 sites=self.sites,
                 layouts=[cache.layout for cache in caches],
                 slots=[cache.slots for cache in caches],
                 arguments=arguments,
-                sizes=self.sizes.read(sizes, tied if dynamic else others, dynamic),
+                sizes=self.sizes.resolve(sizes, tied if dynamic else other_sizes, dynamic),
                 seen=caches[0].seen,
                 windows=sizes.windows,
-                padding_inputs=self.padding.as_known(known),
+                padding_inputs=self.padding.as_padding_inputs(known_padding),
                 compact=compact,
                 dynamic_dims=layouts,
             )
-            return self._rewritten(step)
+            return self._rewrite(step)
 
         has_dynamic_sizes = self.backend.has_dynamic_sizes(caches[0].layout.device)
-        headroom = tuple((key.common(x.layout), x.slots.capacity - x.layout.capacity) for x in caches)
-        with dynamo.one_at_a_time():
+        headroom = tuple((key.shared_layout(x.layout), x.slots.capacity - x.layout.capacity) for x in caches)
+        with dynamo.compile_lock():
             shared = (*how, tied, headroom) if has_dynamic_sizes else None
-            variant = self.variants.made(call, shared, key, self.sizes.queries(arguments) == 1, rewritten)
-            self.sizes.worked.add(others)
+            variant = self.variants.make(call, shared, key, self.sizes.queries(arguments) == 1, rewrite_for)
+            self.sizes.rewritten_readings.add(other_sizes)
         return variant
 
-    def _others(self, caches: list[LayerCache], arguments: tuple[Any, ...], known: frozenset[int]) -> OtherSizes:
+    def _choose_reading(
+        self, caches: list[LayerCache], arguments: tuple[Any, ...], known_padding: frozenset[int]
+    ) -> OtherSizes:
         """Return the first reading of the sizes of other inputs for which the graph can be rewritten."""
         readings = self.sizes.readings(caches, arguments)
         if len(readings) == 1:
             return readings[0]
         queries, refusals = self.sizes.queries(arguments), []
         for cache in caches:
-            make_room(cache, queries)
+            grow_for(cache, queries)
         compact, _ = tick(caches) if queries == 1 else (False, [])
         for reading in readings:
             try:
                 key = ShapeKey.of(caches, self.sizes.numbers(arguments))
-                self._variant(caches, arguments, key, reading, known, compact)
+                self._find_variant(caches, arguments, key, reading, known_padding, compact)
             except UnsupportedGraph as refusal:
                 refusals.append(refusal)
             else:
                 return reading
         raise refusals[0]
 
-    def _rewritten(self, call: StepCall) -> StepRewrite:
+    def _rewrite(self, call: StepCall) -> StepRewrite:
         """Rewrite the graph for a call; the first rewrite is validated, as later ones differ in sizes alone."""
-        with walk.reading(site.call for site in self.sites):
+        with walk.converting_errors(site.call for site in self.sites):
             context, rewrite = self.backend.rewrite(call)
             if self.backend.validates and self.validation is None:
                 self._validate(context, rewrite)
@@ -281,22 +364,16 @@ class StepRunner:
         self.backend.note_validation("step", self.validation)
         self.model = None
 
-    def _outputs(
-        self,
-        rewrite: StepRewrite,
-        results: Sequence[Any],
-        host_inputs: list[Any],
-        caches: list[LayerCache],
-        arguments: tuple[Any, ...],
-    ) -> tuple[Any, ...]:
+    def _dynamo_outputs(self, done: StepResult) -> tuple[Any, ...]:
         """Return the outputs of Dynamo's graph from the results of the rewritten one."""
-        outputs = [None if index is None else results[index] for index in rewrite.outputs]
-        for index, result in zip(rewrite.grown, host_inputs, strict=False):
+        rewrite, caches, arguments = done.rewrite, done.caches, done.arguments
+        outputs = [None if index is None else done.results[index] for index in rewrite.outputs]
+        for index, result in zip(rewrite.grown, done.host_inputs, strict=False):  # further ones are inputs of the graph
             outputs[index] = result
         for index, beyond in rewrite.lengths.items():
             outputs[index] = caches[0].seen - rewrite.queries + beyond
         for index, (past, dim) in rewrite.unread.items():
-            outputs[index] = lengthened(arguments[past], dim, rewrite.queries)
+            outputs[index] = longer_placeholder(arguments[past], dim, rewrite.queries)
         for site, cache in zip(self.sites, caches, strict=True):
             outputs[site.keys_out], outputs[site.values_out] = handles_of(cache)
         return tuple(outputs)
@@ -310,21 +387,23 @@ class StepResult:
         runner: the runner of the graph.
         caches: the caches of the layers.
         arguments: Dynamo's arguments.
-        others, known: as of `StepRunner.advance`.
+        other_sizes, known_padding: as of `StepRunner.advance`.
         results: the results of the rewritten graph.
+        host_inputs: the results of `StepRewrite.host_precomputed`.
         kind: a key that is equal for two decode steps with the same code and the same buffers.
         rewrite: the rewrite of the graph.
-        before: the tokens seen before the run.
+        seen_before: the tokens seen before the run.
         compact: whether the step has compacted the slots.
     """
 
-    runner: StepRunner
+    runner: StepExecutor
     caches: list[LayerCache]
     arguments: tuple[Any, ...]
-    others: tuple[int | None, ...]
-    known: frozenset[int]
+    other_sizes: tuple[int | None, ...]
+    known_padding: frozenset[int]
     results: Sequence[Any]
+    host_inputs: list[Any]
     kind: StepKind
     rewrite: StepRewrite
-    before: int
+    seen_before: int
     compact: bool

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch.fx as fx
 
@@ -13,11 +14,16 @@ from kvpass.cache.layout import Layout
 from kvpass.errors import UnsupportedGraph
 from kvpass.fx import splicing
 from kvpass.rewrite.pipeline import StepRewrite
-from kvpass.runtime.caches import count
+from kvpass.runtime.caches import advance_counts
 from kvpass.runtime.compiler import Compiler
 from kvpass.torch_private import dynamo, fx_nodes, inductor, symbolic_shapes
 
+MOST_ENTRIES = 512
+"""The most kinds of calls, such as lengths of chunks, whose rewrites and sizes are kept for later calls."""
 MOST_DYNAMIC = 4  # variants with dynamic sizes for calls that differ in nothing but sizes
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,26 +57,26 @@ class ShapeKey:
         return ShapeKey(numbers, (capacity,), 1 if capacity - budget <= 1 else budget)
 
     @property
-    def all(self) -> tuple[int, ...]:
+    def all_numbers(self) -> tuple[int, ...]:
         return (*self.numbers, *self.capacities, self.budget)
 
     @property
-    def free(self) -> tuple[int, ...]:
-        """Indices in `all` that can be dynamic: compilers specialise on a size of 1."""
-        return tuple(index for index, number in enumerate(self.all) if number > 1)
+    def dynamic_indices(self) -> tuple[int, ...]:
+        """Indices in `all_numbers` that can be dynamic: compilers specialise on a size of 1."""
+        return tuple(index for index, number in enumerate(self.all_numbers) if number > 1)
 
     @property
-    def free_numbers(self) -> tuple[int, ...]:
-        """Indices in `free` that belong to `numbers`, and not to capacities and the budget."""
-        return tuple(index for index in self.free if index < len(self.numbers))
+    def dynamic_number_indices(self) -> tuple[int, ...]:
+        """Indices in `dynamic_indices` that belong to `numbers`, and not to capacities and the budget."""
+        return tuple(index for index in self.dynamic_indices if index < len(self.numbers))
 
     @property
-    def alike(self) -> tuple[int, ...]:
-        """Indices in `all` of the capacities of `exact_layers`."""
+    def exact_capacity_indices(self) -> tuple[int, ...]:
+        """Indices in `all_numbers` of the capacities of `exact_layers`."""
         return tuple(range(len(self.numbers), len(self.numbers) + len(self.exact_layers)))
 
-    def layout(self, layer: int, layout: Layout, sizes: dict[int, Any]) -> Layout:
-        """Return a layer's layout with dynamic sizes, by index in `all`, as capacity and budget."""
+    def dynamic_layout(self, layer: int, layout: Layout, sizes: dict[int, Any]) -> Layout:
+        """Return a layer's layout with dynamic sizes, by index in `all_numbers`, as capacity and budget."""
         first = len(self.numbers)
         index = first + (self.exact_layers.index(layer) if layer in self.exact_layers else 0)
         if index not in sizes or bool(self.exact_layers) != layout.exact_capacity:
@@ -80,7 +86,7 @@ class ShapeKey:
         budget = sizes.get(first + len(self.capacities), otherwise)
         return dataclasses.replace(layout, capacity=capacity, budget=budget)
 
-    def common(self, layout: Layout) -> Layout:
+    def shared_layout(self, layout: Layout) -> Layout:
         """Return the parts of a layout that calls must share: not the rows, nor a capacity that can be dynamic."""
         if self.capacities == (1,) or bool(self.exact_layers) != layout.exact_capacity:
             return dataclasses.replace(layout, batch=0)
@@ -90,20 +96,44 @@ class ShapeKey:
 
 @dataclasses.dataclass(frozen=True)
 class DynamicDims:
-    """Dynamic sizes, and the indices in `ShapeKey.all` of the numbers that they replace."""
+    """Dynamic sizes, and the indices in `ShapeKey.all_numbers` of the numbers that they replace."""
 
     sizes: symbolic_shapes.SymbolicSizes
-    free: tuple[int, ...]
+    indices: tuple[int, ...]
 
     @property
     def symbols(self) -> dict[int, Any]:
-        """Symbols by index in `ShapeKey.all`."""
-        return dict(zip(self.free, self.sizes.symbols, strict=True))
+        """Symbols by index in `ShapeKey.all_numbers`."""
+        return dict(zip(self.indices, self.sizes.symbols, strict=True))
 
     @property
     def by_index(self) -> dict[int, Any]:
-        """Dynamic sizes by index in `ShapeKey.all`."""
+        """Dynamic sizes by index in `ShapeKey.all_numbers`."""
         return {index: self.sizes.size(symbol) for index, symbol in self.symbols.items()}
+
+
+class LruCache(Generic[Key, Value]):
+    """A dictionary that drops the least recently used entry beyond `MOST_ENTRIES`."""
+
+    def __init__(self) -> None:
+        self._entries: collections.OrderedDict[Key, Value] = collections.OrderedDict()
+
+    def get(self, key: Key) -> Value | None:
+        """Return the value of a key, which counts as used; None for an unknown key."""
+        if key in self._entries:
+            self._entries.move_to_end(key)
+        return self._entries.get(key)
+
+    def put(self, key: Key, value: Value) -> Value:
+        """Set the value of a key, and return it."""
+        self._entries[key] = value
+        if len(self._entries) > MOST_ENTRIES:
+            self._entries.popitem(last=False)
+        return value
+
+    def values(self) -> Iterable[Value]:
+        """Return the values, the least recently used first."""
+        return self._entries.values()
 
 
 Rewrite = Callable[[DynamicDims | None], StepRewrite]
@@ -117,38 +147,38 @@ class CompiledVariant:
         """
         Args:
             key: that of the call that the graph was rewritten for.
-            free: the indices in `key.all` that are dynamic in the graph.
+            free: the indices in `key.all_numbers` that are dynamic in the graph.
         """
-        self._rewrite, self.key, self._free = rewrite, key, free
+        self._rewrite, self.key, self._dynamic_indices = rewrite, key, free
         self.compiled: inductor.Compiled | None = None
         self._ran_uncompiled = False
-        self._by_key: dict[ShapeKey, StepRewrite] = {}
+        self._by_key = LruCache[ShapeKey, StepRewrite]()
 
-    def at(self, key: ShapeKey) -> StepRewrite:
+    def rewrite_for(self, key: ShapeKey) -> StepRewrite:
         """Return the rewrite with numbers for its dynamic sizes, for a call with this shape key."""
-        if key not in self._by_key:
-            self._by_key[key] = self._rewrite.at([key.all[index] for index in self._free])
-        return self._by_key[key]
+        known = self._by_key.get(key)
+        numbers = [key.all_numbers[index] for index in self._dynamic_indices]
+        return known or self._by_key.put(key, self._rewrite.with_numbers(numbers))
 
-    def gave(self, rewrite: StepRewrite) -> bool:
-        """Return whether `at` has returned this object."""
+    def owns(self, rewrite: StepRewrite) -> bool:
+        """Return whether `rewrite_for` has returned this object."""
         return any(each is rewrite for each in self._by_key.values())
 
     def serves(self, key: ShapeKey) -> bool:
         """Return whether the graph is valid for a call with this shape key."""
         if key == self.key:
             return True
-        pairs = enumerate(zip(key.all, self.key.all, strict=True))
-        same = all(one == other for index, (one, other) in pairs if index not in self._free)
+        pairs = enumerate(zip(key.all_numbers, self.key.all_numbers, strict=True))
+        same = all(one == other for index, (one, other) in pairs if index not in self._dynamic_indices)
         sizes = self._rewrite.dynamic
-        return same and (sizes is None or sizes.hold([key.all[index] for index in self._free]))
+        return same and (sizes is None or sizes.hold([key.all_numbers[index] for index in self._dynamic_indices]))
 
-    def _let_go_of(self, graph: fx.Graph) -> None:
+    def _release_graph(self, graph: fx.Graph) -> None:
         """Drop the graph, which nothing reads once it is compiled; code that runs it keeps no example tensors."""
-        splicing.let_go_of_data(graph)
+        splicing.release_example_data(graph)
         for rewrite in (self._rewrite, *self._by_key.values()):
             rewrite.gm = None
-        dynamo.let_go_of_sources()
+        dynamo.release_source_lines()
         inductor.return_free_memory()
 
     def runner(self, backend: Compiler, flat: list[Any], ranked: bool, chunk: bool) -> inductor.Compiled:
@@ -161,11 +191,11 @@ class CompiledVariant:
         if chunk and gm is not None and not self._ran_uncompiled and not backend.compiles_at_once:
             self._ran_uncompiled = True
             return fx_nodes.code_of(gm)
-        with dynamo.one_at_a_time():
+        with dynamo.compile_lock():
             if self.compiled is None:
                 assert gm is not None
                 self.compiled = backend.compile_step(gm, rewrite.examples or flat, ranked, chunk, rewrite.dynamic)
-                self._let_go_of(gm.graph)
+                self._release_graph(gm.graph)
         return self.compiled
 
 
@@ -185,11 +215,11 @@ class VariantCache:
             symbols: the names of all symbols in the graph.
         """
         self._symbols = symbols
-        self._by_call: dict[Any, CompiledVariant] = {}
+        self._by_call = LruCache[Any, CompiledVariant]()
         self._dynamic: dict[Any, list[CompiledVariant]] = {}
         self._first_keys: dict[Any, ShapeKey] = {}
 
-    def known(self, call: Any, key: ShapeKey) -> CompiledVariant | None:
+    def find(self, call: Any, key: ShapeKey) -> CompiledVariant | None:
         """Return the variant that served an equal call, if it still does: compiling may have added guards on sizes.
 
         Args:
@@ -198,34 +228,33 @@ class VariantCache:
         variant = self._by_call.get(call)
         return variant if variant is not None and variant.serves(key) else None
 
-    def with_rewrite(self, rewrite: StepRewrite) -> CompiledVariant:
+    def variant_of(self, rewrite: StepRewrite) -> CompiledVariant:
         """Return the variant that a rewrite of a call belongs to."""
-        return next(variant for variant in self._by_call.values() if variant.gave(rewrite))
+        return next(variant for variant in self._by_call.values() if variant.owns(rewrite))
 
-    def made(self, call: Any, shared: Any, key: ShapeKey, decodes: bool, rewrite: Rewrite) -> CompiledVariant:
+    def make(self, call: Any, shared: Any, key: ShapeKey, decodes: bool, rewrite: Rewrite) -> CompiledVariant:
         """Return a variant for a call, from an existing one with dynamic sizes or from a new rewrite.
 
         Args:
-            call: as of `known`.
+            call: as of `find`.
             shared: the key of what the variant depends on besides its shape key; None for static sizes only.
             decodes: whether the call has a single new token.
         """
-        dynamic = None if shared is None else self._with_dynamic_sizes((shared, key.free), key, decodes, rewrite)
-        self._by_call[call] = dynamic or CompiledVariant(rewrite(None), key)
-        return self._by_call[call]
+        dynamic = None if shared is None else self._find_dynamic((shared, key.dynamic_indices), key, decodes, rewrite)
+        return self._by_call.put(call, dynamic or CompiledVariant(rewrite(None), key))
 
-    def _with_dynamic_sizes(self, kind: Any, key: ShapeKey, decodes: bool, rewrite: Rewrite) -> CompiledVariant | None:
+    def _find_dynamic(self, kind: Any, key: ShapeKey, decodes: bool, rewrite: Rewrite) -> CompiledVariant | None:
         """Return a variant with dynamic sizes; None if the call gets a static one."""
         variants = self._dynamic.setdefault(kind, [])
         known = next((variant for variant in variants if variant.serves(key)), None)
-        fixed = decodes and not key.free_numbers  # only capacities and the budget can be dynamic
+        fixed = decodes and not key.dynamic_number_indices  # only capacities and the budget can be dynamic
         first = fixed and self._first_keys.setdefault(kind, key) == key
         if known or (first and not key.exact_layers) or len(variants) == MOST_DYNAMIC:
             return known
-        for free in dict.fromkeys((key.free, key.free_numbers)):
-            alike = [free.index(index) for index in key.alike if index in free]
+        for free in dict.fromkeys((key.dynamic_indices, key.dynamic_number_indices)):
+            alike = [free.index(index) for index in key.exact_capacity_indices if index in free]
             if free:
-                sizes = symbolic_shapes.SymbolicSizes([key.all[index] for index in free], self._symbols, alike)
+                sizes = symbolic_shapes.SymbolicSizes([key.all_numbers[index] for index in free], self._symbols, alike)
                 try:
                     variants.append(CompiledVariant(rewrite(DynamicDims(sizes, free)), key, free))
                 except UnsupportedGraph:  # one that does not depend on sizes is raised again by the static rewrite
@@ -243,7 +272,7 @@ class FastStep:
     def __init__(self, caches: list[LayerCache], rewrite: StepRewrite, run: inductor.Compiled) -> None:
         """
         Args:
-            rewrite: the rewrite of a step of one token, whose `repeats` is true.
+            rewrite: the rewrite of a step of one token, whose `is_repeatable` is true.
             run: the compiled code of the rewrite.
         """
         self.caches, self.rewrite, self.run = caches, rewrite, run
@@ -261,6 +290,6 @@ class FastStep:
         for cache in self.caches:
             cache.interrupted = True
         results = self.run(*self.fixed, *given)
-        self.rewrite.count(self.slots, results)
-        count(self.caches, 1, clocks)
+        self.rewrite.count_tokens(self.slots, results)
+        advance_counts(self.caches, 1, clocks)
         return results

@@ -20,7 +20,7 @@ COMPARISONS = {f"__{name}__": name for name in ("eq", "ne", "lt", "le", "gt", "g
 """The operators of comparison methods: torch 2.11 records x == 0 as a method call, later versions as an operator."""
 
 
-def never_a_frame_of_its_own(function: Any) -> None:
+def never_compile_alone(function: Any) -> None:
     """Keep Dynamo from compiling a function as a frame of its own; Dynamo may still inline the function.
 
     One code object of `__torch_function__` serves every operation, and Dynamo has run the code compiled for one
@@ -39,7 +39,7 @@ def mark_in_place(buffer: Tensor) -> None:
     torch._dynamo.mark_static_address(buffer, guard=False)
 
 
-def parts_of(model: torch.nn.Module) -> list[dict[str, Any]]:
+def tables_of_modules(model: torch.nn.Module) -> list[dict[str, Any]]:
     """Return the dictionaries of a model's parameters, buffers and modules; they show later replacements."""
     return [held for x in model.modules() for held in (x._parameters, x._buffers, x._modules)]
 
@@ -71,7 +71,7 @@ def as_new_input(node: fx.Node, example: Tensor, *, in_place: bool) -> None:
         node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
 
 
-def let_go_of_sources() -> None:
+def release_source_lines() -> None:
     """Drop the lines of source files that Dynamo has read for stack traces: 10 MiB for a model of transformers.
 
     Whoever needs a line reads its file again.  Code without a file, as of a notebook, stays.
@@ -81,7 +81,7 @@ def let_go_of_sources() -> None:
             linecache.cache.pop(name, None)
 
 
-def one_at_a_time() -> contextlib.AbstractContextManager[Any]:
+def compile_lock() -> contextlib.AbstractContextManager[Any]:
     """Return Dynamo's own lock: tracing patches Python functions of the whole process, so threads take turns."""
     from torch._dynamo.convert_frame import compile_lock
 
@@ -96,19 +96,19 @@ _WAYS = ("skip_nnmodule_hook_guards", "fail_on_recompile_limit_hit")
 """Further settings: ignore hooks that are added later; raise an error at the recompile limit."""
 
 
-class _Ours(int):
+class _SetByKvpass(int):
     """The value of a torch setting that kvpass has set, with the value before."""
 
     before: Any
 
     @classmethod
-    def instead_of(cls, before: Any, value: int) -> _Ours:
+    def instead_of(cls, before: Any, value: int) -> _SetByKvpass:
         ours = cls(value)
         ours.before = before
         return ours
 
 
-def set_up_compilations() -> None:
+def register_settings() -> None:
     """Register kvpass's Dynamo settings for every compilation for a kvpass backend.
 
     The recompile limit counts the graphs of all backends of a function, and torch checks it before it calls a backend,
@@ -116,15 +116,15 @@ def set_up_compilations() -> None:
     """
     from torch._dynamo import utils
 
-    if _with_our_settings not in (utils.get_hook_for_recompile_user_context() or ()):
-        utils.register_hook_for_recompile_user_context(_with_our_settings)
+    if _apply_settings not in (utils.get_hook_for_recompile_user_context() or ()):
+        utils.register_hook_for_recompile_user_context(_apply_settings)
 
 
-def _with_our_settings() -> str:
+def _apply_settings() -> str:
     """Set Dynamo's settings for the compilation that is about to begin, and undo those of an earlier one."""
     config: Any = torch._dynamo.config
     for name in (*MOST_GRAPHS, *_WAYS):
-        if isinstance(set_to := getattr(config, name), _Ours):
+        if isinstance(set_to := getattr(config, name), _SetByKvpass):
             setattr(config, name, set_to.before)
     backend = _current_backend()
     if backend is None:
@@ -132,7 +132,7 @@ def _with_our_settings() -> str:
     limits = {name: max(getattr(config, name), most) for name, most in MOST_GRAPHS.items()}
     fails = getattr(backend, "strict", True) and not config.suppress_errors  # torch does not allow both
     for name, value in (limits | {"skip_nnmodule_hook_guards": False, "fail_on_recompile_limit_hit": fails}).items():
-        setattr(config, name, _Ours.instead_of(getattr(config, name), value))
+        setattr(config, name, _SetByKvpass.instead_of(getattr(config, name), value))
     return "kvpass"
 
 
@@ -142,7 +142,7 @@ def _current_backend() -> Any:
     for _ in range(4):
         if frame is None:
             return None
-        for backend in _unwrapped(frame.f_locals.get("compiler_fn")):
+        for backend in _wrapped_backends(frame.f_locals.get("compiler_fn")):
             if any(str(each.__module__).partition(".")[0] == "kvpass" for each in (backend, *type(backend).__mro__)):
                 return backend
         frame = frame.f_back
@@ -158,17 +158,17 @@ def backend_of(compiled: Any) -> Any:
     if context is None and getattr(compiled, "__closure__", None):
         cells = dict(zip(compiled.__code__.co_freevars, compiled.__closure__, strict=True))
         found = cells["callback"].cell_contents if "callback" in cells else None
-    return next(reversed(list(_unwrapped(found))), None)
+    return next(reversed(list(_wrapped_backends(found))), None)
 
 
-def _unwrapped(backend: Any) -> Iterator[Any]:
+def _wrapped_backends(backend: Any) -> Iterator[Any]:
     """Yield a backend and the backends that it wraps, outermost first."""
     while backend is not None:
         yield backend
         backend = getattr(backend, "_torchdynamo_orig_backend", None) or getattr(backend, "compiler_fn", None)
 
 
-def numbers_as_symbols(names: set[str]) -> contextlib.AbstractContextManager[Any]:
+def tracing_attributes_as_symbols(names: set[str]) -> contextlib.AbstractContextManager[Any]:
     """Trace integer attributes of these names as symbols from the first trace on, inside the context."""
     config: Any = torch.compiler.config  # a module whose type torch changes
     chosen = [each for each in (config.dynamic_sources, rf".*\.({'|'.join(sorted(names))})$") if each]
@@ -176,7 +176,7 @@ def numbers_as_symbols(names: set[str]) -> contextlib.AbstractContextManager[Any
     return context
 
 
-def one_like_other_sizes() -> contextlib.AbstractContextManager[Any]:
+def tracing_one_as_symbol() -> contextlib.AbstractContextManager[Any]:
     """Trace a dynamic size as a symbol even if it is one in this call, inside the context."""
     from torch.fx.experimental import _config
 
@@ -185,7 +185,7 @@ def one_like_other_sizes() -> contextlib.AbstractContextManager[Any]:
     return context
 
 
-def is_last_graph() -> bool:
+def is_at_recompile_limit() -> bool:
     """Check whether the function being compiled reaches torch.compile's recompile limit with this graph."""
     from torch._guards import CompileContext
 
@@ -194,14 +194,14 @@ def is_last_graph() -> bool:
     return count is not None and count + 1 >= torch._dynamo.config.recompile_limit
 
 
-def hooks_so_far() -> int:
+def registered_hooks() -> int:
     """Return how many hooks this process has registered, on any module."""
     from torch.utils.hooks import RemovableHandle
 
     return int(RemovableHandle.next_id)
 
 
-def why_uncompiled() -> str | None:
+def reason_uncompiled() -> str | None:
     """Return the reason why torch.compile runs everything uncompiled now, or None."""
     from torch._dynamo import eval_frame
     from torch.utils import _python_dispatch
@@ -221,7 +221,7 @@ def is_disabled() -> bool:
     return bool(torch._dynamo.config.disable) or os.environ.get("TORCHDYNAMO_DISABLE") == "1"
 
 
-def is_limit_of_graphs(error: BaseException) -> bool:
+def is_recompile_limit_error(error: BaseException) -> bool:
     """Check whether an error says that torch refuses to compile another graph of a function."""
     from torch._dynamo.exc import FailOnRecompileLimitHit
 
@@ -272,6 +272,6 @@ def graph_breaks() -> int:
     return sum(_counters()["graph_break"].values())
 
 
-def activity() -> int:
+def compilation_count() -> int:
     """Return a number that changes with every compilation, including recompilations that Dynamo does not count."""
     return sum(value for counter in _counters().values() for value in counter.values())

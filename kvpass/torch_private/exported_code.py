@@ -1,8 +1,8 @@
 """Inductor's code for a CPU as text and libraries, which another process loads without Inductor.
 
 Inductor writes a Python module for each graph: kernels of machine code, each in a library of its own, and a function
-`call` that allocates memory and runs them.  `exported` takes from the module what `call` needs, and `imported` makes
-`call` again.  AOTAutograd's wrapper around it is left out: without gradients the code returns all results itself.
+`call` that allocates memory and runs them.  `export_code` takes from the module what `call` needs, and `import_code`
+makes `call` again.  AOTAutograd's wrapper around it is left out: without gradients the code returns all results itself.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ExportedCode:
     leading: list[Tensor]
 
 
-def exported(run: Any) -> ExportedCode | None:
+def export_code(run: Any) -> ExportedCode | None:
     """Return the code of a callable that Inductor made for a CPU; None if it needs more than is saved."""
     leading = list(getattr(run, "leading", ()))
     run = run.run if isinstance(run, WithLeading) else run
@@ -55,7 +55,7 @@ def exported(run: Any) -> ExportedCode | None:
         return None
     tree = ast.parse(Path(scope["__file__"]).read_text(encoding="utf-8"))
     kernels = {name: library for name, value in scope.items() if (library := generated_code.kernel_library(value))}
-    kept, free = _needed(tree, {*kernels, LIBRARY_OF_OPERATORS})
+    kept, free = _needed_statements(tree, {*kernels, LIBRARY_OF_OPERATORS})
     constants = {name: scope[name] for name in free if isinstance(scope.get(name), Tensor)}
     known = {*kernels, *constants, LIBRARY_OF_OPERATORS, *vars(builtins)}
     if not free <= known or not _are_torch_functions(kept, scope.get(LIBRARY_OF_OPERATORS)):
@@ -64,7 +64,7 @@ def exported(run: Any) -> ExportedCode | None:
     return ExportedCode(text, {name: kernels[name] for name in kernels if name in free}, constants, leading)
 
 
-def _needed(tree: ast.Module, given: set[str]) -> tuple[list[ast.stmt], set[str]]:
+def _needed_statements(tree: ast.Module, given: set[str]) -> tuple[list[ast.stmt], set[str]]:
     """Return the statements that `call` needs, in order, and the names that none of them binds.
 
     Args:
@@ -114,7 +114,7 @@ def _are_torch_functions(kept: Sequence[ast.stmt], library: Any) -> bool:
     return all(getattr(library, name, None) is getattr(torch, name, library) for name in used)
 
 
-def imported(code: ExportedCode, name: str) -> Boxed:
+def import_code(code: ExportedCode, name: str) -> Boxed:
     """Return the function `call` of exported code.
 
     Args:

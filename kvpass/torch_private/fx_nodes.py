@@ -35,7 +35,7 @@ def schema(node: fx.Node) -> tuple[tuple[str, ...], dict[str, Any]]:
     return tuple(each.name for each in arguments), {each.name: each.default_value for each in arguments}
 
 
-def passes_on(node: fx.Node) -> list[fx.Node]:
+def aliased_arguments(node: fx.Node) -> list[fx.Node]:
     """Return the arguments that an operator writes to or returns an alias of, by its schema."""
     schema = node.target._schema  # type: ignore[union-attr]
     indices = [(index, argument.name) for index, argument in enumerate(schema.arguments) if argument.alias_info]
@@ -44,7 +44,7 @@ def passes_on(node: fx.Node) -> list[fx.Node]:
     return [part for part in flat if isinstance(part, fx.Node)]
 
 
-def changes_nothing(node: fx.Node) -> bool:
+def is_without_effect(node: fx.Node) -> bool:
     """Check whether a node only logs usage or switches gradients, which inference does not need."""
     return is_log_only(node) or (node.op == "call_function" and node.target is torch._C._set_grad_enabled)
 
@@ -55,14 +55,14 @@ def is_collective(node: fx.Node) -> bool:
     return node.op == "call_function" and family.strip("_").startswith("c10d") and not name.startswith("wait_tensor")
 
 
-def all_reduced(x: Tensor, how: str, group: str) -> Tensor:
+def all_reduce(x: Tensor, how: str, group: str) -> Tensor:
     """Reduce a tensor over a process group, given by name, with "sum" or "max"; traceable, and runs eagerly."""
     operators = torch.ops._c10d_functional
     return cast(Tensor, operators.wait_tensor(operators.all_reduce(x, how, group)))
 
 
 @contextlib.contextmanager
-def autocast_preserved() -> Iterator[None]:
+def preserving_autocast() -> Iterator[None]:
     """Return a context after which autocast is as it was before, whatever was entered inside and not exited."""
     kinds = [kind for kind in ("cpu", "cuda") if torch.amp.is_autocast_available(kind)]
     before = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
@@ -144,7 +144,7 @@ def code_of(gm: fx.GraphModule) -> Callable[..., Any]:
     return gm.forward
 
 
-def attention_with_lse(
+def attend_with_lse(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Call the kernel that `scaled_dot_product_attention` calls on a CPU, on the same arguments.

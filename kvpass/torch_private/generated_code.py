@@ -57,7 +57,7 @@ def allocator() -> Callable[..., Tensor]:
 
 
 @contextlib.contextmanager
-def calls_watched(see: Callable[[types.FrameType, Any], None]) -> Iterator[None]:
+def watching_c_calls(see: Callable[[types.FrameType, Any], None]) -> Iterator[None]:
     """Report each C function that this thread calls from Python, with the calling frame, inside the context.
 
     The context uses Python's one profiling hook, which must be free.
@@ -124,7 +124,7 @@ def is_shared(tensor: Tensor) -> bool:
     return holders(tensor.untyped_storage()._cdata) > holders(alone.untyped_storage()._cdata)
 
 
-def watched(see: Callable[[Any, Any, Any, Any], None]) -> contextlib.AbstractContextManager[Any]:
+def watching_dispatch(see: Callable[[Any, Any, Any, Any], None]) -> contextlib.AbstractContextManager[Any]:
     """Report each operator that torch's dispatcher runs, with arguments and results, after it has run."""
     from torch.utils._python_dispatch import TorchDispatchMode
 

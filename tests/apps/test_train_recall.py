@@ -75,9 +75,9 @@ def test_the_bundled_model_recalls_at_every_distance():
 def test_the_bundled_weights_recall_what_they_are_said_to():
     subject = load_memory(None)
     held_out = torch.tensor([token for text in subject.encode(corpus.read(corpus.held_out_files())) for token in text])
-    text = recall.planted(held_out, subject.bos, PairVocabulary.of(subject.tokenizer), 2048, rows=8, seed=5)
-    shares = [recall.right_uncached(subject.model, text, number) for number in range(len(text.distances))]
+    text = recall.plant_pairs(held_out, subject.bos, PairVocabulary.of(subject.tokenizer), 2048, rows=8, seed=5)
+    shares = [recall.share_without_cache(subject.model, text, number) for number in range(len(text.distances))]
     assert min(shares) >= 0.9
     # Without the pairs nobody could know.
     strange = dataclasses.replace(text, pairs=text.pairs.roll(1, 0))
-    assert recall.right_uncached(subject.model, strange, 3) <= 0.1
+    assert recall.share_without_cache(subject.model, strange, 3) <= 0.1

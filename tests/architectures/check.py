@@ -160,7 +160,7 @@ class Beside:
         self.graphs, self.worst = 0, 0.0
 
     def __call__(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        copy = regions.copied(gm)
+        copy = regions.inline_regions(gm)
         shapes.fix_floats(copy.graph)
         captured = capture(copy, [False] * len(examples))
         if not captured.sites:

@@ -71,7 +71,7 @@ class Talk:
         """What every layer holds: places, and what is beside each in the order of positions."""
         found = []
         for cache in caches_in(self.cache):
-            slots = cache.slots.whole(cache.layout)
+            slots = cache.slots.as_rectangle(cache.layout)
             order, live = rows_in_order(slots.position), (slots.position >= 0).sum(-1)
             found += [slots.seen, slots.length, live, torch.tensor([[*clock] for clock in cache.clocks])]
             for tensor in (slots.position, slots.index, *(slots.state[x] for x in cache.layout.policy.state())):

@@ -27,7 +27,7 @@ class Beside:
         self.apart: list[float] = []
 
     def __call__(self, gm: fx.GraphModule, examples: Any) -> Callable[..., Any]:
-        copy = regions.copied(gm)
+        copy = regions.inline_regions(gm)
         captured = capture(copy, [False] * len(examples))
         self.captured.append((copy, captured))
 
@@ -104,7 +104,7 @@ def test_without_a_concatenation_what_is_returned_is_appended_to_nothing() -> No
     assert run(prompt, (q, q, q)).calls(ATTENTION) == []  # what it returns is not what it attends to
     beside = run(stored, (q, q, q))
     assert [node.args[0] for node in beside.calls(APPEND)] == [None, None]
-    assert op_table.bound(beside.calls(ATTENTION)[0])["causal"] is True
+    assert op_table.named_arguments(beside.calls(ATTENTION)[0])["causal"] is True
 
 
 @pytest.mark.parametrize("name", ["mT", "mH"])
@@ -160,7 +160,7 @@ def test_growth_that_is_not_read_is_refused(name: str, read: bool) -> None:
     beside = run(attend, (q, q, q, (past, past + 1)))
     (_, captured), *_ = beside.captured
     assert captured.sites == []
-    assert captured.refused
+    assert captured.refusals
 
 
 def test_what_stays_as_long_as_it_was_is_no_growth() -> None:
@@ -171,7 +171,7 @@ def test_what_stays_as_long_as_it_was_is_no_growth() -> None:
         return states.sum(-1), states
 
     beside = run(step, (torch.randn(1, 8, 1), torch.randn(1, 8, 4)))
-    assert [captured.found for _, captured in beside.captured] == [[]]
+    assert [captured.readings for _, captured in beside.captured] == [[]]
 
 
 def test_a_cache_that_is_used_elsewhere_is_refused_at_that_use() -> None:
@@ -180,7 +180,7 @@ def test_a_cache_that_is_used_elsewhere_is_refused_at_that_use() -> None:
 
     def backend(gm: fx.GraphModule, examples: Any) -> Callable[..., Any]:
         captured = capture(gm, [isinstance(x, Tensor) and x.ndim == 4 for x in examples])
-        refusals.extend(f"{walk.source_line(each.node)}: {each.refusal}" for each in captured.found if each.refusal)
+        refusals.extend(f"{walk.source_line(each.node)}: {each.refusal}" for each in captured.readings if each.refusal)
         return gm.forward
 
     def function(x: Tensor, past: Tensor) -> Tensor:

@@ -83,7 +83,7 @@ def test_other_regions_stay(inside: Any, one: Tensor, other: Tensor, enabled: bo
 
 
 def fails_inside(depth: int) -> None:
-    with fx_nodes.autocast_preserved():
+    with fx_nodes.preserving_autocast():
         for _ in range(depth):
             ENTER("cpu", torch.bfloat16, True, None)
         raise ZeroDivisionError

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import kvpass
-from kvpass.decoding.prefill import lengths
+from kvpass.decoding.prefill import chunk_lengths
 from tests.checkpoint import conversations
 from tests.checkpoint.subject import Answer, Subject
 
@@ -68,7 +68,7 @@ def bare_loop(subject: Subject, settings: dict[str, Any]) -> list[Answer]:
 def chunked(subject: Subject, settings: dict[str, Any]) -> list[Answer]:
     """A prompt in chunks, and then token by token."""
     model, ids = subject.under(**settings), medium(subject)
-    pieces = tuple(lengths(MEDIUM, CHUNK, True))
+    pieces = tuple(chunk_lengths(MEDIUM, CHUNK, True))
     return [_continued(model, ids, kvpass.prefill(model, ids, chunk=CHUNK), pieces=pieces)]
 
 

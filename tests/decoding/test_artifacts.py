@@ -226,7 +226,7 @@ def test_what_cannot_be_exported_is_said(model: Any, exported: tuple[Path, str],
         kvpass.export(model, path, **H2O, rows=2, batch=2)
     (tmp_path / "other").mkdir()
     for name, message in (("other", "is there, and is no artifact"), ("no/folder", "cannot be written")):
-        with pytest.raises(ArtifactError, match=message), artifact_folder.writing(tmp_path / name):
+        with pytest.raises(ArtifactError, match=message), artifact_folder.write_folder(tmp_path / name):
             pass
     assert [each.name for each in tmp_path.iterdir()] == ["other"]
 

@@ -116,7 +116,7 @@ def test_a_loaded_cache_is_cropped_like_the_saved_one(model: Traced, name: str, 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dynamo, "backend_of", lambda _: chosen)
             loaded = kvpass.load_cache(path, under)
-        tokens = min(tokens, sum(past.croppable for past in caches_in(cache)[0].calls))
+        tokens = min(tokens, sum(past.croppable_tokens for past in caches_in(cache)[0].calls))
         for each in (cache, loaded):
             each.crop(-tokens)
         expected, cache = talked(under, cache, [1, 3, 1], mask, ids)

@@ -284,7 +284,7 @@ def test_hooks_leave_no_steps_behind() -> None:
         loop.generate(3)
         assert loop.state is not None
         assert loop.state.step is not None
-        sizes.append((len(loop.state.step.known), len(loop.state.step.bound)))
+        sizes.append((len(loop.state.step.slots_by_kind), len(loop.state.step.callables)))
         torch.nn.Linear(1, 1).register_forward_hook(lambda *_: None)
     assert sizes[1:] == [(1, 1)] * 3
 
@@ -379,7 +379,7 @@ def test_a_decode_loop_runs_no_generated_python(policy: str) -> None:
     state = loop.state
     assert state is not None
     assert state.step is not None
-    runs = [bound.run for bound in state.step.bound.values()]  # type: ignore[attr-defined]
+    runs = [bound.run for bound in state.step.callables.values()]  # type: ignore[attr-defined]
     assert runs
     for run in runs:
         assert isinstance(run, Replayed)

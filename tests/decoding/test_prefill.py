@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvpass
-from kvpass.decoding.prefill import lengths
+from kvpass.decoding.prefill import chunk_lengths
 from kvpass.runtime import caches, kv_store
 from tests.models import breaks, build, graphs, prompt
 from tests.strategies import OF_ONE_MODEL, ROWS
@@ -41,7 +41,7 @@ def held(cache: Any) -> list[Tensor]:
 
 @given(tokens=st.integers(1, 999), chunk=st.integers(1, 99), first=st.booleans())
 def test_chunks_are_all_tokens_in_few_lengths(tokens: int, chunk: int, first: bool) -> None:
-    found = lengths(tokens, chunk, first)
+    found = chunk_lengths(tokens, chunk, first)
     assert sum(found) == tokens
     assert set(found[1:]) <= {chunk}
     assert found[0] < 2 * chunk

@@ -262,7 +262,7 @@ def test_rows_draw_by_their_own_settings() -> None:
     sampling = kvpass.decoding.sampling.RowSampling.of(len(rows), torch.device("cpu"))
     counts = torch.zeros(len(rows), 4)
     for row, (given, _) in enumerate(rows):
-        sampling.put(row, kvpass.decoding.sampling.Sampling(**given, seed=row))
+        sampling.set_row(row, kvpass.decoding.sampling.Sampling(**given, seed=row))
     for made in range(4000):
         drawn = sampling.choose(shares.log().expand(len(rows), 4), torch.full((len(rows),), made))
         counts[torch.arange(len(rows)), drawn] += 1
@@ -346,7 +346,7 @@ def test_a_request_that_cannot_be_admitted_is_removed(monkeypatch: pytest.Monkey
         if raised:
             raise raised.pop()
 
-    monkeypatch.setattr(scheduler, "check_slots_alone", check)
+    monkeypatch.setattr(scheduler, "check_holds_only_slots", check)
     raised.append(kvpass.CacheHandleError("the layers hold more"))
     first = loop.generate_batch(prompts((5, 5)), max_new_tokens=3)
     assert [output.status.name for output in first.values()] == ["FAILED", "FINISHED"]
@@ -358,7 +358,7 @@ def test_a_request_that_cannot_be_admitted_is_removed(monkeypatch: pytest.Monkey
             list(loop)
         assert loop.pending == 1
         assert ended(loop)[name].generated_tokens == [*first.values()][1].generated_tokens
-    monkeypatch.setattr(scheduler, "check_slots_alone", lambda *_: None)
+    monkeypatch.setattr(scheduler, "check_holds_only_slots", lambda *_: None)
     put = request_batch.RequestBatch.insert
     monkeypatch.setattr(request_batch.RequestBatch, "insert", lambda *how: (check(), put(*how))[1])
     for errors, status in (
@@ -405,12 +405,14 @@ def test_caches_that_hold_more_than_slots() -> None:
     window, count = torch.tensor(8), torch.tensor(5)
     for held in ({"states": torch.zeros(1, 2)}, {"states": {0: torch.zeros(1, 2)}}, {"count": count}, {"n": [window]}):
         with pytest.raises(kvpass.CacheHandleError, match=f"layer 1 .* holds {next(iter(held))} beside"):
-            request_batch.check_slots_alone(Held(Layer(), Layer(**held)), Held(Layer(), Layer(count=torch.tensor(0))))
+            request_batch.check_holds_only_slots(
+                Held(Layer(), Layer(**held)), Held(Layer(), Layer(count=torch.tensor(0)))
+            )
     for empty in (None, Held(), Held(Layer(window=torch.tensor(9)))):
         with pytest.raises(kvpass.CacheHandleError, match="holds window"):
-            request_batch.check_slots_alone(Held(Layer(window=window)), empty)
-    request_batch.check_slots_alone(Held(Layer(window=window, size=3)), Held(Layer(window=window.clone())))
-    request_batch.check_slots_alone((), None)
+            request_batch.check_holds_only_slots(Held(Layer(window=window)), empty)
+    request_batch.check_holds_only_slots(Held(Layer(window=window, size=3)), Held(Layer(window=window.clone())))
+    request_batch.check_holds_only_slots((), None)
 
 
 def faulty(chance: float, seed: int) -> Any:

@@ -22,7 +22,7 @@ from kvpass.errors import ShardingError
 from kvpass.fx import walk
 from kvpass.policies import resolve
 from kvpass.policies.base import Policy
-from kvpass.policies.heads import HeadSharding, gathered, head_indices, reduced
+from kvpass.policies.heads import HeadSharding, gather_heads, head_indices, reduce_heads
 from kvpass.policies.tova import Tova
 from kvpass.torch_private import fx_nodes
 from tests.aligners import random_aligner
@@ -93,14 +93,14 @@ def test_in_one_process_a_reduction_is_that_of_torch(how: Literal["mean", "max",
     x = torch.rand(2, 3, 4, 5)
     flat = x.flatten(1, 2)
     wanted = {"mean": flat.mean(1), "max": flat.amax(1), "median": flat.median(1).values}[how]
-    assert torch.equal(reduced(x, how, None), wanted[:, None])
+    assert torch.equal(reduce_heads(x, how, None), wanted[:, None])
 
 
 def test_what_is_gathered_stands_at_its_rank() -> None:
     spread = HeadSharding(4, 8, 4, dist.group.WORLD.group_name)
-    assert gathered(torch.tensor([[1.0, 2.0]]), spread, 1).tolist() == [[0, 0, 0, 0, 1, 2, 0, 0]]
+    assert gather_heads(torch.tensor([[1.0, 2.0]]), spread, 1).tolist() == [[0, 0, 0, 0, 1, 2, 0, 0]]
     assert head_indices(torch.zeros(1, 2, 3), spread).tolist() == [[4], [5]]
-    assert HeadSharding.read(spread.written()) == spread
+    assert HeadSharding.from_text(spread.to_text()) == spread
 
 
 # -- refusals ------------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ def test_what_is_measured_gives_the_sizes_of_the_call(hints: list[int], data: st
     alone = [data.draw(st.booleans()) for _ in hints]
     examples = [size if a else open_sizes.like((2, size), None) for size, a in zip(sizes, alone, strict=True)]
     arguments = [count if a else torch.ones(2, count) for count, a in zip(counts, alone, strict=True)]
-    known = shapes.measured(graph_of([*examples, 7, "else"]), [*arguments, 7, "else"])
+    known = shapes.measure_symbols(graph_of([*examples, 7, "else"]), [*arguments, 7, "else"])
     assert known == dict(zip(open_sizes.symbols, counts, strict=True))
     total = shapes.expr(sizes[0]) * 2 + sum(map(shapes.expr, sizes[1:]))
     assert shapes.number(open_sizes.size(total), known) == counts[0] * 2 + sum(counts[1:])
@@ -49,10 +49,10 @@ def test_what_is_measured_gives_the_sizes_of_the_call(hints: list[int], data: st
 @given(COUNTS)
 def test_shapes_are_equal_as_expressions(hints: list[int]) -> None:
     sizes = symbols_of(hints)
-    assert shapes.same(sizes, list(sizes))
-    assert shapes.same([size + 1 for size in sizes], (1 + size for size in sizes))
-    assert not shapes.same(sizes, hints)
-    assert not shapes.same(sizes, [*sizes, 1])
+    assert shapes.same_shape(sizes, list(sizes))
+    assert shapes.same_shape([size + 1 for size in sizes], (1 + size for size in sizes))
+    assert not shapes.same_shape(sizes, hints)
+    assert not shapes.same_shape(sizes, [*sizes, 1])
 
 
 def test_a_size_as_text_with_another_symbol() -> None:

@@ -104,10 +104,10 @@ def _run(model: Any, name: str) -> Outputs:
         ids = torch.cat([first.sequences, further], 1)  # the last token that was generated is not cached
         seen = torch.ones(2, ids.shape[1] - PROMPT, dtype=torch.int64)
         mask = torch.cat([given["attention_mask"], seen], 1)
-        past = cache_names.arguments(model, cache_names.returned(first))
+        past = cache_names.arguments(model, cache_names.cache_of_output(first))
         last = _generate(model, dict(input_ids=ids, attention_mask=mask, **past))
         logits += last.logits
-    held = [layer.positions.tolist() for layer in kvpass.inspect(cache_names.returned(last)).layers]
+    held = [layer.positions.tolist() for layer in kvpass.inspect(cache_names.cache_of_output(last)).layers]
     return {"tokens": last.sequences.tolist(), "logits": summary(torch.stack(logits, 1)), "positions": held}
 
 

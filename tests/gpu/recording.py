@@ -59,9 +59,9 @@ class Recording(Backend):
             there = dataclasses.replace(
                 call,
                 gm=moved,
-                sites=[site.moved(places) for site in call.sites],
+                sites=[site.in_copy(places) for site in call.sites],
                 layouts=[dataclasses.replace(layout, device=device) for layout in call.layouts],
-                padding_inputs=call.padding_inputs.moved(places),
+                padding_inputs=call.padding_inputs.in_copy(places),
             )
             rewrite = rewrite_step(StepContext(there))
         patches = self.step_patches(call.layouts[0].ranked)

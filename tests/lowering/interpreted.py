@@ -61,7 +61,7 @@ def attention_of(
     )
     rope = _rope(draw, key, extras) if extras.get("rope") else None
     keys, values = (Rows.of(format_of(kv_dtype, x.shape[-1], dtype), x) for x in (key, value))
-    got = attend_kernel.attended(query, keys, values, rope=rope, **given)
+    got = attend_kernel.attend_by_kernel(query, keys, values, rope=rope, **given)
     exact = keys.read().double()
     rotated = exact if rope is None else _rotated(exact, rope)
     expected = attend(query.double(), plain(rotated), plain(values.read().double()), **given)
@@ -95,11 +95,11 @@ def repairs_of(seed: int, shape: tuple[int, ...], dtype: torch.dtype, hidden: tu
     with torch.no_grad():
         network.outer.normal_()
         network.shift.normal_()
-    weights = [tensor[1] for tensor in aligner.Aligner("direct", signature, network.stored()).weights()]
+    weights = [tensor[1] for tensor in aligner.Aligner("direct", signature, network.to_tensors()).weights()]
     key, value = draw(rows, heads, slots, dim), draw(rows, slots, heads, width).transpose(1, 2)
     places = torch.randint(0, window + 1, (2, rows, slots), generator=torch.Generator().manual_seed(seed))
     moves = places[0] > places[1]
-    got = align_kernel.repaired(weights, key, value, *places, moves)
+    got = align_kernel.repair_by_kernel(weights, key, value, *places, moves)
     expected = aligner._direct(weights, key, value, *places, moves)
     assert bool(moves.any())
     assert not bool(moves.all())

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import tests.strategies  # noqa: F401  loads the Hypothesis profile
 from kvpass.lowering import attention_rows as module
 from kvpass.lowering.attention_statistics import StatisticsRequest, attention_statistics
-from kvpass.policies import resolve, specify
+from kvpass.policies import resolve, to_json
 
 NAMES = ("total", "squares", "last", "window", "logits", "older", "older_peak")
 
@@ -23,7 +23,7 @@ def operands(query, key, mask, real, causal, scale, window=1, powers=2, value=No
 
 def scan_operands(query, key, mask, real, causal, scale, value=None):
     """Arguments of the operator for the scan of a cascade of one sub-cache, in 5 slots."""
-    policy = specify(resolve("cascade", {"sinks": 1, "cascades": 1}))
+    policy = to_json(resolve("cascade", {"sinks": 1, "cascades": 1}))
     request = StatisticsRequest(("scan",), causal, scale, None, key.shape[1], scan=policy, budget=5)
     return query, key, value, mask, None, real, None, request.text()
 
@@ -162,7 +162,7 @@ def test_the_shapes_for_the_compiler_are_those_of_the_real_thing(make, attends, 
 
 
 def test_a_request_is_its_text():
-    request = StatisticsRequest(("scan",), True, 0.3, None, 2, scan=specify(resolve("cascade", {})), budget=0.5)
+    request = StatisticsRequest(("scan",), True, 0.3, None, 2, scan=to_json(resolve("cascade", {})), budget=0.5)
     assert StatisticsRequest.parse(request.text()) == request
     assert not {*request.text()} & {*'"\\\n'}  # a string literal of C++ has it as it is
 

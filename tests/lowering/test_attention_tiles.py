@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import tests.strategies  # noqa: F401  loads the Hypothesis profile
 from kvpass.lowering import attention_rows as module
 from kvpass.lowering import attention_tiles
-from kvpass.torch_private.fx_nodes import attention_with_lse
+from kvpass.torch_private.fx_nodes import attend_with_lse
 
 pytestmark = pytest.mark.skipif(
     attention_tiles.dtype_of_products(torch.float32, 64) is None,
@@ -165,7 +165,7 @@ def test_attention_is_the_librarys_where_it_has_matrix_tiles(monkeypatch):
     monkeypatch.setattr(attention_tiles.inductor, "has_matrix_tiles", lambda: True)
     assert not attention_tiles.attends(torch.float32, 8)
     output, log_sum_exp = attention.attend(key)
-    for one, other in zip((output, log_sum_exp), attention_with_lse(query, key, key, None, True, 0.5), strict=True):
+    for one, other in zip((output, log_sum_exp), attend_with_lse(query, key, key, None, True, 0.5), strict=True):
         assert torch.equal(one, other)
     if here:
         monkeypatch.undo()
@@ -179,7 +179,7 @@ def test_a_known_log_sum_exp_changes_nothing(dtype, shift):
     drawn = torch.Generator().manual_seed(0)
     query, key = (torch.randn(2, heads, 150, 16, generator=drawn).to(dtype) for heads in (4, 2))
     mask = torch.full((1, 1, 150, 150), -torch.inf).triu(1) - shift
-    _, totals = attention_with_lse(query, key, key, mask.to(dtype), False, 0.25)
+    _, totals = attend_with_lse(query, key, key, mask.to(dtype), False, 0.25)
     given = (query, key, mask.to(dtype), torch.ones(2, 150), False, 0.25, None, None, 2)
     for made, expected in zip(sums_of(*given, totals), sums_of(*given), strict=True):
         torch.testing.assert_close(made, expected, atol=1e-4, rtol=1e-3)
@@ -191,7 +191,7 @@ def test_a_query_that_sees_no_key_adds_nothing(hides):
     seen = torch.ones(1, 1, 9, 9, dtype=torch.bool).tril()
     seen[..., 3, :] = False
     mask = seen if hides == "bool" else torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
-    _, totals = attention_with_lse(query, key, key, mask, False, 0.5)
+    _, totals = attend_with_lse(query, key, key, mask, False, 0.5)
     weight = torch.ones(1, 9)
     without = torch.ones(1, 9)
     without[:, 3] = 0

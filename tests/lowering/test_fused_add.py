@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from kvpass.lowering.graph_passes import write_out_sums
+from kvpass.lowering.graph_passes import materialize_sums
 
 aten = torch.ops.aten
 
@@ -13,7 +13,7 @@ aten = torch.ops.aten
 def written(function, *arguments):
     """The graph of a function on these arguments with its sums written out, and how many are."""
     traced = make_fx(function, tracing_mode="fake")(*arguments)
-    write_out_sums(traced.graph)
+    materialize_sums(traced.graph)
     traced.graph.lint()
     traced.recompile()
     return traced, sum(node.target is aten.as_strided.default for node in traced.graph.nodes)

@@ -111,7 +111,7 @@ def split_for(
         mask=beside.bool(), bias=beside if full else None, scale=0.1, cap=None, sink_logit=None
     )
     rope = Rope(table, table, RotaryPairs(rotated, interleaved), ranks) if rotated else None
-    split, join = launched(attend_kernel.attended, query, key, value, with_logits=True, rope=rope, **given)
+    split, join = launched(attend_kernel.attend_by_kernel, query, key, value, with_logits=True, rope=rope, **given)
     assert (split.name, join.name) == ("split", "join")
     return split.binary(target)
 
@@ -226,7 +226,7 @@ def test_repairs_spill_nothing(target: str, dtype: torch.dtype, dim: int, hidden
     shapes = [(8 * dim, hidden), (8 * dim, hidden), (64, hidden), (64, hidden), (64, 16 * dim), (hidden, hidden)]
     shapes += [(hidden,), (hidden, 16 * dim), (16 * dim,)]
     weights = [torch.empty(*shape, **there) for shape in shapes]
-    (launch,) = launched(align_kernel.repaired, weights, key, value, made, made, made.bool())
+    (launch,) = launched(align_kernel.repair_by_kernel, weights, key, value, made, made, made.bool())
     binary = launch.binary(target)
     assert binary.spills == 0
     assert binary.shared <= 99 << 10  # what every GPU since sm_80 has

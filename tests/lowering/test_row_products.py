@@ -16,10 +16,10 @@ from kvpass.lowering.row_products import (
     DTYPES,
     Processor,
     RowLimits,
+    column_part_count,
     column_parts,
     decompose_products,
     is_faster_as_sums,
-    split,
 )
 from kvpass.torch_private import inductor
 
@@ -110,20 +110,20 @@ def test_other_products_are_left_alone(rows, weight):
 def test_the_number_of_parts(dtype, dots, rows, width, expected):
     processor = Processor(cache=48 << 10, dots=frozenset([dtype] if dots else []))
     x, weight = torch.empty(rows, width, dtype=dtype), torch.empty(64, width, dtype=dtype)
-    assert split(x, weight.t(), processor) == expected
+    assert column_part_count(x, weight.t(), processor) == expected
 
 
 def test_a_smaller_cache_has_room_for_fewer_rows():
     x, weight = torch.empty(4, 1536), torch.empty(64, 1536)
-    assert split(x, weight.t(), Processor(32 << 10, frozenset())) == 4
+    assert column_part_count(x, weight.t(), Processor(32 << 10, frozenset())) == 4
 
 
 def test_columns_that_cannot_be_split_and_those_that_lie_apart():
     processor = Processor(48 << 10, frozenset())
-    assert split(torch.empty(1, 64), torch.empty(33, 64).t(), processor) == 1
-    assert split(torch.empty(1, 64), torch.empty(34, 64).t(), processor) == 2
-    assert split(torch.empty(1, 64), torch.empty(64, 32), processor) == 1
-    assert split(torch.empty(2, 64), torch.empty(64, 32), processor) == 0
+    assert column_part_count(torch.empty(1, 64), torch.empty(33, 64).t(), processor) == 1
+    assert column_part_count(torch.empty(1, 64), torch.empty(34, 64).t(), processor) == 2
+    assert column_part_count(torch.empty(1, 64), torch.empty(64, 32), processor) == 1
+    assert column_part_count(torch.empty(2, 64), torch.empty(64, 32), processor) == 0
 
 
 def scores(queries, keys):
@@ -247,7 +247,7 @@ def test_weights_in_int8_are_converted_in_registers(rows, dtype):
 
 def test_not_on_a_gpu():
     x, weight = torch.empty(1, 64, device="meta"), torch.empty(64, 64, device="meta")
-    assert split(x, weight.t(), Processor.here()) == 0
+    assert column_part_count(x, weight.t(), Processor.here()) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

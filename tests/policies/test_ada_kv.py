@@ -20,7 +20,7 @@ from kvpass.cache.slots import ClassedSlots, Slots
 from kvpass.cache.step import decode_step
 from kvpass.errors import BudgetError, PolicyError, UnsupportedGraph
 from kvpass.policies import resolve
-from kvpass.policies.ada_kv import AdaKV, classes_of, shares_of, winners
+from kvpass.policies.ada_kv import AdaKV, classes_of, count_winners, shares_of
 from kvpass.policies.budgets import HeadClass
 from tests.architectures import zoo
 from tests.layer import Lowered, Stretch, layout_for
@@ -34,10 +34,10 @@ SCORES = torch.tensor([[[.30, .20, .15, .10, .05, .05, .05, .05, .03, .02],
 def test_counts_by_hand(safeguard: float, wanted: list[int]) -> None:
     """Eight tokens of two heads: the first head's seven best are above the second best of the other."""
     position = torch.arange(10).expand(1, 2, -1)
-    assert winners(SCORES, position, 4, safeguard).tolist() == [wanted]
+    assert count_winners(SCORES, position, 4, safeguard).tolist() == [wanted]
     padded = position.clone()
     padded[:, 0, 2:7] = -1  # five tokens that do not compete
-    assert winners(SCORES, padded, 4, 0.0).tolist() == [[5, 3]]
+    assert count_winners(SCORES, padded, 4, 0.0).tolist() == [[5, 3]]
 
 
 def test_budgets_by_hand() -> None:
@@ -147,7 +147,7 @@ def test_classes_equal_one_rectangle_with_a_budget_for_each_head() -> None:
     slots = lowered.slots
     assert isinstance(slots, ClassedSlots)
     plain = dataclasses.replace(lowered.layout, classes=(), row_budgets=True)
-    rectangle = slots.whole(lowered.layout).with_state_of(plain, [0, 0])
+    rectangle = slots.as_rectangle(lowered.layout).with_state_of(plain, [0, 0])
     budgets = torch.tensor([part.budget for part in lowered.layout.parts])
     rectangle.state[ROW_BUDGET].copy_(budgets[slots.inverse][..., None])
     new = layer(3, tokens=12)
@@ -159,7 +159,7 @@ def test_classes_equal_one_rectangle_with_a_budget_for_each_head() -> None:
             for layout, held in ((lowered.layout, slots), (plain, rectangle))
         )
         torch.testing.assert_close(ours, theirs)
-        one, other = slots.whole(lowered.layout).position, rectangle.position
+        one, other = slots.as_rectangle(lowered.layout).position, rectangle.position
         assert torch.equal(one.sort(-1).values, other.sort(-1).values)
 
 

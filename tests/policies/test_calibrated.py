@@ -49,7 +49,7 @@ def rescored(policy: Any, these: Tokens, key: Tensor, value: Tensor | None = Non
 
 
 def kept(policy: Any, these: Tokens, changes: State) -> list[int]:
-    keep, _ = policy.compact(these.updated(changes))
+    keep, _ = policy.compact(these.with_state(changes))
     return [index for index, stays in enumerate(keep[0, 0].tolist()) if stays]
 
 

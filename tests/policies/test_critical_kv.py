@@ -13,7 +13,7 @@ from kvpass.cache.handle import caches_in
 from kvpass.errors import CacheHandleError, UnsupportedGraph
 from kvpass.policies.critical_kv import CriticalKV, output_norms
 from kvpass.policies.types import Tokens
-from kvpass.runtime.caches import by_head
+from kvpass.runtime.caches import output_weight_by_head
 from tests.models import build
 
 SCORE = [.30, .20, .15, .10, .05, .05, .05, .05, .03, .02]  # fmt: skip
@@ -27,7 +27,7 @@ def kept(first: float) -> list[int]:
     state = {"score": torch.tensor([[[*SCORE, 0.0]]]), "selected": position < 10}
     tokens = Tokens(position, torch.tensor([[[11]]]), state, 5)
     value = torch.tensor([*NORMS, 1.0])[None, None, :, None] * torch.tensor([0.5, -0.5])
-    keep, _ = policy.compact(tokens.updated(policy.project(tokens, value, None)))
+    keep, _ = policy.compact(tokens.with_state(policy.project(tokens, value, None)))
     return torch.nonzero(keep[0, 0]).flatten().tolist()
 
 
@@ -40,7 +40,7 @@ def test_the_choice_by_hand() -> None:
 def test_norms_are_of_each_query_heads_part_of_the_output() -> None:
     drawn = torch.Generator().manual_seed(0)
     weight, value = torch.randn(6, 2 * 3 * 4, generator=drawn), torch.randn(1, 2, 5, 4, generator=drawn)
-    norms = output_norms(value, by_head(weight, 2, 4))
+    norms = output_norms(value, output_weight_by_head(weight, 2, 4))
     for head in range(2):
         for token in range(5):
             parts = []

@@ -34,7 +34,7 @@ def observed(policy: SnapKV, rows: Tensor, budget: int = 5) -> Tokens:
     if isinstance(policy, DefensiveKV):
         smoothed = policy.smoothed(probs, torch.ones(1, rows.shape[2], dtype=torch.bool), 0)
         statistics = dataclasses.replace(statistics, scan=smoothed.amax((2, 3)))
-    return these.updated(policy.observe_chunk(these, statistics))
+    return these.with_state(policy.observe_chunk(these, statistics))
 
 
 def test_the_score_by_hand() -> None:
@@ -68,7 +68,7 @@ def test_smoothing_by_hand() -> None:
 def test_safe_tokens_have_less_than_the_mass(mass: float, most: int, safe: list[int]) -> None:
     policy = DefensiveKV(window=1, kernel=1, mass=mass)
     these = observed(policy, torch.tensor([[[0.5, 0.3, 0.15, 0.05, 0.0]]]))
-    assert torch.nonzero(policy._safe(these, most)[0, 0]).flatten().tolist() == safe
+    assert torch.nonzero(policy._safe_tokens(these, most)[0, 0]).flatten().tolist() == safe
 
 
 def test_values_count_as_shares_of_the_heads() -> None:
@@ -90,7 +90,7 @@ def test_a_token_that_one_query_needs_stays() -> None:
     for policy in (DefensiveKV(window=1, kernel=1, mass=0.3), SnapKV(window=1, kernel=1)):
         these = observed(policy, rows[None], budget=5)
         if isinstance(policy, DefensiveKV):
-            these = these.updated(policy.project(these, torch.ones(1, 1, 10, 1), None))
+            these = these.with_state(policy.project(these, torch.ones(1, 1, 10, 1), None))
         kept[policy.name] = torch.nonzero(policy.compact(these)[0][0, 0]).flatten().tolist()
     assert kept == {"defensive_kv": [0, 1, 2, 5, 9], "snapkv": [0, 1, 2, 3, 9]}
 

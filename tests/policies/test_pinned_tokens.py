@@ -15,7 +15,7 @@ from kvpass.diagnostics.simulate import simulate
 from kvpass.errors import BudgetError, PolicyError
 from kvpass.policies import Policy, Tokens, names, resolve
 from kvpass.policies.pinned_tokens import Pins
-from kvpass.reference.random import drawn
+from kvpass.reference.random import draw
 from tests.aligners import random_aligner
 from tests.diagnostics.test_simulate import check
 from tests.layer import Literal, Lowered, Stretch, layout_for
@@ -142,7 +142,7 @@ def layer(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def test_of_generated_tokens_those_that_drew_most_stay() -> None:
     held = simulate("random", *layer(12), prompt=4, budget=6, keep_prompt=True, compiled=True).positions[-1, 0, 0]
-    luckiest = sorted(range(4, 12), key=lambda position: -drawn(0, position, 0))[:2]
+    luckiest = sorted(range(4, 12), key=lambda position: -draw(0, position, 0))[:2]
     assert held.tolist() == [0, 1, 2, 3, *sorted(luckiest)]
 
 

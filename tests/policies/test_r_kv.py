@@ -37,8 +37,8 @@ def scored(chosen: RKV) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     valid = torch.ones(1, 10, dtype=torch.bool)
     spec = StatisticsSpec(QUERIES, KEYS, None, None, True, 2**-0.5, None, 1, None)
     tokens = Tokens(torch.arange(10)[None, None], torch.full((1, 1, 1), 10), {"vote": torch.zeros(1, 1, 10)}, 6)
-    tokens = tokens.updated(chosen.observe_chunk(tokens, spec.attention(chosen, valid, 6)))
-    tokens = tokens.updated(chosen.rescore(tokens, KEYS, KEYS))
+    tokens = tokens.with_state(chosen.observe_chunk(tokens, spec.attention(chosen, valid, 6)))
+    tokens = tokens.with_state(chosen.rescore(tokens, KEYS, KEYS))
     return tokens.state["vote"][0, 0], tokens.state["redundancy"][0, 0], chosen.score(tokens)[0, 0]
 
 

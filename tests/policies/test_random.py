@@ -35,7 +35,7 @@ def test_drawn_once_the_sample_is_one_of_all_tokens() -> None:
 
 def test_rounds_and_heads_draw_apart() -> None:
     position, head = torch.arange(500), torch.arange(3)[:, None]
-    first, second = (hashing.drawn(position, head, hashing.seed_of_round(5, torch.tensor(n))) for n in (64, 128))
+    first, second = (hashing.draw(position, head, hashing.seed_of_round(5, torch.tensor(n))) for n in (64, 128))
     both = torch.cat([first, second]).double()
     assert (torch.corrcoef(both) - torch.eye(6)).abs().max() < 0.2
 
@@ -44,13 +44,13 @@ def test_numbers_are_those_of_the_reference() -> None:
     for seen, position, head in ((1, 0, 0), (64, 63, 2), (10**6, 999_999, 7)):
         seed = hashing.seed_of_round(3, torch.tensor(seen))
         assert int(seed) == literal.seed_of_round(3, seen)
-        assert int(hashing.drawn(torch.tensor(position), torch.tensor(head), seed)) == literal.drawn(
+        assert int(hashing.draw(torch.tensor(position), torch.tensor(head), seed)) == literal.draw(
             literal.seed_of_round(3, seen), position, head
         )
 
 
 def test_uniform_numbers_lie_inside_and_normal_ones_are_normal() -> None:
-    ends = hashing.uniform(torch.tensor([0, hashing.PRIME - 1]))
+    ends = hashing.to_uniform(torch.tensor([0, hashing.PRIME - 1]))
     assert 0 < ends[0] < ends[1] < 1
     made = hashing.normal(300, 200, torch.tensor([7, 8]))
     assert made.shape == (2, 300, 200)

@@ -51,9 +51,9 @@ def test_ranges_and_a_sample_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reserved are 0, 2 and 4, which ties with 7; the highest quotient of the others is that of 1."""
     policy, tokens = example(large=0.5, kernel=1)
     assert tokens.state["range"][0, 0, :8].tolist() == [0, 1, 5, 0, 4, 1, 1, 4]
-    monkeypatch.setattr(hashing, "uniform", lambda number: torch.tensor(DRAWS).neg().exp())
+    monkeypatch.setattr(hashing, "to_uniform", lambda number: torch.tensor(DRAWS).neg().exp())
     assert kept(policy, tokens) == [0, 1, 2, 4, 8, 9]
-    monkeypatch.setattr(literal, "drawn", lambda seed, position, head: position)
+    monkeypatch.setattr(literal, "draw", lambda seed, position, head: position)
     monkeypatch.setattr(literal, "uniform", lambda position: math.exp(-DRAWS[position]))
     assert kept_by_reference(policy) == [0, 1, 2, 4, 8, 9]
 
@@ -62,12 +62,12 @@ def test_a_sketch_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     policy, tokens = example(variant="dkv")
     sketch = torch.tensor([[1.0], [2.0]])
     monkeypatch.setattr(hashing, "normal", lambda rows, columns, seed: sketch.expand(1, 1, 2, 1))
-    tokens = tokens.updated(policy.rescore(tokens, KEYS[None, None], VALUES[None, None]))
+    tokens = tokens.with_state(policy.rescore(tokens, KEYS[None, None], VALUES[None, None]))
     score = tokens.state["score"][0, 0, 1:8]
     expected = torch.tensor([0.0565, 0.5095, 0.3328, 0.0051, 0.0017, 0.0204, 0.0740])
     torch.testing.assert_close(score / score.sum(), expected, atol=6e-5, rtol=0)
     assert kept(policy, tokens) == [0, 2, 3, 7, 8, 9]
-    monkeypatch.setattr(literal, "sketched", lambda row, seed: float((row.float() @ sketch).square().sum()))
+    monkeypatch.setattr(literal, "sketch_norm", lambda row, seed: float((row.float() @ sketch).square().sum()))
     assert kept_by_reference(policy) == [0, 2, 3, 7, 8, 9]
 
 
@@ -75,7 +75,7 @@ def test_tokens_without_attention_come_last_and_the_newest_of_them_first(monkeyp
     policy, tokens = example(large=0.0, kernel=1)
     votes = torch.zeros(1, 1, 10)
     votes[..., 3] = 0.1
-    assert kept(policy, tokens.updated({"vote": votes})) == [0, 3, 6, 7, 8, 9]
+    assert kept(policy, tokens.with_state({"vote": votes})) == [0, 3, 6, 7, 8, 9]
 
 
 def test_the_sample_is_in_proportion_to_attention() -> None:

@@ -13,7 +13,7 @@ import kvpass
 from kvpass.backend import Backend
 from kvpass.cache.handle import Handle
 from kvpass.fx.walk import placeholders
-from kvpass.rewrite.context import Record, StepContext
+from kvpass.rewrite.context import PassRecord, StepContext
 from kvpass.rewrite.passes import STEP_PASSES
 from kvpass.rewrite.pipeline import StepRewrite, rewrite_step
 from kvpass.rewrite.step_graph import StepCall
@@ -27,7 +27,7 @@ class Stage:
 
     lines: list[str]
     gm: fx.GraphModule
-    record: Record
+    record: PassRecord
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Stages(Backend):
         context = StepContext(call)
         self.contexts.append(context)
 
-        def keep(record: Record, graph: fx.Graph) -> None:
+        def keep(record: PassRecord, graph: fx.Graph) -> None:
             copy, _ = fx_nodes.copy_graph_module(context.gm)
             self.stages[record.name] = Stage(body(graph), copy, record)
 

@@ -149,8 +149,8 @@ def test_halves_are_never_joined() -> None:
 def test_sections_cut_and_join() -> None:
     x = torch.arange(6.0)
     sections = Sections((x[:2], x[2:]))
-    assert [p.tolist() for p in sections.between(1, 5).tensors] == [[1.0], [2.0, 3.0, 4.0]]
-    assert torch.equal(sections.joined(), x)
+    assert [p.tolist() for p in sections.slice(1, 5).tensors] == [[1.0], [2.0, 3.0, 4.0]]
+    assert torch.equal(sections.join(), x)
 
 
 class Rotated(torch.nn.Module):

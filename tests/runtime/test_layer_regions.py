@@ -22,7 +22,7 @@ from tests import models
 from tests.switch import Switch
 
 LAYERS, BUDGET = 4, 12
-needs_reuse = pytest.mark.skipif(not regions.are_reused(), reason="this version of torch traces each region anew")
+needs_reuse = pytest.mark.skipif(not regions.are_supported(), reason="this version of torch traces each region anew")
 
 
 class Counting:
@@ -43,8 +43,8 @@ def talk(model: Any, ids: Tensor, parts: Sequence[int]) -> Tensor:
     cache, logits = DynamicCache(config=model.config), []
     with torch.no_grad():
         for part in ids.split(list(parts), 1):
-            out = cache_names.call(model, part, cache)
-            cache = cache_names.returned(out)
+            out = cache_names.call_model(model, part, cache)
+            cache = cache_names.cache_of_output(out)
             logits.append(out.logits)
     return torch.cat(logits, 1)
 

@@ -106,13 +106,13 @@ def test_of_all_graphs_one_is_left_to_rewrite_steps_from(monkeypatch: pytest.Mon
 
 def test_lines_of_source_files_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     read: set[str] = set()
-    original = dynamo.let_go_of_sources
+    original = dynamo.release_source_lines
 
     def noted() -> None:
         read.update(linecache.cache)
         original()
 
-    monkeypatch.setattr(dynamo, "let_go_of_sources", noted)
+    monkeypatch.setattr(dynamo, "release_source_lines", noted)
     monkeypatch.setitem(linecache.cache, "<a notebook>", (2, None, ["x\n"], "<a notebook>"))
     force(build("Llama"), *prompt(1, 12, ()), [10, 1, 1], policy="h2o", budget=8, inner="eager")
     folder = str(Path(transformers.__file__).parent)
@@ -133,7 +133,7 @@ def test_source_lines_that_change_meanwhile_disturb_nothing(monkeypatch: pytest.
     gc.callbacks.append(collected)
     gc.set_threshold(1, 1, 1)
     try:
-        dynamo.let_go_of_sources()
+        dynamo.release_source_lines()
     finally:
         gc.set_threshold(*thresholds)
         gc.callbacks.remove(collected)

@@ -12,7 +12,7 @@ from torch import Tensor
 import kvpass
 from kvpass.backend import Backend
 from kvpass.policies.budgets import Plan
-from kvpass.runtime.model_identity import PlansByModel, SeenTensors, held_weakly, made_elsewhere
+from kvpass.runtime.model_identity import PlansByModel, TensorSet, belongs_to_other_layer, weak_references
 from tests.models import different, prompt
 
 BUDGET = 8
@@ -71,7 +71,7 @@ def test_plans_know_a_model_by_most_of_its_tensors() -> None:
 
 @pytest.mark.parametrize("gone", [True, False])
 def test_a_tensor_at_an_old_address_is_another_one(gone: bool) -> None:
-    known, tensor = SeenTensors(), torch.ones(1)
+    known, tensor = TensorSet(), torch.ones(1)
     known.add([tensor])
     key = id(tensor)
     if gone:
@@ -83,9 +83,9 @@ def test_a_tensor_at_an_old_address_is_another_one(gone: bool) -> None:
 
 
 def test_what_made_a_cache_is_compared_with_what_is_known() -> None:
-    here, there, known = torch.ones(1), torch.ones(1), SeenTensors()
-    assert not made_elsewhere(held_weakly([there]), [here], known)  # a copy that ran the prompt alone
+    here, there, known = torch.ones(1), torch.ones(1), TensorSet()
+    assert not belongs_to_other_layer(weak_references([there]), [here], known)  # a copy that ran the prompt alone
     known.add([there])
-    assert made_elsewhere(held_weakly([there]), [here], known)
-    assert not made_elsewhere(held_weakly([there, here]), [here], known)  # an adapter
-    assert not made_elsewhere((), [here], known)
+    assert belongs_to_other_layer(weak_references([there]), [here], known)
+    assert not belongs_to_other_layer(weak_references([there, here]), [here], known)  # an adapter
+    assert not belongs_to_other_layer((), [here], known)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvpass
-from kvpass.runtime.sizes import lasting
+from kvpass.runtime.sizes import guard_predicate
 from tests.models import build, prompt
 
 ENCODED = 9
@@ -92,7 +92,7 @@ def test_guidance_after_beams(rows: int, beams: int) -> None:
 
 def test_what_was_asked_of_sizes_is_asked_of_later_ones() -> None:
     s, t, u = sympy.symbols("s t u", integer=True)
-    holds = lasting([s < 8, sympy.Eq(t, 3), sympy.Max(0, s - 5) <= 1, sympy.Ne(s, 6)], {s: 4, t: 3}, {s})
+    holds = guard_predicate([s < 8, sympy.Eq(t, 3), sympy.Max(0, s - 5) <= 1, sympy.Ne(s, 6)], {s: 4, t: 3}, {s})
     assert [holds(by) for by in range(5)] == [True, True, False, False, False]
-    assert lasting([], {}, set())(7)
-    assert not lasting([u > 3], {s: 4}, {s})(0)  # nobody knows
+    assert guard_predicate([], {}, set())(7)
+    assert not guard_predicate([u > 3], {s: 4}, {s})(0)  # nobody knows

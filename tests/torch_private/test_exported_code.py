@@ -30,12 +30,12 @@ class Computation(torch.nn.Module):
 def test_code_comes_back_without_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     gm, x = torch.fx.symbolic_trace(Computation()), torch.randn(5, 8)
     run = inductor.inductor(gm, [x], {})
-    code = exported_code.exported(run)
+    code = exported_code.export_code(run)
     assert code is not None
     assert code.kernels
     assert "async_compile" not in code.text
     monkeypatch.setitem(sys.modules, "torch._inductor.codecache", None)
-    expected, found = run(x), exported_code.imported(code, "code")([x])
+    expected, found = run(x), exported_code.import_code(code, "code")([x])
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     assert found[1].data_ptr() == x.data_ptr()
     assert generated_code.generated_scopes()[-1]["__name__"] == "code"
@@ -43,7 +43,7 @@ def test_code_comes_back_without_inductor(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("run", [len, lambda arguments: arguments, torch.relu])
 def test_other_callables_are_no_generated_code(run: Any) -> None:
-    assert exported_code.exported(run) is None
+    assert exported_code.export_code(run) is None
 
 
 SOURCE = """
@@ -62,7 +62,7 @@ call = runner.call
 
 
 def test_only_what_the_call_reads_is_kept() -> None:
-    kept, free = exported_code._needed(ast.parse(SOURCE), {"kernel"})
+    kept, free = exported_code._needed_statements(ast.parse(SOURCE), {"kernel"})
     assert [line for line in ast.unparse(ast.Module(kept, [])).splitlines() if line and line[0] not in " "] == [
         "import torch as needed",
         "helper = needed.add",

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from kvpass.apps import corpus, models
-from kvpass.apps.align.train import Trained, TrainingSettings
+from kvpass.apps.align.train import TrainedAligner, TrainingSettings
 from kvpass.apps.align.train import train as train_aligner
 from kvpass.errors import KVPassError
 from kvpass.policies.aligners import store
@@ -61,7 +61,7 @@ def train(
     print(json.dumps(written, indent=2))
 
 
-def figures(trained: Trained, settings: TrainingSettings, tokens: int) -> dict[str, object]:
+def figures(trained: TrainedAligner, settings: TrainingSettings, tokens: int) -> dict[str, object]:
     """Return the settings and figures of a run, for the json file."""
     errors = trained.errors
     return {

@@ -30,7 +30,7 @@ class TrainingPairs:
     made: Tensor
     rank: Tensor
 
-    def some(self, rows: Tensor) -> TrainingPairs:
+    def select(self, rows: Tensor) -> TrainingPairs:
         """Return the pairs of some rows, int64 [n]."""
         key, value, wanted_key, wanted_value = (
             x[:, rows] for x in (self.key, self.value, self.wanted_key, self.wanted_value)
@@ -56,7 +56,7 @@ def windows(stream: Tensor, count: int, tokens: int, sinks: int, generator: torc
 
 
 def lengths(window: int, sinks: int, generator: torch.Generator) -> int:
-    """Return a random length to train on: the largest in a third of the draws, else one uniform in its logarithm."""
+    """Return a random length to train on: the largest in a third of draws, else uniform in its logarithm."""
     least = min(sinks + 4, window)
     drawn = torch.rand(2, generator=generator).tolist()
     return window if drawn[0] < 1 / 3 else round(least * (window / least) ** drawn[1])
@@ -78,27 +78,27 @@ class WholeRows:
     logits: Tensor | None
 
     @property
-    def held(self) -> Tensor:
+    def held_ids(self) -> Tensor:
         """Return the token ids that are held, int64 [B, M + 1]."""
         return self.ids[:, : self.key.shape[3]]
 
 
 @torch.no_grad()
-def whole(model: Any, ids: Tensor, ahead: int = 0) -> WholeRows:
+def run_windows(model: Any, ids: Tensor, ahead: int = 0) -> WholeRows:
     """Run the model on windows; the last `ahead` tokens give logits and no rows."""
     ids = ids.to(device_of(model))
     held = ids.shape[1] - ahead
     if not ahead:
-        return WholeRows(ids, *_stacked(cached_rows(model, ids)), None)
+        return WholeRows(ids, *_stack_layers(cached_rows(model, ids)), None)
     out = model(input_ids=ids, use_cache=True)
-    key, value = _stacked(rows_of(model, cache_names.returned(out)))
+    key, value = _stack_layers(rows_of(model, cache_names.cache_of_output(out)))
     return WholeRows(ids, key[:, :, :, :held], value[:, :, :, :held], out.logits[:, held:])
 
 
 def pair(model: Any, windows: WholeRows, dropped: int, sinks: int) -> TrainingPairs:
     """Return the rows behind a deletion after the sinks, as they were and as the model makes them without it."""
-    ids = windows.held
-    shortened = _stacked(cached_rows(model, torch.cat([ids[:, :sinks], ids[:, sinks + dropped :]], 1)))
+    ids = windows.held_ids
+    shortened = _stack_layers(cached_rows(model, torch.cat([ids[:, :sinks], ids[:, sinks + dropped :]], 1)))
     old = [_flat(rows[:, :, :, sinks + dropped :]) for rows in (windows.key, windows.value)]
     new = [_flat(rows[:, :, :, sinks:]) for rows in shortened]
     count = ids.shape[1] - sinks - dropped
@@ -123,13 +123,13 @@ def mean_rows(model: Any, block: Tensor, most: int = 512, batch: int = 16) -> Te
     total: Any = 0.0
     for some in shifts.split(batch):
         ids = torch.stack([block.roll(int(shift)) for shift in some]).to(device_of(model))
-        rows = torch.cat([x.transpose(2, 3).flatten(3) for x in _stacked(cached_rows(model, ids))], -1)
+        rows = torch.cat([x.transpose(2, 3).flatten(3) for x in _stack_layers(cached_rows(model, ids))], -1)
         total = total + rows.sum(1)  # [L, n, H * (D + Dv)]
     return torch.as_tensor(total / len(shifts))
 
 
-def continued(model: Any, windows: WholeRows, key: Tensor, value: Tensor, sinks: int) -> Tensor:
-    """Return the logits [B, n, V] of the tokens ahead, after the sinks and repaired rows [L, B * m, H, D]."""
+def logits_after_repair(model: Any, windows: WholeRows, key: Tensor, value: Tensor, sinks: int) -> Tensor:
+    """Return the logits [B, n, V] of tokens after the sinks and repaired rows [L, B * m, H, D]."""
     from transformers import DynamicCache
 
     cache, rows, held = DynamicCache(), len(windows.ids), windows.key.shape[3]
@@ -146,7 +146,7 @@ def continued(model: Any, windows: WholeRows, key: Tensor, value: Tensor, sinks:
     return logits
 
 
-def _stacked(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _stack_layers(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Return keys and values of all layers, [L, B, H, n, D] each."""
     return torch.stack([key for key, _ in rows]).float(), torch.stack([value for _, value in rows]).float()
 

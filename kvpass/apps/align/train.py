@@ -18,7 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvpass.apps.align.data import TrainingPairs, WholeRows, continued, lengths, mean_rows, pair, whole, windows
+from kvpass.apps.align.data import (
+    TrainingPairs,
+    WholeRows,
+    lengths,
+    logits_after_repair,
+    mean_rows,
+    pair,
+    run_windows,
+    windows,
+)
 from kvpass.apps.evaluation.scoring import divergence
 from kvpass.errors import AlignerError
 from kvpass.policies.aligners.aligner import Aligner, Recipe, Signature
@@ -113,7 +122,7 @@ class AlignmentErrors:
 
 
 @dataclasses.dataclass(frozen=True)
-class Trained:
+class TrainedAligner:
     """A trained aligner, its errors, and the seconds of training, earlier runs included."""
 
     aligner: Aligner
@@ -121,7 +130,7 @@ class Trained:
     seconds: float
 
 
-def train(model: Any, stream: Tensor, settings: TrainingSettings, checkpoint: Path | None = None) -> Trained:
+def train(model: Any, stream: Tensor, settings: TrainingSettings, checkpoint: Path | None = None) -> TrainedAligner:
     """Train an aligner.
 
     Args:
@@ -134,11 +143,11 @@ def train(model: Any, stream: Tensor, settings: TrainingSettings, checkpoint: Pa
     """
     signature = signature_of(model, settings.window, settings.sinks, settings.every)
     split = int(len(stream) * (1 - HELD_OUT))
-    with _frozen(model):
+    with _without_gradients(model):
         trainer = _Trainer(model, signature, settings, stream[:split], checkpoint)
         seconds = trainer.run()
-    aligner = Aligner(settings.recipe, signature, trainer.network.stored())
-    return Trained(aligner, measure(aligner, model, stream[split:], settings), seconds)
+    aligner = Aligner(settings.recipe, signature, trainer.network.to_tensors())
+    return TrainedAligner(aligner, measure(aligner, model, stream[split:], settings), seconds)
 
 
 def network_of(signature: Signature, settings: TrainingSettings) -> DirectNetwork | PaperNetwork:
@@ -150,7 +159,7 @@ def network_of(signature: Signature, settings: TrainingSettings) -> DirectNetwor
 
 
 @contextlib.contextmanager
-def _frozen(model: torch.nn.Module) -> Iterator[None]:
+def _without_gradients(model: torch.nn.Module) -> Iterator[None]:
     """Turn off the gradients of the model's weights inside the block."""
     learning = [weight for weight in model.parameters() if weight.requires_grad]
     for weight in learning:
@@ -200,7 +209,7 @@ class _Trainer:
             return [drawn]
         count = len(sets[0].made)
         order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).to(sets[0].made.device)
-        return [(windows, [made.some(rows) for made in sets]) for rows in order.chunk(self.settings.parts)]
+        return [(windows, [made.select(rows) for made in sets]) for rows in order.chunk(self.settings.parts)]
 
     def _update(self, drawn: tuple[WholeRows, list[TrainingPairs]]) -> Tensor:
         """Make a step of the optimiser, and return the loss before it."""
@@ -221,7 +230,7 @@ class _Trainer:
         loss = torch.stack(errors).mean()
         if windows.logits is None:
             return loss
-        logits = continued(self.model, windows, repaired[0][0], repaired[0][1], self.settings.sinks)
+        logits = logits_after_repair(self.model, windows, repaired[0][0], repaired[0][1], self.settings.sinks)
         return loss + self.settings.distil * divergence(logits, windows.logits).mean()
 
     def _error(self, repaired: tuple[Tensor, Tensor], made: TrainingPairs) -> Tensor:
@@ -284,7 +293,7 @@ def draw(model: Any, stream: Tensor, settings: TrainingSettings, seed: int) -> t
         window, ahead = lengths(window, sinks, generator), settings.ahead
         dropped = torch.randint(1, window - sinks + 1, (settings.deletions,), generator=generator).tolist()
     rows = max(1, settings.tokens // (window + 1))
-    drawn = whole(model, windows(stream, rows, window + 1 + ahead, sinks, generator), ahead)
+    drawn = run_windows(model, windows(stream, rows, window + 1 + ahead, sinks, generator), ahead)
     return drawn, [pair(model, drawn, count, sinks) for count in dropped]
 
 
@@ -307,7 +316,7 @@ def measure(
     total = torch.zeros(4, dtype=torch.float64)
     for seed in range(rounds):
         for made in draw(model, stream, settings, -1 - seed)[1]:
-            key, value = _repaired(aligner, weights, made)
+            key, value = _repair(aligner, weights, made)
             errors = [(key, made.wanted_key), (value, made.wanted_value)]
             errors += [(made.key, made.wanted_key), (made.value, made.wanted_value)]
             total += torch.stack([_per_layer(*pair).mean() for pair in errors]).double().cpu()
@@ -315,12 +324,12 @@ def measure(
     return AlignmentErrors(*(total / sets).tolist())
 
 
-def _repaired(aligner: Aligner, weights: list[Tensor], made: TrainingPairs) -> tuple[Tensor, Tensor]:
+def _repair(aligner: Aligner, weights: list[Tensor], made: TrainingPairs) -> tuple[Tensor, Tensor]:
     keys, values = [], []
     positions = made.made[None], made.rank[None], torch.ones_like(made.made[None], dtype=torch.bool)
     for layer in range(len(made.key)):
         rows = [x[layer].transpose(0, 1)[None] for x in (made.key, made.value)]  # [1, H, N, D]
-        key, value = aligner.repaired(weights, layer, rows[0], rows[1], *positions)
+        key, value = aligner.repair(weights, layer, rows[0], rows[1], *positions)
         keys.append(key[0].transpose(0, 1))
         values.append(value[0].transpose(0, 1))
     return torch.stack(keys), torch.stack(values)

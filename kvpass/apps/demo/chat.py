@@ -52,9 +52,9 @@ def talk(session: Session, answer: int, questions: tuple[str, ...] = QUESTIONS) 
         ids = torch.tensor([session.encode(text)])
         loop.prompt(ids)
         seen += ids.shape[1]
-        made = loop.generate(answer)[0].tolist()
+        result = loop.generate(answer)[0].tolist()
         session.tick(ids.shape[1] + answer)
-        said = tokenizer.decode(made, skip_special_tokens=True).strip()
+        said = tokenizer.decode(result, skip_special_tokens=True).strip()
         yield Turn(question, said, seen)
         messages.append({"role": "assistant", "content": said})
-        seen, ended = seen + len(made), bool(made) and made[-1] in stops
+        seen, ended = seen + len(result), bool(result) and result[-1] in stops

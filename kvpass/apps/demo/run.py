@@ -28,7 +28,7 @@ from kvpass.apps.evaluation.recall import RecallMeasure
 from kvpass.apps.evaluation.retrieval import Passkey
 from kvpass.apps.evaluation.session import Loop, Measure, PlainLoop, Row, Session
 from kvpass.apps.evaluation.speed import Speed
-from kvpass.apps.evaluation.stream import StreamMeasure, joined
+from kvpass.apps.evaluation.stream import StreamMeasure, join_parts
 from kvpass.apps.evaluation.tables import PrintedTable, markdown
 from kvpass.apps.models import LoadedModel, load, load_memory, stop_tokens
 from kvpass.decoding.loop import DecodeLoop
@@ -85,7 +85,7 @@ class Contender:
 
 
 @dataclasses.dataclass(frozen=True)
-class Shown:
+class PartResult:
     """A part of the demo.
 
     Attributes:
@@ -142,11 +142,11 @@ class Demo:
 
     def run(self) -> None:
         """Show the chosen parts, and write each as soon as it is complete."""
-        shown: dict[str, Shown] = {}
+        shown: dict[str, PartResult] = {}
         self.say(f"{self.subject.name}, {_dtype(self.subject.model)}, budget {self.settings.budget} tokens")
         with self.bar:
             for name in (name for name in PARTS if name in self.settings.parts):
-                part: Shown = getattr(self, name)()
+                part: PartResult = getattr(self, name)()
                 shown[name] = part
                 self._write(name, part)
         _write_page(self.settings.out / "demo.md", shown)
@@ -161,7 +161,7 @@ class Demo:
         """Print a caption after an empty line."""
         self.say("", *textwrap.wrap(caption, WIDTH))
 
-    def _write(self, name: str, part: Shown) -> None:
+    def _write(self, name: str, part: PartResult) -> None:
         text = json.dumps({"caption": part.caption, "rows": part.rows}, indent=1)
         (self.settings.out / f"{name}.json").write_text(text + "\n", encoding="utf-8")
         if part.figure is not None:
@@ -169,12 +169,12 @@ class Demo:
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
-    def chat(self) -> Shown:
+    def chat(self) -> PartResult:
         """Hold the same conversation with every contender, and print the last answers."""
         caption = f"A chat of {len(QUESTIONS)} questions, answered greedily; the last {SHOWN} answers."
         if not self.subject.tokenizer.chat_template:
             self.head(f"No chat: {self.subject.name} has no chat template.")
-            return Shown(caption, [])
+            return PartResult(caption, [])
         self.head(caption)
         rows: list[Row] = []
         for contender, turns in self._each("chat", lambda session: list(talk(session, self.sizes.answer))):
@@ -188,9 +188,9 @@ class Demo:
                     f"\n{contender.name}, after {turn.seen} tokens: {turn.question}",
                     textwrap.indent("\n".join(answer), "  "),
                 )
-        return Shown(caption, rows)
+        return PartResult(caption, rows)
 
-    def book(self) -> Shown:
+    def book(self) -> PartResult:
         """Read a book beyond the model's trained range."""
         subject, sizes, tokens = self.subject, self.sizes, self._book_tokens()
         trained = subject.trained
@@ -200,11 +200,11 @@ class Demo:
         def columns(contender: Contender, rows: Sequence[Row]) -> Row:
             lines[contender.name] = [(row["tokens"], row["perplexity"]) for row in rows]
             if trained is None or tokens <= trained:
-                return {"perplexity": joined(rows)}
+                return {"perplexity": join_parts(rows)}
             # The first token of a part is predicted from the last position of the part before it.
             inside = [row for row in rows if row["tokens"] <= trained + 1]
             beyond = [row for row in rows if row["tokens"] > trained + 1]
-            return {f"perplexity up to {trained:,}": joined(inside), "beyond": joined(beyond)}
+            return {f"perplexity up to {trained:,}": join_parts(inside), "beyond": join_parts(beyond)}
 
         range_ = "" if trained is None else f", trained on {trained:,} positions"
         name = (
@@ -219,7 +219,7 @@ class Demo:
         figure = plots.lines({title: lines}, "tokens", "perplexity", log_up=True) if lines else None
         if figure is not None and trained is not None and tokens > trained:
             figure.axes[0].axvline(trained, color="black", linestyle=":", linewidth=0.8)
-        return Shown(caption, rows, figure)
+        return PartResult(caption, rows, figure)
 
     def _book_tokens(self) -> int:
         """Return the tokens of the book, beyond the trained range unless positions come from a table."""
@@ -228,7 +228,7 @@ class Demo:
             return min(self.sizes.book, available)
         return min(trained if self.subject.tabled else trained + self.sizes.beyond, available)
 
-    def retrieval(self) -> Shown:
+    def retrieval(self) -> PartResult:
         """Ask for a planted number; ask the bundled model for pairs instead, on which it was trained."""
         sizes, budget = self.sizes, self.settings.budget
         contenders, subject = self.contenders, self.subject
@@ -252,9 +252,9 @@ class Demo:
         rows = self._table("retrieval", caption, measure, columns, contenders, subject)
         found = {row["policy"]: {name: row[name] for name in [*row][1:]} for row in rows if "error" not in row}
         title = f"{'Pairs' if self.bundled else 'Passkeys'} by {across}"
-        return Shown(caption, rows, plots.shares({title: found}, across) if found else None)
+        return PartResult(caption, rows, plots.shares({title: found}, across) if found else None)
 
-    def cost(self) -> Shown:
+    def cost(self) -> PartResult:
         """Time a step and a prompt, and count the bytes of the cache."""
         measure = Speed(self.sizes.timed, new=self.sizes.steps, times=1)
         caption = (
@@ -266,9 +266,9 @@ class Demo:
         def columns(contender: Contender, rows: Sequence[Row]) -> Row:
             return {name: rows[0][key] for key, name in names.items()}
 
-        return Shown(caption, self._table("cost", caption, measure, columns))
+        return PartResult(caption, self._table("cost", caption, measure, columns))
 
-    def kept(self) -> Shown:
+    def kept(self) -> PartResult:
         """Say which tokens each policy held at the end of the book, in one layer."""
         layer = self.contenders[0].held.layer
         caption = f"Tokens that layer {layer}, KV head 0 held at the end of the book."
@@ -281,7 +281,7 @@ class Demo:
         if held:
             length = max(snapshot.step for snapshots in held.values() for snapshot in snapshots)
             figure = plots.kept(held, length, caption, band=max(1, length // 256))
-        return Shown(caption, [dict(row) for row in table.rows], figure)
+        return PartResult(caption, [dict(row) for row in table.rows], figure)
 
     # -- what parts share --------------------------------------------------------------------------------------------
 
@@ -360,7 +360,7 @@ def kept_row(snapshot: HeldSnapshot) -> Row:
     }
 
 
-def _write_page(path: Path, shown: dict[str, Shown]) -> None:
+def _write_page(path: Path, shown: dict[str, PartResult]) -> None:
     """Write all tables to one Markdown page."""
     sections = [
         f"## {name}\n\n{part.caption}\n\n{markdown(part.rows) if part.rows else 'Nothing to show.'}"

@@ -15,7 +15,7 @@ from kvpass.policies import Policy
 T = TypeVar("T")
 
 
-def attempt(
+def with_policy(
     model: Any,
     policy: str | Policy,
     budget: int | None,

@@ -30,7 +30,7 @@ MADE: dict[str, Callable[[argparse.Namespace], Measure]] = {
     "recall": lambda given: RecallMeasure(tuple(given.distance), given.trials, given.seed),
     "speed": lambda given: Speed(max(given.length), given.rows),
 }
-"""How each measure is made from the arguments; `kvpass.apps.cli.MEASURES` has the names."""
+"""Constructors of the measures from the arguments; `kvpass.apps.cli.MEASURES` has the names."""
 
 
 def main(given: argparse.Namespace) -> None:

@@ -8,7 +8,7 @@ import dataclasses
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicLayer
+from torch import Tensor
 
 from kvpass import cache_names
 from kvpass.arguments import require
@@ -21,7 +21,7 @@ from kvpass.policies import Policy
 
 @dataclasses.dataclass(frozen=True)
 class CacheLayer:
-    """What one attention layer caches of a token: rows of keys [Hkv, D] and of values [Hkv, Dv]."""
+    """The rows that one attention layer caches per token: keys [Hkv, D] and values [Hkv, Dv]."""
 
     heads: int
     key_dim: int
@@ -61,12 +61,11 @@ class FullCache:
     def of(model: Any) -> FullCache:
         """Run the model on one token and return what it cached; layers without keys and values are left out."""
         ids = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
-        cache = cache_names.returned(model.forward(input_ids=ids, use_cache=True))
-        rows = [(layer.keys, layer.values) for layer in cache.layers if isinstance(layer, DynamicLayer)]
+        cache = cache_names.cache_of_output(model.forward(input_ids=ids, use_cache=True))
         layers = [
             CacheLayer(key.shape[1], key.shape[-1], value.shape[-1], key.dtype)
-            for key, value in rows
-            if key is not None and value is not None
+            for key, value in cache_names.rows_of_cache(cache)
+            if isinstance(key, Tensor) and isinstance(value, Tensor)
         ]
         return FullCache(tuple(layers))
 

@@ -148,8 +148,8 @@ class BoundedLM(HFLM):  # type: ignore[misc]
         loop.state = None  # a new conversation
         loop.prompt(context, attention_mask)
         ends = _Ends(self.tokenizer, stop, loop.stop.tolist(), len(context))
-        made = list(ends.until_all(loop.stream(max_length - context.shape[1])))
-        return torch.cat([context.cpu(), *(column[:, None] for column in made)], 1)
+        result = list(ends.until_all(loop.stream(max_length - context.shape[1])))
+        return torch.cat([context.cpu(), *(column[:, None] for column in result)], 1)
 
     def _loglikelihood_tokens(
         self, requests: list[Request], disable_tqdm: bool = False, override_bs: int | None = None
@@ -162,7 +162,7 @@ class BoundedLM(HFLM):  # type: ignore[misc]
         found: list[tuple[float, bool]] = []
         with tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="log-likelihoods") as bar:
             for batch in order.get_batched(n=override_bs or self._rows(requests)):
-                found += self._scored(batch)
+                found += self._score(batch)
                 bar.update(len(batch))
         return cast("list[tuple[float, bool]]", order.get_original(found))
 
@@ -170,8 +170,8 @@ class BoundedLM(HFLM):  # type: ignore[misc]
         """Return the rows of a batch; "auto" finds them by whole forwards of the longest text."""
         return cast(int, self._detect_batch_size() if self.batch_size == "auto" else self.batch_size)
 
-    def _scored(self, requests: list[Request]) -> list[tuple[float, bool]]:
-        cut = [self._fitting(context, continuation) for _, context, continuation in requests]
+    def _score(self, requests: list[Request]) -> list[tuple[float, bool]]:
+        cut = [self._cut_to_positions(context, continuation) for _, context, continuation in requests]
         batch = ScoringBatch.of([context for context, _ in cut], [continuation for _, continuation in cut], self.device)
         answers = score(self.loop().caller, batch, self._chunk, cast(Feed, self._scoring)).rows()
         for (name, _, _), answer in zip(requests, answers, strict=True):
@@ -179,7 +179,7 @@ class BoundedLM(HFLM):  # type: ignore[misc]
                 self.cache_hook.add_partial("loglikelihood", name, answer)
         return answers
 
-    def _fitting(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
+    def _cut_to_positions(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
         """Return the end of both that the model has positions for; the last token is never fed."""
         limit = self.max_length + 1
         require(0 < len(continuation) < limit, "continuation", len(continuation), f"must have 1 to {limit - 1} tokens")

@@ -41,7 +41,7 @@ def lines(
     figure = Figure(figsize=(5.5 * columns + 2.5, 4.2 * down), layout="constrained")
     names = list(dict.fromkeys(name for panel in panels.values() for name in panel))
     axes = figure.subplots(down, columns, squeeze=False).flat
-    for (title, panel), where in zip(panels.items(), axes, strict=False):
+    for (title, panel), where in zip(panels.items(), axes, strict=False):  # the last row may have more axes
         _panel(where, panel, names)
         where.set(title=title, xlabel=across, ylabel=up)
         _scales(where, panel, logarithmic, log_up)
@@ -102,7 +102,7 @@ def kept(
     across = math.ceil(len(snapshots) / down)
     figure = Figure(figsize=(3.2 * across + 0.8, 3.2 * down + 0.6), layout="constrained")
     panels = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).flat
-    for (name, taken), axes in zip(snapshots.items(), panels, strict=False):
+    for (name, taken), axes in zip(snapshots.items(), panels, strict=False):  # the last row may have more
         _kept_panel(axes, name, taken, length, band)
     for axes in itertools.islice(panels, down * across):
         axes.set_axis_off()

@@ -73,13 +73,13 @@ class RecallMeasure:
         length = 1 + apart + max(self.distances) + VALUE + 1
         tokens = torch.tensor(session.filler(0, max(sum(map(len, session.texts.values())), length)))
         vocabulary = PairVocabulary.of(session.subject.tokenizer)
-        return planted(tokens, session.subject.bos, vocabulary, length, self.distances, self.trials, self.seed)
+        return plant_pairs(tokens, session.subject.bos, vocabulary, length, self.distances, self.trials, self.seed)
 
     def columns(self, rows: Sequence[Row]) -> Row:
         return {f"{row['distance']:,}": row["pairs"] for row in rows}
 
 
-def planted(
+def plant_pairs(
     tokens: Tensor,
     bos: int,
     vocabulary: PairVocabulary,
@@ -122,9 +122,9 @@ def read(caller: Caller, text: Tensor, tick: Callable[[], object]) -> Any:
     """Return the cache after text int64 [B, T], fed in pieces of one length; a shorter prompt precedes them."""
     first = text[:, : text.shape[1] - pieces(text) * PIECE]
     dynamo.mark_growing(first, 1)  # prompts with a question are longer
-    cache = cache_names.returned(call(caller, first, None))
+    cache = cache_names.cache_of_output(call(caller, first, None))
     for start in range(first.shape[1], text.shape[1], PIECE):
-        cache = cache_names.returned(call(caller, text[:, start : start + PIECE], cache))
+        cache = cache_names.cache_of_output(call(caller, text[:, start : start + PIECE], cache))
         tick()
     return cache
 
@@ -134,7 +134,7 @@ def pieces(text: Tensor) -> int:
     return (text.shape[1] - PROMPT) // PIECE
 
 
-def right(caller: Caller, planted: PlantedPairs, number: int, cache: Any) -> float:
+def share_of_right_words(caller: Caller, planted: PlantedPairs, number: int, cache: Any) -> float:
     """Return the share of a value's words that follow its key, each after the right ones before it."""
     return right_words(caller, planted, number, cache).float().mean().item()
 
@@ -150,8 +150,8 @@ def right_words(caller: Caller, planted: PlantedPairs, number: int, cache: Any) 
     return said[:, 1:] == answer
 
 
-def right_uncached(model: Any, planted: PlantedPairs, number: int) -> float:
-    """Return what `right` is for a plain model that sees everything at once, without a cache."""
+def share_without_cache(model: Any, planted: PlantedPairs, number: int) -> float:
+    """Return what `share_of_right_words` is for a plain model that sees everything at once, without a cache."""
     answer = planted.answer(number)
     tokens = torch.cat([planted.text, planted.question(number), answer[:, :-1]], 1)
     logits = model(tokens, use_cache=False, logits_to_keep=planted.value).logits
@@ -165,7 +165,7 @@ def likeliest(caller: Caller, tokens: Tensor, cache: Any) -> Tensor:
     said = []
     for column in torch.split(tokens, 1, 1):
         out = call(caller, column, cache)
-        cache = cache_names.returned(out)
+        cache = cache_names.cache_of_output(out)
         said.append(out.logits[:, -1].argmax(-1))
     return torch.stack(said, 1)
 

@@ -30,15 +30,22 @@ def section(measure: Measure, results: Sequence[Result]) -> str:
     if not found:
         return ""
     lines: list[Row] = [
-        {"policy": result.key["policy"], "budget": result.key["budget"], **_compacted(result), **result.columns}
+        {
+            "policy": result.key["policy"],
+            "budget": result.key["budget"],
+            **_tokens_after_compaction(result),
+            **result.columns,
+        }
         for result in found
         if result.error is None
     ]
     refused = "".join(f"\n\n{result.label}: {result.error}" for result in found if result.error is not None)
-    return f"## {measure.name}\n\n{about(found[0].key)}\n\n{markdown(lines) if lines else 'Nothing ran.'}{refused}"
+    return (
+        f"## {measure.name}\n\n{describe_case(found[0].key)}\n\n{markdown(lines) if lines else 'Nothing ran.'}{refused}"
+    )
 
 
-def _compacted(result: Result) -> Row:
+def _tokens_after_compaction(result: Result) -> Row:
     """Return the tokens that are kept after a compaction, for a policy with an interval and a number as budget."""
     policy, budget = policies.parse(result.key["policy"]), result.key["budget"]
     if policy.interval == 1 or not isinstance(budget, int):
@@ -46,17 +53,17 @@ def _compacted(result: Result) -> Row:
     return {"compacted to": policy.compacted(policy.fitting_budget(budget))}
 
 
-def about(key: Mapping[str, Any]) -> str:
+def describe_case(key: Mapping[str, Any]) -> str:
     """Return how a case was measured, in a line."""
     fed = f"chunks of {key['chunk']}" if key["prefill"] == "chunk" else key["prefill"]
-    fields = ", ".join(f"{name} {_listed(value)}" for name, value in key["settings"].items())
+    fields = ", ".join(f"{name} {_join_words(value)}" for name, value in key["settings"].items())
     stored = f", rows in {key['kv_dtype']}" if key["kv_dtype"] else ""
     return (
         f"{key['model'] or 'the bundled model'}, {key['dtype']} on {key['device']}{stored}; prefill: {fed}; {fields}."
     )
 
 
-def _listed(value: Any) -> str:
+def _join_words(value: Any) -> str:
     return "/".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

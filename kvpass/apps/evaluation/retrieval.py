@@ -105,7 +105,7 @@ class RetrievalMeasure(abc.ABC):
         for start in range(0, len(prompts), self.batch):
             group = prompts[start : start + self.batch]
             session.prompt([prompt.ids for prompt in group])
-            held = [session.held(row, *prompt.spans) for row, prompt in enumerate(group)]
+            held = [session.share_of_heads(row, *prompt.spans) for row, prompt in enumerate(group)]
             said = [prompt.secret in text for prompt, text in zip(group, session.generate(count), strict=True)]
             found += zip(said, held, strict=True)
         return found

@@ -49,17 +49,17 @@ class Task:
 
 
 def needles(session: Session, draw: random.Random, others: int) -> Task:
-    """Numbers of several places in surrounding text, of which one is asked for."""
+    """Hide numbers of several places in surrounding text, and ask for one of them."""
     places = draw.sample(PLACES, 1 + others)
     numbers = [str(number) for number in draw.sample(range(10_000, 100_000), len(places))]
     statements, questions = zip(*map(lighthouse, places, numbers), strict=True)
     asked, start = draw.randrange(len(places)), draw.randrange(2**20)
-    context = _hidden(session, draw, statements, lambda count: session.filler(start, count))
+    context = _hide(session, draw, statements, lambda count: session.filler(start, count))
     return Task(questions[asked], (numbers[asked],), context)
 
 
 def variables(session: Session, draw: random.Random) -> Task:
-    """Chains of assignments in noise; all variables that have a value are asked for."""
+    """Hide chains of assignments in noise, and ask for all variables that have a value."""
     names = ["".join(draw.sample("ABCDEFGHIJKLMNOPQRSTUVWXYZ", 4)) for _ in range(2 * CHAIN)]
     number, other = draw.sample(range(10_000, 100_000), 2)
     sentences = []
@@ -67,12 +67,12 @@ def variables(session: Session, draw: random.Random) -> Task:
         sentences += [f"\nVAR {chain[0]} = {start}\n"]
         sentences += [f"\nVAR {later} = VAR {earlier}\n" for earlier, later in itertools.pairwise(chain)]
     question = f"\nThe {CHAIN} variables that have the value {number} are: "
-    context = _hidden(session, draw, sentences, functools.partial(noise, session))
+    context = _hide(session, draw, sentences, functools.partial(noise, session))
     return Task(question, tuple(names[:CHAIN]), context)
 
 
 def common_words(session: Session, draw: random.Random) -> Task:
-    """A list of words in which every second one is one of a few."""
+    """List words of which every second one is one of a few."""
     text = session.subject.tokenizer.decode(session.filler(draw.randrange(2**20), POOL))
     pool = sorted(set(WORD.findall(text)))
     require(len(pool) > 10 * COMMON, "texts", len(pool), "must have more different words")
@@ -83,11 +83,11 @@ def common_words(session: Session, draw: random.Random) -> Task:
         return [often[n // 2 % COMMON] if n % 2 else rare[n // 2 % len(rare)] for n in range(count)]
 
     question = f"\nThe {COMMON} most common words of the list are: "
-    return Task(question, tuple(often), _listed(session, draw, words))
+    return Task(question, tuple(often), _numbered_list(session, draw, words))
 
 
 def frequent_words(session: Session, draw: random.Random) -> Task:
-    """A list of made-up words, the n-th of which stands there in proportion to 1 / n^2."""
+    """List made-up words, the n-th with a frequency in proportion to 1 / n^2."""
     pairs = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
     coded = ["".join(draw.sample(pairs, 3)) for _ in range(CODED)]
     total = sum(1 / n**2 for n in range(1, CODED + 1))
@@ -96,10 +96,10 @@ def frequent_words(session: Session, draw: random.Random) -> Task:
         return [word for n, word in enumerate(coded, start=1) for _ in range(round(count / n**2 / total))]
 
     question = f"\nThe {FREQUENT} most frequent words of the list are: "
-    return Task(question, tuple(coded[:FREQUENT]), _listed(session, draw, words))
+    return Task(question, tuple(coded[:FREQUENT]), _numbered_list(session, draw, words))
 
 
-def _hidden(
+def _hide(
     session: Session, draw: random.Random, sentences: Sequence[str], around: Callable[[int], list[int]]
 ) -> Callable[[int], list[int]]:
     """Return a context of sentences, in their order, at random positions of surrounding text."""
@@ -118,7 +118,9 @@ def _hidden(
     return context
 
 
-def _listed(session: Session, draw: random.Random, words: Callable[[int], list[str]]) -> Callable[[int], list[int]]:
+def _numbered_list(
+    session: Session, draw: random.Random, words: Callable[[int], list[str]]
+) -> Callable[[int], list[int]]:
     """Return a context of words as a numbered list in random order; `words` gives about so many."""
     seed = draw.random()
 

@@ -41,18 +41,13 @@ def main(settings: EvaluationSettings) -> None:
     keys = [case.key(settings, digest) for case in chosen]
     todo = [(case, key) for case, key in zip(chosen, keys, strict=True) if results.of(key) is None]
     if todo:
-        subject = load(settings.model, _dtype(settings.dtype), settings.device)
+        subject = load(settings.model, settings.dtype, settings.device)
         encoded = dict(zip(texts, subject.encode(list(texts.values())), strict=True))
         runner = _Runner(settings, subject, encoded)
         for result in runner.results([case for case, _ in todo], digest):
             results.add(result)
     found = [result for key in keys for result in results.all if result.key == key]
     print(report.write(settings.out, settings.measures, found), end="")
-
-
-def _dtype(name: str) -> torch.dtype | str:
-    known: torch.dtype | str = name if name == "auto" else getattr(torch, name)
-    return known
 
 
 class _Runner:
@@ -103,11 +98,11 @@ class _Runner:
         rows = unless_refused(partial(self._rows, case, loop, tick))
         if isinstance(rows, KVPassError):
             return Result(key, [], {}, str(rows))
-        slots = {"slots": loop.chosen.budget} if case.of_bytes else {}
+        slots = {"slots": loop.backend.budget} if case.of_bytes else {}
         return Result(key, rows, {**slots, **case.measure.columns(rows)})
 
     def _rows(self, case: Case, loop: DecodeLoop, tick: Tick) -> list[Row]:
-        settings, slots = self.settings, None if case.budget is None else loop.chosen.budget
+        settings, slots = self.settings, None if case.budget is None else loop.backend.budget
         session = Session(
             self.subject, loop, self.texts, settings.prefill, settings.chunked, slots, tick, full=self.predictions
         )

@@ -79,7 +79,7 @@ class Scored:
 
 @dataclasses.dataclass(frozen=True)
 class AgreementScores:
-    """How far the predictions of continuations under a policy are from those with a full cache.
+    """The distance of a policy's predictions of continuations from those with a full cache.
 
     Attributes:
         divergence: float32 [B, n], KL(full || policy) of the distribution of each token, in nats; zero for padding.
@@ -142,7 +142,7 @@ def score(
 
 
 class FullPredictions:
-    """Logits of a model with a full cache; those of short texts are stored, as each policy is compared with them."""
+    """Logits of a model with a full cache; the logits of short texts are stored for all policies."""
 
     LIMIT: ClassVar[int] = 2**30
     """Bytes that are stored at most."""
@@ -162,17 +162,17 @@ class FullPredictions:
         if key in self._stored:
             yield from self._stored[key]
             return
-        made: list[Tensor] = []
+        result: list[Tensor] = []
         free = self.LIMIT - sum(logits.nbytes for every in self._stored.values() for logits in every)
         for piece in pieces(self._caller, batch, chunk, feed):
             yield piece.logits
             free -= piece.logits.nbytes
             if free >= 0:
-                made.append(piece.logits)
+                result.append(piece.logits)
             else:
-                made.clear()
+                result.clear()
         if free >= 0:
-            self._stored[key] = made
+            self._stored[key] = result
 
 
 @torch.no_grad()
@@ -214,26 +214,26 @@ def pieces(caller: Caller, batch: ScoringBatch, chunk: int | None, feed: Feed) -
     require(feed in FEEDS, "feed", feed, f"must be one of {', '.join(FEEDS)}")
     require(feed != "chunk" or chunk is not None, "chunk", chunk, "must be a number of tokens for feed='chunk'")
     caller.check_padding(batch.mask)
-    return _stepped(caller, batch, chunk) if feed == "token" else _together(caller, batch, chunk, feed)
+    return _score_in_steps(caller, batch, chunk) if feed == "token" else _score_together(caller, batch, chunk, feed)
 
 
-def _stepped(caller: Caller, batch: ScoringBatch, chunk: int | None) -> Iterator[Piece]:
+def _score_in_steps(caller: Caller, batch: ScoringBatch, chunk: int | None) -> Iterator[Piece]:
     """Yield the output for the last token of the contexts, then for each token of the continuations."""
     ids, mask, context = batch.ids, batch.mask, batch.context
     last = last_of(chunks(caller, ids[:, :context], mask[:, :context], None, chunk))
-    cache = cache_names.returned(last)
+    cache = cache_names.cache_of_output(last)
     yield Piece(context - 1, last.logits[:, -1:], cache)
     if ids.shape[1] > context + 1:
         steps = chunks(caller, ids[:, context:-1], mask[:, :-1], cache, 1)
         for position, out in enumerate(steps, context):
-            yield Piece(position, out.logits[:, -1:], cache_names.returned(out))
+            yield Piece(position, out.logits[:, -1:], cache_names.cache_of_output(out))
 
 
-def _together(caller: Caller, batch: ScoringBatch, chunk: int | None, feed: Feed) -> Iterator[Piece]:
+def _score_together(caller: Caller, batch: ScoringBatch, chunk: int | None, feed: Feed) -> Iterator[Piece]:
     """Yield the outputs for contexts and continuations; the last token predicts nothing and is not fed."""
     size, position = chunk if feed == "chunk" else None, 0
     for out in chunks(caller, batch.ids[:, :-1], batch.mask[:, :-1], None, size, keep=0):
-        yield Piece(position, out.logits, cache_names.returned(out))
+        yield Piece(position, out.logits, cache_names.cache_of_output(out))
         position += out.logits.shape[1]
 
 

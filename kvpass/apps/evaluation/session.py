@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """What measures need of a model under one policy and budget.
+    """A model under one policy and budget, as measures use it.
 
     Attributes:
         subject: the model and its tokenizer.
@@ -79,12 +79,12 @@ class Session:
 
     def generate(self, count: int) -> list[str]:
         """Return the text of up to `count` more tokens of each row, greedily; special tokens are left out."""
-        made = self.loop.generate(count)
+        result = self.loop.generate(count)
         self.tick(count)
-        return [self.subject.tokenizer.decode(row, skip_special_tokens=True) for row in made]
+        return [self.subject.tokenizer.decode(row, skip_special_tokens=True) for row in result]
 
-    def held(self, row: int, *spans: Sequence[int]) -> float:
-        """Return the share of all KV heads that hold a span of a row whole, of the span that most heads hold.
+    def share_of_heads(self, row: int, *spans: Sequence[int]) -> float:
+        """Return the largest share of KV heads that hold one of the spans of a row completely.
 
         Args:
             spans: positions, which count from the beginning of the batch, with padding.
@@ -100,14 +100,14 @@ class Session:
         self.loop.state = None
         for turn in turns:
             self.loop.prompt(torch.tensor([list(turn)], device=self.loop.device))
-        (made,) = self.loop.generate(count)
+        (result,) = self.loop.generate(count)
         self.tick(sum(map(len, turns)) + count)
-        return str(self.subject.tokenizer.decode(made, skip_special_tokens=True))
+        return str(self.subject.tokenizer.decode(result, skip_special_tokens=True))
 
     @torch.no_grad()
     def read(self, ids: Tensor) -> Any:
         """Return the cache after tokens int64 [B, T]."""
-        cache = cache_names.returned(last_of(chunks(self.caller, ids, torch.ones_like(ids), None, self.chunk)))
+        cache = cache_names.cache_of_output(last_of(chunks(self.caller, ids, torch.ones_like(ids), None, self.chunk)))
         self.tick(ids.shape[1])
         return cache
 
@@ -178,7 +178,7 @@ class PlainLoop:
         if old is not None:
             mask = torch.cat([old.mask, mask], 1)
         out = last_of(chunks(self.caller, ids, mask, self.cache, self.chunk))
-        self.state = PlainState(cache_names.returned(out), mask, out.logits[:, -1:].argmax(-1))
+        self.state = PlainState(cache_names.cache_of_output(out), mask, out.logits[:, -1:].argmax(-1))
 
     def generate(self, tokens: int) -> Tensor:
         """Return up to `tokens` new tokens, int64 [B, n] on the CPU.
@@ -186,15 +186,15 @@ class PlainLoop:
         Raises:
             CacheHandleError: there was no prompt.
         """
-        made: list[Tensor] = []
-        while len(made) < tokens and not (made and bool(torch.isin(made[-1], self.stop).all())):
+        result: list[Tensor] = []
+        while len(result) < tokens and not (result and bool(torch.isin(result[-1], self.stop).all())):
             if self.state is None:
                 raise CacheHandleError("there is no conversation to continue; call prompt(ids) before generate")
             if self.state.handed_out:
                 self.prompt(self.state.token[:, :0])
             self.state.handed_out = True
-            made.append(self.state.token.cpu())
-        return torch.cat(made, 1)
+            result.append(self.state.token.cpu())
+        return torch.cat(result, 1)
 
 
 Loop = DecodeLoop | PlainLoop
@@ -206,9 +206,9 @@ class Measure(Protocol):
 
     name: ClassVar[str]
     across: ClassVar[str]
-    """What is drawn to the right: a key of rows, or "budget"."""
+    """The key of rows on the horizontal axis of the picture, or "budget"."""
     up: ClassVar[str]
-    """What is drawn upwards: a key of rows."""
+    """The key of rows on the vertical axis of the picture."""
 
     @property
     def room(self) -> int:

@@ -20,7 +20,7 @@ MOST_ROOM = 16_384  # slots that are made before they are needed, which saves co
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationSettings:
-    """What to measure: every measure under every policy and budget.
+    """The settings of an evaluation: every measure runs under every policy and budget.
 
     Attributes:
         measures: what to measure.

@@ -50,18 +50,18 @@ class Speed:
         ids = torch.tensor([session.filler(row * self.length, self.length) for row in range(self.batch)])
         first: list[float] = []
         for _ in range(self.times + COMPILING):
-            before, seconds = dynamo.activity(), _timed_prompt(loop, ids)
+            before, seconds = dynamo.compilation_count(), _timed_prompt(loop, ids)
             session.tick(self.length)
-            first += [seconds] if dynamo.activity() == before else []
+            first += [seconds] if dynamo.compilation_count() == before else []
             if len(first) == self.times:
                 break
         loop.generate(self.new)  # compiles the step
         start = time.perf_counter()
-        made = loop.generate(self.new).numel()
+        result = loop.generate(self.new).numel()
         seconds = time.perf_counter() - start
         session.tick(2 * self.new)
         yield {
-            "tokens a second": made / seconds,
+            "tokens a second": result / seconds,
             "ms a step": 1e3 * seconds / self.new,
             "time to first token, s": statistics.median(first) if first else None,
             "cache, MiB": cache_bytes(loop.cache) / MEBIBYTE,

@@ -45,7 +45,7 @@ class StreamMeasure:
         if session.feed == "whole":
             raise PolicyError("prefill='whole': a stream is not one prompt; use --prefill chunk or token")
         first = session.subject.bos
-        ids = corpus.unbroken(list(session.texts.values()), self.tokens, first)[1:]
+        ids = corpus.concatenate_texts(list(session.texts.values()), self.tokens, first)[1:]
         step = (self.restart or self.tokens) - 1
         losses: list[float] = []
         for start in range(0, len(ids), step):
@@ -60,12 +60,12 @@ class StreamMeasure:
         """Return the perplexity of the stream, and of its first and last quarter."""
         quarter = max(1, len(rows) // 4)
         return {
-            "perplexity": joined(rows),
-            "first quarter": joined(rows[:quarter]),
-            "last quarter": joined(rows[-quarter:]),
+            "perplexity": join_parts(rows),
+            "first quarter": join_parts(rows[:quarter]),
+            "last quarter": join_parts(rows[-quarter:]),
         }
 
 
-def joined(rows: Sequence[Row]) -> float:
+def join_parts(rows: Sequence[Row]) -> float:
     """Return the perplexity of parts together."""
     return exponential([math.log(row["perplexity"]) for row in rows for _ in range(row["scored"])])

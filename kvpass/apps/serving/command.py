@@ -69,9 +69,7 @@ def service_of(parsed: argparse.Namespace) -> Service:
     """Return the service that a command line describes."""
     policy = policies.parse(parsed.policy)
     settings: dict[str, Any] = dict(budget=parsed.budget, kv_dtype=parsed.kv_dtype, inner=parsed.inner)
-    subject = models.load(
-        parsed.model, "auto" if parsed.dtype == "auto" else getattr(torch, parsed.dtype), parsed.device
-    )
+    subject = models.load(parsed.model, parsed.dtype, parsed.device)
     loop = DecodeLoop(
         subject.model, policy, rows=parsed.rows, every=parsed.every, prefill_chunk=parsed.prefill_chunk, **settings
     )
@@ -89,4 +87,4 @@ def service_of(parsed: argparse.Namespace) -> Service:
 
 def _context(subject: models.LoadedModel, loop: DecodeLoop) -> int | None:
     """Return the positions that a model was trained on; None if the policy numbers the held tokens anew."""
-    return None if loop.chosen.prefers_ranks else subject.trained
+    return None if loop.backend.prefers_ranks else subject.trained

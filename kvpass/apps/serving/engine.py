@@ -83,7 +83,7 @@ class Engine:
         self._events: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="kvpass-engine", daemon=True)
         self._seconds = 1.0  # a running mean of how long a request takes in a row
-        self.slots = rows * int(loop.chosen.budget or 0)
+        self.slots = rows * int(loop.backend.budget or 0)
         metrics.watch(rows, self.slots, lambda: len(self.jobs))
 
     # -- in the event loop -------------------------------------------------------------------------------------------
@@ -195,13 +195,13 @@ class Engine:
     def _step(self) -> None:
         begun = time.perf_counter()
         try:
-            made = self.loop.step()
+            result = self.loop.step()
         except Exception as error:
             log.exception("a step has failed")
             self._fail_all(ApiError(f"a step has failed: {error}", 500, "server_error"))
             return
         self.metrics.step.observe(time.perf_counter() - begun)
-        given = [(self._known[output.request_id], output) for output in made if output.request_id in self._known]
+        given = [(self._known[output.request_id], output) for output in result if output.request_id in self._known]
         for job, output in given:
             if output.is_finished():
                 del self._known[job.name]

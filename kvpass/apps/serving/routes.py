@@ -142,7 +142,7 @@ async def _events(answer: Answer, form: Callable[..., Any], kind: str, usage: bo
 
 
 def _changes(piece: TextPiece, chat: bool) -> list[Any]:
-    """Return the changes of a choice for a piece of text; the end of a chat's choice is a separate change."""
+    """Return the changes of a choice for a piece of text; a chat's choice ends with a separate change."""
     if not chat:
         return [_choice("text_completion", piece.index, piece.text, piece.reason)]
     text = [_choice("chat.completion", piece.index, "", None, {"content": piece.text})] if piece.text else []

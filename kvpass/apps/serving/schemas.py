@@ -185,12 +185,12 @@ def read(body: bytes, fields: type[Fields]) -> Fields:
     if not isinstance(given, dict):
         raise ApiError(f"the body must be a JSON object, got {type(given).__name__}", code="invalid_json")
     try:
-        return fields(**_supported(given, {field.name for field in dataclasses.fields(fields)}))
+        return fields(**_supported_fields(given, {field.name for field in dataclasses.fields(fields)}))
     except PolicyError as error:
         raise ApiError(str(error), param=str(error).partition("=")[0]) from None
 
 
-def _supported(given: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+def _supported_fields(given: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
     """Return the supported fields, under their own names.
 
     Raises:

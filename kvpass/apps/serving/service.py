@@ -101,8 +101,8 @@ class Service:
 
     def model_card(self) -> dict[str, Any]:
         """Return what `/v1/models` says about the model."""
-        chosen = self.engine.loop.chosen
-        settings = {"policy": policies.specify(chosen.policy), "budget": chosen.budget, "rows": self.engine.rows}
+        chosen = self.engine.loop.backend
+        settings = {"policy": policies.to_json(chosen.policy), "budget": chosen.budget, "rows": self.engine.rows}
         card = {"id": self.name, "object": "model", "created": self._created, "owned_by": "kvpass"}
         return {**card, "max_model_len": self.settings.context, "kvpass": settings}
 
@@ -133,16 +133,16 @@ class Service:
         """Return the token ids of the prompts of a request, behind those that its conversation has not seen."""
         before = [] if conversation is None else conversation.tail
         if isinstance(fields, ChatFields):
-            return [[*before, *self.subject.encode([self._rendered(fields, conversation)])[0]]]
+            return [[*before, *self.subject.encode([self._render(fields, conversation)])[0]]]
         assert isinstance(fields, CompletionFields)
-        return [[*before, *(self._encoded(x, not before) if isinstance(x, str) else x)] for x in fields.prompt]
+        return [[*before, *(self._encode(x, not before) if isinstance(x, str) else x)] for x in fields.prompt]
 
-    def _encoded(self, text: str, first: bool) -> list[int]:
+    def _encode(self, text: str, first: bool) -> list[int]:
         """Return the token ids of a text; at the beginning of a conversation with those that introduce it."""
         ids: list[int] = self.subject.tokenizer(text, add_special_tokens=first, verbose=False)["input_ids"]
         return ids
 
-    def _rendered(self, fields: ChatFields, conversation: KeptConversation | None) -> str:
+    def _render(self, fields: ChatFields, conversation: KeptConversation | None) -> str:
         """Return the text of a chat's messages.
 
         Raises:

@@ -27,14 +27,14 @@ class TextStream:
     def push(self, tokens: Sequence[int]) -> str:
         """Return the text that these tokens complete, without what may turn out to be a stop text."""
         pieces = [[token] for token in tokens] if self.stops else [tokens]  # so that tokens are counted up to a stop
-        return "".join(self._pushed(piece) for piece in pieces)
+        return "".join(self._push(piece) for piece in pieces)
 
     def finish(self) -> str:
         """Return the rest of the text, after the last token."""
         rest, self._waiting = ("", "") if self.stopped else (self._waiting + self._new(whole=True), "")
         return rest
 
-    def _pushed(self, tokens: Sequence[int]) -> str:
+    def _push(self, tokens: Sequence[int]) -> str:
         if self.stopped:
             return ""
         self._ids += tokens
@@ -44,7 +44,7 @@ class TextStream:
         if found:
             self.stopped = True
             return self._waiting[: min(found)]
-        sure = len(self._waiting) - self._begun()
+        sure = len(self._waiting) - self._stop_prefix_length()
         text, self._waiting = self._waiting[:sure], self._waiting[sure:]
         return text
 
@@ -63,7 +63,7 @@ class TextStream:
         self._decoded = len(self._ids)
         return new
 
-    def _begun(self) -> int:
+    def _stop_prefix_length(self) -> int:
         """Return how many of the last characters may begin a stop text."""
         longest = max((len(stop) - 1 for stop in self.stops), default=0)
         lengths = range(min(longest, len(self._waiting)), 0, -1)

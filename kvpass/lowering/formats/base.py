@@ -41,14 +41,14 @@ class Sections:
             start = end
         return Sections(tuple(sections))
 
-    def between(self, start: int, stop: int) -> Sections:
+    def slice(self, start: int, stop: int) -> Sections:
         """Return the part of the tensor from `start` up to `stop`."""
         cut = self.cut_at({start, stop})
         ends = cut.ends
         selected = [section for section, end in zip(cut.tensors, ends, strict=True) if start < end <= stop]
         return Sections(tuple(selected))
 
-    def joined(self) -> Tensor:
+    def join(self) -> Tensor:
         """Return one tensor: `whole`, or a sum of tensors padded with zeros, which compilers fuse."""
         if self.whole is not None:
             return self.whole
@@ -77,7 +77,7 @@ class Format(abc.ABC):
         names: of the tensors after the first.
         bits: of a code; 0 if rows are plain numbers.
         exact: whether storing decoded rows again returns the same rows.
-        transforms: whether codes are of transformed rows, so that `prepared_query` transforms queries.
+        transforms: whether codes are of transformed rows, so that `transform_query` transforms queries.
     """
 
     names: tuple[str, ...] = ()
@@ -101,7 +101,7 @@ class Format(abc.ABC):
         """Decode stored rows in consecutive sections of D that can be read without moving numbers."""
         return [self.decode(parts)]
 
-    def ordered(self, parts: Parts) -> Parts:
+    def to_number_order(self, parts: Parts) -> Parts:
         """Reorder the tensors from the device's layout to the order of the numbers."""
         return parts
 
@@ -109,7 +109,7 @@ class Format(abc.ABC):
         """Reorder the tensors from the order of the numbers to the layout of their device."""
         return parts
 
-    def prepared_query(self, query: Tensor) -> Tensor:
+    def transform_query(self, query: Tensor) -> Tensor:
         """Transform queries [..., D] for products with codes; for callers that read codes themselves."""
         return query
 
@@ -171,13 +171,15 @@ class Rows:
 
     def to_device(self, move: Callable[[Tensor], Tensor]) -> Rows:
         """Move the rows to another device, whose layout of codes may differ."""
-        return Rows(self.format, self.format.to_device_layout(tuple(map(move, self.format.ordered(self.parts)))))
+        return Rows(
+            self.format, self.format.to_device_layout(tuple(map(move, self.format.to_number_order(self.parts))))
+        )
 
-    def at(self, index: SlotIndices) -> Tensor:
+    def row_at(self, index: SlotIndices) -> Tensor:
         """Decode one row of each head, [B, H, D]."""
         return self.format.decode(tuple(part[index] for part in self.parts))
 
-    def put(self, index: SlotIndices, new: Rows, only: Tensor | None = None) -> None:
+    def write_row(self, index: SlotIndices, new: Rows, only: Tensor | None = None) -> None:
         """Overwrite one row of each head by those of `new` [B, H, 1, D].
 
         Args:
@@ -202,21 +204,21 @@ class Rows:
         for part, new_part in zip(self.parts, rows.parts, strict=True):
             part[:, :, : new_part.shape[2]] = new_part
 
-    def scattered(self, indices: Tensor, count: int) -> Rows:
+    def scatter(self, indices: Tensor, count: int) -> Rows:
         """Return `count` rows with these rows at indices [n] and zeros elsewhere."""
         scattered = Rows.empty(self.format, (*self.shape[:2], count), self.device)
         for part, row_part in zip(scattered.parts, self.parts, strict=True):
             part[:, :, indices] = row_part
         return scattered
 
-    def gathered(self, indices: Tensor) -> Rows:
+    def gather(self, indices: Tensor) -> Rows:
         """Return the rows at indices [B, H', n]."""
         row_indices = indices.expand(-1, self.shape[1], -1)[..., None]
         return Rows(
             self.format, tuple(part.gather(2, row_indices.expand(-1, -1, -1, part.shape[-1])) for part in self.parts)
         )
 
-    def concatenated(self, others: Rows) -> Rows:
+    def concatenate(self, others: Rows) -> Rows:
         """Return these rows followed by others."""
         joined = zip(self.parts, others.parts, strict=True)
         return Rows(self.format, tuple(torch.cat(pair, 2) for pair in joined))

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvpass.fx.precision import upcast
 from kvpass.lowering.formats.base import Parts
-from kvpass.torch_private.inductor import materialized
+from kvpass.torch_private.inductor import materialize
 
 LANES = 8  # numbers of an AVX2 vector
 WORD = 4  # bytes
@@ -58,44 +58,44 @@ class WordGroup:
         """The number of numbers in the group."""
         return len(self.parts) * self.parts[0].codes.shape[-1]
 
-    def divided(self, row: Tensor) -> list[Tensor]:
+    def split_row(self, row: Tensor) -> list[Tensor]:
         """Split the group's numbers [..., size] like the parts."""
         count = len(self.parts)
         return list(row.chunk(count, -1)) if self.in_planes else [row[..., first::count] for first in range(count)]
 
-    def joined(self, numbers: Sequence[Tensor]) -> Tensor:
+    def join_numbers(self, numbers: Sequence[Tensor]) -> Tensor:
         """Join numbers that are split like the parts, [..., size]."""
         return torch.cat(list(numbers), -1) if self.in_planes else torch.stack(list(numbers), -1).flatten(-2)
 
-    def decoded(self) -> list[Tensor]:
+    def decode(self) -> list[Tensor]:
         """Decode the numbers of each part."""
         codes = [part.codes / part.unit for part in self.parts]
         return [(code if self.zero is None else code + self.zero) * self.scale for code in codes]
 
 
-def in_planes(parts: Parts) -> Parts:
+def to_planes(parts: Parts) -> Parts:
     """Reorder codes [..., n] so that the first bytes of all words hold the first quarter, and so on."""
     return torch.unflatten(parts[0], -1, (WORD, -1)).transpose(-1, -2).flatten(-2), *parts[1:]
 
 
-def in_order(parts: Parts) -> Parts:
+def from_planes(parts: Parts) -> Parts:
     """Reorder codes in planes to the order of the numbers."""
     return torch.unflatten(parts[0], -1, (-1, WORD)).transpose(-1, -2).flatten(-2), *parts[1:]
 
 
-def fill(codes: Tensor, byte_count: int) -> bool:
+def fills_vectors(codes: Tensor, byte_count: int) -> bool:
     """Return whether `byte_count` bytes of codes [B, H, N, ...] fill vectors with words, on a processor with AVX2."""
     aligned = byte_count % (WORD * LANES) == 0
     return aligned and codes.device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
-def signed(words: Tensor, dtype: torch.dtype) -> list[WordPart]:
+def signed_parts(words: Tensor, dtype: torch.dtype) -> list[WordPart]:
     """Split words int32 [B, H, N, d] into signed bytes, each moved to the top of its word."""
     tops = [words << (24 - 8 * byte) for byte in range(WORD - 1)] + [words]
     return [WordPart((tops[0] if byte == 0 else top & -(1 << 24)).to(dtype), 2.0**24) for byte, top in enumerate(tops)]
 
 
-def nibbles(words: Tensor, high: bool, dtype: torch.dtype) -> list[WordPart]:
+def nibble_parts(words: Tensor, high: bool, dtype: torch.dtype) -> list[WordPart]:
     """Return the low or high half of each byte of words int32 [B, H, N, d].
 
     The topmost nibble includes the word's sign bit, so it is shifted down.
@@ -124,19 +124,19 @@ def _products(query: Tensor, group: WordGroup) -> Tensor:
 
     The product is the sum of scale * (query * code + query * zero).
     """
-    query_parts = group.divided(query)  # [B, H, R, d] each
+    query_parts = group.split_row(query)  # [B, H, R, d] each
     pairs = [
-        (materialized(operand / part.unit), part.codes) for operand, part in zip(query_parts, group.parts, strict=True)
+        (materialize(operand / part.unit), part.codes) for operand, part in zip(query_parts, group.parts, strict=True)
     ]
     if group.zero is not None:
-        pairs.append((materialized(_total(query_parts)), group.zero))
+        pairs.append((materialize(_total(query_parts)), group.zero))
     terms = [_total([operand[:, :, r, None] * codes for operand, codes in pairs]) for r in range(query.shape[2])]
     return torch.stack([operand.sum(-1) * group.scale[..., 0] for operand in terms], 2)
 
 
 def weighted_sum(probs: Tensor, groups: Sequence[WordGroup]) -> Tensor:
     """Sum values by probabilities [B, H, R, N]: [B, H, R, D]."""
-    probs = materialized(probs)
+    probs = materialize(probs)
     rows = [probs[:, :, r, :, None] for r in range(probs.shape[2])]  # [B, H, N, 1] each
     return torch.stack([torch.cat([_weighted_sum(row, group) for group in groups], -1) for row in rows], 2)
 
@@ -145,12 +145,12 @@ def _weighted_sum(probs: Tensor, group: WordGroup) -> Tensor:
     """Sum the values of one group by probabilities [B, H, N, 1]: [B, H, size]."""
     share = probs * group.scale
     if group.zero is None:
-        share = materialized(share)  # with scales in half precision the loop would take twice as many numbers at a time
-    sums = [summed(share * part.codes) / part.unit for part in group.parts]
+        share = materialize(share)  # with scales in half precision the loop would take twice as many numbers at a time
+    sums = [sum_rows(share * part.codes) / part.unit for part in group.parts]
     if group.zero is not None:
-        offset = summed(share * group.zero.expand_as(group.parts[0].codes))
+        offset = sum_rows(share * group.zero.expand_as(group.parts[0].codes))
         sums = [part_sum + offset for part_sum in sums]
-    return group.joined(sums)
+    return group.join_numbers(sums)
 
 
 def _total(terms: Sequence[Tensor]) -> Tensor:
@@ -163,7 +163,7 @@ LONGEST_SUM = 4096  # numbers summed one after the other; Inductor's own limit
 MOST_ROWS_IN_LOOP = 16  # rows of one loop; the library multiplies more, with decoded rows in memory
 
 
-def storable(scale: Tensor) -> Tensor:
+def round_scale(scale: Tensor) -> Tensor:
     """Round float32 scales to bfloat16 values, ties to even.
 
     This works on bits, because a compiler may drop a conversion to bfloat16 and back.
@@ -172,18 +172,18 @@ def storable(scale: Tensor) -> Tensor:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).view(torch.float32)
 
 
-def rounded_codes(rows: Tensor, scale: Tensor) -> Tensor:
+def round_to_codes(rows: Tensor, scale: Tensor) -> Tensor:
     """Divide rows by their scale and round to the nearest integer; zero where the scale is zero."""
     return torch.where(scale > 0, rows / scale, 0).round()
 
 
-def summed_over_dim(query: Tensor, sections: Sequence[Tensor]) -> Tensor:
+def multiply_queries(query: Tensor, sections: Sequence[Tensor]) -> Tensor:
     """Multiply queries [B, H, R, D] with keys [B, H, N, D] in sections of D: [B, H, R, N].
 
     The queries are materialized in the dtype of the sums.  With queries in half precision, a compiler would convert
     twice as many codes at a time, for which processors have no instruction.
     """
-    return row_by_row(materialized(upcast(query)), sections)
+    return row_by_row(materialize(upcast(query)), sections)
 
 
 def row_by_row(query: Tensor, sections: Sequence[Tensor]) -> Tensor:
@@ -191,10 +191,10 @@ def row_by_row(query: Tensor, sections: Sequence[Tensor]) -> Tensor:
 
     The rows are sums of one loop, which reads a key once for all of them.
     """
-    return torch.stack([over_sections(query[:, :, r, None], sections) for r in range(query.shape[2])], 2)
+    return torch.stack([multiply_sections(query[:, :, r, None], sections) for r in range(query.shape[2])], 2)
 
 
-def over_sections(query: Tensor, sections: Sequence[Tensor]) -> Tensor:
+def multiply_sections(query: Tensor, sections: Sequence[Tensor]) -> Tensor:
     """Multiply queries [..., 1, D] with keys [..., N, D] in sections [..., N, d] of D: [..., N].
 
     Products of sections of one size are added before they are summed over d.
@@ -207,13 +207,13 @@ def over_sections(query: Tensor, sections: Sequence[Tensor]) -> Tensor:
     return functools.reduce(torch.add, [products.sum(-1) for products in by_width.values()])
 
 
-def summed_over_rows(probs: Sequence[Tensor], sections: Sequence[Tensor]) -> Tensor:
+def sum_values(probs: Sequence[Tensor], sections: Sequence[Tensor]) -> Tensor:
     """Sum values [B, H, N, D], in sections of D, by probabilities [B, H, R, N]: [B, H, R, D].
 
     Each section has its own probabilities.  Blocks of rows are summed in parallel, as many as there are registers for.
     No block is so long that a compiler uses a cascade sum.
     """
-    probs, (count, length) = [materialized(p) for p in probs], probs[0].shape[2:]
+    probs, (count, length) = [materialize(p) for p in probs], probs[0].shape[2:]
     blocks = max(MOST_SUMS // (count * len(sections)), -(-length // LONGEST_SUM), 1)
     size = max(1, length // blocks)
     even = length // size * size
@@ -232,7 +232,7 @@ def _sum_in_blocks(left: Tensor, right: Tensor, slices: Sequence[slice]) -> Tens
     return functools.reduce(torch.add, [(left[:, :, block] * right[:, :, block]).sum(2) for block in slices])
 
 
-def summed(terms: Tensor) -> Tensor:
+def sum_rows(terms: Tensor) -> Tensor:
     """Return the sum over dimension 2 of [B, H, N, d], in blocks too short for a compiler's cascade sum."""
     length = terms.shape[2]
     if length <= LONGEST_SUM:

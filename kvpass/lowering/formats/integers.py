@@ -16,7 +16,7 @@ from kvpass.arguments import require
 from kvpass.fx.precision import accumulate_dtype, upcast
 from kvpass.lowering.formats import code_products
 from kvpass.lowering.formats.base import Format, Parts
-from kvpass.lowering.formats.code_products import in_order, in_planes
+from kvpass.lowering.formats.code_products import from_planes, to_planes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,11 +39,11 @@ class IntegerFormat(Format):
     def _in_planes(self, codes: Tensor) -> bool:
         """Return whether codes are stored in planes."""
 
-    def ordered(self, parts: Parts) -> Parts:
-        return in_order(parts) if self._in_planes(parts[0]) else parts
+    def to_number_order(self, parts: Parts) -> Parts:
+        return from_planes(parts) if self._in_planes(parts[0]) else parts
 
     def to_device_layout(self, parts: Parts) -> Parts:
-        return in_planes(parts) if self._in_planes(parts[0]) else parts
+        return to_planes(parts) if self._in_planes(parts[0]) else parts
 
     def products(self, query: Tensor, parts: Parts) -> Tensor:
         if query.shape[2] > code_products.MOST_ROWS_IN_LOOP:
@@ -85,38 +85,38 @@ class Int8(IntegerFormat):
 
     def encode(self, rows: Tensor) -> Parts:
         exact = upcast(rows)
-        scale = code_products.storable(exact.abs().amax(-1, keepdim=True).float() / HIGHEST_CODE)
-        codes = code_products.rounded_codes(exact, scale.to(exact.dtype)).clamp(-HIGHEST_CODE, HIGHEST_CODE)
+        scale = code_products.round_scale(exact.abs().amax(-1, keepdim=True).float() / HIGHEST_CODE)
+        codes = code_products.round_to_codes(exact, scale.to(exact.dtype)).clamp(-HIGHEST_CODE, HIGHEST_CODE)
         return self.to_device_layout((codes.to(torch.int8), scale.to(code_products.SCALE)))
 
     def decode(self, parts: Parts) -> Tensor:
-        codes, scale = self._codes_and_scale(self.ordered(parts))
+        codes, scale = self._codes_and_scale(self.to_number_order(parts))
         return codes * scale
 
     def sections(self, parts: Parts) -> list[Tensor]:
-        return self._words(parts).decoded() if self._in_planes(parts[0]) else [self.decode(parts)]
+        return self._words(parts).decode() if self._in_planes(parts[0]) else [self.decode(parts)]
 
     def _in_planes(self, codes: Tensor) -> bool:
-        return self.rotated and code_products.fill(codes, self.dim)
+        return self.rotated and code_products.fills_vectors(codes, self.dim)
 
     def _codes_and_scale(self, parts: Parts) -> tuple[Tensor, Tensor]:
         return parts[0].to(self._upcast), parts[1].to(self._upcast)
 
     def _products(self, query: Tensor, parts: Parts) -> Tensor:
-        if code_products.fill(parts[0], self.dim):
+        if code_products.fills_vectors(parts[0], self.dim):
             return code_products.products(query, [self._words(parts)])
         codes, scale = self._codes_and_scale(parts)
-        return code_products.summed_over_dim(query, [codes]) * scale[:, :, None, :, 0]
+        return code_products.multiply_queries(query, [codes]) * scale[:, :, None, :, 0]
 
     def _weighted_sum(self, probs: Tensor, parts: Parts) -> Tensor:
-        if code_products.fill(parts[0], self.dim):
+        if code_products.fills_vectors(parts[0], self.dim):
             return code_products.weighted_sum(probs, [self._words(parts)])
         codes, scale = self._codes_and_scale(parts)
-        return code_products.summed_over_rows([probs * scale[:, :, None, :, 0]], [codes])
+        return code_products.sum_values([probs * scale[:, :, None, :, 0]], [codes])
 
     def _words(self, parts: Parts) -> code_products.WordGroup:
         """Return the whole rows as one word group."""
-        codes = code_products.signed(parts[0].view(torch.int32), self._upcast)
+        codes = code_products.signed_parts(parts[0].view(torch.int32), self._upcast)
         return code_products.WordGroup(codes, parts[1].to(self._upcast), in_planes=self._in_planes(parts[0]))
 
 
@@ -127,7 +127,7 @@ HIGHEST_ZERO = 127  # the largest absolute value of a zero point
 
 @dataclasses.dataclass(frozen=True)
 class Int4(IntegerFormat):
-    """Store rows in four bits: pairs of codes [..., D / 2], scales [..., g] and zero points [..., g] for g groups.
+    """Store rows in four bits, with a scale and a zero point for each group of numbers.
 
         scale = (max x - min x) / 15,   zero = round(min x / scale)
         code = round(x / scale) - zero,   x ~ scale * (code + zero)
@@ -169,15 +169,15 @@ class Int4(IntegerFormat):
         exact = torch.unflatten(upcast(rows), -1, (self.groups, -1))  # [..., g, D / g]
         lowest, highest = exact.amin(-1, keepdim=True), exact.amax(-1, keepdim=True)
         size = torch.maximum((highest - lowest) / HIGHEST_NIBBLE, torch.maximum(highest, -lowest) / HIGHEST_ZERO)
-        scale = code_products.storable(size.float())
-        zero = code_products.rounded_codes(lowest, scale.to(exact.dtype)).clamp(-HIGHEST_ZERO, HIGHEST_ZERO)
-        codes = (code_products.rounded_codes(exact, scale.to(exact.dtype)) - zero).clamp(0, HIGHEST_NIBBLE).flatten(-2)
+        scale = code_products.round_scale(size.float())
+        zero = code_products.round_to_codes(lowest, scale.to(exact.dtype)).clamp(-HIGHEST_ZERO, HIGHEST_ZERO)
+        codes = (code_products.round_to_codes(exact, scale.to(exact.dtype)) - zero).clamp(0, HIGHEST_NIBBLE).flatten(-2)
         low, high = torch.split(codes, self.half, -1)
         pairs = (low + 16 * high).to(torch.uint8)
         return self.to_device_layout((pairs, scale[..., 0].to(code_products.SCALE), zero[..., 0].to(torch.int8)))
 
     def decode(self, parts: Parts) -> Tensor:
-        both = self.ordered(parts)[0].to(self._upcast)[..., None, :]  # [..., 1, D / 2]
+        both = self.to_number_order(parts)[0].to(self._upcast)[..., None, :]  # [..., 1, D / 2]
         high = torch.floor(both * (1 / 16))
         low = (torch.arange(2, device=both.device)[:, None] == 0).to(both.dtype)  # 1 for the first half, else 0
         codes = low * both + (1 - 17 * low) * high
@@ -188,7 +188,7 @@ class Int4(IntegerFormat):
     def sections(self, parts: Parts) -> list[Tensor]:
         if not self._in_planes(parts[0]):
             return [self.decode(parts)]
-        return [section for group in self._words(parts) for section in group.decoded()]
+        return [section for group in self._words(parts) for section in group.decode()]
 
     def _in_planes(self, codes: Tensor) -> bool:
         """Return whether pairs are stored in planes; each plane, an eighth of a row, must then belong to one group."""
@@ -196,7 +196,7 @@ class Int4(IntegerFormat):
             self.rotated
             and self.dim % GROUP == 0
             and GROUP % (self.dim // 8) == 0
-            and code_products.fill(codes, self.half)
+            and code_products.fills_vectors(codes, self.half)
         )
 
     def _halves(self, parts: Parts) -> list[Tensor]:
@@ -205,7 +205,7 @@ class Int4(IntegerFormat):
         high = torch.floor(both * (1 / 16))
         return [both - 16 * high, high]
 
-    def _decoded(self, parts: Parts) -> list[Tensor]:
+    def _decode_halves(self, parts: Parts) -> list[Tensor]:
         """Decode the two halves of the rows like `decode`."""
         scale, zero = (part.to(self._upcast) for part in parts[1:])
         count, halves = self._groups_in_half, []
@@ -217,12 +217,12 @@ class Int4(IntegerFormat):
     def _products(self, query: Tensor, parts: Parts) -> Tensor:
         if self._fills_words(parts):
             return code_products.products(query, self._words(parts))
-        return code_products.summed_over_dim(query, self._decoded(parts))
+        return code_products.multiply_queries(query, self._decode_halves(parts))
 
     def _weighted_sum(self, probs: Tensor, parts: Parts) -> Tensor:
         if self._fills_words(parts):
             return code_products.weighted_sum(probs, self._words(parts))
-        return code_products.summed_over_rows(*self._shares(probs, parts))
+        return code_products.sum_values(*self._shares(probs, parts))
 
     def _shares(self, probs: Tensor, parts: Parts) -> tuple[list[Tensor], list[Tensor]]:
         """Return the factors of a weighted sum, for each section of a row in one group.
@@ -238,19 +238,23 @@ class Int4(IntegerFormat):
         return [shares[group] for group in group_of], codes
 
     def _fills_words(self, parts: Parts) -> bool:
-        return self.groups > 1 and code_products.fill(parts[0], self.half // self._groups_in_half)
+        return self.groups > 1 and code_products.fills_vectors(parts[0], self.half // self._groups_in_half)
 
     def _words(self, parts: Parts) -> list[code_products.WordGroup]:
         """Return the word groups, each within one half; those of the first half use the low bits."""
         scale, zero = (part.to(self._upcast) for part in parts[1:])
         codes, in_planes = parts[0].view(torch.int32), self._in_planes(parts[0])
         if in_planes:
-            planes = [plane for high in (False, True) for plane in code_products.nibbles(codes, high, self._upcast)]
+            planes = [
+                plane for high in (False, True) for plane in code_products.nibble_parts(codes, high, self._upcast)
+            ]
             planes_per_group = len(planes) // self.groups
             of_groups = [planes[i : i + planes_per_group] for i in range(0, len(planes), planes_per_group)]
         else:
             chunks = codes.chunk(self._groups_in_half, -1)
-            of_groups = [code_products.nibbles(chunk, high, self._upcast) for high in (False, True) for chunk in chunks]
+            of_groups = [
+                code_products.nibble_parts(chunk, high, self._upcast) for high in (False, True) for chunk in chunks
+            ]
         indexed = enumerate(of_groups)
         return [
             code_products.WordGroup(group, scale[..., g, None], zero[..., g, None], in_planes) for g, group in indexed
@@ -285,30 +289,32 @@ class Hadamard(Format):
         return self.inner.layout()
 
     def encode(self, rows: Tensor) -> Parts:
-        return self.inner.encode(transformed(rows))
+        return self.inner.encode(transform(rows))
 
     def decode(self, parts: Parts) -> Tensor:
-        return transformed(self.inner.decode(parts))
+        return transform(self.inner.decode(parts))
 
-    def prepared_query(self, query: Tensor) -> Tensor:
-        return transformed(query)
+    def transform_query(self, query: Tensor) -> Tensor:
+        return transform(query)
 
     def products(self, query: Tensor, parts: Parts) -> Tensor:
-        return self.inner.products(self.prepared_query(query), parts)
+        return self.inner.products(self.transform_query(query), parts)
 
     def weighted_sum(self, probs: Tensor, parts: Parts, dtype: torch.dtype) -> Tensor:
-        return transformed(self.inner.weighted_sum(probs, parts, accumulate_dtype(self.dtype))).to(dtype)
+        return transform(self.inner.weighted_sum(probs, parts, accumulate_dtype(self.dtype))).to(dtype)
 
 
-def transformed(rows: Tensor) -> Tensor:
+def transform(rows: Tensor) -> Tensor:
     """Transform rows [..., D] in the dtype of `upcast`; a second transform returns the original rows."""
     dim = rows.shape[-1]
     size = dim & -dim  # the largest power of two that divides it
     blocks = torch.unflatten(rows.double(), -1, (-1, size))
-    return (torch.matmul(blocks, signs(size, rows.device)) / math.sqrt(size)).flatten(-2).to(upcast(rows).dtype)
+    return (
+        (torch.matmul(blocks, hadamard_signs(size, rows.device)) / math.sqrt(size)).flatten(-2).to(upcast(rows).dtype)
+    )
 
 
-def signs(size: int, device: torch.device) -> Tensor:
+def hadamard_signs(size: int, device: torch.device) -> Tensor:
     """Return H, float64 [b, b]; b is a power of two up to 65,536."""
     indices = torch.arange(size, device=device)
     common = indices[:, None] & indices

@@ -64,14 +64,14 @@ def compile_deduplicated(
     found = segments.split(gm, anchors)
     if not found:
         return None
-    with inductor.in_parts(gm, examples) as parts:
+    with inductor.compiling_parts(gm, examples) as parts:
         kinds, program = _SegmentKinds(gm, parts, patches, alike), []
         for segment in found:
             compiled = kinds.run_of(segment)
             if compiled is None:
                 return None
             program.append(compiled)
-    return _linked(gm, program)
+    return _link(gm, program)
 
 
 class _SegmentKinds:
@@ -91,16 +91,16 @@ class _SegmentKinds:
 
     def run_of(self, segment: Segment) -> tuple[Segment, inductor.Boxed] | None:
         """Return a segment with all its operands and its code, or None if it cannot be compiled alone."""
-        segment = segment.reading(self._symbol_inputs(segment))
+        segment = segment.with_operands(self._symbol_inputs(segment))
         operands = [self.values[node] for node in segment.operands]
-        compiled = self._compiled(segment, operands)
+        compiled = self._compile(segment, operands)
         if compiled is None:
             return None
         run, results = compiled
         self.values.update(zip(segment.returned, results, strict=True))
         return segment, run
 
-    def _compiled(self, segment: Segment, operands: list[Any]) -> tuple[inductor.Boxed, list[Any]] | None:
+    def _compile(self, segment: Segment, operands: list[Any]) -> tuple[inductor.Boxed, list[Any]] | None:
         """Return a segment's compiled code, and fakes of its results in the segment's sizes."""
         key, sizes = segment.key(operands, self.alike), segments.symbols_among(operands, self.alike)
         if key not in self._known:
@@ -110,7 +110,9 @@ class _SegmentKinds:
                 return None
             self._known[key] = (*compiled, sizes)
         run, results, compiled_sizes = self._known[key]
-        return run, self.parts.fresh(results, dict(zip(compiled_sizes, sizes, strict=True)) if len(sizes) == 1 else {})
+        return run, self.parts.fresh_values(
+            results, dict(zip(compiled_sizes, sizes, strict=True)) if len(sizes) == 1 else {}
+        )
 
     def _symbol_inputs(self, segment: Segment) -> list[fx.Node]:
         """Return the graph inputs that define the symbols in the sizes of a segment's operands."""
@@ -139,7 +141,7 @@ def as_module(segment: Segment, operands: Sequence[Any]) -> fx.GraphModule:
     return fx.GraphModule(attributes, graph)
 
 
-def _linked(gm: fx.GraphModule, program: list[tuple[Segment, inductor.Boxed]]) -> inductor.Compiled:
+def _link(gm: fx.GraphModule, program: list[tuple[Segment, inductor.Boxed]]) -> inductor.Compiled:
     """Generate the function that runs the segments in order, as in the module's docstring."""
     names = {node: f"a[{number}]" for number, node in enumerate(walk.placeholders(gm.graph))}
     inputs, outputs = set(names), walk.results(gm.graph)

@@ -82,7 +82,7 @@ class Segment:
         """The nodes at `results`."""
         return [self.nodes[index] for index in self.results]
 
-    def reading(self, more: Iterable[fx.Node]) -> Segment:
+    def with_operands(self, more: Iterable[fx.Node]) -> Segment:
         """Return the segment with further operands, such as the sizes in the shapes of its operands."""
         return dataclasses.replace(self, operands=tuple(dict.fromkeys((*self.operands, *more))))
 
@@ -152,7 +152,9 @@ def split(gm: fx.GraphModule, anchors: Sequence[fx.Node]) -> list[Segment]:
         anchors: one node of each layer.
     """
     order = [
-        node for node in gm.graph.nodes if not (node.op in ("placeholder", "output") or fx_nodes.changes_nothing(node))
+        node
+        for node in gm.graph.nodes
+        if not (node.op in ("placeholder", "output") or fx_nodes.is_without_effect(node))
     ]
     if len(set(anchors).intersection(order)) < MIN_EQUAL_LAYERS or any(node.op == "call_module" for node in order):
         return []
@@ -285,10 +287,10 @@ def _keeps_writes(gm: fx.GraphModule, segments: list[Segment]) -> bool:
     for node in gm.graph.nodes:
         groups.setdefault(memory.of(node), []).append(node)
     written = {memory.of(node.all_input_nodes[0]) for node in segment_of if _writes(node)}
-    return all(_stays(groups[root], segment_of) for root in written)
+    return all(_is_in_one_segment(groups[root], segment_of) for root in written)
 
 
-def _stays(group: list[fx.Node], segment_of: dict[fx.Node, int]) -> bool:
+def _is_in_one_segment(group: list[fx.Node], segment_of: dict[fx.Node, int]) -> bool:
     """Return whether nodes that share written memory are in one segment, or are one graph input and its views.
 
     Args:

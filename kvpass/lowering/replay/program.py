@@ -127,12 +127,12 @@ class OperatorCall:
         self.args, self.kwargs = fx.node.map_aggregate((self.args, self.kwargs), lookup)
 
     def run(self, memory: MemoryMap) -> None:
-        args = [self._looked_up(memory, arg) for arg in self.args]
-        results = self.function(*args, **{name: self._looked_up(memory, arg) for name, arg in self.kwargs.items()})
+        args = [self._look_up(memory, arg) for arg in self.args]
+        results = self.function(*args, **{name: self._look_up(memory, arg) for name, arg in self.kwargs.items()})
         for base, result in zip(self.outputs, _tensors(results), strict=True) if self.outputs else ():
             memory.put(base, result)
 
-    def _looked_up(self, memory: MemoryMap, argument: Any) -> Any:
+    def _look_up(self, memory: MemoryMap, argument: Any) -> Any:
         """Return an argument with tensors in place of views; lists of tensors are rare."""
         if isinstance(argument, ArgumentView):
             return memory.find(argument)
@@ -152,24 +152,24 @@ class Program:
         results: the results, with views in place of tensors.
         inputs: the number of tensors among the arguments, whose bases are 1 to `inputs`.
         blocks: the bytes of each base that is memory between kernels.
-        fresh: the blocks that hold results and get new memory in every run.
+        result_blocks: the blocks that hold results and get new memory in every run.
         count: the number of bases.
-        kept: tensors that kernels read and that only the program may hold.
+        held_tensors: tensors that kernels read and that only the program may hold.
     """
 
     parts: list[ProgramPart]
     results: list[Any]
     inputs: int
     blocks: dict[int, int]
-    fresh: frozenset[int]
+    result_blocks: frozenset[int]
     count: int
-    kept: list[Tensor]
+    held_tensors: list[Tensor]
 
     def __post_init__(self) -> None:
         self.memory = MemoryMap(self.count)
         self._no_inputs: list[None] = [None] * self.inputs
-        self._transient = {*range(self.inputs + 1, self.count)} - self.blocks.keys() | self.fresh
-        permanent = self.blocks.keys() - self.fresh
+        self._transient = {*range(self.inputs + 1, self.count)} - self.blocks.keys() | self.result_blocks
+        permanent = self.blocks.keys() - self.result_blocks
         for base in permanent:
             self.memory.put(base, self._block(base))
         for part in self.parts:
@@ -188,7 +188,7 @@ class Program:
         memory.tensors[1 : self.inputs + 1] = tensors
         memory.addresses[1 : self.inputs + 1] = array("q", addresses)
         try:
-            for base in self.fresh:
+            for base in self.result_blocks:
                 memory.put(base, self._block(base))
             with generated_code.without_modes():
                 for part in self.parts:

@@ -49,7 +49,7 @@ def record(run: inductor.Compiled, arguments: Sequence[Any]) -> tuple[Sequence[A
         arguments: its arguments; tensors among them must be plain strided tensors.
     """
     recording = _Recording([argument for argument in arguments if isinstance(argument, Tensor)])
-    with dynamo.one_at_a_time(), recording.listening():  # else threads would replace each other's replacements
+    with dynamo.compile_lock(), recording.listening():  # else threads would replace each other's replacements
         results = run(*arguments)
     return results, recording.program(results)
 
@@ -98,7 +98,7 @@ class _Recording:
                 if replacement:
                     exchanged.append((scope, name, value))
                     scope[name] = replacement
-            with generated_code.watched(self._on_operator), generated_code.calls_watched(self._on_c_call):
+            with generated_code.watching_dispatch(self._on_operator), generated_code.watching_c_calls(self._on_c_call):
                 yield
         finally:
             for scope, name, value in exchanged:

@@ -82,14 +82,14 @@ class Aligner(Weights):
         object.__setattr__(self, "digest", digest_of(f"{self.recipe} {self.signature}", exact))
 
     def weights(self) -> list[Tensor]:
-        """Return the tensors that `repaired` uses, computed from `tensors`."""
+        """Return the tensors that `repair` uses, computed from `tensors`."""
         if self.recipe == "direct":
             return _direct_weights(self.tensors)
         if self.recipe == "paper":
             return [*_paper_weights(self.tensors, "key"), *_paper_weights(self.tensors, "value")]
         return []
 
-    def repaired(
+    def repair(
         self, weights: list[Tensor], layer: int, key: Tensor, value: Tensor, made: Tensor, rank: Tensor, moves: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return rows as if they had been computed at `rank` where they move; the other rows stay unchanged.
@@ -113,7 +113,7 @@ class Aligner(Weights):
         return key, value
 
 
-def nothing(signature: Signature) -> Aligner:
+def identity_aligner(signature: Signature) -> Aligner:
     """Return an aligner that repairs nothing: sinks and a window with renumbered positions."""
     return Aligner("nothing", signature, {})
 
@@ -135,9 +135,9 @@ def _fits_kernel(weights: list[Tensor], key: Tensor) -> bool:
 def _direct_by_kernel(
     weights: list[Tensor], key: Tensor, value: Tensor, made: Tensor, rank: Tensor, moves: Tensor
 ) -> tuple[Tensor, Tensor]:
-    from kvpass.lowering.aligner_kernel import repaired  # needs triton, which not every machine has
+    from kvpass.lowering.aligner_kernel import repair_by_kernel  # needs triton, which not every machine has
 
-    return repaired(weights, key, value, made, rank, moves)
+    return repair_by_kernel(weights, key, value, made, rank, moves)
 
 
 def _direct(
@@ -150,20 +150,20 @@ def _direct(
     change = hidden @ outer + outer_bias + shift[rank] - shift[made]  # [B, C, Hkv * (D + Dv)]
     width = keys.shape[-1]
     on_keys, on_values = (_by_head(x, key.shape[1]) for x in (change[..., :width], change[..., width:]))
-    return _moved(key, on_keys, moves), _moved(value, on_values, moves)
+    return _rows_to_move(key, on_keys, moves), _rows_to_move(value, on_values, moves)
 
 
 def _by_head(change: Tensor, heads: int) -> Tensor:
     return change.view(*change.shape[:2], heads, -1).transpose(1, 2)
 
 
-def _moved(rows: Tensor, change: Tensor, moves: Tensor) -> Tensor:
+def _rows_to_move(rows: Tensor, change: Tensor, moves: Tensor) -> Tensor:
     """Add a change to rows [B, Hkv, C, D] where they move, in the rows' dtype."""
     return torch.where(moves[:, None, :, None], (rows.float() + change).to(rows.dtype), rows)
 
 
 def _paper_weights(tensors: Mapping[str, Tensor], part: str) -> list[Tensor]:
-    """Return the weights for keys or values: W [D, h1], table [M + 1, L, Hkv, h1], then fc2 and fc3."""
+    """Return weights of keys or values: W [D, h1], table [M + 1, L, Hkv, h1], fc2, fc3."""
     named = {name.removeprefix(f"{part}."): tensor for name, tensor in tensors.items() if name.startswith(part)}
     index, layer, head = named["position"], named["layer"], named["head"]
     widths = [x.shape[1] for x in (index, layer, head)]
@@ -181,4 +181,4 @@ def _paper(weights: list[Tensor], rows: Tensor, layer: int, rank: Tensor, moves:
     at_position = table[:, layer][rank].transpose(1, 2)  # [B, Hkv, C, h1]
     hidden = torch.relu(rows.float() @ on_row + at_position)
     hidden = torch.relu(hidden @ inner + inner_bias)
-    return _moved(rows, hidden @ outer + outer_bias, moves)
+    return _rows_to_move(rows, hidden @ outer + outer_bias, moves)

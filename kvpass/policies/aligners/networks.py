@@ -52,7 +52,7 @@ class DirectNetwork(nn.Module):
 
     @torch.no_grad()
     def fit_positions(self, means: Tensor) -> None:
-        """Set E and S to the best product of their rank for mean rows by position, [L, M + 1, H * (D + Dv)]."""
+        """Fit E and S to mean rows by position, [L, M + 1, H * (D + Dv)]."""
         layers, count, width = means.shape
         scaled = ((means - means.mean(1, keepdim=True)) / self.change).transpose(0, 1).flatten(1)  # [M + 1, L * w]
         left, values, right = torch.linalg.svd(scaled, full_matrices=False)
@@ -75,7 +75,7 @@ class DirectNetwork(nn.Module):
         return repaired[..., :width].view_as(key), repaired[..., width:].view_as(value)
 
     @torch.no_grad()
-    def stored(self) -> dict[str, Tensor]:
+    def to_tensors(self) -> dict[str, Tensor]:
         weight = torch.cat([self.on_key, self.on_value], 1) / self.spread.transpose(1, 2)
         width = self.on_key.shape[1]
         return {
@@ -108,7 +108,7 @@ class PaperNetwork(nn.Module):
         return self.key(key, rank), self.value(value, rank)
 
     @torch.no_grad()
-    def stored(self) -> dict[str, Tensor]:
+    def to_tensors(self) -> dict[str, Tensor]:
         return {name.replace("_table.weight", ""): tensor for name, tensor in self.state_dict().items()}
 
 

@@ -34,9 +34,9 @@ def signature_of(model: Any, window: int, sinks: int = 4, every: int = 1) -> Sig
 
 @torch.no_grad()
 def cached_rows(model: Any, ids: Tensor) -> Rows:
-    """Return each layer's keys [B, Hkv, n, D] and values [B, Hkv, n, Dv] for ids int64 [B, n] from position 0."""
+    """Return each layer's keys and values [B, Hkv, n, D or Dv] of token ids, int64 [B, n]."""
     body = getattr(model, "base_model", model)  # without the head, because only the cache is needed
-    return rows_of(model, cache_names.returned(body(input_ids=ids, use_cache=True)))
+    return rows_of(model, cache_names.cache_of_output(body(input_ids=ids, use_cache=True)))
 
 
 def rows_of(model: Any, cache: Any) -> Rows:
@@ -45,8 +45,7 @@ def rows_of(model: Any, cache: Any) -> Rows:
     Raises:
         AlignerError: the cache has other entries than keys and values.
     """
-    layers = getattr(cache, "layers", None)
-    rows = [(x.keys, x.values) for x in layers] if layers is not None else [tuple(x[:2]) for x in cache or ()]
+    rows = cache_names.rows_of_cache(cache)
     if not rows or any(not isinstance(x, Tensor) or x.ndim != 4 for pair in rows for x in pair):
         raise AlignerError(f"{name_of(model)} returns no cache with keys and values [B, heads, tokens, dimension]")
     return rows

@@ -30,12 +30,12 @@ from kvpass.fx import shapes, splicing, walk
 from kvpass.fx.walk import value
 from kvpass.lowering.attend import Rope, RotaryPairs
 from kvpass.rewrite.computed_keys import ComputedKeys, cut_computed_keys
-from kvpass.rewrite.context import AttentionResults, Record, StepContext
+from kvpass.rewrite.context import AttentionResults, PassRecord, StepContext
 from kvpass.rewrite.masks import MaskOnSlots, Masks
 from kvpass.rewrite.rotary_slice import RotarySlice
 
 
-def attend_on_slots(step: StepContext) -> Record:
+def attend_on_slots(step: StepContext) -> PassRecord:
     """Replace every attention call on a cache.
 
     Raises:
@@ -44,7 +44,7 @@ def attend_on_slots(step: StepContext) -> Record:
     step.attention, replacement = AttentionResults(), _AttentionReplacement(step)
     for layer in range(len(step.sites)):
         replacement.replace(layer)
-    return Record([each.call.name for site in step.sites for each in site.all])
+    return PassRecord([each.call.name for site in step.sites for each in site.all])
 
 
 class _AttentionReplacement:
@@ -60,7 +60,7 @@ class _AttentionReplacement:
         step, site = self.step, self.step.sites[layer]
         new = new_rows(step, layer)
         slots = step.slot_inputs[layer]
-        slots_before = step.copied_slots(layer) if site.shared_by and step.decodes else slots
+        slots_before = step.copy_slots(layer) if site.shared_by and step.decodes else slots
         sums = self._splice(layer, site, slots, new, first=True)
         for sharing in site.shared_by:
             self._splice(layer, sharing, slots_before, new, first=False)
@@ -138,7 +138,7 @@ class _AttentionReplacement:
             return [attended.output, *lse, *(attended.statistics if first else ()), *masks]
 
         def function(*tensors: Tensor) -> Any:
-            operands = _grouped(tensors, counts)
+            operands = _group_operands(tensors, counts)
             slots = template.with_tensors(operands["slots"])
             query, key, new_value, valid = operands["new"]
             site = layer_call.site(operands)
@@ -174,7 +174,7 @@ def _signature(step: StepContext, node: fx.Node, symbols: dict[sympy.Symbol, sym
     """Return as text what the code for a layer depends on in a node's value."""
     text = functools.partial(shapes.text, renamed=symbols)
     if walk.is_size(node):
-        return text(step.sizes.fixed(node))
+        return text(step.sizes.fixed_size(node))
     sizes = [*map(text, step.shape(node)), "by", *map(text, value(node).stride())]
     return str((sizes, value(node).dtype, step.device_of(node)))
 
@@ -187,7 +187,7 @@ def new_rows(step: StepContext, layer: int) -> list[fx.Node]:
 
 
 def as_cached(graph: fx.Graph, site: AttentionSite, node: fx.Node) -> fx.Node:
-    """Return a key or value as it is cached: [B, h, q, D], or [B, 1, q, h * D] if keys are computed from it."""
+    """Return a key or value as it is cached: with joined heads if keys are computed from it."""
     if not site.computed or value(node).shape[1] == 1:
         return node
     with graph.inserting_before(node.next):
@@ -210,7 +210,7 @@ def splice_point(site: AttentionSite, needed: list[fx.Node]) -> fx.Node:
 def replace_outputs(step: StepContext, site: AttentionSite, outputs: list[fx.Node]) -> list[fx.Node]:
     """Replace the model's own outputs by the step's, in the order of `Attended`; return the step's further outputs."""
     originals = [node for node in (site.call, site.lse) if node is not None]
-    for old, new in zip(originals, outputs, strict=False):
+    for old, new in zip(originals, outputs[: len(originals)], strict=True):
         step.attention.replaced[old.name] = new
         new.meta["example_value"] = value(old)
         old.replace_all_uses_with(new)
@@ -252,7 +252,7 @@ class _LayerCall:
         )
 
 
-def _grouped(tensors: tuple[Tensor, ...], counts: dict[str, int]) -> dict[str, list[Tensor]]:
+def _group_operands(tensors: tuple[Tensor, ...], counts: dict[str, int]) -> dict[str, list[Tensor]]:
     rest = iter(tensors)
     return {name: list(itertools.islice(rest, count)) for name, count in counts.items()}
 
@@ -295,7 +295,7 @@ class Tables:
             table = self.angles(rotary, capacity)
 
             def function(*tensors: Tensor) -> list[Tensor]:
-                return list(rotary.weights(pairs, list(tensors[: len(table)]), list(tensors[len(table) :])))
+                return list(rotary.mixing_weights(pairs, list(tensors[: len(table)]), list(tensors[len(table) :])))
 
             nodes = [*table, *rotary.rotate.bound]
             self._tables[key] = self._step.compute(function, nodes, before, f"kvpass_mixed_{len(self._tables)}")

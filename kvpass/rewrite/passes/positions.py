@@ -31,27 +31,27 @@ from kvpass.capture.rotary import (
     positions_of,
     rotates_each_token_alone,
     rows_come_first,
-    unreshaped,
+    strip_reshapes,
 )
 from kvpass.errors import UnsupportedGraph
 from kvpass.fx import alias, op_table, shapes, splicing, walk
 from kvpass.fx.walk import value
-from kvpass.rewrite.context import Lengths, Record, Rotations, StepContext
+from kvpass.rewrite.context import Lengths, PassRecord, Rotations, StepContext
 from kvpass.rewrite.rotary_slice import cut_rotary
 
 BOTH_WAYS = "a mask reads the positions through the same operation as the rotary embedding"
 _ARITHMETIC = op_table.tagged("compares", "adds") | {"mul", "clamp", "maximum", "minimum"}
 
 
-def put_length_on_device(step: StepContext) -> Record:
+def put_length_on_device(step: StepContext) -> PassRecord:
     """Rewrite the tensors computed from the length, and record the nodes that hold key indices, which masks rewrite."""
     arithmetic = _LengthArithmetic(step)
     lookups = arithmetic.slices()
-    key_indices = {w: [*keys.iotas(step.graph.nodes, step.sizes, w), *lookups] for w in set(step.windows)}
+    key_indices = {w: [*keys.key_index_aranges(step.graph.nodes, step.sizes, w), *lookups] for w in set(step.windows)}
     arithmetic.positions()
     step.lengths = Lengths(arithmetic.computed, key_indices)
     unchanged = {node.name: "it counts the keys" for nodes in key_indices.values() for node in nodes}
-    return Record(arithmetic.rewritten, unchanged)
+    return PassRecord(arithmetic.rewritten, unchanged)
 
 
 class _LengthArithmetic:
@@ -83,10 +83,10 @@ class _LengthArithmetic:
                     node.args = tuple(self._on_length(arg) if arg in growing else arg for arg in node.args)
 
     def _on_length(self, size: Any) -> Any:
-        made = self.sizes.on_length(size, self.length, self.graph, self.number)
-        if isinstance(made, fx.Node):
-            self.computed[made] = self.sizes.in_length(size)
-        return made
+        result = self.sizes.emit_on_length(size, self.length, self.graph, self.number)
+        if isinstance(result, fx.Node):
+            self.computed[result] = self.sizes.in_length(size)
+        return result
 
     def slices(self) -> list[fx.Node]:
         """Replace slices of tables whose ends grow by lookups; return the key indices of these lookups."""
@@ -96,7 +96,7 @@ class _LengthArithmetic:
                 continue
             base, parts = node.args[0], op_table.subscript(node)
             growing = self._growing_slices(node, parts)
-            if not any(growing) or self.sizes.grown(value(base)):
+            if not any(growing) or self.sizes.has_growing_dim(value(base)):
                 continue
             with self.graph.inserting_before(node):
                 for dim, part in enumerate(parts):
@@ -113,7 +113,7 @@ class _LengthArithmetic:
 
     def _fixed_slice(self, part: slice) -> slice:
         ends = (part.start, part.stop)
-        start, stop = (None if end is None else self.number(self.sizes.fixed(end)) for end in ends)
+        start, stop = (None if end is None else self.number(self.sizes.fixed_size(end)) for end in ends)
         return slice(start, stop)
 
     def _growing_slices(self, node: fx.Node, parts: tuple[Any, ...]) -> list[bool]:
@@ -121,13 +121,15 @@ class _LengthArithmetic:
         if not all(isinstance(part, slice) and part.step is None for part in parts):
             return [False]
         ends = [any(walk.is_size(end) and self.sizes.grows(end) for end in (p.start, p.stop)) for p in parts]
-        sizes = [size for size, grows in zip(value(node).shape, ends, strict=False) if grows]
+        sizes = [value(node).shape[dim] for dim, grows in enumerate(ends) if grows]
         return ends if all(self.sizes.is_total(size) or not self.sizes.grows(size) for size in sizes) else [False]
 
     def _lookup(self, table: fx.Node, dim: int, start: Any, size: Any) -> tuple[fx.Node, list[fx.Node]]:
-        """Replace x[..., start : start + size] by a lookup; its index counts the keys if the size grows with them."""
+        """Replace x[..., start : start + size] by a lookup; return also the nodes that index keys."""
         counts_keys = self.sizes.is_total(size)
-        index = self.graph.call_function(torch.arange, (1 if counts_keys else self.number(self.sizes.fixed(size)),))
+        index = self.graph.call_function(
+            torch.arange, (1 if counts_keys else self.number(self.sizes.fixed_size(size)),)
+        )
         index.meta["example_value"] = value(table).new_empty((size,), dtype=torch.int64)
         key_indices = [index] if counts_keys else []
         if start != 0:
@@ -154,7 +156,7 @@ class _LengthArithmetic:
             steps = self.graph.call_function(
                 torch.arange, (self.number(self.sizes.fixed_part(count)),), {**node.kwargs, "dtype": torch.int64}
             )
-            offset = self.sizes.on_length(start, self.length, self.graph, self.number)
+            offset = self.sizes.emit_on_length(start, self.length, self.graph, self.number)
             shifted = self.graph.call_function(operator.add, (steps, offset))
             for new in (steps, shifted):
                 new.meta.update(node.meta, example_value=value(node).new_empty(value(node).shape, dtype=torch.int64))
@@ -165,7 +167,7 @@ class _LengthArithmetic:
         node.replace_all_uses_with(shifted)
 
 
-def rotate_at_read(step: StepContext) -> Record:
+def rotate_at_read(step: StepContext) -> PassRecord:
     """Replace positions by ranks, and record keys before their rotation.
 
     Raises:
@@ -173,20 +175,20 @@ def rotate_at_read(step: StepContext) -> Record:
     """
     if not step.ranked:
         step.rotations = Rotations()
-        return Record(left={"keys": "they are stored as they are attended to"})
+        return PassRecord(left={"keys": "they are stored as they are attended to"})
     memory = alias.Memory(step.gm.graph)
     found = [_rotary(step, layer, memory) for layer in range(len(step.sites))]
     slices = [
         cut_rotary(step.gm, site, rotary, step.sizes, memory) for site, rotary in zip(step.sites, found, strict=True)
     ]
     positions = list(dict.fromkeys(p for layer, rotary in enumerate(found) for p in _positions(step, layer, rotary)))
-    given = [origin for origin in map(unreshaped, positions) if origin in step.placeholders]
+    given = [origin for origin in map(strip_reshapes, positions) if origin in step.placeholders]
     replaced = tuple(dict.fromkeys(map(step.placeholders.index, given)))
     first = _rank_of_first(step)
     for position in positions:
         _replace_by_ranks(step, position, first)
     step.rotations = Rotations(slices, [rotary.raw for rotary in found], replaced)
-    return Record([position.name for position in positions])
+    return PassRecord([position.name for position in positions])
 
 
 def _rotary(step: StepContext, layer: int, memory: alias.Memory) -> Rotary:
@@ -223,7 +225,7 @@ def _rank_of_first(step: StepContext) -> fx.Node:
 
     metadata = [step.slot(0, "position"), step.slot(0, "free")]
     rank = step.compute(function, metadata, step.length.next, "kvpass_first_rank")[0]
-    rank.meta["example_value"] = step.of_shape((step.batch,), torch.int64)
+    rank.meta["example_value"] = step.empty_of_shape((step.batch,), torch.int64)
     return rank
 
 

@@ -26,12 +26,12 @@ from torch import Tensor
 from kvpass.errors import UnsupportedGraph
 from kvpass.fx import alias, shapes, splicing, walk
 from kvpass.fx.walk import value
-from kvpass.rewrite.context import Outputs, PolicyWeights, Record, StepContext
+from kvpass.rewrite.context import Outputs, PassRecord, PolicyWeights, StepContext
 from kvpass.torch_private import dynamo, fx_nodes
-from kvpass.torch_private.inductor import materialized
+from kvpass.torch_private.inductor import materialize
 
 
-def take_slots(step: StepContext) -> Record:
+def take_slots(step: StepContext) -> PassRecord:
     """Add the inputs, which no node reads yet."""
     first = step.placeholders[0]
     for layer, slots in enumerate(step.slots):
@@ -42,7 +42,7 @@ def take_slots(step: StepContext) -> Record:
         step.slot_inputs.append(_inputs(step, names, tensors, first))
     step.weights = _take_weights(step, first)
     step.length = _length(step)
-    return Record([node.name for node in step.new_inputs])
+    return PassRecord([node.name for node in step.new_inputs])
 
 
 def _take_weights(step: StepContext, first: fx.Node) -> PolicyWeights:
@@ -61,7 +61,7 @@ def _take_weights(step: StepContext, first: fx.Node) -> PolicyWeights:
 
 
 def _with_dynamic_sizes(step: StepContext, layer: int, tensor: Tensor) -> Tensor:
-    """Return an example of a slot tensor [B, ...] or [B, ., C, ...], where B and C may be dynamic."""
+    """Return an example of a slot tensor, whose rows and capacity may be dynamic."""
     capacity = step.capacities[layer]
     shape = [step.batch, *tensor.shape[1:]]
     if not isinstance(capacity, int) and len(shape) > 2 and shape[2] == step.slots[layer].capacity:
@@ -72,7 +72,7 @@ def _with_dynamic_sizes(step: StepContext, layer: int, tensor: Tensor) -> Tensor
         raise UnsupportedGraph(
             f"{step.line(0)}: slots that are not contiguous serve only one number of rows and one capacity"
         )
-    return step.of_shape(tuple(shape), tensor.dtype)
+    return step.empty_of_shape(tuple(shape), tensor.dtype)
 
 
 def _inputs(step: StepContext, names: list[str], tensors: list[Tensor], before: fx.Node) -> list[fx.Node]:
@@ -95,7 +95,7 @@ def _length(step: StepContext) -> fx.Node:
     return length
 
 
-def copy_write_indices(step: StepContext) -> Record:
+def copy_write_indices(step: StepContext) -> PassRecord:
     """Copy the indices of all layers' free slots before any write, in one kernel.
 
     A policy that merges writes to K and V twice, and for the compiler the second write depends on all that the first
@@ -103,44 +103,44 @@ def copy_write_indices(step: StepContext) -> Record:
     """
     if not step.decodes_on_gpu or not any(layout.policy.merges for layout in step.layouts):
         step.write_indices = []
-        return Record(left={"free": "nothing merges on a GPU"})
+        return PassRecord(left={"free": "nothing merges on a GPU"})
     free = [step.slot(layer, "free") for layer in range(len(step.sites))]
     step.write_indices = step.compute(_write_indices, free, step.sites[0].call, "kvpass_write_indices")
-    return Record([node.name for node in free])
+    return PassRecord([node.name for node in free])
 
 
 def _write_indices(*free_slots: Tensor) -> list[Tensor]:
-    return [materialized(index.clamp(min=0)) for index in free_slots]  # a plain copy would be optimized away
+    return [materialize(index.clamp(min=0)) for index in free_slots]  # a plain copy would be optimized away
 
 
-def leave_counting(step: StepContext) -> Record:
-    """Remove the updates of token counters from every layer; `StepRewrite.count` does them in two launches.
+def leave_counting(step: StepContext) -> PassRecord:
+    """Remove the updates of token counters from every layer; `StepRewrite.count_tokens` does them in two launches.
 
     Counting for all layers by `_foreach_copy_` inside the graph is wrong: Inductor may run a kernel that reads a
     counter after the kernel that overwrites it.
     """
     if not step.decodes_on_gpu:
         step.valid_output = None
-        return Record(left={"counters": "they are in the step's own kernels, or a chunk's"})
+        return PassRecord(left={"counters": "they are in the step's own kernels, or a chunk's"})
     counters = [step.slot(layer, name) for layer in range(len(step.sites)) for name in ("seen", "length")]
     for counter in counters:
         for user in [user for user in counter.users if _writes(user, counter)]:
             assert not user.users
             step.graph.erase_node(user)
     step.valid_output = step.inputs.some_valid
-    return Record([counter.name for counter in counters])
+    return PassRecord([counter.name for counter in counters])
 
 
 def _writes(node: fx.Node, counter: fx.Node) -> bool:
     return fx_nodes.mutates(node) and node.args[0] is counter
 
 
-def bound_outputs(step: StepContext) -> Record:
+def bound_outputs(step: StepContext) -> PassRecord:
     """Replace the graph's outputs."""
     step.outputs, kept = _new_outputs(step)
     step.graph.output_node().args = (tuple(kept),)
     removed = [index for index, new_index in enumerate(step.outputs.outputs) if new_index is None]
-    return Record([f"output {index}" for index in removed])
+    return PassRecord([f"output {index}" for index in removed])
 
 
 def _new_outputs(step: StepContext) -> tuple[Outputs, list[Any]]:
@@ -156,16 +156,14 @@ def _new_outputs(step: StepContext) -> tuple[Outputs, list[Any]]:
         for index, output in enumerate(originals)
         if index not in caches | step.attention.unread.keys()
         and walk.is_tensor(output)
-        and step.sizes.grown(value(output))
+        and step.sizes.has_growing_dim(value(output))
     ]
     removed = {*caches, *lengths, *grown, *step.attention.unread}
     kept = [output for index, output in enumerate(originals) if index not in removed]
     order = iter(range(len(kept)))
     outputs = [None if index in removed else next(order) for index in range(len(originals))]
-    starts = itertools.accumulate(map(len, step.attention.chunks), initial=len(kept))
-    chunks = [
-        list(range(start, start + len(chunk))) for start, chunk in zip(starts, step.attention.chunks, strict=False)
-    ]
+    starts = [*itertools.accumulate(map(len, step.attention.chunks), initial=len(kept))]
+    chunks = [list(range(start, stop)) for start, stop in itertools.pairwise(starts)]
     kept += [node for chunk in step.attention.chunks for node in chunk]
     valid = None if step.valid_output is None else len(kept)
     kept += [] if step.valid_output is None else [step.valid_output]
@@ -192,7 +190,7 @@ def host_precomputed(step: StepContext, gather_from: list[fx.Node]) -> fx.GraphM
             step.refuse_growth(node)
     wanted = [outputs[index] for index in step.outputs.grown] + [copies[node.name] for node in read]
     copy.graph.output_node().args = (tuple(wanted),)
-    needed = alias.behind(wanted, reader=copy.graph.output_node())
+    needed = alias.ancestors_with_writes(wanted, reader=copy.graph.output_node())
     _check_reads_no_cache(step, wanted, {node.name for node in needed})
     for node in reversed(list(copy.graph.nodes)):
         if node not in needed and node.op not in ("placeholder", "output"):
@@ -217,7 +215,7 @@ def _check_reads_no_cache(step: StepContext, wanted: list[fx.Node], needed: set[
     )
 
 
-def settle_sizes(step: StepContext) -> Record:
+def settle_sizes(step: StepContext) -> PassRecord:
     """Remove dead code, and leave no size that follows the cache.
 
     Raises:
@@ -230,15 +228,15 @@ def settle_sizes(step: StepContext) -> Record:
     for node in settled:
         if step.sizes.grows(node):
             step.refuse_growth(_reader(node))
-        if not step.sizes.settled(node):
-            shapes.replace_by(node, step.size_nodes.of(step.sizes.fixed(node)))
+        if not step.sizes.is_dynamic(node):
+            shapes.replace_by(node, step.size_nodes.of(step.sizes.fixed_size(node)))
     alias.eliminate_dead(step.graph)
     for argument in step.placeholders:
         if not argument.users and not step.size_nodes.has(argument):
             step.graph.erase_node(argument)
-        elif step.sizes.grown(value(argument)):
+        elif step.sizes.has_growing_dim(value(argument)):
             step.refuse_growth(next(iter(argument.users)))
-    return Record([node.name for node in settled])
+    return PassRecord([node.name for node in settled])
 
 
 def _reader(size: fx.Node) -> fx.Node:
@@ -247,9 +245,9 @@ def _reader(size: fx.Node) -> fx.Node:
     return min((user for node in sizes for user in node.users if not walk.is_size(user)), default=size)
 
 
-def order_inputs(step: StepContext) -> Record:
-    """Put the placeholders in the order in which `StepRewrite.flat` returns their values."""
+def order_inputs(step: StepContext) -> PassRecord:
+    """Put the placeholders in the order in which `StepRewrite.flat_arguments` returns their values."""
     new_inputs = [*(node for nodes in step.slot_inputs for node in nodes), *step.weights.inputs, *step.inputs.nodes]
     remaining = set(walk.placeholders(step.graph))
     splicing.put_first(step.graph, [*new_inputs, *(node for node in step.placeholders if node in remaining)])
-    return Record([node.name for node in walk.placeholders(step.graph)])
+    return PassRecord([node.name for node in walk.placeholders(step.graph)])

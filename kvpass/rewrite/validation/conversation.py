@@ -28,7 +28,7 @@ from kvpass.rewrite.computed_keys import split_heads
 from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.pipeline import StepRewrite
 from kvpass.rewrite.rotary_slice import RotarySlice
-from kvpass.rewrite.validation.interpreter import GraphRun, copied
+from kvpass.rewrite.validation.interpreter import GraphRun, copy_unless_parameter
 from kvpass.torch_private import symbolic_shapes
 
 
@@ -127,15 +127,15 @@ class Conversation:
         self.step, self.plan, self.count = step, plan, plan.count
         self.batch = step.layouts[0].batch
         self.placeholders = walk.placeholders(step.gm.graph)
-        self.cut = step.seen - plan.count
+        self.tokens_cut = step.seen - plan.count
         self.valid = self._valid()
         self.stored = [min(plan.count, window or plan.count) for window in step.context.windows]
-        self.kept = [self._kept(layer) for layer in range(len(step.layouts))]
+        self.kept = [self._choose_kept(layer) for layer in range(len(step.layouts))]
         numbers = {index: symbolic_shapes.size_hint(size) for index, size in step.rewrite.lengths.items()}
         self.rewrite = dataclasses.replace(step.rewrite, queries=step.queries, lengths=numbers)
         self._rows: dict[Any, tuple[Rows, Rows]] = {}
         self._rotated: dict[Any, Tensor] = {}
-        self.plain = self._plain()
+        self.plain = self._plain_arguments()
 
     def _valid(self) -> Tensor:
         """Return which tokens are real: up to two on the left are padding, and one in the middle (`has_gap`)."""
@@ -152,7 +152,7 @@ class Conversation:
                     valid[row, self.count // 2 + row % 2] = False
         return valid
 
-    def _kept(self, layer: int) -> Tensor:
+    def _choose_kept(self, layer: int) -> Tensor:
         """Return all stored tokens if they fit, else tokens at both ends, near tokens of interest, and random ones."""
         stored = self.stored[layer]
         first, capacity = self.count - stored, self.step.slots[layer].least_capacity - self.step.context.decodes
@@ -190,21 +190,21 @@ class Conversation:
             self._rows[kind] = stored
         return self._rows[kind]
 
-    def _plain(self) -> tuple[Any, ...]:
+    def _plain_arguments(self) -> tuple[Any, ...]:
         """Return the arguments of the call without the past, cut to the length of the conversation."""
-        arguments = [self._cut(i, node) for i, node in enumerate(self.placeholders)]
+        arguments = [self._cut_argument(i, node) for i, node in enumerate(self.placeholders)]
         marks = self.step.padding_inputs.values()
         for i, argument in enumerate(arguments):
             if i not in marks and i not in self._pasts and self._is_ids(argument):
-                arguments[i] = self._moved(argument)
+                arguments[i] = self._continue_ids(argument)
         for node, index in self.step.padding_inputs.items():
-            if node in self._known():
-                arguments[index] = self._padded(arguments[index])
+            if node in self._known_padding_inputs():
+                arguments[index] = self._mark_padding(arguments[index])
         for index in self.step.rewrite.positions:
-            arguments[index] = self._counted(arguments[index])
+            arguments[index] = self._count_positions(arguments[index])
         return tuple(arguments)
 
-    def _known(self) -> set[fx.Node]:
+    def _known_padding_inputs(self) -> set[fx.Node]:
         names = {node.name for node in self.step.context.padding_inputs.known}
         return {node for node in self.step.padding_inputs if node.name in names}
 
@@ -212,26 +212,26 @@ class Conversation:
         whole = isinstance(argument, Tensor) and not isinstance(argument, torch.nn.Parameter) and argument.ndim > 0
         return whole and argument.dtype in (torch.int64, torch.int32) and argument.numel() > 0
 
-    def _moved(self, ids: Tensor) -> Tensor:
+    def _continue_ids(self, ids: Tensor) -> Tensor:
         """Make positions continue this conversation, and change token ids if the plan says so."""
         new, total = self.step.queries, self.count + self.step.queries
         if ids.shape[-1] == new and bool((ids.amax(-1) == self.step.seen + new - 1).all()):
-            return (ids - self.cut).clamp(min=0)
+            return (ids - self.tokens_cut).clamp(min=0)
         if self.plan.ids is None or ids.shape[-1] != total or ids.is_cuda:
             return ids
         changed, start = ids.clone(), self.count // 2 if self.plan.ids == "changing" else self.count
         changed[..., :start], changed[..., start:] = ids.amax(), ids.amax() - 1 if int(ids.amax()) > 0 else 1
         return changed
 
-    def _cut(self, index: int, node: fx.Node) -> Any:
+    def _cut_argument(self, index: int, node: fx.Node) -> Any:
         argument, sizes = self.step.arguments[index], self.step.sizes
         if isinstance(argument, int) and not isinstance(argument, bool):
-            return argument - self.cut if sizes.grows(value(node)) else argument
+            return argument - self.tokens_cut if sizes.grows(value(node)) else argument
         if not isinstance(argument, Tensor) or isinstance(argument, torch.nn.Parameter) or index in self._pasts:
             return argument
         for dim, size in enumerate(value(node).shape):
             if sizes.grows(size):
-                argument = argument.index_select(dim, self._chosen(argument.shape[dim]).to(argument.device))
+                argument = argument.index_select(dim, self._sample_entries(argument.shape[dim]).to(argument.device))
         return argument
 
     @property
@@ -239,21 +239,21 @@ class Conversation:
         """For each argument that is a past, its layer, and 0 for keys or 1 for values."""
         return {index: (i, kind) for i, pair in enumerate(self.step.pasts) for kind, index in enumerate(pair)}
 
-    def _chosen(self, size: int) -> Tensor:
+    def _sample_entries(self, size: int) -> Tensor:
         """Return indices into entries for all tokens: some earlier ones, repeated if too few, and all new ones."""
         seen, generator = self.step.seen, torch.Generator().manual_seed(size)
         times = -(-self.count // seen)
         before = torch.cat([torch.randperm(seen, generator=generator) for _ in range(times)])[: self.count]
         return torch.cat([before.sort().values, torch.arange(seen, size)])
 
-    def _padded(self, column: Tensor) -> Tensor:
+    def _mark_padding(self, column: Tensor) -> Tensor:
         """Return an input that marks padding, for this conversation; the new tokens are real."""
         marks = torch.ones_like(column)
         valid = self.valid if column.ndim == 2 and column.shape[0] == self.batch else self.valid[-1:]
         marks[..., : self.count] = valid.view(*column.shape[:-1], self.count).to(column.device, column.dtype)
         return marks
 
-    def _counted(self, positions: Tensor) -> Tensor:
+    def _count_positions(self, positions: Tensor) -> Tensor:
         return torch.arange(self.count, self.count + self.step.queries).expand(positions.shape).to(positions)
 
     def argument(self, index: int, rotated: bool = True) -> Any:
@@ -263,7 +263,7 @@ class Conversation:
             index: among Dynamo's arguments.
         """
         if index not in self._pasts:
-            return copied(self.plain[index])
+            return copy_unless_parameter(self.plain[index])
         layer, kind = self._pasts[index]
         rows = self.rows(layer)[kind].read_as(self.step.layouts[layer].dtype)
         if kind == 0 and self.step.ranked and rotated:
@@ -277,7 +277,7 @@ class Conversation:
         follows = self.positions_follow_padding(layer)
         kind = (rotary.key, tuple(node.name for node in nodes), key.shape, key.dtype, follows)
         if kind not in self._rotated:
-            self._rotated[kind] = self._rotate(rotary, key, follows, self._evaluated(nodes))
+            self._rotated[kind] = self._rotate(rotary, key, follows, self._evaluate(nodes))
         return self._rotated[kind]
 
     def positions_follow_padding(self, layer: int) -> bool:
@@ -292,13 +292,13 @@ class Conversation:
         rank = (valid.cumsum(-1) - 1).clamp(min=0)[:, None].to(key.device)
         return torch.cat(rotary.on_slots(Sections((key,)), rank, table, bound[len(rotary.angles.bound) :]), -1)
 
-    def _evaluated(self, nodes: list[fx.Node]) -> list[Any]:
+    def _evaluate(self, nodes: list[fx.Node]) -> list[Any]:
         """Return the values of nodes that depend on no token, such as frequencies."""
         values = {node.name: argument for node, argument in zip(self.placeholders, self.plain, strict=True)}
         missing = [node for node in self.step.gm.graph.nodes if node.name in {n.name for n in nodes} - values.keys()]
 
         def keep(_: GraphRun, node: fx.Node, result: Any) -> Any:
-            values[node.name] = copied(result)
+            values[node.name] = copy_unless_parameter(result)
             return result
 
         if missing:

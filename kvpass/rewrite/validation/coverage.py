@@ -1,4 +1,4 @@
-"""Find the numbers of tokens at which a graph may change its behaviour, and the layers that equal an earlier one."""
+"""Find the lengths at which a graph may change its behaviour, and equal layers."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class _KindDescription:
         self._index = {node: index for index, node in enumerate(nodes)}
         self._first = first
         self._pasts = {past for site in sites for past in site.pasts}
-        self._lengths = dict.fromkeys((symbol for site in sites for symbol in site.growing), LENGTH)
+        self._lengths = dict.fromkeys((symbol for site in sites for symbol in site.length_symbols), LENGTH)
 
     def __call__(self, node: fx.Node, end: int) -> Any:
         """Describe an operation before the call of index `end`."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.cache.slots import of_heads
+from kvpass.cache.slots import select_heads
 from kvpass.fx.precision import HIDDEN, accumulate_dtype
 
 SAFETY = 4.0
@@ -27,7 +27,7 @@ TENSOR_CORES = 2.0**-11
 
 
 @dataclasses.dataclass(frozen=True)
-class Expected:
+class ExactAttention:
     """The exact result of an attention call.
 
     Attributes:
@@ -71,7 +71,7 @@ class Expected:
         return _largest_share(difference, self.lse_error, self.sees if only is None else self.sees & only)
 
     def hides_new_keys(self) -> bool:
-        """Return whether a query does not see its own key, one of the last q, so that it may see none."""
+        """Return whether a query does not see its own key, so that it may see none."""
         queries = self.sees.shape[2]
         if self.bias is None or self.bias.shape[-1] < queries:
             return not bool(self.sees.all())
@@ -79,11 +79,11 @@ class Expected:
         own = own.expand(*own.shape[:2], queries, queries).diagonal(dim1=-2, dim2=-1)
         return bool((own <= HIDDEN).any())
 
-    def of_heads(self, heads: Tensor, count: int) -> Expected:
-        """Return the results of the query heads of some KV heads, int64 [B, h] of `count`, whose mask is the same."""
+    def of_heads(self, heads: Tensor, count: int) -> ExactAttention:
+        """Select the results of the query heads of some KV heads, int64 [B, h]."""
         groups = self.output.shape[1] // count
         own = (heads[:, :, None] * groups + torch.arange(groups, device=heads.device)).flatten(1)  # [B, h G]
-        return dataclasses.replace(self, output=of_heads(self.output, own), sees=of_heads(self.sees, own))
+        return dataclasses.replace(self, output=select_heads(self.output, own), sees=select_heads(self.sees, own))
 
     def matches_mask(self, mask: Tensor, bias: Tensor | None, columns: Tensor) -> bool:
         """Return whether a mask [B, ., ., q, N] and a bias on slots equal those on the keys.
@@ -125,7 +125,9 @@ def _by_query_head(mask: Tensor, heads: int) -> Tensor:
     return mask.expand(-1, heads // mask.shape[2], -1, -1, -1).flatten(1, 2)
 
 
-def expected(call: dict[str, Any], columns: Tensor | None = None, queries: Tensor | None = None) -> Expected:
+def attend_exactly(
+    call: dict[str, Any], columns: Tensor | None = None, queries: Tensor | None = None
+) -> ExactAttention:
     """Compute the exact result of a call of `kvpass.capture.canonical.attention`, or of its log-sum-exp.
 
     Args:
@@ -137,9 +139,9 @@ def expected(call: dict[str, Any], columns: Tensor | None = None, queries: Tenso
     value = key if value is None else value
     bias = _bias(call, query.shape[2], key.shape[2])
     if columns is not None:
-        key, value, bias = key[:, :, columns], value[:, :, columns], _selected(bias, -1, columns)
+        key, value, bias = key[:, :, columns], value[:, :, columns], _select(bias, -1, columns)
     if queries is not None:
-        query, bias = query[:, :, queries], _selected(bias, -2, queries)
+        query, bias = query[:, :, queries], _select(bias, -2, queries)
     logits, error = _logits(call, query, _for_heads(key, query))
     biased = _with_bias(call, logits, error, bias)
     # A hiding number may have a bias added to it, so half of it hides as well.
@@ -148,10 +150,10 @@ def expected(call: dict[str, Any], columns: Tensor | None = None, queries: Tenso
     if not bool(sees.all()):
         blind = _hidden_bias(call, logits, error, bias)
         biased = (torch.where(sees[..., None], biased[0], blind[0]), torch.where(sees[..., None], biased[1], blind[1]))
-    return _attended(call, *biased, sees, _for_heads(value, query), bias, queries)
+    return _exact_result(call, *biased, sees, _for_heads(value, query), bias, queries)
 
 
-def as_computed(call: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+def in_result_dtype(call: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """Return the arguments of a call with its operands in the dtype of the result, to which autocasting rounds them."""
     narrower = torch.finfo(dtype).eps > torch.finfo(call["query"].dtype).eps
     if not narrower or call.get("output") is not None:
@@ -164,7 +166,7 @@ def _for_heads(rows: Tensor, query: Tensor) -> Tensor:
     return rows.double().nan_to_num(0.0, 0.0, 0.0).repeat_interleave(query.shape[1] // rows.shape[1], 1)
 
 
-def _selected(bias: Tensor | None, dim: int, chosen: Tensor) -> Tensor | None:
+def _select(bias: Tensor | None, dim: int, chosen: Tensor) -> Tensor | None:
     if bias is None or bias.shape[dim] == 1:
         return bias
     return bias.index_select(dim, chosen.to(bias.device))
@@ -225,7 +227,7 @@ def _hidden_bias(call: dict[str, Any], logits: Tensor, error: Tensor, bias: Tens
     )
 
 
-def _attended(
+def _exact_result(
     call: dict[str, Any],
     logits: Tensor,
     error: Tensor,
@@ -233,7 +235,7 @@ def _attended(
     value: Tensor,
     bias: Tensor | None,
     queries: Tensor | None,
-) -> Expected:
+) -> ExactAttention:
     sink, no_key = call.get("sink_logit"), (logits == -torch.inf).all(-1)
     logits = torch.where(no_key[..., None], 0.0, logits)
     lse = logits.logsumexp(-1)
@@ -260,7 +262,9 @@ def _attended(
     bias_eps = _eps(call["mask"]) if floating else 0.0
     decomposed = call.get("weights") is not None and sink is None  # its softmax over nothing is NaN
     zero = torch.zeros_like(no_key) if decomposed else no_key
-    return Expected(output, error, lse, lse_error + tiny, sees, ~sees & ~no_key, zero, bias, bias_eps, value.shape[2])
+    return ExactAttention(
+        output, error, lse, lse_error + tiny, sees, ~sees & ~no_key, zero, bias, bias_eps, value.shape[2]
+    )
 
 
 def _sum_eps(tensor: Tensor) -> float:
@@ -274,7 +278,7 @@ def _eps(tensor: Tensor, *dtypes: torch.dtype | None) -> float:
     return max(eps, TENSOR_CORES) if tensor.is_cuda and eps > torch.finfo(torch.float64).eps else eps
 
 
-def same(actual: Any, wanted: Any) -> bool:
+def equal_up_to_rounding(actual: Any, wanted: Any) -> bool:
     """Return whether two values are equal up to rounding, given the same computation of equal values."""
     if not isinstance(wanted, Tensor) or not isinstance(actual, Tensor):
         return not isinstance(wanted, (bool, int, float)) or bool(actual == wanted)

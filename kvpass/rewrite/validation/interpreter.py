@@ -100,7 +100,7 @@ class GraphRun(fx.Interpreter):
         return self.load(result) if whole or result in self.env else None
 
 
-def copied(argument: Any) -> Any:
+def copy_unless_parameter(argument: Any) -> Any:
     """Return a copy of a tensor that a graph may write to."""
     written = isinstance(argument, Tensor) and not isinstance(argument, torch.nn.Parameter)
     return argument.clone() if written else argument

@@ -23,7 +23,7 @@ from kvpass.capture.canonical import ATTENTION, AttentionSite
 from kvpass.errors import KVPassError, UnsupportedGraph
 from kvpass.fx import op_table, walk
 from kvpass.fx.walk import source_line
-from kvpass.rewrite.validation.expected import Expected, as_computed, expected, same
+from kvpass.rewrite.validation.expected import ExactAttention, attend_exactly, equal_up_to_rounding, in_result_dtype
 from kvpass.rewrite.validation.interpreter import DoesNotRun, GraphRun, Visit
 from kvpass.torch_private import fx_nodes
 
@@ -48,12 +48,12 @@ class Validation:
 Made = TypeVar("Made")
 
 
-class Unfit(Exception):
+class NotComparable(Exception):
     """A made-up call proves nothing: the model's own graph does not run on it, or it cannot be compared."""
 
 
 @contextlib.contextmanager
-def as_unfit(label: str) -> Iterator[None]:
+def errors_as_not_comparable(label: str) -> Iterator[None]:
     """Convert errors of the validation's own code, which say nothing about the graphs.
 
     Raises:
@@ -61,19 +61,19 @@ def as_unfit(label: str) -> Iterator[None]:
     """
     try:
         yield
-    except (KVPassError, Unfit):
+    except (KVPassError, NotComparable):
         raise
     except Exception as error:
-        raise Unfit(f"the comparison {label} failed with {type(error).__name__}: {error}") from error
+        raise NotComparable(f"the comparison {label} failed with {type(error).__name__}: {error}") from error
 
 
 @contextlib.contextmanager
-def noting_unfit(skipped: list[str], label: str) -> Iterator[None]:
+def noting_skipped(skipped: list[str], label: str) -> Iterator[None]:
     """Append a label of a call that cannot be compared to `left`, and continue."""
     try:
-        with as_unfit(label):
+        with errors_as_not_comparable(label):
             yield
-    except Unfit as failure:
+    except NotComparable as failure:
         skipped.append(str(failure))
 
 
@@ -84,12 +84,12 @@ class Lockstep:
     Attributes:
         gm, canonical, sites: the two graphs, and the attention calls of the canonical one.
         argument: creates the argument of an index.
-        new: q, the number of new tokens.
+        new_tokens: q, the number of new tokens.
         label: describes the arguments, for an error.
-        last: the canonical call after which the graphs stop; None for the end.
+        last_call: the canonical call after which the graphs stop; None for the end.
         queries: the queries of each call that are compared, None for all.
-        real: bool [B, q], false for padding.
-        wanted: the exact result of each canonical call, by its name.
+        real_tokens: bool [B, q], false for padding.
+        exact_results: the exact result of each canonical call, by its name.
         inputs: the values of queries and new rows, by the name of the canonical node.
         blind: whether in some call a query does not see its own key, so that it may see none.
     """
@@ -98,12 +98,12 @@ class Lockstep:
     canonical: fx.GraphModule
     sites: Sequence[AttentionSite]
     argument: Callable[[int], Any]
-    new: int
+    new_tokens: int
     label: str
-    last: fx.Node | None = None
+    last_call: fx.Node | None = None
     queries: Tensor | None = None
-    real: Tensor | None = None
-    wanted: dict[str, Expected] = dataclasses.field(default_factory=dict, init=False)
+    real_tokens: Tensor | None = None
+    exact_results: dict[str, ExactAttention] = dataclasses.field(default_factory=dict, init=False)
     inputs: dict[str, Tensor] = dataclasses.field(default_factory=dict, init=False)
     blind: bool = dataclasses.field(default=False, init=False)
     _model_values: dict[str, Tensor] = dataclasses.field(default_factory=dict, init=False)
@@ -131,10 +131,10 @@ class Lockstep:
             for node, past in ((site.grown_key, site.past_key), (site.grown_value, site.past_value)):
                 visits[named[_in_model(node)]] = functools.partial(self._keep_new_rows, site, past)
         try:
-            last = None if self.last is None else named[_in_model(self.last)]
+            last = None if self.last_call is None else named[_in_model(self.last_call)]
             return GraphRun(self.gm, self.argument, visits, self.caches).run_to(last)
         except DoesNotRun as error:
-            raise Unfit(f"the model's own graph does not run {self.label}: {error}") from error
+            raise NotComparable(f"the model's own graph does not run {self.label}: {error}") from error
 
     def _keep_result(self, walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
         finite = result.isfinite()
@@ -146,7 +146,7 @@ class Lockstep:
         self, site: AttentionSite, past: fx.Node | None, walk: GraphRun, node: fx.Node, result: Tensor
     ) -> Tensor:
         """Visit a grown cache: keep its new tokens, and check that the past precedes them."""
-        before = result.shape[2] - self.new
+        before = result.shape[2] - self.new_tokens
         if past is not None and not torch.equal(result[:, :, :before], self.argument(self._indices[past])):
             self.refuse(site, NOT_APPENDED)
         self._model_values[node.name] = result[:, :, before:].clone()
@@ -176,7 +176,7 @@ class Lockstep:
             for node in (site.query, site.key, site.value):
                 visits.setdefault(node, self._keep_input)
         try:
-            GraphRun(self.canonical, self.argument, {**visits, **(rounding or {})}, self.caches).run_to(self.last)
+            GraphRun(self.canonical, self.argument, {**visits, **(rounding or {})}, self.caches).run_to(self.last_call)
         except DoesNotRun as error:
             self.refuse(self.sites[0], f"the canonical graph does not run: {error}")
 
@@ -187,7 +187,9 @@ class Lockstep:
     def _check_append(self, site: AttentionSite, walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
         """Visit an append: compare its new rows with the model's."""
         new_rows = self._model_values.get(_in_model(node))
-        if new_rows is not None and not same(result[:, :, result.shape[2] - self.new :], new_rows):
+        if new_rows is not None and not equal_up_to_rounding(
+            result[:, :, result.shape[2] - self.new_tokens :], new_rows
+        ):
             self.refuse(site, NOT_APPENDED)
         return result
 
@@ -195,14 +197,18 @@ class Lockstep:
         self, site: AttentionSite, columns: Tensor | None, compares: bool, walk: GraphRun, node: fx.Node, result: Tensor
     ) -> Tensor:
         """Visit a canonical call: keep its exact result, compare the model's, and continue with that."""
-        call = {name: walk.load(x) if isinstance(x, fx.Node) else x for name, x in op_table.bound(node).items()}
-        model_value = self._shaped(site, self._model_values[_in_model(node)], result)
-        call = as_computed(call, model_value.dtype)
-        exact = expected(call, None if compares else columns, self.queries)
+        call = {
+            name: walk.load(x) if isinstance(x, fx.Node) else x for name, x in op_table.named_arguments(node).items()
+        }
+        model_value = self._reshape_like(site, self._model_values[_in_model(node)], result)
+        call = in_result_dtype(call, model_value.dtype)
+        exact = attend_exactly(call, None if compares else columns, self.queries)
         if compares:
             self.blind = self.blind or exact.hides_new_keys()
             self.check(self._excess(node, exact, model_value), site, "attention differs from the canonical form")
-        self.wanted[node.name] = exact if columns is None or not compares else expected(call, columns, self.queries)
+        self.exact_results[node.name] = (
+            exact if columns is None or not compares else attend_exactly(call, columns, self.queries)
+        )
         return model_value.clone()
 
     # -- the third graph ---------------------------------------------------------------------------------------------
@@ -217,8 +223,8 @@ class Lockstep:
         """
 
         def visit(walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
-            model_value = self._shaped(site, self._model_values[_in_model(call)], result)
-            self.check(self._excess(call, self.wanted[call.name], result, padded), site, problem)
+            model_value = self._reshape_like(site, self._model_values[_in_model(call)], result)
+            self.check(self._excess(call, self.exact_results[call.name], result, padded), site, problem)
             return model_value.clone()
 
         return visit
@@ -227,7 +233,7 @@ class Lockstep:
         """Return a visit that compares the third graph's value of a query or of new rows."""
 
         def visit(walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
-            if canonical.name in self.inputs and not same(result, self.inputs[canonical.name]):
+            if canonical.name in self.inputs and not equal_up_to_rounding(result, self.inputs[canonical.name]):
                 self.refuse(site, f"{canonical.name!r}, a query or new rows, has another value")
             return result
 
@@ -237,16 +243,16 @@ class Lockstep:
         """Compare results that both graphs have."""
         skipped = {*self.caches, *left_out}
         for index, (x, y) in enumerate(zip(actual, wanted, strict=True)):
-            if index not in skipped and x is not None and y is not None and not same(x, y):
+            if index not in skipped and x is not None and y is not None and not equal_up_to_rounding(x, y):
                 self.refuse(self.sites[-1], f"output {index} has another value")
 
     # -- comparing ---------------------------------------------------------------------------------------------------
 
-    def _excess(self, call: fx.Node, wanted: Expected, result: Tensor, padded: Tensor | None = None) -> float:
+    def _excess(self, call: fx.Node, wanted: ExactAttention, result: Tensor, padded: Tensor | None = None) -> float:
         """Return the error as a multiple of the allowed one, over real queries with finite results of the model."""
         finite = self._finite[_in_model(call)]
         compared = finite.reshape(*result.shape[:3], -1).all(-1)
-        compared = compared if self.real is None else compared & self.real[:, None]
+        compared = compared if self.real_tokens is None else compared & self.real_tokens[:, None]
         result = result if call.target is ATTENTION else result.reshape(compared.shape)
         if self.queries is not None:
             result, compared = result[:, :, self.queries], compared[:, :, self.queries]
@@ -256,7 +262,7 @@ class Lockstep:
             return wanted.lse_excess(result, compared)
         return wanted.excess(result, compared) if result.shape == wanted.output.shape else float("inf")
 
-    def _shaped(self, site: AttentionSite, model_value: Tensor, result: Tensor) -> Tensor:
+    def _reshape_like(self, site: AttentionSite, model_value: Tensor, result: Tensor) -> Tensor:
         """Return the model's own value in the shape of a result, which must have as many elements."""
         if model_value.numel() != result.numel():
             self.refuse(site, f"attention has the shape {tuple(result.shape)} instead of {tuple(model_value.shape)}")
@@ -280,7 +286,7 @@ def _in_model(node: fx.Node) -> str:
     return str(node.meta["kvpass_stands_for"])
 
 
-def validated(
+def run_validation(
     calls: Iterable[tuple[str, Made]],
     compare: Callable[[Made], object],
     further: Callable[[Made, list[str]], None],
@@ -302,19 +308,19 @@ def validated(
     start, left_out = time.perf_counter(), list[str]()
     # The caller's random numbers and autocast stay as they are: a graph that fails between the nodes that enter and
     # exit a region of autocast leaves it entered.
-    with fx_nodes.autocast_preserved(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with fx_nodes.preserving_autocast(), torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
-            with as_unfit(f"on {kind}"):
+            with errors_as_not_comparable(f"on {kind}"):
                 for label, call in calls:
                     try:
-                        with as_unfit(label):
+                        with errors_as_not_comparable(label):
                             compare(call)
-                    except Unfit as failure:
+                    except NotComparable as failure:
                         why = str(failure)
                         continue
-                    with noting_unfit(left_out, f"on further {kind}"):
+                    with noting_skipped(left_out, f"on further {kind}"):
                         further(call, left_out)
                     return Validation(time.perf_counter() - start, None, tuple(left_out))
-        except Unfit as failure:
+        except NotComparable as failure:
             why = str(failure)
     return Validation(time.perf_counter() - start, why)

@@ -23,8 +23,8 @@ from kvpass.fx.shapes import expr
 from kvpass.fx.walk import value
 from kvpass.rewrite.prompt import PromptRewrite
 from kvpass.rewrite.validation.coverage import last_new_kind, length_constants, smallest_table
-from kvpass.rewrite.validation.interpreter import DoesNotRun, GraphRun, Visit, copied
-from kvpass.rewrite.validation.lockstep import Lockstep, Validation, noting_unfit, validated
+from kvpass.rewrite.validation.interpreter import DoesNotRun, GraphRun, Visit, copy_unless_parameter
+from kvpass.rewrite.validation.lockstep import Lockstep, Validation, noting_skipped, run_validation
 from kvpass.torch_private import symbolic_shapes
 
 LENGTHS = (11, 13, 17, 19, 23, 9, 7)
@@ -63,7 +63,7 @@ def validate_prompt(prompt: PromptCase, arguments: tuple[Any, ...]) -> Validatio
     Raises:
         UnsupportedGraph: they differ; the message names the first attention call that does.
     """
-    return validated(
+    return run_validation(
         ((call.label, call) for call in _calls(prompt, arguments)),
         lambda call: _compare(prompt, call),
         lambda _, left_out: _try_longer(prompt, arguments, left_out),
@@ -77,8 +77,8 @@ def _try_longer(prompt: PromptCase, arguments: tuple[Any, ...], left_out: list[s
     lengths = [number + 2 for number in length_constants(prompt.gm.graph) if LENGTHS[0] < number <= MAX_LENGTH][-MORE:]
     if value(prompt.sites[0].query).device.type != "cpu":  # a lookup out of range cannot be caught there
         lengths = [number for number in lengths if number <= smallest_table(prompt.gm.graph)]
-    for call in _made_up(prompt, arguments, lengths, 2):
-        with noting_unfit(left_out, call.label):
+    for call in _make_prompts(prompt, arguments, lengths, 2):
+        with noting_skipped(left_out, call.label):
             _compare(prompt, call)
 
 
@@ -93,25 +93,27 @@ class _PromptCall:
     label: str
 
     def argument(self, number: int) -> Any:
-        return copied(self.arguments[number])
+        return copy_unless_parameter(self.arguments[number])
 
 
 def _calls(prompt: PromptCase, arguments: tuple[Any, ...]) -> Iterator[_PromptCall]:
     """Yield made-up prompts, if the graph serves other sizes, then the current call."""
-    yield from _made_up(prompt, arguments, LENGTHS, max(ROWS))
-    current = shapes.measured(prompt.canonical.graph, arguments)
+    yield from _make_prompts(prompt, arguments, LENGTHS, max(ROWS))
+    current = shapes.measure_symbols(prompt.canonical.graph, arguments)
     call = _prompt_call(prompt, arguments, current, "on a prompt")
     if call is not None:
         yield call
 
 
-def _made_up(
+def _make_prompts(
     prompt: PromptCase, arguments: tuple[Any, ...], lengths: Sequence[int], most_rows: int
 ) -> Iterator[_PromptCall]:
     """Yield prompts of some lengths, if the graph serves them."""
     inputs = walk.placeholders(prompt.canonical.graph)
-    for sizes in _other_sizes(prompt, inputs, shapes.measured(prompt.canonical.graph, arguments), lengths, most_rows):
-        changed = tuple(_resized(node, x, sizes) for node, x in zip(inputs, arguments, strict=True))
+    for sizes in _other_sizes(
+        prompt, inputs, shapes.measure_symbols(prompt.canonical.graph, arguments), lengths, most_rows
+    ):
+        changed = tuple(_resize(node, x, sizes) for node, x in zip(inputs, arguments, strict=True))
         call = _prompt_call(prompt, _with_padding(prompt, changed), sizes, "on a made-up prompt")
         if call is not None:
             yield call
@@ -165,7 +167,7 @@ def _in_range(node: fx.Node, sizes: dict[Any, int]) -> bool:
     return all(symbolic_shapes.may_equal(size, shapes.number(size, sizes)) for size in symbols)
 
 
-def _resized(node: fx.Node, argument: Any, sizes: dict[Any, int]) -> Any:
+def _resize(node: fx.Node, argument: Any, sizes: dict[Any, int]) -> Any:
     """Return an argument at other sizes: its entries repeat, and positions continue."""
     if isinstance(value(node), torch.SymInt):
         return shapes.number(node, sizes)

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from kvpass.cache.layout import Layout
-from kvpass.cache.slots import FREE, AnySlots, ClassedSlots, Slots, first_state, of_heads
+from kvpass.cache.slots import FREE, AnySlots, ClassedSlots, Slots, empty_state, select_heads
 from kvpass.lowering.formats import Rows
 from kvpass.policies.ranking import rank_of
 from kvpass.rewrite.validation.conversation import Conversation
-from kvpass.rewrite.validation.interpreter import copied
+from kvpass.rewrite.validation.interpreter import copy_unless_parameter
 
 
 class MadeUpSlots:
@@ -28,14 +28,14 @@ class MadeUpSlots:
         self.conversation, self.step = conversation, conversation.step
         self._slots: dict[Any, AnySlots] = {}
 
-    def flat(self) -> Callable[[int], Any]:
+    def argument_factory(self) -> Callable[[int], Any]:
         """Return a function that creates an argument of the rewritten graph: slots are copied on demand."""
         conversation = self.conversation
-        arguments = tuple(map(copied, conversation.plain))
+        arguments = tuple(map(copy_unless_parameter, conversation.plain))
         slots = [self.of(layer) for layer in range(len(self.step.layouts))]
         host_inputs = conversation.rewrite.host_precomputed(arguments)
         others = conversation.rewrite.call_arguments(arguments, host_inputs, slots, conversation.count)
-        shared = [set() if self._rewrites_rows(layer) else set(x.stored) for layer, x in enumerate(slots)]
+        shared = [set() if self._rewrites_rows(layer) else set(x.row_names) for layer, x in enumerate(slots)]
         of_slots = [
             (tensor, name in unchanged)
             for each, unchanged in zip(slots, shared, strict=True)
@@ -61,23 +61,24 @@ class MadeUpSlots:
         layout, original = self.step.layouts[layer], self.step.slots[layer]
         kind = (dataclasses.replace(layout, layer=0), original.capacity, self.conversation.stored[layer])
         if kind not in self._slots:
-            self._slots[kind] = self._made(layer, layout, original)
+            self._slots[kind] = self._make_slots(layer, layout, original)
         return self._slots[kind]
 
-    def _made(self, layer: int, layout: Layout, original: AnySlots) -> AnySlots:
+    def _make_slots(self, layer: int, layout: Layout, original: AnySlots) -> AnySlots:
         if isinstance(original, Slots):
-            return self._filled(layer, layout, original, self.conversation.rows(layer))
+            return self._fill_slots(layer, layout, original, self.conversation.rows(layer))
         order = _order(original.order.shape).to(original.order)
         parts = []
         for each, part, heads in zip(layout.parts, original.parts, layout.head_slices, strict=True):
             chosen = order[:, heads]
             pair = [
-                Rows(x.format, tuple(of_heads(rows, chosen) for rows in x.parts)) for x in self.conversation.rows(layer)
+                Rows(x.format, tuple(select_heads(rows, chosen) for rows in x.parts))
+                for x in self.conversation.rows(layer)
             ]
-            parts.append(self._filled(layer, each, part, (pair[0], pair[1])))
+            parts.append(self._fill_slots(layer, each, part, (pair[0], pair[1])))
         return ClassedSlots(tuple(parts), order, order.argsort(-1))
 
-    def _filled(self, layer: int, layout: Layout, original: Slots, rows: tuple[Rows, Rows]) -> Slots:
+    def _fill_slots(self, layer: int, layout: Layout, original: Slots, rows: tuple[Rows, Rows]) -> Slots:
         conversation, shape, kept = self.conversation, original.position.shape, self.conversation.kept[layer]
         order = _order(shape)
         is_used, token = order < len(kept), kept[order.clamp(max=len(kept) - 1)]
@@ -87,20 +88,20 @@ class MadeUpSlots:
         indices = torch.where(
             is_used, token - conversation.count + conversation.stored[layer], order % conversation.stored[layer]
         )
-        key, value = (x.gathered(indices.to(layout.device)) for x in rows)
+        key, value = (x.gather(indices.to(layout.device)) for x in rows)
         return Slots(
             key=key,
             value=value,
             position=position,
             index=torch.where(valid, token, FREE).to(layout.device),
-            free=self._free(layer, original).to(original.free),
+            free=self._next_slot(layer, original).to(original.free),
             seen=conversation.valid.sum(-1).to(original.seen),
             length=torch.full_like(original.length, conversation.count),
             rank=torch.where(position >= 0, rank_of(position), 0),
-            state=first_state(dataclasses.replace(layout, capacity=original.capacity)),
+            state=empty_state(dataclasses.replace(layout, capacity=original.capacity)),
         )
 
-    def _free(self, layer: int, original: Slots) -> Tensor:
+    def _next_slot(self, layer: int, original: Slots) -> Tensor:
         """Return the slot of the next token, int64 [B, H']."""
         shape = original.position.shape
         return _order(shape).argsort(-1)[..., min(len(self.conversation.kept[layer]), shape[-1] - 1)]
@@ -119,7 +120,7 @@ class MadeUpSlots:
         conversation, new, kept = self.conversation, self.step.queries, self.conversation.kept[layer]
         tokens = self.of(layer).parts[part].index
         if self.step.context.decodes:
-            free = self._free(layer, self.step.slots[layer].parts[part])
+            free = self._next_slot(layer, self.step.slots[layer].parts[part])
             tokens = tokens.scatter(-1, free.to(tokens.device)[..., None], conversation.count)
         else:
             chunk = torch.arange(conversation.count, conversation.count + new, device=tokens.device)

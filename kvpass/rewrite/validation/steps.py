@@ -29,7 +29,7 @@ from kvpass.rewrite.computed_keys import join_heads, split_heads
 from kvpass.rewrite.validation.conversation import Conversation, ConversationPlan, StepCase
 from kvpass.rewrite.validation.coverage import last_new_kind, length_constants, smallest_table
 from kvpass.rewrite.validation.interpreter import DoesNotRun, GraphRun, Visit
-from kvpass.rewrite.validation.lockstep import Lockstep, Validation, noting_unfit, validated
+from kvpass.rewrite.validation.lockstep import Lockstep, Validation, noting_skipped, run_validation
 from kvpass.rewrite.validation.slots import MadeUpSlots
 from kvpass.torch_private import symbolic_shapes
 
@@ -49,7 +49,7 @@ def validate(step: StepCase) -> Validation:
     Raises:
         UnsupportedGraph: they differ; the message names the first attention call that does.
     """
-    return validated(
+    return run_validation(
         ((plan.label, plan) for plan in _first_plans(step)),
         lambda plan: _compare(step, Conversation(step, plan), None),
         lambda first, left_out: _try_others(step, first, left_out),
@@ -63,11 +63,11 @@ def _try_others(step: StepCase, first: ConversationPlan, left_out: list[str]) ->
     last = last_new_kind(step.canonical.graph, step.sites)
     may_see_none = False
     for plan in _further_plans(step, first):
-        with noting_unfit(left_out, plan.label):
+        with noting_skipped(left_out, plan.label):
             may_see_none = _compare(step, Conversation(step, plan), last) or may_see_none
     if may_see_none:
         for plan in _blind_plans(step, first):
-            with noting_unfit(left_out, plan.label):
+            with noting_skipped(left_out, plan.label):
                 _compare(step, Conversation(step, plan), last)
 
 
@@ -106,7 +106,7 @@ def _further_plans(step: StepCase, first: ConversationPlan) -> Iterator[Conversa
 
 
 def _blind_plans(step: StepCase, first: ConversationPlan) -> Iterator[ConversationPlan]:
-    """Yield conversations at the beginning of a block or segment, where a query may see no key, or no cached one."""
+    """Yield conversations at the beginning of a block, where a query may see no cached key."""
     renumbers = step.ranked or any(layout.policy.renumbers for layout in step.layouts)
     max_tokens = math.inf if step.layouts[0].device.type == "cpu" else max(step.seen, smallest_table(step.gm.graph))
     for number in length_constants(step.gm.graph)[:MAX_BLOCKS]:
@@ -209,7 +209,8 @@ def _compare(step: StepCase, conversation: Conversation, last: fx.Node | None) -
     if last is None:
         for index, beyond in rewrite.lengths.items():
             outputs[index] = conversation.count + beyond
-        for index, grown in zip(rewrite.grown, rewrite.host_precomputed(conversation.plain), strict=False):
+        precomputed = rewrite.host_precomputed(conversation.plain)  # outputs, then inputs of the graph
+        for index, grown in zip(rewrite.grown, precomputed, strict=False):
             outputs[index] = grown
     lockstep.compare_outputs(outputs, wanted, rewrite.unread)
     return lockstep.blind
@@ -224,7 +225,7 @@ def _run_rewritten(step: StepCase, conversation: Conversation, lockstep: Lockste
     rewritten_sites = [each for site in context.sites for each in site.all]
     padded = (~conversation.valid.all(-1)).to(step.layouts[0].device)
     for (layer, site), rewritten in zip(lockstep.calls, rewritten_sites, strict=True):
-        call = op_table.bound(site.call)
+        call = op_table.named_arguments(site.call)
         if (rewritten.scale, rewritten.cap) != (call["scale"], call["cap"]):
             lockstep.refuse(site, f"logits are scaled by {rewritten.scale} and capped at {rewritten.cap} instead")
         for part, (mask, bias) in enumerate(context.attention.masks[site.call.name]):
@@ -239,8 +240,8 @@ def _run_rewritten(step: StepCase, conversation: Conversation, lockstep: Lockste
         if not step.ranked or bool(conversation.valid.all()):
             visits |= {new: lockstep.at_input(site, old) for new, old in pairs if new in nodes and new not in visits}
     try:
-        end = None if lockstep.last is None else context.attention.replaced[lockstep.last.name]
-        return GraphRun(gm, slots.flat(), visits).run_to(end)
+        end = None if lockstep.last_call is None else context.attention.replaced[lockstep.last_call.name]
+        return GraphRun(gm, slots.argument_factory(), visits).run_to(end)
     except DoesNotRun as error:
         lockstep.refuse(step.sites[0], f"the rewritten graph does not run: {error}")
 
@@ -261,7 +262,7 @@ def _at_mask(
 
     def visit(walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
         walk.env[node] = result
-        wanted, bias_on_slots = lockstep.wanted[site.call.name], None if bias is None else walk.load(bias)
+        wanted, bias_on_slots = lockstep.exact_results[site.call.name], None if bias is None else walk.load(bias)
         heads = slots.heads(*part)
         wanted = wanted if heads is None else wanted.of_heads(heads, slots.step.layouts[part[0]].heads)
         if not wanted.matches_mask(walk.load(mask), bias_on_slots, slots.columns(*part)):
@@ -283,7 +284,7 @@ def _rounding(step: StepCase) -> dict[fx.Node, Visit]:
 
 
 def _round_as_stored(format: Any, heads: int, dtype: torch.dtype) -> Visit:
-    """Return a visit that rounds rows [B, h, q, D] as storage does; it joins heads that are stored as one."""
+    """Return a visit that rounds rows [B, h, q, D] as storage does."""
 
     def visit(walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
         rows = result if result.shape[1] == heads else join_heads(result)

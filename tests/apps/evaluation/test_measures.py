@@ -53,7 +53,7 @@ class Standing(Session):
     def generate(self, count: int) -> list[str]:
         return [self.answer(prompt) for prompt in self.prompts]
 
-    def held(self, row: int, *spans: Sequence[int]) -> float:
+    def share_of_heads(self, row: int, *spans: Sequence[int]) -> float:
         """The first third of a prompt is held."""
         return float(min(map(max, spans)) < len(self.prompts[row]) / 3)
 

@@ -17,7 +17,7 @@ VOCABULARY = PairVocabulary(torch.arange(200, 300), mark=1, end=2)
 
 
 def planted(length: int = 200, rows: int = 3):
-    return recall.planted(torch.arange(10, 190).repeat(3), 0, VOCABULARY, length, rows=rows)
+    return recall.plant_pairs(torch.arange(10, 190).repeat(3), 0, VOCABULARY, length, rows=rows)
 
 
 class Copier:
@@ -46,15 +46,20 @@ def test_a_window_recalls_what_lies_in_it():
     text = planted()
     cache = recall.read(copying(60), text.text, lambda: None)
     assert text.distances == (16, 32, 64, 128)
-    assert [recall.right(copying(60), text, number, cache) for number in range(4)] == [1.0, 1.0, 0.0, 0.0]
+    assert [recall.share_of_right_words(copying(60), text, number, cache) for number in range(4)] == [
+        1.0,
+        1.0,
+        0.0,
+        0.0,
+    ]
 
 
 def test_each_word_of_a_value_counts():
     text = planted()
     text.pairs[:, 1, 3] = 299  # not what the text says: wrong itself, and nothing is known to follow it
     cache = recall.read(copying(1000), text.text, lambda: None)
-    assert recall.right(copying(1000), text, 1, cache) == 0.5
-    assert recall.right(copying(1000), text, 0, cache) == 1.0
+    assert recall.share_of_right_words(copying(1000), text, 1, cache) == 0.5
+    assert recall.share_of_right_words(copying(1000), text, 0, cache) == 1.0
 
 
 @pytest.mark.parametrize("length", [2, 33, 34, 98, 194])
@@ -88,7 +93,7 @@ def test_text_question_and_answer_are_as_long_as_was_said():
 )
 def test_what_cannot_be_planted_is_refused(tokens, length, message):
     with pytest.raises(KVPassError, match=message):
-        recall.planted(torch.arange(tokens) % 180, 0, VOCABULARY, length)
+        recall.plant_pairs(torch.arange(tokens) % 180, 0, VOCABULARY, length)
 
 
 def test_a_model_without_a_cache_is_asked_the_same():
@@ -97,7 +102,7 @@ def test_a_model_without_a_cache_is_asked_the_same():
         guesses = [torch.stack([Copier.after(row[:end]) for row in tokens]) for end in ends]
         return SimpleNamespace(logits=torch.nn.functional.one_hot(torch.stack(guesses, 1), WORDS))
 
-    assert recall.right_uncached(without, planted(), 3) == 1.0
+    assert recall.share_without_cache(without, planted(), 3) == 1.0
 
 
 def test_a_measure_needs_no_context_manager():

@@ -86,7 +86,7 @@ def test_heads_that_hold_all_of_some_positions_are_counted(budget: int | None) -
     session.prompt([IDS[0].tolist(), IDS[0, 3:].tolist()])
     # four sinks and the last two tokens, of 11 and of 8 with three of padding before them
     wanted = [(0, [0, 3]), (0, [3, 9]), (0, [3, 4]), (1, [3, 9]), (1, [6, 7])]
-    assert [session.held(row, span) for row, span in wanted] == ([1, 1, 0, 1, 0] if budget else [1] * 5)
+    assert [session.share_of_heads(row, span) for row, span in wanted] == ([1, 1, 0, 1, 0] if budget else [1] * 5)
 
 
 def test_bytes_are_those_of_the_slots_and_of_a_growing_cache() -> None:

@@ -20,9 +20,9 @@ from kvpass.cache.slots import Slots
 from kvpass.errors import PolicyError
 from kvpass.lowering.formats import KV_DTYPES, KVDtype, Rows, base_of, format_of, plain
 from kvpass.lowering.formats.code_products import LONGEST_SUM
-from kvpass.lowering.formats.integers import transformed
+from kvpass.lowering.formats.integers import transform
 from kvpass.policies import resolve
-from kvpass.reference.storing import stored
+from kvpass.reference.storing import store_and_read
 
 STEP = {"int8": 1 / 127, "int4": 2 / 15}  # at most, in shares of the largest number of a row as it is rounded
 every_format = pytest.mark.parametrize("kv_dtype", KV_DTYPES)
@@ -51,8 +51,8 @@ def test_codes_stand_for_what_the_definition_says(kv_dtype: KVDtype, given_rows:
     here = layout(kv_dtype, given_rows.shape[-1])
     made = Rows.of(here.key_format, given_rows)
     read = made.read()
-    assert torch.equal(read, stored(here, given_rows))
-    rounded, exact = (transformed(x.double()) if here.key_format.transforms else x for x in (read, given_rows))
+    assert torch.equal(read, store_and_read(here, given_rows))
+    rounded, exact = (transform(x.double()) if here.key_format.transforms else x for x in (read, given_rows))
     half = STEP[base_of(kv_dtype)] * 0.57  # of a step, and that of a coarse scale
     most = exact.abs().amax(-1, keepdim=True) * half
     assert ((rounded - exact).abs() <= most + most.amax() * 1e-6).all()
@@ -93,8 +93,8 @@ def test_rows_that_are_rotated_when_read_come_in_sections(kv_dtype: KVDtype, dim
         lying, plainly = (Rows.of(format_of(kv_dtype, dim, x.dtype, rotated=r), x) for r in (True, False))
         sections = lying.in_sections(x.dtype)
         assert torch.equal(lying.read(), plainly.read())
-        assert torch.equal(torch.cat(sections.tensors, -1), sections.joined())
-    assert torch.equal(sections.joined(), plainly.read())
+        assert torch.equal(torch.cat(sections.tensors, -1), sections.join())
+    assert torch.equal(sections.join(), plainly.read())
     assert len(sections.tensors) == count
     assert torch.equal(lying.codes, plainly.codes) == (count == 1)
 
@@ -120,9 +120,9 @@ def test_slots_are_moved_so() -> None:
     here = dataclasses.replace(layout("int8", 64), ranked=True)
     slots = Slots.empty(here)
     with mock.patch.object(Rows, "to_device", autospec=True, side_effect=Rows.to_device) as moved:
-        slots.map(torch.clone)
+        slots.map_tensors(torch.clone)
         assert not moved.called
-        assert slots.map(lambda tensor: tensor.to("meta")).key.device.type == "meta"
+        assert slots.map_tensors(lambda tensor: tensor.to("meta")).key.device.type == "meta"
     assert moved.call_count == 2  # keys and values
 
 
@@ -207,7 +207,7 @@ def test_slots_are_the_same_after_their_tensors_went_round(kv_dtype: KVDtype) ->
     assert all(a is b for a, b in zip(slots.tensors(), again.tensors(), strict=True))
     assert len(slots.names) == len(set(slots.names)) == len(slots.tensors())
     shapes = dict(zip(slots.names, slots.tensors(), strict=True))
-    assert all(shapes[name].shape[:3] == (2, 3, 9) for name in slots.stored)
+    assert all(shapes[name].shape[:3] == (2, 3, 9) for name in slots.row_names)
 
 
 @every_format

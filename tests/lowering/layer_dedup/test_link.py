@@ -177,7 +177,7 @@ def test_values_are_let_go_of_before_their_last_reader_runs() -> None:
         made.append(weakref.ref(result))
         return (result,)
 
-    call = link._linked(gm, [(Segment.of([node]), run) for node in (first, *others)])
+    call = link._link(gm, [(Segment.of([node]), run) for node in (first, *others)])
     (result,) = call(torch.zeros(3))
     assert alive == [False, False]
     assert made[-1]() is result
@@ -187,7 +187,7 @@ def test_what_is_returned_is_kept_and_what_nobody_reads_is_not() -> None:
     gm = fx.symbolic_trace(lambda x: (x, x.cos(), x.sin(), None))
     cos, sin = (node for node in gm.graph.nodes if node.op == "call_method")
     both = dataclasses.replace(Segment.of([cos, sin]), results=(0, 1))
-    call = link._linked(gm, [(both, lambda given: (given[0] + 1, given[0] + 2))])
+    call = link._link(gm, [(both, lambda given: (given[0] + 1, given[0] + 2))])
     assert call(1) == (1, 2, 3, None)
 
 
@@ -199,7 +199,7 @@ def test_gradients_are_off_and_autocasting_is_off_inside() -> None:
         seen.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
         return (given[0],)
 
-    call = link._linked(gm, [(Segment.of([n for n in gm.graph.nodes if n.op == "call_method"]), run)])
+    call = link._link(gm, [(Segment.of([n for n in gm.graph.nodes if n.op == "call_method"]), run)])
     with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16):
         call(torch.zeros(1))
         assert torch.is_autocast_enabled("cpu")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvpass.rewrite.validation.expected import Expected, expected, same
+from kvpass.rewrite.validation.expected import ExactAttention, attend_exactly, equal_up_to_rounding
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -16,7 +16,7 @@ def test_the_tolerance_follows_from_the_dtype(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, heads, n, 16).to(dtype) for heads, n in ((4, 3), (2, 40), (2, 40)))
     call = dict(query=query, key=key, value=value, mask=None, scale=0.25)
-    exact = expected(call)
+    exact = attend_exactly(call)
 
     def excess(factor: float, scores: Any = None) -> float:
         attended = torch.ops.kvpass.attention.default(
@@ -49,7 +49,7 @@ def test_a_query_that_sees_no_key_is_compared_as_well(low: float | None, dtypes:
         call["hidden"] = low
     elif low is not None:
         call["mask"] = torch.zeros(()).masked_fill(~allowed, low).to(dtype)
-    exact = expected(call)
+    exact = attend_exactly(call)
     assert exact.sees.flatten().tolist() == [True, False]
     right = torch.ops.kvpass.attention.default(**call)
     known = bool(right.isfinite().all())
@@ -63,14 +63,16 @@ def test_a_key_of_its_own_that_is_hidden_is_noticed() -> None:
     query, key = torch.randn(1, 1, 2, 4), torch.randn(1, 1, 3, 4)
     for below, hides in ((2, False), (1, True)):
         mask = torch.ones(2, 3, dtype=torch.bool).tril(below - 1)[None, None]
-        exact = expected(dict(query=query, key=key, value=key, mask=mask, scale=1.0))
+        exact = attend_exactly(dict(query=query, key=key, value=key, mask=mask, scale=1.0))
         assert exact.hides_new_keys() == hides
 
 
 def test_a_mask_on_slots_is_compared_by_token() -> None:
     query, key = torch.randn(1, 2, 1, 4), torch.randn(1, 1, 3, 4)
     bias = torch.tensor([0.0, 0.5, -1e9])
-    exact: Expected = expected(dict(query=query, key=key, value=key, mask=bias[None, None, None], scale=1.0))
+    exact: ExactAttention = attend_exactly(
+        dict(query=query, key=key, value=key, mask=bias[None, None, None], scale=1.0)
+    )
     order = torch.tensor([[[2, -1, 0, 1]]])
     mask = torch.tensor([True, False, True, True]).view(1, 1, 1, 1, 4)
     given = torch.tensor([-1e9, 7.0, 0.0, 0.5]).view(1, 1, 1, 1, 4)
@@ -82,8 +84,8 @@ def test_a_mask_on_slots_is_compared_by_token() -> None:
 
 def test_values_that_are_computed_alike_are_the_same_up_to_the_last_places() -> None:
     x = torch.randn(50).to(torch.bfloat16)
-    assert same(x, x)
-    assert same(x * (1 + 2**-8), x)
-    assert not same(x * 1.2, x)
-    assert not same(torch.where(x > 1, torch.nan, x), x)
-    assert not same(x.long(), x.long() + 1)
+    assert equal_up_to_rounding(x, x)
+    assert equal_up_to_rounding(x * (1 + 2**-8), x)
+    assert not equal_up_to_rounding(x * 1.2, x)
+    assert not equal_up_to_rounding(torch.where(x > 1, torch.nan, x), x)
+    assert not equal_up_to_rounding(x.long(), x.long() + 1)

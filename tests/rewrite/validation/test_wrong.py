@@ -99,14 +99,14 @@ def free_slots_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def query_heads_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = attention._grouped
+    right = attention._group_operands
 
     def exchanged(tensors: Any, counts: Any) -> Any:
         given = right(tensors, counts)
         given["new"][0] = given["new"][0].flip(1)
         return given
 
-    monkeypatch.setattr(attention, "_grouped", exchanged)
+    monkeypatch.setattr(attention, "_group_operands", exchanged)
 
 
 def one_later(made: fx.Node) -> fx.Node:
