@@ -35,6 +35,8 @@ SHARES = (0.5, 0.25, 0.125, 0.0625)
 FORMATS: tuple[KVDtype | None, ...] = (None, "int8", "int4")
 QUESTIONS = ("inside", "after")
 TASKS = ("single", "multikey")
+COMMANDS = {"calibration": "calibrate", "gates": "gates"}
+"""The options of policies that read a file of the model, and the command of kvpass that makes it."""
 KL, PERPLEXITY = "KL, nats", "perplexity / full"
 NO_BUDGET = "no budget"
 """What is said of a policy whose smallest budget has more bytes."""
@@ -85,31 +87,33 @@ class Job:
 
 
 def jobs(out: Path) -> list[Job]:
-    """Return all jobs; policies with calibrations read one that is made for the checkpoint.
+    """Return all jobs; calibrations and gates are those made for the checkpoint.
 
     `benchmarks.align` measures policies with a network that is trained for the model.
     """
-    every = [_with_calibration(name, out) for name in policies.names() if not takes_aligner(name)]
+    every = [_with_file(name, out) for name in policies.names() if not takes_aligner(name)]
     compared = [Job(policy, kind) for kind in FORMATS for policy in every]
     return [*compared[: len(every)], *(Job(policy, None, question) for question in QUESTIONS for policy in every),
             *compared[len(every) :]]  # fmt: skip
 
 
-def _with_calibration(name: str, out: Path) -> str:
-    return f"{name}:calibration={_calibration(out)}" if takes(name, "calibration") else name
+def _with_file(name: str, out: Path) -> str:
+    """Return a policy's name, with the file of the model that it reads, if any."""
+    options = [option for option in COMMANDS if takes(name, option)]
+    return ":".join([name, *(f"{option}={_file(option, out)}" for option in options)])
 
 
-def _calibration(out: Path) -> Path:
-    return out / "evidence" / "calibration.safetensors"
+def _file(option: str, out: Path) -> Path:
+    return out / "evidence" / f"{option}.safetensors"
 
 
 def measure(settings: Settings) -> list[Row]:
     """Run all jobs, one on each core, and return a row for each case."""
-    if not _calibration(settings.out).is_file():
-        _calibration(settings.out).parent.mkdir(parents=True, exist_ok=True)
-        apart.kvpass(
-            ["calibrate", str(checkpoint.folder()), "--dtype", "bfloat16", "--out", str(_calibration(settings.out))]
-        )
+    for option, command in COMMANDS.items():
+        file = _file(option, settings.out)
+        if not file.is_file():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            apart.kvpass([command, str(checkpoint.folder()), "--dtype", "bfloat16", "--out", str(file)])
     todo = jobs(settings.out)
     apart.kvpass_each([job.arguments(settings.out, settings.quick) for job in todo], "evidence")
     return [row for job in todo for row in _rows(job, settings.out)]
