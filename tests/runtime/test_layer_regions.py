@@ -125,7 +125,7 @@ def _asks_the_cache(layer: Any) -> None:
     layer.self_attn.forward = asking
 
 
-@pytest.mark.parametrize("changed", [_breaks, _counts, _asks_the_cache])
+@pytest.mark.parametrize("changed", [pytest.param(_breaks, marks=pytest.mark.slow), _counts, _asks_the_cache])
 def test_layers_that_no_region_can_hold_are_traced_one_by_one(changed: Callable[[Any], None]) -> None:
     model, ids = models.build("Llama", layers=LAYERS), ids_of(1, 10)
     with torch.no_grad():
