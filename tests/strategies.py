@@ -17,7 +17,7 @@ from kvpass.policies import Policy
 from tests.aligners import random_aligner
 from tests.calibrations import CALIBRATED, random_calibration, random_gates
 
-EXAMPLES = int(os.environ.get("KVPASS_EXAMPLES", "30"))  # more, and other ones, for a thorough run
+EXAMPLES = int(os.environ.get("KVPASS_EXAMPLES", "10"))  # `make slow` draws more, and other ones
 
 settings.register_profile(
     "kvpass",

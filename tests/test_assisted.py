@@ -31,7 +31,7 @@ def generated(model: Any, **how: Any) -> Any:
 def assistant() -> Any:
     """A model that is often right."""
     torch.manual_seed(0)
-    model = build("Llama")
+    model = build("Llama", layers=1)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.002)
@@ -50,7 +50,7 @@ each_way = pytest.mark.parametrize(
 
 @each_way
 def test_full_says_what_the_uncompiled_model_says(traced: Callable[..., Traced], way: str) -> None:
-    model, expected = traced("Llama", "assisted", way), generated(build("Llama"))
+    model, expected = traced("Llama", "assisted", way, layers=1), generated(build("Llama", layers=1))
     backend = counting("full", crop=CROP)
     got = generated(model.under(backend), **ASSISTED[way]())
     assert torch.equal(got.sequences, expected.sequences)
@@ -64,10 +64,8 @@ def test_full_says_what_the_uncompiled_model_says(traced: Callable[..., Traced],
 @some_policies
 @each_way
 def test_policies_say_what_their_reference_says(traced: Callable[..., Traced], name: str, way: str) -> None:
-    model = traced("Llama", "assisted", way)
-    ours, theirs = (
-        generated(model.under(chosen(name, inner, layers=2)), **ASSISTED[way]()) for inner in ("eager", "reference")
-    )
+    model = traced("Llama", "assisted", way, layers=1)
+    ours, theirs = (generated(model.under(chosen(name, inner)), **ASSISTED[way]()) for inner in ("eager", "reference"))
     assert torch.equal(ours.sequences, theirs.sequences)
     torch.testing.assert_close(torch.stack(ours.logits), torch.stack(theirs.logits), atol=1e-4, rtol=1e-4)
     reports = (kvpass.inspect(out.past_key_values).layers for out in (ours, theirs))
@@ -78,7 +76,7 @@ def test_policies_say_what_their_reference_says(traced: Callable[..., Traced], n
 @pytest.mark.slow
 def test_an_assistant_on_slots() -> None:
     """Its steps are taken back, several at a time; who is assisted is not compiled, so the tokens are its own."""
-    expected, helper = generated(build("Llama")), assistant()
+    expected, helper = generated(build("Llama", layers=1)), assistant()
     kvpass.compile(helper, "h2o", budget=8, inner="eager", crop=30)
-    got = generated(build("Llama"), assistant_model=helper)
+    got = generated(build("Llama", layers=1), assistant_model=helper)
     assert torch.equal(got.sequences, expected.sequences)

@@ -31,10 +31,10 @@ def generate(model: Any, **given: Any) -> Any:
 
 def test_it_generates_what_a_compiled_model_does() -> None:
     settings: dict[str, Any] = dict(policy="streaming", budget=8, sinks=2, kv_dtype="int8", inner="eager")
-    model, ids_and_mask = build("Llama"), prompt(2, 11, (3, 0))
+    model, ids_and_mask = build("Llama", layers=1), prompt(2, 11, (3, 0))
     out = generate(model, **settings)
     assert kvpass.inspect(out).layers[0].positions.shape[-1] == 8
-    expected = kvpass.compile(build("Llama"), **settings)
+    expected = kvpass.compile(build("Llama", layers=1), **settings)
     ids, mask = ids_and_mask
     with torch.no_grad():
         assert torch.equal(out.sequences, expected.generate(ids, attention_mask=mask, **HOW))
@@ -46,9 +46,9 @@ def test_it_generates_what_a_compiled_model_does() -> None:
 
 def test_what_kvpass_refuses_is_refused() -> None:
     with pytest.raises(kvpass.PolicyError, match="unknown policy 'h3o'"):
-        generate(build("Llama"), policy="h3o")
+        generate(build("Llama", layers=1), policy="h3o")
     with pytest.raises(ValueError, match=r"model_kwargs.*are not used by the model.*'sinks'"):
-        generate(build("Llama"), policy="h2o", budget=8, inner="eager", sinks=2)
+        generate(build("Llama", layers=1), policy="h2o", budget=8, inner="eager", sinks=2)
 
 
 def test_it_needs_what_the_package_is() -> None:

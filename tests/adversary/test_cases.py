@@ -1184,7 +1184,7 @@ def parameter(case: Row) -> Any:
     return pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case.slow else [])
 
 
-@pytest.mark.few(48)  # and `make slow` has the others
+@pytest.mark.few(36)  # and `make slow` has the others
 @pytest.mark.some(144)
 @pytest.mark.parametrize("case", [parameter(row) for row in ROWS])
 def test_held_or_refused(case: Row) -> None:

@@ -10,14 +10,16 @@ import torch
 import kvpass
 from tests.checkpoint.conversations import of_length
 from tests.checkpoint.subject import WHOLE, Subject
+from tests.checkpoint.test_ways import LAYERS
 
-DTYPES = [
-    pytest.param((torch.bfloat16, WHOLE), id="bfloat16"),
+SUBJECTS = [
+    pytest.param((torch.bfloat16, LAYERS), id="bfloat16-first-layers"),
+    pytest.param((torch.bfloat16, WHOLE), id="bfloat16", marks=pytest.mark.slow),
     pytest.param((torch.float32, WHOLE), id="float32", marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize("subject", DTYPES, indirect=True)
+@pytest.mark.parametrize("subject", SUBJECTS, indirect=True)
 @torch.no_grad()
 def test_a_saved_conversation_goes_on_bit_for_bit(subject: Subject, tmp_path: Path) -> None:
     under = subject.under(policy="h2o", budget=64, kv_dtype="int8", inner="eager")

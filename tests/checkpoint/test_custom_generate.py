@@ -12,12 +12,17 @@ from transformers import dynamic_module_utils
 import kvpass
 from tests.checkpoint.conversations import of_length
 from tests.checkpoint.subject import WHOLE, Subject, with_the_same_weights
+from tests.checkpoint.test_ways import LAYERS
 
 HUB = Path(__file__).parents[2] / "hub"
 BUDGET = 64
+SUBJECTS = [
+    pytest.param((torch.bfloat16, LAYERS), id="bfloat16-first-layers"),
+    pytest.param((torch.bfloat16, WHOLE), id="bfloat16", marks=pytest.mark.slow),
+]
 
 
-@pytest.mark.parametrize("subject", [pytest.param((torch.bfloat16, WHOLE), id="bfloat16")], indirect=True)
+@pytest.mark.parametrize("subject", SUBJECTS, indirect=True)
 def test_the_checkpoint_generates_by_the_folder(
     subject: Subject, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -31,4 +36,4 @@ def test_the_checkpoint_generates_by_the_folder(
     assert kvpass.inspect(out).layers[0].positions.shape[-1] == BUDGET
     expected = kvpass.compile(with_the_same_weights(subject.plain), **settings).generate(ids, **how)
     assert torch.equal(out.sequences, expected)
-    assert len(set(expected[0, ids.shape[1] :].tolist())) > 10
+    assert len(set(expected[0, ids.shape[1] :].tolist())) > 5  # not one token again and again

@@ -20,6 +20,8 @@ TIGHT = 64
 KINDS = ("h2o", "streaming", "buzz", "d2o", "cascade", "sage", "kv_align")
 """One policy of each kind: scored, by rank, sweeping, merging, a scan, selected from the prompt, repaired rows."""
 TURNS = {(name, "turns") for name in KINDS}
+LOSSLESS_TURNS = {(name, "turns") for name in ("h2o", "d2o", "kv_align")}
+"""Kinds whose steps change what they read before anything is evicted: column sums, layer budgets, repaired rows."""
 
 float32 = pytest.mark.parametrize("subject", [(torch.float32, LAYERS)], indirect=True, ids=["float32"])
 bfloat16 = pytest.mark.parametrize("subject", [(torch.bfloat16, LAYERS)], indirect=True, ids=["bfloat16"])
@@ -37,7 +39,7 @@ def cases(chosen: set[tuple[str, str]]) -> pytest.MarkDecorator:
 
 @float32
 @pytest.mark.some(9)
-@cases(TURNS | {("h2o", way) for way in ("padded", "beams", "requests")})
+@cases(LOSSLESS_TURNS | {("h2o", "requests")})
 def test_the_uncompiled_model_until_something_is_evicted(subject: Subject, name: str, way: str) -> None:
     settings = subject.settings(name, ROOMY)
     with torch.no_grad():
@@ -48,7 +50,7 @@ def test_the_uncompiled_model_until_something_is_evicted(subject: Subject, name:
 
 @float32
 @pytest.mark.some(9)
-@cases(TURNS | {("h2o", way) for way in ("padded", "beams", "decode_loop", "chunked")})
+@cases(TURNS | {("h2o", "padded"), ("h2o", "decode_loop")})
 def test_the_reference_after_eviction(subject: Subject, name: str, way: str) -> None:
     settings = subject.settings(name, TIGHT)
     with torch.no_grad():
@@ -67,7 +69,7 @@ def test_beams_are_the_uncompiled_models(subject: Subject) -> None:
 
 @bfloat16
 @pytest.mark.some(9)
-@cases({("h2o", "turns"), ("d2o", "turns"), ("h2o", "padded")})
+@cases({("h2o", "turns")})
 def test_as_near_as_torchs_kernels_in_half_precision(subject: Subject, name: str, way: str) -> None:
     with torch.no_grad():
         answers = ways.WAYS[way](subject, {**subject.settings(name, ROOMY), "inner": "eager"})

@@ -10,7 +10,7 @@ import torch
 import kvpass
 from kvpass.runtime.recorder import Recorder
 from tests.checkpoint import conversations, ways
-from tests.checkpoint.oracles import check_against_reference, check_as_near_as_kernels, check_equal
+from tests.checkpoint.oracles import check_as_near_as_kernels, check_equal
 from tests.checkpoint.subject import ROOMY, WHOLE, Subject, forced, with_the_same_weights
 from tests.checkpoint.test_ways import TIGHT
 from tests.strategies import ROWS
@@ -24,17 +24,27 @@ policies = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
+@pytest.mark.some(2)
+@float32
+@pytest.mark.parametrize("name", ROWS)
+def test_the_uncompiled_model_until_something_is_evicted(subject: Subject, name: str) -> None:
+    """Greedy tokens of `generate`; by default the same is tested in bfloat16."""
+    with torch.no_grad():
+        model = subject.under(**subject.settings(name, ROOMY), inner="eager")
+        answer = ways.answer_of(model, ways.medium(subject))
+        check_equal(answer, forced(subject.plain, answer))
+
+
 @float32
 @pytest.mark.some(2)
 @policies
-def test_the_uncompiled_model_and_then_the_reference(subject: Subject, name: str) -> None:
-    """Greedy tokens of `generate`: the uncompiled model's, and under a tight budget the reference's."""
+def test_the_reference_after_eviction(subject: Subject, name: str) -> None:
+    """Greedy tokens of `generate`."""
+    tight = subject.settings(name, TIGHT)
     with torch.no_grad():
-        for answer in ways.generate(subject, {**subject.settings(name, ROOMY), "inner": "eager"}):
-            check_equal(answer, forced(subject.plain, answer))
-        exact_capacity = subject.settings(name, TIGHT)
-        answers = ways.generate(subject, {**exact_capacity, "inner": "eager"})
-        check_against_reference(subject, answers, exact_capacity, "generate")
+        answer = ways.answer_of(subject.under(**tight, inner="eager"), ways.medium(subject))
+        check_equal(answer, forced(subject.under(**tight, inner="reference"), answer))
 
 
 @bfloat16
@@ -43,8 +53,8 @@ def test_the_uncompiled_model_and_then_the_reference(subject: Subject, name: str
 def test_as_near_as_torchs_kernels_in_half_precision(subject: Subject, name: str) -> None:
     """Every step is validated on the way, which a model this deep must pass in half precision."""
     with torch.no_grad():
-        answers = ways.generate(subject, {**subject.settings(name, ROOMY), "inner": "eager"})
-    check_as_near_as_kernels(subject, answers)
+        answer = ways.answer_of(subject.under(**subject.settings(name, ROOMY), inner="eager"), ways.medium(subject))
+    check_as_near_as_kernels(subject, [answer])
 
 
 @pytest.mark.slow

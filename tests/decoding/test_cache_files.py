@@ -29,19 +29,16 @@ safetensors = pytest.importorskip("safetensors.torch")
 ROOT = Path(__file__).parents[2]
 KEY = "kvpass.cache"
 CROPPED = [name for name in ROWS if name not in ("kv_align", *OF_HEADS)]  # which refuse crop, or do not save the calls
-QUICK = ("h2o", "d2o", "kv_align", "ada_kv")
+QUICK = {"h2o": "int4", "d2o": None, "kv_align": None, "ada_kv": "int8"}
+"""Scores and codes, merged values with budgets of layers, repaired rows, and budgets of heads."""
 SAVED = [name for name in ROWS if name not in ("critical_kv", "defensive_kv")]  # which take no turn once loaded
-each_policy = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in SAVED]
-)
-
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
 
 
 @pytest.fixture(scope="module")
 def model(shared_traces: None) -> Traced:
-    return Traced(build("Llama"))
+    return Traced(build("Llama", layers=1))
 
 
 @torch.no_grad()
@@ -58,35 +55,49 @@ def talked(model: Any, cache: Any, pieces: list[int], mask: Tensor, ids: Tensor)
     return torch.cat(logits, 1), cache
 
 
-@each_policy
-def test_a_loaded_cache_goes_on_bit_for_bit(model: Traced, name: str, tmp_path: Path) -> None:
+def check_a_loaded_cache_goes_on(
+    model: Traced, name: str, path: Path, before: list[int], after: list[int], rows: int, kv_dtype: Any
+) -> None:
+    """Save a conversation after some calls, and make further ones with its cache and with the loaded one."""
+    ids, mask = prompt(rows, 64, (3, 1, 0))
+    chosen = kvpass.backend(**{**settings(name, "Llama", 8, layers=1), "kv_dtype": kv_dtype}, inner="eager")
+    under = model.under(chosen)
+    _, cache = talked(under, None, before, mask, ids)
+    kvpass.save_cache(cache, path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dynamo, "backend_of", lambda _: chosen)  # which the switch of all policies hides
+        loaded = kvpass.load_cache(path, under)
+    expected, cache = talked(under, cache, after, mask, ids)
+    got, loaded = talked(under, loaded, after, mask, ids)
+    assert torch.equal(got, expected)
+    for ours, theirs in zip(caches_in(loaded), caches_in(cache), strict=True):
+        assert (ours.layout, ours.seen, ours.row_budgets, ours.clocks) == (
+            theirs.layout, theirs.seen, theirs.row_budgets, theirs.clocks
+        )  # fmt: skip
+        assert all(torch.equal(a, b) for a, b in zip(ours.slots.tensors(), theirs.slots.tensors(), strict=True))
+
+
+@pytest.mark.parametrize(("name", "kv_dtype"), QUICK.items())
+def test_a_loaded_cache_goes_on_bit_for_bit(model: Traced, name: str, kv_dtype: Any, tmp_path: Path) -> None:
+    """A prompt with padding, a chunk and steps before, and a chunk and steps after."""
+    check_a_loaded_cache_goes_on(model, name, tmp_path / "talk", [12, 1, 4, 1], [1, 3, 1], 2, kv_dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAVED)
+def test_any_loaded_cache_goes_on_bit_for_bit(model: Traced, name: str, tmp_path: Path) -> None:
     """Prompts, chunks and steps before and after, in batches with padding, in every format."""
-    path = tmp_path / "talk.safetensors"
 
     @given(
-        before=st.tuples(st.integers(4, 14), st.lists(st.sampled_from([1, 1, 1, 4]), max_size=5)),
+        first=st.integers(4, 14),
+        before=st.lists(st.sampled_from([1, 1, 1, 4]), max_size=5),
         after=st.lists(st.sampled_from([1, 1, 1, 3]), min_size=1, max_size=5),
         rows=st.integers(1, 3),
         kv_dtype=st.sampled_from([None, "int8", "int4"]),
     )
     @profile(max_examples=6)
-    def check(before: tuple[int, list[int]], after: list[int], rows: int, kv_dtype: Any) -> None:
-        ids, mask = prompt(rows, 64, (3, 1, 0))
-        chosen = kvpass.backend(**{**settings(name, "Llama", 8), "kv_dtype": kv_dtype}, inner="eager")
-        under = model.under(chosen)
-        _, cache = talked(under, None, [before[0], *before[1]], mask, ids)
-        kvpass.save_cache(cache, path)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dynamo, "backend_of", lambda _: chosen)  # which the switch of all policies hides
-            loaded = kvpass.load_cache(path, under)
-        expected, cache = talked(under, cache, after, mask, ids)
-        got, loaded = talked(under, loaded, after, mask, ids)
-        assert torch.equal(got, expected)
-        for ours, theirs in zip(caches_in(loaded), caches_in(cache), strict=True):
-            assert (ours.layout, ours.seen, ours.row_budgets, ours.clocks) == (
-                theirs.layout, theirs.seen, theirs.row_budgets, theirs.clocks
-            )  # fmt: skip
-            assert all(torch.equal(a, b) for a, b in zip(ours.slots.tensors(), theirs.slots.tensors(), strict=True))
+    def check(first: int, before: list[int], after: list[int], rows: int, kv_dtype: Any) -> None:
+        check_a_loaded_cache_goes_on(model, name, tmp_path / "talk", [first, *before], after, rows, kv_dtype)
 
     check()
 
@@ -104,12 +115,12 @@ def test_a_loaded_cache_is_cropped_like_the_saved_one(model: Traced, name: str, 
         rows=st.integers(1, 2),
         kv_dtype=st.sampled_from([None, "int8", "int4"]),
     )
-    @profile(max_examples=4)
+    @profile(max_examples=2)
     @example(calls=[1, 4], tokens=2, rows=2, kv_dtype=None)
     @example(calls=[4, 1], tokens=3, rows=1, kv_dtype="int4")
     def check(calls: list[int], tokens: int, rows: int, kv_dtype: Any) -> None:
         ids, mask = prompt(rows, 64, (3, 0))
-        chosen = kvpass.backend(**{**settings(name, "Llama", 8), "kv_dtype": kv_dtype}, inner="eager", crop=8)
+        chosen = kvpass.backend(**{**settings(name, "Llama", 8, layers=1), "kv_dtype": kv_dtype}, inner="eager", crop=8)
         under = model.under(chosen)
         _, cache = talked(under, None, [12, *calls], mask, ids)
         kvpass.save_cache(cache, path)
@@ -130,7 +141,7 @@ def test_a_loaded_cache_is_cropped_like_the_saved_one(model: Traced, name: str, 
 
 def test_the_calls_of_a_file_are_checked(model: Traced, tmp_path: Path) -> None:
     path, (ids, mask) = tmp_path / "talk", prompt(2, 64, (3, 0))
-    chosen = kvpass.backend(**settings("h2o", "Llama", 8), inner="eager", crop=8)
+    chosen = kvpass.backend(**settings("h2o", "Llama", 8, layers=1), inner="eager", crop=8)
     _, cache = talked(model.under(chosen), None, [12, 4, 1], mask, ids)
     kvpass.save_cache(cache, path)
     changes: list[tuple[Change, str]] = [
@@ -190,7 +201,7 @@ from tests.decoding.test_cache_files import talked
 path, out = sys.argv[1:]
 torch.set_num_threads(1)
 ids, mask = prompt(2, 64, (3, 0))
-model = torch.compile(build("Llama"), backend=kvpass.backend("h2o", budget=8, inner="eager"))
+model = torch.compile(build("Llama", layers=1), backend=kvpass.backend("h2o", budget=8, inner="eager"))
 cache = kvpass.load_cache(path, model)
 logits, cache = talked(model, cache, [1, 1, 3, 1], mask, ids)
 torch.save({"logits": logits, "held": kvpass.inspect(cache).layers[0].positions}, out)
@@ -200,7 +211,7 @@ torch.save({"logits": logits, "held": kvpass.inspect(cache).layers[0].positions}
 def test_another_process_goes_on_bit_for_bit(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     ids, mask = prompt(2, 64, (3, 0))
-    model = torch.compile(build("Llama"), backend=kvpass.backend("h2o", budget=8, inner="eager"))
+    model = torch.compile(build("Llama", layers=1), backend=kvpass.backend("h2o", budget=8, inner="eager"))
     _, cache = talked(model, None, [12, 1, 1], mask, ids)
     path, out = tmp_path / "talk.safetensors", tmp_path / "out.pt"
     kvpass.save_cache(cache, path)

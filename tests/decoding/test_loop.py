@@ -127,6 +127,7 @@ def stopped(rows: Tensor, stop: list[int]) -> list[list[int]]:
     return [row[:end] for row, end in zip(rows.tolist(), ends, strict=True)]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("every", [1, 4, 32])
 def test_stop_tokens(every: int) -> None:
     model, (ids, mask) = llama(), prompt(3, 9, (3, 1, 0))

@@ -28,6 +28,12 @@ def model(shared_traces: None) -> Traced:
     return Traced(build("Llama", layers=1))
 
 
+@pytest.fixture(scope="module")
+def layered(shared_traces: None) -> Traced:
+    """A model whose layers get budgets of their own under d2o."""
+    return Traced(different(3))
+
+
 def chosen(policy: str = "h2o", inner: str = "eager", **more: Any) -> Backend:
     return kvpass.backend(policy, **{"budget": BUDGET, **more}, inner=inner)
 
@@ -82,13 +88,14 @@ def test_chunks_turns_and_steps_are_the_references(model: Traced, policy: str, o
     assert counts == ([[15] * 2, [15] * 2, [13] * 2] if on_top else [[12] * 2] * 3)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("options", [{}, {"compress_at": "first_decode"}, {"skip_layers": (1,)}], ids=str)
-def test_layers_with_budgets_of_their_own_raise_each(options: dict[str, Any]) -> None:
+def test_layers_with_budgets_of_their_own_raise_each(layered: Traced, options: dict[str, Any]) -> None:
     """d2o merges, gives each layer its budget, and may leave layers whole."""
-    model, (ids, mask) = Traced(different(3)), prompt(2, 30, (3, 0))
+    ids, mask = prompt(2, 30, (3, 0))
     held, logits = [], []
     for inner in ("eager", "reference"):
-        under = model.under(chosen("d2o", inner, **options))
+        under = layered.under(chosen("d2o", inner, **options))
         out = kvpass.prefill(under, ids, mask, chunk=30, pin=[(1, 4)], on_top=True)
         out = stepped(under, out.past_key_values, 8, mask)
         layers = kvpass.inspect(out.past_key_values).layers
@@ -100,6 +107,7 @@ def test_layers_with_budgets_of_their_own_raise_each(options: dict[str, Any]) ->
     torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("policy", ["random", "knorm", "window"])
 @pytest.mark.parametrize("on_top", [False, True])
 def test_tokens_that_come_one_by_one_can_be_pinned(model: Traced, policy: str, on_top: bool) -> None:

@@ -129,6 +129,7 @@ def test_a_model_without_generate(compiled: Callable[[], tuple[int, int]]) -> No
     assert compiled() == before
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("chunk", [None, 8])
 def test_a_policy_that_keeps_everything_has_room_in_its_budget(
     chunk: int | None, compiled: Callable[[], tuple[int, int]]

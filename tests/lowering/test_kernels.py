@@ -45,6 +45,7 @@ attentions = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("dtype", NAMES)
 @attentions
 def test_attention_equals_its_plain_form(dtype: torch.dtype, shape: Any, mask: Any, extras: Any) -> None:
@@ -63,6 +64,7 @@ def test_repairs_equal_their_plain_form(dtype: torch.dtype, shape: Any, hidden: 
         torch.testing.assert_close(got, wanted, atol=CLOSE[dtype], rtol=CLOSE[dtype])
 
 
+@pytest.mark.few(11)
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
 @pytest.mark.parametrize(
     "dtype", [pytest.param(x, marks=[] if x == torch.float32 else pytest.mark.slow) for x in NAMES]

@@ -183,6 +183,7 @@ def sharp(architecture: str = "GPTNeoX") -> Any:
 
 
 @torch.no_grad()
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kv_dtype", [None, "int8", "int4"])
 def test_bytes_are_those_of_equal_heads(kv_dtype: str | None) -> None:
     """But for the order of the heads, and two counters of each class."""
@@ -231,6 +232,7 @@ def test_rows_with_other_orders_are_picked_with_them_and_compile_nothing_more() 
 
 
 @torch.no_grad()
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kv_dtype", [None, "int4"])
 def test_a_saved_cache_goes_on(tmp_path: Any, kv_dtype: Any) -> None:
     run = compiled(sharp(), kv_dtype=kv_dtype)

@@ -53,8 +53,8 @@ def test_it_keeps_what_it_says(split: int) -> None:
 
 def test_a_model_runs_on_it_in_two_graphs() -> None:
     ids, mask = prompt(2, 20, (3, 0))
-    values = build("Llama")(ids, attention_mask=mask, use_cache=True).past_key_values.layers[0].values
-    run = force(build("Llama"), ids, mask, [9, *[1] * 11], policy=ValueNorm(), budget=6, inner="eager")
+    values = build("Llama", layers=1)(ids, attention_mask=mask, use_cache=True).past_key_values.layers[0].values
+    run = force(build("Llama", layers=1), ids, mask, [9, *[1] * 11], policy=ValueNorm(), budget=6, inner="eager")
     assert (graphs(), breaks()) == (2, 0)
     worth = values.norm(dim=-1).sum(1).masked_fill(mask == 0, -1)  # the first layer's do not depend on what is held
     for row in range(2):

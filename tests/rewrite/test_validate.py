@@ -55,6 +55,7 @@ def notes(recorder: Recorder) -> list[str]:
 @pytest.mark.parametrize(
     "policy", [pytest.param(p, marks=pytest.mark.slow if p == "cascade" else []) for p in POLICIES]
 )
+@pytest.mark.few(1)
 @pytest.mark.parametrize("architecture", ["Llama", "GPT2"])
 def test_what_is_right_passes_and_is_not_disturbed(
     traced: Callable[..., Traced], architecture: str, policy: str

@@ -335,6 +335,7 @@ def test_where_torch_compile_is_off_there_is_an_error_and_afterwards_a_bound(nam
         assert bounded(generate(model).past_key_values)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", OFF)
 def test_where_torch_compile_is_off_a_lax_model_runs_as_it_is(name: str) -> None:
     model = kvpass.compile(tiny(), **POLICY, strict=False)
@@ -350,6 +351,7 @@ ELSEWHERE: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", ELSEWHERE)
 @pytest.mark.parametrize("compiled", [False, True], ids=["first call", "later call"])
 def test_what_another_thread_runs_under_is_not_ours(name: str, compiled: bool) -> None:
@@ -411,6 +413,7 @@ HOOKS: dict[str, Callable[[Any, list[int]], Any]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", HOOKS)
 def test_hooks_that_are_added_and_removed_later_count(name: str) -> None:
     """Dynamo guards what hooks there are, as it does not by default."""
@@ -530,6 +533,7 @@ def test_steps_run_under_a_default_device() -> None:
         torch.set_default_device(None)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_in_float32_run_under_autocast(dtype: torch.dtype) -> None:
     """Values come in half precision beside rotated keys in float32, and a concatenation promotes them, exactly."""

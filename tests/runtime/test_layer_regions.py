@@ -21,7 +21,7 @@ from kvpass.torch_private import regions
 from tests import models
 from tests.switch import Switch
 
-LAYERS, BUDGET = 4, 12
+LAYERS, BUDGET = 3, 12
 needs_reuse = pytest.mark.skipif(not regions.are_supported(), reason="this version of torch traces each region anew")
 
 
@@ -57,6 +57,7 @@ def layer_calls(model: torch.nn.Module) -> list[LayerCall]:
     return [call for each in model.modules() if isinstance(call := each.__dict__.get("forward"), LayerCall)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("architecture", ["Llama", "GPT2"])
 def test_results_are_those_of_layers_traced_one_by_one(architecture: str) -> None:
     """Under two policies, which share what Dynamo traces."""
@@ -73,6 +74,7 @@ def test_results_are_those_of_layers_traced_one_by_one(architecture: str) -> Non
 
 
 @needs_reuse
+@pytest.mark.few(2)
 @pytest.mark.parametrize("architecture", ["Llama", "GPT2", "Gemma", "Cohere"])
 def test_one_trace_serves_all_layers_of_each_graph(architecture: str) -> None:
     model, backend = models.build(architecture, layers=LAYERS), Counting()
@@ -123,7 +125,7 @@ def _asks_the_cache(layer: Any) -> None:
     layer.self_attn.forward = asking
 
 
-@pytest.mark.parametrize("changed", [_breaks, _counts, _asks_the_cache])
+@pytest.mark.parametrize("changed", [pytest.param(_breaks, marks=pytest.mark.slow), _counts, _asks_the_cache])
 def test_layers_that_no_region_can_hold_are_traced_one_by_one(changed: Callable[[Any], None]) -> None:
     model, ids = models.build("Llama", layers=LAYERS), ids_of(1, 10)
     with torch.no_grad():
@@ -137,7 +139,7 @@ def test_layers_that_no_region_can_hold_are_traced_one_by_one(changed: Callable[
 
 def test_a_layer_that_stores_under_the_index_of_another_is_no_region() -> None:
     model = models.build("Llama", layers=LAYERS)
-    model.model.layers[3].self_attn.layer_idx = 2
+    model.model.layers[-1].self_attn.layer_idx = LAYERS - 2
     kvpass.compile(model, "h2o", budget=BUDGET, inner="eager")
     assert not layer_calls(model)
 
@@ -169,6 +171,7 @@ def test_an_index_that_is_computed_is_no_reason_to_reuse_a_trace() -> None:
 
 
 @needs_reuse
+@pytest.mark.few(1)
 @pytest.mark.parametrize("refused", [1, 2])
 def test_a_refused_graph_leaves_the_others_as_they_are(refused: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo does not guard on whether layers are regions, so nothing is compiled anew when one graph cannot be."""

@@ -83,7 +83,7 @@ def settings(name: str, options: dict[str, Any]) -> dict[str, Any]:
     return {"policy": name, "budget": 0.5, **options}
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @every_policy
 def test_a_row_keeps_its_own_share_beside_others(
     traced: Callable[..., Traced], name: str, options: dict[str, Any]

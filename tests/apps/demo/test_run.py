@@ -35,7 +35,7 @@ def model(folder: Path) -> Path:
     tokenizer.chat_template = TEMPLATE
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=128, bos_token_id=0, eos_token_id=0, pad_token_id=0,
     )  # fmt: skip
     transformers.LlamaForCausalLM(config).save_pretrained(folder)

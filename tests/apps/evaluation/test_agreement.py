@@ -34,6 +34,7 @@ def session(policy: str, budget: int | None, feed: Feed = "chunk", chunk: int | 
 MEASURE = AgreementMeasure(documents=3, tokens=20, batch=2, edges=(0, 4))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("feed", "chunk"), [("chunk", 4), ("token", 1), ("whole", None)])
 def test_a_full_cache_agrees_with_itself(feed: Feed, chunk: int | None) -> None:
     rows = list(MEASURE.rows(session("full", None, feed, chunk)))

@@ -11,6 +11,14 @@ from kvpass.errors import BudgetError, PolicyError
 from kvpass.lowering.formats import KVDtype
 from kvpass.policies import resolve
 from tests.models import build
+from tests.traces import Traced
+
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
+
+@pytest.fixture(scope="module")
+def model(shared_traces: None) -> Traced:
+    return Traced(build("Llama", layers=2))
 
 
 def test_a_full_cache_is_that_of_the_model() -> None:
@@ -22,16 +30,18 @@ def test_a_full_cache_is_that_of_the_model() -> None:
 
 @pytest.mark.parametrize("kv_dtype", [None, "int8", "int4"])
 @pytest.mark.parametrize("policy", ["streaming", "h2o", "cascade", "buzz", "sage", "snapkv", "roco"])
-def test_a_budget_takes_at_most_its_share_and_one_more_slot_takes_more(policy: str, kv_dtype: KVDtype | None) -> None:
+def test_a_budget_takes_at_most_its_share_and_one_more_slot_takes_more(
+    model: Traced, policy: str, kv_dtype: KVDtype | None
+) -> None:
     """Against the bytes that `kvpass.inspect` counts in a cache that a compiled model has made."""
-    model, tokens, share = build("Llama", layers=2), 300, 0.6
-    full, chosen = FullCache.of(model), resolve(policy, {})
+    tokens, share = 300, 0.6
+    full, chosen = FullCache.of(model.model), resolve(policy, {})
     budget = full.budget(share, tokens, chosen, kv_dtype)
 
     def taken(slots: int) -> int:
-        loop = kvpass.DecodeLoop(model, policy, budget=slots, kv_dtype=kv_dtype, inner="eager")
-        loop.prompt(torch.arange(2, 100)[None])
-        return kvpass.inspect(loop.cache).nbytes
+        under = model.under(kvpass.backend(policy, budget=slots, kv_dtype=kv_dtype, inner="eager"))
+        with torch.no_grad():
+            return kvpass.inspect(under(torch.arange(2, 100)[None], use_cache=True)).nbytes
 
     assert taken(budget) <= share * full.bytes_of(tokens)
     more = next(slots for slots in range(budget + 1, 2 * budget) if chosen.fitting_budget(slots) == slots)

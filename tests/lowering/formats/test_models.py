@@ -32,8 +32,11 @@ GREEDY: dict[str, Any] = dict(do_sample=False, pad_token_id=0)
 def test_a_model_equals_the_reference_at_every_step(name: str, kv_dtype: KVDtype) -> None:
     """With padding, a chunk in the middle, and positions as the policy prefers them."""
     architecture = "GPT2" if name == "kv_align" else "Llama"
-    steps, given = [12, *[1] * 4, 4, *[1] * 3], settings(name, "Llama" if architecture == "Llama" else "GPTNeoX", 8)
-    model, (ids, mask) = Traced(build(architecture)), prompt(2, sum(steps), (3, 0))
+    steps, given = (
+        [12, *[1] * 4, 4, *[1] * 3],
+        settings(name, "Llama" if architecture == "Llama" else "GPTNeoX", 8, layers=1),
+    )
+    model, (ids, mask) = Traced(build(architecture, layers=1)), prompt(2, sum(steps), (3, 0))
     lowered, literal = (
         force(model, ids, mask, steps, **given, kv_dtype=kv_dtype, inner=inner) for inner in ("eager", "reference")
     )
@@ -50,7 +53,7 @@ def test_a_model_equals_the_reference_at_every_step(name: str, kv_dtype: KVDtype
 def test_keys_in_planes_are_rotated_as_the_model_rotates(architecture: str, kv_dtype: KVDtype) -> None:
     """Whether an embedding mixes halves of a row, which planes divide, or neighbours."""
     steps = [12, *[1] * 4, 4, *[1] * 3]
-    model, (ids, mask) = Traced(build(architecture)), prompt(2, sum(steps), (3, 0))
+    model, (ids, mask) = Traced(build(architecture, layers=1)), prompt(2, sum(steps), (3, 0))
     given: dict[str, Any] = dict(policy="streaming", budget=8, kv_dtype=kv_dtype)
     with loading_as("AVX2"):
         ours, theirs = (force(model, ids, mask, steps, **given, inner=inner) for inner in ("eager", "reference"))
@@ -61,7 +64,7 @@ def test_keys_in_planes_are_rotated_as_the_model_rotates(architecture: str, kv_d
 @pytest.mark.slow
 @every_format
 def test_the_model_but_for_the_rounding_until_something_is_evicted(kv_dtype: KVDtype) -> None:
-    model, (ids, mask) = Traced(build("Llama")), prompt(2, 24, (2, 0))
+    model, (ids, mask) = Traced(build("Llama", layers=1)), prompt(2, 24, (2, 0))
     plain, stored = (
         force(model, ids, mask, [12, *[1] * 12], policy="h2o", budget=40, kv_dtype=kind, inner="eager")
         for kind in (None, kv_dtype)
@@ -75,7 +78,7 @@ def test_the_model_but_for_the_rounding_until_something_is_evicted(kv_dtype: KVD
 @every_format
 @torch.inference_mode()
 def test_beams_copies_and_several_sequences_carry_their_scales(kv_dtype: KVDtype) -> None:
-    model, (ids, mask) = build("Llama"), prompt(2, 9, (2, 0))
+    model, (ids, mask) = build("Llama", layers=1), prompt(2, 9, (2, 0))
     kvpass.compile(model, "streaming", budget=8, kv_dtype=kv_dtype, inner="eager")
     how = dict(GREEDY, attention_mask=mask, max_new_tokens=6)
     model.generate(ids, **how, num_beams=3)
@@ -93,12 +96,12 @@ def test_beams_copies_and_several_sequences_carry_their_scales(kv_dtype: KVDtype
 
 @every_format
 def test_reports_say_what_is_held(kv_dtype: KVDtype) -> None:
-    model = build("Llama", torch.bfloat16)
+    model = build("Llama", torch.bfloat16, layers=1)
     ids, mask = prompt(2, 40, ())
     run = force(model, ids, mask, [20, *[1] * 20], inspect=False, policy="window", budget=16, kv_dtype=kv_dtype,
                 inner="eager")  # fmt: skip
     report = kvpass.inspect(run.cache)
-    rows, heads, slots, layers = 2, 2, 17, 2
+    rows, heads, slots, layers = 2, 2, 17, 1
     row = {"int8": 16 + 2, "int4": 8 + 2 + 1}[base_of(kv_dtype)]  # of 16 numbers
     metadata = rows * slots * 3 * 8 + rows * 3 * 8
     assert report.nbytes == layers * (2 * rows * heads * slots * row + metadata)
@@ -110,7 +113,7 @@ def test_reports_say_what_is_held(kv_dtype: KVDtype) -> None:
 @pytest.mark.slow
 @every_format
 def test_a_full_cache_keeps_its_rows_when_it_grows(kv_dtype: KVDtype) -> None:
-    model, (ids, mask) = Traced(build("Llama")), prompt(1, 276, ())
+    model, (ids, mask) = Traced(build("Llama", layers=1)), prompt(1, 276, ())
     steps = [10, *[1] * 266]
     grown, ample = (
         force(model, ids, mask, steps, inspect=False, policy="full", budget=budget, kv_dtype=kv_dtype,
@@ -122,7 +125,7 @@ def test_a_full_cache_keeps_its_rows_when_it_grows(kv_dtype: KVDtype) -> None:
 
 @pytest.mark.slow
 def test_a_loop_and_a_name_take_it() -> None:
-    model, (ids, _) = build("Llama"), prompt(1, 12, ())
+    model, (ids, _) = build("Llama", layers=1), prompt(1, 12, ())
     loop = kvpass.DecodeLoop(model, "h2o", budget=8, kv_dtype="int8", inner="eager")
     loop.prompt(ids)
     made = loop.generate(6)
@@ -139,7 +142,7 @@ def test_a_loop_and_a_name_take_it() -> None:
 def test_what_it_cannot_be_is_refused_by_name() -> None:
     with pytest.raises(kvpass.PolicyError, match="kv_dtype='int3'"):
         kvpass.backend("h2o", budget=8, kv_dtype="int3")  # type: ignore[arg-type]
-    model, (ids, _) = build("Llama"), prompt(1, 9, ())
+    model, (ids, _) = build("Llama", layers=1), prompt(1, 9, ())
     compiled, other = (
         torch.compile(model, backend=kvpass.backend("window", budget=8, inner="eager", kv_dtype=kind))
         for kind in ("int8", None)

@@ -43,7 +43,7 @@ def check(case: Case, kv_dtype: KVDtype) -> None:
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4", "int4-hadamard", HADAMARD[0]])
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 @given(data=st.data())
-@settings(max_examples=5)
+@settings(max_examples=2)
 def test_compiled_equals_reference(row: Row, kv_dtype: KVDtype, data: st.DataObject) -> None:
     check(data.draw(without_ties(row)), kv_dtype)
 
