@@ -15,7 +15,7 @@ from kvpass.cache.site import Attended, Site, class_by_class
 from kvpass.cache.slots import Slots
 from kvpass.cache.step import add_biases, log_sum_exp, stored_rows, with_logit_scale, with_mask
 from kvpass.lowering.attend import attend, by_kernel
-from kvpass.lowering.attention_statistics import StatisticsSpec, in_one_operator, statistics
+from kvpass.lowering.attention_statistics import StatisticsSpec, fuses_attention, statistics
 from kvpass.lowering.formats import Sections, plain
 
 
@@ -52,7 +52,7 @@ def extend_step(
     policy_bias = policy.bias(held, query.shape[1] // layout.heads)
     by_library = site.cap is None and site.sink_logit is None and not site.lse
     lse, computed = None, None
-    if policy_bias is None and by_library and in_one_operator(policy, query, keys, values):
+    if policy_bias is None and by_library and fuses_attention(policy, query, keys, values):
         output, *computed = statistics(policy, spec, valid, held.budget, values)
     else:
         attention_mask = full_mask

@@ -40,7 +40,7 @@ class Sampling:
         """Return the next tokens, int64 [B], from logits [B, vocabulary]."""
         if self.temperature == 0:
             return logits.argmax(-1)
-        logits = logits.float() / self.temperature
+        logits = _sharpen(logits, self.temperature)
         if self.top_k is not None:
             logits = _keep_top_k(logits, min(self.top_k, logits.shape[-1]))
         if self.top_p is not None:
@@ -65,6 +65,7 @@ def _keep_top_p(logits: Tensor, share: float) -> Tensor:
 
 
 PRIME = 2**31 - 1
+LARGEST_NOISE = 32.0
 GREEDY = Sampling()
 
 
@@ -124,7 +125,7 @@ class RowSampling:
         likeliest = logits.argmax(-1)
         if not self.draws:
             return likeliest
-        sharp = logits.float() / torch.where(self.temperature > 0, self.temperature, 1.0)[:, None]
+        sharp = _sharpen(logits, torch.where(self.temperature > 0, self.temperature, 1.0)[:, None])
         if self.limits:
             sharp = self._apply_limits(sharp)
         drawn = (torch.softmax(sharp, -1) / self._noise(made, logits.shape[-1])).argmax(-1)
@@ -143,7 +144,14 @@ class RowSampling:
         """Return exponential random numbers of rate one, float32 [R, vocabulary], above zero."""
         row = _hash(_hash(self.seed) + made)[:, None]
         token = _hash(row + 48271 * torch.arange(vocabulary, device=made.device))
-        return (-((token.float() + 0.5) / PRIME).log()).clamp(min=1e-9)
+        # log1p is precise near zero, where tokens win; the largest hashes round to one, whose logarithm is infinite.
+        return (-torch.log1p(-(token.float() + 0.5) / (PRIME + 1))).clamp(max=LARGEST_NOISE)
+
+
+def _sharpen(logits: Tensor, temperature: Tensor | float) -> Tensor:
+    """Divide logits [B, vocabulary] by a temperature of any size; the highest becomes zero."""
+    logits = logits.float()
+    return (logits - logits.amax(-1, keepdim=True)) / temperature
 
 
 def _hash(number: Tensor) -> Tensor:

@@ -108,7 +108,7 @@ class LoopState:
 
     @staticmethod
     def of_saved(loop: LoopSettings, cache: Any, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LoopState:
-        """Return the state that `saved` has described, for a loop whose generator gets the saved state.
+        """Return the state that `to_saved` has described, for a loop whose generator gets the saved state.
 
         Raises:
             CacheFileError: the tensors are not those of one batch, or hold a token that the model does not know.

@@ -100,11 +100,11 @@ def _compiler() -> Finding:
 
 
 def _products() -> Finding:
-    """Check which dtypes the C++ loops for the statistics of prompts multiply on this processor."""
+    """Check which dtypes the C++ loops for prompts multiply on this processor."""
     dtypes = [dtype for dtype in attention_tiles.NATIVE if attention_tiles.dtype_of_products(dtype, 64) == dtype]
-    subject, found = "statistics of prompts on a CPU", [str(dtype).removeprefix("torch.") for dtype in dtypes]
+    subject, found = "attention of prompts on a CPU", [str(dtype).removeprefix("torch.") for dtype in dtypes]
     if not found:
-        return Finding(subject, "by torch's operations", "prompts take longer under policies that read attention")
+        return Finding(subject, "by torch's operations", "prompts take longer, most under policies that read attention")
     return Finding(subject, f"by loops in C++, products in {' and '.join(found)}")
 
 

@@ -43,7 +43,7 @@ class _Workspace:
 
 @dataclasses.dataclass(frozen=True)
 class ScoredAttention:
-    """The attention of queries, of which only statistics are computed.
+    """The attention of queries whose statistics are computed.
 
     Attributes:
         query: [B, Hq, q, D]; key: [B, Hkv, S, D]; the queries are the last q of the S tokens.
@@ -221,8 +221,11 @@ class ScoredAttention:
             As `kvpass.torch_private.fx_nodes.attend_with_lse`.
         """
         query, key = self.query, self.key
+        assert self.cap is None
+        assert self.sink_logit is None
+        assert not self.causal or query.shape[2] == key.shape[2]
         few = query.shape[2] < attention_tiles.FEWEST_QUERIES
-        if few or not attention_tiles.attends(query.dtype, query.shape[3]):
+        if few or not attention_tiles.is_faster(query.dtype, query.shape[3]):
             return attend_with_lse(query, key, value, self.mask, self.causal, self.scale)
         return attention_tiles.AttentionRows.of(query, key, self.mask, self.causal, self.scale).attend(value)
 

@@ -1,7 +1,7 @@
 """The operator that computes the statistics of attention that a policy reads, for a prompt or a chunk.
 
 It is opaque to the compiler, so that one compiled prompt graph serves every prompt length. On a CPU it computes
-attention as well: the library's attention has the log-sum-exp of the rows, which saves the products behind it.
+attention as well: with the log-sum-exp of its rows, sums need one pass over the products instead of two.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def attention_statistics(
         query: [B, Hq, q, D]; key: [B, Hkv, S, D]; the queries are the last q of the S tokens.
         value: [B, Hkv, S, D] on a CPU, or None. All three have one dtype, a causal q must be S, and there is no cap and
             no sink.
-        mask: bool or additive [B or 1, Hq, Hkv or 1, q, S], or None; with Hkv on a CPU alone.
+        mask: bool or additive [B or 1, Hq, Hkv or 1, q, S or 1], or None; with Hkv on a CPU alone.
         sink_logit: a further logit of each row, [B or 1, Hq, q or 1, 1], or None.
         valid: bool [B, q], false for padding queries, which no statistic counts.
         row_budgets: of a scan, int64 [B, H', 1], the slots of each row, in place of the request's budget.
@@ -103,6 +103,7 @@ def attention_statistics(
     chosen = StatisticsRequest.parse(request)
     dtype = torch.promote_types(query.dtype, key.dtype)  # they differ under autocast
     query, key = query.to(dtype), key.to(dtype)
+    mask = None if mask is None else mask.expand(*mask.shape[:-1], key.shape[2])
     attention = ScoredAttention(query, key, mask, chosen.causal, chosen.scale, chosen.cap, sink_logit)
     if value is None:
         return _statistics(attention, chosen, valid, row_budgets)
@@ -222,7 +223,7 @@ def requested(
     return request.text()
 
 
-def in_one_operator(policy: Policy, query: Tensor, key: Tensor, value: Tensor) -> bool:
+def fuses_attention(policy: Policy, query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Check whether the operator is to compute attention of these tensors as well, which may be fake.
 
     Statistics of all queries use the log-sum-exp of its rows. For other policies it is worth it where attention of
@@ -238,7 +239,7 @@ def in_one_operator(policy: Policy, query: Tensor, key: Tensor, value: Tensor) -
         return True
     count = query.shape[2]
     few = isinstance(count, int) and count < attention_tiles.FEWEST_QUERIES
-    return not few and attention_tiles.attends(query.dtype, query.shape[3])
+    return not few and attention_tiles.is_faster(query.dtype, query.shape[3])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -287,7 +288,7 @@ def statistics(
     Args:
         valid: bool [B, q], false for padding.
         budget: as users write it, or the slots of each row, int64 [B, H', 1].
-        value: [B, Ha, N, Dv] to compute attention as well, where `in_one_operator` allows it.
+        value: [B, Ha, N, Dv] to compute attention as well, where `fuses_attention` allows it.
 
     Returns:
         The output [B, Hq, q, Dv] of attention if there are values, then the `names` of the policy.

@@ -2,7 +2,8 @@
 //
 // `attend` multiplies probabilities by values as it meets them, with an online softmax, one block of queries per task.
 //
-// `find_totals` computes the maximum and the sum of each row of probabilities, unless the caller knows their log-sum-exp.
+// `find_totals` computes the maximum of each row's logits and the sum of 2^(logit - maximum), unless the caller knows
+// their log-sum-exp.
 // `add_columns` computes the probabilities again, one block of keys per task, and adds them up over the queries;
 // `write_rows` writes those of a few queries. A sum has one task and one order, so results do not depend on the number of
 // threads.
@@ -45,8 +46,8 @@ typedef uint8_t bytes __attribute__((vector_size(16)));
 typedef uint16_t halves __attribute__((vector_size(32)));
 
 constexpr int64_t LANES = 16, QUERIES = 64, KEYS = 128;  // a tile of logits takes 32 KB
-constexpr float LOWEST = -3.4028234663852886e38f, TWOS = 1.4426950408889634f;  // log2(e)
-constexpr float PRECISE = 4096;  // a larger log-sum-exp is too coarse in float32 to divide by
+constexpr float LOWEST = -3.4028234663852886e38f, LOG2_E = 1.4426950408889634f;
+constexpr float LARGEST_USABLE = 4096;  // a larger log-sum-exp is too coarse in float32 to divide by
 
 struct Problem {  // the fields of `Problem` in attention_tiles.py; strides are in elements, 0 along dimensions of size one
   const void *query, *key, *mask;  // [B, Hq, q, D], [B, Hkv, S, D], [B, Hkv, G, q, S]
@@ -88,7 +89,10 @@ inline void store_rounded(uint16_t* to, vec x) {
 
 inline vec all(float x) { return vec{} + x; }
 
+// Both return y if one of the two is not a number.
 inline vec larger(vec x, vec y) { return x > y ? x : y; }
+
+inline vec smaller(vec x, vec y) { return x < y ? x : y; }
 
 // 2^x with a relative error below 1e-7, 0 below 2^-126, and x if it is not a number.
 inline vec power_of_two(vec x) {
@@ -143,7 +147,7 @@ struct Row {
     vec added;
     if (KIND == FLOAT) added = load<vec>(mask + 4 * at);
     else added = (vec)(__builtin_convertvector(load<halves>(mask + 2 * at), ivec) << 16);
-    return added == -INFINITY ? added : larger(x + added * TWOS, all(LOWEST));
+    return added == -INFINITY ? added : larger(all(LOWEST), x + added * LOG2_E);
   }
 
   vec masked_tail(vec x, int64_t at) const {  // what lies behind the mask's row must not be read
@@ -156,14 +160,14 @@ struct Row {
 
   // Calls `use(logits, index of the first)` for all keys that are seen; -infinity fills the last vector.
   template <typename Use> void each(const float* products, Use use) const {
-    const float scale = problem.scale * TWOS, cap = problem.cap;
+    const float scale = problem.scale * LOG2_E, cap = problem.cap;
     if (seen == KEYS && !mask && cap == 0) {  // most tiles; the compiler unrolls this loop
       for (int64_t at = 0; at < KEYS; at += LANES) use(load<vec>(products + at) * scale, at);
       return;
     }
     for (int64_t at = 0; at < seen; at += LANES) {
       vec x = load<vec>(products + at) * scale;
-      if (cap > 0) x = (2.f / (1.f + power_of_two(x * (-2.f / cap))) - 1.f) * (cap * TWOS);  // tanh
+      if (cap > 0) x = (2.f / (1.f + power_of_two(smaller(all(126), x * (-2.f / cap)))) - 1.f) * (cap * LOG2_E);  // tanh
       const bool whole = at + LANES <= seen;
       if (KIND != NONE && mask) x = whole ? masked(x, at) : masked_tail(x, at);
       if (!whole) {
@@ -199,7 +203,7 @@ class Tiles {
     const int64_t q_head = head * p.groups + group, dim = p.dim, count = std::min(QUERIES, p.queries - query);
     const T* from = (const T*)p.query + row * p.query_stride[0] + q_head * p.query_stride[1] + query * p.query_stride[2];
     int64_t stride = p.query_stride[2];
-    if (count < QUERIES) {  // the library compiles a kernel for each size of a product: there is one size
+    if (count < QUERIES || stride < dim) {  // the library compiles a kernel for each size of a product: there is one size
       for (int64_t i = 0; i < count; ++i) std::memcpy(&rest[i * dim], from + i * stride, dim * sizeof(T));
       from = rest.data(), stride = dim;
     }
@@ -213,7 +217,7 @@ class Tiles {
   std::vector<float> products;
 };
 
-// Multiplies once outside of parallel sections, in which an exception of the library would end the process.
+// Multiplies once before the parallel sections, where an exception of the library would end the process.
 void check(const Problem& p) {
   const int64_t stride = std::max(p.dim, p.query_stride[2]);
   std::vector<T> queries(QUERIES * stride), keys(KEYS * p.dim);
@@ -248,28 +252,28 @@ void prepare_keys(const Problem& p) { check(p), pack<false>(p, p.key, p.key_stri
 enum Tile { HIDDEN, VISIBLE, MIXED };
 
 // Whether a mask hides all keys of a tile, or none.
-Tile look(const Problem& p, int64_t row, int64_t head, int64_t group, int64_t query, int64_t first) {
+Tile classify(const Problem& p, int64_t row, int64_t head, int64_t group, int64_t query, int64_t first) {
   if (KIND == NONE) return VISIBLE;
   static const float zeros[KEYS] = {};
   const int64_t count = p.mask_stride[3] ? std::min(QUERIES, p.queries - query) : 1, here = std::min(KEYS, p.keys - first);
   bool hidden = KIND == BOOL, visible = true;
   for (int64_t i = 0; i < count && (hidden || visible); ++i) {
     const char* mask = mask_of(p, row, head, group, query + i, first);
-    hidden = hidden && !std::memchr(mask, 1, here);
+    hidden = hidden && !std::memcmp(mask, zeros, here);
     visible = visible && (KIND == BOOL ? !std::memchr(mask, 0, here) : !std::memcmp(mask, zeros, here * MASK_BYTES));
   }
   return hidden ? HIDDEN : visible ? VISIBLE : MIXED;
 }
 
 // Reads the totals of some queries off their log-sum-exp; false if one is missing or too coarse.
-bool known_totals(const Problem& p, int64_t row, int64_t q_head, int64_t query, int64_t count) {
+bool take_known_totals(const Problem& p, int64_t row, int64_t q_head, int64_t query, int64_t count) {
   if (!p.log_sum_exp) return false;
   const float* from = p.log_sum_exp + row * p.total_stride[0] + q_head * p.total_stride[1];
   const int64_t at = (row * p.heads * p.groups + q_head) * p.queries + query;
   for (int64_t i = 0; i < count; ++i) {
     const float total = from[(query + i) * p.total_stride[2]];
-    if (!(std::fabs(total) < PRECISE)) return false;
-    p.shift[at + i] = total * TWOS;
+    if (!(std::fabs(total) < LARGEST_USABLE)) return false;
+    p.shift[at + i] = total * LOG2_E;
     p.factor[at + i] = 1;
   }
   return true;
@@ -281,7 +285,7 @@ void add_sinks(
   if (!p.sink_logit) return;
   const int64_t* by = p.sink_stride;
   for (int64_t i = 0; i < count; ++i) {
-    const float sink = TWOS * p.sink_logit[row * by[0] + head * by[1] + group * by[2] + (query + i) * by[3]];
+    const float sink = LOG2_E * p.sink_logit[row * by[0] + head * by[1] + group * by[2] + (query + i) * by[3]];
     const float now = std::max(top[i], sink);
     if (now > -INFINITY) sum[i] = sum[i] * std::exp2(top[i] - now) + std::exp2(sink - now);
     top[i] = now;
@@ -299,12 +303,12 @@ void find_totals(const Problem& p) {
       const int64_t query = (blocks - 1 - task / q_heads / p.batch) * QUERIES;  // the longest first
       const int64_t q_head = task % q_heads, row = task / q_heads % p.batch;
       const int64_t head = q_head / p.groups, group = q_head % p.groups, count = std::min(QUERIES, p.queries - query);
-      if (known_totals(p, row, q_head, query, count)) continue;
+      if (take_known_totals(p, row, q_head, query, count)) continue;
       float top[QUERIES], sum[QUERIES] = {};
       std::fill(top, top + QUERIES, -INFINITY);
       const int64_t end = p.causal ? std::min(p.keys, query + count + p.offset()) : p.keys;
       for (int64_t first = 0; first < end; first += KEYS) {
-        const Tile tile = look(p, row, head, group, query, first);
+        const Tile tile = classify(p, row, head, group, query, first);
         if (tile == HIDDEN) continue;
         tiles.multiply(row, head, group, query, first / KEYS);
         for (int64_t i = 0; i < count; ++i) {
@@ -348,7 +352,7 @@ void add_values(const Problem& p, const Values& v) {
       std::fill(output.begin(), output.end(), 0.f);
       const int64_t end = p.causal ? std::min(p.keys, query + count + p.offset()) : p.keys;
       for (int64_t first = 0; first < end; first += KEYS) {
-        const Tile tile = look(p, row, head, group, query, first);
+        const Tile tile = classify(p, row, head, group, query, first);
         if (tile == HIDDEN) continue;
         tiles.multiply(row, head, group, query, first / KEYS);
         const auto keys_of = [&](int64_t i) {
@@ -392,7 +396,7 @@ void add_values(const Problem& p, const Values& v) {
           store_rounded(made, load<vec>(&output[i * dim + d]) * by);
           std::copy(made, made + std::min(LANES, dim - d), to + d);
         }
-        v.log_sum_exp[(row * q_heads + q_head) * p.queries + query + i] = (top[i] + std::log2(sum[i])) / TWOS;
+        v.log_sum_exp[(row * q_heads + q_head) * p.queries + query + i] = (top[i] + std::log2(sum[i])) / LOG2_E;
       }
     }
   }
@@ -412,7 +416,7 @@ void add_columns(const Problem& p, const float* weights, float* sums_out, float*
       const int64_t totals = ((row * p.heads + head) * p.groups + group) * p.queries;
       std::fill(sums, sums + KEYS, 0.f), std::fill(squares, squares + KEYS, 0.f);
       for (int64_t query = p.causal ? std::max<int64_t>(0, first - p.offset()) : 0; query < p.queries; query += QUERIES) {
-        const Tile tile = look(p, row, head, group, query, first);
+        const Tile tile = classify(p, row, head, group, query, first);
         if (tile == HIDDEN) continue;
         tiles.multiply(row, head, group, query, block);
         const int64_t count = std::min(QUERIES, p.queries - query);
@@ -447,7 +451,7 @@ void write_rows(const Problem& p, int64_t row, int64_t start, int64_t count, int
       const int64_t first = task % blocks * KEYS, here = std::min(KEYS, end - first);
       const int64_t totals = (row * p.heads * p.groups + q_head) * p.queries;
       for (int64_t query = start; query < start + count; query += QUERIES) {
-        const Tile tile = look(p, row, head, group, query, first);
+        const Tile tile = classify(p, row, head, group, query, first);
         if (tile != HIDDEN) tiles.multiply(row, head, group, query, first / KEYS);
         for (int64_t i = query; i < std::min(query + QUERIES, start + count); ++i) {
           float* to = out + (q_head * count + i - start) * end + first;

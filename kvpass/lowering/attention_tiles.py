@@ -1,8 +1,7 @@
 """Attention of prompts and its column sums on a CPU, by `attention_tiles.cpp`.
 
-Products are in half precision where the processor multiplies it. They are those of the library behind torch's own
-attention. Where it does not multiply a dtype on this processor, sums are computed in float32, and where it does not
-multiply float32 either, `attention_rows` has its own blocks.
+Products come from the library behind torch's own attention: in bfloat16 where it multiplies bfloat16 on this processor,
+else in float32. Where it does neither, `attention_rows` computes in blocks.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import threading
 import torch
 from torch import Tensor
 
-from kvpass.torch_private import generated_code, inductor
+from kvpass.torch_private import generated_code, inductor, tensors
 
 QUERIES, KEYS = 64, 128  # of a block, as in the source
 FEWEST_QUERIES = QUERIES // 2
@@ -97,6 +96,7 @@ class AttentionRows:
         assert dtype is not None
         (batch, q_heads, queries, dim), (heads, keys) = query.shape, key.shape[1:3]
         shape = batch, heads, q_heads // heads, queries, keys
+        assert mask is None or mask.shape[-1] == keys
         query, key = (_dense_rows(x.to(dtype)) for x in (query, key))
         mask = None if mask is None else _dense_rows(by_group(mask, heads))
         mask = mask if mask is None or mask.dtype in MASKS else mask.float()
@@ -104,15 +104,15 @@ class AttentionRows:
         known = None if log_sum_exp is None else log_sum_exp.float()
         packed = _memory_for_blocks(key)
         shift, factor = query.new_empty(2, batch, q_heads, queries, dtype=torch.float32)
-        tensors = query, key, mask, sink, known, packed, shift, factor
+        operands = query, key, mask, sink, known, packed, shift, factor
         strided = (query, 3), (key, 3), (mask, 4), (sink, 4), (known, 3)
         problem = Problem(
-            *map(_address, tensors),
+            *map(_address, operands),
             *(*shape, dim),
             *((ctypes.c_int64 * count)(*_strides(x, count)) for x, count in strided),
             *(int(causal), torch.get_num_threads(), scale, cap or 0.0),
         )
-        return AttentionRows(problem, dtype, None if mask is None else mask.dtype, tensors, shape)
+        return AttentionRows(problem, dtype, None if mask is None else mask.dtype, operands, shape)
 
     def with_totals(self) -> AttentionRows:
         """Compute the totals of all rows, which `column_sums` and `probabilities` need.
@@ -192,21 +192,27 @@ def dtype_of_products(dtype: torch.dtype, dim: int) -> torch.dtype | None:
 @functools.cache
 def _runs(dtype: torch.dtype) -> bool:
     """Check that the source compiles, and that the library multiplies this dtype correctly on this processor."""
-    rows = torch.arange(-6.0, 6.0).view(1, 1, 3, 4).div(4)
-    logits = (rows @ rows.mT).masked_fill(torch.ones(3, 3, dtype=torch.bool).triu(1), -torch.inf)
     try:
-        computed = AttentionRows.of(rows, rows, None, True, 1.0, dtype=dtype)
-        [sums] = computed.with_totals().column_sums(torch.ones(1, 3), 1)
-        output, _ = computed.attend(rows)
+        with tensors.real_tensors():  # a graph may be traced meanwhile
+            return _is_right(dtype)
     except (RuntimeError, OSError):  # no compiler, another signature of the library's function, or another processor
         return False
-    probs = logits.softmax(-1)
+
+
+def _is_right(dtype: torch.dtype) -> bool:
+    """Compare the attention of three small rows, and its column sums, with torch's operators."""
+    rows = torch.arange(-6.0, 6.0, device="cpu").view(1, 1, 3, 4).div(4)
+    future = torch.ones(3, 3, dtype=torch.bool, device="cpu").triu(1)
+    probs = (rows @ rows.mT).masked_fill(future, -torch.inf).softmax(-1)
+    computed = AttentionRows.of(rows, rows, None, True, 1.0, dtype=dtype)
+    [sums] = computed.with_totals().column_sums(torch.ones(1, 3, device="cpu"), 1)
+    output, _ = computed.attend(rows)
     right_sums = torch.allclose(sums[:, :, 0], probs.sum(2), atol=1e-4)
     return right_sums and torch.allclose(output, probs @ rows, atol=1e-2)
 
 
-def attends(dtype: torch.dtype, dim: int) -> bool:
-    """Check whether attention in `dtype` with D = `dim` is computed here rather than by torch's kernel.
+def is_faster(dtype: torch.dtype, dim: int) -> bool:
+    """Check whether attention in `dtype` with D = `dim` is faster here than by torch's kernel.
 
     torch's kernel uses AMX where the processor has it.  Otherwise it multiplies by MKL, which is slower than the
     products used here.
@@ -215,7 +221,7 @@ def attends(dtype: torch.dtype, dim: int) -> bool:
     return fast and not inductor.has_matrix_tiles() and dtype_of_products(dtype, dim) == dtype
 
 
-def start_builds(dtype: torch.dtype, sums_attention: bool) -> threading.Thread:
+def start_builds(dtype: torch.dtype, reads_attention: bool) -> threading.Thread:
     """Start on what the C++ compiler has to do in any case while Dynamo still traces the first call.
 
     Before its first kernel Inductor compiles and loads a few small programs, to learn which vector instructions work.
@@ -224,14 +230,14 @@ def start_builds(dtype: torch.dtype, sums_attention: bool) -> threading.Thread:
 
     Args:
         dtype: of keys and values.
-        sums_attention: whether the attention of prompts is summed.
+        reads_attention: whether the attention of prompts is summed.
     """
     inductor.import_compiler()  # before the thread starts: two threads must not import parts of it at the same time
 
     def build() -> None:
         with contextlib.suppress(Exception):
             inductor.probe_vector_instructions()
-            if sums_attention or not inductor.has_matrix_tiles():  # else prompts attend by torch's kernel
+            if reads_attention or not inductor.has_matrix_tiles():  # else prompts attend by torch's kernel
                 dtype_of_products(dtype, dim=2)
 
     thread = threading.Thread(target=build, name="kvpass-early-builds", daemon=True)
@@ -263,6 +269,7 @@ def by_group(x: Tensor, heads: int) -> Tensor:
 
 
 def _address(x: Tensor | None) -> int | None:
+    assert x is None or not tensors.is_fake(x)
     return None if x is None else x.data_ptr()
 
 

@@ -237,7 +237,7 @@ def prompt_scores(
         moved: from the nodes of the site to those of `graph`; its call's is replaced with the call.
         valid: bool [B or 1, q], or None when no token is padding.
     """
-    fused = _in_one_operator(site, policy)
+    fused = _fuses_attention(site, policy)
     if not fused and not policy.statistics:
         return {}
     query = moved[site.query]
@@ -255,7 +255,7 @@ def prompt_scores(
     return {name: _item(graph, results, i) for i, name in enumerate(attention_statistics.names(policy), int(fused))}
 
 
-def _in_one_operator(site: AttentionSite, policy: Policy) -> bool:
+def _fuses_attention(site: AttentionSite, policy: Policy) -> bool:
     """Check whether the operator of statistics is to compute the attention of a prompt as well.
 
     Attention that the model spells out keeps its own roundings. Causal attention must be causal from the first key on.
@@ -270,7 +270,7 @@ def _in_one_operator(site: AttentionSite, policy: Policy) -> bool:
     return (
         fits
         and query.dtype == value(site.call).dtype
-        and attention_statistics.in_one_operator(policy, query, key, values)
+        and attention_statistics.fuses_attention(policy, query, key, values)
     )
 
 

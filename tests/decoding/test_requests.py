@@ -13,7 +13,7 @@ import transformers
 
 import kvpass
 from kvpass import GenerationOutput, RequestStatus
-from kvpass.decoding import request_batch, scheduler, stepping
+from kvpass.decoding import request_batch, sampling, scheduler, stepping
 from tests.models import build, different, forget, graphs, prompt
 from tests.strategies import OF_ONE_MODEL
 from tests.test_invariants import settings
@@ -259,12 +259,12 @@ def test_rows_draw_by_their_own_settings() -> None:
     shares = torch.tensor([0.05, 0.05, 0.25, 0.65])
     rows = [(dict(temperature=0.0), [3]), (dict(temperature=1.0, top_k=2), [2, 3])]
     rows += [(dict(temperature=1.0, top_p=0.7), [2, 3]), (dict(temperature=1.0), [0, 1, 2, 3])]
-    sampling = kvpass.decoding.sampling.RowSampling.of(len(rows), torch.device("cpu"))
+    per_row = sampling.RowSampling.of(len(rows), torch.device("cpu"))
     counts = torch.zeros(len(rows), 4)
     for row, (given, _) in enumerate(rows):
-        sampling.set_row(row, kvpass.decoding.sampling.Sampling(**given, seed=row))
+        per_row.set_row(row, sampling.Sampling(**given, seed=row))
     for made in range(4000):
-        drawn = sampling.choose(shares.log().expand(len(rows), 4), torch.full((len(rows),), made))
+        drawn = per_row.choose(shares.log().expand(len(rows), 4), torch.full((len(rows),), made))
         counts[torch.arange(len(rows)), drawn] += 1
     for row, (_, allowed) in enumerate(rows):
         expected = torch.zeros(4)
@@ -471,3 +471,28 @@ def test_compiled_by_inductor() -> None:
         done = ended(loop)
     for name, ids, most in zip(names, prompts(), MOST, strict=True):
         assert done[name].generated_tokens == alone(model, ids, most, prefill_chunk=8)
+
+
+def one_row(settings: sampling.Sampling) -> sampling.RowSampling:
+    rows = sampling.RowSampling.of(1, torch.device("cpu"))
+    rows.set_row(0, settings)
+    return rows
+
+
+@pytest.mark.parametrize("temperature", [1e-40, 1e-20, 1e-6])
+def test_a_temperature_near_zero_draws_the_most_likely_token(temperature: float) -> None:
+    logits = torch.tensor([[1.0, 90.0, 89.0, -90.0]])
+    settings = sampling.Sampling(temperature=temperature)
+    assert settings.choose(logits, settings.generator(torch.device("cpu"))).item() == 1
+    assert one_row(settings).choose(logits, torch.zeros(1, dtype=torch.int64)).item() == 1
+
+
+def test_noise_is_precise_near_zero_and_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the smallest hashes, by which rare tokens are drawn, and for the largest, whose share rounds to one."""
+    hashes = torch.tensor([[0, 1, 2**20, 2**31 - 3, 2**31 - 2]])
+    monkeypatch.setattr(sampling, "_hash", lambda number: hashes)
+    noise = one_row(sampling.Sampling(temperature=1.0))._noise(torch.zeros(1, dtype=torch.int64), 5)
+    expected = -torch.log1p(-(hashes.double() + 0.5) / 2**31)
+    torch.testing.assert_close(noise[0, :3].double(), expected[0, :3], atol=0, rtol=1e-5)
+    assert (noise[0, 3:] > 20).all()
+    assert noise.isfinite().all()

@@ -74,7 +74,7 @@ def record(name: str, policies: Sequence[str]) -> dict[str, Recording]:
     model, switch = cases.build(name), Switch()
     torch._dynamo.reset()
     compile_in_place(model, switch, strict=False)
-    with mock.patch.object(attention_tiles, "attends", return_value=False):
+    with mock.patch.object(attention_tiles, "is_faster", return_value=False):
         _recorded(model, name, switch, TRACED_UNDER)
         return {policy: _recorded(model, name, switch, policy) for policy in policies}
 

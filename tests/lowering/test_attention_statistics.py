@@ -245,3 +245,17 @@ def test_sums_of_half_precision_are_those_of_float32():
     expected = statistics(query.float(), key.float(), *given)
     for got, wanted in zip(statistics(query, key, *given), expected, strict=True):
         torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-4)  # the order of the additions differs
+
+
+@pytest.mark.parametrize("hides", ["bool", "additive"])
+@pytest.mark.parametrize("with_value", [False, True])
+def test_a_mask_of_one_column_is_for_all_keys(hides, with_value):
+    query, key = torch.randn(1, 4, 40, 8), torch.randn(1, 2, 40, 8)
+    seen = (torch.arange(40) % 7 > 0)[None, None, :, None]
+    mask = seen if hides == "bool" else torch.zeros(seen.shape).masked_fill(~seen, -1.0)
+    real, value = torch.ones(1, 40, dtype=torch.bool), key if with_value else None
+    common = dict(powers=1 if with_value else 2, value=value)
+    result = statistics(query, key, mask, real, False, 0.5, **common)
+    expected = statistics(query, key, mask.expand(1, 1, 40, 40).contiguous(), real, False, 0.5, **common)
+    for one, other in zip(result, expected, strict=True):
+        torch.testing.assert_close(one, other)

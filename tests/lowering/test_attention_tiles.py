@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -134,6 +136,20 @@ def attention_in_float64(query, key, value, mask, causal, scale, cap, sink_logit
     return logits, logits.softmax(-1)[..., :keys] @ value
 
 
+@pytest.mark.parametrize("size", [30.0, 50.0, 88.0, 1e4])
+def test_a_cap_bounds_logits_of_any_size(size):
+    """Beyond 128 in base two a power has no float32."""
+    query, key = torch.ones(1, 1, 40, 1), torch.tensor([1.0, -1.0, 0.5]).view(1, 1, 3, 1)
+    operands = query, key, key, None, False, size * 5, 5.0, None
+    rows = attention_tiles.AttentionRows.of(query, key, None, False, size * 5, 5.0)
+    output, _ = rows.attend(key)
+    torch.testing.assert_close(output.double(), attention_in_float64(*operands)[1], atol=1e-5, rtol=1e-5)
+    assert_equal(
+        rows.with_totals().column_sums(torch.ones(1, 40), 1),
+        in_float64(query, key, None, torch.ones(1, 40), *operands[4:], 1),
+    )
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("hides", ["bool", "-inf"])
 @pytest.mark.parametrize("causal", [False, True])
@@ -150,10 +166,16 @@ def test_a_query_that_sees_no_key_gets_zeros(dtype, hides, causal):
     assert output.isfinite().all()
 
 
-def test_not_a_number_stays_in_its_query():
+@pytest.mark.parametrize("kind", [None, torch.bool, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cap", [None, 5.0])
+def test_not_a_number_stays_in_its_query(kind, cap):
     query, key, value = (torch.randn(1, 1, 70, 8).bfloat16() for _ in range(3))
     query[..., 5, 0] = torch.nan
-    output, _ = attention_tiles.AttentionRows.of(query, key, None, True, 0.5).attend(value)
+    seen = torch.ones(1, 1, 70, 70, dtype=torch.bool)
+    seen[..., 3] = False
+    added = torch.zeros(seen.shape).masked_fill(~seen, LOWEST)
+    mask = seen if kind == torch.bool else None if kind is None else added.to(kind)
+    output, _ = attention_tiles.AttentionRows.of(query, key, mask, True, 0.5, cap).attend(value)
     assert output[0, 0].isnan().any(-1).nonzero().flatten().tolist() == [5]
     assert output[0, 0, 5].isnan().all()
 
@@ -161,9 +183,9 @@ def test_not_a_number_stays_in_its_query():
 def test_attention_is_the_librarys_where_it_has_matrix_tiles(monkeypatch):
     query, key = torch.randn(1, 4, 70, 8), torch.randn(1, 2, 70, 8)
     attention = module.ScoredAttention(query, key, None, True, 0.5, None, None)
-    here = attention_tiles.attends(torch.float32, 8)
+    here = attention_tiles.is_faster(torch.float32, 8)
     monkeypatch.setattr(attention_tiles.inductor, "has_matrix_tiles", lambda: True)
-    assert not attention_tiles.attends(torch.float32, 8)
+    assert not attention_tiles.is_faster(torch.float32, 8)
     output, log_sum_exp = attention.attend(key)
     for one, other in zip((output, log_sum_exp), attend_with_lse(query, key, key, None, True, 0.5), strict=True):
         assert torch.equal(one, other)
@@ -259,3 +281,38 @@ def test_float64_and_odd_heads_have_the_products_that_exist():
     assert attention_tiles.dtype_of_products(torch.float64, 64) is None
     assert attention_tiles.dtype_of_products(torch.bfloat16, 5) == torch.float32
     assert attention_tiles.dtype_of_products(torch.float16, 64) == torch.float32
+
+
+def test_a_mask_of_any_true_bytes_hides_nothing_that_it_shows():
+    query, key = torch.randn(1, 1, 40, 8), torch.randn(1, 1, 40, 8)
+    mask = torch.full((1, 1, 40, 40), 2, dtype=torch.uint8).view(torch.bool)
+    output, _ = attention_tiles.AttentionRows.of(query, key, mask, False, 0.5).attend(key)
+    expected, _ = attention_tiles.AttentionRows.of(query, key, None, False, 0.5).attend(key)
+    torch.testing.assert_close(output, expected)
+
+
+def test_an_expanded_query_is_copied():
+    query, key = torch.randn(1, 1, 1, 8).expand(1, 1, 90, 8), torch.randn(1, 1, 90, 8)
+    output, _ = attention_tiles.AttentionRows.of(query, key, None, True, 0.5).attend(key)
+    expected, _ = attention_tiles.AttentionRows.of(query.contiguous(), key, None, True, 0.5).attend(key)
+    assert torch.equal(output, expected)
+
+
+FIRST_USE_IN_A_CHUNK = """
+import torch, kvpass
+from tests.models import build
+model = torch.compile(build("Llama", layers=1), backend=kvpass.backend(policy="{policy}", budget=100, inner="eager"))
+ids = torch.arange(1, 65)[None] % 50
+with torch.no_grad():
+    out = model(ids[:, :8], use_cache=True)
+    out = model(ids, **{{"past_key_values": out.past_key_values}}, use_cache=True)
+print(out.logits.isfinite().all().item())
+"""
+
+
+@pytest.mark.parametrize("policy", ["streaming", "tova", "full"])
+def test_the_first_use_may_be_in_a_chunk_that_is_traced(policy):
+    """Products are checked on real tensors then; a process of its own has checked none."""
+    command = [sys.executable, "-c", FIRST_USE_IN_A_CHUNK.format(policy=policy)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.stdout.split()[-1:] == ["True"], done.stderr

@@ -224,7 +224,7 @@ def test_a_failure_of_validation_itself_is_noted_and_refuses_nothing(monkeypatch
 
     recorder = Recorder()
     with monkeypatch.context() as patch:
-        patch.setattr(lockstep, "expected", fails)
+        patch.setattr(lockstep, "attend_exactly", fails)
         run(Traced(build("Llama", layers=1)), recorder, policy="h2o", budget=12)
     assert notes(recorder)
     assert all("left out, as" in note and "RuntimeError: no such size" in note for note in notes(recorder))
