@@ -8,7 +8,7 @@ class KVPassError(Exception):
 
 
 class PolicyError(KVPassError, ValueError):
-    """An unknown policy, or an option of a policy or of the backend that cannot be."""
+    """An unknown policy, or an invalid option of a policy or of the backend."""
 
 
 class BudgetError(KVPassError, ValueError):
