@@ -87,8 +87,8 @@ class FullCache:
         def taken(budget: int) -> int:
             return sum(count * layer.slot_bytes(policy, budget, kv_dtype) for layer, count in kinds.items())
 
-        most = 8 * tokens  # more than rows of four bits in place of 32 allow
-        fits = bisect.bisect_right(range(most), allowed, lo=1, key=taken) - 1
+        most, least = 8 * tokens, max(1, policy.fitting_budget(0))  # `most`: above what four bits in place of 32 allow
+        fits = bisect.bisect_right(range(most), allowed, lo=least, hi=max(least, most), key=taken) - 1
         budget = policy.fitting_budget(fits) if fits else 0
         if not 0 < budget <= fits:
             raise BudgetError(

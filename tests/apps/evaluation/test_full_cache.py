@@ -10,6 +10,7 @@ from kvpass.apps.evaluation.full_cache import CacheLayer, FullCache
 from kvpass.errors import BudgetError, PolicyError
 from kvpass.lowering.formats import KVDtype
 from kvpass.policies import resolve
+from tests.calibrations import random_gates
 from tests.models import build
 from tests.traces import Traced
 
@@ -54,3 +55,12 @@ def test_shares_that_no_budget_can_have_are_refused() -> None:
         full.budget(0.01, 100, resolve("snapkv", {}), None)
     with pytest.raises(PolicyError, match=r"share=1\.5"):
         full.budget(1.5, 100, resolve("h2o", {}), None)
+
+
+def test_no_budget_below_the_smallest_of_a_policy_is_tried() -> None:
+    """Streaming heads of `duo_attention` hold 320 tokens: with less a retrieving head would hold a negative number."""
+    full = FullCache((CacheLayer(2, 16, 16, torch.float32),))
+    policy = resolve("duo_attention", {"gates": random_gates(1)})
+    with pytest.raises(BudgetError, match="no budget of 'duo_attention'"):
+        full.budget(0.125, 2048, policy, None)
+    assert full.budget(0.5, 2048, policy, None) >= 320
