@@ -230,15 +230,15 @@ def start_builds(dtype: torch.dtype, reads_attention: bool) -> threading.Thread:
 
     Args:
         dtype: of keys and values.
-        reads_attention: whether the attention of prompts is summed.
+        reads_attention: whether the policy reads statistics of the attention of prompts.
     """
     inductor.import_compiler()  # before the thread starts: two threads must not import parts of it at the same time
 
     def build() -> None:
         with contextlib.suppress(Exception):
             inductor.probe_vector_instructions()
-            if reads_attention or not inductor.has_matrix_tiles():  # else prompts attend by torch's kernel
-                dtype_of_products(dtype, dim=2)
+            needed = dtype_of_products if reads_attention else is_faster  # each builds what it asks for
+            needed(dtype, dim=2)
 
     thread = threading.Thread(target=build, name="kvpass-early-builds", daemon=True)
     thread.start()
