@@ -92,17 +92,18 @@ class RKV(Policy):
         order = rows_in_order(tokens.position)  # "last" is meant in the text
         ordered = key.gather(2, order[..., None].expand_as(key))
         live = tokens.live.gather(-1, order)
-        redundancy = self._redundancy(unit_keys(ordered, live), live)
+        redundancy = self._redundancy(unit_keys(ordered, live), live, key.dtype)
         return {"redundancy": torch.empty_like(redundancy).scatter(-1, order, redundancy)}
 
-    def _redundancy(self, unit: Tensor, live: Tensor) -> Tensor:
-        """Return the redundancy R [B, Hkv, N] of unit keys [B, Hkv, N, D].
+    def _redundancy(self, unit: Tensor, live: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the redundancy R [B, Hkv, N] of unit keys [B, Hkv, N, D], whose stored keys are of `dtype`.
 
         The sum of cosines with all keys is one product with the sum of keys, from which forgiven ones are taken.
         """
         total = ((unit.sum(2, keepdim=True) - unit) * unit).sum(-1)
         if not self.plain:
-            last = last_similar(unit)
+            # Stored keys of bfloat16 are rounded as the products of all pairs then are, at a third of their time.
+            last = last_similar(unit.to(dtype) if dtype == torch.bfloat16 else unit)
             forgiven = last.clamp(min=0)
             cosine = (unit * unit.gather(2, forgiven[..., None].expand_as(unit))).sum(-1)
             index = torch.arange(unit.shape[2], device=unit.device)
