@@ -281,7 +281,12 @@ def backend(
     """
     chosen = policies.resolve(policy, policy_options)
     budgets.check(chosen, budget)
-    require(positions != "cache" or not chosen.own_positions, "positions", positions, chosen.own_positions)
+    require(
+        positions != "cache" or not chosen.cache_positions_refusal,
+        "positions",
+        positions,
+        chosen.cache_positions_refusal,
+    )
     _check_settings(inner, mode, options)
     _check_enabled(strict)
     configure_logs()

@@ -215,7 +215,7 @@ def _join_candidates(
         budget=layout.budget_in(state),
         held=0 if prompt else past.capacity,
         rank=rank_of(position) if policy.ranks else None,
-        spread=layout.spread,
+        sharding=layout.sharding,
     )
     return tokens, join(past.index, new_index[:, None])
 
@@ -273,7 +273,7 @@ def attention_of_chunk(layout: Layout, results: list[list[Tensor]], valid: Tenso
     if not policy.statistics:
         return Attention()
     return attention_of_classes(
-        [as_attention(policy, x[: len(policy.statistics)], valid, layout.spread) for x in results]
+        [as_attention(policy, x[: len(policy.statistics)], valid, layout.sharding) for x in results]
     )
 
 

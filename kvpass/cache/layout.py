@@ -36,7 +36,7 @@ class Layout:
         ranked: keys are stored before their rotary embedding and rotated by rank (positions="cache").
         layer: the layer's index, for policies that read it; else 0, so that equal layers have equal layouts.
         kv_dtype: the storage format of keys and values; None for `dtype`.
-        spread: how the layer's heads are sharded over processes; `heads` counts those of this process.
+        sharding: how the layer's heads are sharded over processes; `heads` counts those of this process.
         crops: whether a chunk also returns the inputs of its statistics, so that its last tokens can be cropped.
         exact_capacity: the capacity fits this prompt and layer; others need other capacities.
         classes: the classes of KV heads with budgets of their own, of which `budget` is the mean and `capacity` the
@@ -55,7 +55,7 @@ class Layout:
     ranked: bool
     layer: int = 0
     kv_dtype: KVDtype | None = None
-    spread: HeadSharding | None = None
+    sharding: HeadSharding | None = None
     crops: bool = False
     exact_capacity: bool = False
     row_budgets: bool = False

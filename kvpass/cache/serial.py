@@ -38,7 +38,7 @@ def entry_of(cache: LayerCache, prefix: str, tensors: dict[str, Tensor]) -> dict
     layout, slots = cache.layout, cache.slots
     if not isinstance(slots, AnySlots):
         raise CacheHandleError("a cache that runs with inner='reference' cannot be saved")
-    if layout.spread is not None:
+    if layout.sharding is not None:
         raise CacheHandleError("a cache whose heads are spread over processes cannot be saved")
     found = {**slot_tensors(slots), "absent": cache.absent}
     found |= {name: value for name in _OPTIONAL if (value := getattr(cache, name)) is not None}

@@ -83,7 +83,7 @@ class Slots:
         rank = self.rank if layout.tracks_rank else None
         seen = self.seen[:, None, None]
         budget = layout.budget_in(self.state)
-        return Tokens(self.position, seen, self.state, budget, self.capacity, rank, layout.spread)
+        return Tokens(self.position, seen, self.state, budget, self.capacity, rank, layout.sharding)
 
     @property
     def capacity(self) -> int:

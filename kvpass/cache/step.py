@@ -170,7 +170,7 @@ def _with_new_token(layout: Layout, slots: Slots, new: tuple[Rows, Rows], valid:
         rank = torch.where(is_new, (position >= 0).sum(-1, keepdim=True) - 1, rank)
     seen = (slots.seen + valid)[:, None, None]
     budget = layout.budget_in(state)
-    return Tokens(position, seen, state, budget, layout.capacity, rank, layout.spread), index
+    return Tokens(position, seen, state, budget, layout.capacity, rank, layout.sharding), index
 
 
 def _one_hot(slot: Tensor, capacity: int) -> Tensor:
@@ -228,9 +228,9 @@ def add_biases(bias: Tensor | None, policy_bias: Tensor | None) -> Tensor | None
 def _single_query_statistics(layout: Layout, probs: Tensor | None, valid: Tensor) -> Attention:
     """Return the statistics of one query from its probabilities."""
     if probs is None:
-        return Attention(queries=valid.long()[:, None, None], spread=layout.spread)
+        return Attention(queries=valid.long()[:, None, None], sharding=layout.sharding)
     row = regrouped(probs, layout.heads)[..., 0, :].float() * valid[:, None, None, None]  # [B, Hkv, G, C]
-    return Attention(row, row.square(), row, row, queries=valid.long()[:, None, None], spread=layout.spread)
+    return Attention(row, row.square(), row, row, queries=valid.long()[:, None, None], sharding=layout.sharding)
 
 
 def _evict(layout: Layout, site: Site, slots: Slots, tokens: Tokens, attention: Attention) -> tuple[Tokens, Tensor]:

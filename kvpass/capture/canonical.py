@@ -158,7 +158,7 @@ class SiteFacts:
     scale: float = 1.0
     cap: float | None = None
     window: int | None = None
-    spread: HeadSharding | None = None
+    sharding: HeadSharding | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +183,7 @@ class AttentionSite:
         hidden: the logit of keys that a bool mask hides, if attention is decomposed.
         decomposed: whether attention is spelled out instead of a call of scaled_dot_product_attention.
         shared_by: later attention calls on the same cache, such as those of layers that share it.
-        spread: how the heads are sharded over processes, None if all are here.
+        sharding: how the heads are sharded over processes, None if all are here.
     """
 
     call: fx.Node
@@ -207,7 +207,7 @@ class AttentionSite:
     hidden: float | None = None
     decomposed: bool = False
     shared_by: tuple[AttentionSite, ...] = ()
-    spread: HeadSharding | None = None
+    sharding: HeadSharding | None = None
 
     @property
     def all(self) -> tuple[AttentionSite, ...]:

@@ -54,7 +54,7 @@ def processes() -> int:
 
 
 def with_head_sharding(sites: list[AttentionSite], policy: Policy, supports_shards: bool = True) -> list[AttentionSite]:
-    """Return the sites of a graph with `spread` set to the sharding of their heads.
+    """Return the sites of a graph with `sharding` set to the sharding of their heads.
 
     Args:
         supports_shards: whether the cache supports a shard of a layer's heads; the eager reference does not.
@@ -71,7 +71,9 @@ def with_head_sharding(sites: list[AttentionSite], policy: Policy, supports_shar
         return sites
     found = [_read_sharding(site, policy) for site in sites]
     first = found[0]
-    if len({spread and (spread.ranks, spread.group) for spread in found}) > 1:  # they have to agree on shared budgets
+    if (
+        len({sharding and (sharding.ranks, sharding.group) for sharding in found}) > 1
+    ):  # they have to agree on shared budgets
         raise _sharding_error(sites[0], policy, "its layers are sharded over different processes")
     if first is not None and declared == "never":
         share = f"each has {first.heads // first.ranks} of {first.heads} KV heads"
@@ -80,7 +82,7 @@ def with_head_sharding(sites: list[AttentionSite], policy: Policy, supports_shar
         raise _sharding_error(
             sites[0], policy, "inner='reference' sees the heads of its own process; run it in one process"
         )
-    return [dataclasses.replace(site, spread=spread) for site, spread in zip(sites, found, strict=True)]
+    return [dataclasses.replace(site, sharding=sharding) for site, sharding in zip(sites, found, strict=True)]
 
 
 def _sharding_error(site: AttentionSite, policy: Policy, what: str) -> ShardingError:

@@ -177,7 +177,7 @@ class _CallReader:
         if entry["spec"] is not None:
             fields = dict(entry["spec"])
             given = {field: self._tensor(f"{name}spec_{field}") for field in fields.pop("given")}
-            spec = StatisticsSpec(**(dict.fromkeys(_SPEC) | given), **fields, spread=None)  # type: ignore[arg-type]
+            spec = StatisticsSpec(**(dict.fromkeys(_SPEC) | given), **fields, sharding=None)  # type: ignore[arg-type]
             _check_spec(spec, layout, new)
         into = self._slots(entry["into"], layout, cache.seen, cache.row_budgets)
         return AdmittedChunk(Chunk(key, value, valid, Attention(), pins), () if spec is None else (spec,), into)

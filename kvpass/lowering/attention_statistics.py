@@ -16,8 +16,9 @@ from torch import Tensor
 
 from kvpass import policies
 from kvpass.budget import Budget, slots_of_rows
-from kvpass.lowering import attention_tiles
-from kvpass.lowering.attention_rows import ScoredAttention, highest_rows, late_statistics, votes_for_older
+from kvpass.lowering import attention_rows, attention_tiles
+from kvpass.lowering.attention_blocks import ScoredAttention
+from kvpass.lowering.attention_rows import highest_rows, late_statistics, votes_for_older
 from kvpass.policies import to_json
 from kvpass.policies.base import Policy
 from kvpass.policies.heads import HeadSharding
@@ -100,15 +101,15 @@ def attention_statistics(
         The output [B, Hq, q, D] if there are values, then the statistics: each float32 [B, Hc, Hq / Hc, S], peaks
         [B, Hc, 1, S], a scan [B, H', S].
     """
-    chosen = StatisticsRequest.parse(request)
+    parsed = StatisticsRequest.parse(request)
     dtype = torch.promote_types(query.dtype, key.dtype)  # they differ under autocast
     query, key = query.to(dtype), key.to(dtype)
     mask = None if mask is None else mask.expand(*mask.shape[:-1], key.shape[2])
-    attention = ScoredAttention(query, key, mask, chosen.causal, chosen.scale, chosen.cap, sink_logit)
+    attention = ScoredAttention(query, key, mask, parsed.causal, parsed.scale, parsed.cap, sink_logit)
     if value is None:
-        return _statistics(attention, chosen, valid, row_budgets)
-    output, log_sum_exp = attention.attend(value)
-    return [output, *_statistics(attention, chosen, valid, row_budgets, log_sum_exp)]
+        return _statistics(attention, parsed, valid, row_budgets)
+    output, log_sum_exp = attention_rows.attend(attention, value)
+    return [output, *_statistics(attention, parsed, valid, row_budgets, log_sum_exp)]
 
 
 @attention_statistics.register_fake
@@ -122,18 +123,18 @@ def _(
     row_budgets: Tensor | None,
     request: str,
 ) -> list[Tensor]:
-    chosen = StatisticsRequest.parse(request)
-    batch, groups, keys = key.shape[0], query.shape[1] // chosen.heads, key.shape[2]
-    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(chosen.names, (batch, chosen.heads, groups, keys))
+    parsed = StatisticsRequest.parse(request)
+    batch, groups, keys = key.shape[0], query.shape[1] // parsed.heads, key.shape[2]
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(parsed.names, (batch, parsed.heads, groups, keys))
     if "older_peak" in shapes:
-        shapes["older_peak"] = (batch, chosen.heads, 1, keys)
-    if chosen.scan is not None:
-        shared = policies.from_json(chosen.scan).heads == "shared"
-        shapes["scan"] = (batch, 1 if shared else chosen.heads, keys)
-    made = [query.new_empty(shapes[name], dtype=torch.float32) for name in chosen.names]
+        shapes["older_peak"] = (batch, parsed.heads, 1, keys)
+    if parsed.scan is not None:
+        shared = policies.from_json(parsed.scan).heads == "shared"
+        shapes["scan"] = (batch, 1 if shared else parsed.heads, keys)
+    made = [query.new_empty(shapes[name], dtype=torch.float32) for name in parsed.names]
     if value is None:
         return made
-    return [attend_with_lse(query, key, value, mask, chosen.causal, chosen.scale)[0], *made]
+    return [attend_with_lse(query, key, value, mask, parsed.causal, parsed.scale)[0], *made]
 
 
 def _statistics(
@@ -144,7 +145,7 @@ def _statistics(
     log_sum_exp: Tensor | None = None,
 ) -> list[Tensor]:
     """Return the statistics of a request; the log-sum-exp of the rows is [B, Hq, q], if it is known."""
-    made = dict(zip(SUMS, attention.summed(valid, request.powers, log_sum_exp), strict=False))
+    made = dict(zip(SUMS, attention_rows.column_sums(attention, valid, request.powers, log_sum_exp), strict=False))
     if not {*LAST_QUERY_STATISTICS}.isdisjoint(request.names):
         made |= zip(LAST_QUERY_STATISTICS, late_statistics(attention, valid, request.window), strict=True)
     if "older" in request.names:
@@ -174,7 +175,7 @@ def _scanned(
     assert isinstance(policy, Scanning)
     slots = _slots(policy, request.budget, row_budgets, valid)
     made = []
-    for row, blocks in enumerate(attention.rows(log_sum_exp)):
+    for row, blocks in enumerate(attention_rows.probabilities(attention, log_sum_exp)):
         grouped = (regrouped(probs, request.heads).float() for probs in blocks)
         made.append(policy.scan(grouped, valid[row : row + 1], before, slots[row], sharding))
     return torch.cat(made)
@@ -250,7 +251,7 @@ class StatisticsSpec:
         query: [B, Hq, q, D]; key: [B, Ha, N, D], as attended to; the last q of N are those of the queries.
         mask: [B or 1, Hq, Ha or 1, q, N], boolean or additive, or None; sink_logit: [B or 1, Hq, q or 1, 1] or None.
         causal, scale, cap, heads: as of `StatisticsRequest`.
-        spread: where the other heads of the layer are.
+        sharding: where the other heads of the layer are.
     """
 
     query: Tensor
@@ -261,7 +262,7 @@ class StatisticsSpec:
     scale: float
     cap: float | None
     heads: int
-    spread: HeadSharding | None
+    sharding: HeadSharding | None
 
     def first(self, count: int) -> StatisticsSpec:
         """Return the specification for the first `count` queries, without the keys behind them."""
@@ -277,7 +278,7 @@ class StatisticsSpec:
         if not policy.statistics:
             return Attention()
         made = statistics(policy, self, valid, budget)
-        return as_attention(policy, made, valid, self.spread)
+        return as_attention(policy, made, valid, self.sharding)
 
 
 def statistics(
@@ -295,14 +296,16 @@ def statistics(
     """
     by_row = budget if isinstance(budget, Tensor) and "scan" in policy.statistics else None
     common = spec.causal, spec.scale, spec.cap, spec.heads
-    request = requested(policy, *common, None if isinstance(budget, Tensor) else budget, spec.spread)
+    request = requested(policy, *common, None if isinstance(budget, Tensor) else budget, spec.sharding)
     made: list[Tensor] = attention_statistics(
         spec.query, spec.key, value, spec.mask, spec.sink_logit, valid, by_row, request
     )
     return made
 
 
-def as_attention(policy: Policy, tensors: list[Tensor], valid: Tensor, spread: HeadSharding | None = None) -> Attention:
+def as_attention(
+    policy: Policy, tensors: list[Tensor], valid: Tensor, sharding: HeadSharding | None = None
+) -> Attention:
     """Name the tensors that `statistics` returned; valid is bool [B, q]."""
     named = dict(zip(names(policy), tensors, strict=True))
-    return Attention(**named, queries=valid.sum(-1)[:, None, None], spread=spread)
+    return Attention(**named, queries=valid.sum(-1)[:, None, None], sharding=sharding)

@@ -49,7 +49,8 @@ constexpr int64_t LANES = 16, QUERIES = 64, KEYS = 128;  // a tile of logits tak
 constexpr float LOWEST = -3.4028234663852886e38f, LOG2_E = 1.4426950408889634f;
 constexpr float LARGEST_USABLE = 4096;  // a larger log-sum-exp is too coarse in float32 to divide by
 
-struct Problem {  // the fields of `Problem` in attention_tiles.py; strides are in elements, 0 along dimensions of size one
+// The fields of `AttentionOperands` in attention_tiles.py; strides are in elements, 0 along dimensions of size one.
+struct AttentionOperands {
   const void *query, *key, *mask;  // [B, Hq, q, D], [B, Hkv, S, D], [B, Hkv, G, q, S]
   const float *sink_logit, *log_sum_exp;    // [B, Hkv, G, q] and [B, Hq, q], or null
   void* packed;                             // [B, Hkv, blocks, D, KEYS]
@@ -63,7 +64,7 @@ struct Problem {  // the fields of `Problem` in attention_tiles.py; strides are 
   int64_t offset() const { return keys - queries; }  // of the first query among the keys
 };
 
-struct Values {  // the fields of `Values` in attention_tiles.py
+struct OutputOperands {  // the fields of `OutputOperands` in attention_tiles.py
   const void* value;      // [B, Hkv, S, D]
   void *packed, *output;  // [B, Hkv, blocks, KEYS, D] and [B, Hq, q, D]
   float* log_sum_exp;     // [B, Hq, q]
@@ -126,20 +127,21 @@ inline float highest_of(vec x) {
 }
 
 // The mask of a query, from a block's first key on.
-inline const char* mask_of(const Problem& p, int64_t row, int64_t head, int64_t group, int64_t query, int64_t first) {
+inline const char* mask_of(
+    const AttentionOperands& p, int64_t row, int64_t head, int64_t group, int64_t query, int64_t first) {
   const int64_t* by = p.mask_stride;
   return (const char*)p.mask + (row * by[0] + head * by[1] + group * by[2] + query * by[3] + first) * MASK_BYTES;
 }
 
 // One query's logits of one block of keys.
 struct Row {
-  const Problem& problem;
+  const AttentionOperands& operands;
   const char* mask;  // of this query, from the block's first key on; null if it changes nothing
-  int64_t seen;      // keys of the block that exist and are not after the query
+  int64_t visible_count;  // the first keys of the block: those that exist and are not after the query
 
-  Row(const Problem& p, const char* mask, int64_t query, int64_t first) : problem(p), mask(mask) {
-    seen = std::min(KEYS, p.keys - first);
-    if (p.causal) seen = std::min(seen, query + p.offset() + 1 - first);
+  Row(const AttentionOperands& p, const char* mask, int64_t query, int64_t first) : operands(p), mask(mask) {
+    visible_count = std::min(KEYS, p.keys - first);
+    if (p.causal) visible_count = std::min(visible_count, query + p.offset() + 1 - first);
   }
 
   vec masked(vec x, int64_t at) const {
@@ -152,27 +154,27 @@ struct Row {
 
   vec masked_tail(vec x, int64_t at) const {  // what lies behind the mask's row must not be read
     char copy[LANES * MASK_BYTES] = {};
-    std::memcpy(copy, mask + MASK_BYTES * at, MASK_BYTES * (seen - at));
+    std::memcpy(copy, mask + MASK_BYTES * at, MASK_BYTES * (visible_count - at));
     Row whole = *this;
     whole.mask = copy;
     return whole.masked(x, 0);
   }
 
-  // Calls `use(logits, index of the first)` for all keys that are seen; -infinity fills the last vector.
+  // Calls `use(logits, index of the first)` for all visible keys; -infinity fills the last vector.
   template <typename Use> void each(const float* products, Use use) const {
-    const float scale = problem.scale * LOG2_E, cap = problem.cap;
-    if (seen == KEYS && !mask && cap == 0) {  // most tiles; the compiler unrolls this loop
+    const float scale = operands.scale * LOG2_E, cap = operands.cap;
+    if (visible_count == KEYS && !mask && cap == 0) {  // most tiles; the compiler unrolls this loop
       for (int64_t at = 0; at < KEYS; at += LANES) use(load<vec>(products + at) * scale, at);
       return;
     }
-    for (int64_t at = 0; at < seen; at += LANES) {
+    for (int64_t at = 0; at < visible_count; at += LANES) {
       vec x = load<vec>(products + at) * scale;
       if (cap > 0) x = (2.f / (1.f + power_of_two(smaller(all(126), x * (-2.f / cap)))) - 1.f) * (cap * LOG2_E);  // tanh
-      const bool whole = at + LANES <= seen;
+      const bool whole = at + LANES <= visible_count;
       if (KIND != NONE && mask) x = whole ? masked(x, at) : masked_tail(x, at);
       if (!whole) {
         const ivec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-        x = lane < (int32_t)(seen - at) ? x : all(-INFINITY);
+        x = lane < (int32_t)(visible_count - at) ? x : all(-INFINITY);
       }
       use(x, at);
     }
@@ -193,13 +195,13 @@ inline void add_product(int64_t dim, const T* probs, const T* values, float* out
 // Tiles of products of a block of queries and a block of keys.
 class Tiles {
  public:
-  explicit Tiles(const Problem& p) : problem(p), rest(QUERIES * p.dim), products(QUERIES * KEYS) {}
+  explicit Tiles(const AttentionOperands& p) : operands(p), rest(QUERIES * p.dim), products(QUERIES * KEYS) {}
   ~Tiles() { at::native::cpublas::brgemm_release(sizeof(T) == 2); }
 
   const float* row(int64_t index) const { return products.data() + index * KEYS; }
 
   void multiply(int64_t row, int64_t head, int64_t group, int64_t query, int64_t block) {
-    const Problem& p = problem;
+    const AttentionOperands& p = operands;
     const int64_t q_head = head * p.groups + group, dim = p.dim, count = std::min(QUERIES, p.queries - query);
     const T* from = (const T*)p.query + row * p.query_stride[0] + q_head * p.query_stride[1] + query * p.query_stride[2];
     int64_t stride = p.query_stride[2];
@@ -212,13 +214,13 @@ class Tiles {
   }
 
  private:
-  const Problem& problem;
+  const AttentionOperands& operands;
   std::vector<T> rest;
   std::vector<float> products;
 };
 
 // Multiplies once before the parallel sections, where an exception of the library would end the process.
-void check(const Problem& p) {
+void check(const AttentionOperands& p) {
   const int64_t stride = std::max(p.dim, p.query_stride[2]);
   std::vector<T> queries(QUERIES * stride), keys(KEYS * p.dim);
   std::vector<T> probs(QUERIES * KEYS);
@@ -230,7 +232,7 @@ void check(const Problem& p) {
 
 // Lays out blocks of keys or values [B, Hkv, S, D] as right operands of products: keys as [D, KEYS], values as [KEYS, D].
 // Half precision comes in pairs along the first of the two.
-template <bool VALUES> void pack(const Problem& p, const void* rows, const int64_t* stride, void* packed) {
+template <bool VALUES> void pack(const AttentionOperands& p, const void* rows, const int64_t* stride, void* packed) {
   constexpr int64_t pair = sizeof(T) == 2 ? 2 : 1;
 #pragma omp parallel for num_threads(p.threads)
   for (int64_t task = 0; task < p.batch * p.heads * p.blocks(); ++task) {
@@ -247,12 +249,12 @@ template <bool VALUES> void pack(const Problem& p, const void* rows, const int64
   }
 }
 
-void prepare_keys(const Problem& p) { check(p), pack<false>(p, p.key, p.key_stride, p.packed); }
+void prepare_keys(const AttentionOperands& p) { check(p), pack<false>(p, p.key, p.key_stride, p.packed); }
 
 enum Tile { HIDDEN, VISIBLE, MIXED };
 
 // Whether a mask hides all keys of a tile, or none.
-Tile classify(const Problem& p, int64_t row, int64_t head, int64_t group, int64_t query, int64_t first) {
+Tile classify(const AttentionOperands& p, int64_t row, int64_t head, int64_t group, int64_t query, int64_t first) {
   if (KIND == NONE) return VISIBLE;
   static const float zeros[KEYS] = {};
   const int64_t count = p.mask_stride[3] ? std::min(QUERIES, p.queries - query) : 1, here = std::min(KEYS, p.keys - first);
@@ -266,7 +268,7 @@ Tile classify(const Problem& p, int64_t row, int64_t head, int64_t group, int64_
 }
 
 // Reads the totals of some queries off their log-sum-exp; false if one is missing or too coarse.
-bool take_known_totals(const Problem& p, int64_t row, int64_t q_head, int64_t query, int64_t count) {
+bool take_known_totals(const AttentionOperands& p, int64_t row, int64_t q_head, int64_t query, int64_t count) {
   if (!p.log_sum_exp) return false;
   const float* from = p.log_sum_exp + row * p.total_stride[0] + q_head * p.total_stride[1];
   const int64_t at = (row * p.heads * p.groups + q_head) * p.queries + query;
@@ -281,7 +283,8 @@ bool take_known_totals(const Problem& p, int64_t row, int64_t q_head, int64_t qu
 
 // Adds the sinks of some queries to the sums of their 2^(logit - top).
 void add_sinks(
-    const Problem& p, int64_t row, int64_t head, int64_t group, int64_t query, int64_t count, float* top, float* sum) {
+    const AttentionOperands& p, int64_t row, int64_t head, int64_t group, int64_t query, int64_t count, float* top,
+    float* sum) {
   if (!p.sink_logit) return;
   const int64_t* by = p.sink_stride;
   for (int64_t i = 0; i < count; ++i) {
@@ -293,7 +296,7 @@ void add_sinks(
 }
 
 // For each query, `shift` and `factor`, so that a probability is factor * 2^(logit - shift).
-void find_totals(const Problem& p) {
+void find_totals(const AttentionOperands& p) {
   const int64_t blocks = (p.queries + QUERIES - 1) / QUERIES, q_heads = p.heads * p.groups;
 #pragma omp parallel num_threads(p.threads)
   {
@@ -334,7 +337,7 @@ void find_totals(const Problem& p) {
 }
 
 // Computes attention and the log-sum-exp of its rows.
-void add_values(const Problem& p, const Values& v) {
+void add_values(const AttentionOperands& p, const OutputOperands& v) {
   const int64_t blocks = (p.queries + QUERIES - 1) / QUERIES, q_heads = p.heads * p.groups, dim = p.dim;
 #pragma omp parallel num_threads(p.threads)
   {
@@ -373,7 +376,7 @@ void add_values(const Problem& p, const Values& v) {
           }
           const Row keys = keys_of(i);
           T* to = probs.data() + i * KEYS;
-          if (keys.seen < KEYS) std::fill(to, to + KEYS, T(0));
+          if (keys.visible_count < KEYS) std::fill(to, to + KEYS, T(0));
           const float shift = top[i] == -INFINITY ? 0 : top[i];  // where all keys are hidden, or not a number
           vec added{};
           keys.each(tiles.row(i), [&](vec x, int64_t at) {
@@ -403,7 +406,7 @@ void add_values(const Problem& p, const Values& v) {
 }
 
 // Sums probabilities over queries of weights [B, q] to [B, Hkv, G, S], and their squares unless that is null.
-void add_columns(const Problem& p, const float* weights, float* sums_out, float* squares_out) {
+void add_columns(const AttentionOperands& p, const float* weights, float* sums_out, float* squares_out) {
   const int64_t tasks = p.batch * p.heads * p.groups * p.blocks();
 #pragma omp parallel num_threads(p.threads)
   {
@@ -440,7 +443,7 @@ void add_columns(const Problem& p, const float* weights, float* sums_out, float*
 }
 
 // Writes the probabilities of `count` queries of one row to [Hkv, G, count, end]; `end` is at least what they see.
-void write_rows(const Problem& p, int64_t row, int64_t start, int64_t count, int64_t end, float* out) {
+void write_rows(const AttentionOperands& p, int64_t row, int64_t start, int64_t count, int64_t end, float* out) {
   const int64_t blocks = (end + KEYS - 1) / KEYS;
 #pragma omp parallel num_threads(p.threads)
   {
@@ -485,25 +488,25 @@ template <typename Function> int guarded(char* message, int64_t size, Function f
 }  // namespace
 
 // Fills `packed`, `shift` and `factor`, which the other functions read.
-extern "C" int prepare(const Problem* problem, char* message, int64_t size) {
-  return guarded(message, size, [&] { prepare_keys(*problem), find_totals(*problem); });
+extern "C" int prepare(const AttentionOperands* operands, char* message, int64_t size) {
+  return guarded(message, size, [&] { prepare_keys(*operands), find_totals(*operands); });
 }
 
 extern "C" int column_sums(
-    const Problem* problem, char* message, int64_t size, const float* weights, float* sums, float* squares) {
-  return guarded(message, size, [&] { add_columns(*problem, weights, sums, squares); });
+    const AttentionOperands* operands, char* message, int64_t size, const float* weights, float* sums, float* squares) {
+  return guarded(message, size, [&] { add_columns(*operands, weights, sums, squares); });
 }
 
 extern "C" int row_probabilities(
-    const Problem* problem, char* message, int64_t size, int64_t row, int64_t start, int64_t count, int64_t end,
+    const AttentionOperands* operands, char* message, int64_t size, int64_t row, int64_t start, int64_t count, int64_t end,
     float* out) {
-  return guarded(message, size, [&] { write_rows(*problem, row, start, count, end, out); });
+  return guarded(message, size, [&] { write_rows(*operands, row, start, count, end, out); });
 }
 
 // Fills `output` and `log_sum_exp`.
-extern "C" int attend(const Problem* problem, char* message, int64_t size, const Values* values) {
+extern "C" int attend(const AttentionOperands* operands, char* message, int64_t size, const OutputOperands* output) {
   return guarded(message, size, [&] {
-    prepare_keys(*problem), pack<true>(*problem, values->value, values->value_stride, values->packed);
-    add_values(*problem, *values);
+    prepare_keys(*operands), pack<true>(*operands, output->value, output->value_stride, output->packed);
+    add_values(*operands, *output);
   });
 }

@@ -16,6 +16,7 @@ import threading
 import torch
 from torch import Tensor
 
+from kvpass.lowering.attention_blocks import ScoredAttention, by_group
 from kvpass.torch_private import generated_code, inductor, tensors
 
 QUERIES, KEYS = 64, 128  # of a block, as in the source
@@ -26,8 +27,8 @@ MASKS = {None: 0, torch.bool: 1, torch.float32: 2, torch.bfloat16: 3}
 NATIVE = (torch.bfloat16, torch.float32)
 
 
-class Problem(ctypes.Structure):
-    """The fields of `Problem` in the source."""
+class AttentionOperands(ctypes.Structure):
+    """The fields of `AttentionOperands` in the source."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "key", "mask", "sink_logit", "log_sum_exp")),
@@ -43,8 +44,8 @@ class Problem(ctypes.Structure):
     )
 
 
-class Values(ctypes.Structure):
-    """The fields of `Values` in the source."""
+class OutputOperands(ctypes.Structure):
+    """The fields of `OutputOperands` in the source."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("value", "packed", "output", "log_sum_exp")),
@@ -58,14 +59,14 @@ class AttentionRows:
     """The rows of an attention matrix, which are computed when they are read.
 
     Attributes:
-        problem: the operands and the totals of the rows, as addresses.
+        operands: the operands and the totals of the rows, as addresses.
         dtype: of the products.
         mask: dtype of the mask, or None.
         tensors: the tensors behind the addresses.
         shape: B, Hkv, G, q, S.
     """
 
-    problem: Problem
+    operands: AttentionOperands
     dtype: torch.dtype
     mask: torch.dtype | None
     tensors: tuple[Tensor | None, ...]
@@ -73,25 +74,15 @@ class AttentionRows:
 
     @staticmethod
     def of(
-        query: Tensor,
-        key: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        scale: float,
-        cap: float | None = None,
-        sink_logit: Tensor | None = None,
-        log_sum_exp: Tensor | None = None,
-        dtype: torch.dtype | None = None,
+        attention: ScoredAttention, log_sum_exp: Tensor | None = None, dtype: torch.dtype | None = None
     ) -> AttentionRows:
-        """Describe the attention of queries to keys; nothing is computed yet.
+        """Describe the attention of queries to keys in a dtype with products here; nothing is computed yet.
 
         Args:
-            query: [B, Hq, q, D]; key: [B, Hkv, S, D]; in one dtype for which `dtype_of_products` is not None.
-            mask: bool or additive [B or 1, Hq, Hkv or 1, q or 1, S], or None.
             log_sum_exp: [B, Hq, q], that of the queries' logits with the sink's, or None.
             dtype: of the products; None for that of `dtype_of_products`.
-            The others are as for `attention_rows.ScoredAttention`.
         """
+        query, key, mask, sink_logit = attention.query, attention.key, attention.mask, attention.sink_logit
         dtype = dtype or dtype_of_products(query.dtype, query.shape[3])
         assert dtype is not None
         (batch, q_heads, queries, dim), (heads, keys) = query.shape, key.shape[1:3]
@@ -104,15 +95,15 @@ class AttentionRows:
         known = None if log_sum_exp is None else log_sum_exp.float()
         packed = _memory_for_blocks(key)
         shift, factor = query.new_empty(2, batch, q_heads, queries, dtype=torch.float32)
-        operands = query, key, mask, sink, known, packed, shift, factor
+        used = query, key, mask, sink, known, packed, shift, factor
         strided = (query, 3), (key, 3), (mask, 4), (sink, 4), (known, 3)
-        problem = Problem(
-            *map(_address, operands),
+        operands = AttentionOperands(
+            *map(_address, used),
             *(*shape, dim),
             *((ctypes.c_int64 * count)(*_strides(x, count)) for x, count in strided),
-            *(int(causal), torch.get_num_threads(), scale, cap or 0.0),
+            *(int(attention.causal), torch.get_num_threads(), attention.scale, attention.cap or 0.0),
         )
-        return AttentionRows(problem, dtype, None if mask is None else mask.dtype, operands, shape)
+        return AttentionRows(operands, dtype, None if mask is None else mask.dtype, used, shape)
 
     def with_totals(self) -> AttentionRows:
         """Compute the totals of all rows, which `column_sums` and `probabilities` need.
@@ -143,8 +134,8 @@ class AttentionRows:
         log_sum_exp = value_rows.new_empty(batch, heads * groups, count, dtype=torch.float32)
         addresses = map(_address, (value_rows, packed, output, log_sum_exp))
         strides = ((ctypes.c_int64 * 3)(*_strides(x, 3)) for x in (value_rows, output))
-        values = Values(*addresses, *strides)
-        self._run("attend", ctypes.addressof(values))
+        result = OutputOperands(*addresses, *strides)
+        self._run("attend", ctypes.addressof(result))
         return output.to(value.dtype), log_sum_exp
 
     def column_sums(self, weight: Tensor, powers: int) -> list[Tensor]:
@@ -178,7 +169,7 @@ class AttentionRows:
         message = ctypes.create_string_buffer(MESSAGE)
         function = getattr(_library(self.dtype, self.mask), name)
         more = [ctypes.c_void_p(x) for x in arguments]  # a word each, as all of them are in the source
-        if function(ctypes.byref(self.problem), message, ctypes.c_int64(MESSAGE), *more):
+        if function(ctypes.byref(self.operands), message, ctypes.c_int64(MESSAGE), *more):
             raise RuntimeError(message.value.decode(errors="replace"))
 
 
@@ -204,7 +195,7 @@ def _is_right(dtype: torch.dtype) -> bool:
     rows = torch.arange(-6.0, 6.0, device="cpu").view(1, 1, 3, 4).div(4)
     future = torch.ones(3, 3, dtype=torch.bool, device="cpu").triu(1)
     probs = (rows @ rows.mT).masked_fill(future, -torch.inf).softmax(-1)
-    computed = AttentionRows.of(rows, rows, None, True, 1.0, dtype=dtype)
+    computed = AttentionRows.of(ScoredAttention(rows, rows, None, True, 1.0), dtype=dtype)
     [sums] = computed.with_totals().column_sums(torch.ones(1, 3, device="cpu"), 1)
     output, _ = computed.attend(rows)
     right_sums = torch.allclose(sums[:, :, 0], probs.sum(2), atol=1e-4)
@@ -261,11 +252,6 @@ def _memory_for_blocks(x: Tensor) -> Tensor:
 
 def _dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def by_group(x: Tensor, heads: int) -> Tensor:
-    """Reshape [B or 1, Hq, Hkv or 1, ...] to [B or 1, Hkv or 1, G or 1, ...]."""
-    return torch.unflatten(x, 1, (heads, -1)) if x.shape[1] > 1 else x[:, :, None]
 
 
 def _address(x: Tensor | None) -> int | None:

@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvpass.lowering.attention_blocks import ScoredAttention
+
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 TWOS = tl.constexpr(1.4426950408889634)  # log2(e): probabilities are powers of two, which have an instruction
 TILE = 8 << 10  # numbers of queries, and of keys, that a program holds at a time
@@ -216,27 +218,17 @@ def columns(
         tl.store(squares + which * KEYS + j, tl.sum(twice, 0), mask=j < KEYS)
 
 
-def column_sums(
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | None,
-    weight: Tensor,
-    causal: bool,
-    scale: float,
-    cap: float | None,
-    sink_logit: Tensor | None,
-    powers: int,
-) -> list[Tensor]:
+def column_sums(attention: ScoredAttention, weight: Tensor, powers: int) -> list[Tensor]:
     """Sum the probabilities over the queries, and with two `powers` also their squares.
 
     Args:
-        query: [B, Hq, q, D]; key: [B, Hkv, S, D]; mask: [B or 1, Hq or 1, q or 1, S].
-        weight: float32 [B, q], the weight of each query.
-        The others are as for `attention_rows.ScoredAttention`.
+        attention: with a mask [B or 1, Hq or 1, q or 1, S], or None.
+        weight: [B, q], the weight of each query.
 
     Returns:
         One or two float32 tensors [B, Hkv, G, S].
     """
+    query, key, mask, sink_logit = attention.query, attention.key, attention.mask, attention.sink_logit
     rows, heads, count, dim = query.shape
     groups, keys = heads // key.shape[1], key.shape[2]
     query, key, weight = query.contiguous(), key.contiguous(), weight.float().contiguous()
@@ -246,9 +238,9 @@ def column_sums(
     of_sink = _sink(sink_logit, heads)
     mask = mask if mask is None or mask.stride(-1) == 1 else mask.contiguous()
     common: dict[str, Any] = dict(
-        **_mask(mask), CAUSAL=causal, SCALE=scale, CAP=cap or 0.0, HEADS=heads, GROUPS=groups, COUNT=count,
-        KEYS=keys, D=dim, WIDTH=width, BQ=side, BK=side, num_warps=4, num_stages=2,
-        enable_fp_fusion=True,
+        **_mask(mask), CAUSAL=attention.causal, SCALE=attention.scale, CAP=attention.cap or 0.0,
+        HEADS=heads, GROUPS=groups, COUNT=count, KEYS=keys, D=dim, WIDTH=width, BQ=side, BK=side,
+        num_warps=4, num_stages=2, enable_fp_fusion=True,
     )  # fmt: skip
     seen = query if mask is None else mask
     behind = total if sink_logit is None else sink_logit.float().contiguous()

@@ -56,7 +56,7 @@ class AdaKV(SnapKV):
     safeguard: Share = 0.2
     shares: Shares = ()
     name = "ada_kv"
-    own_positions = "heads hold different numbers of tokens, and a query has one position among them"
+    cache_positions_refusal = "heads hold different numbers of tokens, and a query has one position among them"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -74,10 +74,10 @@ class Policy:
         spreads: whether processes may share a layer's heads: "heads" if each process has KV heads with all of their
             query heads, and the policy reads other heads through `kvpass.policies.heads`; "always" if the policy
             reads positions only.  Not inherited: each class declares it.
-        prompt_must_compete: the reason why `keep_prompt` is refused; "" if it is supported.
-        own_schedule: the reason why an `interval` above 1 is refused; "" if it is supported.
-        own_selection: the reason why `spans` are refused; "" if they are supported.
-        own_positions: the reason why positions="cache" is refused; "" if it is supported.
+        keep_prompt_refusal: the reason why `keep_prompt` is refused; "" if it is supported.
+        interval_refusal: the reason why an `interval` above 1 is refused; "" if it is supported.
+        spans_refusal: the reason why `spans` are refused; "" if they are supported.
+        cache_positions_refusal: the reason why positions="cache" is refused; "" if it is supported.
         needs_weights: whether an option must hold weights that were made for the model.
     """
 
@@ -92,10 +92,10 @@ class Policy:
     ranks: ClassVar[bool] = False
     renumbers: ClassVar[bool] = False
     spreads: ClassVar[Literal["never", "heads", "always"]] = "never"
-    prompt_must_compete: ClassVar[str] = ""
-    own_schedule: ClassVar[str] = ""
-    own_selection: ClassVar[str] = ""
-    own_positions: ClassVar[str] = ""
+    keep_prompt_refusal: ClassVar[str] = ""
+    interval_refusal: ClassVar[str] = ""
+    spans_refusal: ClassVar[str] = ""
+    cache_positions_refusal: ClassVar[str] = ""
     needs_weights: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -114,25 +114,25 @@ class Policy:
             PolicyError: an option has a value that is not allowed.
         """
         check_fields(self)
-        means_nothing = f"means nothing for {self.name!r}: {self.prompt_must_compete}"
-        require(not (self.keep_prompt and self.prompt_must_compete), "keep_prompt", self.keep_prompt, means_nothing)
-        why = self._schedule if self.interval > 1 else ""
+        means_nothing = f"means nothing for {self.name!r}: {self.keep_prompt_refusal}"
+        require(not (self.keep_prompt and self.keep_prompt_refusal), "keep_prompt", self.keep_prompt, means_nothing)
+        why = self._why_no_interval if self.interval > 1 else ""
         require(not why, "interval", self.interval, f"must be 1 for {self.name!r}: {why}")
-        why = self._whole_text if self.spans else ""
+        why = self._why_no_spans if self.spans else ""
         require(not why, "spans", self.spans, f"must be () for {self.name!r}: {why}")
 
     @property
-    def _whole_text(self) -> str:
+    def _why_no_spans(self) -> str:
         """The reason why the policy cannot select in each span of the text for itself; "" if it can."""
         if self.keep_prompt:
             return "keep_prompt keeps every token of a prompt"
-        return self.own_selection or self._schedule
+        return self.spans_refusal or self._why_no_interval
 
     @property
-    def _schedule(self) -> str:
+    def _why_no_interval(self) -> str:
         """The reason why the policy cannot evict several tokens at once; "" if it can."""
-        if self.own_schedule:
-            return self.own_schedule
+        if self.interval_refusal:
+            return self.interval_refusal
         one_by_one = self.overwrites or self.merges or self.aligns != "never"
         if one_by_one or type(self).tick is not Policy.tick:
             return "it overwrites, merges, aligns or compacts tokens by a schedule of its own"

@@ -65,8 +65,8 @@ class Buzz(Policy):
     iterate_prompt: bool = True
     old_stride: OldStride | None = None
     name = "buzz"
-    prompt_must_compete = "its hives are counted from the sinks, and thinning depends on counts alone"
-    own_schedule = "it evicts in batches already, by `stride` and `threshold`"
+    keep_prompt_refusal = "its hives are counted from the sinks, and thinning depends on counts alone"
+    interval_refusal = "it evicts in batches already, by `stride` and `threshold`"
     spreads = "heads"
     heads = "kv"
     positions = "cache"

@@ -123,7 +123,7 @@ class CalibratedPolicy(Policy):
     calibration: Calibration | str | os.PathLike[str] | None = None
     heads = "kv"
     needs_weights = True
-    own_positions = "it predicts attention from positions in the text, and keys must be rotated to these"
+    cache_positions_refusal = "it predicts attention from positions in the text, and keys must be rotated to these"
 
     def __post_init__(self) -> None:
         super().__post_init__()

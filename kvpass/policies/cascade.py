@@ -67,8 +67,8 @@ class Cascade(Policy):
     heads: Literal["shared", "kv"] = "shared"  # type: ignore[misc]
     select: bool = True
     name = "cascade"
-    own_schedule = "each new token pushes one token through its sub-caches"
-    prompt_must_compete = "its sub-caches have fixed sizes, and prompt tokens pass through them like all others"
+    interval_refusal = "each new token pushes one token through its sub-caches"
+    keep_prompt_refusal = "its sub-caches have fixed sizes, and prompt tokens pass through them like all others"
     spreads = "heads"
     positions = "cache"
     statistics = frozenset({"scan"})
@@ -99,7 +99,7 @@ class Cascade(Policy):
         return {"arrived": 0}  # real tokens of the last step
 
     def observe(self, tokens: Tokens, attention: Attention) -> State:
-        probs = self._reduce(attention.last[..., None, :], attention.spread)[:, :, 0]
+        probs = self._reduce(attention.last[..., None, :], attention.sharding)[:, :, 0]
         decay, rest = self._decays(tokens.budget)
         score = decay * tokens.state["score"] + rest * probs
         scored = (attention.queries > 0) & tokens.live & (tokens.position >= self.sinks)
@@ -117,10 +117,10 @@ class Cascade(Policy):
         decay = self._decay(budget)
         return decay, 1 - decay
 
-    def _reduce(self, rows: Tensor, spread: HeadSharding | None) -> Tensor:
+    def _reduce(self, rows: Tensor, sharding: HeadSharding | None) -> Tensor:
         """Reduce over the query heads: [B, Hkv, G, n, N] to [B, H', n, N]."""
         if self.heads == "shared":
-            return reduce_heads(rows, self.reduce, spread)
+            return reduce_heads(rows, self.reduce, sharding)
         if self.reduce == "median":
             return rows.median(2).values
         return rows.mean(2) if self.reduce == "mean" else rows.amax(2)
@@ -143,10 +143,10 @@ class Cascade(Policy):
         return CascadeRule(budget - self.sinks, intervals(self.cascades, self.growth), self.eager_fill, self.select)
 
     def scan(
-        self, rows: Iterable[Tensor], valid: Tensor, held: int, budget: int, spread: HeadSharding | None = None
+        self, rows: Iterable[Tensor], valid: Tensor, held: int, budget: int, sharding: HeadSharding | None = None
     ) -> Tensor:
         """Return the scores at the end of a prompt, DROPPED for dropped tokens; for a chunk what its rows add."""
-        probs = (self._reduce(block, spread) for block in rows)
+        probs = (self._reduce(block, sharding) for block in rows)
         blocks = moving_averages(probs, valid, self._decay(budget))
         if held:
             return [scores[:, :, -1] for scores in blocks][-1]

@@ -76,7 +76,7 @@ class D2O(Policy):
     extra_sinks: bool = False
     density: Literal["kv", "query"] = "kv"
     name = "d2o"
-    own_schedule = "each evicted token is merged when it goes, and layers have budgets of their own"
+    interval_refusal = "each evicted token is merged when it goes, and layers have budgets of their own"
     spreads = "heads"
     heads = "kv"
     statistics = frozenset({"total"})
@@ -100,9 +100,9 @@ class D2O(Policy):
     ) -> list[Plan]:
         if self.calibrate and earlier:
             return [Plan(plan.budget, plan.capacity) for plan in earlier]
-        spread = attention[0].spread if attention else None
+        sharding = attention[0].sharding if attention else None
         totals = [layer.total for layer in attention]
-        rows = column_variances(totals, valid, spread, self.density)
+        rows = column_variances(totals, valid, sharding, self.density)
         options = (self.layers, self.gate, self.alpha, self.minimum_budget())
         lengths = valid.sum(-1).tolist()
         budgets = [layer_budgets(row, budget, prompt, *options) for row, prompt in zip(rows, lengths, strict=True)]
@@ -140,7 +140,7 @@ class D2O(Policy):
     def merge_evicted(self, tokens: Tokens, held: Tensor, evicted: Tensor, valid: Tensor) -> Merge:
         similar, into = nearest(evicted, held, tokens.position)  # [B, Hkv, E]
         official = self.merge == "official"
-        similarity = reduce_heads(similar[:, :, None], "mean", tokens.spread) if official else similar
+        similarity = reduce_heads(similar[:, :, None], "mean", tokens.sharding) if official else similar
         mean = torch.where(valid, similarity, 0).sum(-1, keepdim=True) / valid.sum(-1, keepdim=True).clamp(min=1)
         previous = tokens.state["threshold"]
         updated = torch.where(previous == UNSET, mean, self.beta * mean + (1 - self.beta) * previous)
@@ -172,7 +172,7 @@ def column_variance(total: Tensor, valid: Tensor, density: str = "kv") -> Tensor
 
 
 def column_variances(
-    totals: Sequence[Tensor], valid: Tensor, spread: HeadSharding | None, density: str = "kv"
+    totals: Sequence[Tensor], valid: Tensor, sharding: HeadSharding | None, density: str = "kv"
 ) -> list[list[list[float]]]:
     """Return F for each row, layer and head, including heads of other processes, which costs one collective.
 
@@ -180,8 +180,8 @@ def column_variances(
         totals: of each layer, as in `column_variance`.
     """
     local = [column_variance(total, valid, density) for total in totals]
-    ranks = 1 if spread is None else spread.ranks
-    flat = gather_heads(torch.cat([layer.flatten() for layer in local]), spread).view(ranks, -1)
+    ranks = 1 if sharding is None else sharding.ranks
+    flat = gather_heads(torch.cat([layer.flatten() for layer in local]), sharding).view(ranks, -1)
     parts = torch.split(flat, [layer.numel() for layer in local], 1)  # of each layer [ranks, B * h]
     all_heads = [part.view(ranks, *layer.shape).transpose(0, 1) for part, layer in zip(parts, local, strict=True)]
     layers = [layer.flatten(1).tolist() for layer in all_heads]

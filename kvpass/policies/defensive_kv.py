@@ -43,7 +43,7 @@ class DefensiveKV(AdaKV):
     safeguard: Share = 0.0
     mass: Share = 0.9
     name = "defensive_kv"
-    own_selection = "its safe tokens have a share of the attention to the whole prompt"
+    spans_refusal = "its safe tokens have a share of the attention to the whole prompt"
     statistics = frozenset({"window", "scan"})
 
     def state(self) -> dict[str, torch.dtype]:

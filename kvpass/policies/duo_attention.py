@@ -53,8 +53,8 @@ class DuoAttention(Streaming):
     heads = "kv"
     needs_weights = True
     positions = "absolute"
-    own_positions = "heads hold different numbers of tokens, and a query has one position among them"
-    prompt_must_compete = "its streaming heads keep the first and the last tokens alone"
+    cache_positions_refusal = "heads hold different numbers of tokens, and a query has one position among them"
+    keep_prompt_refusal = "its streaming heads keep the first and the last tokens alone"
 
     def __post_init__(self) -> None:
         super().__post_init__()

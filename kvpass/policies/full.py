@@ -17,8 +17,8 @@ from kvpass.policies.types import Tokens
 @dataclasses.dataclass(frozen=True)
 class Full(Policy):
     name = "full"
-    own_schedule = "it evicts no token"
-    prompt_must_compete = "it evicts no token"
+    interval_refusal = "it evicts no token"
+    keep_prompt_refusal = "it evicts no token"
     spreads = "always"
     evicts = False
 

@@ -46,33 +46,33 @@ class HeadSharding:
         return None if text is None else HeadSharding(*json.loads(text))
 
 
-def reduce_heads(x: Tensor, reduction: Reduce, spread: HeadSharding | None) -> Tensor:
+def reduce_heads(x: Tensor, reduction: Reduce, sharding: HeadSharding | None) -> Tensor:
     """Reduce over all query heads of the layer: [B, h, G, ...] to [B, 1, ...].
 
     Heads on several processes cost one collective of the result, or of all heads for the median.
     """
     heads = x.flatten(1, 2)  # [B, h G, ...]
     if reduction == "median":
-        return gather_heads(heads, spread, 1).median(1, keepdim=True).values
+        return gather_heads(heads, sharding, 1).median(1, keepdim=True).values
     local = heads.mean(1, keepdim=True) if reduction == "mean" else heads.amax(1, keepdim=True)
-    if spread is None:
+    if sharding is None:
         return local
     if reduction == "max":
-        return fx_nodes.all_reduce(local, "max", spread.group)
-    return fx_nodes.all_reduce(local, "sum", spread.group) / spread.ranks
+        return fx_nodes.all_reduce(local, "max", sharding.group)
+    return fx_nodes.all_reduce(local, "sum", sharding.group) / sharding.ranks
 
 
-def gather_heads(x: Tensor, spread: HeadSharding | None, dim: int = 0) -> Tensor:
+def gather_heads(x: Tensor, sharding: HeadSharding | None, dim: int = 0) -> Tensor:
     """Concatenate the tensors of all processes along a dimension of heads; one collective if heads are sharded."""
-    if spread is None:
+    if sharding is None:
         return x
-    rank, size = spread.first // (spread.heads // spread.ranks), x.shape[dim]
-    whole = x.new_zeros((*x.shape[:dim], size * spread.ranks, *x.shape[dim + 1 :]))
+    rank, size = sharding.first // (sharding.heads // sharding.ranks), x.shape[dim]
+    whole = x.new_zeros((*x.shape[:dim], size * sharding.ranks, *x.shape[dim + 1 :]))
     whole.narrow(dim, rank * size, size).copy_(x)
-    return fx_nodes.all_reduce(whole, "sum", spread.group)
+    return fx_nodes.all_reduce(whole, "sum", sharding.group)
 
 
-def head_indices(position: Tensor, spread: HeadSharding | None) -> Tensor:
+def head_indices(position: Tensor, sharding: HeadSharding | None) -> Tensor:
     """Return the indices of the KV heads in the layer, int64 [h, 1], for metadata [B, h, N]."""
     local = torch.arange(position.shape[1], device=position.device)[:, None]
-    return local if spread is None else local + spread.first
+    return local if sharding is None else local + sharding.first

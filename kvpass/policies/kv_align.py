@@ -57,9 +57,9 @@ class KVAlign(Policy):
     every: Positive = 1
     name = "kv_align"
     needs_weights = True
-    own_schedule = "it repairs rows by a schedule of its own, `every`"
-    prompt_must_compete = "a prompt longer than the budget restarts its positions for its last tokens"
-    own_positions = "kv_align numbers tokens itself"
+    interval_refusal = "it repairs rows by a schedule of its own, `every`"
+    keep_prompt_refusal = "a prompt longer than the budget restarts its positions for its last tokens"
+    cache_positions_refusal = "kv_align numbers tokens itself"
     renumbers = True
 
     def __post_init__(self) -> None:

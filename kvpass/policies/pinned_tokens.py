@@ -54,8 +54,8 @@ class Pins:
         Raises:
             PolicyError: the policy cannot have pins, or the call has another shape.
         """
-        if policy.prompt_must_compete:
-            raise PolicyError(f"pin: means nothing for {policy.name!r}: {policy.prompt_must_compete}")
+        if policy.keep_prompt_refusal:
+            raise PolicyError(f"pin: means nothing for {policy.name!r}: {policy.keep_prompt_refusal}")
         if policy.spans:
             raise PolicyError(f"pin: spans={policy.spans} divide the budget already: pass either spans or pins")
         if self.mask.shape != (rows, queries):

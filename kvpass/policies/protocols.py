@@ -16,7 +16,7 @@ class Scanning(Protocol):
     """A policy that lists "scan" among its statistics, and is not `Smoothing`."""
 
     def scan(
-        self, rows: Iterable[Tensor], valid: Tensor, held: int, budget: int, spread: HeadSharding | None = None
+        self, rows: Iterable[Tensor], valid: Tensor, held: int, budget: int, sharding: HeadSharding | None = None
     ) -> Tensor:
         """Return `Attention.scan` from the attention of every query, where sums are not enough; never traced.
 
@@ -26,7 +26,7 @@ class Scanning(Protocol):
                 block has all keys.
             valid: bool [B, q], false for padding.
             held: how many of the columns are slots.
-            spread: as of `Attention`.
+            sharding: as of `Attention`.
         """
 
 

@@ -48,5 +48,5 @@ class Random(Policy):
 
     def score(self, tokens: Tokens) -> Tensor:
         seed = hashing.seed_of_round(self.seed, tokens.seen) if self.redraw else self.seed
-        drawn = hashing.draw(tokens.position, head_indices(tokens.position, tokens.spread), seed)
+        drawn = hashing.draw(tokens.position, head_indices(tokens.position, tokens.sharding), seed)
         return torch.where(tokens.newest(self.recent), LATE, drawn) if self.recent else drawn

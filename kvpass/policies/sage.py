@@ -71,8 +71,8 @@ class Sage(Policy):
     top: Positive | None = None
     select_at: Literal["prompt_end", "overflow"] = "prompt_end"
     name = "sage"
-    own_schedule = "it selects by a schedule of its own, `refresh_interval`"
-    prompt_must_compete = "it selects among the tokens of a prompt; later tokens are kept as by policy='window'"
+    interval_refusal = "it selects by a schedule of its own, `refresh_interval`"
+    keep_prompt_refusal = "it selects among the tokens of a prompt; later tokens are kept as by policy='window'"
     spreads = "heads"
     heads = "kv"
     statistics = frozenset({"logits"})

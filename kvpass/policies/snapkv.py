@@ -35,7 +35,7 @@ class SnapKV(Policy):
     window: Positive = 64
     kernel: Odd = 5
     name = "snapkv"
-    prompt_must_compete = "it selects among the tokens of a prompt; later tokens are kept as by policy='window'"
+    keep_prompt_refusal = "it selects among the tokens of a prompt; later tokens are kept as by policy='window'"
     spreads = "heads"
     heads = "kv"
     statistics = frozenset({"window"})

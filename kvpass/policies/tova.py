@@ -29,7 +29,7 @@ class Tova(Policy):
         return {"score": torch.float32}
 
     def observe(self, tokens: Tokens, attention: Attention) -> State:
-        probs = reduce_heads(attention.last, "mean", attention.spread)  # [B, 1, N]
+        probs = reduce_heads(attention.last, "mean", attention.sharding)  # [B, 1, N]
         return {"score": torch.where(attention.queries > 0, probs, tokens.state["score"])}
 
     def score(self, tokens: Tokens) -> Tensor:

@@ -38,7 +38,7 @@ class Attention:
         older_peak: likewise, of logits that are the highest of the G query heads: float32 [B, Hkv, 1, N].  A policy
             that lists it also gets `logits` in every decode step.
         queries: int64 [B, 1, 1], the number of real queries.
-        spread: where the layer's other heads are, None if all are in this process; see `kvpass.policies.heads`.
+        sharding: where the layer's other heads are, None if all are in this process; see `kvpass.policies.heads`.
     """
 
     total: Tensor = _NONE
@@ -50,7 +50,7 @@ class Attention:
     older: Tensor = _NONE
     older_peak: Tensor = _NONE
     queries: Tensor = _NONE
-    spread: HeadSharding | None = None
+    sharding: HeadSharding | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Tokens:
         budget: tokens to keep between steps: a number, or int64 [B, H', 1] if rows or layers have different budgets.
         held: how many of the N entries are slots; the others are the new tokens of a prompt (held = 0) or chunk.
         rank: int64 [B, H', N], the index among the live tokens by position, if it is maintained.
-        spread: as of `Attention`.
+        sharding: as of `Attention`.
     """
 
     position: Tensor
@@ -73,7 +73,7 @@ class Tokens:
     budget: int | Tensor
     held: int = 0
     rank: Tensor | None = None
-    spread: HeadSharding | None = None
+    sharding: HeadSharding | None = None
 
     @property
     def live(self) -> Tensor:

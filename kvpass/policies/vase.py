@@ -61,7 +61,7 @@ class Vase(Policy):
     kernel: Odd = 5
     seed: Annotated[int, between(0, hashing.PRIME - 1)] = 0
     name = "vase"
-    own_selection = "it samples from the whole text"
+    spans_refusal = "it samples from the whole text"
     spreads = "heads"
     heads = "kv"
     statistics = frozenset({"last", "older"})
@@ -123,7 +123,7 @@ class Vase(Policy):
         large = keep_highest(span, torch.where(older, tokens.position, -1), self._large_range_count(tokens.budget))
         votes = voting.pool_votes(tokens.state[voting.VOTE], tokens, older, self.kernel, "mean")
         seed = hashing.seed_of_round(self.seed, tokens.seen)
-        number = hashing.draw(tokens.position, head_indices(tokens.position, tokens.spread), seed)
+        number = hashing.draw(tokens.position, head_indices(tokens.position, tokens.sharding), seed)
         sampled = votes / -hashing.to_uniform(number).log()
         age = (tokens.position - tokens.seen).float()  # negative
         return torch.where(large, torch.inf, torch.where(votes > 0, sampled, age))

@@ -248,7 +248,7 @@ def prompt_scores(
     heads = 1 if site.computed else int(value(site.grown_key).shape[1])
     values = moved[op_table.named_arguments(site.call)["value"]] if fused else None
     tensors = query, moved[site.attended_key], values, mask, sink_logit
-    request = attention_statistics.requested(policy, site.causal, site.scale, site.cap, heads, budget, site.spread)
+    request = attention_statistics.requested(policy, site.causal, site.scale, site.cap, heads, budget, site.sharding)
     results = graph.call_function(STATISTICS, (*tensors, present, None, request))
     if fused:
         _replace(site, moved, _item(graph, results, 0))

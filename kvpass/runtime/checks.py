@@ -136,10 +136,10 @@ class StepVerifier:
                     f"{walk.source_line(site.call)}: the caches of layers were exchanged: what was given here is of "
                     "another layer, or of another copy of the model"
                 )
-            if site.spread != cache.layout.spread:
+            if site.sharding != cache.layout.sharding:
                 raise CacheHandleError(
                     f"{walk.source_line(site.call)}: the cache was made with its heads spread over processes as "
-                    f"{cache.layout.spread}, and this step has {site.spread}; run both by the same model"
+                    f"{cache.layout.sharding}, and this step has {site.sharding}; run both by the same model"
                 )
         for site, cache in zip(self._sites, caches, strict=True):
             if site.window != cache.window:

@@ -216,7 +216,7 @@ class KVStore:
                         scale=site.scale,
                         cap=site.cap,
                         heads=part.heads,
-                        spread=layout.spread,
+                        sharding=layout.sharding,
                     )
                 )
         attention = attention_of_chunk(layout, divided, valid)

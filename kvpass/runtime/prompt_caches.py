@@ -206,7 +206,7 @@ class AdmittedPrompt:
             ranked=self.ranked,
             layer=number if layer.policy.reads_layer else 0,
             kv_dtype=self.backend.kv_dtype,
-            spread=self.sites[number].spread,
+            sharding=self.sites[number].sharding,
             crops=self.backend.crop > 0,
             exact_capacity=plan.max_capacity > 0 and self.backend.has_dynamic_sizes(chunk.key.device),
             row_budgets=by_row and governed,

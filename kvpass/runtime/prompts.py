@@ -316,7 +316,9 @@ class PromptRunner:
         key, value = results[outputs.key], results[outputs.value]
         valid = self._valid(results, i, key)
         sums = [results[index] for index in outputs.statistics]
-        attention = as_attention(self.graph.policies[i], sums, valid[:, adopted:], site.spread) if sums else Attention()
+        attention = (
+            as_attention(self.graph.policies[i], sums, valid[:, adopted:], site.sharding) if sums else Attention()
+        )
         heads = key.shape[1]
         if site.computed:
             key, value = join_heads(key), join_heads(value)
@@ -333,7 +335,7 @@ class PromptRunner:
                 scale=site.scale,
                 cap=site.cap,
                 heads=key.shape[1],
-                spread=site.spread,
+                sharding=site.sharding,
             )
         index = self.graph.output_projections[i]
         output = None if index is None else output_weight_by_head(arguments[index], key.shape[1], value.shape[3])

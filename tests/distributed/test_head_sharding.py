@@ -76,7 +76,7 @@ def spreads_of(model: nn.Module) -> list[HeadSharding | None]:
     compiled = torch.compile(model, backend=kvpass.backend("random", budget=BUDGET, inner="eager"))
     with torch.no_grad():
         _, pasts = compiled(torch.arange(20)[None])
-    return [cache.layout.spread for cache in caches_in(pasts)]
+    return [cache.layout.sharding for cache in caches_in(pasts)]
 
 
 @shown_sharding
@@ -97,10 +97,10 @@ def test_in_one_process_a_reduction_is_that_of_torch(how: Literal["mean", "max",
 
 
 def test_what_is_gathered_stands_at_its_rank() -> None:
-    spread = HeadSharding(4, 8, 4, dist.group.WORLD.group_name)
-    assert gather_heads(torch.tensor([[1.0, 2.0]]), spread, 1).tolist() == [[0, 0, 0, 0, 1, 2, 0, 0]]
-    assert head_indices(torch.zeros(1, 2, 3), spread).tolist() == [[4], [5]]
-    assert HeadSharding.from_text(spread.to_text()) == spread
+    sharding = HeadSharding(4, 8, 4, dist.group.WORLD.group_name)
+    assert gather_heads(torch.tensor([[1.0, 2.0]]), sharding, 1).tolist() == [[0, 0, 0, 0, 1, 2, 0, 0]]
+    assert head_indices(torch.zeros(1, 2, 3), sharding).tolist() == [[4], [5]]
+    assert HeadSharding.from_text(sharding.to_text()) == sharding
 
 
 # -- refusals ------------------------------------------------------------------------------------------------------
@@ -166,10 +166,10 @@ def test_layers_that_are_spread_differently_are_refused() -> None:
 def test_queries_that_are_spread_over_one_latent_cache_are_refused() -> None:
     from tests.distributed.processes import model, spread_out
 
-    spread = spread_out(model("DeepseekV2"), RANKS)
+    sharded = spread_out(model("DeepseekV2"), RANKS)
     for policy in ("h2o", "tova"):
         torch._dynamo.reset()
-        compiled = torch.compile(spread, backend=kvpass.backend(policy, budget=BUDGET, inner="eager"))
+        compiled = torch.compile(sharded, backend=kvpass.backend(policy, budget=BUDGET, inner="eager"))
         with (
             torch.no_grad(),
             pytest.raises(ShardingError, match="its query by weights that are sharded by rows; its key"),

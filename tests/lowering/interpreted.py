@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from kvpass.lowering import aligner_kernel as align_kernel
-from kvpass.lowering import attend_kernel, column_kernel
-from kvpass.lowering import attention_rows as module
+from kvpass.lowering import attend_kernel, attention_blocks, attention_rows, column_kernel
 from kvpass.lowering.attend import Rope, RotaryPairs, attend
+from kvpass.lowering.attention_blocks import ScoredAttention
 from kvpass.lowering.formats import KVDtype, Rows, format_of, plain
 from kvpass.policies.aligners import Signature, aligner
 from kvpass.policies.aligners.networks import DirectNetwork
@@ -116,17 +116,12 @@ def column_sums(seed: int, dtype: torch.dtype, kind: str, causal: bool, sink: bo
     mask = {"none": None, "bool": shown, "additive": draw(1, heads * groups, count, keys).float()}[kind]
     sinks = draw(1, heads * groups, 1, 1).float() if sink else None
     real = draw(rows, count).float() > -0.8
-    plain = module.ScoredAttention(query.float(), key.float(), mask, causal, 0.3, 3.0 if cap else None, sinks)
-    expected = [*module._sums(plain, real, 2), *module.late_statistics(plain, real, window)]
+    plain = ScoredAttention(query.float(), key.float(), mask, causal, 0.3, 3.0 if cap else None, sinks)
+    expected = [*attention_blocks.column_sums(plain, real, 2), *attention_rows.late_statistics(plain, real, window)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module.ScoredAttention, "summed", _by_kernel)
+        patch.setattr(attention_rows, "column_sums", column_kernel.column_sums)
         given = dataclasses.replace(plain, query=query, key=key)
         latest = torch.where(real, torch.arange(count), -1).topk(window)
-        chosen, counted = given.picked(latest.values.clamp(min=0)), (latest.values >= 0).float()
-        late = module._late_by_kernel(chosen, counted, real.sum(-1, keepdim=True).clamp(1, window))
-        return list(zip([*given.summed(real, 2), *late], expected, strict=True))
-
-
-def _by_kernel(rows: Any, weight: Tensor, powers: int) -> list[Tensor]:
-    common = (rows.causal, rows.scale, rows.cap, rows.sink_logit, powers)
-    return column_kernel.column_sums(rows.query, rows.key, rows.mask, weight, *common)
+        chosen, counted = given.gathered(latest.values.clamp(min=0)), (latest.values >= 0).float()
+        late = attention_rows._late_by_kernel(chosen, counted, real.sum(-1, keepdim=True).clamp(1, window))
+        return list(zip([*attention_rows.column_sums(given, real, 2), *late], expected, strict=True))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tests.strategies  # noqa: F401  loads the Hypothesis profile
-from kvpass.lowering import attention_rows as module
+from kvpass.lowering import attention_blocks, attention_tiles
 from kvpass.lowering.attention_statistics import StatisticsRequest, attention_statistics
 from kvpass.policies import resolve, to_json
 
@@ -79,7 +79,7 @@ def test_pieces_add_up_to_the_whole(data):
     real = torch.rand(rows, count, generator=drawn) > draw(st.sampled_from([-1.0, 0.3, 1.0]))
     window, powers = draw(st.integers(1, 5)), draw(st.integers(0, 2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "BLOCK", draw(st.sampled_from([1, 3 * rows * heads * groups * keys, 1 << 20])))
+        patch.setattr(attention_blocks, "BLOCK", draw(st.sampled_from([1, 3 * rows * heads * groups * keys, 1 << 20])))
         made = statistics(query, key, mask, real, causal, 0.5, window, powers)
         got = dict(zip(NAMES[:powers] + NAMES[2:], made, strict=True))
     expected = whole(query, key, mask, real, causal, 0.5, window)
@@ -118,7 +118,7 @@ def test_attention_and_its_sums_come_of_the_same_products(data):
     real = torch.rand(rows, count, generator=drawn) > draw(st.sampled_from([-1.0, 0.3]))
     given, powers = (mask, real, causal, 0.5), draw(st.integers(1, 2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "BLOCK", draw(st.sampled_from([1, 3 * rows * heads * groups * keys, 1 << 20])))
+        patch.setattr(attention_blocks, "BLOCK", draw(st.sampled_from([1, 3 * rows * heads * groups * keys, 1 << 20])))
         output, *sums = statistics(query, key, *given, 2, powers, value)
         alone = statistics(query, key, *given, 2, powers)
         scanning, scanned = attention_statistics(*scan_operands(query, key, *given, value))
@@ -170,32 +170,34 @@ def test_a_request_is_its_text():
 @pytest.fixture
 def in_blocks(monkeypatch):
     """A processor on which the loops in C++ do not run."""
-    monkeypatch.setattr(module.attention_tiles, "dtype_of_products", lambda dtype, dim: None)
+    monkeypatch.setattr(attention_tiles, "dtype_of_products", lambda dtype, dim: None)
 
 
 def test_no_block_is_larger_than_it_may_be(monkeypatch, in_blocks):
     """A [queries x keys] matrix is never made, whatever the prompt's length."""
     sizes = []
-    made = module.ScoredAttention.logits
+    made = attention_blocks.ScoredAttention.logits
 
     def spied(*args):
         logits = made(*args)
         sizes.append(logits.numel())
         return logits
 
-    monkeypatch.setattr(module.ScoredAttention, "logits", spied)
+    monkeypatch.setattr(attention_blocks.ScoredAttention, "logits", spied)
     query, key = torch.randn(1, 4, 3000, 8), torch.randn(1, 2, 3000, 8)
     statistics(query, key, None, torch.ones(1, 3000, dtype=torch.bool), True, 0.5, 64, 2)
-    assert max(sizes) <= module.BLOCK
+    assert max(sizes) <= attention_blocks.BLOCK
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_block_has_queries_of_few_rows_and_heads(rows, monkeypatch, in_blocks):
     """Blocks that all rows shared had a few queries each, so that eight rows took twenty times as long as one."""
     shapes = []
-    made = module.ScoredAttention.logits
-    monkeypatch.setattr(module.ScoredAttention, "logits", lambda *args: shapes.append(out := made(*args)) or out)
-    monkeypatch.setattr(module, "BLOCK", 2 * 40 * 8)
+    made = attention_blocks.ScoredAttention.logits
+    monkeypatch.setattr(
+        attention_blocks.ScoredAttention, "logits", lambda *args: shapes.append(out := made(*args)) or out
+    )
+    monkeypatch.setattr(attention_blocks, "BLOCK", 2 * 40 * 8)
     query, key = torch.randn(rows, 4, 40, 8), torch.randn(rows, 2, 40, 8)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     statistics(query, key, None, torch.ones(rows, 40, dtype=torch.bool), True, 0.5, 1, 1)
@@ -223,10 +225,12 @@ def test_keys_that_a_mask_hides_are_left_out_and_change_nothing(kind, heads, cau
     query, key = (torch.randn(2, each, 24, 4, generator=drawn) for each in (4, 2))
     mask = masks(24)[kind].expand(2, heads, -1, -1)
     real = mask.any(-1).any(1)
-    monkeypatch.setattr(module, "BLOCK", 4 * 4 * 24)
+    monkeypatch.setattr(attention_blocks, "BLOCK", 4 * 4 * 24)
     seen = []
-    made = module.ScoredAttention.logits
-    monkeypatch.setattr(module.ScoredAttention, "logits", lambda *args: seen.append(out := made(*args)) or out)
+    made = attention_blocks.ScoredAttention.logits
+    monkeypatch.setattr(
+        attention_blocks.ScoredAttention, "logits", lambda *args: seen.append(out := made(*args)) or out
+    )
     sums = statistics(query, key, mask, real, causal, 0.5, 2, 2)[:2]
     products = sum(logits.numel() for logits in seen)
     seen.clear()

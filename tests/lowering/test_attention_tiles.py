@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tests.strategies  # noqa: F401  loads the Hypothesis profile
-from kvpass.lowering import attention_rows as module
-from kvpass.lowering import attention_tiles
+from kvpass.lowering import attention_blocks, attention_rows, attention_tiles
+from kvpass.lowering.attention_blocks import ScoredAttention
 from kvpass.torch_private.fx_nodes import attend_with_lse
 
 pytestmark = pytest.mark.skipif(
@@ -29,15 +29,15 @@ def in_float64(query: Any, key: Any, mask: Any, weight: Any, *rest: Any) -> list
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.double()
     sink_logit = None if sink_logit is None else sink_logit.double()
-    wide = module.ScoredAttention(query.double(), key.double(), mask, causal, scale, cap, sink_logit)
-    return module._sums(wide, weight, powers)
+    wide = ScoredAttention(query.double(), key.double(), mask, causal, scale, cap, sink_logit)
+    return attention_blocks.column_sums(wide, weight, powers)
 
 
 def sums_of(query: Any, key: Any, mask: Any, weight: Any, *rest: Any) -> list[torch.Tensor]:
     """Those of the loops; a log-sum-exp may come behind the arguments of `in_float64`."""
     *common, powers = rest[:5]
-    rows = attention_tiles.AttentionRows.of(query, key, mask, *common, *rest[5:])
-    return rows.with_totals().column_sums(weight, powers)
+    attention = ScoredAttention(query, key, mask, *common)
+    return attention_tiles.AttentionRows.of(attention, *rest[5:]).with_totals().column_sums(weight, powers)
 
 
 def assert_equal(made: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
@@ -90,7 +90,7 @@ def test_sums_are_those_of_float64(data):
     sink_logit = draw(st.sampled_from([None, torch.randn(1, heads * groups, 1, 1, generator=drawn)]))
     given = (query, key, mask, weight, draw(st.booleans()), 0.3, cap, sink_logit, powers)
     assert_equal(sums_of(*given), in_float64(*given))
-    computed = attention_tiles.AttentionRows.of(query, key, mask, *given[4:8]).with_totals()
+    computed = attention_tiles.AttentionRows.of(ScoredAttention(query, key, mask, *given[4:8])).with_totals()
     total = torch.zeros(rows, heads, groups, count + before)
     step = draw(st.integers(1, 200))
     for row in range(rows):
@@ -107,7 +107,7 @@ def test_attention_is_that_of_float64(data):
     query, key, value, mask = data.draw(operands())
     causal, cap = data.draw(st.booleans()), data.draw(st.sampled_from([None, 5.0]))
     sink_logit = data.draw(st.sampled_from([None, torch.full((1, query.shape[1], 1, 1), 0.5)]))
-    rows = attention_tiles.AttentionRows.of(query, key, mask, causal, 0.3, cap, sink_logit)
+    rows = attention_tiles.AttentionRows.of(ScoredAttention(query, key, mask, causal, 0.3, cap, sink_logit))
     output, log_sum_exp = rows.attend(value)
     logits, expected = attention_in_float64(query, key, value, mask, causal, 0.3, cap, sink_logit)
     near = dict(atol=4e-5, rtol=1e-4) if rows.dtype == torch.float32 else dict(atol=2e-2, rtol=2e-2)
@@ -141,7 +141,7 @@ def test_a_cap_bounds_logits_of_any_size(size):
     """Beyond 128 in base two a power has no float32."""
     query, key = torch.ones(1, 1, 40, 1), torch.tensor([1.0, -1.0, 0.5]).view(1, 1, 3, 1)
     operands = query, key, key, None, False, size * 5, 5.0, None
-    rows = attention_tiles.AttentionRows.of(query, key, None, False, size * 5, 5.0)
+    rows = attention_tiles.AttentionRows.of(ScoredAttention(query, key, None, False, size * 5, 5.0))
     output, _ = rows.attend(key)
     torch.testing.assert_close(output.double(), attention_in_float64(*operands)[1], atol=1e-5, rtol=1e-5)
     assert_equal(
@@ -160,7 +160,7 @@ def test_a_query_that_sees_no_key_gets_zeros(dtype, hides, causal):
     blind = torch.arange(140)[(torch.arange(140) % 3 == 0) | (torch.arange(140) > 63)]
     seen[..., blind, :] = False
     mask = seen if hides == "bool" else torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
-    output, log_sum_exp = attention_tiles.AttentionRows.of(query, key, mask, causal, 0.5).attend(value)
+    output, log_sum_exp = attention_tiles.AttentionRows.of(ScoredAttention(query, key, mask, causal, 0.5)).attend(value)
     assert not output[:, :, blind].any()
     assert (log_sum_exp[:, :, blind] == -torch.inf).all()
     assert output.isfinite().all()
@@ -175,23 +175,23 @@ def test_not_a_number_stays_in_its_query(kind, cap):
     seen[..., 3] = False
     added = torch.zeros(seen.shape).masked_fill(~seen, LOWEST)
     mask = seen if kind == torch.bool else None if kind is None else added.to(kind)
-    output, _ = attention_tiles.AttentionRows.of(query, key, mask, True, 0.5, cap).attend(value)
+    output, _ = attention_tiles.AttentionRows.of(ScoredAttention(query, key, mask, True, 0.5, cap)).attend(value)
     assert output[0, 0].isnan().any(-1).nonzero().flatten().tolist() == [5]
     assert output[0, 0, 5].isnan().all()
 
 
 def test_attention_is_the_librarys_where_it_has_matrix_tiles(monkeypatch):
     query, key = torch.randn(1, 4, 70, 8), torch.randn(1, 2, 70, 8)
-    attention = module.ScoredAttention(query, key, None, True, 0.5, None, None)
+    attention = ScoredAttention(query, key, None, True, 0.5, None, None)
     here = attention_tiles.is_faster(torch.float32, 8)
     monkeypatch.setattr(attention_tiles.inductor, "has_matrix_tiles", lambda: True)
     assert not attention_tiles.is_faster(torch.float32, 8)
-    output, log_sum_exp = attention.attend(key)
+    output, log_sum_exp = attention_rows.attend(attention, key)
     for one, other in zip((output, log_sum_exp), attend_with_lse(query, key, key, None, True, 0.5), strict=True):
         assert torch.equal(one, other)
     if here:
         monkeypatch.undo()
-        torch.testing.assert_close(attention.attend(key), (output, log_sum_exp))
+        torch.testing.assert_close(attention_rows.attend(attention, key), (output, log_sum_exp))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -250,8 +250,8 @@ def test_nothing_to_sum_gives_zeros(shape):
 def test_a_processor_without_the_products_has_the_blocks(monkeypatch):
     """The same scores, in float32, whatever the reason is for which the loops do not run."""
     query, key = torch.randn(1, 4, 70, 8), torch.randn(1, 2, 70, 8)
-    attention, weight = module.ScoredAttention(query, key, None, True, 0.5, None, None), torch.ones(1, 70)
-    expected = attention.summed(weight, 2)
+    attention, weight = ScoredAttention(query, key, None, True, 0.5, None, None), torch.ones(1, 70)
+    expected = attention_rows.column_sums(attention, weight, 2)
 
     def fails(*_: Any) -> Any:
         raise OSError("undefined symbol")
@@ -260,7 +260,7 @@ def test_a_processor_without_the_products_has_the_blocks(monkeypatch):
     monkeypatch.setattr(attention_tiles, "_library", fails)
     try:
         assert attention_tiles.dtype_of_products(torch.bfloat16, 8) is None
-        made = attention.summed(weight, 2)
+        made = attention_rows.column_sums(attention, weight, 2)
     finally:
         attention_tiles._runs.cache_clear()
     for one, other in zip(made, expected, strict=True):
@@ -286,15 +286,17 @@ def test_float64_and_odd_heads_have_the_products_that_exist():
 def test_a_mask_of_any_true_bytes_hides_nothing_that_it_shows():
     query, key = torch.randn(1, 1, 40, 8), torch.randn(1, 1, 40, 8)
     mask = torch.full((1, 1, 40, 40), 2, dtype=torch.uint8).view(torch.bool)
-    output, _ = attention_tiles.AttentionRows.of(query, key, mask, False, 0.5).attend(key)
-    expected, _ = attention_tiles.AttentionRows.of(query, key, None, False, 0.5).attend(key)
+    output, _ = attention_tiles.AttentionRows.of(ScoredAttention(query, key, mask, False, 0.5)).attend(key)
+    expected, _ = attention_tiles.AttentionRows.of(ScoredAttention(query, key, None, False, 0.5)).attend(key)
     torch.testing.assert_close(output, expected)
 
 
 def test_an_expanded_query_is_copied():
     query, key = torch.randn(1, 1, 1, 8).expand(1, 1, 90, 8), torch.randn(1, 1, 90, 8)
-    output, _ = attention_tiles.AttentionRows.of(query, key, None, True, 0.5).attend(key)
-    expected, _ = attention_tiles.AttentionRows.of(query.contiguous(), key, None, True, 0.5).attend(key)
+    output, _ = attention_tiles.AttentionRows.of(ScoredAttention(query, key, None, True, 0.5)).attend(key)
+    expected, _ = attention_tiles.AttentionRows.of(ScoredAttention(query.contiguous(), key, None, True, 0.5)).attend(
+        key
+    )
     assert torch.equal(output, expected)
 
 

@@ -10,8 +10,9 @@ from torch import Tensor
 
 import kvpass
 from kvpass.errors import UnsupportedGraph
-from kvpass.lowering import attention_rows
-from kvpass.lowering.attention_rows import ScoredAttention, highest_rows
+from kvpass.lowering import attention_blocks
+from kvpass.lowering.attention_blocks import ScoredAttention
+from kvpass.lowering.attention_rows import highest_rows
 from kvpass.policies.defensive_kv import DefensiveKV
 from kvpass.policies.snapkv import SnapKV
 from kvpass.policies.types import Attention, Tokens
@@ -98,7 +99,7 @@ def test_a_token_that_one_query_needs_stays() -> None:
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_operator_takes_the_highest_of_the_last_queries(monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
     """In blocks of few queries, with padding, and with keys before the queries."""
-    monkeypatch.setattr(attention_rows, "BLOCK", 50)
+    monkeypatch.setattr(attention_blocks, "BLOCK", 50)
     drawn = torch.Generator().manual_seed(0)
     query, key = torch.randn(3, 4, 9, 8, generator=drawn), torch.randn(3, 2, 12, 8, generator=drawn)
     valid = torch.ones(3, 9, dtype=torch.bool)

@@ -48,7 +48,7 @@ def test_the_literal_example() -> None:
     assert kept((4,), budget=7, count=7) == [*range(7)]  # nothing exceeds the budget
 
 
-FAIR = [row for row in TABLE if row.periodic and not policies.get(row.name).own_selection]
+FAIR = [row for row in TABLE if row.periodic and not policies.get(row.name).spans_refusal]
 
 
 @pytest.mark.parametrize("row", FAIR, ids=lambda row: row.name)
