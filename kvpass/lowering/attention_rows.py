@@ -74,23 +74,27 @@ def probabilities(attention: ScoredAttention, log_sum_exp: Tensor | None = None)
         yield (rows.probabilities(row, span, attention.keys_before(span).stop) for span in spans)
 
 
-def attend(attention: ScoredAttention, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute attention without a cap and a sink on a CPU.
+def attend(
+    attention: ScoredAttention, value: Tensor, weight: Tensor, powers: int
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Compute attention without a cap and a sink on a CPU, and what `column_sums` returns.
 
     Args:
         value: [B, Hkv, S, D], with as many numbers as a key and in its dtype.
+        weight, powers: as of `column_sums`.
 
     Returns:
-        As `kvpass.torch_private.fx_nodes.attend_with_lse`.
+        As `kvpass.torch_private.fx_nodes.attend_with_lse`, and the sums.
     """
     query, key = attention.query, attention.key
     assert attention.cap is None
     assert attention.sink_logit is None
     assert not attention.causal or query.shape[2] == key.shape[2]
     few = query.shape[2] < attention_tiles.FEWEST_QUERIES
-    if few or not attention_tiles.is_faster(query.dtype, query.shape[3]):
-        return attend_with_lse(query, key, value, attention.mask, attention.causal, attention.scale)
-    return attention_tiles.AttentionRows.of(attention).attend(value)
+    if not few and attention_tiles.is_faster(query.dtype, query.shape[3]):
+        return attention_tiles.AttentionRows.of(attention).attend(value, weight, powers)
+    output, log_sum_exp = attend_with_lse(query, key, value, attention.mask, attention.causal, attention.scale)
+    return output, log_sum_exp, column_sums(attention, weight, powers, log_sum_exp)
 
 
 def _last_indices(valid: Tensor, window: int) -> Tensor:

@@ -1,7 +1,7 @@
 """The operator that computes the statistics of attention that a policy reads, for a prompt or a chunk.
 
 It is opaque to the compiler, so that one compiled prompt graph serves every prompt length. On a CPU it computes
-attention as well: with the log-sum-exp of its rows, sums need one pass over the products instead of two.
+attention as well: sums then need one pass over the products, or none where the tiles of `attention_tiles` compute both.
 """
 
 from __future__ import annotations
@@ -107,9 +107,10 @@ def attention_statistics(
     mask = None if mask is None else mask.expand(*mask.shape[:-1], key.shape[2])
     attention = ScoredAttention(query, key, mask, parsed.causal, parsed.scale, parsed.cap, sink_logit)
     if value is None:
-        return _statistics(attention, parsed, valid, row_budgets)
-    output, log_sum_exp = attention_rows.attend(attention, value)
-    return [output, *_statistics(attention, parsed, valid, row_budgets, log_sum_exp)]
+        sums = attention_rows.column_sums(attention, valid, parsed.powers)
+        return _statistics(attention, parsed, valid, row_budgets, sums)
+    output, log_sum_exp, sums = attention_rows.attend(attention, value, valid, parsed.powers)
+    return [output, *_statistics(attention, parsed, valid, row_budgets, sums, log_sum_exp)]
 
 
 @attention_statistics.register_fake
@@ -142,10 +143,16 @@ def _statistics(
     request: StatisticsRequest,
     valid: Tensor,
     row_budgets: Tensor | None,
+    sums: list[Tensor],
     log_sum_exp: Tensor | None = None,
 ) -> list[Tensor]:
-    """Return the statistics of a request; the log-sum-exp of the rows is [B, Hq, q], if it is known."""
-    made = dict(zip(SUMS, attention_rows.column_sums(attention, valid, request.powers, log_sum_exp), strict=False))
+    """Return the statistics of a request.
+
+    Args:
+        sums: those of `SUMS` that it names, [B, Hkv, G, S].
+        log_sum_exp: that of the rows, [B, Hq, q], if it is known.
+    """
+    made = dict(zip(SUMS, sums, strict=False))  # fewer without the squares
     if not {*LAST_QUERY_STATISTICS}.isdisjoint(request.names):
         made |= zip(LAST_QUERY_STATISTICS, late_statistics(attention, valid, request.window), strict=True)
     if "older" in request.names:

@@ -1,6 +1,7 @@
 // Attention on a CPU, and column sums of its matrix, which is never stored: the counterpart of column_kernel.py.
 //
-// `attend` multiplies probabilities by values as it meets them, with an online softmax, one block of queries per task.
+// `attend` multiplies probabilities by values as it meets them, with an online softmax, one block of queries at a time.
+// If column sums are wanted as well, it keeps the probabilities of a block until the totals of its rows are known.
 //
 // `find_totals` computes the maximum of each row's logits and the sum of 2^(logit - maximum), unless the caller knows
 // their log-sum-exp.
@@ -68,7 +69,10 @@ struct OutputOperands {  // the fields of `OutputOperands` in attention_tiles.py
   const void* value;      // [B, Hkv, S, D]
   void *packed, *output;  // [B, Hkv, blocks, KEYS, D] and [B, Hq, q, D]
   float* log_sum_exp;     // [B, Hq, q]
+  const float* weights;   // [B, q], of the queries in the sums, or null
+  float *sums, *squares;  // [B, Hq, parts, blocks * KEYS], or null; zero at first
   int64_t value_stride[3], output_stride[3];
+  int64_t parts;  // of each head's blocks of queries, a task each
 };
 
 template <typename X> X load(const void* from) {
@@ -76,6 +80,10 @@ template <typename X> X load(const void* from) {
   std::memcpy(&x, from, sizeof(X));
   return x;
 }
+
+inline vec load_as_float(const float* from) { return load<vec>(from); }
+
+inline vec load_as_float(const uint16_t* from) { return (vec)(__builtin_convertvector(load<halves>(from), ivec) << 16); }
 
 inline void store(float* to, vec x) { std::memcpy(to, &x, sizeof(vec)); }
 
@@ -146,9 +154,7 @@ struct Row {
 
   vec masked(vec x, int64_t at) const {
     if (KIND == BOOL) return __builtin_convertvector(load<bytes>(mask + at), ivec) != 0 ? x : all(-INFINITY);
-    vec added;
-    if (KIND == FLOAT) added = load<vec>(mask + 4 * at);
-    else added = (vec)(__builtin_convertvector(load<halves>(mask + 2 * at), ivec) << 16);
+    const vec added = KIND == FLOAT ? load_as_float((const float*)mask + at) : load_as_float((const uint16_t*)mask + at);
     return added == -INFINITY ? added : larger(all(LOWEST), x + added * LOG2_E);
   }
 
@@ -336,71 +342,144 @@ void find_totals(const AttentionOperands& p) {
   }
 }
 
-// Computes attention and the log-sum-exp of its rows.
+// The tiles of probabilities of a block of queries, each relative to the highest logit up to that tile.
+struct KeptTiles {
+  struct Tile {
+    int64_t first;      // key
+    float top[QUERIES];  // the highest logits
+  };
+  std::vector<Tile> tiles;
+  std::vector<T> probs;  // [tiles, QUERIES, KEYS]
+
+  T* probs_of(int64_t tile) { return probs.data() + tile * QUERIES * KEYS; }
+
+  // Adds the tiles to the sums over queries, whose probabilities are factor * 2^(logit - top).
+  void add_columns(int64_t count, const float* top, const float* factor, const float* weights, float* sums, float* squares) {
+    for (size_t n = 0; n < tiles.size(); ++n) {
+      const Tile& tile = tiles[n];
+      float by[QUERIES];
+      for (int64_t i = 0; i < count; ++i)
+        by[i] = factor[i] == 0 || weights[i] == 0 ? 0 : factor[i] * std::exp2(tile.top[i] - top[i]);
+      for (int64_t at = 0; at < KEYS; at += LANES) {
+        const T* from = probs_of(n) + at;
+        vec sum{}, square{};
+        for (int64_t i = 0; i < count; ++i) {
+          if (by[i] == 0) continue;  // also for rows that are not numbers
+          const vec prob = load_as_float(from + i * KEYS) * by[i], weighted = prob * weights[i];
+          sum += weighted;
+          square += weighted * prob;
+        }
+        float* to = sums + tile.first + at;
+        store(to, load<vec>(to) + sum);
+        if (!squares) continue;
+        to = squares + tile.first + at;
+        store(to, load<vec>(to) + square);
+      }
+    }
+  }
+};
+
+// Computes attention of a block of queries and the log-sum-exp of its rows, and adds up columns.
+class BlockAttention {
+ public:
+  BlockAttention(const AttentionOperands& p, const OutputOperands& v) : p(p), v(v), tiles(p), output(QUERIES * p.dim + LANES) {
+    kept.tiles.reserve(p.blocks());
+    kept.probs.resize((v.weights ? p.blocks() : 1) * QUERIES * KEYS);
+  }
+
+  void run(int64_t row, int64_t q_head, int64_t query, int64_t part) {
+    const int64_t head = q_head / p.groups, group = q_head % p.groups, dim = p.dim;
+    const int64_t count = std::min(QUERIES, p.queries - query), at = row * p.heads * p.groups + q_head;
+    std::fill(top, top + QUERIES, -INFINITY);
+    std::fill(sums, sums + QUERIES, vec{});
+    std::fill(output.begin(), output.end(), 0.f);
+    kept.tiles.clear();
+    const int64_t end = p.causal ? std::min(p.keys, query + count + p.offset()) : p.keys;
+    for (int64_t first = 0; first < end; first += KEYS) {
+      const Tile tile = classify(p, row, head, group, query, first);
+      if (tile == HIDDEN) continue;
+      tiles.multiply(row, head, group, query, first / KEYS);
+      const T* probs = exponentiate(count, first, [&](int64_t i) {
+        return Row(p, tile == MIXED ? mask_of(p, row, head, group, query + i, first) : nullptr, query + i, first);
+      });
+      const T* values = (const T*)v.packed + ((row * p.heads + head) * p.blocks() + first / KEYS) * dim * KEYS;
+      add_product(dim, probs, values, output.data());
+    }
+    float sum[QUERIES], before[QUERIES], factor[QUERIES];
+    for (int64_t i = 0; i < count; ++i) sum[i] = sum_of(sums[i]), before[i] = top[i];
+    add_sinks(p, row, head, group, query, count, top, sum);
+    for (int64_t i = 0; i < count; ++i) {
+      T* to = (T*)v.output + row * v.output_stride[0] + q_head * v.output_stride[1] + (query + i) * v.output_stride[2];
+      const float by = sum[i] == 0 ? 0 : (p.sink_logit ? std::exp2(before[i] - top[i]) : 1) / sum[i];
+      for (int64_t d = 0; d < dim; d += LANES) {
+        T made[LANES];
+        store_rounded(made, load<vec>(&output[i * dim + d]) * by);
+        std::copy(made, made + std::min(LANES, dim - d), to + d);
+      }
+      v.log_sum_exp[at * p.queries + query + i] = (top[i] + std::log2(sum[i])) / LOG2_E;
+      factor[i] = sum[i] > 0 ? 1 / sum[i] : 0;
+    }
+    if (!v.weights) return;
+    const int64_t to = (at * v.parts + part) * p.blocks() * KEYS;
+    const float* weights = v.weights + row * p.queries + query;
+    kept.add_columns(count, top, factor, weights, v.sums + to, v.squares ? v.squares + to : nullptr);
+  }
+
+ private:
+  // Returns the probabilities of a tile, relative to the highest logits so far, which it raises.
+  template <typename KeysOf> const T* exponentiate(int64_t count, int64_t first, KeysOf keys_of) {
+    T* probs = kept.probs_of(v.weights ? kept.tiles.size() : 0);
+    float highest[QUERIES];
+    for (int64_t i = 0; i < count; ++i) {
+      vec lanes = all(-INFINITY);
+      keys_of(i).each(tiles.row(i), [&](vec x, int64_t) { lanes = larger(lanes, x); });
+      highest[i] = highest_of(lanes);
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      if (highest[i] > top[i]) {
+        const float by = std::exp2(top[i] - highest[i]);
+        for (int64_t d = 0; d < p.dim; ++d) output[i * p.dim + d] *= by;
+        sums[i] *= by;
+        top[i] = highest[i];
+      }
+      const Row keys = keys_of(i);
+      T* to = probs + i * KEYS;
+      if (keys.visible_count < KEYS) std::fill(to, to + KEYS, T(0));
+      const float shift = top[i] == -INFINITY ? 0 : top[i];  // where all keys are hidden, or not a number
+      vec added{};
+      keys.each(tiles.row(i), [&](vec x, int64_t at) {
+        const vec prob = power_of_two(x - shift);
+        added += prob;
+        store_rounded(to + at, prob);
+      });
+      sums[i] += added;
+    }
+    if (v.weights) {
+      kept.tiles.emplace_back().first = first;
+      std::copy(top, top + QUERIES, kept.tiles.back().top);
+    }
+    return probs;
+  }
+
+  const AttentionOperands& p;
+  const OutputOperands& v;
+  Tiles tiles;
+  KeptTiles kept;
+  std::vector<float> output;
+  float top[QUERIES];
+  vec sums[QUERIES];  // of each query, by lanes
+};
+
 void add_values(const AttentionOperands& p, const OutputOperands& v) {
-  const int64_t blocks = (p.queries + QUERIES - 1) / QUERIES, q_heads = p.heads * p.groups, dim = p.dim;
+  const int64_t blocks = (p.queries + QUERIES - 1) / QUERIES, q_heads = p.heads * p.groups;
 #pragma omp parallel num_threads(p.threads)
   {
-    Tiles tiles(p);
-    std::vector<T> probs(QUERIES * KEYS);
-    std::vector<float> output(QUERIES * dim + LANES);
+    BlockAttention attention(p, v);
 #pragma omp for schedule(dynamic)
-    for (int64_t task = 0; task < p.batch * q_heads * blocks; ++task) {
-      const int64_t query = (blocks - 1 - task / q_heads / p.batch) * QUERIES;  // the longest first
-      const int64_t q_head = task % q_heads, row = task / q_heads % p.batch;
-      const int64_t head = q_head / p.groups, group = q_head % p.groups, count = std::min(QUERIES, p.queries - query);
-      float top[QUERIES], before[QUERIES], sum[QUERIES];
-      vec sums[QUERIES] = {};  // of each query, by lanes
-      std::fill(top, top + QUERIES, -INFINITY);
-      std::fill(output.begin(), output.end(), 0.f);
-      const int64_t end = p.causal ? std::min(p.keys, query + count + p.offset()) : p.keys;
-      for (int64_t first = 0; first < end; first += KEYS) {
-        const Tile tile = classify(p, row, head, group, query, first);
-        if (tile == HIDDEN) continue;
-        tiles.multiply(row, head, group, query, first / KEYS);
-        const auto keys_of = [&](int64_t i) {
-          return Row(p, tile == MIXED ? mask_of(p, row, head, group, query + i, first) : nullptr, query + i, first);
-        };
-        float highest[QUERIES];
-        for (int64_t i = 0; i < count; ++i) {
-          vec lanes = all(-INFINITY);
-          keys_of(i).each(tiles.row(i), [&](vec x, int64_t) { lanes = larger(lanes, x); });
-          highest[i] = highest_of(lanes);
-        }
-        for (int64_t i = 0; i < count; ++i) {
-          if (highest[i] > top[i]) {
-            const float by = std::exp2(top[i] - highest[i]);
-            for (int64_t d = 0; d < dim; ++d) output[i * dim + d] *= by;
-            sums[i] *= by;
-            top[i] = highest[i];
-          }
-          const Row keys = keys_of(i);
-          T* to = probs.data() + i * KEYS;
-          if (keys.visible_count < KEYS) std::fill(to, to + KEYS, T(0));
-          const float shift = top[i] == -INFINITY ? 0 : top[i];  // where all keys are hidden, or not a number
-          vec added{};
-          keys.each(tiles.row(i), [&](vec x, int64_t at) {
-            const vec prob = power_of_two(x - shift);
-            added += prob;
-            store_rounded(to + at, prob);
-          });
-          sums[i] += added;
-        }
-        const T* values = (const T*)v.packed + ((row * p.heads + head) * p.blocks() + first / KEYS) * dim * KEYS;
-        add_product(dim, probs.data(), values, output.data());
-      }
-      for (int64_t i = 0; i < count; ++i) sum[i] = sum_of(sums[i]), before[i] = top[i];
-      add_sinks(p, row, head, group, query, count, top, sum);
-      for (int64_t i = 0; i < count; ++i) {
-        T* to = (T*)v.output + row * v.output_stride[0] + q_head * v.output_stride[1] + (query + i) * v.output_stride[2];
-        const float by = sum[i] == 0 ? 0 : (p.sink_logit ? std::exp2(before[i] - top[i]) : 1) / sum[i];
-        for (int64_t d = 0; d < dim; d += LANES) {
-          T made[LANES];
-          store_rounded(made, load<vec>(&output[i * dim + d]) * by);
-          std::copy(made, made + std::min(LANES, dim - d), to + d);
-        }
-        v.log_sum_exp[(row * q_heads + q_head) * p.queries + query + i] = (top[i] + std::log2(sum[i])) / LOG2_E;
-      }
+    for (int64_t task = 0; task < p.batch * q_heads * v.parts; ++task) {
+      const int64_t part = task / q_heads / p.batch;  // the longest first
+      for (int64_t block = blocks - 1 - part; block >= 0; block -= v.parts)
+        attention.run(task / q_heads % p.batch, task % q_heads, block * QUERIES, part);
     }
   }
 }

@@ -108,7 +108,7 @@ def test_attention_is_that_of_float64(data):
     causal, cap = data.draw(st.booleans()), data.draw(st.sampled_from([None, 5.0]))
     sink_logit = data.draw(st.sampled_from([None, torch.full((1, query.shape[1], 1, 1), 0.5)]))
     rows = attention_tiles.AttentionRows.of(ScoredAttention(query, key, mask, causal, 0.3, cap, sink_logit))
-    output, log_sum_exp = rows.attend(value)
+    output, log_sum_exp, _ = rows.attend(value)
     logits, expected = attention_in_float64(query, key, value, mask, causal, 0.3, cap, sink_logit)
     near = dict(atol=4e-5, rtol=1e-4) if rows.dtype == torch.float32 else dict(atol=2e-2, rtol=2e-2)
     near = dict(atol=1e-2, rtol=1e-2) if output.dtype != rows.dtype else near  # rounded at the end
@@ -136,13 +136,46 @@ def attention_in_float64(query, key, value, mask, causal, scale, cap, sink_logit
     return logits, logits.softmax(-1)[..., :keys] @ value
 
 
+@given(data=st.data())
+@settings(max_examples=150)
+def test_sums_beside_attention_are_those_of_float64(data):
+    draw = data.draw
+    query, key, value, mask = draw(operands())
+    rows, q_heads, count, _ = query.shape
+    drawn = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
+    weight, powers = (torch.rand(rows, count, generator=drawn) < 0.8).float(), draw(st.integers(1, 2))
+    cap, causal = draw(st.sampled_from([None, 5.0])), draw(st.booleans())
+    sink_logit = draw(st.sampled_from([None, torch.randn(1, q_heads, 1, 1, generator=drawn)]))
+    attention = ScoredAttention(query, key, mask, causal, 0.3, cap, sink_logit)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_tiles, "TASKS_WITH_SUMS", draw(st.sampled_from([1, 128])))
+        computed = attention_tiles.AttentionRows.of(attention)
+        output, log_sum_exp, sums = computed.attend(value, weight, powers)
+    assert torch.equal(output, computed.attend(value)[0])
+    assert torch.equal(log_sum_exp, computed.attend(value)[1])
+    near = dict(atol=2e-6, rtol=2e-4) if computed.dtype == torch.float32 else dict(atol=1e-6, rtol=2**-7)
+    expected = in_float64(query, key, mask, weight, causal, 0.3, cap, sink_logit, powers)
+    for one, other in zip(sums, expected, strict=True):
+        torch.testing.assert_close(one.double(), other.double(), **near)
+
+
+def test_logits_that_rise_from_tile_to_tile_count_with_their_final_totals():
+    """Probabilities are kept relative to lower maxima, down to some whose share of the final total is zero."""
+    key = torch.linspace(-300, 300, 700).view(1, 1, 700, 1)
+    query, weight = torch.full((1, 1, 40, 1), 1.0), torch.ones(1, 40)
+    query[..., 7, :] = 0.001
+    given = query, key, None, weight, False, 1.0, None, None, 2
+    attention = ScoredAttention(query, key, None, False, 1.0, None, None)
+    assert_equal(attention_tiles.AttentionRows.of(attention).attend(key, weight, 2)[2], in_float64(*given))
+
+
 @pytest.mark.parametrize("size", [30.0, 50.0, 88.0, 1e4])
 def test_a_cap_bounds_logits_of_any_size(size):
     """Beyond 128 in base two a power has no float32."""
     query, key = torch.ones(1, 1, 40, 1), torch.tensor([1.0, -1.0, 0.5]).view(1, 1, 3, 1)
     operands = query, key, key, None, False, size * 5, 5.0, None
     rows = attention_tiles.AttentionRows.of(ScoredAttention(query, key, None, False, size * 5, 5.0))
-    output, _ = rows.attend(key)
+    output, *_ = rows.attend(key)
     torch.testing.assert_close(output.double(), attention_in_float64(*operands)[1], atol=1e-5, rtol=1e-5)
     assert_equal(
         rows.with_totals().column_sums(torch.ones(1, 40), 1),
@@ -160,7 +193,7 @@ def test_a_query_that_sees_no_key_gets_zeros(dtype, hides, causal):
     blind = torch.arange(140)[(torch.arange(140) % 3 == 0) | (torch.arange(140) > 63)]
     seen[..., blind, :] = False
     mask = seen if hides == "bool" else torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
-    output, log_sum_exp = attention_tiles.AttentionRows.of(ScoredAttention(query, key, mask, causal, 0.5)).attend(value)
+    output, log_sum_exp, _ = attention_tiles.AttentionRows.of(ScoredAttention(query, key, mask, causal, 0.5)).attend(value)
     assert not output[:, :, blind].any()
     assert (log_sum_exp[:, :, blind] == -torch.inf).all()
     assert output.isfinite().all()
@@ -175,7 +208,7 @@ def test_not_a_number_stays_in_its_query(kind, cap):
     seen[..., 3] = False
     added = torch.zeros(seen.shape).masked_fill(~seen, LOWEST)
     mask = seen if kind == torch.bool else None if kind is None else added.to(kind)
-    output, _ = attention_tiles.AttentionRows.of(ScoredAttention(query, key, mask, True, 0.5, cap)).attend(value)
+    output, *_ = attention_tiles.AttentionRows.of(ScoredAttention(query, key, mask, True, 0.5, cap)).attend(value)
     assert output[0, 0].isnan().any(-1).nonzero().flatten().tolist() == [5]
     assert output[0, 0, 5].isnan().all()
 
@@ -186,12 +219,14 @@ def test_attention_is_the_librarys_where_it_has_matrix_tiles(monkeypatch):
     here = attention_tiles.is_faster(torch.float32, 8)
     monkeypatch.setattr(attention_tiles.inductor, "has_matrix_tiles", lambda: True)
     assert not attention_tiles.is_faster(torch.float32, 8)
-    output, log_sum_exp = attention_rows.attend(attention, key)
+    weight = torch.ones(1, 70)
+    output, log_sum_exp, sums = attention_rows.attend(attention, key, weight, 2)
     for one, other in zip((output, log_sum_exp), attend_with_lse(query, key, key, None, True, 0.5), strict=True):
         assert torch.equal(one, other)
+    assert_equal(sums, in_float64(query, key, None, weight, True, 0.5, None, None, 2))
     if here:
         monkeypatch.undo()
-        torch.testing.assert_close(attention_rows.attend(attention, key), (output, log_sum_exp))
+        torch.testing.assert_close(attention_rows.attend(attention, key, weight, 2), (output, log_sum_exp, sums))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -222,16 +257,21 @@ def test_a_query_that_sees_no_key_adds_nothing(hides):
         expected = sums_of(query, key, mask, without, False, 0.5, None, None, 2)
         for one, other in zip(made, expected, strict=True):
             torch.testing.assert_close(one, other)
+    rows = attention_tiles.AttentionRows.of(ScoredAttention(query, key, mask, False, 0.5, None, None))
+    for one, other in zip(rows.attend(key, weight, 2)[2], expected, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_sums_do_not_depend_on_the_number_of_threads():
     query, key = torch.randn(2, 4, 300, 16).bfloat16(), torch.randn(2, 2, 300, 16).bfloat16()
     given = (query, key, None, torch.ones(2, 300), True, 0.25, None, None, 2)
+    attention = ScoredAttention(query, key, None, True, 0.25, None, None)
     before, made = torch.get_num_threads(), []
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            made.append(sums_of(*given))
+            beside = attention_tiles.AttentionRows.of(attention).attend(key, torch.ones(2, 300), 2)[2]
+            made.append([*sums_of(*given), *beside])
     finally:
         torch.set_num_threads(before)
     for one, other in zip(*made, strict=True):
@@ -243,7 +283,10 @@ def test_nothing_to_sum_gives_zeros(shape):
     rows, heads, count, keys = shape
     query, key = torch.randn(rows, heads, count, 4), torch.randn(rows, heads, keys, 4)
     made = sums_of(query, key, None, torch.ones(rows, count), False, 1.0, None, None, 2)
-    assert [x.shape for x in made] == [(rows, heads, 1, keys)] * 2
+    made += attention_tiles.AttentionRows.of(ScoredAttention(query, key, None, False, 1.0, None, None)).attend(
+        key, torch.ones(rows, count), 2
+    )[2]
+    assert [x.shape for x in made] == [(rows, heads, 1, keys)] * 4
     assert all(not x.any() for x in made)
 
 
@@ -286,15 +329,15 @@ def test_float64_and_odd_heads_have_the_products_that_exist():
 def test_a_mask_of_any_true_bytes_hides_nothing_that_it_shows():
     query, key = torch.randn(1, 1, 40, 8), torch.randn(1, 1, 40, 8)
     mask = torch.full((1, 1, 40, 40), 2, dtype=torch.uint8).view(torch.bool)
-    output, _ = attention_tiles.AttentionRows.of(ScoredAttention(query, key, mask, False, 0.5)).attend(key)
-    expected, _ = attention_tiles.AttentionRows.of(ScoredAttention(query, key, None, False, 0.5)).attend(key)
+    output, *_ = attention_tiles.AttentionRows.of(ScoredAttention(query, key, mask, False, 0.5)).attend(key)
+    expected, *_ = attention_tiles.AttentionRows.of(ScoredAttention(query, key, None, False, 0.5)).attend(key)
     torch.testing.assert_close(output, expected)
 
 
 def test_an_expanded_query_is_copied():
     query, key = torch.randn(1, 1, 1, 8).expand(1, 1, 90, 8), torch.randn(1, 1, 90, 8)
-    output, _ = attention_tiles.AttentionRows.of(ScoredAttention(query, key, None, True, 0.5)).attend(key)
-    expected, _ = attention_tiles.AttentionRows.of(ScoredAttention(query.contiguous(), key, None, True, 0.5)).attend(
+    output, *_ = attention_tiles.AttentionRows.of(ScoredAttention(query, key, None, True, 0.5)).attend(key)
+    expected, *_ = attention_tiles.AttentionRows.of(ScoredAttention(query.contiguous(), key, None, True, 0.5)).attend(
         key
     )
     assert torch.equal(output, expected)
