@@ -150,7 +150,7 @@ class AttentionRows:
         strides = ((ctypes.c_int64 * 3)(*_strides(x, 3)) for x in (value_rows, output))
         result = OutputOperands(*map(_address, results), *strides, parts)
         self._run("attend", ctypes.addressof(result))
-        return output.to(value.dtype), log_sum_exp, [each.sum(3)[..., :keys] for each in sums]
+        return output.to(value.dtype), log_sum_exp, [each.sum(3)[..., :keys].contiguous() for each in sums]
 
     def column_sums(self, weight: Tensor, powers: int) -> list[Tensor]:
         """Sum the probabilities over the queries, and with two `powers` also their squares.

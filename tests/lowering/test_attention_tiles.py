@@ -157,6 +157,7 @@ def test_sums_beside_attention_are_those_of_float64(data):
     expected = in_float64(query, key, mask, weight, causal, 0.3, cap, sink_logit, powers)
     for one, other in zip(sums, expected, strict=True):
         torch.testing.assert_close(one.double(), other.double(), **near)
+        assert one.is_contiguous()  # as compiled code takes them to be
 
 
 def test_logits_that_rise_from_tile_to_tile_count_with_their_final_totals():
