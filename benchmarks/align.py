@@ -1,6 +1,6 @@
-"""Compare KV-Align with recomputation, and with sinks and a window, on the bundled models.
+"""Compare KV-Align with recomputation, and with sinks and a window.
 
-    python benchmarks/align.py --model kvpass/apps/data/tiny-gpt2 \
+    python -m benchmarks.align --model kvpass/apps/data/tiny-gpt2 \
         --aligner kvpass/apps/data/tiny-gpt2-align/direct.safetensors kvpass/apps/data/tiny-gpt2-align/paper.safetensors
 
 For each window M, over the same labels of the same documents:
@@ -35,6 +35,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import kvpass
+from benchmarks import books
 from kvpass import cache_names
 from kvpass.apps import corpus, models
 from kvpass.policies import aligners
@@ -68,6 +69,13 @@ def prose() -> list[str]:
     classes = [getattr(torch.nn, name) for name in sorted(dir(torch.nn)) if name[0].isupper()]
     found = [inspect.getdoc(cls) or "" for cls in classes if isinstance(cls, type)]
     return ["\n\n".join(text for text in dict.fromkeys(found) if len(text) > 400)]
+
+
+TEXTS: dict[str, Callable[[], list[str]]] = {
+    "held-out": lambda: corpus.read(corpus.held_out_files()),
+    "prose": prose,
+    "books": lambda: corpus.read(books.paths()),
+}
 
 
 def tokens_of(chosen: models.LoadedModel, texts: list[str], settings: Settings) -> Tensor:
@@ -183,7 +191,7 @@ def parsed() -> argparse.Namespace:
         "--every", nargs="+", type=int, default=[1], help="tokens that go at once, for aligners of recipe direct"
     )
     parser.add_argument("--windows", nargs="+", type=int, default=[32, 64, 128, 255])
-    parser.add_argument("--text", choices=["held-out", "prose"], default="held-out")
+    parser.add_argument("--text", choices=list(TEXTS), default="held-out")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--skip", type=int, default=512, help="tokens before the first label")
     parser.add_argument("--labels", type=int, default=640, help="of each row; 0 for no perplexity")
@@ -198,8 +206,7 @@ def main() -> None:
     chosen = models.load(arguments.model)
     model: Any = chosen.model
     settings = Settings(arguments.rows, arguments.skip, arguments.labels, arguments.turns)
-    texts = prose() if arguments.text == "prose" else corpus.read(corpus.held_out_files())
-    ids = tokens_of(chosen, texts, settings)
+    ids = tokens_of(chosen, TEXTS[arguments.text](), settings)
     policies: Policies = {"window": KVAlign(aligners.identity_aligner(signature_of(model, max(arguments.windows))))}
     if not chosen.tabled:
         policies["streaming"] = Streaming()
