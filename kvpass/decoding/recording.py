@@ -180,9 +180,9 @@ class _GraphWriter:
         lengths = exported_graphs.chunk_length_range(runner, ran, ids) if chunk else (1, 1)
         for each in [ran] if chunk else [call.result for call in alike]:
             assert isinstance(each, steps.StepResult)
-            if each.compact not in variants:
+            if each.inputs.compact not in variants:
                 code = self._code(runner.variants.variant_of(each.rewrite).compiled)
-                variants[each.compact] = {**exported_graphs.variant_entry(each.rewrite), "code": code}
+                variants[each.inputs.compact] = {**exported_graphs.variant_entry(each.rewrite), "code": code}
         read = {ids, *entry["counters"], *(index for indices in entry["padding_inputs"] for index in indices)}
         read |= {index for each in variants.values() for index in (*each["inputs"], *each["columns"])}
         return {**entry, "lengths": lengths, "variants": [[compact, each] for compact, each in variants.items()]}, read

@@ -258,7 +258,7 @@ class RepeatedStep:
             self.forget()
         self.runner, self.caches, self.arguments, self.mask = result.runner, result.caches, result.arguments, mask
         self.holds_after, self.seen_at_start = result.runner.holds_after(result), result.caches[0].seen - 1
-        self.other_sizes, self.known_padding = result.other_sizes, result.known_padding
+        self.other_sizes, self.known_padding = result.inputs.other_sizes, result.inputs.known_padding
         self.logits_index = next(i for i, result in enumerate(result.results) if is_same_tensor(result, logits))
         self._forget_other_hooks(result.kind.hooks)
         self.slots_by_kind[result.kind] = [cache.slots for cache in self.caches]
@@ -304,8 +304,8 @@ class RepeatedStep:
         self.arguments = self.runner.arguments_after(self.caches, self.arguments, 1)
         compact, clocks = self.runner.tick(self.caches, self.arguments)
         if (kind, compact) not in self.callables:
-            how = (self.other_sizes, self.known_padding, compact)
-            self.callables[kind, compact] = self.runner.bind_fast_step(self.caches, self.arguments, *how)
+            inputs = steps.StepInputs(self.caches, self.arguments, self.other_sizes, self.known_padding, compact)
+            self.callables[kind, compact] = self.runner.bind_fast_step(inputs)
         results = self.callables[kind, compact](self.arguments, clocks)
         self.state.choose(results[self.logits_index])
 

@@ -22,8 +22,8 @@ from kvpass.runtime.checks import PaddingTracker
 from kvpass.runtime.compiler import Compiler
 from kvpass.runtime.prompts import PromptGraph, PromptRunner, policies_by_layer
 from kvpass.runtime.recorder import announce
-from kvpass.runtime.sizes import OtherSizes, TokenCounters, guard_predicate
-from kvpass.runtime.steps import PreparedStep, StepExecutor, StepResult, StepRunner
+from kvpass.runtime.sizes import TokenCounters, guard_predicate
+from kvpass.runtime.steps import PreparedStep, StepExecutor, StepInputs, StepResult, StepRunner
 from kvpass.torch_private import inductor
 
 MOST_TOKENS = 1 << 20
@@ -150,7 +150,7 @@ class ExportedStep(StepExecutor):
                 f"this prompt needs slots of {needed}, and the artifact was exported for {exported}: run it by a "
                 "DecodeLoop that is not loaded"
             )
-        result = self.advance(caches, arguments, (), frozenset())
+        result = self.advance(StepInputs(caches, arguments))
         self.padding.record_padding(caches, arguments, result.seen_before, queries)
         announce(result)
         return result
@@ -158,15 +158,8 @@ class ExportedStep(StepExecutor):
     def holds_after(self, result: StepResult) -> Callable[[int], bool]:
         return lambda more: result.seen_before + more <= self.most_seen
 
-    def _prepare(
-        self,
-        caches: list[LayerCache],
-        arguments: tuple[Any, ...],
-        other_sizes: OtherSizes,
-        known_padding: frozenset[int],
-        compact: bool,
-    ) -> PreparedStep:
-        variant, queries, seen = self.variants_by_compact.get(compact), self.sizes.queries(arguments), caches[0].seen
+    def _prepare(self, inputs: StepInputs) -> PreparedStep:
+        variant, seen = self.variants_by_compact.get(inputs.compact), inputs.caches[0].seen
         if variant is None or seen > self.most_seen:
             reason = (
                 "with a compaction" if variant is None else f"behind {seen} tokens instead of {self.most_seen} at most"
@@ -174,8 +167,8 @@ class ExportedStep(StepExecutor):
             raise ArtifactError(
                 f"the artifact has no code for a step {reason}: run the conversation by a DecodeLoop that is not loaded"
             )
-        rewrite, run = dataclasses.replace(variant[0], queries=queries), variant[1]
-        flat = rewrite.flat_arguments([cache.slots for cache in caches], arguments, [], seen)
+        rewrite, run = dataclasses.replace(variant[0], queries=self.sizes.queries(inputs.arguments)), variant[1]
+        flat = rewrite.flat_arguments([cache.slots for cache in inputs.caches], inputs.arguments, [], seen)
         return PreparedStep(rewrite, [], flat, run)
 
 
@@ -238,7 +231,9 @@ def chunk_length_range(runner: StepRunner, result: StepResult, ids_index: int) -
     places = {symbol: at == (ids_index, 1) for symbol, at in runner.sizes.sources.items()}
     new = {symbol for symbol, counts in places.items() if counts}
     all_tokens = {
-        symbol for symbol, size in zip(runner.sizes.other_sources, result.other_sizes, strict=True) if size is None
+        symbol
+        for symbol, size in zip(runner.sizes.other_sources, result.inputs.other_sizes, strict=True)
+        if size is None
     }
     now = (
         shapes.measure_symbols(graph, result.arguments)
