@@ -31,7 +31,7 @@ class RecordedCall:
         before: the tokens seen before.
         result: what ran.
         logits: [B, 1, vocabulary].
-        cache: the model's cache object after a prompt, as of `CacheObjectWriter`.
+        cache: the model's cache object after a prompt, see `CacheObjectWriter`.
     """
 
     inputs: dict[str, Tensor]
@@ -107,11 +107,11 @@ def recording_calls(loop: DecodeLoop) -> Iterator[RecordedModel]:
         loop.caller = before
 
 
-# -- what is written of it ---------------------------------------------------------------------------------------------
+# -- entries of the manifest -------------------------------------------------------------------------------------------
 
 
 def graph_entries(model: torch.nn.Module, calls: Sequence[RecordedCall], files: ExportFiles) -> list[dict[str, Any]]:
-    """Return what an artifact's manifest has about the graphs of each kind of call.
+    """Return the entries of the graphs of each kind of call in an artifact's manifest.
 
     Raises:
         UnsupportedGraph: a graph cannot be exported.

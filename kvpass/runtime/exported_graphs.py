@@ -1,8 +1,8 @@
-"""Runners of prompts and steps without graphs: what an artifact has of `PromptRunner` and `StepRunner`.
+"""Runners of prompts and steps on the code of an artifact: `PromptRunner` and `StepRunner` without their graphs.
 
 A runner reads its graph to find out what its arguments mean.  Here the answers come from a file, and the compiled code
-too.  What a graph's runner checks in each call, because anyone may call a model in any way, is settled for a
-`DecodeLoop`: its positions count real tokens, and its mask never changes for earlier ones.
+too.  Anyone may call a model in any way, so a graph's runner checks each call.  A `DecodeLoop` needs no such check: its
+positions count real tokens, and its mask never changes for earlier ones.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def longest_prompt(runner: PromptRunner, arguments: Sequence[Any], ids_index: in
 
 
 def _largest(holds: Callable[[int], bool], most: int) -> int:
-    """Return the largest number up to `most` for which, and for all smaller ones, a condition holds; -1 for none."""
+    """Return the largest number up to `most` such that a condition holds for it and all smaller ones; -1 for none."""
     return next((number - 1 for number in range(most + 1) if not holds(number)), most)
 
 
@@ -173,13 +173,13 @@ class ExportedStep(StepExecutor):
 
 
 def _rewrite_of(entry: Mapping[str, Any]) -> StepRewrite:
-    """Return a rewrite without its graph, of whose outputs a loop needs only those of the chunk."""
+    """Return a rewrite without its graph; a loop needs only its outputs for the chunk."""
     fields: dict[str, Any] = {name: entry[name] for name in ("inputs", "columns", "chunks", "valid")}
     return StepRewrite(gm=None, loose_inputs=set(entry["loose_inputs"]), queries=1, **fields)
 
 
 def variant_entry(rewrite: StepRewrite) -> dict[str, Any]:
-    """Return what an artifact's manifest has about a rewritten step graph.
+    """Return the entry of a rewritten step graph in an artifact's manifest.
 
     Raises:
         UnsupportedGraph: the step needs more than compiled code.
@@ -210,7 +210,7 @@ def check_layouts(caches: Sequence[LayerCache]) -> None:
 
 
 def step_entry(runner: StepRunner, result: StepResult, ids_index: int) -> dict[str, Any]:
-    """Return what an artifact's manifest has about a step graph that has run.
+    """Return the entry of a step graph that has run in an artifact's manifest.
 
     Args:
         ids_index: the index of the token ids among its arguments.
@@ -261,7 +261,7 @@ def layout_entries(caches: list[LayerCache]) -> list[dict[str, Any]]:
 
 
 def _describe_difference(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> str:
-    """Describe the fields of the first entry that the other has not."""
+    """Describe the fields of the first entry that differ in the other."""
     first, second = one[0], other[0]
     return ", ".join(f"{name} {value}" for name, value in first.items() if second.get(name) != value) or "several kinds"
 

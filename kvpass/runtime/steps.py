@@ -264,9 +264,9 @@ class StepRunner(StepExecutor):
         """Return a variant of the graph for inputs with this key."""
         caches, arguments, other_sizes = inputs.caches, inputs.arguments, inputs.other_sizes
         sizes = self.sizes.call_sizes(caches, arguments)
-        how = (sizes.counters, sizes.windows, inputs.known_padding, inputs.compact)
+        kind = (sizes.counters, sizes.windows, inputs.known_padding, inputs.compact)
         tied = self.sizes.tie_sizes(other_sizes, sizes.numbers)
-        call = (*how, other_sizes, sizes.numbers, tuple((cache.layout, cache.slots.capacity) for cache in caches))
+        call = (*kind, other_sizes, sizes.numbers, tuple((cache.layout, cache.slots.capacity) for cache in caches))
         variant = self.variants.find(call, key)
         if variant is not None:
             return variant
@@ -294,7 +294,7 @@ class StepRunner(StepExecutor):
         has_dynamic_sizes = self.backend.has_dynamic_sizes(caches[0].layout.device)
         headroom = tuple((key.shared_layout(x.layout), x.slots.capacity - x.layout.capacity) for x in caches)
         with dynamo.compile_lock():
-            shared = (*how, tied, headroom) if has_dynamic_sizes else None
+            shared = (*kind, tied, headroom) if has_dynamic_sizes else None
             variant = self.variants.make(call, shared, key, self.sizes.queries(arguments) == 1, rewrite_for)
             self.sizes.rewritten_readings.add(other_sizes)
         return variant
@@ -363,7 +363,7 @@ class StepResult:
 
     Attributes:
         runner: the runner of the graph.
-        inputs: what it ran on.
+        inputs: the inputs of the run.
         results: the results of the rewritten graph.
         host_inputs: the results of `StepRewrite.host_precomputed`.
         kind: a key that is equal for two decode steps with the same code and the same buffers.
