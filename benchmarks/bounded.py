@@ -101,7 +101,7 @@ class Loop:
         """Return a loop after its prompt, with a compiled decode graph."""
         loop = kvpass.DecodeLoop(model, **case.settings())
         loop.prompt(torch.cat([tokens(prompt, seed) for seed in range(rows)]))
-        loop.generate(2 * loop.every)
+        loop.generate(2 * loop.read_interval)
         return Loop(f"DecodeLoop, {case.name}", loop)
 
     def seconds(self, count: int) -> list[float]:

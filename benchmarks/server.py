@@ -132,7 +132,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--budget", type=int, default=1024)
-    parser.add_argument("--every", type=int, default=4)
+    parser.add_argument("--read-interval", type=int, default=4)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
@@ -143,7 +143,7 @@ def main() -> None:
         return
     torch.set_num_threads(given.threads)
     subject = models.load(NAME, torch.bfloat16)
-    how: dict[str, Any] = dict(budget=given.budget, every=given.every, prefill_chunk=512)
+    how: dict[str, Any] = dict(budget=given.budget, read_interval=given.read_interval, prefill_chunk=512)
     loop = TimedLoop(subject.model, "h2o", rows=given.rows, **how)
     loop.steps = []
     service = Service(subject, NAME, loop, given.rows, ServeSettings())

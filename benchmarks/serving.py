@@ -121,7 +121,7 @@ class Clock:
 
 def by_rows(model: Any) -> Run:
     """Serve by a `DecodeLoop` with rows."""
-    loop = kvpass.DecodeLoop(model, POLICY, budget=BUDGET, rows=ROWS, prefill_chunk=CHUNK, every=8)
+    loop = kvpass.DecodeLoop(model, POLICY, budget=BUDGET, rows=ROWS, prefill_chunk=CHUNK, read_interval=8)
     warm = arrivals(4)
     loop.generate_batch([part * 8 for part in (request.prompt for request in warm)], max_new_tokens=20)
     loop.generate_batch([list(range(3, 3 + 4 * CHUNK)), [5, 6, 7]], max_new_tokens=20)

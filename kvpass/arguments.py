@@ -69,7 +69,7 @@ class _Check:
     Attributes:
         text: a description of the allowed values.
         read: returns the value for the function, or REFUSED.
-        message, error: as of `Condition`.
+        message, error: see `Condition`.
     """
 
     text: str

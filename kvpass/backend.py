@@ -346,7 +346,7 @@ def compile(model: M, policy: str | Policy = "full", **settings: Any) -> M:
 
     Args:
         model: the model, in eval mode.
-        policy: the eviction policy, as of `kvpass.backend`.
+        policy: the eviction policy, see `kvpass.backend`.
         settings: the other arguments of `kvpass.backend`.  With `strict`, a call in which an ordinary cache grows
             raises UnsupportedGraph.
 

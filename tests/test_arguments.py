@@ -204,7 +204,7 @@ LOOP: dict[str, Sequence[Any]] = {
     "temperature": (*SAMPLING["temperature"], None),
     "seed": (*SAMPLING["seed"], None),
     "stop": (*SAMPLING["stop"], None),
-    "every": NO_COUNT,
+    "read_interval": NO_COUNT,
     "pad": ("0", None, 0.0, True, 2**70),
     "prefill_chunk": without(NO_COUNT, None),
     "rows": without(NO_COUNT, None),

@@ -68,7 +68,7 @@ def _plain(bench: Bench, model: Any, ids: Tensor, total: int, static: bool, step
 
 
 def _bounded(bench: Bench, model: Any, ids: Tensor, name: str, steps: int) -> float:
-    loop = kvpass.DecodeLoop(model, name, budget=64 if bench.small else BUDGET, every=32, inner=bench.inner)
+    loop = kvpass.DecodeLoop(model, name, budget=64 if bench.small else BUDGET, read_interval=32, inner=bench.inner)
     loop.prompt(ids)
     loop.generate(8)
     return _rate(bench, lambda: loop.generate(steps), len(ids), steps)

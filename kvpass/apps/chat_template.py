@@ -21,7 +21,7 @@ def next_turn(tokenizer: Any, messages: Sequence[Message], ends: Sequence[str], 
 
     Args:
         ends: the texts of the tokens that end an answer; the template puts one of them behind an answer.
-        ended: as of `added_text`.
+        ended: see `added_text`.
     """
     before = _render(tokenizer, _EARLIER, answers=False)
     return added_text(before, _render(tokenizer, [*_EARLIER, *messages]), max(ends, key=before.rfind), ended)

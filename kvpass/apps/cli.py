@@ -277,7 +277,9 @@ def _add_serve(commands: Any) -> None:
     job.add_argument("--queue", metavar="N", type=at_least(0), default=32, help="requests that may wait" + DEFAULT)
     job.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto", help=DEFAULT[1:])
     job.add_argument("--prefill-chunk", metavar="N", type=at_least(2), default=512, help="of prompts" + DEFAULT)
-    job.add_argument("--every", metavar="N", type=at_least(1), default=4, help="steps between two looks" + DEFAULT)
+    job.add_argument(
+        "--read-interval", metavar="N", type=at_least(1), default=4, help="steps between two looks" + DEFAULT
+    )
     job.add_argument("--max-tokens", metavar="N", type=at_least(1), default=512, help="of an answer" + DEFAULT)
     job.add_argument(
         "--context", metavar="N", type=at_least(1),

@@ -25,7 +25,7 @@ def main(
         model: name or path for transformers.
         text: a UTF-8 file, or None for the English prose of Python's language reference.
         table: a table of gates to convert; None to measure them.
-        window: as of `measure_gates`.
+        window: see `measure_gates`.
         dtype: of the weights while the model runs.
         threads: of torch; None leaves them as they are.
 

@@ -76,7 +76,7 @@ def load_memory(name: str | None) -> LoadedModel:
     """Load the model that is asked for planted pairs: by default the bundled one that has learnt to recall.
 
     Raises:
-        KVPassError: as of `load`.
+        KVPassError: see `load`.
     """
     if name is None:
         return _load(_bundled(MEMORY, "python -m examples.train_recall"), MEMORY.name)

@@ -127,14 +127,13 @@ def _score_candidates(layout: Layout, past: Slots, chunk: Chunk, budgets: Sequen
 
 def _select_and_store(layout: Layout, slots: Slots, scored: _Candidates) -> None:
     """Let the policy select among tokens, and write those that stay to slots."""
-    key, value = scored.key, scored.value
     keep, changes = layout.eviction.compact(scored.tokens)
-    tokens = scored.tokens.with_state(changes)
-    _fill(layout, slots, tokens, keep, scored.index, key, value)
-    slots.seen.copy_(tokens.seen[:, 0, 0])
+    scored = dataclasses.replace(scored, tokens=scored.tokens.with_state(changes))
+    _fill(layout, slots, scored, keep)
+    slots.seen.copy_(scored.tokens.seen[:, 0, 0])
     slots.length.copy_(scored.index[:, 0, -1] + 1)
     if layout.policy.merges:
-        _merge_evicted(layout, slots, tokens, tokens.live & ~keep, key, value)
+        _merge_evicted(layout, slots, scored, scored.tokens.live & ~keep)
     slots.free.copy_(next_free(layout, slots))
 
 
@@ -220,13 +219,14 @@ def _join_candidates(
     return tokens, join(past.index, new_index[:, None])
 
 
-def _fill(layout: Layout, slots: Slots, tokens: Tokens, keep: Tensor, index: Tensor, key: Rows, value: Rows) -> None:
+def _fill(layout: Layout, slots: Slots, scored: _Candidates, keep: Tensor) -> None:
     """Write the tokens that stay to the first slots, and free the others."""
+    tokens, index = scored.tokens, scored.index
     position = torch.where(keep, tokens.position, FREE)
     kept = rows_in_order(position)[..., : slots.capacity]  # [B, H', n]
     count = kept.shape[-1]
-    slots.key.fill(key.gather(kept))
-    slots.value.fill(value.gather(kept))
+    slots.key.fill(scored.key.gather(kept))
+    slots.value.fill(scored.value.gather(kept))
     for buffer, values in ((slots.position, position), (slots.index, index.masked_fill(~keep, FREE))):
         compacted = values.gather(-1, kept)
         buffer.fill_(FREE)
@@ -240,14 +240,14 @@ def _fill(layout: Layout, slots: Slots, tokens: Tokens, keep: Tensor, index: Ten
     slots.rank.copy_((slots.position >= 0).cumsum(-1) - 1)
 
 
-def _merge_evicted(layout: Layout, slots: Slots, tokens: Tokens, evicted: Tensor, key: Rows, value: Rows) -> None:
+def _merge_evicted(layout: Layout, slots: Slots, scored: _Candidates, evicted: Tensor) -> None:
     """Let the policy merge evicted tokens into the filled slots."""
     count = int(evicted.sum(-1).max())
-    indices = rows_in_order(torch.where(evicted, tokens.position, FREE))[..., :count]  # [B, H', E]
-    held, evicted_keys, eviction = slots.key.read(), key.gather(indices).read(), layout.eviction
+    indices = rows_in_order(torch.where(evicted, scored.tokens.position, FREE))[..., :count]  # [B, H', E]
+    held, evicted_keys, eviction = slots.key.read(), scored.key.gather(indices).read(), layout.eviction
     assert isinstance(eviction, Merging)
     merge = eviction.merge_evicted(slots.tokens(layout), held, evicted_keys, evicted.gather(-1, indices))
-    for buffer, rows in ((slots.key, key), (slots.value, value)):
+    for buffer, rows in ((slots.key, scored.key), (slots.value, scored.value)):
         _merge_into(buffer, rows, indices, merge)
     for name, changed in merge.state.items():
         slots.state[name].copy_(changed)
@@ -268,7 +268,7 @@ def _merge_into(buffer: Rows, rows: Rows, indices: Tensor, merge: Merge) -> None
 
 
 def attention_of_chunk(layout: Layout, results: list[list[Tensor]], valid: Tensor) -> Attention | tuple[Attention, ...]:
-    """Return `Chunk.attention` from what `split_by_class` returned; valid is bool [B, q]."""
+    """Return `Chunk.attention` from the results of `split_by_class`; valid is bool [B, q]."""
     policy = layout.policy
     if not policy.statistics:
         return Attention()

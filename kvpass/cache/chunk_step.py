@@ -47,8 +47,17 @@ def extend_step(
     mask, bias = _chunk_mask(layout, site, slots, valid, facts)
     dtype = _dtype_of_bias(site, bias, query.dtype)
     full_mask = _per_head(_combined_mask(mask, bias, dtype), query, keys, layout.heads)
-    common = (site.sink_logit, False, site.scale, site.cap, layout.heads, layout.sharding)
-    spec = StatisticsSpec(query, keys, full_mask, *common)
+    spec = StatisticsSpec(
+        query=query,
+        key=keys,
+        mask=full_mask,
+        sink_logit=site.sink_logit,
+        causal=False,
+        scale=site.scale,
+        cap=site.cap,
+        heads=layout.heads,
+        sharding=layout.sharding,
+    )
     policy_bias = policy.bias(held, query.shape[1] // layout.heads)
     by_library = site.cap is None and site.sink_logit is None and not site.lse
     lse, computed = None, None

@@ -111,7 +111,7 @@ class CacheOwner(Protocol):
     """The properties that a cache reads of the backend that made it.
 
     Attributes:
-        policy, budget: as of `kvpass.backend`.
+        policy, budget: see `kvpass.backend`.
         family: settings that another backend must share to continue the cache.
         crop: how many of the last tokens can be cropped.
         kv_dtype: the storage format of keys and values; None for the model's dtype.

@@ -99,7 +99,7 @@ class PastCall:
         token_count: the number of its tokens.
         snapshot: the slots before the call; None before a prompt, which has none.
         repeat: admits a part of its tokens; None for a single token.
-        layout, seen, clocks, absent, row_budgets: as of `LayerCache`.
+        layout, seen, clocks, absent, row_budgets: see `LayerCache`.
     """
 
     token_count: int

@@ -30,7 +30,7 @@ _OPTIONAL = ("first", "angles")
 
 
 def entry_of(cache: LayerCache, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Return what a file's header has about a cache; its tensors are added to `tensors`, by names with `prefix`.
+    """Return the entry of a cache in a file's header; its tensors are added to `tensors`, by names with `prefix`.
 
     Raises:
         CacheHandleError: the cache has no slots, or its heads are spread over processes.
@@ -53,7 +53,7 @@ def entry_of(cache: LayerCache, prefix: str, tensors: dict[str, Tensor]) -> dict
 def cache_of(
     entry: Mapping[str, Any], tensors: Mapping[str, Tensor], backend: CacheOwner, policy: Policy, device: torch.device
 ) -> LayerCache:
-    """Return a layer's cache from what `entry_of` has put into a file.
+    """Return a layer's cache from an entry of `entry_of` and its tensors.
 
     Args:
         tensors: the tensors of the layer by name, on the CPU.

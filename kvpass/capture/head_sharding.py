@@ -39,12 +39,12 @@ class _ShardOrigin:
     Attributes:
         kind: "whole" on every process, sharded by "rows", "plain" tensors, an "input" of the graph, or "else".
         mesh: the mesh of the shards.
-        what: a description for messages.
+        description: for messages.
     """
 
     kind: Literal["whole", "rows", "plain", "input", "else"]
     mesh: Any = None
-    what: str = ""
+    description: str = ""
 
 
 def processes() -> int:
@@ -85,9 +85,9 @@ def with_head_sharding(sites: list[AttentionSite], policy: Policy, supports_shar
     return [dataclasses.replace(site, sharding=sharding) for site, sharding in zip(sites, found, strict=True)]
 
 
-def _sharding_error(site: AttentionSite, policy: Policy, what: str) -> ShardingError:
+def _sharding_error(site: AttentionSite, policy: Policy, description: str) -> ShardingError:
     line = walk.source_line(site.call)
-    return ShardingError(f"{line}: policy {policy.name!r} with {processes()} processes: {what}. {WHAT_TO_DO}")
+    return ShardingError(f"{line}: policy {policy.name!r} with {processes()} processes: {description}. {WHAT_TO_DO}")
 
 
 def _check_local(site: AttentionSite) -> None:
@@ -110,8 +110,10 @@ def _read_sharding(site: AttentionSite, policy: Policy) -> HeadSharding | None:
     if kinds == {"rows"} and len({origin.mesh for origin in all_origins}) == 1 and not site.computed:
         return _sharding(site, next(iter(all_origins)).mesh)
     communication = _communication(site.call.graph) or "weights that are sharded over processes"
-    what_of = {name: " and ".join(sorted({o.what for o in origins})) for name, origins in origins_of.items()}
-    described = "; ".join(f"its {name} by {what or 'no weight'}" for name, what in what_of.items())
+    description_of = {
+        name: " and ".join(sorted({o.description for o in origins})) for name, origins in origins_of.items()
+    }
+    described = "; ".join(f"its {name} by {description or 'no weight'}" for name, description in description_of.items())
     raise _sharding_error(
         site, policy, f"the sharding of its heads is unknown: the graph has {communication}, {described}"
     )
@@ -155,45 +157,49 @@ def _is_vector(node: fx.Node) -> bool:
 def _shard_origin(node: fx.Node) -> _ShardOrigin | None:
     """Return the origin of the heads that a node computes, None if it only passes heads on."""
     if fx_nodes.is_collective(node):
-        return _ShardOrigin("else", what=f"a collective, {walk.name_of(node)}")
+        return _ShardOrigin("else", description=f"a collective, {walk.name_of(node)}")
     if node.op == "placeholder":
-        return _ShardOrigin("input", what=f"an input of the graph, {node.name}")
+        return _ShardOrigin("input", description=f"an input of the graph, {node.name}")
     if walk.name_of(node) == "to_local":
         return _of_dtensor(node.all_input_nodes[0])
     weights = [weight for weight in map(_weight, node.all_input_nodes) if weight and value(weight).ndim > 1]
     found = {_of_weight(node, weight) for weight in weights}
-    return None if not found else found.pop() if len(found) == 1 else _ShardOrigin("else", what="several weights")
+    return (
+        None if not found else found.pop() if len(found) == 1 else _ShardOrigin("else", description="several weights")
+    )
 
 
 def _weight(node: fx.Node) -> fx.Node | None:
-    """Return the module's tensor of which a node is a copy, view or cast, or None."""
+    """Return the module's tensor that a node copies, views or casts, or None."""
     while walk.name_of(node) in _SAME_WEIGHT and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
     return node if is_tensor(node) and (dynamo.is_of_module(node) or node.op == "get_attr") else None
 
 
 def _of_dtensor(node: fx.Node) -> _ShardOrigin:
-    """Return the origin of features that a module computes as a DTensor, of which the graph takes the local part."""
+    """Return the origin of features whose local part the graph takes from a DTensor that a module computes."""
     producer, placement = node, _placement(value(node))
     while walk.name_of(producer) == "redistribute":
         producer = producer.all_input_nodes[0]
     if _is_whole(placement):
-        return _ShardOrigin("whole", what="weights that are replicated")
+        return _ShardOrigin("whole", description="weights that are replicated")
     if walk.name_of(producer) == "linear" and _is_sharded(placement, value(node).ndim - 1, value(node)):
         return _ShardOrigin("rows", placement[0], "weights that are sharded by rows")
-    return _ShardOrigin("else", what=f"a DTensor with placements {list(placement[1]) if placement else 'none'}")
+    return _ShardOrigin("else", description=f"a DTensor with placements {list(placement[1]) if placement else 'none'}")
 
 
 def _of_weight(node: fx.Node, weight: fx.Node) -> _ShardOrigin:
     """Return the origin of features that a node computes with a weight."""
     placement = _placement(value(weight))
     if not placement:
-        return _ShardOrigin("plain", what="plain weights")
+        return _ShardOrigin("plain", description="plain weights")
     if _is_whole(placement):
-        return _ShardOrigin("whole", what="weights that are replicated")
+        return _ShardOrigin("whole", description="weights that are replicated")
     if walk.name_of(node) == "linear" and _is_local(node.args[1], weight) and _is_sharded(placement, 0, value(weight)):
         return _ShardOrigin("rows", placement[0], "weights that are sharded by rows")
-    return _ShardOrigin("else", what=f"weights of {tuple(value(weight).shape)} with placements {list(placement[1])}")
+    return _ShardOrigin(
+        "else", description=f"weights of {tuple(value(weight).shape)} with placements {list(placement[1])}"
+    )
 
 
 def _is_local(node: object, weight: fx.Node) -> bool:

@@ -32,7 +32,7 @@ FALSE, TRUE = Interval(0.0, 0.0), Interval(1.0, 1.0)
 
 
 def unknown_bounds(node: fx.Node) -> Interval:
-    """Return the bounds of a tensor of which nothing is known but the dtype."""
+    """Return the bounds of a tensor whose dtype alone is known."""
     tensor = value(node)
     if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.bool:
         return Interval(0.0, 1.0)
@@ -84,7 +84,7 @@ def in_dtype(node: fx.Node, bounds: Interval) -> Interval:
 
 
 def _holds(dtype: torch.dtype, *numbers: float) -> bool:
-    """Return whether an integer dtype holds all of these numbers, of which a float is exact up to 2^53."""
+    """Return whether an integer dtype holds all of these numbers; a float is exact only up to 2^53."""
     info = torch.iinfo(dtype)
     return all(max(info.min, -(2**53)) <= number <= min(info.max, 2**53) for number in numbers)
 

@@ -93,7 +93,7 @@ def _is_end(node: fx.Node) -> bool:
 
 
 def _nodes_behind(node: fx.Node, stop: Iterable[fx.Node] = ()) -> set[fx.Node]:
-    """Return the node and what it is computed from, without attention calls and what is before them."""
+    """Return the node and its ancestors, without attention calls and the nodes before them."""
     return {each for each in ancestors(node, stop, _is_end) if not _is_end(each)}
 
 
@@ -126,7 +126,7 @@ def positions_of(rotary: Rotary, site: AttentionSite) -> list[fx.Node]:
 
 
 def strip_reshapes(node: fx.Node) -> fx.Node:
-    """Return the tensor of which a node is another shape or dtype."""
+    """Return the node whose values a node has in another shape or dtype."""
     return walk.chain(node, lambda n: is_a(n, "moves", "keeps", "keeps_integers") and _takes_all(n))[-1]
 
 

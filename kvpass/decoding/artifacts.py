@@ -62,12 +62,12 @@ def export(
     >>> loop = kvpass.load("smollm2-h2o", model, stop=[tokenizer.eos_token_id])   # in another process
 
     Args:
-        model: on a CPU, as of `DecodeLoop`.
+        model: on a CPU, see `DecodeLoop`.
         path: of the artifact, a folder; an artifact that is there is replaced.
-        policy: the eviction policy, as of `kvpass.backend`.
+        policy: the eviction policy, see `kvpass.backend`.
         batch: the rows of prompts (`DecodeLoop.prompt`).
-        rows: the number of requests that are decoded together, as of `DecodeLoop`; None for a loop of prompts.
-        prefill_chunk: as of `DecodeLoop`.
+        rows: the number of requests that are decoded together, see `DecodeLoop`; None for a loop of prompts.
+        prefill_chunk: see `DecodeLoop`.
         settings: the other arguments of `kvpass.backend`; the budget must be a number of slots.
 
     Returns:
@@ -122,7 +122,7 @@ def load(path: FilePath, model: torch.nn.Module, *, digest: str | None = None, *
         model: with the weights for which the artifact was made, on a CPU.
         digest: the digest that `export` returned, kept elsewhere; None to trust the folder.
         how: the arguments of `DecodeLoop` that need no compiled code: `temperature`, `top_k`, `top_p`, `seed`, `stop`,
-            `every` and `pad`.
+            `read_interval` and `pad`.
 
     Returns:
         The loop.  It gives equal tokens to a loop that compiles; calls for which the artifact has no code, such as
@@ -133,7 +133,7 @@ def load(path: FilePath, model: torch.nn.Module, *, digest: str | None = None, *
             number of threads, another model or other settings; the message says what differs.
         PolicyError: an argument that an artifact fixes.
     """
-    fixed = {"temperature", "top_k", "top_p", "seed", "stop", "every", "pad"}
+    fixed = {"temperature", "top_k", "top_p", "seed", "stop", "read_interval", "pad"}
     for name in how.keys() - fixed:
         raise PolicyError(f"{name}: an artifact has its own: load takes {', '.join(sorted(fixed))}")
     folder = Path(path)

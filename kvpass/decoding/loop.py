@@ -63,7 +63,7 @@ class DecodeLoop:
     ...     ...
 
     Attributes:
-        every: the number of steps after which the host reads the tokens, to hand them out and to see which
+        read_interval: the number of steps after which the host reads the tokens, to hand them out and to see which
             conversations have stopped.  A stopped conversation does not change its cache in the remaining steps.
         generator: the generator of random numbers for sampling; its state may be set.
     """
@@ -79,7 +79,7 @@ class DecodeLoop:
         top_p: TopP | None = None,
         seed: Seed = 0,
         stop: Sequence[int] = (),
-        every: Positive = 16,
+        read_interval: Positive = 16,
         pad: int = 0,
         prefill_chunk: Positive | None = None,
         rows: Positive | None = None,
@@ -90,10 +90,10 @@ class DecodeLoop:
             model: takes `input_ids`, `cache` or `past_key_values`, and `use_cache`, and `attention_mask` and
                 `position_ids` if prompts are padded; returns an object with `logits` and the cache under the same name.
                 It is not changed.
-            policy: the eviction policy, as of `kvpass.backend`.
+            policy: the eviction policy, see `kvpass.backend`.
             temperature, top_k, top_p, seed: see `Sampling`; temperature 0 is greedy.
             stop: tokens that end a conversation; they are handed out, and are in the cache of a later prompt.
-            every: see the attributes.
+            read_interval: see the attributes.
             pad: the token that is handed out for conversations that have stopped.
             prefill_chunk: the number of tokens in a chunk of a prompt, see `kvpass.prefill`; None for whole prompts.
             rows: the number of requests (`add`) that are decoded together; None for a loop of prompts (`prompt`).
@@ -104,7 +104,7 @@ class DecodeLoop:
             BudgetError: a budget that the policy cannot work with, a share of the prompt for prompts in chunks, or
                 anything but a number of slots for requests.
         """
-        self.model, self.every, self.pad, self.prefill_chunk = model, every, pad, prefill_chunk
+        self.model, self.read_interval, self.pad, self.prefill_chunk = model, read_interval, pad, prefill_chunk
         self.sampling = Sampling(temperature, top_k, top_p, seed)
         self.backend = backend(policy, **settings)
         mode, options, crop = self.backend.mode, dict(self.backend.options), self.backend.crop
@@ -127,7 +127,7 @@ class DecodeLoop:
         self.requests = None if rows is None else RequestScheduler.of(self, rows)
 
     def _compile_model(self) -> Callable[..., Any]:
-        """Return what the loop calls as its model."""
+        """Return the callable that the loop runs as its model."""
         compiled = torch.compile(self.model, backend=self.backend)
         self.backend.start_builds(self.model)
         regions = layer_regions.install_regions(self.model)
@@ -180,8 +180,8 @@ class DecodeLoop:
         Args:
             ids: int64 [B, T].
             attention_mask: [B, T], 0 for padding, which must be on the left of each row; None for no padding.
-            pin: the tokens of this prompt that are never evicted, as of `kvpass.prefill`: a mask [B, T], or spans.
-            on_top: hold them in addition to the budget, as of `kvpass.prefill`.
+            pin: the tokens of this prompt that are never evicted, see `kvpass.prefill`: a mask [B, T], or spans.
+            on_top: hold them in addition to the budget, see `kvpass.prefill`.
 
         Raises:
             CacheHandleError: a further prompt has another number of rows.
@@ -243,7 +243,7 @@ class DecodeLoop:
     def stream(self, tokens: Natural) -> Iterator[Tensor]:
         """Yield up to `tokens` new tokens, int64 [B] each on the CPU, until every conversation has stopped.
 
-        If the iteration is left early, the loop may be up to `every` tokens ahead of the last token handed out.  The
+        If the iteration is left early, the loop may be `read_interval` tokens ahead of the last token handed out.  The
         next `stream` or `generate` begins with these tokens, and they are part of the conversation that a further
         prompt continues.
 
@@ -270,7 +270,7 @@ class DecodeLoop:
             tokens: the largest number of tokens n.
 
         Raises:
-            CacheHandleError: as of `stream`.
+            CacheHandleError: see `stream`.
         """
         result = list(self.stream(tokens))
         rows = 0 if self.state is None else len(self.state.ids)
@@ -308,9 +308,9 @@ class DecodeLoop:
                 seed that is derived from the loop's own and the number of the request.
             request_id: the name of the request; None for a generated one.
             pin: the tokens of the prompt that are never evicted: a mask, bool [T] or [1, T], or spans (start, stop).
-            on_top: hold them in addition to the budget, as of `kvpass.prefill`; all rows get the slots of the largest
+            on_top: hold them in addition to the budget, see `kvpass.prefill`; all rows get the slots of the largest
                 request.
-            prefix: a prefilled cache of one row, as of `branch`, behind which the request begins; it is copied when the
+            prefix: a prefilled cache of one row, see `branch`, behind which the request begins; it is copied when the
                 request starts, and must not go on until then.
             keep: copy its slots when it ends into the `cache` of its last output, which may be the `prefix` of a later
                 request.  The cache has not seen the last generated token: a prompt that continues begins with it.
@@ -356,7 +356,7 @@ class DecodeLoop:
         return self._scheduler().pending
 
     def step(self) -> list[GenerationOutput]:
-        """Advance all requests: prefill one chunk of a prompt, or decode up to `every` tokens in each row.
+        """Advance all requests: prefill one chunk of a prompt, or decode up to `read_interval` tokens in each row.
 
         Returns:
             One output for each request that has new tokens or has finished since the last call.

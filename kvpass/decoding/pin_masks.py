@@ -20,7 +20,7 @@ def pin_mask(pin: Pin | None, on_top: bool, valid: Tensor) -> Tensor | None:
 
     Args:
         pin: a mask, or spans.  Spans count the real tokens of their row, from 0.
-        on_top: as of `kvpass.prefill`.
+        on_top: see `kvpass.prefill`.
         valid: [B, T], 0 for padding.
 
     Raises:

@@ -237,9 +237,9 @@ def chunks(
         ids: int64 [B, T].
         mask: [B, tokens seen before + T], 0 for padding.
         chunk: the number of tokens in a chunk; None for the whole prompt at once.
-        keep: as of `Caller`.
+        keep: see `Caller`.
         pinned: bool [B, T], the tokens to pin; None for none.
-        on_top: as of `prefill`.
+        on_top: see `prefill`.
     """
     done, before = 0, mask.shape[1] - ids.shape[1]
     plain = before == 0 and bool(mask.all())  # attention with a mask takes twice the time in a prompt

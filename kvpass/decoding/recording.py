@@ -31,7 +31,7 @@ class RecordedCall:
         before: the tokens seen before.
         result: what ran.
         logits: [B, 1, vocabulary].
-        cache: the model's cache object after a prompt, as of `CacheObjectWriter`.
+        cache: the model's cache object after a prompt, see `CacheObjectWriter`.
     """
 
     inputs: dict[str, Tensor]
@@ -107,11 +107,11 @@ def recording_calls(loop: DecodeLoop) -> Iterator[RecordedModel]:
         loop.caller = before
 
 
-# -- what is written of it ---------------------------------------------------------------------------------------------
+# -- entries of the manifest -------------------------------------------------------------------------------------------
 
 
 def graph_entries(model: torch.nn.Module, calls: Sequence[RecordedCall], files: ExportFiles) -> list[dict[str, Any]]:
-    """Return what an artifact's manifest has about the graphs of each kind of call.
+    """Return the entries of the graphs of each kind of call in an artifact's manifest.
 
     Raises:
         UnsupportedGraph: a graph cannot be exported.
@@ -180,9 +180,9 @@ class _GraphWriter:
         lengths = exported_graphs.chunk_length_range(runner, ran, ids) if chunk else (1, 1)
         for each in [ran] if chunk else [call.result for call in alike]:
             assert isinstance(each, steps.StepResult)
-            if each.compact not in variants:
+            if each.inputs.compact not in variants:
                 code = self._code(runner.variants.variant_of(each.rewrite).compiled)
-                variants[each.compact] = {**exported_graphs.variant_entry(each.rewrite), "code": code}
+                variants[each.inputs.compact] = {**exported_graphs.variant_entry(each.rewrite), "code": code}
         read = {ids, *entry["counters"], *(index for indices in entry["padding_inputs"] for index in indices)}
         read |= {index for each in variants.values() for index in (*each["inputs"], *each["columns"])}
         return {**entry, "lengths": lengths, "variants": [[compact, each] for compact, each in variants.items()]}, read

@@ -212,10 +212,10 @@ class RequestBatch(LoopState):
 
     def choose(self, logits: Tensor) -> None:
         """Sample the next tokens from logits [R, 1, vocabulary] and advance the state, all on the device."""
-        drawn, goes = self.sampling.choose(logits[:, -1], self.generated), ~self.done
-        self.generated.add_(goes)
-        self.token_buffer.index_copy_(0, self.cursor, torch.where(goes, drawn, self.loop.pad)[None])
-        self.ids.copy_(torch.where(goes[:, None], drawn[:, None], self.ids))
+        drawn, running = self.sampling.choose(logits[:, -1], self.generated), ~self.done
+        self.generated.add_(running)
+        self.token_buffer.index_copy_(0, self.cursor, torch.where(running, drawn, self.loop.pad)[None])
+        self.ids.copy_(torch.where(running[:, None], drawn[:, None], self.ids))
         self.done.logical_or_(self._stops(drawn) | (self.generated >= self.max_new_tokens))
         self.position.add_((~self.done)[:, None])
         self.cursor.add_(1)

@@ -99,7 +99,7 @@ class Request:
         failures: how often the request has failed while no other request ran.
         runs_alone_until: the number of tokens up to which the request runs alone, because a step of several requests
             failed before that many.
-        status, reason, error, held_tokens, cache: as of `GenerationOutput`.
+        status, reason, error, held_tokens, cache: see `GenerationOutput`.
     """
 
     request_id: str

@@ -31,7 +31,7 @@ _SPEC = ("query", "key", "mask", "sink_logit")
 
 
 def entries_of(cache: LayerCache, prefix: str, tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
-    """Return what a file's header has about the last calls on a layer, without those of a prompt.
+    """Return the entries of the last calls on a layer in a file's header; a prompt has none.
 
     Their tensors are added to `tensors`, by names with `prefix`.
     """
@@ -42,7 +42,7 @@ def entries_of(cache: LayerCache, prefix: str, tensors: dict[str, Tensor]) -> li
 
 
 def calls_of(entries: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor], cache: LayerCache) -> Calls:
-    """Return the last calls on a layer's cache, from what `entries_of` has put into a file.
+    """Return the last calls on a layer's cache, from the entries of `entries_of` and their tensors.
 
     Args:
         tensors: of the layer, by name.

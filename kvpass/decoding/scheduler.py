@@ -249,7 +249,7 @@ class RequestScheduler:
         if len(requests) > 1:
             # The longest runs first: it is the most likely to have exceeded the positions of the model.
             for request in sorted(requests, key=lambda request: request.seen_tokens):
-                self._requeue(request, suspect=len(request.tokens) + self.loop.every)
+                self._requeue(request, suspect=len(request.tokens) + self.loop.read_interval)
             return
         (request,) = requests
         request.failures += 1
@@ -309,7 +309,7 @@ class RequestScheduler:
             self.batch.set_length(max(request.seen_tokens for request in there))
             soon = self.queue or not self.loop.backend.policy.evicts  # without eviction, slots fit the longest row only
             exact = any(request.keep for request in there)
-            columns = self.batch.run(min(self.loop.every, min(left) if soon else max(left)), exact)
+            columns = self.batch.run(min(self.loop.read_interval, min(left) if soon else max(left)), exact)
         except Exception as error:
             self._restart_batch(error)
             return

@@ -47,7 +47,7 @@ class LoopSettings(Protocol):
     """Settings that a state takes from its loop; see `DecodeLoop`."""
 
     parts: ModelParts
-    every: int
+    read_interval: int
     pad: int
     stop: Tensor
     sampling: Sampling
@@ -73,7 +73,7 @@ class LoopState:
         self.may_end = len(loop.stop) > 0  # without stop tokens no conversation ends
         self.done = self._stops(first)
         self.ids, self.position = first[:, None].clone(), position - self.done[:, None].to(position.dtype)
-        self.token_buffer = torch.full((loop.every, len(first)), loop.pad, device=first.device)
+        self.token_buffer = torch.full((loop.read_interval, len(first)), loop.pad, device=first.device)
         self.token_buffer[0] = first
         self.cursor = torch.ones(1, dtype=torch.int64, device=first.device)
         self.pending = 1  # tokens in `token_buffer` that the host has not read
@@ -91,8 +91,8 @@ class LoopState:
         count = self._tokens_seen() - self.prompt_mask.shape[1]
         steps = torch.arange(count, device=self.prompt_mask.device)
         # A row's real tokens are those of its prompts and then one per step, up to the step where it stopped.
-        said = self.position + self.done[:, None] - self.prompt_mask.sum(-1, keepdim=True)
-        return torch.cat([self.prompt_mask, (steps < said).to(self.prompt_mask.dtype)], 1)
+        generated = self.position + self.done[:, None] - self.prompt_mask.sum(-1, keepdim=True)
+        return torch.cat([self.prompt_mask, (steps < generated).to(self.prompt_mask.dtype)], 1)
 
     def _tokens_seen(self) -> int:
         return self.prompt_mask.shape[1] if self.step is None else self.step.caches[0].seen
@@ -142,7 +142,7 @@ class LoopState:
             wanted: the number of tokens that the caller is likely to need.
         """
         if not self.ready and not self.ended:
-            self.ready.extend(self._decode_tokens(min(wanted, self.loop.every)))
+            self.ready.extend(self._decode_tokens(min(wanted, self.loop.read_interval)))
         return self.ready.popleft() if self.ready else None
 
     def _decode_tokens(self, count: int) -> list[Tensor]:
@@ -205,9 +205,9 @@ class LoopState:
         """Sample the next tokens from logits [B, 1, vocabulary] and advance the state, all on the device."""
         drawn = self.loop.sampling.choose(logits[:, -1], self.loop.generator)
         if self.may_end:
-            goes = ~self.done
-            self.token_buffer.index_copy_(0, self.cursor, torch.where(goes, drawn, self.loop.pad)[None])
-            self.ids.copy_(torch.where(goes[:, None], drawn[:, None], self.ids))
+            running = ~self.done
+            self.token_buffer.index_copy_(0, self.cursor, torch.where(running, drawn, self.loop.pad)[None])
+            self.ids.copy_(torch.where(running[:, None], drawn[:, None], self.ids))
             self.done.logical_or_((self.ids == self.loop.stop).any(-1))
             self.position.add_((~self.done)[:, None])
         else:
@@ -258,7 +258,7 @@ class RepeatedStep:
             self.forget()
         self.runner, self.caches, self.arguments, self.mask = result.runner, result.caches, result.arguments, mask
         self.holds_after, self.seen_at_start = result.runner.holds_after(result), result.caches[0].seen - 1
-        self.other_sizes, self.known_padding = result.other_sizes, result.known_padding
+        self.other_sizes, self.known_padding = result.inputs.other_sizes, result.inputs.known_padding
         self.logits_index = next(i for i, result in enumerate(result.results) if is_same_tensor(result, logits))
         self._forget_other_hooks(result.kind.hooks)
         self.slots_by_kind[result.kind] = [cache.slots for cache in self.caches]
@@ -304,8 +304,8 @@ class RepeatedStep:
         self.arguments = self.runner.arguments_after(self.caches, self.arguments, 1)
         compact, clocks = self.runner.tick(self.caches, self.arguments)
         if (kind, compact) not in self.callables:
-            how = (self.other_sizes, self.known_padding, compact)
-            self.callables[kind, compact] = self.runner.bind_fast_step(self.caches, self.arguments, *how)
+            inputs = steps.StepInputs(self.caches, self.arguments, self.other_sizes, self.known_padding, compact)
+            self.callables[kind, compact] = self.runner.bind_fast_step(inputs)
         results = self.callables[kind, compact](self.arguments, clocks)
         self.state.choose(results[self.logits_index])
 

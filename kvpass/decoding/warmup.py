@@ -51,7 +51,7 @@ def steps_until_compaction(policy: Policy, budget: int, clock: Clock) -> int:
 
 
 def visit_graphs(loop: Any, rows: int, prefixes: bool = False) -> None:
-    """Run every graph that a `DecodeLoop` needs, on synthetic prompts and requests, of which nothing stays.
+    """Run every graph that a `DecodeLoop` needs, on synthetic prompts and requests, and drop their caches.
 
     Args:
         loop: the loop.
@@ -65,7 +65,7 @@ def visit_graphs(loop: Any, rows: int, prefixes: bool = False) -> None:
     keeps_all = isinstance(budget, int) and not policy.evicts
     for length in prompt_lengths(budget, loop.prefill_chunk, policy.evicts):
         slots = budget if isinstance(budget, int) else length
-        steps = loop.every + 1 + steps_until_compaction(policy, slots, policy.clock((), length, slots))
+        steps = loop.read_interval + 1 + steps_until_compaction(policy, slots, policy.clock((), length, slots))
         steps = max(STEPS, min(steps, budget - length - 4 * TURN)) if keeps_all else steps
         if loop.requests is None:
             for padded in (False, True) if rows > 1 and "attention_mask" in loop.caller.parameter_names else (False,):

@@ -40,7 +40,8 @@ def calibrate(model: torch.nn.Module, ids: Tensor, *, window: Positive = 1024) -
 
     Args:
         model: a causal language model with the interface of transformers and rotary embeddings, uncompiled.
-        ids: int64 [T], the token ids of the text, of at least one window; what is left after the last is not read.
+        ids: int64 [T], the token ids of the text, of at least one window; those after the last whole one are not
+            read.
         window: the tokens that are run at once; statistics of long contexts need long windows.
 
     Raises:

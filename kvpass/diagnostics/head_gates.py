@@ -31,7 +31,8 @@ def measure_gates(
 
     Args:
         model: a causal language model with the interface of transformers, uncompiled.
-        ids: int64 [T], the token ids of a text, of at least half a window; what is left after the last is not read.
+        ids: int64 [T], the token ids of a text, of at least half a window; those after the last whole
+            one are not read.
         window: the tokens that are run at once: half as many of the text, twice.
         sinks, recent: the tokens that streaming heads keep.
 

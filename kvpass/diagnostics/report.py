@@ -79,7 +79,7 @@ def explain(
 
     Args:
         model: the model.
-        policy: the eviction policy, as of `kvpass.backend`.
+        policy: the eviction policy, see `kvpass.backend`.
         graphs: keep the programs: Dynamo's graph, its canonical form, and a step graph after every pass.
         timings: compile the graphs of the call, by Inductor unless `inner` is given, and report the compile times.
         settings: the other arguments of `kvpass.backend`, except `strict`.
@@ -92,11 +92,11 @@ def explain(
         PolicyError: an unknown policy or option, or an invalid value.
         BudgetError: a budget that the policy cannot work with.
     """
-    asked = backend(policy, **{"inner": "inductor" if timings else "eager", **settings})
+    requested = backend(policy, **{"inner": "inductor" if timings else "eager", **settings})
 
     def run(*args: Any, **kwargs: Any) -> ExplainReport:
         recorder = Recorder(keeps_programs=graphs)
-        chosen = dataclasses.replace(asked, strict=False, recorder=recorder)
+        chosen = dataclasses.replace(requested, strict=False, recorder=recorder)
         error, spent = None, list[Timings]()
         # A step writes to its cache, and the user's must not change.
         args = tuple(_copy_cache(arg) for arg in args)
@@ -136,7 +136,7 @@ class LayerReport:
         nbytes: bytes in use, metadata included.
         full_nbytes: bytes that a cache of all tokens would use.
         notes: further facts.
-        pinned: int64 [B, Hkv, m], those of `positions` that are pinned, sorted, -1 after the last.
+        pinned: int64 [B, Hkv, m], the pinned ones of `positions`, sorted, -1 after the last.
         capacities: for each class of KV heads with budgets of their own, the number of heads and of slots of each; ()
             for equal heads.
     """

@@ -96,8 +96,8 @@ def simulate(
         The cached tokens after each step, the output of the layer, and the final rows.
 
     Raises:
-        PolicyError: as of `kvpass.backend`, or a setting together with a backend, which has its own.
-        BudgetError: as of `kvpass.backend`, or a budget below all tokens for a policy that keeps every token.
+        PolicyError: see `kvpass.backend`, or a setting together with a backend, which has its own.
+        BudgetError: see `kvpass.backend`, or a budget below all tokens for a policy that keeps every token.
         KVPassError: shapes that do not fit together.
     """
     settings = dict(budget=budget, positions=positions, kv_dtype=kv_dtype, **policy_options)

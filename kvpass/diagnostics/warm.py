@@ -51,7 +51,7 @@ def warm(
     Args:
         model: a model in eval mode, with a `generate` that takes `input_ids`, as transformers' models have, or a model
             for `kvpass.prefill`.
-        policy: the eviction policy, as of `kvpass.backend`.
+        policy: the eviction policy, see `kvpass.backend`.
         rows: the batch sizes to expect; two sizes above one stand for all of them, on a CPU.
         turns: whether several tokens will arrive on an existing cache: a second turn, or a prompt in chunks.
         prefill_chunk: the number of tokens in a chunk, if prompts will be fed by `kvpass.prefill`.

@@ -131,7 +131,7 @@ def eliminate_dead(graph: fx.Graph, among: set[fx.Node] | None = None) -> None:
 
 
 class _MappedRegions:
-    """The calls that begin and end the regions of torch.vmap in which a result is needed.
+    """The calls that begin and end the regions of torch.vmap that a result needs.
 
     No node uses the results of these calls, yet the calls inside a region fail without them.
     """

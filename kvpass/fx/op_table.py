@@ -166,20 +166,22 @@ def normalize_calls(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         name = known_name(node)
         names = _LEADING.get(name, ())
-        given = {{"self": "input"}.get(key, key): argument for key, argument in node.kwargs.items()}
+        arguments = {{"self": "input"}.get(key, key): argument for key, argument in node.kwargs.items()}
         if name == "where" and node.op == "call_method":
-            given |= dict(zip(("input", "condition", "other"), node.args, strict=False))  # others are keywords
+            arguments |= dict(zip(("input", "condition", "other"), node.args, strict=False))  # others are keywords
             with graph.inserting_before(node):
-                function = graph.call_function(torch.where, tuple(given[each] for each in names if each in given))
+                function = graph.call_function(
+                    torch.where, tuple(arguments[each] for each in names if each in arguments)
+                )
             function.meta = dict(node.meta)
             node.replace_all_uses_with(function)
             graph.erase_node(node)
-        elif given:
+        elif arguments:
             args = list(node.args)
-            while len(args) < len(names) and names[len(args)] in given:
-                args.append(given.pop(names[len(args)]))
+            while len(args) < len(names) and names[len(args)] in arguments:
+                args.append(arguments.pop(names[len(args)]))
             if len(args) > len(node.args):
-                node.args, node.kwargs = tuple(args), given
+                node.args, node.kwargs = tuple(args), arguments
 
 
 def named_arguments(node: fx.Node) -> dict[str, Any]:
@@ -187,10 +189,10 @@ def named_arguments(node: fx.Node) -> dict[str, Any]:
     names, defaults = _SIGNATURES.get(known_name(node), ()), dict[str, Any]()
     if fx_nodes.is_operator(node):
         names, defaults = fx_nodes.schema(node)
-    given = defaults | dict(zip(names, node.args, strict=False)) | dict(node.kwargs)  # keywords follow
-    if "axis" in given:
-        given["dim"] = given.pop("axis")
-    return given
+    arguments = defaults | dict(zip(names, node.args, strict=False)) | dict(node.kwargs)  # keywords follow
+    if "axis" in arguments:
+        arguments["dim"] = arguments.pop("axis")
+    return arguments
 
 
 def holds_indices(dtype: torch.dtype) -> bool:
@@ -214,12 +216,12 @@ def is_pointwise(node: fx.Node) -> bool:
 
 
 def _drops_nothing(node: fx.Node) -> bool:
-    given = named_arguments(node)
-    return known_name(node) == "dropout" and not (given.get("p", 0.5) and given.get("training", True))
+    arguments = named_arguments(node)
+    return known_name(node) == "dropout" and not (arguments.get("p", 0.5) and arguments.get("training", True))
 
 
 def leaves(argument: Any) -> list[Any]:
-    """Return what is in an argument, or several, with tuples, dicts and slices flattened."""
+    """Return the values in one or several arguments, with tuples, dicts and slices flattened."""
     if isinstance(argument, (tuple, list)):
         return [leaf for part in argument for leaf in leaves(part)]
     if isinstance(argument, dict):

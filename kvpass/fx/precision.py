@@ -22,5 +22,5 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def upcast(x: Tensor) -> Tensor:
-    """Return a tensor in the dtype in which its sums are computed."""
+    """Convert a tensor to the dtype of its sums."""
     return x.to(accumulate_dtype(x.dtype))

@@ -94,12 +94,12 @@ def swaps_last_two(node: fx.Node) -> bool:
     """Check whether a node transposes its operand's last two dimensions, by whatever operator."""
     if not is_a(node, "moves") or _depends_on_content(node):
         return False
-    given = torch.empty(concrete_shape(value(node.args[0]).shape), device="meta")  # type: ignore[arg-type]
+    operand = torch.empty(concrete_shape(value(node.args[0]).shape), device="meta")  # type: ignore[arg-type]
     try:
-        result = run_on(node, {node.args[0]: given})  # type: ignore[dict-item]
+        result = run_on(node, {node.args[0]: operand})  # type: ignore[dict-item]
     except (RuntimeError, IndexError, ValueError, TypeError):
         return False
-    return isinstance(result, torch.Tensor) and given.ndim > 1 and _lies_like(result, given.transpose(-1, -2))
+    return isinstance(result, torch.Tensor) and operand.ndim > 1 and _lies_like(result, operand.transpose(-1, -2))
 
 
 def _lies_like(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -198,12 +198,12 @@ def _number_for(symbol: Any) -> int:
     return 3 + int(digits) % 5
 
 
-def run_on(node: fx.Node, given: dict[fx.Node, Any]) -> Any:
-    """Run a node's operation on the given operands, with `concrete_shape` sizes."""
+def run_on(node: fx.Node, operands: dict[fx.Node, Any]) -> Any:
+    """Run a node's operation on other operands, with `concrete_shape` sizes."""
 
     def replace(argument: fx.Node) -> Any:
-        if argument in given:
-            return given[argument]
+        if argument in operands:
+            return operands[argument]
         if is_size(argument):
             return _number(argument)
         if known_name(node) in _LIKE:
@@ -225,14 +225,14 @@ def lookup(node: fx.Node) -> tuple[fx.Node, dict[int, Any]] | None:
 
     An index may be a node, or for `getitem` any part of the subscript.
     """
-    name, given = known_name(node), named_arguments(node)
+    name, arguments = known_name(node), named_arguments(node)
     if name == "getitem" and is_tensor(node.args[0]) and _depends_on_content(node):
         return node.args[0], dict(_subscripts(subscript(node), value(node.args[0]).ndim))
-    if is_a(node, "looks_up") and isinstance(given.get("dim"), int):
-        index = given["indices" if name == "take_along_dim" else "index"]
-        return given["input"], {given["dim"] % value(given["input"]).ndim: index}
-    if name == "embedding" and is_tensor(given.get("weight")):
-        return given["weight"], {0: given["input"]}
+    if is_a(node, "looks_up") and isinstance(arguments.get("dim"), int):
+        index = arguments["indices" if name == "take_along_dim" else "index"]
+        return arguments["input"], {arguments["dim"] % value(arguments["input"]).ndim: index}
+    if name == "embedding" and is_tensor(arguments.get("weight")):
+        return arguments["weight"], {0: arguments["input"]}
     return None
 
 

@@ -42,7 +42,7 @@ def text(size: Any, renamed: Mapping[Any, Any]) -> str:
 def token_dim(shape: Sequence[Any], queries: Any) -> int:
     """Return the dimension of positions that counts the new tokens: the last of their number, or else the last.
 
-    The first of several dimensions counts rows, of which there may be as many.
+    The first of several dimensions counts rows, whose number may equal that of the new tokens.
     """
     found = [d for d, size in enumerate(shape) if expr(size) == expr(queries) and (d or len(shape) == 1)]
     return found[-1] if found else len(shape) - 1

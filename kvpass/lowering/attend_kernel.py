@@ -211,9 +211,9 @@ def split(
     first = which.to(tl.int64) * R + r
     if HALVED:
         e = tl.arange(0, HALF)
-        asked = here[:, None] & (e < D // 2)[None, :]
-        q = tl.load(query + first[:, None] * D + e[None, :], mask=asked, other=0.0)
-        q_high = tl.load(query + first[:, None] * D + D // 2 + e[None, :], mask=asked, other=0.0)
+        loaded = here[:, None] & (e < D // 2)[None, :]
+        q = tl.load(query + first[:, None] * D + e[None, :], mask=loaded, other=0.0)
+        q_high = tl.load(query + first[:, None] * D + D // 2 + e[None, :], mask=loaded, other=0.0)
     else:
         q = tl.load(query + first[:, None] * D + d[None, :], mask=here[:, None] & (d < D)[None, :], other=0.0)
     keys = key + row * key_row + head * key_head

@@ -68,6 +68,21 @@ class StatisticsRequest:
         fields = json.loads(urllib.parse.unquote(text))
         return StatisticsRequest(**{**fields, "names": tuple(fields["names"])})
 
+    def for_policy(self, policy: Policy, budget: Budget | None, sharding: HeadSharding | None) -> StatisticsRequest:
+        """Return the request with the window or the scan of a policy, whose statistics it names.
+
+        Args:
+            budget: a number of slots or a share; None if each row has its own.
+            sharding: the sharding of the layer's heads.
+        """
+        request = self
+        if not policy.statistics.isdisjoint((*LAST_QUERY_STATISTICS, *OLDER)):
+            request = dataclasses.replace(request, window=policy.observation)
+        if "scan" in policy.statistics:
+            text = sharding.to_text() if sharding else None
+            request = dataclasses.replace(request, scan=to_json(policy), budget=budget, sharding=text)
+        return request
+
     @property
     def powers(self) -> int:
         """The number of sums over all queries: 2 with the squares, 1 with the total alone, else 0."""
@@ -132,10 +147,10 @@ def _(
     if parsed.scan is not None:
         shared = policies.from_json(parsed.scan).heads == "shared"
         shapes["scan"] = (batch, 1 if shared else parsed.heads, keys)
-    made = [query.new_empty(shapes[name], dtype=torch.float32) for name in parsed.names]
+    results = [query.new_empty(shapes[name], dtype=torch.float32) for name in parsed.names]
     if value is None:
-        return made
-    return [attend_with_lse(query, key, value, mask, parsed.causal, parsed.scale)[0], *made]
+        return results
+    return [attend_with_lse(query, key, value, mask, parsed.causal, parsed.scale)[0], *results]
 
 
 def _statistics(
@@ -152,17 +167,17 @@ def _statistics(
         sums: those of `SUMS` that it names, [B, Hkv, G, S].
         log_sum_exp: that of the rows, [B, Hq, q], if it is known.
     """
-    made = dict(zip(SUMS, sums, strict=False))  # fewer without the squares
+    results = dict(zip(SUMS, sums, strict=False))  # fewer without the squares
     if not {*LAST_QUERY_STATISTICS}.isdisjoint(request.names):
-        made |= zip(LAST_QUERY_STATISTICS, late_statistics(attention, valid, request.window), strict=True)
+        results |= zip(LAST_QUERY_STATISTICS, late_statistics(attention, valid, request.window), strict=True)
     if "older" in request.names:
-        made["older"] = votes_for_older(attention, valid, request.window)
-    made = {name: regrouped(x, request.heads) for name, x in made.items()}
+        results["older"] = votes_for_older(attention, valid, request.window)
+    results = {name: regrouped(x, request.heads) for name, x in results.items()}
     if "older_peak" in request.names:
-        made["older_peak"] = votes_for_older(attention, valid, request.window, request.heads)
+        results["older_peak"] = votes_for_older(attention, valid, request.window, request.heads)
     if request.scan is not None:
-        made["scan"] = _scanned(attention, request, valid, row_budgets, log_sum_exp)
-    return [made[name] for name in request.names]
+        results["scan"] = _scanned(attention, request, valid, row_budgets, log_sum_exp)
+    return [results[name] for name in request.names]
 
 
 def _scanned(
@@ -181,11 +196,11 @@ def _scanned(
         return regrouped(highest_rows(attention, valid, policy.observation, smoothed), request.heads).amax(2)
     assert isinstance(policy, Scanning)
     slots = _slots(policy, request.budget, row_budgets, valid)
-    made = []
+    results = []
     for row, blocks in enumerate(attention_rows.probabilities(attention, log_sum_exp)):
         grouped = (regrouped(probs, request.heads).float() for probs in blocks)
-        made.append(policy.scan(grouped, valid[row : row + 1], before, slots[row], sharding))
-    return torch.cat(made)
+        results.append(policy.scan(grouped, valid[row : row + 1], before, slots[row], sharding))
+    return torch.cat(results)
 
 
 def _slots(policy: policies.Policy, budget: int | float | None, row_budgets: Tensor | None, valid: Tensor) -> list[int]:
@@ -204,31 +219,6 @@ def regrouped(x: Tensor, heads: int) -> Tensor:
 def names(policy: Policy) -> tuple[Statistic, ...]:
     """Return the statistics that a policy reads, in the order of the operator's results."""
     return tuple(sorted(policy.statistics))
-
-
-def requested(
-    policy: Policy,
-    causal: bool,
-    scale: float,
-    cap: float | None,
-    heads: int,
-    budget: Budget | None,
-    sharding: HeadSharding | None,
-) -> str:
-    """Return the text of the `StatisticsRequest` of a policy.
-
-    Args:
-        causal, scale, cap, heads: as of `StatisticsRequest`.
-        budget: a number of slots or a share; None if each row has its own.
-        sharding: the sharding of the layer's heads.
-    """
-    request = StatisticsRequest(names(policy), causal, scale, cap, heads)
-    if not policy.statistics.isdisjoint((*LAST_QUERY_STATISTICS, *OLDER)):
-        request = dataclasses.replace(request, window=policy.observation)
-    if "scan" in policy.statistics:
-        text = sharding.to_text() if sharding else None
-        request = dataclasses.replace(request, scan=to_json(policy), budget=budget, sharding=text)
-    return request.text()
 
 
 def fuses_attention(policy: Policy, query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -255,9 +245,9 @@ class StatisticsSpec:
     """The operands of the statistics of a prompt or chunk.
 
     Attributes:
-        query: [B, Hq, q, D]; key: [B, Ha, N, D], as attended to; the last q of N are those of the queries.
+        query: [B, Hq, q, D]; key: [B, Ha, N, D], as attended to; the queries are the last q of the N tokens.
         mask: [B or 1, Hq, Ha or 1, q, N], boolean or additive, or None; sink_logit: [B or 1, Hq, q or 1, 1] or None.
-        causal, scale, cap, heads: as of `StatisticsRequest`.
+        causal, scale, cap, heads: see `StatisticsRequest`.
         sharding: where the other heads of the layer are.
     """
 
@@ -284,8 +274,8 @@ class StatisticsSpec:
         """Compute the statistics of the queries' attention; the arguments are those of `statistics`."""
         if not policy.statistics:
             return Attention()
-        made = statistics(policy, self, valid, budget)
-        return as_attention(policy, made, valid, self.sharding)
+        results = statistics(policy, self, valid, budget)
+        return as_attention(policy, results, valid, self.sharding)
 
 
 def statistics(
@@ -302,12 +292,12 @@ def statistics(
         The output [B, Hq, q, Dv] of attention if there are values, then the `names` of the policy.
     """
     by_row = budget if isinstance(budget, Tensor) and "scan" in policy.statistics else None
-    common = spec.causal, spec.scale, spec.cap, spec.heads
-    request = requested(policy, *common, None if isinstance(budget, Tensor) else budget, spec.sharding)
-    made: list[Tensor] = attention_statistics(
-        spec.query, spec.key, value, spec.mask, spec.sink_logit, valid, by_row, request
+    request = StatisticsRequest(names(policy), spec.causal, spec.scale, spec.cap, spec.heads)
+    request = request.for_policy(policy, None if isinstance(budget, Tensor) else budget, spec.sharding)
+    results: list[Tensor] = attention_statistics(
+        spec.query, spec.key, value, spec.mask, spec.sink_logit, valid, by_row, request.text()
     )
-    return made
+    return results
 
 
 def as_attention(

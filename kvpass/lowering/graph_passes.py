@@ -9,9 +9,9 @@ reads the table, and if several threads share the loop, the exception cannot lea
 `materialize_sums` writes the residual stream of a decode step to memory once per layer.  The compiler would otherwise
 add up the terms of several layers wherever the stream is read, and so make another kernel for every layer.
 
-`digest` covers the sources of lowering and the graph's constants, of which the outermost of Inductor's caches reads
-shape and dtype only.  The policy is not a part: its work is operators of the graph, so segments in which policies agree
-compile once for all policies.
+`digest` covers the sources of lowering and the values of the graph's constants; the outermost of Inductor's caches
+reads only their shape and dtype.  The policy is not a part: its work is operators of the graph, so segments in which
+policies agree compile once for all policies.
 """
 
 from __future__ import annotations

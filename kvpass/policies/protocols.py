@@ -26,7 +26,7 @@ class Scanning(Protocol):
                 block has all keys.
             valid: bool [B, q], false for padding.
             held: how many of the columns are slots.
-            sharding: as of `Attention`.
+            sharding: see `Attention`.
         """
 
 

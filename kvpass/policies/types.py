@@ -64,7 +64,7 @@ class Tokens:
         budget: tokens to keep between steps: a number, or int64 [B, H', 1] if rows or layers have different budgets.
         held: how many of the N entries are slots; the others are the new tokens of a prompt (held = 0) or chunk.
         rank: int64 [B, H', N], the index among the live tokens by position, if it is maintained.
-        sharding: as of `Attention`.
+        sharding: see `Attention`.
     """
 
     position: Tensor

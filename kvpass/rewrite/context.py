@@ -22,7 +22,7 @@ from kvpass.torch_private import dynamo
 
 @dataclasses.dataclass
 class PassRecord:
-    """What a pass did to one graph.
+    """The record of a pass over one graph.
 
     Attributes:
         matched: the nodes that it rewrote or inserted.
@@ -58,7 +58,7 @@ class PolicyWeights:
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-    """What the graph computes from the cache's length: the result of `put_length_on_device`.
+    """The values that the graph computes from the cache's length: the result of `put_length_on_device`.
 
     Attributes:
         nodes: nodes computed from `length`, each with its expression.
@@ -118,9 +118,9 @@ class StepContext(StepGraph):
 
     Attributes:
         inputs: inputs besides slots and Dynamo's arguments.
-        records: what the passes did.
+        records: of the passes that have run.
 
-    The result of one pass each, which has no value before that pass:
+    Each of the others is set by one pass, and cannot be read before it:
         weights, lengths, rotations, attention, outputs: see their classes.
         write_indices: of `copy_write_indices`, for each layer a copy of the index of the slot that it writes to; empty
             if none is needed.

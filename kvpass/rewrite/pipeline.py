@@ -40,7 +40,7 @@ class StepRewrite:
         weights: the policy's own tensors, on the device of the slots.
         inputs: indices of Dynamo's arguments that the graph still takes.
         loose_inputs: those of `inputs` whose strides may change from call to call.
-        columns: indices of Dynamo's arguments of which the graph takes the new tokens' columns.
+        columns: indices of Dynamo's arguments; the graph takes the new tokens' columns of each.
         queries: q; it and `lengths` may be dynamic sizes, see `with_numbers`.
         entries: inputs with an entry for each slot's token.
         outputs: for each output of the original graph, its index in the rewritten one; None for a cache.

@@ -20,6 +20,7 @@ from kvpass.fx import op_table, shapes, walk
 from kvpass.fx.shapes import expr
 from kvpass.fx.walk import value
 from kvpass.lowering import attention_statistics
+from kvpass.lowering.attention_statistics import StatisticsRequest
 from kvpass.policies.base import Policy
 from kvpass.policies.types import Statistic
 from kvpass.rewrite import renumber
@@ -248,11 +249,13 @@ def prompt_scores(
     heads = 1 if site.computed else int(value(site.grown_key).shape[1])
     values = moved[op_table.named_arguments(site.call)["value"]] if fused else None
     tensors = query, moved[site.attended_key], values, mask, sink_logit
-    request = attention_statistics.requested(policy, site.causal, site.scale, site.cap, heads, budget, site.sharding)
-    results = graph.call_function(STATISTICS, (*tensors, present, None, request))
+    names = attention_statistics.names(policy)
+    request = StatisticsRequest(names, site.causal, site.scale, site.cap, heads)
+    request = request.for_policy(policy, budget, site.sharding)
+    results = graph.call_function(STATISTICS, (*tensors, present, None, request.text()))
     if fused:
         _replace(site, moved, _item(graph, results, 0))
-    return {name: _item(graph, results, i) for i, name in enumerate(attention_statistics.names(policy), int(fused))}
+    return {name: _item(graph, results, i) for i, name in enumerate(names, int(fused))}
 
 
 def _fuses_attention(site: AttentionSite, policy: Policy) -> bool:

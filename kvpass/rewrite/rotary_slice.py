@@ -150,7 +150,7 @@ class RotarySlice:
         )
 
     def _broadcast_dims(self) -> list[list[int]] | None:
-        """Return for each result of `angles` the dimensions of which one row and query need one entry, or None."""
+        """Return the dimensions of each result of `angles` that one row and query need one entry of, or None."""
         generator = torch.Generator().manual_seed(0)
         angle_values, (keys, *rest) = (
             [_random(spec, generator) for spec in specs] for specs in (self.angle_inputs, self.rotate_inputs)

@@ -62,10 +62,10 @@ class PositionCheck:
             UnsupportedGraph: the ids of a row do not increase by one, or ids from the caller begin above 0.
         """
         first = None
-        for ids, given in zip(self._ids(arguments, valid), self._are_arguments, strict=True):
+        for ids, is_argument in zip(self._ids(arguments, valid), self._are_arguments, strict=True):
             offsets = _offsets(ids, valid)
             first = torch.where(valid.any(-1), offsets.gather(-1, valid.long().argmax(-1, keepdim=True))[:, 0], 0)
-            if not bool(_is_constant(offsets, valid, torch.zeros_like(first) if given else first)):
+            if not bool(_is_constant(offsets, valid, torch.zeros_like(first) if is_argument else first)):
                 raise UnsupportedGraph(self.refusal)
         return first
 
@@ -78,8 +78,8 @@ class PositionCheck:
             seen: the number of earlier real tokens, int64 [B].
         """
         fits = torch.ones((), dtype=torch.bool, device=valid.device)
-        for ids, given in zip(self._ids(arguments, valid), self._are_arguments, strict=True):
-            begin = torch.zeros_like(seen) if given else first
+        for ids, is_argument in zip(self._ids(arguments, valid), self._are_arguments, strict=True):
+            begin = torch.zeros_like(seen) if is_argument else first
             if begin is not None:
                 fits = fits & _is_constant(_offsets(ids, valid), valid, begin + seen)
         return fits

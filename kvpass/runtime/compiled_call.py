@@ -81,24 +81,25 @@ class CompiledCall:
             return self._recompile()(*arguments, **named)
         if torch.compiler.is_compiling():  # Dynamo traces the model as a part of a larger graph
             return self.call(*arguments, **named)
-        why = dynamo.reason_uncompiled()
-        if why is not None and self.strict:
+        reason = dynamo.reason_uncompiled()
+        if reason is not None and self.strict:
             raise UnsupportedGraph(
-                f"{why}, so the model would run uncompiled and its cache would grow: leave it out, or pass strict=False"
+                f"{reason}, so the model would run uncompiled and its cache would grow: leave it out, or pass "
+                "strict=False"
             )
-        if why is not None and self.model is not None:  # a frame that torch skips once is never compiled again
+        if reason is not None and self.model is not None:  # a frame that torch skips once is never compiled again
             return dynamo.uncompiled_call(self.model)(*arguments, **named)
-        for given in (*arguments, *named.values()):
-            _check_kind(getattr(given, "self_attention_cache", given))
+        for value in (*arguments, *named.values()):
+            _check_kind(getattr(value, "self_attention_cache", value))
         arguments = tuple(as_contiguous_tokens(value) for value in arguments)
         named = {
             name: as_contiguous_tokens(value)
             for name, value in cache_names.rename_cache(named, self.parameter_names).items()
         }
-        given = (*arguments, *named.values())
-        cache = next((value for value in given if _has_handles(value)), None)
-        before = _ordinary_caches(given) if self.strict else []
-        with _length_context(cache, given), _counter_context(cache), _running():
+        values = (*arguments, *named.values())
+        cache = next((value for value in values if _has_handles(value)), None)
+        before = _ordinary_caches(values) if self.strict else []
+        with _length_context(cache, values), _counter_context(cache), _running():
             result = self.regions.run(self.call, arguments, named)
         if self.strict and (_have_grown(before) or returns_growing_cache(result)):
             raise UnsupportedGraph(UNCOMPILED)
@@ -125,8 +126,9 @@ class WatchedCall:
             compiles it.
     """
 
-    def __init__(self, model: torch.nn.Module, whole: str, around: torch.nn.Module | None = None) -> None:
-        self.model, self.model_name, self.compiled_model = model, whole, None if around is None else weakref.ref(around)
+    def __init__(self, model: torch.nn.Module, model_name: str, compiled_model: torch.nn.Module | None = None) -> None:
+        self.model, self.model_name = model, model_name
+        self.compiled_model = None if compiled_model is None else weakref.ref(compiled_model)
         dynamo.never_compile_alone(WatchedCall.__call__)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
@@ -149,8 +151,8 @@ class WatchedCall:
         return result
 
     def _is_compiled_by_others(self) -> bool:
-        around = None if self.compiled_model is None else self.compiled_model()
-        return around is not None and not isinstance(dynamo.compiled_call(around), CompiledCall)
+        model = None if self.compiled_model is None else self.compiled_model()
+        return model is not None and not isinstance(dynamo.compiled_call(model), CompiledCall)
 
     def for_copies(self) -> WatchedCall:
         """Return the caller for a copy of the module."""
@@ -180,14 +182,14 @@ def _refuse_batches(*_: Any, **__: Any) -> Any:
 def _compile_module(model: torch.nn.Module, backend: Any, strict: bool, regions: LayerRegions) -> CompiledCall:
     """Compile one module in place and return its caller; `regions` are those of the model's layers."""
     model.compile(backend=backend)
-    guarded = CompiledCall(dynamo.compiled_call(model), strict, model, backend, regions)
-    _install_caller(model, guarded)
+    caller = CompiledCall(dynamo.compiled_call(model), strict, model, backend, regions)
+    _install_caller(model, caller)
     for name in ("generate_batch", "init_continuous_batching"):
         if strict and hasattr(type(model), name):
             model.__dict__[name] = _refuse_batches
         elif model.__dict__.get(name) is _refuse_batches:
             del model.__dict__[name]
-    return guarded
+    return caller
 
 
 def _unwatch(model: torch.nn.Module) -> None:
@@ -230,7 +232,7 @@ def _running() -> Iterator[None]:
         _RUNNING.reset(token)
 
 
-def _length_context(cache: Any, given: tuple[Any, ...]) -> contextlib.AbstractContextManager[Any]:
+def _length_context(cache: Any, arguments: tuple[Any, ...]) -> contextlib.AbstractContextManager[Any]:
     """Return a context that traces a call after a prompt of one token for any cache length.
 
     Encoder-decoders have prompts of one token.  The new tokens [B, 1] keep a static length of 1, because models branch
@@ -239,7 +241,9 @@ def _length_context(cache: Any, given: tuple[Any, ...]) -> contextlib.AbstractCo
     first = next(iter(_key_tensors(cache)), None)
     if not isinstance(first, Handle) or first.shape[2] != 1:
         return contextlib.nullcontext()
-    for tokens in (value for value in given if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == 1):
+    for tokens in (
+        value for value in arguments if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == 1
+    ):
         tensors.mark_static_dimension(tokens, 1)
     return dynamo.tracing_one_as_symbol()
 
@@ -298,17 +302,17 @@ def as_contiguous_tokens(argument: Any) -> Any:
     return argument.clone(memory_format=torch.contiguous_format)
 
 
-def returns_growing_cache(made: Any) -> bool:
+def returns_growing_cache(output: Any) -> bool:
     """Return whether a model's output has a cache with keys [B, H, S, D] that are not handles of kvpass."""
-    return any(ordinary_tokens(cache) > 0 for cache in _caches(made))
+    return any(ordinary_tokens(cache) > 0 for cache in _caches(output))
 
 
-def _caches(made: Any) -> Iterator[Any]:
+def _caches(output: Any) -> Iterator[Any]:
     """Yield the caches in a model's output: entries with a cache's name, cache objects, and key-value pairs."""
-    if isinstance(made, (tuple, list)):
-        named = [("", value) for value in made]
+    if isinstance(output, (tuple, list)):
+        named = [("", value) for value in output]
     else:
-        named = list(made.items() if isinstance(made, Mapping) else getattr(made, "__dict__", {}).items())
+        named = list(output.items() if isinstance(output, Mapping) else getattr(output, "__dict__", {}).items())
     for name, value in named:
         pairs = isinstance(value, (tuple, list)) and bool(value) and isinstance(value[0], (tuple, list))
         if pairs or name in (cache_names.OLD, cache_names.NEW) or _is_cache_object(value):
@@ -322,9 +326,9 @@ def _is_cache_object(value: Any) -> bool:
     )
 
 
-def _ordinary_caches(given: tuple[Any, ...]) -> list[tuple[Any, int]]:
+def _ordinary_caches(arguments: tuple[Any, ...]) -> list[tuple[Any, int]]:
     """Return the cache objects among arguments that hold no handles, each with its number of stored tokens."""
-    objects = [value for value in given if _is_cache_object(value)]
+    objects = [value for value in arguments if _is_cache_object(value)]
     return [(value, ordinary_tokens(value)) for value in objects if not _has_handles(value)]
 
 

@@ -40,7 +40,7 @@ class Compiler:
 
     Attributes:
         policy: the eviction policy.
-        budget, positions, inner, mode, options, strict, validate, kv_dtype, crop: as of `kvpass.backend`, with
+        budget, positions, inner, mode, options, strict, validate, kv_dtype, crop: see `kvpass.backend`, with
             `options` as sorted pairs.
         recorder: collects facts for a report; None outside of `kvpass.explain`.
         plans: the first plan of each model's layers, for policies that keep to their first plan.

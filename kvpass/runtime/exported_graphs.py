@@ -1,8 +1,8 @@
-"""Runners of prompts and steps without graphs: what an artifact has of `PromptRunner` and `StepRunner`.
+"""Runners of prompts and steps on the code of an artifact: `PromptRunner` and `StepRunner` without their graphs.
 
 A runner reads its graph to find out what its arguments mean.  Here the answers come from a file, and the compiled code
-too.  What a graph's runner checks in each call, because anyone may call a model in any way, is settled for a
-`DecodeLoop`: its positions count real tokens, and its mask never changes for earlier ones.
+too.  Anyone may call a model in any way, so a graph's runner checks each call.  A `DecodeLoop` needs no such check: its
+positions count real tokens, and its mask never changes for earlier ones.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from kvpass.runtime.checks import PaddingTracker
 from kvpass.runtime.compiler import Compiler
 from kvpass.runtime.prompts import PromptGraph, PromptRunner, policies_by_layer
 from kvpass.runtime.recorder import announce
-from kvpass.runtime.sizes import OtherSizes, TokenCounters, guard_predicate
-from kvpass.runtime.steps import PreparedStep, StepExecutor, StepResult, StepRunner
+from kvpass.runtime.sizes import TokenCounters, guard_predicate
+from kvpass.runtime.steps import PreparedStep, StepExecutor, StepInputs, StepResult, StepRunner
 from kvpass.torch_private import inductor
 
 MOST_TOKENS = 1 << 20
@@ -90,7 +90,7 @@ def longest_prompt(runner: PromptRunner, arguments: Sequence[Any], ids_index: in
 
 
 def _largest(holds: Callable[[int], bool], most: int) -> int:
-    """Return the largest number up to `most` for which, and for all smaller ones, a condition holds; -1 for none."""
+    """Return the largest number up to `most` such that a condition holds for it and all smaller ones; -1 for none."""
     return next((number - 1 for number in range(most + 1) if not holds(number)), most)
 
 
@@ -150,7 +150,7 @@ class ExportedStep(StepExecutor):
                 f"this prompt needs slots of {needed}, and the artifact was exported for {exported}: run it by a "
                 "DecodeLoop that is not loaded"
             )
-        result = self.advance(caches, arguments, (), frozenset())
+        result = self.advance(StepInputs(caches, arguments))
         self.padding.record_padding(caches, arguments, result.seen_before, queries)
         announce(result)
         return result
@@ -158,15 +158,8 @@ class ExportedStep(StepExecutor):
     def holds_after(self, result: StepResult) -> Callable[[int], bool]:
         return lambda more: result.seen_before + more <= self.most_seen
 
-    def _prepare(
-        self,
-        caches: list[LayerCache],
-        arguments: tuple[Any, ...],
-        other_sizes: OtherSizes,
-        known_padding: frozenset[int],
-        compact: bool,
-    ) -> PreparedStep:
-        variant, queries, seen = self.variants_by_compact.get(compact), self.sizes.queries(arguments), caches[0].seen
+    def _prepare(self, inputs: StepInputs) -> PreparedStep:
+        variant, seen = self.variants_by_compact.get(inputs.compact), inputs.caches[0].seen
         if variant is None or seen > self.most_seen:
             reason = (
                 "with a compaction" if variant is None else f"behind {seen} tokens instead of {self.most_seen} at most"
@@ -174,19 +167,19 @@ class ExportedStep(StepExecutor):
             raise ArtifactError(
                 f"the artifact has no code for a step {reason}: run the conversation by a DecodeLoop that is not loaded"
             )
-        rewrite, run = dataclasses.replace(variant[0], queries=queries), variant[1]
-        flat = rewrite.flat_arguments([cache.slots for cache in caches], arguments, [], seen)
+        rewrite, run = dataclasses.replace(variant[0], queries=self.sizes.queries(inputs.arguments)), variant[1]
+        flat = rewrite.flat_arguments([cache.slots for cache in inputs.caches], inputs.arguments, [], seen)
         return PreparedStep(rewrite, [], flat, run)
 
 
 def _rewrite_of(entry: Mapping[str, Any]) -> StepRewrite:
-    """Return a rewrite without its graph, of whose outputs a loop needs only those of the chunk."""
+    """Return a rewrite without its graph; a loop needs only its outputs for the chunk."""
     fields: dict[str, Any] = {name: entry[name] for name in ("inputs", "columns", "chunks", "valid")}
     return StepRewrite(gm=None, loose_inputs=set(entry["loose_inputs"]), queries=1, **fields)
 
 
 def variant_entry(rewrite: StepRewrite) -> dict[str, Any]:
-    """Return what an artifact's manifest has about a rewritten step graph.
+    """Return the entry of a rewritten step graph in an artifact's manifest.
 
     Raises:
         UnsupportedGraph: the step needs more than compiled code.
@@ -217,7 +210,7 @@ def check_layouts(caches: Sequence[LayerCache]) -> None:
 
 
 def step_entry(runner: StepRunner, result: StepResult, ids_index: int) -> dict[str, Any]:
-    """Return what an artifact's manifest has about a step graph that has run.
+    """Return the entry of a step graph that has run in an artifact's manifest.
 
     Args:
         ids_index: the index of the token ids among its arguments.
@@ -238,7 +231,9 @@ def chunk_length_range(runner: StepRunner, result: StepResult, ids_index: int) -
     places = {symbol: at == (ids_index, 1) for symbol, at in runner.sizes.sources.items()}
     new = {symbol for symbol, counts in places.items() if counts}
     all_tokens = {
-        symbol for symbol, size in zip(runner.sizes.other_sources, result.other_sizes, strict=True) if size is None
+        symbol
+        for symbol, size in zip(runner.sizes.other_sources, result.inputs.other_sizes, strict=True)
+        if size is None
     }
     now = (
         shapes.measure_symbols(graph, result.arguments)
@@ -266,7 +261,7 @@ def layout_entries(caches: list[LayerCache]) -> list[dict[str, Any]]:
 
 
 def _describe_difference(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> str:
-    """Describe the fields of the first entry that the other has not."""
+    """Describe the fields of the first entry that differ in the other."""
     first, second = one[0], other[0]
     return ", ".join(f"{name} {value}" for name, value in first.items() if second.get(name) != value) or "several kinds"
 

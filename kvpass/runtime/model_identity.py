@@ -125,7 +125,7 @@ class PlansByModel:
 def belongs_to_other_layer(weights: Weights, here: Sequence[Tensor], known: TensorSet) -> bool:
     """Return whether a cache made with `weights` belongs to another known layer than the layer with tensors `here`.
 
-    A layer of which no tensor is known may be the same layer, as of a copy of the model that ran the prompt alone.
+    A layer without a known tensor may be the same layer: a copy of the model may have run only the prompt.
     """
     result = [tensor for tensor in (weight() for weight in weights) if tensor is not None]
     if not result or not here or any(one is other for one in result for other in here):

@@ -1,4 +1,4 @@
-"""Store what a prompt leaves of each layer: plan the layers' budgets, and admit the prompt to their caches."""
+"""Store the tokens of a prompt: plan the layers' budgets, and admit the prompt to their caches."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ class AdmittedPrompt:
 
     Attributes:
         backend: the backend that ran it.
-        sites: the attention calls on caches, or what an artifact has of them.
+        sites: the attention calls on caches.
         ranked: whether keys are stored before their rotary embedding.
         notes, angles: see `LayerCache`.
-        layers: what the prompt left of each layer; the list is emptied as they are stored, unless the cache can be
+        layers: the results of the prompt in each layer; the list is emptied as they are stored, unless the cache can be
             cropped.
         model: the objects that identify the model, see `model_identity.PlansByModel`.
         weights: for each layer, weak references to the tensors that project its keys.

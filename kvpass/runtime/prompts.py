@@ -152,7 +152,7 @@ class PromptRunner:
     """Runner of a prompt graph, which computes the model's own attention and then admits the prompt to slots.
 
     Attributes:
-        graph: what is known of the graph.
+        graph: the facts about the graph.
         inner: the compiled graph.
         inputs: the inputs of the canonical graph, by which sizes are measured; None for code of an artifact.
         positions: the check of position ids, if keys are stored before their rotary embedding.

@@ -99,7 +99,7 @@ class StepSizes(TokenCounters):
         sources: the sizes that the graph is specialised for, such as the rows.
         other_sources: the sizes of other inputs, some of which follow the cache, as the length of a padding mask does.
         counters: the symbols that are arguments but no tensor's size, with their argument indices.
-        rewritten_readings: readings of `others` for which the graph has been rewritten.
+        rewritten_readings: readings of `other_sources` for which the graph has been rewritten.
     """
 
     def __init__(self, gm: fx.GraphModule, sites: list[AttentionSite]) -> None:
@@ -132,7 +132,7 @@ class StepSizes(TokenCounters):
         return CallSizes(numbers, tuple(Counter.of(arguments[i], seen, new) for i in self.counters.values()), windows)
 
     def readings(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> list[OtherSizes]:
-        """Return the possible readings of `others` in a call; one if a graph has been rewritten for it.
+        """Return the possible readings of `other_sources` in a call; one if a graph has been rewritten for it.
 
         A size that follows the cache equals the tokens seen, but another size, such as the length of an encoder's
         input, may equal them by chance.  Readings in which more sizes follow the cache come first.
@@ -206,7 +206,7 @@ class StepSizes(TokenCounters):
 
 
 def _free_sizes(gm: fx.GraphModule, sites: list[AttentionSite]) -> tuple[SizeSources, SizeSources]:
-    """Return `StepSizes.sources` and `others`; the sizes of the past keys and values are in neither."""
+    """Return `StepSizes.sources` and `other_sources`; the sizes of the past keys and values are in neither."""
     known: SizeSources = {}
     for index, node in enumerate(walk.placeholders(gm.graph)):
         for dim, size in enumerate(walk.value(node).shape if walk.is_tensor(node) else ()):

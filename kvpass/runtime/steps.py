@@ -42,6 +42,25 @@ from kvpass.torch_private import dynamo, inductor, regions, symbolic_shapes, ten
 from kvpass.torch_private.tensors import UnwrappedSubclasses
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepInputs:
+    """The inputs of one run of a step graph.
+
+    Attributes:
+        caches: the caches of the layers, with capacity for the new tokens.
+        arguments: Dynamo's arguments.
+        other_sizes: the sizes of other inputs, see `StepSizes.readings`.
+        known_padding: argument indices, see `PaddingTracker.unchanged_inputs`.
+        compact: whether the step compacts the slots.
+    """
+
+    caches: list[LayerCache]
+    arguments: tuple[Any, ...]
+    other_sizes: OtherSizes = ()
+    known_padding: frozenset[int] = frozenset()
+    compact: bool = False
+
+
 class PreparedStep(NamedTuple):
     """A step that is ready to run.
 
@@ -77,19 +96,9 @@ class StepExecutor:
         self.backend, self.sizes, self.padding = backend, sizes, padding
         self.sites: Sequence[Any] = sites
 
-    def advance(
-        self,
-        caches: list[LayerCache],
-        arguments: tuple[Any, ...],
-        other_sizes: OtherSizes,
-        known_padding: frozenset[int],
-    ) -> StepResult:
-        """Run the new tokens in Dynamo's arguments, and update the caches.
-
-        Args:
-            other_sizes: sizes of other inputs, see `StepSizes.readings`.
-            known_padding: argument indices, see `PaddingTracker.unchanged_inputs`.
-        """
+    def advance(self, inputs: StepInputs) -> StepResult:
+        """Run the new tokens in Dynamo's arguments, and update the caches; the policies say whether to compact."""
+        caches, arguments = inputs.caches, inputs.arguments
         queries = self.sizes.queries(arguments)
         for cache in caches:
             grow_for(cache, queries)
@@ -98,10 +107,10 @@ class StepExecutor:
         for layer, cache in enumerate(caches):
             kv_store.prepare(cache, functools.partial(self.padding.valid_tokens, layer, cache, arguments, queries))
         clocks: Sequence[tuple[Any, ...]] = [cache.clocks for cache in caches]
-        compact = False
         if queries == 1:
             compact, clocks = self.tick(caches, arguments)
-        step = self._prepare(caches, arguments, other_sizes, known_padding, compact)
+            inputs = dataclasses.replace(inputs, compact=compact)
+        step = self._prepare(inputs)
         for cache in caches:
             cache.interrupted = True
         if queries == 1:
@@ -118,16 +127,12 @@ class StepExecutor:
         record_calls(caches, calls, taken)
         return StepResult(
             runner=self,
-            caches=caches,
-            arguments=arguments,
-            other_sizes=other_sizes,
-            known_padding=known_padding,
+            inputs=inputs,
             results=results,
             host_inputs=step.host_inputs,
             kind=kind,
             rewrite=step.rewrite,
             seen_before=before,
-            compact=compact,
         )
 
     def _caches_with_pins(self, caches: list[LayerCache]) -> list[tuple[LayerCache, Pins]]:
@@ -140,21 +145,16 @@ class StepExecutor:
         return tick(caches, self.padding.valid_rows(caches, arguments))
 
     def bind_fast_step(
-        self,
-        caches: list[LayerCache],
-        arguments: tuple[Any, ...],
-        other_sizes: OtherSizes,
-        known_padding: frozenset[int],
-        compact: bool,
+        self, inputs: StepInputs
     ) -> Callable[[tuple[Any, ...], Sequence[tuple[Any, ...]]], Sequence[Any]]:
         """Return a callable that does what `advance` does for one token while the caches keep their slots.
 
         It is a `FastStep` for slots; for the eager reference it calls `advance`.
         """
         if self.backend.kv_store.is_reference:  # the reference needs the preparation that `FastStep` skips
-            return lambda arguments, _: self.advance(caches, arguments, other_sizes, known_padding).results
-        step = self._prepare(caches, arguments, other_sizes, known_padding, compact)
-        return FastStep(caches, step.rewrite, step.run)
+            return lambda arguments, _: self.advance(dataclasses.replace(inputs, arguments=arguments)).results
+        step = self._prepare(inputs)
+        return FastStep(inputs.caches, step.rewrite, step.run)
 
     def arguments_after(self, caches: list[LayerCache], arguments: tuple[Any, ...], by: int) -> tuple[Any, ...]:
         """Return the arguments of the step before as if `by` more tokens had been seen before it."""
@@ -164,15 +164,8 @@ class StepExecutor:
         """Return a predicate that tells whether the code serves a number of tokens after a step that ran."""
         raise NotImplementedError
 
-    def _prepare(
-        self,
-        caches: list[LayerCache],
-        arguments: tuple[Any, ...],
-        other_sizes: OtherSizes,
-        known_padding: frozenset[int],
-        compact: bool,
-    ) -> PreparedStep:
-        """Return the code and the arguments of a step on caches that have capacity for the new tokens."""
+    def _prepare(self, inputs: StepInputs) -> PreparedStep:
+        """Return the code and the arguments of a step."""
         raise NotImplementedError
 
 
@@ -235,7 +228,7 @@ class StepRunner(StepExecutor):
         self.verifier.check_angles(
             first, arguments, lambda: self.sizes.resolve(self.sizes.call_sizes(caches, arguments), others)
         )
-        result = self.advance(caches, arguments, others, known)
+        result = self.advance(StepInputs(caches, arguments, others, known))
         self.padding.record_padding(caches, arguments, result.seen_before, queries)
         announce(result)
         return self._dynamo_outputs(result)
@@ -250,20 +243,14 @@ class StepRunner(StepExecutor):
 
     def holds_after(self, result: StepResult) -> Callable[[int], bool]:
         """Return a predicate that tells whether this graph's guards hold a number of tokens after a step that ran."""
-        return self.sizes.holds_after(result.other_sizes, result.arguments, result.seen_before)
+        return self.sizes.holds_after(result.inputs.other_sizes, result.arguments, result.seen_before)
 
     # -- variants ---------------------------------------------------------------------------------------------------
 
-    def _prepare(
-        self,
-        caches: list[LayerCache],
-        arguments: tuple[Any, ...],
-        other_sizes: OtherSizes,
-        known_padding: frozenset[int],
-        compact: bool,
-    ) -> PreparedStep:
+    def _prepare(self, inputs: StepInputs) -> PreparedStep:
+        caches, arguments = inputs.caches, inputs.arguments
         key = ShapeKey.of(caches, self.sizes.numbers(arguments))
-        variant = self._find_variant(caches, arguments, key, other_sizes, known_padding, compact)
+        variant = self._find_variant(inputs, key)
         rewrite = variant.rewrite_for(key)
         host_inputs = rewrite.host_precomputed(arguments)
         flat = rewrite.flat_arguments([cache.slots for cache in caches], arguments, host_inputs, caches[0].seen)
@@ -271,24 +258,15 @@ class StepRunner(StepExecutor):
         if variant.serves(key):
             return PreparedStep(rewrite, host_inputs, flat, run)
         # Compiling has added guards that this call does not meet.
-        return self._prepare(caches, arguments, other_sizes, known_padding, compact)
+        return self._prepare(inputs)
 
-    def _find_variant(
-        self,
-        caches: list[LayerCache],
-        arguments: tuple[Any, ...],
-        key: ShapeKey,
-        other_sizes: OtherSizes,
-        known_padding: frozenset[int],
-        compact: bool,
-    ) -> CompiledVariant:
-        """Return a variant of the graph for caches that have capacity for the new tokens."""
+    def _find_variant(self, inputs: StepInputs, key: ShapeKey) -> CompiledVariant:
+        """Return a variant of the graph for inputs with this key."""
+        caches, arguments, other_sizes = inputs.caches, inputs.arguments, inputs.other_sizes
         sizes = self.sizes.call_sizes(caches, arguments)
-        how, tied = (
-            (sizes.counters, sizes.windows, known_padding, compact),
-            self.sizes.tie_sizes(other_sizes, sizes.numbers),
-        )
-        call = (*how, other_sizes, sizes.numbers, tuple((cache.layout, cache.slots.capacity) for cache in caches))
+        kind = (sizes.counters, sizes.windows, inputs.known_padding, inputs.compact)
+        tied = self.sizes.tie_sizes(other_sizes, sizes.numbers)
+        call = (*kind, other_sizes, sizes.numbers, tuple((cache.layout, cache.slots.capacity) for cache in caches))
         variant = self.variants.find(call, key)
         if variant is not None:
             return variant
@@ -307,8 +285,8 @@ class StepRunner(StepExecutor):
                 sizes=self.sizes.resolve(sizes, tied if dynamic else other_sizes, dynamic),
                 seen=caches[0].seen,
                 windows=sizes.windows,
-                padding_inputs=self.padding.as_padding_inputs(known_padding),
-                compact=compact,
+                padding_inputs=self.padding.as_padding_inputs(inputs.known_padding),
+                compact=inputs.compact,
                 dynamic_dims=layouts,
             )
             return self._rewrite(step)
@@ -316,7 +294,7 @@ class StepRunner(StepExecutor):
         has_dynamic_sizes = self.backend.has_dynamic_sizes(caches[0].layout.device)
         headroom = tuple((key.shared_layout(x.layout), x.slots.capacity - x.layout.capacity) for x in caches)
         with dynamo.compile_lock():
-            shared = (*how, tied, headroom) if has_dynamic_sizes else None
+            shared = (*kind, tied, headroom) if has_dynamic_sizes else None
             variant = self.variants.make(call, shared, key, self.sizes.queries(arguments) == 1, rewrite_for)
             self.sizes.rewritten_readings.add(other_sizes)
         return variant
@@ -335,7 +313,7 @@ class StepRunner(StepExecutor):
         for reading in readings:
             try:
                 key = ShapeKey.of(caches, self.sizes.numbers(arguments))
-                self._find_variant(caches, arguments, key, reading, known_padding, compact)
+                self._find_variant(StepInputs(caches, arguments, reading, known_padding, compact), key)
             except UnsupportedGraph as refusal:
                 refusals.append(refusal)
             else:
@@ -385,25 +363,26 @@ class StepResult:
 
     Attributes:
         runner: the runner of the graph.
-        caches: the caches of the layers.
-        arguments: Dynamo's arguments.
-        other_sizes, known_padding: as of `StepRunner.advance`.
+        inputs: the inputs of the run.
         results: the results of the rewritten graph.
         host_inputs: the results of `StepRewrite.host_precomputed`.
         kind: a key that is equal for two decode steps with the same code and the same buffers.
         rewrite: the rewrite of the graph.
         seen_before: the tokens seen before the run.
-        compact: whether the step has compacted the slots.
     """
 
     runner: StepExecutor
-    caches: list[LayerCache]
-    arguments: tuple[Any, ...]
-    other_sizes: tuple[int | None, ...]
-    known_padding: frozenset[int]
+    inputs: StepInputs
     results: Sequence[Any]
     host_inputs: list[Any]
     kind: StepKind
     rewrite: StepRewrite
     seen_before: int
-    compact: bool
+
+    @property
+    def caches(self) -> list[LayerCache]:
+        return self.inputs.caches
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return self.inputs.arguments

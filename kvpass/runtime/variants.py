@@ -236,7 +236,7 @@ class VariantCache:
         """Return a variant for a call, from an existing one with dynamic sizes or from a new rewrite.
 
         Args:
-            call: as of `find`.
+            call: see `find`.
             shared: the key of what the variant depends on besides its shape key; None for static sizes only.
             decodes: whether the call has a single new token.
         """

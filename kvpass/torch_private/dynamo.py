@@ -74,7 +74,7 @@ def as_new_input(node: fx.Node, example: Tensor, *, in_place: bool) -> None:
 def release_source_lines() -> None:
     """Drop the lines of source files that Dynamo has read for stack traces: 10 MiB for a model of transformers.
 
-    Whoever needs a line reads its file again.  Code without a file, as of a notebook, stays.
+    Whoever needs a line reads its file again.  Code without a file, such as that of a notebook, stays.
     """
     for name, entry in linecache.cache.copy().items():  # collected graphs remove their code from it at any allocation
         if len(entry) == 4 and os.path.isfile(entry[3]):

@@ -63,7 +63,7 @@ def all_reduce(x: Tensor, how: str, group: str) -> Tensor:
 
 @contextlib.contextmanager
 def preserving_autocast() -> Iterator[None]:
-    """Return a context after which autocast is as it was before, whatever was entered inside and not exited."""
+    """Return a context that restores autocast at its end, even if the code inside entered it and did not exit."""
     kinds = [kind for kind in ("cpu", "cuda") if torch.amp.is_autocast_available(kind)]
     before = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
     depth = _autocast_depth()

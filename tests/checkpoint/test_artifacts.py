@@ -27,7 +27,7 @@ torch.set_num_threads(int(threads))
 model, _ = checkpoint.load(dtype)
 turns = [torch.tensor(ids) for ids in json.load(sys.stdin)]
 began, made = time.perf_counter(), []
-loop = kvpass.load(path, model, digest=digest, every=1)
+loop = kvpass.load(path, model, digest=digest, read_interval=1)
 loop.prompt(turns[0])
 loop.generate(2)
 seconds = time.perf_counter() - began

@@ -74,7 +74,7 @@ def chunked(subject: Subject, settings: dict[str, Any]) -> list[Answer]:
 
 def decode_loop(subject: Subject, settings: dict[str, Any]) -> list[Answer]:
     """`DecodeLoop`, with a further prompt."""
-    loop = kvpass.DecodeLoop(subject.plain, **settings, every=4)
+    loop = kvpass.DecodeLoop(subject.plain, **settings, read_interval=4)
     ids, more = medium(subject), torch.tensor([conversations.chat(subject.tokenizer, conversations.SHORT)])
     loop.prompt(ids)
     first = Answer(ids, loop.generate(NEW))
@@ -85,7 +85,7 @@ def decode_loop(subject: Subject, settings: dict[str, Any]) -> list[Answer]:
 
 def requests(subject: Subject, settings: dict[str, Any]) -> list[Answer]:
     """Three requests for two rows."""
-    loop = kvpass.DecodeLoop(subject.plain, **settings, rows=2, every=4)
+    loop = kvpass.DecodeLoop(subject.plain, **settings, rows=2, read_interval=4)
     prompts = [short(subject), medium(subject), conversations.of_length(subject.tokenizer, 90)]
     done = loop.generate_batch(prompts, max_new_tokens=NEW).values()
     assert [output.error for output in done] == [None] * len(prompts)

@@ -103,7 +103,7 @@ def test_another_process_decodes_with_equal_tokens_and_no_compiler(
 def test_it_goes_on_with_saved_caches_samples_and_branches(
     model: Any, exported: tuple[Path, str], tmp_path: Path
 ) -> None:
-    how: dict[str, Any] = dict(temperature=1.0, top_k=20, seed=3, every=4)
+    how: dict[str, Any] = dict(temperature=1.0, top_k=20, seed=3, read_interval=4)
     ours, theirs = kvpass.load(exported[0], model, **how), compiled(model, **H2O, **how)
     ids, _ = prompt(1, 11, ())
     for each in (ours, theirs):
@@ -122,7 +122,7 @@ def test_it_goes_on_with_saved_caches_samples_and_branches(
 
 def test_weights_that_are_replaced_are_followed(exported: tuple[Path, str]) -> None:
     model, ids = build("Llama", layers=LAYERS), prompt(1, 11, ())[0]
-    loop = kvpass.load(exported[0], model, every=2)
+    loop = kvpass.load(exported[0], model, read_interval=2)
     loop.prompt(ids)
     loop.generate(4)
     model.lm_head.weight = torch.nn.Parameter(torch.zeros_like(model.lm_head.weight))

@@ -169,7 +169,7 @@ def test_a_loop_goes_on_with_equal_tokens(tmp_path: Path) -> None:
     """Sampled tokens, rows that have stopped, tokens that the loop is ahead, and a further prompt."""
     ids, mask = prompt(3, 14, (3, 1, 0))
     model, path = build("Llama", layers=1), tmp_path / "loop.safetensors"
-    how: dict[str, Any] = dict(policy="h2o", budget=8, inner="eager", temperature=1.0, every=4)
+    how: dict[str, Any] = dict(policy="h2o", budget=8, inner="eager", temperature=1.0, read_interval=4)
     loop = kvpass.DecodeLoop(model, **how, stop=[7, 9, 11, 40, 41])
     loop.prompt(ids, mask, pin=[(0, 2)])
     first = [next(loop.stream(99)) for _ in range(6)]

@@ -48,7 +48,7 @@ def loop_on(model: Any, **given: Any) -> kvpass.DecodeLoop:
 def test_equal_to_generate_until_something_is_evicted(architecture: str, padding: tuple[int, ...]) -> None:
     forget()
     model, (ids, mask) = build(architecture, layers=1), prompt(3, 9, padding)
-    loop = loop_on(model, every=5)
+    loop = loop_on(model, read_interval=5)
     loop.prompt(ids, mask)
     assert torch.equal(loop.generate(12), greedy(model, ids, mask, 12, eos_token_id=-1))
     assert (graphs(), breaks()) == (2, 0)
@@ -80,7 +80,7 @@ def test_equal_to_generate_with_every_policy(name: str) -> None:
 
 def test_a_full_cache_grows() -> None:
     model, (ids, mask) = llama(), prompt(1, 9, ())
-    loop = kvpass.DecodeLoop(model, "full", inner="eager", every=64)
+    loop = kvpass.DecodeLoop(model, "full", inner="eager", read_interval=64)
     loop.prompt(ids, mask)
     assert torch.equal(loop.generate(300), greedy(model, ids, mask, 300, eos_token_id=-1))
     assert kvpass.inspect(loop).layers[0].seen == 9 + 299
@@ -99,7 +99,7 @@ def test_a_loop_that_keeps_every_token_warms_up_within_its_budget() -> None:
 def test_compiled_by_inductor() -> None:
     forget()
     model, (ids, mask) = llama(), prompt(2, 9, (2, 0))
-    loop = loop_on(model, policy="h2o", inner="inductor", every=4)
+    loop = loop_on(model, policy="h2o", inner="inductor", read_interval=4)
     loop.prompt(ids, mask)
     with torch.compiler.set_stance("default"):
         first = loop.generate(3)
@@ -111,7 +111,7 @@ def test_compiled_by_inductor() -> None:
 
 def test_continuing_is_as_if_it_had_not_stopped() -> None:
     model, (ids, mask) = llama(), prompt(3, 9, (3, 1, 0))
-    whole, parts = loop_on(model, policy="h2o", budget=8), loop_on(model, policy="h2o", budget=8, every=3)
+    whole, parts = loop_on(model, policy="h2o", budget=8), loop_on(model, policy="h2o", budget=8, read_interval=3)
     whole.prompt(ids, mask)
     parts.prompt(ids, mask)
     expected = whole.generate(15)
@@ -133,7 +133,7 @@ def test_stop_tokens(every: int) -> None:
     model, (ids, mask) = llama(), prompt(3, 9, (3, 1, 0))
     free = greedy(model, ids, mask, 20, eos_token_id=-1)
     stop = [int(free[0, 6]), int(free[1, 2])]
-    loop = loop_on(model, every=every, stop=stop, pad=0)
+    loop = loop_on(model, read_interval=every, stop=stop, pad=0)
     loop.prompt(ids, mask)
     got = loop.generate(20)
     expected = stopped(free, stop)
@@ -149,7 +149,7 @@ def test_what_comes_after_a_stop_is_in_no_cache() -> None:
     free = greedy(model, ids, mask, 20, eos_token_id=-1)
     stop = [int(free[0, 3])]
     said = stopped(free[:, :8], stop)
-    loop = loop_on(model, every=8, stop=stop)
+    loop = loop_on(model, read_interval=8, stop=stop)
     loop.prompt(ids, mask)
     loop.generate(8)
     loop.prompt(more, more_mask)
@@ -163,7 +163,7 @@ def test_what_comes_after_a_stop_is_in_no_cache() -> None:
 
 def test_a_stream_hands_out_as_it_goes() -> None:
     model, (ids, mask) = llama(), prompt(2, 9, ())
-    loop = loop_on(model, every=4)
+    loop = loop_on(model, read_interval=4)
     loop.prompt(ids, mask)
     stream = loop.stream(10)
     first = [next(stream) for _ in range(4)]
@@ -176,7 +176,7 @@ def test_a_stream_that_is_left_early_loses_nothing() -> None:
     model, (ids, mask) = llama(), prompt(2, 9, ())
     expected = greedy(model, ids, mask, 16, eos_token_id=-1)
     for taken in ((1, 2, 5), (4, 4), (3, 1, 1, 9)):
-        loop, got = loop_on(model, every=4), []
+        loop, got = loop_on(model, read_interval=4), []
         loop.prompt(ids, mask)
         for count in taken:
             got += list(itertools.islice(loop.stream(16), count))
@@ -192,7 +192,7 @@ def test_a_row_that_has_stopped_stays_within_the_positions_of_the_model() -> Non
             weight.normal_(0, 0.3, generator=torch.Generator().manual_seed(number))
     model.transformer.wpe = torch.nn.Embedding.from_pretrained(model.transformer.wpe.weight[:12].clone())
     free = greedy(model, ids[:1], mask[:1], 4, eos_token_id=-1)[0]
-    loop = loop_on(model, every=8, stop=[int(free[3])])
+    loop = loop_on(model, read_interval=8, stop=[int(free[3])])
     loop.prompt(ids, mask)
     assert loop.generate(9)[0, :4].tolist() == free.tolist()
 
@@ -265,7 +265,7 @@ def test_refusals() -> None:
         loop_on(model, mode="reduce-overhead")
     with pytest.raises(kvpass.PolicyError, match="options"):
         loop_on(model, options={"triton.cudagraphs": True})
-    for wrong in (dict(every=0), dict(temperature=-1.0), dict(top_k=0), dict(top_p=0.0)):
+    for wrong in (dict(read_interval=0), dict(temperature=-1.0), dict(top_k=0), dict(top_p=0.0)):
         with pytest.raises(kvpass.PolicyError, match=next(iter(wrong))):
             loop_on(model, **wrong)
     loop = loop_on(model)
@@ -411,7 +411,7 @@ def test_what_is_replaced_in_the_model_is_used(what: str) -> None:
     """
     forget()
     ours, theirs, (ids, _) = build("Llama", layers=1), build("Llama", layers=1), prompt(1, 6, ())
-    loop = loop_on(ours, every=4)
+    loop = loop_on(ours, read_interval=4)
     loop.prompt(ids)
     made, expected = [int(tokens) for tokens in loop.stream(8)], []
     REPLACED[what](ours.model.layers[0])

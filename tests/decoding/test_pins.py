@@ -268,7 +268,7 @@ def test_requests_with_pins_are_as_alone(small: Any) -> None:
         {}, {"pin": [(0, 33)], "on_top": True},
     ]  # fmt: skip
     how: dict[str, Any] = dict(policy="h2o", budget=BUDGET, inner="eager", prefill_chunk=8)
-    loop = kvpass.DecodeLoop(small, **how, rows=3, every=4)
+    loop = kvpass.DecodeLoop(small, **how, rows=3, read_interval=4)
     names = [loop.add(x, max_new_tokens=14, **pin) for x, pin in zip(ids, pins, strict=True)]
     done = {output.request_id: output for output in loop if output.is_finished()}
     assert all(done[name].finish_reason == "length" for name in names)

@@ -70,7 +70,7 @@ def test_requests_behind_a_document_are_as_alone(model: Any, loop: kvpass.Decode
         kvpass.load_cache(tmp_path / "document", model),
         read(loop, ids_of(21), pin=[(0, 5)], on_top=True),
     ]
-    serving = kvpass.DecodeLoop(model, **HOW, prefill_chunk=8, rows=3, every=4)
+    serving = kvpass.DecodeLoop(model, **HOW, prefill_chunk=8, rows=3, read_interval=4)
     asked = [(documents[i % 3], ids_of(tokens)) for i, tokens in enumerate((4, 6, 2, 17, 1, 9))]
     names = [serving.add(ids[0], max_new_tokens=9, prefix=prefix) for prefix, ids in asked]
     done = {output.request_id: output for output in serving if output.is_finished()}
@@ -125,7 +125,7 @@ def test_a_kept_request_goes_on_as_a_conversation(given: dict[str, Any], model: 
     """Its turns are those of a loop of one conversation, whatever else is in the batch; one comes from a file."""
     pytest.importorskip("safetensors")
     how = {**HOW, **given, "prefill_chunk": 8}
-    single, serving = kvpass.DecodeLoop(model, **how), kvpass.DecodeLoop(model, **how, rows=3, every=4)
+    single, serving = kvpass.DecodeLoop(model, **how), kvpass.DecodeLoop(model, **how, rows=3, read_interval=4)
     cache, tail = None, list[int]()
     for tokens in (30, 5, 9):
         single.prompt(ids_of(tokens))
@@ -144,7 +144,7 @@ def test_a_kept_request_goes_on_as_a_conversation(given: dict[str, Any], model: 
 
 
 def test_a_request_that_is_cancelled_keeps_what_it_has_seen(model: Any) -> None:
-    serving = kvpass.DecodeLoop(model, **HOW, rows=2, every=4)
+    serving = kvpass.DecodeLoop(model, **HOW, rows=2, read_interval=4)
     name = serving.add(ids_of(9)[0], max_new_tokens=40, keep=True)
     for _ in range(3):
         made = serving.step()

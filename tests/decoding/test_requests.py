@@ -27,7 +27,7 @@ def prompts(lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
 
 
 def serving_loop(model: Any = None, **given: Any) -> kvpass.DecodeLoop:
-    settings = {"policy": "h2o", "budget": 8, "inner": "eager", "rows": 3, "every": 4, **given}
+    settings = {"policy": "h2o", "budget": 8, "inner": "eager", "rows": 3, "read_interval": 4, **given}
     return kvpass.DecodeLoop(build("Llama", layers=1) if model is None else model, **settings)
 
 
@@ -54,7 +54,7 @@ def ended(loop: kvpass.DecodeLoop, seen: Sequence[GenerationOutput] = ()) -> dic
 def each_is_as_alone(name: str, lengths: tuple[int, ...] = LENGTHS, **more: Any) -> None:
     given = {**settings(name, "Llama", 8), "inner": "eager", "prefill_chunk": 8, **more}
     model = build("Llama", layers=2 if name in OF_ONE_MODEL else 1)
-    loop = kvpass.DecodeLoop(model, **given, rows=3, every=4)
+    loop = kvpass.DecodeLoop(model, **given, rows=3, read_interval=4)
     names = [loop.add(ids, max_new_tokens=most) for ids, most in zip(prompts(lengths), MOST, strict=False)]
     done = ended(loop)
     single = kvpass.DecodeLoop(model, **given)

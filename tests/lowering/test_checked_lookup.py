@@ -74,7 +74,7 @@ config = transformers.GPT2Config(vocab_size=64, n_positions=48, n_embd=256, n_la
 model = transformers.GPT2LMHeadModel(config).eval()
 ids = torch.randint(0, 64, (rows, 40))
 if where == "position":
-    loop = kvpass.DecodeLoop(model, "h2o", budget=16, inner=inner, every=1)
+    loop = kvpass.DecodeLoop(model, "h2o", budget=16, inner=inner, read_interval=1)
     loop.prompt(ids)
     run = lambda: loop.generate(20)
 else:

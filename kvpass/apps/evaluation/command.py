@@ -19,44 +19,46 @@ from kvpass.apps.evaluation.speed import Speed
 from kvpass.apps.evaluation.stream import StreamMeasure
 
 MADE: dict[str, Callable[[argparse.Namespace], Measure]] = {
-    "perplexity": lambda given: Perplexity(given.tokens, given.rows),
-    "stream": lambda given: StreamMeasure(given.tokens, given.restart),
-    "agreement": lambda given: AgreementMeasure(given.documents, given.tokens, given.rows, seed=given.seed),
-    "passkey": lambda given: Passkey(tuple(given.length), tuple(given.depth), given.trials, given.rows, given.seed),
-    "needle": lambda given: Needle(tuple(given.length), tuple(given.depth), given.trials, given.rows, given.seed),
-    "ruler": lambda given: RulerMeasure(
-        tuple(given.task), tuple(given.length), given.trials, given.question == "after", given.seed
+    "perplexity": lambda parsed: Perplexity(parsed.tokens, parsed.rows),
+    "stream": lambda parsed: StreamMeasure(parsed.tokens, parsed.restart),
+    "agreement": lambda parsed: AgreementMeasure(parsed.documents, parsed.tokens, parsed.rows, seed=parsed.seed),
+    "passkey": lambda parsed: Passkey(
+        tuple(parsed.length), tuple(parsed.depth), parsed.trials, parsed.rows, parsed.seed
     ),
-    "recall": lambda given: RecallMeasure(tuple(given.distance), given.trials, given.seed),
-    "speed": lambda given: Speed(max(given.length), given.rows),
+    "needle": lambda parsed: Needle(tuple(parsed.length), tuple(parsed.depth), parsed.trials, parsed.rows, parsed.seed),
+    "ruler": lambda parsed: RulerMeasure(
+        tuple(parsed.task), tuple(parsed.length), parsed.trials, parsed.question == "after", parsed.seed
+    ),
+    "recall": lambda parsed: RecallMeasure(tuple(parsed.distance), parsed.trials, parsed.seed),
+    "speed": lambda parsed: Speed(max(parsed.length), parsed.rows),
 }
 """Constructors of the measures from the arguments; `kvpass.apps.cli.MEASURES` has the names."""
 
 
-def main(given: argparse.Namespace) -> None:
+def main(parsed: argparse.Namespace) -> None:
     """Measure what the arguments name.
 
     Raises:
         KVPassError: see `kvpass.apps.evaluation.run.main`.
     """
-    if given.threads:
-        torch.set_num_threads(given.threads)
-    run.main(settings(given))
+    if parsed.threads:
+        torch.set_num_threads(parsed.threads)
+    run.main(settings(parsed))
 
 
-def settings(given: argparse.Namespace) -> EvaluationSettings:
+def settings(parsed: argparse.Namespace) -> EvaluationSettings:
     return EvaluationSettings(
-        measures=tuple(MADE[name](given) for name in dict.fromkeys(given.measure)),
-        policies=tuple(dict.fromkeys(given.policy)),
-        budgets=tuple(dict.fromkeys(given.bytes or given.budget)),
-        of_bytes=given.bytes is not None,
-        prefill=given.prefill,
-        chunk=given.chunk,
-        model=given.model,
-        device=given.device,
-        dtype=given.dtype,
-        texts=tuple(given.text),
-        kv_dtype=given.kv_dtype,
-        inner=given.inner,
-        out=given.out,
+        measures=tuple(MADE[name](parsed) for name in dict.fromkeys(parsed.measure)),
+        policies=tuple(dict.fromkeys(parsed.policy)),
+        budgets=tuple(dict.fromkeys(parsed.bytes or parsed.budget)),
+        of_bytes=parsed.bytes is not None,
+        prefill=parsed.prefill,
+        chunk=parsed.chunk,
+        model=parsed.model,
+        device=parsed.device,
+        dtype=parsed.dtype,
+        texts=tuple(parsed.text),
+        kv_dtype=parsed.kv_dtype,
+        inner=parsed.inner,
+        out=parsed.out,
     )

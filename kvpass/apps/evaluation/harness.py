@@ -100,7 +100,7 @@ class BoundedLM(HFLM):  # type: ignore[misc]
             positions=positions,
             prefill_chunk=prefill_chunk,
             inner=inner,
-            every=8,
+            read_interval=8,
         )
         self._chunk, self._scoring = prefill_chunk, scoring
         self._loops: dict[tuple[Any, ...], DecodeLoop] = {}

@@ -189,10 +189,10 @@ def agreement(
     Args:
         caller: the model under a policy.
         full: of the same model; it is fed in the same pieces.
-        chunk, feed, tick: as of `score`.
+        chunk, feed, tick: see `score`.
 
     Raises:
-        PolicyError: as of `score`.
+        PolicyError: see `score`.
     """
     found = []
     for (position, logits, _), expected in zip(

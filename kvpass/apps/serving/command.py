@@ -71,7 +71,12 @@ def service_of(parsed: argparse.Namespace) -> Service:
     settings: dict[str, Any] = dict(budget=parsed.budget, kv_dtype=parsed.kv_dtype, inner=parsed.inner)
     subject = models.load(parsed.model, parsed.dtype, parsed.device)
     loop = DecodeLoop(
-        subject.model, policy, rows=parsed.rows, every=parsed.every, prefill_chunk=parsed.prefill_chunk, **settings
+        subject.model,
+        policy,
+        rows=parsed.rows,
+        read_interval=parsed.read_interval,
+        prefill_chunk=parsed.prefill_chunk,
+        **settings,
     )
     chosen = ServeSettings(
         api_keys=tuple(filter(None, [*parsed.api_key, os.environ.get(KEY)])),

@@ -255,7 +255,7 @@ def _writes(node: fx.Node) -> bool:
 
 
 def _memory(graph: fx.Graph) -> alias.Memory:
-    """Return the nodes that may share memory, of which schemas and recorded storage tell more than names."""
+    """Return the nodes that may share memory, by schemas and recorded storage, which tell more than names."""
 
     def aliased(node: fx.Node) -> list[fx.Node]:
         return [p for p in node.all_input_nodes if node.op.startswith("call_") and alias.may_alias(node, p)]

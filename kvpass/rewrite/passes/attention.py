@@ -171,7 +171,7 @@ _OWN_CAPACITY = sympy.Symbol("layers_capacity")
 
 
 def _signature(step: StepContext, node: fx.Node, symbols: dict[sympy.Symbol, sympy.Symbol]) -> str:
-    """Return as text what the code for a layer depends on in a node's value."""
+    """Return the properties of a node's value on which a layer's code depends, as text."""
     text = functools.partial(shapes.text, renamed=symbols)
     if walk.is_size(node):
         return text(step.sizes.fixed_size(node))

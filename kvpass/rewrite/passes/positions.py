@@ -55,7 +55,7 @@ def put_length_on_device(step: StepContext) -> PassRecord:
 
 
 class _LengthArithmetic:
-    """Rewrite what a step graph computes from the length.
+    """Rewrite the values that a step graph computes from the length.
 
     Attributes:
         computed: the new nodes that depend on the length, each with its expression.

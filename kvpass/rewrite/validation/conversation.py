@@ -76,7 +76,7 @@ class StepCase:
 
     @functools.cached_property
     def most_keys(self) -> float:
-        """The most keys of which sparse indices select all; on slots a sparse index hides no key."""
+        """The most keys that sparse indices select without leaving one out; on slots a sparse index hides no key."""
         masks = dict.fromkeys(each.mask for site in self.sites for each in site.all)
         indices = [index.limit for mask in masks for index in keys.sparse_indices(mask)]
         return min((most for most in indices if most is not None), default=math.inf)

@@ -115,7 +115,7 @@ class Running:
 def serving(subject: Any = None, warm: bool = True, loop: Any = None, **settings: Any) -> Iterator[Running]:
     """A server of a model, which ends as after a signal."""
     subject = model() if subject is None else subject
-    loop = loop or OddLoop(subject, **HOW, rows=ROWS, every=4)
+    loop = loop or OddLoop(subject, **HOW, rows=ROWS, read_interval=4)
     loaded = models.LoadedModel(NAME, subject, tokenizer(), 512, False)
     service = Service(loaded, NAME, loop, ROWS, ServeSettings(**{"context": 512, **settings}))
     service.warms = warm

@@ -20,7 +20,7 @@ PROMPT = "def main(arguments):\n    parser ="
 @pytest.fixture(scope="module")
 def alone(fresh_dynamo: None) -> kvpass.DecodeLoop:
     """A loop with the same settings, which serves one request at a time."""
-    return kvpass.DecodeLoop(model(), **HOW, rows=ROWS, every=4)
+    return kvpass.DecodeLoop(model(), **HOW, rows=ROWS, read_interval=4)
 
 
 def events(response: Any) -> list[Any]:
@@ -283,7 +283,7 @@ def test_the_slots_of_rows_in_use_are_counted(running: Running) -> None:
 
 
 def test_a_failed_step_fails_its_requests_and_no_later_ones(fresh_dynamo: None) -> None:
-    loop = OddLoop(model(), **HOW, rows=ROWS, every=4)
+    loop = OddLoop(model(), **HOW, rows=ROWS, read_interval=4)
     with serving(warm=False, loop=loop) as running:
         loop.broken = True
         found = running.post("/v1/completions", prompt="a", max_tokens=2)
