@@ -181,7 +181,9 @@ class ScoredAttention:
             log_sum_exp: that of the rows, [B, Hq, q], if it is known.
         """
         if powers and self.by_loops:
-            return self._loops(log_sum_exp).column_sums(weight, powers)
+            return attention_tiles.tiled(
+                lambda: self._loops(log_sum_exp).column_sums(weight, powers), lambda: _sums(self, weight, powers)
+            )
         if not powers or not self.by_kernel:
             return _sums(self, weight, powers)
         from kvpass.lowering.column_kernel import column_sums  # needs triton, which not every machine has
@@ -197,15 +199,26 @@ class ScoredAttention:
         Args:
             log_sum_exp: as of `summed`.
         """
-        if not self.by_loops:
+        loops = attention_tiles.tiled(lambda: self._loops(log_sum_exp), lambda: None) if self.by_loops else None
+        if loops is None:
             for _, piece in self.pieces(whole_rows=True):
                 yield (probs for _, _, probs in _probs(piece, SCANNED, piece.keys_before))
             return
-        loops, (batch, heads, count, _) = self._loops(log_sum_exp), self.query.shape
+        batch, heads, count, _ = self.query.shape
         step = attention_tiles.QUERIES * max(1, SCANNED // max(1, heads * self.key.shape[2] * attention_tiles.QUERIES))
         spans = [slice(start, min(start + step, count)) for start in range(0, count, step)]
         for row in range(batch):
-            yield (loops.probabilities(row, span, self.keys_before(span).stop) for span in spans)
+            yield (self._row(loops, row, span) for span in spans)
+
+    def _row(self, loops: attention_tiles.AttentionRows, row: int, span: slice) -> Tensor:
+        """Return the probabilities of consecutive queries of a row, as of `rows`."""
+
+        def by_blocks() -> Tensor:
+            _, piece = next(itertools.islice(self.pieces(whole_rows=True), row, None))
+            [(_, some, logits)] = _blocks(piece, [span], piece.keys_before)
+            return some.probs(logits)
+
+        return attention_tiles.tiled(lambda: loops.probabilities(row, span, self.keys_before(span).stop), by_blocks)
 
     def _loops(self, log_sum_exp: Tensor | None) -> attention_tiles.AttentionRows:
         common = self.mask, self.causal, self.scale, self.cap, self.sink_logit
@@ -227,7 +240,10 @@ class ScoredAttention:
         few = query.shape[2] < attention_tiles.FEWEST_QUERIES
         if few or not attention_tiles.is_faster(query.dtype, query.shape[3]):
             return attend_with_lse(query, key, value, self.mask, self.causal, self.scale)
-        return attention_tiles.AttentionRows.of(query, key, self.mask, self.causal, self.scale).attend(value)
+        rows = attention_tiles.AttentionRows.of(query, key, self.mask, self.causal, self.scale)
+        return attention_tiles.tiled(
+            lambda: rows.attend(value), lambda: attend_with_lse(query, key, value, self.mask, self.causal, self.scale)
+        )
 
 
 def _among(x: Tensor, span: slice) -> Tensor:

@@ -11,7 +11,10 @@ import ctypes
 import dataclasses
 import functools
 import importlib.resources
+import logging
 import threading
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +27,22 @@ FEWEST_QUERIES = QUERIES // 2
 MESSAGE = 1024  # bytes of an error's text
 MASKS = {None: 0, torch.bool: 1, torch.float32: 2, torch.bfloat16: 3}
 NATIVE = (torch.bfloat16, torch.float32)
+
+log = logging.getLogger("kvpass.attention")
+R = TypeVar("R")
+
+
+class TilesError(RuntimeError):
+    """The source has failed: there is no memory, or the library refuses matrices of these sizes."""
+
+
+def tiled(compute: Callable[[], R], otherwise: Callable[[], R]) -> R:
+    """Return what `compute` makes of tiles, or after a `TilesError`, which is logged, what `otherwise` makes."""
+    try:
+        return compute()
+    except TilesError as error:
+        log.warning("attention in C++ failed, so that torch's operators compute it, which takes longer: %s", error)
+        return otherwise()
 
 
 class Problem(ctypes.Structure):
@@ -118,7 +137,7 @@ class AttentionRows:
         """Compute the totals of all rows, which `column_sums` and `probabilities` need.
 
         Raises:
-            RuntimeError: the library cannot multiply matrices of these sizes.
+            TilesError: the library cannot multiply matrices of these sizes, or there is no memory for the tiles.
         """
         self._run("prepare")
         return self
@@ -134,7 +153,7 @@ class AttentionRows:
             the logits, float32 [B, Hq, q]; zero and -infinity for a query that sees no key.
 
         Raises:
-            RuntimeError: the library cannot multiply matrices of these sizes.
+            TilesError: the library cannot multiply matrices of these sizes, or there is no memory for the tiles.
         """
         (batch, heads, groups, count, _), dim = self.shape, value.shape[3]
         value_rows = _dense_rows(value.to(self.dtype))
@@ -179,7 +198,7 @@ class AttentionRows:
         function = getattr(_library(self.dtype, self.mask), name)
         more = [ctypes.c_void_p(x) for x in arguments]  # a word each, as all of them are in the source
         if function(ctypes.byref(self.problem), message, ctypes.c_int64(MESSAGE), *more):
-            raise RuntimeError(message.value.decode(errors="replace"))
+            raise TilesError(message.value.decode(errors="replace"))
 
 
 def dtype_of_products(dtype: torch.dtype, dim: int) -> torch.dtype | None:
@@ -194,9 +213,12 @@ def _runs(dtype: torch.dtype) -> bool:
     """Check that the source compiles, and that the library multiplies this dtype correctly on this processor."""
     try:
         with tensors.real_tensors():  # a graph may be traced meanwhile
-            return _is_right(dtype)
-    except (RuntimeError, OSError):  # no compiler, another signature of the library's function, or another processor
-        return False
+            right, why = _is_right(dtype), "the results are wrong"
+    except (RuntimeError, OSError) as error:  # no compiler, another signature of the library's function, or processor
+        right, why = False, str(error)
+    if not right:
+        log.info("no attention in C++ with products in %s: %s", dtype, why)
+    return right
 
 
 def _is_right(dtype: torch.dtype) -> bool:

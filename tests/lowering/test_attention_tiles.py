@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.resources
 import subprocess
 import sys
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 import tests.strategies  # noqa: F401  loads the Hypothesis profile
 from kvpass.lowering import attention_rows as module
 from kvpass.lowering import attention_tiles
+from kvpass.torch_private import generated_code
 from kvpass.torch_private.fx_nodes import attend_with_lse
 
 pytestmark = pytest.mark.skipif(
@@ -267,14 +269,64 @@ def test_a_processor_without_the_products_has_the_blocks(monkeypatch):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 
 
-def test_wrong_products_are_not_used(monkeypatch):
+def test_wrong_products_are_not_used(monkeypatch, caplog):
     """Of a library that wants its operands in another layout."""
     attention_tiles._runs.cache_clear()
     monkeypatch.setattr(attention_tiles.AttentionRows, "column_sums", lambda *_: [torch.ones(1, 1, 1, 3)])
     try:
-        assert attention_tiles.dtype_of_products(torch.float32, 8) is None
+        with caplog.at_level("INFO", "kvpass.attention"):
+            assert attention_tiles.dtype_of_products(torch.float32, 8) is None
+        assert "no attention in C++ with products in torch.float32: the results are wrong" in caplog.text
     finally:
         attention_tiles._runs.cache_clear()
+
+
+FAILURES = {  # a line of the source, and what the test's build has in place of it
+    "no memory for the tiles of a thread": (
+        "products(QUERIES * KEYS) {}",
+        "products(QUERIES * KEYS) { if (++made == 2) throw std::bad_alloc(); }\n  static inline std::atomic<int> made;",
+    ),
+    "a product of the library in a thread": (
+        "product(dim, stride, from, keys, products.data());",
+        "if (block == 1) throw std::bad_alloc(); product(dim, stride, from, keys, products.data());",
+    ),
+    "the probabilities of a few queries": (
+        "if (tile != HIDDEN) tiles->multiply",
+        "if (first) throw std::bad_alloc();\n        if (tile != HIDDEN) tiles->multiply",
+    ),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_failure_in_a_parallel_section_leaves_the_work_to_torch(failure, dtype, monkeypatch, caplog):
+    """What fails in one thread ends neither the process nor the computation."""
+    drawn = torch.Generator().manual_seed(1)
+    query, key, value = (torch.randn(2, heads, 300, 16, generator=drawn).to(dtype) for heads in (4, 2, 2))
+    if attention_tiles.dtype_of_products(dtype, 16) != dtype:
+        pytest.skip("torch does not multiply in this dtype here")
+    attention, weight = module.ScoredAttention(query, key, None, True, 0.25, None, None), torch.ones(2, 300)
+    library = importlib.resources.files("kvpass.lowering").joinpath("attention_tiles.cpp").read_text()
+    before, after = FAILURES[failure]
+    assert library.count(before) == 1
+    macros = f"#define BFLOAT16_PRODUCTS {int(dtype == torch.bfloat16)}\n#define MASK 0\n#include <new>\n"
+    source = generated_code.MATRIX_PRODUCTS + macros + library.replace(before, after)
+
+    def everything() -> list[torch.Tensor]:
+        rows = [list(row) for row in attention.rows()]
+        return [*attention.summed(weight, 2), *attention.attend(value), *(part for row in rows for part in row)]
+
+    expected, threads = everything(), torch.get_num_threads()
+    monkeypatch.setattr(attention_tiles, "_library", lambda *_: generated_code.cpp_library(source))
+    torch.set_num_threads(2)
+    try:
+        made = everything()
+    finally:
+        torch.set_num_threads(threads)
+    near = dict(atol=1e-4, rtol=1e-3) if dtype == torch.float32 else dict(atol=2e-2, rtol=2e-2)
+    for one, other in zip(made, expected, strict=True):
+        torch.testing.assert_close(one, other, **near)
+    assert "torch's operators compute it, which takes longer: std::bad_alloc" in caplog.text
 
 
 def test_float64_and_odd_heads_have_the_products_that_exist():
