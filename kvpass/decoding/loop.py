@@ -138,14 +138,15 @@ class DecodeLoop:
         """Compile what the loop's settings need, before the first prompt or request comes.
 
         Synthetic prompts, shorter and longer than the budget, run through the loop: in chunks if the loop feeds prompts
-        so, with steps up to the policy's compaction and a further turn.  Nothing of them stays.
+        so, with steps up to the policy's compaction and a further turn.  Nothing of them stays.  They are shorter where
+        the policy evicts no token, or none of a prompt; what the budget does not hold is named in a warning.
 
         Args:
             rows: the number of rows in prompts; requests have the loop's own.
 
         Raises:
             UnsupportedGraph: the model cannot be rewritten.
-            BudgetError: the policy cannot work with the budget.
+            BudgetError: the budget holds no prompt at all.
         """
         visit_graphs(self, rows)
 

@@ -22,7 +22,8 @@ class Sampling:
 
     Attributes:
         temperature: divides the logits; 0 always takes the most likely token.
-        top_k: draw from the `top_k` most likely tokens only; None for all.
+        top_k: draw from the `top_k` most likely tokens only, and from those that are as likely as the last of these, as
+            in transformers; None for all.
         top_p: draw from the smallest set of most likely tokens with this share of the probability; None for all.
         seed: the seed of the generator.
     """
@@ -134,8 +135,8 @@ class RowSampling:
     def _apply_limits(self, logits: Tensor) -> Tensor:
         """Return the logits with minus infinity for tokens outside of each row's top_k and top_p; see `Sampling`."""
         ordered, order = logits.sort(-1, descending=True)
-        index = torch.arange(logits.shape[-1], device=logits.device)
-        ordered = ordered.masked_fill(index >= self.top_k[:, None], -torch.inf)
+        last = ordered.gather(-1, (self.top_k[:, None] - 1).clamp(0, logits.shape[-1] - 1))
+        ordered = ordered.masked_fill(ordered < last, -torch.inf)
         probs = torch.softmax(ordered, -1)
         ordered = ordered.masked_fill(probs.cumsum(-1) - probs >= self.top_p[:, None], -torch.inf)
         return torch.empty_like(logits).scatter(-1, order, ordered)

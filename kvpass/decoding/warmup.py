@@ -5,8 +5,12 @@ The token values do not matter, only the rows and lengths with which the model i
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import logging
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +18,7 @@ from torch import Tensor
 
 from kvpass import cache_names
 from kvpass.decoding.prefill import Caller, chunks, last_of
+from kvpass.errors import BudgetError
 from kvpass.policies.base import Policy
 from kvpass.policies.types import Clock
 
@@ -22,21 +27,109 @@ TURN = 5  # tokens in a later turn
 TURNS = (TURN, TURN + 2)  # a chunk is compiled at its second run
 STEPS = 2  # after a turn
 WITHOUT_BUDGET = (32, 48)  # prompt lengths if nothing is evicted
+SPARE_ROWS = 2  # of a table of learned positions: OPT and BART begin theirs with two
+
+log = logging.getLogger("kvpass.warm")
 
 
-def prompt_lengths(budget: float | None, chunk: int | None = None, evicts: bool = True) -> tuple[int, int]:
-    """Return the lengths of two prompts; the second exceeds a budget that is a number of slots.
+@dataclasses.dataclass
+class Room:
+    """The tokens that a synthetic conversation may still have.
+
+    Attributes:
+        prompts: the most tokens in further prompts and turns.
+        tokens: the most tokens of all.
+    """
+
+    prompts: float = math.inf
+    tokens: float = math.inf
+
+    @staticmethod
+    def of(policy: Policy, budget: float | None, length: int, model: Any) -> Room:
+        """Return the room of a conversation that begins with a prompt of `length` tokens.
+
+        Args:
+            budget: as the user gave it; a share of this prompt is all of it for a policy that keeps every token.
+            model: its table of learned positions, if it has one, limits all tokens.
+        """
+        tokens = _learned_positions(model)
+        if not policy.evicts and budget is not None:
+            tokens = min(tokens, budget if isinstance(budget, int) else length)
+        if policy.keep_prompt and isinstance(budget, int):  # prompts are pinned, and leave the policy its least
+            return Room(min(tokens, policy.compacted(budget) - policy.minimum_budget()), tokens)
+        return Room(tokens, tokens)
+
+    def parts(self, length: int, steps: int, turns: Sequence[int], later: int) -> list[tuple[int, int]]:
+        """Return the new tokens and the steps of a prompt and of the turns that fit; a turn has two tokens at least.
+
+        Args:
+            later: the number of steps after a turn.
+        """
+        if math.isfinite(self.tokens):  # more steps than a graph needs only if the turns fit as well
+            steps = int(min(steps, max(2 * STEPS, self.tokens - length - sum(turns) - len(turns) * later)))
+        result = [self._take(length, steps)]
+        for turn in turns:
+            if min(self.prompts, self.tokens) > 2:  # the last token before a turn is fed with it
+                new, steps = self._take(turn + 1, later)
+                result.append((new - 1, steps))
+        return result
+
+    def _take(self, new: int, steps: int) -> tuple[int, int]:
+        """Return how many of `new` tokens and of the steps after them fit, and take them; a prompt has one at least."""
+        new = max(1, int(min(new, self.prompts, self.tokens)))
+        steps = int(max(0, min(steps, self.tokens - new)))
+        self.prompts, self.tokens = self.prompts - new, self.tokens - new - steps
+        return new, steps
+
+
+def _learned_positions(model: Any) -> float:
+    """Return the positions of a transformers model that learned a table of them; infinity for other models."""
+    most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if not isinstance(most, int):
+        return math.inf
+    inputs = model.get_input_embeddings()
+    tables = [each for each in model.modules() if isinstance(each, torch.nn.Embedding) and each is not inputs]
+    return most if any(0 <= table.num_embeddings - most <= SPARE_ROWS for table in tables) else math.inf
+
+
+class LeftOut:
+    """The synthetic conversations that a budget does not hold, which are logged."""
+
+    def __init__(self) -> None:
+        self.errors: list[BudgetError] = []
+        self.ran = False
+
+    @contextlib.contextmanager
+    def conversation(self, name: str) -> Iterator[None]:
+        """Return a context in which a conversation of this name runs, as far as the budget holds it."""
+        try:
+            yield
+            self.ran = True
+        except BudgetError as error:
+            self.errors.append(error)
+            log.warning("not all of %s is compiled ahead: %s", name, error)
+
+    def check(self) -> None:
+        """Raise the first error if no conversation ran to its end."""
+        if self.errors and not self.ran:
+            raise self.errors[0]
+
+
+def prompt_lengths(budget: float | None, policy: Policy, model: Any, chunk: int | None = None) -> list[int]:
+    """Return the lengths of the prompts to run: two, the second above a budget of slots, or fewer that have room.
 
     Args:
         chunk: the tokens in a chunk of a prompt.  A chunk's graph is compiled at its second run, so the second prompt
             has three chunks, and a rest.
-        evicts: whether the policy evicts; if not, the prompts leave half of such a budget for what follows them.
     """
-    known = budget is not None and budget >= 1
-    if budget and known and not evicts:
-        return int(budget) // 4 + 1, int(budget) // 2
-    short, long = (max(2, int(budget) * 3 // 4), int(budget) + 16) if budget and known else WITHOUT_BUDGET
-    return short, long if chunk is None else max(long, 3 * chunk + chunk // 2)
+    slots = budget if isinstance(budget, int) else None
+    short, long = WITHOUT_BUDGET if slots is None else (max(2, slots * 3 // 4), slots + 16)
+    long = long if chunk is None else max(long, 3 * chunk + chunk // 2)
+    room = Room.of(policy, budget, long, model)
+    if isinstance(budget, int | None) and min(room.prompts, room.tokens) < long + 4 * TURN:
+        most = max(1, int(room.prompts))  # half of it is for what follows the prompts
+        short, long = (max(min(2, most), length) for length in (min(short, most // 4 + 1), min(long, most // 2)))
+    return sorted({short, long})
 
 
 def steps_until_compaction(policy: Policy, budget: int, clock: Clock) -> int:
@@ -57,24 +150,49 @@ def visit_graphs(loop: Any, rows: int, prefixes: bool = False) -> None:
         loop: the loop.
         rows: the number of rows in prompts; requests have the loop's own.
         prefixes: whether requests will begin behind prefixes.
+
+    Raises:
+        BudgetError: the budget holds none of the prompts.
     """
     apart = copy.copy(loop)
     apart.state = apart.prefix = None
     apart.stop, apart.generator = loop.stop[:0], loop.sampling.generator(loop.device)
-    budget, policy = loop.backend.budget, loop.backend.policy
-    keeps_all = isinstance(budget, int) and not policy.evicts
-    for length in prompt_lengths(budget, loop.prefill_chunk, policy.evicts):
-        slots = budget if isinstance(budget, int) else length
-        steps = loop.read_interval + 1 + steps_until_compaction(policy, slots, policy.clock((), length, slots))
-        steps = max(STEPS, min(steps, budget - length - 4 * TURN)) if keeps_all else steps
+    pads = rows > 1 and "attention_mask" in loop.caller.parameter_names
+    left_out = LeftOut()
+    for length in prompt_lengths(loop.backend.budget, loop.backend.policy, loop.model, loop.prefill_chunk):
+        parts = _parts(loop, length)
         if loop.requests is None:
-            for padded in (False, True) if rows > 1 and "attention_mask" in loop.caller.parameter_names else (False,):
-                _converse(apart, rows, length, steps, padded)
+            for padded in (False, True) if pads and length > 1 else (False,):
+                with left_out.conversation(f"prompts [{rows}, {length}]"):
+                    _converse(apart, rows, parts, padded)
         else:
-            if prefixes:
-                SyntheticConversation(loop.caller, loop.device).feed(length, *TURNS, 1, chunk=loop.prefill_chunk)
-            apart.requests = type(loop.requests).of(apart, loop.requests.count)
-            apart.generate_batch(list(synthetic_tokens(loop, length, 2)), max_new_tokens=steps)
+            with left_out.conversation(f"requests of {length} tokens"):
+                if prefixes:
+                    counts = [count for new, steps in parts for count in (new, *[1] * (steps > 0))]
+                    SyntheticConversation(loop.caller, loop.device).feed(*counts, chunk=loop.prefill_chunk)
+                _request(apart, length, parts[0][1])
+    left_out.check()
+
+
+def _parts(loop: Any, length: int) -> list[tuple[int, int]]:
+    """Return the new tokens and the steps of a prompt and of the turns behind it."""
+    policy, budget = loop.backend.policy, loop.backend.budget
+    slots = budget if isinstance(budget, int) else length
+    steps = loop.read_interval + 1 + steps_until_compaction(policy, slots, policy.clock((), length, slots))
+    return Room.of(policy, budget, length, loop.model).parts(length, steps, TURNS, STEPS)
+
+
+def _request(loop: Any, length: int, steps: int) -> None:
+    """Run two requests.
+
+    Raises:
+        BudgetError: a request failed; a loop of requests reports errors as text.
+    """
+    loop.requests = type(loop.requests).of(loop, loop.requests.count)
+    made = loop.generate_batch(list(synthetic_tokens(loop, length, 2)), max_new_tokens=max(1, steps))
+    for output in made.values():
+        if output.error is not None:
+            raise BudgetError(output.error)
 
 
 def synthetic_tokens(loop: Any, count: int, rows: int = 1) -> Tensor:
@@ -83,17 +201,15 @@ def synthetic_tokens(loop: Any, count: int, rows: int = 1) -> Tensor:
     return (torch.arange(rows * count, device=loop.device) * 7919 % known).view(rows, count)
 
 
-def _converse(loop: Any, rows: int, length: int, steps: int, padded: bool) -> None:
-    """Run a prompt and two turns, with steps after each."""
-    ids = synthetic_tokens(loop, length, rows)
-    mask = torch.ones_like(ids)
-    mask[0, 0] = not padded
+def _converse(loop: Any, rows: int, parts: Sequence[tuple[int, int]], padded: bool) -> None:
+    """Run a prompt and turns, with steps after each."""
     loop.state = None
-    loop.prompt(ids, mask)
-    loop.generate(steps)
-    for turn in TURNS:
-        loop.prompt(synthetic_tokens(loop, turn, rows))
-        loop.generate(STEPS)
+    for new, steps in parts:
+        ids = synthetic_tokens(loop, new, rows)
+        mask = torch.ones_like(ids)
+        mask[0, 0] = loop.state is not None or not padded
+        loop.prompt(ids, mask)
+        loop.generate(steps)
 
 
 @dataclasses.dataclass

@@ -12,15 +12,17 @@ from typing import Annotated, Any, TypeVar
 import torch
 from torch import Tensor
 
-from kvpass import cache_names, policies
+from kvpass import cache_names
 from kvpass.arguments import Condition, Positive, check_arguments
+from kvpass.backend import Backend
 from kvpass.backend import compile as compile_model
 from kvpass.cache.handle import caches_in
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.decoding.prefill import Caller
-from kvpass.decoding.warmup import SyntheticConversation, prompt_lengths, steps_until_compaction
+from kvpass.decoding.warmup import LeftOut, Room, SyntheticConversation, prompt_lengths, steps_until_compaction
 from kvpass.errors import PolicyError
 from kvpass.policies.base import Policy
+from kvpass.torch_private import dynamo
 
 M = TypeVar("M", bound=torch.nn.Module)
 Tick = Callable[[str], object]
@@ -63,26 +65,31 @@ def warm(
 
     Raises:
         PolicyError: invalid rows or settings, or a model whose input is not token ids.
-        BudgetError: a budget that the policy cannot work with.
+        BudgetError: a budget that the policy cannot work with, or that holds no prompt at all.
         UnsupportedGraph: the model cannot be rewritten.
     """
     reads = getattr(model, "main_input_name", "input_ids")
     if reads != "input_ids":
         raise PolicyError(f"warm feeds token ids, and {type(model).__name__} reads {reads}: run an input of yours")
     compile_model(model, policy, **settings)
-    chosen = policies.get(policy) if isinstance(policy, str) else policy
-    lengths = prompt_lengths(settings.get("budget"), evicts=chosen.evicts)
-    _, longest = prompt_lengths(settings.get("budget"), prefill_chunk, chosen.evicts)
+    compiler: Backend = dynamo.backend_of(model)
+    chosen, budget, left_out = compiler.policy, compiler.budget, LeftOut()
+    lengths = prompt_lengths(budget, chosen, model)
+    *_, longest = prompt_lengths(budget, chosen, model, prefill_chunk)
     batches = [(size, padded) for size in rows for padded in _paddings(size)]
     batches += [(size, True) for size in _third(rows)]
-    prompts = [(size, padded, length) for size, padded in batches for length in lengths]
+    prompts = [(size, padded, length) for size, padded in batches for length in lengths if length > 1 or not padded]
     several = TURNS if turns and not _has_encoder(model) else ()
     chunked = batches if prefill_chunk is not None else []
     with torch.no_grad(), _bar(len(prompts) * (1 + len(several)) + len(chunked), progress) as tick:
         for size, padded, length in prompts:
-            _run_turns(_Conversation(model, size, padded), length, several, tick)
+            parts = Room.of(chosen, budget, length, model).parts(length, STEPS, several, STEPS)
+            with left_out.conversation(f"prompts [{size}, {length}]"):
+                _run_turns(_Conversation(model, size, padded), parts, tick)
         for size, padded in chunked:
-            _feed_chunks(_Conversation(model, size, padded), longest, prefill_chunk, tick)
+            with left_out.conversation(f"prompts [{size}, {longest}] in chunks"):
+                _feed_chunks(_Conversation(model, size, padded), longest, prefill_chunk, tick)
+    left_out.check()
     return model
 
 
@@ -105,13 +112,18 @@ def _has_encoder(model: Any) -> bool:
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
-def _run_turns(conversation: _Conversation, length: int, turns: Sequence[int], tick: Tick) -> None:
-    """Run a prompt, decode steps up to the next compaction, and further turns."""
-    conversation.converse(length, STEPS)
+def _run_turns(conversation: _Conversation, parts: Sequence[tuple[int, int]], tick: Tick) -> None:
+    """Run a prompt, decode steps up to the next compaction, and further turns.
+
+    Args:
+        parts: as of `Room.parts`.
+    """
+    (length, steps), *turns = parts
+    conversation.converse(length, steps)
     conversation.converse(0, _until_compaction(caches_in(conversation.cache)))
     tick(f"prompt [{conversation.rows}, {length}]")
-    for turn in turns:
-        conversation.converse(turn, STEPS)
+    for turn, steps in turns:
+        conversation.converse(turn, steps)
         tick(f"turn [{conversation.rows}, {turn}]")
 
 

@@ -24,7 +24,6 @@ from kvpass.policies.base import Policy
 from kvpass.policies.heads import HeadSharding
 from kvpass.policies.protocols import Scanning, Smoothing
 from kvpass.policies.types import Attention, Statistic
-from kvpass.torch_private.fx_nodes import attend_with_lse
 
 SUMS = ("total", "squares")
 LAST_QUERY_STATISTICS = ("last", "window", "logits")
@@ -113,8 +112,8 @@ def attention_statistics(
         request: the text of a `StatisticsRequest`.
 
     Returns:
-        The output [B, Hq, q, D] if there are values, then the statistics: each float32 [B, Hc, Hq / Hc, S], peaks
-        [B, Hc, 1, S], a scan [B, H', S].
+        The output [B, Hq, q, D] in the memory of [B, q, Hq, D] if there are values, then the statistics: each float32
+        [B, Hc, Hq / Hc, S], peaks [B, Hc, 1, S], a scan [B, H', S].
     """
     parsed = StatisticsRequest.parse(request)
     dtype = torch.promote_types(query.dtype, key.dtype)  # they differ under autocast
@@ -125,6 +124,7 @@ def attention_statistics(
         sums = attention_rows.column_sums(attention, valid, parsed.powers)
         return _statistics(attention, parsed, valid, row_budgets, sums)
     output, log_sum_exp, sums = attention_rows.attend(attention, value, valid, parsed.powers)
+    output = output.transpose(1, 2).contiguous().transpose(1, 2)
     return [output, *_statistics(attention, parsed, valid, row_budgets, sums, log_sum_exp)]
 
 
@@ -150,7 +150,8 @@ def _(
     results = [query.new_empty(shapes[name], dtype=torch.float32) for name in parsed.names]
     if value is None:
         return results
-    return [attend_with_lse(query, key, value, mask, parsed.causal, parsed.scale)[0], *results]
+    output = value.new_empty(batch, query.shape[2], query.shape[1], value.shape[3]).transpose(1, 2)
+    return [output, *results]
 
 
 def _statistics(

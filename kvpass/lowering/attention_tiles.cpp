@@ -14,11 +14,13 @@
 // additive mask: a query whose keys are all hidden in this way attends to all of them alike, as in a softmax.
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
 #include <exception>
+#include <optional>
 #include <vector>
 
 // Polynomials take a third fewer instructions with fused multiply-add, which Inductor turns off for its own kernels.
@@ -198,6 +200,28 @@ inline void add_product(int64_t dim, const T* probs, const T* values, float* out
   at::native::cpublas::brgemm(QUERIES, dim, KEYS, KEYS, dim, dim, true, left, right, output, sizeof(T) == 2);
 }
 
+// The work of a parallel section, which an exception must not leave: that would end the process. After the first one,
+// for want of memory or of the library's, the rest of the work is left out, and `finish` throws it.
+class Section {
+ public:
+  template <typename Work> void run(Work work) {
+    if (failed) return;
+    try {
+      work();
+    } catch (...) {
+      if (!failed.exchange(true)) error = std::current_exception();
+    }
+  }
+
+  void finish() const {
+    if (failed) std::rethrow_exception(error);
+  }
+
+ private:
+  std::atomic<bool> failed{false};
+  std::exception_ptr error;
+};
+
 // Tiles of products of a block of queries and a block of keys.
 class Tiles {
  public:
@@ -225,7 +249,7 @@ class Tiles {
   std::vector<float> products;
 };
 
-// Multiplies once before the parallel sections, where an exception of the library would end the process.
+// Multiplies once before the parallel sections, so that a library without these products throws before any work.
 void check(const AttentionOperands& p) {
   const int64_t stride = std::max(p.dim, p.query_stride[2]);
   std::vector<T> queries(QUERIES * stride), keys(KEYS * p.dim);
@@ -304,30 +328,32 @@ void add_sinks(
 // For each query, `shift` and `factor`, so that a probability is factor * 2^(logit - shift).
 void find_totals(const AttentionOperands& p) {
   const int64_t blocks = (p.queries + QUERIES - 1) / QUERIES, q_heads = p.heads * p.groups;
+  Section section;
 #pragma omp parallel num_threads(p.threads)
   {
-    Tiles tiles(p);
+    std::optional<Tiles> tiles;
+    section.run([&] { tiles.emplace(p); });
 #pragma omp for schedule(dynamic)
-    for (int64_t task = 0; task < p.batch * q_heads * blocks; ++task) {
+    for (int64_t task = 0; task < p.batch * q_heads * blocks; ++task) section.run([&] {
       const int64_t query = (blocks - 1 - task / q_heads / p.batch) * QUERIES;  // the longest first
       const int64_t q_head = task % q_heads, row = task / q_heads % p.batch;
       const int64_t head = q_head / p.groups, group = q_head % p.groups, count = std::min(QUERIES, p.queries - query);
-      if (take_known_totals(p, row, q_head, query, count)) continue;
+      if (take_known_totals(p, row, q_head, query, count)) return;
       float top[QUERIES], sum[QUERIES] = {};
       std::fill(top, top + QUERIES, -INFINITY);
       const int64_t end = p.causal ? std::min(p.keys, query + count + p.offset()) : p.keys;
       for (int64_t first = 0; first < end; first += KEYS) {
         const Tile tile = classify(p, row, head, group, query, first);
         if (tile == HIDDEN) continue;
-        tiles.multiply(row, head, group, query, first / KEYS);
+        tiles->multiply(row, head, group, query, first / KEYS);
         for (int64_t i = 0; i < count; ++i) {
           const char* mask = tile == MIXED ? mask_of(p, row, head, group, query + i, first) : nullptr;
           const Row keys(p, mask, query + i, first);
           vec highest = all(-INFINITY), added{};
-          keys.each(tiles.row(i), [&](vec x, int64_t) { highest = larger(highest, x); });
+          keys.each(tiles->row(i), [&](vec x, int64_t) { highest = larger(highest, x); });
           const float now = std::max(top[i], highest_of(highest));
           if (now == -INFINITY) continue;
-          keys.each(tiles.row(i), [&](vec x, int64_t) { added += power_of_two(x - now); });
+          keys.each(tiles->row(i), [&](vec x, int64_t) { added += power_of_two(x - now); });
           sum[i] = sum[i] * std::exp2(top[i] - now) + sum_of(added);
           top[i] = now;
         }
@@ -338,8 +364,9 @@ void find_totals(const AttentionOperands& p) {
         p.shift[at + i] = sum[i] > 0 ? top[i] : 0;
         p.factor[at + i] = sum[i] > 0 ? 1 / sum[i] : 0;
       }
-    }
+    });
   }
+  section.finish();
 }
 
 // The tiles of probabilities of a block of queries, each relative to the highest logit up to that tile.
@@ -389,7 +416,7 @@ class BlockAttention {
 
   void run(int64_t row, int64_t q_head, int64_t query, int64_t part) {
     const int64_t head = q_head / p.groups, group = q_head % p.groups, dim = p.dim;
-    const int64_t count = std::min(QUERIES, p.queries - query), at = row * p.heads * p.groups + q_head;
+    const int64_t count = std::min(QUERIES, p.queries - query);
     std::fill(top, top + QUERIES, -INFINITY);
     std::fill(sums, sums + QUERIES, vec{});
     std::fill(output.begin(), output.end(), 0.f);
@@ -405,6 +432,14 @@ class BlockAttention {
       const T* values = (const T*)v.packed + ((row * p.heads + head) * p.blocks() + first / KEYS) * dim * KEYS;
       add_product(dim, probs, values, output.data());
     }
+    finish(row, q_head, query, part, count);
+  }
+
+ private:
+  // Divides by the totals of the rows, and writes the results.
+  void finish(int64_t row, int64_t q_head, int64_t query, int64_t part, int64_t count) {
+    const int64_t head = q_head / p.groups, group = q_head % p.groups, dim = p.dim;
+    const int64_t at = row * p.heads * p.groups + q_head;
     float sum[QUERIES], before[QUERIES], factor[QUERIES];
     for (int64_t i = 0; i < count; ++i) sum[i] = sum_of(sums[i]), before[i] = top[i];
     add_sinks(p, row, head, group, query, count, top, sum);
@@ -425,7 +460,6 @@ class BlockAttention {
     kept.add_columns(count, top, factor, weights, v.sums + to, v.squares ? v.squares + to : nullptr);
   }
 
- private:
   // Returns the probabilities of a tile, relative to the highest logits so far, which it raises.
   template <typename KeysOf> const T* exponentiate(int64_t count, int64_t first, KeysOf keys_of) {
     T* probs = kept.probs_of(v.weights ? kept.tiles.size() : 0);
@@ -472,42 +506,46 @@ class BlockAttention {
 
 void add_values(const AttentionOperands& p, const OutputOperands& v) {
   const int64_t blocks = (p.queries + QUERIES - 1) / QUERIES, q_heads = p.heads * p.groups;
+  Section section;
 #pragma omp parallel num_threads(p.threads)
   {
-    BlockAttention attention(p, v);
+    std::optional<BlockAttention> attention;
+    section.run([&] { attention.emplace(p, v); });
 #pragma omp for schedule(dynamic)
-    for (int64_t task = 0; task < p.batch * q_heads * v.parts; ++task) {
+    for (int64_t task = 0; task < p.batch * q_heads * v.parts; ++task) section.run([&] {
       const int64_t part = task / q_heads / p.batch;  // the longest first
       for (int64_t block = blocks - 1 - part; block >= 0; block -= v.parts)
-        attention.run(task / q_heads % p.batch, task % q_heads, block * QUERIES, part);
-    }
+        attention->run(task / q_heads % p.batch, task % q_heads, block * QUERIES, part);
+    });
   }
+  section.finish();
 }
 
 // Sums probabilities over queries of weights [B, q] to [B, Hkv, G, S], and their squares unless that is null.
 void add_columns(const AttentionOperands& p, const float* weights, float* sums_out, float* squares_out) {
   const int64_t tasks = p.batch * p.heads * p.groups * p.blocks();
+  Section section;
 #pragma omp parallel num_threads(p.threads)
   {
-    Tiles tiles(p);
-    float sums[KEYS], squares[KEYS];
+    std::optional<Tiles> tiles;
+    section.run([&] { tiles.emplace(p); });
 #pragma omp for schedule(dynamic)
-    for (int64_t task = 0; task < tasks; ++task) {
+    for (int64_t task = 0; task < tasks; ++task) section.run([&] {
       const int64_t block = task / (tasks / p.blocks()), first = block * KEYS;  // the first keys have most queries
       const int64_t group = task % p.groups, head = task / p.groups % p.heads, row = task / p.groups / p.heads % p.batch;
       const int64_t totals = ((row * p.heads + head) * p.groups + group) * p.queries;
-      std::fill(sums, sums + KEYS, 0.f), std::fill(squares, squares + KEYS, 0.f);
+      float sums[KEYS] = {}, squares[KEYS] = {};
       for (int64_t query = p.causal ? std::max<int64_t>(0, first - p.offset()) : 0; query < p.queries; query += QUERIES) {
         const Tile tile = classify(p, row, head, group, query, first);
         if (tile == HIDDEN) continue;
-        tiles.multiply(row, head, group, query, block);
+        tiles->multiply(row, head, group, query, block);
         const int64_t count = std::min(QUERIES, p.queries - query);
         for (int64_t i = 0; i < count; ++i) {
           const float weight = weights[row * p.queries + query + i], factor = p.factor[totals + query + i];
           if (weight == 0 || factor == 0) continue;
           const float shift = p.shift[totals + query + i];
           const char* mask = tile == MIXED ? mask_of(p, row, head, group, query + i, first) : nullptr;
-          Row(p, mask, query + i, first).each(tiles.row(i), [&](vec x, int64_t at) {
+          Row(p, mask, query + i, first).each(tiles->row(i), [&](vec x, int64_t at) {
             const vec prob = power_of_two(x - shift) * factor, weighted = prob * weight;
             store(sums + at, load<vec>(sums + at) + weighted);
             if (squares_out) store(squares + at, load<vec>(squares + at) + weighted * prob);
@@ -517,38 +555,42 @@ void add_columns(const AttentionOperands& p, const float* weights, float* sums_o
       const int64_t at = ((row * p.heads + head) * p.groups + group) * p.keys + first, count = std::min(KEYS, p.keys - first);
       std::copy(sums, sums + count, sums_out + at);
       if (squares_out) std::copy(squares, squares + count, squares_out + at);
-    }
+    });
   }
+  section.finish();
 }
 
 // Writes the probabilities of `count` queries of one row to [Hkv, G, count, end]; `end` is at least what they see.
 void write_rows(const AttentionOperands& p, int64_t row, int64_t start, int64_t count, int64_t end, float* out) {
   const int64_t blocks = (end + KEYS - 1) / KEYS;
+  Section section;
 #pragma omp parallel num_threads(p.threads)
   {
-    Tiles tiles(p);
+    std::optional<Tiles> tiles;
+    section.run([&] { tiles.emplace(p); });
 #pragma omp for schedule(dynamic)
-    for (int64_t task = 0; task < p.heads * p.groups * blocks; ++task) {
+    for (int64_t task = 0; task < p.heads * p.groups * blocks; ++task) section.run([&] {
       const int64_t q_head = task / blocks, head = q_head / p.groups, group = q_head % p.groups;
       const int64_t first = task % blocks * KEYS, here = std::min(KEYS, end - first);
       const int64_t totals = (row * p.heads * p.groups + q_head) * p.queries;
       for (int64_t query = start; query < start + count; query += QUERIES) {
         const Tile tile = classify(p, row, head, group, query, first);
-        if (tile != HIDDEN) tiles.multiply(row, head, group, query, first / KEYS);
+        if (tile != HIDDEN) tiles->multiply(row, head, group, query, first / KEYS);
         for (int64_t i = query; i < std::min(query + QUERIES, start + count); ++i) {
           float* to = out + (q_head * count + i - start) * end + first;
           std::fill(to, to + here, 0.f);
           const float shift = p.shift[totals + i], factor = p.factor[totals + i];
           if (tile == HIDDEN || factor == 0) continue;
           const char* mask = tile == MIXED ? mask_of(p, row, head, group, i, first) : nullptr;
-          Row(p, mask, i, first).each(tiles.row(i - query), [&](vec x, int64_t at) {
+          Row(p, mask, i, first).each(tiles->row(i - query), [&](vec x, int64_t at) {
             const vec prob = power_of_two(x - shift) * factor;
             std::memcpy(to + at, &prob, std::min(LANES, here - at) * sizeof(float));
           });
         }
       }
-    }
+    });
   }
+  section.finish();
 }
 
 // Runs a function, and returns 0, or 1 and a message of at most `size` bytes: no C++ exception may leave the library.

@@ -11,6 +11,7 @@ import ctypes
 import dataclasses
 import functools
 import importlib.resources
+import logging
 import threading
 
 import torch
@@ -27,6 +28,8 @@ TASKS_WITH_SUMS = 128
 MESSAGE = 1024  # bytes of an error's text
 MASKS = {None: 0, torch.bool: 1, torch.float32: 2, torch.bfloat16: 3}
 NATIVE = (torch.bfloat16, torch.float32)
+
+log = logging.getLogger("kvpass.attention")
 
 
 class AttentionOperands(ctypes.Structure):
@@ -50,7 +53,10 @@ class OutputOperands(ctypes.Structure):
     """The fields of `OutputOperands` in the source."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("value", "packed", "output", "log_sum_exp", "weights", "sums", "squares")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("value", "packed", "output", "log_sum_exp", "weights", "sums", "squares")
+        ),
         ("value_stride", ctypes.c_int64 * 3),
         ("output_stride", ctypes.c_int64 * 3),
         ("parts", ctypes.c_int64),
@@ -112,7 +118,7 @@ class AttentionRows:
         """Compute the totals of all rows, which `column_sums` and `probabilities` need.
 
         Raises:
-            RuntimeError: the library cannot multiply matrices of these sizes.
+            RuntimeError: the library cannot multiply matrices of these sizes, or there is no memory for the tiles.
         """
         self._run("prepare")
         return self
@@ -122,7 +128,8 @@ class AttentionRows:
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Compute attention by an online softmax, and what `column_sums` returns.
 
-        Sums take a tenth of the time that they take alone, but bfloat16 probabilities are rounded before they are added.
+        Here sums take a tenth of attention's time.  Probabilities are added as they are multiplied, in bfloat16 where
+        products are in bfloat16.
 
         Args:
             value: [B, Hkv, S, D], with as many numbers as a key.
@@ -133,7 +140,7 @@ class AttentionRows:
             logits, float32 [B, Hq, q]; and the sums.  Zero and -infinity for a query that sees no key.
 
         Raises:
-            RuntimeError: the library cannot multiply matrices of these sizes.
+            RuntimeError: the library cannot multiply matrices of these sizes, or there is no memory for the tiles.
         """
         (batch, heads, groups, count, keys), dim = self.shape, value.shape[3]
         value_rows = _dense_rows(value.to(self.dtype))
@@ -184,7 +191,7 @@ class AttentionRows:
         function = getattr(_library(self.dtype, self.mask), name)
         more = [ctypes.c_void_p(x) for x in arguments]  # a word each, as all of them are in the source
         if function(ctypes.byref(self.operands), message, ctypes.c_int64(MESSAGE), *more):
-            raise RuntimeError(message.value.decode(errors="replace"))
+            raise RuntimeError(f"attention in C++ failed: {message.value.decode(errors='replace')}")
 
 
 def dtype_of_products(dtype: torch.dtype, dim: int) -> torch.dtype | None:
@@ -199,9 +206,12 @@ def _runs(dtype: torch.dtype) -> bool:
     """Check that the source compiles, and that the library multiplies this dtype correctly on this processor."""
     try:
         with tensors.real_tensors():  # a graph may be traced meanwhile
-            return _is_right(dtype)
-    except (RuntimeError, OSError):  # no compiler, another signature of the library's function, or another processor
-        return False
+            right, why = _is_right(dtype), "the results are wrong"
+    except (RuntimeError, OSError) as error:  # no compiler, another signature of the library's function, or processor
+        right, why = False, str(error)
+    if not right:
+        log.info("no attention in C++ with products in %s: %s", dtype, why)
+    return right
 
 
 def _is_right(dtype: torch.dtype) -> bool:

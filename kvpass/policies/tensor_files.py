@@ -69,12 +69,19 @@ def write(
     stored = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     try:
         safetensors.torch.save_file(stored, unfinished, metadata={key: json.dumps(metadata)})
-        os.replace(unfinished, name)
+        finish(unfinished, name)
     except (OSError, safetensors.SafetensorError) as found:
         raise error(f"{name} cannot be written: {found}") from found
     finally:
         if os.path.exists(unfinished):
             os.remove(unfinished)
+
+
+def finish(unfinished: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
+    """Give a written file its name, once its content is on the disk: a power failure leaves the file before it."""
+    with open(unfinished, "rb+") as file:
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
 
 
 def read(path: str | os.PathLike[str], key: str, what: str, error: type[KVPassError]) -> tuple[Any, dict[str, Tensor]]:

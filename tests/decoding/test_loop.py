@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,10 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvpass
 from kvpass.decoding import loop as decode
+from kvpass.decoding import warmup
 from kvpass.lowering.replay import Replayed
 from tests.architectures import zoo
 from tests.models import breaks, build, forget, graphs, prompt
-from tests.strategies import ROWS
+from tests.strategies import ROWS, fitting
 from tests.test_invariants import settings
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
@@ -93,6 +94,55 @@ def test_a_loop_that_keeps_every_token_warms_up_within_its_budget() -> None:
     ids, mask = prompt(2, 60, (3, 0))
     loop.prompt(ids, mask)
     assert torch.equal(loop.generate(5), greedy(llama(), ids, mask, 5, eos_token_id=-1))
+
+
+def small_budgets() -> Iterator[Any]:
+    """Policies with the smallest budgets that they take, with prompts that compete and with prompts that are pinned."""
+    for name, pinned in itertools.product(ROWS, (False, True)):
+        given = settings(name, "Llama", 1, layers=1)
+        options = {key: value for key, value in given.items() if key not in ("policy", "budget")}
+        try:
+            chosen = kvpass.policies.resolve(name, {**options, "keep_prompt": pinned})
+        except kvpass.PolicyError:
+            continue
+        least = fitting(chosen, 1) + pinned
+        for budget, rows in itertools.product((least, least + 1, least + 16), (1, 2)):
+            default = (name, pinned, budget - least, rows) in (("full", False, 16, 2), ("h2o", True, 16, 1))
+            marks = [] if default else [pytest.mark.slow, pytest.mark.some(6)]
+            yield pytest.param(chosen, budget, rows, marks=marks, id=f"{name}-{budget}-{rows}{'-pinned' * pinned}")
+
+
+@pytest.mark.parametrize(("policy", "budget", "rows"), list(small_budgets()))
+def test_what_a_small_budget_holds_is_warmed_up(
+    policy: kvpass.policies.Policy, budget: int, rows: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A loop that takes a prompt of one token warms up, with rows of prompts and with requests."""
+    forget()
+    budget = next(each for each in itertools.count(budget) if fitting(policy, each) == each)
+    loop_on(llama(), policy=policy, budget=budget).prompt(*prompt(rows, 1, ()))
+    loop_on(llama(), policy=policy, budget=budget, every=4).warm(rows)
+    if not policy.defers:
+        loop_on(llama(), policy=policy, budget=budget, every=4, prefill_chunk=4, rows=rows).warm()
+    assert "kvpass.warm" not in {record.name for record in caplog.records}  # nothing was left out
+
+
+def test_what_is_not_warmed_up_is_said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warmup, "prompt_lengths", lambda *_: [4, 40])
+    monkeypatch.setattr(warmup.Room, "of", lambda *_: warmup.Room())
+    loop_on(llama(), policy="full", budget=24, every=1).warm()
+    assert "not all of prompts [1, 40] is compiled ahead: policy 'full' keeps every token" in caplog.text
+
+
+def test_no_prompt_of_a_warm_up_exceeds_the_positions_that_a_model_has_learned() -> None:
+    loop = loop_on(build("GPT2", layers=1), policy="streaming", budget=500, every=4)
+    loop.warm()
+    assert loop.model.config.max_position_embeddings < 500 + 16
+
+
+def test_a_budget_that_holds_no_prompt_is_an_error() -> None:
+    loop = loop_on(llama(), policy="h2o", keep_prompt=True, budget=2)
+    with pytest.raises(kvpass.BudgetError, match="1 tokens are to stay, which leaves 1 of it for others"):
+        loop.warm()
 
 
 @pytest.mark.slow

@@ -479,6 +479,19 @@ def one_row(settings: sampling.Sampling) -> sampling.RowSampling:
     return rows
 
 
+@pytest.mark.parametrize("top_k", [1, 2, 3, 5, 9, 20])
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
+def test_tokens_that_tie_with_the_last_of_top_k_are_drawn_too(top_k: int, temperature: float) -> None:
+    """As in transformers, whether a row has settings of its own or not."""
+    logits = torch.randint(4, (6, 9), generator=torch.Generator().manual_seed(top_k)).float()
+    expected = transformers.TopKLogitsWarper(top_k)(torch.zeros(6, 1), logits) > -torch.inf
+    rows = sampling.RowSampling.of(6, torch.device("cpu"))
+    for row in range(6):
+        rows.set_row(row, sampling.Sampling(temperature, top_k))
+    assert torch.equal(rows._apply_limits(logits / temperature) > -torch.inf, expected)
+    assert torch.equal(sampling._keep_top_k(logits / temperature, min(top_k, 9)) > -torch.inf, expected)
+
+
 @pytest.mark.parametrize("temperature", [1e-40, 1e-20, 1e-6])
 def test_a_temperature_near_zero_draws_the_most_likely_token(temperature: float) -> None:
     logits = torch.tensor([[1.0, 90.0, 89.0, -90.0]])

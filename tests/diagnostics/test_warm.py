@@ -140,6 +140,16 @@ def test_a_policy_that_keeps_everything_has_room_in_its_budget(
     assert compiled() == before
 
 
+@pytest.mark.parametrize(
+    ("policy", "budget"),
+    [("full", 24), pytest.param("full", 2, marks=pytest.mark.slow), pytest.param("h2o", 12, marks=pytest.mark.slow)],
+)
+def test_what_a_small_budget_holds_is_compiled(policy: str, budget: int, caplog: pytest.LogCaptureFixture) -> None:
+    pinned = policy != "full"
+    kvpass.warm(build("Llama", layers=1), policy, budget=budget, keep_prompt=pinned, progress=False, inner="eager")
+    assert "kvpass.warm" not in {record.name for record in caplog.records}  # nothing was left out
+
+
 @pytest.mark.parametrize("rows", [(), (0,), (2, -1)], ids=str)
 def test_rows_that_cannot_be(rows: tuple[int, ...]) -> None:
     with pytest.raises(kvpass.PolicyError, match="rows"):

@@ -154,9 +154,12 @@ def test_a_query_whose_mask_hides_every_key_gets_nothing_and_changes_no_sum(addi
 @pytest.mark.parametrize("attends", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("count", [6, 40])  # by the library, and in tiles
-def test_the_shapes_for_the_compiler_are_those_of_the_real_thing(make, attends, causal, count):
+@pytest.mark.parametrize("by_token", [True, False])
+def test_the_shapes_for_the_compiler_are_those_of_the_real_thing(make, attends, causal, count, by_token):
+    """Also the strides, wherever a model has its heads in memory."""
     keys = count if causal else count + 3
     query, key, value = torch.randn(2, 4, count, 8), torch.randn(2, 2, keys, 8), torch.randn(2, 2, keys, 8)
+    query = query.transpose(1, 2).contiguous().transpose(1, 2) if by_token else query
     mask, real = torch.ones(2, 2, count, keys, dtype=torch.bool), torch.ones(2, count, dtype=torch.bool)
     given = make(query, key, None if causal else mask, real, causal, 0.5, value=value if attends else None)
     torch.library.opcheck(attention_statistics, given)

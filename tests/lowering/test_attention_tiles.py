@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.resources
 import subprocess
 import sys
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 import tests.strategies  # noqa: F401  loads the Hypothesis profile
 from kvpass.lowering import attention_blocks, attention_rows, attention_tiles
 from kvpass.lowering.attention_blocks import ScoredAttention
+from kvpass.torch_private import generated_code
 from kvpass.torch_private.fx_nodes import attend_with_lse
 
 pytestmark = pytest.mark.skipif(
@@ -194,7 +196,8 @@ def test_a_query_that_sees_no_key_gets_zeros(dtype, hides, causal):
     blind = torch.arange(140)[(torch.arange(140) % 3 == 0) | (torch.arange(140) > 63)]
     seen[..., blind, :] = False
     mask = seen if hides == "bool" else torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
-    output, log_sum_exp, _ = attention_tiles.AttentionRows.of(ScoredAttention(query, key, mask, causal, 0.5)).attend(value)
+    rows = attention_tiles.AttentionRows.of(ScoredAttention(query, key, mask, causal, 0.5))
+    output, log_sum_exp, _ = rows.attend(value)
     assert not output[:, :, blind].any()
     assert (log_sum_exp[:, :, blind] == -torch.inf).all()
     assert output.isfinite().all()
@@ -311,37 +314,16 @@ def test_a_processor_without_the_products_has_the_blocks(monkeypatch):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 
 
-def test_wrong_products_are_not_used(monkeypatch):
+def test_wrong_products_are_not_used(monkeypatch, caplog):
     """Of a library that wants its operands in another layout."""
     attention_tiles._runs.cache_clear()
     monkeypatch.setattr(attention_tiles.AttentionRows, "column_sums", lambda *_: [torch.ones(1, 1, 1, 3)])
     try:
-        assert attention_tiles.dtype_of_products(torch.float32, 8) is None
+        with caplog.at_level("INFO", "kvpass.attention"):
+            assert attention_tiles.dtype_of_products(torch.float32, 8) is None
+        assert "no attention in C++ with products in torch.float32: the results are wrong" in caplog.text
     finally:
         attention_tiles._runs.cache_clear()
-
-
-def test_float64_and_odd_heads_have_the_products_that_exist():
-    assert attention_tiles.dtype_of_products(torch.float64, 64) is None
-    assert attention_tiles.dtype_of_products(torch.bfloat16, 5) == torch.float32
-    assert attention_tiles.dtype_of_products(torch.float16, 64) == torch.float32
-
-
-def test_a_mask_of_any_true_bytes_hides_nothing_that_it_shows():
-    query, key = torch.randn(1, 1, 40, 8), torch.randn(1, 1, 40, 8)
-    mask = torch.full((1, 1, 40, 40), 2, dtype=torch.uint8).view(torch.bool)
-    output, *_ = attention_tiles.AttentionRows.of(ScoredAttention(query, key, mask, False, 0.5)).attend(key)
-    expected, *_ = attention_tiles.AttentionRows.of(ScoredAttention(query, key, None, False, 0.5)).attend(key)
-    torch.testing.assert_close(output, expected)
-
-
-def test_an_expanded_query_is_copied():
-    query, key = torch.randn(1, 1, 1, 8).expand(1, 1, 90, 8), torch.randn(1, 1, 90, 8)
-    output, *_ = attention_tiles.AttentionRows.of(ScoredAttention(query, key, None, True, 0.5)).attend(key)
-    expected, *_ = attention_tiles.AttentionRows.of(ScoredAttention(query.contiguous(), key, None, True, 0.5)).attend(
-        key
-    )
-    assert torch.equal(output, expected)
 
 
 FIRST_USE_IN_A_CHUNK = """
@@ -362,3 +344,44 @@ def test_the_first_use_may_be_in_a_chunk_that_is_traced(policy):
     command = [sys.executable, "-c", FIRST_USE_IN_A_CHUNK.format(policy=policy)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.stdout.split()[-1:] == ["True"], done.stderr
+
+
+FAILURES = {  # a line of the source, and what the test's build has in place of it
+    "no memory for the tiles of a thread": (
+        "products(QUERIES * KEYS) {}",
+        "products(QUERIES * KEYS) { if (++made == 2) throw std::bad_alloc(); }\n  static inline std::atomic<int> made;",
+    ),
+    "a product of the library in a thread": (
+        "product(dim, stride, from, keys, products.data());",
+        "if (block == 1) throw std::bad_alloc(); product(dim, stride, from, keys, products.data());",
+    ),
+    "the probabilities of a few queries": (
+        "if (tile != HIDDEN) tiles->multiply",
+        "if (first) throw std::bad_alloc();\n        if (tile != HIDDEN) tiles->multiply",
+    ),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_failure_in_a_thread_is_an_error_and_does_not_end_the_process(failure, monkeypatch):
+    attention = ScoredAttention(*(torch.randn(2, heads, 300, 16) for heads in (4, 2)), None, True, 0.25, None, None)
+    library = importlib.resources.files("kvpass.lowering").joinpath("attention_tiles.cpp").read_text()
+    before, after = FAILURES[failure]
+    assert library.count(before) == 1
+    compute_all(attention)  # the products are checked at first use
+    macros = "#define BFLOAT16_PRODUCTS 0\n#define MASK 0\n#include <new>\n"
+    source = generated_code.MATRIX_PRODUCTS + macros + library.replace(before, after)
+    monkeypatch.setattr(attention_tiles, "_library", lambda *_: generated_code.cpp_library(source))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(RuntimeError, match=r"attention in C\+\+ failed: std::bad_alloc"):
+            compute_all(attention)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def compute_all(attention: ScoredAttention) -> None:
+    attention_rows.attend(attention, attention.key, torch.ones(2, 300), 2)
+    for row in attention_rows.probabilities(attention):
+        list(row)

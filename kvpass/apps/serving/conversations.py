@@ -21,6 +21,7 @@ from kvpass.cache.handle import caches_in
 from kvpass.decoding.cache_files import load_cache, save_cache
 from kvpass.decoding.loop import DecodeLoop
 from kvpass.errors import KVPassError
+from kvpass.policies import tensor_files
 from kvpass.runtime.compiled_call import CompiledCall
 
 _NOTES = ("tail", "ended", "seen", "evicted")
@@ -89,12 +90,13 @@ class ConversationStore:
         self.loop, self.folder, self.limits = loop, folder, limits
         self._all: collections.OrderedDict[str, KeptConversation] = collections.OrderedDict()
         self._writing = asyncio.Lock()
+        path = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for path in sorted(folder.glob("*.json"), key=os.path.getmtime):
                 self._all[path.stem] = KeptConversation(path.stem, **json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as error:
-            raise KVPassError(f"cannot read the conversations in {folder}: {error}") from error
+            raise KVPassError(f"cannot read the conversations in {folder}: {path.name}: {error}") from error
 
     def __len__(self) -> int:
         return len(self._all)
@@ -168,8 +170,8 @@ class ConversationStore:
             if conversation.busy:
                 raise _conflict(name)
             del self._all[conversation.key]
-            for path in self._files(conversation):
-                path.unlink(missing_ok=True)
+            self._notes_of(conversation).unlink(missing_ok=True)  # first: a cache without notes is no conversation
+            _remove_caches(self.folder, conversation.key)
 
     async def save(self) -> None:
         """Write all conversations in memory to files."""
@@ -180,21 +182,14 @@ class ConversationStore:
         """Read the cache of a conversation, if it is in a file."""
         if not conversation.seen or conversation.cache is not None:
             return
-        path, _ = self._files(conversation)
         compiled = self.loop.compiled
         assert isinstance(compiled, CompiledCall)
         try:
             async with self._writing:
-                conversation.cache = await asyncio.to_thread(load_cache, path, compiled.call)
+                conversation.cache = await asyncio.to_thread(load_cache, self._cache_of(conversation), compiled.call)
         except KVPassError as error:
-            raise ApiError(f"the conversation cannot go on: {error}", 409, param="conversation") from error
-        found = caches_in(conversation.cache)[0].seen
-        if found != conversation.seen:
-            conversation.cache = None
-            raise ApiError(
-                f"the conversation cannot go on: {path} has {found} tokens, and {conversation.seen} were noted",
-                *(409, "invalid_request_error", "conversation"),
-            )
+            message = f"the conversation cannot go on before the server can read it, unless it is deleted: {error}"
+            raise ApiError(message, 409, param="conversation") from error
 
     async def _make_room(self) -> None:
         """Write conversations to files, the least recently used first, until memory is within the limits."""
@@ -210,21 +205,37 @@ class ConversationStore:
             cache = conversation.cache
             if cache is None or conversation.key not in self._all:
                 return
-            notes = {name: getattr(conversation, name) for name in _NOTES}
-            await asyncio.to_thread(_write, cache, json.dumps(notes), *self._files(conversation))
+            notes = json.dumps({name: getattr(conversation, name) for name in _NOTES})
+            files = self._cache_of(conversation), self._notes_of(conversation)
+            await asyncio.to_thread(_write, cache, notes, *files)
             if not conversation.busy and conversation.cache is cache:
                 conversation.cache = None
 
-    def _files(self, conversation: KeptConversation) -> tuple[Path, Path]:
-        """Return the file of the cache, and that of the notes about it."""
-        return self.folder / f"{conversation.key}.safetensors", self.folder / f"{conversation.key}.json"
+    def _cache_of(self, conversation: KeptConversation) -> Path:
+        """Return the file of the cache after as many tokens as the conversation has seen.
+
+        A cache of more tokens is another file, so that notes are those of their cache whenever the server ends.
+        """
+        return self.folder / f"{conversation.key}.{conversation.seen}.safetensors"
+
+    def _notes_of(self, conversation: KeptConversation) -> Path:
+        return self.folder / f"{conversation.key}.json"
 
 
 def _write(cache: Any, notes: str, path: Path, notes_path: Path) -> None:
+    """Write the cache, then the notes that name it, and remove the caches of earlier notes."""
     save_cache(cache, path)
     unfinished = notes_path.with_suffix(".unfinished")
     unfinished.write_text(notes, encoding="utf-8")
-    unfinished.replace(notes_path)
+    tensor_files.finish(unfinished, notes_path)
+    _remove_caches(path.parent, notes_path.stem, but=path)
+
+
+def _remove_caches(folder: Path, key: str, but: Path | None = None) -> None:
+    """Remove the files of a conversation's caches, those that were never finished too, but one."""
+    for path in folder.glob(f"{key}.*"):
+        if path != but and path.suffix != ".json":
+            path.unlink(missing_ok=True)
 
 
 def _conflict(name: str) -> ApiError:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ import torch
 
 import kvpass
 from kvpass.apps.chat_template import first_turn, next_turn
+from kvpass.apps.serving import conversations
 from kvpass.apps.serving.conversations import Limits
+from kvpass.policies import tensor_files
 from tests.apps.serving.small import HOW, ROWS, Running, model, serving, tokenizer
 
 TURNS = ([7] * 30, [11, 12, 13], [900] * 20, [5])
@@ -95,7 +99,7 @@ def test_another_server_goes_on_with_saved_conversations(tmp_path: Path, expecte
         assert say(running, "c", TURNS[2]) == expected[2]
 
 
-def test_files_that_are_damaged(tmp_path: Path) -> None:
+def test_files_that_are_damaged(tmp_path: Path, expected: list[str]) -> None:
     with serving(warm=False, folder=tmp_path) as running:
         say(running, "c", TURNS[0])
     (file,) = tmp_path.glob("*.safetensors")
@@ -104,10 +108,50 @@ def test_files_that_are_damaged(tmp_path: Path) -> None:
         found = running.post("/v1/completions", prompt=TURNS[1], conversation="c")
         assert (found.status_code, found.json()["error"]["param"]) == (409, "conversation")
         assert "cannot read a cache of kvpass" in found.json()["error"]["message"]
+        with running.client() as client:
+            assert client.delete("/v1/conversations/c").json()["deleted"]
+        assert not list(tmp_path.iterdir())
+        assert say(running, "c", TURNS[0]) == expected[0]
     (notes,) = tmp_path.glob("*.json")
     notes.write_text("[1]")
-    with pytest.raises(kvpass.KVPassError, match="cannot read the conversations in"), serving(folder=tmp_path):
+    with pytest.raises(kvpass.KVPassError, match=f"in {tmp_path}: {notes.name}: "), serving(folder=tmp_path):
         pass
+
+
+def never_returns(call: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """A function in whose call number `count` its process ends."""
+    calls = itertools.count(1)
+
+    def run(*given: Any, **more: Any) -> Any:
+        if next(calls) == count:
+            raise RuntimeError("the server was killed")
+        return call(*given, **more)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "count", "turns"),
+    [
+        pytest.param(tensor_files, "finish", 1, 1, id="before the cache has its name"),
+        pytest.param(Path, "write_text", 1, 1, id="between the cache and the notes"),
+        pytest.param(tensor_files, "finish", 2, 1, id="before the notes have their name"),
+        pytest.param(conversations, "_remove_caches", 1, 2, id="before the earlier cache is removed"),
+    ],
+)
+def test_a_server_that_is_killed_while_it_writes(
+    owner: Any, name: str, count: int, turns: int, tmp_path: Path, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The conversation goes on from the last state that was written whole: as before the turn, or after it."""
+    with serving(warm=False, folder=tmp_path) as running:
+        assert say(running, "c", TURNS[0]) == expected[0]
+    with serving(warm=False, folder=tmp_path) as running:
+        assert say(running, "c", TURNS[1]) == expected[1]
+        monkeypatch.setattr(owner, name, never_returns(getattr(owner, name), count))
+    monkeypatch.undo()
+    with serving(warm=False, folder=tmp_path) as running:
+        assert say(running, "c", TURNS[turns]) == expected[turns]
+    assert len(list(tmp_path.iterdir())) == 2  # a cache and its notes
 
 
 def test_one_request_at_a_time_and_a_turn_whole_or_not_at_all(running: Running, expected: list[str]) -> None:
