@@ -10,8 +10,8 @@ For each window M, over the same labels of the same documents:
 - streaming, for rotary models: the same tokens, but keys are stored unrotated, and rotated at read;
 - one line for each aligner.
 
-Perplexity is measured on a batch of documents token by token, in the rewritten graphs without a compiler
-(`inner="eager"`).  Time per token is measured afterwards, one row, Inductor, methods taking turns of 16
+Perplexity is measured on a batch of documents token by token, in the rewritten graphs, without a compiler or with
+`--inner inductor`, which is faster for large models.  Time per token is measured afterwards, one row, Inductor, methods taking turns of 16
 tokens: the median over all turns, so that with --every 8 each turn holds two repairs.  "closed" is the share
 of the gap in log-perplexity between window and recompute.
 """
@@ -52,12 +52,16 @@ Results = dict[str, dict[str, Row]]
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Sizes: `rows` documents, whose tokens skip + 1 to skip + labels are predicted, and `turns` of timing."""
+    """Sizes: `rows` documents, whose tokens skip + 1 to skip + labels are predicted, and `turns` of timing.
+
+    Perplexity is measured with the compiler `inner`.
+    """
 
     rows: int
     skip: int
     labels: int
     turns: int
+    inner: str
 
     @property
     def length(self) -> int:
@@ -102,7 +106,7 @@ def recomputed(model: Any, ids: Tensor, window: int, settings: Settings) -> floa
 def streamed(model: Any, ids: Tensor, policy: Policy, window: int, settings: Settings) -> float:
     """Return the mean loss in nats of a stream under a policy, over the same labels."""
     torch._dynamo.reset()
-    compiled = torch.compile(model, backend=kvpass.backend(policy, budget=window, inner="eager"))
+    compiled = torch.compile(model, backend=kvpass.backend(policy, budget=window, inner=settings.inner))
     out = compiled(ids[:, :window], use_cache=True)
     losses = []
     for t in tqdm(range(window, settings.length - 1), desc=f"{policy.name} {window}", leave=False):
@@ -196,6 +200,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--skip", type=int, default=512, help="tokens before the first label")
     parser.add_argument("--labels", type=int, default=640, help="of each row; 0 for no perplexity")
     parser.add_argument("--turns", type=int, default=20, help="of 16 tokens for the time per token; 0 for none")
+    parser.add_argument("--inner", choices=["eager", "inductor"], default="eager", help="compiler for perplexity")
     parser.add_argument("--out", type=Path, help="a json of all figures; what it holds already is not measured again")
     return parser.parse_args()
 
@@ -205,7 +210,7 @@ def main() -> None:
     torch.set_num_threads(1)
     chosen = models.load(arguments.model)
     model: Any = chosen.model
-    settings = Settings(arguments.rows, arguments.skip, arguments.labels, arguments.turns)
+    settings = Settings(arguments.rows, arguments.skip, arguments.labels, arguments.turns, arguments.inner)
     ids = tokens_of(chosen, TEXTS[arguments.text](), settings)
     policies: Policies = {"window": KVAlign(aligners.identity_aligner(signature_of(model, max(arguments.windows))))}
     if not chosen.tabled:
