@@ -113,7 +113,7 @@ def rewrite_prompt(
             statistics_outputs = {name: emit(node) for name, node in scores.items()}
             operands = _operands(site, keys, lambda node: emit(moved[node])) if with_operands else None
         valid_output = None if all_valid is None else valid_outputs[site_marks]
-        in_order = [statistics_outputs[name] for name in attention_statistics.names(policy)]
+        in_order = [statistics_outputs[name] for name in attention_statistics.statistics_of(policy)]
         outputs.append(SiteOutputs(stored_key, values, valid_output, in_order, operands))
     if policies[0].renumbers and shapes.expr(sites[0].queries) != 1:
         _renumber(gm, copy.graph, sites, moved, examples, policies[0], budget, marks[0])
@@ -249,7 +249,7 @@ def prompt_scores(
     heads = 1 if site.computed else int(value(site.grown_key).shape[1])
     values = moved[op_table.named_arguments(site.call)["value"]] if fused else None
     tensors = query, moved[site.attended_key], values, mask, sink_logit
-    names = attention_statistics.names(policy)
+    names = attention_statistics.statistics_of(policy)
     request = StatisticsRequest(names, site.causal, site.scale, site.cap, heads)
     request = request.for_policy(policy, budget, site.sharding)
     results = graph.call_function(STATISTICS, (*tensors, present, None, request.text()))
