@@ -234,25 +234,16 @@ def fuses_attention(policy: Policy, query: Tensor, key: Tensor, value: Tensor) -
 
 
 @dataclasses.dataclass(frozen=True)
-class StatisticsSpec:
-    """The operands of the statistics of a prompt or chunk.
+class StatisticsSpec(ScoredAttention):
+    """The attention of a prompt or chunk whose statistics a policy reads; keys are [B, Ha, N, D], as attended to.
 
     Attributes:
-        query: [B, Hq, q, D]; key: [B, Ha, N, D], as attended to; the queries are the last q of the N tokens.
-        mask: [B or 1, Hq, Ha or 1, q, N], boolean or additive, or None; sink_logit: [B or 1, Hq, q or 1, 1] or None.
-        causal, scale, cap, heads: see `StatisticsRequest`.
+        heads: see `StatisticsRequest`.
         sharding: where the other heads of the layer are.
     """
 
-    query: Tensor
-    key: Tensor
-    mask: Tensor | None
-    sink_logit: Tensor | None
-    causal: bool
-    scale: float
-    cap: float | None
-    heads: int
-    sharding: HeadSharding | None
+    heads: int = dataclasses.field(kw_only=True)
+    sharding: HeadSharding | None = dataclasses.field(kw_only=True)
 
     def first(self, count: int) -> StatisticsSpec:
         """Return the specification for the first `count` queries, without the keys behind them."""
