@@ -24,12 +24,12 @@ from tqdm import tqdm
 
 from benchmarks import apart
 from benchmarks.recall import planted_in
+from benchmarks.refusals import with_policy
 from benchmarks.report import Row, Table, Target
 from benchmarks.settings import Settings
 from kvpass import policies
 from kvpass.apps import corpus
 from kvpass.apps.evaluation import recall
-from kvpass.apps.evaluation.attempt import with_policy
 from kvpass.apps.evaluation.scoring import ScoringBatch, score
 from kvpass.apps.models import ALIGNER, load, load_memory
 from kvpass.decoding.prefill import Caller

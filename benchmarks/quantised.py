@@ -29,10 +29,10 @@ from tqdm import tqdm
 import kvpass
 from benchmarks.model import DIM, HEADS, KV_HEADS, Conversation, build
 from benchmarks.model import tokens as random_tokens
+from benchmarks.refusals import with_policy
 from benchmarks.timing import Local, Plan, interleaved, medians
 from kvpass import cache_names, policies
 from kvpass.apps import corpus
-from kvpass.apps.evaluation.attempt import with_policy
 from kvpass.apps.evaluation.perplexity import exponential
 from kvpass.apps.evaluation.scoring import ScoringBatch, score
 from kvpass.apps.models import load

@@ -18,12 +18,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks import apart, bounded
+from benchmarks.refusals import with_policy
 from benchmarks.report import Row, Table
 from benchmarks.settings import Settings
 from kvpass import cache_names, policies
 from kvpass.apps import corpus
 from kvpass.apps.evaluation import plots, recall
-from kvpass.apps.evaluation.attempt import with_policy
 from kvpass.apps.evaluation.pairs import PairVocabulary, PlantedPairs
 from kvpass.apps.models import LoadedModel, load_memory
 from kvpass.decoding.prefill import Caller

@@ -106,7 +106,7 @@ class Lowered:
             )
             sums: Sequence[Tensor] = []
             if policy.statistics:
-                spec = StatisticsSpec(q, k, mask, None, False, self.scale, None, k.shape[1], None)
+                spec = StatisticsSpec(q, k, mask, False, self.scale, heads=k.shape[1], sharding=None)
                 scanned = budget[..., None] if self.limits else self.layout.budget
                 sums = statistics(policy, spec, new.valid, scanned)
         else:

@@ -134,7 +134,7 @@ class _QueryView:
             bias=add_biases(self.bias, self.policy_bias),
             sink_logit=site.sink_logits(self.key.shape[1]),
             rope=self.rope,
-            blank=self.unknown_queries,
+            unknown_queries=self.unknown_queries,
         )
         output, probs, logits = attend(self.query, self.key, self.value, **options)
         output = output.flatten(1, 2)  # not later: the compiler moves a product to its first user

@@ -217,7 +217,7 @@ class _GraphWriter:
         for name in calls[0].inputs:
             if all(value is call.inputs[name] for value, call in pairs):
                 return {"input": name}
-        if all(_is_equal(value, first) for value in values):
+        if all(value.dtype == first.dtype and torch.equal(value, first) for value in values):
             return {"saved": self.files.add_tensor(first)}
         return self._unknown(index, values)
 
@@ -236,7 +236,3 @@ def _code_of_chunk(call: RecordedCall) -> Any:
         return None
     assert isinstance(ran.runner, steps.StepRunner)
     return ran.runner.variants.variant_of(ran.rewrite).compiled
-
-
-def _is_equal(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and torch.equal(one, other)

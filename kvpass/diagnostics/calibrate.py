@@ -19,7 +19,7 @@ from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.capture import capture
 from kvpass.errors import AlignerError, CalibrationError, UnsupportedGraph
 from kvpass.fx import walk
-from kvpass.policies.aligners.signature import device_of, name_of, rows_of
+from kvpass.policies.aligners.signature import architecture_of, device_of, rows_of
 from kvpass.policies.calibration import CalibratedModel, Calibration, multiply_pairs, pair_norms
 from kvpass.torch_private import dynamo
 
@@ -54,13 +54,13 @@ def calibrate(model: torch.nn.Module, ids: Tensor, *, window: Positive = 1024) -
             f"window, and a window above {FIRST}"
         )
     probed = _probe_keys(model, torch.unique(ids)[:PROBES], window)
-    rotations = [_Rotation.measure(keys, name_of(model), layer) for layer, keys in enumerate(probed)]
+    rotations = [_Rotation.measure(keys, architecture_of(model), layer) for layer, keys in enumerate(probed)]
     sums: list[_QuerySums] = []
     reader = AttentionReader(model)
     for part in torch.split(ids.to(device_of(model)), window):
         if len(part) == window:
-            _add(sums, reader.calls(part[None]), rotations, name_of(model))
-    return _calibration(name_of(model), probed[0][0].shape[1], rotations, sums)
+            _add(sums, reader.calls(part[None]), rotations, architecture_of(model))
+    return _calibration(architecture_of(model), probed[0][0].shape[1], rotations, sums)
 
 
 def _probe_keys(model: torch.nn.Module, tokens: Tensor, window: int) -> list[dict[int, Tensor]]:

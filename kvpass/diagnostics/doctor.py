@@ -126,7 +126,7 @@ def sources() -> dict[str, str]:
 def names_in(source: str) -> list[Name]:
     """Return the names of torch in a module's source, each name once per function or class."""
     tree = ast.parse(source)
-    everywhere = _aliases([node for node in tree.body if not _is_unit(node)])
+    everywhere = _aliases([node for node in tree.body if not isinstance(node, _UNITS)])
     found: dict[tuple[str, str], Name] = {}
     for unit in tree.body:
         user = unit.name if isinstance(unit, _UNITS) else "(module)"
@@ -138,10 +138,6 @@ def names_in(source: str) -> list[Name]:
 
 
 _UNITS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-
-
-def _is_unit(node: ast.AST) -> bool:
-    return isinstance(node, _UNITS)
 
 
 def _aliases(nodes: list[Any]) -> dict[str, str]:

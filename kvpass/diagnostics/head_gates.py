@@ -12,7 +12,7 @@ from torch import Tensor
 from kvpass.arguments import Natural, Positive, check_arguments
 from kvpass.diagnostics.calibrate import AttentionReader, RecordedAttention
 from kvpass.errors import CalibrationError
-from kvpass.policies.aligners.signature import device_of, name_of
+from kvpass.policies.aligners.signature import architecture_of, device_of
 from kvpass.policies.head_gates import HeadGates
 
 BLOCK = 128
@@ -53,7 +53,7 @@ def measure_gates(
             sums = [total + share for total, share in zip(sums, shares, strict=True)] if sums else shares
             count += 1
     gates = torch.stack(sums) / count  # [L, Hq]
-    return HeadGates(name_of(model), torch.unflatten(gates, 1, (reader.found[0].heads, -1)).amax(-1))
+    return HeadGates(architecture_of(model), torch.unflatten(gates, 1, (reader.found[0].heads, -1)).amax(-1))
 
 
 def _far_share(call: RecordedAttention, sinks: int, recent: int) -> Tensor:

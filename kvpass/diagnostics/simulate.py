@@ -233,7 +233,7 @@ def _run_compiled(layer: _Layer) -> Trace:
     output = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, attn_mask=_prompt_mask(layer), scale=layer.scale, enable_gqa=True
     )
-    spec = StatisticsSpec(q, k, None, None, True, layer.scale, None, k.shape[1], None)
+    spec = StatisticsSpec(q, k, None, True, layer.scale, heads=k.shape[1], sharding=None)
     attention = spec.attention(policy, valid, layer.budget)
     plan = policy.plan([attention], valid, layer.budget)[0]
     layout = layer.layout(plan)

@@ -79,7 +79,8 @@ def warm(
     batches = [(size, padded) for size in rows for padded in _paddings(size)]
     batches += [(size, True) for size in _third(rows)]
     prompts = [(size, padded, length) for size, padded in batches for length in lengths if length > 1 or not padded]
-    several = TURNS if turns and not _has_encoder(model) else ()
+    has_encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)  # it reads the prompt
+    several = TURNS if turns and not has_encoder else ()
     chunked = batches if prefill_chunk is not None else []
     with torch.no_grad(), _bar(len(prompts) * (1 + len(several)) + len(chunked), progress) as tick:
         for size, padded, length in prompts:
@@ -105,11 +106,6 @@ def _third(rows: Sequence[int]) -> list[int]:
     """
     several = {size for size in rows if size > 1}
     return [max(several) + 1] if len(several) == 2 else []
-
-
-def _has_encoder(model: Any) -> bool:
-    """Return whether the prompt goes to an encoder, so that there are no further turns."""
-    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def _run_turns(conversation: _Conversation, parts: Sequence[tuple[int, int]], tick: Tick) -> None:

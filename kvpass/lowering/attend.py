@@ -119,7 +119,7 @@ def attend(
     sink_logit: Tensor | None = None,
     with_logits: bool = True,
     rope: Rope | None = None,
-    blank: UnknownQueries | None = None,
+    unknown_queries: UnknownQueries | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Attend to the slots that `mask` allows.
 
@@ -134,7 +134,7 @@ def attend(
         sink_logit: further logits [B or 1, Hkv, G, q or 1, 1] in the softmax, without values.
         with_logits: return probabilities and logits too.
         rope: the same embedding as `rotate`, for the kernels.
-        blank: the queries whose output is unknown.
+        unknown_queries: the queries whose output is unknown.
 
     Returns:
         output [B, Hkv, G, q, Dv] in the dtype of `query`, and with `with_logits` the probabilities and the masked
@@ -146,7 +146,9 @@ def attend(
         from kvpass.lowering.attend_kernel import attend_by_kernel  # needs triton, which not every machine has
 
         query = key.format.transform_query(query).to(query.dtype)
-        options: dict[str, Any] = dict(cap=cap, sink_logit=sink_logit, with_logits=with_logits, rope=rope, blank=blank)
+        options: dict[str, Any] = dict(
+            cap=cap, sink_logit=sink_logit, with_logits=with_logits, rope=rope, unknown_queries=unknown_queries
+        )
         return attend_by_kernel(query, key, value, scale=scale, mask=mask, bias=bias, **options)
     logits = capped(scores(query, key, scale=scale, rotate=rotate), cap)
     if bias is not None:
@@ -155,8 +157,8 @@ def attend(
     probabilities = softmax_with_sink(logits, sink_logit)
     output = value.format.weighted_sum(probabilities.flatten(2, 3), value.parts, query.dtype)  # [B, Hkv, G*q, Dv]
     output = output.view(*query.shape[:4], -1)
-    if blank is not None:  # only in the output: a policy would add NaN to its scores
-        output = torch.where(blank.of(logits.amax(-1, keepdim=True)), torch.nan, output)
+    if unknown_queries is not None:  # only in the output: a policy would add NaN to its scores
+        output = torch.where(unknown_queries.of(logits.amax(-1, keepdim=True)), torch.nan, output)
     return output, probabilities if with_logits else None, logits if with_logits else None
 
 
@@ -179,8 +181,7 @@ class UnknownQueries(NamedTuple):
     Attributes:
         empty: queries that are unknown if no key has a finite logit, as in a softmax that the model computes itself.
         padded: queries that are unknown if finite logits mask every key: the model then attends to padding as well,
-        which
-            is not cached.
+            which is not cached.
         rounded: queries that are unknown if every key is masked by a number that absorbs logits in the model's half
             precision but not in the dtype of `upcast`; None for no query.
     """

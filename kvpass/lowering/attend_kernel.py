@@ -414,7 +414,7 @@ def power(number: int, least: int = 16) -> int:
     return int(max(least, triton.next_power_of_2(number)))
 
 
-def _uses_halves(bits: int, dim: int, rotary: int, interleaved: bool) -> bool:
+def _in_halves(bits: int, dim: int, rotary: int, interleaved: bool) -> bool:
     """Check whether keys are processed in halves.
 
     Both codes of a byte, or a number and its partner, are then loaded at once.
@@ -424,17 +424,17 @@ def _uses_halves(bits: int, dim: int, rotary: int, interleaved: bool) -> bool:
     return bits == 4
 
 
-def _block(width: int, itemsize: int, rows: int, dear: bool) -> int:
+def _block(width: int, itemsize: int, rows: int, costly: bool) -> int:
     """Return how many slots a program loads at a time.
 
-    Many rows need the registers for themselves and get fewer slots.  So do `dear` rows: decoded from four bits, decoded
-    and rotated, or rotated with partners that are loaded separately.
+    Many rows need the registers for themselves and get fewer slots.  So do `costly` rows: decoded from four bits,
+    decoded and rotated, or rotated with partners that are loaded separately.
     """
     most = 128 if rows <= 16 else 32 if rows * width <= 8192 else 16
-    return max(16, min(most, TILE // (width * itemsize)) // (2 if dear else 1))
+    return max(16, min(most, TILE // (width * itemsize)) // (2 if costly else 1))
 
 
-def _how(rows: int, bits: int, rotary: int, halved: bool) -> dict[str, int]:
+def _launch_options(rows: int, bits: int, rotary: int, halved: bool) -> dict[str, int]:
     """Return the number of warps and of pipeline stages.
 
     Many rows and rotated keys need the registers of more warps.  Eight-bit codes take about as long to convert as to
@@ -499,9 +499,9 @@ def attend_slots(
     """
     rows, heads, groups, queries, dim = query.shape
     capacity, width = key.shape[2], value.shape[3] * (2 if bits == 4 else 1)
-    padded, halved = power(groups * queries), _uses_halves(bits, dim, rotary, interleaved)
-    dear = bits == 4 or (rotary > 0 and (bits == 8 or not halved))
-    block = _block(power(max(dim, width)), query.element_size(), padded, dear)
+    padded, halved = power(groups * queries), _in_halves(bits, dim, rotary, interleaved)
+    costly = bits == 4 or (rotary > 0 and (bits == 8 or not halved))
+    block = _block(power(max(dim, width)), query.element_size(), padded, costly)
     parts, each = _parts(rows * heads, capacity, block)
     query, mask = as_contiguous(query), as_contiguous(mask)
     has_bias, bias = bias is not None, value if bias is None else as_contiguous(bias)  # without a bias it is never read
@@ -521,7 +521,7 @@ def attend_slots(
         SCALE=scale, CAP=cap or 0.0, HAS_BIAS=has_bias, STORE=store, HEADS=heads, R=groups * queries, QUERIES=queries,
         C=capacity, D=dim, DV=width, PARTS=parts, PART=each, ROWS=padded,
         WIDTH=power(dim), VALUE_WIDTH=power(width), HALF=power(dim // 2), VALUE_HALF=power(width // 2),
-        BLOCK=block, **_how(padded, bits, rotary, halved),
+        BLOCK=block, **_launch_options(padded, bits, rotary, halved),
     )  # fmt: skip
     return *_launch_join(query, m_part, l_part, acc_part, sink_logit), logits
 
@@ -558,18 +558,18 @@ def attend_by_kernel(
     sink_logit: Tensor | None,
     with_logits: bool,
     rope: Rope | None = None,
-    blank: UnknownQueries | None = None,
+    unknown_queries: UnknownQueries | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return what `attend` returns, by the kernels and by plain torch around them, which the compiler fuses."""
     keys, values = as_dense(key.codes), as_dense(value.codes)
-    mask, bias = _wide(mask, key.shape[2]), None if bias is None else _wide(bias, key.shape[2])
+    mask, bias = _expand_mask(mask, key.shape[2]), None if bias is None else _expand_mask(bias, key.shape[2])
     rotary = (None, None, None, 0, False) if rope is None else _as_arguments(rope)
     stored = _scales_and_zeros(key, value)
     given = (mask, bias, sink_logit, *rotary, scale, cap, with_logits, key.format.bits)
     output, most, total, logits = torch.ops.kvpass.attend_slots(query, keys, values, *stored, *given)
     most = most[..., None]
-    if blank is not None:
-        output = torch.where(blank.of(most), torch.nan, output)
+    if unknown_queries is not None:
+        output = torch.where(unknown_queries.of(most), torch.nan, output)
     if not with_logits:
         return output, None, None
     return output, torch.exp(logits - most.clamp_min(LOWEST.value)) / total[..., None], logits
@@ -594,6 +594,6 @@ def as_dense(buffer: Tensor) -> Tensor:
     return buffer if buffer.stride(-1) == 1 else as_contiguous(buffer)
 
 
-def _wide(mask: Tensor, capacity: int) -> Tensor:
+def _expand_mask(mask: Tensor, capacity: int) -> Tensor:
     """Expand a mask or bias [..., C or 1] to [..., C]."""
     return mask if mask.shape[-1] == capacity else mask.expand(*mask.shape[:-1], capacity)

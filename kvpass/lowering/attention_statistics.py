@@ -217,7 +217,7 @@ def regrouped(x: Tensor, heads: int) -> Tensor:
     return x if heads == x.shape[1] else torch.unflatten(x.flatten(1, 2), 1, (heads, -1))
 
 
-def names(policy: Policy) -> tuple[Statistic, ...]:
+def statistics_of(policy: Policy) -> tuple[Statistic, ...]:
     """Return the statistics that a policy reads, in the order of the operator's results."""
     return tuple(sorted(policy.statistics))
 
@@ -242,25 +242,16 @@ def fuses_attention(policy: Policy, query: Tensor, key: Tensor, value: Tensor) -
 
 
 @dataclasses.dataclass(frozen=True)
-class StatisticsSpec:
-    """The operands of the statistics of a prompt or chunk.
+class StatisticsSpec(ScoredAttention):
+    """The attention of a prompt or chunk whose statistics a policy reads; keys are [B, Ha, N, D], as attended to.
 
     Attributes:
-        query: [B, Hq, q, D]; key: [B, Ha, N, D], as attended to; the queries are the last q of the N tokens.
-        mask: [B or 1, Hq, Ha or 1, q, N], boolean or additive, or None; sink_logit: [B or 1, Hq, q or 1, 1] or None.
-        causal, scale, cap, heads: see `StatisticsRequest`.
+        heads: see `StatisticsRequest`.
         sharding: where the other heads of the layer are.
     """
 
-    query: Tensor
-    key: Tensor
-    mask: Tensor | None
-    sink_logit: Tensor | None
-    causal: bool
-    scale: float
-    cap: float | None
-    heads: int
-    sharding: HeadSharding | None
+    heads: int = dataclasses.field(kw_only=True)
+    sharding: HeadSharding | None = dataclasses.field(kw_only=True)
 
     def first(self, count: int) -> StatisticsSpec:
         """Return the specification for the first `count` queries, without the keys behind them."""
@@ -290,10 +281,10 @@ def statistics(
         value: [B, Ha, N, Dv] to compute attention as well, where `fuses_attention` allows it.
 
     Returns:
-        The output [B, Hq, q, Dv] of attention if there are values, then the `names` of the policy.
+        The output [B, Hq, q, Dv] of attention if there are values, then those of `statistics_of`.
     """
     by_row = budget if isinstance(budget, Tensor) and "scan" in policy.statistics else None
-    request = StatisticsRequest(names(policy), spec.causal, spec.scale, spec.cap, spec.heads)
+    request = StatisticsRequest(statistics_of(policy), spec.causal, spec.scale, spec.cap, spec.heads)
     request = request.for_policy(policy, None if isinstance(budget, Tensor) else budget, spec.sharding)
     results: list[Tensor] = attention_statistics(
         spec.query, spec.key, value, spec.mask, spec.sink_logit, valid, by_row, request.text()
@@ -305,5 +296,5 @@ def as_attention(
     policy: Policy, tensors: list[Tensor], valid: Tensor, sharding: HeadSharding | None = None
 ) -> Attention:
     """Name the tensors that `statistics` returned; valid is bool [B, q]."""
-    named = dict(zip(names(policy), tensors, strict=True))
+    named = dict(zip(statistics_of(policy), tensors, strict=True))
     return Attention(**named, queries=valid.sum(-1)[:, None, None], sharding=sharding)

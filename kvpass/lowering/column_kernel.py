@@ -96,18 +96,18 @@ def totals(
     masks = mask + row * mask_row + head * mask_head
     top = tl.full([BQ], LOWEST, tl.float32)
     probs = tl.zeros([BQ], tl.float32)
-    end, seen = KEYS, KEYS // BK * BK  # blocks up to `seen` are whole and lie before every query
+    end, visible = KEYS, KEYS // BK * BK  # blocks up to `visible` are whole and lie before every query
     if CAUSAL:
         end = min(KEYS, start + BQ + (KEYS - COUNT))
-        seen = min(KEYS, start + (KEYS - COUNT) + 1) // BK * BK
-    for at in range(0, seen, BK):
+        visible = min(KEYS, start + (KEYS - COUNT) + 1) // BK * BK
+    for at in range(0, visible, BK):
         j = at + tl.arange(0, BK)
         k = tl.load(keys + j[None, :] * D + d[:, None], mask=(d < D)[:, None], other=0.0)
         x = block_of_logits(q, k, i, j, masks, mask_query, KIND, False, SCALE, CAP, COUNT, KEYS)
         higher = tl.maximum(top, tl.max(x, 1))
         probs = probs * tl.exp2(top - higher) + tl.sum(tl.exp2(x - higher[:, None]), 1)
         top = higher
-    for at in range(seen, end, BK):
+    for at in range(visible, end, BK):
         j = at + tl.arange(0, BK)
         k = tl.load(keys + j[None, :] * D + d[:, None], mask=(j < KEYS)[None, :] & (d < D)[:, None], other=0.0)
         x = block_of_logits(q, k, i, j, masks, mask_query, KIND, CAUSAL, SCALE, CAP, COUNT, KEYS)
@@ -125,7 +125,7 @@ def totals(
 
 
 @triton.jit
-def shares(
+def probabilities(
     query,
     k,  # [D, BK]
     total,
@@ -196,26 +196,26 @@ def columns(
         after = max(0, start + BK - 1 - (KEYS - COUNT) + BQ - 1) // BQ * BQ  # and later ones see all of them
         after = max(first, min(after, tl.cdiv(COUNT, BQ) * BQ))
     summed = tl.zeros([BQ, BK], tl.float32)
-    twice = tl.zeros([BQ, BK], tl.float32)
+    squared = tl.zeros([BQ, BK], tl.float32)
     for at in range(first, after, BQ):
         i = at + tl.arange(0, BQ)
-        p, counted = shares(
+        p, counted = probabilities(
             query, k, total, weight, masks, which, row, i, j, d, mask_query, KIND, True, SCALE, CAP, COUNT, KEYS, D
         )  # fmt: skip
         summed += p * counted
         if SQUARES:
-            twice += p * (p * counted)
+            squared += p * (p * counted)
     for at in range(after, COUNT, BQ):
         i = at + tl.arange(0, BQ)
-        p, counted = shares(
+        p, counted = probabilities(
             query, k, total, weight, masks, which, row, i, j, d, mask_query, KIND, False, SCALE, CAP, COUNT, KEYS, D
         )  # fmt: skip
         summed += p * counted
         if SQUARES:
-            twice += p * (p * counted)
+            squared += p * (p * counted)
     tl.store(sums + which * KEYS + j, tl.sum(summed, 0), mask=j < KEYS)
     if SQUARES:
-        tl.store(squares + which * KEYS + j, tl.sum(twice, 0), mask=j < KEYS)
+        tl.store(squares + which * KEYS + j, tl.sum(squared, 0), mask=j < KEYS)
 
 
 def column_sums(attention: ScoredAttention, weight: Tensor, powers: int) -> list[Tensor]:
@@ -235,19 +235,19 @@ def column_sums(attention: ScoredAttention, weight: Tensor, powers: int) -> list
     width = max(16, triton.next_power_of_2(dim))
     side = side_of(width, query.dtype)
     total = query.new_empty((rows, heads, count), dtype=torch.float32)
-    of_sink = _sink(sink_logit, heads)
+    sink_options = _sink(sink_logit, heads)
     mask = mask if mask is None or mask.stride(-1) == 1 else mask.contiguous()
     common: dict[str, Any] = dict(
         **_mask(mask), CAUSAL=attention.causal, SCALE=attention.scale, CAP=attention.cap or 0.0,
         HEADS=heads, GROUPS=groups, COUNT=count, KEYS=keys, D=dim, WIDTH=width, BQ=side, BK=side,
         num_warps=4, num_stages=2, enable_fp_fusion=True,
     )  # fmt: skip
-    seen = query if mask is None else mask
-    behind = total if sink_logit is None else sink_logit.float().contiguous()
-    totals[(triton.cdiv(count, side), rows * heads)](query, key, seen, behind, total, **common, **of_sink)
+    masks = query if mask is None else mask  # the kernels read no mask and no sink where there is none
+    sinks = total if sink_logit is None else sink_logit.float().contiguous()
+    totals[(triton.cdiv(count, side), rows * heads)](query, key, masks, sinks, total, **common, **sink_options)
     result = [query.new_empty((rows, heads, keys), dtype=torch.float32) for _ in range(powers)]
     grid = (triton.cdiv(keys, side), rows * heads)
-    columns[grid](query, key, seen, total, weight, result[0], result[-1], **common, SQUARES=powers == 2)
+    columns[grid](query, key, masks, total, weight, result[0], result[-1], **common, SQUARES=powers == 2)
     return [torch.unflatten(sums, 1, (-1, groups)) for sums in result]
 
 

@@ -61,21 +61,12 @@ class PromptRewrite:
     calls: dict[str, fx.Node]
 
 
-def rewrite_prompt(
-    gm: fx.GraphModule,
-    sites: list[AttentionSite],
-    policies: list[Policy],
-    budget: Budget,
-    ranked: bool,
-    with_operands: bool,
-    examples: Sequence[Any],
-    padding_inputs: list[tuple[fx.Node, ...]],
-) -> PromptRewrite:
-    """Add the outputs that the policies need to a prompt graph; its own computation stays as it is.
+@dataclasses.dataclass(frozen=True, eq=False)
+class PromptCall:
+    """A canonical prompt graph with the call that it is rewritten for.
 
-    A policy that renumbers also changes the computation, for prompts beyond its budget.
-
-    Args:
+    Attributes:
+        gm: the graph, which is not modified.
         sites, policies: the attention calls on caches, and the policy of each.
         budget: the user's budget.
         ranked: whether keys are stored before their rotary embedding.
@@ -83,12 +74,29 @@ def rewrite_prompt(
         examples: Dynamo's arguments.
         padding_inputs: for each site, the inputs that mark padding, see `kvpass.capture.padding_analysis`.
     """
-    copy, moved = fx_nodes.copy_graph_module(gm)
+
+    gm: fx.GraphModule
+    sites: list[AttentionSite]
+    policies: list[Policy]
+    budget: Budget
+    ranked: bool
+    with_operands: bool
+    examples: Sequence[Any]
+    padding_inputs: list[tuple[fx.Node, ...]]
+
+
+def rewrite_prompt(call: PromptCall) -> PromptRewrite:
+    """Add the outputs that the policies need to a prompt graph; its own computation stays as it is.
+
+    A policy that renumbers also changes the computation, for prompts beyond its budget.
+    """
+    sites, policies = call.sites, call.policies
+    copy, moved = fx_nodes.copy_graph_module(call.gm)
     model_outputs = len(walk.results(copy.graph))
     added: list[fx.Node] = []  # the model's own outputs are read at the end: they may include replaced attention
     outputs: list[SiteOutputs] = []
     valid_outputs: dict[tuple[fx.Node, ...], int] = {}
-    marks = [tuple(moved[node] for node in nodes) for nodes in padding_inputs]
+    marks = [tuple(moved[node] for node in nodes) for nodes in call.padding_inputs]
 
     def emit(node: fx.Node) -> int:
         added.append(node)
@@ -104,19 +112,19 @@ def rewrite_prompt(
                 for each in site.all:
                     _scale_queries(copy.graph, each, moved, policy, valid)
         with copy.graph.inserting_before(moved[site.call].next):  # not at the end: queries would outlive their layer
-            rotary = find_rotary(site) if ranked else None
+            rotary = find_rotary(site) if call.ranked else None
             keys, values = site.keys_out, site.values_out
             if site.window is not None:
                 keys, values = emit(moved[site.grown_key]), emit(moved[site.grown_value])
             stored_key = emit(moved[rotary.raw]) if rotary else keys
-            scores = prompt_scores(copy.graph, site, moved, valid, policy, budget)
+            scores = prompt_scores(copy.graph, site, moved, valid, policy, call.budget)
             statistics_outputs = {name: emit(node) for name, node in scores.items()}
-            operands = _operands(site, keys, lambda node: emit(moved[node])) if with_operands else None
+            operands = _operands(site, keys, lambda node: emit(moved[node])) if call.with_operands else None
         valid_output = None if all_valid is None else valid_outputs[site_marks]
-        in_order = [statistics_outputs[name] for name in attention_statistics.names(policy)]
+        in_order = [statistics_outputs[name] for name in attention_statistics.statistics_of(policy)]
         outputs.append(SiteOutputs(stored_key, values, valid_output, in_order, operands))
     if policies[0].renumbers and shapes.expr(sites[0].queries) != 1:
-        _renumber(gm, copy.graph, sites, moved, examples, policies[0], budget, marks[0])
+        _renumber(call, copy.graph, moved, marks[0])
     copy.graph.output_node().args = ((*walk.results(copy.graph), *added),)
     copy.recompile()
     results = [node for site in sites for each in site.all for node in (each.call, each.lse) if node is not None]
@@ -132,17 +140,15 @@ def _operands(
     return emit(site.query), attended, mask, sink
 
 
-def _renumber(
-    gm: fx.GraphModule,
-    graph: fx.Graph,
-    sites: list[AttentionSite],
-    moved: dict[fx.Node, fx.Node],
-    examples: Sequence[Any],
-    policy: Policy,
-    budget: Budget,
-    marks: tuple[fx.Node, ...],
-) -> None:
-    """Make position ids and masks count tokens in windows; only the last window is cached."""
+def _renumber(call: PromptCall, graph: fx.Graph, moved: dict[fx.Node, fx.Node], marks: tuple[fx.Node, ...]) -> None:
+    """Make position ids and masks count tokens in windows; only the last window is cached.
+
+    Args:
+        graph: the copy of the call's graph.
+        moved: from the nodes of the call's graph to those of the copy.
+        marks: the inputs of the copy that mark padding.
+    """
+    policy, budget = call.policies[0], call.budget
 
     def valid_of(valid: Tensor | None, count: int, device: torch.device) -> Tensor:
         return torch.ones(1, count, dtype=torch.bool, device=device) if valid is None else valid
@@ -157,22 +163,22 @@ def _renumber(
         size = budgets.window_for(policy, budget, count, valid)
         return renumber.window_mask(mask, causal, valid_of(valid, count, query.device), size)
 
-    argument_of = dict(zip(walk.placeholders(gm.graph), examples, strict=True))
-    for reader in renumber.find_readers(gm, sites, argument_of, renumber.fits_prompt):
+    argument_of = dict(zip(walk.placeholders(call.gm.graph), call.examples, strict=True))
+    for reader in renumber.find_readers(call.gm, call.sites, argument_of, renumber.fits_prompt):
         node, ids = moved[reader.node], moved[reader.ids]
         with graph.inserting_before(node):
             valid = _valid_tokens(graph, moved[reader.ids], marks, reader.along)
             new_ids = graph.call_function(ids_of, (ids, reader.along, valid))
         new_ids.meta["example_value"] = value(reader.ids)
         node.replace_input_with(ids, new_ids)
-    for site in (each for owner in sites for each in owner.all):
-        call = moved[site.call]
-        with graph.inserting_before(call):
+    for site in (each for owner in call.sites for each in owner.all):
+        node = moved[site.call]
+        with graph.inserting_before(node):
             mask = None if site.mask is None else moved[site.mask]
             valid = _valid_tokens(graph, moved[site.grown_key], marks)
             window_mask = graph.call_function(mask_of, (mask, moved[site.query], valid, site.causal))
-        call.kwargs = {**op_table.named_arguments(call), "mask": window_mask, "causal": False}
-        call.args = ()
+        node.kwargs = {**op_table.named_arguments(node), "mask": window_mask, "causal": False}
+        node.args = ()
 
 
 def _valid_tokens(graph: fx.Graph, tokens: fx.Node, marks: tuple[fx.Node, ...], along: int = 2) -> fx.Node | None:
@@ -249,7 +255,7 @@ def prompt_scores(
     heads = 1 if site.computed else int(value(site.grown_key).shape[1])
     values = moved[op_table.named_arguments(site.call)["value"]] if fused else None
     tensors = query, moved[site.attended_key], values, mask, sink_logit
-    names = attention_statistics.names(policy)
+    names = attention_statistics.statistics_of(policy)
     request = StatisticsRequest(names, site.causal, site.scale, site.cap, heads)
     request = request.for_policy(policy, budget, site.sharding)
     results = graph.call_function(STATISTICS, (*tensors, present, None, request.text()))

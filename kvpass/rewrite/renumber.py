@@ -58,7 +58,7 @@ def find_readers(
     Raises:
         UnsupportedGraph: no node can be shown to read position ids.
     """
-    rotated = _angle_readers(gm, sites)
+    rotated = _angle_readers(sites)
     lookups = [n for n in gm.graph.nodes if n.target is torch.nn.functional.embedding]
     tables = [n for n in lookups if not _holds_words(gm, n)] or ([] if rotated else lookups)
     found = [_reader(n, _index(n), sites) for n in tables if _counts(_index(n), argument_of, fits)]
@@ -95,7 +95,7 @@ def _counts(index: fx.Node, argument_of: dict[fx.Node, Any], fits: Plausible) ->
     return len(inputs) == len(integers) == 1 and fits(integers[0])
 
 
-def _angle_readers(gm: fx.GraphModule, sites: list[AttentionSite]) -> list[Reader]:
+def _angle_readers(sites: list[AttentionSite]) -> list[Reader]:
     """Return the nodes that turn position ids into the angles of a rotary embedding."""
     rotaries = [find_rotary(site) for site in sites]
     positions = dict.fromkeys(rotary.position for rotary in rotaries if rotary is not None)

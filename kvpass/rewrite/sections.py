@@ -41,7 +41,8 @@ class SectionInterpreter(fx.Interpreter):
         if name in _POINTWISE:
             return _pointwise(call, args)
         if n.target is operator.getitem and _slices_last(args):
-            return _slice_sections(args[0], args[1][-1])
+            start, stop, _ = args[1][-1].indices(args[0].width)
+            return args[0].slice(start, stop)
         if name in ("cat", "concat") and _along_last(args, kwargs):
             return Sections(tuple(section for whole in args[0] for section in _sections(whole).tensors))
         if name in ("chunk", "split") and _along_last(args, kwargs):
@@ -103,11 +104,6 @@ def _slices_last(args: tuple[Any, ...]) -> bool:
     reaches_last = Ellipsis in others or len(args[1]) == args[0].tensors[0].ndim
     whole = all(part is Ellipsis or part == slice(None) for part in others)
     return reaches_last and whole and isinstance(last, slice) and last.step in (None, 1)
-
-
-def _slice_sections(x: Sections, where: slice) -> Sections:
-    start, stop, _ = where.indices(x.width)
-    return x.slice(start, stop)
 
 
 def _along_last(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

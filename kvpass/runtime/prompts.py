@@ -25,7 +25,7 @@ from kvpass.policies.base import Policy
 from kvpass.policies.pinned_tokens import Pins
 from kvpass.policies.types import Attention
 from kvpass.rewrite.computed_keys import join_heads
-from kvpass.rewrite.prompt import PromptRewrite, rewrite_prompt
+from kvpass.rewrite.prompt import PromptCall, PromptRewrite, rewrite_prompt
 from kvpass.rewrite.rotary_slice import probe_rotaries
 from kvpass.rewrite.validation.prompts import PromptCase, validate_prompt
 from kvpass.runtime import model_identity
@@ -192,14 +192,14 @@ class PromptRunner:
         extras = backend.kv_store.is_reference or (backend.crop > 0 and scored)
         padding = padding_inputs_of_sites(gm, sites, step=False)
         holders, outputs = walk.placeholders(gm.graph), walk.results(gm.graph)
-        common = (backend.budget, ranked, extras, examples, padding)
+        call = PromptCall(gm, sites, policies, backend.budget, ranked, extras, examples, padding)
         sparse_indices = [each for site in sites for each in keys.sparse_indices(site.mask)]
         grown = [pair for each in sparse_indices for pair in keys.cached_scoring_keys(each, outputs)]
         graph = PromptGraph(
             sites=[site.facts for site in sites],
             policies=policies,
             ranked=ranked,
-            rewrite=rewrite_prompt(gm, sites, policies, *common),
+            rewrite=rewrite_prompt(call),
             outputs=len(outputs),
             module_inputs=model_identity.module_input_indices(gm),
             key_projections=[model_identity.key_projection_indices(site) for site in sites],
@@ -212,7 +212,7 @@ class PromptRunner:
         unchecked = None
         if backend.validates:
             plain = [each.with_plain_logits() if each.scales_logits else each for each in policies]
-            rewritten = functools.partial(rewrite_prompt, gm, sites, plain, *common)
+            rewritten = functools.partial(rewrite_prompt, dataclasses.replace(call, policies=plain))
             marks = [holders.index(node) for node in padding[0]]
             unchecked = PromptCase(model, gm, sites, None if policy.renumbers else rewritten, marks)
         positions = PositionCheck(gm, sites) if ranked else None

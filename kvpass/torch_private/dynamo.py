@@ -260,18 +260,8 @@ def note_artifact(name: str, text: Callable[[], str]) -> None:
     torch._logging._internal.trace_structured("artifact", metadata_fn=lambda: described, payload_fn=text)
 
 
-def _counters() -> Any:
-    """Return Dynamo's counters; the import takes seconds, which a process without a compilation does not pay."""
-    from torch._dynamo.utils import counters
-
-    return counters
-
-
-def graph_breaks() -> int:
-    """Return the number of graph breaks."""
-    return sum(_counters()["graph_break"].values())
-
-
 def compilation_count() -> int:
     """Return a number that changes with every compilation, including recompilations that Dynamo does not count."""
-    return sum(value for counter in _counters().values() for value in counter.values())
+    from torch._dynamo.utils import counters  # takes seconds, which a process without a compilation does not pay
+
+    return sum(value for counter in counters.values() for value in counter.values())

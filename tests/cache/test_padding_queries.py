@@ -52,7 +52,7 @@ def slots_of(policy: Policy, dtype: torch.dtype) -> tuple[Any, Slots]:
     layout = layout_for(policy, BUDGET, new, False)
     attention = Attention()
     if policy.statistics:
-        spec = StatisticsSpec(new.q, new.k, prompt_mask(PROMPT), None, False, 0.3, None, HEADS, None)
+        spec = StatisticsSpec(new.q, new.k, prompt_mask(PROMPT), False, 0.3, heads=HEADS, sharding=None)
         attention = as_attention(policy, statistics(policy, spec, PROMPT, BUDGET), PROMPT)
     return layout, admit(layout, None, Chunk(new.k, new.v, PROMPT, attention), ())
 

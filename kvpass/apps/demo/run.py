@@ -143,7 +143,8 @@ class Demo:
     def run(self) -> None:
         """Show the chosen parts, and write each as soon as it is complete."""
         shown: dict[str, PartResult] = {}
-        self.say(f"{self.subject.name}, {_dtype(self.subject.model)}, budget {self.settings.budget} tokens")
+        dtype = str(next(self.subject.model.parameters()).dtype).removeprefix("torch.")
+        self.say(f"{self.subject.name}, {dtype}, budget {self.settings.budget} tokens")
         with self.bar:
             for name in (name for name in PARTS if name in self.settings.parts):
                 part: PartResult = getattr(self, name)()
@@ -339,10 +340,6 @@ def _subject(settings: DemoSettings) -> tuple[LoadedModel, bool]:
     except CheckpointError as error:
         print(f"This demo runs on small bundled models: {error}")
         return load(None), True
-
-
-def _dtype(model: Any) -> str:
-    return str(next(model.parameters()).dtype).removeprefix("torch.")
 
 
 def kept_row(snapshot: HeldSnapshot) -> Row:

@@ -128,10 +128,6 @@ class Engine:
         if not job.finished:
             self._commands.put(functools.partial(self._cancel, job.name))
 
-    def post(self, command: Callable[[], None]) -> None:
-        """Let the thread carry out a command between two steps."""
-        self._commands.put(command)
-
     async def slots_held(self) -> float:
         """Return how many slots of rows in use hold a token, the mean over layers and heads; counted between steps."""
         answer: asyncio.Future[float] = asyncio.get_running_loop().create_future()

@@ -27,9 +27,11 @@ def signature_of(model: Any, window: int, sinks: int = 4, every: int = 1) -> Sig
     rows = cached_rows(model, torch.zeros(1, 2, dtype=torch.int64, device=device_of(model)))
     shapes = {(key.shape[1], key.shape[3], value.shape[3]) for key, value in rows}
     if len(shapes) != 1:
-        raise AlignerError(f"{name_of(model)} caches rows of shapes {sorted(shapes)}: one aligner needs one shape")
+        raise AlignerError(
+            f"{architecture_of(model)} caches rows of shapes {sorted(shapes)}: one aligner needs one shape"
+        )
     heads, key_dim, value_dim = shapes.pop()
-    return Signature(name_of(model), len(rows), heads, key_dim, value_dim, window, sinks, every)
+    return Signature(architecture_of(model), len(rows), heads, key_dim, value_dim, window, sinks, every)
 
 
 @torch.no_grad()
@@ -47,11 +49,13 @@ def rows_of(model: Any, cache: Any) -> Rows:
     """
     rows = cache_names.rows_of_cache(cache)
     if not rows or any(not isinstance(x, Tensor) or x.ndim != 4 for pair in rows for x in pair):
-        raise AlignerError(f"{name_of(model)} returns no cache with keys and values [B, heads, tokens, dimension]")
+        raise AlignerError(
+            f"{architecture_of(model)} returns no cache with keys and values [B, heads, tokens, dimension]"
+        )
     return rows
 
 
-def name_of(model: Any) -> str:
+def architecture_of(model: Any) -> str:
     """Return the architecture in the model's configuration, else the name of its class."""
     return str(getattr(getattr(model, "config", None), "model_type", None) or type(model).__name__)
 

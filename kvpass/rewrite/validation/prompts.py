@@ -83,8 +83,8 @@ def _try_longer(prompt: PromptCase, arguments: tuple[Any, ...], left_out: list[s
 
 
 @dataclasses.dataclass(frozen=True)
-class _PromptCall:
-    """The arguments of a prompt; `real` is bool [B or 1, q], false for padding."""
+class _ComparedCall:
+    """A prompt on which the graphs are compared; `real` is bool [B or 1, q], false for padding."""
 
     arguments: tuple[Any, ...]
     rows: int
@@ -96,7 +96,7 @@ class _PromptCall:
         return copy_unless_parameter(self.arguments[number])
 
 
-def _calls(prompt: PromptCase, arguments: tuple[Any, ...]) -> Iterator[_PromptCall]:
+def _calls(prompt: PromptCase, arguments: tuple[Any, ...]) -> Iterator[_ComparedCall]:
     """Yield made-up prompts, if the graph serves other sizes, then the current call."""
     yield from _make_prompts(prompt, arguments, LENGTHS, max(ROWS))
     current = shapes.measure_symbols(prompt.canonical.graph, arguments)
@@ -107,7 +107,7 @@ def _calls(prompt: PromptCase, arguments: tuple[Any, ...]) -> Iterator[_PromptCa
 
 def _make_prompts(
     prompt: PromptCase, arguments: tuple[Any, ...], lengths: Sequence[int], most_rows: int
-) -> Iterator[_PromptCall]:
+) -> Iterator[_ComparedCall]:
     """Yield prompts of some lengths, if the graph serves them."""
     inputs = walk.placeholders(prompt.canonical.graph)
     for sizes in _other_sizes(
@@ -199,7 +199,7 @@ def _with_padding(prompt: PromptCase, arguments: tuple[Any, ...]) -> tuple[Any, 
 
 def _prompt_call(
     prompt: PromptCase, arguments: tuple[Any, ...], sizes: dict[Any, int], label: str
-) -> _PromptCall | None:
+) -> _ComparedCall | None:
     """Return a call with these arguments; None if its sizes are unknown."""
     site = prompt.sites[0]
     try:
@@ -211,10 +211,10 @@ def _prompt_call(
         total = arguments[index].shape[-1] if site.past_key is not None else queries
         column = arguments[index].reshape(-1, arguments[index].shape[-1])[:, total - queries : total]
         real = real & (column != 0).cpu()
-    return _PromptCall(arguments, rows, queries, real, f"{label} of {queries} tokens")
+    return _ComparedCall(arguments, rows, queries, real, f"{label} of {queries} tokens")
 
 
-def _compare(prompt: PromptCase, call: _PromptCall) -> None:
+def _compare(prompt: PromptCase, call: _ComparedCall) -> None:
     """Run the three graphs on one prompt and compare them."""
     device = value(prompt.sites[0].query).device
     last = last_new_kind(prompt.canonical.graph, prompt.sites) if call.rows * call.queries > MAX_TOKENS else None
