@@ -206,7 +206,7 @@ def test_of_equals_the_one_of_lower_position(count):
 def test_one_token_before_and_behind_an_evicted_one_ties_within_rounding():
     """Rotated keys of equal tokens at equal distances have one cosine, so either may be the nearest.
 
-    On the checkpoint, with answers of eight tokens, this is the whole difference of d2o's third turn from its reference.
+    On the checkpoint, with answers of eight tokens, that is the whole difference of a third turn from the reference.
     """
     drawn, position = torch.Generator().manual_seed(0), torch.tensor([9, 35, 61])
     angle = torch.outer(position.double(), 1e4 ** (-torch.arange(32).double() / 32)).repeat(1, 2)
