@@ -226,6 +226,7 @@ def _running() -> Iterator[None]:
         yield
     except Exception as error:
         if dynamo.is_recompile_limit_error(error):
+            dynamo.restore_settings()  # torch has refused to begin the compilation, which so has no end
             raise UnsupportedGraph(MANY_GRAPHS) from error
         raise
     finally:

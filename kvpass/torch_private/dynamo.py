@@ -121,19 +121,28 @@ def register_settings() -> None:
 
 
 def _apply_settings() -> str:
-    """Set Dynamo's settings for the compilation that is about to begin, and undo those of an earlier one."""
-    config: Any = torch._dynamo.config
-    for name in (*MOST_GRAPHS, *_WAYS):
-        if isinstance(set_to := getattr(config, name), _SetByKvpass):
-            setattr(config, name, set_to.before)
-    backend = _current_backend()
+    """Set Dynamo's settings for the compilation that is about to begin, and restore them at its end."""
+    from torch._dynamo.callback import callback_handler
+
+    restore_settings()  # of a compilation that torch has refused, which has no end
+    config, backend = torch._dynamo.config, _current_backend()
     if backend is None:
         return ""
+    if restore_settings not in callback_handler.end_callbacks:  # torch._dynamo.reset() removes it
+        callback_handler.register_end_callback(restore_settings)
     limits = {name: max(getattr(config, name), most) for name, most in MOST_GRAPHS.items()}
     fails = getattr(backend, "strict", True) and not config.suppress_errors  # torch does not allow both
     for name, value in (limits | {"skip_nnmodule_hook_guards": False, "fail_on_recompile_limit_hit": fails}).items():
         setattr(config, name, _SetByKvpass.instead_of(getattr(config, name), value))
     return "kvpass"
+
+
+def restore_settings(_: object = None) -> None:
+    """Restore the settings of Dynamo that `_apply_settings` has changed in this thread."""
+    config: Any = torch._dynamo.config
+    for name in (*MOST_GRAPHS, *_WAYS):
+        if isinstance(set_to := getattr(config, name), _SetByKvpass):
+            setattr(config, name, set_to.before)
 
 
 def _current_backend() -> Any:

@@ -203,6 +203,25 @@ def test_of_equals_the_one_of_lower_position(count):
     assert nearest(held[:, :, :count], held, torch.tensor([[[3, 1, -1, 2]]]))[1].unique().tolist() == [1]
 
 
+def test_one_token_before_and_behind_an_evicted_one_ties_within_rounding():
+    """Rotated keys of equal tokens at equal distances have one cosine, so either may be the nearest.
+
+    On the checkpoint, with answers of eight tokens, that is the whole difference of a third turn from the reference.
+    """
+    drawn, position = torch.Generator().manual_seed(0), torch.tensor([9, 35, 61])
+    angle = torch.outer(position.double(), 1e4 ** (-torch.arange(32).double() / 32)).repeat(1, 2)
+    for key in torch.randn(20, 64, generator=drawn).double():
+        rotated = key * angle.cos() + torch.cat([-key[32:], key[:32]]) * angle.sin()
+        before, evicted, behind = rotated
+        exact = [float(torch.cosine_similarity(evicted, other, dim=0)) for other in (before, behind)]
+        assert abs(exact[0] - exact[1]) < 1e-12
+        cosine, slot = nearest(
+            evicted.float()[None, None, None], rotated.float()[None, None], torch.tensor([[[9, -1, 61]]])
+        )
+        assert slot.item() in (0, 2)
+        assert abs(cosine.item() - exact[0]) < 1e-6
+
+
 def test_rows_of_nothing_are_like_nothing():
     held, position = (
         torch.stack([torch.zeros(8), torch.ones(8), -torch.ones(8)])[None, None],

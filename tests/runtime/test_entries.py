@@ -293,15 +293,39 @@ def test_graphs_of_other_backends_leave_room() -> None:
         assert bounded(torch.compile(model, backend=chosen)(prompt(1, 12, ())[0], use_cache=True).past_key_values)
 
 
-def test_settings_are_changed_for_graphs_of_kvpass_alone() -> None:
-    config, other = torch._dynamo.config, torch.compile(lambda x: x - 1, backend="eager")
-    other(torch.ones(1))
-    before = config.recompile_limit
-    with torch.no_grad():
-        torch.compile(tiny(), backend=kvpass.backend(**POLICY))(prompt(1, 12, ())[0], use_cache=True)
-        torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
-    assert (config.recompile_limit, config.skip_nnmodule_hook_guards) == (before, True)
-    assert not config.fail_on_recompile_limit_hit
+def dynamo_settings() -> dict[str, Any]:
+    """All settings of Dynamo, and the type of each value."""
+    return {name: (type(value), value) for name, value in torch._dynamo.config.get_config_copy().items()}
+
+
+def graphs_of_another_backend() -> int:
+    """The graphs that torch makes of a new function for twelve shapes."""
+    graphs: list[Any] = []
+
+    def backend(gm: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(gm)
+        return gm.forward
+
+    function = eval("lambda x: x + 1")  # torch counts the graphs of a code object, which is a new one
+    compiled = torch.compile(function, backend=backend, dynamic=False)
+    for size in range(1, 13):
+        compiled(torch.ones(size))
+    return len(graphs)
+
+
+@pytest.mark.parametrize("limit", [8, 5])
+def test_settings_are_those_of_the_user_outside_of_compilations_for_kvpass(limit: int) -> None:
+    """After a compilation, a reset and a refusal; other functions have as many graphs as without kvpass."""
+    with torch._dynamo.config.patch(recompile_limit=limit), torch.no_grad():
+        before = dynamo_settings()
+        for _ in range(2):
+            torch.compile(tiny(), backend=kvpass.backend(**POLICY))(prompt(1, 12, ())[0], use_cache=True)
+            assert dynamo_settings() == before
+            assert graphs_of_another_backend() == limit
+            torch._dynamo.reset()
+        with torch.enable_grad(), pytest.raises(kvpass.UnsupportedGraph, match="gradient"):
+            torch.compile(tiny(), backend=kvpass.backend(**POLICY))(prompt(1, 12, ())[0], use_cache=True)
+        assert dynamo_settings() == before
 
 
 @pytest.mark.parametrize("way", ["in place", "torch.compile"])
@@ -312,11 +336,14 @@ def test_beyond_the_limit_there_is_an_error(way: str, monkeypatch: pytest.Monkey
     call = kvpass.compile(model, **POLICY) if way == "in place" else torch.compile(model, backend=chosen)
     error = kvpass.UnsupportedGraph if way == "in place" else Exception
     with torch._dynamo.config.patch(recompile_limit=1), torch.no_grad():
+        before = dynamo_settings()
         with pytest.warns(UserWarning, match="last graph"):
             call(ids, use_cache=True)
         for _ in range(2):
             with pytest.raises(error, match=r"as many graphs|recompile_limit"):
                 call(ids[:1, :7], use_cache=True)
+        assert graphs_of_another_backend() == 1
+        assert dynamo_settings() == before
 
 
 OFF: dict[str, Callable[[], Any]] = {
