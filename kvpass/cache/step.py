@@ -75,7 +75,7 @@ class _QueryView:
     Attributes:
         query: [B, Ha, ., 1, D], by the heads of the keys; key, value: rows [B, Ha, C, D] and [B, Ha, C, Dv].
         mask, bias: broadcastable to [B, Ha, ., 1, C]; the bias is the model's.
-        policy_bias: the policy's bias, broadcastable likewise.
+        policy_bias: the policy's bias, broadcastable to the same shape.
     """
 
     site: Site

@@ -180,7 +180,7 @@ def _signature(step: StepContext, node: fx.Node, symbols: dict[sympy.Symbol, sym
 
 
 def new_rows(step: StepContext, layer: int) -> list[fx.Node]:
-    """Return the new tokens' key and value; the key is unrotated if a single token stores it so."""
+    """Return the new tokens' key and value; the key of a single token as it is stored, rotated or not."""
     site = step.sites[layer]
     key = step.rotations.raw_keys[layer] if step.ranked and step.decodes else site.key
     return [as_cached(step.graph, site, node) for node in (key, site.value)]
