@@ -260,7 +260,7 @@ def backend(
             0..n-1 and applies the rotary embedding at read.  By default the policy decides.
         inner: the compiler of the rewritten graphs: "inductor", "aot_eager", "eager" (no compilation),
             "reference" (the policy's eager reference), another backend's name, or a backend.
-        mode, options: as of torch.compile, for Inductor.
+        mode, options: as in torch.compile, for Inductor.
         strict: raise UnsupportedGraph for a cache update that cannot be rewritten; with False the graph stays
             unchanged, with a warning.
         validate: run each rewritten graph once, uncompiled, next to the model's own on synthetic conversations, and

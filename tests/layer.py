@@ -11,7 +11,7 @@ from torch import Tensor
 from kvpass.cache.admission import Chunk, admit, attention_of_chunk, split_by_class
 from kvpass.cache.chunk_step import extend_step
 from kvpass.cache.layout import Layout
-from kvpass.cache.site import Mask, Site
+from kvpass.cache.site import Mask, NewTokens, Site
 from kvpass.cache.slots import Slots
 from kvpass.cache.step import decode_step, with_logit_scale
 from kvpass.diagnostics.simulate import rotary
@@ -97,7 +97,7 @@ class Lowered:
             compact = any(due for due, _ in ticks)
             if new.pins is not None:
                 slots.pin_next(new.pins)
-            return self.step(self.layout, site, slots, q, chunk.key, new.v, new.valid[:, 0], compact).output
+            return self.step(self.layout, site, slots, NewTokens(q, chunk.key, new.v, new.valid[:, 0]), compact).output
         if slots is None:
             q = with_logit_scale(policy, q, new.valid.sum(-1, keepdim=True))
             mask = prompt_mask(new.valid, policy, budget)
@@ -111,7 +111,7 @@ class Lowered:
                 sums = statistics(policy, spec, new.valid, scanned)
         else:
             site = dataclasses.replace(site, mask=causal(slots, new.valid.shape[1]))
-            output, *_, sums = extend_step(self.layout, site, slots, q, k, new.v, new.valid)
+            output, *_, sums = extend_step(self.layout, site, slots, NewTokens(q, k, new.v, new.valid))
         attention = attention_of_chunk(
             self.layout, [sums] if slots is None else split_by_class(self.layout, sums), new.valid
         )

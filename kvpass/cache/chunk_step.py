@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvpass.cache.layout import Layout
-from kvpass.cache.site import Attended, Site, class_by_class
+from kvpass.cache.site import Attended, NewTokens, Site, class_by_class
 from kvpass.cache.slots import Slots
 from kvpass.cache.step import add_biases, log_sum_exp, stored_rows, with_logit_scale, with_mask
 from kvpass.lowering.attend import attend, by_kernel
@@ -20,22 +20,20 @@ from kvpass.lowering.formats import Sections, plain
 
 
 @class_by_class
-def extend_step(
-    layout: Layout, site: Site, slots: Slots, query: Tensor, key: Tensor, value: Tensor, valid: Tensor
-) -> Attended:
+def extend_step(layout: Layout, site: Site, slots: Slots, new: NewTokens) -> Attended:
     """Attend with a chunk of queries to [slots, chunk], under the model's own mask.
 
     Args:
         slots: the slots, which stay unchanged.
-        query: [B, Hq, q, D]; key: [B, Hkv, q, D], as attention reads it; value: [B, Hkv, q, Dv].
-        valid: bool [B, q], false for padding.
+        new: the chunk.
 
     Returns:
         The results of attention with the statistics of the chunk (`kvpass.lowering.attention_statistics`), over columns
         [slots, chunk].  These leave out the policy's own bias.  If the layout crops, their inputs follow: the query,
         keys, mask and sink of a `StatisticsSpec`.  Slots in classes have these of every class.
     """
-    policy, chunk = layout.policy, query.shape[2]
+    policy, (query, key, value, valid) = layout.policy, new
+    chunk = query.shape[2]
     held, rotate = slots.tokens(layout), site.rotate
     query = with_logit_scale(policy, query, held.live.sum(-1)[:, :1] + valid.sum(-1, keepdim=True))
     stored, rows = (part.read_as(layout.dtype) for part in stored_rows(layout, site, slots, held))

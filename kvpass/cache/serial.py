@@ -25,7 +25,7 @@ LAYOUT_FIELDS = {
     "budget": int, "capacity": int, "batch": int, "heads": int, "key_dim": int, "value_dim": int, "ranked": bool,
     "layer": int, "exact_capacity": bool, "row_budgets": bool, "pins": bool,
 }  # fmt: skip
-"""The fields of a layout that a file has as they stand."""
+"""The fields of a layout that a file holds unchanged."""
 _OPTIONAL = ("first", "angles")
 
 
@@ -143,7 +143,7 @@ def _layout_of(entry: Mapping[str, Any], backend: CacheOwner, policy: Policy, de
 
 
 def layout_fields(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a layout that a file has as they stand.
+    """Return the fields of a layout that a file holds unchanged.
 
     Raises:
         CacheFileError: one of them is no number of its kind.

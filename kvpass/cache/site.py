@@ -101,6 +101,22 @@ class Site:
         return None if self.sink_logit is None else torch.unflatten(self.sink_logit, 1, (heads, -1))
 
 
+class NewTokens(NamedTuple):
+    """The new tokens of a step in one layer.
+
+    Attributes:
+        query: [B, Hq, q, D].
+        key: [B, Hkv, q, D], for one token as it is stored, for a chunk as attention reads it.
+        value: [B, Hkv, q, Dv].
+        valid: false for padding, bool [B] for one token, [B, q] for a chunk.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    valid: Tensor
+
+
 class Attended(NamedTuple):
     """The results of attention, and the mask that it ran under.
 
@@ -118,26 +134,24 @@ class Attended(NamedTuple):
 
 
 Step = Callable[..., Attended]
-"""A step of a layer: it takes a layout, a site, slots, a query, a key, a value, and what all heads share."""
+"""A step of a layer: it takes a layout, a site, slots, the new tokens, and further arguments."""
 
 
 def class_by_class(step: Step) -> Step:
     """Let a step run once for each class of heads, as if each class were a layer."""
 
     @functools.wraps(step)
-    def divided(
-        layout: Layout, site: Site, slots: AnySlots, query: Tensor, key: Tensor, value: Tensor, *shared: Any
-    ) -> Attended:
+    def divided(layout: Layout, site: Site, slots: AnySlots, new: NewTokens, *further: Any) -> Attended:
         if isinstance(slots, Slots):
-            return step(layout, site, slots, query, key, value, *shared)
+            return step(layout, site, slots, new, *further)
         attended = []
         for each, part, where in zip(layout.parts, slots.parts, layout.head_slices, strict=True):
             heads, sink = slots.order[:, where], site.sink_logit
             if sink is not None:
                 sink = _select_query_heads(sink.expand(heads.shape[0], -1, -1, -1), heads, layout.heads)
-            rows = select_heads(key, heads), select_heads(value, heads)
-            queries = _select_query_heads(query, heads, layout.heads)
-            attended.append(step(each, dataclasses.replace(site, sink_logit=sink), part, queries, *rows, *shared))
+            rows = select_heads(new.key, heads), select_heads(new.value, heads)
+            own = NewTokens(_select_query_heads(new.query, heads, layout.heads), *rows, new.valid)
+            attended.append(step(each, dataclasses.replace(site, sink_logit=sink), part, own, *further))
         return _join_classes(layout, slots, attended)
 
     return divided

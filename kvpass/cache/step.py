@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvpass.cache.admission import align, initial_state, rescore
 from kvpass.cache.layout import Layout
-from kvpass.cache.site import Attended, Site, class_by_class
+from kvpass.cache.site import Attended, NewTokens, Site, class_by_class
 from kvpass.cache.slots import FREE, STEADY, Slots, row_indices
 from kvpass.fx.precision import FILLED, upcast
 from kvpass.lowering.attend import LOWEST, Rope, Rotation, UnknownQueries, attend, capped, scores
@@ -26,31 +26,21 @@ from kvpass.policies.types import Attention, State, Tokens
 
 
 @class_by_class
-def decode_step(
-    layout: Layout,
-    site: Site,
-    slots: Slots,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    valid: Tensor,
-    compact: bool = False,
-) -> Attended:
+def decode_step(layout: Layout, site: Site, slots: Slots, new: NewTokens, compact: bool = False) -> Attended:
     """Write one token to the free slot, attend, let the policy observe, and free the next slot.
 
     Args:
         slots: overwritten in place.
-        query: [B, Hq, 1, D]; key: [B, Hkv, 1, D], as stored; value: [B, Hkv, 1, Dv].
-        valid: bool [B], false for a row whose token is padding.
+        new: one token of each row.
         compact: build the graph that compacts, which the host runs when `Policy.tick` says so.
     """
-    policy = layout.policy
-    new = (Rows.of(layout.key_format, key), Rows.of(layout.value_format, value))
-    tokens, index = _with_new_token(layout, slots, new, valid)
+    policy, valid = layout.policy, new.valid
+    rows = (Rows.of(layout.key_format, new.key), Rows.of(layout.value_format, new.value))
+    tokens, index = _with_new_token(layout, slots, rows, valid)
     _write(
-        slots, new, slots.free if site.write_index is None else site.write_index, valid if policy.overwrites else None
+        slots, rows, slots.free if site.write_index is None else site.write_index, valid if policy.overwrites else None
     )
-    view = _QueryView.of(layout, site, slots, tokens, index, query, valid)
+    view = _QueryView.of(layout, site, slots, tokens, index, new)
     attended, probs, logits = view.attend(with_logits=bool(policy.statistics))
     attention = _single_query_statistics(layout, probs, valid)
     if "logits" in policy.statistics and (compact or "older_peak" in policy.statistics):
@@ -66,18 +56,16 @@ def decode_step(
 
 
 @class_by_class
-def read_step(
-    layout: Layout, site: Site, slots: Slots, query: Tensor, key: Tensor, value: Tensor, valid: Tensor
-) -> Attended:
+def read_step(layout: Layout, site: Site, slots: Slots, new: NewTokens) -> Attended:
     """Attend to the tokens of an earlier `decode_step`, for a layer that shares its cache.
 
     Args:
         slots: K and V after the step, and all other tensors as before it.
-        query: [B, Hq, 1, D]; key, value: the step's, [B, Hkv, 1, D] and [B, Hkv, 1, Dv]; valid: bool [B].
+        new: this layer's query, and the key and value of the step.
     """
-    new = (Rows.of(layout.key_format, key), Rows.of(layout.value_format, value))
-    tokens, index = _with_new_token(layout, slots, new, valid)
-    return _QueryView.of(layout, site, slots, tokens, index, query, valid).attend(with_logits=False)[0]
+    rows = (Rows.of(layout.key_format, new.key), Rows.of(layout.value_format, new.value))
+    tokens, index = _with_new_token(layout, slots, rows, new.valid)
+    return _QueryView.of(layout, site, slots, tokens, index, new).attend(with_logits=False)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +75,7 @@ class _QueryView:
     Attributes:
         query: [B, Ha, ., 1, D], by the heads of the keys; key, value: rows [B, Ha, C, D] and [B, Ha, C, Dv].
         mask, bias: broadcastable to [B, Ha, ., 1, C]; the bias is the model's.
-        policy_bias: the policy's bias, broadcastable likewise.
+        policy_bias: the policy's bias, broadcastable to the same shape.
     """
 
     site: Site
@@ -102,9 +90,8 @@ class _QueryView:
     unknown_queries: UnknownQueries | None
 
     @staticmethod
-    def of(
-        layout: Layout, site: Site, slots: Slots, tokens: Tokens, index: Tensor, query: Tensor, valid: Tensor
-    ) -> _QueryView:
+    def of(layout: Layout, site: Site, slots: Slots, tokens: Tokens, index: Tensor, new: NewTokens) -> _QueryView:
+        query = new.query
         grouped = query.view(query.shape[0], layout.heads, -1, *query.shape[2:])  # [B, Hkv, G, 1, D]
         grouped = with_logit_scale(layout.policy, grouped, tokens.live.sum(-1)[:, :1])
         live = tokens.live[:, :, None, None]  # [B, H', 1, 1, C]
@@ -117,7 +104,7 @@ class _QueryView:
             grouped, mask = regrouped(grouped, heads), _regroup_mask(mask, heads)
             bias, policy_bias = (None if b is None else _regroup_mask(b, heads) for b in (bias, policy_bias))
         rope = None if site.rope is None else dataclasses.replace(site.rope, rank=tokens.rank)
-        unknown = site.unknown_queries(slots, valid[:, None], None if bias is None else bias.dtype)
+        unknown = site.unknown_queries(slots, new.valid[:, None], None if bias is None else bias.dtype)
         return _QueryView(site, grouped, key, value, mask, bias, policy_bias, _rotation(site, tokens), rope, unknown)
 
     def attend(self, with_logits: bool) -> tuple[Attended, Tensor | None, Tensor | None]:

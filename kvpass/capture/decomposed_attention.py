@@ -45,7 +45,7 @@ class AttentionCall:
         cap: the bound of the logits, or None.
         sink_logit: the logits of the attention sink, [B or 1, Hq, q or 1, 1], or None.
         lse: the model's log-sum-exp of the logits, [B, Hq, q] or [B, Hq, q, 1], or None.
-        causal, dropout: as of scaled_dot_product_attention.
+        causal, dropout: as in scaled_dot_product_attention.
         hidden, dtypes: as `hidden` and the three dtypes of `kvpass.capture.canonical.attention`.
     """
 

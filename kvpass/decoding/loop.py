@@ -380,7 +380,7 @@ class DecodeLoop:
         The next `step` hands out the outputs of other requests in the meantime.
 
         Args:
-            inputs: the prompts, each as of `add`.
+            inputs: the prompts, each as in `add`.
             how: the other arguments of `add` except the name.
 
         Returns:

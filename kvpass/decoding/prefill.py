@@ -180,7 +180,7 @@ def prefill(
 
     Args:
         compiled: `torch.compile(model, backend=kvpass.backend(...))`, or a model after `kvpass.compile`, whose forward
-            is as of `DecodeLoop`.
+            is as in `DecodeLoop`.
         ids: int64 [B, T].
         attention_mask: [B, tokens seen before + T], 0 for padding, which must be on the left of each row; None for no
             padding.

@@ -128,7 +128,7 @@ def attend(
         key, value: rows [B, Hkv, C, D] and [B, Hkv, C, Dv].
         scale: multiplies the logits.
         mask: bool, broadcastable to [B, Hkv, G, q, C].
-        bias: added to the logits, broadcastable likewise.
+        bias: added to the logits; broadcastable to the same shape.
         rotate: applied to the keys at read, pointwise in the slots.
         cap: bounds the logits before bias and mask, as cap * tanh(logits / cap).
         sink_logit: further logits [B or 1, Hkv, G, q or 1, 1] in the softmax, without values.

@@ -32,7 +32,7 @@ class SiteOutputs:
     """The output indices of what a prompt graph returns for one site.
 
     Attributes:
-        key, value: its stored keys, before their rotary embedding if they are stored so, and its values.
+        key, value: its keys as stored, rotated or not, and its values.
         valid: bool [B, q], or None if no token is padding.
         statistics: the results of `kvpass.lowering.attention_statistics`; empty if none are needed.
         operands: its query, its attended keys, its mask and its sink (None if it has none), which the eager reference

@@ -113,7 +113,7 @@ def clock_of(layout: Layout, clock: Clock, new: int, budget: int) -> Clock:
 
 
 def tick_of(layout: Layout, clock: Clock, budget: int) -> tuple[bool, Clock]:
-    """Return `Policy.tick` of a row likewise: a step compacts if it is due in a class."""
+    """Return `Policy.tick` of a row, see `clock_of`; a step compacts if it is due in a class."""
     policy, classes = layout.policy, layout.classes
     if not classes or not clock:
         return policy.tick(clock, budget)

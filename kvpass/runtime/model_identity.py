@@ -84,16 +84,16 @@ class TensorSet:
     """A set of tensors, held weakly and compared by identity."""
 
     def __init__(self) -> None:
-        self._met: dict[int, weakref.ref[Tensor]] = {}
+        self._references: dict[int, weakref.ref[Tensor]] = {}
 
     def add(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             if tensor not in self:
-                self._met[id(tensor)] = weakref.ref(tensor)
+                self._references[id(tensor)] = weakref.ref(tensor)
 
     def __contains__(self, tensor: object) -> bool:
-        met = self._met.get(id(tensor))
-        return met is not None and met() is tensor
+        reference = self._references.get(id(tensor))
+        return reference is not None and reference() is tensor
 
 
 class PlansByModel:
@@ -109,10 +109,10 @@ class PlansByModel:
             model: the tensors of the model; a model is known if most of these tensors are.
             shape: the number of layers and heads.
         """
-        mine = {id(part) for part in model}
+        ids = {id(part) for part in model}
         for weights, known_shape, plan in self._made:
             alive = {id(part) for part in (weight() for weight in weights) if part is not None}
-            if known_shape == shape and 2 * len(mine & alive) > min(len(mine), len(weights)):
+            if known_shape == shape and 2 * len(ids & alive) > min(len(ids), len(weights)):
                 return plan
         return None
 
@@ -122,19 +122,19 @@ class PlansByModel:
         self._made.append((weak_references({id(part): part for part in model}.values()), shape, plan))
 
 
-def belongs_to_other_layer(weights: Weights, here: Sequence[Tensor], known: TensorSet) -> bool:
-    """Return whether a cache made with `weights` belongs to another known layer than the layer with tensors `here`.
+def belongs_to_other_layer(weights: Weights, tensors: Sequence[Tensor], known: TensorSet) -> bool:
+    """Return whether a cache made with `weights` belongs to another known layer than the layer with these tensors.
 
     A layer without a known tensor may be the same layer: a copy of the model may have run only the prompt.
     """
-    result = [tensor for tensor in (weight() for weight in weights) if tensor is not None]
-    if not result or not here or any(one is other for one in result for other in here):
+    alive = [tensor for tensor in (weight() for weight in weights) if tensor is not None]
+    if not alive or not tensors or any(one is other for one in alive for other in tensors):
         return False
-    return any(tensor in known for tensor in result)
+    return any(tensor in known for tensor in alive)
 
 
 SAMPLES = 1024  # numbers of a tensor that its digest reads, at even distances
-_OF_A_RUN = ("transformers_version", "use_cache", "dtype", "torch_dtype", "architectures")
+_RUN_SETTINGS = ("transformers_version", "use_cache", "dtype", "torch_dtype", "architectures")
 """Entries of a configuration that do not change what a model computes."""
 
 
@@ -161,11 +161,13 @@ def settings_of(model: Any) -> dict[str, Any]:
     to_dict = getattr(getattr(model, "config", None), "to_dict", dict)
     entries: dict[str, Any] = to_dict()
     plain = {name: value for name, value in entries.items() if isinstance(value, (str, int, float, type(None)))}
-    return {name: value for name, value in plain.items() if not name.startswith("_") and name not in _OF_A_RUN}
+    return {name: value for name, value in plain.items() if not name.startswith("_") and name not in _RUN_SETTINGS}
 
 
-def differences(saved: dict[str, Any], here: dict[str, Any]) -> list[str]:
-    """Return what differs between two configurations, by name; entries that one of them lacks are left out."""
+def differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
+    """Describe the entries in which two configurations differ; entries that one of them lacks are left out."""
     return [
-        f"{name} is {here[name]!r}, not {value!r}" for name, value in saved.items() if here.get(name, value) != value
+        f"{name} is {current[name]!r}, not {value!r}"
+        for name, value in saved.items()
+        if current.get(name, value) != value
     ]

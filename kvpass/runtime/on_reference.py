@@ -18,6 +18,7 @@ from torch import Tensor
 from kvpass.cache.admission import Chunk
 from kvpass.cache.layout import Layout
 from kvpass.cache.past_calls import SlotSnapshot
+from kvpass.cache.site import NewTokens
 from kvpass.cache.step import with_mask
 from kvpass.capture.canonical import AttentionSite, SiteFacts
 from kvpass.fx.walk import value
@@ -151,7 +152,7 @@ class _ReferenceCall:
         layout, site, queries = self.layout, self.site, query.shape[2]
         if self.stores:
             stored_as_read = stored if store.attends_to_stored(queries) else None
-            store.view = self._view_of(store, query, key, stored_as_read, value, valid, bound)
+            store.view = self._view_of(store, NewTokens(query, key, value, valid), stored_as_read, bound)
         view: ReferenceView = store.view
         keys, values = view.keys, view.values
         facts: list[Tensor] = []
@@ -174,16 +175,10 @@ class _ReferenceCall:
         return output, lse[..., None] if self.lse_has_dim else lse
 
     def _view_of(
-        self,
-        store: ReferenceLayer,
-        query: Tensor,
-        key: Tensor,
-        stored: Tensor | None,
-        value: Tensor,
-        valid: Tensor,
-        bound: dict[str, list[Any]],
+        self, store: ReferenceLayer, new: NewTokens, stored: Tensor | None, bound: dict[str, list[Any]]
     ) -> ReferenceView:
         """Return the cached and new tokens; `stored` is the key of a token that is read as stored, else None."""
+        query, key, value, valid = new
         groups, count, held_values = self.layout.groups, query.shape[2], store.held_rows("value")
         keys, ranks = store.held_rows("key"), store.ranks().clamp(min=0)
         if stored is not None:

@@ -156,7 +156,7 @@ class PromptRunner:
         inner: the compiled graph.
         inputs: the inputs of the canonical graph, by which sizes are measured; None for code of an artifact.
         positions: the check of position ids, if keys are stored before their rotary embedding.
-        probe: computes `angles` at the first call, if keys are stored so.
+        probe: computes `angles` at the first call; None if keys are stored rotated.
         unchecked: the graphs to compare at the first call; None without validation, or after it.
         angles: see `LayerCache`.
     """

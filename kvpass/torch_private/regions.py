@@ -162,7 +162,7 @@ def require_own_index(layer_idx: int | None) -> None:
     """Require, in a function that Dynamo traces, that a number is the index of the layer that is traced.
 
     Dynamo guards on no number that is only handed on, so the number of a layer that reuses a trace may be any.  It is
-    the layer's own index if it is an attribute, as it stands, that holds each layer's index.
+    the layer's own index if it is an unchanged attribute that holds each layer's index.
 
     Args:
         layer_idx: the number; where nothing is traced it is not looked at.

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from kvpass.cache.site import Site
+from kvpass.cache.site import NewTokens, Site
 from kvpass.cache.step import decode_step
 from tests.layer import Lowered, layout_for
 from tests.strategies import TABLE, Case, cases
@@ -26,14 +26,14 @@ class Traced:
     def __init__(self):
         self.graphs = {}
 
-    def __call__(self, layout, site, slots, q, k, v, valid, compact):
+    def __call__(self, layout, site, slots, new, compact):
         tensors = slots.tensors()
 
-        def step(tensors, q, k, v, valid, weights):
+        def step(tensors, new, weights):
             here = dataclasses.replace(site, weights=tuple(weights))
-            return decode_step(layout, here, slots.with_tensors(tensors), q, k, v, valid, compact)
+            return decode_step(layout, here, slots.with_tensors(tensors), NewTokens(*new), compact)
 
-        arguments = (tensors, q, k, v, valid, [*layout.policy.weights(), *layout.policy.layer_weights(layout.layer)])
+        arguments = (tensors, list(new), [*layout.policy.weights(), *layout.policy.layer_weights(layout.layer)])
         if compact not in self.graphs:
             self.graphs[compact] = make_fx(step, tracing_mode="fake")(*arguments)
         return self.graphs[compact](*arguments)

@@ -76,7 +76,7 @@ def test_a_tensor_at_an_old_address_is_another_one(gone: bool) -> None:
     key = id(tensor)
     if gone:
         del tensor
-        known._met[key] = next(iter(known._met.values()))
+        known._references[key] = next(iter(known._references.values()))
         assert not any(torch.ones(1) in known for _ in range(100))
     else:
         assert tensor in known

@@ -210,7 +210,7 @@ def agreement(
 
 
 def pieces(caller: Caller, batch: ScoringBatch, chunk: int | None, feed: Feed) -> Iterator[Piece]:
-    """Feed a batch from an empty cache and yield every output that predicts a token; arguments as of `score`."""
+    """Feed a batch from an empty cache and yield every output that predicts a token; arguments as in `score`."""
     require(feed in FEEDS, "feed", feed, f"must be one of {', '.join(FEEDS)}")
     require(feed != "chunk" or chunk is not None, "chunk", chunk, "must be a number of tokens for feed='chunk'")
     caller.check_padding(batch.mask)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kvpass.cache.chunk_step import extend_step
 from kvpass.cache.layout import Layout
-from kvpass.cache.site import Attended, Site
+from kvpass.cache.site import Attended, NewTokens, Site
 from kvpass.cache.step import decode_step, read_step
 from kvpass.capture.canonical import AttentionSite
 from kvpass.errors import UnsupportedGraph
@@ -140,13 +140,13 @@ class _AttentionReplacement:
         def function(*tensors: Tensor) -> Any:
             operands = _group_operands(tensors, counts)
             slots = template.with_tensors(operands["slots"])
-            query, key, new_value, valid = operands["new"]
-            site = layer_call.site(operands)
-            if step.decodes and first:
-                return results(decode_step(layout, site, slots, query, key, new_value, valid[:, 0], step.call.compact))
-            if step.decodes:
-                return results(read_step(layout, site, slots, query, key, new_value, valid[:, 0]))
-            return results(extend_step(layout, site, slots, query, key, new_value, valid))
+            new, site = NewTokens(*operands["new"]), layer_call.site(operands)
+            if not step.decodes:
+                return results(extend_step(layout, site, slots, new))
+            new = new._replace(valid=new.valid[:, 0])
+            if first:
+                return results(decode_step(layout, site, slots, new, step.call.compact))
+            return results(read_step(layout, site, slots, new))
 
         return step.trace(function, nodes, layer)
 
@@ -180,7 +180,7 @@ def _signature(step: StepContext, node: fx.Node, symbols: dict[sympy.Symbol, sym
 
 
 def new_rows(step: StepContext, layer: int) -> list[fx.Node]:
-    """Return the new tokens' key and value; the key is unrotated if a single token stores it so."""
+    """Return the new tokens' key and value; the key of a single token as it is stored, rotated or not."""
     site = step.sites[layer]
     key = step.rotations.raw_keys[layer] if step.ranked and step.decodes else site.key
     return [as_cached(step.graph, site, node) for node in (key, site.value)]

@@ -3,7 +3,7 @@
 So a difference shows at its layer, no difference grows on its way through the layers, and the tolerance follows from
 the dtypes of one attention call (`kvpass.rewrite.validation.expected`).  Between attention calls the graphs run the
 same operations on the same numbers, so queries, new rows and outputs must be equal up to the last places.  Choices that
-a model makes by such numbers, such as of an expert or by rounding to an integer, cannot differ.
+a model makes by such numbers, such as the choice of an expert or rounding to an integer, cannot differ.
 """
 
 from __future__ import annotations
