@@ -298,7 +298,7 @@ FAILURES = {  # a line of the source, and what the test's build has in place of 
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_a_failure_in_a_parallel_section_leaves_the_work_to_torch(failure, dtype, monkeypatch, caplog):
     """What fails in one thread ends neither the process nor the computation."""
     drawn = torch.Generator().manual_seed(1)
