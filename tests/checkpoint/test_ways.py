@@ -14,7 +14,7 @@ from tests.checkpoint.oracles import check_against_reference, check_as_near_as_k
 from tests.checkpoint.subject import ROOMY, Subject, forced
 from tests.strategies import ROWS
 
-LAYERS = 4
+LAYERS = 3
 TIGHT = 64
 """Slots that the conversations do not fit into."""
 KINDS = ("h2o", "streaming", "buzz", "d2o", "cascade", "sage", "kv_align")

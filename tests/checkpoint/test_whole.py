@@ -40,11 +40,15 @@ def test_the_uncompiled_model_until_something_is_evicted(subject: Subject, name:
 @pytest.mark.some(2)
 @policies
 def test_the_reference_after_eviction(subject: Subject, name: str) -> None:
-    """Greedy tokens of `generate`."""
+    """Greedy tokens of `generate`, on both sides: what is traced of 30 layers is shared then."""
     tight = subject.settings(name, TIGHT)
     with torch.no_grad():
-        answer = ways.answer_of(subject.under(**tight, inner="eager"), ways.medium(subject))
-        check_equal(answer, forced(subject.under(**tight, inner="reference"), answer))
+        answer, expected = (
+            ways.answer_of(subject.under(**tight, inner=inner), ways.medium(subject))
+            for inner in ("eager", "reference")
+        )
+        assert expected.logits is not None
+        check_equal(answer, expected.logits)
 
 
 @bfloat16

@@ -87,6 +87,7 @@ def test_a_full_cache_grows() -> None:
     assert kvpass.inspect(loop).layers[0].seen == 9 + 299
 
 
+@pytest.mark.slow
 def test_a_loop_that_keeps_every_token_warms_up_within_its_budget() -> None:
     loop = loop_on(llama(), policy="full", budget=64)
     loop.warm(2)
@@ -119,8 +120,10 @@ def test_what_a_small_budget_holds_is_warmed_up(
     """A loop that takes a prompt of one token warms up, with rows of prompts and with requests."""
     forget()
     budget = next(each for each in itertools.count(budget) if fitting(policy, each) == each)
-    loop_on(llama(), policy=policy, budget=budget).prompt(*prompt(rows, 1, ()))
-    loop_on(llama(), policy=policy, budget=budget, every=4).warm(rows)
+    loop = loop_on(llama(), policy=policy, budget=budget, every=4)
+    loop.warm(rows)
+    assert loop.state is None
+    loop.prompt(*prompt(rows, 1, ()))
     if not policy.defers:
         loop_on(llama(), policy=policy, budget=budget, every=4, prefill_chunk=4, rows=rows).warm()
     assert "kvpass.warm" not in {record.name for record in caplog.records}  # nothing was left out
@@ -133,6 +136,7 @@ def test_what_is_not_warmed_up_is_said(caplog: pytest.LogCaptureFixture, monkeyp
     assert "not all of prompts [1, 40] is compiled ahead: policy 'full' keeps every token" in caplog.text
 
 
+@pytest.mark.slow
 def test_no_prompt_of_a_warm_up_exceeds_the_positions_that_a_model_has_learned() -> None:
     loop = loop_on(build("GPT2", layers=1), policy="streaming", budget=500, every=4)
     loop.warm()

@@ -111,7 +111,7 @@ AROUND: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", AROUND)
 def test_a_model_inside_is_bounded_wherever_generate_is_called(name: str) -> None:
     around, called = AROUND[name]
@@ -225,7 +225,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("way", COPIES)
 def test_a_copy_is_bounded(way: str) -> None:
     """What compiles a module is part of its state, so no way to copy all of the state can lose it."""
@@ -313,6 +313,7 @@ def graphs_of_another_backend() -> int:
     return len(graphs)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("limit", [8, 5])
 def test_settings_are_those_of_the_user_outside_of_compilations_for_kvpass(limit: int) -> None:
     """After a compilation, a reset and a refusal; other functions have as many graphs as without kvpass."""

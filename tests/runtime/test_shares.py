@@ -29,9 +29,9 @@ def held(run: Any, row: int = 0, padding: int = 0, step: int = -1) -> list[list[
 @pytest.mark.parametrize("policy", ["streaming", "h2o", "cascade", "d2o"])
 @pytest.mark.parametrize("padding", [(6,), (6, 6)], ids=["one row", "two rows"])
 @pytest.mark.few(2)
-def test_padding_is_not_shared_in(policy: str, padding: tuple[int, ...]) -> None:
+def test_padding_is_not_shared_in(traced: Callable[..., Traced], policy: str, padding: tuple[int, ...]) -> None:
     """Rows of 14 tokens in 20 columns keep 7 of them, and not 10."""
-    model, (ids, mask) = build("Llama"), prompt(len(padding), 24, padding)
+    model, (ids, mask) = traced("Llama", len(padding), "is padded or not"), prompt(len(padding), 24, padding)
     padded = force(model, ids, mask, [20, 1, 1], policy=policy, budget=0.5, inner="eager")
     alone = force(model, ids[:1, 6:], mask[:1, 6:], [14, 1, 1], policy=policy, budget=0.5, inner="eager")
     assert held(padded, padding=6) == held(alone)
@@ -41,7 +41,7 @@ def test_padding_is_not_shared_in(policy: str, padding: tuple[int, ...]) -> None
 @pytest.mark.few(1)
 @pytest.mark.parametrize("inner", ["eager", "reference"])
 def test_rows_of_different_lengths_keep_their_own_share_under_d2o(inner: str) -> None:
-    model, (ids, mask) = different(2), prompt(2, 24, (8, 0))
+    model, (ids, mask) = Traced(different(2)), prompt(2, 24, (8, 0))
     together = force(model, ids, mask, [20, 1, 1], policy="d2o", budget=0.5, inner=inner)
     for row, left in enumerate((8, 0)):
         one = (ids[row : row + 1, left:], mask[row : row + 1, left:])
@@ -155,9 +155,9 @@ def test_budgets_go_with_the_rows_that_are_picked(
 
 
 @pytest.mark.parametrize("policy", ["h2o", "buzz", "d2o"])
-def test_budgets_are_remembered_by_row_where_they_differ_alone(policy: str) -> None:
+def test_budgets_are_remembered_by_row_where_they_differ_alone(traced: Callable[..., Traced], policy: str) -> None:
     """d2o always does, as layers get budgets of their own."""
-    model = Traced(build("Llama"))
+    model = traced("Llama", 2, "is fed two shares")
     for padding in ((6, 6), (6, 0)):
         run = force(model, *prompt(2, 21, padding), [20, 1], policy=policy, budget=0.5, inner="eager")
         for cache in caches_in(run.cache):
@@ -197,9 +197,10 @@ def test_a_share_for_an_aligner_is_no_larger_than_its_window() -> None:
     chosen = settings("kv_align", {"recipe": "direct", "every": 1})
     window = chosen["aligner"].signature.window
     assert 20 < window < 45
-    run = force(build("Llama"), ids, mask, [88, 1, 1], **chosen, inner="eager")
+    model = Traced(build("Llama"))
+    run = force(model, ids, mask, [88, 1, 1], **chosen, inner="eager")
     assert [len(row) for row in held(run, 0)[:1] + held(run, 1)[:1]] == [19, window]
-    alone = force(build("Llama"), ids[1:], mask[1:], [88, 1, 1], **{**chosen, "budget": window}, inner="eager")
+    alone = force(model, ids[1:], mask[1:], [88, 1, 1], **{**chosen, "budget": window}, inner="eager")
     torch.testing.assert_close(run.logits[1:], alone.logits, atol=1e-4, rtol=1e-4)
 
 

@@ -130,6 +130,7 @@ def never_returns(call: Callable[..., Any], count: int) -> Callable[..., Any]:
     return run
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("owner", "name", "count", "turns"),
     [
