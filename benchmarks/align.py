@@ -12,8 +12,8 @@ For each window M, over the same labels of the same documents:
 
 Perplexity is measured on a batch of documents token by token, in the rewritten graphs, without a compiler or with
 `--inner inductor`, which is faster for large models.  Time per token is measured afterwards, one row, Inductor, methods
-taking turns of 16 tokens: the median over all turns, so that with --every 8 each turn holds two repairs.  "closed" is the
-share of the gap in log-perplexity between window and recompute.
+taking turns of 16 tokens: the median over all turns, so that with --every 8 each turn holds two repairs.  "closed" is
+the share of the gap in log-perplexity between window and recompute.
 """
 
 from __future__ import annotations

@@ -326,6 +326,29 @@ def test_wrong_products_are_not_used(monkeypatch, caplog):
         attention_tiles._runs.cache_clear()
 
 
+def test_float64_and_odd_heads_have_the_products_that_exist():
+    assert attention_tiles.dtype_of_products(torch.float64, 64) is None
+    assert attention_tiles.dtype_of_products(torch.bfloat16, 5) == torch.float32
+    assert attention_tiles.dtype_of_products(torch.float16, 64) == torch.float32
+
+
+def test_a_mask_of_any_true_bytes_hides_nothing_that_it_shows():
+    query, key = torch.randn(1, 1, 40, 8), torch.randn(1, 1, 40, 8)
+    mask = torch.full((1, 1, 40, 40), 2, dtype=torch.uint8).view(torch.bool)
+    output, *_ = attention_tiles.AttentionRows.of(ScoredAttention(query, key, mask, False, 0.5)).attend(key)
+    expected, *_ = attention_tiles.AttentionRows.of(ScoredAttention(query, key, None, False, 0.5)).attend(key)
+    torch.testing.assert_close(output, expected)
+
+
+def test_an_expanded_query_is_copied():
+    query, key = torch.randn(1, 1, 1, 8).expand(1, 1, 90, 8), torch.randn(1, 1, 90, 8)
+    output, *_ = attention_tiles.AttentionRows.of(ScoredAttention(query, key, None, True, 0.5)).attend(key)
+    expected, *_ = attention_tiles.AttentionRows.of(ScoredAttention(query.contiguous(), key, None, True, 0.5)).attend(
+        key
+    )
+    assert torch.equal(output, expected)
+
+
 FIRST_USE_IN_A_CHUNK = """
 import torch, kvpass
 from tests.models import build
