@@ -143,7 +143,7 @@ def test_calls_without_code_are_refused(model: Any, exported: tuple[Path, str]) 
         loop.prompt(ids[:1, :1])
     with pytest.raises(PolicyError, match="pin: the artifact was exported without code for pinned tokens"):
         loop.prompt(ids[:1], pin=[(0, 2)])
-    with pytest.raises(PolicyError, match="budget: an artifact has its own: load takes every, pad, seed"):
+    with pytest.raises(PolicyError, match="budget: an artifact has its own: load takes pad, read_interval, seed"):
         kvpass.load(exported[0], model, budget=8)
 
 
