@@ -45,6 +45,10 @@ RENAMED_HOOKS = {
     "absorb": "observe_chunk",
     "arrive": "init_token_state",
     "temper": "logit_scale",
+    "prompt_must_compete": "keep_prompt_refusal",
+    "own_schedule": "interval_refusal",
+    "own_selection": "spans_refusal",
+    "own_positions": "cache_positions_refusal",
 }
 """Hooks by their earlier names, which policies may use until 0.2."""
 

@@ -120,25 +120,25 @@ def test_what_a_small_budget_holds_is_warmed_up(
     """A loop that takes a prompt of one token warms up, with rows of prompts and with requests."""
     forget()
     budget = next(each for each in itertools.count(budget) if fitting(policy, each) == each)
-    loop = loop_on(llama(), policy=policy, budget=budget, every=4)
+    loop = loop_on(llama(), policy=policy, budget=budget, read_interval=4)
     loop.warm(rows)
     assert loop.state is None
     loop.prompt(*prompt(rows, 1, ()))
     if not policy.defers:
-        loop_on(llama(), policy=policy, budget=budget, every=4, prefill_chunk=4, rows=rows).warm()
+        loop_on(llama(), policy=policy, budget=budget, read_interval=4, prefill_chunk=4, rows=rows).warm()
     assert "kvpass.warm" not in {record.name for record in caplog.records}  # nothing was left out
 
 
 def test_what_is_not_warmed_up_is_said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warmup, "prompt_lengths", lambda *_: [4, 40])
     monkeypatch.setattr(warmup.Room, "of", lambda *_: warmup.Room())
-    loop_on(llama(), policy="full", budget=24, every=1).warm()
+    loop_on(llama(), policy="full", budget=24, read_interval=1).warm()
     assert "not all of prompts [1, 40] is compiled ahead: policy 'full' keeps every token" in caplog.text
 
 
 @pytest.mark.slow
 def test_no_prompt_of_a_warm_up_exceeds_the_positions_that_a_model_has_learned() -> None:
-    loop = loop_on(build("GPT2", layers=1), policy="streaming", budget=500, every=4)
+    loop = loop_on(build("GPT2", layers=1), policy="streaming", budget=500, read_interval=4)
     loop.warm()
     assert loop.model.config.max_position_embeddings < 500 + 16
 
