@@ -148,13 +148,18 @@ class Caller:
         return low if low < 0 else high if above else None
 
 
-def _vocabulary(model: Any) -> int | None:
-    """Return the number of tokens that a model knows; None if the model does not report it."""
+def input_embedding(model: Any) -> torch.nn.Module | None:
+    """Return the module that embeds a model's token ids; None if the model does not report it."""
     try:
-        embedding = model.get_input_embeddings()
+        embedding: torch.nn.Module | None = model.get_input_embeddings()
     except (AttributeError, NotImplementedError):
         return None
-    count = getattr(embedding, "num_embeddings", None)  # packed weights have another number of rows
+    return embedding
+
+
+def _vocabulary(model: Any) -> int | None:
+    """Return the number of tokens that a model knows; None if the model does not report it."""
+    count = getattr(input_embedding(model), "num_embeddings", None)  # packed weights have another number of rows
     return count if isinstance(count, int) else None
 
 

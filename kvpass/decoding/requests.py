@@ -59,6 +59,7 @@ class GenerationOutput:
         finish_reason: "stop" for a stop token, "length" for the largest number of tokens, "cancelled" or "error"; None
             for a request that has not finished.
         error: the error message, if the status is `RequestStatus.FAILED`.
+        cause: the exception behind it, without a traceback.
         held: the tokens in its slots at its end, the mean over layers and heads; None before its end, and for a request
             that ended without a row.
         cache: its cache at its end, if `DecodeLoop.add` was to keep it; it has seen all tokens but the last one.
@@ -73,6 +74,7 @@ class GenerationOutput:
     error: str | None = None
     held: float | None = None
     cache: Any = None
+    cause: Exception | None = None
 
     def is_finished(self) -> bool:
         """Return whether the request has finished or failed, so that no further output follows."""
@@ -99,7 +101,7 @@ class Request:
         failures: how often the request has failed while no other request ran.
         runs_alone_until: the number of tokens up to which the request runs alone, because a step of several requests
             failed before that many.
-        status, reason, error, held_tokens, cache: see `GenerationOutput`.
+        status, reason, error, held_tokens, cache, cause: see `GenerationOutput`.
     """
 
     request_id: str
@@ -119,6 +121,7 @@ class Request:
     status: RequestStatus = RequestStatus.PENDING
     reason: Reason | None = None
     error: str | None = None
+    cause: Exception | None = None
     held_tokens: float | None = None
     cache: Any = None
 
@@ -148,6 +151,11 @@ class Request:
         elif len(self.tokens) >= self.max_new_tokens:
             self.end("length")
 
+    def fail(self, error: Exception, message: str) -> None:
+        """End the request with an error; the exception loses its traceback, which would keep tensors alive."""
+        self.cause = error.with_traceback(None)
+        self.end("error", message)
+
     def end(self, reason: Reason, error: str | None = None) -> None:
         self.reason, self.error = reason, error
         self.status = RequestStatus.FAILED if reason == "error" else RequestStatus.FINISHED
@@ -159,4 +167,5 @@ class Request:
             return None
         self.delivered += new
         named = (self.request_id, list(self.prompt), list(self.delivered), new)
-        return GenerationOutput(*named, self.status, self.reason, self.error, self.held_tokens, self.cache)
+        error = self.error, self.held_tokens, self.cache, self.cause
+        return GenerationOutput(*named, self.status, self.reason, *error)

@@ -178,7 +178,7 @@ class RequestScheduler:
             return add()
         except RequestError as error:
             name, self.number = f"req_{number}", number + 1
-            done[name] = GenerationOutput(name, [], [], [], RequestStatus.FAILED, "error", str(error))
+            done[name] = GenerationOutput(name, [], [], [], RequestStatus.FAILED, "error", str(error), cause=error)
             return name
 
     # -- rows --------------------------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ class RequestScheduler:
         if request.failures < ATTEMPTS and not isinstance(error, KVPassError):
             self._requeue(request, request.runs_alone_until)
             return
-        request.end("error", "".join(traceback.format_exception_only(error)).strip())
+        request.fail(error, "".join(traceback.format_exception_only(error)).strip())
         for other in self.queue:
             other.runs_alone_until = 0
 
@@ -280,7 +280,7 @@ class RequestScheduler:
                 self.batch = RequestBatch.of(self.loop, cache, self.count)
             self.batch.fit_slots(caches)
         except CacheHandleError as error:
-            request.end("error", str(error))
+            request.fail(error, str(error))
             return
         except Exception:
             self._requeue(request, request.runs_alone_until)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from kvpass import cache_names
-from kvpass.decoding.prefill import Caller, chunks, last_of
-from kvpass.errors import BudgetError
+from kvpass.decoding.prefill import Caller, chunks, input_embedding, last_of
+from kvpass.errors import BudgetError, RequestError
 from kvpass.policies.base import Policy
 from kvpass.policies.types import Clock
 
@@ -85,9 +85,9 @@ class Room:
 def _learned_positions(model: Any) -> float:
     """Return the positions of a transformers model that learned a table of them; infinity for other models."""
     most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    if not isinstance(most, int):
+    inputs = input_embedding(model)
+    if not isinstance(most, int) or inputs is None:
         return math.inf
-    inputs = model.get_input_embeddings()
     tables = [each for each in model.modules() if isinstance(each, torch.nn.Embedding) and each is not inputs]
     return most if any(0 <= table.num_embeddings - most <= SPARE_ROWS for table in tables) else math.inf
 
@@ -96,7 +96,7 @@ class LeftOut:
     """The synthetic conversations that a budget does not hold, which are logged."""
 
     def __init__(self) -> None:
-        self.errors: list[BudgetError] = []
+        self.errors: list[BudgetError | RequestError] = []
         self.ran = False
 
     @contextlib.contextmanager
@@ -105,7 +105,7 @@ class LeftOut:
         try:
             yield
             self.ran = True
-        except BudgetError as error:
+        except (BudgetError, RequestError) as error:
             self.errors.append(error)
             log.warning("not all of %s is compiled ahead: %s", name, error)
 
@@ -183,16 +183,12 @@ def _parts(loop: Any, length: int) -> list[tuple[int, int]]:
 
 
 def _request(loop: Any, length: int, steps: int) -> None:
-    """Run two requests.
-
-    Raises:
-        BudgetError: a request failed; a loop of requests reports errors as text.
-    """
+    """Run two requests, and raise the error with which one failed: a loop of requests reports it in the output."""
     loop.requests = type(loop.requests).of(loop, loop.requests.count)
     made = loop.generate_batch(list(synthetic_tokens(loop, length, 2)), max_new_tokens=max(1, steps))
     for output in made.values():
-        if output.error is not None:
-            raise BudgetError(output.error)
+        if output.cause is not None:
+            raise output.cause
 
 
 def synthetic_tokens(loop: Any, count: int, rows: int = 1) -> Tensor:

@@ -84,9 +84,10 @@ def warm(
     chunked = batches if prefill_chunk is not None else []
     with torch.no_grad(), _bar(len(prompts) * (1 + len(several)) + len(chunked), progress) as tick:
         for size, padded, length in prompts:
-            parts = Room.of(chosen, budget, length, model).parts(length, STEPS, several, STEPS)
+            room = Room.of(chosen, budget, length, model)
+            parts = room.parts(length, STEPS, several, STEPS)
             with left_out.conversation(f"prompts [{size}, {length}]"):
-                _run_turns(_Conversation(model, size, padded), parts, tick)
+                _run_turns(_Conversation(model, size, padded), parts, room, tick)
         for size, padded in chunked:
             with left_out.conversation(f"prompts [{size}, {longest}] in chunks"):
                 _feed_chunks(_Conversation(model, size, padded), longest, prefill_chunk, tick)
@@ -108,15 +109,16 @@ def _third(rows: Sequence[int]) -> list[int]:
     return [max(several) + 1] if len(several) == 2 else []
 
 
-def _run_turns(conversation: _Conversation, parts: Sequence[tuple[int, int]], tick: Tick) -> None:
+def _run_turns(conversation: _Conversation, parts: Sequence[tuple[int, int]], room: Room, tick: Tick) -> None:
     """Run a prompt, decode steps up to the next compaction, and further turns.
 
     Args:
-        parts: as of `Room.parts`.
+        parts: see `Room.parts`.
+        room: what these parts leave, for the steps up to the compaction.
     """
     (length, steps), *turns = parts
     conversation.converse(length, steps)
-    conversation.converse(0, _until_compaction(caches_in(conversation.cache)))
+    conversation.converse(0, int(min(_until_compaction(caches_in(conversation.cache)), room.tokens)))
     tick(f"prompt [{conversation.rows}, {length}]")
     for turn, steps in turns:
         conversation.converse(turn, steps)

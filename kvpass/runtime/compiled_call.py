@@ -220,17 +220,22 @@ def _install_caller(model: torch.nn.Module, caller: CompiledCall | WatchedCall) 
 
 @contextlib.contextmanager
 def _running() -> Iterator[None]:
-    """Mark that a compiled model runs inside, and turn torch's recompile limit error into `UnsupportedGraph`."""
+    """Mark that a compiled model runs inside, and turn torch's recompile limit error into `UnsupportedGraph`.
+
+    A compilation that torch refuses to begin has no end at which Dynamo's settings would be restored.
+    """
+    outermost = not _RUNNING.get()
     token = _RUNNING.set(True)
     try:
         yield
     except Exception as error:
         if dynamo.is_recompile_limit_error(error):
-            dynamo.restore_settings()  # torch has refused to begin the compilation, which so has no end
             raise UnsupportedGraph(MANY_GRAPHS) from error
         raise
     finally:
         _RUNNING.reset(token)
+        if outermost:
+            dynamo.restore_settings()
 
 
 def _length_context(cache: Any, arguments: tuple[Any, ...]) -> contextlib.AbstractContextManager[Any]:

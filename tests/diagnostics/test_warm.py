@@ -150,6 +150,33 @@ def test_what_a_small_budget_holds_is_compiled(policy: str, budget: int, caplog:
     assert "kvpass.warm" not in {record.name for record in caplog.records}  # nothing was left out
 
 
+def test_a_model_without_get_input_embeddings_may_have_a_configuration() -> None:
+    model = Plain()
+    model.config = model.model.config
+    assert kvpass.warm(model, "h2o", budget=BUDGET, turns=False, progress=False, inner="eager") is model
+
+
+def test_steps_up_to_a_compaction_stay_within_a_table_of_positions() -> None:
+    config = transformers.GPT2Config(
+        n_positions=128, n_embd=16, n_layer=1, n_head=2, vocab_size=64, bos_token_id=1, eos_token_id=2
+    )
+    model = transformers.GPT2LMHeadModel(config).eval()
+    assert kvpass.warm(model, "r_kv", interval=16, budget=120, progress=False, inner="eager") is model
+
+
+class Failing(transformers.LlamaForCausalLM):
+    def forward(self, *given: Any, **more: Any) -> Any:
+        raise RuntimeError("out of order")
+
+
+@pytest.mark.parametrize("rows", [None, 2])
+def test_an_error_of_the_model_is_not_one_of_the_budget(rows: int | None) -> None:
+    model = build("Llama", layers=1)
+    model.__class__ = Failing
+    with pytest.raises(RuntimeError, match=r"^out of order$"):
+        kvpass.DecodeLoop(model, "h2o", budget=BUDGET, rows=rows, inner="eager").warm()
+
+
 @pytest.mark.parametrize("rows", [(), (0,), (2, -1)], ids=str)
 def test_rows_that_cannot_be(rows: tuple[int, ...]) -> None:
     with pytest.raises(kvpass.PolicyError, match="rows"):

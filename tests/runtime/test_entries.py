@@ -347,6 +347,17 @@ def test_beyond_the_limit_there_is_an_error(way: str, monkeypatch: pytest.Monkey
         assert dynamo_settings() == before
 
 
+def test_settings_after_a_limit_that_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without `strict` torch runs what it does not compile, and ends no compilation."""
+    monkeypatch.setattr(dynamo, "MOST_GRAPHS", {"recompile_limit": 1})
+    call, (ids, _) = kvpass.compile(tiny(), **POLICY, strict=False), prompt(2, 12, ())
+    with torch._dynamo.config.patch(recompile_limit=1), torch.no_grad():
+        before = dynamo_settings()
+        call(ids, use_cache=True)
+        call(ids[:1, :7], use_cache=True)
+        assert dynamo_settings() == before
+
+
 OFF: dict[str, Callable[[], Any]] = {
     "force_eager": lambda: torch.compiler.set_stance("force_eager"),
     "another backend": lambda: torch.compiler.set_stance("default", force_backend="eager"),

@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from kvpass.runtime.compiled_call import CompiledCall
 
 _NOTES = ("tail", "ended", "seen", "evicted")
 """The fields of a conversation in its file of notes."""
+_CACHE_FILE = re.compile(r"[0-9a-f]{64}\.(\d+\.safetensors|.*unfinished)")
+"""Names of the files of caches, and of files that were never finished."""
 
 
 @dataclasses.dataclass
@@ -95,6 +98,7 @@ class ConversationStore:
             folder.mkdir(parents=True, exist_ok=True)
             for path in sorted(folder.glob("*.json"), key=os.path.getmtime):
                 self._all[path.stem] = KeptConversation(path.stem, **json.loads(path.read_text(encoding="utf-8")))
+            self._remove_orphans()
         except (OSError, ValueError, TypeError) as error:
             raise KVPassError(f"cannot read the conversations in {folder}: {path.name}: {error}") from error
 
@@ -203,7 +207,7 @@ class ConversationStore:
         """Write a conversation to its files; its cache stays in memory if a request has come for it meanwhile."""
         async with self._writing:
             cache = conversation.cache
-            if cache is None or conversation.key not in self._all:
+            if cache is None or self._all.get(conversation.key) is not conversation:
                 return
             notes = json.dumps({name: getattr(conversation, name) for name in _NOTES})
             files = self._cache_of(conversation), self._notes_of(conversation)
@@ -217,6 +221,13 @@ class ConversationStore:
         A cache of more tokens is another file, so that notes are those of their cache whenever the server ends.
         """
         return self.folder / f"{conversation.key}.{conversation.seen}.safetensors"
+
+    def _remove_orphans(self) -> None:
+        """Remove caches without notes, which a server left that ended while it wrote or deleted them."""
+        known = {self._cache_of(each) for each in self._all.values()}
+        for path in self.folder.iterdir():
+            if _CACHE_FILE.fullmatch(path.name) and path not in known:
+                path.unlink(missing_ok=True)
 
     def _notes_of(self, conversation: KeptConversation) -> Path:
         return self.folder / f"{conversation.key}.json"

@@ -118,6 +118,18 @@ def test_files_that_are_damaged(tmp_path: Path, expected: list[str]) -> None:
         pass
 
 
+def test_caches_without_notes_are_removed(tmp_path: Path, expected: list[str]) -> None:
+    with serving(warm=False, folder=tmp_path) as running:
+        say(running, "c", TURNS[0])
+    kept = {path.name for path in tmp_path.iterdir()} | {"notes.txt", "other.5.safetensors"}
+    key = "0" * 64
+    for name in (f"{key}.5.safetensors", f"{key}.5.safetensors.17.unfinished", f"{key}.unfinished", *kept):
+        (tmp_path / name).touch()
+    with serving(warm=False, folder=tmp_path) as running:
+        assert {path.name for path in tmp_path.iterdir()} == kept
+        assert say(running, "c", TURNS[1]) == expected[1]
+
+
 def never_returns(call: Callable[..., Any], count: int) -> Callable[..., Any]:
     """A function in whose call number `count` its process ends."""
     calls = itertools.count(1)
