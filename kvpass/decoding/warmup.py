@@ -60,7 +60,9 @@ class Room:
         return Room(tokens, tokens)
 
     def parts(self, length: int, steps: int, turns: Sequence[int], later: int) -> list[tuple[int, int]]:
-        """Return the new tokens and the steps of a prompt and of the turns that fit; a turn has two tokens at least.
+        """Return the new tokens and the steps of a prompt and of the turns that fit.
+
+        A turn has two tokens at least.
 
         Args:
             later: the number of steps after a turn.
@@ -75,7 +77,7 @@ class Room:
         return result
 
     def _take(self, new: int, steps: int) -> tuple[int, int]:
-        """Return how many of `new` tokens and of the steps after them fit, and take them; a prompt has one at least."""
+        """Return and take as many of `new` tokens and of the steps after them as fit, one token at least."""
         new = max(1, int(min(new, self.prompts, self.tokens)))
         steps = int(max(0, min(steps, self.tokens - new)))
         self.prompts, self.tokens = self.prompts - new, self.tokens - new - steps
@@ -116,7 +118,9 @@ class LeftOut:
 
 
 def prompt_lengths(budget: float | None, policy: Policy, model: Any, chunk: int | None = None) -> list[int]:
-    """Return the lengths of the prompts to run: two, the second above a budget of slots, or fewer that have room.
+    """Return the lengths of the prompts to run: two, or one where two have no room.
+
+    The second exceeds a budget of slots.
 
     Args:
         chunk: the tokens in a chunk of a prompt.  A chunk's graph is compiled at its second run, so the second prompt

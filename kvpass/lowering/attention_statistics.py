@@ -243,7 +243,9 @@ def fuses_attention(policy: Policy, query: Tensor, key: Tensor, value: Tensor) -
 
 @dataclasses.dataclass(frozen=True)
 class StatisticsSpec(ScoredAttention):
-    """The attention of a prompt or chunk whose statistics a policy reads; keys are [B, Ha, N, D], as attended to.
+    """The attention of a prompt or chunk whose statistics a policy reads.
+
+    Keys are those that are attended to, [B, Ha, N, D].
 
     Attributes:
         heads: see `StatisticsRequest`.

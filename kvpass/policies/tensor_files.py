@@ -78,7 +78,10 @@ def write(
 
 
 def finish(unfinished: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
-    """Give a written file its name, once its content is on the disk: a power failure leaves the file before it."""
+    """Give a written file its name once its content is on the disk.
+
+    After a power failure either the whole file or the one before it has the name.
+    """
     with open(unfinished, "rb+") as file:
         os.fsync(file.fileno())
     os.replace(unfinished, path)

@@ -90,7 +90,7 @@ def longest_prompt(runner: PromptRunner, arguments: Sequence[Any], ids_index: in
 
 
 def _largest(holds: Callable[[int], bool], most: int) -> int:
-    """Return the largest number up to `most` such that a condition holds for it and all smaller ones; -1 for none."""
+    """Return the largest number up to `most` such that all numbers up to it fulfil a condition; -1 for none."""
     return next((number - 1 for number in range(most + 1) if not holds(number)), most)
 
 

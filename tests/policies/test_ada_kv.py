@@ -196,11 +196,11 @@ def test_bytes_are_those_of_equal_heads(kv_dtype: str | None) -> None:
     ours, theirs = reports
     orders, counters = 2 * 2 * 4 * 8, 3 * 2 * 2 * 8
     assert [x.nbytes for x in ours.layers] == [x.nbytes + orders + counters for x in theirs.layers]
-    assert ours.layers[0].capacities == ((1, 21), (1, 13), (1, 10), (1, 8))
+    assert ours.layers[0].capacities == ((1, 19), (1, 13), (1, 11), (1, 9))
     assert sum(heads * slots for heads, slots in ours.layers[0].capacities) == 4 * theirs.layers[0].capacity
-    assert "1x21 1x13 1x10 1x8" in str(ours)
+    assert "1x19 1x13 1x11 1x9" in str(ours)
     held = (ours.layers[0].positions >= 0).sum(-1)
-    assert held.sort(-1).values.tolist() == [[7, 9, 12, 20]] * 2
+    assert held.sort(-1).values.tolist() == [[8, 10, 12, 18]] * 2
 
 
 @torch.no_grad()
