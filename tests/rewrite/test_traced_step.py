@@ -92,9 +92,9 @@ def test_a_merging_step_is_compiled_without_a_copy_of_the_slots():
     arguments = [*lowered.slots.tensors(), last.q, last.k, last.v, last.valid[:, 0]]
     weights = lowered.layout.policy.weights()
     expected = [x.clone() for x in arguments]
-    lowered.step(lowered.layout, Site(0.25), lowered.slots.with_tensors(expected[:-4]), *expected[-4:], False)
+    lowered.step(lowered.layout, Site(0.25), lowered.slots.with_tensors(expected[:-4]), NewTokens(*expected[-4:]), False)
     module = traced.graphs[False]
-    flat = make_fx(lambda *args: module(list(args[:-4]), *args[-4:], weights))(*[x.clone() for x in arguments])
+    flat = make_fx(lambda *args: module(list(args[:-4]), list(args[-4:]), weights))(*[x.clone() for x in arguments])
     _, code = run_and_get_code(torch.compile(flat, fullgraph=True), *arguments)
     assert "empty_strided_cpu((2, 2, 69, 16)" not in code[-1]
     for got, wanted in zip(arguments, expected, strict=True):
