@@ -85,9 +85,8 @@ def warm(
     with torch.no_grad(), _bar(len(prompts) * (1 + len(several)) + len(chunked), progress) as tick:
         for size, padded, length in prompts:
             room = Room.of(chosen, budget, length, model)
-            parts = room.parts(length, STEPS, several, STEPS)
             with left_out.conversation(f"prompts [{size}, {length}]"):
-                _run_turns(_Conversation(model, size, padded), parts, room, tick)
+                _run_turns(_Conversation(model, size, padded), (length, *several), room, tick)
         for size, padded in chunked:
             with left_out.conversation(f"prompts [{size}, {longest}] in chunks"):
                 _feed_chunks(_Conversation(model, size, padded), longest, prefill_chunk, tick)
@@ -109,14 +108,14 @@ def _third(rows: Sequence[int]) -> list[int]:
     return [max(several) + 1] if len(several) == 2 else []
 
 
-def _run_turns(conversation: _Conversation, parts: Sequence[tuple[int, int]], room: Room, tick: Tick) -> None:
+def _run_turns(conversation: _Conversation, lengths: Sequence[int], room: Room, tick: Tick) -> None:
     """Run a prompt, decode steps up to the next compaction, and further turns.
 
     Args:
-        parts: see `Room.parts`.
-        room: what these parts leave, for the steps up to the compaction.
+        lengths: of the prompt and of the turns.
+        room: for all of them; what they leave is for the steps up to the compaction.
     """
-    (length, steps), *turns = parts
+    (length, steps), *turns = room.parts(lengths[0], STEPS, lengths[1:], STEPS)
     conversation.converse(length, steps)
     conversation.converse(0, int(min(_until_compaction(caches_in(conversation.cache)), room.tokens)))
     tick(f"prompt [{conversation.rows}, {length}]")
