@@ -92,7 +92,8 @@ def test_a_merging_step_is_compiled_without_a_copy_of_the_slots():
     arguments = [*lowered.slots.tensors(), last.q, last.k, last.v, last.valid[:, 0]]
     weights = lowered.layout.policy.weights()
     expected = [x.clone() for x in arguments]
-    lowered.step(lowered.layout, Site(0.25), lowered.slots.with_tensors(expected[:-4]), NewTokens(*expected[-4:]), False)
+    slots, new = lowered.slots.with_tensors(expected[:-4]), NewTokens(*expected[-4:])
+    lowered.step(lowered.layout, Site(0.25), slots, new, False)
     module = traced.graphs[False]
     flat = make_fx(lambda *args: module(list(args[:-4]), list(args[-4:]), weights))(*[x.clone() for x in arguments])
     _, code = run_and_get_code(torch.compile(flat, fullgraph=True), *arguments)
