@@ -200,27 +200,30 @@ inline void add_product(int64_t dim, const T* probs, const T* values, float* out
   at::native::cpublas::brgemm(QUERIES, dim, KEYS, KEYS, dim, dim, true, left, right, output, sizeof(T) == 2);
 }
 
-// The work of a parallel section, which an exception must not leave: that would end the process. After the first one,
-// for want of memory or of the library's, the rest of the work is left out, and `finish` throws it.
-class Section {
- public:
-  template <typename Work> void run(Work work) {
+// Calls `work(worker, task)` for all tasks in parallel; each thread makes a worker of its own from `arguments`. An
+// exception must not leave a parallel section, which would end the process: after the first one, for want of memory or of
+// the library's, the rest of the work is left out, and it is thrown at the end.
+template <typename Worker, typename Work, typename... Arguments>
+void for_each_task(int64_t threads, int64_t tasks, Work work, const Arguments&... arguments) {
+  std::atomic<bool> failed{false};
+  std::exception_ptr error;
+  const auto attempt = [&](auto step) {
     if (failed) return;
     try {
-      work();
+      step();
     } catch (...) {
       if (!failed.exchange(true)) error = std::current_exception();
     }
+  };
+#pragma omp parallel num_threads(threads)
+  {
+    std::optional<Worker> worker;
+    attempt([&] { worker.emplace(arguments...); });
+#pragma omp for schedule(dynamic)
+    for (int64_t task = 0; task < tasks; ++task) attempt([&] { work(*worker, task); });
   }
-
-  void finish() const {
-    if (failed) std::rethrow_exception(error);
-  }
-
- private:
-  std::atomic<bool> failed{false};
-  std::exception_ptr error;
-};
+  if (failed) std::rethrow_exception(error);
+}
 
 // Tiles of products of a block of queries and a block of keys.
 class Tiles {
@@ -328,54 +331,47 @@ void add_sinks(
 // For each query, `shift` and `factor`, so that a probability is factor * 2^(logit - shift).
 void find_totals(const AttentionOperands& p) {
   const int64_t blocks = (p.queries + QUERIES - 1) / QUERIES, q_heads = p.heads * p.groups;
-  Section section;
-#pragma omp parallel num_threads(p.threads)
-  {
-    std::optional<Tiles> tiles;
-    section.run([&] { tiles.emplace(p); });
-#pragma omp for schedule(dynamic)
-    for (int64_t task = 0; task < p.batch * q_heads * blocks; ++task) section.run([&] {
-      const int64_t query = (blocks - 1 - task / q_heads / p.batch) * QUERIES;  // the longest first
-      const int64_t q_head = task % q_heads, row = task / q_heads % p.batch;
-      const int64_t head = q_head / p.groups, group = q_head % p.groups, count = std::min(QUERIES, p.queries - query);
-      if (take_known_totals(p, row, q_head, query, count)) return;
-      float top[QUERIES], sum[QUERIES] = {};
-      std::fill(top, top + QUERIES, -INFINITY);
-      const int64_t end = p.causal ? std::min(p.keys, query + count + p.offset()) : p.keys;
-      for (int64_t first = 0; first < end; first += KEYS) {
-        const Tile tile = classify(p, row, head, group, query, first);
-        if (tile == HIDDEN) continue;
-        tiles->multiply(row, head, group, query, first / KEYS);
-        for (int64_t i = 0; i < count; ++i) {
-          const char* mask = tile == MIXED ? mask_of(p, row, head, group, query + i, first) : nullptr;
-          const Row keys(p, mask, query + i, first);
-          vec highest = all(-INFINITY), added{};
-          keys.each(tiles->row(i), [&](vec x, int64_t) { highest = larger(highest, x); });
-          const float now = std::max(top[i], highest_of(highest));
-          if (now == -INFINITY) continue;
-          keys.each(tiles->row(i), [&](vec x, int64_t) { added += power_of_two(x - now); });
-          sum[i] = sum[i] * std::exp2(top[i] - now) + sum_of(added);
-          top[i] = now;
-        }
-      }
-      const int64_t at = (row * q_heads + q_head) * p.queries + query;
-      add_sinks(p, row, head, group, query, count, top, sum);
+  const auto work = [&](Tiles& tiles, int64_t task) {
+    const int64_t query = (blocks - 1 - task / q_heads / p.batch) * QUERIES;  // the longest first
+    const int64_t q_head = task % q_heads, row = task / q_heads % p.batch;
+    const int64_t head = q_head / p.groups, group = q_head % p.groups, count = std::min(QUERIES, p.queries - query);
+    if (take_known_totals(p, row, q_head, query, count)) return;
+    float top[QUERIES], sum[QUERIES] = {};
+    std::fill(top, top + QUERIES, -INFINITY);
+    const int64_t end = p.causal ? std::min(p.keys, query + count + p.offset()) : p.keys;
+    for (int64_t first = 0; first < end; first += KEYS) {
+      const Tile tile = classify(p, row, head, group, query, first);
+      if (tile == HIDDEN) continue;
+      tiles.multiply(row, head, group, query, first / KEYS);
       for (int64_t i = 0; i < count; ++i) {
-        p.shift[at + i] = sum[i] > 0 ? top[i] : 0;
-        p.factor[at + i] = sum[i] > 0 ? 1 / sum[i] : 0;
+        const char* mask = tile == MIXED ? mask_of(p, row, head, group, query + i, first) : nullptr;
+        const Row keys(p, mask, query + i, first);
+        vec highest = all(-INFINITY), added{};
+        keys.each(tiles.row(i), [&](vec x, int64_t) { highest = larger(highest, x); });
+        const float now = std::max(top[i], highest_of(highest));
+        if (now == -INFINITY) continue;
+        keys.each(tiles.row(i), [&](vec x, int64_t) { added += power_of_two(x - now); });
+        sum[i] = sum[i] * std::exp2(top[i] - now) + sum_of(added);
+        top[i] = now;
       }
-    });
-  }
-  section.finish();
+    }
+    const int64_t at = (row * q_heads + q_head) * p.queries + query;
+    add_sinks(p, row, head, group, query, count, top, sum);
+    for (int64_t i = 0; i < count; ++i) {
+      p.shift[at + i] = sum[i] > 0 ? top[i] : 0;
+      p.factor[at + i] = sum[i] > 0 ? 1 / sum[i] : 0;
+    }
+  };
+  for_each_task<Tiles>(p.threads, p.batch * q_heads * blocks, work, p);
 }
 
 // The tiles of probabilities of a block of queries, each relative to the highest logit up to that tile.
 struct KeptTiles {
-  struct Tile {
-    int64_t first;      // key
+  struct Entry {
+    int64_t first;       // key
     float top[QUERIES];  // the highest logits
   };
-  std::vector<Tile> tiles;
+  std::vector<Entry> tiles;
   std::vector<T> probs;  // [tiles, QUERIES, KEYS]
 
   T* probs_of(int64_t tile) { return probs.data() + tile * QUERIES * KEYS; }
@@ -383,7 +379,7 @@ struct KeptTiles {
   // Adds the tiles to the sums over queries, whose probabilities are factor * 2^(logit - top).
   void add_columns(int64_t count, const float* top, const float* factor, const float* weights, float* sums, float* squares) {
     for (size_t n = 0; n < tiles.size(); ++n) {
-      const Tile& tile = tiles[n];
+      const Entry& tile = tiles[n];
       float by[QUERIES];
       for (int64_t i = 0; i < count; ++i)
         by[i] = factor[i] == 0 || weights[i] == 0 ? 0 : factor[i] * std::exp2(tile.top[i] - top[i]);
@@ -506,91 +502,70 @@ class BlockAttention {
 
 void add_values(const AttentionOperands& p, const OutputOperands& v) {
   const int64_t blocks = (p.queries + QUERIES - 1) / QUERIES, q_heads = p.heads * p.groups;
-  Section section;
-#pragma omp parallel num_threads(p.threads)
-  {
-    std::optional<BlockAttention> attention;
-    section.run([&] { attention.emplace(p, v); });
-#pragma omp for schedule(dynamic)
-    for (int64_t task = 0; task < p.batch * q_heads * v.parts; ++task) section.run([&] {
-      const int64_t part = task / q_heads / p.batch;  // the longest first
-      for (int64_t block = blocks - 1 - part; block >= 0; block -= v.parts)
-        attention->run(task / q_heads % p.batch, task % q_heads, block * QUERIES, part);
-    });
-  }
-  section.finish();
+  const auto work = [&](BlockAttention& attention, int64_t task) {
+    const int64_t part = task / q_heads / p.batch;  // the longest first
+    for (int64_t block = blocks - 1 - part; block >= 0; block -= v.parts)
+      attention.run(task / q_heads % p.batch, task % q_heads, block * QUERIES, part);
+  };
+  for_each_task<BlockAttention>(p.threads, p.batch * q_heads * v.parts, work, p, v);
 }
 
 // Sums probabilities over queries of weights [B, q] to [B, Hkv, G, S], and their squares unless that is null.
 void add_columns(const AttentionOperands& p, const float* weights, float* sums_out, float* squares_out) {
   const int64_t tasks = p.batch * p.heads * p.groups * p.blocks();
-  Section section;
-#pragma omp parallel num_threads(p.threads)
-  {
-    std::optional<Tiles> tiles;
-    section.run([&] { tiles.emplace(p); });
-#pragma omp for schedule(dynamic)
-    for (int64_t task = 0; task < tasks; ++task) section.run([&] {
-      const int64_t block = task / (tasks / p.blocks()), first = block * KEYS;  // the first keys have most queries
-      const int64_t group = task % p.groups, head = task / p.groups % p.heads, row = task / p.groups / p.heads % p.batch;
-      const int64_t totals = ((row * p.heads + head) * p.groups + group) * p.queries;
-      float sums[KEYS] = {}, squares[KEYS] = {};
-      for (int64_t query = p.causal ? std::max<int64_t>(0, first - p.offset()) : 0; query < p.queries; query += QUERIES) {
-        const Tile tile = classify(p, row, head, group, query, first);
-        if (tile == HIDDEN) continue;
-        tiles->multiply(row, head, group, query, block);
-        const int64_t count = std::min(QUERIES, p.queries - query);
-        for (int64_t i = 0; i < count; ++i) {
-          const float weight = weights[row * p.queries + query + i], factor = p.factor[totals + query + i];
-          if (weight == 0 || factor == 0) continue;
-          const float shift = p.shift[totals + query + i];
-          const char* mask = tile == MIXED ? mask_of(p, row, head, group, query + i, first) : nullptr;
-          Row(p, mask, query + i, first).each(tiles->row(i), [&](vec x, int64_t at) {
-            const vec prob = power_of_two(x - shift) * factor, weighted = prob * weight;
-            store(sums + at, load<vec>(sums + at) + weighted);
-            if (squares_out) store(squares + at, load<vec>(squares + at) + weighted * prob);
-          });
-        }
+  const auto work = [&](Tiles& tiles, int64_t task) {
+    const int64_t block = task / (tasks / p.blocks()), first = block * KEYS;  // the first keys have most queries
+    const int64_t group = task % p.groups, head = task / p.groups % p.heads, row = task / p.groups / p.heads % p.batch;
+    const int64_t totals = ((row * p.heads + head) * p.groups + group) * p.queries;
+    float sums[KEYS] = {}, squares[KEYS] = {};
+    for (int64_t query = p.causal ? std::max<int64_t>(0, first - p.offset()) : 0; query < p.queries; query += QUERIES) {
+      const Tile tile = classify(p, row, head, group, query, first);
+      if (tile == HIDDEN) continue;
+      tiles.multiply(row, head, group, query, block);
+      const int64_t count = std::min(QUERIES, p.queries - query);
+      for (int64_t i = 0; i < count; ++i) {
+        const float weight = weights[row * p.queries + query + i], factor = p.factor[totals + query + i];
+        if (weight == 0 || factor == 0) continue;
+        const float shift = p.shift[totals + query + i];
+        const char* mask = tile == MIXED ? mask_of(p, row, head, group, query + i, first) : nullptr;
+        Row(p, mask, query + i, first).each(tiles.row(i), [&](vec x, int64_t at) {
+          const vec prob = power_of_two(x - shift) * factor, weighted = prob * weight;
+          store(sums + at, load<vec>(sums + at) + weighted);
+          if (squares_out) store(squares + at, load<vec>(squares + at) + weighted * prob);
+        });
       }
-      const int64_t at = ((row * p.heads + head) * p.groups + group) * p.keys + first, count = std::min(KEYS, p.keys - first);
-      std::copy(sums, sums + count, sums_out + at);
-      if (squares_out) std::copy(squares, squares + count, squares_out + at);
-    });
-  }
-  section.finish();
+    }
+    const int64_t at = ((row * p.heads + head) * p.groups + group) * p.keys + first, count = std::min(KEYS, p.keys - first);
+    std::copy(sums, sums + count, sums_out + at);
+    if (squares_out) std::copy(squares, squares + count, squares_out + at);
+  };
+  for_each_task<Tiles>(p.threads, tasks, work, p);
 }
 
 // Writes the probabilities of `count` queries of one row to [Hkv, G, count, end]; `end` is at least what they see.
 void write_rows(const AttentionOperands& p, int64_t row, int64_t start, int64_t count, int64_t end, float* out) {
   const int64_t blocks = (end + KEYS - 1) / KEYS;
-  Section section;
-#pragma omp parallel num_threads(p.threads)
-  {
-    std::optional<Tiles> tiles;
-    section.run([&] { tiles.emplace(p); });
-#pragma omp for schedule(dynamic)
-    for (int64_t task = 0; task < p.heads * p.groups * blocks; ++task) section.run([&] {
-      const int64_t q_head = task / blocks, head = q_head / p.groups, group = q_head % p.groups;
-      const int64_t first = task % blocks * KEYS, here = std::min(KEYS, end - first);
-      const int64_t totals = (row * p.heads * p.groups + q_head) * p.queries;
-      for (int64_t query = start; query < start + count; query += QUERIES) {
-        const Tile tile = classify(p, row, head, group, query, first);
-        if (tile != HIDDEN) tiles->multiply(row, head, group, query, first / KEYS);
-        for (int64_t i = query; i < std::min(query + QUERIES, start + count); ++i) {
-          float* to = out + (q_head * count + i - start) * end + first;
-          std::fill(to, to + here, 0.f);
-          const float shift = p.shift[totals + i], factor = p.factor[totals + i];
-          if (tile == HIDDEN || factor == 0) continue;
-          const char* mask = tile == MIXED ? mask_of(p, row, head, group, i, first) : nullptr;
-          Row(p, mask, i, first).each(tiles->row(i - query), [&](vec x, int64_t at) {
-            const vec prob = power_of_two(x - shift) * factor;
-            std::memcpy(to + at, &prob, std::min(LANES, here - at) * sizeof(float));
-          });
-        }
+  const auto work = [&](Tiles& tiles, int64_t task) {
+    const int64_t q_head = task / blocks, head = q_head / p.groups, group = q_head % p.groups;
+    const int64_t first = task % blocks * KEYS, here = std::min(KEYS, end - first);
+    const int64_t totals = (row * p.heads * p.groups + q_head) * p.queries;
+    for (int64_t query = start; query < start + count; query += QUERIES) {
+      const Tile tile = classify(p, row, head, group, query, first);
+      if (tile != HIDDEN) tiles.multiply(row, head, group, query, first / KEYS);
+      for (int64_t i = query; i < std::min(query + QUERIES, start + count); ++i) {
+        float* to = out + (q_head * count + i - start) * end + first;
+        std::fill(to, to + here, 0.f);
+        const float shift = p.shift[totals + i], factor = p.factor[totals + i];
+        if (tile == HIDDEN || factor == 0) continue;
+        const char* mask = tile == MIXED ? mask_of(p, row, head, group, i, first) : nullptr;
+        Row(p, mask, i, first).each(tiles.row(i - query), [&](vec x, int64_t at) {
+          const vec prob = power_of_two(x - shift) * factor;
+          std::memcpy(to + at, &prob, std::min(LANES, here - at) * sizeof(float));
+        });
       }
-    });
-  }
-  section.finish();
+    }
+  };
+  for_each_task<Tiles>(p.threads, p.heads * p.groups * blocks, work, p);
 }
 
 // Runs a function, and returns 0, or 1 and a message of at most `size` bytes: no C++ exception may leave the library.

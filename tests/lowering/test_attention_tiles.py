@@ -379,8 +379,8 @@ FAILURES = {  # a line of the source, and what the test's build has in place of 
         "if (block == 1) throw std::bad_alloc(); product(dim, stride, from, keys, products.data());",
     ),
     "the probabilities of a few queries": (
-        "if (tile != HIDDEN) tiles->multiply",
-        "if (first) throw std::bad_alloc();\n        if (tile != HIDDEN) tiles->multiply",
+        "if (tile != HIDDEN) tiles.multiply",
+        "if (first) throw std::bad_alloc();\n        if (tile != HIDDEN) tiles.multiply",
     ),
 }
 
