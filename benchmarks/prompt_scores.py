@@ -1,7 +1,7 @@
 """Measure processor time of the attention of one layer of SmolLM2-135M to a prompt, and of its column sums.
 
 The layer has 9 query and 3 KV heads of 64. "Masked" is the causal mask as a boolean tensor, as a padded batch has it.
-"In one" is what a prompt runs where the library's attention gives the log-sum-exp of its rows.
+"In one" is what a prompt runs: one operator computes attention and the sums.
 """
 
 from __future__ import annotations

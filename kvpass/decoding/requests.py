@@ -167,5 +167,4 @@ class Request:
             return None
         self.delivered += new
         named = (self.request_id, list(self.prompt), list(self.delivered), new)
-        error = self.error, self.held_tokens, self.cache, self.cause
-        return GenerationOutput(*named, self.status, self.reason, *error)
+        return GenerationOutput(*named, self.status, self.reason, self.error, self.held_tokens, self.cache, self.cause)

@@ -40,7 +40,7 @@ class CriticalKV(AdaKV):
     first: Share = 0.5
     epsilon: Annotated[float, at_least(0)] = 1e-4
     name = "critical_kv"
-    spans_refusal = "it selects in two stages, of which each has a share of the budget"
+    spans_refusal = "it selects in two stages, each with a share of the budget"
 
     def state(self) -> dict[str, torch.dtype]:
         return {**super().state(), "impact": torch.float32}
