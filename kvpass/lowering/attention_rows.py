@@ -66,12 +66,25 @@ def probabilities(attention: ScoredAttention, log_sum_exp: Tensor | None = None)
             yield (probs for _, probs in attention_blocks.probs_in_blocks(piece, size=SCAN_BLOCK))
         return
     rows = attention_tiles.AttentionRows.of(attention, log_sum_exp).with_totals()
-    batch, heads, count, _ = attention.query.shape
+    yield from _by_span(attention, rows.probabilities, heads=attention.query.shape[1])
+
+
+def _by_span(
+    attention: ScoredAttention, rows_of: Callable[[int, slice, int], Tensor], heads: int, least: int = 1
+) -> Iterator[Iterator[Tensor]]:
+    """Call a function of `attention_tiles` for consecutive queries of each row of the batch.
+
+    Args:
+        rows_of: called with the row of the batch, the queries, and the number of keys that they see.
+        heads: how many rows it returns for each query.
+        least: the fewest blocks of queries in a call.
+    """
+    batch, _, count, _ = attention.query.shape
     tile = heads * attention.key.shape[2] * attention_tiles.QUERIES
-    step = attention_tiles.QUERIES * max(1, SCAN_BLOCK // max(1, tile))
+    step = attention_tiles.QUERIES * max(least, SCAN_BLOCK // max(1, tile))
     spans = [slice(start, min(start + step, count)) for start in range(0, count, step)]
     for row in range(batch):
-        yield (rows.probabilities(row, span, attention.keys_before(span).stop) for span in spans)
+        yield (rows_of(row, span, attention.keys_before(span).stop) for span in spans)
 
 
 def attend(
@@ -87,14 +100,39 @@ def attend(
         As `kvpass.torch_private.fx_nodes.attend_with_lse`, and the sums.
     """
     query, key = attention.query, attention.key
-    assert attention.cap is None
-    assert attention.sink_logit is None
-    assert not attention.causal or query.shape[2] == key.shape[2]
-    few = query.shape[2] < attention_tiles.FEWEST_QUERIES
-    if not few and attention_tiles.is_faster(query.dtype, query.shape[3]):
+    if _attends_in_tiles(attention):
         return attention_tiles.AttentionRows.of(attention).attend(value, weight, powers)
     output, log_sum_exp = attend_with_lse(query, key, value, attention.mask, attention.causal, attention.scale)
     return output, log_sum_exp, column_sums(attention, weight, powers, log_sum_exp)
+
+
+def attend_with_rows(
+    attention: ScoredAttention, value: Tensor, means: bool
+) -> tuple[Tensor, Iterator[Iterator[Tensor]]]:
+    """Compute attention as `attend`, and what `probabilities` yields.
+
+    Args:
+        means: whether the mean over all heads will do, [1, 1, 1, n, s]; it comes out of the attention itself where
+            this is computed in tiles.
+
+    Returns:
+        The output, which is complete when all rows have been read, and the rows.
+    """
+    if means and _attends_in_tiles(attention):
+        output, rows_of = attention_tiles.AttentionRows.of(attention).attend_with_means(value)
+        return output, _by_span(attention, rows_of, heads=1, least=torch.get_num_threads())
+    weight = value.new_empty(0)
+    output, log_sum_exp, _ = attend(attention, value, weight, 0)
+    return output, probabilities(attention, log_sum_exp)
+
+
+def _attends_in_tiles(attention: ScoredAttention) -> bool:
+    query = attention.query
+    assert attention.cap is None
+    assert attention.sink_logit is None
+    assert not attention.causal or query.shape[2] == attention.key.shape[2]
+    few = query.shape[2] < attention_tiles.FEWEST_QUERIES
+    return not few and attention_tiles.is_faster(query.dtype, query.shape[3])
 
 
 def _last_indices(valid: Tensor, window: int) -> Tensor:

@@ -6,10 +6,12 @@ attention as well: sums then need one pass over the products, or none where the 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import json
 import urllib.parse
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -120,12 +122,17 @@ def attention_statistics(
     query, key = query.to(dtype), key.to(dtype)
     mask = None if mask is None else mask.expand(*mask.shape[:-1], key.shape[2])
     attention = ScoredAttention(query, key, mask, parsed.causal, parsed.scale, parsed.cap, sink_logit)
-    if value is None:
-        sums = attention_rows.column_sums(attention, valid, parsed.powers)
-        return _statistics(attention, parsed, valid, row_budgets, sums)
-    output, log_sum_exp, sums = attention_rows.attend(attention, value, valid, parsed.powers)
-    output = output.transpose(1, 2).contiguous().transpose(1, 2)
-    return [output, *_statistics(attention, parsed, valid, row_budgets, sums, log_sum_exp)]
+    policy = None if parsed.scan is None else policies.from_json(parsed.scan)
+    output, sums, rows = _attended(attention, value, valid, parsed, policy)
+    results = _statistics(attention, parsed, valid, sums)
+    if isinstance(policy, Smoothing):
+        results["scan"] = _highest_rows(attention, parsed, policy, valid)
+    elif policy is not None:
+        results["scan"] = _scanned(attention, parsed, policy, valid, row_budgets, rows)
+    named = [results[name] for name in parsed.names]
+    if output is None:
+        return named
+    return [output.transpose(1, 2).contiguous().transpose(1, 2), *named]
 
 
 @attention_statistics.register_fake
@@ -154,19 +161,31 @@ def _(
     return [output, *results]
 
 
+def _attended(
+    attention: ScoredAttention, value: Tensor | None, valid: Tensor, request: StatisticsRequest, policy: Policy | None
+) -> tuple[Tensor | None, list[Tensor], Iterator[Iterator[Tensor]]]:
+    """Return the output of attention if there are values, its column sums, and its rows for a scan.
+
+    Rows are computed when they are read; see `kvpass.lowering.attention_rows.probabilities`.  The output is complete
+    when all have been read.
+    """
+    if value is None:
+        sums = attention_rows.column_sums(attention, valid, request.powers)
+        return None, sums, attention_rows.probabilities(attention)
+    if isinstance(policy, Scanning) and not request.powers:
+        output, rows = attention_rows.attend_with_rows(attention, value, policy.scans_means)
+        return output, [], rows
+    output, log_sum_exp, sums = attention_rows.attend(attention, value, valid, request.powers)
+    return output, sums, attention_rows.probabilities(attention, log_sum_exp)
+
+
 def _statistics(
-    attention: ScoredAttention,
-    request: StatisticsRequest,
-    valid: Tensor,
-    row_budgets: Tensor | None,
-    sums: list[Tensor],
-    log_sum_exp: Tensor | None = None,
-) -> list[Tensor]:
-    """Return the statistics of a request.
+    attention: ScoredAttention, request: StatisticsRequest, valid: Tensor, sums: list[Tensor]
+) -> dict[str, Tensor]:
+    """Return the statistics of a request, but for a scan.
 
     Args:
         sums: those of `SUMS` that it names, [B, Hkv, G, S].
-        log_sum_exp: that of the rows, [B, Hq, q], if it is known.
     """
     results = dict(zip(SUMS, sums, strict=False))  # fewer without the squares
     if not {*LAST_QUERY_STATISTICS}.isdisjoint(request.names):
@@ -176,31 +195,35 @@ def _statistics(
     results = {name: regrouped(x, request.heads) for name, x in results.items()}
     if "older_peak" in request.names:
         results["older_peak"] = votes_for_older(attention, valid, request.window, request.heads)
-    if request.scan is not None:
-        results["scan"] = _scanned(attention, request, valid, row_budgets, log_sum_exp)
-    return [results[name] for name in request.names]
+    return results
+
+
+def _highest_rows(attention: ScoredAttention, request: StatisticsRequest, policy: Policy, valid: Tensor) -> Tensor:
+    """Return the highest smoothed attention that any of the last queries paid, float32 [B, H', S]."""
+    assert isinstance(policy, Smoothing)
+    smoothed = functools.partial(policy.smoothed, held=attention.key.shape[2] - attention.query.shape[2])
+    peaks = highest_rows(attention, valid, policy.observation, smoothed)
+    return regrouped(peaks, request.heads).amax(2)
 
 
 def _scanned(
     attention: ScoredAttention,
     request: StatisticsRequest,
+    policy: Policy,
     valid: Tensor,
     row_budgets: Tensor | None,
-    log_sum_exp: Tensor | None,
+    rows: Iterator[Iterator[Tensor]],
 ) -> Tensor:
     """Return the policy's scan over the attention rows, one query after the other, float32 [B, H', S]."""
-    assert request.scan is not None
-    policy, sharding = policies.from_json(request.scan), HeadSharding.from_text(request.sharding)
-    before = attention.key.shape[2] - attention.query.shape[2]
-    if isinstance(policy, Smoothing):
-        smoothed = functools.partial(policy.smoothed, held=before)
-        return regrouped(highest_rows(attention, valid, policy.observation, smoothed), request.heads).amax(2)
     assert isinstance(policy, Scanning)
+    sharding, held = HeadSharding.from_text(request.sharding), attention.key.shape[2] - attention.query.shape[2]
     slots = _slots(policy, request.budget, row_budgets, valid)
     results = []
-    for row, blocks in enumerate(attention_rows.probabilities(attention, log_sum_exp)):
-        grouped = (regrouped(probs, request.heads).float() for probs in blocks)
-        results.append(policy.scan(grouped, valid[row : row + 1], before, slots[row], sharding))
+    for row, blocks in enumerate(rows):
+        probs = (block if policy.scans_means else regrouped(block, request.heads) for block in blocks)
+        in_float32 = (block.float() for block in probs)
+        results.append(policy.scan(in_float32, valid[row : row + 1], held, slots[row], sharding))
+        collections.deque(in_float32, maxlen=0)  # what is not read is not computed, the output included
     return torch.cat(results)
 
 

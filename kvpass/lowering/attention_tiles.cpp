@@ -1,7 +1,8 @@
 // Attention on a CPU, and column sums of its matrix, which is never stored: the counterpart of column_kernel.py.
 //
 // `attend` multiplies probabilities by values as it meets them, with an online softmax, one block of queries at a time.
-// If column sums are wanted as well, it keeps the probabilities of a block until the totals of its rows are known.
+// If column sums are wanted as well, it keeps the probabilities of a block until the totals of its rows are known;
+// `attend_with_means` does so for the mean of a query's probabilities over the heads, a few queries at a time.
 //
 // `find_totals` computes the maximum of each row's logits and the sum of 2^(logit - maximum), unless the caller knows
 // their log-sum-exp.
@@ -376,6 +377,20 @@ struct KeptTiles {
 
   T* probs_of(int64_t tile) { return probs.data() + tile * QUERIES * KEYS; }
 
+  // Adds the tiles to rows of `stride` numbers, from the first key on.
+  void add_rows(int64_t count, const float* top, const float* factor, float* rows, int64_t stride) {
+    for (size_t n = 0; n < tiles.size(); ++n) {
+      for (int64_t i = 0; i < count; ++i) {
+        const float by = factor[i] == 0 ? 0 : factor[i] * std::exp2(tiles[n].top[i] - top[i]);
+        if (by == 0) continue;  // also for rows that are not numbers
+        const T* from = probs_of(n) + i * KEYS;
+        float* to = rows + i * stride + tiles[n].first;
+        for (int64_t at = 0; at < KEYS; at += LANES)
+          store(to + at, load<vec>(to + at) + load_as_float(from + at) * by);
+      }
+    }
+  }
+
   // Adds the tiles to the sums over queries, whose probabilities are factor * 2^(logit - top).
   void add_columns(int64_t count, const float* top, const float* factor, const float* weights, float* sums, float* squares) {
     for (size_t n = 0; n < tiles.size(); ++n) {
@@ -402,15 +417,38 @@ struct KeptTiles {
   }
 };
 
-// Computes attention of a block of queries and the log-sum-exp of its rows, and adds up columns.
+// Computes attention of a block of queries and the log-sum-exp of its rows, and adds up columns or heads.
 class BlockAttention {
  public:
-  BlockAttention(const AttentionOperands& p, const OutputOperands& v) : p(p), v(v), tiles(p), output(QUERIES * p.dim + LANES) {
+  BlockAttention(const AttentionOperands& p, const OutputOperands& v, bool keeps)
+      : p(p), v(v), tiles(p), keeps(keeps), output(QUERIES * p.dim + LANES) {
     kept.tiles.reserve(p.blocks());
-    kept.probs.resize((v.weights ? p.blocks() : 1) * QUERIES * KEYS);
+    kept.probs.resize((keeps ? p.blocks() : 1) * QUERIES * KEYS);
   }
 
+  // Adds the probabilities to the column sums of a part, if there are sums.
   void run(int64_t row, int64_t q_head, int64_t query, int64_t part) {
+    const int64_t count = attend(row, q_head, query);
+    if (!v.weights) return;
+    const int64_t to = ((row * p.heads * p.groups + q_head) * v.parts + part) * p.blocks() * KEYS;
+    const float* weights = v.weights + row * p.queries + query;
+    kept.add_columns(count, top, factor, weights, v.sums + to, v.squares ? v.squares + to : nullptr);
+  }
+
+  // Writes the mean of the probabilities over all heads to rows of `stride` numbers.
+  void run_all_heads(int64_t row, int64_t query, float* rows, int64_t stride) {
+    const int64_t q_heads = p.heads * p.groups;
+    std::fill(rows, rows + std::min(QUERIES, p.queries - query) * stride, 0.f);
+    for (int64_t q_head = 0; q_head < q_heads; ++q_head) {
+      const int64_t count = attend(row, q_head, query);
+      for (int64_t i = 0; i < count; ++i) factor[i] /= q_heads;
+      kept.add_rows(count, top, factor, rows, stride);
+    }
+  }
+
+ private:
+  // Returns the number of queries of the block, with their `top` and `factor`.
+  int64_t attend(int64_t row, int64_t q_head, int64_t query) {
     const int64_t head = q_head / p.groups, group = q_head % p.groups, dim = p.dim;
     const int64_t count = std::min(QUERIES, p.queries - query);
     std::fill(top, top + QUERIES, -INFINITY);
@@ -428,15 +466,15 @@ class BlockAttention {
       const T* values = (const T*)v.packed + ((row * p.heads + head) * p.blocks() + first / KEYS) * dim * KEYS;
       add_product(dim, probs, values, output.data());
     }
-    finish(row, q_head, query, part, count);
+    finish(row, q_head, query, count);
+    return count;
   }
 
- private:
-  // Divides by the totals of the rows, and writes the results.
-  void finish(int64_t row, int64_t q_head, int64_t query, int64_t part, int64_t count) {
+  // Divides by the totals of the rows, and writes the output.
+  void finish(int64_t row, int64_t q_head, int64_t query, int64_t count) {
     const int64_t head = q_head / p.groups, group = q_head % p.groups, dim = p.dim;
     const int64_t at = row * p.heads * p.groups + q_head;
-    float sum[QUERIES], before[QUERIES], factor[QUERIES];
+    float sum[QUERIES], before[QUERIES];
     for (int64_t i = 0; i < count; ++i) sum[i] = sum_of(sums[i]), before[i] = top[i];
     add_sinks(p, row, head, group, query, count, top, sum);
     for (int64_t i = 0; i < count; ++i) {
@@ -450,15 +488,11 @@ class BlockAttention {
       v.log_sum_exp[at * p.queries + query + i] = (top[i] + std::log2(sum[i])) / LOG2_E;
       factor[i] = sum[i] > 0 ? 1 / sum[i] : 0;
     }
-    if (!v.weights) return;
-    const int64_t to = (at * v.parts + part) * p.blocks() * KEYS;
-    const float* weights = v.weights + row * p.queries + query;
-    kept.add_columns(count, top, factor, weights, v.sums + to, v.squares ? v.squares + to : nullptr);
   }
 
   // Returns the probabilities of a tile, relative to the highest logits so far, which it raises.
   template <typename KeysOf> const T* exponentiate(int64_t count, int64_t first, KeysOf keys_of) {
-    T* probs = kept.probs_of(v.weights ? kept.tiles.size() : 0);
+    T* probs = kept.probs_of(keeps ? kept.tiles.size() : 0);
     float highest[QUERIES];
     for (int64_t i = 0; i < count; ++i) {
       vec lanes = all(-INFINITY);
@@ -484,7 +518,7 @@ class BlockAttention {
       });
       sums[i] += added;
     }
-    if (v.weights) {
+    if (keeps) {
       kept.tiles.emplace_back().first = first;
       std::copy(top, top + QUERIES, kept.tiles.back().top);
     }
@@ -494,9 +528,10 @@ class BlockAttention {
   const AttentionOperands& p;
   const OutputOperands& v;
   Tiles tiles;
+  bool keeps;  // the tiles of a block
   KeptTiles kept;
   std::vector<float> output;
-  float top[QUERIES];
+  float top[QUERIES], factor[QUERIES];  // of each query: the highest logit, and one over the sum of 2^(logit - top)
   vec sums[QUERIES];  // of each query, by lanes
 };
 
@@ -507,7 +542,18 @@ void add_values(const AttentionOperands& p, const OutputOperands& v) {
     for (int64_t block = blocks - 1 - part; block >= 0; block -= v.parts)
       attention.run(task / q_heads % p.batch, task % q_heads, block * QUERIES, part);
   };
-  for_each_task<BlockAttention>(p.threads, p.batch * q_heads * v.parts, work, p, v);
+  for_each_task<BlockAttention>(p.threads, p.batch * q_heads * v.parts, work, p, v, v.weights != nullptr);
+}
+
+// Computes attention of `count` queries of one row, and writes means over its heads to [count, stride]. Queries start at
+// a multiple of QUERIES; a row ends after the block of the last key they see.
+void add_values_and_heads(
+    const AttentionOperands& p, const OutputOperands& v, int64_t row, int64_t start, int64_t count, int64_t stride,
+    float* means) {
+  const auto work = [&](BlockAttention& attention, int64_t task) {
+    attention.run_all_heads(row, start + task * QUERIES, means + task * QUERIES * stride, stride);
+  };
+  for_each_task<BlockAttention>(p.threads, (count + QUERIES - 1) / QUERIES, work, p, v, true);
 }
 
 // Sums probabilities over queries of weights [B, q] to [B, Hkv, G, S], and their squares unless that is null.
@@ -599,10 +645,21 @@ extern "C" int row_probabilities(
   return guarded(message, size, [&] { write_rows(*operands, row, start, count, end, out); });
 }
 
-// Fills `output` and `log_sum_exp`.
-extern "C" int attend(const AttentionOperands* operands, char* message, int64_t size, const OutputOperands* output) {
+// Lays out keys and values for the following functions.
+extern "C" int pack_values(const AttentionOperands* operands, char* message, int64_t size, const OutputOperands* output) {
   return guarded(message, size, [&] {
     prepare_keys(*operands), pack<true>(*operands, output->value, output->value_stride, output->packed);
-    add_values(*operands, *output);
   });
+}
+
+// Fills `output` and `log_sum_exp`, and adds to `sums` and `squares`.
+extern "C" int attend(const AttentionOperands* operands, char* message, int64_t size, const OutputOperands* output) {
+  return guarded(message, size, [&] { add_values(*operands, *output); });
+}
+
+// Fills `output` and `log_sum_exp` of some queries, and `means`.
+extern "C" int attend_with_means(
+    const AttentionOperands* operands, char* message, int64_t size, const OutputOperands* output, int64_t row,
+    int64_t start, int64_t count, int64_t stride, float* means) {
+  return guarded(message, size, [&] { add_values_and_heads(*operands, *output, row, start, count, stride, means); });
 }

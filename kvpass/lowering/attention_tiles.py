@@ -13,6 +13,7 @@ import functools
 import importlib.resources
 import logging
 import threading
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -61,6 +62,24 @@ class OutputOperands(ctypes.Structure):
         ("output_stride", ctypes.c_int64 * 3),
         ("parts", ctypes.c_int64),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Attended:
+    """The memory of results of attention.
+
+    Attributes:
+        operands: the values and the results, as addresses.
+        tensors: the tensors behind the addresses.
+        output, log_sum_exp: [B, Hq, q, D] and [B, Hq, q].
+        sums: one for each power, [B, Hkv, G, parts, S], with S rounded up to blocks of keys.
+    """
+
+    operands: OutputOperands
+    tensors: tuple[Tensor | None, ...]
+    output: Tensor
+    log_sum_exp: Tensor
+    sums: list[Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +161,36 @@ class AttentionRows:
         Raises:
             RuntimeError: the library cannot multiply matrices of these sizes, or there is no memory for the tiles.
         """
+        attended = self._attended(value, weight, powers)
+        self._run("attend", ctypes.addressof(attended.operands))
+        sums = [each.sum(3)[..., : self.shape[4]].contiguous() for each in attended.sums]
+        return attended.output.to(value.dtype), attended.log_sum_exp, sums
+
+    def attend_with_means(self, value: Tensor) -> tuple[Tensor, Callable[[int, slice, int], Tensor]]:
+        """Return the output of `attend`, and a function that computes it for some queries.
+
+        Args:
+            value: [B, Hkv, S, D], with as many numbers as a key, in the dtype of the products.
+
+        Returns:
+            The output, and a function (row of the batch, queries, keys) that fills it for consecutive queries of the
+            row and returns the mean of their probabilities over all heads, float32 [1, 1, 1, n, keys].  The slice of
+            queries starts at a multiple of `QUERIES`; there are at least as many keys as the queries see.
+        """
+        assert value.dtype == self.dtype
+        attended = self._attended(value)
+
+        def means(row: int, queries: slice, keys: int) -> Tensor:
+            count, stride = queries.stop - queries.start, -(-keys // KEYS) * KEYS
+            made = torch.empty(1, 1, 1, count, stride)
+            output = ctypes.addressof(attended.operands)
+            self._run("attend_with_means", output, row, queries.start, count, stride, _address(made))
+            return made[..., :keys]
+
+        return attended.output, means
+
+    def _attended(self, value: Tensor, weight: Tensor | None = None, powers: int = 0) -> Attended:
+        """Lay out keys and values, and return memory for results; the arguments are those of `attend`."""
         (batch, heads, groups, count, keys), dim = self.shape, value.shape[3]
         value_rows = _dense_rows(value.to(self.dtype))
         packed = _memory_for_blocks(value_rows)
@@ -153,11 +202,11 @@ class AttentionRows:
             parts = min(parts, -(-TASKS_WITH_SUMS // max(1, batch * heads * groups)))
         shape = powers, batch, heads, groups, parts, -(-keys // KEYS) * KEYS
         sums = [*log_sum_exp.new_zeros(shape)]
-        results = value_rows, packed, output, log_sum_exp, weight, *sums, *[None] * (2 - powers)
+        used = value_rows, packed, output, log_sum_exp, weight, *sums, *[None] * (2 - powers)
         strides = ((ctypes.c_int64 * 3)(*_strides(x, 3)) for x in (value_rows, output))
-        result = OutputOperands(*map(_address, results), *strides, parts)
-        self._run("attend", ctypes.addressof(result))
-        return output.to(value.dtype), log_sum_exp, [each.sum(3)[..., :keys].contiguous() for each in sums]
+        operands = OutputOperands(*map(_address, used), *strides, parts)
+        self._run("pack_values", ctypes.addressof(operands))
+        return Attended(operands, used, output, log_sum_exp, sums)
 
     def column_sums(self, weight: Tensor, powers: int) -> list[Tensor]:
         """Sum the probabilities over the queries, and with two `powers` also their squares.

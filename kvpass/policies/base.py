@@ -126,6 +126,11 @@ class Policy:
         require(not why, "spans", self.spans, f"must be () for {self.name!r}: {why}")
 
     @property
+    def scans_means(self) -> bool:
+        """Whether `scan` takes the mean over all query heads, [B, 1, 1, n, s], in place of a row of each head."""
+        return False
+
+    @property
     def _why_no_spans(self) -> str:
         """The reason why the policy cannot select in each span of the text for itself; "" if it can."""
         if self.keep_prompt:

@@ -24,6 +24,7 @@ tokens are inserted one at a time.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
@@ -39,6 +40,7 @@ from kvpass.policies.types import Attention, State, Tokens
 
 BASES = {"pow2": 2, "pow3": 3, "pow4": 4}
 NO_VICTIM = -2
+AVERAGED_QUERIES = 32  # in a product, which takes as many operations for each number
 DROPPED = -1.0  # the score of a dropped token; scores are never negative
 
 
@@ -77,6 +79,10 @@ class Cascade(Policy):
     @property
     def overwrites(self) -> bool:
         return self.order == "write_first"
+
+    @property
+    def scans_means(self) -> bool:
+        return self.heads == "shared" and self.reduce == "mean"
 
     def minimum_budget(self) -> int:
         return self.sinks + self.cascades
@@ -312,16 +318,17 @@ def moving_averages(blocks: Iterable[Tensor], valid: Tensor, decay: float) -> It
         blocks: s for consecutive queries, [B, H', n, N], where N never decreases; s is zero for later keys.
         valid: bool [B, q].
     """
-    start, score = 0, None
-    for probs in blocks:
+    start, score = 0, torch.empty(0)
+    for probs in itertools.chain.from_iterable(torch.split(block, AVERAGED_QUERIES, 2) for block in blocks):
         real = valid[:, start : start + probs.shape[2]]
-        start, count = start + probs.shape[2], real.cumsum(-1)
+        count = real.cumsum(-1)
         distance = (count[:, :, None] - count[:, None]).clamp(min=0)  # [B, n, n], real queries in between
         weight = ((1 - decay) * decay**distance * real[:, None]).tril()
-        averages = weight[:, None] @ probs
-        if score is not None:
-            averages[..., : score.shape[-1]].addcmul_(decay ** count[:, None, :, None], score[..., None, :])
-        score = averages[:, :, -1]
+        weight = torch.cat([decay ** count[..., None], weight], -1)  # the first row is the average so far
+        before = probs.new_zeros(1).expand_as(probs[:, :, :1]) if start == 0 else score
+        before = torch.nn.functional.pad(before, (0, probs.shape[-1] - before.shape[-1]))
+        averages = weight[:, None] @ torch.cat([before, probs], 2)
+        score, start = averages[:, :, -1:], start + probs.shape[2]
         yield averages
 
 

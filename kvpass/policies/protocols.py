@@ -23,7 +23,7 @@ class Scanning(Protocol):
         Args:
             rows: blocks of consecutive queries, float32 [B, Hkv, G, n, s]; all blocks together have q queries.  The
                 first s of the held + q keys are all that the block's queries see; s never decreases, and the last
-                block has all keys.
+                block has all keys.  If `Policy.scans_means`, they may be [B, 1, 1, n, s].
             valid: bool [B, q], false for padding.
             held: how many of the columns are slots.
             sharding: see `Attention`.

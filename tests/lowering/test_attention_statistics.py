@@ -132,6 +132,23 @@ def test_attention_and_its_sums_come_of_the_same_products(data):
         torch.testing.assert_close(made, expected, **loose)
 
 
+@pytest.mark.parametrize("options", [{}, {"heads": "kv"}, {"reduce": "max"}, {"select": False}])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_scan_beside_attention_in_tiles_is_the_scan_of_all_rows(options, padded):
+    """Of means that come out of the attention, and of the rows of all heads."""
+    drawn = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, heads, 200, 8, generator=drawn) for heads in (4, 2, 2))
+    policy = to_json(resolve("cascade", {"cascades": 4, "sinks": 4, **options}))
+    request = StatisticsRequest(("scan",), not padded, 0.5, None, 2, scan=policy, budget=44).text()
+    real = torch.ones(2, 200, dtype=torch.bool)
+    real[1, :30] = not padded
+    mask = (torch.ones(200, 200, dtype=torch.bool).tril() & real[:, None, None]) if padded else None
+    _, beside = attention_statistics(query, key, value, mask, None, real, None, request)
+    [alone] = attention_statistics(query, key, None, mask, None, real, None, request)
+    torch.testing.assert_close(beside, alone, atol=1e-6, rtol=1e-3)
+    assert (beside.ge(0) & real[:, None]).sum(-1).unique().tolist() == [44]
+
+
 @pytest.mark.parametrize("additive", [False, True])
 def test_a_query_whose_mask_hides_every_key_gets_nothing_and_changes_no_sum(additive):
     """As in the library's attention; padding on the left has such queries, and -inf would make them no numbers."""

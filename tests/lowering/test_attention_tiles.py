@@ -162,6 +162,49 @@ def test_sums_beside_attention_are_those_of_float64(data):
         assert one.is_contiguous()  # as compiled code takes them to be
 
 
+@given(data=st.data())
+@settings(max_examples=150)
+def test_means_beside_attention_are_those_of_float64(data):
+    """A few queries at a time, of some rows twice: each call computes the same."""
+    query, key, value, mask = data.draw(operands())
+    rows, q_heads, count, _ = query.shape
+    causal, cap = data.draw(st.booleans()), data.draw(st.sampled_from([None, 5.0]))
+    sink_logit = data.draw(st.sampled_from([None, torch.full((1, q_heads, 1, 1), 0.5)]))
+    attention = ScoredAttention(query, key, mask, causal, 0.3, cap, sink_logit)
+    computed = attention_tiles.AttentionRows.of(attention)
+    output, means_of = computed.attend_with_means(value.to(computed.dtype))
+    exact = attention_in_float64(query, key, value, mask, causal, 0.3, cap, sink_logit)[0]
+    expected = exact.softmax(-1)[..., : key.shape[2]].mean(1)
+    near = dict(atol=2e-6, rtol=2e-4) if computed.dtype == torch.float32 else dict(atol=1e-6, rtol=2**-7)
+    step = 64 * data.draw(st.integers(1, 4))
+    for row, start in [(row, start) for row in range(rows) for start in range(0, count, step)] + [(0, 0)]:
+        span = slice(start, min(start + step, count))
+        means = means_of(row, span, attention.keys_before(span).stop)
+        torch.testing.assert_close(means[0, 0, 0].double(), expected[row, span, : means.shape[-1]], **near)
+        assert not causal or not expected[row, span, means.shape[-1] :].any()
+    assert torch.equal(output, computed.attend(value.to(computed.dtype))[0])
+
+
+@pytest.mark.parametrize("means", [False, True])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_attention_with_rows_does_not_depend_on_how_many_come_at_once(monkeypatch, means, threads):
+    query, key = torch.randn(2, 4, 300, 16).bfloat16(), torch.randn(2, 2, 300, 16).bfloat16()
+    attention, before, made = ScoredAttention(query, key, None, True, 0.25), torch.get_num_threads(), []
+    try:
+        torch.set_num_threads(threads)
+        for size in (1, attention_rows.SCAN_BLOCK):
+            monkeypatch.setattr(attention_rows, "SCAN_BLOCK", size)
+            output, rows = attention_rows.attend_with_rows(attention, key, means)
+            whole = [[torch.nn.functional.pad(x, (0, 300 - x.shape[-1])) for x in blocks] for blocks in rows]
+            made.append([output, torch.cat([torch.cat(blocks, 3) for blocks in whole]).mean((1, 2))])
+    finally:
+        torch.set_num_threads(before)
+    for one, other in zip(*made, strict=True):
+        assert torch.equal(one, other)
+    torch.testing.assert_close(made[0][1].sum(-1), torch.ones(2, 300), atol=4e-3, rtol=0)
+    torch.testing.assert_close(output, attention_rows.attend(attention, key, torch.ones(2, 300), 0)[0])
+
+
 def test_logits_that_rise_from_tile_to_tile_count_with_their_final_totals():
     """Probabilities are kept relative to lower maxima, down to some whose share of the final total is zero."""
     key = torch.linspace(-300, 300, 700).view(1, 1, 700, 1)
@@ -201,6 +244,10 @@ def test_a_query_that_sees_no_key_gets_zeros(dtype, hides, causal):
     assert not output[:, :, blind].any()
     assert (log_sum_exp[:, :, blind] == -torch.inf).all()
     assert output.isfinite().all()
+    _, means_of = rows.attend_with_means(value)
+    means = means_of(0, slice(0, 140), 140)[0, 0, 0]
+    assert not means[blind].any()
+    torch.testing.assert_close(means.sum(-1), seen[0, 0].any(-1).float(), atol=1e-2, rtol=0)
 
 
 @pytest.mark.parametrize("kind", [None, torch.bool, torch.float32, torch.bfloat16])
