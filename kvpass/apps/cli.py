@@ -323,8 +323,8 @@ def demo(parsed: argparse.Namespace) -> None:
 
 
 def evaluate(parsed: argparse.Namespace) -> None:
-    """Measure policies; the imports need the extra `demo`."""
-    with needing_extra("demo", "evaluation"):
+    """Measure policies; the imports need the extra `eval`."""
+    with needing_extra("eval", "evaluation"):
         from kvpass.apps.evaluation import command
     command.main(parsed)
 
@@ -337,8 +337,8 @@ def serve(parsed: argparse.Namespace) -> None:
 
 
 def lm_eval(parsed: argparse.Namespace) -> None:
-    """Run the command of lm-evaluation-harness; it needs the extra `eval`."""
-    with needing_extra("eval", "lm-evaluation-harness"):
+    """Run the command of lm-evaluation-harness; it needs the extra `lm-eval`."""
+    with needing_extra("lm-eval", "lm-evaluation-harness"):
         from kvpass.apps.evaluation import harness
     harness.run(parsed.rest)
 

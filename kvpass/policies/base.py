@@ -127,7 +127,7 @@ class Policy:
 
     @property
     def scans_means(self) -> bool:
-        """Whether `scan` takes the mean over all query heads, [B, 1, 1, n, s], in place of a row of each head."""
+        """Whether `scan` takes the mean row of all query heads, [B, 1, 1, n, s]."""
         return False
 
     @property

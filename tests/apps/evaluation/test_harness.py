@@ -1,6 +1,6 @@
 """Under `full` the harness's own Hugging Face model and ours say the same; bounded, ours says what `generate` does.
 
-These tests need the extra `eval`, which is large; docs/evaluation.md says how to get it.
+These tests need the extra `lm-eval`, which is large; docs/evaluation.md says how to get it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 pytestmark = pytest.mark.slow
-lm_eval = pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install 'kvpass[eval]'")
+lm_eval = pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install 'kvpass[lm-eval]'")
 
 from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
