@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -86,6 +87,8 @@ class Backend(Compiler):
 
     def _with_options(self, mode: str | None, options: dict[str, Any] | None) -> Backend:
         """Return the backend with these Inductor settings where it has none of its own."""
+        if not mode and not options:
+            return self
         _check_settings(self.inner, mode, options)
         merged = {**(options or {}), **dict(self.options)}
         return dataclasses.replace(self, mode=self.mode or mode, options=tuple(sorted(merged.items())))
@@ -364,13 +367,24 @@ def compile(model: M, policy: str | Policy = "full", **settings: Any) -> M:
     return model
 
 
+_made_by_name: list[weakref.ref[Backend]] = []
+"""The backends of `by_name` that some graph or cache still uses."""
+
+
 def by_name(
     gm: fx.GraphModule, examples: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None
 ) -> Any:
-    """Compile a graph for torch.compile(model, backend="kvpass", options={...}); the options are those of `backend`."""
+    """Compile a graph for torch.compile(model, backend="kvpass", options={...}); the options are those of `backend`.
+
+    Graphs with equal options share one backend, with its plans and its counter of layers, while one of them exists.
+    """
     settings: dict[str, Any] = {"mode": mode, **(options or {})} if mode else dict(options or {})
     try:
         chosen = backend(**settings)
     except KVPassError as error:
         return _refusal(error)
-    return chosen(gm, examples)
+    _made_by_name[:] = [each for each in _made_by_name if each() is not None]
+    known = next((found for each in _made_by_name if (found := each()) is not None and found == chosen), None)
+    if known is None:
+        _made_by_name.append(weakref.ref(chosen))
+    return (known or chosen)(gm, examples)

@@ -81,8 +81,10 @@ class RequestScheduler:
         keep: bool = False,
     ) -> str:
         """Queue a request; see `DecodeLoop.add`."""
-        name = f"req_{self.number}" if request_id is None else request_id
-        self.number += 1
+        if request_id is None:
+            name = self._unused_name()
+        else:
+            name, self.number = request_id, self.number + 1
         prompt = torch.as_tensor(ids).flatten().tolist()
         row = pin[None] if isinstance(pin, Tensor) and pin.ndim == 1 else pin
         pinned = pin_mask(row, on_top, torch.ones(1, len(prompt), dtype=torch.bool))
@@ -91,6 +93,14 @@ class RequestScheduler:
         self._check(request)
         self.known[name] = request
         self.queue.append(request)
+        return name
+
+    def _unused_name(self) -> str:
+        """Return a name for a request that no request has whose outputs are not all handed out, and count it."""
+        taken = {*self.known, *(output.request_id for output in self.undelivered)}
+        while (name := f"req_{self.number}") in taken:
+            self.number += 1
+        self.number += 1
         return name
 
     def _prefix_length(self, prefix: Any) -> int:
@@ -177,7 +187,8 @@ class RequestScheduler:
         try:
             return add()
         except RequestError as error:
-            name, self.number = f"req_{number}", number + 1
+            self.number = number
+            name = self._unused_name()
             done[name] = GenerationOutput(name, [], [], [], RequestStatus.FAILED, "error", str(error), cause=error)
             return name
 
@@ -271,6 +282,7 @@ class RequestScheduler:
         Raises:
             BudgetError: there is no memory for the rows; the request stays in the queue.
         """
+        # Another error counts as a failure of the request, as without a count it would run again at every step.
         row = next(row for row in range(self.count) if row not in self.rows)
         cache = cache_names.cache_of_output(out)
         caches = caches_in(cache)
@@ -282,9 +294,13 @@ class RequestScheduler:
         except CacheHandleError as error:
             request.fail(error, str(error))
             return
-        except Exception:
+        except BudgetError:
             self._requeue(request, request.runs_alone_until)
             raise
+        except Exception as error:
+            self.rows[row] = request
+            self._restart_batch(error)
+            return
         self.rows[row] = request
         try:
             request.append(self.batch.insert(row, caches, request, out.logits[:, -1]))

@@ -9,9 +9,9 @@ reads the table, and if several threads share the loop, the exception cannot lea
 `materialize_sums` writes the residual stream of a decode step to memory once per layer.  The compiler would otherwise
 add up the terms of several layers wherever the stream is read, and so make another kernel for every layer.
 
-`digest` covers the sources of lowering and the values of the graph's constants; the outermost of Inductor's caches
-reads only their shape and dtype.  The policy is not a part: its work is operators of the graph, so segments in which
-policies agree compile once for all policies.
+`digest` covers the sources that the changes run and the values of the graph's constants; the outermost of Inductor's
+caches reads only their shape and dtype.  The policy is not a part: its work is operators of the graph, so segments in
+which policies agree compile once for all policies.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import operator
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -171,19 +172,32 @@ def is_residual_sum(node: fx.Node) -> bool:
     )
 
 
+HASHED = ("fx", "lowering", "torch_private")
+"""The packages of kvpass whose code changes of a graph may run; each is hashed whole."""
+
+
 @functools.cache
-def _sources() -> bytes:
-    digest = hashlib.sha256()
-    root = Path(__file__).parent
-    for path in sorted(root.rglob("*.py")):
-        digest.update(str(path.relative_to(root)).encode())
-        digest.update(path.read_bytes())
-    return digest.digest()
+def _sources(module: str) -> bytes:
+    """Return a digest of the sources of `HASHED` and of one more module, by its name."""
+    result = hashlib.sha256()
+    root = Path(__file__).parents[1]
+    for path in [path for name in HASHED for path in sorted((root / name).rglob("*.py"))]:
+        result.update(str(path.relative_to(root)).encode())
+        result.update(path.read_bytes())
+    own = sys.modules[module].__file__
+    if own is not None:
+        result.update(Path(own).read_bytes())
+    return result.digest()
 
 
-def digest(gm: fx.GraphModule | None = None) -> bytes:
-    """Return a digest of the sources of `kvpass.lowering` and of the graph's constants."""
-    hashed = hashlib.sha256(_sources())
+def digest(change: Callable[[fx.Graph], None], gm: fx.GraphModule | None = None) -> bytes:
+    """Return a digest of the sources that a change of a graph runs, and of the graph's constants.
+
+    Args:
+        change: a function of a module that uses no code of kvpass for it but its own and that of `HASHED`.
+        gm: the graph; None for a digest of the sources alone.
+    """
+    hashed = hashlib.sha256(change.__qualname__.encode() + _sources(change.__module__))
     for name, constant in _constants(gm) if gm else ():
         hashed.update(f"{name} {tuple(constant.shape)} {constant.dtype}".encode() + tensor_bytes(constant))
     return hashed.digest()

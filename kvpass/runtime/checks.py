@@ -32,6 +32,10 @@ PADDING_BETWEEN = (
     "between these counts, and held tokens are numbered by their rank instead: pad on the left, give position_ids that "
     "count real tokens, or pass positions='absolute'"
 )
+OTHER_STARTS = (
+    "the model makes position ids of its own for several rotary embeddings, and a row begins at another one in each, "
+    "and held tokens have one number for all: use positions='absolute'"
+)
 OTHER_ANGLES = (
     "this call rotates keys by other angles than the calls before, as where the length decides on the frequencies, and "
     "all held keys are rotated when they are read: use positions='absolute'"
@@ -59,15 +63,21 @@ class PositionCheck:
             valid: bool [B, q], False for padding.
 
         Raises:
-            UnsupportedGraph: the ids of a row do not increase by one, or ids from the caller begin above 0.
+            UnsupportedGraph: the ids of a row do not increase by one, ids from the caller begin above 0, or the others
+                of a row do not all begin alike.
         """
-        first = None
+        first, own = None, None
         for ids, is_argument in zip(self._ids(arguments, valid), self._are_arguments, strict=True):
             offsets = _offsets(ids, valid)
             first = torch.where(valid.any(-1), offsets.gather(-1, valid.long().argmax(-1, keepdim=True))[:, 0], 0)
             if not bool(_is_constant(offsets, valid, torch.zeros_like(first) if is_argument else first)):
                 raise UnsupportedGraph(self.refusal)
-        return first
+            if is_argument:
+                continue
+            if own is not None and not torch.equal(own, first):
+                raise UnsupportedGraph(OTHER_STARTS)
+            own = first
+        return first if own is None else own
 
     def continues(self, arguments: tuple[Any, ...], valid: Tensor, first: Tensor | None, seen: Tensor) -> Tensor:
         """Return whether the ids of a step continue those of each row's earlier real tokens; a bool on the device.

@@ -203,7 +203,7 @@ class Compiler:
 
     def _patches(self, patches: dict[str, Any], reshape: GraphChange, gm: fx.GraphModule | None) -> dict[str, Any]:
         modes = inductor.inductor_mode(self.mode) if self.mode else {}
-        stamp = inductor.graph_pass(reshape.__name__.encode() + graph_passes.digest(gm), reshape)
+        stamp = inductor.graph_pass(graph_passes.digest(reshape, gm), reshape)
         return (
             inductor.vector_move_flags() | patches | modes | dict(self.options) | {"post_grad_custom_pre_pass": stamp}
         )

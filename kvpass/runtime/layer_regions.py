@@ -12,6 +12,7 @@ Dynamo cannot trace or reuse the regions of a model, its layers are traced one b
 
 from __future__ import annotations
 
+import logging
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -24,6 +25,8 @@ from kvpass import cache_names
 from kvpass.errors import UnsupportedGraph
 from kvpass.torch_private import regions
 
+log = logging.getLogger("kvpass.regions")
+
 LEAST_LAYERS = 2
 """The fewest equal layers that are worth a region."""
 
@@ -33,12 +36,13 @@ class LayerRegions:
 
     Attributes:
         indices: the attributes that hold the index of a layer, as paths from the layer; none if no layer is a region.
+        name: the class of the model, which the log names.
         usable: false once Dynamo could not trace a layer of the model as a region.
         marks: has an attribute for each call in which Dynamo has traced regions, false once their graphs were refused.
     """
 
-    def __init__(self, indices: frozenset[str] = frozenset()) -> None:
-        self.indices, self.usable = indices, bool(indices)
+    def __init__(self, indices: frozenset[str] = frozenset(), name: str = "") -> None:
+        self.indices, self.name, self.usable = indices, name, bool(indices)
         self.marks = types.SimpleNamespace()
 
     def run(self, call: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -56,6 +60,11 @@ class LayerRegions:
                 if tracing.ran or not (regions.may_cause(error) or isinstance(error, UnsupportedGraph)):
                     raise
                 tracing.forget()
+                log.info(
+                    "%s: its layers are traced one by one from now on, which takes longer, as a layer cannot be traced "
+                    "once for all: %s: %s",
+                    *(self.name, type(error).__name__, error),
+                )
         self.usable = False
         return call(*arguments, **named)
 
@@ -191,7 +200,8 @@ def install_regions(model: torch.nn.Module) -> LayerRegions:
         return LayerRegions()
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
     groups = [(layers, group) for layers in lists for group in _equal_layers(layers)]
-    shared = LayerRegions(frozenset().union(*(_index_attributes(layers, group) for layers, group in groups)))
+    indices = frozenset().union(*(_index_attributes(layers, group) for layers, group in groups))
+    shared = LayerRegions(indices, type(model).__name__)
     for layers, group in groups:
         for index in group if _index_attributes(layers, group) else ():
             kinds = (caches.DynamicCache, caches.DynamicLayer)

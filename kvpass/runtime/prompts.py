@@ -127,7 +127,9 @@ class _DeferredPrompt:
 
     def __call__(self, *arguments: Any) -> Any:
         if self._has_run and self._compile is not None:
-            self._run, self._compile = self._compile(arguments), None
+            with dynamo.compile_lock():
+                if self._compile is not None:  # no other thread has compiled it meanwhile
+                    self._run, self._compile = self._compile(arguments), None
         self._has_run = True
         return self._run(*arguments)
 
@@ -287,20 +289,23 @@ class PromptRunner:
 
     def _validate(self, arguments: tuple[Any, ...]) -> None:
         """Validate the rewritten graph against the model's own on the first call, before it runs."""
-        if self.unchecked is not None:
-            done = validate_prompt(self.unchecked, arguments)
-            self.unchecked = None
-            self.backend.note_validation("prompt", done)
+        if self.unchecked is None:
+            return
+        with dynamo.compile_lock():
+            if self.unchecked is not None:  # no other thread has validated it meanwhile
+                done = validate_prompt(self.unchecked, arguments)
+                self.unchecked = None
+                self.backend.note_validation("prompt", done)
 
     def _first_ids(self, results: list[Any], arguments: tuple[Any, ...]) -> Tensor | None:
         """Return the position id of each row's first real token if positions are by cache, else None."""
         if self.positions is None:
             return None
         key = results[self.graph.rewrite.outputs[0].key]
-        if self.probe is not None:
+        if (probe := self.probe) is not None:
             assert self.inputs is not None
             sizes = Sizes((), shapes.measure_symbols(self.inputs, arguments), key.shape[2])
-            self.angles, self.probe = self.probe(sizes, arguments, key.device), None
+            self.angles, self.probe = probe(sizes, arguments, key.device), None
         return self.positions.first_ids(arguments, self._valid(results, 0, key))
 
     def _prompt_layer(

@@ -294,6 +294,9 @@ class StepRunner(StepExecutor):
         has_dynamic_sizes = self.backend.has_dynamic_sizes(caches[0].layout.device)
         headroom = tuple((key.shared_layout(x.layout), x.slots.capacity - x.layout.capacity) for x in caches)
         with dynamo.compile_lock():
+            variant = self.variants.find(call, key)
+            if variant is not None:  # another thread has rewritten it meanwhile
+                return variant
             shared = (*kind, tied, headroom) if has_dynamic_sizes else None
             variant = self.variants.make(call, shared, key, self.sizes.queries(arguments) == 1, rewrite_for)
             self.sizes.rewritten_readings.add(other_sizes)

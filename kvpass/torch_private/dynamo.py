@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import linecache
+import logging
 import os
 import sys
 import types
@@ -15,6 +17,8 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass.torch_private.inductor import Compiled
+
+log = logging.getLogger("kvpass.dynamo")
 
 COMPARISONS = {f"__{name}__": name for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 """The operators of comparison methods: torch 2.11 records x == 0 as a method call, later versions as an operator."""
@@ -125,13 +129,13 @@ def _apply_settings() -> str:
     from torch._dynamo.callback import callback_handler
 
     restore_settings()  # of a compilation that torch has refused, which has no end
-    config, backend = torch._dynamo.config, _current_backend()
-    if backend is None:
+    config, strict = torch._dynamo.config, _current_strictness()
+    if strict is None:
         return ""
     if restore_settings not in callback_handler.end_callbacks:  # torch._dynamo.reset() removes it
         callback_handler.register_end_callback(restore_settings)
     limits = {name: max(getattr(config, name), most) for name, most in MOST_GRAPHS.items()}
-    fails = getattr(backend, "strict", True) and not config.suppress_errors  # torch does not allow both
+    fails = strict and not config.suppress_errors  # torch does not allow both
     for name, value in (limits | {"skip_nnmodule_hook_guards": False, "fail_on_recompile_limit_hit": fails}).items():
         setattr(config, name, _SetByKvpass.instead_of(getattr(config, name), value))
     return "kvpass"
@@ -145,17 +149,40 @@ def restore_settings(_: object = None) -> None:
             setattr(config, name, set_to.before)
 
 
-def _current_backend() -> Any:
-    """Return the kvpass backend of the current compilation, or None."""
+def _current_strictness() -> bool | None:
+    """Return the `strict` of the current compilation's kvpass backend; None if the backend is another's."""
     frame: types.FrameType | None = sys._getframe(2)
+    shown = False
     for _ in range(4):
         if frame is None:
-            return None
-        for backend in _wrapped_backends(frame.f_locals.get("compiler_fn")):
-            if any(str(each.__module__).partition(".")[0] == "kvpass" for each in (backend, *type(backend).__mro__)):
-                return backend
-        frame = frame.f_back
+            break
+        compiler = frame.f_locals.get("compiler_fn")
+        if (strict := _strictness(compiler)) is not None:
+            return strict
+        shown, frame = shown or compiler is not None, frame.f_back
+    if not shown:
+        _note_unknown_backend()
     return None
+
+
+def _strictness(compiler: Any) -> bool | None:
+    """Return the `strict` of a kvpass backend or, for a backend by name, of torch.compile's options; else None."""
+    options: dict[str, Any] = {}
+    for backend in _wrapped_backends(compiler):
+        if any(str(each.__module__).partition(".")[0] == "kvpass" for each in (backend, *type(backend).__mro__)):
+            return bool(getattr(backend, "strict", options.get("strict", True)))
+        options = (getattr(backend, "kwargs", None) or {}).get("options") or options
+    return None
+
+
+@functools.cache
+def _note_unknown_backend() -> None:
+    """Log once that torch does not show which backend a compilation is for."""
+    log.info(
+        "torch %s calls kvpass's hook where no frame has the backend of the compilation, so torch's own limits of "
+        "recompilation hold; raise torch._dynamo.config.recompile_limit if graphs are refused",
+        torch.__version__,
+    )
 
 
 def backend_of(compiled: Any) -> Any:

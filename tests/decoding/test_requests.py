@@ -351,13 +351,20 @@ def test_a_request_that_cannot_be_admitted_is_removed(monkeypatch: pytest.Monkey
     first = loop.generate_batch(prompts((5, 5)), max_new_tokens=3)
     assert [output.status.name for output in first.values()] == ["FAILED", "FINISHED"]
     assert next(iter(first.values())).error == "the layers hold more"
-    for error in (kvpass.BudgetError("no memory"), RuntimeError("no memory either")):
+    name = loop.add(prompts((5,))[0], max_new_tokens=3)
+    raised.append(kvpass.BudgetError("no memory"))
+    with pytest.raises(kvpass.BudgetError, match="no memory"):
+        list(loop)
+    assert loop.pending == 1
+    assert ended(loop)[name].generated_tokens == [*first.values()][1].generated_tokens
+    for errors, status in (
+        ([RuntimeError("once")], "FINISHED"),
+        ([RuntimeError("always")] * 9, "FAILED"),
+    ):
         name = loop.add(prompts((5,))[0], max_new_tokens=3)
-        raised.append(error)
-        with pytest.raises(type(error), match="no memory"):
-            list(loop)
-        assert loop.pending == 1
-        assert ended(loop)[name].generated_tokens == [*first.values()][1].generated_tokens
+        raised += errors
+        assert ended(loop)[name].status.name == status
+        raised.clear()
     monkeypatch.setattr(scheduler, "check_holds_only_slots", lambda *_: None)
     put = request_batch.RequestBatch.insert
     monkeypatch.setattr(request_batch.RequestBatch, "insert", lambda *how: (check(), put(*how))[1])
@@ -368,6 +375,24 @@ def test_a_request_that_cannot_be_admitted_is_removed(monkeypatch: pytest.Monkey
         name = loop.add(prompts((5,))[0], max_new_tokens=3)
         raised += errors
         assert ended(loop)[name].status.name == status
+
+
+def test_generated_names_are_those_of_no_other_request() -> None:
+    loop, (ids,) = serving_loop(), prompts((5,))
+    names = [loop.add(ids, request_id="req_1"), *(loop.add(ids, max_new_tokens=2) for _ in range(2))]
+    assert len(set(names)) == 3
+    batch = loop.generate_batch([ids, [10**6], ids], max_new_tokens=2)  # the second is refused
+    assert not set(names) & set(batch)
+    assert [output.status.name for output in batch.values()] == ["FINISHED", "FAILED", "FINISHED"]
+    assert set(ended(loop)) == set(names)
+
+
+def test_a_refused_request_of_a_batch_is_not_a_pending_one_of_that_name() -> None:
+    loop, (ids,) = serving_loop(), prompts((5,))
+    loop.add(ids, request_id="req_1", max_new_tokens=2)
+    (output,) = loop.generate_batch([[10**6]]).values()
+    assert (output.request_id != "req_1", output.status.name) == (True, "FAILED")
+    assert ended(loop)["req_1"].status.name == "FINISHED"
 
 
 def windowed(window: int) -> Any:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import io
+import logging
 import pickle
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -25,10 +28,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvpass
 from kvpass import cache_names
+from kvpass.backend import _made_by_name as by_name_backends
 from kvpass.cache.handle import Handle
 from kvpass.torch_private import dynamo
 from tests.architectures import zoo
-from tests.models import build, graphs, prompt
+from tests.models import build, different, graphs, prompt
 
 POLICY: dict[str, Any] = dict(policy="h2o", budget=8, inner="eager")
 
@@ -356,6 +360,66 @@ def test_settings_after_a_limit_that_is_no_error(monkeypatch: pytest.MonkeyPatch
         call(ids, use_cache=True)
         call(ids[:1, :7], use_cache=True)
         assert dynamo_settings() == before
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_strict_counts_among_the_options_of_a_backend_by_name(strict: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dynamo, "MOST_GRAPHS", {"recompile_limit": 1})
+    model, (ids, _) = tiny(), prompt(2, 12, ())
+    call = torch.compile(model, backend="kvpass", options={**POLICY, "strict": strict})
+    with torch._dynamo.config.patch(recompile_limit=1), torch.no_grad():
+        with pytest.warns(UserWarning, match="last graph"):
+            call(ids, use_cache=True)
+        if strict:
+            with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+                call(ids[:1, :7], use_cache=True)
+        else:
+            assert not bounded(call(ids[:1, :7], use_cache=True).past_key_values)
+
+
+def test_graphs_of_equal_options_by_name_share_the_plans_of_a_model() -> None:
+    """A calibrated plan is the first prompt's for all lengths."""
+    given: dict[str, Any] = dict(policy="d2o", budget=8, inner="eager", calibrate=True)
+    model, prompts = different(3), [prompt(2, 30, ())[0], prompt(3, 41, ())[0]]
+
+    def capacities(backend: Any, **options: Any) -> list[list[int]]:
+        torch._dynamo.reset()
+        call = torch.compile(model, backend=backend, **options)
+        with torch.no_grad():
+            caches = [call(ids, use_cache=True).past_key_values for ids in prompts]
+        return [[layer.capacity for layer in kvpass.inspect(cache).layers] for cache in caches]
+
+    first, second = capacities("kvpass", options=given)
+    assert first == second
+    assert first != capacities("kvpass", options={**given, "calibrate": False})[1]
+
+
+def test_a_backend_by_name_lives_as_long_as_its_graphs() -> None:
+    model, (ids, _) = tiny(), prompt(1, 12, ())
+    weight = weakref.ref(model.lm_head.weight)
+    with torch.no_grad():
+        for budget in (8, 9):
+            for count in (12, 10, 9):
+                torch.compile(model, backend="kvpass", options={**POLICY, "budget": budget})(ids[:, :count])
+            assert sum(each() is not None for each in by_name_backends) == budget - 7
+    del model
+    torch._dynamo.reset()
+    gc.collect()
+    assert weight() is None
+    assert all(each() is None for each in by_name_backends)
+
+
+def test_a_compilation_that_shows_no_backend_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    dynamo._note_unknown_backend.cache_clear()
+    with caplog.at_level(logging.INFO, "kvpass.dynamo"):
+        assert [dynamo._apply_settings() for _ in range(2)] == ["", ""]
+    (record,) = caplog.records
+    assert "recompile_limit" in record.getMessage()
+    with caplog.at_level(logging.INFO, "kvpass.dynamo"), torch.no_grad():
+        dynamo._note_unknown_backend.cache_clear()
+        kvpass.compile(tiny(), **POLICY)(prompt(1, 12, ())[0])
+        assert graphs_of_another_backend()
+    assert [each for each in caplog.records if each.name == record.name] == [record]
 
 
 OFF: dict[str, Callable[[], Any]] = {

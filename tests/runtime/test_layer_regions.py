@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -126,7 +127,10 @@ def _asks_the_cache(layer: Any) -> None:
 
 
 @pytest.mark.parametrize("changed", [pytest.param(_breaks, marks=pytest.mark.slow), _counts, _asks_the_cache])
-def test_layers_that_no_region_can_hold_are_traced_one_by_one(changed: Callable[[Any], None]) -> None:
+def test_layers_that_no_region_can_hold_are_traced_one_by_one(
+    changed: Callable[[Any], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvpass.regions")
     model, ids = models.build("Llama", layers=LAYERS), ids_of(1, 10)
     with torch.no_grad():
         wanted = model(ids).logits
@@ -135,6 +139,12 @@ def test_layers_that_no_region_can_hold_are_traced_one_by_one(changed: Callable[
     compile_in_place(model, backend := Counting("full", None), True)
     assert torch.allclose(talk(model, ids, (8, 1, 1)), wanted, atol=1e-5)
     assert backend.layers[-1] == (0, 0)
+    said = [record.getMessage() for record in caplog.records if record.name == "kvpass.regions"]
+    refused = not layer_calls(model)[0].regions.usable  # torch traces calls that change a number one by one by itself
+    assert [each.partition(" from now on")[0] for each in said] == [
+        "LlamaForCausalLM: its layers are traced one by one"
+    ] * refused
+    assert refused or changed is _counts
 
 
 def test_a_layer_that_stores_under_the_index_of_another_is_no_region() -> None:

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 import re
 from collections.abc import AsyncIterator
@@ -24,6 +25,8 @@ from kvpass.decoding.loop import DecodeLoop
 from kvpass.errors import KVPassError
 from kvpass.policies import tensor_files
 from kvpass.runtime.compiled_call import CompiledCall
+
+log = logging.getLogger("kvpass.serve")
 
 _NOTES = ("tail", "ended", "seen", "evicted")
 """The fields of a conversation in its file of notes."""
@@ -178,9 +181,9 @@ class ConversationStore:
             _remove_caches(self.folder, conversation.key)
 
     async def save(self) -> None:
-        """Write all conversations in memory to files."""
+        """Write all conversations in memory to files; one that cannot be written is logged, and does not stop it."""
         for conversation in [each for each in self._all.values() if each.cache is not None]:
-            await self._put_away(conversation)
+            await self._try_to_put_away(conversation)
 
     async def _bring(self, conversation: KeptConversation) -> None:
         """Read the cache of a conversation, if it is in a file."""
@@ -196,12 +199,26 @@ class ConversationStore:
             raise ApiError(message, 409, param="conversation") from error
 
     async def _make_room(self) -> None:
-        """Write conversations to files, the least recently used first, until memory is within the limits."""
-        while self.in_memory > self.limits.rows or self.nbytes > self.limits.nbytes:
-            idle = next((each for each in self._all.values() if each.cache is not None and not each.busy), None)
-            if idle is None:
+        """Write conversations to files, the least recently used first, until memory is within the limits.
+
+        Those that cannot be written stay in memory until there is another attempt after the next turn.
+        """
+        for conversation in list(self._all.values()):
+            if self.in_memory <= self.limits.rows and self.nbytes <= self.limits.nbytes:
                 return
-            await self._put_away(idle)
+            if conversation.cache is not None and not conversation.busy:
+                await self._try_to_put_away(conversation)
+
+    async def _try_to_put_away(self, conversation: KeptConversation) -> None:
+        """Write a conversation to its files; log a failure, after which its cache stays in memory."""
+        try:
+            await self._put_away(conversation)
+        except (KVPassError, OSError) as error:
+            log.error(
+                "a conversation of %d tokens cannot be written to %s and stays in memory: %s; free space there, or "
+                "give the server another folder",
+                *(conversation.seen, self.folder, error),
+            )
 
     async def _put_away(self, conversation: KeptConversation) -> None:
         """Write a conversation to its files; its cache stays in memory if a request has come for it meanwhile."""

@@ -219,7 +219,10 @@ async def _load_model(service: Service, request: Request) -> Response:
     async def events() -> AsyncIterator[dict[str, str]]:
         while not service.engine.ready and service.engine.failure is None:
             await asyncio.sleep(FRESH)
-        yield _event({"status": "ready", "model": name, "cached": True})
+        if (failure := service.engine.failure) is not None:
+            yield _event({"status": "error", "model": name, "message": f"the server has failed: {failure}"})
+        else:
+            yield _event({"status": "ready", "model": name, "cached": True})
 
     return EventSourceResponse(events(), sep="\n")
 

@@ -167,6 +167,38 @@ def test_a_server_that_is_killed_while_it_writes(
     assert len(list(tmp_path.iterdir())) == 2  # a cache and its notes
 
 
+@pytest.mark.parametrize("error", [kvpass.CacheFileError, OSError])
+def test_a_full_disk_costs_no_answer_and_no_other_conversation(
+    error: type[Exception], tmp_path: Path, expected: list[str], monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """What cannot be written stays in memory, and goes on from there; at the end the others are written."""
+    write, full = conversations._write, ["a", "b"]
+
+    def refuse(cache: Any, notes: str, path: Path, notes_path: Path) -> None:
+        if any(path.name.startswith(conversations._key(name, "")) for name in full):
+            raise error("no space left on device")
+        write(cache, notes, path, notes_path)
+
+    monkeypatch.setattr(conversations, "_write", refuse)
+    with serving(warm=False, folder=tmp_path, conversations=Limits(rows=1, nbytes=2**30, count=6)) as running:
+        for turn, said in zip(TURNS[:2], expected, strict=False):
+            for name in ("a", "b"):
+                assert say(running, name, turn) == said
+        assert running.service.store.in_memory == 2
+        assert "stays in memory: no space left on device" in caplog.text
+        full.remove("b")
+        assert say(running, "c", TURNS[0]) == expected[0]
+        assert running.service.store.in_memory == 1  # only a, which cannot go
+        assert say(running, "a", TURNS[2]) == say(running, "b", TURNS[2]) == expected[2]
+    with serving(warm=False, folder=tmp_path) as running:
+        assert len(running.service.store) == 2
+        assert say(running, "a", TURNS[0]) == expected[0]
+        assert say(running, "b", TURNS[3]) == expected[3]
+    with serving(warm=False, folder=tmp_path) as running:
+        assert running.service.store.find("b", "").seen == sum(map(len, TURNS)) + ANSWER * len(TURNS) - 1
+
+
 def test_one_request_at_a_time_and_a_turn_whole_or_not_at_all(running: Running, expected: list[str]) -> None:
     """A second request of a conversation is refused; a turn whose connection was closed has not happened."""
 

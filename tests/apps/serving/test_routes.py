@@ -327,6 +327,12 @@ def test_a_model_that_cannot_be_compiled_ends_the_server(fresh_dynamo: None) -> 
             health = client.get("/health")
             assert (health.status_code, health.json()) == (503, {"status": "failed"})
             assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 503
+            loaded = client.post("/load_model", json={"model": NAME}).text
+        assert '"status": "ready"' not in loaded
+        assert json.loads(loaded.partition("data: ")[2]) == {
+            **{"status": "error", "model": NAME},
+            "message": "the server has failed: no attention here",
+        }
     assert isinstance(running.service.engine.failure, kvpass.UnsupportedGraph)
 
 

@@ -1,0 +1,47 @@
+"""Position ids of prompts with several rotary embeddings."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+import torch.fx as fx
+
+import kvpass
+from kvpass.runtime import checks
+from kvpass.runtime.checks import PositionCheck
+
+VALID = torch.tensor([[True] * 4, [False, True, True, True]])
+
+
+def check_of(monkeypatch: pytest.MonkeyPatch, starts: list[int | None]) -> PositionCheck:
+    """A check of the caller's ids (None), and of a model's own, which begin at a number of theirs."""
+    graph = fx.Graph()
+    ids = graph.placeholder("ids")
+    nodes = [ids if start is None else graph.call_function(torch.add, (ids, start)) for start in starts]
+    graph.output(tuple(nodes))
+    monkeypatch.setattr(checks, "find_rotary", lambda site: types.SimpleNamespace(position=nodes[site]))
+    monkeypatch.setattr(checks, "strip_reshapes", lambda node: node)
+    sites: Any = range(len(starts))
+    return PositionCheck(fx.GraphModule(torch.nn.Module(), graph), sites)
+
+
+def ids_from(start: int) -> torch.Tensor:
+    return (VALID.long().cumsum(-1) - 1 + start).clamp(min=0)
+
+
+@pytest.mark.parametrize("starts", [[3], [3, None], [None, 3], [None], [3, 3, 3]])
+def test_a_step_goes_on_from_the_ids_of_a_prompt(monkeypatch: pytest.MonkeyPatch, starts: list[int | None]) -> None:
+    check = check_of(monkeypatch, starts)
+    first, seen = check.first_ids((ids_from(0),), VALID), VALID.sum(-1)
+    assert first is not None
+    assert first.tolist() == [max(start or 0 for start in starts)] * 2
+    for ids, fits in ((seen, True), (seen + 1, False)):
+        assert bool(check.continues((ids[:, None],), VALID[:, -1:], first, seen)) == fits
+
+
+def test_rotary_embeddings_that_begin_at_ids_of_their_own_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(kvpass.UnsupportedGraph, match="several rotary embeddings"):
+        check_of(monkeypatch, [3, None, 5]).first_ids((ids_from(0),), VALID)
