@@ -7,7 +7,7 @@ the tokens of a prompt and selects the victim of a decode step, so both always a
 or are optional (`kvpass.policies.protocols`).
 
 Shapes: B rows, H' = 1 (`heads = "shared"`) or Hkv (`heads = "kv"`), G query heads per KV head, N tokens.
-All hooks that take tensors, except `scan`, are traced into the decode graph: static shapes and no host reads.
+All hooks that take tensors, except `Scanning.scan`, are traced into the decode graph: static shapes and no host reads.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Policy:
 
     @property
     def scans_means(self) -> bool:
-        """Whether `scan` takes the mean over all query heads, [B, 1, 1, n, s], in place of a row of each head."""
+        """Whether `Scanning.scan` takes the mean over all query heads, [B, 1, 1, n, s], not a row of each."""
         return False
 
     @property
@@ -333,7 +333,7 @@ class Policy:
         return "never"
 
     def weights(self) -> list[Tensor]:
-        """Return the tensors that `align` uses, which become inputs of the decode graph."""
+        """Return the tensors that `Aligning.align` uses, which become inputs of the decode graph."""
         return []
 
     def last_position(self) -> int:

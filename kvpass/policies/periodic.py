@@ -1,4 +1,4 @@
-"""Compact a row when it exceeds its budget, by several tokens at once, for policies with an `interval`."""
+"""Compact a row when it exceeds its budget, by several tokens at once, for policies with a `Policy.interval`."""
 
 from __future__ import annotations
 

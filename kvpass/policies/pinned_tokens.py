@@ -1,4 +1,4 @@
-"""Pin tokens of prompts and chunks: those that a caller marks, or with `keep_prompt` all of them.
+"""Pin tokens of prompts and chunks: those that a caller marks, or with `Policy.keep_prompt` all of them.
 
 Pinned tokens are never evicted, and the policy works on the other tokens with the rest of the budget.  Pitfalls of KV
 cache compression (https://arxiv.org/abs/2510.00231) counts them inside the budget, which is the default here.
