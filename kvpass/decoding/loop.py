@@ -89,7 +89,8 @@ class DecodeLoop:
         Args:
             model: takes `input_ids`, `cache` or `past_key_values`, and `use_cache`, and `attention_mask` and
                 `position_ids` if prompts are padded; returns an object with `logits` and the cache under the same name.
-                It is not changed.
+                Its decoder layers may get a forward of `runtime.layer_regions` in their `__dict__`, which traces equal
+                layers once in compiled calls and else calls that of their class; nothing else is changed.
             policy: the eviction policy, see `kvpass.backend`.
             temperature, top_k, top_p, seed: see `Sampling`; temperature 0 is greedy.
             stop: tokens that end a conversation; they are handed out, and are in the cache of a later prompt.
@@ -357,7 +358,9 @@ class DecodeLoop:
         return self._scheduler().pending
 
     def step(self) -> list[GenerationOutput]:
-        """Advance all requests: prefill one chunk of a prompt, or decode up to `read_interval` tokens in each row.
+        """Advance all requests: prefill one chunk of a prompt, and decode up to `read_interval` tokens in each row.
+
+        After the last chunk of a prompt nothing is decoded, so that its first token is handed out at once.
 
         Returns:
             One output for each request that has new tokens or has finished since the last call.

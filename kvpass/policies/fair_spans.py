@@ -40,7 +40,8 @@ class FairSpans:
         for start, stop in itertools.pairwise((0, *self.policy.spans, LATE)):
             inside = (tokens.position >= start) & (tokens.position < stop)
             keep = keep | self._keep_latest(tokens, inside, _share(tokens, stop) - _share(tokens, start))
-        missing = tokens.budget - keep.sum(-1, keepdim=True)  # in all heads as many, where a span has too few tokens
+        # Places left by spans with too few tokens; equal for all heads.
+        missing = tokens.budget - keep.sum(-1, keepdim=True)
         return torch.where(exceeds, keep | self._keep_latest(tokens, ~keep, missing), tokens.live), {}
 
     def _keep_latest(self, tokens: Tokens, among: Tensor, count: Tensor) -> Tensor:

@@ -44,8 +44,8 @@ class LayerRegions:
     def run(self, call: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Call the compiled model with its layers as regions, or again without if that is refused.
 
-        Dynamo may be unable to trace a layer as a region, or kvpass to read the graph.  Both show before anything has
-        run, but in a call of several graphs, whose error stands.
+        Dynamo may be unable to trace a layer as a region, or kvpass to read the graph.  Both errors occur before a
+        graph has run.  If one of several graphs has already run, the error is raised.
         """
         if not self.usable or regions.are_errors_suppressed():
             return call(*arguments, **named)

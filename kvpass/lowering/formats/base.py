@@ -119,7 +119,7 @@ class Format(abc.ABC):
 
     @abc.abstractmethod
     def weighted_sum(self, probs: Tensor, parts: Parts, dtype: torch.dtype) -> Tensor:
-        """Sum stored values by probabilities [B, H, R, N], as of `fx.precision.accumulate_dtype`, to [B, H, R, D]."""
+        """Sum values by probabilities [B, H, R, N] of `fx.precision.accumulate_dtype` to [B, H, R, D] of `dtype`."""
 
 
 @dataclasses.dataclass(frozen=True)
