@@ -31,7 +31,7 @@ from kvpass.decoding.prefill import (
     padding_mask,
     prefix_mask,
 )
-from kvpass.decoding.requests import FAILS, GenerationOutput, Prompt
+from kvpass.decoding.requests import RAISES_REQUEST_ERROR, GenerationOutput, Prompt
 from kvpass.decoding.sampling import PRIME, Sampling, Seed, Temperature, TopK, TopP
 from kvpass.decoding.scheduler import RequestScheduler
 from kvpass.decoding.stepping import LoopState, ModelParts
@@ -285,8 +285,8 @@ class DecodeLoop:
         self,
         ids: Prompt,
         *,
-        max_new_tokens: Annotated[Positive, FAILS] = 20,
-        stop: Annotated[Sequence[int], FAILS] | None = None,
+        max_new_tokens: Annotated[Positive, RAISES_REQUEST_ERROR] = 20,
+        stop: Annotated[Sequence[int], RAISES_REQUEST_ERROR] | None = None,
         temperature: Temperature | None = None,
         top_k: TopK | None = None,
         top_p: TopP | None = None,

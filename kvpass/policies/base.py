@@ -26,7 +26,7 @@ from torch import Tensor
 from kvpass.arguments import Condition, Positive, check_fields, require
 from kvpass.errors import BudgetError
 from kvpass.policies.budgets import Count, HeadClass, Plan
-from kvpass.policies.ranking import LATE, keep_highest
+from kvpass.policies.ranking import INT64_MAX, keep_highest
 from kvpass.policies.types import Attention, Clock, Merge, State, Statistic, Tokens
 
 __all__ = ["Attention", "Clock", "Merge", "Plan", "Policy", "State", "Statistic", "Tokens"]
@@ -338,7 +338,7 @@ class Policy:
 
     def last_position(self) -> int:
         """Return the highest position id that new tokens get, for policies that renumber."""
-        return LATE
+        return INT64_MAX
 
     # Attention.
 

@@ -60,7 +60,7 @@ class LayerRegions:
         return call(*arguments, **named)
 
 
-class LayerCall:
+class RegionForward:
     """The `forward` of a decoder layer, which is traced as a region where `LayerRegions.run` asks for it.
 
     Attributes:
@@ -128,7 +128,7 @@ def _run_layer(
         where: the index or name of the cache among the layer's arguments.
         flat: the layer's arguments, see `_flatten_arguments`.
     """
-    own = layer.forward.kinds[1]()  # type: ignore[attr-defined]  # the forward is a LayerCall
+    own = layer.forward.kinds[1]()  # type: ignore[attr-defined]  # the forward is a RegionForward
     if keys is not None and values is not None:
         _set_rows(own, keys, values)
     args, named = _unflatten_arguments(flat)
@@ -183,7 +183,7 @@ def install_regions(model: torch.nn.Module) -> LayerRegions:
 
     Layers are members of one module list and of one class, and their forward takes a cache.
     """
-    calls = [call for module in model.modules() if isinstance(call := module.__dict__.get("forward"), LayerCall)]
+    calls = [call for module in model.modules() if isinstance(call := module.__dict__.get("forward"), RegionForward)]
     if calls:
         return calls[0].regions
     caches = sys.modules.get("transformers.cache_utils")
@@ -195,7 +195,7 @@ def install_regions(model: torch.nn.Module) -> LayerRegions:
     for layers, group in groups:
         for index in group if _index_attributes(layers, group) else ():
             kinds = (caches.DynamicCache, caches.DynamicLayer)
-            layers[index].__dict__["forward"] = LayerCall(layers, index, shared, kinds)
+            layers[index].__dict__["forward"] = RegionForward(layers, index, shared, kinds)
     return shared
 
 
