@@ -32,12 +32,13 @@ from kvpass.decoding.prefill import (
     prefix_mask,
 )
 from kvpass.decoding.requests import RAISES_REQUEST_ERROR, GenerationOutput, Prompt
-from kvpass.decoding.sampling import PRIME, Sampling, Seed, Temperature, TopK, TopP
+from kvpass.decoding.sampling import Sampling, Seed, Temperature, TopK, TopP
 from kvpass.decoding.scheduler import RequestScheduler
 from kvpass.decoding.stepping import LoopState, ModelParts
 from kvpass.decoding.warmup import visit_graphs
 from kvpass.errors import CacheHandleError, PolicyError
 from kvpass.policies.base import Policy
+from kvpass.policies.hashing import PRIME
 from kvpass.runtime import layer_regions
 from kvpass.runtime.compiled_call import CompiledCall
 

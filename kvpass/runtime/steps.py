@@ -25,7 +25,6 @@ from kvpass.rewrite.validation.steps import validate
 from kvpass.runtime.caches import (
     StepKind,
     advance_counts,
-    call_pins,
     call_pins_for,
     grow_for,
     longer_placeholder,
@@ -137,7 +136,7 @@ class StepExecutor:
 
     def _caches_with_pins(self, caches: list[LayerCache]) -> list[tuple[LayerCache, Pins]]:
         """Return the caches in which the running call pins tokens, each with its pins."""
-        given = [] if call_pins() is None else [(cache, call_pins_for(cache)) for cache in caches]
+        given = [(cache, call_pins_for(cache)) for cache in caches]
         return [(cache, pins) for cache, pins in given if pins is not None]
 
     def tick(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> tuple[bool, list[tuple[Any, ...]]]:
