@@ -12,7 +12,7 @@ from kvpass.arguments import Condition
 from kvpass.errors import BudgetError
 from kvpass.policies.base import Policy
 from kvpass.policies.budgets import share_of
-from kvpass.policies.ranking import LATE
+from kvpass.policies.ranking import INT64_MAX
 
 Budget = Annotated[
     int | float | None,
@@ -58,7 +58,7 @@ def window_for(policy: Policy, budget: Budget, prompt: int, valid: Tensor | None
     if valid is not None:
         return share_of(valid.sum(-1, keepdim=True), budget).clamp(min=least, max=most)
     share = max(share_of(prompt, budget), least)
-    return share if most == LATE else min(share, most)
+    return share if most == INT64_MAX else min(share, most)
 
 
 def slots_for(policy: Policy, budget: Budget, prompt: int) -> int:

@@ -17,17 +17,20 @@ OLD, NEW = "past_key_values", "cache"
 
 def parameter_names(model: Any) -> frozenset[str]:
     """Return the names of the parameters of a model's forward, or of a function."""
-    forward = getattr(model, "forward", model)
-    return _of_class(forward.__func__) if inspect.ismethod(forward) else _parameter_named(forward)
+    return frozenset(_parameter_kinds(getattr(model, "forward", model)))
 
 
-def _parameter_named(function: Callable[..., Any]) -> frozenset[str]:
-    return frozenset(inspect.signature(function).parameters)
+def _parameter_kinds(forward: Callable[..., Any]) -> Mapping[str, Any]:
+    """Return the kinds of a function's parameters by name, those of a method with its first."""
+    return _kinds_in_class(forward.__func__) if inspect.ismethod(forward) else _read_kinds(forward)
 
 
-_of_class = functools.lru_cache(maxsize=256)(
-    _parameter_named
-)  # of a class: what is made for one model would keep it alive
+def _read_kinds(function: Callable[..., Any]) -> Mapping[str, Any]:
+    return {name: parameter.kind for name, parameter in inspect.signature(function).parameters.items()}
+
+
+# Of functions in classes alone: what is made for one model would keep it alive.
+_kinds_in_class = functools.lru_cache(maxsize=256)(_read_kinds)
 
 
 def cache_keyword(model: Any) -> str:
@@ -111,9 +114,9 @@ def takes_any_keyword(module: Any) -> bool:
     return inspect.Parameter.VAR_KEYWORD in _kinds(module).values()
 
 
-def _kinds(module: Any) -> dict[str, Any]:
+def _kinds(module: Any) -> Mapping[str, Any]:
     """Return the kinds of the parameters of a module's forward; none for a function that is not Python's."""
     try:
-        return {name: parameter.kind for name, parameter in inspect.signature(module.forward).parameters.items()}
+        return _parameter_kinds(module.forward)
     except (TypeError, ValueError):
         return {}

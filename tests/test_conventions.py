@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import builtins
+import functools
 import itertools
 import re
 from collections.abc import Iterator
@@ -11,6 +13,7 @@ from pathlib import Path
 from kvpass import errors
 
 ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "kvpass"
 ERRORS = tuple(name for name, each in vars(errors).items() if isinstance(each, type) and issubclass(each, Exception))
 
 
@@ -46,8 +49,8 @@ MOST_WORDS = 20
 def test_docstrings_of_the_package_begin_with_one_short_sentence() -> None:
     found = [
         f"{path.relative_to(ROOT)}: {line}"
-        for path in sorted((ROOT / "kvpass").rglob("*.py"))
-        for line in _first_lines(ast.parse(path.read_text(encoding="utf-8")))
+        for path, tree in _package().items()
+        for line in _first_lines(tree)
         if len(line.split()) > MOST_WORDS or not line.endswith(".")
     ]
     assert found == []
@@ -55,7 +58,7 @@ def test_docstrings_of_the_package_begin_with_one_short_sentence() -> None:
 
 def test_documented_attributes_and_arguments_exist() -> None:
     """A renamed field or parameter is renamed in the docstring too."""
-    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "kvpass").rglob("*.py"))}
+    trees = _package()
     nodes = [(path, node) for path, tree in trees.items() for node in ast.walk(tree)]
     classes = {node.name: node for _, node in nodes if isinstance(node, ast.ClassDef)}
     found = [
@@ -64,6 +67,84 @@ def test_documented_attributes_and_arguments_exist() -> None:
         for name in (_undocumented(node, classes) if isinstance(node, (ast.ClassDef, ast.FunctionDef)) else ())
     ]
     assert found == []
+
+
+# What docstrings quote from elsewhere: torch and its operators, transformers, libc, lm-eval, DuoAttention.
+FOREIGN = {"generate", "model.generate", "input_ids", "position_ids", "use_cache", "past_key_values", "memcpy"}
+FOREIGN |= {"_foreach_copy_", "custom_op", "to", "dtype", "alpha", "rounding_mode", "DynamicCache.crop"}
+FOREIGN |= {"lm_eval.simple_evaluate", "full_attention_heads.tsv"}
+
+
+def test_names_in_docstrings_exist() -> None:
+    """What a docstring quotes is a word of its module, a class, a name in its folder, or a dotted path."""
+    names = _Names(_package())
+    found = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path, tree in names.trees.items()
+        for name in _quoted(tree)
+        if not name.startswith("__") and name not in FOREIGN and not names.resolves(name, path)
+    ]
+    assert found == []
+
+
+class _Names:
+    """The names of the package's modules, to look up what docstrings quote."""
+
+    def __init__(self, trees: dict[Path, ast.Module]) -> None:
+        self.trees = trees
+        self.words = {path: _words(tree, path) for path, tree in trees.items()}
+        self.defined = {path: set(_defined(tree)) for path, tree in trees.items()}
+        nodes = [node for tree in trees.values() for node in ast.walk(tree)]
+        self.classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
+
+    def resolves(self, name: str, path: Path) -> bool:
+        """Say whether a name, quoted in the module at `path`, is the name of something."""
+        parts = name.split(".")
+        if self.words[path].issuperset(parts) or self._is_path(parts, path):
+            return True
+        if len(parts) == 1:
+            beside = (self.defined[each] for each in self.trees if path.parent in each.parents)
+            return name in self.classes or any(name in each for each in beside)
+        owner = self.classes.get(parts[-2])
+        return owner is not None and parts[-1] in _attributes(owner, self.classes)
+
+    def _is_path(self, parts: list[str], path: Path) -> bool:
+        """Say whether parts are a module of the package, and names that the module has."""
+        for start, count in itertools.product((ROOT, PACKAGE, path.parent), range(len(parts), 0, -1)):
+            place = start.joinpath(*parts[:count])
+            for file in (place.with_suffix(".py"), place / "__init__.py"):
+                if file in self.words:
+                    return self.words[file].issuperset(parts[count:])
+        return False
+
+
+def _quoted(tree: ast.Module) -> Iterator[str]:
+    """Yield the plain and dotted names between single backticks in the docstrings of a module."""
+    for text in _docstrings(tree):
+        yield from re.findall(r"(?<!`)`([A-Za-z_]\w*(?:\.\w+)*)`(?!`)", text.value)
+
+
+def _docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.value
+
+
+def _words(tree: ast.Module, path: Path) -> set[str]:
+    """Return the words of a module's code and of its strings, without docstrings and comments, and the builtins."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for text in _docstrings(tree):
+        lines[text.lineno - 1 : text.end_lineno] = [""] * (text.end_lineno - text.lineno + 1)
+    return {*dir(builtins), *(word for line in lines for word in re.findall(r"\w+", line.partition("#")[0]))}
+
+
+def _defined(tree: ast.Module) -> Iterator[str]:
+    """Yield the functions, classes and constants of a module."""
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            yield from (each.id for each in ast.walk(node) if isinstance(each, ast.Name))
 
 
 def _undocumented(node: ast.ClassDef | ast.FunctionDef, classes: dict[str, ast.ClassDef]) -> set[str]:
@@ -96,6 +177,11 @@ def _first_lines(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, kinds) and (text := ast.get_docstring(node)) and not text.startswith("Args:"):
             yield text.partition("\n")[0]
+
+
+@functools.cache
+def _package() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def _test_files() -> Iterator[tuple[Path, ast.Module]]:

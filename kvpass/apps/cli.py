@@ -231,7 +231,10 @@ def _add_eval(commands: Any) -> None:
         help="UTF-8 files (default: Python's manual; its source for the bundled model)",
     )
     job.add_argument("--rows", metavar="N", type=at_least(1), default=1, help="files or prompts in a batch" + DEFAULT)
-    job.add_argument("--seed", metavar="N", type=int, default=0, help="of what is planted" + DEFAULT)
+    job.add_argument(
+        "--seed", metavar="N", type=int, default=0,
+        help="seed of planted facts and of bootstraps" + DEFAULT,
+    )  # fmt: skip
     job.add_argument("--out", metavar="DIR", type=Path, default=Path("out/eval"), help="where results go" + DEFAULT)
     _add_shared(job, "--device", "--inner", "--kv-dtype", "--threads")
     _add_measures(job)
@@ -240,7 +243,7 @@ def _add_eval(commands: Any) -> None:
 
 def _add_measures(job: argparse.ArgumentParser) -> None:
     """Add the options of `kvpass eval` that belong to some measures only."""
-    job.add_argument("--tokens", metavar="N", type=at_least(4), default=2048, help="of a text" + DEFAULT)
+    job.add_argument("--tokens", metavar="N", type=at_least(4), default=2048, help="tokens of a text" + DEFAULT)
     job.add_argument("--restart", metavar="N", type=int, default=0, help="empty a stream's cache after N tokens")
     job.add_argument(
         "--length", metavar="N", type=at_least(8), nargs="+", default=[1024],
@@ -249,17 +252,20 @@ def _add_measures(job: argparse.ArgumentParser) -> None:
     job.add_argument(
         "--depth", metavar="X", type=float, nargs="+", default=[0, 0.25, 0.5, 0.75, 1], help="0 (first) to 1" + DEFAULT
     )
-    job.add_argument("--task", choices=RULER_TASKS, nargs="+", default=list(RULER_TASKS), help="of ruler" + DEFAULT)
+    job.add_argument(
+        "--task", choices=RULER_TASKS, nargs="+", default=list(RULER_TASKS),
+        help="tasks of ruler" + DEFAULT,
+    )  # fmt: skip
     job.add_argument(
         "--question", choices=["inside", "after"], default="inside",
-        help="of ruler: in the prompt, or a turn of its own once the prompt is compressed" + DEFAULT,
+        help="questions of ruler: in the prompt, or a turn of its own once the prompt is compressed" + DEFAULT,
     )  # fmt: skip
     job.add_argument(
         "--distance", metavar="N", type=at_least(1), nargs="+", default=[32, 64, 128, 256, 512, 1024],
-        help="of recall, in tokens" + DEFAULT,
+        help="tokens between a pair and its question, in recall" + DEFAULT,
     )  # fmt: skip
     job.add_argument("--trials", metavar="N", type=at_least(1), default=4, help="prompts of each kind" + DEFAULT)
-    job.add_argument("--documents", metavar="N", type=at_least(1), default=8, help="of agreement" + DEFAULT)
+    job.add_argument("--documents", metavar="N", type=at_least(1), default=8, help="documents of agreement" + DEFAULT)
 
 
 def _add_serve(commands: Any) -> None:
@@ -270,17 +276,24 @@ def _add_serve(commands: Any) -> None:
         "between its requests.  SIGTERM and Ctrl-C finish the running requests first.",
     )
     job.add_argument("model", metavar="MODEL", help="a Hugging Face causal model, a name or a folder")
-    job.add_argument("--name", help="of the model in requests (default: the last part of MODEL)")
+    job.add_argument("--name", help="name of the model in requests (default: the last part of MODEL)")
     job.add_argument("--policy", metavar="P", default="h2o", help="NAME or NAME:OPTION=VALUE,..." + DEFAULT)
     job.add_argument("--budget", metavar="N", type=at_least(1), default=4096, help="tokens kept" + DEFAULT)
     job.add_argument("--rows", metavar="N", type=at_least(1), default=8, help="requests at a time" + DEFAULT)
     job.add_argument("--queue", metavar="N", type=at_least(0), default=32, help="requests that may wait" + DEFAULT)
     job.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto", help=DEFAULT[1:])
-    job.add_argument("--prefill-chunk", metavar="N", type=at_least(2), default=512, help="of prompts" + DEFAULT)
     job.add_argument(
-        "--read-interval", metavar="N", type=at_least(1), default=4, help="steps between two looks" + DEFAULT
+        "--prefill-chunk", metavar="N", type=at_least(2), default=512,
+        help="tokens of a chunk of a prompt" + DEFAULT,
+    )  # fmt: skip
+    job.add_argument(
+        "--read-interval",
+        metavar="N",
+        type=at_least(1),
+        default=4,
+        help="decode steps between two reads of the tokens" + DEFAULT,
     )
-    job.add_argument("--max-tokens", metavar="N", type=at_least(1), default=512, help="of an answer" + DEFAULT)
+    job.add_argument("--max-tokens", metavar="N", type=at_least(1), default=512, help="tokens of an answer" + DEFAULT)
     job.add_argument(
         "--context", metavar="N", type=at_least(1),
         help="tokens of a request with its answer (default: the positions that the model was trained on)",
@@ -293,12 +306,25 @@ def _add_serve(commands: Any) -> None:
     )  # fmt: skip
     job.add_argument("--drain", metavar="S", type=float, default=30.0, help="seconds to finish at the end" + DEFAULT)
     job.add_argument("--access-log", action="store_true", help="log every request")
-    job.add_argument("--conversations", metavar="N", type=at_least(0), default=1024, help="kept in all" + DEFAULT)
-    job.add_argument("--kept-rows", metavar="N", type=at_least(1), help="kept in memory (default: twice --rows)")
     job.add_argument(
-        "--kept-bytes", metavar="N", type=at_least(0), default=2**30, help="of those kept in memory" + DEFAULT
+        "--conversations", metavar="N", type=at_least(0), default=1024,
+        help="conversations kept, in memory and in files" + DEFAULT,
+    )  # fmt: skip
+    job.add_argument(
+        "--kept-rows", metavar="N", type=at_least(1),
+        help="conversations kept in memory (default: twice --rows)",
+    )  # fmt: skip
+    job.add_argument(
+        "--kept-bytes",
+        metavar="N",
+        type=at_least(0),
+        default=2**30,
+        help="bytes of the conversations kept in memory" + DEFAULT,
     )
-    job.add_argument("--folder", metavar="DIR", type=Path, help="of saved conversations (default: a temporary one)")
+    job.add_argument(
+        "--folder", metavar="DIR", type=Path,
+        help="folder of saved conversations (default: a temporary one)",
+    )  # fmt: skip
     _add_shared(job, "--device", "--inner", "--kv-dtype", "--threads")
     job.set_defaults(run=serve)
 

@@ -129,7 +129,7 @@ Calls = tuple[PastCall, ...]
 
 
 def append_call(calls: Calls, call: PastCall, max_tokens: int) -> Calls:
-    """Return the calls to remember after another one, so that up to `most` tokens can be cropped.
+    """Return the calls to remember after another one, so that up to `max_tokens` tokens can be cropped.
 
     A prompt is then forgotten, because its record holds every token.  So are all calls before a chunk, which has its
     own slots.

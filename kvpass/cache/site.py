@@ -123,7 +123,7 @@ class Attended(NamedTuple):
     Attributes:
         output: [B, Hq, q, Dv].
         masks: for each class of heads, the visible keys and the model's bias, if any: [B, Ha or 1, ., q, N].
-        lse: the log-sum-exp [B, Hq, q] in the dtype of `upcast`, if the model reads it.
+        lse: the log-sum-exp [B, Hq, q] in the dtype of `fx.precision.upcast`, if the model reads it.
         statistics: of a chunk, see `kvpass.cache.chunk_step.extend_step`.
     """
 

@@ -21,7 +21,7 @@ from kvpass.policies.ranking import rows_in_order
 from kvpass.policies.types import State, Tokens
 
 FREE = -1
-STEADY = (ROW_BUDGET, PINNED)
+READ_ONLY_STATE = (ROW_BUDGET, PINNED)
 """The entries of the state that decode steps only read."""
 
 

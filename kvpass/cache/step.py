@@ -14,14 +14,14 @@ from torch import Tensor
 from kvpass.cache.admission import align, initial_state, rescore
 from kvpass.cache.layout import Layout
 from kvpass.cache.site import Attended, NewTokens, Site, class_by_class
-from kvpass.cache.slots import FREE, STEADY, Slots, row_indices
+from kvpass.cache.slots import FREE, READ_ONLY_STATE, Slots, row_indices
 from kvpass.fx.precision import FILLED, upcast
 from kvpass.lowering.attend import LOWEST, Rope, Rotation, UnknownQueries, attend, capped, scores
 from kvpass.lowering.attention_statistics import regrouped
 from kvpass.lowering.formats import Rows, plain
 from kvpass.policies.base import Policy
 from kvpass.policies.protocols import Aligning, Merging
-from kvpass.policies.ranking import LATE, rank_of
+from kvpass.policies.ranking import INT64_MAX, rank_of
 from kvpass.policies.types import Attention, State, Tokens
 
 
@@ -167,7 +167,7 @@ def _one_hot(slot: Tensor, capacity: int) -> Tensor:
 
 def _ranks_without(rank: Tensor, evicted: Tensor) -> Tensor:
     """Return ranks [B, H', C] without the token at `evicted`, at most one per head."""
-    evicted_rank = torch.where(evicted, rank, LATE).amin(-1, keepdim=True)
+    evicted_rank = torch.where(evicted, rank, INT64_MAX).amin(-1, keepdim=True)
     return torch.where(rank > evicted_rank, rank - 1, rank)
 
 
@@ -296,5 +296,5 @@ def _commit(slots: Slots, tokens: Tokens, index: Tensor, victim: Tensor) -> None
     slots.seen.copy_(tokens.seen[:, 0, 0])
     slots.length.add_(1)
     for name, buffer in slots.state.items():
-        if name not in STEADY:
+        if name not in READ_ONLY_STATE:
             buffer.copy_(tokens.state[name])

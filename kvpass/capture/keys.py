@@ -103,7 +103,7 @@ class MaskContext:
         inputs: inputs with an entry for every token, and its dimension, see `token_inputs`.
         padding: inputs that mark padding, if cached tokens are known to be real.
         stored: the grown keys and values of the site.
-        lengths: nodes of arithmetic on the cache's length, see `put_length_on_device`.
+        lengths: nodes of arithmetic on the cache's length, see `rewrite.passes.positions`.
         first: the index of the first key that the model stores.
         last: how many tokens the model stores, None for all.
     """

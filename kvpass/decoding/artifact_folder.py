@@ -1,6 +1,6 @@
 """Write the folder of an artifact, which appears when it is complete, and check every file when it is read.
 
-Compiled graphs for a CPU become plain values and files, and back: `entry_of`, `run_of`.
+Compiled graphs for a CPU become plain values and files, and back: `code_entry`, `code_of_entry`.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def _segment_entry(part: ExportedCode, files: ExportFiles) -> dict[str, Any]:
 def code_of_entry(
     entry: Mapping[str, Any], folder: Path, tensors: Mapping[str, Tensor], repeats: bool
 ) -> inductor.Compiled:
-    """Return the compiled code that `entry_of` has described.
+    """Return the compiled code that `code_entry` has described.
 
     Args:
         folder: of the artifact, whose files have been checked.

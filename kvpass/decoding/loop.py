@@ -31,13 +31,14 @@ from kvpass.decoding.prefill import (
     padding_mask,
     prefix_mask,
 )
-from kvpass.decoding.requests import FAILS, GenerationOutput, Prompt
-from kvpass.decoding.sampling import PRIME, Sampling, Seed, Temperature, TopK, TopP
+from kvpass.decoding.requests import RAISES_REQUEST_ERROR, GenerationOutput, Prompt
+from kvpass.decoding.sampling import Sampling, Seed, Temperature, TopK, TopP
 from kvpass.decoding.scheduler import RequestScheduler
 from kvpass.decoding.stepping import LoopState, ModelParts
 from kvpass.decoding.warmup import visit_graphs
 from kvpass.errors import CacheHandleError, PolicyError
 from kvpass.policies.base import Policy
+from kvpass.policies.hashing import PRIME
 from kvpass.runtime import layer_regions
 from kvpass.runtime.compiled_call import CompiledCall
 
@@ -89,7 +90,8 @@ class DecodeLoop:
         Args:
             model: takes `input_ids`, `cache` or `past_key_values`, and `use_cache`, and `attention_mask` and
                 `position_ids` if prompts are padded; returns an object with `logits` and the cache under the same name.
-                It is not changed.
+                Its decoder layers may get a forward of `runtime.layer_regions` in their `__dict__`, which traces equal
+                layers once in compiled calls and else calls that of their class; nothing else is changed.
             policy: the eviction policy, see `kvpass.backend`.
             temperature, top_k, top_p, seed: see `Sampling`; temperature 0 is greedy.
             stop: tokens that end a conversation; they are handed out, and are in the cache of a later prompt.
@@ -284,8 +286,8 @@ class DecodeLoop:
         self,
         ids: Prompt,
         *,
-        max_new_tokens: Annotated[Positive, FAILS] = 20,
-        stop: Annotated[Sequence[int], FAILS] | None = None,
+        max_new_tokens: Annotated[Positive, RAISES_REQUEST_ERROR] = 20,
+        stop: Annotated[Sequence[int], RAISES_REQUEST_ERROR] | None = None,
         temperature: Temperature | None = None,
         top_k: TopK | None = None,
         top_p: TopP | None = None,
@@ -357,7 +359,9 @@ class DecodeLoop:
         return self._scheduler().pending
 
     def step(self) -> list[GenerationOutput]:
-        """Advance all requests: prefill one chunk of a prompt, or decode up to `read_interval` tokens in each row.
+        """Advance all requests: prefill one chunk of a prompt, and decode up to `read_interval` tokens in each row.
+
+        After the last chunk of a prompt nothing is decoded, so that its first token is handed out at once.
 
         Returns:
             One output for each request that has new tokens or has finished since the last call.

@@ -16,7 +16,7 @@ from kvpass.errors import RequestError
 
 Reason = Literal["stop", "length", "cancelled", "error"]
 MOST_STOPS = 8  # stop tokens of a request
-FAILS = Condition(error=RequestError)
+RAISES_REQUEST_ERROR = Condition(error=RequestError)
 
 
 def _is_prompt(ids: Tensor | Sequence[int]) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpass.arguments import Condition, Natural, Positive, at_least
+from kvpass.policies.hashing import PRIME, mix
 
 Temperature = Annotated[float, at_least(0)]
 TopK = Positive
@@ -65,7 +66,6 @@ def _keep_top_p(logits: Tensor, share: float) -> Tensor:
     return logits.masked_fill(torch.zeros_like(out).scatter(-1, order, out), -torch.inf)
 
 
-PRIME = 2**31 - 1
 LARGEST_NOISE = 32.0
 GREEDY = Sampling()
 
@@ -143,8 +143,8 @@ class RowSampling:
 
     def _noise(self, made: Tensor, vocabulary: int) -> Tensor:
         """Return exponential random numbers of rate one, float32 [R, vocabulary], above zero."""
-        row = _hash(_hash(self.seed) + made)[:, None]
-        token = _hash(row + 48271 * torch.arange(vocabulary, device=made.device))
+        row = mix(mix(self.seed) + made)[:, None]
+        token = mix(row + 48271 * torch.arange(vocabulary, device=made.device))
         # log1p is precise near zero, where tokens win; the largest hashes round to one, whose logarithm is infinite.
         return (-torch.log1p(-(token.float() + 0.5) / (PRIME + 1))).clamp(max=LARGEST_NOISE)
 
@@ -153,11 +153,3 @@ def _sharpen(logits: Tensor, temperature: Tensor | float) -> Tensor:
     """Divide logits [B, vocabulary] by a temperature of any size; the highest becomes zero."""
     logits = logits.float()
     return (logits - logits.amax(-1, keepdim=True)) / temperature
-
-
-def _hash(number: Tensor) -> Tensor:
-    """Return a pseudo-random hash from 0 to PRIME - 1 of each integer."""
-    mixed = number % PRIME
-    for factor, shift in ((16807, 15), (39373, 13), (742938, 16)):
-        mixed = (mixed ^ (mixed >> shift)) * factor % PRIME  # below 2**51: no overflow
-    return mixed

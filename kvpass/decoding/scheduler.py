@@ -153,7 +153,7 @@ class RequestScheduler:
 
     @torch.no_grad()
     def step(self) -> list[GenerationOutput]:
-        """Prefill one chunk of a prompt, or decode tokens for all rows; see `DecodeLoop.step`."""
+        """Prefill one chunk of a prompt, then decode unless that ended the prompt; see `DecodeLoop.step`."""
         self._drop_finished()
         if not self._prefill():
             self._decode()

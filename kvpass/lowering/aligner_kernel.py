@@ -213,7 +213,7 @@ def repair_rows(
         made, rank: int64 [B, C], the cache positions at which rows were computed and at which they are read.
         moves: bool [B, C], the rows to change.
         on_key, ..., outer_bias: the weights of one layer, float32 and dense; H1 and H2 are the hidden sizes, up to
-            `MAX_HIDDEN`.
+            `kvpass.policies.aligners.aligner.MAX_HIDDEN`.
 
     Returns:
         Keys and values in the shapes and dtypes of the inputs, dense.

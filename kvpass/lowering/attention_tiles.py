@@ -65,7 +65,7 @@ class OutputOperands(ctypes.Structure):
 
 
 @dataclasses.dataclass(frozen=True)
-class Attended:
+class AttendedRows:
     """The memory of results of attention.
 
     Attributes:
@@ -189,7 +189,7 @@ class AttentionRows:
 
         return attended.output, means
 
-    def _attended(self, value: Tensor, weight: Tensor | None = None, powers: int = 0) -> Attended:
+    def _attended(self, value: Tensor, weight: Tensor | None = None, powers: int = 0) -> AttendedRows:
         """Lay out keys and values, and return memory for results; the arguments are those of `attend`."""
         (batch, heads, groups, count, keys), dim = self.shape, value.shape[3]
         value_rows = _dense_rows(value.to(self.dtype))
@@ -206,7 +206,7 @@ class AttentionRows:
         strides = ((ctypes.c_int64 * 3)(*_strides(x, 3)) for x in (value_rows, output))
         operands = OutputOperands(*map(_address, used), *strides, parts)
         self._run("pack_values", ctypes.addressof(operands))
-        return Attended(operands, used, output, log_sum_exp, sums)
+        return AttendedRows(operands, used, output, log_sum_exp, sums)
 
     def column_sums(self, weight: Tensor, powers: int) -> list[Tensor]:
         """Sum the probabilities over the queries, and with two `powers` also their squares.

@@ -4,11 +4,12 @@
 
 To add a policy to kvpass: a file here, its name in `_BUILT_IN`, a file in kvpass/reference, a row in
 tests/strategies.py, and a page in docs/policies with its picture (docs/pictures.py).  Start from the class attributes
-and `score`.  Override `victim` or `compact` only if the paper has a rule of its own for them.  Say in the docstring
-what a chunk does.  Write the reference from the paper and not from the policy, or both have the same mistake.
+and `Policy.score`.  Override `Policy.victim` or `Policy.compact` only if the paper has a rule of its own for them.
+Say in the docstring what a chunk does.  Write the reference from the paper and not from the policy, or both have the
+same mistake.
 
 To add a statistic: a field of `policies.types.Attention`, its computation in kvpass/lowering/attention_statistics.py,
-and its form for a single query in `_single_query_statistics` of kvpass/cache/step.py.
+and its form for a single query in `cache.step._single_query_statistics`.
 """
 
 from __future__ import annotations

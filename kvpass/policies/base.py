@@ -7,7 +7,7 @@ the tokens of a prompt and selects the victim of a decode step, so both always a
 or are optional (`kvpass.policies.protocols`).
 
 Shapes: B rows, H' = 1 (`heads = "shared"`) or Hkv (`heads = "kv"`), G query heads per KV head, N tokens.
-All hooks that take tensors, except `scan`, are traced into the decode graph: static shapes and no host reads.
+All hooks that take tensors, except `Scanning.scan`, are traced into the decode graph: static shapes and no host reads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 from kvpass.arguments import Condition, Positive, check_fields, require
 from kvpass.errors import BudgetError
 from kvpass.policies.budgets import Count, HeadClass, Plan
-from kvpass.policies.ranking import LATE, keep_highest
+from kvpass.policies.ranking import INT64_MAX, keep_highest
 from kvpass.policies.types import Attention, Clock, Merge, State, Statistic, Tokens
 
 __all__ = ["Attention", "Clock", "Merge", "Plan", "Policy", "State", "Statistic", "Tokens"]
@@ -127,7 +127,7 @@ class Policy:
 
     @property
     def scans_means(self) -> bool:
-        """Whether `scan` takes the mean row of all query heads, [B, 1, 1, n, s]."""
+        """Whether `Scanning.scan` takes the mean over all query heads, [B, 1, 1, n, s], not a row of each."""
         return False
 
     @property
@@ -333,12 +333,12 @@ class Policy:
         return "never"
 
     def weights(self) -> list[Tensor]:
-        """Return the tensors that `align` uses, which become inputs of the decode graph."""
+        """Return the tensors that `Aligning.align` uses, which become inputs of the decode graph."""
         return []
 
     def last_position(self) -> int:
         """Return the highest position id that new tokens get, for policies that renumber."""
-        return LATE
+        return INT64_MAX
 
     # Attention.
 

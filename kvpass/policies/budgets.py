@@ -42,7 +42,7 @@ class Plan:
     max_capacity: int = 0
 
     def budgets_of_rows(self, rows: int) -> tuple[int, ...]:
-        """Return the budget of each of `rows` rows, which `Policy.clock` and `tick` receive."""
+        """Return the budget of each of `rows` rows, which `Policy.clock` and `Policy.tick` receive."""
         return self.rows or (self.budget,) * rows
 
     def differs(self, budget: int) -> bool:

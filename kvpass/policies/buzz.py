@@ -32,7 +32,7 @@ from kvpass.arguments import Natural, Positive, at_least
 from kvpass.errors import BudgetError
 from kvpass.policies.base import Policy
 from kvpass.policies.budgets import Count
-from kvpass.policies.ranking import LATE
+from kvpass.policies.ranking import INT64_MAX
 from kvpass.policies.types import Attention, Clock, State, Tokens
 
 LOG_BASE = math.log(512)
@@ -141,7 +141,7 @@ class Buzz(Policy):
 
     def score(self, tokens: Tokens) -> Tensor:
         """Return scores as with sinks and a window; they are used only if the host has missed a compacting step."""
-        return torch.where(tokens.position < self.sinks, LATE, tokens.position)
+        return torch.where(tokens.position < self.sinks, INT64_MAX, tokens.position)
 
     def victim(self, tokens: Tokens) -> Tensor:
         """Return a free slot if there is one: the next compaction decides when a row is full, not its budget."""
@@ -237,5 +237,7 @@ def best_of_hives(score: Tensor, in_hive: Tensor, hive: Tensor, index: Tensor) -
     score = torch.where(in_hive, score, -torch.inf)
     shape = (*score.shape[:2], no_hive + 1)
     maximum = score.new_full(shape, -torch.inf).scatter_reduce(-1, hive_index, score, "amax").gather(-1, hive_index)
-    index = torch.where(score == maximum, index, LATE)
-    return index == index.new_full(shape, LATE).scatter_reduce(-1, hive_index, index, "amin").gather(-1, hive_index)
+    index = torch.where(score == maximum, index, INT64_MAX)
+    return index == index.new_full(shape, INT64_MAX).scatter_reduce(-1, hive_index, index, "amin").gather(
+        -1, hive_index
+    )

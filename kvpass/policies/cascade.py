@@ -184,15 +184,6 @@ def intervals(cascades: int, growth: str) -> list[int]:
     return [i + 1 if growth == "linear" else BASES[growth] ** i for i in range(cascades)]
 
 
-def approximate_context(slots: int, cascades: int = 4, growth: str = "pow2") -> int:
-    """Return how far back `slots` slots, sinks not counted, reach: (|C| / N) * sum of f_i.
-
-    >>> approximate_context(2048, 4), approximate_context(2048, 8)
-    (7680, 65280)
-    """
-    return slots * sum(intervals(cascades, growth)) // cascades
-
-
 @dataclasses.dataclass(frozen=True)
 class CascadeRule:
     """Decide which token is evicted for a new one.

@@ -34,7 +34,7 @@ from kvpass.policies.base import Policy
 from kvpass.policies.budgets import Plan, share_of
 from kvpass.policies.full import Full
 from kvpass.policies.heads import HeadSharding, gather_heads, reduce_heads
-from kvpass.policies.ranking import LATE, rows_in_order
+from kvpass.policies.ranking import INT64_MAX, rows_in_order
 from kvpass.policies.types import Attention, Merge, State, Tokens
 from kvpass.torch_private.inductor import materialize
 
@@ -262,7 +262,7 @@ def nearest(key: Tensor, held: Tensor, position: Tensor) -> tuple[Tensor, Tensor
     cosine = _cosines_on_cpu(key, held) if key.device.type == "cpu" else _cosines_on_gpu(key, held)  # [B, Hkv, 1, C]
     cosine = torch.where(position[:, :, None] < 0, -torch.inf, cosine)
     best = cosine.amax(-1, keepdim=True)
-    return best[..., 0], torch.where(cosine == best, position[:, :, None], LATE).argmin(-1)
+    return best[..., 0], torch.where(cosine == best, position[:, :, None], INT64_MAX).argmin(-1)
 
 
 def _nearest_of_many(key: Tensor, held: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvpass.policies.base import Policy
-from kvpass.policies.ranking import LATE
+from kvpass.policies.ranking import INT64_MAX
 from kvpass.policies.types import State, Tokens
 
 
@@ -37,10 +37,11 @@ class FairSpans:
 
     def compact(self, tokens: Tokens) -> tuple[Tensor, State]:
         exceeds, keep = tokens.live.sum(-1, keepdim=True) > tokens.budget, torch.zeros_like(tokens.live)
-        for start, stop in itertools.pairwise((0, *self.policy.spans, LATE)):
+        for start, stop in itertools.pairwise((0, *self.policy.spans, INT64_MAX)):
             inside = (tokens.position >= start) & (tokens.position < stop)
             keep = keep | self._keep_latest(tokens, inside, _share(tokens, stop) - _share(tokens, start))
-        missing = tokens.budget - keep.sum(-1, keepdim=True)  # in all heads as many, where a span has too few tokens
+        # Places left by spans with too few tokens; equal for all heads.
+        missing = tokens.budget - keep.sum(-1, keepdim=True)
         return torch.where(exceeds, keep | self._keep_latest(tokens, ~keep, missing), tokens.live), {}
 
     def _keep_latest(self, tokens: Tokens, among: Tensor, count: Tensor) -> Tensor:

@@ -16,15 +16,17 @@ _FACTORS = ((16807, 15), (39373, 13), (742938, 16))
 
 def draw(position: Tensor, head: Tensor, seed: int | Tensor) -> Tensor:
     """Return int64 from 0 to PRIME - 1 for each position and head, which broadcast with the seed."""
-    return _mix((position * 48271 + head * 69621 + seed) % PRIME)
+    return mix(position * 48271 + head * 69621 + seed)
 
 
 def seed_of_round(seed: int, number: Tensor) -> Tensor:
     """Return another seed for each number of a round, int64 like `number`."""
-    return _mix((number * 950706376 + seed) % PRIME)
+    return mix(number * 950706376 + seed)
 
 
-def _mix(number: Tensor) -> Tensor:
+def mix(number: Tensor) -> Tensor:
+    """Return a pseudo-random hash from 0 to PRIME - 1 of each integer."""
+    number = number % PRIME
     for factor, shift in _FACTORS:
         number = (number ^ (number >> shift)) * factor % PRIME  # below 2**51: no overflow
     return number

@@ -37,12 +37,12 @@ class HeadSharding:
     group: str
 
     def to_text(self) -> str:
-        """Return the sharding as text, for operators, which take no objects; `read` is the inverse."""
+        """Return the sharding as text, for operators, which take no objects; `from_text` is the inverse."""
         return json.dumps(dataclasses.astuple(self))
 
     @staticmethod
     def from_text(text: str | None) -> HeadSharding | None:
-        """Return the sharding of a text that `written` returned; None for None."""
+        """Return the sharding of a text that `to_text` returned; None for None."""
         return None if text is None else HeadSharding(*json.loads(text))
 
 

@@ -38,7 +38,7 @@ from kvpass.policies.aligners.aligner import Aligner
 from kvpass.policies.aligners.store import load
 from kvpass.policies.base import Policy
 from kvpass.policies.budgets import Plan
-from kvpass.policies.ranking import LATE
+from kvpass.policies.ranking import INT64_MAX
 from kvpass.policies.types import Attention, Clock, State, Tokens
 
 UNKNOWN = -1  # the position of a new token's row, until its first step ends
@@ -157,7 +157,7 @@ class KVAlign(Policy):
     # Eviction.
 
     def score(self, tokens: Tokens) -> Tensor:
-        return torch.where(self._is_sink(tokens), LATE, tokens.position)
+        return torch.where(self._is_sink(tokens), INT64_MAX, tokens.position)
 
     def _is_sink(self, tokens: Tokens) -> Tensor:
         start = tokens.state["start"]

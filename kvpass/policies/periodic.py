@@ -1,4 +1,4 @@
-"""Compact a row when it exceeds its budget, by several tokens at once, for policies with an `interval`."""
+"""Compact a row when it exceeds its budget, by several tokens at once, for policies with a `Policy.interval`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvpass.policies.base import Policy
 from kvpass.policies.fair_spans import FairSpans
 from kvpass.policies.pinned_tokens import PINNED, PinnedTokens
 from kvpass.policies.protocols import Merging
-from kvpass.policies.ranking import LATE
+from kvpass.policies.ranking import INT64_MAX
 from kvpass.policies.types import Merge, State, Tokens
 
 
@@ -37,7 +37,7 @@ class PeriodicEviction:
         """
         age = tokens.position
         if PINNED in tokens.state:
-            age = torch.where(tokens.state[PINNED] & tokens.live, LATE, age)
+            age = torch.where(tokens.state[PINNED] & tokens.live, INT64_MAX, age)
         return age.argmin(-1)
 
     def compact(self, tokens: Tokens) -> tuple[Tensor, State]:

@@ -1,4 +1,4 @@
-"""Pin tokens of prompts and chunks: those that a caller marks, or with `keep_prompt` all of them.
+"""Pin tokens of prompts and chunks: those that a caller marks, or with `Policy.keep_prompt` all of them.
 
 Pinned tokens are never evicted, and the policy works on the other tokens with the rest of the budget.  Pitfalls of KV
 cache compression (https://arxiv.org/abs/2510.00231) counts them inside the budget, which is the default here.
@@ -14,7 +14,7 @@ from torch import Tensor
 from kvpass.errors import BudgetError, PolicyError
 from kvpass.policies.base import Policy
 from kvpass.policies.protocols import Merging
-from kvpass.policies.ranking import LATE
+from kvpass.policies.ranking import INT64_MAX
 from kvpass.policies.types import Merge, State, Tokens
 
 PINNED = "pinned"
@@ -91,7 +91,9 @@ class PinnedTokens:
 
     def victim(self, tokens: Tokens) -> Tensor:
         score = self.policy.score(_without_pinned(tokens))
-        below, top = (torch.finfo(score.dtype).max, torch.inf) if score.is_floating_point() else (LATE - 1, LATE)
+        below, top = (
+            (torch.finfo(score.dtype).max, torch.inf) if score.is_floating_point() else (INT64_MAX - 1, INT64_MAX)
+        )
         return tokens.lowest(torch.where(_pinned(tokens), top, score.clamp(max=below)))
 
     def compact(self, tokens: Tokens) -> tuple[Tensor, State]:

@@ -51,7 +51,7 @@ class Rescoring(Protocol):
     """A policy whose scores depend on the rows of all held tokens, unless its `Policy.rescores` is false."""
 
     def rescore(self, tokens: Tokens, key: Tensor, value: Tensor, weights: Sequence[Tensor]) -> State:
-        """Return entries [B, H', N] for `score` to read in the state, which are not stored.
+        """Return entries [B, H', N] for `Policy.score` to read in the state, which are not stored.
 
         It runs before every eviction: in the steps that compact, or in every step without an interval, and at the end
         of a prompt or chunk.

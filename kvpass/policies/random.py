@@ -22,7 +22,7 @@ from kvpass.arguments import Natural, between
 from kvpass.policies import hashing
 from kvpass.policies.base import Policy
 from kvpass.policies.heads import head_indices
-from kvpass.policies.ranking import LATE
+from kvpass.policies.ranking import INT64_MAX
 from kvpass.policies.types import Tokens
 
 
@@ -49,4 +49,4 @@ class Random(Policy):
     def score(self, tokens: Tokens) -> Tensor:
         seed = hashing.seed_of_round(self.seed, tokens.seen) if self.redraw else self.seed
         drawn = hashing.draw(tokens.position, head_indices(tokens.position, tokens.sharding), seed)
-        return torch.where(tokens.newest(self.recent), LATE, drawn) if self.recent else drawn
+        return torch.where(tokens.newest(self.recent), INT64_MAX, drawn) if self.recent else drawn

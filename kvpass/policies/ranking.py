@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LATE = torch.iinfo(torch.int64).max
+INT64_MAX = torch.iinfo(torch.int64).max
 
 
 def lowest_value(dtype: torch.dtype) -> float | int:
@@ -21,19 +21,19 @@ def highest_value(dtype: torch.dtype) -> float | int:
 def latest_of_least(score: Tensor, position: Tensor) -> Tensor:
     """Return the slot [B, H'] of lowest score; of equals a free one, else the one with the latest token."""
     least = score == score.amin(-1, keepdim=True)
-    age = torch.where(position >= 0, position, LATE)
+    age = torch.where(position >= 0, position, INT64_MAX)
     return torch.where(least, age, -1).argmax(-1)
 
 
 def rank_of(position: Tensor) -> Tensor:
     """Return each token's index among the live tokens of `position` [..., N]; free slots come last."""
-    by_position = torch.where(position < 0, LATE, position).argsort(dim=-1, stable=True)
+    by_position = torch.where(position < 0, INT64_MAX, position).argsort(dim=-1, stable=True)
     return _inverse(by_position)
 
 
 def rows_in_order(position: Tensor) -> Tensor:
     """Return the slots of `position` [..., N] sorted by position, free ones last."""
-    return torch.where(position < 0, LATE, position).argsort(-1)
+    return torch.where(position < 0, INT64_MAX, position).argsort(-1)
 
 
 def keep_highest(score: Tensor, position: Tensor, count: int | Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from kvpass.arguments import Natural, Positive, require
 from kvpass.errors import BudgetError
 from kvpass.policies.base import Policy
 from kvpass.policies.budgets import Count
-from kvpass.policies.ranking import LATE, keep_highest
+from kvpass.policies.ranking import INT64_MAX, keep_highest
 from kvpass.policies.types import Attention, Clock, State, Tokens
 
 UNSEEN = torch.finfo(torch.float32).min
@@ -162,7 +162,7 @@ class Sage(Policy):
     def score(self, tokens: Tokens) -> Tensor:
         """Return scores: sinks and selected tokens stay, then the latest."""
         sink = tokens.position < self._sinks(tokens.budget)
-        return torch.where(sink | (tokens.state["takers"] != 0), LATE, tokens.position)
+        return torch.where(sink | (tokens.state["takers"] != 0), INT64_MAX, tokens.position)
 
     def bias(self, tokens: Tokens, groups: int) -> Tensor | None:
         if self.share == "union" or groups == 1:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvpass.arguments import Natural
 from kvpass.policies.base import Policy
-from kvpass.policies.ranking import LATE
+from kvpass.policies.ranking import INT64_MAX
 from kvpass.policies.types import Tokens
 
 
@@ -39,4 +39,4 @@ class Streaming(Policy):
         return self.sinks + 1
 
     def score(self, tokens: Tokens) -> Tensor:
-        return torch.where(tokens.position < self.sinks, LATE, tokens.position)
+        return torch.where(tokens.position < self.sinks, INT64_MAX, tokens.position)

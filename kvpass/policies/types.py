@@ -60,7 +60,7 @@ class Tokens:
     Attributes:
         position: int64 [B, H', N], the token's position among the real tokens of its row; -1 marks a free slot.
         seen: int64 [B, 1, 1], the number of real tokens so far, the newest included.
-        state: the policy's values by name: each [B, H', N], or [B, H', 1] for `row_state`.
+        state: the policy's values by name: each [B, H', N], or [B, H', 1] for `Policy.row_state`.
         budget: tokens to keep between steps: a number, or int64 [B, H', 1] if rows or layers have different budgets.
         held: how many of the N entries are slots; the others are the new tokens of a prompt (held = 0) or chunk.
         rank: int64 [B, H', N], the index among the live tokens by position, if it is maintained.

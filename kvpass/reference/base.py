@@ -18,7 +18,7 @@ class Token:
         index: its index in the padded sequence.
         key, value: [h, D] and [h, Dv]; h = Hkv if the heads keep the same tokens, else 1.
         pinned: whether the token is never evicted, because a caller pinned it or as a part of a prompt under
-            `keep_prompt`.
+            `Policy.keep_prompt`.
         score: the policy's score.
         notes: further state of the policy, by name.
     """

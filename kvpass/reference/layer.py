@@ -175,7 +175,7 @@ class ReferenceLayer:
         """Add new tokens and evict.
 
         Args:
-            chunk: the new tokens, with keys as they are stored; its `attention` is ignored.
+            chunk: the new tokens, with keys as they are stored; its `Chunk.attention` is ignored.
             probabilities: float32 [B, Hq, q, N + q] of the chunk's queries over [cached, chunk].
             logits: likewise, before the softmax and the policy's bias.
             part: the chunk is the first part of a longer one, so a single token is no decode step.

@@ -16,7 +16,7 @@ from kvpass.capture.rotary import find_rotary, strip_reshapes
 from kvpass.errors import CacheHandleError, UnsupportedGraph
 from kvpass.fx import splicing, walk
 from kvpass.fx.shapes import Sizes
-from kvpass.policies.ranking import LATE
+from kvpass.policies.ranking import INT64_MAX
 from kvpass.rewrite.pipeline import new_columns
 from kvpass.rewrite.rotary_slice import probe_rotaries
 from kvpass.rewrite.step_graph import PaddingInputs
@@ -341,8 +341,8 @@ def true_indices(mask: Tensor, start: int = 0) -> Tensor:
     """Return the indices where bool [B, n] is true: int64 [B, P], padded with -1."""
     most = int(mask.sum(-1).max())
     indices = torch.arange(start, start + mask.shape[1], device=mask.device)
-    ordered = torch.where(mask, indices, LATE).sort(-1).values[:, :most]
-    return torch.where(ordered == LATE, -1, ordered)
+    ordered = torch.where(mask, indices, INT64_MAX).sort(-1).values[:, :most]
+    return torch.where(ordered == INT64_MAX, -1, ordered)
 
 
 def compare_with_cache(cache: LayerCache, column: Tensor) -> tuple[Tensor, Tensor]:

@@ -52,8 +52,8 @@ class CompiledCall:
     Attributes:
         call: the callable from torch.compile; None before the first call of a copied or unpickled model.
         strict: whether an ordinary cache that grows is an error.
-        model: the module that was compiled in place; None for other callables.
-        backend: the backend that compiled `model`; None for other callables.
+        model: the module behind `call`; None for other callables.
+        backend: the backend of `model`, set only if `model` was compiled in place.
         regions: the regions of the model's layers, which are active while the model is called.
         parameter_names: the parameter names of the model's forward, or of `call` if `model` is None.
     """

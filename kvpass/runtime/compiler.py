@@ -99,10 +99,11 @@ class Compiler:
         """Record the result of the validation of a rewritten graph."""
         if self.recorder is not None:
             self.recorder.stopwatch.add("validation", done.seconds)
-            came = "equal" if done.skipped is None else f"left out, as {done.skipped}"
-            came += f", but for {len(done.left_out)} left out, the first as {done.left_out[0]}" if done.left_out else ""
-            compared = {"prompt": "prompt against the model's", "step": "step beside the model's own"}[graph]
-            self.recorder.notes.append(f"the rewritten {compared}: {came} ({done.seconds:.2f} s)")
+            result = "passed" if done.skipped is None else f"not possible: {done.skipped}"
+            if done.left_out:
+                calls = "1 call" if len(done.left_out) == 1 else f"{len(done.left_out)} calls"
+                result += f"; {calls} skipped (first: {done.left_out[0]})"
+            self.recorder.notes.append(f"validation of the {graph}, {done.seconds:.2f} s: {result}")
 
     def compile_prompt(
         self, gm: fx.GraphModule, examples: Sequence[Any], layers: Sequence[fx.Node] = ()

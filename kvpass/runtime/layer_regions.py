@@ -48,8 +48,8 @@ class LayerRegions:
     def run(self, call: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Call the compiled model with its layers as regions, or again without if that is refused.
 
-        Dynamo may be unable to trace a layer as a region, or kvpass to read the graph.  Both show before anything has
-        run, but in a call of several graphs, whose error stands.
+        Dynamo may be unable to trace a layer as a region, or kvpass to read the graph.  Both errors occur before a
+        graph has run.  If one of several graphs has already run, the error is raised.
         """
         if not self.usable or regions.are_errors_suppressed():
             return call(*arguments, **named)
@@ -69,7 +69,7 @@ class LayerRegions:
         return call(*arguments, **named)
 
 
-class LayerCall:
+class RegionForward:
     """The `forward` of a decoder layer, which is traced as a region where `LayerRegions.run` asks for it.
 
     Attributes:
@@ -137,7 +137,7 @@ def _run_layer(
         where: the index or name of the cache among the layer's arguments.
         flat: the layer's arguments, see `_flatten_arguments`.
     """
-    own = layer.forward.kinds[1]()  # type: ignore[attr-defined]  # the forward is a LayerCall
+    own = layer.forward.kinds[1]()  # type: ignore[attr-defined]  # the forward is a RegionForward
     if keys is not None and values is not None:
         _set_rows(own, keys, values)
     args, named = _unflatten_arguments(flat)
@@ -192,7 +192,7 @@ def install_regions(model: torch.nn.Module) -> LayerRegions:
 
     Layers are members of one module list and of one class, and their forward takes a cache.
     """
-    calls = [call for module in model.modules() if isinstance(call := module.__dict__.get("forward"), LayerCall)]
+    calls = [call for module in model.modules() if isinstance(call := module.__dict__.get("forward"), RegionForward)]
     if calls:
         return calls[0].regions
     caches = sys.modules.get("transformers.cache_utils")
@@ -205,7 +205,7 @@ def install_regions(model: torch.nn.Module) -> LayerRegions:
     for layers, group in groups:
         for index in group if _index_attributes(layers, group) else ():
             kinds = (caches.DynamicCache, caches.DynamicLayer)
-            layers[index].__dict__["forward"] = LayerCall(layers, index, shared, kinds)
+            layers[index].__dict__["forward"] = RegionForward(layers, index, shared, kinds)
     return shared
 
 

@@ -102,7 +102,7 @@ class PlansByModel:
     def __init__(self) -> None:
         self._made: list[tuple[Weights, Any, list[Plan]]] = []
 
-    def of(self, model: Sequence[Any], shape: Any) -> list[Plan] | None:
+    def find(self, model: Sequence[Any], shape: Any) -> list[Plan] | None:
         """Return the plan of a model; None if the model has none.
 
         Args:

@@ -172,7 +172,7 @@ class AdmittedPrompt:
         if not layers:
             return []
         attention = [layer.chunk.attention for layer in layers if isinstance(layer.chunk.attention, Attention)]
-        first, valid = self.backend.plans.of(self.model, shape), layers[0].chunk.valid
+        first, valid = self.backend.plans.find(self.model, shape), layers[0].chunk.valid
         plans = {share: self.backend.policy.plan(attention, valid, share, first) for share in sorted(set(shares))}
         result = [by_rows(dict(zip(plans, each, strict=True)), shares) for each in zip(*plans.values(), strict=True)]
         if first is None:

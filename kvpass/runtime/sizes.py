@@ -22,8 +22,8 @@ MOST_UNCLEAR = 4  # sizes that may or may not follow the cache, of which all com
 SizeSources = dict[Any, tuple[int, int]]
 """For each symbol, the index of an argument and its dimension of this size."""
 
-OtherSizes = tuple[int | None, ...]
-"""A reading of the sizes of other inputs, None for sizes that follow the cache."""
+SizeInterpretation = tuple[int | None, ...]
+"""An interpretation of the sizes of other inputs, None for sizes that follow the cache."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,14 +99,14 @@ class StepSizes(TokenCounters):
         sources: the sizes that the graph is specialised for, such as the rows.
         other_sources: the sizes of other inputs, some of which follow the cache, as the length of a padding mask does.
         counters: the symbols that are arguments but no tensor's size, with their argument indices.
-        rewritten_readings: readings of `other_sources` for which the graph has been rewritten.
+        rewritten_interpretations: interpretations of `other_sources` for which the graph has been rewritten.
     """
 
     def __init__(self, gm: fx.GraphModule, sites: list[AttentionSite]) -> None:
         super().__init__(_counters(gm))
         self._gm, self._sites = gm, sites
         self.sources, self.other_sources = _free_sizes(gm, sites)
-        self.rewritten_readings: set[OtherSizes] = set()
+        self.rewritten_interpretations: set[SizeInterpretation] = set()
         self._new_tokens = LruCache[tuple[int, ...], int]()
         self._resolved = LruCache[Any, Sizes]()
 
@@ -131,11 +131,11 @@ class StepSizes(TokenCounters):
         new = self._new_token_count(numbers)
         return CallSizes(numbers, tuple(Counter.of(arguments[i], seen, new) for i in self.counters.values()), windows)
 
-    def readings(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> list[OtherSizes]:
-        """Return the possible readings of `other_sources` in a call; one if a graph has been rewritten for it.
+    def size_interpretations(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> list[SizeInterpretation]:
+        """Return the possible interpretations of `other_sources` in a call; one if a graph has been rewritten for it.
 
         A size that follows the cache equals the tokens seen, but another size, such as the length of an encoder's
-        input, may equal them by chance.  Readings in which more sizes follow the cache come first.
+        input, may equal them by chance.  Interpretations in which more sizes follow the cache come first.
         """
         sizes = [int(arguments[index].shape[dim]) for index, dim in self.other_sources.values()]
         lengths = {cache.seen for cache in caches} | {cache.stored_tokens for cache in caches}
@@ -143,15 +143,17 @@ class StepSizes(TokenCounters):
         unclear = [index for index, size in enumerate(sizes) if size in lengths]
         counts = range(len(unclear) + 1) if len(unclear) <= MOST_UNCLEAR else (0, len(unclear))
         fixed = [set(indices) for count in counts for indices in itertools.combinations(unclear, count)]
-        readings = [
+        interpretations = [
             tuple(None if index in unclear and index not in kept else size for index, size in enumerate(sizes))
             for kept in fixed
         ]
-        worked = [reading for reading in readings if reading in self.rewritten_readings]
-        return worked[-1:] or readings
+        worked = [
+            interpretation for interpretation in interpretations if interpretation in self.rewritten_interpretations
+        ]
+        return worked[-1:] or interpretations
 
-    def tie_sizes(self, other_sizes: OtherSizes, numbers: tuple[int, ...]) -> tuple[int | SizeTie | None, ...]:
-        """Replace each size of a reading by a tie to the first equal one of `numbers`, if there is one."""
+    def tie_sizes(self, other_sizes: SizeInterpretation, numbers: tuple[int, ...]) -> tuple[int | SizeTie | None, ...]:
+        """Replace each size of an interpretation by a tie to the first equal one of `numbers`, if there is one."""
         return tuple(SizeTie(numbers.index(size)) if size in numbers else size for size in other_sizes)
 
     def resolve(
@@ -192,7 +194,9 @@ class StepSizes(TokenCounters):
         queries = sizes.size(new) if sizes else new
         return Sizes(tuple(dict.fromkeys(lengths)), known, queries, least, tuple(totals.values()), sizes)
 
-    def holds_after(self, other_sizes: OtherSizes, arguments: tuple[Any, ...], seen: int) -> Callable[[int], bool]:
+    def holds_after(
+        self, other_sizes: SizeInterpretation, arguments: tuple[Any, ...], seen: int
+    ) -> Callable[[int], bool]:
         """Return a predicate that tells whether this graph's guards hold a number of tokens after a call.
 
         Args:

@@ -25,7 +25,6 @@ from kvpass.rewrite.validation.steps import validate
 from kvpass.runtime.caches import (
     StepKind,
     advance_counts,
-    call_pins,
     call_pins_for,
     grow_for,
     longer_placeholder,
@@ -36,7 +35,7 @@ from kvpass.runtime.checks import PaddingTracker, StepVerifier, describe_wrong_m
 from kvpass.runtime.compiler import Compiler
 from kvpass.runtime.kv_store import calls_before, record_calls
 from kvpass.runtime.recorder import announce
-from kvpass.runtime.sizes import OtherSizes, StepSizes, TokenCounters
+from kvpass.runtime.sizes import SizeInterpretation, StepSizes, TokenCounters
 from kvpass.runtime.variants import CompiledVariant, DynamicDims, FastStep, ShapeKey, VariantCache
 from kvpass.torch_private import dynamo, inductor, regions, symbolic_shapes, tensors
 from kvpass.torch_private.tensors import UnwrappedSubclasses
@@ -49,14 +48,14 @@ class StepInputs:
     Attributes:
         caches: the caches of the layers, with capacity for the new tokens.
         arguments: Dynamo's arguments.
-        other_sizes: the sizes of other inputs, see `StepSizes.readings`.
+        other_sizes: the sizes of other inputs, see `StepSizes.size_interpretations`.
         known_padding: argument indices, see `PaddingTracker.unchanged_inputs`.
         compact: whether the step compacts the slots.
     """
 
     caches: list[LayerCache]
     arguments: tuple[Any, ...]
-    other_sizes: OtherSizes = ()
+    other_sizes: SizeInterpretation = ()
     known_padding: frozenset[int] = frozenset()
     compact: bool = False
 
@@ -137,7 +136,7 @@ class StepExecutor:
 
     def _caches_with_pins(self, caches: list[LayerCache]) -> list[tuple[LayerCache, Pins]]:
         """Return the caches in which the running call pins tokens, each with its pins."""
-        given = [] if call_pins() is None else [(cache, call_pins_for(cache)) for cache in caches]
+        given = [(cache, call_pins_for(cache)) for cache in caches]
         return [(cache, pins) for cache, pins in given if pins is not None]
 
     def tick(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> tuple[bool, list[tuple[Any, ...]]]:
@@ -223,7 +222,7 @@ class StepRunner(StepExecutor):
             pins.check(cache.layout.policy, cache.layout.batch, queries)
             self.backend.kv_store.make_room_for_pins(cache, pins)
         first, known = caches[0], self.padding.unchanged_inputs(caches, arguments, queries)
-        others = self._choose_reading(caches, arguments, known)
+        others = self._choose_interpretation(caches, arguments, known)
         self.verifier.check_positions(first, arguments, lambda: self.padding.valid_tokens(0, first, arguments, queries))
         self.verifier.check_angles(
             first, arguments, lambda: self.sizes.resolve(self.sizes.call_sizes(caches, arguments), others)
@@ -299,28 +298,28 @@ class StepRunner(StepExecutor):
                 return variant
             shared = (*kind, tied, headroom) if has_dynamic_sizes else None
             variant = self.variants.make(call, shared, key, self.sizes.queries(arguments) == 1, rewrite_for)
-            self.sizes.rewritten_readings.add(other_sizes)
+            self.sizes.rewritten_interpretations.add(other_sizes)
         return variant
 
-    def _choose_reading(
+    def _choose_interpretation(
         self, caches: list[LayerCache], arguments: tuple[Any, ...], known_padding: frozenset[int]
-    ) -> OtherSizes:
-        """Return the first reading of the sizes of other inputs for which the graph can be rewritten."""
-        readings = self.sizes.readings(caches, arguments)
-        if len(readings) == 1:
-            return readings[0]
+    ) -> SizeInterpretation:
+        """Return the first interpretation of the sizes of other inputs for which the graph can be rewritten."""
+        interpretations = self.sizes.size_interpretations(caches, arguments)
+        if len(interpretations) == 1:
+            return interpretations[0]
         queries, refusals = self.sizes.queries(arguments), []
         for cache in caches:
             grow_for(cache, queries)
         compact, _ = tick(caches) if queries == 1 else (False, [])
-        for reading in readings:
+        for interpretation in interpretations:
             try:
                 key = ShapeKey.of(caches, self.sizes.numbers(arguments))
-                self._find_variant(StepInputs(caches, arguments, reading, known_padding, compact), key)
+                self._find_variant(StepInputs(caches, arguments, interpretation, known_padding, compact), key)
             except UnsupportedGraph as refusal:
                 refusals.append(refusal)
             else:
-                return reading
+                return interpretation
         raise refusals[0]
 
     def _rewrite(self, call: StepCall) -> StepRewrite:

@@ -272,7 +272,7 @@ class FastStep:
     def __init__(self, caches: list[LayerCache], rewrite: StepRewrite, run: inductor.Compiled) -> None:
         """
         Args:
-            rewrite: the rewrite of a step of one token, whose `is_repeatable` is true.
+            rewrite: the rewrite of a step of one token, whose `StepRewrite.is_repeatable` is true.
             run: the compiled code of the rewrite.
         """
         self.caches, self.rewrite, self.run = caches, rewrite, run

@@ -96,7 +96,7 @@ MOST_GRAPHS = {"recompile_limit": 256, "accumulated_recompile_limit": 1024}
 """The numbers of graphs that torch may compile of a function for a kvpass backend; torch's default is 8."""
 
 
-_WAYS = ("skip_nnmodule_hook_guards", "fail_on_recompile_limit_hit")
+_OTHER_SETTINGS = ("skip_nnmodule_hook_guards", "fail_on_recompile_limit_hit")
 """Further settings: ignore hooks that are added later; raise an error at the recompile limit."""
 
 
@@ -144,7 +144,7 @@ def _apply_settings() -> str:
 def restore_settings(_: object = None) -> None:
     """Restore the settings of Dynamo that `_apply_settings` has changed in this thread."""
     config: Any = torch._dynamo.config
-    for name in (*MOST_GRAPHS, *_WAYS):
+    for name in (*MOST_GRAPHS, *_OTHER_SETTINGS):
         if isinstance(set_to := getattr(config, name), _SetByKvpass):
             setattr(config, name, set_to.before)
 

@@ -528,7 +528,7 @@ def test_a_temperature_near_zero_draws_the_most_likely_token(temperature: float)
 def test_noise_is_precise_near_zero_and_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     """For the smallest hashes, by which rare tokens are drawn, and for the largest, whose share rounds to one."""
     hashes = torch.tensor([[0, 1, 2**20, 2**31 - 3, 2**31 - 2]])
-    monkeypatch.setattr(sampling, "_hash", lambda number: hashes)
+    monkeypatch.setattr(sampling, "mix", lambda number: hashes)
     noise = one_row(sampling.Sampling(temperature=1.0))._noise(torch.zeros(1, dtype=torch.int64), 5)
     expected = -torch.log1p(-(hashes.double() + 0.5) / 2**31)
     torch.testing.assert_close(noise[0, :3].double(), expected[0, :3], atol=0, rtol=1e-5)

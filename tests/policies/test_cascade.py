@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvpass.budget import slots_for
 from kvpass.diagnostics.simulate import simulate
 from kvpass.errors import BudgetError, PolicyError
-from kvpass.policies.cascade import NO_VICTIM, Cascade, CascadeRule, approximate_context, intervals, moving_averages
+from kvpass.policies.cascade import NO_VICTIM, Cascade, CascadeRule, intervals, moving_averages
 from tests.diagnostics.test_simulate import check
 from tests.strategies import ROWS, cases
 
@@ -130,12 +130,6 @@ def test_scores_that_never_change_let_the_arriving_token_stay():
     """By hand: with gamma = 1 all scores are equal, and of equals the arriving one takes the newest's place."""
     expected = [[0], [0, 1], [0, 1, 2], [1, 2, 3], [1, 2, 3, 4], [1, 3, 4, 5], [3, 4, 5, 6], [3, 5, 6, 7]]
     assert held_after(8, gamma=1.0) == expected
-
-
-def test_approximate_context():
-    assert [approximate_context(2048, n) for n in (2, 4, 8)] == [3072, 7680, 65280]
-    assert approximate_context(100, 1) == 100
-    assert approximate_context(90, 3, "linear") == 180
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def run(model: Traced, recorder: Recorder | None = None, cache: Any = None, **se
 
 
 def notes(recorder: Recorder) -> list[str]:
-    return [note for note in recorder.notes if "beside the model's own" in note]
+    return [note for note in recorder.notes if "validation of the step" in note]
 
 
 @pytest.mark.few(2)
@@ -65,7 +65,7 @@ def test_what_is_right_passes_and_is_not_disturbed(
     checked = run(model, recorder, policy=policy, budget=POLICIES[policy])
     assert torch.equal(torch.get_rng_state(), state)
     assert notes(recorder)
-    assert all("equal" in note for note in notes(recorder))
+    assert all("passed" in note for note in notes(recorder))
     plain = run(model, policy=policy, budget=POLICIES[policy], validate=False)
     torch.testing.assert_close(checked, plain, rtol=0, atol=0)
 
@@ -74,7 +74,7 @@ def test_keys_that_are_rotated_at_read_are_held_against_the_models_own() -> None
     recorder = Recorder()
     run(Traced(build("GPTNeoX")), recorder, policy="streaming", budget=12, positions="cache")
     assert len(notes(recorder)) == 2  # steps and chunks
-    assert all("equal" in note for note in notes(recorder))
+    assert all("passed" in note for note in notes(recorder))
 
 
 @pytest.mark.slow
@@ -92,7 +92,7 @@ def test_policies_that_change_logits_are_held_against_the_model_without_that(
     recorder = Recorder()
     checked = run(traced("Llama"), recorder, policy=policy, budget=24)
     assert len(notes(recorder)) == 2  # steps and chunks
-    assert all("equal" in note for note in notes(recorder))
+    assert all("passed" in note for note in notes(recorder))
     plain = run(traced("Llama"), policy=policy, budget=24, validate=False)
     torch.testing.assert_close(checked, plain, rtol=0, atol=0)
 
@@ -102,7 +102,7 @@ def test_layers_that_store_their_last_tokens_only(name: str) -> None:
     recorder = Recorder()
     run(Traced(zoo.build(name)), recorder, DynamicCache(config=zoo.config(name)), policy="h2o", budget=24)
     assert len(notes(recorder)) >= 2
-    assert all("equal" in note for note in notes(recorder))
+    assert all("passed" in note for note in notes(recorder))
 
 
 @pytest.mark.slow
@@ -111,7 +111,7 @@ def test_a_layers_own_window_may_be_longer_than_there_are_slots() -> None:
     recorder = Recorder()
     run(Traced(zoo.build("mistral")), recorder, DynamicCache(config=zoo.config("mistral")), policy="h2o", budget=5)
     assert len(notes(recorder)) >= 2
-    assert all("equal" in note for note in notes(recorder))
+    assert all("passed" in note for note in notes(recorder))
 
 
 def other_scale(
@@ -178,7 +178,7 @@ def test_what_rounding_does_to_the_model_itself_is_no_difference(wrong: Any, mon
     recorder = Recorder()
     if wrong is None:
         run(Traced(rounding()), recorder, policy="full")
-        assert all("equal" in note for note in notes(recorder))
+        assert all("passed" in note for note in notes(recorder))
     else:
         monkeypatch.setattr(canonical, "_site", wrong(canonical._site))
         with pytest.raises(kvpass.UnsupportedGraph, match="is not the model's"):
@@ -227,4 +227,4 @@ def test_a_failure_of_validation_itself_is_noted_and_refuses_nothing(monkeypatch
         patch.setattr(lockstep, "attend_exactly", fails)
         run(Traced(build("Llama", layers=1)), recorder, policy="h2o", budget=12)
     assert notes(recorder)
-    assert all("left out, as" in note and "RuntimeError: no such size" in note for note in notes(recorder))
+    assert all("not possible: " in note and "RuntimeError: no such size" in note for note in notes(recorder))

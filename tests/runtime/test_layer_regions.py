@@ -17,7 +17,7 @@ from transformers import DynamicCache
 import kvpass
 from kvpass import cache_names
 from kvpass.runtime.compiled_call import compile_in_place
-from kvpass.runtime.layer_regions import LayerCall
+from kvpass.runtime.layer_regions import RegionForward
 from kvpass.torch_private import regions
 from tests import models
 from tests.switch import Switch
@@ -54,8 +54,8 @@ def ids_of(rows: int, count: int) -> Tensor:
     return torch.randint(3, 128, (rows, count), generator=torch.Generator().manual_seed(1))
 
 
-def layer_calls(model: torch.nn.Module) -> list[LayerCall]:
-    return [call for each in model.modules() if isinstance(call := each.__dict__.get("forward"), LayerCall)]
+def layer_calls(model: torch.nn.Module) -> list[RegionForward]:
+    return [call for each in model.modules() if isinstance(call := each.__dict__.get("forward"), RegionForward)]
 
 
 @pytest.mark.few(1)

@@ -61,12 +61,12 @@ def test_plans_know_a_model_by_most_of_its_tensors() -> None:
     mine, others, plan = [torch.ones(1) for _ in range(4)], [torch.ones(1) for _ in range(4)], [Plan(3, 4)]
     plans = PlansByModel()
     plans.keep(mine, (1, 2), plan)
-    assert plans.of(mine, (1, 2)) is plan
-    assert plans.of([*mine, others[0]], (1, 2)) is plan  # an adapter more
-    assert plans.of(mine[:3], (1, 2)) is plan
-    assert plans.of([mine[0], *others], (1, 2)) is None  # an embedding shared by two models
-    assert plans.of(mine, (2, 2)) is None
-    assert plans.of([], (1, 2)) is None
+    assert plans.find(mine, (1, 2)) is plan
+    assert plans.find([*mine, others[0]], (1, 2)) is plan  # an adapter more
+    assert plans.find(mine[:3], (1, 2)) is plan
+    assert plans.find([mine[0], *others], (1, 2)) is None  # an embedding shared by two models
+    assert plans.find(mine, (2, 2)) is None
+    assert plans.find([], (1, 2)) is None
 
 
 @pytest.mark.parametrize("gone", [True, False])

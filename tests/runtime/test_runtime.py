@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 
 import kvpass
 import tests.strategies  # noqa: F401  loads the Hypothesis profile
-from tests.models import build, force, graphs, prompt, traced
+from tests.models import build, force, prompt, traced
 from tests.traces import Traced
-
-TOKENS = 30
 
 
 def assert_equal_runs(model: Traced, steps: list[int], padding: tuple[int, ...], **backend: object) -> None:
@@ -74,21 +72,6 @@ def test_bare_loop_counts_tokens_seen(architecture: str) -> None:
     ours = bare(model, ids, policy="window", budget=8, inner="eager")
     told = force(model, ids, mask, [5, *[1] * 19], policy="window", budget=8, inner="eager").logits
     assert torch.allclose(ours, told, atol=1e-5)
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("policy", ["streaming", "h2o", "full"])
-def test_equal_to_uncompiled_until_something_is_evicted(policy: str) -> None:
-    model = build("Llama", layers=1)
-    ids, mask = prompt(3, TOKENS, (4, 0, 1))
-    position = (mask.cumsum(-1) - 1).clamp(min=0)
-    with torch.no_grad():
-        expected = model(ids, attention_mask=mask, position_ids=position).logits
-    run = force(
-        model, ids, mask, [10, *[1] * 20], policy=policy, budget=None if policy == "full" else TOKENS, inner="eager"
-    )
-    assert torch.allclose(run.logits[mask.bool()], expected[mask.bool()], atol=1e-4)
-    assert graphs() == 2
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from kvpass.apps.evaluation.settings import EvaluationSettings
 from kvpass.apps.evaluation.speed import Speed
 from kvpass.apps.evaluation.stream import StreamMeasure
 
-MADE: dict[str, Callable[[argparse.Namespace], Measure]] = {
+MEASURE_FACTORIES: dict[str, Callable[[argparse.Namespace], Measure]] = {
     "perplexity": lambda parsed: Perplexity(parsed.tokens, parsed.rows),
     "stream": lambda parsed: StreamMeasure(parsed.tokens, parsed.restart),
     "agreement": lambda parsed: AgreementMeasure(parsed.documents, parsed.tokens, parsed.rows, seed=parsed.seed),
@@ -48,7 +48,7 @@ def main(parsed: argparse.Namespace) -> None:
 
 def settings(parsed: argparse.Namespace) -> EvaluationSettings:
     return EvaluationSettings(
-        measures=tuple(MADE[name](parsed) for name in dict.fromkeys(parsed.measure)),
+        measures=tuple(MEASURE_FACTORIES[name](parsed) for name in dict.fromkeys(parsed.measure)),
         policies=tuple(dict.fromkeys(parsed.policy)),
         budgets=tuple(dict.fromkeys(parsed.bytes or parsed.budget)),
         of_bytes=parsed.bytes is not None,

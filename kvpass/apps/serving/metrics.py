@@ -27,7 +27,7 @@ class Metrics:
         self.requests = Counter("kvpass_requests", "Requests by their end.", ["end"], registry=self.registry)
         self.evicted = Counter("kvpass_evicted_tokens", "Tokens evicted, when a request ends.", registry=self.registry)
         self.first_token = self._histogram("kvpass_first_token_seconds", "From a request to its first token.")
-        self.step = self._histogram("kvpass_step_seconds", "A prefill of one chunk, or decode steps of all rows.")
+        self.step = self._histogram("kvpass_step_seconds", "A prefill of one chunk, decode steps of all rows, or both.")
         self.slots_held = Gauge("kvpass_slots_held", "Tokens in the slots of rows in use.", registry=self.registry)
 
     def _histogram(self, name: str, text: str) -> Histogram:

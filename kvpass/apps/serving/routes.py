@@ -29,8 +29,8 @@ Handler = Callable[[Service, Request], Awaitable[Response]]
 log = logging.getLogger("kvpass.serve")
 
 DISCONNECTED = 499  # the status in the log of a client that closed its connection
-PATIENCE = 2.0  # seconds that the metrics wait for the end of a step
-FRESH = 0.25  # seconds between two looks whether the model is ready
+METRICS_TIMEOUT = 2.0  # seconds that the metrics wait for the end of a step
+READY_POLL_INTERVAL = 0.25  # seconds between two checks that the model is ready
 
 
 def create_app(service: Service) -> Starlette:
@@ -218,7 +218,7 @@ async def _load_model(service: Service, request: Request) -> Response:
 
     async def events() -> AsyncIterator[dict[str, str]]:
         while not service.engine.ready and service.engine.failure is None:
-            await asyncio.sleep(FRESH)
+            await asyncio.sleep(READY_POLL_INTERVAL)
         if (failure := service.engine.failure) is not None:
             yield _event({"status": "error", "model": name, "message": f"the server has failed: {failure}"})
         else:
@@ -262,7 +262,7 @@ async def _health(service: Service, _: Request) -> Response:
 
 async def _metrics(service: Service, _: Request) -> Response:
     with contextlib.suppress(asyncio.TimeoutError):  # in the middle of a long step the last value stands
-        held = await asyncio.wait_for(service.engine.slots_held(), PATIENCE)
+        held = await asyncio.wait_for(service.engine.slots_held(), METRICS_TIMEOUT)
         service.metrics.slots_held.set(held)
     return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 

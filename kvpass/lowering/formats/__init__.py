@@ -6,9 +6,9 @@ in a format, with every operation on slots: write, gather, merge, grow and reord
 neither.
 
 Attention gets products from the format and decodes no row.  Other code that needs numbers, such as a policy's merges or
-a chunk's attention, decodes them by `Rows.read`.  `decode_step` encodes the new row, and `admit` those of a chunk.
-Unchanged rows are never encoded again, because a decoded row may be encoded to other codes.  Scales and other tensors
-are graph inputs after the policy's state, so all other inputs keep their indices.
+a chunk's attention, decodes them by `Rows.read`.  `cache.step` encodes the new row, and `cache.admission` those of a
+chunk.  Unchanged rows are never encoded again, because a decoded row may be encoded to other codes.  Scales and other
+tensors are graph inputs after the policy's state, so all other inputs keep their indices.
 
 To add a format, derive one from `base.Format`, add its name here, and for GPUs a load in
 kvpass/lowering/attend_kernel.py.  tests/lowering/formats runs all names.

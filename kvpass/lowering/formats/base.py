@@ -95,7 +95,7 @@ class Format(abc.ABC):
 
     @abc.abstractmethod
     def decode(self, parts: Parts) -> Tensor:
-        """Decode stored rows, [..., D], to the model's numbers or to the dtype of `accumulate_dtype`."""
+        """Decode stored rows, [..., D], to the model's numbers or to the dtype of `fx.precision.accumulate_dtype`."""
 
     def sections(self, parts: Parts) -> Sequence[Tensor]:
         """Decode stored rows in consecutive sections of D that can be read without moving numbers."""
@@ -119,7 +119,7 @@ class Format(abc.ABC):
 
     @abc.abstractmethod
     def weighted_sum(self, probs: Tensor, parts: Parts, dtype: torch.dtype) -> Tensor:
-        """Sum stored values by probabilities [B, H, R, N] of `accumulate_dtype`: [B, H, R, D] in `dtype`."""
+        """Sum values by probabilities [B, H, R, N] of `fx.precision.accumulate_dtype` to [B, H, R, D] of `dtype`."""
 
 
 @dataclasses.dataclass(frozen=True)

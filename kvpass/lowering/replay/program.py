@@ -37,7 +37,7 @@ class ArgumentView:
         """Return a view with the properties of a tensor, at this offset of a base."""
         return ArgumentView(base, offset, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def apply_to(self, tensor: Tensor) -> Tensor:
         """Return the view of the base's tensor."""
         same_memory = not self.offset and tensor.dtype == self.dtype
         if same_memory and tensor.shape == self.shape and tensor.stride() == self.strides:
@@ -72,7 +72,7 @@ class MemoryMap:
             return argument
         tensor = self.tensors[argument.base]
         assert tensor is not None
-        return argument.of(tensor)
+        return argument.apply_to(tensor)
 
 
 class ProgramPart(Protocol):

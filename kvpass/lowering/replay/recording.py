@@ -170,7 +170,7 @@ class _Recording:
         try:
             size = dtype.itemsize * (1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)))
             base, block = self._block(size)
-            return ArgumentView(base, 0, dtype, shape, strides).of(block)
+            return ArgumentView(base, 0, dtype, shape, strides).apply_to(block)
         finally:
             self._allocating = False
 

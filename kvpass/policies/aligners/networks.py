@@ -21,7 +21,7 @@ class DirectNetwork(nn.Module):
     [k; v] <- [k; v] + (E(rank) - E(made)) S + fc3(relu(fc2(relu(fc1[k; v; E(made); E(rank)])))),
 
     with all heads of a token in one row.  Input rows are standardised and output changes scaled; `fit_scales` sets
-    both, and `stored` multiplies them into the weights.  fc3 starts at zero.  `fit_positions` sets E and S so that
+    both, and `to_tensors` multiplies them into the weights.  fc3 starts at zero.  `fit_positions` sets E and S so that
     training starts from what positions alone explain: the difference of their mean rows.
     """
 

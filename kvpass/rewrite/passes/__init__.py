@@ -11,7 +11,7 @@
     signature.py    settle_sizes          removes dead code, inserts numbers for sizes, refuses sizes that still grow
     signature.py    order_inputs          sorts the inputs: slots, weights, further inputs, Dynamo's arguments
 
-To add a pass, write a function from a context to a `Record`, a line in `STEP_PASSES`, and a case in
+To add a pass, write a function from a context to a `PassRecord`, a line in `STEP_PASSES`, and a case in
 tests/rewrite/test_passes.py.  A pass may read the results of earlier passes, see `StepContext`.
 """
 

@@ -104,8 +104,8 @@ class _AttentionReplacement:
         )
         if key not in self._traced:
             counts = {name: len(group) for name, group in operands.items()}
-            layer_call = _LayerCall(layout, site, mask, rotary, pairs, computed, bool(step.padding_inputs.sites[layer]))
-            self._traced[key] = self._trace(layer, layer_call, nodes, counts, first)
+            parts = _LayerStepParts(layout, site, mask, rotary, pairs, computed, bool(step.padding_inputs.sites[layer]))
+            self._traced[key] = self._trace(layer, parts, nodes, counts, first)
         before = splice_point(site, nodes)
         outputs = step.splice(self._traced[key], nodes, before, f"kvpass_{site.call.name}", layer)
         masks = outputs[-2 * len(layout.parts) :]
@@ -123,9 +123,9 @@ class _AttentionReplacement:
         return (dataclasses.replace(layout, capacity=0), 0) if owns_capacity else (layout, slots)
 
     def _trace(
-        self, layer: int, layer_call: _LayerCall, nodes: list[fx.Node], counts: dict[str, int], first: bool
+        self, layer: int, parts: _LayerStepParts, nodes: list[fx.Node], counts: dict[str, int], first: bool
     ) -> fx.GraphModule:
-        step, layout, lse = self.step, layer_call.layout, layer_call.attention.lse
+        step, layout, lse = self.step, parts.layout, parts.attention.lse
         template = step.slots[layer]
         lse_like = None if lse is None else (step.shape(lse), value(lse).dtype)
 
@@ -140,7 +140,7 @@ class _AttentionReplacement:
         def function(*tensors: Tensor) -> Any:
             operands = _group_operands(tensors, counts)
             slots = template.with_tensors(operands["slots"])
-            new, site = NewTokens(*operands["new"]), layer_call.site(operands)
+            new, site = NewTokens(*operands["new"]), parts.site(operands)
             if not step.decodes:
                 return results(extend_step(layout, site, slots, new))
             new = new._replace(valid=new.valid[:, 0])
@@ -218,7 +218,7 @@ def replace_outputs(step: StepContext, site: AttentionSite, outputs: list[fx.Nod
 
 
 @dataclasses.dataclass(frozen=True)
-class _LayerCall:
+class _LayerStepParts:
     """The parts of a layer's step."""
 
     layout: Layout

@@ -18,9 +18,9 @@ from torch import Tensor
 from kvpass.cache.slots import select_heads
 from kvpass.fx.precision import HIDDEN, accumulate_dtype
 
-SAFETY = 4.0
+ROUNDING_MARGIN = 4.0
 """The allowed multiple of the estimated rounding error."""
-SAME = 16.0
+EQUAL_ULPS = 16.0
 """The allowed difference, in units in the last place, between the same computations of equal values."""
 TENSOR_CORES = 2.0**-11
 """The precision of float32 products on a GPU, which may use TF32."""
@@ -107,7 +107,7 @@ class ExactAttention:
         if bool((((on_slots <= HIDDEN) != hidden) & sees).any()):
             return False
         eps = 0.0 if bias is None else _eps(bias)
-        close = (on_slots - on_keys).abs() <= SAME * max(eps, self.bias_eps) * on_keys.abs()
+        close = (on_slots - on_keys).abs() <= EQUAL_ULPS * max(eps, self.bias_eps) * on_keys.abs()
         return bool((close | hidden | ~sees).all())
 
 
@@ -195,7 +195,7 @@ def _logits(call: dict[str, Any], query: Tensor, key: Tensor) -> tuple[Tensor, T
     if call.get("cap") is not None:
         logits = torch.tanh(logits / call["cap"]) * call["cap"]
         error = error + product_eps * logits.abs()
-    return logits, SAFETY * error
+    return logits, ROUNDING_MARGIN * error
 
 
 def _with_bias(call: dict[str, Any], logits: Tensor, error: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -204,7 +204,7 @@ def _with_bias(call: dict[str, Any], logits: Tensor, error: Tensor, bias: Tensor
         return logits, error
     product_eps = _eps(call["query"], call.get("scores"), call.get("weights"))
     logits = logits + bias
-    return logits, error + SAFETY * torch.where(bias == -torch.inf, 0.0, product_eps * logits.abs())
+    return logits, error + ROUNDING_MARGIN * torch.where(bias == -torch.inf, 0.0, product_eps * logits.abs())
 
 
 def _hidden_bias(call: dict[str, Any], logits: Tensor, error: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -251,11 +251,11 @@ def _exact_result(
     # The rounding of a sum of N terms grows as that of a random walk.
     sum_eps = _sum_eps(call["query"]) * math.sqrt(value.shape[2])
     own_eps = _eps(call["query"], call.get("weights"), call.get("output")) + sum_eps
-    rounding = SAFETY * own_eps * (probs * squares.sqrt()[..., None, :]).sum(-1)
+    rounding = ROUNDING_MARGIN * own_eps * (probs * squares.sqrt()[..., None, :]).sum(-1)
     sink_error = 0 if sink is None else (1 - probs.sum(-1)) * output.norm(dim=-1) * relative_error.amax(-1)
     allowed = (probs * relative_error * distance_squared.clamp(min=0).sqrt()).sum(-1) + rounding + sink_error
     lse_probs = logits.softmax(-1)
-    lse_error = (lse_probs * relative_error).sum(-1) + SAFETY * own_eps * lse.abs()
+    lse_error = (lse_probs * relative_error).sum(-1) + ROUNDING_MARGIN * own_eps * lse.abs()
     tiny = torch.finfo(torch.float64).tiny
     error = allowed / math.sqrt(value.shape[-1]) + tiny
     floating = call["mask"] is not None and call["mask"].is_floating_point()
@@ -292,4 +292,4 @@ def equal_up_to_rounding(actual: Any, wanted: Any) -> bool:
     if not torch.equal(finite, actual.isfinite()):
         return False
     difference = (actual.double() - wanted.double())[finite].norm()
-    return bool(difference <= SAME * _eps(wanted) * wanted[finite].double().norm())
+    return bool(difference <= EQUAL_ULPS * _eps(wanted) * wanted[finite].double().norm())

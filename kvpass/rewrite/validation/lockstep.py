@@ -69,7 +69,7 @@ def errors_as_not_comparable(label: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def noting_skipped(skipped: list[str], label: str) -> Iterator[None]:
-    """Append a label of a call that cannot be compared to `left`, and continue."""
+    """Append a label of a call that cannot be compared to `skipped`, and continue."""
     try:
         with errors_as_not_comparable(label):
             yield

@@ -7,7 +7,7 @@ They run in lockstep (`kvpass.rewrite.validation.lockstep`) on the same made-up 
     rewritten    its queries and new rows are the canonical ones, its mask on a slot is that of the slot's token; its
                  attention is the same call on the cached rows, as they are stored
 
-A policy that changes logits (sage, buzz with `log_n`) is compared without that change.
+A policy that changes logits (sage, buzz with `Buzz.log_n`) is compared without that change.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import transformers
 
 from kvpass.apps import cli
 from kvpass.apps.evaluation import report, run
-from kvpass.apps.evaluation.command import MADE
+from kvpass.apps.evaluation.command import MEASURE_FACTORIES
 from kvpass.apps.evaluation.full_cache import CacheLayer, FullCache
 from kvpass.apps.evaluation.perplexity import Perplexity
 from kvpass.apps.evaluation.recall import RecallMeasure
@@ -97,8 +97,10 @@ def test_lines_go_across_rows_or_budgets() -> None:
 
 
 def test_every_measure_has_a_name_on_the_command_line() -> None:
-    given = cli.parser().parse_args(["eval", "--measure", *MADE])
-    assert [MADE[name](given).name for name in cli.MEASURES] == list(cli.MEASURES) == list(MADE)
+    given = cli.parser().parse_args(["eval", "--measure", *MEASURE_FACTORIES])
+    assert (
+        [MEASURE_FACTORIES[name](given).name for name in cli.MEASURES] == list(cli.MEASURES) == list(MEASURE_FACTORIES)
+    )
 
 
 @pytest.mark.parametrize("option", ["--budget=0", "--budget=1.5", "--budget=many", "--budget=-3", "--bytes=2"])
