@@ -22,7 +22,9 @@ def parameter_names(model: Any) -> frozenset[str]:
 
 def _parameter_kinds(forward: Callable[..., Any]) -> Mapping[str, Any]:
     """Return the kinds of a function's parameters by name, those of a method with its first."""
-    return _kinds_in_class(forward.__func__) if inspect.ismethod(forward) else _read_kinds(forward)
+    if inspect.ismethod(forward) and "forward" not in getattr(forward.__self__, "__dict__", {}):
+        return _kinds_in_class(forward.__func__)
+    return _read_kinds(forward)
 
 
 def _read_kinds(function: Callable[..., Any]) -> Mapping[str, Any]:

@@ -9,6 +9,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
+import types
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,6 +76,22 @@ def test_the_name_is_that_of_the_signature(model: Any, name: str) -> None:
     assert cache_names.cache_keyword(model) == name
     assert cache_names.arguments(model, "kept") == {name: "kept"}
     assert cache_names.arguments(model, None) == {}
+
+
+def test_a_function_that_was_set_on_a_module_is_not_kept() -> None:
+    """It may hold the module's weights."""
+    module = nn.Linear(2, 2)
+
+    def forward(self: nn.Module, cache: Any, own: Any = module.forward) -> Any:
+        return own(cache)
+
+    module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
+    assert cache_names.takes_a_cache(module)
+    assert cache_names.parameter_names(module) >= {"cache", "own"}
+    gone = weakref.ref(module)
+    del module, forward
+    gc.collect()
+    assert gone() is None
 
 
 def test_models_of_transformers_have_the_name_of_their_version() -> None:

@@ -77,7 +77,8 @@ def _by_span(
     Args:
         rows_of: called with the row of the batch, the queries, and the number of keys that they see.
         heads: how many rows it returns for each query.
-        least: the fewest blocks of queries in a call.
+        least: the fewest blocks of queries in a call.  It may not depend on the process: others that share the heads
+            reduce the same rows.
     """
     batch, _, count, _ = attention.query.shape
     tile = heads * attention.key.shape[2] * attention_tiles.QUERIES
@@ -120,7 +121,7 @@ def attend_with_rows(
     """
     if means and _attends_in_tiles(attention):
         output, rows_of = attention_tiles.AttentionRows.of(attention).attend_with_means(value)
-        return output, _by_span(attention, rows_of, heads=1, least=torch.get_num_threads())
+        return output, _by_span(attention, rows_of, heads=1, least=attention.query.shape[1])
     weight = value.new_empty(0)
     output, log_sum_exp, _ = attend(attention, value, weight, 0)
     return output, probabilities(attention, log_sum_exp)

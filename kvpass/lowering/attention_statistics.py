@@ -172,7 +172,7 @@ def _attended(
     if value is None:
         sums = attention_rows.column_sums(attention, valid, request.powers)
         return None, sums, attention_rows.probabilities(attention)
-    if isinstance(policy, Scanning) and not request.powers:
+    if isinstance(policy, Scanning) and not isinstance(policy, Smoothing) and not request.powers:
         output, rows = attention_rows.attend_with_rows(attention, value, policy.scans_means)
         return output, [], rows
     output, log_sum_exp, sums = attention_rows.attend(attention, value, valid, request.powers)

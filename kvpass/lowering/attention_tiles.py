@@ -14,6 +14,7 @@ import importlib.resources
 import logging
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ TASKS_WITH_SUMS = 128
 MESSAGE = 1024  # bytes of an error's text
 MASKS = {None: 0, torch.bool: 1, torch.float32: 2, torch.bfloat16: 3}
 NATIVE = (torch.bfloat16, torch.float32)
+FLOAT32_ON_CPU: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever torch's defaults are
 
 log = logging.getLogger("kvpass.attention")
 
@@ -175,14 +177,17 @@ class AttentionRows:
         Returns:
             The output, and a function (row of the batch, queries, keys) that fills it for consecutive queries of the
             row and returns the mean of their probabilities over all heads, float32 [1, 1, 1, n, keys].  The slice of
-            queries starts at a multiple of `QUERIES`; there are at least as many keys as the queries see.
+            queries starts and ends at multiples of `QUERIES`, or at the last query; there are at least as many keys as
+            the queries see.
         """
         assert value.dtype == self.dtype
         attended = self._attended(value)
 
         def means(row: int, queries: slice, keys: int) -> Tensor:
+            assert queries.start % QUERIES == 0
+            assert queries.stop % QUERIES == 0 or queries.stop == self.shape[3]
             count, stride = queries.stop - queries.start, -(-keys // KEYS) * KEYS
-            made = torch.empty(1, 1, 1, count, stride)
+            made = torch.empty(1, 1, 1, count, stride, **FLOAT32_ON_CPU)
             output = ctypes.addressof(attended.operands)
             self._run("attend_with_means", output, row, queries.start, count, stride, _address(made))
             return made[..., :keys]
@@ -231,7 +236,7 @@ class AttentionRows:
         """
         _, heads, groups, _, _ = self.shape
         count = queries.stop - queries.start
-        made = torch.empty(1, heads, groups, count, keys)
+        made = torch.empty(1, heads, groups, count, keys, **FLOAT32_ON_CPU)
         self._run("row_probabilities", row, queries.start, count, keys, _address(made))
         return made
 
@@ -265,11 +270,11 @@ def _runs(dtype: torch.dtype) -> bool:
 
 def _is_right(dtype: torch.dtype) -> bool:
     """Compare the attention of three small rows, and its column sums, with torch's operators."""
-    rows = torch.arange(-6.0, 6.0, device="cpu").view(1, 1, 3, 4).div(4)
+    rows = torch.arange(-6.0, 6.0, **FLOAT32_ON_CPU).view(1, 1, 3, 4).div(4)
     future = torch.ones(3, 3, dtype=torch.bool, device="cpu").triu(1)
     probs = (rows @ rows.mT).masked_fill(future, -torch.inf).softmax(-1)
     computed = AttentionRows.of(ScoredAttention(rows, rows, None, True, 1.0), dtype=dtype)
-    weight = torch.ones(1, 3, device="cpu")
+    weight = torch.ones(1, 3, **FLOAT32_ON_CPU)
     [sums] = computed.with_totals().column_sums(weight, 1)
     output, _, [same_sums] = computed.attend(rows, weight, 1)
     right_sums = torch.allclose(sums[:, :, 0], probs.sum(2), atol=1e-4)

@@ -16,6 +16,7 @@ which policies agree compile once for all policies.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import operator
@@ -184,9 +185,8 @@ def _sources(module: str) -> bytes:
     for path in [path for name in HASHED for path in sorted((root / name).rglob("*.py"))]:
         result.update(str(path.relative_to(root)).encode())
         result.update(path.read_bytes())
-    own = sys.modules[module].__file__
-    if own is not None:
-        result.update(Path(own).read_bytes())
+    with contextlib.suppress(OSError):  # of a package in an archive, which has no such files
+        result.update(Path(getattr(sys.modules[module], "__file__", None) or "").read_bytes())
     return result.digest()
 
 

@@ -312,7 +312,7 @@ def moving_averages(blocks: Iterable[Tensor], valid: Tensor, decay: float) -> It
     start, score = 0, torch.empty(0)
     for probs in itertools.chain.from_iterable(torch.split(block, AVERAGED_QUERIES, 2) for block in blocks):
         real = valid[:, start : start + probs.shape[2]]
-        count = real.cumsum(-1)
+        count = real.cumsum(-1).to(probs.dtype)
         distance = (count[:, :, None] - count[:, None]).clamp(min=0)  # [B, n, n], real queries in between
         weight = ((1 - decay) * decay**distance * real[:, None]).tril()
         weight = torch.cat([decay ** count[..., None], weight], -1)  # the first row is the average so far

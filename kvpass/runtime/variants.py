@@ -187,11 +187,11 @@ class CompiledVariant:
         A chunk may be the only one, as the rest of a prompt or a turn often is, and compiling takes half a minute.  So
         the first chunk runs on the uncompiled graph, which is compiled when a second chunk arrives.
         """
-        rewrite, gm = self._rewrite, self._rewrite.gm
-        if chunk and gm is not None and not self._ran_uncompiled and not backend.compiles_at_once:
-            self._ran_uncompiled = True
-            return fx_nodes.code_of(gm)
         with dynamo.compile_lock():
+            rewrite, gm = self._rewrite, self._rewrite.gm
+            if chunk and gm is not None and not self._ran_uncompiled and not backend.compiles_at_once:
+                self._ran_uncompiled = True
+                return fx_nodes.code_of(gm)
             if self.compiled is None:
                 assert gm is not None
                 self.compiled = backend.compile_step(gm, rewrite.examples or flat, ranked, chunk, rewrite.dynamic)

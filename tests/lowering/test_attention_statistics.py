@@ -149,6 +149,21 @@ def test_a_scan_beside_attention_in_tiles_is_the_scan_of_all_rows(options, padde
     assert (beside.ge(0) & real[:, None]).sum(-1).unique().tolist() == [44]
 
 
+@pytest.mark.parametrize("attends", [False, True])
+def test_a_scan_does_not_depend_on_the_default_dtype(attends):
+    drawn = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 70, 8, generator=drawn) for heads in (4, 2, 2))
+    given = scan_operands(query, key, None, torch.ones(1, 70, dtype=torch.bool), True, 0.5, value if attends else None)
+    expected = attention_statistics(*given)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        made = attention_statistics(*given)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for one, other in zip(made, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize("additive", [False, True])
 def test_a_query_whose_mask_hides_every_key_gets_nothing_and_changes_no_sum(additive):
     """As in the library's attention; padding on the left has such queries, and -inf would make them no numbers."""

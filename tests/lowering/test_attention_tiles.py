@@ -191,16 +191,16 @@ def test_attention_with_rows_does_not_depend_on_how_many_come_at_once(monkeypatc
     query, key = torch.randn(2, 4, 300, 16).bfloat16(), torch.randn(2, 2, 300, 16).bfloat16()
     attention, before, made = ScoredAttention(query, key, None, True, 0.25), torch.get_num_threads(), []
     try:
-        torch.set_num_threads(threads)
-        for size in (1, attention_rows.SCAN_BLOCK):
+        for size, count in ((1, threads), (1, 3), (attention_rows.SCAN_BLOCK, threads)):
+            torch.set_num_threads(count)
             monkeypatch.setattr(attention_rows, "SCAN_BLOCK", size)
             output, rows = attention_rows.attend_with_rows(attention, key, means)
             whole = [[torch.nn.functional.pad(x, (0, 300 - x.shape[-1])) for x in blocks] for blocks in rows]
             made.append([output, torch.cat([torch.cat(blocks, 3) for blocks in whole]).mean((1, 2))])
     finally:
         torch.set_num_threads(before)
-    for one, other in zip(*made, strict=True):
-        assert torch.equal(one, other)
+    for one, *others in zip(*made, strict=True):
+        assert all(torch.equal(one, other) for other in others)
     torch.testing.assert_close(made[0][1].sum(-1), torch.ones(2, 300), atol=4e-3, rtol=0)
     torch.testing.assert_close(output, attention_rows.attend(attention, key, torch.ones(2, 300), 0)[0])
 

@@ -28,6 +28,8 @@ from kvpass.runtime.compiled_call import CompiledCall
 
 log = logging.getLogger("kvpass.serve")
 
+MOST_FAILURES = 3
+"""After so many conversations that cannot be written no other one is tried in the same turn."""
 _NOTES = ("tail", "ended", "seen", "evicted")
 """The fields of a conversation in its file of notes."""
 _CACHE_FILE = re.compile(r"[0-9a-f]{64}\.(\d+\.safetensors|.*unfinished)")
@@ -201,24 +203,29 @@ class ConversationStore:
     async def _make_room(self) -> None:
         """Write conversations to files, the least recently used first, until memory is within the limits.
 
-        Those that cannot be written stay in memory until there is another attempt after the next turn.
+        Those that cannot be written stay in memory until there is another attempt after the next turn, as do all others
+        after `MOST_FAILURES`: the disk may be full.
         """
+        failures = 0
         for conversation in list(self._all.values()):
-            if self.in_memory <= self.limits.rows and self.nbytes <= self.limits.nbytes:
+            within = self.in_memory <= self.limits.rows and self.nbytes <= self.limits.nbytes
+            if within or failures == MOST_FAILURES:
                 return
             if conversation.cache is not None and not conversation.busy:
-                await self._try_to_put_away(conversation)
+                failures += not await self._try_to_put_away(conversation)
 
-    async def _try_to_put_away(self, conversation: KeptConversation) -> None:
-        """Write a conversation to its files; log a failure, after which its cache stays in memory."""
+    async def _try_to_put_away(self, conversation: KeptConversation) -> bool:
+        """Write a conversation to its files; log a failure and return False, after which its cache stays in memory."""
         try:
             await self._put_away(conversation)
+            return True
         except (KVPassError, OSError) as error:
             log.error(
                 "a conversation of %d tokens cannot be written to %s and stays in memory: %s; free space there, or "
                 "give the server another folder",
                 *(conversation.seen, self.folder, error),
             )
+            return False
 
     async def _put_away(self, conversation: KeptConversation) -> None:
         """Write a conversation to its files; its cache stays in memory if a request has come for it meanwhile."""

@@ -167,6 +167,23 @@ def test_a_server_that_is_killed_while_it_writes(
     assert len(list(tmp_path.iterdir())) == 2  # a cache and its notes
 
 
+def test_a_full_disk_is_not_tried_for_every_conversation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Path] = []
+
+    def refuse(cache: Any, notes: str, path: Path, notes_path: Path) -> None:
+        tried.append(path)
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(conversations, "_write", refuse)
+    monkeypatch.setattr(conversations, "MOST_FAILURES", 2)
+    with serving(warm=False, folder=tmp_path, conversations=Limits(rows=1, nbytes=2**30, count=6)) as running:
+        for name in ("a", "b", "c", "d"):
+            tried.clear()
+            say(running, name, TURNS[0])
+        assert len(tried) == 2
+        assert running.service.store.in_memory == 4
+
+
 @pytest.mark.parametrize("error", [kvpass.CacheFileError, OSError])
 def test_a_full_disk_costs_no_answer_and_no_other_conversation(
     error: type[Exception], tmp_path: Path, expected: list[str], monkeypatch: pytest.MonkeyPatch,
