@@ -383,8 +383,8 @@ def by_name(
         chosen = backend(**settings)
     except KVPassError as error:
         return _refusal(error)
-    _made_by_name[:] = [each for each in _made_by_name if each() is not None]
-    known = next((found for each in _made_by_name if (found := each()) is not None and found == chosen), None)
-    if known is None:
-        _made_by_name.append(weakref.ref(chosen))
-    return (known or chosen)(gm, examples)
+    used = [each for made in _made_by_name if (each := made()) is not None]
+    if chosen not in used:
+        used.append(chosen)
+    _made_by_name[:] = map(weakref.ref, used)
+    return used[used.index(chosen)](gm, examples)

@@ -97,8 +97,8 @@ class RequestScheduler:
 
     def _unused_name(self) -> str:
         """Return a name for a request that no request has whose outputs are not all handed out, and count it."""
-        taken = {*self.known, *(output.request_id for output in self.undelivered)}
-        while (name := f"req_{self.number}") in taken:
+        undelivered = {output.request_id for output in self.undelivered}
+        while (name := f"req_{self.number}") in self.known or name in undelivered:
             self.number += 1
         self.number += 1
         return name
@@ -282,7 +282,6 @@ class RequestScheduler:
         Raises:
             BudgetError: there is no memory for the rows; the request stays in the queue.
         """
-        # Another error counts as a failure of the request, as without a count it would run again at every step.
         row = next(row for row in range(self.count) if row not in self.rows)
         cache = cache_names.cache_of_output(out)
         caches = caches_in(cache)
@@ -297,7 +296,7 @@ class RequestScheduler:
         except BudgetError:
             self._requeue(request, request.runs_alone_until)
             raise
-        except Exception as error:
+        except Exception as error:  # counts as a failure of the request, which would else run again at every step
             self.rows[row] = request
             self._restart_batch(error)
             return

@@ -101,33 +101,24 @@ def attend(
         As `kvpass.torch_private.fx_nodes.attend_with_lse`, and the sums.
     """
     query, key = attention.query, attention.key
-    if _attends_in_tiles(attention):
+    if attends_in_tiles(attention):
         return attention_tiles.AttentionRows.of(attention).attend(value, weight, powers)
     output, log_sum_exp = attend_with_lse(query, key, value, attention.mask, attention.causal, attention.scale)
     return output, log_sum_exp, column_sums(attention, weight, powers, log_sum_exp)
 
 
-def attend_with_rows(
-    attention: ScoredAttention, value: Tensor, means: bool
-) -> tuple[Tensor, Iterator[Iterator[Tensor]]]:
-    """Compute attention as `attend`, and what `probabilities` yields.
-
-    Args:
-        means: whether the mean over all heads will do, [1, 1, 1, n, s]; it comes out of the attention itself where
-            this is computed in tiles.
+def attend_with_means(attention: ScoredAttention, value: Tensor) -> tuple[Tensor, Iterator[Iterator[Tensor]]]:
+    """Compute attention that `attends_in_tiles`, and what `probabilities` yields as means over all heads.
 
     Returns:
-        The output, which is complete when all rows have been read, and the rows.
+        The output, which is complete when all rows have been read, and the rows, [1, 1, 1, n, s].
     """
-    if means and _attends_in_tiles(attention):
-        output, rows_of = attention_tiles.AttentionRows.of(attention).attend_with_means(value)
-        return output, _by_span(attention, rows_of, heads=1, least=attention.query.shape[1])
-    weight = value.new_empty(0)
-    output, log_sum_exp, _ = attend(attention, value, weight, 0)
-    return output, probabilities(attention, log_sum_exp)
+    output, rows_of = attention_tiles.AttentionRows.of(attention).attend_with_means(value)
+    return output, _by_span(attention, rows_of, heads=1, least=attention.query.shape[1])
 
 
-def _attends_in_tiles(attention: ScoredAttention) -> bool:
+def attends_in_tiles(attention: ScoredAttention) -> bool:
+    """Check whether the loops in C++ compute attention without a cap and a sink."""
     query = attention.query
     assert attention.cap is None
     assert attention.sink_logit is None

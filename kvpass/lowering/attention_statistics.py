@@ -123,9 +123,11 @@ def attention_statistics(
     mask = None if mask is None else mask.expand(*mask.shape[:-1], key.shape[2])
     attention = ScoredAttention(query, key, mask, parsed.causal, parsed.scale, parsed.cap, sink_logit)
     policy = None if parsed.scan is None else policies.from_json(parsed.scan)
-    output, sums, rows = _attended(attention, value, valid, parsed, policy)
+    smooths = isinstance(policy, Smoothing)
+    means = policy is not None and policy.scans_means and not smooths
+    output, sums, rows = _attended(attention, value, valid, parsed.powers, means)
     results = _statistics(attention, parsed, valid, sums)
-    if isinstance(policy, Smoothing):
+    if policy is not None and smooths:
         results["scan"] = _highest_rows(attention, parsed, policy, valid)
     elif policy is not None:
         results["scan"] = _scanned(attention, parsed, policy, valid, row_budgets, rows)
@@ -162,20 +164,21 @@ def _(
 
 
 def _attended(
-    attention: ScoredAttention, value: Tensor | None, valid: Tensor, request: StatisticsRequest, policy: Policy | None
+    attention: ScoredAttention, value: Tensor | None, valid: Tensor, powers: int, means: bool
 ) -> tuple[Tensor | None, list[Tensor], Iterator[Iterator[Tensor]]]:
     """Return the output of attention if there are values, its column sums, and its rows for a scan.
 
-    Rows are computed when they are read; see `kvpass.lowering.attention_rows.probabilities`.  The output is complete
-    when all have been read.
+    Rows are computed when they are read; see `kvpass.lowering.attention_rows.probabilities`.
+
+    Args:
+        means: whether the mean row of all heads will do.  The output is then complete when all rows have been read.
     """
     if value is None:
-        sums = attention_rows.column_sums(attention, valid, request.powers)
-        return None, sums, attention_rows.probabilities(attention)
-    if isinstance(policy, Scanning) and not isinstance(policy, Smoothing) and not request.powers:
-        output, rows = attention_rows.attend_with_rows(attention, value, policy.scans_means)
+        return None, attention_rows.column_sums(attention, valid, powers), attention_rows.probabilities(attention)
+    if means and not powers and attention_rows.attends_in_tiles(attention):
+        output, rows = attention_rows.attend_with_means(attention, value)
         return output, [], rows
-    output, log_sum_exp, sums = attention_rows.attend(attention, value, valid, request.powers)
+    output, log_sum_exp, sums = attention_rows.attend(attention, value, valid, powers)
     return output, sums, attention_rows.probabilities(attention, log_sum_exp)
 
 
@@ -199,7 +202,7 @@ def _statistics(
 
 
 def _highest_rows(attention: ScoredAttention, request: StatisticsRequest, policy: Policy, valid: Tensor) -> Tensor:
-    """Return the highest smoothed attention that any of the last queries paid, float32 [B, H', S]."""
+    """Return the highest smoothed probability of each key among the last queries, float32 [B, H', S]."""
     assert isinstance(policy, Smoothing)
     smoothed = functools.partial(policy.smoothed, held=attention.key.shape[2] - attention.query.shape[2])
     peaks = highest_rows(attention, valid, policy.observation, smoothed)

@@ -371,6 +371,11 @@ struct KeptTiles {
   struct Entry {
     int64_t first;       // key
     float top[QUERIES];  // the highest logits
+
+    // What a query's kept probabilities are multiplied by; 0 also for rows that are not numbers.
+    float scale_of(int64_t i, const float* final_top, const float* factor) const {
+      return factor[i] == 0 ? 0 : factor[i] * std::exp2(top[i] - final_top[i]);
+    }
   };
   std::vector<Entry> tiles;
   std::vector<T> probs;  // [tiles, QUERIES, KEYS]
@@ -381,8 +386,8 @@ struct KeptTiles {
   void add_rows(int64_t count, const float* top, const float* factor, float* rows, int64_t stride) {
     for (size_t n = 0; n < tiles.size(); ++n) {
       for (int64_t i = 0; i < count; ++i) {
-        const float by = factor[i] == 0 ? 0 : factor[i] * std::exp2(tiles[n].top[i] - top[i]);
-        if (by == 0) continue;  // also for rows that are not numbers
+        const float by = tiles[n].scale_of(i, top, factor);
+        if (by == 0) continue;
         const T* from = probs_of(n) + i * KEYS;
         float* to = rows + i * stride + tiles[n].first;
         for (int64_t at = 0; at < KEYS; at += LANES)
@@ -396,13 +401,12 @@ struct KeptTiles {
     for (size_t n = 0; n < tiles.size(); ++n) {
       const Entry& tile = tiles[n];
       float by[QUERIES];
-      for (int64_t i = 0; i < count; ++i)
-        by[i] = factor[i] == 0 || weights[i] == 0 ? 0 : factor[i] * std::exp2(tile.top[i] - top[i]);
+      for (int64_t i = 0; i < count; ++i) by[i] = weights[i] == 0 ? 0 : tile.scale_of(i, top, factor);
       for (int64_t at = 0; at < KEYS; at += LANES) {
         const T* from = probs_of(n) + at;
         vec sum{}, square{};
         for (int64_t i = 0; i < count; ++i) {
-          if (by[i] == 0) continue;  // also for rows that are not numbers
+          if (by[i] == 0) continue;
           const vec prob = load_as_float(from + i * KEYS) * by[i], weighted = prob * weights[i];
           sum += weighted;
           square += weighted * prob;

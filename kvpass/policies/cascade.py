@@ -309,14 +309,14 @@ def moving_averages(blocks: Iterable[Tensor], valid: Tensor, decay: float) -> It
         blocks: s for consecutive queries, [B, H', n, N], where N never decreases; s is zero for later keys.
         valid: bool [B, q].
     """
-    start, score = 0, torch.empty(0)
+    start, score = 0, None
     for probs in itertools.chain.from_iterable(torch.split(block, AVERAGED_QUERIES, 2) for block in blocks):
         real = valid[:, start : start + probs.shape[2]]
         count = real.cumsum(-1).to(probs.dtype)
         distance = (count[:, :, None] - count[:, None]).clamp(min=0)  # [B, n, n], real queries in between
         weight = ((1 - decay) * decay**distance * real[:, None]).tril()
         weight = torch.cat([decay ** count[..., None], weight], -1)  # the first row is the average so far
-        before = probs.new_zeros(1).expand_as(probs[:, :, :1]) if start == 0 else score
+        before = torch.zeros_like(probs[:, :, :1]) if score is None else score
         before = torch.nn.functional.pad(before, (0, probs.shape[-1] - before.shape[-1]))
         averages = weight[:, None] @ torch.cat([before, probs], 2)
         score, start = averages[:, :, -1:], start + probs.shape[2]

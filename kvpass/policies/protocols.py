@@ -32,7 +32,7 @@ class Scanning(Protocol):
 
 @runtime_checkable
 class Smoothing(Protocol):
-    """A policy that lists "scan", of which the result is the highest attention that any of the last queries paid."""
+    """A policy that lists "scan", of which the result is the highest probability of each key among the last queries."""
 
     def smoothed(self, probs: Tensor, valid: Tensor, held: int) -> Tensor:
         """Return rows of attention as the policy compares them; never traced.

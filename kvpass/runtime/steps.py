@@ -25,6 +25,7 @@ from kvpass.rewrite.validation.steps import validate
 from kvpass.runtime.caches import (
     StepKind,
     advance_counts,
+    call_pins,
     call_pins_for,
     grow_for,
     longer_placeholder,
@@ -136,8 +137,9 @@ class StepExecutor:
 
     def _caches_with_pins(self, caches: list[LayerCache]) -> list[tuple[LayerCache, Pins]]:
         """Return the caches in which the running call pins tokens, each with its pins."""
-        given = [(cache, call_pins_for(cache)) for cache in caches]
-        return [(cache, pins) for cache, pins in given if pins is not None]
+        if call_pins() is None:  # as in almost all steps
+            return []
+        return [(cache, pins) for cache in caches if (pins := call_pins_for(cache)) is not None]
 
     def tick(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> tuple[bool, list[tuple[Any, ...]]]:
         """Return whether a decode step with these arguments compacts, and the policy clocks after the step."""
