@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import gc
 import math
+import os
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
@@ -48,6 +50,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left = [item for cases in slow for item in left_out(cases, spread(cases, wanted(cases)))]
         config.hook.pytest_deselected(items=left)
         items[:] = left_out(items, left)
+
+
+def pytest_runtest_setup() -> None:
+    """Where there is a time by which tests must end, those that have not begun by then are skipped, and it is said."""
+    if time.time() > float(os.environ.get("KVPASS_TESTS_UNTIL", "inf")):
+        pytest.skip("not run: the time for tests is up")
 
 
 def by_test(items: Iterable[pytest.Item]) -> list[list[pytest.Item]]:

@@ -279,6 +279,7 @@ def test_two_threads(architecture: str, policy: str) -> None:
         assert close(ours, alone, 1e-5)
 
 
+@pytest.mark.slow
 @costly
 def test_two_threads_from_cold(architecture: str, policy: str) -> None:
     """torch traces with functions patched for the whole process, so that another thread's call may raise meanwhile.
@@ -619,7 +620,7 @@ def test_beyond_the_recompile_limit(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not isinstance(feed(model, ids, mask, [10]).cache.layers[0].keys, Handle)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [8, 1])
 def test_a_model_compiled_by_kvpass_has_room_for_more_graphs(limit: int) -> None:
     torch._dynamo.reset()

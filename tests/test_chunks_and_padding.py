@@ -68,6 +68,7 @@ def test_padded_prompts_and_chunks(row, data):
     compare(case, [case.prompt, *lengths], data.draw(st.sampled_from([0.0, 0.2, 0.6])))
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("row", EVICTING, ids=lambda row: row.name)
 @given(data=st.data())
 def test_padded_steps_change_nothing(row, data):
@@ -103,6 +104,7 @@ def test_a_row_of_a_batch_is_as_alone(row, data):
         assert together.positions()[b] == alone.positions()[0]
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("row", [row for row in TABLE if row.periodic or row.name == "buzz"], ids=lambda row: row.name)
 @given(data=st.data())
 def test_a_missed_compaction_stays_within_the_slots(row, data):
@@ -117,6 +119,7 @@ def test_a_missed_compaction_stays_within_the_slots(row, data):
         assert all(len(head) == len(set(head)) < layout.capacity for row in lowered.positions() for head in row)
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("row", [row for row in EVICTING if row.rows], ids=lambda row: row.name)
 @given(data=st.data())
 def test_rows_with_budgets_of_their_own(row, data):

@@ -46,7 +46,7 @@ def settings(name: str, architecture: str, budget: int, layers: int = 2) -> dict
     return {"policy": name, "budget": fitting(policy, budget) if policy.evicts else 64, **options}
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @every_policy
 @every_model
 def test_the_uncompiled_model_until_something_is_evicted(
@@ -68,7 +68,7 @@ def test_the_uncompiled_model_until_something_is_evicted(
     assert model.graphs == 2  # a prompt and a step, whatever the policy
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(6)
 @every_policy
 @every_model
 def test_the_reference_at_every_step(
@@ -93,7 +93,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "budget", "options"), OPTIONS, ids=lambda value: str(value))
 def test_the_reference_at_every_step_with_options(
     traced: Callable[..., Traced], name: str, budget: int, options: dict[str, object]

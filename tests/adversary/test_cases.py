@@ -1184,8 +1184,8 @@ def parameter(case: Row) -> Any:
     return pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case.slow else [])
 
 
-@pytest.mark.few(36)  # and `make slow` has the others
-@pytest.mark.some(144)
+@pytest.mark.few(18)  # and `make slow` has the others
+@pytest.mark.some(48)
 @pytest.mark.parametrize("case", [parameter(row) for row in ROWS])
 def test_held_or_refused(case: Row) -> None:
     verdict = judge(case.make())
@@ -1193,6 +1193,7 @@ def test_held_or_refused(case: Row) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.some(8)
 @pytest.mark.parametrize("case", [parameter(row) for row in ROWS])
 def test_held_or_refused_under_other_policies(case: Row) -> None:
     policy = ("streaming", "h2o")[ROWS.index(case) % 2]

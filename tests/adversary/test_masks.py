@@ -88,7 +88,7 @@ def padding_of(p: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return torch.zeros_like(seen_by, dtype=torch.float32).where(seen_by, -torch.inf)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @parameters(BOUND)
 def test_arguments_are_bound_by_signature(spelling: Spelling) -> None:
     """`op_table.normalize_calls` writes every call in one form before anything is read, and no reader sees another."""
@@ -111,7 +111,7 @@ SCALED = [
 ]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @parameters(SCALED)
 def test_a_mask_is_judged_after_all_later_factors(spelling: Spelling) -> None:
     """The walk from the softmax back has multiplied the factors of all later operations when it meets a mask."""
@@ -150,14 +150,14 @@ EMPTY = [
 ]
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @parameters(EMPTY)
 def test_a_query_that_sees_nothing_gets_the_models_answer(spelling: Spelling) -> None:
     """What is hidden stays above what is not there: free slots are at -inf, which no mask of the model is below."""
     spelling.check()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", ["streaming", "h2o", "sage"])
 @parameters([EMPTY[0], EMPTY[3], EMPTY[10], EMPTY[13]])
 def test_a_query_that_sees_nothing_under_other_policies(spelling: Spelling, policy: str) -> None:
@@ -194,7 +194,7 @@ TWICE = [
 ]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @parameters(TWICE)
 def test_masks_apply_in_the_models_order(spelling: Spelling) -> None:
     """Masks are composed from the first to the last; numbers that cannot be told apart so are refused."""
@@ -237,7 +237,7 @@ def padding_in(a: Tensor, p: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return added_in(a.dtype, (j <= i) & keys(p).bool(), torch.finfo(a.dtype).min)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @parameters(HALVES)
 def test_numbers_absorb_logits_in_the_models_own_dtype(spelling: Spelling) -> None:
     """float16 has no number lower than -65504: added to it, logits of ordinary size are rounded away."""
@@ -284,7 +284,7 @@ WRITTEN = [
 ]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @parameters(WRITTEN)
 def test_writes_in_place_to_logits_are_read(spelling: Spelling) -> None:
     """Such a write has no users: the walk from the softmax back meets it as the last write to what is read."""
@@ -311,6 +311,7 @@ MASKS_WRITTEN = [
 ]
 
 
+@pytest.mark.few(2)
 @parameters(MASKS_WRITTEN)
 def test_writes_in_place_to_a_mask_are_read(spelling: Spelling) -> None:
     """The nodes that write have no users, so a slice for one key would be that of the mask before the write.
@@ -341,7 +342,7 @@ SINKS = [
 ]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @parameters(SINKS)
 def test_what_is_done_to_sinks_too_is_refused(spelling: Spelling) -> None:
     """The walk meets the column of sinks only where nothing has been done to it."""
@@ -417,7 +418,7 @@ def crossed(p: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return hidden(i, j) + torch.zeros(()).masked_fill(keys(p) == 0, -1e9)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @parameters(VIEWED)
 def test_masks_are_read_along_the_axes_of_their_logits(spelling: Spelling) -> None:
     """Each mask is aligned with the shape of the logits that it meets, and that is compared with rows and heads."""
@@ -453,7 +454,7 @@ def of_queries(a: Tensor) -> Tensor:
     return torch.arange(a.shape[-1] - a.shape[-2], a.shape[-1], dtype=torch.bfloat16)[:, None]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @parameters(COUNTED)
 def test_an_index_keeps_its_dtype(spelling: Spelling) -> None:
     """A key's index is converted as the model's arange is; where its dtype rounds sums, the model's code counts."""

@@ -65,6 +65,7 @@ def check(attended: Attended, valid: Tensor, sums: list[Tensor]) -> None:
 
 
 @pytest.mark.few(12)
+@pytest.mark.some(24)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("sees", [True, False], ids=["sees", "blind"])
 @pytest.mark.parametrize("ends", ["plain", "cap", "sink"])
@@ -104,7 +105,7 @@ def test_answers_to_padding_and_scores_are_numbers(
         check(attended, real, list(attended.statistics))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("low", [-torch.inf, torch.finfo(torch.float32).min, -1e9])
 @pytest.mark.parametrize("policy", ["h2o", "streaming"])
 def test_outputs_are_numbers_where_the_models_own_are(policy: str, low: float) -> None:

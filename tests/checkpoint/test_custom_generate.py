@@ -22,6 +22,7 @@ SUBJECTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("subject", SUBJECTS, indirect=True)
 def test_the_checkpoint_generates_by_the_folder(
     subject: Subject, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from kvpass.apps.demo.chat import talk
@@ -32,6 +33,7 @@ class Noted:
         return made
 
 
+@pytest.mark.slow
 def test_a_chat_feeds_the_template_and_evicting_nothing_answers_as_the_uncompiled_model() -> None:
     model, tokenizer = loaded(torch.float32)
     model = first_layers(model, 4)

@@ -77,6 +77,7 @@ def check_a_loaded_cache_goes_on(
         assert all(torch.equal(a, b) for a, b in zip(ours.slots.tensors(), theirs.slots.tensors(), strict=True))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "kv_dtype"), QUICK.items())
 def test_a_loaded_cache_goes_on_bit_for_bit(model: Traced, name: str, kv_dtype: Any, tmp_path: Path) -> None:
     """A prompt with padding, a chunk and steps before, and a chunk and steps after."""
@@ -208,6 +209,7 @@ torch.save({"logits": logits, "held": kvpass.inspect(cache).layers[0].positions}
 """
 
 
+@pytest.mark.slow
 def test_another_process_goes_on_bit_for_bit(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     ids, mask = prompt(2, 64, (3, 0))

@@ -113,6 +113,7 @@ def small_budgets() -> Iterator[Any]:
             yield pytest.param(chosen, budget, rows, marks=marks, id=f"{name}-{budget}-{rows}{'-pinned' * pinned}")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("policy", "budget", "rows"), list(small_budgets()))
 def test_what_a_small_budget_holds_is_warmed_up(
     policy: kvpass.policies.Policy, budget: int, rows: int, caplog: pytest.LogCaptureFixture
@@ -181,7 +182,7 @@ def stopped(rows: Tensor, stop: list[int]) -> list[list[int]]:
     return [row[:end] for row, end in zip(rows.tolist(), ends, strict=True)]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("every", [1, 4, 32])
 def test_stop_tokens(every: int) -> None:
     model, (ids, mask) = llama(), prompt(3, 9, (3, 1, 0))
@@ -298,7 +299,7 @@ class Watched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["window", "h2o", "d2o", "tova", "roco"])
 @pytest.mark.parametrize("given", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_a_step_asks_nothing_of_the_device(name: str, given: dict[str, Any]) -> None:

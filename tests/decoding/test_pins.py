@@ -63,6 +63,7 @@ def stepped(model: Any, cache: Any, count: int, mask: Tensor | None = None) -> A
     return out
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("on_top", [False, True])
 @pytest.mark.parametrize("policy", ["h2o", "streaming"])
 def test_chunks_turns_and_steps_are_the_references(model: Traced, policy: str, on_top: bool) -> None:
@@ -88,7 +89,7 @@ def test_chunks_turns_and_steps_are_the_references(model: Traced, policy: str, o
     assert counts == ([[15] * 2, [15] * 2, [13] * 2] if on_top else [[12] * 2] * 3)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", [{}, {"compress_at": "first_decode"}, {"skip_layers": (1,)}], ids=str)
 def test_layers_with_budgets_of_their_own_raise_each(layered: Traced, options: dict[str, Any]) -> None:
     """d2o merges, gives each layer its budget, and may leave layers whole."""
@@ -107,7 +108,7 @@ def test_layers_with_budgets_of_their_own_raise_each(layered: Traced, options: d
     torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", ["random", "knorm", "window"])
 @pytest.mark.parametrize("on_top", [False, True])
 def test_tokens_that_come_one_by_one_can_be_pinned(model: Traced, policy: str, on_top: bool) -> None:

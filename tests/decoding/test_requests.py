@@ -404,7 +404,7 @@ def windowed(window: int) -> Any:
     return transformers.MistralForCausalLM(config).eval()
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [dict(budget=16), dict(budget=6), dict(policy="streaming", budget=8)], ids=str)
 def test_models_with_a_sliding_window(given: dict[str, Any]) -> None:
     """A layer's own window is a constant of its cache: the same before there are tokens and after each prompt."""

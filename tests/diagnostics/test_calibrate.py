@@ -16,6 +16,7 @@ TEXT = torch.randint(3, 128, (300,), generator=torch.Generator().manual_seed(5))
 HALVES = [[*range(8)], [*range(8, 16)]]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("architecture", "theta", "pairs"),
     [
@@ -72,6 +73,7 @@ def test_statistics_are_those_of_the_projections() -> None:
     assert found == kvpass.calibrate(build("Llama"), TEXT, window=64)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", ["tri_attention", "expected_attention"])
 def test_a_calibrated_model_runs(policy: str) -> None:
     model = build("Llama")

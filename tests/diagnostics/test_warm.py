@@ -80,6 +80,7 @@ def test_no_chunk_of_a_prompt_is_compiled_afterwards(policy: str, compiled: Call
         assert compiled() == before, length
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("rows", "chunk", "policy"),
     [
@@ -121,6 +122,7 @@ class Plain(nn.Module):
         return self.model(input_ids, past_key_values=past_key_values, use_cache=use_cache)
 
 
+@pytest.mark.slow
 def test_a_model_without_generate(compiled: Callable[[], tuple[int, int]]) -> None:
     model = kvpass.warm(Plain(), "streaming", budget=BUDGET, progress=False)
     before = compiled()
@@ -129,7 +131,7 @@ def test_a_model_without_generate(compiled: Callable[[], tuple[int, int]]) -> No
     assert compiled() == before
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [None, 8])
 def test_a_policy_that_keeps_everything_has_room_in_its_budget(
     chunk: int | None, compiled: Callable[[], tuple[int, int]]
@@ -140,10 +142,8 @@ def test_a_policy_that_keeps_everything_has_room_in_its_budget(
     assert compiled() == before
 
 
-@pytest.mark.parametrize(
-    ("policy", "budget"),
-    [("full", 24), pytest.param("full", 2, marks=pytest.mark.slow), pytest.param("h2o", 12, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("policy", "budget"), [("full", 24), ("full", 2), ("h2o", 12)])
 def test_what_a_small_budget_holds_is_compiled(policy: str, budget: int, caplog: pytest.LogCaptureFixture) -> None:
     pinned = policy != "full"
     kvpass.warm(build("Llama", layers=1), policy, budget=budget, keep_prompt=pinned, progress=False, inner="eager")

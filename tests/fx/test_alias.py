@@ -10,6 +10,7 @@ from kvpass.fx import alias
 from tests.models import build
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", ["streaming", "h2o", "cascade"])
 def test_memory_is_analysed_as_often_for_many_layers(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An analysis of all nodes for each layer takes time that grows with the square of the layers."""

@@ -34,6 +34,7 @@ def check(case: store.Case, stored: dict[str, Any]) -> None:
     assert store.difference(case, record(model, [policy])[policy], stored) == ""
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", FIRST, ids="-".join)
 def test_a_recorded_case_is_as_it_was(case: store.Case, stored: dict[str, Any]) -> None:
     check(case, stored)

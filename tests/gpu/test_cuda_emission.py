@@ -52,6 +52,7 @@ def test_kernels_compile_for_both_targets_and_attention_spills_nothing(name: str
         assert all(binary.spills == 0 for binary in attention)
 
 
+@pytest.mark.slow
 @every_policy
 def test_launches_of_a_layer(name: str, dtype: torch.dtype) -> None:
     made = emission(name, dtype)

@@ -412,6 +412,7 @@ print(out.logits.isfinite().all().item())
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", ["streaming", "tova", "full"])
 def test_the_first_use_may_be_in_a_chunk_that_is_traced(policy):
     """Products are checked on real tensors then; a process of its own has checked none."""

@@ -94,6 +94,7 @@ def test_heads_that_are_moved_before_the_projection_are_refused() -> None:
         compiled(model)(ids(1, 30), use_cache=True)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_cache_from_a_file_decodes_and_takes_no_turn(tmp_path: Any) -> None:
     run = compiled(build("Llama"))

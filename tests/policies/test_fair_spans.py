@@ -65,6 +65,7 @@ def ids(tokens: int) -> Tensor:
     return torch.randint(3, 128, (1, tokens), generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_both_instructions_of_a_prompt_are_held() -> None:
     """A window of the last tokens has none of the first 12; with spans it has as many of these as of the others."""

@@ -133,6 +133,7 @@ def test_rows_are_compacted_one_by_one(traced: Callable[..., Traced]) -> None:
         assert [int((step[0][row, 0] >= 0).sum()) for step in run.held] == expected
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("positions", ["absolute", "cache"])
 def test_two_graphs_of_steps_and_no_more(positions: str) -> None:
     """One that appends and one that compacts; what Dynamo traced is one graph."""

@@ -36,6 +36,7 @@ def spelled_out() -> Any:
     return getattr(transformers, name)(made).eval()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("policy", "expected"),
     [
@@ -60,7 +61,7 @@ def test_attention_that_a_model_spells_out_is_kept() -> None:
     assert counted(spelled_out(), 9, policy="h2o", budget=8) == (2, 2, 0)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("policy", ["h2o", "cascade"])
 @pytest.mark.parametrize("architecture", ["Llama", "GPT2"])

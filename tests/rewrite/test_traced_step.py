@@ -39,7 +39,7 @@ class Traced:
         return self.graphs[compact](*arguments)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 @settings(max_examples=6)
 @given(data=st.data())

@@ -115,7 +115,7 @@ AROUND: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", AROUND)
 def test_a_model_inside_is_bounded_wherever_generate_is_called(name: str) -> None:
     around, called = AROUND[name]
@@ -229,7 +229,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", COPIES)
 def test_a_copy_is_bounded(way: str) -> None:
     """What compiles a module is part of its state, so no way to copy all of the state can lose it."""
@@ -277,6 +277,7 @@ def test_a_backend_is_pickled_as_its_settings() -> None:
 # -- torch.compile gives up, or is turned off -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_sweep_of_policies_is_bounded() -> None:
     """torch's limit counts the graphs of all backends of a function; that of kvpass's is another."""
     model, (ids, _) = tiny(), prompt(1, 12, ())
@@ -288,6 +289,7 @@ def test_a_sweep_of_policies_is_bounded() -> None:
             assert bounded(out.past_key_values), policy
 
 
+@pytest.mark.slow
 def test_graphs_of_other_backends_leave_room() -> None:
     """Also where others have filled the function's graphs up to the limit, in another thread's settings as well."""
     model, chosen = tiny(), kvpass.backend(**POLICY)
@@ -377,6 +379,7 @@ def test_strict_counts_among_the_options_of_a_backend_by_name(strict: bool, monk
             assert not bounded(call(ids[:1, :7], use_cache=True).past_key_values)
 
 
+@pytest.mark.slow
 def test_graphs_of_equal_options_by_name_share_the_plans_of_a_model() -> None:
     """A calibrated plan is the first prompt's for all lengths."""
     given: dict[str, Any] = dict(policy="d2o", budget=8, inner="eager", calibrate=True)
@@ -394,6 +397,7 @@ def test_graphs_of_equal_options_by_name_share_the_plans_of_a_model() -> None:
     assert first != capacities("kvpass", options={**given, "calibrate": False})[1]
 
 
+@pytest.mark.slow
 def test_a_backend_by_name_lives_as_long_as_its_graphs() -> None:
     model, (ids, _) = tiny(), prompt(1, 12, ())
     weight = weakref.ref(model.lm_head.weight)
@@ -429,6 +433,7 @@ OFF: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", OFF)
 def test_where_torch_compile_is_off_there_is_an_error_and_afterwards_a_bound(name: str) -> None:
     model = kvpass.compile(tiny(), **POLICY)
@@ -454,7 +459,7 @@ ELSEWHERE: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ELSEWHERE)
 @pytest.mark.parametrize("compiled", [False, True], ids=["first call", "later call"])
 def test_what_another_thread_runs_under_is_not_ours(name: str, compiled: bool) -> None:
@@ -516,7 +521,7 @@ HOOKS: dict[str, Callable[[Any, list[int]], Any]] = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", HOOKS)
 def test_hooks_that_are_added_and_removed_later_count(name: str) -> None:
     """Dynamo guards what hooks there are, as it does not by default."""
@@ -534,6 +539,7 @@ def test_hooks_that_are_added_and_removed_later_count(name: str) -> None:
     assert bounded(cache)
 
 
+@pytest.mark.slow
 def test_hooks_that_are_added_later_count_in_a_decode_loop() -> None:
     model, (ids, _) = tiny(), prompt(1, 12, ())
     loop = kvpass.DecodeLoop(model, **POLICY)
@@ -562,6 +568,7 @@ def test_attention_masks_of_the_new_tokens_alone_are_named() -> None:
                 model(ids[:, :count], attention_mask=mask[:, -count:], past_key_values=cache)
 
 
+@pytest.mark.slow
 def test_the_mask_of_an_encoder_has_columns_of_its_own() -> None:
     """A refusal of a decoder's step keeps its reason."""
     model = kvpass.compile(zoo.build("t5", "reading"), **POLICY)
@@ -598,6 +605,7 @@ def test_training_with_a_cache_says_what_to_do() -> None:
     assert model.lm_head.weight.grad is not None
 
 
+@pytest.mark.slow
 def test_flex_attention_says_what_to_use() -> None:
     model = tiny()
     model.set_attn_implementation("flex_attention")
@@ -626,6 +634,7 @@ def test_steps_run_under_a_function_mode(mode: Callable[[], Any]) -> None:
     assert graphs() <= 2 * before
 
 
+@pytest.mark.slow
 def test_steps_run_under_a_default_device() -> None:
     torch.set_default_device("cpu")
     try:

@@ -75,7 +75,7 @@ def test_results_are_those_of_layers_traced_one_by_one(architecture: str) -> Non
 
 
 @needs_reuse
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("architecture", ["Llama", "GPT2", "Gemma", "Cohere"])
 def test_one_trace_serves_all_layers_of_each_graph(architecture: str) -> None:
     model, backend = models.build(architecture, layers=LAYERS), Counting()
@@ -84,6 +84,7 @@ def test_one_trace_serves_all_layers_of_each_graph(architecture: str) -> None:
     assert set(backend.layers) == {(LAYERS, 1)}
 
 
+@pytest.mark.few(1)
 @needs_reuse
 @pytest.mark.parametrize("replaced", range(LAYERS))
 def test_each_layer_has_weights_of_its_own(replaced: int) -> None:
@@ -126,6 +127,7 @@ def _asks_the_cache(layer: Any) -> None:
     layer.self_attn.forward = asking
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("changed", [pytest.param(_breaks, marks=pytest.mark.slow), _counts, _asks_the_cache])
 def test_layers_that_no_region_can_hold_are_traced_one_by_one(
     changed: Callable[[Any], None], caplog: pytest.LogCaptureFixture
@@ -236,6 +238,7 @@ def test_a_reuse_with_the_weights_of_another_layer_is_seen() -> None:
     assert backend.layers[-1] in ((0, 0), (LAYERS, 1))
 
 
+@pytest.mark.slow
 def test_copies_have_layers_of_their_own() -> None:
     model, ids = models.build("Llama", layers=LAYERS), ids_of(1, 10)
     kvpass.compile(model, "full", inner="eager")

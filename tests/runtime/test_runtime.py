@@ -165,6 +165,7 @@ def test_interleaved_conversations_do_not_touch_each_other() -> None:
                 assert torch.allclose(out.logits[:, 0], expected[:, t], atol=1e-5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", ["streaming", "h2o"])
 def test_bfloat16(traced: Callable[..., Traced], policy: str) -> None:
     model = traced("Llama", dtype=torch.bfloat16, layers=1)
@@ -197,6 +198,7 @@ def from_a_longer_text(ids: torch.Tensor, t: int) -> torch.Tensor:
     return torch.cat([ids, ids], 1)[:, ids.shape[1] + t :][:, :1]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("take", [tail, from_a_longer_text])
 @torch.no_grad()
 def test_the_place_of_a_token_in_memory_compiles_nothing(take: Callable[[torch.Tensor, int], torch.Tensor]) -> None:

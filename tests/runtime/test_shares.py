@@ -28,7 +28,7 @@ def held(run: Any, row: int = 0, padding: int = 0, step: int = -1) -> list[list[
 
 @pytest.mark.parametrize("policy", ["streaming", "h2o", "cascade", "d2o"])
 @pytest.mark.parametrize("padding", [(6,), (6, 6)], ids=["one row", "two rows"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_padding_is_not_shared_in(traced: Callable[..., Traced], policy: str, padding: tuple[int, ...]) -> None:
     """Rows of 14 tokens in 20 columns keep 7 of them, and not 10."""
     model, (ids, mask) = traced("Llama", len(padding), "is padded or not"), prompt(len(padding), 24, padding)
@@ -83,7 +83,7 @@ def settings(name: str, options: dict[str, Any]) -> dict[str, Any]:
     return {"policy": name, "budget": 0.5, **options}
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @every_policy
 def test_a_row_keeps_its_own_share_beside_others(
     traced: Callable[..., Traced], name: str, options: dict[str, Any]
@@ -117,7 +117,7 @@ PICKED = [
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "options"), PICKED, ids=[name for name, _ in PICKED])
 @torch.no_grad()
 def test_budgets_go_with_the_rows_that_are_picked(
@@ -154,6 +154,7 @@ def test_budgets_go_with_the_rows_that_are_picked(
     ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", ["h2o", "buzz", "d2o"])
 def test_budgets_are_remembered_by_row_where_they_differ_alone(traced: Callable[..., Traced], policy: str) -> None:
     """d2o always does, as layers get budgets of their own."""
@@ -191,6 +192,7 @@ def test_a_window_of_the_models_own_within_the_share_of_some_rows_is_refused() -
         model(ids, attention_mask=mask, use_cache=True)
 
 
+@pytest.mark.slow
 def test_a_share_for_an_aligner_is_no_larger_than_its_window() -> None:
     """Positions of a long prompt too; rows are what they are alone."""
     ids, mask = prompt(2, 90, (50, 0))

@@ -98,7 +98,7 @@ def test_ten_batches_are_two_compilations(first: int) -> None:
     assert len(backend.made) == 2
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", NAMES)
 def test_chunks_of_any_batch_are_one_compilation(policy: str) -> None:
     """No code that is traced reads the number of rows as an int: `len` of a tensor would fix it."""

@@ -34,7 +34,7 @@ def session(policy: str, budget: int | None, feed: Feed = "chunk", chunk: int | 
 MEASURE = AgreementMeasure(documents=3, tokens=20, batch=2, edges=(0, 4))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("feed", "chunk"), [("chunk", 4), ("token", 1), ("whole", None)])
 def test_a_full_cache_agrees_with_itself(feed: Feed, chunk: int | None) -> None:
     rows = list(MEASURE.rows(session("full", None, feed, chunk)))
@@ -44,6 +44,7 @@ def test_a_full_cache_agrees_with_itself(feed: Feed, chunk: int | None) -> None:
     assert rows[0]["tokens"] == 3 * (10 if feed == "whole" else 19)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("feed", "chunk"), [("chunk", 4), ("token", 1)])
 def test_a_policy_agrees_until_it_evicts(feed: Feed, chunk: int | None) -> None:
     found = session("window", 8, feed, chunk)

@@ -7,6 +7,8 @@ import gc
 import os
 from typing import Any
 
+import pytest
+
 from kvpass.cache.layer_cache import LayerCache
 from tests.apps.serving.load import asked_alone, bombard, resident
 from tests.apps.serving.small import NAME, Running
@@ -27,6 +29,7 @@ def requests() -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 def test_eight_clients(running: Running) -> None:
     questions = asyncio.run(asked_alone(running.url, requests()))
     tally = asyncio.run(bombard(running.url, questions, clients=8, rounds=6))

@@ -49,6 +49,7 @@ def test_a_step_and_a_chunk_are_a_prologue_and_alike_layers_and_an_epilogue(poli
         assert all(place[parent] < place[node] for node in run for parent in node.all_input_nodes if parent in place)
 
 
+@pytest.mark.slow
 def test_layers_of_two_kinds() -> None:
     model = build("Llama", layers=6)
     for layer in model.model.layers[1::2]:

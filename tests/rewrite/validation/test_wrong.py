@@ -147,7 +147,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("model", "patch", "settings"), WRONG)
 def test_a_wrong_step_is_refused(
     model: Small, patch: Patch, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -280,7 +280,7 @@ BLIND = [
 ]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("pieces", [(5, 1), (4, 2)], ids=["step", "chunk"])
 @pytest.mark.parametrize(("attend", "patch", "inputs"), BLIND)
 def test_a_wrong_answer_to_a_query_that_sees_no_key_is_refused(
@@ -308,8 +308,9 @@ def chaotic(dtype: torch.dtype, layers: int = 6) -> Any:
     return model.to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("policy", ["h2o", pytest.param("streaming", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("policy", ["h2o", "streaming"])
 def test_a_chaotic_model_is_accepted(dtype: torch.dtype, policy: str) -> None:
     recorder = Recorder()
     run(Traced(chaotic(dtype)), recorder, policy=policy, budget=12)
