@@ -36,9 +36,10 @@ def test_the_uncompiled_model_until_something_is_evicted(subject: Subject, name:
         check_equal(answer, forced(subject.plain, answer))
 
 
-@float32
+@pytest.mark.slow
 @pytest.mark.some(2)
-@policies
+@float32
+@pytest.mark.parametrize("name", ROWS)
 def test_the_reference_after_eviction(subject: Subject, name: str) -> None:
     """Greedy tokens of `generate`, on both sides: what is traced of 30 layers is shared then."""
     tight = subject.settings(name, TIGHT)
