@@ -24,7 +24,6 @@ tokens are inserted one at a time.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
@@ -40,7 +39,6 @@ from kvpass.policies.types import Attention, State, Tokens
 
 BASES = {"pow2": 2, "pow3": 3, "pow4": 4}
 NO_VICTIM = -2
-AVERAGED_QUERIES = 32  # in a product, which takes as many operations for each number
 DROPPED = -1.0  # the score of a dropped token; scores are never negative
 
 
@@ -310,17 +308,24 @@ def moving_averages(blocks: Iterable[Tensor], valid: Tensor, decay: float) -> It
         valid: bool [B, q].
     """
     start, score = 0, None
-    for probs in itertools.chain.from_iterable(torch.split(block, AVERAGED_QUERIES, 2) for block in blocks):
+    for probs in blocks:
         real = valid[:, start : start + probs.shape[2]]
-        count = real.cumsum(-1).to(probs.dtype)
-        distance = (count[:, :, None] - count[:, None]).clamp(min=0)  # [B, n, n], real queries in between
-        weight = ((1 - decay) * decay**distance * real[:, None]).tril()
-        weight = torch.cat([decay ** count[..., None], weight], -1)  # the first row is the average so far
-        before = torch.zeros_like(probs[:, :, :1]) if score is None else score
-        before = torch.nn.functional.pad(before, (0, probs.shape[-1] - before.shape[-1]))
-        averages = weight[:, None] @ torch.cat([before, probs], 2)
-        score, start = averages[:, :, -1:], start + probs.shape[2]
+        score = torch.zeros_like(probs[:, :, 0]) if score is None else score
+        score = torch.nn.functional.pad(score, (0, probs.shape[-1] - score.shape[-1]))
+        averages = torch.empty_like(probs)
+        queries = zip(probs.unbind(2), averages.unbind(2), _decays_of(real, decay, probs.dtype), strict=True)
+        for query_probs, average, query_decay in queries:
+            score = torch.lerp(query_probs, score, query_decay, out=average)
+        start += probs.shape[2]
         yield averages
+
+
+def _decays_of(real: Tensor, decay: float, dtype: torch.dtype) -> Sequence[Any]:
+    """Return the decay of each query: a number, or [B, 1, 1] with 1 for padding if some queries are padding."""
+    if real.all():  # an operation with a number takes half as long
+        return [decay] * real.shape[1]
+    decays = torch.full_like(real, decay, dtype=dtype).masked_fill(~real, 1)
+    return decays[:, :, None, None].unbind(1)
 
 
 def mark_survivors(line: Tensor, score: Tensor) -> Tensor:
