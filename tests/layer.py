@@ -153,9 +153,9 @@ class Literal:
             k = rotary(kept, place, self.theta) if ranked else kept
         attended = k
         if layer.length:
-            rows = layer.held_rows("key")
+            rows = layer.held_vectors("key")
             attended = torch.cat([rotary(rows, layer.ranks().clamp(min=0), self.theta) if ranked else rows, k], 2)
-            values = torch.cat([layer.held_rows("value"), values], 2)
+            values = torch.cat([layer.held_vectors("value"), values], 2)
             bias = layer.bias(q.shape[1] // k.shape[1])
         groups = q.shape[1] // self.layout.groups
         count = new.valid.shape[1]

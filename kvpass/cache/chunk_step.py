@@ -13,7 +13,7 @@ from torch import Tensor
 from kvpass.cache.layout import Layout
 from kvpass.cache.site import Attended, NewTokens, Site, class_by_class
 from kvpass.cache.slots import Slots
-from kvpass.cache.step import add_biases, log_sum_exp, stored_rows, with_logit_scale, with_mask
+from kvpass.cache.step import add_biases, log_sum_exp, stored_vectors, with_logit_scale, with_mask
 from kvpass.lowering.attend import attend, by_kernel
 from kvpass.lowering.attention_statistics import StatisticsSpec, fuses_attention, statistics
 from kvpass.lowering.formats import Sections, plain
@@ -36,7 +36,7 @@ def extend_step(layout: Layout, site: Site, slots: Slots, new: NewTokens) -> Att
     chunk = query.shape[2]
     held, rotate = slots.tokens(layout), site.rotate
     query = with_logit_scale(policy, query, held.live.sum(-1)[:, :1] + valid.sum(-1, keepdim=True))
-    stored, rows = (part.read_as(layout.dtype) for part in stored_rows(layout, site, slots, held))
+    stored, rows = (part.read_as(layout.dtype) for part in stored_vectors(layout, site, slots, held))
     rotated = stored if rotate is None else torch.cat(rotate(Sections((stored,)), slots.rank), -1)
     keys = torch.cat([rotated, key.to(rotated.dtype)], 2)
     values, facts = torch.cat([rows, value.to(rows.dtype)], 2), list[Tensor]()

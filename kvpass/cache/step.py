@@ -18,7 +18,7 @@ from kvpass.cache.slots import FREE, READ_ONLY_STATE, Slots, row_indices
 from kvpass.fx.precision import FILLED, upcast
 from kvpass.lowering.attend import LOWEST, Rope, Rotation, UnknownQueries, attend, capped, scores
 from kvpass.lowering.attention_statistics import regrouped
-from kvpass.lowering.formats import Rows, plain
+from kvpass.lowering.formats import EncodedVectors, plain
 from kvpass.policies.base import Policy
 from kvpass.policies.protocols import Aligning, Merging
 from kvpass.policies.ranking import INT64_MAX, rank_of
@@ -35,10 +35,13 @@ def decode_step(layout: Layout, site: Site, slots: Slots, new: NewTokens, compac
         compact: build the graph that compacts, which the host runs when `Policy.tick` says so.
     """
     policy, valid = layout.policy, new.valid
-    rows = (Rows.of(layout.key_format, new.key), Rows.of(layout.value_format, new.value))
-    tokens, index = _with_new_token(layout, slots, rows, valid)
+    vectors = (EncodedVectors.of(layout.key_format, new.key), EncodedVectors.of(layout.value_format, new.value))
+    tokens, index = _with_new_token(layout, slots, vectors, valid)
     _write(
-        slots, rows, slots.free if site.write_index is None else site.write_index, valid if policy.overwrites else None
+        slots,
+        vectors,
+        slots.free if site.write_index is None else site.write_index,
+        valid if policy.overwrites else None,
     )
     view = _QueryView.of(layout, site, slots, tokens, index, new)
     attended, probs, logits = view.attend(with_logits=bool(policy.statistics))
@@ -63,8 +66,8 @@ def read_step(layout: Layout, site: Site, slots: Slots, new: NewTokens) -> Atten
         slots: K and V after the step, and all other tensors as before it.
         new: this layer's query, and the key and value of the step.
     """
-    rows = (Rows.of(layout.key_format, new.key), Rows.of(layout.value_format, new.value))
-    tokens, index = _with_new_token(layout, slots, rows, new.valid)
+    vectors = (EncodedVectors.of(layout.key_format, new.key), EncodedVectors.of(layout.value_format, new.value))
+    tokens, index = _with_new_token(layout, slots, vectors, new.valid)
     return _QueryView.of(layout, site, slots, tokens, index, new).attend(with_logits=False)[0]
 
 
@@ -73,15 +76,15 @@ class _QueryView:
     """The slots as one query attends to them.
 
     Attributes:
-        query: [B, Ha, ., 1, D], by the heads of the keys; key, value: rows [B, Ha, C, D] and [B, Ha, C, Dv].
+        query: [B, Ha, ., 1, D], by the heads of the keys; key, value: vectors [B, Ha, C, D] and [B, Ha, C, Dv].
         mask, bias: broadcastable to [B, Ha, ., 1, C]; the bias is the model's.
         policy_bias: the policy's bias, broadcastable to the same shape.
     """
 
     site: Site
     query: Tensor
-    key: Rows
-    value: Rows
+    key: EncodedVectors
+    value: EncodedVectors
     mask: Tensor
     bias: Tensor | None
     policy_bias: Tensor | None
@@ -95,12 +98,12 @@ class _QueryView:
         grouped = query.view(query.shape[0], layout.heads, -1, *query.shape[2:])  # [B, Hkv, G, 1, D]
         grouped = with_logit_scale(layout.policy, grouped, tokens.live.sum(-1)[:, :1])
         live = tokens.live[:, :, None, None]  # [B, H', 1, 1, C]
-        key, value, facts = _attended_rows(layout, site, *stored_rows(layout, site, slots, tokens))
+        key, value, facts = _attended_vectors(layout, site, *stored_vectors(layout, site, slots, tokens))
         mask, bias = with_mask(live, site.mask(index, tokens.position, facts) if site.mask else None, site.hidden)
         policy_bias = layout.policy.bias(tokens, grouped.shape[2])
         policy_bias = None if policy_bias is None else policy_bias[..., None, :]
         heads = key.shape[1]
-        if heads != layout.heads:  # keys are computed from stored rows
+        if heads != layout.heads:  # keys are computed from stored vectors
             grouped, mask = regrouped(grouped, heads), _regroup_mask(mask, heads)
             bias, policy_bias = (None if b is None else _regroup_mask(b, heads) for b in (bias, policy_bias))
         rope = None if site.rope is None else dataclasses.replace(site.rope, rank=tokens.rank)
@@ -143,7 +146,9 @@ def _regroup_mask(mask: Tensor, heads: int) -> Tensor:
     return mask if mask.shape[1] * mask.shape[2] == 1 else regrouped(mask, heads)
 
 
-def _with_new_token(layout: Layout, slots: Slots, new: tuple[Rows, Rows], valid: Tensor) -> tuple[Tokens, Tensor]:
+def _with_new_token(
+    layout: Layout, slots: Slots, new: tuple[EncodedVectors, EncodedVectors], valid: Tensor
+) -> tuple[Tokens, Tensor]:
     """Return the metadata with the new token in the free slot, and the indices [B, H', C] with it."""
     is_new = _one_hot(slots.free, layout.capacity) & valid[:, None, None]  # [B, H', C]
     position = torch.where(is_new, slots.seen[:, None, None], slots.position)
@@ -171,12 +176,12 @@ def _ranks_without(rank: Tensor, evicted: Tensor) -> Tensor:
     return torch.where(rank > evicted_rank, rank - 1, rank)
 
 
-def _write(slots: Slots, new: tuple[Rows, Rows], index: Tensor, selection: Tensor | None) -> None:
-    """Write one row of K and V at slot `index` [B, H'] of each head, in the rows `selection` [B]."""
+def _write(slots: Slots, new: tuple[EncodedVectors, EncodedVectors], index: Tensor, selection: Tensor | None) -> None:
+    """Write one vector of K and V at slot `index` [B, H'] of each head, in the rows `selection` [B]."""
     indices = row_indices(index, new[0].shape[1])
     selected = None if selection is None else selection[:, None, None]
-    slots.key.write_row(indices, new[0], selected)
-    slots.value.write_row(indices, new[1], selected)
+    slots.key.write_vector(indices, new[0], selected)
+    slots.value.write_vector(indices, new[1], selected)
 
 
 def with_logit_scale(policy: Policy, query: Tensor, count: Tensor) -> Tensor:
@@ -243,16 +248,16 @@ def _evict(layout: Layout, site: Site, slots: Slots, tokens: Tokens, attention: 
 
 
 def _merge_victim(layout: Layout, slots: Slots, rest: Tokens, victim: Tensor, valid: Tensor) -> State:
-    """Merge the victim's K and V into one row of each head; return the changes to the state."""
+    """Merge the victim's K and V into one slot of each head; return the changes to the state."""
     heads, eviction = slots.key.shape[1], layout.eviction
     evicted = row_indices(victim, heads)
     assert isinstance(eviction, Merging)
-    merge = eviction.merge_evicted(rest, slots.key.read(), slots.key.row_at(evicted)[:, :, None], valid)
+    merge = eviction.merge_evicted(rest, slots.key.read(), slots.key.vector_at(evicted)[:, :, None], valid)
     into = row_indices(merge.into[..., 0], heads)
-    for rows in (slots.key, slots.value):
-        merged = merge.own * upcast(rows.row_at(into)) + merge.weight * upcast(rows.row_at(evicted))
-        stored = Rows.of(rows.format, (merged / (merge.own + merge.share))[:, :, None])
-        rows.write_row(into, stored, merge.share > 0)
+    for vectors in (slots.key, slots.value):
+        merged = merge.own * upcast(vectors.vector_at(into)) + merge.weight * upcast(vectors.vector_at(evicted))
+        stored = EncodedVectors.of(vectors.format, (merged / (merge.own + merge.share))[:, :, None])
+        vectors.write_vector(into, stored, merge.share > 0)
     return merge.state
 
 
@@ -268,7 +273,7 @@ def _compact(layout: Layout, site: Site, slots: Slots, tokens: Tokens, attention
     return rest, layout.eviction.victim(rest)
 
 
-def stored_rows(layout: Layout, site: Site, slots: Slots, tokens: Tokens) -> tuple[Rows, Rows]:
+def stored_vectors(layout: Layout, site: Site, slots: Slots, tokens: Tokens) -> tuple[EncodedVectors, EncodedVectors]:
     """Return the stored keys and values, aligned if the policy aligns them at read."""
     if layout.policy.aligns != "read":
         return slots.key, slots.value
@@ -279,8 +284,10 @@ def stored_rows(layout: Layout, site: Site, slots: Slots, tokens: Tokens) -> tup
     return plain(key), plain(value)
 
 
-def _attended_rows(layout: Layout, site: Site, key: Rows, value: Rows) -> tuple[Rows, Rows, list[Tensor]]:
-    """Return the keys, values and facts that attention and its mask read, from stored rows."""
+def _attended_vectors(
+    layout: Layout, site: Site, key: EncodedVectors, value: EncodedVectors
+) -> tuple[EncodedVectors, EncodedVectors, list[Tensor]]:
+    """Return the keys, values and facts that attention and its mask read, from stored vectors."""
     if site.compute_keys is None:
         return key, value, []
     keys, values, facts = site.compute_keys(key.read_as(layout.dtype), value.read_as(layout.dtype))

@@ -80,7 +80,7 @@ def add_inputs(
 
 
 @triton.jit
-def write_changed_rows(
+def write_changed_vectors(
     hidden,  # [BLOCK, SECOND]
     rows,  # one row of the batch: [H, C, D] by strides
     out,  # [H, C, D], dense
@@ -179,18 +179,18 @@ def repair(
     coarse, fine = split_tf32(tl.maximum(hidden, 0.0))
     hidden = product(coarse, fine, w, tl.zeros([BLOCK, SECOND], tl.float32), False)
     hidden = tl.maximum(hidden + tl.load(inner_bias + s, mask=s < H2, other=0.0)[None, :], 0.0)
-    write_changed_rows(
+    write_changed_vectors(
         hidden, keys, new_key + row * HEADS * C * D, outer, outer_bias, shift, m, r, moving, c, in_range,
         key_head, key_slot, HEADS, C, D, H2, 0, HEADS * (D + DV), SECOND, KEY_OUT,
     )  # fmt: skip
-    write_changed_rows(
+    write_changed_vectors(
         hidden, values, new_value + row * HEADS * C * DV, outer, outer_bias, shift, m, r, moving, c, in_range,
         value_head, value_slot, HEADS, C, DV, H2, HEADS * D, HEADS * (D + DV), SECOND, VALUE_OUT,
     )  # fmt: skip
 
 
-@torch.library.triton_op("kvpass::repair_rows", mutates_args={})
-def repair_rows(
+@torch.library.triton_op("kvpass::repair_vectors", mutates_args={})
+def repair_vectors(
     key: Tensor,
     value: Tensor,
     made: Tensor,
@@ -239,5 +239,5 @@ def repair_by_kernel(
     weights: list[Tensor], key: Tensor, value: Tensor, made: Tensor, rank: Tensor, moves: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Align rows as `kvpass.policies.aligners.Aligner.repair` does, with the weights of one layer."""
-    new_key, new_value = torch.ops.kvpass.repair_rows(as_dense(key), as_dense(value), made, rank, moves, *weights)
+    new_key, new_value = torch.ops.kvpass.repair_vectors(as_dense(key), as_dense(value), made, rank, moves, *weights)
     return new_key, new_value

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvpass.fx.precision import ABSORBING, HIDDEN, upcast
-from kvpass.lowering.formats import Rows, Sections, code_products
+from kvpass.lowering.formats import EncodedVectors, Sections, code_products
 from kvpass.torch_private.inductor import materialize
 
 
@@ -108,8 +108,8 @@ MOST_ROWS = 64  # query heads of a KV head times queries in one program; more ac
 
 def attend(
     query: Tensor,
-    key: Rows,
-    value: Rows,
+    key: EncodedVectors,
+    value: EncodedVectors,
     *,
     scale: float,
     mask: Tensor,
@@ -212,7 +212,7 @@ def softmax_with_sink(logits: Tensor, sink_logit: Tensor | None) -> Tensor:
     return probs / (total.clamp_min(1) if sink_logit is None else total + torch.exp(sink_logit - most))
 
 
-def scores(query: Tensor, key: Rows, *, scale: float, rotate: Rotation | None = None) -> Tensor:
+def scores(query: Tensor, key: EncodedVectors, *, scale: float, rotate: Rotation | None = None) -> Tensor:
     """Return the logits before mask and bias, [B, Hkv, G, q, C] in the dtype of `upcast`.
 
     The products are in the model's dtype.

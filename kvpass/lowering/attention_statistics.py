@@ -18,9 +18,9 @@ from torch import Tensor
 
 from kvpass import policies
 from kvpass.budget import Budget, slots_of_rows
-from kvpass.lowering import attention_rows, attention_tiles
+from kvpass.lowering import attention_sums, attention_tiles
 from kvpass.lowering.attention_blocks import ScoredAttention
-from kvpass.lowering.attention_rows import highest_rows, late_statistics, votes_for_older
+from kvpass.lowering.attention_sums import highest_probs, late_statistics, votes_for_older
 from kvpass.policies import to_json
 from kvpass.policies.base import Policy
 from kvpass.policies.heads import HeadSharding
@@ -128,7 +128,7 @@ def attention_statistics(
     output, sums, rows = _attended(attention, value, valid, parsed.powers, means)
     results = _statistics(attention, parsed, valid, sums)
     if policy is not None and smooths:
-        results["scan"] = _highest_rows(attention, parsed, policy, valid)
+        results["scan"] = _highest_probs(attention, parsed, policy, valid)
     elif policy is not None:
         results["scan"] = _scanned(attention, parsed, policy, valid, row_budgets, rows)
     named = [results[name] for name in parsed.names]
@@ -168,18 +168,18 @@ def _attended(
 ) -> tuple[Tensor | None, list[Tensor], Iterator[Iterator[Tensor]]]:
     """Return the output of attention if there are values, its column sums, and its rows for a scan.
 
-    Rows are computed when they are read; see `kvpass.lowering.attention_rows.probabilities`.
+    Rows are computed when they are read; see `kvpass.lowering.attention_sums.probabilities`.
 
     Args:
         means: whether the mean row of all heads will do.  The output is then complete when all rows have been read.
     """
     if value is None:
-        return None, attention_rows.column_sums(attention, valid, powers), attention_rows.probabilities(attention)
-    if means and not powers and attention_rows.attends_in_tiles(attention):
-        output, rows = attention_rows.attend_with_means(attention, value)
+        return None, attention_sums.column_sums(attention, valid, powers), attention_sums.probabilities(attention)
+    if means and not powers and attention_sums.attends_in_tiles(attention):
+        output, rows = attention_sums.attend_with_means(attention, value)
         return output, [], rows
-    output, log_sum_exp, sums = attention_rows.attend(attention, value, valid, powers)
-    return output, sums, attention_rows.probabilities(attention, log_sum_exp)
+    output, log_sum_exp, sums = attention_sums.attend(attention, value, valid, powers)
+    return output, sums, attention_sums.probabilities(attention, log_sum_exp)
 
 
 def _statistics(
@@ -201,11 +201,11 @@ def _statistics(
     return results
 
 
-def _highest_rows(attention: ScoredAttention, request: StatisticsRequest, policy: Policy, valid: Tensor) -> Tensor:
+def _highest_probs(attention: ScoredAttention, request: StatisticsRequest, policy: Policy, valid: Tensor) -> Tensor:
     """Return the highest smoothed probability of each key among the last queries, float32 [B, H', S]."""
     assert isinstance(policy, Smoothing)
     smoothed = functools.partial(policy.smoothed, held=attention.key.shape[2] - attention.query.shape[2])
-    peaks = highest_rows(attention, valid, policy.observation, smoothed)
+    peaks = highest_probs(attention, valid, policy.observation, smoothed)
     return regrouped(peaks, request.heads).amax(2)
 
 

@@ -49,6 +49,7 @@ RENAMED_HOOKS = {
     "own_schedule": "interval_refusal",
     "own_selection": "spans_refusal",
     "own_positions": "cache_positions_refusal",
+    "sees_rows": "reads_new_keys",
 }
 """Hooks by their earlier names, which policies may use until 0.2."""
 
@@ -127,7 +128,7 @@ class Policy:
 
     @property
     def scans_means(self) -> bool:
-        """Whether `Scanning.scan` takes the mean over all query heads, [B, 1, 1, n, s], not a row of each."""
+        """Whether `Scanning.scan` takes the mean over all query heads, [B, 1, 1, n, s], not each head."""
         return False
 
     @property
@@ -282,7 +283,7 @@ class Policy:
         return {}
 
     @property
-    def sees_rows(self) -> bool:
+    def reads_new_keys(self) -> bool:
         """True if the policy has an `init_token_state`, which reads new keys and values."""
         return type(self).init_token_state is not Policy.init_token_state
 
@@ -305,7 +306,7 @@ class Policy:
 
     @property
     def rescores(self) -> bool:
-        """True if scores depend on the rows of all cached tokens, that is, if the policy has a `rescore`."""
+        """True if the policy has a `rescore`: scores depend on the keys and values of all cached tokens."""
         return hasattr(self, "rescore")
 
     @property

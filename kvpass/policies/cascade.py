@@ -149,11 +149,11 @@ class Cascade(Policy):
         return CascadeRule(budget - self.sinks, intervals(self.cascades, self.growth), self.eager_fill, self.select)
 
     def scan(
-        self, rows: Iterable[Tensor], valid: Tensor, held: int, budget: int, sharding: HeadSharding | None = None
+        self, probs: Iterable[Tensor], valid: Tensor, held: int, budget: int, sharding: HeadSharding | None = None
     ) -> Tensor:
-        """Return the scores at the end of a prompt, DROPPED for dropped tokens; for a chunk what its rows add."""
-        probs = (self._reduce(block, sharding) for block in rows)
-        blocks = moving_averages(probs, valid, self._decay(budget))
+        """Return the scores at the end of a prompt, DROPPED for dropped tokens; for a chunk what its queries add."""
+        reduced = (self._reduce(block, sharding) for block in probs)
+        blocks = moving_averages(reduced, valid, self._decay(budget))
         if held:
             return [scores[:, :, -1] for scores in blocks][-1]
         number = torch.where(valid, valid.cumsum(-1) - 1 - self.sinks, -1)  # [B, q]

@@ -76,7 +76,7 @@ class Vase(Policy):
         return self.recent
 
     @property
-    def sees_rows(self) -> bool:
+    def reads_new_keys(self) -> bool:
         return self.variant == "attn"
 
     @property

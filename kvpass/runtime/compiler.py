@@ -13,7 +13,7 @@ import torch.fx as fx
 
 from kvpass.lowering import graph_passes, layer_dedup
 from kvpass.lowering.formats import KVDtype
-from kvpass.lowering.graph_passes import check_rows, look_up_unchecked, materialize_sums
+from kvpass.lowering.graph_passes import check_table_indices, look_up_unchecked, materialize_sums
 from kvpass.lowering.replay import Replayed
 from kvpass.lowering.row_products import decompose_products
 from kvpass.policies.base import Policy
@@ -213,7 +213,7 @@ class Compiler:
 def _prepare_prompt_graph(graph: fx.Graph) -> None:
     """Change the operators of a prompt graph in place before they are lowered."""
     look_up_unchecked(graph)
-    check_rows(graph)
+    check_table_indices(graph)
 
 
 def _prepare_step_graph(graph: fx.Graph) -> None:

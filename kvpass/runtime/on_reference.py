@@ -179,8 +179,8 @@ class _ReferenceCall:
     ) -> ReferenceView:
         """Return the cached and new tokens; `stored` is the key of a token that is read as stored, else None."""
         query, key, value, valid = new
-        groups, count, held_values = self.layout.groups, query.shape[2], store.held_rows("value")
-        keys, ranks = store.held_rows("key"), store.ranks().clamp(min=0)
+        groups, count, held_values = self.layout.groups, query.shape[2], store.held_vectors("value")
+        keys, ranks = store.held_vectors("key"), store.ranks().clamp(min=0)
         if stored is not None:
             keys, value = torch.cat([keys, store.stored(stored)], 2), store.stored(value, key=False)
             ranks = torch.cat([ranks, (store.positions() >= 0).sum(-1, keepdim=True)], -1)

@@ -1,4 +1,4 @@
-"""Provide scales of the integer formats, and products that write no decoded rows to memory.
+"""Provide scales of the integer formats, and products that write no decoded vectors to memory.
 
 A product over codes is written as multiply and sum.  The compiler makes one loop that reads codes, and decoded numbers
 never leave its registers.  The query heads of a KV head are sums of one loop, which reads the codes once.
@@ -160,7 +160,7 @@ def _total(terms: Sequence[Tensor]) -> Tensor:
 SCALE = torch.bfloat16  # the range of float32; its rounding is harmless, as codes are computed for the stored scale
 MOST_SUMS = 16  # sums that fit in registers
 LONGEST_SUM = 4096  # numbers summed one after the other; Inductor's own limit
-MOST_ROWS_IN_LOOP = 16  # rows of one loop; the library multiplies more, with decoded rows in memory
+MOST_ROWS_IN_LOOP = 16  # rows of one loop; the library multiplies more, with decoded vectors in memory
 
 
 def round_scale(scale: Tensor) -> Tensor:

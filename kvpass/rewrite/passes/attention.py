@@ -58,7 +58,7 @@ class _AttentionReplacement:
     def replace(self, layer: int) -> None:
         """Splice in a layer's step, and the steps of the layers that share its cache."""
         step, site = self.step, self.step.sites[layer]
-        new = new_rows(step, layer)
+        new = new_vectors(step, layer)
         slots = step.slot_inputs[layer]
         slots_before = step.copy_slots(layer) if site.shared_by and step.decodes else slots
         sums = self._splice(layer, site, slots, new, first=True)
@@ -179,7 +179,7 @@ def _signature(step: StepContext, node: fx.Node, symbols: dict[sympy.Symbol, sym
     return str((sizes, value(node).dtype, step.device_of(node)))
 
 
-def new_rows(step: StepContext, layer: int) -> list[fx.Node]:
+def new_vectors(step: StepContext, layer: int) -> list[fx.Node]:
     """Return the new tokens' key and value; the key of a single token as it is stored, rotated or not."""
     site = step.sites[layer]
     key = step.rotations.raw_keys[layer] if step.ranked and step.decodes else site.key
