@@ -240,7 +240,7 @@ def current_cache(value: Any, part: Part, backend: CacheOwner) -> LayerCache:
         shape = tuple(value.shape)
     if shape[:3] != (cache.layout.batch, cache.heads, cache.stored_tokens):
         raise CacheHandleError(f"a cache handle of shape {shape} does not fit its slots {cache.layout}")
-    if cache.backend is not backend and cache.backend.family != backend.family:
+    if cache.backend is not backend and cache.backend.cache_settings != backend.cache_settings:
         raise CacheHandleError(f"this cache was made by {cache.backend} and cannot go on under {backend}")
     return cache
 

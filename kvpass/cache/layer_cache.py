@@ -112,7 +112,7 @@ class CacheOwner(Protocol):
 
     Attributes:
         policy, budget: see `kvpass.backend`.
-        family: settings that another backend must share to continue the cache.
+        cache_settings: settings that another backend must share to continue the cache.
         crop: how many of the last tokens can be cropped.
         kv_dtype: the storage format of keys and values; None for the model's dtype.
         layers: numbers the caches in the order in which they are made.
@@ -123,7 +123,7 @@ class CacheOwner(Protocol):
     @property
     def budget(self) -> int | float | None: ...
     @property
-    def family(self) -> tuple[Any, ...]: ...
+    def cache_settings(self) -> tuple[Any, ...]: ...
     @property
     def crop(self) -> int: ...
     @property

@@ -78,7 +78,7 @@ class StatisticsRequest:
         """
         request = self
         if not policy.statistics.isdisjoint((*LAST_QUERY_STATISTICS, *OLDER)):
-            request = dataclasses.replace(request, window=policy.observation)
+            request = dataclasses.replace(request, window=policy.observation_window)
         if "scan" in policy.statistics:
             text = sharding.to_text() if sharding else None
             request = dataclasses.replace(request, scan=to_json(policy), budget=budget, sharding=text)
@@ -205,7 +205,7 @@ def _highest_probs(attention: ScoredAttention, request: StatisticsRequest, polic
     """Return the highest smoothed probability of each key among the last queries, float32 [B, H', S]."""
     assert isinstance(policy, Smoothing)
     smoothed = functools.partial(policy.smoothed, held=attention.key.shape[2] - attention.query.shape[2])
-    peaks = highest_probs(attention, valid, policy.observation, smoothed)
+    peaks = highest_probs(attention, valid, policy.observation_window, smoothed)
     return regrouped(peaks, request.heads).amax(2)
 
 

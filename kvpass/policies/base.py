@@ -50,6 +50,8 @@ RENAMED_HOOKS = {
     "own_selection": "spans_refusal",
     "own_positions": "cache_positions_refusal",
     "sees_rows": "reads_new_keys",
+    "spreads": "shardable",
+    "observation": "observation_window",
 }
 """Hooks by their earlier names, which policies may use until 0.2."""
 
@@ -76,7 +78,7 @@ class Policy:
         overwrites: choose the victim before the next token is written; the victim keeps its slot until then.
         renumbers: the model's position ids count cached tokens only; a prompt longer than the budget restarts its
             ids for its last tokens (`window_starts`).
-        spreads: whether processes may share a layer's heads: "heads" if each process has KV heads with all of their
+        shardable: whether processes may share a layer's heads: "heads" if each process has KV heads with all of their
             query heads, and the policy reads other heads through `kvpass.policies.heads`; "always" if the policy
             reads positions only.  Not inherited: each class declares it.
         keep_prompt_refusal: the reason why `keep_prompt` is refused; "" if it is supported.
@@ -96,7 +98,7 @@ class Policy:
     evicts: ClassVar[bool] = True
     ranks: ClassVar[bool] = False
     renumbers: ClassVar[bool] = False
-    spreads: ClassVar[Literal["never", "heads", "always"]] = "never"
+    shardable: ClassVar[Literal["never", "heads", "always"]] = "never"
     keep_prompt_refusal: ClassVar[str] = ""
     interval_refusal: ClassVar[str] = ""
     spans_refusal: ClassVar[str] = ""
@@ -158,7 +160,7 @@ class Policy:
         return False
 
     @property
-    def observation(self) -> int:
+    def observation_window(self) -> int:
         """The number of queries that `Attention.window` averages over."""
         return 1
 

@@ -71,7 +71,7 @@ class Cascade(Policy):
     name = "cascade"
     interval_refusal = "each new token pushes one token through its sub-caches"
     keep_prompt_refusal = "its sub-caches have fixed sizes, and prompt tokens pass through them like all others"
-    spreads = "heads"
+    shardable = "heads"
     positions = "cache"
     statistics = frozenset({"scan"})
     ranks = True

@@ -77,7 +77,7 @@ class D2O(Policy):
     density: Literal["kv", "query"] = "kv"
     name = "d2o"
     interval_refusal = "each evicted token is merged when it goes, and layers have budgets of their own"
-    spreads = "heads"
+    shardable = "heads"
     heads = "kv"
     statistics = frozenset({"total"})
 

@@ -37,7 +37,7 @@ class Smoothing(Protocol):
     def smoothed(self, probs: Tensor, valid: Tensor, held: int) -> Tensor:
         """Return probabilities as the policy compares them; never traced.
 
-        `Attention.scan` is the highest over the last `Policy.observation` real queries and the G query heads.
+        `Attention.scan` is the highest over the last `Policy.observation_window` real queries and the G query heads.
 
         Args:
             probs: float32 [b, h, G, n, held + q], of n of the last queries.

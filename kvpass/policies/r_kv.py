@@ -57,7 +57,7 @@ class RKV(Policy):
     plain: bool = False
     official: bool = False
     name = "r_kv"
-    spreads = "heads"
+    shardable = "heads"
     heads = "kv"
     statistics = frozenset({"logits", "older_peak"})
 
@@ -67,7 +67,7 @@ class RKV(Policy):
             object.__setattr__(self, "statistics", frozenset({"last", "older"}))
 
     @property
-    def observation(self) -> int:
+    def observation_window(self) -> int:
         return self.window
 
     def minimum_budget(self) -> int:

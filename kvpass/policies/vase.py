@@ -62,7 +62,7 @@ class Vase(Policy):
     seed: Annotated[int, between(0, hashing.PRIME - 1)] = 0
     name = "vase"
     spans_refusal = "it samples from the whole text"
-    spreads = "heads"
+    shardable = "heads"
     heads = "kv"
     statistics = frozenset({"last", "older"})
 
@@ -72,7 +72,7 @@ class Vase(Policy):
             object.__setattr__(self, "statistics", frozenset())
 
     @property
-    def observation(self) -> int:
+    def observation_window(self) -> int:
         return self.recent
 
     @property

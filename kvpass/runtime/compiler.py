@@ -62,13 +62,13 @@ class Compiler:
     """True if CPU steps run without Inductor's Python (`kvpass.lowering.replay`); turn off for comparisons only."""
     recorder: Recorder | None = dataclasses.field(default=None, compare=False, repr=False)
     plans: PlansByModel = dataclasses.field(default_factory=PlansByModel, compare=False, repr=False)
-    stepped: TensorSet = dataclasses.field(default_factory=TensorSet, compare=False, repr=False)
+    key_weights_of_steps: TensorSet = dataclasses.field(default_factory=TensorSet, compare=False, repr=False)
     """The tensors that make the keys of layers which have run a step."""
     layers: Iterator[int] = dataclasses.field(default_factory=itertools.count, compare=False, repr=False)
     """A counter that numbers the layer caches in the order in which they are made."""
 
     @property
-    def family(self) -> tuple[Any, ...]:
+    def cache_settings(self) -> tuple[Any, ...]:
         """Settings that two backends must share for one to continue the other's caches."""
         return (self.policy, self.budget, self.positions, self.kv_dtype, self.crop, self.kv_store)
 

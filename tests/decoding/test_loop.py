@@ -339,7 +339,7 @@ def test_hooks_leave_no_steps_behind() -> None:
         loop.generate(3)
         assert loop.state is not None
         assert loop.state.step is not None
-        sizes.append((len(loop.state.step.slots_by_kind), len(loop.state.step.callables)))
+        sizes.append((len(loop.state.step.slots_by_key), len(loop.state.step.callables)))
         torch.nn.Linear(1, 1).register_forward_hook(lambda *_: None)
     assert sizes[1:] == [(1, 1)] * 3
 
