@@ -56,10 +56,6 @@ class Compiler:
     validate: bool = True
     kv_dtype: KVDtype | None = None
     crop: int = 0
-    deduplicates: bool = dataclasses.field(default=True, repr=False)
-    """True if equal layers share one compilation (`kvpass.lowering.layer_dedup`); turn off for comparisons only."""
-    replays: bool = dataclasses.field(default=True, repr=False)
-    """True if CPU steps run without Inductor's Python (`kvpass.lowering.replay`); turn off for comparisons only."""
     recorder: Recorder | None = dataclasses.field(default=None, compare=False, repr=False)
     plans: PlansByModel = dataclasses.field(default_factory=PlansByModel, compare=False, repr=False)
     key_weights_of_steps: TensorSet = dataclasses.field(default_factory=TensorSet, compare=False, repr=False)
@@ -128,29 +124,20 @@ class Compiler:
         layers, alike = layer_dedup.readers_of_slots(gm), sizes.alike if sizes else frozenset()
         with self.time_section("compiler"):
             run = self._compile_inner(gm, examples, self._step_settings(ranked), _prepare_step_graph, layers, alike)
-        repeats = self.replays and self.inner == "inductor" and not chunk and inductor.on_cpu(examples)
+        repeats = self.inner == "inductor" and not chunk and inductor.on_cpu(examples)
         return Replayed(run) if repeats else run
 
     @property
     def compiles_at_once(self) -> bool:
-        """True if the graph of a chunk is compiled at its first run, False if at its second."""
-        return False
-
-    @property
-    def compiles_prompts_at_once(self) -> bool:
-        """True if a static prompt graph on a CPU is compiled at its first run, False if at its second.
+        """True if graphs of chunks, and static ones of prompts on a CPU, compile at their first run, not the second.
 
         Compilation is immediate if it costs nothing, and for a report, which describes the compilation.
         """
-        return self.inner != "inductor" or self.compiles_at_once or self.recorder is not None
+        return self.inner != "inductor" or self.recorder is not None
 
     def has_dynamic_sizes(self, device: torch.device) -> bool:
         """Return whether the inner compiler supports dynamic sizes for a device; they are untested on GPUs."""
         return self.inner in ("inductor", "eager") and device.type == "cpu"
-
-    def step_patches(self, ranked: bool) -> dict[str, Any]:
-        """Return the Inductor configuration for a rewritten step graph."""
-        return self._patches(self._step_settings(ranked), _prepare_step_graph, None)
 
     def _step_settings(self, ranked: bool) -> dict[str, Any]:
         in_order = inductor.KEEP_THE_ORDER if self.policy.merges else {}
@@ -194,7 +181,7 @@ class Compiler:
             return fx_nodes.code_of(gm)
         if self.inner != "inductor":
             return dynamo.registered_backend(self.inner)(gm, examples)
-        if self.deduplicates and layers:
+        if layers:
             shared = layer_dedup.compile_deduplicated(
                 gm, examples, layers, lambda part: self._patches(patches, reshape, part), alike
             )
