@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks.gpu.bench import Bench, Row
+from kvpass.cache.cached_attention import CachedAttention, NewTokens
 from kvpass.cache.layout import Layout
-from kvpass.cache.site import NewTokens, Site
 from kvpass.cache.slots import Slots
 from kvpass.cache.step import decode_step
 from kvpass.lowering.attend import Rope, RotaryPairs, Rotation, attend
@@ -173,7 +173,7 @@ def step(bench: Bench, name: str, slots: int, rows: int) -> Callable[[], Any]:
 
     def function(*tensors: Tensor) -> Tensor:
         state, new = tensors[:-4], NewTokens(*tensors[-4:])
-        return decode_step(layout, Site(DIM**-0.5), held.with_tensors(list(state)), new).output
+        return decode_step(layout, CachedAttention(DIM**-0.5), held.with_tensors(list(state)), new).output
 
     new = [bench.randn(rows, count, 1, DIM) for count in (HEADS * GROUPS, HEADS, HEADS)]
     arguments = [*held.tensors(), *new, torch.ones(rows, dtype=torch.bool, device=bench.device)]

@@ -13,9 +13,9 @@ from kvpass import budget as budgets
 from kvpass.arguments import Condition, check_arguments, short_text
 from kvpass.backend import Backend, backend
 from kvpass.cache.admission import Chunk, admit, attention_of_chunk, split_by_class
+from kvpass.cache.cached_attention import CachedAttention, NewTokens, Rotate
 from kvpass.cache.chunk_step import extend_step
 from kvpass.cache.layout import Layout
-from kvpass.cache.site import NewTokens, Rotate, Site
 from kvpass.cache.slots import FREE, AnySlots, Slots
 from kvpass.cache.step import decode_step, with_logit_scale
 from kvpass.errors import BudgetError, KVPassError, PolicyError
@@ -253,7 +253,7 @@ def _run_compiled(layer: _Layer) -> Trace:
 
 
 def _compiled_step(layer: _Layer, layout: Layout, slots: AnySlots, t: int, compact: bool) -> tuple[Tensor, AnySlots]:
-    site, valid = Site(layer.scale, None, layer.rotate), layer.valid(1)
+    site, valid = CachedAttention(layer.scale, None, layer.rotate), layer.valid(1)
     q, k, v, stored = layer.step(t, slots.as_rectangle(layout).next_rank())
     if slots.capacity == layout.capacity:
         return decode_step(layout, site, slots, NewTokens(q, stored, v, valid[:, 0]), compact).output, slots

@@ -16,9 +16,9 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass.cache.admission import Chunk
+from kvpass.cache.cached_attention import NewTokens
 from kvpass.cache.layout import Layout
 from kvpass.cache.past_calls import SlotSnapshot
-from kvpass.cache.site import NewTokens
 from kvpass.cache.step import with_mask
 from kvpass.capture.canonical import AttentionSite, SiteFacts
 from kvpass.fx.walk import value

@@ -20,9 +20,9 @@ import sympy  # type: ignore[import-untyped]
 import torch.fx as fx
 from torch import Tensor
 
+from kvpass.cache.cached_attention import Attended, CachedAttention, NewTokens
 from kvpass.cache.chunk_step import extend_step
 from kvpass.cache.layout import Layout
-from kvpass.cache.site import Attended, NewTokens, Site
 from kvpass.cache.step import decode_step, read_step
 from kvpass.capture.canonical import AttentionSite
 from kvpass.errors import UnsupportedGraph
@@ -140,13 +140,13 @@ class _AttentionReplacement:
         def function(*tensors: Tensor) -> Any:
             operands = _group_operands(tensors, counts)
             slots = template.with_tensors(operands["slots"])
-            new, site = NewTokens(*operands["new"]), parts.site(operands)
+            new, call = NewTokens(*operands["new"]), parts.call(operands)
             if not step.decodes:
-                return results(extend_step(layout, site, slots, new))
+                return results(extend_step(layout, call, slots, new))
             new = new._replace(valid=new.valid[:, 0])
             if first:
-                return results(decode_step(layout, site, slots, new, step.call.compact))
-            return results(read_step(layout, site, slots, new))
+                return results(decode_step(layout, call, slots, new, step.call.compact))
+            return results(read_step(layout, call, slots, new))
 
         return step.trace(function, nodes, layer)
 
@@ -229,11 +229,11 @@ class _LayerStepParts:
     computed: ComputedKeys | None
     knows_padding: bool  # whether inputs mark padding, which is then not cached
 
-    def site(self, operands: dict[str, list[Tensor]]) -> Site:
-        """Return the site with the tensors that its parts read."""
+    def call(self, operands: dict[str, list[Tensor]]) -> CachedAttention:
+        """Return the attention call with the tensors that its parts read."""
         mask, rotary, computed, heads = self.mask, self.rotary, self.computed, self.layout.heads
         of_mask, table, of_rotary = operands["mask"], operands["table"], operands["rotate"]
-        return Site(
+        return CachedAttention(
             scale=self.attention.scale,
             mask=None
             if mask is None

@@ -40,8 +40,8 @@ the mask.
 
 
 @dataclasses.dataclass(frozen=True)
-class Site:
-    """The properties of one attention call in the graph.
+class CachedAttention:
+    """One attention call of the model, as a step on slots runs it.
 
     Attributes:
         scale: the factor on the products of queries and keys.
@@ -134,24 +134,24 @@ class Attended(NamedTuple):
 
 
 Step = Callable[..., Attended]
-"""A step of a layer: it takes a layout, a site, slots, the new tokens, and further arguments."""
+"""A step of a layer: it takes a layout, an attention call, slots, the new tokens, and further arguments."""
 
 
 def class_by_class(step: Step) -> Step:
     """Let a step run once for each class of heads, as if each class were a layer."""
 
     @functools.wraps(step)
-    def divided(layout: Layout, site: Site, slots: AnySlots, new: NewTokens, *further: Any) -> Attended:
+    def divided(layout: Layout, call: CachedAttention, slots: AnySlots, new: NewTokens, *further: Any) -> Attended:
         if isinstance(slots, Slots):
-            return step(layout, site, slots, new, *further)
+            return step(layout, call, slots, new, *further)
         attended = []
         for each, part, where in zip(layout.parts, slots.parts, layout.head_slices, strict=True):
-            heads, sink = slots.order[:, where], site.sink_logit
+            heads, sink = slots.order[:, where], call.sink_logit
             if sink is not None:
                 sink = _select_query_heads(sink.expand(heads.shape[0], -1, -1, -1), heads, layout.heads)
             vectors = select_heads(new.key, heads), select_heads(new.value, heads)
             own = NewTokens(_select_query_heads(new.query, heads, layout.heads), *vectors, new.valid)
-            attended.append(step(each, dataclasses.replace(site, sink_logit=sink), part, own, *further))
+            attended.append(step(each, dataclasses.replace(call, sink_logit=sink), part, own, *further))
         return _join_classes(layout, slots, attended)
 
     return divided
