@@ -22,7 +22,7 @@ from torch import Tensor
 from kvpass.lowering.attention_blocks import ScoredAttention, by_group
 from kvpass.torch_private import generated_code, inductor, tensors
 
-QUERIES, KEYS = 64, 128  # of a block, as in the source
+QUERIES, KEYS = 64, 128  # of a tile, whose logits take 32 KB
 FEWEST_QUERIES = QUERIES // 2
 """The fewest queries whose attention is computed here: a tile of fewer ones is mostly padding."""
 TASKS_WITH_SUMS = 128
@@ -318,9 +318,15 @@ def start_builds(dtype: torch.dtype, reads_attention: bool) -> threading.Thread:
 @functools.cache
 def _library(dtype: torch.dtype, mask: torch.dtype | None) -> ctypes.CDLL:
     """Compile the source for products in `dtype` and masks of a dtype, once for all processes."""
-    source = importlib.resources.files(__package__).joinpath("attention_tiles.cpp").read_text()
-    macros = f"#define BFLOAT16_PRODUCTS {int(dtype == torch.bfloat16)}\n#define MASK {MASKS[mask]}\n"
-    return generated_code.cpp_library(generated_code.MATRIX_PRODUCTS + macros + source)
+    return generated_code.cpp_library(source(dtype, mask))
+
+
+def source(dtype: torch.dtype, mask: torch.dtype | None) -> str:
+    """Return the C++ source for products in `dtype` and masks of a dtype, with the sizes of a tile."""
+    sizes = f"#define TILE_QUERIES {QUERIES}\n#define TILE_KEYS {KEYS}\n"
+    macros = f"#define BFLOAT16_PRODUCTS {int(dtype == torch.bfloat16)}\n#define MASK {MASKS[mask]}\n{sizes}"
+    library = importlib.resources.files(__package__).joinpath("attention_tiles.cpp").read_text()
+    return generated_code.MATRIX_PRODUCTS + macros + library
 
 
 def _memory_for_blocks(x: Tensor) -> Tensor:

@@ -189,8 +189,8 @@ class CascadeRule:
     """Decide which token is evicted for a new one.
 
     Attributes:
-        size: |C|, the slots of all sub-caches: a number, or for `boundary` and `victim_rank` also a tensor with one for
-            each row.
+        size: |C|, the slots of all sub-caches: a number, or for `boundary_ranks` and `victim_rank` also a tensor with
+            one for each row.
         accepts: f_i for each sub-cache.
         eager: whether all sub-caches accept while no more than |C| tokens came before.
         select: whether the higher score stays of two competing tokens; otherwise the older token stays.
@@ -201,7 +201,7 @@ class CascadeRule:
     eager: bool
     select: bool = True
 
-    def boundary(self, number: Tensor, held: Tensor) -> Tensor:
+    def boundary_ranks(self, number: Tensor, held: Tensor) -> Tensor:
         """Return the rank b W at which token `number` stops pushing; `held` if every sub-cache accepts.
 
         Args:
@@ -217,7 +217,7 @@ class CascadeRule:
 
     def victim_rank(self, number: Tensor, held: Tensor, score_at: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the rank, from the newest, of the token that is evicted for token `number`, or NO_VICTIM."""
-        rank = self.boundary(number, held)
+        rank = self.boundary_ranks(number, held)
         newer = rank - 1
         loser = torch.where(score_at(newer) >= score_at(rank), rank, newer) if self.select else newer
         return torch.where(rank < held, loser, torch.where(held < self.size, NO_VICTIM, held - 1))
@@ -231,7 +231,7 @@ class CascadeRule:
         """
         if number < 0:
             return
-        rank, held = self._boundary(number, len(line)), len(line)
+        rank, held = self._boundary_rank(number, len(line)), len(line)
         if rank < held:
             keeps_old = self.select and score[line[rank - 1]] >= score[line[rank]]
             del line[rank if keeps_old else rank - 1]
@@ -245,8 +245,8 @@ class CascadeRule:
         assert not isinstance(self.size, Tensor)
         return self.size
 
-    def _boundary(self, number: int, held: int) -> int:
-        """Return `boundary` for numbers."""
+    def _boundary_rank(self, number: int, held: int) -> int:
+        """Return the entry of `boundary_ranks` for one row, on the host."""
         if self.eager and number <= self.size:
             return held
         for i, accepts in enumerate(self.accepts):

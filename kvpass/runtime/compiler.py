@@ -129,7 +129,7 @@ class Compiler:
 
     @property
     def compiles_at_once(self) -> bool:
-        """True if graphs of chunks, and static ones of prompts on a CPU, compile at their first run, not the second.
+        """True if chunks, and static prompts on a CPU, are compiled at their first run, not the second.
 
         Compilation is immediate if it costs nothing, and for a report, which describes the compilation.
         """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import subprocess
 import sys
 from typing import Any
@@ -439,12 +438,11 @@ FAILURES = {  # a line of the source, and what the test's build has in place of 
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_failure_in_a_thread_is_an_error_and_does_not_end_the_process(failure, monkeypatch):
     attention = ScoredAttention(*(torch.randn(2, heads, 300, 16) for heads in (4, 2)), None, True, 0.25, None, None)
-    library = importlib.resources.files("kvpass.lowering").joinpath("attention_tiles.cpp").read_text()
+    source = attention_tiles.source(torch.float32, None)
     before, after = FAILURES[failure]
-    assert library.count(before) == 1
+    assert source.count(before) == 1
     compute_all(attention)  # the products are checked at first use
-    macros = "#define BFLOAT16_PRODUCTS 0\n#define MASK 0\n#include <new>\n"
-    source = generated_code.MATRIX_PRODUCTS + macros + library.replace(before, after)
+    source = "#include <new>\n" + source.replace(before, after)
     monkeypatch.setattr(attention_tiles, "_library", lambda *_: generated_code.cpp_library(source))
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
