@@ -1,4 +1,4 @@
-"""Prove along which dimension the tensors that a mask is computed from follow the keys.
+"""Prove which dimension of each tensor behind a mask runs over the keys.
 
 The rewritten step evaluates a mask for one slot at a time.  This is exact for tensors that are computed *slice by
 slice*: the part of a key from the parts of the operands of the same key.  `KeyAxis` follows the keys' dimension through

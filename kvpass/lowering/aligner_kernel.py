@@ -62,7 +62,7 @@ def add_inputs(
     FIRST: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Add the product of all heads' rows and the weight to `hidden`."""
+    """Add the product of all heads' keys or values and the weight to `hidden`."""
     h = tl.arange(0, FIRST)
     for head in range(HEADS):
         for start in range(0, D, WIDE):
@@ -103,7 +103,7 @@ def write_changed_vectors(
     SECOND: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Write the rows of all heads, changed where `moves` is true."""
+    """Write keys or values of all heads, changed where `moves` is true."""
     s = tl.arange(0, SECOND)
     coarse, fine = split_tf32(hidden)
     for head in range(HEADS):
@@ -206,7 +206,7 @@ def repair_vectors(
     outer: Tensor,
     outer_bias: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Align rows in one launch.
+    """Align keys and values in one launch.
 
     Args:
         key, value: [B, H, C, D] and [B, H, C, Dv], the last dimension dense.
@@ -238,6 +238,6 @@ def repair_vectors(
 def repair_by_kernel(
     weights: list[Tensor], key: Tensor, value: Tensor, made: Tensor, rank: Tensor, moves: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Align rows as `kvpass.policies.aligners.Aligner.repair` does, with the weights of one layer."""
+    """Align keys and values as `kvpass.policies.aligners.Aligner.repair` does, with the weights of one layer."""
     new_key, new_value = torch.ops.kvpass.repair_vectors(as_dense(key), as_dense(value), made, rank, moves, *weights)
     return new_key, new_value

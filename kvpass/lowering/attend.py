@@ -121,7 +121,7 @@ def attend(
     rope: Rope | None = None,
     unknown_queries: UnknownQueries | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Attend to the slots that `mask` allows.
+    """Compute attention of queries to the slots that `mask` allows.
 
     Args:
         query: [B, Hkv, G, q, D].

@@ -44,7 +44,7 @@ def load_numbers(
     GROUPS: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Return the numbers of rows, or their codes where one scale serves a whole row: callers multiply by it."""
+    """Return the numbers of keys or values, or their codes if callers multiply by one scale for each slot."""
     if BITS == 4:
         byte = tl.load(rows + d % (D // 2), mask=inside, other=0).to(tl.int32)
         at = c * GROUPS + d * GROUPS // D
@@ -68,7 +68,7 @@ def packed_vectors(
     D: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """Load rows in four bits: bytes [BLOCK, HALF], then scales and zero points of both halves [BLOCK, SPANS]."""
+    """Load four-bit keys or values: bytes [BLOCK, HALF], then scales and zero points of both halves [BLOCK, SPANS]."""
     SPANS: tl.constexpr = HALF // 32 if D % 64 == 0 else 1
     e, g = tl.arange(0, HALF)[None, :], tl.arange(0, SPANS)[None, :]
     there, low, second = (c < C)[:, None], c[:, None] * GROUPS + g, GROUPS // 2
@@ -88,7 +88,7 @@ def decode_codes(
     BLOCK: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """Decode the codes of one half of the rows to float32 numbers."""
+    """Decode the codes of one half of D to float32 numbers."""
     SPANS: tl.constexpr = scale.shape[1]
     step = scale.to(tl.float32)
     apart = tl.reshape(code.to(tl.float32), [BLOCK, SPANS, HALF // SPANS])
@@ -102,7 +102,7 @@ def halves(
     D: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """Load the two halves of rows, [BLOCK, HALF] each; eight-bit codes are not multiplied by their scale."""
+    """Load the two halves of D, [BLOCK, HALF] each; eight-bit codes are not multiplied by their scale."""
     e = tl.arange(0, HALF)[None, :]
     inside = there[:, None] & (e < D // 2)
     return tl.load(rows + e, mask=inside, other=0), tl.load(rows + D // 2 + e, mask=inside, other=0)

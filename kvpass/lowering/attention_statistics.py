@@ -166,9 +166,9 @@ def _(
 def _attended(
     attention: ScoredAttention, value: Tensor | None, valid: Tensor, powers: int, means: bool
 ) -> tuple[Tensor | None, list[Tensor], Iterator[Iterator[Tensor]]]:
-    """Return the output of attention if there are values, its column sums, and its rows for a scan.
+    """Return the output of attention if there are values, its column sums, and its probabilities for a scan.
 
-    Rows are computed when they are read; see `kvpass.lowering.attention_sums.probabilities`.
+    Probabilities are computed when they are read; see `kvpass.lowering.attention_sums.probabilities`.
 
     Args:
         means: whether the mean row of all heads will do.  The output is then complete when all rows have been read.
@@ -217,7 +217,7 @@ def _scanned(
     row_budgets: Tensor | None,
     rows: Iterator[Iterator[Tensor]],
 ) -> Tensor:
-    """Return the policy's scan over the attention rows, one query after the other, float32 [B, H', S]."""
+    """Return the policy's scan over the probabilities of all queries, in order, float32 [B, H', S]."""
     assert isinstance(policy, Scanning)
     sharding, held = HeadSharding.from_text(request.sharding), attention.key.shape[2] - attention.query.shape[2]
     slots = _slots(policy, request.budget, row_budgets, valid)

@@ -13,7 +13,7 @@ from kvpass.policies.types import Merge, State, Tokens
 
 @runtime_checkable
 class Scanning(Protocol):
-    """A policy that lists "scan" among its statistics, and is not `Smoothing`."""
+    """A policy that computes the statistic "scan" from the probabilities of all queries."""
 
     def scan(
         self, probs: Iterable[Tensor], valid: Tensor, held: int, budget: int, sharding: HeadSharding | None = None
@@ -32,7 +32,7 @@ class Scanning(Protocol):
 
 @runtime_checkable
 class Smoothing(Protocol):
-    """A policy that lists "scan", of which the result is the highest probability of each key among the last queries."""
+    """A policy whose statistic "scan" is the highest probability of each key among the last queries."""
 
     def smoothed(self, probs: Tensor, valid: Tensor, held: int) -> Tensor:
         """Return probabilities as the policy compares them; never traced.

@@ -85,7 +85,7 @@ class Rotations:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionResults:
-    """What replaces the attention calls: the result of `attend_on_slots`, which fills it call by call.
+    """The nodes that replace the attention calls: the result of `attend_on_slots`, which adds them call by call.
 
     Attributes:
         replaced: the node that replaces the model's attention, by the name of its node.

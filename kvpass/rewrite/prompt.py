@@ -200,7 +200,7 @@ def _valid_tokens(graph: fx.Graph, tokens: fx.Node, marks: tuple[fx.Node, ...], 
 def _valid_of_new(
     graph: fx.Graph, site: AttentionSite, moved: dict[fx.Node, fx.Node], valid: fx.Node | None
 ) -> fx.Node | None:
-    """Return the entries of the new tokens: all, unless a past was adopted."""
+    """Return the entries of the new tokens: all of them, unless the prompt continues an ordinary cache."""
     if valid is None or site.past_key is None:
         return valid
     past = graph.call_method("size", (moved[site.past_key], 2))
@@ -288,7 +288,7 @@ def _item(graph: fx.Graph, results: fx.Node, index: int) -> fx.Node:
 
 
 def _replace(site: AttentionSite, moved: dict[fx.Node, fx.Node], output: fx.Node) -> None:
-    """Have `output` stand for the call."""
+    """Replace the call by `output`."""
     call = moved[site.call]
     output.meta = dict(call.meta)
     call.replace_all_uses_with(output)

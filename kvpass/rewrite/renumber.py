@@ -184,7 +184,7 @@ def renumber_ids(step: StepContext) -> PassRecord:
 
 
 def _count_cached(along: int, queries: int, last: int, ids: Tensor, position: Tensor, seen: Tensor) -> list[Tensor]:
-    """Return ids of new tokens minus the number of evicted tokens, and at most `last`.
+    """Subtract the number of evicted tokens from the ids of new tokens, and limit the result to `last`.
 
     Args:
         along, ids: as the model's code computes them; see `Reader`.

@@ -193,7 +193,7 @@ _CALL_PINS: contextvars.ContextVar[Pins | None] = contextvars.ContextVar("kvpass
 
 @contextlib.contextmanager
 def pinning(pins: Pins | None) -> Iterator[None]:
-    """Return a context in which a call of a compiled model pins these of its new tokens.
+    """Return a context in which calls of a compiled model pin the new tokens that `pins` marks.
 
     A model's forward has no argument for pins, and its graph must not depend on them.
     """

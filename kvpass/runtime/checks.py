@@ -256,7 +256,7 @@ class PaddingTracker:
         return PaddingTracker([*inputs], {node: holders.index(node) for nodes in inputs for node in nodes}, sites)
 
     def check_hidden(self, caches: list[LayerCache]) -> None:
-        """Check that the graph can hide padding that was left out of the cache; some models mask their prompts alone.
+        """Check that this step's mask can hide padding, which is not cached; some models mask only their prompts.
 
         Raises:
             UnsupportedGraph: padding was left out, and no input is known to mark padding in this graph.

@@ -41,7 +41,7 @@ from kvpass.runtime.kv_store import KVStore
 def prefill_reference(
     layout: Layout, chunk: Chunk, spec: StatisticsSpec, site: SiteFacts, row_budgets: Sequence[int]
 ) -> ReferenceLayer:
-    """Return the reference's layer after a prompt with these rows and operands of attention."""
+    """Return the reference's layer after a prompt, from its keys, values and operands of attention."""
     query, keys, mask, sink_logit = spec.query, spec.key, spec.mask, spec.sink_logit
     queries, keys_count = query.shape[2], keys.shape[2]
     visible = torch.ones(queries, keys_count, dtype=torch.bool, device=query.device)
@@ -245,7 +245,7 @@ class ReferenceStore(KVStore):
         cache.slots.expect_pins(pins)
 
     def pin(self, cache: Any, pins: Pins) -> None:
-        """Do nothing, as a step takes its token in with its pin."""
+        """Do nothing: a step of the reference stores the pin together with the token."""
 
     def prepare(self, cache: Any, valid: Callable[[], Tensor]) -> None:
         cache.slots.prepare(valid())

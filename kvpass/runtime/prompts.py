@@ -281,7 +281,7 @@ class PromptRunner:
             outputs=outputs,
             new=prompt - adopted,
         )
-        del layers  # so that the rows of each layer are freed once they are stored
+        del layers  # so that the keys and values of each layer are freed once they are stored
         for site, cache in zip(graph.sites, admitted.caches(), strict=True):
             results[site.keys_out], results[site.values_out] = handles_of(cache)
         announce(PromptResult(self, arguments, tuple(results)))

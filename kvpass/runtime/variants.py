@@ -87,7 +87,8 @@ class ShapeKey:
         return dataclasses.replace(layout, capacity=capacity, budget=budget)
 
     def shared_layout(self, layout: Layout) -> Layout:
-        """Return the parts of a layout that calls must share: not the rows, nor a capacity that can be dynamic."""
+        """Return the fields of a layout that calls must share: not the batch size, nor a capacity that can be
+        dynamic."""
         if self.capacities == (1,) or bool(self.exact_layers) != layout.exact_capacity:
             return dataclasses.replace(layout, batch=0)
         budget = layout.budget if layout.exact_capacity else layout.budget - layout.capacity

@@ -162,7 +162,8 @@ def in_result_dtype(call: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _for_heads(rows: Tensor, query: Tensor) -> Tensor:
-    """Repeat rows for each query head, in float64; numbers that are not finite become zero, as for a hidden key."""
+    """Repeat keys or values for each query head, in float64; numbers that are not finite become zero, as for a hidden
+    key."""
     return rows.double().nan_to_num(0.0, 0.0, 0.0).repeat_interleave(query.shape[1] // rows.shape[1], 1)
 
 

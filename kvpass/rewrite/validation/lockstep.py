@@ -185,7 +185,7 @@ class Lockstep:
         return result
 
     def _check_append(self, site: AttentionSite, walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
-        """Visit an append: compare its new rows with the model's."""
+        """Visit an append: compare its new keys or values with the model's."""
         new_vectors = self._model_values.get(_in_model(node))
         if new_vectors is not None and not equal_up_to_rounding(
             result[:, :, result.shape[2] - self.new_tokens :], new_vectors
@@ -230,7 +230,7 @@ class Lockstep:
         return visit
 
     def at_input(self, site: AttentionSite, canonical: fx.Node) -> Visit:
-        """Return a visit that compares the third graph's value of a query or of new rows."""
+        """Return a visit that compares the third graph's value of a query or of new keys or values."""
 
         def visit(walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
             if canonical.name in self.inputs and not equal_up_to_rounding(result, self.inputs[canonical.name]):

@@ -273,7 +273,7 @@ def _at_mask(
 
 
 def _rounding(step: StepCase) -> dict[fx.Node, Visit]:
-    """Return visits of the canonical nodes of new rows, which round the rows as storage does."""
+    """Return visits of the nodes of new keys and values, which round them as the storage format does."""
     nodes = {node.name: node for node in step.canonical.graph.nodes}
     raw_keys = [nodes[node.name] for node in step.context.rotations.raw_keys] or [site.key for site in step.sites]
     visits: dict[fx.Node, Visit] = {}
@@ -284,7 +284,7 @@ def _rounding(step: StepCase) -> dict[fx.Node, Visit]:
 
 
 def _round_as_stored(format: Any, heads: int, dtype: torch.dtype) -> Visit:
-    """Return a visit that rounds rows [B, h, q, D] as storage does."""
+    """Return a visit that rounds keys or values [B, h, q, D] as the storage format does."""
 
     def visit(walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
         rows = result if result.shape[1] == heads else join_heads(result)
