@@ -368,7 +368,11 @@ def compile(model: M, policy: str | Policy = "full", **settings: Any) -> M:
 
 
 _made_by_name: list[weakref.ref[Backend]] = []
-"""The backends of `by_name` that some graph or cache still uses."""
+"""The backends of `by_name` that some graph or cache still uses.
+
+torch calls `by_name` for each graph and passes no object that could own the backend, so the module has to find it
+again.
+"""
 
 
 def by_name(

@@ -140,6 +140,7 @@ def _getitem(handle: Handle, index: Any) -> Handle | Row:
             return Row.like(handle[index])
     picks_rows = first.ndim == 1 if isinstance(first, Tensor) else isinstance(first, (slice, list))
     if picks_rows and all(part is Ellipsis or part == slice(None) for part in rest):
+        # A slice is a view, and a step on one cache would write to the other.
         return _select_rows("getitem", handle, first, lambda tensor: tensor[first].clone())
     raise CacheHandleError(
         f"cache[{index}]: only whole rows of a cache of kvpass can be picked, and its last tokens cropped; those of a "

@@ -54,7 +54,7 @@ def _equal_arguments(one: Any, other: Any) -> bool:
         return types[0] == types[1] and torch.equal(one, other)
     if isinstance(one, list) and isinstance(other, list):
         return len(one) == len(other) and all(_equal_arguments(a, b) for a, b in zip(one, other, strict=True))
-    return type(one) is type(other) and bool(one == other)
+    return type(one) is type(other) and bool(one == other)  # True == 1, and they select differently
 
 
 def _copy_of_lists(argument: Any) -> Any:
@@ -203,7 +203,7 @@ class LayerCache:
         for i, picked in enumerate(self._selections):
             result = picked.result()
             if result is not None and picked.serves(operation, argument, self.seen, part):
-                del self._selections[i]
+                del self._selections[i]  # the next equal selection for this part makes another copy
                 return result
         result = self.map_rows(operation, apply)
         self._selections.append(

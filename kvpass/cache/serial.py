@@ -152,6 +152,7 @@ def layout_fields(entry: Mapping[str, Any]) -> dict[str, Any]:
     """
     fields = {name: entry[name] for name in LAYOUT_FIELDS}
     for name, kind in LAYOUT_FIELDS.items():
+        # isinstance() would take `true` in a file for 1.
         if type(fields[name]) is not kind or not 0 <= fields[name] < 2**31:
             raise CacheFileError(f"its {name} is {fields[name]!r}")
     return fields

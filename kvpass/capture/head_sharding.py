@@ -224,6 +224,7 @@ def _is_sharded(placement: tuple[Any, tuple[Any, ...]], dim: int, tensor: Any) -
     """Return whether a DTensor is sharded along a dimension over a mesh of one dimension, in parts of equal size."""
     from torch.distributed.tensor import Shard
 
+    # Exactly Shard: a derived placement may order the parts in another way.
     if not placement or placement[0].ndim != 1 or type(placement[1][0]) is not Shard:
         return False
     return bool(placement[1][0].dim % tensor.ndim == dim and tensor.shape[dim] % placement[0].size() == 0)

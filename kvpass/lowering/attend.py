@@ -209,6 +209,7 @@ def softmax_with_sink(logits: Tensor, sink_logit: Tensor | None) -> Tensor:
         most = torch.maximum(most, sink_logit)
     probs = torch.exp(logits - most)
     total = probs.sum(-1, keepdim=True)
+    # The highest logit adds 1 to the sum, so a query with a smaller sum sees no key: its probabilities stay zero.
     return probs / (total.clamp_min(1) if sink_logit is None else total + torch.exp(sink_logit - most))
 
 

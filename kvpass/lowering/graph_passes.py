@@ -110,6 +110,7 @@ def checked_table_index(index: Tensor, least: int, rows: int) -> Tensor:
                 f"index {wrong} is looked up in a table of {rows} rows: a token id outside of the vocabulary, or a "
                 "position past the model's last; check the ids, and keep the conversation within the model's positions"
             )
+    # a copy, because an operator must not return its own input
     return index.clone() if least == 0 else torch.where(index < 0, index + rows, index)
 
 

@@ -258,7 +258,7 @@ class Policy:
     @property
     def keeps_clock(self) -> bool:
         """True if the policy counts tokens on the host."""
-        return bool(self.clock((), 1, 1 << 30))
+        return bool(self.clock((), 1, 1 << 30))  # policies that do not count return () for any budget
 
     def clock(self, clock: Clock, new: int, budget: int) -> Clock:
         """Return a row's counts after a prompt or chunk with `new` real tokens; () without an interval."""

@@ -69,7 +69,7 @@ class Vase(Policy):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.variant == "dkv":
-            object.__setattr__(self, "statistics", frozenset())
+            object.__setattr__(self, "statistics", frozenset())  # this variant reads no attention
 
     @property
     def observation_window(self) -> int:

@@ -156,6 +156,7 @@ def window_mask(mask: Tensor | None, causal: bool, valid: Tensor, size: int | Te
         return same_window
     if mask.dtype == torch.bool:
         return mask & same_window
+    # the lowest number instead of -inf, as a row of -inf alone becomes NaN in the softmax
     return torch.where(same_window, mask, torch.finfo(mask.dtype).min)
 
 

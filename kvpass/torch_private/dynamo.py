@@ -152,6 +152,7 @@ def restore_settings(_: object = None) -> None:
 
 def _current_strictness() -> bool | None:
     """Return the `strict` of the current compilation's kvpass backend; None if the backend is another's."""
+    # torch passes the hook no arguments: the backend is a local variable of one of the functions that call it.
     callers = [frame.f_locals for frame, _ in itertools.islice(traceback.walk_stack(sys._getframe(2)), 4)]
     compilers = [each["compiler_fn"] for each in callers if each.get("compiler_fn") is not None]
     if not compilers:

@@ -92,6 +92,7 @@ def fills_vectors(codes: Tensor, byte_count: int) -> bool:
 def signed_parts(words: Tensor, dtype: torch.dtype) -> list[WordPart]:
     """Split words int32 [B, H, N, d] into signed bytes, each moved to the top of its word."""
     tops = [words << (24 - 8 * byte) for byte in range(WORD - 1)] + [words]
+    # Below the lowest byte there are only zeros; below the others there are lower bytes, which are masked off.
     return [WordPart((tops[0] if byte == 0 else top & -(1 << 24)).to(dtype), 2.0**24) for byte, top in enumerate(tops)]
 
 

@@ -138,6 +138,7 @@ class Lockstep:
 
     def _keep_result(self, walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
         finite = result.isfinite()
+        # All graphs go on with this value, and a NaN would spread to later layers; `_excess` leaves these entries out.
         self._model_values[node.name] = result if bool(finite.all()) else result.nan_to_num(0.0, 0.0, 0.0)
         self._finite[node.name] = finite
         return self._model_values[node.name].clone()

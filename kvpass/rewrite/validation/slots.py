@@ -52,7 +52,7 @@ class MadeUpSlots:
         return argument
 
     def _rewrites_vectors(self, layer: int) -> bool:
-        """Return whether a step reads a layer's keys or values after a write, or writes to more than the free slot."""
+        """Return whether a step reads a layer's slots after a write, or writes to more than the free one."""
         policy = self.step.layouts[layer].policy
         return bool(self.step.sites[layer].shared_by) or policy.merges or policy.aligns != "never"
 
