@@ -116,7 +116,7 @@ def force(model: Any, ids: Tensor, mask: Tensor, steps: Sequence[int], *, inspec
             use_cache=True,
         )
 
-    if not chosen.compiles_at_once:
+    if not chosen.compiles_prompts_at_once:
         fed(0, steps[0], None)
     logits, held, cache, done = [], [], None, 0
     for count in steps:

@@ -129,11 +129,16 @@ class Compiler:
 
     @property
     def compiles_at_once(self) -> bool:
-        """True if chunks, and static prompts on a CPU, are compiled at their first run, not the second.
+        """True if the graph of a chunk is compiled at its first run, False if at its second."""
+        return False
+
+    @property
+    def compiles_prompts_at_once(self) -> bool:
+        """True if a static prompt graph on a CPU is compiled at its first run, False if at its second.
 
         Compilation is immediate if it costs nothing, and for a report, which describes the compilation.
         """
-        return self.inner != "inductor" or self.recorder is not None
+        return self.inner != "inductor" or self.compiles_at_once or self.recorder is not None
 
     def has_dynamic_sizes(self, device: torch.device) -> bool:
         """Return whether the inner compiler supports dynamic sizes for a device; they are untested on GPUs."""

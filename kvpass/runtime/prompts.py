@@ -229,7 +229,7 @@ class PromptRunner:
         another length gets a graph of its own, for all lengths.
         """
         may_come_once = all(_is_static_on_cpu(example) for example in examples)
-        if may_come_once and not self.backend.compiles_at_once:
+        if may_come_once and not self.backend.compiles_prompts_at_once:
             assert self.graph.rewrite.gm is not None
             self.inner = _DeferredPrompt(fx_nodes.code_of(self.graph.rewrite.gm), self._compile_graph)
         else:

@@ -32,6 +32,10 @@ class Counting(Backend):
         self.made.append(len(gm.graph.nodes))
         return super().compile_step(gm, *how)
 
+    @property
+    def compiles_at_once(self) -> bool:
+        return True
+
     def has_dynamic_sizes(self, device: torch.device) -> bool:
         return not self.numbers and super().has_dynamic_sizes(device)
 
