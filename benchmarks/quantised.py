@@ -38,7 +38,7 @@ from kvpass.apps.evaluation.scoring import ScoringBatch, score
 from kvpass.apps.models import load
 from kvpass.decoding.prefill import Caller
 from kvpass.errors import KVPassError
-from kvpass.lowering.formats import KV_DTYPES, KVDtype, Rows, code_products, format_of
+from kvpass.lowering.formats import KV_DTYPES, EncodedVectors, KVDtype, code_products, format_of
 
 TIMES: dict[KVDtype, int] = {"int8": 2, "int4": 4}  # as many tokens in the same bytes, nearly
 KINDS: tuple[KVDtype | None, ...] = (None, *KV_DTYPES)
@@ -112,7 +112,7 @@ def sizes() -> None:
     _print_line(["---:"] * (2 + 2 * len(KV_DTYPES)))
     for dim in (32, 64, 128):
         row = torch.randn(1, 1, 1, dim, dtype=torch.bfloat16)
-        stored = [Rows.of(format_of(kind, dim, torch.bfloat16), row) for kind in KINDS]
+        stored = [EncodedVectors.of(format_of(kind, dim, torch.bfloat16), row) for kind in KINDS]
         taken = [sum(part.nbytes for part in rows.parts) for rows in stored]
         _print_line([str(dim), *map(str, taken), *(f"{size / taken[0]:.3f}" for size in taken[1:])])
 
@@ -135,7 +135,7 @@ def logit_error(kv_dtype: KVDtype, times: float, dim: int = 128) -> float:
     query, key = (torch.randn(1, 8, count, dim, generator=drawn) for count in (16, 1024))
     key[..., torch.arange(4) * dim // 4 + 5] *= times
     exact = query @ key.transpose(-1, -2)
-    stored = Rows.of(format_of(kv_dtype, dim, torch.float32), key)
+    stored = EncodedVectors.of(format_of(kv_dtype, dim, torch.float32), key)
     return float((stored.format.products(query, stored.parts) - exact).abs().mean() / exact.abs().mean())
 
 
@@ -265,7 +265,7 @@ def _products(kind: KVDtype, slots: int) -> list[Callable[[], object]]:
     made, drawn = format_of(kind, DIM, torch.bfloat16), torch.Generator().manual_seed(0)
     query = torch.randn(1, KV_HEADS, HEADS // KV_HEADS, DIM, generator=drawn).to(torch.bfloat16)
     paid = torch.randn(1, KV_HEADS, HEADS // KV_HEADS, slots, generator=drawn).softmax(-1)
-    parts = Rows.of(made, torch.randn(1, KV_HEADS, slots, DIM, generator=drawn).to(torch.bfloat16)).parts
+    parts = EncodedVectors.of(made, torch.randn(1, KV_HEADS, slots, DIM, generator=drawn).to(torch.bfloat16)).parts
     with_keys = _compiled(lambda query, *parts: made.products(query, parts), query, *parts)
     with_values = _compiled(lambda paid, *parts: made.weighted_sum(paid, parts, torch.bfloat16), paid, *parts)
     calls = [lambda: with_keys(query, *parts), lambda: with_values(paid, *parts)]

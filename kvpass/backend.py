@@ -29,7 +29,7 @@ from kvpass.policies.base import Policy
 from kvpass.runtime.compiled_call import compile_in_place
 from kvpass.runtime.compiler import Compiler, Inner, Positions
 from kvpass.runtime.prompts import PromptRunner
-from kvpass.runtime.recorder import SiteReport, configure_logs
+from kvpass.runtime.recorder import AttentionReport, configure_logs
 from kvpass.runtime.steps import StepRunner
 from kvpass.torch_private import dynamo, inductor, regions
 
@@ -142,7 +142,7 @@ class Backend(Compiler):
             verdict = "rewritten" if f.reading else "refused" if f.refusal else "left alone"
             reason = f.refusal or ("" if f.reading else origins.DOES_NOT_GROW if f.fixed else "it updates no cache")
             where = (len(self.recorder.graphs), walk.module_of(f.node), walk.source_line(f.node))
-            self.recorder.sites.append(SiteReport(*where, verdict, reason))
+            self.recorder.sites.append(AttentionReport(*where, verdict, reason))
 
     def _left_alone(self, refused: list[CallReading], carried: bool) -> bool:
         """Raise an error for refused cache updates, or with strict=False warn and leave the whole graph unchanged.
@@ -368,7 +368,11 @@ def compile(model: M, policy: str | Policy = "full", **settings: Any) -> M:
 
 
 _made_by_name: list[weakref.ref[Backend]] = []
-"""The backends of `by_name` that some graph or cache still uses."""
+"""The backends of `by_name` that some graph or cache still uses.
+
+torch calls `by_name` for each graph and passes no object that could own the backend, so the module has to find it
+again.
+"""
 
 
 def by_name(

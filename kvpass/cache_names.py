@@ -89,7 +89,7 @@ def cache_of_output(output: Any) -> Any:
     return None
 
 
-def rows_of_cache(cache: Any) -> list[tuple[Any, Any]]:
+def keys_and_values(cache: Any) -> list[tuple[Any, Any]]:
     """Return each layer's keys and values in a cache object or nested tuples; None if it has none."""
     layers = getattr(cache, "layers", None)
     if layers is None:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from kvpass.cache.admission import Chunk, admit, attention_of_chunk, split_by_class
+from kvpass.cache.cached_attention import CachedAttention, Mask, NewTokens
 from kvpass.cache.chunk_step import extend_step
 from kvpass.cache.layout import Layout
-from kvpass.cache.site import Mask, NewTokens, Site
 from kvpass.cache.slots import Slots
 from kvpass.cache.step import decode_step, with_logit_scale
 from kvpass.diagnostics.simulate import rotary
@@ -78,7 +78,9 @@ class Lowered:
         policy, slots, ranked = self.layout.policy, self.slots, self.layout.ranked
         limits = tuple(self.limits) or (self.layout.budget,) * self.layout.batch
         budget = torch.tensor(limits)[:, None]
-        site = Site(self.scale, None, (lambda keys, rank: [self.rotate(keys.join(), rank)]) if ranked else None)
+        call = CachedAttention(
+            self.scale, None, (lambda keys, rank: [self.rotate(keys.join(), rank)]) if ranked else None
+        )
         if slots is None:
             first = torch.zeros(len(new.q), 1, 1, dtype=torch.int64)
         else:
@@ -97,7 +99,7 @@ class Lowered:
             compact = any(due for due, _ in ticks)
             if new.pins is not None:
                 slots.pin_next(new.pins)
-            return self.step(self.layout, site, slots, NewTokens(q, chunk.key, new.v, new.valid[:, 0]), compact).output
+            return self.step(self.layout, call, slots, NewTokens(q, chunk.key, new.v, new.valid[:, 0]), compact).output
         if slots is None:
             q = with_logit_scale(policy, q, new.valid.sum(-1, keepdim=True))
             mask = prompt_mask(new.valid, policy, budget)
@@ -110,8 +112,8 @@ class Lowered:
                 scanned = budget[..., None] if self.limits else self.layout.budget
                 sums = statistics(policy, spec, new.valid, scanned)
         else:
-            site = dataclasses.replace(site, mask=causal(slots, new.valid.shape[1]))
-            output, *_, sums = extend_step(self.layout, site, slots, NewTokens(q, k, new.v, new.valid))
+            call = dataclasses.replace(call, mask=causal(slots, new.valid.shape[1]))
+            output, *_, sums = extend_step(self.layout, call, slots, NewTokens(q, k, new.v, new.valid))
         attention = attention_of_chunk(
             self.layout, [sums] if slots is None else split_by_class(self.layout, sums), new.valid
         )
@@ -153,9 +155,9 @@ class Literal:
             k = rotary(kept, place, self.theta) if ranked else kept
         attended = k
         if layer.length:
-            rows = layer.held_rows("key")
+            rows = layer.held_vectors("key")
             attended = torch.cat([rotary(rows, layer.ranks().clamp(min=0), self.theta) if ranked else rows, k], 2)
-            values = torch.cat([layer.held_rows("value"), values], 2)
+            values = torch.cat([layer.held_vectors("value"), values], 2)
             bias = layer.bias(q.shape[1] // k.shape[1])
         groups = q.shape[1] // self.layout.groups
         count = new.valid.shape[1]

@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks.gpu.bench import Bench, Row
+from kvpass.cache.cached_attention import CachedAttention, NewTokens
 from kvpass.cache.layout import Layout
-from kvpass.cache.site import NewTokens, Site
 from kvpass.cache.slots import Slots
 from kvpass.cache.step import decode_step
 from kvpass.lowering.attend import Rope, RotaryPairs, Rotation, attend
 from kvpass.lowering.attention_statistics import StatisticsRequest, attention_statistics
+from kvpass.lowering.formats import EncodedVectors as Stored
 from kvpass.lowering.formats import KVDtype, Sections, format_of
-from kvpass.lowering.formats import Rows as Stored
 from kvpass.policies import resolve
 from kvpass.policies.aligners import Aligner, Signature
 from kvpass.policies.aligners.networks import DirectNetwork
@@ -118,7 +118,7 @@ def _attending(bench: Bench, case: Case) -> float:
     return bench.seconds(lambda: run(query, list(key.parts), list(value.parts), mask))
 
 
-class Rows(NamedTuple):
+class EncodedVectors(NamedTuple):
     """Held rows, keys and values [B, H, C, D], and the distances that they move."""
 
     aligner: Aligner
@@ -129,7 +129,7 @@ class Rows(NamedTuple):
     rank: Tensor
 
     @staticmethod
-    def drawn(bench: Bench, rows: int, slots: int) -> Rows:
+    def drawn(bench: Bench, rows: int, slots: int) -> EncodedVectors:
         """Return random rows, with a random network of the default size."""
         signature = Signature("any", 1, HEADS, DIM, DIM, slots)
         network = DirectNetwork(signature)
@@ -138,11 +138,11 @@ class Rows(NamedTuple):
         made, rank = torch.randint(0, slots + 1, (2, rows, slots), device=bench.device).sort(0, descending=True).values
         key, value = (bench.randn(rows, HEADS, slots, DIM) for _ in range(2))
         aligner = Aligner("direct", signature, network.to_tensors())
-        return Rows(aligner, [tensor.to(key.device) for tensor in aligner.weights()], key, value, made, rank)
+        return EncodedVectors(aligner, [tensor.to(key.device) for tensor in aligner.weights()], key, value, made, rank)
 
-    def on_cpu(self) -> Rows:
+    def on_cpu(self) -> EncodedVectors:
         """Return the rows on a device."""
-        return Rows(self.aligner, [tensor.cpu() for tensor in self.weights], *(x.cpu() for x in self[2:]))
+        return EncodedVectors(self.aligner, [tensor.cpu() for tensor in self.weights], *(x.cpu() for x in self[2:]))
 
     def repaired(self) -> tuple[Tensor, Tensor]:
         """Return the repaired rows."""
@@ -153,7 +153,7 @@ class Rows(NamedTuple):
 def repairs(bench: Bench) -> Iterator[Row]:
     """Time kv_align's repair of all rows in a step, and a copy of them."""
     batch, slots = (1, 256) if bench.small else REPAIRED
-    rows = Rows.drawn(bench, batch, slots)
+    rows = EncodedVectors.drawn(bench, batch, slots)
     copied = bench.seconds(lambda: (rows.key.clone(), rows.value.clone()))
     yield Row(
         "repair of a layer", f"batch {batch}, {slots} slots, of a copy", bench.seconds(rows.repaired) / copied, "x"
@@ -173,7 +173,7 @@ def step(bench: Bench, name: str, slots: int, rows: int) -> Callable[[], Any]:
 
     def function(*tensors: Tensor) -> Tensor:
         state, new = tensors[:-4], NewTokens(*tensors[-4:])
-        return decode_step(layout, Site(DIM**-0.5), held.with_tensors(list(state)), new).output
+        return decode_step(layout, CachedAttention(DIM**-0.5), held.with_tensors(list(state)), new).output
 
     new = [bench.randn(rows, count, 1, DIM) for count in (HEADS * GROUPS, HEADS, HEADS)]
     arguments = [*held.tensors(), *new, torch.ones(rows, dtype=torch.bool, device=bench.device)]

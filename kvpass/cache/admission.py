@@ -13,22 +13,24 @@ from kvpass.cache.layout import ROW_BUDGET, Layout
 from kvpass.cache.slots import FREE, ClassedSlots, Slots, next_free, select_heads
 from kvpass.fx.precision import upcast
 from kvpass.lowering.attention_statistics import as_attention
-from kvpass.lowering.formats import Rows
+from kvpass.lowering.formats import EncodedVectors
 from kvpass.policies.base import Policy
 from kvpass.policies.pinned_tokens import PINNED, Pins
 from kvpass.policies.protocols import Aligning, Merging, Projecting, Rescoring
-from kvpass.policies.ranking import rank_of, rows_in_order
+from kvpass.policies.ranking import rank_of, slots_by_position
 from kvpass.policies.types import Attention, Merge, State, Tokens
 
 MERGE_BLOCK = 1024  # evicted rows that are merged at a time
 
 
-def initial_state(policy: Policy, key: Rows, value: Rows) -> State:
-    """Return the policy's initial state of new tokens, each [B, H', n], from their stored rows."""
-    return policy.init_token_state(key.read(), value.read()) if policy.sees_rows else {}
+def initial_state(policy: Policy, key: EncodedVectors, value: EncodedVectors) -> State:
+    """Return the policy's initial state of new tokens, each [B, H', n], from their stored vectors."""
+    return policy.init_token_state(key.read(), value.read()) if policy.reads_new_keys else {}
 
 
-def rescore(layout: Layout, tokens: Tokens, key: Rows, value: Rows, weights: Sequence[Tensor] = ()) -> Tokens:
+def rescore(
+    layout: Layout, tokens: Tokens, key: EncodedVectors, value: EncodedVectors, weights: Sequence[Tensor] = ()
+) -> Tokens:
     """Apply the policy's `rescore`, if it has one, to rows [B, Hkv, N, D] and [B, Hkv, N, Dv].
 
     Args:
@@ -93,8 +95,8 @@ class _Candidates:
 
     tokens: Tokens
     index: Tensor
-    key: Rows
-    value: Rows
+    key: EncodedVectors
+    value: EncodedVectors
 
     def of_heads(self, heads: Tensor, layout: Layout) -> _Candidates:
         """Return the tokens of some heads, int64 [B, h], with the budget of their layout."""
@@ -102,7 +104,8 @@ class _Candidates:
         position = select_heads(self.tokens.position, heads)
         tokens = dataclasses.replace(self.tokens, position=position, state=state, budget=layout.budget, rank=None)
         key, value = (
-            Rows(x.format, tuple(select_heads(part, heads) for part in x.parts)) for x in (self.key, self.value)
+            EncodedVectors(x.format, tuple(select_heads(part, heads) for part in x.parts))
+            for x in (self.key, self.value)
         )
         return _Candidates(tokens, select_heads(self.index, heads), key, value)
 
@@ -110,7 +113,7 @@ class _Candidates:
 def _score_candidates(layout: Layout, past: Slots, chunk: Chunk, budgets: Sequence[int], prompt: bool) -> _Candidates:
     """Let the policy observe a chunk."""
     assert isinstance(chunk.attention, Attention)
-    key, value = Rows.of(layout.key_format, chunk.key), Rows.of(layout.value_format, chunk.value)
+    key, value = EncodedVectors.of(layout.key_format, chunk.key), EncodedVectors.of(layout.value_format, chunk.value)
     tokens, index = _join_candidates(layout, past, chunk, key, value, prompt)
     if not layout.row_budgets:
         tokens = dataclasses.replace(tokens, budget=max(budgets))
@@ -185,7 +188,7 @@ def _prompt_layout(layout: Layout, chunk: Chunk, budget: int) -> Layout:
 
 
 def _join_candidates(
-    layout: Layout, past: Slots, chunk: Chunk, key: Rows, value: Rows, prompt: bool
+    layout: Layout, past: Slots, chunk: Chunk, key: EncodedVectors, value: EncodedVectors, prompt: bool
 ) -> tuple[Tokens, Tensor]:
     """Return the tokens of [slots, chunk], N = C + q, and their indices in the padded sequence.
 
@@ -223,7 +226,7 @@ def _fill(layout: Layout, slots: Slots, scored: _Candidates, keep: Tensor) -> No
     """Write the tokens that stay to the first slots, and free the others."""
     tokens, index = scored.tokens, scored.index
     position = torch.where(keep, tokens.position, FREE)
-    kept = rows_in_order(position)[..., : slots.capacity]  # [B, H', n]
+    kept = slots_by_position(position)[..., : slots.capacity]  # [B, H', n]
     count = kept.shape[-1]
     slots.key.fill(scored.key.gather(kept))
     slots.value.fill(scored.value.gather(kept))
@@ -243,7 +246,7 @@ def _fill(layout: Layout, slots: Slots, scored: _Candidates, keep: Tensor) -> No
 def _merge_evicted(layout: Layout, slots: Slots, scored: _Candidates, evicted: Tensor) -> None:
     """Let the policy merge evicted tokens into the filled slots."""
     count = int(evicted.sum(-1).max())
-    indices = rows_in_order(torch.where(evicted, scored.tokens.position, FREE))[..., :count]  # [B, H', E]
+    indices = slots_by_position(torch.where(evicted, scored.tokens.position, FREE))[..., :count]  # [B, H', E]
     held, evicted_keys, eviction = slots.key.read(), scored.key.gather(indices).read(), layout.eviction
     assert isinstance(eviction, Merging)
     merge = eviction.merge_evicted(slots.tokens(layout), held, evicted_keys, evicted.gather(-1, indices))
@@ -253,7 +256,7 @@ def _merge_evicted(layout: Layout, slots: Slots, scored: _Candidates, evicted: T
         slots.state[name].copy_(changed)
 
 
-def _merge_into(buffer: Rows, rows: Rows, indices: Tensor, merge: Merge) -> None:
+def _merge_into(buffer: EncodedVectors, rows: EncodedVectors, indices: Tensor, merge: Merge) -> None:
     """Merge rows [B, Hkv, N, D] at `indices` [B, H', E] into a buffer [B, Hkv, C, D]."""
     heads, held = buffer.shape[1], upcast(buffer.read())
     into = merge.into.expand(-1, heads, -1)

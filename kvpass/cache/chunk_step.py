@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpass.cache.cached_attention import Attended, CachedAttention, NewTokens, class_by_class
 from kvpass.cache.layout import Layout
-from kvpass.cache.site import Attended, NewTokens, Site, class_by_class
 from kvpass.cache.slots import Slots
-from kvpass.cache.step import add_biases, log_sum_exp, stored_rows, with_logit_scale, with_mask
+from kvpass.cache.step import add_biases, log_sum_exp, stored_vectors, with_logit_scale, with_mask
 from kvpass.lowering.attend import attend, by_kernel
 from kvpass.lowering.attention_statistics import StatisticsSpec, fuses_attention, statistics
 from kvpass.lowering.formats import Sections, plain
 
 
 @class_by_class
-def extend_step(layout: Layout, site: Site, slots: Slots, new: NewTokens) -> Attended:
+def extend_step(layout: Layout, call: CachedAttention, slots: Slots, new: NewTokens) -> Attended:
     """Attend with a chunk of queries to [slots, chunk], under the model's own mask.
 
     Args:
@@ -34,30 +34,30 @@ def extend_step(layout: Layout, site: Site, slots: Slots, new: NewTokens) -> Att
     """
     policy, (query, key, value, valid) = layout.policy, new
     chunk = query.shape[2]
-    held, rotate = slots.tokens(layout), site.rotate
+    held, rotate = slots.tokens(layout), call.rotate
     query = with_logit_scale(policy, query, held.live.sum(-1)[:, :1] + valid.sum(-1, keepdim=True))
-    stored, rows = (part.read_as(layout.dtype) for part in stored_rows(layout, site, slots, held))
+    stored, rows = (part.read_as(layout.dtype) for part in stored_vectors(layout, call, slots, held))
     rotated = stored if rotate is None else torch.cat(rotate(Sections((stored,)), slots.rank), -1)
     keys = torch.cat([rotated, key.to(rotated.dtype)], 2)
     values, facts = torch.cat([rows, value.to(rows.dtype)], 2), list[Tensor]()
-    if site.compute_keys is not None:
-        keys, values, facts = site.compute_keys(keys, values)
-    mask, bias = _chunk_mask(layout, site, slots, valid, facts)
-    dtype = _dtype_of_bias(site, bias, query.dtype)
+    if call.compute_keys is not None:
+        keys, values, facts = call.compute_keys(keys, values)
+    mask, bias = _chunk_mask(layout, call, slots, valid, facts)
+    dtype = _dtype_of_bias(call, bias, query.dtype)
     full_mask = _per_head(_combined_mask(mask, bias, dtype), query, keys, layout.heads)
     spec = StatisticsSpec(
         query=query,
         key=keys,
         mask=full_mask,
-        sink_logit=site.sink_logit,
+        sink_logit=call.sink_logit,
         causal=False,
-        scale=site.scale,
-        cap=site.cap,
+        scale=call.scale,
+        cap=call.cap,
         heads=layout.heads,
         sharding=layout.sharding,
     )
     policy_bias = policy.bias(held, query.shape[1] // layout.heads)
-    by_library = site.cap is None and site.sink_logit is None and not site.lse
+    by_library = call.cap is None and call.sink_logit is None and not call.lse
     lse, computed = None, None
     if policy_bias is None and by_library and fuses_attention(policy, query, keys, values):
         output, *computed = statistics(policy, spec, valid, held.budget, values)
@@ -68,8 +68,8 @@ def extend_step(layout: Layout, site: Site, slots: Slots, new: NewTokens) -> Att
             attention_mask = _per_head(
                 _combined_mask(mask, add_biases(bias, policy_bias), dtype), query, keys, layout.heads
             )
-        output, lse = _attend_chunk(site, query, keys, values, attention_mask)
-    output = _with_unknown_outputs(site, slots, output, (full_mask, bias), valid)
+        output, lse = _attend_chunk(call, query, keys, values, attention_mask)
+    output = _with_unknown_outputs(call, slots, output, (full_mask, bias), valid)
     if computed is None:
         computed = statistics(policy, spec, valid, held.budget) if policy.statistics else []
     inputs = (spec.query, spec.key, spec.mask, spec.sink_logit) if layout.crops and policy.statistics else ()
@@ -77,7 +77,7 @@ def extend_step(layout: Layout, site: Site, slots: Slots, new: NewTokens) -> Att
 
 
 def _attend_chunk(
-    site: Site, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor
+    call: CachedAttention, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """Attend with a chunk; `mask` is bool or additive [B, Hq, Ha or 1, q, N].
 
@@ -86,15 +86,15 @@ def _attend_chunk(
     """
     heads = keys.shape[1]
     grouped = torch.unflatten(query, 1, (heads, -1))
-    if site.cap is None and site.sink_logit is None and not site.lse and not by_kernel(grouped):
-        return _library_attention(site.scale, grouped, keys, values, mask), None
+    if call.cap is None and call.sink_logit is None and not call.lse and not by_kernel(grouped):
+        return _library_attention(call.scale, grouped, keys, values, mask), None
     heads_mask = mask[:, :, None] if mask.shape[1] == 1 else torch.unflatten(mask, 1, (heads, -1))
     allowed, bias = (heads_mask, None) if heads_mask.dtype == torch.bool else (heads_mask != -torch.inf, heads_mask)
     options: dict[str, Any] = dict(
-        mask=allowed, bias=bias, cap=site.cap, sink_logit=site.sink_logits(heads), with_logits=site.lse
+        mask=allowed, bias=bias, cap=call.cap, sink_logit=call.sink_logits(heads), with_logits=call.lse
     )
-    output, _, logits = attend(grouped, plain(keys), plain(values), scale=site.scale, **options)
-    return output.flatten(1, 2), log_sum_exp(site, logits)
+    output, _, logits = attend(grouped, plain(keys), plain(values), scale=call.scale, **options)
+    return output.flatten(1, 2), log_sum_exp(call, logits)
 
 
 def _library_attention(scale: float, grouped: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ def _library_attention(scale: float, grouped: Tensor, keys: Tensor, values: Tens
 
 
 def _chunk_mask(
-    layout: Layout, site: Site, slots: Slots, valid: Tensor, facts: list[Tensor]
+    layout: Layout, call: CachedAttention, slots: Slots, valid: Tensor, facts: list[Tensor]
 ) -> tuple[Tensor, Tensor | None]:
     """Return mask [B, H', 1 or G, q, C + q] and bias of a chunk on [slots, chunk]."""
     count = valid.shape[1]
@@ -121,7 +121,7 @@ def _chunk_mask(
     mask = torch.cat([(slots.position >= 0)[:, :, None, None], new], -1)  # the same for all queries
     new_position = slots.seen[:, None] + valid.cumsum(-1) - 1
     position = torch.cat([slots.position, new_position[:, None].expand(-1, layout.groups, -1)], -1)
-    mask, bias = with_mask(mask, site.mask(index, position, facts) if site.mask else None, site.hidden)
+    mask, bias = with_mask(mask, call.mask(index, position, facts) if call.mask else None, call.hidden)
     return mask.expand(-1, -1, -1, count, -1), bias
 
 
@@ -130,14 +130,14 @@ def _combined_mask(mask: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Ten
     return mask if bias is None else torch.where(mask, bias.to(dtype), -torch.inf)
 
 
-def _dtype_of_bias(site: Site, bias: Tensor | None, dtype: torch.dtype) -> torch.dtype:
+def _dtype_of_bias(call: CachedAttention, bias: Tensor | None, dtype: torch.dtype) -> torch.dtype:
     """Return a dtype that can hold the numbers that hide, the queries' if possible."""
-    too_narrow = dtype == torch.float16 and bias is not None and (site.decomposed or bias.dtype != dtype)
+    too_narrow = dtype == torch.float16 and bias is not None and (call.decomposed or bias.dtype != dtype)
     return torch.float32 if too_narrow else dtype
 
 
 def _with_unknown_outputs(
-    site: Site, slots: Slots, output: Tensor, masks: tuple[Tensor, Tensor | None], valid: Tensor
+    call: CachedAttention, slots: Slots, output: Tensor, masks: tuple[Tensor, Tensor | None], valid: Tensor
 ) -> Tensor:
     """Return a chunk's output [B, Hq, q, Dv] with NaN for the queries whose output is unknown.
 
@@ -145,7 +145,7 @@ def _with_unknown_outputs(
         masks: the mask with all biases, and the model's own bias.
     """
     mask, bias = masks
-    unknown_queries = site.unknown_queries(slots, valid, None if bias is None else bias.dtype)
+    unknown_queries = call.unknown_queries(slots, valid, None if bias is None else bias.dtype)
     if unknown_queries is None:
         return output
     highest = torch.where(mask.any(-1), 0.0, -torch.inf) if mask.dtype == torch.bool else mask.amax(-1)

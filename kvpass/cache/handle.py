@@ -140,6 +140,7 @@ def _getitem(handle: Handle, index: Any) -> Handle | Row:
             return Row.like(handle[index])
     picks_rows = first.ndim == 1 if isinstance(first, Tensor) else isinstance(first, (slice, list))
     if picks_rows and all(part is Ellipsis or part == slice(None) for part in rest):
+        # A slice is a view, and a step on one cache would write to the other.
         return _select_rows("getitem", handle, first, lambda tensor: tensor[first].clone())
     raise CacheHandleError(
         f"cache[{index}]: only whole rows of a cache of kvpass can be picked, and its last tokens cropped; those of a "
@@ -240,7 +241,7 @@ def current_cache(value: Any, part: Part, backend: CacheOwner) -> LayerCache:
         shape = tuple(value.shape)
     if shape[:3] != (cache.layout.batch, cache.heads, cache.stored_tokens):
         raise CacheHandleError(f"a cache handle of shape {shape} does not fit its slots {cache.layout}")
-    if cache.backend is not backend and cache.backend.family != backend.family:
+    if cache.backend is not backend and cache.backend.cache_settings != backend.cache_settings:
         raise CacheHandleError(f"this cache was made by {cache.backend} and cannot go on under {backend}")
     return cache
 

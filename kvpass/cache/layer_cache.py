@@ -54,7 +54,7 @@ def _equal_arguments(one: Any, other: Any) -> bool:
         return types[0] == types[1] and torch.equal(one, other)
     if isinstance(one, list) and isinstance(other, list):
         return len(one) == len(other) and all(_equal_arguments(a, b) for a, b in zip(one, other, strict=True))
-    return type(one) is type(other) and bool(one == other)
+    return type(one) is type(other) and bool(one == other)  # True == 1, and they select differently
 
 
 def _copy_of_lists(argument: Any) -> Any:
@@ -112,7 +112,7 @@ class CacheOwner(Protocol):
 
     Attributes:
         policy, budget: see `kvpass.backend`.
-        family: settings that another backend must share to continue the cache.
+        cache_settings: settings that another backend must share to continue the cache.
         crop: how many of the last tokens can be cropped.
         kv_dtype: the storage format of keys and values; None for the model's dtype.
         layers: numbers the caches in the order in which they are made.
@@ -123,7 +123,7 @@ class CacheOwner(Protocol):
     @property
     def budget(self) -> int | float | None: ...
     @property
-    def family(self) -> tuple[Any, ...]: ...
+    def cache_settings(self) -> tuple[Any, ...]: ...
     @property
     def crop(self) -> int: ...
     @property
@@ -203,7 +203,7 @@ class LayerCache:
         for i, picked in enumerate(self._selections):
             result = picked.result()
             if result is not None and picked.serves(operation, argument, self.seen, part):
-                del self._selections[i]
+                del self._selections[i]  # the next equal selection for this part makes another copy
                 return result
         result = self.map_rows(operation, apply)
         self._selections.append(

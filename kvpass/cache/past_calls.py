@@ -1,8 +1,8 @@
 """Record the last calls on a layer's cache, so that they can be undone.
 
-A decode step overwrites one row of each head, so that row is copied before the step.  A chunk is admitted to other
-slots, and its rows are kept until the next call.  To crop a chunk, its first tokens are admitted again to the slots
-from before the chunk.
+A decode step overwrites one slot of each head, so its vectors are copied before the step.  A chunk is admitted to other
+slots, and its keys and values are kept until the next call.  To crop a chunk, its first tokens are admitted again to
+the slots from before the chunk.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from kvpass.cache.layout import Layout
 from kvpass.cache.slots import AnySlots, Slots, row_indices
 from kvpass.errors import CacheHandleError
-from kvpass.lowering.formats import Rows
+from kvpass.lowering.formats import EncodedVectors
 from kvpass.lowering.formats.base import Parts, SlotIndices
 
 
@@ -26,8 +26,8 @@ class SavedContent:
     """A copy of the content that a decode step overwrites in the slots of a layer.
 
     Attributes:
-        slot_index: the saved row of each head, None if all rows are saved.
-        key, value: the saved rows as stored, each [B, Hkv, ...] or [B, Hkv, C, ...].
+        slot_index: the saved vector of each head, None if all slots are saved.
+        key, value: the saved vectors as stored, each [B, Hkv, ...] or [B, Hkv, C, ...].
         others: all metadata, in the order of `Slots.metadata`.
     """
 
@@ -38,12 +38,12 @@ class SavedContent:
 
     @staticmethod
     def of(layout: Layout, slots: Slots) -> SavedContent:
-        """Save one row per head, at the free slot; all rows if the policy merges or aligns rows."""
+        """Save the vectors in the free slot of each head; all slots if the policy merges or aligns."""
         rewrites = layout.policy.merges or layout.policy.aligns in ("step", "compact")
         slot_index = None if rewrites else row_indices(slots.free.clone(), layout.heads)
         others = tuple(tensor.clone() for tensor in slots.metadata)
         return SavedContent(
-            slot_index, _clone_rows(slots.key, slot_index), _clone_rows(slots.value, slot_index), others
+            slot_index, _clone_vectors(slots.key, slot_index), _clone_vectors(slots.value, slot_index), others
         )
 
     def write_to(self, slots: Slots) -> None:
@@ -54,7 +54,7 @@ class SavedContent:
             buffer.copy_(other)
 
 
-def _clone_rows(rows: Rows, slot_index: SlotIndices | None) -> Parts:
+def _clone_vectors(rows: EncodedVectors, slot_index: SlotIndices | None) -> Parts:
     return tuple(part.clone() if slot_index is None else part[slot_index] for part in rows.parts)
 
 

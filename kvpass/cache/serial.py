@@ -17,7 +17,7 @@ from kvpass.cache.layer_cache import CacheOwner, LayerCache
 from kvpass.cache.layout import ROW_BUDGET, Layout
 from kvpass.cache.slots import AnySlots, ClassedSlots, Slots, empty_slots
 from kvpass.errors import CacheFileError, CacheHandleError
-from kvpass.lowering.formats import Format, Rows
+from kvpass.lowering.formats import EncodedVectors, Format
 from kvpass.lowering.formats.base import Parts
 from kvpass.policies.base import Policy
 
@@ -90,14 +90,14 @@ def cache_of(
 
 def slot_tensors(slots: AnySlots) -> dict[str, Tensor]:
     """Return the tensors of slots by name, with codes in the order of the numbers, which no device changes."""
-    return dict(zip(slots.names, _convert_rows(slots, Format.to_number_order).tensors(), strict=True))
+    return dict(zip(slots.names, _convert_vectors(slots, Format.to_number_order).tensors(), strict=True))
 
 
-def _convert_rows(slots: AnySlots, change: Callable[[Format, Parts], Parts]) -> Any:
-    """Return slots with the tensors of their rows changed by a function of a format and its tensors."""
+def _convert_vectors(slots: AnySlots, change: Callable[[Format, Parts], Parts]) -> Any:
+    """Return slots with the tensors of their keys and values changed by a function of a format and its tensors."""
     if isinstance(slots, ClassedSlots):
-        return dataclasses.replace(slots, parts=tuple(_convert_rows(part, change) for part in slots.parts))
-    key, value = (Rows(x.format, change(x.format, x.parts)) for x in (slots.key, slots.value))
+        return dataclasses.replace(slots, parts=tuple(_convert_vectors(part, change) for part in slots.parts))
+    key, value = (EncodedVectors(x.format, change(x.format, x.parts)) for x in (slots.key, slots.value))
     return dataclasses.replace(slots, key=key, value=value)
 
 
@@ -121,7 +121,9 @@ def slots_of(
     else:
         check_numbers(found, layout, seen, capacity, row_budgets)
     # Codes are in the order of the numbers until here.
-    return _convert_rows(found.map_tensors(lambda tensor: tensor.to(layout.device, copy=True)), Format.to_device_layout)
+    return _convert_vectors(
+        found.map_tensors(lambda tensor: tensor.to(layout.device, copy=True)), Format.to_device_layout
+    )
 
 
 def _check_classes(slots: ClassedSlots, layout: Layout, seen: int) -> None:
@@ -150,6 +152,7 @@ def layout_fields(entry: Mapping[str, Any]) -> dict[str, Any]:
     """
     fields = {name: entry[name] for name in LAYOUT_FIELDS}
     for name, kind in LAYOUT_FIELDS.items():
+        # isinstance() would take `true` in a file for 1.
         if type(fields[name]) is not kind or not 0 <= fields[name] < 2**31:
             raise CacheFileError(f"its {name} is {fields[name]!r}")
     return fields

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from kvpass.cache.layout import ROW_BUDGET, Layout
-from kvpass.lowering.formats import Rows
+from kvpass.lowering.formats import EncodedVectors
 from kvpass.lowering.formats.base import SlotIndices
 from kvpass.policies.pinned_tokens import PINNED, Pins
-from kvpass.policies.ranking import rows_in_order
+from kvpass.policies.ranking import slots_by_position
 from kvpass.policies.types import State, Tokens
 
 FREE = -1
@@ -30,7 +30,7 @@ class Slots:
     """The tensors of one layer.
 
     Attributes:
-        key, value: rows [B, Hkv, C, D] and [B, Hkv, C, Dv].
+        key, value: vectors [B, Hkv, C, D] and [B, Hkv, C, Dv].
         position: int64 [B, H', C], the token's position among the real tokens of its row; -1 marks a free slot.
         index: int64 [B, H', C], its index in the padded sequence, which the model's masks count by.
         free: int64 [B, H'], the slot that the next token is written to.
@@ -40,8 +40,8 @@ class Slots:
         state: the policy's values by name, each [B, H', C], or [B, H', 1] for its `row_state`.
     """
 
-    key: Rows
-    value: Rows
+    key: EncodedVectors
+    value: EncodedVectors
     position: Tensor
     index: Tensor
     free: Tensor
@@ -61,8 +61,8 @@ class Slots:
             return torch.full(shape, fill, dtype=torch.int64, device=layout.device)
 
         return Slots(
-            key=Rows.empty(layout.key_format, (rows, layout.heads, capacity), layout.device),
-            value=Rows.empty(layout.value_format, (rows, layout.heads, capacity), layout.device),
+            key=EncodedVectors.empty(layout.key_format, (rows, layout.heads, capacity), layout.device),
+            value=EncodedVectors.empty(layout.value_format, (rows, layout.heads, capacity), layout.device),
             position=integers(*meta, fill=FREE),
             index=integers(*meta, fill=FREE),
             free=integers(rows, groups),
@@ -73,9 +73,11 @@ class Slots:
         )
 
     def on_meta(self, layout: Layout) -> Slots:
-        """Return these slots with rows of a layout's formats on the meta device."""
+        """Return these slots with vectors in a layout's formats on the meta device."""
         shape, meta = (*self.key.shape[:2], self.capacity), torch.device("meta")
-        key, value = (Rows.empty(row_format, shape, meta) for row_format in (layout.key_format, layout.value_format))
+        key, value = (
+            EncodedVectors.empty(row_format, shape, meta) for row_format in (layout.key_format, layout.value_format)
+        )
         return dataclasses.replace(self, key=key, value=value)
 
     def tokens(self, layout: Layout) -> Tokens:
@@ -100,7 +102,7 @@ class Slots:
 
     @property
     def metadata(self) -> list[Tensor]:
-        """All tensors except those of rows, in the order of `names`."""
+        """All tensors except those of keys and values, in the order of `names`."""
         return [self.position, self.index, self.free, self.seen, self.length, self.rank, *self.state.values()]
 
     def tensors(self) -> list[Tensor]:
@@ -111,11 +113,11 @@ class Slots:
     @property
     def names(self) -> list[str]:
         """The names of the tensors: `NAMES`, the policy's state, then the scales of keys and of values."""
-        return [*NAMES, *self.state, *self.row_names[2:]]
+        return [*NAMES, *self.state, *self.kv_names[2:]]
 
     @property
-    def row_names(self) -> list[str]:
-        """The names of the tensors that store the rows of K and V."""
+    def kv_names(self) -> list[str]:
+        """The names of the tensors that store the vectors of K and V."""
         named = (("key", self.key), ("value", self.value))
         return ["key", "value", *(f"{name}_{part}" for name, rows in named for part in rows.format.names)]
 
@@ -124,8 +126,10 @@ class Slots:
         key, value, position, index, free, seen, length, rank, *rest = tensors
         state = dict(zip(self.state, rest[: len(self.state)], strict=True))
         scales = iter(rest[len(state) :])
-        keys = Rows(self.key.format, (key, *itertools.islice(scales, len(self.key.parts) - 1)))
-        return Slots(keys, Rows(self.value.format, (value, *scales)), position, index, free, seen, length, rank, state)
+        keys = EncodedVectors(self.key.format, (key, *itertools.islice(scales, len(self.key.parts) - 1)))
+        return Slots(
+            keys, EncodedVectors(self.value.format, (value, *scales)), position, index, free, seen, length, rank, state
+        )
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -146,7 +150,7 @@ class Slots:
         if pinned:
             position = torch.where(self.state.get(PINNED, torch.zeros_like(position, dtype=torch.bool)), position, FREE)
         index = torch.where(position >= 0, self.index, FREE)
-        ordered = index.gather(-1, rows_in_order(position))
+        ordered = index.gather(-1, slots_by_position(position))
         count = int((position >= 0).sum(-1).max())
         return ordered[..., :count].expand(-1, layout.heads, -1).clone()
 
@@ -269,9 +273,9 @@ class ClassedSlots:
         return [*_prefix_names([part.names for part in self.parts]), "order", "inverse"]
 
     @property
-    def row_names(self) -> list[str]:
-        """The names of the tensors that store the rows of K and V."""
-        return _prefix_names([part.row_names for part in self.parts])
+    def kv_names(self) -> list[str]:
+        """The names of the tensors that store the vectors of K and V."""
+        return _prefix_names([part.kv_names for part in self.parts])
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> ClassedSlots:
         """Return slots with a batch-first function applied to each tensor."""
@@ -280,7 +284,7 @@ class ClassedSlots:
             return ClassedSlots(parts, function(self.order), function(self.inverse))
 
     def on_meta(self, layout: Layout) -> ClassedSlots:
-        """Return these slots with rows of a layout's formats on the meta device."""
+        """Return these slots with vectors in a layout's formats on the meta device."""
         pairs = zip(self.parts, layout.parts, strict=True)
         return dataclasses.replace(self, parts=tuple(part.on_meta(each) for part, each in pairs))
 
@@ -342,7 +346,7 @@ def empty_state(layout: Layout) -> State:
 
 
 def row_indices(slot: Tensor, heads: int) -> SlotIndices:
-    """Return the indices of one row per head [B, Hkv], at `slot` [B, H']."""
+    """Return the indices of one slot per head [B, Hkv], at `slot` [B, H']."""
     row = torch.arange(slot.shape[0], device=slot.device)[:, None]
     head = torch.arange(heads, device=slot.device)[None]
     return row, head, slot.expand(-1, heads)

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from kvpass.cache.admission import align, initial_state, rescore
+from kvpass.cache.cached_attention import Attended, CachedAttention, NewTokens, class_by_class
 from kvpass.cache.layout import Layout
-from kvpass.cache.site import Attended, NewTokens, Site, class_by_class
 from kvpass.cache.slots import FREE, READ_ONLY_STATE, Slots, row_indices
 from kvpass.fx.precision import FILLED, upcast
 from kvpass.lowering.attend import LOWEST, Rope, Rotation, UnknownQueries, attend, capped, scores
 from kvpass.lowering.attention_statistics import regrouped
-from kvpass.lowering.formats import Rows, plain
+from kvpass.lowering.formats import EncodedVectors, plain
 from kvpass.policies.base import Policy
 from kvpass.policies.protocols import Aligning, Merging
 from kvpass.policies.ranking import INT64_MAX, rank_of
@@ -26,7 +26,7 @@ from kvpass.policies.types import Attention, State, Tokens
 
 
 @class_by_class
-def decode_step(layout: Layout, site: Site, slots: Slots, new: NewTokens, compact: bool = False) -> Attended:
+def decode_step(layout: Layout, call: CachedAttention, slots: Slots, new: NewTokens, compact: bool = False) -> Attended:
     """Write one token to the free slot, attend, let the policy observe, and free the next slot.
 
     Args:
@@ -35,12 +35,15 @@ def decode_step(layout: Layout, site: Site, slots: Slots, new: NewTokens, compac
         compact: build the graph that compacts, which the host runs when `Policy.tick` says so.
     """
     policy, valid = layout.policy, new.valid
-    rows = (Rows.of(layout.key_format, new.key), Rows.of(layout.value_format, new.value))
-    tokens, index = _with_new_token(layout, slots, rows, valid)
+    vectors = (EncodedVectors.of(layout.key_format, new.key), EncodedVectors.of(layout.value_format, new.value))
+    tokens, index = _with_new_token(layout, slots, vectors, valid)
     _write(
-        slots, rows, slots.free if site.write_index is None else site.write_index, valid if policy.overwrites else None
+        slots,
+        vectors,
+        slots.free if call.write_index is None else call.write_index,
+        valid if policy.overwrites else None,
     )
-    view = _QueryView.of(layout, site, slots, tokens, index, new)
+    view = _QueryView.of(layout, call, slots, tokens, index, new)
     attended, probs, logits = view.attend(with_logits=bool(policy.statistics))
     attention = _single_query_statistics(layout, probs, valid)
     if "logits" in policy.statistics and (compact or "older_peak" in policy.statistics):
@@ -48,24 +51,24 @@ def decode_step(layout: Layout, site: Site, slots: Slots, new: NewTokens, compac
         seen_logits = logits if view.policy_bias is None else view.logits()  # without the policy's own bias
         seen_logits = regrouped(seen_logits, layout.heads)[..., 0, :].float().clamp_min(LOWEST)
         attention = dataclasses.replace(attention, logits=seen_logits)
-    tokens, victim = (_compact if compact else _evict)(layout, site, slots, tokens, attention)
+    tokens, victim = (_compact if compact else _evict)(layout, call, slots, tokens, attention)
     if policy.aligns == ("compact" if compact else "step"):
-        tokens = tokens.with_state(align(layout, slots, tokens, site.weights or policy.weights(), 1))
+        tokens = tokens.with_state(align(layout, slots, tokens, call.weights or policy.weights(), 1))
     _commit(slots, tokens, index, victim)
     return attended
 
 
 @class_by_class
-def read_step(layout: Layout, site: Site, slots: Slots, new: NewTokens) -> Attended:
+def read_step(layout: Layout, call: CachedAttention, slots: Slots, new: NewTokens) -> Attended:
     """Attend to the tokens of an earlier `decode_step`, for a layer that shares its cache.
 
     Args:
         slots: K and V after the step, and all other tensors as before it.
         new: this layer's query, and the key and value of the step.
     """
-    rows = (Rows.of(layout.key_format, new.key), Rows.of(layout.value_format, new.value))
-    tokens, index = _with_new_token(layout, slots, rows, new.valid)
-    return _QueryView.of(layout, site, slots, tokens, index, new).attend(with_logits=False)[0]
+    vectors = (EncodedVectors.of(layout.key_format, new.key), EncodedVectors.of(layout.value_format, new.value))
+    tokens, index = _with_new_token(layout, slots, vectors, new.valid)
+    return _QueryView.of(layout, call, slots, tokens, index, new).attend(with_logits=False)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,15 +76,15 @@ class _QueryView:
     """The slots as one query attends to them.
 
     Attributes:
-        query: [B, Ha, ., 1, D], by the heads of the keys; key, value: rows [B, Ha, C, D] and [B, Ha, C, Dv].
+        query: [B, Ha, ., 1, D], by the heads of the keys; key, value: vectors [B, Ha, C, D] and [B, Ha, C, Dv].
         mask, bias: broadcastable to [B, Ha, ., 1, C]; the bias is the model's.
         policy_bias: the policy's bias, broadcastable to the same shape.
     """
 
-    site: Site
+    call: CachedAttention
     query: Tensor
-    key: Rows
-    value: Rows
+    key: EncodedVectors
+    value: EncodedVectors
     mask: Tensor
     bias: Tensor | None
     policy_bias: Tensor | None
@@ -90,52 +93,54 @@ class _QueryView:
     unknown_queries: UnknownQueries | None
 
     @staticmethod
-    def of(layout: Layout, site: Site, slots: Slots, tokens: Tokens, index: Tensor, new: NewTokens) -> _QueryView:
+    def of(
+        layout: Layout, call: CachedAttention, slots: Slots, tokens: Tokens, index: Tensor, new: NewTokens
+    ) -> _QueryView:
         query = new.query
         grouped = query.view(query.shape[0], layout.heads, -1, *query.shape[2:])  # [B, Hkv, G, 1, D]
         grouped = with_logit_scale(layout.policy, grouped, tokens.live.sum(-1)[:, :1])
         live = tokens.live[:, :, None, None]  # [B, H', 1, 1, C]
-        key, value, facts = _attended_rows(layout, site, *stored_rows(layout, site, slots, tokens))
-        mask, bias = with_mask(live, site.mask(index, tokens.position, facts) if site.mask else None, site.hidden)
+        key, value, facts = _attended_vectors(layout, call, *stored_vectors(layout, call, slots, tokens))
+        mask, bias = with_mask(live, call.mask(index, tokens.position, facts) if call.mask else None, call.hidden)
         policy_bias = layout.policy.bias(tokens, grouped.shape[2])
         policy_bias = None if policy_bias is None else policy_bias[..., None, :]
         heads = key.shape[1]
-        if heads != layout.heads:  # keys are computed from stored rows
+        if heads != layout.heads:  # keys are computed from stored vectors
             grouped, mask = regrouped(grouped, heads), _regroup_mask(mask, heads)
             bias, policy_bias = (None if b is None else _regroup_mask(b, heads) for b in (bias, policy_bias))
-        rope = None if site.rope is None else dataclasses.replace(site.rope, rank=tokens.rank)
-        unknown = site.unknown_queries(slots, new.valid[:, None], None if bias is None else bias.dtype)
-        return _QueryView(site, grouped, key, value, mask, bias, policy_bias, _rotation(site, tokens), rope, unknown)
+        rope = None if call.rope is None else dataclasses.replace(call.rope, rank=tokens.rank)
+        unknown = call.unknown_queries(slots, new.valid[:, None], None if bias is None else bias.dtype)
+        return _QueryView(call, grouped, key, value, mask, bias, policy_bias, _rotation(call, tokens), rope, unknown)
 
     def attend(self, with_logits: bool) -> tuple[Attended, Tensor | None, Tensor | None]:
         """Attend with the query; return also probabilities and logits if `with_logits` or the model needs them.
 
         Probabilities and logits are [B, Ha, ., 1, C] in the dtype of `upcast`.
         """
-        site = self.site
-        with_logits = with_logits or site.lse
+        call = self.call
+        with_logits = with_logits or call.lse
         options: dict[str, Any] = dict(
-            scale=site.scale, mask=self.mask, rotate=self.rotate, cap=site.cap, with_logits=with_logits
+            scale=call.scale, mask=self.mask, rotate=self.rotate, cap=call.cap, with_logits=with_logits
         )
         options |= dict(
             bias=add_biases(self.bias, self.policy_bias),
-            sink_logit=site.sink_logits(self.key.shape[1]),
+            sink_logit=call.sink_logits(self.key.shape[1]),
             rope=self.rope,
             unknown_queries=self.unknown_queries,
         )
         output, probs, logits = attend(self.query, self.key, self.value, **options)
         output = output.flatten(1, 2)  # not later: the compiler moves a product to its first user
-        return Attended(output, ((self.mask, self.bias),), log_sum_exp(site, logits)), probs, logits
+        return Attended(output, ((self.mask, self.bias),), log_sum_exp(call, logits)), probs, logits
 
     def logits(self) -> Tensor:
         """Return the logits of the keys before the softmax, [B, Ha, ., 1, C] in the dtype of `upcast`."""
-        logits = capped(scores(self.query, self.key, scale=self.site.scale, rotate=self.rotate), self.site.cap)
+        logits = capped(scores(self.query, self.key, scale=self.call.scale, rotate=self.rotate), self.call.cap)
         return torch.where(self.mask, logits if self.bias is None else logits + self.bias.to(logits.dtype), -torch.inf)
 
 
-def log_sum_exp(site: Site, logits: Tensor | None) -> Tensor | None:
+def log_sum_exp(call: CachedAttention, logits: Tensor | None) -> Tensor | None:
     """Return the log-sum-exp [B, Hq, q] of logits [B, Ha, ., q, N], if the model reads it."""
-    return logits.logsumexp(-1).flatten(1, 2) if site.lse and logits is not None else None
+    return logits.logsumexp(-1).flatten(1, 2) if call.lse and logits is not None else None
 
 
 def _regroup_mask(mask: Tensor, heads: int) -> Tensor:
@@ -143,7 +148,9 @@ def _regroup_mask(mask: Tensor, heads: int) -> Tensor:
     return mask if mask.shape[1] * mask.shape[2] == 1 else regrouped(mask, heads)
 
 
-def _with_new_token(layout: Layout, slots: Slots, new: tuple[Rows, Rows], valid: Tensor) -> tuple[Tokens, Tensor]:
+def _with_new_token(
+    layout: Layout, slots: Slots, new: tuple[EncodedVectors, EncodedVectors], valid: Tensor
+) -> tuple[Tokens, Tensor]:
     """Return the metadata with the new token in the free slot, and the indices [B, H', C] with it."""
     is_new = _one_hot(slots.free, layout.capacity) & valid[:, None, None]  # [B, H', C]
     position = torch.where(is_new, slots.seen[:, None, None], slots.position)
@@ -171,12 +178,12 @@ def _ranks_without(rank: Tensor, evicted: Tensor) -> Tensor:
     return torch.where(rank > evicted_rank, rank - 1, rank)
 
 
-def _write(slots: Slots, new: tuple[Rows, Rows], index: Tensor, selection: Tensor | None) -> None:
-    """Write one row of K and V at slot `index` [B, H'] of each head, in the rows `selection` [B]."""
+def _write(slots: Slots, new: tuple[EncodedVectors, EncodedVectors], index: Tensor, selection: Tensor | None) -> None:
+    """Write one vector of K and V at slot `index` [B, H'] of each head, in the rows `selection` [B]."""
     indices = row_indices(index, new[0].shape[1])
     selected = None if selection is None else selection[:, None, None]
-    slots.key.write_row(indices, new[0], selected)
-    slots.value.write_row(indices, new[1], selected)
+    slots.key.write_vector(indices, new[0], selected)
+    slots.value.write_vector(indices, new[1], selected)
 
 
 def with_logit_scale(policy: Policy, query: Tensor, count: Tensor) -> Tensor:
@@ -185,8 +192,8 @@ def with_logit_scale(policy: Policy, query: Tensor, count: Tensor) -> Tensor:
     return query if factor is None else (query * factor.view(-1, *[1] * (query.ndim - 1))).to(query.dtype)
 
 
-def _rotation(site: Site, tokens: Tokens) -> Rotation | None:
-    rotate, rank = site.rotate, tokens.rank
+def _rotation(call: CachedAttention, tokens: Tokens) -> Rotation | None:
+    rotate, rank = call.rotate, tokens.rank
     if rotate is None or rank is None:
         return None
     return lambda keys: rotate(keys, rank)
@@ -220,12 +227,14 @@ def _single_query_statistics(layout: Layout, probs: Tensor | None, valid: Tensor
     return Attention(row, row.square(), row, row, queries=valid.long()[:, None, None], sharding=layout.sharding)
 
 
-def _evict(layout: Layout, site: Site, slots: Slots, tokens: Tokens, attention: Attention) -> tuple[Tokens, Tensor]:
+def _evict(
+    layout: Layout, call: CachedAttention, slots: Slots, tokens: Tokens, attention: Attention
+) -> tuple[Tokens, Tensor]:
     """Let the policy observe and evict one token; return the other tokens and the next slot to write [B, H']."""
     policy = layout.policy
     tokens = tokens.with_state(policy.observe(tokens, attention))
     if policy.interval == 1:
-        tokens = rescore(layout, tokens, slots.key, slots.value, site.weights)
+        tokens = rescore(layout, tokens, slots.key, slots.value, call.weights)
     victim = layout.eviction.victim(tokens)
     if policy.overwrites or not policy.evicts:
         return tokens, victim
@@ -243,24 +252,26 @@ def _evict(layout: Layout, site: Site, slots: Slots, tokens: Tokens, attention: 
 
 
 def _merge_victim(layout: Layout, slots: Slots, rest: Tokens, victim: Tensor, valid: Tensor) -> State:
-    """Merge the victim's K and V into one row of each head; return the changes to the state."""
+    """Merge the victim's K and V into one slot of each head; return the changes to the state."""
     heads, eviction = slots.key.shape[1], layout.eviction
     evicted = row_indices(victim, heads)
     assert isinstance(eviction, Merging)
-    merge = eviction.merge_evicted(rest, slots.key.read(), slots.key.row_at(evicted)[:, :, None], valid)
+    merge = eviction.merge_evicted(rest, slots.key.read(), slots.key.vector_at(evicted)[:, :, None], valid)
     into = row_indices(merge.into[..., 0], heads)
-    for rows in (slots.key, slots.value):
-        merged = merge.own * upcast(rows.row_at(into)) + merge.weight * upcast(rows.row_at(evicted))
-        stored = Rows.of(rows.format, (merged / (merge.own + merge.share))[:, :, None])
-        rows.write_row(into, stored, merge.share > 0)
+    for vectors in (slots.key, slots.value):
+        merged = merge.own * upcast(vectors.vector_at(into)) + merge.weight * upcast(vectors.vector_at(evicted))
+        stored = EncodedVectors.of(vectors.format, (merged / (merge.own + merge.share))[:, :, None])
+        vectors.write_vector(into, stored, merge.share > 0)
     return merge.state
 
 
-def _compact(layout: Layout, site: Site, slots: Slots, tokens: Tokens, attention: Attention) -> tuple[Tokens, Tensor]:
+def _compact(
+    layout: Layout, call: CachedAttention, slots: Slots, tokens: Tokens, attention: Attention
+) -> tuple[Tokens, Tensor]:
     """Let the policy observe and compact; return the remaining tokens and the next slot to write [B, H']."""
     policy = layout.policy
     observe = policy.observe_chunk if policy.interval == 1 else policy.observe  # with an interval a step like any other
-    tokens = rescore(layout, tokens.with_state(observe(tokens, attention)), slots.key, slots.value, site.weights)
+    tokens = rescore(layout, tokens.with_state(observe(tokens, attention)), slots.key, slots.value, call.weights)
     keep, changes = layout.eviction.compact(tokens)
     position = torch.where(keep, tokens.position, FREE)
     rank = rank_of(position) if layout.tracks_rank else None
@@ -268,22 +279,26 @@ def _compact(layout: Layout, site: Site, slots: Slots, tokens: Tokens, attention
     return rest, layout.eviction.victim(rest)
 
 
-def stored_rows(layout: Layout, site: Site, slots: Slots, tokens: Tokens) -> tuple[Rows, Rows]:
+def stored_vectors(
+    layout: Layout, call: CachedAttention, slots: Slots, tokens: Tokens
+) -> tuple[EncodedVectors, EncodedVectors]:
     """Return the stored keys and values, aligned if the policy aligns them at read."""
     if layout.policy.aligns != "read":
         return slots.key, slots.value
-    weights = site.weights or layout.policy.weights()
+    weights = call.weights or layout.policy.weights()
     stored = slots.key.read_as(layout.dtype), slots.value.read_as(layout.dtype)
     assert isinstance(layout.policy, Aligning)
     key, value, _ = layout.policy.align(tokens, *stored, layout.layer, weights, 0)
     return plain(key), plain(value)
 
 
-def _attended_rows(layout: Layout, site: Site, key: Rows, value: Rows) -> tuple[Rows, Rows, list[Tensor]]:
-    """Return the keys, values and facts that attention and its mask read, from stored rows."""
-    if site.compute_keys is None:
+def _attended_vectors(
+    layout: Layout, call: CachedAttention, key: EncodedVectors, value: EncodedVectors
+) -> tuple[EncodedVectors, EncodedVectors, list[Tensor]]:
+    """Return the keys, values and facts that attention and its mask read, from stored vectors."""
+    if call.compute_keys is None:
         return key, value, []
-    keys, values, facts = site.compute_keys(key.read_as(layout.dtype), value.read_as(layout.dtype))
+    keys, values, facts = call.compute_keys(key.read_as(layout.dtype), value.read_as(layout.dtype))
     return plain(keys), plain(values), facts
 
 

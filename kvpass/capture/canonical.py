@@ -68,7 +68,7 @@ def attention(
     weights: torch.dtype | None = None,
     output: torch.dtype | None = None,
 ) -> Tensor:
-    """Attend to keys.
+    """Compute attention of queries to keys and values.
 
     Args:
         query: [B, Hq, q, D].
@@ -111,7 +111,7 @@ def log_sum_exp(
 
 
 def _repeat_heads(rows: Tensor, query: Tensor) -> Tensor:
-    """Repeat the rows of each KV head for every query head of its group: [B, Hq, S, D]."""
+    """Repeat the keys or values of each KV head for every query head of its group: [B, Hq, S, D]."""
     groups = query.shape[1] // rows.shape[1]
     return rows if groups == 1 else rows[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2)
 
@@ -168,7 +168,7 @@ class AttentionSite:
     Attributes:
         call: the node of `kvpass::attention`.
         query: [B, Hq, q, D].
-        key, value: the rows of the new tokens, [B, Hkv, q, D] and [B, Hkv, q, Dv].
+        key, value: those of the new tokens, [B, Hkv, q, D] and [B, Hkv, q, Dv].
         past_key, past_value: the placeholders of the past, None without a past (a prompt).
         grown_key, grown_value: the nodes of `kvpass::append`, which join past and new tokens.
         mask: the node of the mask, or None.

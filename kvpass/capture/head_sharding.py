@@ -28,7 +28,7 @@ WHAT_TO_DO = (
     "process (transformers: DistributedConfig(tp_size=...) that divides them), or take a policy that looks at "
     "positions alone: streaming, window or full"
 )
-NOT_DECLARED = "and the policy's class does not declare in `spreads` that it reads heads of other processes"
+NOT_DECLARED = "and the policy's class does not declare in `shardable` that it reads heads of other processes"
 _SAME_WEIGHT = op_table.tagged("keeps", "transposes") | {"to_local"}
 
 
@@ -66,7 +66,7 @@ def with_head_sharding(sites: list[AttentionSite], policy: Policy, supports_shar
         return sites
     for site in sites:
         _check_local(site)
-    declared = vars(type(policy)).get("spreads", "never")  # not inherited: a derived class may read more
+    declared = vars(type(policy)).get("shardable", "never")  # not inherited: a derived class may read more
     if declared == "always":
         return sites
     found = [_read_sharding(site, policy) for site in sites]
@@ -224,6 +224,7 @@ def _is_sharded(placement: tuple[Any, tuple[Any, ...]], dim: int, tensor: Any) -
     """Return whether a DTensor is sharded along a dimension over a mesh of one dimension, in parts of equal size."""
     from torch.distributed.tensor import Shard
 
+    # Exactly Shard: a derived placement may order the parts in another way.
     if not placement or placement[0].ndim != 1 or type(placement[1][0]) is not Shard:
         return False
     return bool(placement[1][0].dim % tensor.ndim == dim and tensor.shape[dim] % placement[0].size() == 0)

@@ -1,10 +1,10 @@
-"""Prove along which dimension the tensors that a mask is computed from follow the keys.
+"""Prove which dimension of each tensor behind a mask runs over the keys.
 
 The rewritten step evaluates a mask for one slot at a time.  This is exact for tensors that are computed *slice by
 slice*: the part of a key from the parts of the operands of the same key.  `KeyAxis` follows the keys' dimension through
 the operators of the table, from where it enters: a key index, an input with an entry for every token, or a tensor
-computed from stored rows.  Any other tensor is *precomputed on the host*, by the model's own code from the arguments of
-the call.  If it has an entry for every token, that of each slot's token is looked up.
+computed from stored vectors.  Any other tensor is *precomputed on the host*, by the model's own code from the arguments
+of the call.  If it has an entry for every token, that of each slot's token is looked up.
 
 A *sparse index* is a mask that lets each query see the keys of highest score in a small attention.  While there are no
 more keys than such a mask selects, it hides nothing.  A layer with at most that many slots is rewritten as if all keys
@@ -128,7 +128,7 @@ class KeyAxis:
             graph: the canonical graph.
             among: the nodes that the mask is computed from.
             sizes: the graph's sizes in terms of the cache's length.
-            facts: the tensors computed from stored rows, each with its dimension over the tokens.
+            facts: the tensors computed from stored vectors, each with its dimension over the tokens.
         """
         self.sizes, self.lengths, self.first = sizes, context.lengths, context.first
         self.padding = {node for node in context.padding if node in among}

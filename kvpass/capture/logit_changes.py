@@ -118,8 +118,8 @@ class LogitChanges:
     def _rounding_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype to which a sum is rounded on the way to the softmax, which decides what it absorbs.
 
-        A mask is in half precision if and only if the model's sums with it are; see `Site.unknown_queries` of
-        `kvpass.cache.site`.
+        A mask is in half precision if and only if the model's sums with it are; see `CachedAttention.unknown_queries`
+        of `kvpass.cache.cached_attention`.
         """
         later = [each for each in (*self.casts, value(self.softmax).dtype) if each in HALF]
         return later[-1] if later and dtype not in HALF else dtype

@@ -104,7 +104,7 @@ def _check_takes_all(node: fx.Node, grown: fx.Node, copies: float) -> None:
 
 
 def _check_heads(attended: fx.Node, grown: fx.Node, chain: list[fx.Node]) -> None:
-    """Check that each query head reads the rows of its group, by running the operations on numbered elements.
+    """Check that each query head reads the keys of its group, by running the operations on numbered elements.
 
     Args:
         attended: the keys or values that attention reads.

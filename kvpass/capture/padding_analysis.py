@@ -169,7 +169,7 @@ def _with_rows(
 
 
 def _row_dim(node: fx.Node, parent: fx.Node, row_dim: int, axes: dict[fx.Node, int]) -> int | None:
-    """Return the dimension of a node that follows an operand's dimension over rows, or None."""
+    """Return the dimension over rows of a node, given that of an operand; None if rows may be mixed."""
     lookup = propagation.lookup(node)
     if lookup is None or lookup[0] is not parent:
         return propagation.propagate_dim(node, parent, row_dim)

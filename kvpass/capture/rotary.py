@@ -131,7 +131,7 @@ def strip_reshapes(node: fx.Node) -> fx.Node:
 
 
 def rotates_each_token_alone(rotary: Rotary, site: AttentionSite, memory: alias.Memory) -> bool:
-    """Return whether a key is rotated by its own position alone, and not by other tokens of its call.
+    """Return whether the rotation of a token's key depends on that token's position alone.
 
     Each dimension over rows or tokens, of the positions and the raw key, is followed to the rotated key through
     operations that compute each slice from the same slice.  A prompt of one token has no such dimension; it may have no
@@ -180,7 +180,7 @@ def _follow_one(node: fx.Node, parent: fx.Node, dim: int | None) -> int | None:
 
 
 def _follow(node: fx.Node, parent: fx.Node, dim: int | None) -> int | None:
-    """Return the dimension of a result that follows an operand's slice by slice, or None."""
+    """Return the dimension of a result whose slices are computed from an operand's slices alone, or None."""
     if dim is None:
         return None
     propagated = propagation.propagate_dim(node, parent, dim)

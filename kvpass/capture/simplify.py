@@ -144,7 +144,7 @@ class _Broadcaster:
         self.mapped[node] = self._emit(node, operator.getitem, tensor, subscript)
 
     def _leave(self, node: fx.Node) -> None:
-        """Remove a level; levels end from the innermost on, and each becomes the first dimension."""
+        """Remove the innermost vmap level; its dimension becomes the first one of the result."""
         tensor, level, size, dim = _arguments(node)
         first = level == self.levels and tensor in self.mapped
         inside, sizes = (self.mapped[tensor], []) if first else self.leaving.get(tensor, (None, []))

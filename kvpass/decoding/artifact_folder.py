@@ -45,10 +45,10 @@ def write_folder(target: Path) -> Iterator[ExportFiles]:
         raise ArtifactError(f"{target}: cannot be written: {error}") from error
     try:
         yield ExportFiles(folder)
-    except BaseException:
+    except BaseException:  # an interrupt must not leave an unfinished folder either
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    os.chmod(folder, 0o755)
+    os.chmod(folder, 0o755)  # `mkdtemp` lets only the owner read it
     if target.exists():
         shutil.rmtree(target)
     os.replace(folder, target)
@@ -142,6 +142,7 @@ class ExportFiles:
     def write_tensors(self) -> None:
         """Write all tensors to one file, if there are any."""
         if self._tensors:
+            # Without `clone` torch.save writes the whole storage behind a view.
             stored = {name: tensor.detach().clone().contiguous() for name, tensor in self._tensors.items()}
             content: bytes = tensor_files.library().torch.save(stored)
             (self.folder / TENSORS).write_bytes(content)

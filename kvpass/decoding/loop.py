@@ -208,7 +208,7 @@ class DecodeLoop:
         self.caller.check_padding(mask)
         before, whole = self.prefix if old is None else old.cache, mask
         if before is not None:
-            seen = prefix_mask(before, self.backend.family) if old is None else old.mask()
+            seen = prefix_mask(before, self.backend.cache_settings) if old is None else old.mask()
             if len(seen) != len(mask):
                 raise CacheHandleError(f"a prompt of {len(mask)} rows behind a prefix of {len(seen)}")
             whole = torch.cat([seen, mask], 1)
@@ -238,7 +238,7 @@ class DecodeLoop:
             PolicyError: a loop of requests, which have their prefix in `add`.
         """
         require(self.requests is None, "rows", self._rows, "a loop of requests takes prefixes by `add`")
-        prefix_mask(cache, self.backend.family)
+        prefix_mask(cache, self.backend.cache_settings)
         self.state, self.prefix = None, copy.deepcopy(cache)
 
     @check_arguments

@@ -300,11 +300,11 @@ def with_dynamic_length(x: Tensor) -> Tensor:
     return x
 
 
-def prefix_mask(cache: Any, family: Any) -> Tensor:
+def prefix_mask(cache: Any, cache_settings: Any) -> Tensor:
     """Return the padding mask, int64 [B, tokens seen], of a prefilled cache that a loop is to continue.
 
     Args:
-        family: the settings of the loop's backend, `Backend.family`.
+        cache_settings: the settings of the loop's backend, `Backend.cache_settings`.
 
     Raises:
         CacheHandleError: there is no cache of kvpass, or one that was made under other settings.
@@ -312,7 +312,7 @@ def prefix_mask(cache: Any, family: Any) -> Tensor:
     seen, layer = _tokens_seen(cache), next(iter(caches_in(cache)), None)
     if layer is None:
         raise CacheHandleError("a prefix must be a cache of kvpass, as kvpass.prefill or kvpass.load_cache returns it")
-    if layer.backend.family != family:
+    if layer.backend.cache_settings != cache_settings:
         raise CacheHandleError(f"this prefix was made by {layer.backend}: give the loop the same settings")
     mask = torch.ones(layer.layout.batch, seen + 1, dtype=torch.int64, device=layer.absent.device)
     return mask.scatter_(1, torch.where(layer.absent < 0, seen, layer.absent), 0)[:, :seen]

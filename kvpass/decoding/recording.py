@@ -125,6 +125,7 @@ def graph_entries(model: torch.nn.Module, calls: Sequence[RecordedCall], files: 
 
 def tensor_names(model: torch.nn.Module) -> dict[int, str]:
     """Return the names of a model's parameters and buffers by their ids."""
+    # reversed, so that the first of a tied tensor's names is kept
     return {id(tensor): name for name, tensor in reversed([*named_tensors(model)])}
 
 
@@ -204,7 +205,7 @@ class _GraphWriter:
             return {"value": None}
         if isinstance(first, Tensor):
             return self._tensor(index, values, calls)
-        if all(type(value) is type(first) and value == first for value in values):
+        if all(type(value) is type(first) and value == first for value in values):  # 1 == 1.0 == True
             return {"value": first}
         counted = [n for n in COUNTS if all(call.count(n) == x for call, x in zip(calls, values, strict=True))]
         return {"count": counted[0]} if counted else self._unknown(index, values)

@@ -136,6 +136,7 @@ class RequestBatch(LoopState):
         def narrow(value: Any) -> Any:
             return handle_like(value, one[id(value.cache)]) if isinstance(value, Handle) else value
 
+        # shallow, since only the handles are replaced, and the batch keeps its own
         cache = copy.copy(self.cache)
         if hasattr(cache, "layers"):
             cache.layers = [copy.copy(layer) for layer in cache.layers]

@@ -92,12 +92,14 @@ class RowSampling:
     def of(rows: int, device: torch.device) -> RowSampling:
         """Return the settings of `rows` greedy rows."""
         floats, whole = torch.zeros(rows, device=device), torch.zeros(rows, dtype=torch.int64, device=device)
+        # `set_row` writes in place, so each setting has its own memory.
         return RowSampling([GREEDY] * rows, floats, whole, floats.clone(), whole.clone())
 
     def set_row(self, row: int, sampling: Sampling) -> None:
         """Set the settings of a row."""
         self.rows[row] = sampling
         self.temperature[row] = sampling.temperature
+        # Without a limit: more tokens than any vocabulary has, and more than probabilities add up to.
         self.top_k[row] = PRIME if sampling.top_k is None else sampling.top_k
         self.top_p[row] = 2.0 if sampling.top_p is None else sampling.top_p
         self.seed[row] = sampling.seed % PRIME

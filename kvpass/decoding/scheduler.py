@@ -105,7 +105,7 @@ class RequestScheduler:
 
     def _prefix_length(self, prefix: Any) -> int:
         """Return the tokens of a prefix, which must be one row without padding."""
-        mask = prefix_mask(prefix, self.loop.backend.family)
+        mask = prefix_mask(prefix, self.loop.backend.cache_settings)
         if len(mask) != 1 or not bool(mask.all()):
             raise RequestError(
                 f"the prefix of a request must be one row without padding: this one has {len(mask)} rows and "
@@ -284,26 +284,24 @@ class RequestScheduler:
         """
         row = next(row for row in range(self.count) if row not in self.rows)
         cache = cache_names.cache_of_output(out)
-        caches = caches_in(cache)
+        caches, fits = caches_in(cache), False
         try:
             check_holds_only_slots(cache, self.loop.caller.empty_cache())
             if self.batch is None:
                 self.batch = RequestBatch.of(self.loop, cache, self.count)
             self.batch.fit_slots(caches)
-        except CacheHandleError as error:
-            request.fail(error, str(error))
-            return
-        except BudgetError:
-            self._requeue(request, request.runs_alone_until)
-            raise
-        except Exception as error:  # counts as a failure of the request, which would else run again at every step
+            fits = True
             self.rows[row] = request
-            self._restart_batch(error)
-            return
-        self.rows[row] = request
-        try:
             request.append(self.batch.insert(row, caches, request, out.logits[:, -1]))
         except Exception as error:
+            # Until the slots fit, nothing is written to the batch: these two errors concern this request alone.
+            if not fits and isinstance(error, CacheHandleError):
+                request.fail(error, str(error))
+                return
+            if not fits and isinstance(error, BudgetError):
+                self._requeue(request, request.runs_alone_until)
+                raise
+            self.rows[row] = request  # so that the failure counts as one of the request, and it does not run forever
             self._restart_batch(error)
             return
         request.status = max(request.status, RequestStatus.DECODING)

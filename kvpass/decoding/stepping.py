@@ -18,7 +18,7 @@ from kvpass.decoding.prefill import Caller, with_dynamic_length
 from kvpass.decoding.sampling import Sampling
 from kvpass.errors import CacheFileError, CacheHandleError
 from kvpass.runtime import caches, steps
-from kvpass.runtime.caches import StepKind
+from kvpass.runtime.caches import StepKey
 from kvpass.runtime.recorder import listening
 from kvpass.torch_private import dynamo
 
@@ -223,7 +223,7 @@ class LoopState:
 
     @property
     def variant(self) -> Any:
-        """Facts on which a CUDA graph of a step depends, in addition to the kind of step."""
+        """Facts on which a CUDA graph of a step depends, in addition to the key of the step."""
         return None
 
     def settle(self) -> None:
@@ -245,10 +245,10 @@ class RepeatedStep:
     def __init__(self, state: LoopState) -> None:
         self.state = state
         self.steps_since_refresh = 0  # steps since the last update of the cache object
-        self.slots_by_kind: dict[StepKind, Any] = {}  # the slots of steps that have run, so that their ids stay in use
-        self.callables: dict[tuple[StepKind, bool], Callable[..., Sequence[Any]]] = {}  # and whether the step compacts
+        self.slots_by_key: dict[StepKey, Any] = {}  # the slots of steps that have run, so that their ids stay in use
+        self.callables: dict[tuple[StepKey, bool], Callable[..., Sequence[Any]]] = {}  # and whether the step compacts
         self.settled, self.arguments = False, tuple[Any, ...]()
-        self.graphs: dict[tuple[StepKind, Any], torch.cuda.CUDAGraph] = {}  # and `LoopState.variant`
+        self.graphs: dict[tuple[StepKey, Any], torch.cuda.CUDAGraph] = {}  # and `LoopState.variant`
         self.caches: list[LayerCache] = []
 
     def repeat(self, result: steps.StepResult, logits: Tensor, mask: Tensor) -> None:
@@ -260,36 +260,36 @@ class RepeatedStep:
         self.holds_after, self.seen_at_start = result.runner.holds_after(result), result.caches[0].seen - 1
         self.other_sizes, self.known_padding = result.inputs.other_sizes, result.inputs.known_padding
         self.logits_index = next(i for i, result in enumerate(result.results) if is_same_tensor(result, logits))
-        self._forget_other_hooks(result.kind.hooks)
-        self.slots_by_kind[result.kind] = [cache.slots for cache in self.caches]
+        self._forget_other_hooks(result.key.hooks)
+        self.slots_by_key[result.key] = [cache.slots for cache in self.caches]
 
     def forget(self) -> None:
         """Drop all earlier steps and the tensors that were passed to them."""
         self.settled, self.arguments = False, ()
-        for kinds in (self.slots_by_kind, self.callables, self.graphs):
+        for kinds in (self.slots_by_key, self.callables, self.graphs):
             kinds.clear()
 
     def _forget_other_hooks(self, hooks: int) -> None:
-        """Drop steps that ran before a hook was registered: none of their kind comes again."""
-        self.slots_by_kind = {kind: slots for kind, slots in self.slots_by_kind.items() if kind.hooks == hooks}
+        """Drop steps that ran before a hook was registered: none of their keys comes again."""
+        self.slots_by_key = {key: slots for key, slots in self.slots_by_key.items() if key.hooks == hooks}
         self.callables = {key: run for key, run in self.callables.items() if key[0].hooks == hooks}
         self.graphs = {key: graph for key, graph in self.graphs.items() if key[0].hooks == hooks}
 
     def run(self) -> bool:
-        """Run one step, by replay on a GPU; return False if no step of this kind has run yet."""
+        """Run one step, by replay on a GPU; return False if no step of this key has run yet."""
         for cache in self.caches:
             caches.grow_for(cache, 1)
-        kind = caches.step_kind(self.caches)
+        key = caches.step_key(self.caches)
         if (
             not self.settled
-            or kind not in self.slots_by_kind
+            or key not in self.slots_by_key
             or not self.holds_after(self.caches[0].seen - self.seen_at_start)
         ):
             return False
         if self.mask.device.type == "cuda":
-            self._replay(kind)
+            self._replay(key)
         else:
-            self._call(kind)
+            self._call(key)
         self.steps_since_refresh += 1
         return True
 
@@ -298,32 +298,32 @@ class RepeatedStep:
         self.arguments = self.runner.arguments_after(self.caches, self.arguments, by)
         self.steps_since_refresh += by
 
-    def _call(self, kind: StepKind) -> None:
+    def _call(self, key: StepKey) -> None:
         """Run the device work of a step."""
         self.state.mark_new_tokens(self.mask)
         self.arguments = self.runner.arguments_after(self.caches, self.arguments, 1)
         compact, clocks = self.runner.tick(self.caches, self.arguments)
-        if (kind, compact) not in self.callables:
+        if (key, compact) not in self.callables:
             inputs = steps.StepInputs(self.caches, self.arguments, self.other_sizes, self.known_padding, compact)
-            self.callables[kind, compact] = self.runner.bind_fast_step(inputs)
-        results = self.callables[kind, compact](self.arguments, clocks)
+            self.callables[key, compact] = self.runner.bind_fast_step(inputs)
+        results = self.callables[key, compact](self.arguments, clocks)
         self.state.choose(results[self.logits_index])
 
-    def _replay(self, kind: StepKind) -> None:
-        key = (kind, self.state.variant)
-        if key in self.graphs:
+    def _replay(self, key: StepKey) -> None:
+        graph_key = (key, self.state.variant)
+        if graph_key in self.graphs:
             _, clocks = caches.tick(self.caches)
             caches.advance_counts(self.caches, 1, clocks)
         else:
-            self.graphs[key] = self._capture(kind)  # the capture itself advances the host's counts
-        self.graphs[key].replay()
+            self.graphs[graph_key] = self._capture(key)  # the capture itself advances the host's counts
+        self.graphs[graph_key].replay()
 
-    def _capture(self, kind: StepKind) -> torch.cuda.CUDAGraph:
+    def _capture(self, key: StepKey) -> torch.cuda.CUDAGraph:
         """Return the step as a CUDA graph."""
         graph = torch.cuda.CUDAGraph()
         graph.register_generator_state(self.state.loop.generator)
         with torch.cuda.graph(graph):
-            self._call(kind)
+            self._call(key)
         return graph
 
 

@@ -18,7 +18,7 @@ from kvpass.cache.layer_cache import LayerCache
 from kvpass.errors import CacheHandleError, KVPassError
 from kvpass.policies.base import Policy
 from kvpass.rewrite.context import PassRecord
-from kvpass.runtime.recorder import Recorder, SiteReport, Timings
+from kvpass.runtime.recorder import AttentionReport, Recorder, Timings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class ExplainReport:
     """
 
     graphs: tuple[str, ...]
-    sites: tuple[SiteReport, ...]
+    sites: tuple[AttentionReport, ...]
     notes: tuple[str, ...]
     error: str | None = None
     passes: tuple[PassRecord, ...] = ()
@@ -44,11 +44,11 @@ class ExplainReport:
     timings: Timings | None = None
 
     @property
-    def rewritten(self) -> list[SiteReport]:
+    def rewritten(self) -> list[AttentionReport]:
         return [site for site in self.sites if site.verdict == "rewritten"]
 
     @property
-    def refused(self) -> list[SiteReport]:
+    def refused(self) -> list[AttentionReport]:
         return [site for site in self.sites if site.verdict == "refused"]
 
     def __str__(self) -> str:

@@ -13,17 +13,17 @@ from kvpass import budget as budgets
 from kvpass.arguments import Condition, check_arguments, short_text
 from kvpass.backend import Backend, backend
 from kvpass.cache.admission import Chunk, admit, attention_of_chunk, split_by_class
+from kvpass.cache.cached_attention import CachedAttention, NewTokens, Rotate
 from kvpass.cache.chunk_step import extend_step
 from kvpass.cache.layout import Layout
-from kvpass.cache.site import NewTokens, Rotate, Site
 from kvpass.cache.slots import FREE, AnySlots, Slots
 from kvpass.cache.step import decode_step, with_logit_scale
 from kvpass.errors import BudgetError, KVPassError, PolicyError
 from kvpass.lowering.attention_statistics import StatisticsSpec
-from kvpass.lowering.formats import KVDtype, Rows
+from kvpass.lowering.formats import EncodedVectors, KVDtype
 from kvpass.policies.base import Policy
 from kvpass.policies.budgets import Plan, window_starts
-from kvpass.policies.ranking import rows_in_order
+from kvpass.policies.ranking import slots_by_position
 from kvpass.policies.types import Attention
 from kvpass.reference import ReferenceLayer, reference_of
 from kvpass.reference.layer import attention_logits
@@ -253,7 +253,7 @@ def _run_compiled(layer: _Layer) -> Trace:
 
 
 def _compiled_step(layer: _Layer, layout: Layout, slots: AnySlots, t: int, compact: bool) -> tuple[Tensor, AnySlots]:
-    site, valid = Site(layer.scale, None, layer.rotate), layer.valid(1)
+    site, valid = CachedAttention(layer.scale, None, layer.rotate), layer.valid(1)
     q, k, v, stored = layer.step(t, slots.as_rectangle(layout).next_rank())
     if slots.capacity == layout.capacity:
         return decode_step(layout, site, slots, NewTokens(q, stored, v, valid[:, 0]), compact).output, slots
@@ -265,12 +265,12 @@ def _compiled_step(layer: _Layer, layout: Layout, slots: AnySlots, t: int, compa
 def _positions(layout: Layout, slots: AnySlots) -> Tensor:
     """Return the positions of cached tokens, [B, Hkv, C], sorted, -1 after the last."""
     position = slots.as_rectangle(layout).position
-    return position.gather(-1, rows_in_order(position)).expand(-1, layout.heads, -1).clone()
+    return position.gather(-1, slots_by_position(position)).expand(-1, layout.heads, -1).clone()
 
 
-def _in_order(slots: Slots, rows: Rows) -> Tensor:
-    """Return the cached rows [B, Hkv, C, D] in their decoded form, sorted by position, zero after the last."""
-    order = rows_in_order(slots.position)
+def _in_order(slots: Slots, rows: EncodedVectors) -> Tensor:
+    """Return the cached vectors [B, Hkv, C, D] in their decoded form, sorted by position, zero after the last."""
+    order = slots_by_position(slots.position)
     live = (slots.position.gather(-1, order) >= 0)[..., None]
     return torch.where(live, rows.gather(order).read(), 0)
 
@@ -289,7 +289,7 @@ def _run_reference(layer: _Layer) -> Trace:
         held.append(reference.positions())
     width = max(layer.budget, *(p.shape[-1] for p in held))
     positions = torch.stack([_fit_width(p, width, FREE).expand(-1, layer.k.shape[1], -1) for p in held])
-    keys, values = (_fit_rows(reference.held_rows(name, stored=True), width) for name in ("key", "value"))
+    keys, values = (_fit_rows(reference.held_vectors(name, stored=True), width) for name in ("key", "value"))
     return Trace(positions, torch.cat(outputs, 2), keys, values)
 
 
@@ -311,14 +311,14 @@ def _reference_step(layer: _Layer, reference: ReferenceLayer, t: int) -> Tensor:
         kept, v = reference.stored(stored), reference.stored(v, key=False)
         k = layer.rotated(kept, rank) if layer.ranked else kept
     q = q * reference.logit_scale(valid)
-    keys = reference.held_rows("key")
+    keys = reference.held_vectors("key")
     attended = torch.cat([layer.rotated(keys, ranks) if layer.ranked else keys, k], 2)
     live = torch.nn.functional.pad(held >= 0, (0, 1), value=True)[:, :, None]
     mask = live.repeat_interleave(q.shape[1] // live.shape[1], 1)
     logits = attention_logits(q, attended, mask, None, layer.scale)  # [B, Hq, 1, N + 1]
     bias = reference.bias(q.shape[1] // k.shape[1])
     probabilities = (logits if bias is None else logits + torch.nn.functional.pad(bias, (0, 1))).softmax(-1)
-    output = _weighted_sum(probabilities, torch.cat([reference.held_rows("value"), v], 2)).to(layer.q.dtype)
+    output = _weighted_sum(probabilities, torch.cat([reference.held_vectors("value"), v], 2)).to(layer.q.dtype)
     reference.take(Chunk(stored, layer.v[:, :, t : t + 1], valid, Attention()), probabilities, logits)
     return output
 

@@ -62,7 +62,7 @@ def add_inputs(
     FIRST: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Add the product of all heads' rows and the weight to `hidden`."""
+    """Add the product of all heads' keys or values and the weight to `hidden`."""
     h = tl.arange(0, FIRST)
     for head in range(HEADS):
         for start in range(0, D, WIDE):
@@ -80,7 +80,7 @@ def add_inputs(
 
 
 @triton.jit
-def write_changed_rows(
+def write_changed_vectors(
     hidden,  # [BLOCK, SECOND]
     rows,  # one row of the batch: [H, C, D] by strides
     out,  # [H, C, D], dense
@@ -103,7 +103,7 @@ def write_changed_rows(
     SECOND: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Write the rows of all heads, changed where `moves` is true."""
+    """Write keys or values of all heads, changed where `moves` is true."""
     s = tl.arange(0, SECOND)
     coarse, fine = split_tf32(hidden)
     for head in range(HEADS):
@@ -179,18 +179,18 @@ def repair(
     coarse, fine = split_tf32(tl.maximum(hidden, 0.0))
     hidden = product(coarse, fine, w, tl.zeros([BLOCK, SECOND], tl.float32), False)
     hidden = tl.maximum(hidden + tl.load(inner_bias + s, mask=s < H2, other=0.0)[None, :], 0.0)
-    write_changed_rows(
+    write_changed_vectors(
         hidden, keys, new_key + row * HEADS * C * D, outer, outer_bias, shift, m, r, moving, c, in_range,
         key_head, key_slot, HEADS, C, D, H2, 0, HEADS * (D + DV), SECOND, KEY_OUT,
     )  # fmt: skip
-    write_changed_rows(
+    write_changed_vectors(
         hidden, values, new_value + row * HEADS * C * DV, outer, outer_bias, shift, m, r, moving, c, in_range,
         value_head, value_slot, HEADS, C, DV, H2, HEADS * D, HEADS * (D + DV), SECOND, VALUE_OUT,
     )  # fmt: skip
 
 
-@torch.library.triton_op("kvpass::repair_rows", mutates_args={})
-def repair_rows(
+@torch.library.triton_op("kvpass::repair_vectors", mutates_args={})
+def repair_vectors(
     key: Tensor,
     value: Tensor,
     made: Tensor,
@@ -206,7 +206,7 @@ def repair_rows(
     outer: Tensor,
     outer_bias: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Align rows in one launch.
+    """Align keys and values in one launch.
 
     Args:
         key, value: [B, H, C, D] and [B, H, C, Dv], the last dimension dense.
@@ -238,6 +238,6 @@ def repair_rows(
 def repair_by_kernel(
     weights: list[Tensor], key: Tensor, value: Tensor, made: Tensor, rank: Tensor, moves: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Align rows as `kvpass.policies.aligners.Aligner.repair` does, with the weights of one layer."""
-    new_key, new_value = torch.ops.kvpass.repair_rows(as_dense(key), as_dense(value), made, rank, moves, *weights)
+    """Align keys and values as `kvpass.policies.aligners.Aligner.repair` does, with the weights of one layer."""
+    new_key, new_value = torch.ops.kvpass.repair_vectors(as_dense(key), as_dense(value), made, rank, moves, *weights)
     return new_key, new_value

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvpass.fx.precision import ABSORBING, HIDDEN, upcast
-from kvpass.lowering.formats import Rows, Sections, code_products
+from kvpass.lowering.formats import EncodedVectors, Sections, code_products
 from kvpass.torch_private.inductor import materialize
 
 
@@ -108,8 +108,8 @@ MOST_ROWS = 64  # query heads of a KV head times queries in one program; more ac
 
 def attend(
     query: Tensor,
-    key: Rows,
-    value: Rows,
+    key: EncodedVectors,
+    value: EncodedVectors,
     *,
     scale: float,
     mask: Tensor,
@@ -121,7 +121,7 @@ def attend(
     rope: Rope | None = None,
     unknown_queries: UnknownQueries | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Attend to the slots that `mask` allows.
+    """Compute attention of queries to the slots that `mask` allows.
 
     Args:
         query: [B, Hkv, G, q, D].
@@ -209,10 +209,11 @@ def softmax_with_sink(logits: Tensor, sink_logit: Tensor | None) -> Tensor:
         most = torch.maximum(most, sink_logit)
     probs = torch.exp(logits - most)
     total = probs.sum(-1, keepdim=True)
+    # The highest logit adds 1 to the sum, so a query with a smaller sum sees no key: its probabilities stay zero.
     return probs / (total.clamp_min(1) if sink_logit is None else total + torch.exp(sink_logit - most))
 
 
-def scores(query: Tensor, key: Rows, *, scale: float, rotate: Rotation | None = None) -> Tensor:
+def scores(query: Tensor, key: EncodedVectors, *, scale: float, rotate: Rotation | None = None) -> Tensor:
     """Return the logits before mask and bias, [B, Hkv, G, q, C] in the dtype of `upcast`.
 
     The products are in the model's dtype.

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvpass.lowering.attend import Rope, UnknownQueries
-from kvpass.lowering.formats import Rows
+from kvpass.lowering.formats import EncodedVectors
 
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 TWOS = tl.constexpr(1.4426950408889634)  # log2(e): a GPU has an instruction for powers of two
@@ -44,7 +44,7 @@ def load_numbers(
     GROUPS: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Return the numbers of rows, or their codes where one scale serves a whole row: callers multiply by it."""
+    """Return the numbers of keys or values, or their codes if callers multiply by one scale for each slot."""
     if BITS == 4:
         byte = tl.load(rows + d % (D // 2), mask=inside, other=0).to(tl.int32)
         at = c * GROUPS + d * GROUPS // D
@@ -57,7 +57,7 @@ def load_numbers(
 
 
 @triton.jit
-def packed_rows(
+def packed_vectors(
     rows,  # rows of one head, [C, D / 2]
     scale,  # scales of that head [C, GROUPS], likewise the zero points
     zero,
@@ -68,7 +68,7 @@ def packed_rows(
     D: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """Load rows in four bits: bytes [BLOCK, HALF], then scales and zero points of both halves [BLOCK, SPANS]."""
+    """Load four-bit keys or values: bytes [BLOCK, HALF], then scales and zero points of both halves [BLOCK, SPANS]."""
     SPANS: tl.constexpr = HALF // 32 if D % 64 == 0 else 1
     e, g = tl.arange(0, HALF)[None, :], tl.arange(0, SPANS)[None, :]
     there, low, second = (c < C)[:, None], c[:, None] * GROUPS + g, GROUPS // 2
@@ -88,7 +88,7 @@ def decode_codes(
     BLOCK: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """Decode the codes of one half of the rows to float32 numbers."""
+    """Decode the codes of one half of D to float32 numbers."""
     SPANS: tl.constexpr = scale.shape[1]
     step = scale.to(tl.float32)
     apart = tl.reshape(code.to(tl.float32), [BLOCK, SPANS, HALF // SPANS])
@@ -102,7 +102,7 @@ def halves(
     D: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """Load the two halves of rows, [BLOCK, HALF] each; eight-bit codes are not multiplied by their scale."""
+    """Load the two halves of D, [BLOCK, HALF] each; eight-bit codes are not multiplied by their scale."""
     e = tl.arange(0, HALF)[None, :]
     inside = there[:, None] & (e < D // 2)
     return tl.load(rows + e, mask=inside, other=0), tl.load(rows + D // 2 + e, mask=inside, other=0)
@@ -252,10 +252,10 @@ def split(
         k_scale, k_zero = key_scale + of_head * KEY_GROUPS, key_zero + of_head * KEY_GROUPS
         v_scale, v_zero = value_scale + of_head * VALUE_GROUPS, value_zero + of_head * VALUE_GROUPS
         if HALVED:
-            k_byte, k_s, k_z, k_s_high, k_z_high = packed_rows(
+            k_byte, k_s, k_z, k_s_high, k_z_high = packed_vectors(
                 keys, k_scale, k_zero, c, key_slot, KEY_GROUPS, C, D, HALF
             )  # fmt: skip
-        v_byte, v_s, v_z, v_s_high, v_z_high = packed_rows(
+        v_byte, v_s, v_z, v_s_high, v_z_high = packed_vectors(
             values, v_scale, v_zero, c, value_slot, VALUE_GROUPS, C, DV, VALUE_HALF
         )  # fmt: skip
     for start in range(part * PART, min(part * PART + PART, C), BLOCK):
@@ -279,7 +279,7 @@ def split(
                     decode_codes(both & 15, k_s, k_z, BLOCK, HALF),
                     decode_codes(both >> 4, k_s_high, k_z_high, BLOCK, HALF),
                 )
-                k_byte, k_s, k_z, k_s_high, k_z_high = packed_rows(
+                k_byte, k_s, k_z, k_s_high, k_z_high = packed_vectors(
                     keys, k_scale, k_zero, after, key_slot, KEY_GROUPS, C, D, HALF
                 )  # fmt: skip
             else:
@@ -332,7 +332,7 @@ def split(
             both = v_byte.to(tl.int32)
             low = decode_codes(both & 15, v_s, v_z, BLOCK, VALUE_HALF)
             high = decode_codes(both >> 4, v_s_high, v_z_high, BLOCK, VALUE_HALF)
-            v_byte, v_s, v_z, v_s_high, v_z_high = packed_rows(
+            v_byte, v_s, v_z, v_s_high, v_z_high = packed_vectors(
                 values, v_scale, v_zero, after, value_slot, VALUE_GROUPS, C, DV, VALUE_HALF
             )  # fmt: skip
             acc = acc * alpha[:, None] + tl.dot(probs, low.to(q.dtype), input_precision="ieee")
@@ -548,8 +548,8 @@ def _launch_join(
 
 def attend_by_kernel(
     query: Tensor,
-    key: Rows,
-    value: Rows,
+    key: EncodedVectors,
+    value: EncodedVectors,
     *,
     scale: float,
     mask: Tensor,
@@ -575,7 +575,7 @@ def attend_by_kernel(
     return output, torch.exp(logits - most.clamp_min(LOWEST.value)) / total[..., None], logits
 
 
-def _scales_and_zeros(key: Rows, value: Rows) -> list[Tensor | None]:
+def _scales_and_zeros(key: EncodedVectors, value: EncodedVectors) -> list[Tensor | None]:
     """Return the scales of keys and of values, and their zero points, or None for each that is missing."""
     found = itertools.zip_longest(*(rows.parts[1:] for rows in (key, value)))
     flat: list[Tensor | None] = [part for pair in found for part in pair]

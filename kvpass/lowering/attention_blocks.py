@@ -1,6 +1,6 @@
 """Attention whose statistics are computed, and its logits in blocks, so that its matrix is never in memory.
 
-Blocks serve every device, dtype and mask. `attention_rows` takes a kernel or loops in C++ where they can run.
+Blocks serve every device, dtype and mask. `attention_sums` takes a kernel or loops in C++ where they can run.
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from kvpass import policies
 from kvpass.budget import Budget, slots_of_rows
-from kvpass.lowering import attention_rows, attention_tiles
+from kvpass.lowering import attention_sums, attention_tiles
 from kvpass.lowering.attention_blocks import ScoredAttention
-from kvpass.lowering.attention_rows import highest_rows, late_statistics, votes_for_older
+from kvpass.lowering.attention_sums import highest_probs, late_statistics, votes_for_older
 from kvpass.policies import to_json
 from kvpass.policies.base import Policy
 from kvpass.policies.heads import HeadSharding
@@ -78,7 +78,7 @@ class StatisticsRequest:
         """
         request = self
         if not policy.statistics.isdisjoint((*LAST_QUERY_STATISTICS, *OLDER)):
-            request = dataclasses.replace(request, window=policy.observation)
+            request = dataclasses.replace(request, window=policy.observation_window)
         if "scan" in policy.statistics:
             text = sharding.to_text() if sharding else None
             request = dataclasses.replace(request, scan=to_json(policy), budget=budget, sharding=text)
@@ -125,12 +125,12 @@ def attention_statistics(
     policy = None if parsed.scan is None else policies.from_json(parsed.scan)
     smooths = isinstance(policy, Smoothing)
     means = policy is not None and policy.scans_means and not smooths
-    output, sums, rows = _attended(attention, value, valid, parsed.powers, means)
+    output, sums, probs = _attended(attention, value, valid, parsed.powers, means)
     results = _statistics(attention, parsed, valid, sums)
     if policy is not None and smooths:
-        results["scan"] = _highest_rows(attention, parsed, policy, valid)
+        results["scan"] = _highest_probs(attention, parsed, policy, valid)
     elif policy is not None:
-        results["scan"] = _scanned(attention, parsed, policy, valid, row_budgets, rows)
+        results["scan"] = _scanned(attention, parsed, policy, valid, row_budgets, probs)
     named = [results[name] for name in parsed.names]
     if output is None:
         return named
@@ -166,20 +166,20 @@ def _(
 def _attended(
     attention: ScoredAttention, value: Tensor | None, valid: Tensor, powers: int, means: bool
 ) -> tuple[Tensor | None, list[Tensor], Iterator[Iterator[Tensor]]]:
-    """Return the output of attention if there are values, its column sums, and its rows for a scan.
+    """Return the output of attention if there are values, its column sums, and its probabilities for a scan.
 
-    Rows are computed when they are read; see `kvpass.lowering.attention_rows.probabilities`.
+    Probabilities are computed when they are read; see `kvpass.lowering.attention_sums.probabilities`.
 
     Args:
-        means: whether the mean row of all heads will do.  The output is then complete when all rows have been read.
+        means: whether the mean of all heads will do.  The output is then complete when all means have been read.
     """
     if value is None:
-        return None, attention_rows.column_sums(attention, valid, powers), attention_rows.probabilities(attention)
-    if means and not powers and attention_rows.attends_in_tiles(attention):
-        output, rows = attention_rows.attend_with_means(attention, value)
-        return output, [], rows
-    output, log_sum_exp, sums = attention_rows.attend(attention, value, valid, powers)
-    return output, sums, attention_rows.probabilities(attention, log_sum_exp)
+        return None, attention_sums.column_sums(attention, valid, powers), attention_sums.probabilities(attention)
+    if means and not powers and attention_sums.attends_in_tiles(attention):
+        output, probs = attention_sums.attend_with_means(attention, value)
+        return output, [], probs
+    output, log_sum_exp, sums = attention_sums.attend(attention, value, valid, powers)
+    return output, sums, attention_sums.probabilities(attention, log_sum_exp)
 
 
 def _statistics(
@@ -201,11 +201,11 @@ def _statistics(
     return results
 
 
-def _highest_rows(attention: ScoredAttention, request: StatisticsRequest, policy: Policy, valid: Tensor) -> Tensor:
+def _highest_probs(attention: ScoredAttention, request: StatisticsRequest, policy: Policy, valid: Tensor) -> Tensor:
     """Return the highest smoothed probability of each key among the last queries, float32 [B, H', S]."""
     assert isinstance(policy, Smoothing)
     smoothed = functools.partial(policy.smoothed, held=attention.key.shape[2] - attention.query.shape[2])
-    peaks = highest_rows(attention, valid, policy.observation, smoothed)
+    peaks = highest_probs(attention, valid, policy.observation_window, smoothed)
     return regrouped(peaks, request.heads).amax(2)
 
 
@@ -215,16 +215,16 @@ def _scanned(
     policy: Policy,
     valid: Tensor,
     row_budgets: Tensor | None,
-    rows: Iterator[Iterator[Tensor]],
+    probs: Iterator[Iterator[Tensor]],
 ) -> Tensor:
-    """Return the policy's scan over the attention rows, one query after the other, float32 [B, H', S]."""
+    """Return the policy's scan over the probabilities of all queries, in order, float32 [B, H', S]."""
     assert isinstance(policy, Scanning)
     sharding, held = HeadSharding.from_text(request.sharding), attention.key.shape[2] - attention.query.shape[2]
     slots = _slots(policy, request.budget, row_budgets, valid)
     results = []
-    for row, blocks in enumerate(rows):
-        probs = (block if policy.scans_means else regrouped(block, request.heads) for block in blocks)
-        in_float32 = (block.float() for block in probs)
+    for row, blocks in enumerate(probs):
+        by_head = (block if policy.scans_means else regrouped(block, request.heads) for block in blocks)
+        in_float32 = (block.float() for block in by_head)
         results.append(policy.scan(in_float32, valid[row : row + 1], held, slots[row], sharding))
         collections.deque(in_float32, maxlen=0)  # what is not read is not computed, the output included
     return torch.cat(results)
@@ -251,7 +251,7 @@ def statistics_of(policy: Policy) -> tuple[Statistic, ...]:
 def fuses_attention(policy: Policy, query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Check whether the operator is to compute attention of these tensors as well, which may be fake.
 
-    Statistics of all queries use the log-sum-exp of its rows. For other policies it is worth it where attention of
+    Statistics of all queries use the log-sum-exp that it returns. For other policies it is worth it where attention of
     that many queries is faster than the library's.
 
     Args:

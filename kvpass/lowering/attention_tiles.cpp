@@ -7,7 +7,7 @@
 // `find_totals` computes the maximum of each row's logits and the sum of 2^(logit - maximum), unless the caller knows
 // their log-sum-exp.
 // `add_columns` computes the probabilities again, one block of keys per task, and adds them up over the queries;
-// `write_rows` writes those of a few queries. A sum has one task and one order, so results do not depend on the number of
+// `write_probabilities` writes those of a few queries. A sum has one task and one order, so results do not depend on the number of
 // threads.
 //
 // The macros BFLOAT16_PRODUCTS and MASK select the dtype of queries and keys, and the kind of the mask, so that a variant
@@ -49,7 +49,7 @@ typedef int32_t ivec __attribute__((vector_size(64)));
 typedef uint8_t bytes __attribute__((vector_size(16)));
 typedef uint16_t halves __attribute__((vector_size(32)));
 
-constexpr int64_t LANES = 16, QUERIES = 64, KEYS = 128;  // a tile of logits takes 32 KB
+constexpr int64_t LANES = 16, QUERIES = TILE_QUERIES, KEYS = TILE_KEYS;  // attention_tiles.py defines the macros
 constexpr float LOWEST = -3.4028234663852886e38f, LOG2_E = 1.4426950408889634f;
 constexpr float LARGEST_USABLE = 4096;  // a larger log-sum-exp is too coarse in float32 to divide by
 
@@ -593,7 +593,7 @@ void add_columns(const AttentionOperands& p, const float* weights, float* sums_o
 }
 
 // Writes the probabilities of `count` queries of one row to [Hkv, G, count, end]; `end` is at least what they see.
-void write_rows(const AttentionOperands& p, int64_t row, int64_t start, int64_t count, int64_t end, float* out) {
+void write_probabilities(const AttentionOperands& p, int64_t row, int64_t start, int64_t count, int64_t end, float* out) {
   const int64_t blocks = (end + KEYS - 1) / KEYS;
   const auto work = [&](Tiles& tiles, int64_t task) {
     const int64_t q_head = task / blocks, head = q_head / p.groups, group = q_head % p.groups;
@@ -646,7 +646,7 @@ extern "C" int column_sums(
 extern "C" int row_probabilities(
     const AttentionOperands* operands, char* message, int64_t size, int64_t row, int64_t start, int64_t count, int64_t end,
     float* out) {
-  return guarded(message, size, [&] { write_rows(*operands, row, start, count, end, out); });
+  return guarded(message, size, [&] { write_probabilities(*operands, row, start, count, end, out); });
 }
 
 // Lays out keys and values for the following functions.

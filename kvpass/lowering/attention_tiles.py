@@ -1,7 +1,7 @@
 """Attention of prompts and its column sums on a CPU, by `attention_tiles.cpp`.
 
 Products come from the library behind torch's own attention: in bfloat16 where it multiplies bfloat16 on this processor,
-else in float32. Where it does neither, `attention_rows` computes in blocks.
+else in float32. Where it does neither, `attention_sums` computes in blocks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from kvpass.lowering.attention_blocks import ScoredAttention, by_group
 from kvpass.torch_private import generated_code, inductor, tensors
 
-QUERIES, KEYS = 64, 128  # of a block, as in the source
+QUERIES, KEYS = 64, 128  # of a tile, whose logits take 32 KB
 FEWEST_QUERIES = QUERIES // 2
 """The fewest queries whose attention is computed here: a tile of fewer ones is mostly padding."""
 TASKS_WITH_SUMS = 128
@@ -67,7 +67,7 @@ class OutputOperands(ctypes.Structure):
 
 
 @dataclasses.dataclass(frozen=True)
-class AttendedRows:
+class TiledResults:
     """The memory of results of attention.
 
     Attributes:
@@ -85,11 +85,11 @@ class AttendedRows:
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionRows:
-    """The rows of an attention matrix, which are computed when they are read.
+class TiledAttention:
+    """Attention in tiles of queries and keys, and sums of its probabilities.
 
     Attributes:
-        operands: the operands and the totals of the rows, as addresses.
+        operands: the operands and the totals of each query, as addresses.
         dtype: of the products.
         mask: dtype of the mask, or None.
         tensors: the tensors behind the addresses.
@@ -105,7 +105,7 @@ class AttentionRows:
     @staticmethod
     def of(
         attention: ScoredAttention, log_sum_exp: Tensor | None = None, dtype: torch.dtype | None = None
-    ) -> AttentionRows:
+    ) -> TiledAttention:
         """Describe the attention of queries to keys in a dtype with products here; nothing is computed yet.
 
         Args:
@@ -118,8 +118,8 @@ class AttentionRows:
         (batch, q_heads, queries, dim), (heads, keys) = query.shape, key.shape[1:3]
         shape = batch, heads, q_heads // heads, queries, keys
         assert mask is None or mask.shape[-1] == keys
-        query, key = (_dense_rows(x.to(dtype)) for x in (query, key))
-        mask = None if mask is None else _dense_rows(by_group(mask, heads))
+        query, key = (_with_dense_last_dim(x.to(dtype)) for x in (query, key))
+        mask = None if mask is None else _with_dense_last_dim(by_group(mask, heads))
         mask = mask if mask is None or mask.dtype in MASKS else mask.float()
         sink = None if sink_logit is None else by_group(sink_logit.float(), heads)[..., 0]
         known = None if log_sum_exp is None else log_sum_exp.float()
@@ -133,10 +133,10 @@ class AttentionRows:
             *((ctypes.c_int64 * count)(*_strides(x, count)) for x, count in strided),
             *(int(attention.causal), torch.get_num_threads(), attention.scale, attention.cap or 0.0),
         )
-        return AttentionRows(operands, dtype, None if mask is None else mask.dtype, used, shape)
+        return TiledAttention(operands, dtype, None if mask is None else mask.dtype, used, shape)
 
-    def with_totals(self) -> AttentionRows:
-        """Compute the totals of all rows, which `column_sums` and `probabilities` need.
+    def with_totals(self) -> TiledAttention:
+        """Compute the totals of all queries, which `column_sums` and `probabilities` need.
 
         Raises:
             RuntimeError: the library cannot multiply matrices of these sizes, or there is no memory for the tiles.
@@ -194,24 +194,24 @@ class AttentionRows:
 
         return attended.output, means
 
-    def _attended(self, value: Tensor, weight: Tensor | None = None, powers: int = 0) -> AttendedRows:
+    def _attended(self, value: Tensor, weight: Tensor | None = None, powers: int = 0) -> TiledResults:
         """Lay out keys and values, and return memory for results; the arguments are those of `attend`."""
         (batch, heads, groups, count, keys), dim = self.shape, value.shape[3]
-        value_rows = _dense_rows(value.to(self.dtype))
-        packed = _memory_for_blocks(value_rows)
-        output = value_rows.new_empty(batch, count, heads * groups, dim).transpose(1, 2)
-        log_sum_exp = value_rows.new_empty(batch, heads * groups, count, dtype=torch.float32)
+        values = _with_dense_last_dim(value.to(self.dtype))
+        packed = _memory_for_blocks(values)
+        output = values.new_empty(batch, count, heads * groups, dim).transpose(1, 2)
+        log_sum_exp = values.new_empty(batch, heads * groups, count, dtype=torch.float32)
         weight = weight.float().contiguous() if weight is not None and powers else None
         parts = -(-count // QUERIES)
         if powers:  # each part has sums of its own, so that results do not depend on the number of threads
             parts = min(parts, -(-TASKS_WITH_SUMS // max(1, batch * heads * groups)))
         shape = powers, batch, heads, groups, parts, -(-keys // KEYS) * KEYS
         sums = [*log_sum_exp.new_zeros(shape)]
-        used = value_rows, packed, output, log_sum_exp, weight, *sums, *[None] * (2 - powers)
-        strides = ((ctypes.c_int64 * 3)(*_strides(x, 3)) for x in (value_rows, output))
+        used = values, packed, output, log_sum_exp, weight, *sums, *[None] * (2 - powers)
+        strides = ((ctypes.c_int64 * 3)(*_strides(x, 3)) for x in (values, output))
         operands = OutputOperands(*map(_address, used), *strides, parts)
         self._run("pack_values", ctypes.addressof(operands))
-        return AttendedRows(operands, used, output, log_sum_exp, sums)
+        return TiledResults(operands, used, output, log_sum_exp, sums)
 
     def column_sums(self, weight: Tensor, powers: int) -> list[Tensor]:
         """Sum the probabilities over the queries, and with two `powers` also their squares.
@@ -269,16 +269,16 @@ def _runs(dtype: torch.dtype) -> bool:
 
 
 def _is_right(dtype: torch.dtype) -> bool:
-    """Compare the attention of three small rows, and its column sums, with torch's operators."""
-    rows = torch.arange(-6.0, 6.0, **FLOAT32_ON_CPU).view(1, 1, 3, 4).div(4)
+    """Compare the attention of three small queries, and its column sums, with torch's operators."""
+    x = torch.arange(-6.0, 6.0, **FLOAT32_ON_CPU).view(1, 1, 3, 4).div(4)
     future = torch.ones(3, 3, dtype=torch.bool, device="cpu").triu(1)
-    probs = (rows @ rows.mT).masked_fill(future, -torch.inf).softmax(-1)
-    computed = AttentionRows.of(ScoredAttention(rows, rows, None, True, 1.0), dtype=dtype)
+    probs = (x @ x.mT).masked_fill(future, -torch.inf).softmax(-1)
+    computed = TiledAttention.of(ScoredAttention(x, x, None, True, 1.0), dtype=dtype)
     weight = torch.ones(1, 3, **FLOAT32_ON_CPU)
     [sums] = computed.with_totals().column_sums(weight, 1)
-    output, _, [same_sums] = computed.attend(rows, weight, 1)
+    output, _, [same_sums] = computed.attend(x, weight, 1)
     right_sums = torch.allclose(sums[:, :, 0], probs.sum(2), atol=1e-4)
-    return right_sums and torch.allclose(same_sums, sums, atol=1e-2) and torch.allclose(output, probs @ rows, atol=1e-2)
+    return right_sums and torch.allclose(same_sums, sums, atol=1e-2) and torch.allclose(output, probs @ x, atol=1e-2)
 
 
 def is_faster(dtype: torch.dtype, dim: int) -> bool:
@@ -318,18 +318,24 @@ def start_builds(dtype: torch.dtype, reads_attention: bool) -> threading.Thread:
 @functools.cache
 def _library(dtype: torch.dtype, mask: torch.dtype | None) -> ctypes.CDLL:
     """Compile the source for products in `dtype` and masks of a dtype, once for all processes."""
-    source = importlib.resources.files(__package__).joinpath("attention_tiles.cpp").read_text()
-    macros = f"#define BFLOAT16_PRODUCTS {int(dtype == torch.bfloat16)}\n#define MASK {MASKS[mask]}\n"
-    return generated_code.cpp_library(generated_code.MATRIX_PRODUCTS + macros + source)
+    return generated_code.cpp_library(source(dtype, mask))
+
+
+def source(dtype: torch.dtype, mask: torch.dtype | None) -> str:
+    """Return the C++ source for products in `dtype` and masks of a dtype, with the sizes of a tile."""
+    sizes = f"#define TILE_QUERIES {QUERIES}\n#define TILE_KEYS {KEYS}\n"
+    macros = f"#define BFLOAT16_PRODUCTS {int(dtype == torch.bfloat16)}\n#define MASK {MASKS[mask]}\n{sizes}"
+    library = importlib.resources.files(__package__).joinpath("attention_tiles.cpp").read_text()
+    return generated_code.MATRIX_PRODUCTS + macros + library
 
 
 def _memory_for_blocks(x: Tensor) -> Tensor:
-    """Return memory for rows [B, Hkv, S, D] as right operands of products."""
+    """Return memory for vectors [B, Hkv, S, D] as right operands of products."""
     batch, heads, keys, dim = x.shape
     return x.new_empty(batch * heads * -(-keys // KEYS) * KEYS * dim)
 
 
-def _dense_rows(x: Tensor) -> Tensor:
+def _with_dense_last_dim(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

@@ -3,8 +3,9 @@
 `look_up_unchecked` drops bounds checks for indices that are an arange over the indexed dimension, as masks use them in
 `padding[rows, positions]`: the compiler cannot always prove this for a dynamic size.
 
-`check_rows` checks token ids and positions outside of compiled loops.  Inductor checks an index inside the loop that
-reads the table, and if several threads share the loop, the exception cannot leave its thread and ends the process.
+`check_table_indices` checks token ids and positions outside of compiled loops.  Inductor checks an index inside the
+loop that reads the table, and if several threads share the loop, the exception cannot leave its thread and ends the
+process.
 
 `materialize_sums` writes the residual stream of a decode step to memory once per layer.  The compiler would otherwise
 add up the terms of several layers wherever the stream is read, and so make another kernel for every layer.
@@ -86,11 +87,11 @@ def _adds_zero(node: fx.Node) -> bool:
     return isinstance(number, int) and number == 0
 
 
-torch.library.define("kvpass::checked_rows", "(Tensor index, int least, int rows) -> Tensor")
+torch.library.define("kvpass::checked_table_index", "(Tensor index, int least, int rows) -> Tensor")
 
 
-@torch.library.impl("kvpass::checked_rows", "CPU")
-def checked_rows(index: Tensor, least: int, rows: int) -> Tensor:
+@torch.library.impl("kvpass::checked_table_index", "CPU")
+def checked_table_index(index: Tensor, least: int, rows: int) -> Tensor:
     """Return row indices of a table with negative ones counted from the end, and check their range.
 
     It runs in every step, so it is no `custom_op`, whose wrapper takes as long as the check.
@@ -109,6 +110,7 @@ def checked_rows(index: Tensor, least: int, rows: int) -> Tensor:
                 f"index {wrong} is looked up in a table of {rows} rows: a token id outside of the vocabulary, or a "
                 "position past the model's last; check the ids, and keep the conversation within the model's positions"
             )
+    # a copy, because an operator must not return its own input
     return index.clone() if least == 0 else torch.where(index < 0, index + rows, index)
 
 
@@ -116,10 +118,10 @@ def _fake(index: Tensor, least: int, rows: int) -> Tensor:
     return torch.empty_like(index)
 
 
-torch.library.register_fake("kvpass::checked_rows", _fake)
+torch.library.register_fake("kvpass::checked_table_index", _fake)
 
 
-def check_rows(graph: fx.Graph) -> None:
+def check_table_indices(graph: fx.Graph) -> None:
     """Insert range checks before CPU lookups of table rows, in an aten graph."""
     for node in list(graph.nodes):
         lookup = _lookup(node)
@@ -128,7 +130,7 @@ def check_rows(graph: fx.Graph) -> None:
         table, index, least = lookup
         rows = table.meta["val"].shape[0]
         with graph.inserting_before(node):
-            checked = graph.call_function(torch.ops.kvpass.checked_rows.default, (index, least, rows))
+            checked = graph.call_function(torch.ops.kvpass.checked_table_index.default, (index, least, rows))
         checked.meta["val"] = torch.empty_like(index.meta["val"])
         node.target, node.args, node.kwargs = aten._unsafe_index.Tensor, (table, [checked]), {}
 

@@ -49,6 +49,9 @@ RENAMED_HOOKS = {
     "own_schedule": "interval_refusal",
     "own_selection": "spans_refusal",
     "own_positions": "cache_positions_refusal",
+    "sees_rows": "reads_new_keys",
+    "spreads": "shardable",
+    "observation": "observation_window",
 }
 """Hooks by their earlier names, which policies may use until 0.2."""
 
@@ -75,7 +78,7 @@ class Policy:
         overwrites: choose the victim before the next token is written; the victim keeps its slot until then.
         renumbers: the model's position ids count cached tokens only; a prompt longer than the budget restarts its
             ids for its last tokens (`window_starts`).
-        spreads: whether processes may share a layer's heads: "heads" if each process has KV heads with all of their
+        shardable: whether processes may share a layer's heads: "heads" if each process has KV heads with all of their
             query heads, and the policy reads other heads through `kvpass.policies.heads`; "always" if the policy
             reads positions only.  Not inherited: each class declares it.
         keep_prompt_refusal: the reason why `keep_prompt` is refused; "" if it is supported.
@@ -95,7 +98,7 @@ class Policy:
     evicts: ClassVar[bool] = True
     ranks: ClassVar[bool] = False
     renumbers: ClassVar[bool] = False
-    spreads: ClassVar[Literal["never", "heads", "always"]] = "never"
+    shardable: ClassVar[Literal["never", "heads", "always"]] = "never"
     keep_prompt_refusal: ClassVar[str] = ""
     interval_refusal: ClassVar[str] = ""
     spans_refusal: ClassVar[str] = ""
@@ -125,9 +128,13 @@ class Policy:
         why = self._why_no_spans if self.spans else ""
         require(not why, "spans", self.spans, f"must be () for {self.name!r}: {why}")
 
+    def _defines(self, hook: str) -> bool:
+        """Return whether the policy's class has a hook of its own; for some hooks this class has a default."""
+        return getattr(type(self), hook, None) is not getattr(Policy, hook, None)
+
     @property
     def scans_means(self) -> bool:
-        """Whether `Scanning.scan` takes the mean over all query heads, [B, 1, 1, n, s], not a row of each."""
+        """Whether `Scanning.scan` takes the mean over all query heads, [B, 1, 1, n, s], not each head."""
         return False
 
     @property
@@ -143,7 +150,7 @@ class Policy:
         if self.interval_refusal:
             return self.interval_refusal
         one_by_one = self.overwrites or self.merges or self.aligns != "never"
-        if one_by_one or type(self).tick is not Policy.tick:
+        if one_by_one or self._defines("tick"):
             return "it overwrites, merges, aligns or compacts tokens by a schedule of its own"
         return ""
 
@@ -157,7 +164,7 @@ class Policy:
         return False
 
     @property
-    def observation(self) -> int:
+    def observation_window(self) -> int:
         """The number of queries that `Attention.window` averages over."""
         return 1
 
@@ -222,7 +229,7 @@ class Policy:
     @property
     def divides_heads(self) -> bool:
         """True if heads of a layer have different budgets, that is, if the policy has a `head_classes`."""
-        return type(self).head_classes is not Policy.head_classes
+        return self._defines("head_classes")
 
     def head_classes(self, heads: int, budget: int) -> tuple[HeadClass, ...]:
         """Return classes of a layer's KV heads, from the largest budget to the smallest; () for equal budgets.
@@ -255,7 +262,7 @@ class Policy:
     @property
     def keeps_clock(self) -> bool:
         """True if the policy counts tokens on the host."""
-        return bool(self.clock((), 1, 1 << 30))
+        return bool(self.clock((), 1, 1 << 30))  # policies that do not count return () for any budget
 
     def clock(self, clock: Clock, new: int, budget: int) -> Clock:
         """Return a row's counts after a prompt or chunk with `new` real tokens; () without an interval."""
@@ -282,9 +289,9 @@ class Policy:
         return {}
 
     @property
-    def sees_rows(self) -> bool:
+    def reads_new_keys(self) -> bool:
         """True if the policy has an `init_token_state`, which reads new keys and values."""
-        return type(self).init_token_state is not Policy.init_token_state
+        return self._defines("init_token_state")
 
     def init_token_state(self, key: Tensor, value: Tensor) -> State:
         """Return initial state [B, H', n] of new tokens, from their stored keys and values.
@@ -305,13 +312,13 @@ class Policy:
 
     @property
     def rescores(self) -> bool:
-        """True if scores depend on the rows of all cached tokens, that is, if the policy has a `rescore`."""
-        return hasattr(self, "rescore")
+        """True if the policy has a `rescore`: scores depend on the keys and values of all cached tokens."""
+        return self._defines("rescore")
 
     @property
     def projects(self) -> bool:
         """True if scores depend on the output projection, that is, if the policy has a `project`."""
-        return hasattr(self, "project")
+        return self._defines("project")
 
     def layer_weights(self, layer: int) -> list[Tensor]:
         """Return the tensors that `rescore` reads in a layer, which become inputs of the decode graph."""
@@ -320,7 +327,7 @@ class Policy:
     @property
     def reads_layer(self) -> bool:
         """True if the policy depends on the layer's index: it aligns or has a `layer_weights`."""
-        return self.aligns != "never" or type(self).layer_weights is not Policy.layer_weights
+        return self.aligns != "never" or self._defines("layer_weights")
 
     # Keys and values that are rewritten.
 
@@ -345,7 +352,7 @@ class Policy:
     @property
     def biases(self) -> bool:
         """True if the policy has a `bias`."""
-        return type(self).bias is not Policy.bias
+        return self._defines("bias")
 
     def bias(self, tokens: Tokens, groups: int) -> Tensor | None:
         """Return a bias for the logits of later queries: float32, broadcastable to [B, Hkv, G = groups, N], or None."""
@@ -372,7 +379,7 @@ class Policy:
     @property
     def merges(self) -> bool:
         """True if evicted tokens are merged into others, that is, if the policy has a `merge_evicted`."""
-        return hasattr(self, "merge_evicted")
+        return self._defines("merge_evicted")
 
     def score(self, tokens: Tokens) -> Tensor:
         """Return int64 or float32 [B, H', N]: the token of lowest score is evicted first; of equals, the later one.

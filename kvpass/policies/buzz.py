@@ -67,7 +67,7 @@ class Buzz(Policy):
     name = "buzz"
     keep_prompt_refusal = "its hives are counted from the sinks, and thinning depends on counts alone"
     interval_refusal = "it evicts in batches already, by `stride` and `threshold`"
-    spreads = "heads"
+    shardable = "heads"
     heads = "kv"
     positions = "cache"
     statistics = frozenset({"total"})

@@ -69,7 +69,7 @@ class Cascade(Policy):
     name = "cascade"
     interval_refusal = "each new token pushes one token through its sub-caches"
     keep_prompt_refusal = "its sub-caches have fixed sizes, and prompt tokens pass through them like all others"
-    spreads = "heads"
+    shardable = "heads"
     positions = "cache"
     statistics = frozenset({"scan"})
     ranks = True
@@ -147,11 +147,11 @@ class Cascade(Policy):
         return CascadeRule(budget - self.sinks, intervals(self.cascades, self.growth), self.eager_fill, self.select)
 
     def scan(
-        self, rows: Iterable[Tensor], valid: Tensor, held: int, budget: int, sharding: HeadSharding | None = None
+        self, probs: Iterable[Tensor], valid: Tensor, held: int, budget: int, sharding: HeadSharding | None = None
     ) -> Tensor:
-        """Return the scores at the end of a prompt, DROPPED for dropped tokens; for a chunk what its rows add."""
-        probs = (self._reduce(block, sharding) for block in rows)
-        blocks = moving_averages(probs, valid, self._decay(budget))
+        """Return the scores at the end of a prompt, DROPPED for dropped tokens; for a chunk what its queries add."""
+        reduced = (self._reduce(block, sharding) for block in probs)
+        blocks = moving_averages(reduced, valid, self._decay(budget))
         if held:
             return [scores[:, :, -1] for scores in blocks][-1]
         number = torch.where(valid, valid.cumsum(-1) - 1 - self.sinks, -1)  # [B, q]
@@ -187,8 +187,8 @@ class CascadeRule:
     """Decide which token is evicted for a new one.
 
     Attributes:
-        size: |C|, the slots of all sub-caches: a number, or for `boundary` and `victim_rank` also a tensor with one for
-            each row.
+        size: |C|, the slots of all sub-caches: a number, or for `boundary_ranks` and `victim_rank` also a tensor with
+            one for each row.
         accepts: f_i for each sub-cache.
         eager: whether all sub-caches accept while no more than |C| tokens came before.
         select: whether the higher score stays of two competing tokens; otherwise the older token stays.
@@ -199,7 +199,7 @@ class CascadeRule:
     eager: bool
     select: bool = True
 
-    def boundary(self, number: Tensor, held: Tensor) -> Tensor:
+    def boundary_ranks(self, number: Tensor, held: Tensor) -> Tensor:
         """Return the rank b W at which token `number` stops pushing; `held` if every sub-cache accepts.
 
         Args:
@@ -215,7 +215,7 @@ class CascadeRule:
 
     def victim_rank(self, number: Tensor, held: Tensor, score_at: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the rank, from the newest, of the token that is evicted for token `number`, or NO_VICTIM."""
-        rank = self.boundary(number, held)
+        rank = self.boundary_ranks(number, held)
         newer = rank - 1
         loser = torch.where(score_at(newer) >= score_at(rank), rank, newer) if self.select else newer
         return torch.where(rank < held, loser, torch.where(held < self.size, NO_VICTIM, held - 1))
@@ -229,7 +229,7 @@ class CascadeRule:
         """
         if number < 0:
             return
-        rank, held = self._boundary(number, len(line)), len(line)
+        rank, held = self._boundary_rank(number, len(line)), len(line)
         if rank < held:
             keeps_old = self.select and score[line[rank - 1]] >= score[line[rank]]
             del line[rank if keeps_old else rank - 1]
@@ -243,8 +243,8 @@ class CascadeRule:
         assert not isinstance(self.size, Tensor)
         return self.size
 
-    def _boundary(self, number: int, held: int) -> int:
-        """Return `boundary` for numbers."""
+    def _boundary_rank(self, number: int, held: int) -> int:
+        """Return the entry of `boundary_ranks` for one row, on the host."""
         if self.eager and number <= self.size:
             return held
         for i, accepts in enumerate(self.accepts):

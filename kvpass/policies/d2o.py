@@ -12,7 +12,7 @@ printed Eq. 11):
     k_c <- w_c k_c + sum_i w_i k_i,   w_c = e / Z,   w_i = exp(u_i) m_i / Z,   Z = e + sum_i exp(u_i) m_i
 
 and v_c with the same weights.  The score of the kept token does not change.  A step costs one more pass over the keys
-and one row of K and V rewritten per head.
+and one vector of K and V rewritten per head.
 
 `budget` is the mean over the layers: a layer whose prompt attention varies more over the tokens gets less
 (`layer_budgets`), in each row of a batch by that row alone.  A chunk is treated like a prompt: its queries are summed,
@@ -34,7 +34,7 @@ from kvpass.policies.base import Policy
 from kvpass.policies.budgets import Plan, share_of
 from kvpass.policies.full import Full
 from kvpass.policies.heads import HeadSharding, gather_heads, reduce_heads
-from kvpass.policies.ranking import INT64_MAX, rows_in_order
+from kvpass.policies.ranking import INT64_MAX, slots_by_position
 from kvpass.policies.types import Attention, Merge, State, Tokens
 from kvpass.torch_private.inductor import materialize
 
@@ -77,7 +77,7 @@ class D2O(Policy):
     density: Literal["kv", "query"] = "kv"
     name = "d2o"
     interval_refusal = "each evicted token is merged when it goes, and layers have budgets of their own"
-    spreads = "heads"
+    shardable = "heads"
     heads = "kv"
     statistics = frozenset({"total"})
 
@@ -269,7 +269,7 @@ def _nearest_of_many(key: Tensor, held: Tensor, position: Tensor) -> tuple[Tenso
     """Return `nearest` for evicted keys of prompts and chunks, in blocks and uncompiled."""
     batch, heads, count, _ = key.shape
     # Slots are sorted by position, free ones last, because `max` finds the first of equals.
-    order = rows_in_order(position)[..., : max(1, int((position >= 0).sum(-1).max()))]
+    order = slots_by_position(position)[..., : max(1, int((position >= 0).sum(-1).max()))]
     sorted_rows = held.gather(2, order[..., None].expand(*order.shape, held.shape[3]))
     unit_slots = _unit(sorted_rows).flatten(0, 1).transpose(1, 2)  # [B * Hkv, D, n]
     hidden = torch.where(position.gather(-1, order) < 0, -torch.inf, 0.0).flatten(0, 1)[:, None]

@@ -19,7 +19,7 @@ class Full(Policy):
     name = "full"
     interval_refusal = "it evicts no token"
     keep_prompt_refusal = "it evicts no token"
-    spreads = "always"
+    shardable = "always"
     evicts = False
 
     def score(self, tokens: Tokens) -> Tensor:

@@ -32,7 +32,7 @@ class H2O(Policy):
 
     heavy: Share = 0.5
     name = "h2o"
-    spreads = "heads"
+    shardable = "heads"
     heads = "kv"
     statistics = frozenset({"total"})
 

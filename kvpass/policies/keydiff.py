@@ -37,7 +37,7 @@ class KeyDiff(Policy):
     sinks: Natural = 4
     recent: Natural = 0
     name = "keydiff"
-    spreads = "heads"
+    shardable = "heads"
     heads = "kv"
 
     def minimum_budget(self) -> int:

@@ -25,7 +25,7 @@ from kvpass.policies.types import State, Tokens
 @dataclasses.dataclass(frozen=True)
 class KNorm(Policy):
     name = "knorm"
-    spreads = "heads"
+    shardable = "heads"
     heads = "kv"
 
     def state(self) -> dict[str, torch.dtype]:

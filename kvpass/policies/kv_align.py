@@ -129,7 +129,9 @@ class KVAlign(Policy):
     # State.
 
     def state(self) -> dict[str, torch.dtype]:
-        return {"made": torch.int64}  # the position at which the stored row was computed, or to which it was repaired
+        return {
+            "made": torch.int64
+        }  # the position at which the stored vector was computed, or to which it was repaired
 
     def row_state(self) -> dict[str, int | float]:
         return {"start": 0}  # the position of the first sink, where the window starts
@@ -204,6 +206,6 @@ class KVAlign(Policy):
 
 
 def _row_positions(tokens: Tokens) -> Tensor:
-    """Return the positions of the stored rows; a new token's is the number of tokens before it."""
+    """Return the positions of the stored vectors; a new token's is the number of tokens before it."""
     made = tokens.state["made"]
     return torch.where(made == UNKNOWN, tokens.live.sum(-1, keepdim=True) - 1, made)

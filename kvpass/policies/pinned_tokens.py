@@ -94,6 +94,7 @@ class PinnedTokens:
         below, top = (
             (torch.finfo(score.dtype).max, torch.inf) if score.is_floating_point() else (INT64_MAX - 1, INT64_MAX)
         )
+        # A policy's score may be infinite itself; a pinned token must rank above it.
         return tokens.lowest(torch.where(_pinned(tokens), top, score.clamp(max=below)))
 
     def compact(self, tokens: Tokens) -> tuple[Tensor, State]:

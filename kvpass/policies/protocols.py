@@ -13,15 +13,15 @@ from kvpass.policies.types import Merge, State, Tokens
 
 @runtime_checkable
 class Scanning(Protocol):
-    """A policy that lists "scan" among its statistics, and is not `Smoothing`."""
+    """A policy that computes the statistic "scan" from the probabilities of all queries."""
 
     def scan(
-        self, rows: Iterable[Tensor], valid: Tensor, held: int, budget: int, sharding: HeadSharding | None = None
+        self, probs: Iterable[Tensor], valid: Tensor, held: int, budget: int, sharding: HeadSharding | None = None
     ) -> Tensor:
         """Return `Attention.scan` from the attention of every query, where sums are not enough; never traced.
 
         Args:
-            rows: blocks of consecutive queries, float32 [B, Hkv, G, n, s]; all blocks together have q queries.  The
+            probs: blocks of consecutive queries, float32 [B, Hkv, G, n, s]; all blocks together have q queries.  The
                 first s of the held + q keys are all that the block's queries see; s never decreases, and the last
                 block has all keys.  If `Policy.scans_means`, they may be [B, 1, 1, n, s].
             valid: bool [B, q], false for padding.
@@ -32,12 +32,12 @@ class Scanning(Protocol):
 
 @runtime_checkable
 class Smoothing(Protocol):
-    """A policy that lists "scan", of which the result is the highest probability of each key among the last queries."""
+    """A policy whose statistic "scan" is the highest probability of each key among the last queries."""
 
     def smoothed(self, probs: Tensor, valid: Tensor, held: int) -> Tensor:
-        """Return rows of attention as the policy compares them; never traced.
+        """Return probabilities as the policy compares them; never traced.
 
-        `Attention.scan` is the highest over the last `Policy.observation` real queries and the G query heads.
+        `Attention.scan` is the highest over the last `Policy.observation_window` real queries and the G query heads.
 
         Args:
             probs: float32 [b, h, G, n, held + q], of n of the last queries.
@@ -48,7 +48,7 @@ class Smoothing(Protocol):
 
 @runtime_checkable
 class Rescoring(Protocol):
-    """A policy whose scores depend on the rows of all held tokens, unless its `Policy.rescores` is false."""
+    """A policy whose scores depend on the keys and values of all held tokens, unless its `Policy.rescores` is false."""
 
     def rescore(self, tokens: Tokens, key: Tensor, value: Tensor, weights: Sequence[Tensor]) -> State:
         """Return entries [B, H', N] for `Policy.score` to read in the state, which are not stored.
@@ -57,9 +57,9 @@ class Rescoring(Protocol):
         of a prompt or chunk.
 
         Args:
-            key, value: the stored rows of the tokens, [B, Hkv, N, D] and [B, Hkv, N, Dv]; those of free slots are
+            key, value: the stored vectors of the tokens, [B, Hkv, N, D] and [B, Hkv, N, Dv]; those of free slots are
                 undefined.  With positions="cache" keys are without their rotary embedding.
-            weights: the result of `Policy.layer_weights` for the layer, on the device of the rows.
+            weights: the result of `Policy.layer_weights` for the layer, on the device of the keys.
         """
 
 

@@ -34,7 +34,7 @@ class PyramidKV(SnapKV):
 
     beta: Positive = 20
     name = "pyramid_kv"
-    spreads = "heads"
+    shardable = "heads"
 
     def plan(
         self, attention: Sequence[Attention], valid: Tensor, budget: int, earlier: Sequence[Plan] | None = None

@@ -31,7 +31,7 @@ from kvpass.arguments import Odd, Positive, Share
 from kvpass.policies import voting
 from kvpass.policies.base import Policy
 from kvpass.policies.keydiff import unit_keys
-from kvpass.policies.ranking import rows_in_order
+from kvpass.policies.ranking import slots_by_position
 from kvpass.policies.types import Attention, State, Tokens
 
 SIMILAR = 0.5
@@ -57,7 +57,7 @@ class RKV(Policy):
     plain: bool = False
     official: bool = False
     name = "r_kv"
-    spreads = "heads"
+    shardable = "heads"
     heads = "kv"
     statistics = frozenset({"logits", "older_peak"})
 
@@ -67,7 +67,7 @@ class RKV(Policy):
             object.__setattr__(self, "statistics", frozenset({"last", "older"}))
 
     @property
-    def observation(self) -> int:
+    def observation_window(self) -> int:
         return self.window
 
     def minimum_budget(self) -> int:
@@ -89,7 +89,7 @@ class RKV(Policy):
         return {voting.VOTE: voting.votes_of_chunk(tokens, attention, vote)}
 
     def rescore(self, tokens: Tokens, key: Tensor, value: Tensor, weights: Sequence[Tensor] = ()) -> State:
-        order = rows_in_order(tokens.position)  # "last" is meant in the text
+        order = slots_by_position(tokens.position)  # "last" is meant in the text
         ordered = key.gather(2, order[..., None].expand_as(key))
         live = tokens.live.gather(-1, order)
         redundancy = self._redundancy(unit_keys(ordered, live), live, key.dtype)

@@ -40,7 +40,7 @@ class Random(Policy):
     redraw: bool = False
     recent: Natural = 0
     name = "random"
-    spreads = "heads"
+    shardable = "heads"
     heads = "kv"
 
     def minimum_budget(self) -> int:

@@ -31,14 +31,14 @@ def rank_of(position: Tensor) -> Tensor:
     return _inverse(by_position)
 
 
-def rows_in_order(position: Tensor) -> Tensor:
+def slots_by_position(position: Tensor) -> Tensor:
     """Return the slots of `position` [..., N] sorted by position, free ones last."""
     return torch.where(position < 0, INT64_MAX, position).argsort(-1)
 
 
 def keep_highest(score: Tensor, position: Tensor, count: int | Tensor) -> Tensor:
     """Return bool [..., N]: the `count` live tokens of highest score; of equals, the earlier ones."""
-    order = rows_in_order(position)
+    order = slots_by_position(position)
     score = torch.where(position < 0, lowest_value(score.dtype), score).gather(-1, order)
     order = order.gather(-1, score.argsort(dim=-1, descending=True, stable=True))
     dead = (position < 0).gather(-1, order)

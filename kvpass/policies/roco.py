@@ -24,7 +24,7 @@ from kvpass.policies.types import Attention, State, Tokens
 @dataclasses.dataclass(frozen=True)
 class RoCo(Policy):
     name = "roco"
-    spreads = "heads"
+    shardable = "heads"
     heads = "kv"
     statistics = frozenset({"total", "squares"})
 

@@ -73,7 +73,7 @@ class Sage(Policy):
     name = "sage"
     interval_refusal = "it selects by a schedule of its own, `refresh_interval`"
     keep_prompt_refusal = "it selects among the tokens of a prompt; later tokens are kept as by policy='window'"
-    spreads = "heads"
+    shardable = "heads"
     heads = "kv"
     statistics = frozenset({"logits"})
 

@@ -36,12 +36,12 @@ class SnapKV(Policy):
     kernel: Odd = 5
     name = "snapkv"
     keep_prompt_refusal = "it selects among the tokens of a prompt; later tokens are kept as by policy='window'"
-    spreads = "heads"
+    shardable = "heads"
     heads = "kv"
     statistics = frozenset({"window"})
 
     @property
-    def observation(self) -> int:
+    def observation_window(self) -> int:
         return self.window
 
     def minimum_budget(self) -> int:

@@ -32,7 +32,7 @@ class Streaming(Policy):
 
     sinks: Natural = 4
     name = "streaming"
-    spreads = "always"
+    shardable = "always"
     positions: ClassVar[Literal["absolute", "cache"]] = "cache"
 
     def minimum_budget(self) -> int:

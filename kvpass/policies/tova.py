@@ -22,7 +22,7 @@ from kvpass.policies.types import Attention, State, Tokens
 @dataclasses.dataclass(frozen=True)
 class Tova(Policy):
     name = "tova"
-    spreads = "heads"
+    shardable = "heads"
     statistics = frozenset({"last"})
 
     def state(self) -> dict[str, torch.dtype]:

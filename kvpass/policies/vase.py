@@ -62,21 +62,21 @@ class Vase(Policy):
     seed: Annotated[int, between(0, hashing.PRIME - 1)] = 0
     name = "vase"
     spans_refusal = "it samples from the whole text"
-    spreads = "heads"
+    shardable = "heads"
     heads = "kv"
     statistics = frozenset({"last", "older"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.variant == "dkv":
-            object.__setattr__(self, "statistics", frozenset())
+            object.__setattr__(self, "statistics", frozenset())  # this variant reads no attention
 
     @property
-    def observation(self) -> int:
+    def observation_window(self) -> int:
         return self.recent
 
     @property
-    def sees_rows(self) -> bool:
+    def reads_new_keys(self) -> bool:
         return self.variant == "attn"
 
     @property

@@ -16,7 +16,7 @@ from kvpass.policies.types import Tokens
 @dataclasses.dataclass(frozen=True)
 class Window(Policy):
     name = "window"
-    spreads = "always"
+    shardable = "always"
 
     def score(self, tokens: Tokens) -> Tensor:
         return tokens.position

@@ -158,7 +158,7 @@ class ReferenceLayer:
         """Return the cache positions 0, 1, 2, ... of the cached tokens, int64 [B, H', N], padded with -1."""
         return self._of_tokens(lambda rank, token: rank)
 
-    def held_rows(self, name: str, stored: bool = False) -> Tensor:
+    def held_vectors(self, name: str, stored: bool = False) -> Tensor:
         """Return the cached keys or values [B, Hkv, N, D], padded with zeros, as attention sees them or as stored."""
         dim = self.layout.key_dim if name == "key" else self.layout.value_dim
         longest = max(len(stream.tokens) for row in self.streams for stream in row)

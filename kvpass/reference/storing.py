@@ -1,4 +1,4 @@
-"""Round rows as the storage formats do, from the formats' definitions, one group at a time."""
+"""Round vectors as the storage formats do, from the formats' definitions, one group at a time."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ from kvpass.fx.precision import upcast
 GROUP = 32
 
 
-def store_and_read(layout: Layout, row: Tensor, key: bool = True) -> Tensor:
+def store_and_read(layout: Layout, vector: Tensor, key: bool = True) -> Tensor:
     """Return a key or a value [..., D] as attention reads it back from storage, [..., D]."""
     if layout.kv_dtype is None:
-        return row.to(layout.dtype)
+        return vector.to(layout.dtype)
     width, _, transform = layout.kv_dtype.partition("-")
     transforms = key and transform == "hadamard"
-    rounded = _round(_hadamard(upcast(row)) if transforms else upcast(row), width)
+    rounded = _round(_hadamard(upcast(vector)) if transforms else upcast(vector), width)
     return _hadamard(rounded) if transforms else rounded
 
 
-def _round(row: Tensor, width: str) -> Tensor:
+def _round(vector: Tensor, width: str) -> Tensor:
     if width == "int8":
-        return _symmetric(row)
-    return torch.cat([_asymmetric(group) for group in torch.split(row, group_size(row.shape[-1]), -1)], -1)
+        return _symmetric(vector)
+    return torch.cat([_asymmetric(group) for group in torch.split(vector, group_size(vector.shape[-1]), -1)], -1)
 
 
-def _hadamard(row: Tensor) -> Tensor:
-    """Transform a row by sums and differences of numbers at distances 1, 2, 4, ... that divide half of D."""
-    transformed, distance = row.double(), 1
-    while row.shape[-1] % (2 * distance) == 0:
+def _hadamard(vector: Tensor) -> Tensor:
+    """Transform a vector by sums and differences of numbers at distances 1, 2, 4, ... that divide half of D."""
+    transformed, distance = vector.double(), 1
+    while vector.shape[-1] % (2 * distance) == 0:
         left, right = torch.unflatten(transformed, -1, (-1, 2, distance)).unbind(-2)
         transformed = torch.stack([left + right, left - right], -2).flatten(-3)
         distance *= 2
-    result: Tensor = (transformed / distance**0.5).to(row.dtype)
+    result: Tensor = (transformed / distance**0.5).to(vector.dtype)
     return result
 
 
 def group_size(dim: int) -> int:
-    """Return how many numbers share a scale in four bits: 32, else half of a row, or a short row."""
+    """Return how many numbers share a scale in four bits: 32, else half of a vector, or a short vector."""
     half = dim // 2
     return GROUP if half % GROUP == 0 else half if half >= GROUP else dim
 
 
-def _symmetric(row: Tensor) -> Tensor:
-    """Round a row to 255 levels that are symmetric around zero."""
-    scale = (row.abs().amax(-1, keepdim=True).float() / 127).to(torch.bfloat16).to(row.dtype)
-    steps = torch.nan_to_num(row / scale).round().clamp(-127, 127)  # 0 / 0 for a row of zeros
+def _symmetric(vector: Tensor) -> Tensor:
+    """Round a vector to 255 levels that are symmetric around zero."""
+    scale = (vector.abs().amax(-1, keepdim=True).float() / 127).to(torch.bfloat16).to(vector.dtype)
+    steps = torch.nan_to_num(vector / scale).round().clamp(-127, 127)  # 0 / 0 for a vector of zeros
     return steps * scale
 
 

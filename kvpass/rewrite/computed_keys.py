@@ -1,11 +1,11 @@
-"""Cut out the computation of keys and values from cached rows, as in multi-head latent attention.
+"""Cut out the computation of keys and values from cached vectors, as in multi-head latent attention.
 
 The cache of such a layer holds a latent vector and a shared key for each token, and the model computes the keys and
 values of all heads from them.  This subgraph is cut out and applied to slots when they are read, under `vmap` as in
-`kvpass.rewrite.mask_slice`.  The slots hold the cached rows and are no larger.
+`kvpass.rewrite.mask_slice`.  The slots hold the cached vectors and are no larger.
 
-A mask may also be computed from cached rows, for example a bias for each key that is computed from its value.  The
-tensors that such a mask reads from the rows of one token, its *facts*, are cut out with the keys and values.
+A mask may also be computed from cached vectors, for example a bias for each key that is computed from its value.  The
+tensors that such a mask reads from the vectors of one token, its *facts*, are cut out with the keys and values.
 
 In general it is unknown which query heads read which part of such a cache.  All its heads therefore keep the same
 tokens: they are joined into one head.
@@ -30,19 +30,19 @@ from kvpass.fx.splicing import Slice
 from kvpass.fx.walk import value
 
 
-def join_heads(rows: Tensor) -> Tensor:
-    """Join the heads of rows: [B, h, N, D] to [B, 1, N, h * D]."""
-    return rows.transpose(1, 2).flatten(2)[:, None]
+def join_heads(vectors: Tensor) -> Tensor:
+    """Join the heads of vectors: [B, h, N, D] to [B, 1, N, h * D]."""
+    return vectors.transpose(1, 2).flatten(2)[:, None]
 
 
-def split_heads(rows: Tensor, heads: int) -> Tensor:
-    """Split joined heads: [B, 1, N, h * D] to [B, h, N, D]; split rows stay unchanged."""
-    return rows if rows.shape[1] == heads else torch.unflatten(rows[:, 0], -1, (heads, -1)).transpose(1, 2)
+def split_heads(vectors: Tensor, heads: int) -> Tensor:
+    """Split joined heads: [B, 1, N, h * D] to [B, h, N, D]; split vectors stay unchanged."""
+    return vectors if vectors.shape[1] == heads else torch.unflatten(vectors[:, 0], -1, (heads, -1)).transpose(1, 2)
 
 
 @dataclasses.dataclass(frozen=True)
 class ComputedKeys:
-    """Compute keys and values from cached rows.
+    """Compute keys and values from cached vectors.
 
     Attributes:
         slice: from the cached pair of one token, [B, h, 1, D'] and [B, h, 1, Dv'], to its key and value [B, Ha, 1, D]
@@ -72,7 +72,7 @@ class ComputedKeys:
 def cut_computed_keys(
     gm: fx.GraphModule, site: AttentionSite, sizes: Sizes, facts: Sequence[fx.Node]
 ) -> ComputedKeys | None:
-    """Cut out the computation of a site's keys, values and facts; None if it attends to the cached rows themselves.
+    """Cut out the computation of a site's keys, values and facts; None if it attends to the cached vectors themselves.
 
     Raises:
         UnsupportedGraph: the values of one token depend on other tokens, or the values of one row on other rows.

@@ -85,7 +85,7 @@ class Rotations:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionResults:
-    """What replaces the attention calls: the result of `attend_on_slots`, which fills it call by call.
+    """The nodes that replace the attention calls: the result of `attend_on_slots`, which adds them call by call.
 
     Attributes:
         replaced: the node that replaces the model's attention, by the name of its node.
@@ -142,7 +142,7 @@ class StepContext(StepGraph):
 
     def copy_slots(self, layer: int) -> list[fx.Node]:
         """Return a layer's slots with copies of their metadata, everything besides K and V, from before the step."""
-        names, stored = self.slots[layer].names, self.slots[layer].row_names
+        names, stored = self.slots[layer].names, self.slots[layer].kv_names
         nodes = zip(names, self.slot_inputs[layer], strict=True)
         return [node if name in stored else self._copy(node) for name, node in nodes]
 

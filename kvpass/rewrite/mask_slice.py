@@ -61,7 +61,7 @@ class MaskSlice:
         padding: inputs that only mark padding; cached tokens are real.
         entries: the other tensors from which it reads an entry for each token.
         host_input: nodes that read all tokens together, such as the amount of padding in a row; the slice binds them.
-        facts: tensors that it reads from the key's stored rows, see `kvpass.rewrite.computed_keys`.
+        facts: tensors that it reads from the key's stored vectors, see `kvpass.rewrite.computed_keys`.
     """
 
     slice: Slice
@@ -151,7 +151,7 @@ def cut_mask(gm: fx.GraphModule, mask: fx.Node, sizes: Sizes, context: MaskConte
 
 
 def _facts(graph: fx.Graph, mask: fx.Node, stored: list[fx.Node], index_nodes: list[fx.Node]) -> list[fx.Node]:
-    """Return the last tensors on the way to a mask that depend on stored rows and on no key index."""
+    """Return the last tensors on the way to a mask that depend on stored vectors and on no key index."""
     subgraph = walk.ancestors(mask, stored) | set(stored)
     stored_only = alias.dependents(subgraph, stored) - alias.dependents(subgraph, index_nodes)
     stored_only = {node for node in stored_only & subgraph if walk.is_tensor(node)}
@@ -294,7 +294,7 @@ class _KeyCutter:
             self._refuse(node, f"the mask is computed from {node.name!r}, which grows and has no entry for each token")
         problem = f"the attention mask is computed by {walk.name_of(node)!r}, not proven to treat keys one by one"
         if node in self.on_fact:
-            self._refuse(node, f"{problem}, from cached rows")
+            self._refuse(node, f"{problem}, from cached vectors")
         if axis is not None:
             if self.context.last is not None:
                 self._refuse(node, f"{problem}, in a layer that stores its last tokens only")

@@ -115,7 +115,7 @@ class SlicedMask:
     def on_slots(
         self, index: Tensor, position: Tensor, heads: int, tensors: list[Tensor], facts: list[Tensor]
     ) -> Tensor:
-        """See `kvpass.cache.site.Mask`; `tensors` are the values of `nodes`."""
+        """See `kvpass.cache.cached_attention.Mask`; `tensors` are the values of `nodes`."""
         start, count = int(self.shifted), len(self.sliced.entries)
         first = tensors[0] if start else 0
         length, inputs, bound = tensors[start], tensors[start + 1 :][:count], tensors[start + 1 + count :]

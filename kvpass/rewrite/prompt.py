@@ -28,8 +28,8 @@ from kvpass.torch_private import fx_nodes
 
 
 @dataclasses.dataclass(frozen=True)
-class SiteOutputs:
-    """The output indices of what a prompt graph returns for one site.
+class LayerOutputs:
+    """The indices of the outputs that a prompt graph returns for one layer.
 
     Attributes:
         key, value: its keys as stored, rotated or not, and its values.
@@ -52,12 +52,12 @@ class PromptRewrite:
 
     Attributes:
         gm: the rewritten graph; None once it is compiled.
-        outputs: of each site.
+        outputs: of each layer.
         calls: for each attention call and each log-sum-exp, by its name, the node of its result.
     """
 
     gm: fx.GraphModule | None
-    outputs: list[SiteOutputs]
+    outputs: list[LayerOutputs]
     calls: dict[str, fx.Node]
 
 
@@ -70,7 +70,7 @@ class PromptCall:
         sites, policies: the attention calls on caches, and the policy of each.
         budget: the user's budget.
         ranked: whether keys are stored before their rotary embedding.
-        with_operands: whether `SiteOutputs.operands` are needed.
+        with_operands: whether `LayerOutputs.operands` are needed.
         examples: Dynamo's arguments.
         padding_inputs: for each site, the inputs that mark padding, see `kvpass.capture.padding_analysis`.
     """
@@ -94,7 +94,7 @@ def rewrite_prompt(call: PromptCall) -> PromptRewrite:
     copy, moved = fx_nodes.copy_graph_module(call.gm)
     model_outputs = len(walk.results(copy.graph))
     added: list[fx.Node] = []  # the model's own outputs are read at the end: they may include replaced attention
-    outputs: list[SiteOutputs] = []
+    outputs: list[LayerOutputs] = []
     valid_outputs: dict[tuple[fx.Node, ...], int] = {}
     marks = [tuple(moved[node] for node in nodes) for nodes in call.padding_inputs]
 
@@ -122,7 +122,7 @@ def rewrite_prompt(call: PromptCall) -> PromptRewrite:
             operands = _operands(site, keys, lambda node: emit(moved[node])) if call.with_operands else None
         valid_output = None if all_valid is None else valid_outputs[site_marks]
         in_order = [statistics_outputs[name] for name in attention_statistics.statistics_of(policy)]
-        outputs.append(SiteOutputs(stored_key, values, valid_output, in_order, operands))
+        outputs.append(LayerOutputs(stored_key, values, valid_output, in_order, operands))
     if policies[0].renumbers and shapes.expr(sites[0].queries) != 1:
         _renumber(call, copy.graph, moved, marks[0])
     copy.graph.output_node().args = ((*walk.results(copy.graph), *added),)
@@ -134,7 +134,7 @@ def rewrite_prompt(call: PromptCall) -> PromptRewrite:
 def _operands(
     site: AttentionSite, keys: int, emit: Callable[[fx.Node], int]
 ) -> tuple[int, int, int | None, int | None]:
-    """Emit `SiteOutputs.operands`; `keys` is the output index of the stored keys."""
+    """Emit `LayerOutputs.operands`; `keys` is the output index of the stored keys."""
     mask, sink = (None if node is None else emit(node) for node in (site.mask, site.sink_logit))
     attended = emit(site.attended_key) if site.computed else keys
     return emit(site.query), attended, mask, sink
@@ -200,7 +200,7 @@ def _valid_tokens(graph: fx.Graph, tokens: fx.Node, marks: tuple[fx.Node, ...], 
 def _valid_of_new(
     graph: fx.Graph, site: AttentionSite, moved: dict[fx.Node, fx.Node], valid: fx.Node | None
 ) -> fx.Node | None:
-    """Return the entries of the new tokens: all, unless a past was adopted."""
+    """Return the entries of the new tokens: all of them, unless the prompt continues an ordinary cache."""
     if valid is None or site.past_key is None:
         return valid
     past = graph.call_method("size", (moved[site.past_key], 2))
@@ -288,7 +288,7 @@ def _item(graph: fx.Graph, results: fx.Node, index: int) -> fx.Node:
 
 
 def _replace(site: AttentionSite, moved: dict[fx.Node, fx.Node], output: fx.Node) -> None:
-    """Have `output` stand for the call."""
+    """Replace the call by `output`."""
     call = moved[site.call]
     output.meta = dict(call.meta)
     call.replace_all_uses_with(output)

@@ -156,6 +156,7 @@ def window_mask(mask: Tensor | None, causal: bool, valid: Tensor, size: int | Te
         return same_window
     if mask.dtype == torch.bool:
         return mask & same_window
+    # the lowest number instead of -inf, as a row of -inf alone becomes NaN in the softmax
     return torch.where(same_window, mask, torch.finfo(mask.dtype).min)
 
 
@@ -184,7 +185,7 @@ def renumber_ids(step: StepContext) -> PassRecord:
 
 
 def _count_cached(along: int, queries: int, last: int, ids: Tensor, position: Tensor, seen: Tensor) -> list[Tensor]:
-    """Return ids of new tokens minus the number of evicted tokens, and at most `last`.
+    """Subtract the number of evicted tokens from the ids of new tokens, and limit the result to `last`.
 
     Args:
         along, ids: as the model's code computes them; see `Reader`.

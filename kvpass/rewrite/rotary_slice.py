@@ -132,7 +132,7 @@ class RotarySlice:
         return [_head_by_head(section.diagonal(0, 0, 2).movedim(-1, 0)) for section in rotated]
 
     def for_one_key(self) -> RotarySlice:
-        """Return the slice for one row and one query; itself unless random keys are rotated independently.
+        """Return the slice for one row and query if random keys are rotated independently, else this slice.
 
         Rotating all rows at the positions of each row costs the square of the rows, times the new tokens, unless a
         compiler removes the results that nothing reads.

@@ -121,29 +121,29 @@ def tick_of(layout: Layout, clock: Clock, budget: int) -> tuple[bool, Clock]:
     return any(due for due, _ in ticked), tuple(count for _, after in ticked for count in after)
 
 
-class StepKind(NamedTuple):
+class StepKey(NamedTuple):
     """A key that is equal for two decode steps with the same code and the same buffers.
 
     It holds all that a step depends on except the contents of tensors.
 
     Attributes:
-        compact: whether the step compacts.
+        compacts: whether the step compacts the slots, see `Policy.compact`.
         windows: whether each layer with a window of its own is full.
         slots: the id of each layer's slots.
         hooks: the number of hooks that were registered so far, on any module.
     """
 
-    compact: bool
+    compacts: bool
     windows: tuple[bool, ...]
     slots: tuple[int, ...]
     hooks: int
 
 
-def step_kind(caches: list[LayerCache]) -> StepKind:
-    """Return the kind of the next decode step."""
+def step_key(caches: list[LayerCache]) -> StepKey:
+    """Return the key of the next decode step."""
     compact, _ = tick(caches)
     windows = tuple(cache.stored_tokens < cache.seen for cache in caches if cache.window is not None)
-    return StepKind(compact, windows, tuple(id(cache.slots) for cache in caches), dynamo.registered_hooks())
+    return StepKey(compact, windows, tuple(id(cache.slots) for cache in caches), dynamo.registered_hooks())
 
 
 def advance_counts(caches: list[LayerCache], queries: int, clocks: Sequence[tuple[Any, ...]]) -> None:
@@ -193,7 +193,7 @@ _CALL_PINS: contextvars.ContextVar[Pins | None] = contextvars.ContextVar("kvpass
 
 @contextlib.contextmanager
 def pinning(pins: Pins | None) -> Iterator[None]:
-    """Return a context in which a call of a compiled model pins these of its new tokens.
+    """Return a context in which calls of a compiled model pin the new tokens that `pins` marks.
 
     A model's forward has no argument for pins, and its graph must not depend on them.
     """

@@ -119,12 +119,12 @@ def _is_constant(offsets: Tensor, valid: Tensor, wanted: Tensor) -> Tensor:
 class StepVerifier:
     """The checks of one step graph."""
 
-    def __init__(self, gm: fx.GraphModule, sites: list[AttentionSite], stepped: TensorSet) -> None:
+    def __init__(self, gm: fx.GraphModule, sites: list[AttentionSite], key_weights_of_steps: TensorSet) -> None:
         """
         Args:
-            stepped: the tensors that make the keys of layers which have run a step.
+            key_weights_of_steps: the tensors that make the keys of layers which have run a step.
         """
-        self._gm, self._sites, self._stepped = gm, sites, stepped
+        self._gm, self._sites, self._key_weights_of_steps = gm, sites, key_weights_of_steps
         self._projection_indices = [model_identity.key_projection_indices(site) for site in sites]
         self._positions: PositionCheck | None = None
         self._angles: Tensor | None = None
@@ -140,8 +140,8 @@ class StepVerifier:
         """
         for site, cache, indices in zip(self._sites, caches, self._projection_indices, strict=True):
             weights = [arguments[index] for index in indices]
-            self._stepped.add(weights)
-            if model_identity.belongs_to_other_layer(cache.weights, weights, self._stepped):
+            self._key_weights_of_steps.add(weights)
+            if model_identity.belongs_to_other_layer(cache.weights, weights, self._key_weights_of_steps):
                 raise CacheHandleError(
                     f"{walk.source_line(site.call)}: the caches of layers were exchanged: what was given here is of "
                     "another layer, or of another copy of the model"
@@ -256,7 +256,7 @@ class PaddingTracker:
         return PaddingTracker([*inputs], {node: holders.index(node) for nodes in inputs for node in nodes}, sites)
 
     def check_hidden(self, caches: list[LayerCache]) -> None:
-        """Check that the graph can hide padding that was left out of the cache; some models mask their prompts alone.
+        """Check that this step's mask can hide padding, which is not cached; some models mask only their prompts.
 
         Raises:
             UnsupportedGraph: padding was left out, and no input is known to mark padding in this graph.

@@ -187,7 +187,7 @@ def _compile_module(model: torch.nn.Module, backend: Any, strict: bool, regions:
     for name in ("generate_batch", "init_continuous_batching"):
         if strict and hasattr(type(model), name):
             model.__dict__[name] = _refuse_batches
-        elif model.__dict__.get(name) is _refuse_batches:
+        elif model.__dict__.get(name) is _refuse_batches:  # from an earlier compilation with strict=True
             del model.__dict__[name]
     return caller
 
@@ -275,6 +275,7 @@ def _counter_names(layer: Any) -> list[str]:
     keys = getattr(layer, "keys", None)
     if not isinstance(keys, Handle) or keys.shape[2] == keys.seen:
         return []
+    # type() instead of isinstance(), because True equals 1
     names = [name for name, value in vars(layer).items() if type(value) is int and value == keys.seen]
     return names if len(names) == 1 else []
 

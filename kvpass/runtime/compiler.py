@@ -13,7 +13,7 @@ import torch.fx as fx
 
 from kvpass.lowering import graph_passes, layer_dedup
 from kvpass.lowering.formats import KVDtype
-from kvpass.lowering.graph_passes import check_rows, look_up_unchecked, materialize_sums
+from kvpass.lowering.graph_passes import check_table_indices, look_up_unchecked, materialize_sums
 from kvpass.lowering.replay import Replayed
 from kvpass.lowering.row_products import decompose_products
 from kvpass.policies.base import Policy
@@ -56,19 +56,15 @@ class Compiler:
     validate: bool = True
     kv_dtype: KVDtype | None = None
     crop: int = 0
-    deduplicates: bool = dataclasses.field(default=True, repr=False)
-    """True if equal layers share one compilation (`kvpass.lowering.layer_dedup`); turn off for comparisons only."""
-    replays: bool = dataclasses.field(default=True, repr=False)
-    """True if CPU steps run without Inductor's Python (`kvpass.lowering.replay`); turn off for comparisons only."""
     recorder: Recorder | None = dataclasses.field(default=None, compare=False, repr=False)
     plans: PlansByModel = dataclasses.field(default_factory=PlansByModel, compare=False, repr=False)
-    stepped: TensorSet = dataclasses.field(default_factory=TensorSet, compare=False, repr=False)
+    key_weights_of_steps: TensorSet = dataclasses.field(default_factory=TensorSet, compare=False, repr=False)
     """The tensors that make the keys of layers which have run a step."""
     layers: Iterator[int] = dataclasses.field(default_factory=itertools.count, compare=False, repr=False)
     """A counter that numbers the layer caches in the order in which they are made."""
 
     @property
-    def family(self) -> tuple[Any, ...]:
+    def cache_settings(self) -> tuple[Any, ...]:
         """Settings that two backends must share for one to continue the other's caches."""
         return (self.policy, self.budget, self.positions, self.kv_dtype, self.crop, self.kv_store)
 
@@ -128,7 +124,7 @@ class Compiler:
         layers, alike = layer_dedup.readers_of_slots(gm), sizes.alike if sizes else frozenset()
         with self.time_section("compiler"):
             run = self._compile_inner(gm, examples, self._step_settings(ranked), _prepare_step_graph, layers, alike)
-        repeats = self.replays and self.inner == "inductor" and not chunk and inductor.on_cpu(examples)
+        repeats = self.inner == "inductor" and not chunk and inductor.on_cpu(examples)
         return Replayed(run) if repeats else run
 
     @property
@@ -147,10 +143,6 @@ class Compiler:
     def has_dynamic_sizes(self, device: torch.device) -> bool:
         """Return whether the inner compiler supports dynamic sizes for a device; they are untested on GPUs."""
         return self.inner in ("inductor", "eager") and device.type == "cpu"
-
-    def step_patches(self, ranked: bool) -> dict[str, Any]:
-        """Return the Inductor configuration for a rewritten step graph."""
-        return self._patches(self._step_settings(ranked), _prepare_step_graph, None)
 
     def _step_settings(self, ranked: bool) -> dict[str, Any]:
         in_order = inductor.KEEP_THE_ORDER if self.policy.merges else {}
@@ -194,7 +186,7 @@ class Compiler:
             return fx_nodes.code_of(gm)
         if self.inner != "inductor":
             return dynamo.registered_backend(self.inner)(gm, examples)
-        if self.deduplicates and layers:
+        if layers:
             shared = layer_dedup.compile_deduplicated(
                 gm, examples, layers, lambda part: self._patches(patches, reshape, part), alike
             )
@@ -213,7 +205,7 @@ class Compiler:
 def _prepare_prompt_graph(graph: fx.Graph) -> None:
     """Change the operators of a prompt graph in place before they are lowered."""
     look_up_unchecked(graph)
-    check_rows(graph)
+    check_table_indices(graph)
 
 
 def _prepare_step_graph(graph: fx.Graph) -> None:

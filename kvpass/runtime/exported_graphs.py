@@ -16,7 +16,7 @@ from kvpass.capture.canonical import SiteFacts
 from kvpass.errors import ArtifactError, UnsupportedGraph
 from kvpass.fx import shapes
 from kvpass.rewrite.pipeline import StepRewrite
-from kvpass.rewrite.prompt import PromptRewrite, SiteOutputs
+from kvpass.rewrite.prompt import LayerOutputs, PromptRewrite
 from kvpass.runtime.caches import grow_for
 from kvpass.runtime.checks import PaddingTracker
 from kvpass.runtime.compiler import Compiler
@@ -34,7 +34,7 @@ MOST_IN_A_CHUNK = 1 << 13
 
 def exported_prompt(backend: Compiler, entry: Mapping[str, Any], run: inductor.Compiled) -> PromptRunner:
     """Return a runner of prompts on compiled code; `entry` is of `prompt_entry`."""
-    count, outputs = len(entry["sites"]), [SiteOutputs(**each, operands=None) for each in entry["results"]]
+    count, outputs = len(entry["sites"]), [LayerOutputs(**each, operands=None) for each in entry["results"]]
     graph = PromptGraph(
         sites=[SiteFacts(**site) for site in entry["sites"]],
         policies=policies_by_layer(backend.policy, count),

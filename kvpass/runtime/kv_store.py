@@ -38,7 +38,7 @@ class AdmittedTokens(Protocol):
     """A chunk that a store has admitted.
 
     Attributes:
-        chunk: the rows of the chunk.
+        chunk: the keys and values of the chunk.
     """
 
     @property
@@ -58,7 +58,7 @@ class AdmittedChunk:
     """A chunk that was admitted to slots.
 
     Attributes:
-        chunk: the rows of the chunk.
+        chunk: the keys and values of the chunk.
         specs: for each class of heads the tensors from which its attention statistics are computed; () if the policy
             needs no statistics.
         into: the slots that the chunk was admitted to.

@@ -89,11 +89,12 @@ class RegionForward:
         past = (own.keys, own.values) if own.is_initialized else (None, None)
         with regions.without_breaks():
             out, keys, values = _run_layer(layer, *past, where, *_flatten_arguments(args, named, where))
-        _set_rows(own, keys, values)
+        _set_keys_and_values(own, keys, values)
         return out
 
     def _is_region(self) -> bool:
-        """Return whether the layer is traced as a region; Dynamo guards on the mark of this call's graphs alone."""
+        """Return whether the current call traces the layer as a region."""
+        # Dynamo guards on the one mark that it reads, so marks of other calls' graphs cause no recompilation.
         return regions.are_traced() and getattr(self.regions.marks, regions.mark())
 
     def _own_cache(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[int | str | None, Any]:
@@ -139,7 +140,7 @@ def _run_layer(
     """
     own = layer.forward.kinds[1]()  # type: ignore[attr-defined]  # the forward is a RegionForward
     if keys is not None and values is not None:
-        _set_rows(own, keys, values)
+        _set_keys_and_values(own, keys, values)
     args, named = _unflatten_arguments(flat)
     if isinstance(where, int):
         args[where] = OneLayerCache(own)
@@ -148,7 +149,7 @@ def _run_layer(
     return type(layer).forward(layer, *args, **named), own.keys, own.values
 
 
-def _set_rows(own: Any, keys: Tensor, values: Tensor) -> None:
+def _set_keys_and_values(own: Any, keys: Tensor, values: Tensor) -> None:
     """Make keys and values those of a layer's cache."""
     if not own.is_initialized:
         own.is_initialized, own.dtype, own.device = True, keys.dtype, keys.device

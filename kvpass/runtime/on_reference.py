@@ -16,9 +16,9 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass.cache.admission import Chunk
+from kvpass.cache.cached_attention import NewTokens
 from kvpass.cache.layout import Layout
 from kvpass.cache.past_calls import SlotSnapshot
-from kvpass.cache.site import NewTokens
 from kvpass.cache.step import with_mask
 from kvpass.capture.canonical import AttentionSite, SiteFacts
 from kvpass.fx.walk import value
@@ -41,7 +41,7 @@ from kvpass.runtime.kv_store import KVStore
 def prefill_reference(
     layout: Layout, chunk: Chunk, spec: StatisticsSpec, site: SiteFacts, row_budgets: Sequence[int]
 ) -> ReferenceLayer:
-    """Return the reference's layer after a prompt with these rows and operands of attention."""
+    """Return the reference's layer after a prompt, from its keys, values and operands of attention."""
     query, keys, mask, sink_logit = spec.query, spec.key, spec.mask, spec.sink_logit
     queries, keys_count = query.shape[2], keys.shape[2]
     visible = torch.ones(queries, keys_count, dtype=torch.bool, device=query.device)
@@ -179,8 +179,8 @@ class _ReferenceCall:
     ) -> ReferenceView:
         """Return the cached and new tokens; `stored` is the key of a token that is read as stored, else None."""
         query, key, value, valid = new
-        groups, count, held_values = self.layout.groups, query.shape[2], store.held_rows("value")
-        keys, ranks = store.held_rows("key"), store.ranks().clamp(min=0)
+        groups, count, held_values = self.layout.groups, query.shape[2], store.held_vectors("value")
+        keys, ranks = store.held_vectors("key"), store.ranks().clamp(min=0)
         if stored is not None:
             keys, value = torch.cat([keys, store.stored(stored)], 2), store.stored(value, key=False)
             ranks = torch.cat([ranks, (store.positions() >= 0).sum(-1, keepdim=True)], -1)
@@ -245,7 +245,7 @@ class ReferenceStore(KVStore):
         cache.slots.expect_pins(pins)
 
     def pin(self, cache: Any, pins: Pins) -> None:
-        """Do nothing, as a step takes its token in with its pin."""
+        """Do nothing: a step of the reference stores the pin together with the token."""
 
     def prepare(self, cache: Any, valid: Callable[[], Tensor]) -> None:
         cache.slots.prepare(valid())

@@ -123,7 +123,7 @@ class AdmittedPrompt:
         return self._shorter[count][layer]
 
     def _store_layers(self, layers: list[PromptLayer]) -> Iterator[LayerCache]:
-        """Yield the cache of each layer of a prompt; the rows of a layer are released once they are stored."""
+        """Yield the cache of each layer of a prompt, and release its keys and values once they are stored."""
         valid = layers[0].chunk.valid
         prompt, shares = valid.shape[1], budgets.slots_of_rows(self.backend.policy, self.backend.budget, valid)
         budget, policy = max(shares), self.backend.policy

@@ -259,7 +259,7 @@ class PromptRunner:
         adopted = 0 if graph.adopted_past is None else traced[graph.adopted_past].shape[2]
         first, pins = self._first_ids(results, traced), self._call_pins(results, adopted)
         layers = [self._prompt_layer(results, i, adopted, first, pins, traced) for i in range(len(graph.sites))]
-        del results[graph.outputs :]
+        del results[graph.outputs :]  # Dynamo's code expects its own outputs alone
         prompt = layers[0].chunk.valid.shape[1]
         for each in graph.sparse_indices:
             each.check(prompt)
@@ -281,7 +281,7 @@ class PromptRunner:
             outputs=outputs,
             new=prompt - adopted,
         )
-        del layers  # so that the rows of each layer are freed once they are stored
+        del layers  # so that the keys and values of each layer are freed once they are stored
         for site, cache in zip(graph.sites, admitted.caches(), strict=True):
             results[site.keys_out], results[site.values_out] = handles_of(cache)
         announce(PromptResult(self, arguments, tuple(results)))

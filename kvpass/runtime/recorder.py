@@ -101,7 +101,7 @@ class Stopwatch:
 
 
 @dataclasses.dataclass(frozen=True)
-class SiteReport:
+class AttentionReport:
     """One attention call, or a cache update that feeds no attention call.
 
     Attributes:
@@ -133,7 +133,7 @@ class Recorder:
     """
 
     graphs: list[str] = dataclasses.field(default_factory=list)
-    sites: list[SiteReport] = dataclasses.field(default_factory=list)
+    sites: list[AttentionReport] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
     passes: list[PassRecord] = dataclasses.field(default_factory=list)
     programs: list[tuple[str, str]] = dataclasses.field(default_factory=list)

@@ -23,13 +23,13 @@ from kvpass.rewrite.validation.conversation import StepCase
 from kvpass.rewrite.validation.lockstep import Validation
 from kvpass.rewrite.validation.steps import validate
 from kvpass.runtime.caches import (
-    StepKind,
+    StepKey,
     advance_counts,
     call_pins,
     call_pins_for,
     grow_for,
     longer_placeholder,
-    step_kind,
+    step_key,
     tick,
 )
 from kvpass.runtime.checks import PaddingTracker, StepVerifier, describe_wrong_mask
@@ -102,7 +102,7 @@ class StepExecutor:
         queries = self.sizes.queries(arguments)
         for cache in caches:
             grow_for(cache, queries)
-        kind, before = step_kind(caches), caches[0].seen
+        key, before = step_key(caches), caches[0].seen
         calls, kv_store = calls_before(caches, queries), self.backend.kv_store
         for layer, cache in enumerate(caches):
             kv_store.prepare(cache, functools.partial(self.padding.valid_tokens, layer, cache, arguments, queries))
@@ -130,7 +130,7 @@ class StepExecutor:
             inputs=inputs,
             results=results,
             host_inputs=step.host_inputs,
-            kind=kind,
+            key=key,
             rewrite=step.rewrite,
             seen_before=before,
         )
@@ -195,7 +195,7 @@ class StepRunner(StepExecutor):
         holders = walk.placeholders(self.gm.graph)
         self.pasts = [(holders.index(s.past_key), holders.index(s.past_value)) for s in self.sites]  # type: ignore[arg-type]
         self.as_traced = UnwrappedSubclasses(index for pair in self.pasts for index in pair)
-        self.verifier = StepVerifier(self.gm, self.sites, backend.stepped)
+        self.verifier = StepVerifier(self.gm, self.sites, backend.key_weights_of_steps)
         self.variants = VariantCache(
             {str(symbol) for node in self.gm.graph.nodes for symbol in symbolic_shapes.symbols(walk.value(node))}
         )
@@ -370,7 +370,7 @@ class StepResult:
         inputs: the inputs of the run.
         results: the results of the rewritten graph.
         host_inputs: the results of `StepRewrite.host_precomputed`.
-        kind: a key that is equal for two decode steps with the same code and the same buffers.
+        key: a key that is equal for two decode steps with the same code and the same buffers.
         rewrite: the rewrite of the graph.
         seen_before: the tokens seen before the run.
     """
@@ -379,7 +379,7 @@ class StepResult:
     inputs: StepInputs
     results: Sequence[Any]
     host_inputs: list[Any]
-    kind: StepKind
+    key: StepKey
     rewrite: StepRewrite
     seen_before: int
 

@@ -87,7 +87,7 @@ class ShapeKey:
         return dataclasses.replace(layout, capacity=capacity, budget=budget)
 
     def shared_layout(self, layout: Layout) -> Layout:
-        """Return the parts of a layout that calls must share: not the rows, nor a capacity that can be dynamic."""
+        """Return the fields of a layout that calls must share: no batch size, and no dynamic capacity."""
         if self.capacities == (1,) or bool(self.exact_layers) != layout.exact_capacity:
             return dataclasses.replace(layout, batch=0)
         budget = layout.budget if layout.exact_capacity else layout.budget - layout.capacity
@@ -288,7 +288,7 @@ class FastStep:
         """
         given = self.rewrite.call_arguments(arguments, [], self.slots, self.caches[0].seen)
         for cache in self.caches:
-            cache.interrupted = True
+            cache.interrupted = True  # until the counts follow: an error in between leaves slots and counts apart
         results = self.run(*self.fixed, *given)
         self.rewrite.count_tokens(self.slots, results)
         advance_counts(self.caches, 1, clocks)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import linecache
 import logging
 import os
 import sys
-import types
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
@@ -151,18 +152,12 @@ def restore_settings(_: object = None) -> None:
 
 def _current_strictness() -> bool | None:
     """Return the `strict` of the current compilation's kvpass backend; None if the backend is another's."""
-    frame: types.FrameType | None = sys._getframe(2)
-    shown = False
-    for _ in range(4):
-        if frame is None:
-            break
-        compiler = frame.f_locals.get("compiler_fn")
-        if (strict := _strictness(compiler)) is not None:
-            return strict
-        shown, frame = shown or compiler is not None, frame.f_back
-    if not shown:
+    # torch passes the hook no arguments: the backend is a local variable of one of the functions that call it.
+    callers = [frame.f_locals for frame, _ in itertools.islice(traceback.walk_stack(sys._getframe(2)), 4)]
+    compilers = [each["compiler_fn"] for each in callers if each.get("compiler_fn") is not None]
+    if not compilers:
         _note_unknown_backend()
-    return None
+    return next((strict for each in compilers if (strict := _strictness(each)) is not None), None)
 
 
 def _strictness(compiler: Any) -> bool | None:

@@ -331,7 +331,7 @@ AT_READ: dict[str, Case] = {
 def test_keys_and_values_that_are_changed_at_read_hold(name: str, policy: str) -> None:
     """What is made of each token's row alone is computed from the slots that are read, by the model's own code.
 
-    The cached rows are found behind any such computation, in a prompt that joins them to nothing as well.
+    The cached vectors are found behind any such computation, in a prompt that joins them to nothing as well.
     """
     verdict = judge(AT_READ[name], policy)
     assert verdict.kind == "held", verdict

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import kvpass
 from kvpass.cache.handle import caches_in
-from kvpass.policies.ranking import rows_in_order
+from kvpass.policies.ranking import slots_by_position
 from tests.models import build, prompt
 from tests.strategies import ROWS
 from tests.test_invariants import settings
@@ -72,7 +72,7 @@ class Talk:
         found = []
         for cache in caches_in(self.cache):
             slots = cache.slots.as_rectangle(cache.layout)
-            order, live = rows_in_order(slots.position), (slots.position >= 0).sum(-1)
+            order, live = slots_by_position(slots.position), (slots.position >= 0).sum(-1)
             found += [slots.seen, slots.length, live, torch.tensor([[*clock] for clock in cache.clocks])]
             for tensor in (slots.position, slots.index, *(slots.state[x] for x in cache.layout.policy.state())):
                 kept = torch.arange(order.shape[-1]) < live[..., None]

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import kvpass
 from kvpass.cache.admission import Chunk, admit
+from kvpass.cache.cached_attention import Attended, CachedAttention, Mask, NewTokens
 from kvpass.cache.chunk_step import extend_step
-from kvpass.cache.site import Attended, Mask, NewTokens, Site
 from kvpass.cache.slots import Slots
 from kvpass.cache.step import decode_step, read_step
 from kvpass.lowering.attention_statistics import StatisticsSpec, as_attention, statistics
@@ -85,23 +85,23 @@ def test_answers_to_padding_and_scores_are_numbers(
         layout, slots = slots_of(policy, dtype)
         new = stretch(1, real, dtype)
         mask = hiding(slots, real, low, boolean, dtype, sees)
-        site = Site(0.3, mask, hidden=hidden, decomposed=spelled, knows_padding=True, **how)
+        call = CachedAttention(0.3, mask, hidden=hidden, decomposed=spelled, knows_padding=True, **how)
         before = slots.length.clone()
         check(
-            decode_step(layout, site, slots, NewTokens(new.q, new.k, new.v, real[:, 0])),
+            decode_step(layout, call, slots, NewTokens(new.q, new.k, new.v, real[:, 0])),
             real,
             list(slots.state.values()),
         )
         assert torch.equal(slots.length, before + 1)
     layout, slots = slots_of(policy, dtype)
-    check(read_step(layout, site, slots, NewTokens(new.q, new.k, new.v, real[:, 0])), real, [])
+    check(read_step(layout, call, slots, NewTokens(new.q, new.k, new.v, real[:, 0])), real, [])
     for wide in (torch.tensor([[0, 0, 0], [0, 1, 1], [1, 0, 1]]), torch.zeros(3, 3)):
         real = wide.bool()
         layout, slots = slots_of(policy, dtype)
         new = stretch(3, real, dtype)
         mask = hiding(slots, real, low, boolean, dtype, sees)
-        site = Site(0.3, mask, hidden=hidden, decomposed=spelled, knows_padding=True, **how)
-        attended = extend_step(layout, site, slots, NewTokens(new.q, new.k, new.v, real))
+        call = CachedAttention(0.3, mask, hidden=hidden, decomposed=spelled, knows_padding=True, **how)
+        attended = extend_step(layout, call, slots, NewTokens(new.q, new.k, new.v, real))
         check(attended, real, list(attended.statistics))
 
 

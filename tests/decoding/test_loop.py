@@ -18,6 +18,7 @@ from kvpass.decoding import warmup
 from kvpass.lowering.replay import Replayed
 from tests.architectures import zoo
 from tests.models import breaks, build, forget, graphs, prompt
+from tests.step_settings import step_settings
 from tests.strategies import ROWS, fitting
 from tests.test_invariants import settings
 
@@ -340,7 +341,7 @@ def test_hooks_leave_no_steps_behind() -> None:
         loop.generate(3)
         assert loop.state is not None
         assert loop.state.step is not None
-        sizes.append((len(loop.state.step.slots_by_kind), len(loop.state.step.callables)))
+        sizes.append((len(loop.state.step.slots_by_key), len(loop.state.step.callables)))
         torch.nn.Linear(1, 1).register_forward_hook(lambda *_: None)
     assert sizes[1:] == [(1, 1)] * 3
 
@@ -361,8 +362,8 @@ def test_a_model_without_a_padding_mask_takes_no_padding() -> None:
 
 def test_modes_are_passed_to_inductor() -> None:
     chosen = kvpass.backend("h2o", budget=8, mode="reduce-overhead")
-    assert chosen.step_patches(False)["triton.cudagraphs"] is True
-    assert "triton.cudagraphs" not in kvpass.backend("h2o", budget=8).step_patches(False)
+    assert step_settings(chosen)["triton.cudagraphs"] is True
+    assert "triton.cudagraphs" not in step_settings(kvpass.backend("h2o", budget=8))
     assert decode.CAPTURING[0] == "reduce-overhead"
 
 

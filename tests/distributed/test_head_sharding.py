@@ -136,7 +136,7 @@ ALIGNER = random_aligner("direct", layers=LAYERS, heads=KV_HEADS, dim=HEAD)
 @shown_sharding
 @pytest.mark.parametrize("policy", [Plain(), Derived(), resolve("kv_align", {"aligner": ALIGNER})])
 def test_a_policy_that_says_nothing_of_processes_is_refused(policy: Policy) -> None:
-    with pytest.raises(ShardingError, match=r"each has 1 of 8 KV heads.*spreads.*streaming"):
+    with pytest.raises(ShardingError, match=r"each has 1 of 8 KV heads.*shardable.*streaming"):
         run(small(RANKS), 1, policy=policy, budget=BUDGET)
 
 

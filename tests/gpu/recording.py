@@ -17,6 +17,7 @@ from kvpass.rewrite.pipeline import StepRewrite, rewrite_step
 from kvpass.rewrite.step_graph import StepCall
 from kvpass.torch_private import fx_nodes, symbolic_shapes
 from tests.gpu import torch_private
+from tests.step_settings import step_settings
 
 
 @dataclasses.dataclass
@@ -64,7 +65,7 @@ class Recording(Backend):
                 padding_inputs=call.padding_inputs.in_copy(places),
             )
             rewrite = rewrite_step(StepContext(there))
-        patches = self.step_patches(call.layouts[0].ranked)
+        patches = step_settings(self, call.layouts[0].ranked)
         names = [node.name for node in walk.placeholders(rewrite.gm.graph)]
         self.steps.append(Step(rewrite.gm, names, patches, call.compact, rewrite.queries, len(call.sites)))
         return super().rewrite(call)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from kvpass.lowering import aligner_kernel as align_kernel
-from kvpass.lowering import attend_kernel, attention_blocks, attention_rows, column_kernel
+from kvpass.lowering import attend_kernel, attention_blocks, attention_sums, column_kernel
 from kvpass.lowering.attend import Rope, RotaryPairs, attend
 from kvpass.lowering.attention_blocks import ScoredAttention
-from kvpass.lowering.formats import KVDtype, Rows, format_of, plain
+from kvpass.lowering.formats import EncodedVectors, KVDtype, format_of, plain
 from kvpass.policies.aligners import Signature, aligner
 from kvpass.policies.aligners.networks import DirectNetwork
 
@@ -60,7 +60,7 @@ def attention_of(
         with_logits=True,
     )
     rope = _rope(draw, key, extras) if extras.get("rope") else None
-    keys, values = (Rows.of(format_of(kv_dtype, x.shape[-1], dtype), x) for x in (key, value))
+    keys, values = (EncodedVectors.of(format_of(kv_dtype, x.shape[-1], dtype), x) for x in (key, value))
     got = attend_kernel.attend_by_kernel(query, keys, values, rope=rope, **given)
     exact = keys.read().double()
     rotated = exact if rope is None else _rotated(exact, rope)
@@ -117,11 +117,11 @@ def column_sums(seed: int, dtype: torch.dtype, kind: str, causal: bool, sink: bo
     sinks = draw(1, heads * groups, 1, 1).float() if sink else None
     real = draw(rows, count).float() > -0.8
     plain = ScoredAttention(query.float(), key.float(), mask, causal, 0.3, 3.0 if cap else None, sinks)
-    expected = [*attention_blocks.column_sums(plain, real, 2), *attention_rows.late_statistics(plain, real, window)]
+    expected = [*attention_blocks.column_sums(plain, real, 2), *attention_sums.late_statistics(plain, real, window)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_rows, "column_sums", column_kernel.column_sums)
+        patch.setattr(attention_sums, "column_sums", column_kernel.column_sums)
         given = dataclasses.replace(plain, query=query, key=key)
         latest = torch.where(real, torch.arange(count), -1).topk(window)
         chosen, counted = given.gathered(latest.values.clamp(min=0)), (latest.values >= 0).float()
-        late = attention_rows._late_by_kernel(chosen, counted, real.sum(-1, keepdim=True).clamp(1, window))
-        return list(zip([*attention_rows.column_sums(given, real, 2), *late], expected, strict=True))
+        late = attention_sums._late_by_kernel(chosen, counted, real.sum(-1, keepdim=True).clamp(1, window))
+        return list(zip([*attention_sums.column_sums(given, real, 2), *late], expected, strict=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import subprocess
 import sys
 from typing import Any
@@ -13,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tests.strategies  # noqa: F401  loads the Hypothesis profile
-from kvpass.lowering import attention_blocks, attention_rows, attention_tiles
+from kvpass.lowering import attention_blocks, attention_sums, attention_tiles
 from kvpass.lowering.attention_blocks import ScoredAttention
 from kvpass.torch_private import generated_code
 from kvpass.torch_private.fx_nodes import attend_with_lse
@@ -39,7 +38,7 @@ def sums_of(query: Any, key: Any, mask: Any, weight: Any, *rest: Any) -> list[to
     """Those of the loops; a log-sum-exp may come behind the arguments of `in_float64`."""
     *common, powers = rest[:5]
     attention = ScoredAttention(query, key, mask, *common)
-    return attention_tiles.AttentionRows.of(attention, *rest[5:]).with_totals().column_sums(weight, powers)
+    return attention_tiles.TiledAttention.of(attention, *rest[5:]).with_totals().column_sums(weight, powers)
 
 
 def assert_equal(made: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
@@ -92,7 +91,7 @@ def test_sums_are_those_of_float64(data):
     sink_logit = draw(st.sampled_from([None, torch.randn(1, heads * groups, 1, 1, generator=drawn)]))
     given = (query, key, mask, weight, draw(st.booleans()), 0.3, cap, sink_logit, powers)
     assert_equal(sums_of(*given), in_float64(*given))
-    computed = attention_tiles.AttentionRows.of(ScoredAttention(query, key, mask, *given[4:8])).with_totals()
+    computed = attention_tiles.TiledAttention.of(ScoredAttention(query, key, mask, *given[4:8])).with_totals()
     total = torch.zeros(rows, heads, groups, count + before)
     step = draw(st.integers(1, 200))
     for row in range(rows):
@@ -109,7 +108,7 @@ def test_attention_is_that_of_float64(data):
     query, key, value, mask = data.draw(operands())
     causal, cap = data.draw(st.booleans()), data.draw(st.sampled_from([None, 5.0]))
     sink_logit = data.draw(st.sampled_from([None, torch.full((1, query.shape[1], 1, 1), 0.5)]))
-    rows = attention_tiles.AttentionRows.of(ScoredAttention(query, key, mask, causal, 0.3, cap, sink_logit))
+    rows = attention_tiles.TiledAttention.of(ScoredAttention(query, key, mask, causal, 0.3, cap, sink_logit))
     output, log_sum_exp, _ = rows.attend(value)
     logits, expected = attention_in_float64(query, key, value, mask, causal, 0.3, cap, sink_logit)
     near = dict(atol=4e-5, rtol=1e-4) if rows.dtype == torch.float32 else dict(atol=2e-2, rtol=2e-2)
@@ -151,7 +150,7 @@ def test_sums_beside_attention_are_those_of_float64(data):
     attention = ScoredAttention(query, key, mask, causal, 0.3, cap, sink_logit)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_tiles, "TASKS_WITH_SUMS", draw(st.sampled_from([1, 128])))
-        computed = attention_tiles.AttentionRows.of(attention)
+        computed = attention_tiles.TiledAttention.of(attention)
         output, log_sum_exp, sums = computed.attend(value, weight, powers)
     assert torch.equal(output, computed.attend(value)[0])
     assert torch.equal(log_sum_exp, computed.attend(value)[1])
@@ -171,7 +170,7 @@ def test_means_beside_attention_are_those_of_float64(data):
     causal, cap = data.draw(st.booleans()), data.draw(st.sampled_from([None, 5.0]))
     sink_logit = data.draw(st.sampled_from([None, torch.full((1, q_heads, 1, 1), 0.5)]))
     attention = ScoredAttention(query, key, mask, causal, 0.3, cap, sink_logit)
-    computed = attention_tiles.AttentionRows.of(attention)
+    computed = attention_tiles.TiledAttention.of(attention)
     output, means_of = computed.attend_with_means(value.to(computed.dtype))
     exact = attention_in_float64(query, key, value, mask, causal, 0.3, cap, sink_logit)[0]
     expected = exact.softmax(-1)[..., : key.shape[2]].mean(1)
@@ -191,14 +190,14 @@ def test_attention_with_rows_does_not_depend_on_how_many_come_at_once(monkeypatc
     query, key = torch.randn(2, 4, 300, 16).bfloat16(), torch.randn(2, 2, 300, 16).bfloat16()
     attention, before, made = ScoredAttention(query, key, None, True, 0.25), torch.get_num_threads(), []
     try:
-        for size, count in ((1, threads), (1, 3), (attention_rows.SCAN_BLOCK, threads)):
+        for size, count in ((1, threads), (1, 3), (attention_sums.SCAN_BLOCK, threads)):
             torch.set_num_threads(count)
-            monkeypatch.setattr(attention_rows, "SCAN_BLOCK", size)
-            if means and attention_rows.attends_in_tiles(attention):
-                output, rows = attention_rows.attend_with_means(attention, key)
+            monkeypatch.setattr(attention_sums, "SCAN_BLOCK", size)
+            if means and attention_sums.attends_in_tiles(attention):
+                output, rows = attention_sums.attend_with_means(attention, key)
             else:
-                output, log_sum_exp, _ = attention_rows.attend(attention, key, torch.ones(2, 300), 0)
-                rows = attention_rows.probabilities(attention, log_sum_exp)
+                output, log_sum_exp, _ = attention_sums.attend(attention, key, torch.ones(2, 300), 0)
+                rows = attention_sums.probabilities(attention, log_sum_exp)
             whole = [[torch.nn.functional.pad(x, (0, 300 - x.shape[-1])) for x in blocks] for blocks in rows]
             made.append([output, torch.cat([torch.cat(blocks, 3) for blocks in whole]).mean((1, 2))])
     finally:
@@ -206,7 +205,7 @@ def test_attention_with_rows_does_not_depend_on_how_many_come_at_once(monkeypatc
     for one, *others in zip(*made, strict=True):
         assert all(torch.equal(one, other) for other in others)
     torch.testing.assert_close(made[0][1].sum(-1), torch.ones(2, 300), atol=4e-3, rtol=0)
-    torch.testing.assert_close(output, attention_rows.attend(attention, key, torch.ones(2, 300), 0)[0])
+    torch.testing.assert_close(output, attention_sums.attend(attention, key, torch.ones(2, 300), 0)[0])
 
 
 def test_logits_that_rise_from_tile_to_tile_count_with_their_final_totals():
@@ -216,7 +215,7 @@ def test_logits_that_rise_from_tile_to_tile_count_with_their_final_totals():
     query[..., 7, :] = 0.001
     given = query, key, None, weight, False, 1.0, None, None, 2
     attention = ScoredAttention(query, key, None, False, 1.0, None, None)
-    assert_equal(attention_tiles.AttentionRows.of(attention).attend(key, weight, 2)[2], in_float64(*given))
+    assert_equal(attention_tiles.TiledAttention.of(attention).attend(key, weight, 2)[2], in_float64(*given))
 
 
 @pytest.mark.parametrize("size", [30.0, 50.0, 88.0, 1e4])
@@ -224,7 +223,7 @@ def test_a_cap_bounds_logits_of_any_size(size):
     """Beyond 128 in base two a power has no float32."""
     query, key = torch.ones(1, 1, 40, 1), torch.tensor([1.0, -1.0, 0.5]).view(1, 1, 3, 1)
     operands = query, key, key, None, False, size * 5, 5.0, None
-    rows = attention_tiles.AttentionRows.of(ScoredAttention(query, key, None, False, size * 5, 5.0))
+    rows = attention_tiles.TiledAttention.of(ScoredAttention(query, key, None, False, size * 5, 5.0))
     output, *_ = rows.attend(key)
     torch.testing.assert_close(output.double(), attention_in_float64(*operands)[1], atol=1e-5, rtol=1e-5)
     assert_equal(
@@ -243,7 +242,7 @@ def test_a_query_that_sees_no_key_gets_zeros(dtype, hides, causal):
     blind = torch.arange(140)[(torch.arange(140) % 3 == 0) | (torch.arange(140) > 63)]
     seen[..., blind, :] = False
     mask = seen if hides == "bool" else torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
-    rows = attention_tiles.AttentionRows.of(ScoredAttention(query, key, mask, causal, 0.5))
+    rows = attention_tiles.TiledAttention.of(ScoredAttention(query, key, mask, causal, 0.5))
     output, log_sum_exp, _ = rows.attend(value)
     assert not output[:, :, blind].any()
     assert (log_sum_exp[:, :, blind] == -torch.inf).all()
@@ -263,7 +262,7 @@ def test_not_a_number_stays_in_its_query(kind, cap):
     seen[..., 3] = False
     added = torch.zeros(seen.shape).masked_fill(~seen, LOWEST)
     mask = seen if kind == torch.bool else None if kind is None else added.to(kind)
-    output, *_ = attention_tiles.AttentionRows.of(ScoredAttention(query, key, mask, True, 0.5, cap)).attend(value)
+    output, *_ = attention_tiles.TiledAttention.of(ScoredAttention(query, key, mask, True, 0.5, cap)).attend(value)
     assert output[0, 0].isnan().any(-1).nonzero().flatten().tolist() == [5]
     assert output[0, 0, 5].isnan().all()
 
@@ -275,13 +274,13 @@ def test_attention_is_the_librarys_where_it_has_matrix_tiles(monkeypatch):
     monkeypatch.setattr(attention_tiles.inductor, "has_matrix_tiles", lambda: True)
     assert not attention_tiles.is_faster(torch.float32, 8)
     weight = torch.ones(1, 70)
-    output, log_sum_exp, sums = attention_rows.attend(attention, key, weight, 2)
+    output, log_sum_exp, sums = attention_sums.attend(attention, key, weight, 2)
     for one, other in zip((output, log_sum_exp), attend_with_lse(query, key, key, None, True, 0.5), strict=True):
         assert torch.equal(one, other)
     assert_equal(sums, in_float64(query, key, None, weight, True, 0.5, None, None, 2))
     if here:
         monkeypatch.undo()
-        torch.testing.assert_close(attention_rows.attend(attention, key, weight, 2), (output, log_sum_exp, sums))
+        torch.testing.assert_close(attention_sums.attend(attention, key, weight, 2), (output, log_sum_exp, sums))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -312,7 +311,7 @@ def test_a_query_that_sees_no_key_adds_nothing(hides):
         expected = sums_of(query, key, mask, without, False, 0.5, None, None, 2)
         for one, other in zip(made, expected, strict=True):
             torch.testing.assert_close(one, other)
-    rows = attention_tiles.AttentionRows.of(ScoredAttention(query, key, mask, False, 0.5, None, None))
+    rows = attention_tiles.TiledAttention.of(ScoredAttention(query, key, mask, False, 0.5, None, None))
     for one, other in zip(rows.attend(key, weight, 2)[2], expected, strict=True):
         torch.testing.assert_close(one, other)
 
@@ -325,7 +324,7 @@ def test_sums_do_not_depend_on_the_number_of_threads():
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            beside = attention_tiles.AttentionRows.of(attention).attend(key, torch.ones(2, 300), 2)[2]
+            beside = attention_tiles.TiledAttention.of(attention).attend(key, torch.ones(2, 300), 2)[2]
             made.append([*sums_of(*given), *beside])
     finally:
         torch.set_num_threads(before)
@@ -338,7 +337,7 @@ def test_nothing_to_sum_gives_zeros(shape):
     rows, heads, count, keys = shape
     query, key = torch.randn(rows, heads, count, 4), torch.randn(rows, heads, keys, 4)
     made = sums_of(query, key, None, torch.ones(rows, count), False, 1.0, None, None, 2)
-    made += attention_tiles.AttentionRows.of(ScoredAttention(query, key, None, False, 1.0, None, None)).attend(
+    made += attention_tiles.TiledAttention.of(ScoredAttention(query, key, None, False, 1.0, None, None)).attend(
         key, torch.ones(rows, count), 2
     )[2]
     assert [x.shape for x in made] == [(rows, heads, 1, keys)] * 4
@@ -349,7 +348,7 @@ def test_a_processor_without_the_products_has_the_blocks(monkeypatch):
     """The same scores, in float32, whatever the reason is for which the loops do not run."""
     query, key = torch.randn(1, 4, 70, 8), torch.randn(1, 2, 70, 8)
     attention, weight = ScoredAttention(query, key, None, True, 0.5, None, None), torch.ones(1, 70)
-    expected = attention_rows.column_sums(attention, weight, 2)
+    expected = attention_sums.column_sums(attention, weight, 2)
 
     def fails(*_: Any) -> Any:
         raise OSError("undefined symbol")
@@ -358,7 +357,7 @@ def test_a_processor_without_the_products_has_the_blocks(monkeypatch):
     monkeypatch.setattr(attention_tiles, "_library", fails)
     try:
         assert attention_tiles.dtype_of_products(torch.bfloat16, 8) is None
-        made = attention_rows.column_sums(attention, weight, 2)
+        made = attention_sums.column_sums(attention, weight, 2)
     finally:
         attention_tiles._runs.cache_clear()
     for one, other in zip(made, expected, strict=True):
@@ -368,7 +367,7 @@ def test_a_processor_without_the_products_has_the_blocks(monkeypatch):
 def test_wrong_products_are_not_used(monkeypatch, caplog):
     """Of a library that wants its operands in another layout."""
     attention_tiles._runs.cache_clear()
-    monkeypatch.setattr(attention_tiles.AttentionRows, "column_sums", lambda *_: [torch.ones(1, 1, 1, 3)])
+    monkeypatch.setattr(attention_tiles.TiledAttention, "column_sums", lambda *_: [torch.ones(1, 1, 1, 3)])
     try:
         with caplog.at_level("INFO", "kvpass.attention"):
             assert attention_tiles.dtype_of_products(torch.float32, 8) is None
@@ -386,15 +385,15 @@ def test_float64_and_odd_heads_have_the_products_that_exist():
 def test_a_mask_of_any_true_bytes_hides_nothing_that_it_shows():
     query, key = torch.randn(1, 1, 40, 8), torch.randn(1, 1, 40, 8)
     mask = torch.full((1, 1, 40, 40), 2, dtype=torch.uint8).view(torch.bool)
-    output, *_ = attention_tiles.AttentionRows.of(ScoredAttention(query, key, mask, False, 0.5)).attend(key)
-    expected, *_ = attention_tiles.AttentionRows.of(ScoredAttention(query, key, None, False, 0.5)).attend(key)
+    output, *_ = attention_tiles.TiledAttention.of(ScoredAttention(query, key, mask, False, 0.5)).attend(key)
+    expected, *_ = attention_tiles.TiledAttention.of(ScoredAttention(query, key, None, False, 0.5)).attend(key)
     torch.testing.assert_close(output, expected)
 
 
 def test_an_expanded_query_is_copied():
     query, key = torch.randn(1, 1, 1, 8).expand(1, 1, 90, 8), torch.randn(1, 1, 90, 8)
-    output, *_ = attention_tiles.AttentionRows.of(ScoredAttention(query, key, None, True, 0.5)).attend(key)
-    expected, *_ = attention_tiles.AttentionRows.of(ScoredAttention(query.contiguous(), key, None, True, 0.5)).attend(
+    output, *_ = attention_tiles.TiledAttention.of(ScoredAttention(query, key, None, True, 0.5)).attend(key)
+    expected, *_ = attention_tiles.TiledAttention.of(ScoredAttention(query.contiguous(), key, None, True, 0.5)).attend(
         key
     )
     assert torch.equal(output, expected)
@@ -440,12 +439,11 @@ FAILURES = {  # a line of the source, and what the test's build has in place of 
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_failure_in_a_thread_is_an_error_and_does_not_end_the_process(failure, monkeypatch):
     attention = ScoredAttention(*(torch.randn(2, heads, 300, 16) for heads in (4, 2)), None, True, 0.25, None, None)
-    library = importlib.resources.files("kvpass.lowering").joinpath("attention_tiles.cpp").read_text()
+    source = attention_tiles.source(torch.float32, None)
     before, after = FAILURES[failure]
-    assert library.count(before) == 1
+    assert source.count(before) == 1
     compute_all(attention)  # the products are checked at first use
-    macros = "#define BFLOAT16_PRODUCTS 0\n#define MASK 0\n#include <new>\n"
-    source = generated_code.MATRIX_PRODUCTS + macros + library.replace(before, after)
+    source = "#include <new>\n" + source.replace(before, after)
     monkeypatch.setattr(attention_tiles, "_library", lambda *_: generated_code.cpp_library(source))
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -457,6 +455,6 @@ def test_a_failure_in_a_thread_is_an_error_and_does_not_end_the_process(failure,
 
 
 def compute_all(attention: ScoredAttention) -> None:
-    attention_rows.attend(attention, attention.key, torch.ones(2, 300), 2)
-    for row in attention_rows.probabilities(attention):
+    attention_sums.attend(attention, attention.key, torch.ones(2, 300), 2)
+    for row in attention_sums.probabilities(attention):
         list(row)

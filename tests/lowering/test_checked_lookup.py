@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from kvpass import LookupRangeError
-from kvpass.lowering.graph_passes import check_rows
+from kvpass.lowering.graph_passes import check_table_indices
 
 aten = torch.ops.aten
 
 
 def lowered(function: Callable[..., Tensor], *examples: Tensor) -> Any:
     gm = make_fx(function, tracing_mode="fake")(*examples)
-    check_rows(gm.graph)
+    check_table_indices(gm.graph)
     gm.recompile()
     return gm
 
@@ -61,7 +61,7 @@ def test_rows_are_checked_before_they_are_read(
 )
 def test_other_lookups_stay(function: Callable[[Tensor, Tensor], Tensor]) -> None:
     gm = lowered(function, torch.randn(3, 3), torch.zeros(2, dtype=torch.int64))
-    assert torch.ops.kvpass.checked_rows.default not in [node.target for node in gm.graph.nodes]
+    assert torch.ops.kvpass.checked_table_index.default not in [node.target for node in gm.graph.nodes]
 
 
 SCRIPT = """

@@ -11,7 +11,7 @@ from kvpass.lowering import aligner_kernel as align_kernel
 from kvpass.lowering import attend_kernel, column_kernel
 from kvpass.lowering.attend import MOST_ROWS, WIDEST_ROTATED, Rope, RotaryPairs, by_kernel
 from kvpass.lowering.attention_blocks import ScoredAttention
-from kvpass.lowering.formats import KVDtype, Rows, format_of
+from kvpass.lowering.formats import EncodedVectors, KVDtype, format_of
 from kvpass.policies.aligners.aligner import MAX_HIDDEN
 from tests.gpu.cuda_emission import TARGETS, Binary, compiled
 from tests.gpu.launches import launched
@@ -105,7 +105,7 @@ def split_for(
     `rotated` is how many numbers of a key are; rows are stored as `kv_dtype` says.
     """
     slots, heads, there = 4097, 8, torch.device("meta")
-    key, value = (Rows.empty(format_of(kv_dtype, dim, dtype), (1, heads, slots), there) for _ in range(2))
+    key, value = (EncodedVectors.empty(format_of(kv_dtype, dim, dtype), (1, heads, slots), there) for _ in range(2))
     query = torch.empty(1, heads, rows, 1, dim, dtype=dtype, device=there)
     beside = torch.empty(1, 1, rows if full else 1, 1, slots, device=there)
     table = torch.empty(slots, dim, dtype=dtype, device=there)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import kvpass
+from kvpass.cache.cached_attention import CachedAttention, NewTokens
 from kvpass.cache.handle import caches_in
 from kvpass.cache.layout import ROW_BUDGET
-from kvpass.cache.site import NewTokens, Site
 from kvpass.cache.slots import ClassedSlots, Slots
 from kvpass.cache.step import decode_step
 from kvpass.errors import BudgetError, PolicyError, UnsupportedGraph
@@ -155,7 +155,7 @@ def test_classes_equal_one_rectangle_with_a_budget_for_each_head() -> None:
         q, k, v = (getattr(new, name)[:, :, t : t + 1] for name in ("q", "k", "v"))
         real = torch.tensor([True, t != 4])
         ours, theirs = (
-            decode_step(layout, Site(8**-0.5), held, NewTokens(q, k, v, real)).output
+            decode_step(layout, CachedAttention(8**-0.5), held, NewTokens(q, k, v, real)).output
             for layout, held in ((lowered.layout, slots), (plain, rectangle))
         )
         torch.testing.assert_close(ours, theirs)

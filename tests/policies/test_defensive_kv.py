@@ -12,7 +12,7 @@ import kvpass
 from kvpass.errors import UnsupportedGraph
 from kvpass.lowering import attention_blocks
 from kvpass.lowering.attention_blocks import ScoredAttention
-from kvpass.lowering.attention_rows import highest_rows
+from kvpass.lowering.attention_sums import highest_probs
 from kvpass.policies.defensive_kv import DefensiveKV
 from kvpass.policies.snapkv import SnapKV
 from kvpass.policies.types import Attention, Tokens
@@ -105,7 +105,7 @@ def test_the_operator_takes_the_highest_of_the_last_queries(monkeypatch: pytest.
     valid = torch.ones(3, 9, dtype=torch.bool)
     valid[0, :4], valid[1, 6], valid[2] = False, False, False
     attention = ScoredAttention(query, key, None, causal, 0.5, None, None)
-    made = highest_rows(attention, valid, 4, lambda probs, valid: probs * (1 + valid.sum(-1).view(-1, 1, 1, 1, 1)))
+    made = highest_probs(attention, valid, 4, lambda probs, valid: probs * (1 + valid.sum(-1).view(-1, 1, 1, 1, 1)))
     logits = query @ key.repeat_interleave(2, 1).mT * 0.5
     if causal:
         logits = logits.masked_fill(torch.arange(12) > torch.arange(9)[:, None] + 3, -torch.inf)

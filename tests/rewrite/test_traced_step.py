@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from kvpass.cache.site import NewTokens, Site
+from kvpass.cache.cached_attention import CachedAttention, NewTokens
 from kvpass.cache.step import decode_step
 from tests.layer import Lowered, layout_for
 from tests.strategies import TABLE, Case, cases
@@ -93,7 +93,7 @@ def test_a_merging_step_is_compiled_without_a_copy_of_the_slots():
     weights = lowered.layout.policy.weights()
     expected = [x.clone() for x in arguments]
     slots, new = lowered.slots.with_tensors(expected[:-4]), NewTokens(*expected[-4:])
-    lowered.step(lowered.layout, Site(0.25), slots, new, False)
+    lowered.step(lowered.layout, CachedAttention(0.25), slots, new, False)
     module = traced.graphs[False]
     flat = make_fx(lambda *args: module(list(args[:-4]), list(args[-4:]), weights))(*[x.clone() for x in arguments])
     _, code = run_and_get_code(torch.compile(flat, fullgraph=True), *arguments)

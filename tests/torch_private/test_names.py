@@ -8,6 +8,7 @@ from torch._inductor import config
 
 import kvpass
 from kvpass.torch_private import inductor
+from tests.step_settings import step_settings
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ known = pytest.mark.skipif(not hasattr(config.cpp, "march"), reason="this Induct
 def test_vectors_are_copied_in_one_piece_where_the_compiler_can(avx2, monkeypatch):
     monkeypatch.setattr(inductor, "MOVES", ("-O1",))  # which every compiler of C++ knows
     assert inductor.vector_move_flags() == {"cpp.march": "native -O1"}
-    assert kvpass.backend("h2o", budget=8).step_patches(False)["cpp.march"] == "native -O1"
+    assert step_settings(kvpass.backend("h2o", budget=8))["cpp.march"] == "native -O1"
 
 
 @known
@@ -50,7 +51,7 @@ def test_an_architecture_of_the_user_is_kept(avx2, theirs):
 def test_an_option_of_the_user_comes_before_it(avx2, monkeypatch):
     monkeypatch.setattr(inductor, "MOVES", ("-O1",))
     chosen = kvpass.backend("h2o", budget=8, options={"cpp.march": "x86-64-v3"})
-    assert chosen.step_patches(False)["cpp.march"] == "x86-64-v3"
+    assert step_settings(chosen)["cpp.march"] == "x86-64-v3"
 
 
 @known

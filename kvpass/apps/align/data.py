@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpass import cache_names
 from kvpass.errors import AlignerError
-from kvpass.policies.aligners.signature import cached_rows, device_of, rows_of
+from kvpass.policies.aligners.signature import cached_vectors, device_of, rows_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ def run_windows(model: Any, ids: Tensor, ahead: int = 0) -> WholeRows:
     ids = ids.to(device_of(model))
     held = ids.shape[1] - ahead
     if not ahead:
-        return WholeRows(ids, *_stack_layers(cached_rows(model, ids)), None)
+        return WholeRows(ids, *_stack_layers(cached_vectors(model, ids)), None)
     out = model(input_ids=ids, use_cache=True)
     key, value = _stack_layers(rows_of(model, cache_names.cache_of_output(out)))
     return WholeRows(ids, key[:, :, :, :held], value[:, :, :, :held], out.logits[:, held:])
@@ -98,7 +98,7 @@ def run_windows(model: Any, ids: Tensor, ahead: int = 0) -> WholeRows:
 def pair(model: Any, windows: WholeRows, dropped: int, sinks: int) -> TrainingPairs:
     """Return the rows behind a deletion after the sinks, as they were and as the model makes them without it."""
     ids = windows.held_ids
-    shortened = _stack_layers(cached_rows(model, torch.cat([ids[:, :sinks], ids[:, sinks + dropped :]], 1)))
+    shortened = _stack_layers(cached_vectors(model, torch.cat([ids[:, :sinks], ids[:, sinks + dropped :]], 1)))
     old = [_flat(rows[:, :, :, sinks + dropped :]) for rows in (windows.key, windows.value)]
     new = [_flat(rows[:, :, :, sinks:]) for rows in shortened]
     count = ids.shape[1] - sinks - dropped
@@ -123,7 +123,7 @@ def mean_rows(model: Any, block: Tensor, most: int = 512, batch: int = 16) -> Te
     total: Any = 0.0
     for some in shifts.split(batch):
         ids = torch.stack([block.roll(int(shift)) for shift in some]).to(device_of(model))
-        rows = torch.cat([x.transpose(2, 3).flatten(3) for x in _stack_layers(cached_rows(model, ids))], -1)
+        rows = torch.cat([x.transpose(2, 3).flatten(3) for x in _stack_layers(cached_vectors(model, ids))], -1)
         total = total + rows.sum(1)  # [L, n, H * (D + Dv)]
     return torch.as_tensor(total / len(shifts))
 

@@ -64,7 +64,7 @@ class FullCache:
         cache = cache_names.cache_of_output(model.forward(input_ids=ids, use_cache=True))
         layers = [
             CacheLayer(key.shape[1], key.shape[-1], value.shape[-1], key.dtype)
-            for key, value in cache_names.rows_of_cache(cache)
+            for key, value in cache_names.keys_and_values(cache)
             if isinstance(key, Tensor) and isinstance(value, Tensor)
         ]
         return FullCache(tuple(layers))

@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,8 @@ class ConversationStore:
             folder.mkdir(parents=True, exist_ok=True)
             for path in sorted(folder.glob("*.json"), key=os.path.getmtime):
                 self._all[path.stem] = KeptConversation(path.stem, **json.loads(path.read_text(encoding="utf-8")))
-            self._remove_orphans()
+            # A server that ended while it wrote or deleted a conversation left caches without notes.
+            _remove_caches(folder, [self._cache_of(each) for each in self._all.values()])
         except (OSError, ValueError, TypeError) as error:
             raise KVPassError(f"cannot read the conversations in {folder}: {path.name}: {error}") from error
 
@@ -180,7 +181,7 @@ class ConversationStore:
                 raise _conflict(name)
             del self._all[conversation.key]
             self._notes_of(conversation).unlink(missing_ok=True)  # first: a cache without notes is no conversation
-            _remove_caches(self.folder, conversation.key)
+            _remove_caches(self.folder, [], conversation.key)
 
     async def save(self) -> None:
         """Write all conversations in memory to files; one that cannot be written is logged, and does not stop it."""
@@ -246,13 +247,6 @@ class ConversationStore:
         """
         return self.folder / f"{conversation.key}.{conversation.seen}.safetensors"
 
-    def _remove_orphans(self) -> None:
-        """Remove caches without notes, which a server left that ended while it wrote or deleted them."""
-        known = {self._cache_of(each) for each in self._all.values()}
-        for path in self.folder.iterdir():
-            if _CACHE_FILE.fullmatch(path.name) and path not in known:
-                path.unlink(missing_ok=True)
-
     def _notes_of(self, conversation: KeptConversation) -> Path:
         return self.folder / f"{conversation.key}.json"
 
@@ -263,13 +257,13 @@ def _write(cache: Any, notes: str, path: Path, notes_path: Path) -> None:
     unfinished = notes_path.with_suffix(".unfinished")
     unfinished.write_text(notes, encoding="utf-8")
     tensor_files.finish(unfinished, notes_path)
-    _remove_caches(path.parent, notes_path.stem, but=path)
+    _remove_caches(path.parent, [path], notes_path.stem)
 
 
-def _remove_caches(folder: Path, key: str, but: Path | None = None) -> None:
-    """Remove the files of a conversation's caches, those that were never finished too, but one."""
-    for path in folder.glob(f"{key}.*"):
-        if path != but and path.suffix != ".json":
+def _remove_caches(folder: Path, kept: Collection[Path], key: str = "") -> None:
+    """Remove the files of caches, unfinished ones too, except `kept`: those of one conversation, or of all."""
+    for path in folder.iterdir():
+        if path.name.startswith(key) and _CACHE_FILE.fullmatch(path.name) and path not in kept:
             path.unlink(missing_ok=True)
 
 

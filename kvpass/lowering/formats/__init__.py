@@ -1,14 +1,15 @@
 """Define the storage formats of keys and values.
 
-A `Format` defines the tensors that hold a row and how attention works on them.  `plain` is the model's own numbers,
-`int8` and `int4` are integers with scales, and `hadamard` transforms keys before they are quantised.  `Rows` are rows
-in a format, with every operation on slots: write, gather, merge, grow and reorder.  Policies, graphs and models know
-neither.
+A `Format` defines the tensors that hold a vector and how attention works on them.  `plain` is the model's own numbers,
+`int8` and `int4` are integers with scales, and `hadamard` transforms keys before they are quantised.  `EncodedVectors`
+are keys or values in a format, with every operation on slots: write, gather, merge, grow and reorder.  Policies, graphs
+and models know neither.
 
-Attention gets products from the format and decodes no row.  Other code that needs numbers, such as a policy's merges or
-a chunk's attention, decodes them by `Rows.read`.  `cache.step` encodes the new row, and `cache.admission` those of a
-chunk.  Unchanged rows are never encoded again, because a decoded row may be encoded to other codes.  Scales and other
-tensors are graph inputs after the policy's state, so all other inputs keep their indices.
+Attention gets products from the format and decodes no vector.  Other code that needs numbers, such as a policy's merges
+or a chunk's attention, decodes them by `EncodedVectors.read`.  `cache.step` encodes the new vector, and
+`cache.admission` those of a chunk.  Unchanged vectors are never encoded again, because a decoded vector may be encoded
+to other codes.  Scales and other tensors are graph inputs after the policy's state, so all other inputs keep their
+indices.
 
 To add a format, derive one from `base.Format`, add its name here, and for GPUs a load in
 kvpass/lowering/attend_kernel.py.  tests/lowering/formats runs all names.
@@ -22,13 +23,13 @@ from typing import Literal, get_args
 
 import torch
 
-from kvpass.lowering.formats.base import Format, Plain, Rows, Sections
+from kvpass.lowering.formats.base import EncodedVectors, Format, Plain, Sections
 from kvpass.lowering.formats.integers import Hadamard, Int4, Int8
 
 KVDtype = Literal["int8", "int4", "int8-hadamard", "int4-hadamard"]
 KV_DTYPES: tuple[KVDtype, ...] = get_args(KVDtype)
 
-__all__ = ["KV_DTYPES", "Format", "KVDtype", "Rows", "Sections", "base_of", "format_of", "plain"]
+__all__ = ["KV_DTYPES", "EncodedVectors", "Format", "KVDtype", "Sections", "base_of", "format_of", "plain"]
 
 
 _FORMATS: dict[str, Callable[[int, torch.dtype, bool], Format]] = {
@@ -47,20 +48,20 @@ def base_of(kv_dtype: KVDtype | None) -> str:
 def format_of(
     kv_dtype: KVDtype | None, dim: int, dtype: torch.dtype, keys: bool = True, rotated: bool = False
 ) -> Format:
-    """Return the format of rows of `dim` numbers in the model's `dtype`, for keys or for values.
+    """Return the format of vectors of `dim` numbers in the model's `dtype`, for keys or for values.
 
     Args:
         kv_dtype: the user's choice; None for the model's dtype.
-        rotated: whether each row is rotated whenever it is read.
+        rotated: whether each vector is rotated whenever it is read.
 
     Raises:
-        PolicyError: the format cannot store rows of that many numbers.
+        PolicyError: the format cannot store vectors of that many numbers.
     """
     transformed = keys and "-" in (kv_dtype or "")
     inner = _FORMATS[base_of(kv_dtype)](dim, dtype, rotated and not transformed)
     return Hadamard(inner, dtype) if transformed else inner
 
 
-def plain(rows: torch.Tensor) -> Rows:
-    """Return rows [B, H, N, D] in the plain format."""
-    return Rows(Plain(rows.shape[-1], rows.dtype), (rows,))
+def plain(vectors: torch.Tensor) -> EncodedVectors:
+    """Return vectors [B, H, N, D] in the plain format."""
+    return EncodedVectors(Plain(vectors.shape[-1], vectors.dtype), (vectors,))

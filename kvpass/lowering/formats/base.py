@@ -1,4 +1,4 @@
-"""Define rows of keys or of values, in any format."""
+"""Define vectors of keys or of values, in any format."""
 
 from __future__ import annotations
 
@@ -61,23 +61,23 @@ class Sections:
         return total
 
 
-BLOCK = 4096  # rows encoded at a time; intermediate results are several times their size
+BLOCK = 4096  # vectors encoded at a time; intermediate results are several times their size
 
 Parts = tuple[Tensor, ...]
-"""The tensors that hold rows [B, H, N, D]: each [B, H, N, ...], the numbers or their codes first."""
+"""The tensors that hold vectors [B, H, N, D]: each [B, H, N, ...], the numbers or their codes first."""
 
 SlotIndices = tuple[Tensor, Tensor, Tensor]
 """One slot of every head: indices of rows, heads and slots, broadcastable to [B, H]."""
 
 
 class Format(abc.ABC):
-    """The tensors that hold rows, and attention on them; formats that store alike are equal.
+    """The tensors that hold vectors, and attention on them; formats that store alike are equal.
 
     Attributes:
         names: of the tensors after the first.
-        bits: of a code; 0 if rows are plain numbers.
-        exact: whether storing decoded rows again returns the same rows.
-        transforms: whether codes are of transformed rows, so that `transform_query` transforms queries.
+        bits: of a code; 0 if vectors are plain numbers.
+        exact: whether storing decoded vectors again returns the same vectors.
+        transforms: whether codes are of transformed vectors, so that `transform_query` transforms queries.
     """
 
     names: tuple[str, ...] = ()
@@ -90,15 +90,15 @@ class Format(abc.ABC):
         """Return the last dimension and the dtype of each tensor."""
 
     @abc.abstractmethod
-    def encode(self, rows: Tensor) -> Parts:
-        """Encode rows [..., D] as the tensors that store them."""
+    def encode(self, vectors: Tensor) -> Parts:
+        """Encode vectors [..., D] as the tensors that store them."""
 
     @abc.abstractmethod
     def decode(self, parts: Parts) -> Tensor:
-        """Decode stored rows, [..., D], to the model's numbers or to the dtype of `fx.precision.accumulate_dtype`."""
+        """Decode stored vectors [..., D] to the model's dtype or that of `fx.precision.accumulate_dtype`."""
 
     def sections(self, parts: Parts) -> Sequence[Tensor]:
-        """Decode stored rows in consecutive sections of D that can be read without moving numbers."""
+        """Decode stored vectors in consecutive sections of D that can be read without moving numbers."""
         return [self.decode(parts)]
 
     def to_number_order(self, parts: Parts) -> Parts:
@@ -123,25 +123,25 @@ class Format(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
-    """Rows [B, H, N, D] in a format."""
+class EncodedVectors:
+    """Vectors [B, H, N, D] in a format."""
 
     format: Format
     parts: Parts
 
     @staticmethod
-    def empty(format: Format, shape: tuple[int, int, int], device: torch.device) -> Rows:
-        """Return N rows of zeros for B rows of the batch and H heads."""
+    def empty(format: Format, shape: tuple[int, int, int], device: torch.device) -> EncodedVectors:
+        """Return N zero vectors for B rows of the batch and H heads."""
         parts = [torch.zeros(*shape, dim, dtype=dtype, device=device) for dim, dtype in format.layout()]
-        return Rows(format, tuple(parts))
+        return EncodedVectors(format, tuple(parts))
 
     @staticmethod
-    def of(format: Format, rows: Tensor) -> Rows:
-        """Encode rows [B, H, N, D] in a format."""
-        if rows.shape[2] <= BLOCK or format.exact:
-            return Rows(format, format.encode(rows))
-        blocks = [format.encode(block) for block in torch.split(rows, BLOCK, 2)]
-        return Rows(format, tuple(torch.cat(part, 2) for part in zip(*blocks, strict=True)))
+    def of(format: Format, vectors: Tensor) -> EncodedVectors:
+        """Encode vectors [B, H, N, D] in a format."""
+        if vectors.shape[2] <= BLOCK or format.exact:
+            return EncodedVectors(format, format.encode(vectors))
+        blocks = [format.encode(block) for block in torch.split(vectors, BLOCK, 2)]
+        return EncodedVectors(format, tuple(torch.cat(part, 2) for part in zip(*blocks, strict=True)))
 
     @property
     def codes(self) -> Tensor:
@@ -158,75 +158,76 @@ class Rows:
         return self.codes.device
 
     def read(self) -> Tensor:
-        """Decode all rows as attention reads them."""
+        """Decode all vectors as attention reads them."""
         return self.format.decode(self.parts)
 
     def read_as(self, dtype: torch.dtype) -> Tensor:
-        """Decode all rows in the dtype that the model's or a policy's code expects."""
+        """Decode all vectors in the dtype that the model's or a policy's code expects."""
         return self.parts[0] if self.format.exact else self.read().to(dtype)
 
     def in_sections(self, dtype: torch.dtype) -> Sections:
-        """Decode all rows for code that works on sections."""
+        """Decode all vectors for code that works on sections."""
         return Sections(tuple(section.to(dtype) for section in self.format.sections(self.parts)), self.read_as(dtype))
 
-    def to_device(self, move: Callable[[Tensor], Tensor]) -> Rows:
-        """Move the rows to another device, whose layout of codes may differ."""
-        return Rows(
+    def to_device(self, move: Callable[[Tensor], Tensor]) -> EncodedVectors:
+        """Move the vectors to another device, whose layout of codes may differ."""
+        return EncodedVectors(
             self.format, self.format.to_device_layout(tuple(map(move, self.format.to_number_order(self.parts))))
         )
 
-    def row_at(self, index: SlotIndices) -> Tensor:
-        """Decode one row of each head, [B, H, D]."""
+    def vector_at(self, index: SlotIndices) -> Tensor:
+        """Decode one vector of each head, [B, H, D]."""
         return self.format.decode(tuple(part[index] for part in self.parts))
 
-    def write_row(self, index: SlotIndices, new: Rows, only: Tensor | None = None) -> None:
-        """Overwrite one row of each head by those of `new` [B, H, 1, D].
+    def write_vector(self, index: SlotIndices, new: EncodedVectors, only: Tensor | None = None) -> None:
+        """Overwrite one vector of each head by those of `new` [B, H, 1, D].
 
         Args:
             index: one slot of every head.
-            new: the rows.
-            only: bool [B or 1, H or 1, 1]; heads where it is false keep their row.
+            new: the vectors.
+            only: bool [B or 1, H or 1, 1]; heads where it is false keep their vector.
         """
         for part, new_part in zip(self.parts, new.parts, strict=True):
-            row = new_part[:, :, 0]
-            part.index_put_(index, row if only is None else torch.where(only, row, part[index]))
+            vector = new_part[:, :, 0]
+            part.index_put_(index, vector if only is None else torch.where(only, vector, part[index]))
 
-    def replace(self, rows: Tensor, only: Tensor) -> None:
-        """Overwrite the rows where `only` [B, H, N] is true by those of `rows` [B, H, N, D].
+    def replace(self, vectors: Tensor, only: Tensor) -> None:
+        """Overwrite the vectors where `only` [B, H, N] is true by those of `vectors` [B, H, N, D].
 
-        An `exact` format writes all of `rows`, so the others must equal the stored rows.
+        An `exact` format writes all of `vectors`, so the others must equal the stored vectors.
         """
-        for part, new_part in zip(self.parts, self.format.encode(rows), strict=True):
+        for part, new_part in zip(self.parts, self.format.encode(vectors), strict=True):
             part.copy_(new_part if self.format.exact else torch.where(only[..., None], new_part, part))
 
-    def fill(self, rows: Rows) -> None:
-        """Overwrite the first rows by `rows`."""
-        for part, new_part in zip(self.parts, rows.parts, strict=True):
+    def fill(self, vectors: EncodedVectors) -> None:
+        """Overwrite the first vectors by `vectors`."""
+        for part, new_part in zip(self.parts, vectors.parts, strict=True):
             part[:, :, : new_part.shape[2]] = new_part
 
-    def scatter(self, indices: Tensor, count: int) -> Rows:
-        """Return `count` rows with these rows at indices [n] and zeros elsewhere."""
-        scattered = Rows.empty(self.format, (*self.shape[:2], count), self.device)
-        for part, row_part in zip(scattered.parts, self.parts, strict=True):
-            part[:, :, indices] = row_part
+    def scatter(self, indices: Tensor, count: int) -> EncodedVectors:
+        """Return `count` vectors with these vectors at indices [n] and zeros elsewhere."""
+        scattered = EncodedVectors.empty(self.format, (*self.shape[:2], count), self.device)
+        for part, vector_part in zip(scattered.parts, self.parts, strict=True):
+            part[:, :, indices] = vector_part
         return scattered
 
-    def gather(self, indices: Tensor) -> Rows:
-        """Return the rows at indices [B, H', n]."""
-        row_indices = indices.expand(-1, self.shape[1], -1)[..., None]
-        return Rows(
-            self.format, tuple(part.gather(2, row_indices.expand(-1, -1, -1, part.shape[-1])) for part in self.parts)
+    def gather(self, indices: Tensor) -> EncodedVectors:
+        """Return the vectors at indices [B, H', n]."""
+        indices_by_head = indices.expand(-1, self.shape[1], -1)[..., None]
+        return EncodedVectors(
+            self.format,
+            tuple(part.gather(2, indices_by_head.expand(-1, -1, -1, part.shape[-1])) for part in self.parts),
         )
 
-    def concatenate(self, others: Rows) -> Rows:
-        """Return these rows followed by others."""
+    def concatenate(self, others: EncodedVectors) -> EncodedVectors:
+        """Return these vectors followed by others."""
         joined = zip(self.parts, others.parts, strict=True)
-        return Rows(self.format, tuple(torch.cat(pair, 2) for pair in joined))
+        return EncodedVectors(self.format, tuple(torch.cat(pair, 2) for pair in joined))
 
 
 @dataclasses.dataclass(frozen=True)
 class Plain(Format):
-    """Rows in the model's dtype."""
+    """Vectors in the model's dtype."""
 
     dim: int
     dtype: torch.dtype
@@ -235,8 +236,8 @@ class Plain(Format):
     def layout(self) -> list[tuple[int, torch.dtype]]:
         return [(self.dim, self.dtype)]
 
-    def encode(self, rows: Tensor) -> Parts:
-        return (rows.to(self.dtype),)
+    def encode(self, vectors: Tensor) -> Parts:
+        return (vectors.to(self.dtype),)
 
     def decode(self, parts: Parts) -> Tensor:
         return parts[0]

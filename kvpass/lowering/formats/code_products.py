@@ -1,4 +1,4 @@
-"""Provide scales of the integer formats, and products that write no decoded rows to memory.
+"""Provide scales of the integer formats, and products that write no decoded vectors to memory.
 
 A product over codes is written as multiply and sum.  The compiler makes one loop that reads codes, and decoded numbers
 never leave its registers.  The query heads of a KV head are sums of one loop, which reads the codes once.
@@ -92,6 +92,7 @@ def fills_vectors(codes: Tensor, byte_count: int) -> bool:
 def signed_parts(words: Tensor, dtype: torch.dtype) -> list[WordPart]:
     """Split words int32 [B, H, N, d] into signed bytes, each moved to the top of its word."""
     tops = [words << (24 - 8 * byte) for byte in range(WORD - 1)] + [words]
+    # Below the lowest byte there are only zeros; below the others there are lower bytes, which are masked off.
     return [WordPart((tops[0] if byte == 0 else top & -(1 << 24)).to(dtype), 2.0**24) for byte, top in enumerate(tops)]
 
 
@@ -160,7 +161,7 @@ def _total(terms: Sequence[Tensor]) -> Tensor:
 SCALE = torch.bfloat16  # the range of float32; its rounding is harmless, as codes are computed for the stored scale
 MOST_SUMS = 16  # sums that fit in registers
 LONGEST_SUM = 4096  # numbers summed one after the other; Inductor's own limit
-MOST_ROWS_IN_LOOP = 16  # rows of one loop; the library multiplies more, with decoded rows in memory
+MOST_ROWS_IN_LOOP = 16  # rows of one loop; the library multiplies more, with decoded vectors in memory
 
 
 def round_scale(scale: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Store rows as integers with scales: `Int8` in eight bits, `Int4` in four, and either after a `Hadamard` transform.
+"""Store vectors as integers with scales: `Int8` in eight bits, `Int4` in four, and either after a `Hadamard` transform.
 
-Attention of few queries reads codes and never decodes rows (`kvpass.lowering.formats.code_products`).
+Attention of few queries reads codes and never decodes vectors (`kvpass.lowering.formats.code_products`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from kvpass.lowering.formats.code_products import from_planes, to_planes
 
 @dataclasses.dataclass(frozen=True)
 class IntegerFormat(Format):
-    """A format of integer codes with scales, in whose products few queries read codes, and many read decoded rows.
+    """A format of integer codes with scales, in whose products few queries read codes, and many read decoded vectors.
 
     Attributes:
-        rotated: rows are rotated whenever they are read, so codes are stored `in_planes` where words are loaded.
+        rotated: vectors are rotated whenever they are read, so codes are stored `in_planes` where words are loaded.
     """
 
     dim: int
@@ -68,13 +68,13 @@ HIGHEST_CODE = 127
 
 @dataclasses.dataclass(frozen=True)
 class Int8(IntegerFormat):
-    """Store rows in eight bits: codes [..., D] from -127 to 127 and one scale per row, [..., 1].
+    """Store vectors in eight bits: codes [..., D] from -127 to 127 and one scale per vector, [..., 1].
 
         scale = max |x| / 127,   code = round(x / scale),   x ~ scale * code
 
     A head of 64 numbers takes 66 bytes.  The scale of a key multiplies its logit, that of a value its probability.
-    Numbers of one head and token have similar magnitudes, so one scale per row is fine enough (per-token scales: Sheng
-    et al., "FlexGen", 2023, section 4.2, https://arxiv.org/abs/2303.06865).
+    Numbers of one head and token have similar magnitudes, so one scale per vector is fine enough (per-token scales:
+    Sheng et al., "FlexGen", 2023, section 4.2, https://arxiv.org/abs/2303.06865).
     """
 
     names = ("scale",)
@@ -83,8 +83,8 @@ class Int8(IntegerFormat):
     def layout(self) -> list[tuple[int, torch.dtype]]:
         return [(self.dim, torch.int8), (1, code_products.SCALE)]
 
-    def encode(self, rows: Tensor) -> Parts:
-        exact = upcast(rows)
+    def encode(self, vectors: Tensor) -> Parts:
+        exact = upcast(vectors)
         scale = code_products.round_scale(exact.abs().amax(-1, keepdim=True).float() / HIGHEST_CODE)
         codes = code_products.round_to_codes(exact, scale.to(exact.dtype)).clamp(-HIGHEST_CODE, HIGHEST_CODE)
         return self.to_device_layout((codes.to(torch.int8), scale.to(code_products.SCALE)))
@@ -115,7 +115,7 @@ class Int8(IntegerFormat):
         return code_products.sum_values([probs * scale[:, :, None, :, 0]], [codes])
 
     def _words(self, parts: Parts) -> code_products.WordGroup:
-        """Return the whole rows as one word group."""
+        """Return the whole vectors as one word group."""
         codes = code_products.signed_parts(parts[0].view(torch.int32), self._upcast)
         return code_products.WordGroup(codes, parts[1].to(self._upcast), in_planes=self._in_planes(parts[0]))
 
@@ -127,16 +127,17 @@ HIGHEST_ZERO = 127  # the largest absolute value of a zero point
 
 @dataclasses.dataclass(frozen=True)
 class Int4(IntegerFormat):
-    """Store rows in four bits, with a scale and a zero point for each group of numbers.
+    """Store vectors in four bits, with a scale and a zero point for each group of numbers.
 
         scale = (max x - min x) / 15,   zero = round(min x / scale)
         code = round(x / scale) - zero,   x ~ scale * (code + zero)
 
-    A byte has a number of the row's first half in its low bits and the number half a row further in its high bits, so
-    both halves are in order in memory.  Groups have 32 numbers if those divide a half, else half of the row; a short
-    row is one group.  A head of 128 numbers takes 76 bytes, one of 64 takes 38, one of 32 takes 19.  Four bits need
-    groups and zero points (Frantar et al., 2022, https://arxiv.org/abs/2210.17323, section 3; Liu et al., "KIVI", 2024,
-    https://arxiv.org/abs/2402.02750, whose groups of keys run over tokens: here each row must be writable alone).
+    A byte has a number of the vector's first half in its low bits and the number half a vector further in its high
+    bits, so both halves are in order in memory.  Groups have 32 numbers if those divide a half, else half of the
+    vector; a short vector is one group.  A head of 128 numbers takes 76 bytes, one of 64 takes 38, one of 32 takes 19.
+    Four bits need groups and zero points (Frantar et al., 2022, https://arxiv.org/abs/2210.17323, section 3; Liu et
+    al., "KIVI", 2024, https://arxiv.org/abs/2402.02750, whose groups of keys run over tokens: here each vector must be
+    writable alone).
     """
 
     names = ("scale", "zero")
@@ -152,21 +153,21 @@ class Int4(IntegerFormat):
 
     @property
     def groups(self) -> int:
-        """The number of groups of a row: one, or equally many in each half."""
+        """The number of groups of a vector: one, or equally many in each half."""
         if self.half % GROUP == 0:
             return self.dim // GROUP
         return 1 if self.half < GROUP else 2
 
     @property
     def _groups_in_half(self) -> int:
-        """The number of groups that one half of the row uses; both halves use a single group."""
+        """The number of groups that one half of the vector uses; both halves use a single group."""
         return max(1, self.groups // 2)
 
     def layout(self) -> list[tuple[int, torch.dtype]]:
         return [(self.half, torch.uint8), (self.groups, code_products.SCALE), (self.groups, torch.int8)]
 
-    def encode(self, rows: Tensor) -> Parts:
-        exact = torch.unflatten(upcast(rows), -1, (self.groups, -1))  # [..., g, D / g]
+    def encode(self, vectors: Tensor) -> Parts:
+        exact = torch.unflatten(upcast(vectors), -1, (self.groups, -1))  # [..., g, D / g]
         lowest, highest = exact.amin(-1, keepdim=True), exact.amax(-1, keepdim=True)
         size = torch.maximum((highest - lowest) / HIGHEST_NIBBLE, torch.maximum(highest, -lowest) / HIGHEST_ZERO)
         scale = code_products.round_scale(size.float())
@@ -191,7 +192,7 @@ class Int4(IntegerFormat):
         return [section for group in self._words(parts) for section in group.decode()]
 
     def _in_planes(self, codes: Tensor) -> bool:
-        """Return whether pairs are stored in planes; each plane, an eighth of a row, must then belong to one group."""
+        """Return whether pairs are stored in planes; each plane, an eighth of D, must then belong to one group."""
         return (
             self.rotated
             and self.dim % GROUP == 0
@@ -200,13 +201,13 @@ class Int4(IntegerFormat):
         )
 
     def _halves(self, parts: Parts) -> list[Tensor]:
-        """Return the codes of the two halves of the rows, [B, H, N, D / 2] each."""
+        """Return the codes of the two halves of the vectors, [B, H, N, D / 2] each."""
         both = parts[0].to(self._upcast)
         high = torch.floor(both * (1 / 16))
         return [both - 16 * high, high]
 
     def _decode_halves(self, parts: Parts) -> list[Tensor]:
-        """Decode the two halves of the rows like `decode`."""
+        """Decode the two halves of the vectors like `decode`."""
         scale, zero = (part.to(self._upcast) for part in parts[1:])
         count, halves = self._groups_in_half, []
         for codes, first in zip(self._halves(parts), (0, self.groups - count), strict=True):
@@ -225,7 +226,7 @@ class Int4(IntegerFormat):
         return code_products.sum_values(*self._shares(probs, parts))
 
     def _shares(self, probs: Tensor, parts: Parts) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the factors of a weighted sum, for each section of a row in one group.
+        """Return the factors of a weighted sum, for each section of a vector in one group.
 
         They are probabilities times scales, [B, H, R, N], and codes plus zero points.  Zero points have no separate
         sum: it would run over all slots, whose zero points are not contiguous.
@@ -263,13 +264,13 @@ class Int4(IntegerFormat):
 
 @dataclasses.dataclass(frozen=True)
 class Hadamard(Format):
-    """Transform rows before another format stores them, so that a few large numbers are spread over all.
+    """Transform vectors before another format stores them, so that a few large numbers are spread over all.
 
         x' = x H / sqrt(b),   H[i, j] = (-1)^(number of ones that i and j have in common, in binary)
 
-    H is Sylvester's Hadamard matrix, of the largest power of two b that divides the size of a head; a row has one or
+    H is Sylvester's Hadamard matrix, of the largest power of two b that divides the size of a head; a vector has one or
     several blocks of b numbers.  H is orthogonal and its own inverse: a transformed query has the same products with
-    transformed keys, so attention transforms the query and never a stored row (Ashkboos et al., "QuaRot", 2024,
+    transformed keys, so attention transforms the query and never a stored vector (Ashkboos et al., "QuaRot", 2024,
     https://arxiv.org/abs/2404.00456, section 4).  Keys have a few large numbers, at the same indices for all tokens
     (Liu et al., "KIVI", 2024, https://arxiv.org/abs/2402.02750, section 3).  Values do not and are stored without the
     transform.
@@ -288,8 +289,8 @@ class Hadamard(Format):
     def layout(self) -> list[tuple[int, torch.dtype]]:
         return self.inner.layout()
 
-    def encode(self, rows: Tensor) -> Parts:
-        return self.inner.encode(transform(rows))
+    def encode(self, vectors: Tensor) -> Parts:
+        return self.inner.encode(transform(vectors))
 
     def decode(self, parts: Parts) -> Tensor:
         return transform(self.inner.decode(parts))
@@ -304,13 +305,15 @@ class Hadamard(Format):
         return transform(self.inner.weighted_sum(probs, parts, accumulate_dtype(self.dtype))).to(dtype)
 
 
-def transform(rows: Tensor) -> Tensor:
-    """Transform rows [..., D] in the dtype of `upcast`; a second transform returns the original rows."""
-    dim = rows.shape[-1]
+def transform(vectors: Tensor) -> Tensor:
+    """Transform vectors [..., D] in the dtype of `upcast`; a second transform returns the original vectors."""
+    dim = vectors.shape[-1]
     size = dim & -dim  # the largest power of two that divides it
-    blocks = torch.unflatten(rows.double(), -1, (-1, size))
+    blocks = torch.unflatten(vectors.double(), -1, (-1, size))
     return (
-        (torch.matmul(blocks, hadamard_signs(size, rows.device)) / math.sqrt(size)).flatten(-2).to(upcast(rows).dtype)
+        (torch.matmul(blocks, hadamard_signs(size, vectors.device)) / math.sqrt(size))
+        .flatten(-2)
+        .to(upcast(vectors).dtype)
     )
 
 

@@ -257,6 +257,7 @@ class Replayed:
         self._lock = threading.Lock()
 
     def __call__(self, *arguments: Any) -> Sequence[Any]:
+        # A program writes to memory of its own, so a second thread runs the compiled code instead.
         if not self._lock.acquire(blocking=False):
             return self.compiled(*arguments)
         try:
@@ -267,6 +268,7 @@ class Replayed:
             self._lock.release()
 
     def _repeat(self, key: _ArgumentKey, arguments: Sequence[Any]) -> Sequence[Any]:
+        # A recording needs Python's one profiling hook, which a profiler may hold.
         if key.key not in self._programs and sys.getprofile() is None:
             return self._record(key.key, arguments)
         program = self._programs.get(key.key)

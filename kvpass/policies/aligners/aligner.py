@@ -1,6 +1,6 @@
 """Define a trained aligner: its weights, the model that they were trained for, and the repair of rows.
 
-A decode step repairs all cached rows of one layer.  Everything that does not depend on the rows is precomputed once:
+A decode step repairs all cached vectors of one layer.  Everything that does not depend on the rows is precomputed once:
 fc1 acts on [row; embeddings], so it splits into W row + table[embeddings].
 """
 

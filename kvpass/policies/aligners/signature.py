@@ -24,7 +24,7 @@ def signature_of(model: Any, window: int, sinks: int = 4, every: int = 1) -> Sig
     Raises:
         AlignerError: it returns no cache of keys and values, or its layers differ in heads or head dimension.
     """
-    rows = cached_rows(model, torch.zeros(1, 2, dtype=torch.int64, device=device_of(model)))
+    rows = cached_vectors(model, torch.zeros(1, 2, dtype=torch.int64, device=device_of(model)))
     shapes = {(key.shape[1], key.shape[3], value.shape[3]) for key, value in rows}
     if len(shapes) != 1:
         raise AlignerError(
@@ -35,7 +35,7 @@ def signature_of(model: Any, window: int, sinks: int = 4, every: int = 1) -> Sig
 
 
 @torch.no_grad()
-def cached_rows(model: Any, ids: Tensor) -> Rows:
+def cached_vectors(model: Any, ids: Tensor) -> Rows:
     """Return each layer's keys and values [B, Hkv, n, D or Dv] of token ids, int64 [B, n]."""
     body = getattr(model, "base_model", model)  # without the head, because only the cache is needed
     return rows_of(model, cache_names.cache_of_output(body(input_ids=ids, use_cache=True)))
@@ -47,7 +47,7 @@ def rows_of(model: Any, cache: Any) -> Rows:
     Raises:
         AlignerError: the cache has other entries than keys and values.
     """
-    rows = cache_names.rows_of_cache(cache)
+    rows = cache_names.keys_and_values(cache)
     if not rows or any(not isinstance(x, Tensor) or x.ndim != 4 for pair in rows for x in pair):
         raise AlignerError(
             f"{architecture_of(model)} returns no cache with keys and values [B, heads, tokens, dimension]"

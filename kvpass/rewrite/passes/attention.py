@@ -20,9 +20,9 @@ import sympy  # type: ignore[import-untyped]
 import torch.fx as fx
 from torch import Tensor
 
+from kvpass.cache.cached_attention import Attended, CachedAttention, NewTokens
 from kvpass.cache.chunk_step import extend_step
 from kvpass.cache.layout import Layout
-from kvpass.cache.site import Attended, NewTokens, Site
 from kvpass.cache.step import decode_step, read_step
 from kvpass.capture.canonical import AttentionSite
 from kvpass.errors import UnsupportedGraph
@@ -58,7 +58,7 @@ class _AttentionReplacement:
     def replace(self, layer: int) -> None:
         """Splice in a layer's step, and the steps of the layers that share its cache."""
         step, site = self.step, self.step.sites[layer]
-        new = new_rows(step, layer)
+        new = new_vectors(step, layer)
         slots = step.slot_inputs[layer]
         slots_before = step.copy_slots(layer) if site.shared_by and step.decodes else slots
         sums = self._splice(layer, site, slots, new, first=True)
@@ -140,13 +140,13 @@ class _AttentionReplacement:
         def function(*tensors: Tensor) -> Any:
             operands = _group_operands(tensors, counts)
             slots = template.with_tensors(operands["slots"])
-            new, site = NewTokens(*operands["new"]), parts.site(operands)
+            new, call = NewTokens(*operands["new"]), parts.call(operands)
             if not step.decodes:
-                return results(extend_step(layout, site, slots, new))
+                return results(extend_step(layout, call, slots, new))
             new = new._replace(valid=new.valid[:, 0])
             if first:
-                return results(decode_step(layout, site, slots, new, step.call.compact))
-            return results(read_step(layout, site, slots, new))
+                return results(decode_step(layout, call, slots, new, step.call.compact))
+            return results(read_step(layout, call, slots, new))
 
         return step.trace(function, nodes, layer)
 
@@ -179,7 +179,7 @@ def _signature(step: StepContext, node: fx.Node, symbols: dict[sympy.Symbol, sym
     return str((sizes, value(node).dtype, step.device_of(node)))
 
 
-def new_rows(step: StepContext, layer: int) -> list[fx.Node]:
+def new_vectors(step: StepContext, layer: int) -> list[fx.Node]:
     """Return the new tokens' key and value; the key of a single token as it is stored, rotated or not."""
     site = step.sites[layer]
     key = step.rotations.raw_keys[layer] if step.ranked and step.decodes else site.key
@@ -229,11 +229,11 @@ class _LayerStepParts:
     computed: ComputedKeys | None
     knows_padding: bool  # whether inputs mark padding, which is then not cached
 
-    def site(self, operands: dict[str, list[Tensor]]) -> Site:
-        """Return the site with the tensors that its parts read."""
+    def call(self, operands: dict[str, list[Tensor]]) -> CachedAttention:
+        """Return the attention call with the tensors that its parts read."""
         mask, rotary, computed, heads = self.mask, self.rotary, self.computed, self.layout.heads
         of_mask, table, of_rotary = operands["mask"], operands["table"], operands["rotate"]
-        return Site(
+        return CachedAttention(
             scale=self.attention.scale,
             mask=None
             if mask is None

@@ -23,7 +23,7 @@ from kvpass.capture.rotary import find_rotary
 from kvpass.fx import walk
 from kvpass.fx.shapes import Sizes
 from kvpass.fx.walk import value
-from kvpass.lowering.formats import KVDtype, Rows, Sections, plain
+from kvpass.lowering.formats import EncodedVectors, KVDtype, Sections, plain
 from kvpass.rewrite.computed_keys import split_heads
 from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.pipeline import StepRewrite
@@ -133,7 +133,7 @@ class Conversation:
         self.kept = [self._choose_kept(layer) for layer in range(len(step.layouts))]
         numbers = {index: symbolic_shapes.size_hint(size) for index, size in step.rewrite.lengths.items()}
         self.rewrite = dataclasses.replace(step.rewrite, queries=step.queries, lengths=numbers)
-        self._rows: dict[Any, tuple[Rows, Rows]] = {}
+        self._rows: dict[Any, tuple[EncodedVectors, EncodedVectors]] = {}
         self._rotated: dict[Any, Tensor] = {}
         self.plain = self._plain_arguments()
 
@@ -175,7 +175,7 @@ class Conversation:
         new = torch.arange(stored, stored + self.step.queries)
         return torch.cat([kept - self.count + stored, new]).to(self.step.layouts[layer].device)
 
-    def rows(self, layer: int) -> tuple[Rows, Rows]:
+    def rows(self, layer: int) -> tuple[EncodedVectors, EncodedVectors]:
         """Return keys and values [B, Hkv, stored, D] in the slots' formats; equal layers share them."""
         layout, stored_count = self.step.layouts[layer], self.stored[layer]
         shape = (layout.batch, layout.heads, stored_count)
@@ -184,7 +184,7 @@ class Conversation:
             generator = torch.Generator().manual_seed(layout.key_dim)
             pair = [torch.randn(*shape, dim, generator=generator) for dim in (layout.key_dim, layout.value_dim)]
             key, value = (x.to(layout.device, layout.dtype) for x in pair)
-            stored = Rows.of(layout.key_format, key), Rows.of(layout.value_format, value)
+            stored = EncodedVectors.of(layout.key_format, key), EncodedVectors.of(layout.value_format, value)
             if layout.kv_dtype is None:
                 stored = plain(stored[0].read_as(layout.dtype)), plain(stored[1].read_as(layout.dtype))
             self._rows[kind] = stored

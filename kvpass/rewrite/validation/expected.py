@@ -162,7 +162,7 @@ def in_result_dtype(call: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _for_heads(rows: Tensor, query: Tensor) -> Tensor:
-    """Repeat rows for each query head, in float64; numbers that are not finite become zero, as for a hidden key."""
+    """Repeat keys or values for each query head, in float64, with zeros for numbers that are not finite."""
     return rows.double().nan_to_num(0.0, 0.0, 0.0).repeat_interleave(query.shape[1] // rows.shape[1], 1)
 
 
@@ -256,6 +256,7 @@ def _exact_result(
     allowed = (probs * relative_error * distance_squared.clamp(min=0).sqrt()).sum(-1) + rounding + sink_error
     lse_probs = logits.softmax(-1)
     lse_error = (lse_probs * relative_error).sum(-1) + ROUNDING_MARGIN * own_eps * lse.abs()
+    # An exact result allows no error, and errors are divided by the allowed one.
     tiny = torch.finfo(torch.float64).tiny
     error = allowed / math.sqrt(value.shape[-1]) + tiny
     floating = call["mask"] is not None and call["mask"].is_floating_point()

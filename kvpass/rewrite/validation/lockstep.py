@@ -129,7 +129,7 @@ class Lockstep:
                 if node is not None:
                     visits[named[_in_model(node)]] = self._keep_result
             for node, past in ((site.grown_key, site.past_key), (site.grown_value, site.past_value)):
-                visits[named[_in_model(node)]] = functools.partial(self._keep_new_rows, site, past)
+                visits[named[_in_model(node)]] = functools.partial(self._keep_new_vectors, site, past)
         try:
             last = None if self.last_call is None else named[_in_model(self.last_call)]
             return GraphRun(self.gm, self.argument, visits, self.caches).run_to(last)
@@ -138,11 +138,12 @@ class Lockstep:
 
     def _keep_result(self, walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
         finite = result.isfinite()
+        # All graphs go on with this value, and a NaN would spread to later layers; `_excess` leaves these entries out.
         self._model_values[node.name] = result if bool(finite.all()) else result.nan_to_num(0.0, 0.0, 0.0)
         self._finite[node.name] = finite
         return self._model_values[node.name].clone()
 
-    def _keep_new_rows(
+    def _keep_new_vectors(
         self, site: AttentionSite, past: fx.Node | None, walk: GraphRun, node: fx.Node, result: Tensor
     ) -> Tensor:
         """Visit a grown cache: keep its new tokens, and check that the past precedes them."""
@@ -185,10 +186,10 @@ class Lockstep:
         return result
 
     def _check_append(self, site: AttentionSite, walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
-        """Visit an append: compare its new rows with the model's."""
-        new_rows = self._model_values.get(_in_model(node))
-        if new_rows is not None and not equal_up_to_rounding(
-            result[:, :, result.shape[2] - self.new_tokens :], new_rows
+        """Visit an append: compare its new keys or values with the model's."""
+        new_vectors = self._model_values.get(_in_model(node))
+        if new_vectors is not None and not equal_up_to_rounding(
+            result[:, :, result.shape[2] - self.new_tokens :], new_vectors
         ):
             self.refuse(site, NOT_APPENDED)
         return result
@@ -230,7 +231,7 @@ class Lockstep:
         return visit
 
     def at_input(self, site: AttentionSite, canonical: fx.Node) -> Visit:
-        """Return a visit that compares the third graph's value of a query or of new rows."""
+        """Return a visit that compares the third graph's value of a query or of new keys or values."""
 
         def visit(walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
             if canonical.name in self.inputs and not equal_up_to_rounding(result, self.inputs[canonical.name]):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvpass.cache.layout import Layout
 from kvpass.cache.slots import FREE, AnySlots, ClassedSlots, Slots, empty_state, select_heads
-from kvpass.lowering.formats import Rows
+from kvpass.lowering.formats import EncodedVectors
 from kvpass.policies.ranking import rank_of
 from kvpass.rewrite.validation.conversation import Conversation
 from kvpass.rewrite.validation.interpreter import copy_unless_parameter
@@ -35,7 +35,7 @@ class MadeUpSlots:
         slots = [self.of(layer) for layer in range(len(self.step.layouts))]
         host_inputs = conversation.rewrite.host_precomputed(arguments)
         others = conversation.rewrite.call_arguments(arguments, host_inputs, slots, conversation.count)
-        shared = [set() if self._rewrites_rows(layer) else set(x.row_names) for layer, x in enumerate(slots)]
+        shared = [set() if self._rewrites_vectors(layer) else set(x.kv_names) for layer, x in enumerate(slots)]
         of_slots = [
             (tensor, name in unchanged)
             for each, unchanged in zip(slots, shared, strict=True)
@@ -51,8 +51,8 @@ class MadeUpSlots:
 
         return argument
 
-    def _rewrites_rows(self, layer: int) -> bool:
-        """Return whether a step reads a layer's rows after a write, or writes to more than the free slot."""
+    def _rewrites_vectors(self, layer: int) -> bool:
+        """Return whether a step reads a layer's slots after a write, or writes to more than the free one."""
         policy = self.step.layouts[layer].policy
         return bool(self.step.sites[layer].shared_by) or policy.merges or policy.aligns != "never"
 
@@ -72,13 +72,15 @@ class MadeUpSlots:
         for each, part, heads in zip(layout.parts, original.parts, layout.head_slices, strict=True):
             chosen = order[:, heads]
             pair = [
-                Rows(x.format, tuple(select_heads(rows, chosen) for rows in x.parts))
+                EncodedVectors(x.format, tuple(select_heads(rows, chosen) for rows in x.parts))
                 for x in self.conversation.rows(layer)
             ]
             parts.append(self._fill_slots(layer, each, part, (pair[0], pair[1])))
         return ClassedSlots(tuple(parts), order, order.argsort(-1))
 
-    def _fill_slots(self, layer: int, layout: Layout, original: Slots, rows: tuple[Rows, Rows]) -> Slots:
+    def _fill_slots(
+        self, layer: int, layout: Layout, original: Slots, rows: tuple[EncodedVectors, EncodedVectors]
+    ) -> Slots:
         conversation, shape, kept = self.conversation, original.position.shape, self.conversation.kept[layer]
         order = _order(shape)
         is_used, token = order < len(kept), kept[order.clamp(max=len(kept) - 1)]

@@ -5,7 +5,7 @@ They run in lockstep (`kvpass.rewrite.validation.lockstep`) on the same made-up 
     Dynamo's     its attention is the canonical call in exact arithmetic; its caches are past and new rows
     canonical    gives the arguments of that call: query, keys, values, mask, scale
     rewritten    its queries and new rows are the canonical ones, its mask on a slot is that of the slot's token; its
-                 attention is the same call on the cached rows, as they are stored
+                 attention is the same call on the cached vectors, as they are stored
 
 A policy that changes logits (sage, buzz with `Buzz.log_n`) is compared without that change.
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 from kvpass.capture.canonical import AttentionSite
 from kvpass.fx import op_table, shapes, walk
 from kvpass.fx.walk import value
-from kvpass.lowering.formats import Rows
+from kvpass.lowering.formats import EncodedVectors
 from kvpass.rewrite.computed_keys import join_heads, split_heads
 from kvpass.rewrite.validation.conversation import Conversation, ConversationPlan, StepCase
 from kvpass.rewrite.validation.coverage import last_new_kind, length_constants, smallest_table
@@ -273,7 +273,7 @@ def _at_mask(
 
 
 def _rounding(step: StepCase) -> dict[fx.Node, Visit]:
-    """Return visits of the canonical nodes of new rows, which round the rows as storage does."""
+    """Return visits of the nodes of new keys and values, which round them as the storage format does."""
     nodes = {node.name: node for node in step.canonical.graph.nodes}
     raw_keys = [nodes[node.name] for node in step.context.rotations.raw_keys] or [site.key for site in step.sites]
     visits: dict[fx.Node, Visit] = {}
@@ -284,10 +284,10 @@ def _rounding(step: StepCase) -> dict[fx.Node, Visit]:
 
 
 def _round_as_stored(format: Any, heads: int, dtype: torch.dtype) -> Visit:
-    """Return a visit that rounds rows [B, h, q, D] as storage does."""
+    """Return a visit that rounds keys or values [B, h, q, D] as the storage format does."""
 
     def visit(walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
         rows = result if result.shape[1] == heads else join_heads(result)
-        return split_heads(Rows.of(format, rows).read_as(dtype), result.shape[1])
+        return split_heads(EncodedVectors.of(format, rows).read_as(dtype), result.shape[1])
 
     return visit

@@ -18,7 +18,7 @@ import tests.strategies  # noqa: F401  loads the Hypothesis profile
 from kvpass.cache.layout import Layout
 from kvpass.cache.slots import Slots
 from kvpass.errors import PolicyError
-from kvpass.lowering.formats import KV_DTYPES, KVDtype, Rows, base_of, format_of, plain
+from kvpass.lowering.formats import KV_DTYPES, EncodedVectors, KVDtype, base_of, format_of, plain
 from kvpass.lowering.formats.code_products import LONGEST_SUM
 from kvpass.lowering.formats.integers import transform
 from kvpass.policies import resolve
@@ -49,7 +49,7 @@ def rows(draw: st.DrawFn) -> Tensor:
 @given(given_rows=rows())
 def test_codes_stand_for_what_the_definition_says(kv_dtype: KVDtype, given_rows: Tensor) -> None:
     here = layout(kv_dtype, given_rows.shape[-1])
-    made = Rows.of(here.key_format, given_rows)
+    made = EncodedVectors.of(here.key_format, given_rows)
     read = made.read()
     assert torch.equal(read, store_and_read(here, given_rows))
     rounded, exact = (transform(x.double()) if here.key_format.transforms else x for x in (read, given_rows))
@@ -69,7 +69,7 @@ def test_products_and_mixtures_are_those_of_decoded_rows(
     """However codes are loaded, which is a matter of the processor, and however they lie for that."""
     here = format_of(kv_dtype, given_rows.shape[-1], torch.float32, rotated=rotated)
     with loading_as(capability):
-        made = Rows.of(here, given_rows)
+        made = EncodedVectors.of(here, given_rows)
         read, drawn = made.read().double(), torch.Generator().manual_seed(seed)
     for count in (1, 3, 17):
         query = torch.randn(2, 3, count, given_rows.shape[-1], generator=drawn)
@@ -90,7 +90,7 @@ def test_rows_that_are_rotated_when_read_come_in_sections(kv_dtype: KVDtype, dim
     """Where words are loaded: in planes, the same numbers in the same order as decoded whole, whoever wrote them."""
     x = torch.randn(2, 3, 5, dim)
     with loading_as("AVX2"):
-        lying, plainly = (Rows.of(format_of(kv_dtype, dim, x.dtype, rotated=r), x) for r in (True, False))
+        lying, plainly = (EncodedVectors.of(format_of(kv_dtype, dim, x.dtype, rotated=r), x) for r in (True, False))
         sections = lying.in_sections(x.dtype)
         assert torch.equal(lying.read(), plainly.read())
         assert torch.equal(torch.cat(sections.tensors, -1), sections.join())
@@ -111,7 +111,7 @@ def test_rows_that_are_moved_to_another_kind_of_device_lie_as_they_do_there(kv_d
                 capability.return_value = there
                 return tensor.clone()
 
-            rows = Rows.of(made, x)
+            rows = EncodedVectors.of(made, x)
             expected = rows.read()
             assert torch.equal(rows.to_device(move).read(), expected)
 
@@ -119,7 +119,7 @@ def test_rows_that_are_moved_to_another_kind_of_device_lie_as_they_do_there(kv_d
 def test_slots_are_moved_so() -> None:
     here = dataclasses.replace(layout("int8", 64), ranked=True)
     slots = Slots.empty(here)
-    with mock.patch.object(Rows, "to_device", autospec=True, side_effect=Rows.to_device) as moved:
+    with mock.patch.object(EncodedVectors, "to_device", autospec=True, side_effect=EncodedVectors.to_device) as moved:
         slots.map_tensors(torch.clone)
         assert not moved.called
         assert slots.map_tensors(lambda tensor: tensor.to("meta")).key.device.type == "meta"
@@ -148,7 +148,7 @@ slow = pytest.mark.slow
 def test_codes_that_fill_vectors_are_loaded_in_words(kv_dtype: KVDtype, dim: int, filling: bool) -> None:
     """And however they are loaded, compiled products and mixtures sum nothing in a cascade."""
     made, count = format_of(kv_dtype, dim, torch.bfloat16), LONGEST_SUM + 1
-    parts = Rows.of(made, torch.randn(1, 1, count, dim).to(torch.bfloat16)).parts
+    parts = EncodedVectors.of(made, torch.randn(1, 1, count, dim).to(torch.bfloat16)).parts
     query, paid = torch.randn(1, 1, 2, dim).to(torch.bfloat16), torch.randn(1, 1, 2, count).softmax(-1)
 
     def attended(query: Tensor, paid: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,7 +184,7 @@ def test_the_compiler_makes_the_same_codes(kv_dtype: KVDtype, dim: int) -> None:
 def test_rows_that_are_not_numbers_stay_so(kv_dtype: KVDtype) -> None:
     x = torch.zeros(1, 1, 2, 8)
     x[..., 0, 3] = torch.nan
-    read = Rows.of(format_of(kv_dtype, 8, torch.float32), x).read()
+    read = EncodedVectors.of(format_of(kv_dtype, 8, torch.float32), x).read()
     assert read[0, 0, 0].isnan().all()
     assert (read[0, 0, 1] == 0).all()
 
@@ -207,13 +207,13 @@ def test_slots_are_the_same_after_their_tensors_went_round(kv_dtype: KVDtype) ->
     assert all(a is b for a, b in zip(slots.tensors(), again.tensors(), strict=True))
     assert len(slots.names) == len(set(slots.names)) == len(slots.tensors())
     shapes = dict(zip(slots.names, slots.tensors(), strict=True))
-    assert all(shapes[name].shape[:3] == (2, 3, 9) for name in slots.row_names)
+    assert all(shapes[name].shape[:3] == (2, 3, 9) for name in slots.kv_names)
 
 
 @every_format
 def test_rows_that_are_not_replaced_keep_their_codes(kv_dtype: KVDtype) -> None:
     x = torch.randn(2, 3, 9, 8)
-    made, before = (Rows.of(format_of(kv_dtype, 8, torch.float32), x) for _ in range(2))
+    made, before = (EncodedVectors.of(format_of(kv_dtype, 8, torch.float32), x) for _ in range(2))
     only = torch.rand(2, 3, 9) > 0.5
     made.replace(x * 2, only)
     for part, old in zip(made.parts, before.parts, strict=True):

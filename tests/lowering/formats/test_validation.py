@@ -1,4 +1,4 @@
-"""Steps on stored rows are held against the model's own, by way of the same steps on plain rows."""
+"""Steps on stored vectors are held against the model's own, by way of the same steps on plain vectors."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Mask(Protocol):
 
         Args:
             index, position: int64 [B, H', N], the keys' indices in the padded sequence and positions among real tokens.
-            facts: tensors that the model computes from the stored rows of each key.
+            facts: tensors that the model computes from the stored vectors of each key.
         """
 
 
@@ -34,14 +34,14 @@ Rotate = Callable[[Sections, Tensor], list[Tensor]]
 ComputeKeys = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, list[Tensor]]]
 """The model's computation of keys and values from its cache.
 
-It takes stored rows [B, Hkv, N, D'] of K and of V, and returns keys and values [B, Ha, N, D] and facts [N, ...] for the
-mask.
+It takes stored vectors [B, Hkv, N, D'] of K and of V, and returns keys and values [B, Ha, N, D] and facts [N, ...] for
+the mask.
 """
 
 
 @dataclasses.dataclass(frozen=True)
-class Site:
-    """The properties of one attention call in the graph.
+class CachedAttention:
+    """One attention call of the model, as a step on slots runs it.
 
     Attributes:
         scale: the factor on the products of queries and keys.
@@ -50,7 +50,7 @@ class Site:
         rope: the same embedding for kernels, without ranks, if they can apply it.
         cap, sink_logit: see `kvpass.capture.canonical.attention`; the latter is [B or 1, Hq, q or 1, 1].
         weights: the policy's weights as inputs of the graph; empty if they are read from the policy.
-        compute_keys: computes keys and values from the stored rows, or None if these are the keys and values.
+        compute_keys: computes keys and values from the stored vectors, or None if these are the keys and values.
         lse: whether the model also reads the log-sum-exp of the logits.
         write_index: the slots to write to, [B, H'], if they are not those of `slots.free`.
         hidden: the logit of keys that a bool mask hides; None if they are left out.
@@ -134,24 +134,24 @@ class Attended(NamedTuple):
 
 
 Step = Callable[..., Attended]
-"""A step of a layer: it takes a layout, a site, slots, the new tokens, and further arguments."""
+"""A step of a layer: it takes a layout, an attention call, slots, the new tokens, and further arguments."""
 
 
 def class_by_class(step: Step) -> Step:
     """Let a step run once for each class of heads, as if each class were a layer."""
 
     @functools.wraps(step)
-    def divided(layout: Layout, site: Site, slots: AnySlots, new: NewTokens, *further: Any) -> Attended:
+    def divided(layout: Layout, call: CachedAttention, slots: AnySlots, new: NewTokens, *further: Any) -> Attended:
         if isinstance(slots, Slots):
-            return step(layout, site, slots, new, *further)
+            return step(layout, call, slots, new, *further)
         attended = []
         for each, part, where in zip(layout.parts, slots.parts, layout.head_slices, strict=True):
-            heads, sink = slots.order[:, where], site.sink_logit
+            heads, sink = slots.order[:, where], call.sink_logit
             if sink is not None:
                 sink = _select_query_heads(sink.expand(heads.shape[0], -1, -1, -1), heads, layout.heads)
-            rows = select_heads(new.key, heads), select_heads(new.value, heads)
-            own = NewTokens(_select_query_heads(new.query, heads, layout.heads), *rows, new.valid)
-            attended.append(step(each, dataclasses.replace(site, sink_logit=sink), part, own, *further))
+            vectors = select_heads(new.key, heads), select_heads(new.value, heads)
+            own = NewTokens(_select_query_heads(new.query, heads, layout.heads), *vectors, new.valid)
+            attended.append(step(each, dataclasses.replace(call, sink_logit=sink), part, own, *further))
         return _join_classes(layout, slots, attended)
 
     return divided

@@ -1,8 +1,8 @@
-"""Sums over the rows of an attention matrix that is never in memory.
+"""Sums of attention probabilities over queries, without the whole attention matrix in memory.
 
-A kernel computes them on a GPU (`column_kernel`), and loops in C++ on a CPU (`attention_tiles`). Elsewhere the rows of
-the matrix are computed in blocks (`attention_blocks`). Statistics of the last queries are computed from those queries
-alone.
+A kernel computes them on a GPU (`column_kernel`), and loops in C++ on a CPU (`attention_tiles`). Elsewhere the
+probabilities are computed in blocks (`attention_blocks`). Statistics of the last queries are computed from those
+queries alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvpass.lowering.attention_blocks import LOWEST, ScoredAttention, blocks, ze
 from kvpass.torch_private.fx_nodes import attend_with_lse
 
 SCAN_BLOCK = 4 * attention_blocks.BLOCK
-"""Logits in memory at a time for a scan, which needs all heads of a row at once."""
+"""Logits in memory at a time for a scan, which needs all heads of a query at once."""
 
 Smooth = Callable[[Tensor, Tensor], Tensor]
 """A function that changes probabilities [B, Hkv, G, n, S], given which queries are real, bool [B, q]."""
@@ -40,12 +40,12 @@ def column_sums(
     """Sum probabilities to the power of 1, ..., `powers` over queries with weights [B, q]: float32 [B, Hkv, G, S].
 
     Args:
-        log_sum_exp: that of the rows, [B, Hq, q], if it is known.
+        log_sum_exp: that of each query's logits, [B, Hq, q], if it is known.
     """
     if not powers:
         return []
     if uses_tiles(attention):
-        return attention_tiles.AttentionRows.of(attention, log_sum_exp).with_totals().column_sums(weight, powers)
+        return attention_tiles.TiledAttention.of(attention, log_sum_exp).with_totals().column_sums(weight, powers)
     if not uses_kernel(attention):
         return attention_blocks.column_sums(attention, weight, powers)
     from kvpass.lowering import column_kernel  # needs triton, which not every machine has
@@ -59,33 +59,33 @@ def probabilities(attention: ScoredAttention, log_sum_exp: Tensor | None = None)
     They are of the first s keys: all keys, or those up to the last query if causal.
 
     Args:
-        log_sum_exp: that of the rows, [B, Hq, q], if it is known.
+        log_sum_exp: that of each query's logits, [B, Hq, q], if it is known.
     """
     if not uses_tiles(attention):
         for _, piece in attention.pieces(whole_rows=True):
             yield (probs for _, probs in attention_blocks.probs_in_blocks(piece, size=SCAN_BLOCK))
         return
-    rows = attention_tiles.AttentionRows.of(attention, log_sum_exp).with_totals()
-    yield from _by_span(attention, rows.probabilities, heads=attention.query.shape[1])
+    tiled = attention_tiles.TiledAttention.of(attention, log_sum_exp).with_totals()
+    yield from _by_span(attention, tiled.probabilities, heads=attention.query.shape[1])
 
 
 def _by_span(
-    attention: ScoredAttention, rows_of: Callable[[int, slice, int], Tensor], heads: int, least: int = 1
+    attention: ScoredAttention, probs_of: Callable[[int, slice, int], Tensor], heads: int, least: int = 1
 ) -> Iterator[Iterator[Tensor]]:
     """Call a function of `attention_tiles` for consecutive queries of each row of the batch.
 
     Args:
-        rows_of: called with the row of the batch, the queries, and the number of keys that they see.
-        heads: how many rows it returns for each query.
+        probs_of: called with the row of the batch, the queries, and the number of keys that they see.
+        heads: how many heads it returns for each query.
         least: the fewest blocks of queries in a call.  It may not depend on the process: others that share the heads
-            reduce the same rows.
+            reduce the same queries.
     """
     batch, _, count, _ = attention.query.shape
     tile = heads * attention.key.shape[2] * attention_tiles.QUERIES
     step = attention_tiles.QUERIES * max(least, SCAN_BLOCK // max(1, tile))
     spans = [slice(start, min(start + step, count)) for start in range(0, count, step)]
     for row in range(batch):
-        yield (rows_of(row, span, attention.keys_before(span).stop) for span in spans)
+        yield (probs_of(row, span, attention.keys_before(span).stop) for span in spans)
 
 
 def attend(
@@ -102,7 +102,7 @@ def attend(
     """
     query, key = attention.query, attention.key
     if attends_in_tiles(attention):
-        return attention_tiles.AttentionRows.of(attention).attend(value, weight, powers)
+        return attention_tiles.TiledAttention.of(attention).attend(value, weight, powers)
     output, log_sum_exp = attend_with_lse(query, key, value, attention.mask, attention.causal, attention.scale)
     return output, log_sum_exp, column_sums(attention, weight, powers, log_sum_exp)
 
@@ -111,10 +111,10 @@ def attend_with_means(attention: ScoredAttention, value: Tensor) -> tuple[Tensor
     """Compute attention that `attends_in_tiles`, and what `probabilities` yields as means over all heads.
 
     Returns:
-        The output, which is complete when all rows have been read, and the rows, [1, 1, 1, n, s].
+        The output, which is complete when all means have been read, and the means, [1, 1, 1, n, s].
     """
-    output, rows_of = attention_tiles.AttentionRows.of(attention).attend_with_means(value)
-    return output, _by_span(attention, rows_of, heads=1, least=attention.query.shape[1])
+    output, means_of = attention_tiles.TiledAttention.of(attention).attend_with_means(value)
+    return output, _by_span(attention, means_of, heads=1, least=attention.query.shape[1])
 
 
 def attends_in_tiles(attention: ScoredAttention) -> bool:
@@ -199,7 +199,7 @@ def votes_for_older(attention: ScoredAttention, valid: Tensor, window: int, head
     return votes.div_(valid.sum(-1).clamp(1, window)[:, None, None, None])
 
 
-def highest_rows(attention: ScoredAttention, valid: Tensor, window: int, smoothed: Smooth) -> Tensor:
+def highest_probs(attention: ScoredAttention, valid: Tensor, window: int, smoothed: Smooth) -> Tensor:
     """Return the highest of the smoothed probabilities of the last `window` real queries, float32 [B, Hkv, G, S]."""
     index = _last_indices(valid, window)
     latest, real, peaks = attention.gathered(index.clamp(min=0)), index >= 0, zeros(attention)
