@@ -1,4 +1,4 @@
-"""Check hooks of policies outside of kvpass at each call; a mistake is a PolicyError with the hook and its line."""
+"""Check policies outside of kvpass; a mistake in a hook is a PolicyError that names the hook and its line."""
 
 from __future__ import annotations
 
