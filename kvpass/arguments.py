@@ -120,6 +120,18 @@ def check_fields(made: Any) -> None:
         object.__setattr__(made, field.name, _value(field.name, getattr(made, field.name), check))
 
 
+def check_class_attribute(cls: Any, name: str) -> None:
+    """Check an attribute of a class against the annotation of the base class that declares it.
+
+    Raises:
+        PolicyError: the class has no such attribute, or one that its annotation does not allow.
+    """
+    try:
+        _value(f"{cls.__qualname__}.{name}", getattr(cls, name), _class_attribute_check(cls, name))
+    except AttributeError:
+        raise PolicyError(f"{cls.__qualname__}: its attribute `{name}` is missing") from None
+
+
 def _value(name: str, value: Any, check: _Check) -> Any:
     """Return the converted value, or raise an error that names the argument, the value and the allowed values."""
     read = check.read(value)
@@ -166,6 +178,14 @@ def _field_annotation(cls: type[Any], name: str) -> Any:
         return typing.get_type_hints(holder, vars(sys.modules[owner.__module__]), include_extras=True)[name]
     except (AttributeError, NameError, TypeError):
         return Any
+
+
+@functools.cache
+def _class_attribute_check(cls: Any, name: str) -> _Check:
+    """Return the check of a class attribute by the first of the bases that annotates it, the outermost one."""
+    owner = [base for base in cls.__mro__ if name in inspect.get_annotations(base)][-1]
+    (annotation,) = typing.get_args(typing.get_type_hints(owner, include_extras=True)[name])
+    return _check(annotation)
 
 
 @functools.cache
@@ -228,6 +248,16 @@ def _items(item: Any, *rest: Any) -> _Check:
         return REFUSED if any(each is REFUSED for each in found) else found
 
     return _Check.over(f"a list, each item {check.text}", read, [check])
+
+
+def _frozen_set(item: Any) -> _Check:
+    check = _check(item)
+
+    def read(value: Any) -> Any:
+        allowed = isinstance(value, frozenset) and all(check.read(each) is not REFUSED for each in value)
+        return value if allowed else REFUSED
+
+    return _Check.over(f"a frozenset, each item {check.text}", read, [check])
 
 
 def _mapping(key: Any, item: Any) -> _Check:
@@ -304,6 +334,7 @@ _GENERIC: dict[Any, Callable[..., _Check]] = {
     typing.Union: _union,
     collections.abc.Sequence: _items,
     tuple: _items,
+    frozenset: _frozen_set,
     dict: _mapping,
     type: _subclass,
     collections.abc.Callable: lambda *_: _Check("a callable", lambda value: value if callable(value) else REFUSED),

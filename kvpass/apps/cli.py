@@ -23,8 +23,8 @@ RULER_TASKS = ("single", "multikey", "variables", "common", "frequent")
 DEFAULT = " (default: %(default)s)"
 
 
-def at_least(least: int) -> Callable[[str], int]:
-    """Return a converter for argparse that takes whole numbers of at least `least`."""
+def at_least(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Return a converter for argparse that takes whole numbers of at least `least`, and of `most` at most."""
 
     def convert(text: str) -> int:
         try:
@@ -33,6 +33,8 @@ def at_least(least: int) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
         if number < least:
             raise argparse.ArgumentTypeError(f"{text} is less than {least}")
+        if most is not None and number > most:
+            raise argparse.ArgumentTypeError(f"{text} is more than {most}")
         return number
 
     return convert
@@ -299,7 +301,7 @@ def _add_serve(commands: Any) -> None:
         help="tokens of a request with its answer (default: the positions that the model was trained on)",
     )  # fmt: skip
     job.add_argument("--host", default="127.0.0.1", help="address to listen at" + DEFAULT)
-    job.add_argument("--port", metavar="N", type=at_least(0), default=8000, help="0 for a free one" + DEFAULT)
+    job.add_argument("--port", metavar="N", type=at_least(0, 65535), default=8000, help="0 for a free one" + DEFAULT)
     job.add_argument(
         "--api-key", metavar="KEY", action="append", default=[],
         help="a key that requests must have; may be repeated; also the variable KVPASS_API_KEY",

@@ -101,7 +101,19 @@ def _load(source: str, name: str, dtype: torch.dtype | str = torch.float32, devi
             f"cannot load a language model from {source!r}: {error}; give the name or folder of a causal model"
         ) from error
     trained = getattr(model.config, "max_position_embeddings", None)
-    return LoadedModel(name, model.eval().to(device), tokenizer, trained, has_position_table(model))
+    return LoadedModel(name, to_device(model.eval(), device), tokenizer, trained, has_position_table(model))
+
+
+def to_device(model: Any, device: str) -> Any:
+    """Move a model to a device.
+
+    Raises:
+        KVPassError: torch has no such device here, or not enough memory on it.
+    """
+    try:
+        return model.to(device)
+    except (AssertionError, RuntimeError) as error:
+        raise KVPassError(f"cannot put the model on the device {device!r}: {error}; choose another --device") from error
 
 
 def has_position_table(model: torch.nn.Module) -> bool:

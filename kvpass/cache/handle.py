@@ -54,7 +54,8 @@ class Handle(Tensor):
                 raise CacheHandleError(
                     f"{getattr(func, '__name__', func)} on a cache of kvpass: its {seen} tokens live in slots and not "
                     "in this tensor. Reordering rows, copying and moving work; anything else needs "
-                    "kvpass.inspect(cache) or an uncompiled model."
+                    "kvpass.inspect(cache) or an uncompiled model. If the model does this, torch ran it uncompiled: "
+                    "see why with TORCH_LOGS=graph_breaks."
                 )
         with tensors.without_torch_functions():
             return func(*args, **(kwargs or {}))

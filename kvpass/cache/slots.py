@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvpass.cache.layout import ROW_BUDGET, Layout
+from kvpass.errors import PolicyError
 from kvpass.lowering.formats import EncodedVectors
 from kvpass.lowering.formats.base import SlotIndices
 from kvpass.policies.pinned_tokens import PINNED, Pins
@@ -330,7 +331,14 @@ def empty_slots(layout: Layout) -> AnySlots:
 
 
 def empty_state(layout: Layout) -> State:
-    """Return the policy's state for slots without tokens."""
+    """Return the policy's state for slots without tokens.
+
+    Raises:
+        PolicyError: an entry has the name of another tensor of the slots.
+    """
+    own, taken = {**layout.policy.state(), **layout.policy.row_state()}, {*READ_ONLY_STATE, *Slots.__annotations__}
+    if used := sorted(own.keys() & taken):
+        raise PolicyError(f"{type(layout.policy).__qualname__}: its state cannot have an entry {used[0]!r}: rename it")
     shape, device = (layout.batch, layout.groups), layout.device
     tokens = {
         name: torch.zeros(*shape, layout.capacity, dtype=dtype, device=device)

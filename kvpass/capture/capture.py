@@ -58,6 +58,7 @@ def capture(gm: fx.GraphModule, is_handle: Sequence[bool]) -> Capture:
     copy, _ = fx_nodes.copy_graph_module(gm)
     _replace_transposed_attributes(copy.graph)
     op_table.normalize_calls(copy.graph)
+    simplify.multiply_equations(copy.graph)
     simplify.multiply_outer_products(copy.graph)
     simplify.leave_disabled_regions(copy.graph)
     simplify.replace_vmap(copy.graph)

@@ -2,7 +2,7 @@
 
 Models multiply frequencies and positions by a product of matrices over a dimension of size 1.  torch 2.11 cannot map
 such a product over a symbolic number of positions.  transformers before 5.23 computes it in a region without autocast;
-elsewhere autocast may be enabled.
+elsewhere autocast may be enabled.  Attention may write its products as equations (torch.einsum).
 
 transformers evaluates mask functions of its users by torch.vmap, for one query and one key at a time.
 """
@@ -25,6 +25,28 @@ def multiply_outer_products(graph: fx.Graph) -> None:
     """Replace products of float32 matrices [..., m, 1] and [..., 1, n] by multiplications, with equal results."""
     for node in filter(_is_outer_product, graph.nodes):
         node.target, node.op = operator.mul, "call_function"
+
+
+def multiply_equations(graph: fx.Graph) -> None:
+    """Replace torch.einsum by a product of matrices, where it is one: "bhqd,bhkd->bhqk" or "bhqk,bhkd->bhqd"."""
+    for node in [each for each in graph.nodes if op_table.known_name(each) == "einsum"]:
+        equation, *operands = node.args
+        operands = op_table.leaves(operands)  # the tensors may come in a list
+        letters = str(equation).replace(" ", "").replace("->", ",").split(",")
+        if len(letters) != 3 or len(letters[0]) < 2 or len(operands) != 2 or not all(map(is_tensor, operands)):
+            continue
+        first, second, result = letters
+        batch, row, inner, column = first[:-2], first[-2], first[-1], result[-1:]
+        distinct = all(map(str.isalpha, letters)) and len({*batch, row, inner, column}) == len(batch) + 3
+        if not distinct or result != batch + row + column:
+            continue
+        if second == batch + column + inner:
+            with graph.inserting_before(node):
+                operands[1] = splicing.emit(graph, torch.transpose, operands[1], -1, -2)
+            operands[1].meta["stack_trace"] = node.meta.get("stack_trace")
+        elif second != batch + inner + column:
+            continue
+        node.op, node.target, node.args, node.kwargs = "call_function", operator.matmul, tuple(operands), {}
 
 
 def leave_disabled_regions(graph: fx.Graph) -> None:

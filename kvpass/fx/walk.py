@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import operator
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
@@ -13,6 +14,8 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass.errors import KVPassError, UnreadableGraph, UnsupportedGraph
+
+_PACKAGE = f"{Path(__file__).parents[1]}/"
 
 
 def value(node: fx.Node) -> Any:
@@ -126,11 +129,13 @@ def name_of(node: fx.Node) -> str:
 
 
 def source_line(node: fx.Node) -> str:
-    """Return the innermost line of user code that made a node, as `file:line: code`."""
+    """Return the innermost line outside of kvpass that made a node, as `file:line: code`."""
     trace = (node.meta.get("stack_trace") or node.stack_trace or "").strip().splitlines()
     for index, code in zip(reversed(trace[:-1]), reversed(trace[1:]), strict=True):
         if index.strip().startswith("File "):
             file, line = index.split('"')[1], index.split("line ")[1].split(",")[0]
+            if file.startswith(_PACKAGE):
+                continue  # Dynamo traces into the handles of caches
             return f"{file}:{line}: {code.strip()}"
     return "an unknown line"
 

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from kvpass.arguments import Condition, Positive, check_fields, require
-from kvpass.errors import BudgetError
+from kvpass.errors import BudgetError, PolicyError
 from kvpass.policies.budgets import Count, HeadClass, Plan
+from kvpass.policies.hook_checks import check_hooks, check_policy
 from kvpass.policies.ranking import INT64_MAX, keep_highest
 from kvpass.policies.types import Attention, Clock, Merge, State, Statistic, Tokens
 
@@ -106,13 +107,15 @@ class Policy:
     needs_weights: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Accept hooks by their old names, with a warning."""
+        """Accept hooks by their old names, with a warning, and check those of classes outside of kvpass."""
         super().__init_subclass__(**options)
         for old, new in RENAMED_HOOKS.items():
             if old in cls.__dict__:
                 message = f"{cls.__qualname__}.{old}: this hook of policies is called {new!r} now"
                 warnings.warn(message, DeprecationWarning, stacklevel=2)
                 setattr(cls, new, cls.__dict__[old])
+        if not cls.__module__.startswith("kvpass."):
+            check_hooks(cls)
 
     def __post_init__(self) -> None:
         """Check the options, those of derived classes too, against their annotations.
@@ -121,6 +124,7 @@ class Policy:
             PolicyError: an option has a value that is not allowed.
         """
         check_fields(self)
+        check_policy(self)
         means_nothing = f"means nothing for {self.name!r}: {self.keep_prompt_refusal}"
         require(not (self.keep_prompt and self.keep_prompt_refusal), "keep_prompt", self.keep_prompt, means_nothing)
         why = self._why_no_interval if self.interval > 1 else ""
@@ -386,7 +390,7 @@ class Policy:
 
         Scores of free slots are ignored.
         """
-        raise NotImplementedError
+        raise PolicyError(f"{type(self).__qualname__}: a policy that evicts needs a `score`, and this one has none")
 
     def victim(self, tokens: Tokens) -> Tensor:
         """Return the slot [B, H'] to overwrite next: by default a free slot, else the lowest score's."""

@@ -11,8 +11,6 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass.cache.slots import AnySlots, Slots
-from kvpass.errors import UnsupportedGraph
-from kvpass.fx import walk
 from kvpass.fx.walk import value
 from kvpass.rewrite.mask_slice import PerTokenInput
 from kvpass.rewrite.rotary_slice import RotarySlice
@@ -151,14 +149,6 @@ class StepContext(StepGraph):
             copied = self.graph.call_method("clone", (node,))
         copied.meta["example_value"] = value(node)
         return copied
-
-    def refuse_growth(self, node: fx.Node) -> None:
-        """Raise UnsupportedGraph: a node depends on the cache's length in a way that kvpass cannot express."""
-        found = value(node) if walk.is_size(node) else "a tensor that grows with it"
-        raise UnsupportedGraph(
-            f"{walk.source_line(node)}: {walk.name_of(node)!r} still depends on the length of the cache ({found}); "
-            "it is not a mask, a rotary embedding or position arithmetic that kvpass can express on slots"
-        )
 
 
 class Pass(Protocol):

@@ -141,8 +141,18 @@ class StepGraph:
         """Return the line of the user's source at which a layer attends."""
         return walk.source_line(self.sites[layer].call)
 
+    def refuse_growth(self, node: fx.Node) -> None:
+        """Raise UnsupportedGraph: a node depends on the cache's length in a way that kvpass cannot express."""
+        found = value(node) if walk.is_size(node) else "a tensor that grows with it"
+        raise UnsupportedGraph(
+            f"{walk.source_line(node)}: {walk.name_of(node)!r} still depends on the length of the cache ({found}); "
+            "it is not a mask, a rotary embedding or position arithmetic that kvpass can express on slots"
+        )
+
     def shape(self, node: fx.Node) -> tuple[Any, ...]:
-        """Return the shape of a node's tensor in this call."""
+        """Return the shape of a node's tensor in this call; it must not grow."""
+        if self.sizes.has_growing_dim(value(node)):
+            self.refuse_growth(node)
         return tuple(size if isinstance(size, int) else self.sizes.fixed_size(size) for size in value(node).shape)
 
     def example(self, node: fx.Node) -> Any:

@@ -11,7 +11,7 @@ import torch.fx as fx
 
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.layout import Layout
-from kvpass.errors import UnsupportedGraph
+from kvpass.errors import PolicyError, UnsupportedGraph
 from kvpass.fx import splicing
 from kvpass.rewrite.pipeline import StepRewrite
 from kvpass.runtime.caches import advance_counts
@@ -257,8 +257,8 @@ class VariantCache:
                 sizes = symbolic_shapes.SymbolicSizes([key.all_numbers[index] for index in free], self._symbols, alike)
                 try:
                     variants.append(CompiledVariant(rewrite(DynamicDims(sizes, free)), key, free))
-                except UnsupportedGraph:  # one that does not depend on sizes is raised again by the static rewrite
-                    continue
+                except (PolicyError, UnsupportedGraph):
+                    continue  # an error that does not depend on sizes is raised again by the static rewrite
                 return variants[-1]
         return None
 

@@ -18,6 +18,7 @@ def refused(arguments, capsys) -> str:
         (["demo", "--budget", "0"], "--budget: 0 is less than 1"),
         (["demo", "--budget", "many"], "--budget: 'many' is not a whole number"),
         (["demo", "--policy"], "--policy: expected at least one argument"),
+        (["serve", "MODEL", "--port", "65536"], "--port: 65536 is more than 65535"),
     ],
 )
 def test_usage_errors_name_the_argument(arguments, message, capsys):
@@ -61,3 +62,10 @@ def test_the_bundled_model_may_be_absent(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(checkpoint, "folder", missing)
     monkeypatch.setattr(models, "BUNDLED", tmp_path)
     assert "choose another with --model" in refused(["--out", str(tmp_path)], capsys)
+
+
+@pytest.mark.parametrize("command", ["eval", "align"])
+def test_a_device_that_torch_has_not_is_named(command, tmp_path, capsys):
+    arguments = {"eval": ["eval"], "align": ["align", "train", "--model", str(models.BUNDLED)]}[command]
+    assert cli.main([*arguments, "--device", "cuda:99", "--out", str(tmp_path / "out")]) == 2
+    assert "cannot put the model on the device 'cuda:99'" in capsys.readouterr().err

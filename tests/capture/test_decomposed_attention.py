@@ -95,6 +95,11 @@ def added_in_place(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
 TABLE = 16
 
 
+def as_equations(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    logits = torch.einsum("bhqd,bhkd->bhqk", q, k) / 4.0
+    return torch.einsum("b h q k, b h k d -> b h q d", logits.masked_fill(~allowed, -torch.inf).softmax(-1), v)
+
+
 def in_empty_memory(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
     """With a mask whose memory is written to before a view of it is read."""
     mask = torch.empty(allowed.shape[-2:])
@@ -115,6 +120,7 @@ SPELLINGS: list[Spelling] = [
     bias_from_the_end,
     written_in_place,
     added_in_place,
+    as_equations,
     in_empty_memory,
 ]
 

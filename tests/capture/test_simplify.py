@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.capture.simplify import leave_disabled_regions, multiply_outer_products
+from kvpass.capture.simplify import leave_disabled_regions, multiply_equations, multiply_outer_products
 from kvpass.torch_private import fx_nodes
 
 ENTER, EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
@@ -101,3 +101,34 @@ def test_autocast_is_as_it_was_after_an_error(depth: int) -> None:
     weight = torch.randn(3, 3, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         assert (weight @ weight).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("equation", "one", "other", "is_product"),
+    [
+        ("bij,bkj->bik", (2, 3, 4), (2, 5, 4), True),
+        ("bij,bjk->bik", (2, 3, 4), (2, 4, 5), True),
+        ("aij, ajk -> aik", (2, 3, 4), (1, 4, 5), True),
+        ("ij,jk->ik", (3, 4), (4, 5), True),
+        ("bij,bkj->bki", (2, 3, 4), (2, 5, 4), False),
+        ("bij,bkj->ik", (2, 3, 4), (2, 5, 4), False),
+        ("bij,bjj->bij", (2, 3, 4), (2, 4, 4), False),
+        ("bij,jk->bik", (2, 3, 4), (4, 5), False),
+        ("...ij,...jk->...ik", (2, 3, 4), (2, 4, 5), False),
+        ("i,j->ij", (3,), (4,), False),
+        ("bij,bkj", (2, 3, 4), (2, 5, 4), False),
+    ],
+)
+def test_an_equation_that_is_a_product_of_matrices_becomes_one(
+    equation: str, one: tuple[int, ...], other: tuple[int, ...], is_product: bool
+) -> None:
+    graph, tensors = fx.Graph(), (torch.randn(one), torch.randn(other))
+    nodes = [graph.placeholder(name) for name in "ab"]
+    for node, tensor in zip(nodes, tensors, strict=True):
+        node.meta["example_value"] = tensor
+    product = graph.call_function(torch.functional.einsum, (equation, *nodes))
+    graph.output(product)
+    multiply_equations(graph)
+    assert (product.target is operator.matmul) == is_product
+    gm = fx.GraphModule({}, graph)
+    assert torch.allclose(gm(*tensors), torch.einsum(equation, *tensors), atol=1e-6)

@@ -192,9 +192,23 @@ class Long(Small):
         return output * torch.full((present[0][0].shape[-2],), 1.5).prod(), present
 
 
-def test_what_still_grows_is_refused_by_its_line() -> None:
-    with pytest.raises(kvpass.UnsupportedGraph, match=r"test_passes\.py:\d+.*still depends on the length"):
-        staged(Long(plain), budget=8, positions="absolute")
+def reads_values(q: Any, k: Any, v: Any, i: Any, j: Any) -> Any:
+    return plain(q, k, v, i, j) + v.mean(2, keepdim=True)
+
+
+def rotates_at_read(q: Any, k: Any, v: Any, i: Any, j: Any) -> Any:
+    return plain(
+        q, torch.stack([k[..., ::2] * j[:, None].cos(), k[..., 1::2] * j[:, None].sin()], -1).flatten(-2), v, i, j
+    )
+
+
+@pytest.mark.parametrize(
+    "model", [Long(plain), Small(reads_values), Small(rotates_at_read)], ids=["size", "values", "keys"]
+)
+def test_what_still_grows_is_refused_by_its_line(model: Any) -> None:
+    lines = r"(test_passes|adversary.models)\.py:\d+"
+    with pytest.raises(kvpass.UnsupportedGraph, match=rf"^[^:]*{lines}: .*still depends on the length"):
+        staged(model, budget=8, positions="absolute")
 
 
 def test_inputs_are_given_slots_first() -> None:

@@ -43,6 +43,7 @@ def train(
         torch.set_num_threads(threads)
     corpus.check_folder_of(out)
     chosen = models.load(model)
+    models.to_device(chosen.model, device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if chosen.tabled and chosen.trained is not None and settings.window >= chosen.trained:
         raise KVPassError(
             f"--window {settings.window}: {model} has positions 0 to {chosen.trained - 1}; choose a smaller window"
@@ -51,7 +52,6 @@ def train(
         settings = dataclasses.replace(settings, ahead=min(settings.ahead, chosen.trained - 1 - settings.window))
     texts = corpus.read(corpus.training_files()) if text is None else [corpus.read_file(text)]
     stream = torch.tensor([token for each in chosen.encode(texts) for token in (chosen.bos, *each)])
-    chosen.model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     checkpoint = out.with_suffix(".checkpoint.pt")
     trained = train_aligner(chosen.model, stream, settings, checkpoint)
     store.save(trained.aligner, out, getattr(torch, dtype))

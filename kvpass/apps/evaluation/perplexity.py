@@ -9,6 +9,7 @@ from itertools import islice
 from typing import ClassVar
 
 from kvpass.apps.evaluation.session import Row, Session
+from kvpass.errors import KVPassError
 
 EVERY = "all files"
 
@@ -36,7 +37,11 @@ class Perplexity:
         return self.tokens
 
     def rows(self, session: Session) -> Iterator[Row]:
-        """Yield a row for each file, and one for all of their tokens together."""
+        """Yield a row for each file of three tokens or more, and one for all of their tokens together.
+
+        Raises:
+            KVPassError: no file is long enough.
+        """
         losses: list[float] = []
         files = ((name, text[: self.tokens - 1]) for name, text in session.texts.items() if len(text) > 2)
         while group := list(islice(files, self.batch)):
@@ -48,6 +53,9 @@ class Perplexity:
                 of_file = (-scored[: len(text) - cut]).tolist()
                 losses += of_file
                 yield _row(name, of_file)
+        if not losses:
+            longest = max(map(len, session.texts.values()), default=0)
+            raise KVPassError(f"a text of {longest} tokens is too short for a perplexity; give more text")
         yield _row(EVERY, losses)
 
     def columns(self, rows: Sequence[Row]) -> Row:

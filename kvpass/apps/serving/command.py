@@ -50,6 +50,9 @@ def main(parsed: argparse.Namespace) -> None:
         server.run()
     if service.engine.failure is not None:
         raise service.engine.failure
+    if service.engine.is_running:
+        logging.shutdown()
+        os._exit(0)  # the interpreter would end the thread inside of C++ code, which aborts the process
 
 
 def config_of(parsed: argparse.Namespace, service: Service) -> uvicorn.Config:

@@ -97,6 +97,11 @@ class Engine:
         self._events, self._warm = asyncio.get_running_loop(), warm
         self._thread.start()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread has not ended; after `stop` it still compiles then."""
+        return self._thread.is_alive()
+
     def check_room(self, count: int) -> None:
         """Raise ApiError: status 429 if `count` more requests are too many, 503 if none can be served."""
         if self.failure is not None:
@@ -141,7 +146,7 @@ class Engine:
         """
         self._stopped.set()
         self._commands.put(lambda: None)
-        if self.ready and self._thread.is_alive():
+        if self.ready and self.is_running:
             await asyncio.to_thread(self._thread.join)
 
     # -- in the thread -----------------------------------------------------------------------------------------------

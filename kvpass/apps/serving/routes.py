@@ -21,7 +21,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvpass.apps.serving.answers import Answer, TextPiece
-from kvpass.apps.serving.schemas import ApiError, ChatFields, CompletionFields, SamplingFields, read
+from kvpass.apps.serving.schemas import ApiError, ChatFields, CompletionFields, SamplingFields, read, read_object
 from kvpass.apps.serving.service import Service
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
@@ -213,7 +213,7 @@ async def _model(service: Service, request: Request) -> Response:
 
 async def _load_model(service: Service, request: Request) -> Response:
     """Answer `transformers chat`, which asks for its model before it talks: the server has one, and waits for it."""
-    name = _json(await _body(service, request)).get("model")
+    name = read_object(await _body(service, request) or b"{}").get("model")
     service.check_model(name)
 
     async def events() -> AsyncIterator[dict[str, str]]:
@@ -225,14 +225,6 @@ async def _load_model(service: Service, request: Request) -> Response:
             yield _event({"status": "ready", "model": name, "cached": True})
 
     return EventSourceResponse(events(), sep="\n")
-
-
-def _json(body: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(body or b"{}")
-    except ValueError as error:
-        raise ApiError(f"the body is not valid JSON: {error}", code="invalid_json") from None
-    return found if isinstance(found, dict) else {}
 
 
 async def _conversation(service: Service, request: Request) -> Response:

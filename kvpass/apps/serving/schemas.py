@@ -178,16 +178,29 @@ def read(body: bytes, fields: type[Fields]) -> Fields:
     Raises:
         ApiError: the body is no JSON object, or a field has a value that is not allowed or is not supported.
     """
-    try:
-        given = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(f"the body is not valid JSON: {error}", code="invalid_json") from None
-    if not isinstance(given, dict):
-        raise ApiError(f"the body must be a JSON object, got {type(given).__name__}", code="invalid_json")
+    given = read_object(body)
     try:
         return fields(**_supported_fields(given, {field.name for field in dataclasses.fields(fields)}))
     except PolicyError as error:
         raise ApiError(str(error), param=str(error).partition("=")[0]) from None
+
+
+def read_object(text: str | bytes, param: str | None = None) -> dict[str, Any]:
+    """Return the JSON object of a body, or of the field `param`.
+
+    Raises:
+        ApiError: the text is no JSON object, or has a string that is no Unicode text.
+    """
+    where = param or "the body"
+    try:
+        given = json.loads(text)
+        json.dumps(given, ensure_ascii=False).encode()  # fails for half of a surrogate pair, which JSON can escape
+    except (ValueError, RecursionError) as error:
+        raise ApiError(f"{where} is not valid JSON: {error}", param=param, code="invalid_json") from None
+    if not isinstance(given, dict):
+        message = f"{where} must be a JSON object, got {type(given).__name__}"
+        raise ApiError(message, param=param, code="invalid_json")
+    return given
 
 
 def _supported_fields(given: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
@@ -218,10 +231,7 @@ def _generation(text: Any) -> dict[str, Any]:
     """Return the fields that a `generation_config`, JSON text of transformers, stands for."""
     if text is None:
         return {}
-    try:
-        config = json.loads(text) if isinstance(text, str) else dict(text)
-    except (ValueError, TypeError) as error:
-        raise ApiError(f"generation_config: is not valid JSON: {error}", param="generation_config") from None
+    config = read_object(text if isinstance(text, str) else json.dumps(text), "generation_config")
     given = {name: value for name, value in config.items() if value is not None and name not in _IGNORED}
     wrong = sorted(given.keys() - _GENERATION.keys())
     if wrong:

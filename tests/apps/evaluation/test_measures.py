@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 
+import kvpass
 from kvpass.apps.evaluation.perplexity import EVERY, Perplexity
 from kvpass.apps.evaluation.recall import RecallMeasure
 from kvpass.apps.evaluation.retrieval import HELD, Needle, Passkey, mentions
@@ -78,6 +79,14 @@ def test_the_first_half_is_the_prompt_if_prompts_are_whole() -> None:
     rows = list(Perplexity().rows(standing))
     assert standing.scored == [([[BOS, 4, 5]], [[6, 7, 8]])]
     assert rows[-1]["tokens"] == 3
+
+
+@pytest.mark.parametrize("texts", [{}, {"a": [], "b": [5, 6]}])
+def test_texts_without_a_token_to_score_are_refused(texts: dict[str, list[int]]) -> None:
+    with pytest.raises(
+        kvpass.KVPassError, match=r"a text of [02] tokens is too short for a perplexity; give more text"
+    ):
+        list(Perplexity().rows(session(texts)))
 
 
 def test_a_stream_begins_anew_where_its_cache_is_emptied() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -67,6 +69,19 @@ def test_what_cannot_be_is_said_before_anything_is_served(
 ) -> None:
     assert cli.main(["serve", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_server_that_is_interrupted_while_it_compiles_ends_quietly() -> None:
+    command = [sys.executable, "-m", "kvpass.apps.cli", "serve", str(models.BUNDLED), "--inner", "eager", "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "running on" in line:
+                break
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read()
+    assert process.returncode == 0, rest
+    assert "terminate" not in rest
 
 
 def test_a_missing_package_is_named_with_its_extra(

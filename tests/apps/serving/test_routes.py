@@ -153,9 +153,11 @@ def test_refusals_have_the_form_of_the_api(
     assert set(error) == {"message", "type", "param", "code"}
 
 
-def test_bodies_that_are_no_json(running: Running) -> None:
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/load_model"])
+@pytest.mark.parametrize("body", [b'{"prompt": ', b"[" * 10_000, b'{"prompt": "\\ud800"}', b"[1]"])
+def test_bodies_that_are_no_json(running: Running, path: str, body: bytes) -> None:
     with running.client() as client:
-        found = client.post("/v1/completions", content=b'{"prompt": ')
+        found = client.post(path, content=body)
     assert (found.status_code, found.json()["error"]["code"]) == (400, "invalid_json")
 
 

@@ -91,6 +91,10 @@ def test_unsupported_fields_pass_if_they_ask_for_nothing(neutral: dict[str, Any]
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0]", "type 'image_url'"),
         ({"generation_config": "{"}, "generation_config", "is not valid JSON"),
         ({"generation_config": '{"num_beams": 4}'}, "generation_config", "num_beams is not supported"),
+        ({"generation_config": "null"}, "generation_config", "must be a JSON object, got NoneType"),
+        ({"generation_config": [1]}, "generation_config", "must be a JSON object, got list"),
+        ({"generation_config": "[" * 100_000}, "generation_config", "is not valid JSON"),
+        ({"generation_config": '{"\\ud800": 1}'}, "generation_config", "is not valid JSON"),
     ],
 )  # fmt: skip
 def test_what_is_refused_is_named(fields: dict[str, Any], param: str | None, message: str) -> None:
@@ -111,7 +115,7 @@ def test_zero_logprobs_of_a_completion_ask_for_something() -> None:
         completion(logprobs=0)
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"\xff", b"[1]", b"null", b"[" * 100_000])
+@pytest.mark.parametrize("body", [b"", b"{", b"\xff", b"[1]", b"null", b"[" * 100_000, b'{"user": "\\ud800"}'])
 def test_bodies_that_are_no_objects(body: bytes) -> None:
     with pytest.raises(ApiError, match=r"the body (is not valid JSON|must be a JSON object)"):
         read(body, ChatFields)

@@ -1,0 +1,171 @@
+"""Check policies outside of kvpass; a mistake in a hook is a PolicyError that names the hook and its line."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from kvpass.arguments import check_class_attribute, require
+from kvpass.errors import KVPassError, PolicyError
+from kvpass.policies.types import Tokens
+
+Hook = Callable[..., Any]
+_CHANGES = ("observe", "observe_chunk", "init_token_state", "project")
+"""Hooks that return changes of the state."""
+HOOKS = (
+    *("score", "victim", "compact", "rescore", "merge_evicted", "align", "bias", "logit_scale", *_CHANGES),
+    *("minimum_budget", "check_budget", "capacity", "for_layer", "plan", "head_classes", "head_counts"),
+    *("clock", "tick", "state", "row_state", "layer_weights", "weights", "scan", "smoothed"),
+)
+"""Names of the hooks that are checked."""
+
+
+def check_hooks(cls: Any) -> None:
+    """Replace the hooks of a class by checked ones."""
+    for name in HOOKS:
+        if callable(hook := cls.__dict__.get(name)):
+            setattr(cls, name, _checked(f"{cls.__qualname__}.{name}", name, hook))
+
+
+def check_policy(policy: Any) -> None:
+    """Check the attributes of a policy's class, and that its options are fields whose values are hashable.
+
+    Raises:
+        PolicyError: an attribute or an option is missing, or has a value that is not allowed.
+    """
+    cls = type(policy)
+    for name in ("name", "heads", "positions", "statistics", "shardable"):
+        check_class_attribute(cls, name)
+    for base in cls.__mro__:
+        if "__dataclass_fields__" not in base.__dict__:
+            annotated = inspect.get_annotations(base).items()
+            ignored = [name for name, given in annotated if "ClassVar" not in str(given)]
+            if ignored:
+                raise PolicyError(
+                    f"{base.__qualname__}: {ignored[0]!r} is no option, as the class is no dataclass: put "
+                    "@dataclasses.dataclass(frozen=True) before it"
+                )
+    for field in dataclasses.fields(cls):
+        value = getattr(policy, field.name)
+        require(_is_hashable(value), field.name, value, "must be hashable: a tuple in place of a list or a dict")
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _checked(title: str, name: str, hook: Hook) -> Hook:
+    """Return a hook that raises PolicyError for its own errors, for wrong results, and for writes to its arguments."""
+
+    @functools.wraps(hook)
+    def call(policy: Any, *given: Any, **named: Any) -> Any:
+        before = _versions([*given, *named.values()])
+        try:
+            result = hook(policy, *given, **named)
+        except (KVPassError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            why = f"it fails with {type(error).__name__}: {error}"
+            if "DataDependent" in type(error).__name__:
+                why = (
+                    "it reads a tensor on the host (.item(), .tolist(), `if tensor:`), and hooks are traced: use where"
+                )
+            elif "NoneType" in str(error):
+                why += " (a field of Attention is None unless `statistics` lists it)"
+            raise PolicyError(f"{title}: {_line(hook, error)}: {why}") from error
+        wrong = "it writes to a tensor that it was given" if _versions([*given, *named.values()]) != before else ""
+        wrong = wrong or _wrong_result(policy, name, given, result)
+        if wrong:
+            raise PolicyError(f"{title}: {_line(hook)}: {wrong}")
+        return result
+
+    return call
+
+
+def _line(hook: Any, error: Exception | None = None) -> str:
+    """Return the line of a hook at which an error was raised, or its first line."""
+    code = hook.__code__
+    frames = traceback.extract_tb(error.__traceback__) if error is not None else []
+    lines = [frame.lineno for frame in frames if frame.filename == code.co_filename]
+    return f"{code.co_filename}:{lines[-1] if lines else code.co_firstlineno}"
+
+
+def _versions(given: list[Any]) -> list[int]:
+    """Return counters of the writes to tensors, also in fields of dataclasses; those of inference mode have none."""
+    values: Any = [vars(each) if dataclasses.is_dataclass(each) else each for each in given]
+    leaves = optree.tree_leaves(values)
+    return [each._version for each in leaves if isinstance(each, Tensor) and not each.is_inference()]
+
+
+def _wrong_result(policy: Any, name: str, given: tuple[Any, ...], result: Any) -> str:
+    """Describe what is wrong with the result of a hook; return "" if nothing is."""
+    if name == "state":
+        return "" if _maps(result, torch.dtype) else f"it returned {result!r}, not a dict of names and dtypes of torch"
+    if name == "row_state":
+        return "" if _maps(result, (int, float)) else f"it returned {result!r}, not a dict of names and numbers"
+    if name == "minimum_budget":
+        return "" if isinstance(result, int) else f"it returned {result!r}, not a number of tokens"
+    if name == "init_token_state":
+        batch, heads, count, _ = given[0].shape
+        return _wrong_changes(policy, (batch, 1 if policy.heads == "shared" else heads, count), result)
+    if not given or not isinstance(given[0], Tokens):
+        return ""
+    shape = tuple(given[0].position.shape)
+    if name in _CHANGES:
+        return _wrong_changes(policy, shape, result)
+    if name == "score":
+        return _wrong_tensor(result, "int64 or float32 [B, H', N]", shape, lambda dtype: dtype != torch.bool)
+    if name == "victim":
+        return _wrong_tensor(result, "int64 [B, H']", shape[:-1], lambda dtype: dtype == torch.int64)
+    if name != "compact":
+        return ""
+    if not (isinstance(result, tuple) and len(result) == 2):
+        return f"it returned a {type(result).__name__}, not a pair: which tokens stay, and the changes of the state"
+    stays = _wrong_tensor(result[0], "bool [B, H', N]", shape, lambda dtype: dtype == torch.bool)
+    return stays or _wrong_changes(policy, shape, result[1])
+
+
+def _wrong_changes(policy: Any, shape: tuple[Any, ...], changes: Any) -> str:
+    """Return what is wrong with changes of the state of tokens of a shape [B, H', N]."""
+    if not isinstance(changes, dict):
+        return f"it returned a {type(changes).__name__}, not a dict of changes of the state"
+    dtypes = policy.state()
+    numbers = {name: torch.tensor(number).dtype for name, number in policy.row_state().items()}
+    for name, value in changes.items():
+        known = dtypes.get(name, numbers.get(name))
+        if known is None:
+            return f"it changes {name!r}, and the entries of the state are {[*dtypes, *numbers]}"
+        size = (*shape[:-1], 1) if name in numbers else shape
+        if isinstance(value, Tensor) and value.ndim == 3 and value.shape[1] == 1:
+            size = (size[0], 1, size[2])  # the same for all heads
+        if wrong := _wrong_tensor(value, f"{known} for {name!r}", size, functools.partial(_can_become, known)):
+            return wrong
+    return ""
+
+
+def _can_become(wanted: torch.dtype, given: torch.dtype) -> bool:
+    return torch.can_cast(given, wanted)
+
+
+def _wrong_tensor(value: Any, kind: str, shape: tuple[Any, ...], fits: Callable[[torch.dtype], bool]) -> str:
+    if not isinstance(value, Tensor):
+        return f"it returned a {type(value).__name__}, not a tensor: {kind}, here {shape}"
+    if tuple(value.shape) != shape or not fits(value.dtype):
+        return f"it returned {value.dtype} of shape {tuple(value.shape)}, not {kind}, here {shape}"
+    return ""
+
+
+def _maps(value: Any, kind: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(k, str) and isinstance(v, kind) for k, v in value.items())

@@ -1,0 +1,128 @@
+"""Mistakes in a policy of a user's own are reported by the hook and its line, wherever it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import kvpass
+from kvpass.policies import base
+from kvpass.policies.h2o import H2O
+from kvpass.policies.hook_checks import HOOKS
+from tests.models import build, force, prompt
+
+STATE: dict[str, Any] = {"state": lambda self: {"sum": torch.float32}}
+
+
+def policy(**body: Any) -> type[base.Policy]:
+    """A class of a policy that ranks by position, with other hooks and attributes."""
+    body = {"name": "mine", "score": lambda self, tokens: tokens.position, **body}
+    return dataclasses.dataclass(frozen=True)(type("Mine", (base.Policy,), {"__module__": __name__, **body}))
+
+
+def simulated(made: base.Policy) -> torch.Tensor:
+    drawn = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 14, 8, generator=drawn) for heads in (4, 2, 2))
+    return kvpass.simulate(made, q, k, v, prompt=9, budget=6, compiled=True).positions
+
+
+def run(made: base.Policy) -> Any:
+    ids, mask = prompt(2, 14, (3, 0))
+    return force(build("Llama", layers=1), ids, mask, [9, 1, 1, 3], policy=made, budget=6, inner="eager")
+
+
+HOOK_MISTAKES: list[tuple[str, Callable[..., Any], dict[str, Any], str]] = [
+    ("score", lambda self, tokens: tokens.position.sum(-1), {}, r"returned torch.int64 of shape \(1, 1\), not int64"),
+    ("score", lambda self, tokens: tokens.position[..., 1:], {}, r"of shape \(1, 1, 8\), not .*, here \(1, 1, 9\)"),
+    ("score", lambda self, tokens: tokens.position > 3, {}, "returned torch.bool"),
+    ("score", lambda self, tokens: None, {}, "returned a NoneType, not a tensor"),
+    ("score", lambda self, tokens: tokens.positions, {}, "fails with AttributeError: 'Tokens' object has no"),
+    ("score", lambda self, tokens: tokens.state["mass"], {}, "fails with KeyError: 'mass'"),
+    ("score", lambda self: 1, {}, "fails with TypeError"),
+    ("score", lambda self, tokens: tokens.position.mul_(-1), {}, "writes to a tensor that it was given"),
+    ("victim", lambda self, tokens: tokens.position.argmin(-1, keepdim=True), {}, r"not int64 \[B, H'\]"),
+    ("compact", lambda self, tokens: tokens.live, {}, "returned a Tensor, not a pair"),
+    ("compact", lambda self, tokens: (tokens.position, {}), {}, "not bool"),
+    ("observe", lambda self, tokens, attention: {"sun": tokens.position}, STATE, r"changes 'sun'.* are \['sum'\]"),
+    ("observe", lambda self, tokens, attention: {"sum": attention.last}, {**STATE, "statistics": frozenset({"last"})},
+     r"shape \(1, 2, 2, 9\), not torch.float32 for 'sum', here \(1, 1, 9\)"),
+    ("observe", lambda self, tokens, attention: {"sum": attention.last.sum(1)}, STATE, "None unless `statistics`"),
+    ("observe", lambda self, tokens, attention: tokens.position, STATE, "not a dict of changes"),
+    ("init_token_state", lambda self, key, value: {"sum": value.norm(dim=-1)}, STATE, r"here \(1, 1, 9\)"),
+    ("init_token_state", lambda self, key, value: {"sum": value[:, :1, :, 0].cfloat()}, STATE, "torch.complex"),
+    ("state", lambda self: ["sum"], {}, "not a dict of names and dtypes"),
+    ("row_state", lambda self: {"sum": "0"}, {}, "not a dict of names and numbers"),
+    ("minimum_budget", lambda self: "4", {}, "not a number of tokens"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "hook", "more", "said"), HOOK_MISTAKES, ids=lambda each: each if each in HOOKS else ""
+)
+def test_mistakes_of_hooks_are_reported_by_their_lines(
+    name: str, hook: Callable[..., Any], more: dict[str, Any], said: str
+) -> None:
+    line = f"{__file__}:{hook.__code__.co_firstlineno}"
+    with pytest.raises(kvpass.PolicyError, match=said) as refused:
+        simulated(policy(**{**more, name: hook})())
+    assert str(refused.value).startswith(f"Mine.{name}: {line}: ")
+
+
+def test_reads_on_the_host_are_reported_where_a_model_is_traced() -> None:
+    def score(self: Any, tokens: base.Tokens) -> torch.Tensor:
+        return tokens.position if tokens.position.max() > 3 else -tokens.position
+
+    with pytest.raises(kvpass.PolicyError, match=rf"score: {__file__}:\d+: it reads a tensor on the host"):
+        run(policy(score=score)())
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"name": 7}, "Mine.name=7: must be a string"),
+        ({"heads": "all"}, "Mine.heads='all': must be 'shared' or 'kv'"),
+        ({"positions": "relative"}, "Mine.positions='relative': must be"),
+        ({"statistics": {"total"}}, "Mine.statistics={'total'}: must be a frozenset, each item 'total'"),
+        ({"statistics": frozenset({"sum"})}, "Mine.statistics=.*: must be a frozenset, each item 'total'"),
+        ({"spreads": True}, "Mine.spreads=True: must be"),
+        ({"keep": dataclasses.field(default_factory=list), "__annotations__": {"keep": "list"}}, "keep=.*hashable"),
+    ],
+    ids=lambda each: str(next(iter(each))) if isinstance(each, dict) else "",
+)
+def test_attributes_and_options_are_checked(body: dict[str, Any], said: str) -> None:
+    with pytest.raises(kvpass.PolicyError, match=said):
+        policy(**body)()
+
+
+def test_a_policy_without_a_name_or_a_score_is_refused() -> None:
+    with pytest.raises(kvpass.PolicyError, match="Nameless: its attribute `name` is missing"):
+        type("Nameless", (base.Policy,), {"__module__": __name__})()
+    with pytest.raises(kvpass.PolicyError, match="needs a `score`, and this one has none"):
+        simulated(policy(score=base.Policy.score)())
+
+
+def test_a_default_that_no_dataclass_reads_is_refused() -> None:
+    """The dataclass that it derives from would set its own default."""
+    cls = type("Heavier", (H2O,), {"__module__": __name__, "__annotations__": {"heavy": "float"}, "heavy": 0.9})
+    with pytest.raises(kvpass.PolicyError, match="Heavier: 'heavy' is no option, as the class is no dataclass"):
+        cls()
+
+
+def test_an_entry_of_the_state_with_the_name_of_a_buffer_is_refused() -> None:
+    with pytest.raises(kvpass.PolicyError, match="Mine: its state cannot have an entry 'key'"):
+        simulated(policy(state=lambda self: {"key": torch.float32})())
+
+
+def test_a_checked_policy_keeps_the_same_tokens() -> None:
+    body = {name: hook for name, hook in vars(H2O).items() if not name.startswith("__")}
+    made = dataclasses.dataclass(frozen=True)(
+        type("Copy", (base.Policy,), {**body, "__module__": __name__, "__annotations__": inspect.get_annotations(H2O)})
+    )
+    assert hasattr(made.score, "__wrapped__")
+    assert not hasattr(H2O.score, "__wrapped__")
+    assert torch.equal(simulated(made()), simulated(H2O()))
