@@ -321,7 +321,7 @@ def moving_averages(blocks: Iterable[Tensor], valid: Tensor, decay: float) -> It
 
 
 def _decays_of(real: Tensor, decay: float, dtype: torch.dtype) -> Sequence[Any]:
-    """Return the decay of each query: a number, or [B, 1, 1] with 1 for padding if some queries are padding."""
+    """Return the decay of each query: a number, or [B, 1, 1] where rows have padding, which decays nothing."""
     if real.all():  # an operation with a number takes half as long
         return [decay] * real.shape[1]
     decays = torch.full_like(real, decay, dtype=dtype).masked_fill(~real, 1)

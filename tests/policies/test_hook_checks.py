@@ -89,7 +89,7 @@ def test_reads_on_the_host_are_reported_where_a_model_is_traced() -> None:
         ({"positions": "relative"}, "Mine.positions='relative': must be"),
         ({"statistics": {"total"}}, "Mine.statistics={'total'}: must be a frozenset, each item 'total'"),
         ({"statistics": frozenset({"sum"})}, "Mine.statistics=.*: must be a frozenset, each item 'total'"),
-        ({"spreads": True}, "Mine.spreads=True: must be"),
+        ({"shardable": True}, "Mine.shardable=True: must be"),
         ({"keep": dataclasses.field(default_factory=list), "__annotations__": {"keep": "list"}}, "keep=.*hashable"),
     ],
     ids=lambda each: str(next(iter(each))) if isinstance(each, dict) else "",
