@@ -120,14 +120,14 @@ def check_fields(made: Any) -> None:
         object.__setattr__(made, field.name, _value(field.name, getattr(made, field.name), check))
 
 
-def check_class_attribute(cls: Any, name: str) -> None:
-    """Check an attribute of a class against the annotation of the base class that declares it.
+def check_class_attribute(cls: Any, name: str, base: Any) -> None:
+    """Check an attribute of a class against the annotation, a ClassVar, of the base class that declares it.
 
     Raises:
         PolicyError: the class has no such attribute, or one that its annotation does not allow.
     """
     try:
-        _value(f"{cls.__qualname__}.{name}", getattr(cls, name), _class_attribute_check(cls, name))
+        _value(f"{cls.__qualname__}.{name}", getattr(cls, name), _class_attribute_check(base, name))
     except AttributeError:
         raise PolicyError(f"{cls.__qualname__}: its attribute `{name}` is missing") from None
 
@@ -182,9 +182,7 @@ def _field_annotation(cls: type[Any], name: str) -> Any:
 
 @functools.cache
 def _class_attribute_check(cls: Any, name: str) -> _Check:
-    """Return the check of a class attribute by the first of the bases that annotates it, the outermost one."""
-    owner = [base for base in cls.__mro__ if name in inspect.get_annotations(base)][-1]
-    (annotation,) = typing.get_args(typing.get_type_hints(owner, include_extras=True)[name])
+    (annotation,) = typing.get_args(typing.get_type_hints(cls, include_extras=True)[name])
     return _check(annotation)
 
 

@@ -337,6 +337,9 @@ def empty_state(layout: Layout) -> State:
         PolicyError: an entry has the name of another tensor of the slots.
     """
     own, taken = {**layout.policy.state(), **layout.policy.row_state()}, {*READ_ONLY_STATE, *Slots.__annotations__}
+    taken |= {f"key_{part}" for part in layout.key_format.names} | {
+        f"value_{part}" for part in layout.value_format.names
+    }
     if used := sorted(own.keys() & taken):
         raise PolicyError(f"{type(layout.policy).__qualname__}: its state cannot have an entry {used[0]!r}: rename it")
     shape, device = (layout.batch, layout.groups), layout.device

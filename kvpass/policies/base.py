@@ -15,7 +15,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import inspect
 import itertools
+import operator
 import warnings
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -106,16 +108,18 @@ class Policy:
     cache_positions_refusal: ClassVar[str] = ""
     needs_weights: ClassVar[bool] = False
 
-    def __init_subclass__(cls, **options: Any) -> None:
+    def __init_subclass__(cls, **arguments: Any) -> None:
         """Accept hooks by their old names, with a warning, and check those of classes outside of kvpass."""
-        super().__init_subclass__(**options)
+        super().__init_subclass__(**arguments)
+        options = inspect.get_annotations(cls)
         for old, new in RENAMED_HOOKS.items():
-            if old in cls.__dict__:
+            if old in cls.__dict__ or old in options:
                 message = f"{cls.__qualname__}.{old}: this hook of policies is called {new!r} now"
                 warnings.warn(message, DeprecationWarning, stacklevel=2)
-                setattr(cls, new, cls.__dict__[old])
+                is_field = old in options and "ClassVar" not in str(options[old])
+                setattr(cls, new, property(operator.attrgetter(old)) if is_field else cls.__dict__[old])
         if not cls.__module__.startswith("kvpass."):
-            check_hooks(cls)
+            check_hooks(cls, Policy)
 
     def __post_init__(self) -> None:
         """Check the options, those of derived classes too, against their annotations.
@@ -124,7 +128,7 @@ class Policy:
             PolicyError: an option has a value that is not allowed.
         """
         check_fields(self)
-        check_policy(self)
+        check_policy(self, Policy)
         means_nothing = f"means nothing for {self.name!r}: {self.keep_prompt_refusal}"
         require(not (self.keep_prompt and self.keep_prompt_refusal), "keep_prompt", self.keep_prompt, means_nothing)
         why = self._why_no_interval if self.interval > 1 else ""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import numbers
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import optree
@@ -20,42 +21,51 @@ from kvpass.policies.types import Tokens
 Hook = Callable[..., Any]
 _CHANGES = ("observe", "observe_chunk", "init_token_state", "project")
 """Hooks that return changes of the state."""
+_ON_HOST = ("minimum_budget", "check_budget", "capacity", "for_layer", "clock", "tick", "state", "row_state")
+"""Hooks that take numbers; some run for each row at each step."""
+_MARK = "checked_by_kvpass"
 HOOKS = (
     *("score", "victim", "compact", "rescore", "merge_evicted", "align", "bias", "logit_scale", *_CHANGES),
-    *("minimum_budget", "check_budget", "capacity", "for_layer", "plan", "head_classes", "head_counts"),
-    *("clock", "tick", "state", "row_state", "layer_weights", "weights", "scan", "smoothed"),
+    *("plan", "head_classes", "head_counts", "layer_weights", "weights", "scan", "smoothed", *_ON_HOST),
 )
 """Names of the hooks that are checked."""
 
 
-def check_hooks(cls: Any) -> None:
-    """Replace the hooks of a class by checked ones."""
+def check_hooks(cls: Any, policy: Any) -> None:
+    """Replace the methods of a class that are hooks by checked ones, except those of `policy`, the base class."""
     for name in HOOKS:
-        if callable(hook := cls.__dict__.get(name)):
+        hook = cls.__dict__.get(name)
+        if inspect.isfunction(hook) and hook is not getattr(policy, name, None) and not hasattr(hook, _MARK):
             setattr(cls, name, _checked(f"{cls.__qualname__}.{name}", name, hook))
 
 
-def check_policy(policy: Any) -> None:
+def check_policy(made: Any, policy: Any) -> None:
     """Check the attributes of a policy's class, and that its options are fields whose values are hashable.
+
+    Args:
+        policy: the base class, which declares the attributes.
 
     Raises:
         PolicyError: an attribute or an option is missing, or has a value that is not allowed.
     """
-    cls = type(policy)
+    cls = type(made)
     for name in ("name", "heads", "positions", "statistics", "shardable"):
-        check_class_attribute(cls, name)
-    for base in cls.__mro__:
+        if not isinstance(getattr(cls, name, None), (property, functools.cached_property)):
+            check_class_attribute(cls, name, policy)
+    declared = {name for name, given in inspect.get_annotations(policy).items() if "ClassVar" in str(given)}
+    for base in (base for base in cls.__mro__ if issubclass(base, policy)):
         if "__dataclass_fields__" not in base.__dict__:
             annotated = inspect.get_annotations(base).items()
-            ignored = [name for name, given in annotated if "ClassVar" not in str(given)]
+            ignored = [name for name, given in annotated if "ClassVar" not in str(given) and name not in declared]
             if ignored:
                 raise PolicyError(
                     f"{base.__qualname__}: {ignored[0]!r} is no option, as the class is no dataclass: put "
                     "@dataclasses.dataclass(frozen=True) before it"
                 )
     for field in dataclasses.fields(cls):
-        value = getattr(policy, field.name)
-        require(_is_hashable(value), field.name, value, "must be hashable: a tuple in place of a list or a dict")
+        if field.init and (field.compare if field.hash is None else field.hash):
+            value = getattr(made, field.name)
+            require(_is_hashable(value), field.name, value, "must be hashable: a tuple in place of a list or a dict")
 
 
 def _is_hashable(value: Any) -> bool:
@@ -69,9 +79,11 @@ def _is_hashable(value: Any) -> bool:
 def _checked(title: str, name: str, hook: Hook) -> Hook:
     """Return a hook that raises PolicyError for its own errors, for wrong results, and for writes to its arguments."""
 
+    versions = _no_versions if name in _ON_HOST else _versions
+
     @functools.wraps(hook)
     def call(policy: Any, *given: Any, **named: Any) -> Any:
-        before = _versions([*given, *named.values()])
+        before = versions(given, named)
         try:
             result = hook(policy, *given, **named)
         except (KVPassError, MemoryError, torch.OutOfMemoryError):
@@ -85,26 +97,31 @@ def _checked(title: str, name: str, hook: Hook) -> Hook:
             elif "NoneType" in str(error):
                 why += " (a field of Attention is None unless `statistics` lists it)"
             raise PolicyError(f"{title}: {_line(hook, error)}: {why}") from error
-        wrong = "it writes to a tensor that it was given" if _versions([*given, *named.values()]) != before else ""
+        wrong = "it writes to a tensor that it was given" if versions(given, named) != before else ""
         wrong = wrong or _wrong_result(policy, name, given, result)
         if wrong:
             raise PolicyError(f"{title}: {_line(hook)}: {wrong}")
         return result
 
+    setattr(call, _MARK, True)
     return call
 
 
 def _line(hook: Any, error: Exception | None = None) -> str:
     """Return the line of a hook at which an error was raised, or its first line."""
-    code = hook.__code__
+    code = getattr(inspect.unwrap(hook), "__code__", hook.__code__)  # of the hook, not of a decorator
     frames = traceback.extract_tb(error.__traceback__) if error is not None else []
     lines = [frame.lineno for frame in frames if frame.filename == code.co_filename]
     return f"{code.co_filename}:{lines[-1] if lines else code.co_firstlineno}"
 
 
-def _versions(given: list[Any]) -> list[int]:
+def _no_versions(given: Sequence[Any], named: Mapping[str, Any]) -> list[int]:
+    return []
+
+
+def _versions(given: Sequence[Any], named: Mapping[str, Any]) -> list[int]:
     """Return counters of the writes to tensors, also in fields of dataclasses; those of inference mode have none."""
-    values: Any = [vars(each) if dataclasses.is_dataclass(each) else each for each in given]
+    values: Any = [vars(each) if dataclasses.is_dataclass(each) else each for each in (*given, *named.values())]
     leaves = optree.tree_leaves(values)
     return [each._version for each in leaves if isinstance(each, Tensor) and not each.is_inference()]
 
@@ -116,8 +133,8 @@ def _wrong_result(policy: Any, name: str, given: tuple[Any, ...], result: Any) -
     if name == "row_state":
         return "" if _maps(result, (int, float)) else f"it returned {result!r}, not a dict of names and numbers"
     if name == "minimum_budget":
-        return "" if isinstance(result, int) else f"it returned {result!r}, not a number of tokens"
-    if name == "init_token_state":
+        return "" if isinstance(result, numbers.Real) else f"it returned {result!r}, not a number of tokens"
+    if name == "init_token_state" and given:
         batch, heads, count, _ = given[0].shape
         return _wrong_changes(policy, (batch, 1 if policy.heads == "shared" else heads, count), result)
     if not given or not isinstance(given[0], Tokens):
@@ -131,7 +148,7 @@ def _wrong_result(policy: Any, name: str, given: tuple[Any, ...], result: Any) -
         return _wrong_tensor(result, "int64 [B, H']", shape[:-1], lambda dtype: dtype == torch.int64)
     if name != "compact":
         return ""
-    if not (isinstance(result, tuple) and len(result) == 2):
+    if not (isinstance(result, (tuple, list)) and len(result) == 2):
         return f"it returned a {type(result).__name__}, not a pair: which tokens stay, and the changes of the state"
     stays = _wrong_tensor(result[0], "bool [B, H', N]", shape, lambda dtype: dtype == torch.bool)
     return stays or _wrong_changes(policy, shape, result[1])
@@ -156,7 +173,7 @@ def _wrong_changes(policy: Any, shape: tuple[Any, ...], changes: Any) -> str:
 
 
 def _can_become(wanted: torch.dtype, given: torch.dtype) -> bool:
-    return torch.can_cast(given, wanted)
+    return wanted == torch.bool or torch.can_cast(given, wanted)
 
 
 def _wrong_tensor(value: Any, kind: str, shape: tuple[Any, ...], fits: Callable[[torch.dtype], bool]) -> str:

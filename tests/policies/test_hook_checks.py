@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -126,3 +126,75 @@ def test_a_checked_policy_keeps_the_same_tokens() -> None:
     assert hasattr(made.score, "__wrapped__")
     assert not hasattr(H2O.score, "__wrapped__")
     assert torch.equal(simulated(made()), simulated(H2O()))
+
+
+class Named(Protocol):
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Unusual(base.Policy, Named):
+    """What Python allows: a field that is set later, one that is no part of the hash, and a property."""
+
+    last: bool = True
+    table: Any = dataclasses.field(init=False)
+    memo: dict[str, int] = dataclasses.field(default_factory=dict, init=False, compare=False)
+    name = "unusual"
+    tick = base.Policy.tick
+    bias = base.Policy.bias
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "table", (1, 2))
+
+    @property
+    def statistics(self) -> frozenset[str]:  # type: ignore[override]
+        return frozenset({"last"}) if self.last else frozenset()
+
+    @staticmethod
+    def state() -> dict[str, torch.dtype]:  # type: ignore[override]
+        return {"met": torch.bool}
+
+    def init_token_state(self, key: torch.Tensor, value: torch.Tensor) -> Any:
+        return super().init_token_state(key=key, value=value)
+
+    def observe(self, tokens: base.Tokens, attention: base.Attention) -> Any:
+        return {"met": torch.ones_like(tokens.position)}
+
+    @staticmethod
+    def score(tokens: base.Tokens) -> torch.Tensor:  # type: ignore[override]
+        return tokens.position
+
+    def compact(self, tokens: base.Tokens) -> Any:
+        return list(super().compact(tokens))
+
+
+def test_what_python_allows_is_no_mistake() -> None:
+    made = Unusual(interval=2)
+    assert not made.biases
+    assert simulated(made)[-1, 0, 0].max() == 13
+
+
+def test_a_hook_with_a_decorator_is_reported_by_its_own_line() -> None:
+    @torch.no_grad()
+    def score(self: Any, tokens: base.Tokens) -> None:
+        return None
+
+    with pytest.raises(kvpass.PolicyError, match=rf"score: {__file__}:\d+: it returned a NoneType"):
+        simulated(policy(score=score)())
+
+
+def test_hooks_are_checked_once() -> None:
+    made = policy()
+    again = dataclasses.dataclass(frozen=True)(
+        type("Again", (made,), {"__module__": __name__, "score": vars(made)["score"]})
+    )
+    assert vars(again)["score"] is vars(made)["score"]
+
+
+def test_an_entry_of_the_state_with_the_name_of_a_scale_is_refused_where_there_are_scales() -> None:
+    made = policy(state=lambda self: {"key_scale": torch.float32})()
+    simulated(made)
+    model = kvpass.compile(build("Llama", layers=1), made, budget=6, inner="eager", kv_dtype="int8")
+    with pytest.raises(kvpass.PolicyError, match="cannot have an entry 'key_scale'"), torch.no_grad():
+        model(prompt(1, 9, ())[0], use_cache=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import ClassVar
 
 import pytest
@@ -72,7 +73,14 @@ def test_hooks_by_their_old_names_work_with_a_warning(old: str, new: str) -> Non
     hook = getattr(ValueNorm, new, protocols.Merging.merge_evicted)
     with pytest.warns(DeprecationWarning, match=f"Old.{old}: this hook of policies is called '{new}' now"):
         made = type("Old", (ValueNorm,), {old: hook})
-    assert getattr(made.__dict__[new], "__wrapped__", made.__dict__[new]) is hook
+    assert inspect.unwrap(made.__dict__[new]) is inspect.unwrap(hook)
+
+
+def test_an_option_by_the_old_name_of_a_hook_is_read_as_the_hook() -> None:
+    body = {"__module__": __name__, "__annotations__": {"observation": int}, "observation": 4}
+    with pytest.warns(DeprecationWarning, match=r"Old.observation: .* called 'observation_window' now"):
+        old = dataclasses.dataclass(frozen=True)(type("Old", (ValueNorm,), body))
+    assert (old().observation_window, old(observation=16).observation_window) == (4, 16)
 
 
 def test_a_policy_of_old_names_keeps_the_same_tokens() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
 import os
 from pathlib import Path
@@ -46,13 +45,22 @@ def main(parsed: argparse.Namespace) -> None:
         server.should_exit = True
 
     service.engine.on_failure = leave
-    with contextlib.suppress(KeyboardInterrupt):  # which uvicorn raises again when all is done
+    failed: SystemExit | None = None
+    try:
         server.run()
+    except KeyboardInterrupt:
+        pass  # uvicorn raises it again when all is done
+    except SystemExit as error:  # uvicorn cannot listen, and has said why
+        failed = error
     if service.engine.failure is not None:
         raise service.engine.failure
     if service.engine.is_running:
         logging.shutdown()
-        os._exit(0)  # the interpreter would end the thread inside of C++ code, which aborts the process
+        os._exit(
+            1 if failed else 0
+        )  # the interpreter would end the thread inside of C++ code, which aborts the process
+    if failed is not None:
+        raise failed
 
 
 def config_of(parsed: argparse.Namespace, service: Service) -> uvicorn.Config:

@@ -104,7 +104,7 @@ class ConversationStore:
             for path in sorted(folder.glob("*.json"), key=os.path.getmtime):
                 self._all[path.stem] = KeptConversation(path.stem, **json.loads(path.read_text(encoding="utf-8")))
             # A server that ended while it wrote or deleted a conversation left caches without notes.
-            _remove_caches(folder, [self._cache_of(each) for each in self._all.values()])
+            _remove_caches(folder, {self._cache_of(each) for each in self._all.values()})
         except (OSError, ValueError, TypeError) as error:
             raise KVPassError(f"cannot read the conversations in {folder}: {path.name}: {error}") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -82,6 +83,18 @@ def test_a_server_that_is_interrupted_while_it_compiles_ends_quietly() -> None:
         rest = process.stderr.read()
     assert process.returncode == 0, rest
     assert "terminate" not in rest
+
+
+def test_a_port_in_use_is_an_error_while_the_model_compiles() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        command = ["-m", "kvpass.apps.cli", "serve", str(models.BUNDLED), "--inner", "eager"]
+        command += ["--port", str(taken.getsockname()[1])]
+        done = subprocess.run([sys.executable, *command], stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert "address already in use" in done.stderr
+    assert "terminate" not in done.stderr
 
 
 def test_a_missing_package_is_named_with_its_extra(
