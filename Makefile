@@ -50,8 +50,8 @@ PROPERTIES := tests/diagnostics/test_simulate.py tests/test_chunks_and_padding.p
 # Of slow tests with many cases a few, spread evenly, and more examples of properties, which takes half an hour on two
 # cores; `make whole` runs all cases of all tests, in two and a half.  The seed is fixed: a run can be repeated.
 slow: $(INSTALLED)
-	$(PYTEST) -rs --dist worksteal -m slow --some
 	KVPASS_EXAMPLES=40 $(PYTEST) -rs --dist worksteal --hypothesis-seed=0 $(PROPERTIES)
+	$(PYTEST) -rs --dist worksteal -m slow --some
 
 # On the oldest versions that pyproject.toml allows, in an environment of their own: what depends most on torch and
 # transformers, and one policy of each kind (which docs/testing.md lists).

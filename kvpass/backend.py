@@ -231,7 +231,7 @@ class Backend(Compiler):
 
 def _refusal(error: Exception) -> Callable[..., Any]:
     def refuse(*_: Any) -> Any:
-        raise error
+        raise error.with_traceback(None)  # which would hold the frames of the compilation, and of every call
 
     return refuse
 

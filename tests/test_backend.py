@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import traceback
 from typing import Any
 
 import pytest
@@ -109,6 +110,16 @@ def test_attention_that_cannot_be_rewritten_is_refused_with_its_line() -> None:
     with pytest.raises(kvpass.UnsupportedGraph, match=r"test_backend.py:\d+: .*torch.cat"):
         loop(compiled, ids)
     assert torch.equal(loop(model, ids), expected)  # uncompiled, the model still runs
+
+
+def test_a_refusal_that_is_raised_again_holds_no_frames_of_earlier_calls() -> None:
+    compiled = torch.compile(Tiny("of a new kind").eval(), backend=kvpass.backend("window", budget=8, inner="eager"))
+    frames = []
+    for _ in range(3):
+        with pytest.raises(kvpass.UnsupportedGraph, match="torch.cat") as refused:
+            loop(compiled, torch.zeros(2, 12, dtype=torch.int64))
+        frames.append(len([*traceback.walk_tb(refused.value.__traceback__)]))
+    assert frames[1] == frames[2]
 
 
 def test_not_strict_leaves_it_and_warns() -> None:

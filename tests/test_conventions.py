@@ -87,6 +87,21 @@ def test_names_in_docstrings_exist() -> None:
     assert found == []
 
 
+def test_errors_in_docstrings_exist() -> None:
+    trees = _package()
+    nodes = [node for tree in trees.values() for node in ast.walk(tree)]
+    known = {*dir(builtins), *(node.name for node in nodes if isinstance(node, ast.ClassDef))}
+    found = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path, tree in trees.items()
+        for text in _docstrings(tree)
+        for entries in re.findall(r"Raises:\n((?: +\S.*\n)+)", text.value)
+        for name in re.findall(r"^ +([A-Z][A-Za-z]+):", entries, re.MULTILINE)
+        if name not in known
+    ]
+    assert found == []
+
+
 class _Names:
     """The names of the package's modules, to look up what docstrings quote."""
 

@@ -124,10 +124,10 @@ def _select_rows(operation: str, handle: Handle, argument: Any, apply: Callable[
     return handle_like(handle, handle.cache.select(operation, argument, handle.part, apply))
 
 
-def _index_select(handle: Handle, dim: int, index: Tensor) -> Handle:
+def _index_select(input: Handle, dim: int, index: Tensor) -> Handle:
     if dim != 0:
         raise CacheHandleError(f"index_select over dimension {dim} of a cache: only rows (dimension 0) can be picked")
-    return _select_rows("index_select", handle, index, lambda tensor: tensor.index_select(0, index.to(tensor.device)))
+    return _select_rows("index_select", input, index, lambda tensor: tensor.index_select(0, index.to(tensor.device)))
 
 
 def _getitem(handle: Handle, index: Any) -> Handle | Row:
@@ -202,6 +202,14 @@ def _to(handle: Handle, *args: Any, **kwargs: Any) -> Handle:
     return _select_rows("to", handle, str(target.device), lambda tensor: tensor.to(target.device))
 
 
+def _type(handle: Handle, dtype: Any = None, *_: Any, **__: Any) -> str:
+    """Return the name of the tensor's type; a cache is not converted to another one."""
+    if dtype is not None:
+        raise CacheHandleError(f"a cache of kvpass in {handle.dtype} cannot be converted to {dtype}")
+    with tensors.without_torch_function():
+        return str(handle.type())
+
+
 def _cuda(handle: Handle, device: Any = None, *_: Any, **__: Any) -> Handle:
     """Move to a GPU, by default the present one; an index is that of a GPU."""
     if device is None:
@@ -217,6 +225,7 @@ _ACTIONS: dict[str, Callable[..., Any]] = {
     "contiguous": _return_unchanged,
     "detach": _return_unchanged,
     "to": _to,
+    "type": _type,
     "cpu": lambda handle, **_: _to(handle, "cpu"),
     "cuda": _cuda,
 }

@@ -97,11 +97,15 @@ class RequestScheduler:
 
     def _unused_name(self) -> str:
         """Return a name for a request that no request has whose outputs are not all handed out, and count it."""
-        undelivered = {output.request_id for output in self.undelivered}
-        while (name := f"req_{self.number}") in self.known or name in undelivered:
+        taken = self._taken_names()
+        while (name := f"req_{self.number}") in taken:
             self.number += 1
         self.number += 1
         return name
+
+    def _taken_names(self) -> set[str]:
+        """Return the names of requests whose outputs are not all handed out."""
+        return {*self.known, *(output.request_id for output in self.undelivered)}
 
     def _prefix_length(self, prefix: Any) -> int:
         """Return the tokens of a prefix, which must be one row without padding."""
@@ -115,7 +119,7 @@ class RequestScheduler:
 
     def _check(self, request: Request) -> None:
         name, prompt, most = f"request {request.request_id!r}", request.prompt, request.max_new_tokens
-        if request.request_id in self.known:
+        if request.request_id in self._taken_names():
             raise RequestError(f"{name} is there already")
         if len(request.stop) > MOST_STOPS:
             raise RequestError(f"{name}: {len(request.stop)} tokens to stop at; at most {MOST_STOPS} are possible")

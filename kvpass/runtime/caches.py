@@ -87,7 +87,8 @@ def tick(
     known: dict[Any, list[tuple[bool, Any]]] = {}  # most layers have equal clocks, so compute each case once
     ticked = []
     for cache, rows in zip(caches, valid or [None] * len(caches), strict=True):
-        alike = (id(cache.layout.policy), cache.row_budgets, cache.clocks, None if rows is None else tuple(rows))
+        policy, classes = id(cache.layout.policy), cache.layout.classes
+        alike = (policy, classes, cache.row_budgets, cache.clocks, None if rows is None else tuple(rows))
         known[alike] = known.get(alike) or _tick_rows(cache, rows)
         ticked.append(known[alike])
     compact = any(due for layer in ticked for due, _ in layer)

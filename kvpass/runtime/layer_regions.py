@@ -197,7 +197,8 @@ def install_regions(model: torch.nn.Module) -> LayerRegions:
     if calls:
         return calls[0].regions
     caches = sys.modules.get("transformers.cache_utils")
-    if caches is None or not regions.are_supported():
+    kinds = tuple(getattr(caches, name, None) for name in ("DynamicCache", "DynamicLayer"))
+    if None in kinds or not regions.are_supported():
         return LayerRegions()
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
     groups = [(layers, group) for layers in lists for group in _equal_layers(layers)]
@@ -205,7 +206,6 @@ def install_regions(model: torch.nn.Module) -> LayerRegions:
     shared = LayerRegions(indices, type(model).__name__)
     for layers, group in groups:
         for index in group if _index_attributes(layers, group) else ():
-            kinds = (caches.DynamicCache, caches.DynamicLayer)
             layers[index].__dict__["forward"] = RegionForward(layers, index, shared, kinds)
     return shared
 

@@ -101,6 +101,7 @@ def test_a_stale_handle_is_noticed(model: torch.nn.Module) -> None:
 TAMPERING: dict[str, tuple[Callable[[Any], object], str]] = {
     "crop": (lambda cache: cache.crop(-3), "pass crop=3 to kvpass"),
     "arithmetic": (lambda cache: cache.layers[0].keys * 2, "mul on a cache of kvpass: its 14 tokens"),
+    "type": (lambda cache: cache.layers[0].keys.type(torch.float64), "cannot be converted to torch.float64"),
     "dtype": (lambda cache: cache.layers[0].keys.to(torch.float64), "cannot be converted to torch.float64"),
     "pickle": (lambda cache: pickle.dumps(cache.layers[0].keys), "cannot be pickled: kvpass.save_cache"),
     "index of no dimension": (lambda cache: cache.layers[0].keys[torch.tensor(0)], "only whole rows"),
@@ -309,7 +310,7 @@ def test_rows_picked_twice_alike_are_one_cache(model: torch.nn.Module, pick: Cal
 def test_an_index_made_anew_is_the_same_index(model: torch.nn.Module) -> None:
     _, cache, _ = started(model)
     layer = cache.layers[0]  # type: ignore[attr-defined]
-    one = layer.keys.index_select(0, torch.tensor([2, 1])), layer.values.index_select(0, torch.tensor([2, 1]))
+    one = torch.index_select(input=layer.keys, dim=0, index=torch.tensor([2, 1])), layer.values.index_select(0, torch.tensor([2, 1]))
     assert one[0].cache is one[1].cache
     repeated = layer.keys.repeat_interleave(2, 0), layer.values.repeat_interleave(2, 0)
     assert repeated[0].cache is repeated[1].cache

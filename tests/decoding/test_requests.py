@@ -194,6 +194,8 @@ def others_are_kept(loop: kvpass.DecodeLoop) -> None:
     first = loop.add(prompts((5,))[0], max_new_tokens=3)
     done = loop.generate_batch(prompts((9, 17)), max_new_tokens=6)
     assert first not in done
+    with pytest.raises(kvpass.RequestError, match="is there already"):  # its last output is not handed out
+        loop.add(prompts((5,))[0], max_new_tokens=3, request_id=first)
     later = [output for output in loop.step() if output.request_id == first]
     assert later[-1].is_finished()
     assert [token for output in later for token in output.new_tokens] == later[-1].generated_tokens

@@ -57,7 +57,7 @@ def errors_as_not_comparable(label: str) -> Iterator[None]:
     """Convert errors of the validation's own code, which say nothing about the graphs.
 
     Raises:
-        Unfit: any error that is not a KVPassError was raised inside.
+        NotComparable: any error that is not a KVPassError was raised inside.
     """
     try:
         yield
@@ -120,7 +120,7 @@ class Lockstep:
         """Run Dynamo's graph and return its results except caches.
 
         Raises:
-            Unfit: it does not run.
+            NotComparable: it does not run.
         """
         named = {node.name: node for node in self.gm.graph.nodes}
         visits: dict[fx.Node, Visit] = {}
@@ -136,7 +136,7 @@ class Lockstep:
         except DoesNotRun as error:
             raise NotComparable(f"the model's own graph does not run {self.label}: {error}") from error
 
-    def _keep_result(self, walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
+    def _keep_result(self, run: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
         finite = result.isfinite()
         # All graphs go on with this value, and a NaN would spread to later layers; `_excess` leaves these entries out.
         self._model_values[node.name] = result if bool(finite.all()) else result.nan_to_num(0.0, 0.0, 0.0)
@@ -144,7 +144,7 @@ class Lockstep:
         return self._model_values[node.name].clone()
 
     def _keep_new_vectors(
-        self, site: AttentionSite, past: fx.Node | None, walk: GraphRun, node: fx.Node, result: Tensor
+        self, site: AttentionSite, past: fx.Node | None, run: GraphRun, node: fx.Node, result: Tensor
     ) -> Tensor:
         """Visit a grown cache: keep its new tokens, and check that the past precedes them."""
         before = result.shape[2] - self.new_tokens
@@ -181,11 +181,11 @@ class Lockstep:
         except DoesNotRun as error:
             self.refuse(self.sites[0], f"the canonical graph does not run: {error}")
 
-    def _keep_input(self, walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
+    def _keep_input(self, run: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
         self.inputs[node.name] = result.clone()
         return result
 
-    def _check_append(self, site: AttentionSite, walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
+    def _check_append(self, site: AttentionSite, run: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
         """Visit an append: compare its new keys or values with the model's."""
         new_vectors = self._model_values.get(_in_model(node))
         if new_vectors is not None and not equal_up_to_rounding(
@@ -195,11 +195,11 @@ class Lockstep:
         return result
 
     def _compare_with_model(
-        self, site: AttentionSite, columns: Tensor | None, compares: bool, walk: GraphRun, node: fx.Node, result: Tensor
+        self, site: AttentionSite, columns: Tensor | None, compares: bool, run: GraphRun, node: fx.Node, result: Tensor
     ) -> Tensor:
         """Visit a canonical call: keep its exact result, compare the model's, and continue with that."""
         call = {
-            name: walk.load(x) if isinstance(x, fx.Node) else x for name, x in op_table.named_arguments(node).items()
+            name: run.load(x) if isinstance(x, fx.Node) else x for name, x in op_table.named_arguments(node).items()
         }
         model_value = self._reshape_like(site, self._model_values[_in_model(node)], result)
         call = in_result_dtype(call, model_value.dtype)
@@ -223,7 +223,7 @@ class Lockstep:
                 key has an unknown answer, because the model attends to padding as well.
         """
 
-        def visit(walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
+        def visit(run: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
             model_value = self._reshape_like(site, self._model_values[_in_model(call)], result)
             self.check(self._excess(call, self.exact_results[call.name], result, padded), site, problem)
             return model_value.clone()
@@ -233,7 +233,7 @@ class Lockstep:
     def at_input(self, site: AttentionSite, canonical: fx.Node) -> Visit:
         """Return a visit that compares the third graph's value of a query or of new keys or values."""
 
-        def visit(walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
+        def visit(run: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
             if canonical.name in self.inputs and not equal_up_to_rounding(result, self.inputs[canonical.name]):
                 self.refuse(site, f"{canonical.name!r}, a query or new rows, has another value")
             return result

@@ -260,12 +260,12 @@ def _at_mask(
         part: the layer, and the class of its heads.
     """
 
-    def visit(walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
-        walk.env[node] = result
-        wanted, bias_on_slots = lockstep.exact_results[site.call.name], None if bias is None else walk.load(bias)
+    def visit(run: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
+        run.env[node] = result
+        wanted, bias_on_slots = lockstep.exact_results[site.call.name], None if bias is None else run.load(bias)
         heads = slots.heads(*part)
         wanted = wanted if heads is None else wanted.of_heads(heads, slots.step.layouts[part[0]].heads)
-        if not wanted.matches_mask(walk.load(mask), bias_on_slots, slots.columns(*part)):
+        if not wanted.matches_mask(run.load(mask), bias_on_slots, slots.columns(*part)):
             lockstep.refuse(site, "the mask on the slots is not the mask of their tokens")
         return result
 
@@ -286,7 +286,7 @@ def _rounding(step: StepCase) -> dict[fx.Node, Visit]:
 def _round_as_stored(format: Any, heads: int, dtype: torch.dtype) -> Visit:
     """Return a visit that rounds keys or values [B, h, q, D] as the storage format does."""
 
-    def visit(walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
+    def visit(run: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
         rows = result if result.shape[1] == heads else join_heads(result)
         return split_heads(EncodedVectors.of(format, rows).read_as(dtype), result.shape[1])
 
