@@ -23,7 +23,7 @@ from benchmarks.report import Row, Table
 from benchmarks.settings import Settings
 from benchmarks.step import PROMPT
 from benchmarks.timing import Local, Plan, interleaved, medians
-from kvpass.runtime import compiler
+from kvpass.runtime import backend_base
 
 TITLE = "Steps without generated Python"
 CASES = {"the floor": LEAST, "no policy": NOTHING, "h2o": Case("h2o")}
@@ -59,7 +59,7 @@ def _talk(model: Any, case: Case, replays: bool) -> Conversation:
     """Return a conversation whose steps are recorded if `replays` is true."""
     talk = bounded.conversation(model, case, PROMPT)
     talk.forward = torch.compile(model, backend=kvpass.backend(**case.settings()))
-    with contextlib.nullcontext() if replays else mock.patch.object(compiler, "Replayed", lambda run: run):
+    with contextlib.nullcontext() if replays else mock.patch.object(backend_base, "Replayed", lambda run: run):
         for _ in range(3):  # the steps are compiled here
             talk.step()
     return talk

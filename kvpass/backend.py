@@ -26,8 +26,8 @@ from kvpass.fx import alias, shapes, walk
 from kvpass.lowering import attention_tiles
 from kvpass.lowering.formats import KVDtype
 from kvpass.policies.base import Policy
+from kvpass.runtime.backend_base import BackendBase, Inner, Positions
 from kvpass.runtime.compiled_call import compile_in_place
-from kvpass.runtime.compiler import Compiler, Inner, Positions
 from kvpass.runtime.prompts import PromptRunner
 from kvpass.runtime.recorder import AttentionReport, configure_logs
 from kvpass.runtime.steps import StepRunner
@@ -42,7 +42,7 @@ M = TypeVar("M", bound=torch.nn.Module)
 
 
 @dataclasses.dataclass(frozen=True)
-class Backend(Compiler):
+class Backend(BackendBase):
     """A torch.compile backend, made by `backend`; backends with equal settings are equal."""
 
     def __post_init__(self) -> None:

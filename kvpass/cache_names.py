@@ -1,4 +1,4 @@
-"""Name the argument that carries a model's cache: `cache` or `past_key_values`.
+"""Name the argument that carries a model's cache, `cache` or `past_key_values`, and make empty caches.
 
 transformers 5.24 renamed `past_key_values` to `cache`.  For older models the old name is an alias.  Models that are new
 since then swallow it among their other keyword arguments.  Every call of a model takes the name from here.
@@ -122,3 +122,17 @@ def _kinds(module: Any) -> Mapping[str, Any]:
         return _parameter_kinds(module.forward)
     except (TypeError, ValueError):
         return {}
+
+
+def empty_cache(model: Any) -> Any:
+    """Return an empty cache as `generate` of transformers makes it; None for models that make their own.
+
+    If the model makes the cache while Dynamo traces, the cache's counts become numbers in the graph the first time that
+    they are above zero.
+    """
+    supports, config = getattr(model, "_supports_default_dynamic_cache", None), getattr(model, "config", None)
+    if supports is None or not supports() or getattr(config, "is_encoder_decoder", False):
+        return None
+    from transformers import DynamicCache
+
+    return DynamicCache(config=config.get_text_config(decoder=True))  # type: ignore[union-attr]

@@ -116,7 +116,7 @@ def test_a_refusal_that_is_raised_again_holds_no_frames_of_earlier_calls() -> No
     compiled = torch.compile(Tiny("of a new kind").eval(), backend=kvpass.backend("window", budget=8, inner="eager"))
     frames = []
     for _ in range(3):
-        with pytest.raises(kvpass.UnsupportedGraph, match="torch.cat") as refused:
+        with pytest.raises(kvpass.UnsupportedGraph, match=r"torch\.cat") as refused:
             loop(compiled, torch.zeros(2, 12, dtype=torch.int64))
         frames.append(len([*traceback.walk_tb(refused.value.__traceback__)]))
     assert frames[1] == frames[2]

@@ -55,6 +55,14 @@ def test_relative_links_point_at_files_and_headings(page: Path):
     assert broken == []
 
 
+def test_invariants_say_which_of_their_tests_are_slow():
+    table = text_of(ROOT / "docs" / "design.md").partition("## Invariants")[2]
+    for path, name, slow in re.findall(r"`(tests/\S+\.py)::(\w+)`( \(slow\))?", table):
+        (test,) = (node for node in ast.walk(ast.parse(text_of(ROOT / path))) if getattr(node, "name", "") == name)
+        marks = [ast.unparse(each) for each in test.decorator_list]
+        assert any(mark in ("pytest.mark.slow", "pytest.mark.few(0)") for mark in marks) == bool(slow), name
+
+
 def test_the_reference_has_every_public_name():
     reference = text_of(ROOT / "docs" / "api.md")
     assert [name for name in kvpass.__all__ if f"`kvpass.{name}`" not in reference] == []

@@ -320,7 +320,7 @@ class CacheObjectReader:
         return readers[kind](value)
 
     def _object(self, name: str, layers: list[Any]) -> Any:
-        result = dynamo.empty_cache(self.model)
+        result = cache_names.empty_cache(self.model)
         kinds, here = [kind for kind, _ in layers], [type(layer).__name__ for layer in getattr(result, "layers", ())]
         if type(result).__name__ != name or kinds != here:
             raise CacheFileError(

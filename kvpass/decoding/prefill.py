@@ -80,7 +80,9 @@ class Caller:
         """Return the caller of a compiled model; `model` is the original, if it cannot be found from `call`."""
         model = model or getattr(call, "_orig_mod", call)
         takes, name = cache_names.parameter_names(model), cache_names.cache_keyword(model)
-        return Caller(call, takes, name, type(model).__name__, lambda: dynamo.empty_cache(model), _vocabulary(model))
+        return Caller(
+            call, takes, name, type(model).__name__, lambda: cache_names.empty_cache(model), _vocabulary(model)
+        )
 
     def __call__(
         self,

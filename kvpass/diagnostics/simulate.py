@@ -27,8 +27,8 @@ from kvpass.policies.ranking import slots_by_position
 from kvpass.policies.types import Attention
 from kvpass.reference import ReferenceLayer, reference_of
 from kvpass.reference.layer import attention_logits
+from kvpass.runtime.backend_base import Positions
 from kvpass.runtime.caches import clock_of, tick_of
-from kvpass.runtime.compiler import Positions
 
 Heads = Annotated[
     Tensor,

@@ -17,9 +17,9 @@ from kvpass.errors import ArtifactError, UnsupportedGraph
 from kvpass.fx import shapes
 from kvpass.rewrite.pipeline import StepRewrite
 from kvpass.rewrite.prompt import LayerOutputs, PromptRewrite
+from kvpass.runtime.backend_base import BackendBase
 from kvpass.runtime.caches import grow_for
 from kvpass.runtime.checks import PaddingTracker
-from kvpass.runtime.compiler import Compiler
 from kvpass.runtime.prompts import PromptGraph, PromptRunner, policies_by_layer
 from kvpass.runtime.recorder import announce
 from kvpass.runtime.sizes import TokenCounters, guard_predicate
@@ -32,7 +32,7 @@ MOST_IN_A_CHUNK = 1 << 13
 """The same, of tokens in one call on a cache."""
 
 
-def exported_prompt(backend: Compiler, entry: Mapping[str, Any], run: inductor.Compiled) -> PromptRunner:
+def exported_prompt(backend: BackendBase, entry: Mapping[str, Any], run: inductor.Compiled) -> PromptRunner:
     """Return a runner of prompts on compiled code; `entry` is of `prompt_entry`."""
     count, outputs = len(entry["sites"]), [LayerOutputs(**each, operands=None) for each in entry["results"]]
     graph = PromptGraph(
@@ -120,7 +120,7 @@ class ExportedStep(StepExecutor):
     """
 
     def __init__(
-        self, backend: Compiler, entry: Mapping[str, Any], runs: Mapping[bool, tuple[Mapping[str, Any], Any]]
+        self, backend: BackendBase, entry: Mapping[str, Any], runs: Mapping[bool, tuple[Mapping[str, Any], Any]]
     ) -> None:
         """
         Args:

@@ -197,7 +197,7 @@ def install_regions(model: torch.nn.Module) -> LayerRegions:
     if calls:
         return calls[0].regions
     caches = sys.modules.get("transformers.cache_utils")
-    kinds = tuple(getattr(caches, name, None) for name in ("DynamicCache", "DynamicLayer"))
+    kinds = (getattr(caches, "DynamicCache", None), getattr(caches, "DynamicLayer", None))
     if None in kinds or not regions.are_supported():
         return LayerRegions()
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]

@@ -24,9 +24,9 @@ from kvpass.policies.budgets import Plan, by_rows
 from kvpass.policies.types import Attention
 from kvpass.policies.window import Window
 from kvpass.runtime import model_identity
+from kvpass.runtime.backend_base import BackendBase
 from kvpass.runtime.caches import pinned_headroom
 from kvpass.runtime.checks import true_indices
-from kvpass.runtime.compiler import Compiler
 
 RENUMBERED = (
     "a policy that renumbers tokens makes windows of a share of the prompt, from `minimum_budget` up to "
@@ -87,7 +87,7 @@ class AdmittedPrompt:
         new: the number of tokens, without those of an adopted past.
     """
 
-    backend: Compiler
+    backend: BackendBase
     sites: Sequence[SiteFacts]
     ranked: bool
     notes: tuple[str, ...]

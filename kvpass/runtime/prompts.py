@@ -29,9 +29,9 @@ from kvpass.rewrite.prompt import PromptCall, PromptRewrite, rewrite_prompt
 from kvpass.rewrite.rotary_slice import probe_rotaries
 from kvpass.rewrite.validation.prompts import PromptCase, validate_prompt
 from kvpass.runtime import model_identity
+from kvpass.runtime.backend_base import BackendBase
 from kvpass.runtime.caches import call_pins, longer_placeholder, output_weight_by_head
 from kvpass.runtime.checks import PositionCheck, padding_inputs_of_sites
-from kvpass.runtime.compiler import Compiler
 from kvpass.runtime.prompt_caches import AdmittedPrompt, PromptLayer
 from kvpass.runtime.recorder import announce
 from kvpass.torch_private import dynamo, fx_nodes, regions, symbolic_shapes, tensors
@@ -165,7 +165,7 @@ class PromptRunner:
 
     def __init__(
         self,
-        backend: Compiler,
+        backend: BackendBase,
         graph: PromptGraph,
         inner: Callable[..., Any] | None = None,
         inputs: fx.Graph | None = None,
@@ -180,7 +180,7 @@ class PromptRunner:
 
     @staticmethod
     def of(
-        backend: Compiler, model: fx.GraphModule, captured: Capture, examples: Sequence[Any], ranked: bool
+        backend: BackendBase, model: fx.GraphModule, captured: Capture, examples: Sequence[Any], ranked: bool
     ) -> PromptRunner:
         """Return the runner of a graph of Dynamo.
 

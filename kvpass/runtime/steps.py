@@ -22,6 +22,7 @@ from kvpass.rewrite.step_graph import StepCall
 from kvpass.rewrite.validation.conversation import StepCase
 from kvpass.rewrite.validation.lockstep import Validation
 from kvpass.rewrite.validation.steps import validate
+from kvpass.runtime.backend_base import BackendBase
 from kvpass.runtime.caches import (
     StepKey,
     advance_counts,
@@ -33,7 +34,6 @@ from kvpass.runtime.caches import (
     tick,
 )
 from kvpass.runtime.checks import PaddingTracker, StepVerifier, describe_wrong_mask
-from kvpass.runtime.compiler import Compiler
 from kvpass.runtime.kv_store import calls_before, record_calls
 from kvpass.runtime.recorder import announce
 from kvpass.runtime.sizes import SizeInterpretation, StepSizes, TokenCounters
@@ -88,7 +88,7 @@ class StepExecutor:
 
     def __init__(
         self,
-        backend: Compiler,
+        backend: BackendBase,
         sites: Sequence[AttentionSite] | Sequence[SiteFacts],
         sizes: TokenCounters,
         padding: PaddingTracker,
@@ -188,7 +188,7 @@ class StepRunner(StepExecutor):
     sites: list[AttentionSite]
     sizes: StepSizes
 
-    def __init__(self, backend: Compiler, model: fx.GraphModule, captured: Capture) -> None:
+    def __init__(self, backend: BackendBase, model: fx.GraphModule, captured: Capture) -> None:
         gm, sites = captured.gm, captured.sites
         super().__init__(backend, sites, StepSizes(gm, sites), PaddingTracker.of(gm, sites))
         self.gm, self.model = gm, model if backend.validates else None

@@ -14,8 +14,8 @@ from kvpass.cache.layout import Layout
 from kvpass.errors import PolicyError, UnsupportedGraph
 from kvpass.fx import splicing
 from kvpass.rewrite.pipeline import StepRewrite
+from kvpass.runtime.backend_base import BackendBase
 from kvpass.runtime.caches import advance_counts
-from kvpass.runtime.compiler import Compiler
 from kvpass.torch_private import dynamo, fx_nodes, inductor, symbolic_shapes
 
 MOST_ENTRIES = 512
@@ -181,7 +181,7 @@ class CompiledVariant:
         dynamo.release_source_lines()
         inductor.return_free_memory()
 
-    def runner(self, backend: Compiler, flat: list[Any], ranked: bool, chunk: bool) -> inductor.Compiled:
+    def runner(self, backend: BackendBase, flat: list[Any], ranked: bool, chunk: bool) -> inductor.Compiled:
         """Return the code to run on these arguments; it compiles the graph if necessary.
 
         A chunk may be the only one, as the rest of a prompt or a turn often is, and compiling takes half a minute.  So

@@ -54,20 +54,6 @@ def is_of_module(node: fx.Node) -> bool:
     return node.op == "placeholder" and "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {})
 
 
-def empty_cache(model: Any) -> Any:
-    """Return an empty cache as `generate` of transformers makes it; None for models that make their own.
-
-    If the model makes the cache while Dynamo traces, the cache's counts become numbers in the graph the first time that
-    they are above zero.
-    """
-    supports, config = getattr(model, "_supports_default_dynamic_cache", None), getattr(model, "config", None)
-    if supports is None or not supports() or getattr(config, "is_encoder_decoder", False):
-        return None
-    from transformers import DynamicCache
-
-    return DynamicCache(config=config.get_text_config(decoder=True))  # type: ignore[union-attr]
-
-
 def as_new_input(node: fx.Node, example: Tensor, *, in_place: bool) -> None:
     """Describe a placeholder that Dynamo does not know; `in_place` buffers keep their address."""
     node.meta["example_value"] = example
@@ -173,7 +159,7 @@ def _strictness(compiler: Any) -> bool | None:
 @functools.cache
 def _note_unknown_backend() -> None:
     """Log once that torch does not show which backend a compilation is for."""
-    log.info(
+    log.warning(
         "torch %s calls kvpass's hook where no frame has the backend of the compilation, so torch's own limits of "
         "recompilation hold; raise torch._dynamo.config.recompile_limit if graphs are refused",
         torch.__version__,

@@ -60,7 +60,6 @@ def run(examples: int, start: int = 0) -> Tally:
     return tally
 
 
-@pytest.mark.slow
 def test_generated_models() -> None:
     run(12).check()
 

@@ -310,7 +310,10 @@ def test_rows_picked_twice_alike_are_one_cache(model: torch.nn.Module, pick: Cal
 def test_an_index_made_anew_is_the_same_index(model: torch.nn.Module) -> None:
     _, cache, _ = started(model)
     layer = cache.layers[0]  # type: ignore[attr-defined]
-    one = torch.index_select(input=layer.keys, dim=0, index=torch.tensor([2, 1])), layer.values.index_select(0, torch.tensor([2, 1]))
+    one = (
+        torch.index_select(input=layer.keys, dim=0, index=torch.tensor([2, 1])),
+        layer.values.index_select(0, torch.tensor([2, 1])),
+    )
     assert one[0].cache is one[1].cache
     repeated = layer.keys.repeat_interleave(2, 0), layer.values.repeat_interleave(2, 0)
     assert repeated[0].cache is repeated[1].cache

@@ -66,7 +66,7 @@ def each_is_as_alone(name: str, lengths: tuple[int, ...] = LENGTHS, **more: Any)
         assert done[request].prompt_ids == ids
 
 
-@pytest.mark.slow
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name", ["streaming", "cascade", "buzz", "d2o", "random", "kv_align", "ada_kv", "duo_attention"]
 )

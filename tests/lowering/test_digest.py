@@ -14,10 +14,10 @@ import torch.fx as fx
 
 import kvpass
 from kvpass.lowering import graph_passes
-from kvpass.runtime import compiler
+from kvpass.runtime import backend_base
 
 ROOT = Path(kvpass.__file__).parent
-CHANGES = (compiler._prepare_prompt_graph, compiler._prepare_step_graph)
+CHANGES = (backend_base._prepare_prompt_graph, backend_base._prepare_step_graph)
 ONLY_RAISED = {"kvpass", "kvpass.errors"}
 """Modules that decide nothing about compiled code."""
 
@@ -36,7 +36,7 @@ def imported_by(module: types.ModuleType) -> set[str]:
 def test_all_that_the_changes_of_graphs_use_is_hashed() -> None:
     functions = [value for change in CHANGES for name in change.__code__.co_names
                  if inspect.isfunction(value := change.__globals__.get(name))]  # fmt: skip
-    waiting = {each.__module__ for each in functions} - {compiler.__name__}
+    waiting = {each.__module__ for each in functions} - {backend_base.__name__}
     assert waiting == {"kvpass.lowering.graph_passes", "kvpass.lowering.row_products"}
     seen: set[str] = set()
     while waiting:
@@ -46,7 +46,7 @@ def test_all_that_the_changes_of_graphs_use_is_hashed() -> None:
 
 
 @pytest.mark.parametrize(
-    "edited", ["fx/splicing.py", "torch_private/inductor.py", "lowering/row_products.py", "runtime/compiler.py"]
+    "edited", ["fx/splicing.py", "torch_private/inductor.py", "lowering/row_products.py", "runtime/backend_base.py"]
 )
 @pytest.mark.parametrize("change", CHANGES)
 def test_an_edit_of_what_a_change_runs_changes_the_digest(
@@ -54,7 +54,7 @@ def test_an_edit_of_what_a_change_runs_changes_the_digest(
 ) -> None:
     copy = shutil.copytree(ROOT, tmp_path / "kvpass", ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(graph_passes, "__file__", str(copy / "lowering" / "graph_passes.py"))
-    monkeypatch.setattr(compiler, "__file__", str(copy / "runtime" / "compiler.py"))
+    monkeypatch.setattr(backend_base, "__file__", str(copy / "runtime" / "backend_base.py"))
     found = []
     for _ in range(2):
         graph_passes._sources.cache_clear()

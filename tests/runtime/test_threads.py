@@ -12,7 +12,7 @@ import torch
 
 import kvpass
 from kvpass.rewrite.step_graph import StepCall
-from kvpass.runtime.compiler import Compiler
+from kvpass.runtime.backend_base import BackendBase
 from kvpass.runtime.prompts import _DeferredPrompt
 from tests.models import build, prompt
 
@@ -56,9 +56,9 @@ def test_a_prompt_that_was_put_off_is_compiled_once() -> None:
 def test_a_step_is_rewritten_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the sizes: each kind of call gets numbers of its own where the compiler takes no dynamic ones."""
     model = kvpass.compile(build("Llama", layers=1), "h2o", budget=8, inner="eager")
-    (ids, _), calls, rewrite = prompt(1, 12, ()), [], Compiler.rewrite
+    (ids, _), calls, rewrite = prompt(1, 12, ()), [], BackendBase.rewrite
 
-    def slowly(self: Compiler, call: StepCall) -> Any:
+    def slowly(self: BackendBase, call: StepCall) -> Any:
         calls.append(call)
         time.sleep(0.1)
         return rewrite(self, call)
@@ -67,12 +67,12 @@ def test_a_step_is_rewritten_once(monkeypatch: pytest.MonkeyPatch) -> None:
         logits: torch.Tensor = model(ids[:, :count], past_key_values=cache).logits
         return logits
 
-    monkeypatch.setattr(Compiler, "has_dynamic_sizes", lambda *_: False)
+    monkeypatch.setattr(BackendBase, "has_dynamic_sizes", lambda *_: False)
     with torch.no_grad():
         caches = [model(ids, use_cache=True).past_key_values for _ in range(THREADS + 2)]
         step(caches.pop(), 2)
         step(caches.pop(), 4)  # Dynamo has a graph for chunks of any length now
-        monkeypatch.setattr(Compiler, "rewrite", slowly)
+        monkeypatch.setattr(BackendBase, "rewrite", slowly)
         found = in_threads(lambda: torch.no_grad()(step)(caches.pop(), 3))
     assert all(isinstance(each, torch.Tensor) and torch.equal(each, found[0]) for each in found), found
     assert len(calls) == 1

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from kvpass.lowering.formats import KVDtype
-from kvpass.runtime.compiler import Inner
+from kvpass.runtime.backend_base import Inner
 
 PARTS = ("chat", "book", "retrieval", "cost", "kept")
 POLICIES = ("window", "streaming", "h2o")

@@ -26,7 +26,7 @@ from kvpass.apps.models import stop_tokens
 from kvpass.arguments import require
 from kvpass.decoding.loop import DecodeLoop
 from kvpass.lowering.formats import KVDtype
-from kvpass.runtime.compiler import Inner, Positions
+from kvpass.runtime.backend_base import Inner, Positions
 
 NAME = "kvpass"
 NO_CHANGE: dict[str, object] = {"num_beams": 1, "repetition_penalty": 1.0, "use_cache": True, "min_p": 0.0}

@@ -35,7 +35,7 @@ GraphChange = Callable[[fx.Graph], None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Compiler:
+class BackendBase:
     """The settings and services of a backend that its runners share; `kvpass.Backend` adds the call by Dynamo.
 
     Attributes:
