@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import torch
 import torch.fx as fx
 
-from kvpass import budget as budgets
 from kvpass import policies, versions
 from kvpass.arguments import Natural, check_arguments, require
+from kvpass.budget import Budget, check_budget
 from kvpass.cache.handle import Handle, Row, refuse_row_operation
 from kvpass.capture import decomposed_attention, origins, rotary
 from kvpass.capture.caches import CallReading
@@ -240,7 +240,7 @@ def _refusal(error: Exception) -> Callable[..., Any]:
 def backend(
     policy: str | Policy = "full",
     *,
-    budget: budgets.Budget = None,
+    budget: Budget = None,
     positions: Positions | None = None,
     inner: Inner = "inductor",
     mode: str | None = None,
@@ -283,7 +283,7 @@ def backend(
         UnsupportedGraph: torch.compile is disabled, and `strict` is true.
     """
     chosen = policies.resolve(policy, policy_options)
-    budgets.check(chosen, budget)
+    check_budget(chosen, budget)
     require(
         positions != "cache" or not chosen.cache_positions_refusal,
         "positions",

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from kvpass import budget as budgets
 from kvpass.arguments import Condition, check_arguments, short_text
 from kvpass.backend import Backend, backend
+from kvpass.budget import Budget, slots_for
 from kvpass.cache.admission import Chunk, admit, attention_of_chunk, split_by_class
 from kvpass.cache.cached_attention import CachedAttention, NewTokens, Rotate
 from kvpass.cache.chunk_step import extend_step
@@ -65,7 +65,7 @@ def simulate(
     v: Heads,
     *,
     prompt: int,
-    budget: budgets.Budget = None,
+    budget: Budget = None,
     positions: Positions | None = None,
     rope_theta: Annotated[float, Condition("above 0", lambda base: 0 < base < math.inf)] | None = None,
     scale: Annotated[float, Condition("that is finite", math.isfinite)] | None = None,
@@ -163,7 +163,7 @@ class _Layer:
         """Tokens to keep between steps; all tokens for a policy that never evicts."""
         budget, tokens = self.backend.budget, self.k.shape[2]
         governed = self.policy is self.backend.policy
-        kept = budgets.slots_for(self.policy, budget, self.prompt) if governed and budget is not None else tokens
+        kept = slots_for(self.policy, budget, self.prompt) if governed and budget is not None else tokens
         if not self.policy.evicts and kept < tokens:
             raise BudgetError(f"budget={budget}: {self.policy.name!r} cannot hold {tokens} tokens")
         return kept

@@ -11,8 +11,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass import budget as budgets
-from kvpass.budget import Budget
+from kvpass.budget import Budget, window_for
 from kvpass.cache.step import with_logit_scale
 from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.rotary import find_rotary
@@ -156,11 +155,11 @@ def _renumber(call: PromptCall, graph: fx.Graph, moved: dict[fx.Node, fx.Node], 
     def ids_of(ids: Tensor, along: int, valid: Tensor | None) -> Tensor:
         count = ids.shape[along]
         known_valid = valid_of(valid, count, ids.device)
-        return renumber.count_in_windows(ids, along, known_valid, budgets.window_for(policy, budget, count, valid))
+        return renumber.count_in_windows(ids, along, known_valid, window_for(policy, budget, count, valid))
 
     def mask_of(mask: Tensor | None, query: Tensor, valid: Tensor | None, causal: bool) -> Tensor:
         count = query.shape[2]
-        size = budgets.window_for(policy, budget, count, valid)
+        size = window_for(policy, budget, count, valid)
         return renumber.window_mask(mask, causal, valid_of(valid, count, query.device), size)
 
     argument_of = dict(zip(walk.placeholders(call.gm.graph), call.examples, strict=True))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpass import budget as budgets
+from kvpass.budget import slots_for
 from kvpass.cache.admission import Chunk, admit
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.layout import Layout
@@ -43,7 +43,7 @@ def grow_for(cache: LayerCache, queries: int) -> None:
             f"policy {layout.policy.name!r} keeps every token and its budget of {layout.budget} is full; "
             "give it more, or none, or choose a policy that evicts"
         )
-    capacity = budgets.slots_for(layout.policy, None, cache.seen + queries)
+    capacity = slots_for(layout.policy, None, cache.seen + queries)
     change_layout(cache, budget=capacity, capacity=capacity)
     cache.row_budgets = (capacity,) * layout.batch
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass import budget as budgets
+from kvpass.budget import Budget, slots_for, slots_of_rows, window_for
 from kvpass.cache.admission import Chunk
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.layout import Layout
@@ -59,7 +59,7 @@ class PromptLayer:
     spec: StatisticsSpec | None
     first: Tensor | None = None
 
-    def crop(self, cropped: int, budget: budgets.Budget) -> PromptLayer:
+    def crop(self, cropped: int, budget: Budget) -> PromptLayer:
         """Return the layer of the prompt without its last `cropped` tokens; `budget` is as the user gave it."""
         chunk, spec = self.chunk.first(self.chunk.valid.shape[1] - cropped), None
         if self.spec is not None:
@@ -125,10 +125,10 @@ class AdmittedPrompt:
     def _store_layers(self, layers: list[PromptLayer]) -> Iterator[LayerCache]:
         """Yield the cache of each layer of a prompt, and release its keys and values once they are stored."""
         valid = layers[0].chunk.valid
-        prompt, shares = valid.shape[1], budgets.slots_of_rows(self.backend.policy, self.backend.budget, valid)
+        prompt, shares = valid.shape[1], slots_of_rows(self.backend.policy, self.backend.budget, valid)
         budget, policy = max(shares), self.backend.policy
         if policy.renumbers and isinstance(self.backend.budget, float):
-            windows = torch.as_tensor(budgets.window_for(policy, self.backend.budget, prompt, valid))
+            windows = torch.as_tensor(window_for(policy, self.backend.budget, prompt, valid))
             if windows.flatten().tolist() != shares:
                 raise BudgetError(RENUMBERED)
         self._check_windows(layers, shares)
@@ -157,7 +157,7 @@ class AdmittedPrompt:
                 "position among the held tokens; use positions='absolute'"
             )
         mine = iter(result)
-        whole = budgets.slots_for(self.backend.policy, None, prompt)
+        whole = slots_for(self.backend.policy, None, prompt)
         planned = []
         for layer in layers:
             if layer.policy is self.backend.policy:
