@@ -83,6 +83,26 @@ def test_every_error_has_a_section():
     assert [name for name in classes if name not in sections] == []
 
 
+COMPOSED = {"the demo needs", "the server needs", "pip install 'kvpass[demo]'", "pip install 'kvpass[serve]'"}
+COMPOSED |= {"reading and writing tensors needs safetensors", "pip install 'kvpass[save]'", "was exported with torch"}
+COMPOSED |= {"cannot read an aligner from", "cannot read a calibration from", "cannot read a cache of kvpass from"}
+COMPOSED |= {"kv_align needs aligner", "needs calibration", "holds no cache of kvpass"}
+COMPOSED |= {"it holds a DecodeLoop", "it holds no DecodeLoop", "CLASS.ATTRIBUTE"}
+"""Parts of messages that the code puts together from shorter ones."""
+
+
+def test_messages_on_the_page_of_errors_are_those_of_the_code():
+    trees = [ast.parse(text_of(path)) for path in (ROOT / "kvpass").rglob("*.py")]
+    constants = [node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    code = "\n".join(each.replace("`", "") for each in constants if isinstance(each, str))
+    rows = re.findall(r"^\| ([^\[].*?) \|", text_of(ROOT / "docs" / "errors.md").replace("`", ""), re.MULTILINE)
+    plain = [re.sub(r" \([A-Za-z_]+\)", " ", row) for row in rows]  # without what stands in brackets: where it is said
+    parts = [part.strip(" ,.") for row in plain for part in re.split(r"\.\.\.|[;:=]", row)]
+    long = [part for part in parts if len(part) >= 12 and not set(part) <= set("-: ")]
+    assert len(long) > 150
+    assert {part for part in long if part not in code} == COMPOSED
+
+
 def test_the_example_of_a_policy_agrees_with_its_reference(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(policies, "_registered", {})
     example = types.ModuleType("landmarks")
