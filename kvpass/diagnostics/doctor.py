@@ -1,6 +1,6 @@
-"""Check of an installation: package versions, the C++ compiler, and every private name of torch that kvpass uses.
+"""Check of an installation: package versions, the C++ compiler, and names of torch and transformers that kvpass uses.
 
-The names are read from the source of `kvpass.torch_private`, so that the list is complete.  The docstring of the
+The names of torch are read from the source of `kvpass.torch_private`, so that none is forgotten.  The docstring of the
 function that uses a name says what its absence means.
 """
 
@@ -27,6 +27,13 @@ MEANING = {
     "transformers": "no demo, evaluation or training of aligners; other models work",
 }
 """The consequence of a missing package."""
+
+TRANSFORMERS = {
+    "transformers.DynamicCache": "kvpass.cache_names.empty_cache: the cache that decode loops give to a model",
+    "transformers.GenerationMixin._supports_default_dynamic_cache": "kvpass.cache_names.empty_cache: who takes it",
+    "transformers.cache_utils.DynamicLayer": "kvpass.runtime.layer_regions: equal layers are traced once",
+}
+"""The names of transformers that kvpass uses, by their user and purpose; the rest goes by the structure of objects."""
 
 PROBE = "#include <Python.h>\n#include <omp.h>\n#include <vector>\n"
 """A C++ program that includes the headers of the code which Inductor generates for CPUs."""
@@ -70,7 +77,7 @@ class Name:
 
 def examine_installation() -> list[Finding]:
     """Return the findings about this installation."""
-    return [*map(_version, versions.TESTED), _compiler(), _products(), *_names()]
+    return [*map(_version, versions.TESTED), _compiler(), _products(), *_names(), *_transformers_names()]
 
 
 def _version(package: str) -> Finding:
@@ -115,6 +122,14 @@ def _names() -> list[Finding]:
     count = len({name.path for name in names})
     found = Finding("names of torch", f"{count - len({name.path for name in lost})} of {count} found")
     return [found, *(Finding(n.path, "not found", f"{n.user}: {n.purpose}", missing=True) for n in lost)]
+
+
+def _transformers_names() -> list[Finding]:
+    if versions.installed_version("transformers") is None:
+        return []
+    lost = [path for path in TRANSFORMERS if not exists(path)]
+    found = Finding("names of transformers", f"{len(TRANSFORMERS) - len(lost)} of {len(TRANSFORMERS)} found")
+    return [found, *(Finding(path, "not found", TRANSFORMERS[path], missing=True) for path in lost)]
 
 
 def sources() -> dict[str, str]:
@@ -178,7 +193,7 @@ def _chain(node: ast.AST | None, aliases: dict[str, str]) -> str | None:
 
 
 def exists(path: str) -> bool:
-    """Return whether a dotted name of torch is a module, an attribute or a field."""
+    """Return whether a dotted name is a module, an attribute or a field."""
     first, *rest = path.split(".")
     value: Any = importlib.import_module(first)
     for index, part in enumerate(rest, 1):

@@ -15,7 +15,9 @@ from kvpass import versions
 from kvpass.apps import cli
 from kvpass.diagnostics import doctor
 from kvpass.lowering import attention_tiles
+from kvpass.runtime import layer_regions
 from kvpass.torch_private import inductor
+from tests.models import build
 
 
 @pytest.fixture
@@ -84,6 +86,19 @@ def test_a_lost_name_is_reported_with_what_it_was_for(monkeypatch, capsys) -> No
         "torch.fx.Graph.no_such_method",
     ]
     assert lost[0].endswith("not found; dynamo.second: Ask for a name that is there no more.")
+
+
+def test_a_lost_name_of_transformers_is_reported(monkeypatch, capsys) -> None:
+    monkeypatch.delattr("transformers.cache_utils.DynamicLayer")
+    assert cli.main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "names of transformers: 2 of 3 found" in out
+    assert "MISSING transformers.cache_utils.DynamicLayer: not found; kvpass.runtime.layer_regions" in out
+
+
+def test_without_a_name_of_transformers_layers_are_traced_one_by_one(monkeypatch) -> None:
+    monkeypatch.delattr("transformers.cache_utils.DynamicLayer")
+    assert not layer_regions.install_regions(build("Llama", layers=4)).indices
 
 
 def test_private_names_are_found_in_the_source() -> None:
