@@ -162,8 +162,8 @@ def _shown(row: Row) -> Row:
     """Return what a table shows of a case; what evicts nothing agrees as it does before an eviction."""
     if "error" in row:
         return dict.fromkeys(("KL", "same", PERPLEXITY, "slots"), NO_BUDGET if NO_BUDGET in row["error"] else "refused")
-    if row["share"] is None:
-        return {"KL": row["KL, before"], "same": row["same, before"]}
+    if row["share"] is None or KL not in row:
+        return {"KL": row["KL, before"], "same": row["same, before"], "slots": row.get("slots")}
     perplexity = row["perplexity"] / row["full perplexity"]
     return {"KL": row[KL], "same": row[SAME], PERPLEXITY: perplexity, "slots": row["slots"]}
 

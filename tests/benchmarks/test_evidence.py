@@ -63,6 +63,14 @@ def test_tables_have_a_line_for_each_policy() -> None:
     assert set(evidence.figures(rows)) == {"evidence"}
 
 
+def test_a_budget_that_holds_the_whole_text_agrees_as_before_an_eviction() -> None:
+    """In int4 half of the bytes are more slots than the text has tokens."""
+    row = {"policy": "h2o", "kv_dtype": "int4", "measure": "agreement", "question": "", "share": 0.5, "slots": 2519}
+    compared, sizes = evidence.tables([{**row, "KL, before": 0.02, "same, before": 0.9}])
+    assert compared.rows[0]["KL, 50 %"] == 0.02
+    assert sizes.rows[0]["slots, 50 %"] == 2519
+
+
 def test_books_of_other_content_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def download(command: list[str], **_: Any) -> Any:
         with tarfile.open(Path(command[-1]) / f"{books.PACKAGE}-{books.VERSION}.tar.gz", "w:gz") as archive:
