@@ -91,7 +91,7 @@ def save(path: Path, rows: Sequence[Row], settings: Row) -> None:
 
 
 def load(path: Path) -> list[Row]:
-    """Return the saved vectors of a part; none if it was not measured."""
+    """Return the saved rows of a part; none if it was not measured."""
     if not path.is_file():
         return []
     rows: list[Row] = json.loads(path.read_text(encoding="utf-8"))["rows"]

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 import kvpass
 from benchmarks.gpu.bench import Bench, Row
-from benchmarks.gpu.layer import EncodedVectors, rotary
+from benchmarks.gpu.layer import RepairOperands, rotary
 from kvpass.lowering.attend import attend
 from kvpass.lowering.attention_statistics import StatisticsRequest, attention_statistics
 from kvpass.lowering.formats import plain
@@ -63,7 +63,7 @@ def prompt_scores(bench: Bench) -> Iterator[Row]:
 
 def repairs(bench: Bench) -> Iterator[Row]:
     """Compare rows that kv_align repairs with its plain form on the CPU."""
-    rows = EncodedVectors.drawn(bench, 2, 513)
+    rows = RepairOperands.drawn(bench, 2, 513)
     for name, ours, wanted in zip(("keys", "values"), rows.repaired(), rows.on_cpu().repaired(), strict=True):
         yield _row(f"repair, {name}", _error(ours.cpu(), wanted))
 

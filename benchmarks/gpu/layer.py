@@ -17,8 +17,7 @@ from kvpass.cache.slots import Slots
 from kvpass.cache.step import decode_step
 from kvpass.lowering.attend import Rope, RotaryPairs, Rotation, attend
 from kvpass.lowering.attention_statistics import StatisticsRequest, attention_statistics
-from kvpass.lowering.formats import EncodedVectors as Stored
-from kvpass.lowering.formats import KVDtype, Sections, format_of
+from kvpass.lowering.formats import EncodedVectors, KVDtype, Sections, format_of
 from kvpass.policies import resolve
 from kvpass.policies.aligners import Aligner, Signature
 from kvpass.policies.aligners.networks import DirectNetwork
@@ -47,10 +46,10 @@ class Case(NamedTuple):
         """True if the case has a target."""
         return self.slots >= 4096 and self.rows >= 8 and self.kv_dtype is None and not self.turned
 
-    def held(self, device: torch.device, dtype: torch.dtype) -> tuple[Stored, Stored]:
+    def held(self, device: torch.device, dtype: torch.dtype) -> tuple[EncodedVectors, EncodedVectors]:
         """Return keys and values of zeros."""
         kept = format_of(self.kv_dtype, DIM, dtype)
-        key, value = (Stored.empty(kept, (self.rows, HEADS, self.slots), device) for _ in range(2))
+        key, value = (EncodedVectors.empty(kept, (self.rows, HEADS, self.slots), device) for _ in range(2))
         return key, value
 
 
@@ -111,15 +110,15 @@ def _attending(bench: Bench, case: Case) -> float:
     given: dict[str, Any] = dict(zip(("rotate", "rope"), rotary(case.slots, query), strict=True)) if case.turned else {}
 
     def function(q: Tensor, k: list[Tensor], v: list[Tensor], m: Tensor) -> Tensor:
-        keys, values = Stored(key.format, tuple(k)), Stored(value.format, tuple(v))
+        keys, values = EncodedVectors(key.format, tuple(k)), EncodedVectors(value.format, tuple(v))
         return attend(q, keys, values, scale=0.1, mask=m, with_logits=False, **given)[0]
 
     run = torch.compile(function, dynamic=False)
     return bench.seconds(lambda: run(query, list(key.parts), list(value.parts), mask))
 
 
-class EncodedVectors(NamedTuple):
-    """Held rows, keys and values [B, H, C, D], and the distances that they move."""
+class RepairOperands(NamedTuple):
+    """Held keys and values [B, H, C, D], and the distances that they move."""
 
     aligner: Aligner
     weights: list[Tensor]
@@ -129,7 +128,7 @@ class EncodedVectors(NamedTuple):
     rank: Tensor
 
     @staticmethod
-    def drawn(bench: Bench, rows: int, slots: int) -> EncodedVectors:
+    def drawn(bench: Bench, rows: int, slots: int) -> RepairOperands:
         """Return random rows, with a random network of the default size."""
         signature = Signature("any", 1, HEADS, DIM, DIM, slots)
         network = DirectNetwork(signature)
@@ -138,11 +137,11 @@ class EncodedVectors(NamedTuple):
         made, rank = torch.randint(0, slots + 1, (2, rows, slots), device=bench.device).sort(0, descending=True).values
         key, value = (bench.randn(rows, HEADS, slots, DIM) for _ in range(2))
         aligner = Aligner("direct", signature, network.to_tensors())
-        return EncodedVectors(aligner, [tensor.to(key.device) for tensor in aligner.weights()], key, value, made, rank)
+        return RepairOperands(aligner, [tensor.to(key.device) for tensor in aligner.weights()], key, value, made, rank)
 
-    def on_cpu(self) -> EncodedVectors:
+    def on_cpu(self) -> RepairOperands:
         """Return the rows on a device."""
-        return EncodedVectors(self.aligner, [tensor.cpu() for tensor in self.weights], *(x.cpu() for x in self[2:]))
+        return RepairOperands(self.aligner, [tensor.cpu() for tensor in self.weights], *(x.cpu() for x in self[2:]))
 
     def repaired(self) -> tuple[Tensor, Tensor]:
         """Return the repaired rows."""
@@ -153,7 +152,7 @@ class EncodedVectors(NamedTuple):
 def repairs(bench: Bench) -> Iterator[Row]:
     """Time kv_align's repair of all rows in a step, and a copy of them."""
     batch, slots = (1, 256) if bench.small else REPAIRED
-    rows = EncodedVectors.drawn(bench, batch, slots)
+    rows = RepairOperands.drawn(bench, batch, slots)
     copied = bench.seconds(lambda: (rows.key.clone(), rows.value.clone()))
     yield Row(
         "repair of a layer", f"batch {batch}, {slots} slots, of a copy", bench.seconds(rows.repaired) / copied, "x"

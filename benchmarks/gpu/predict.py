@@ -111,7 +111,7 @@ def _mean_turns(launch: Launched) -> tuple[float, float]:
 
 def repairs(compiler: Compiler) -> list[Kernel]:
     """Return the launch `repair` of all rows of a layer."""
-    rows = layer.EncodedVectors.drawn(Bench(THERE, False, 1, time.monotonic()), *layer.REPAIRED)
+    rows = layer.RepairOperands.drawn(Bench(THERE, False, 1, time.monotonic()), *layer.REPAIRED)
     moves = rows.made > rows.rank
     weights = [tensor[0] for tensor in rows.weights]
     (launch,) = launched(align_kernel.repair_by_kernel, weights, rows.key, rows.value, rows.made, rows.rank, moves)

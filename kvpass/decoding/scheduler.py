@@ -288,21 +288,20 @@ class RequestScheduler:
         """
         row = next(row for row in range(self.count) if row not in self.rows)
         cache = cache_names.cache_of_output(out)
-        caches, fits = caches_in(cache), False
+        caches = caches_in(cache)
         try:
             check_holds_only_slots(cache, self.loop.caller.empty_cache())
             if self.batch is None:
                 self.batch = RequestBatch.of(self.loop, cache, self.count)
             self.batch.fit_slots(caches)
-            fits = True
             self.rows[row] = request
             request.append(self.batch.insert(row, caches, request, out.logits[:, -1]))
         except Exception as error:
-            # Until the slots fit, nothing is written to the batch: these two errors concern this request alone.
-            if not fits and isinstance(error, CacheHandleError):
+            # Without its row nothing is written to the batch yet: these two errors concern this request alone.
+            if row not in self.rows and isinstance(error, CacheHandleError):
                 request.fail(error, str(error))
                 return
-            if not fits and isinstance(error, BudgetError):
+            if row not in self.rows and isinstance(error, BudgetError):
                 self._requeue(request, request.runs_alone_until)
                 raise
             self.rows[row] = request  # so that the failure counts as one of the request, and it does not run forever

@@ -251,7 +251,7 @@ def statistics_of(policy: Policy) -> tuple[Statistic, ...]:
 def fuses_attention(policy: Policy, query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Check whether the operator is to compute attention of these tensors as well, which may be fake.
 
-    Statistics of all queries use the log-sum-exp that it returns. For other policies it is worth it where attention of
+    Statistics of all queries use the log-sum-exp that it returns. For other policies it pays off where attention of
     that many queries is faster than the library's.
 
     Args:

@@ -78,7 +78,6 @@ def _is_hashable(value: Any) -> bool:
 
 def _checked(title: str, name: str, hook: Hook) -> Hook:
     """Return a hook that raises PolicyError for its own errors, for wrong results, and for writes to its arguments."""
-
     versions = _no_versions if name in _ON_HOST else _versions
 
     @functools.wraps(hook)
@@ -91,9 +90,8 @@ def _checked(title: str, name: str, hook: Hook) -> Hook:
         except Exception as error:
             why = f"it fails with {type(error).__name__}: {error}"
             if "DataDependent" in type(error).__name__:
-                why = (
-                    "it reads a tensor on the host (.item(), .tolist(), `if tensor:`), and hooks are traced: use where"
-                )
+                reads = ".item(), .tolist(), `if tensor:`"
+                why = f"it reads a tensor on the host ({reads}), and hooks are traced: use where"
             elif "NoneType" in str(error):
                 why += " (a field of Attention is None unless `statistics` lists it)"
             raise PolicyError(f"{title}: {_line(hook, error)}: {why}") from error
@@ -159,12 +157,12 @@ def _wrong_changes(policy: Any, shape: tuple[Any, ...], changes: Any) -> str:
     if not isinstance(changes, dict):
         return f"it returned a {type(changes).__name__}, not a dict of changes of the state"
     dtypes = policy.state()
-    numbers = {name: torch.tensor(number).dtype for name, number in policy.row_state().items()}
+    of_rows = {name: torch.tensor(number).dtype for name, number in policy.row_state().items()}
     for name, value in changes.items():
-        known = dtypes.get(name, numbers.get(name))
+        known = dtypes.get(name, of_rows.get(name))
         if known is None:
-            return f"it changes {name!r}, and the entries of the state are {[*dtypes, *numbers]}"
-        size = (*shape[:-1], 1) if name in numbers else shape
+            return f"it changes {name!r}, and the entries of the state are {[*dtypes, *of_rows]}"
+        size = (*shape[:-1], 1) if name in of_rows else shape
         if isinstance(value, Tensor) and value.ndim == 3 and value.shape[1] == 1:
             size = (size[0], 1, size[2])  # the same for all heads
         if wrong := _wrong_tensor(value, f"{known} for {name!r}", size, functools.partial(_can_become, known)):

@@ -55,10 +55,9 @@ def main(parsed: argparse.Namespace) -> None:
     if service.engine.failure is not None:
         raise service.engine.failure
     if service.engine.is_running:
+        # The interpreter would end the thread inside of C++ code, which aborts the process.
         logging.shutdown()
-        os._exit(
-            1 if failed else 0
-        )  # the interpreter would end the thread inside of C++ code, which aborts the process
+        os._exit(1 if failed else 0)
     if failed is not None:
         raise failed
 

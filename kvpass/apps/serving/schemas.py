@@ -191,14 +191,18 @@ def read_object(text: str | bytes, param: str | None = None) -> dict[str, Any]:
     Raises:
         ApiError: the text is no JSON object, or has a string that is no Unicode text.
     """
-    where = param or "the body"
     try:
         given = json.loads(text)
         json.dumps(given, ensure_ascii=False).encode()  # fails for half of a surrogate pair, which JSON can escape
     except (ValueError, RecursionError) as error:
-        raise ApiError(f"{where} is not valid JSON: {error}", param=param, code="invalid_json") from None
+        raise ApiError(f"{param or 'the body'} is not valid JSON: {error}", param=param, code="invalid_json") from None
+    return _object(given, param)
+
+
+def _object(given: Any, param: str | None) -> dict[str, Any]:
+    """Return a value that was read from JSON if it is an object, else raise ApiError."""
     if not isinstance(given, dict):
-        message = f"{where} must be a JSON object, got {type(given).__name__}"
+        message = f"{param or 'the body'} must be a JSON object, got {type(given).__name__}"
         raise ApiError(message, param=param, code="invalid_json")
     return given
 
@@ -231,7 +235,8 @@ def _generation(text: Any) -> dict[str, Any]:
     """Return the fields that a `generation_config`, JSON text of transformers, stands for."""
     if text is None:
         return {}
-    config = read_object(text if isinstance(text, str) else json.dumps(text), "generation_config")
+    name = "generation_config"
+    config = read_object(text, name) if isinstance(text, str) else _object(text, name)
     given = {name: value for name, value in config.items() if value is not None and name not in _IGNORED}
     wrong = sorted(given.keys() - _GENERATION.keys())
     if wrong:
