@@ -183,44 +183,17 @@ class Backend(BackendBase):
             attention_tiles.start_builds(weight.dtype, bool(self.policy.statistics))
 
     def _stores_raw_keys(self, captured: Capture) -> bool:
-        """Return whether keys are stored before their rotary embedding, which must be found in every layer."""
-        if not self.prefers_ranks:
-            return False
-        sites = captured.sites
-        if any(site.past_key is not None for site in sites):
-            return self._absolute(
-                sites[0], "the prompt ran uncompiled, so its keys are rotated to absolute positions already"
-            )
-        sliding = [site for site in sites if site.window is not None]
-        if sliding:
-            return self._absolute(
-                sliding[0], "the layer has a sliding window of its own, so layers differ in how many tokens they hold"
-            )
-        computed = [site for site in sites if site.computed]
-        if computed:
-            why = "the keys are computed from what is cached, which holds rotated ones already"
-            return self._absolute(computed[0], why)
-        memory = alias.Memory(captured.gm.graph)
-        for site in sites:
-            found = rotary.find_rotary(site)
-            if found is None:
-                return self._absolute(site, "the keys carry no rotary embedding that can be separated")
-            if not found.counts_tokens(site):
-                return self._absolute(site, "a token has several positions at once")
-            if not rotary.positions_of(found, site):
-                return self._absolute(site, rotary.QUERY_ROTATED_BY_OTHERS)
-            if not rotary.rotates_each_token_alone(found, site, memory):
-                return self._absolute(site, rotary.KEY_ROTATED_BY_OTHERS)
-            if found.counts_rows_alike(site):
-                return self._absolute(site, rotary.ROWS_SHARE_POSITIONS)
-        return True
-
-    def _absolute(self, site: AttentionSite, why: str) -> bool:
-        """Return False for absolute positions, and note the reason.
+        """Return whether keys are stored before their rotary embedding, which must be found in every layer.
 
         Raises:
-            UnsupportedGraph: the user asked for cache positions.
+            UnsupportedGraph: the user asked for cache positions, and they are not possible.
         """
+        if not self.prefers_ranks:
+            return False
+        obstacle = rotary.find_obstacle(captured.sites, alias.Memory(captured.gm.graph))
+        if obstacle is None:
+            return True
+        site, why = obstacle
         if self.positions == "cache":
             line = walk.source_line(site.call)
             raise UnsupportedGraph(f"{line}: positions='cache' is not possible: {why}; use positions='absolute'")

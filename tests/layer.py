@@ -178,7 +178,7 @@ def causal(slots: Slots, count: int) -> Mask:
     """The mask of a model that sees what went before, for so many new tokens."""
     place = slots.length[:, None] + torch.arange(count)
 
-    def mask(index: Tensor, position: Tensor, facts: list[Tensor]) -> Tensor:
+    def mask(index: Tensor, position: Tensor, key_features: list[Tensor]) -> Tensor:
         return index[:, :, None, None] <= place[:, None, None, :, None]  # [B, H', 1, q, N]
 
     return mask

@@ -19,12 +19,12 @@ from kvpass.lowering.formats import Sections
 class Mask(Protocol):
     """The model's own mask as a function of the keys' indices."""
 
-    def __call__(self, index: Tensor, position: Tensor, facts: list[Tensor]) -> Tensor:
+    def __call__(self, index: Tensor, position: Tensor, key_features: list[Tensor]) -> Tensor:
         """Return the mask, bool or additive, [B, Hkv or 1, G or 1, q, N].
 
         Args:
             index, position: int64 [B, H', N], the keys' indices in the padded sequence and positions among real tokens.
-            facts: tensors that the model computes from the stored vectors of each key.
+            key_features: tensors that the model computes from the stored vectors of each key.
         """
 
 
@@ -34,8 +34,8 @@ Rotate = Callable[[Sections, Tensor], list[Tensor]]
 ComputeKeys = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, list[Tensor]]]
 """The model's computation of keys and values from its cache.
 
-It takes stored vectors [B, Hkv, N, D'] of K and of V, and returns keys and values [B, Ha, N, D] and facts [N, ...] for
-the mask.
+It takes stored vectors [B, Hkv, N, D'] of K and of V, and returns keys and values [B, Ha, N, D] and features [N, ...]
+for the mask.
 """
 
 

@@ -39,23 +39,13 @@ def extend_step(layout: Layout, call: CachedAttention, slots: Slots, new: NewTok
     stored, rows = (part.read_as(layout.dtype) for part in stored_vectors(layout, call, slots, held))
     rotated = stored if rotate is None else torch.cat(rotate(Sections((stored,)), slots.rank), -1)
     keys = torch.cat([rotated, key.to(rotated.dtype)], 2)
-    values, facts = torch.cat([rows, value.to(rows.dtype)], 2), list[Tensor]()
+    values, key_features = torch.cat([rows, value.to(rows.dtype)], 2), list[Tensor]()
     if call.compute_keys is not None:
-        keys, values, facts = call.compute_keys(keys, values)
-    mask, bias = _chunk_mask(layout, call, slots, valid, facts)
+        keys, values, key_features = call.compute_keys(keys, values)
+    mask, bias = _chunk_mask(layout, call, slots, valid, key_features)
     dtype = _dtype_of_bias(call, bias, query.dtype)
     full_mask = _per_head(_combined_mask(mask, bias, dtype), query, keys, layout.heads)
-    spec = StatisticsSpec(
-        query=query,
-        key=keys,
-        mask=full_mask,
-        sink_logit=call.sink_logit,
-        causal=False,
-        scale=call.scale,
-        cap=call.cap,
-        heads=layout.heads,
-        sharding=layout.sharding,
-    )
+    spec = chunk_spec(layout, call.scale, call.cap, query, keys, full_mask, call.sink_logit)
     policy_bias = policy.bias(held, query.shape[1] // layout.heads)
     by_library = call.cap is None and call.sink_logit is None and not call.lse
     lse, computed = None, None
@@ -74,6 +64,20 @@ def extend_step(layout: Layout, call: CachedAttention, slots: Slots, new: NewTok
         computed = statistics(policy, spec, valid, held.budget) if policy.statistics else []
     inputs = (spec.query, spec.key, spec.mask, spec.sink_logit) if layout.crops and policy.statistics else ()
     return Attended(output, ((mask, bias),), lse, (*computed, *(x for x in inputs if x is not None)))
+
+
+def chunk_spec(
+    layout: Layout,
+    scale: float,
+    cap: float | None,
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor,
+    sink_logit: Tensor | None = None,
+) -> StatisticsSpec:
+    """Return the attention of a chunk to [slots, chunk], whose statistics the policy reads."""
+    options: dict[str, Any] = dict(causal=False, scale=scale, cap=cap, heads=layout.heads, sharding=layout.sharding)
+    return StatisticsSpec(query=query, key=key, mask=mask, sink_logit=sink_logit, **options)
 
 
 def _attend_chunk(
@@ -111,7 +115,7 @@ def _library_attention(scale: float, grouped: Tensor, keys: Tensor, values: Tens
 
 
 def _chunk_mask(
-    layout: Layout, call: CachedAttention, slots: Slots, valid: Tensor, facts: list[Tensor]
+    layout: Layout, call: CachedAttention, slots: Slots, valid: Tensor, key_features: list[Tensor]
 ) -> tuple[Tensor, Tensor | None]:
     """Return mask [B, H', 1 or G, q, C + q] and bias of a chunk on [slots, chunk]."""
     count = valid.shape[1]
@@ -121,7 +125,7 @@ def _chunk_mask(
     mask = torch.cat([(slots.position >= 0)[:, :, None, None], new], -1)  # the same for all queries
     new_position = slots.seen[:, None] + valid.cumsum(-1) - 1
     position = torch.cat([slots.position, new_position[:, None].expand(-1, layout.groups, -1)], -1)
-    mask, bias = with_mask(mask, call.mask(index, position, facts) if call.mask else None, call.hidden)
+    mask, bias = with_mask(mask, call.mask(index, position, key_features) if call.mask else None, call.hidden)
     return mask.expand(-1, -1, -1, count, -1), bias
 
 

@@ -100,8 +100,9 @@ class _QueryView:
         grouped = query.view(query.shape[0], layout.heads, -1, *query.shape[2:])  # [B, Hkv, G, 1, D]
         grouped = with_logit_scale(layout.policy, grouped, tokens.live.sum(-1)[:, :1])
         live = tokens.live[:, :, None, None]  # [B, H', 1, 1, C]
-        key, value, facts = _attended_vectors(layout, call, *stored_vectors(layout, call, slots, tokens))
-        mask, bias = with_mask(live, call.mask(index, tokens.position, facts) if call.mask else None, call.hidden)
+        key, value, key_features = _attended_vectors(layout, call, *stored_vectors(layout, call, slots, tokens))
+        mask = call.mask(index, tokens.position, key_features) if call.mask else None
+        mask, bias = with_mask(live, mask, call.hidden)
         policy_bias = layout.policy.bias(tokens, grouped.shape[2])
         policy_bias = None if policy_bias is None else policy_bias[..., None, :]
         heads = key.shape[1]
@@ -295,11 +296,11 @@ def stored_vectors(
 def _attended_vectors(
     layout: Layout, call: CachedAttention, key: EncodedVectors, value: EncodedVectors
 ) -> tuple[EncodedVectors, EncodedVectors, list[Tensor]]:
-    """Return the keys, values and facts that attention and its mask read, from stored vectors."""
+    """Return the keys, values and key features that attention and its mask read, from stored vectors."""
     if call.compute_keys is None:
         return key, value, []
-    keys, values, facts = call.compute_keys(key.read_as(layout.dtype), value.read_as(layout.dtype))
-    return plain(keys), plain(values), facts
+    keys, values, key_features = call.compute_keys(key.read_as(layout.dtype), value.read_as(layout.dtype))
+    return plain(keys), plain(values), key_features
 
 
 def _commit(slots: Slots, tokens: Tokens, index: Tensor, victim: Tensor) -> None:

@@ -121,14 +121,14 @@ class KeyAxis:
     """The dependence on the keys of all tensors that a mask is computed from."""
 
     def __init__(
-        self, graph: fx.Graph, among: set[fx.Node], sizes: Sizes, context: MaskContext, facts: dict[fx.Node, int]
+        self, graph: fx.Graph, among: set[fx.Node], sizes: Sizes, context: MaskContext, key_features: dict[fx.Node, int]
     ) -> None:
         """
         Args:
             graph: the canonical graph.
             among: the nodes that the mask is computed from.
             sizes: the graph's sizes in terms of the cache's length.
-            facts: the tensors computed from stored vectors, each with its dimension over the tokens.
+            key_features: the tensors computed from stored vectors, each with its dimension over the tokens.
         """
         self.sizes, self.lengths, self.first = sizes, context.lengths, context.first
         self.padding = {node for node in context.padding if node in among}
@@ -136,7 +136,7 @@ class KeyAxis:
         entries |= {node: value(node).ndim - 1 for node in self.padding if sizes.has_growing_dim(value(node))}
         integer_indices = [node for node in context.key_indices if op_table.holds_indices(value(node).dtype)]
         self.offsets: dict[fx.Node, sympy.Expr] = dict.fromkeys(integer_indices, sympy.Integer(0))
-        roots = {**dict.fromkeys(context.key_indices, 0), **entries, **facts}
+        roots = {**dict.fromkeys(context.key_indices, 0), **entries, **key_features}
         self.known = {node: KeyDependence("sliced", axis) for node, axis in roots.items()}
         memory = alias.Memory(graph)
         self._overwritten = {node for node in among if not among.issuperset(memory.writers(node))}

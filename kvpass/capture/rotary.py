@@ -56,6 +56,35 @@ class Rotary:
         return bool(sympy.simplify(count - queries) == 0 or sympy.simplify(count - rows * queries) == 0)
 
 
+def find_obstacle(sites: Iterable[AttentionSite], memory: alias.Memory) -> tuple[AttentionSite, str] | None:
+    """Return the first layer whose keys cannot be stored before their rotary embedding, and why; None if all can.
+
+    Args:
+        memory: that of the graph.
+    """
+    found = ((site, _obstacle(site, memory)) for site in sites)
+    return next(((site, why) for site, why in found if why is not None), None)
+
+
+def _obstacle(site: AttentionSite, memory: alias.Memory) -> str | None:
+    if site.past_key is not None:
+        return "the prompt ran uncompiled, so its keys are rotated to absolute positions already"
+    if site.window is not None:
+        return "the layer has a sliding window of its own, so layers differ in how many tokens they hold"
+    if site.computed:
+        return "the keys are computed from what is cached, which holds rotated ones already"
+    found = find_rotary(site)
+    if found is None:
+        return "the keys carry no rotary embedding that can be separated"
+    if not found.counts_tokens(site):
+        return "a token has several positions at once"
+    if not positions_of(found, site):
+        return QUERY_ROTATED_BY_OTHERS
+    if not rotates_each_token_alone(found, site, memory):
+        return KEY_ROTATED_BY_OTHERS
+    return ROWS_SHARE_POSITIONS if found.counts_rows_alike(site) else None
+
+
 def rows_come_first(position: fx.Node, rotated: fx.Node) -> bool:
     """Return whether the first dimension of positions, possibly of size 1, becomes the first of the rotated tensor.
 

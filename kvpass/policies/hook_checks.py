@@ -17,6 +17,7 @@ from torch import Tensor
 from kvpass.arguments import check_class_attribute, require
 from kvpass.errors import KVPassError, PolicyError
 from kvpass.policies.types import Tokens
+from kvpass.torch_private.tensors import is_fake
 
 Hook = Callable[..., Any]
 _CHANGES = ("observe", "observe_chunk", "init_token_state", "project")
@@ -141,9 +142,13 @@ def _wrong_result(policy: Any, name: str, given: tuple[Any, ...], result: Any) -
     if name in _CHANGES:
         return _wrong_changes(policy, shape, result)
     if name == "score":
-        return _wrong_tensor(result, "int64 or float32 [B, H', N]", shape, lambda dtype: dtype != torch.bool)
+        wrong = _wrong_tensor(result, "int64 or float32 [B, H', N]", shape, lambda dtype: dtype != torch.bool)
+        live = given[0].live
+        return wrong or _where(live, lambda: result.isnan() & live, "NaN as the score of a token")
     if name == "victim":
-        return _wrong_tensor(result, "int64 [B, H']", shape[:-1], lambda dtype: dtype == torch.int64)
+        wrong = _wrong_tensor(result, "int64 [B, H']", shape[:-1], lambda dtype: dtype == torch.int64)
+        count = shape[-1]
+        return wrong or _where(result, lambda: (result < 0) | (result >= count), f"a slot that is not one of {count}")
     if name != "compact":
         return ""
     if not (isinstance(result, (tuple, list)) and len(result) == 2):
@@ -180,6 +185,12 @@ def _wrong_tensor(value: Any, kind: str, shape: tuple[Any, ...], fits: Callable[
     if tuple(value.shape) != shape or not fits(value.dtype):
         return f"it returned {value.dtype} of shape {tuple(value.shape)}, not {kind}, here {shape}"
     return ""
+
+
+def _where(like: Tensor, is_wrong: Callable[[], Tensor], what: str) -> str:
+    """Return what is wrong with values, if any is; those of traced code and of other devices are not read."""
+    readable = not is_fake(like) and like.device.type == "cpu"
+    return f"it returned {what}" if readable and bool(is_wrong().any()) else ""
 
 
 def _maps(value: Any, kind: Any) -> bool:

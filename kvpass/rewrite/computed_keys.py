@@ -5,7 +5,7 @@ values of all heads from them.  This subgraph is cut out and applied to slots wh
 `kvpass.rewrite.mask_slice`.  The slots hold the cached vectors and are no larger.
 
 A mask may also be computed from cached vectors, for example a bias for each key that is computed from its value.  The
-tensors that such a mask reads from the vectors of one token, its *facts*, are cut out with the keys and values.
+tensors that such a mask reads from the vectors of one token, its *key features*, are cut out with the keys and values.
 
 In general it is unknown which query heads read which part of such a cache.  All its heads therefore keep the same
 tokens: they are joined into one head.
@@ -46,7 +46,7 @@ class ComputedKeys:
 
     Attributes:
         slice: from the cached pair of one token, [B, h, 1, D'] and [B, h, 1, Dv'], to its key and value [B, Ha, 1, D]
-            and its facts.
+            and its key features.
         heads: h.
     """
 
@@ -57,22 +57,22 @@ class ComputedKeys:
         """Compute what attention reads from slots [B, 1, N, h * D'] and [B, 1, N, h * Dv'].
 
         Returns:
-            Keys [B, Ha, N, D], values [B, Ha, N, Dv], and the facts, each [N, ...].
+            Keys [B, Ha, N, D], values [B, Ha, N, Dv], and the key features, each [N, ...].
         """
 
         def compute_one(key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
             pair = [torch.unflatten(x, -1, (self.heads, -1))[:, :, None] for x in (key, value)]  # [B, h, 1, D']
-            keys, values, *facts = self.slice.module(*pair, *bound)
-            return keys[:, :, 0], values[:, :, 0], *facts
+            keys, values, *key_features = self.slice.module(*pair, *bound)
+            return keys[:, :, 0], values[:, :, 0], *key_features
 
-        keys, values, *facts = torch.vmap(compute_one, in_dims=1)(key[:, 0], value[:, 0])
-        return keys.movedim(0, 2), values.movedim(0, 2), facts
+        keys, values, *key_features = torch.vmap(compute_one, in_dims=1)(key[:, 0], value[:, 0])
+        return keys.movedim(0, 2), values.movedim(0, 2), key_features
 
 
 def cut_computed_keys(
-    gm: fx.GraphModule, site: AttentionSite, sizes: Sizes, facts: Sequence[fx.Node]
+    gm: fx.GraphModule, site: AttentionSite, sizes: Sizes, key_features: Sequence[fx.Node]
 ) -> ComputedKeys | None:
-    """Cut out the computation of a site's keys, values and facts; None if it attends to the cached vectors themselves.
+    """Cut out the computation of a site's keys, values and features; None if it attends to the cached vectors.
 
     Raises:
         UnsupportedGraph: the values of one token depend on other tokens, or the values of one row on other rows.
@@ -85,7 +85,7 @@ def cut_computed_keys(
             f"{walk.source_line(site.call)}: the model's code compares the cache's length with a number, so its "
             "graph serves only one length; a sparse index and a window over such a cache do that"
         )
-    results, stored = [*site.computed, *facts], [site.grown_key, site.grown_value]
+    results, stored = [*site.computed, *key_features], [site.grown_key, site.grown_value]
     subgraph = alias.dependents(alias.ancestors_with_writes(results, stored, site.call), stored) - set(stored)
     for node in subgraph:
         _check_per_token(node, tokens)

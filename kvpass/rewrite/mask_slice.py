@@ -57,18 +57,18 @@ class MaskSlice:
 
     Attributes:
         slice: inputs are the key's index [1], counted from the first key that the model stores, the number of real
-            tokens up to it [1, 1], then one tensor for each of `padding`, `entries` and `facts`.
+            tokens up to it [1, 1], then one tensor for each of `padding`, `entries` and `key_features`.
         padding: inputs that only mark padding; cached tokens are real.
         entries: the other tensors from which it reads an entry for each token.
         host_input: nodes that read all tokens together, such as the amount of padding in a row; the slice binds them.
-        facts: tensors that it reads from the key's stored vectors, see `kvpass.rewrite.computed_keys`.
+        key_features: tensors that it reads from the key's stored vectors, see `kvpass.rewrite.computed_keys`.
     """
 
     slice: Slice
     padding: tuple[PerTokenInput, ...]
     entries: tuple[PerTokenInput, ...]
     host_input: tuple[fx.Node, ...]
-    facts: tuple[fx.Node, ...] = ()
+    key_features: tuple[fx.Node, ...] = ()
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -83,7 +83,7 @@ class MaskSlice:
         heads: int,
         entries: list[Tensor],
         bound: list[Tensor],
-        facts: list[Tensor],
+        key_features: list[Tensor],
     ) -> Tensor:
         """Return the mask of slots, [B, Hkv or 1, G or 1, q, N]; padding counts as absent.
 
@@ -93,7 +93,7 @@ class MaskSlice:
             heads: Hkv.
             entries: of every slot, each [B, H', N, ...], see `PerTokenInput.gather`.
             bound: the values of the slice's bound nodes.
-            facts: of every slot, each [N, ...].
+            key_features: of every slot, each [N, ...].
         """
         valid = [torch.ones(p.shape, dtype=value(p.node).dtype, device=index.device) for p in self.padding]
         entry_count = len(entries)
@@ -108,9 +108,9 @@ class MaskSlice:
                 raise UnsupportedGraph(f"the mask of one key has {columns}")
             return mask.squeeze(-1)  # [b, h, q]
 
-        in_dims = (0, 0, *[0] * entry_count, *[None] * len(facts))
-        over_slots = torch.vmap(mask_of_slot, (0, 0, *[0] * (entry_count + len(facts))))
-        masks = torch.vmap(torch.vmap(over_slots, in_dims), in_dims)(index, position, *entries, *facts)
+        in_dims = (0, 0, *[0] * entry_count, *[None] * len(key_features))
+        over_slots = torch.vmap(mask_of_slot, (0, 0, *[0] * (entry_count + len(key_features))))
+        masks = torch.vmap(torch.vmap(over_slots, in_dims), in_dims)(index, position, *entries, *key_features)
         return _own_masks(masks, heads).movedim(2, -1)  # from [B, H', N, b, h, q]
 
 
@@ -143,14 +143,14 @@ def cut_mask(gm: fx.GraphModule, mask: fx.Node, sizes: Sizes, context: MaskConte
     index_nodes = [*context.key_indices, *context.inputs]
     dependent = alias.dependents(subgraph, index_nodes)
     check_not_overwritten(dependent, subgraph - set(context.inputs), mask)
-    facts = _facts(gm.graph, mask, context.stored, index_nodes)
-    cutter = _KeyCutter(gm, sizes, context, subgraph, facts, sparse_indices)
+    key_features = _key_features(gm.graph, mask, context.stored, index_nodes)
+    cutter = _KeyCutter(gm, sizes, context, subgraph, key_features, sparse_indices)
     mask_slice = cutter.cut(mask)
     padding = tuple(cutter.entry_of(node, value(node).ndim - 1) for node in cutter.padding)
-    return MaskSlice(mask_slice, padding, tuple(cutter.entries), tuple(cutter.host_input), tuple(facts))
+    return MaskSlice(mask_slice, padding, tuple(cutter.entries), tuple(cutter.host_input), tuple(key_features))
 
 
-def _facts(graph: fx.Graph, mask: fx.Node, stored: list[fx.Node], index_nodes: list[fx.Node]) -> list[fx.Node]:
+def _key_features(graph: fx.Graph, mask: fx.Node, stored: list[fx.Node], index_nodes: list[fx.Node]) -> list[fx.Node]:
     """Return the last tensors on the way to a mask that depend on stored vectors and on no key index."""
     subgraph = walk.ancestors(mask, stored) | set(stored)
     stored_only = alias.dependents(subgraph, stored) - alias.dependents(subgraph, index_nodes)
@@ -195,22 +195,25 @@ class _KeyCutter:
         sizes: Sizes,
         context: MaskContext,
         subgraph: set[fx.Node],
-        facts: list[fx.Node],
+        key_features: list[fx.Node],
         sparse_indices: list[keys.SparseIndex],
     ) -> None:
         self.gm, self.sizes, self.context = gm, sizes, context
         self.totals = {expr(value(node).shape[2]) for node in context.stored}
         self.graph = fx.Graph()
         index, self.count = self.roots = (self.graph.placeholder("index"), self.graph.placeholder("count"))
-        self.facts = facts
+        self.key_features = key_features
         self.env: dict[fx.Node, Any] = {node: self._index_in(value(node).dtype, index) for node in context.key_indices}
         self.padding, self.entries = [n for n in context.padding if n in subgraph], list[PerTokenInput]()
-        self.env.update({node: self.graph.placeholder(node.name) for node in [*self.padding, *facts]})
+        self.env.update({node: self.graph.placeholder(node.name) for node in [*self.padding, *key_features]})
         self.env.update({each.node: keys.select_all(each, self.graph) for each in sparse_indices})
-        axes = {fact: next(d for d, n in enumerate(value(fact).shape) if expr(n) in self.totals) for fact in facts}
+        axes = {
+            node: next(d for d, size in enumerate(value(node).shape) if expr(size) in self.totals)
+            for node in key_features
+        }
         axes |= {each.node: value(each.node).ndim - 1 for each in sparse_indices}
         self.axes = KeyAxis(gm.graph, subgraph, sizes, context, axes)
-        self.on_fact = set(facts) | alias.dependents(subgraph, [*facts, *context.stored])
+        self.on_features = set(key_features) | alias.dependents(subgraph, [*key_features, *context.stored])
         self.bound, self.host_input = list[fx.Node](), list[fx.Node]()
 
     def _index_in(self, dtype: torch.dtype, index: fx.Node) -> fx.Node:
@@ -221,7 +224,7 @@ class _KeyCutter:
         result = self.copy(mask)
         self._check_axis(mask)
         self.graph.output(result)
-        inputs = [*self.padding, *(entry.node for entry in self.entries), *self.facts, *self.bound]
+        inputs = [*self.padding, *(entry.node for entry in self.entries), *self.key_features, *self.bound]
         splicing.put_first(self.graph, [*self.roots, *(self.env[node] for node in inputs)])
         return Slice(fx.GraphModule(self.gm, self.graph), tuple(self.bound))
 
@@ -293,7 +296,7 @@ class _KeyCutter:
         if node.op == "placeholder":
             self._refuse(node, f"the mask is computed from {node.name!r}, which grows and has no entry for each token")
         problem = f"the attention mask is computed by {walk.name_of(node)!r}, not proven to treat keys one by one"
-        if node in self.on_fact:
+        if node in self.on_features:
             self._refuse(node, f"{problem}, from cached vectors")
         if axis is not None:
             if self.context.last is not None:

@@ -104,8 +104,8 @@ class SlicedMask:
     whole: bool
 
     @property
-    def facts(self) -> tuple[fx.Node, ...]:
-        return self.sliced.facts
+    def key_features(self) -> tuple[fx.Node, ...]:
+        return self.sliced.key_features
 
     @property
     def entries(self) -> int:
@@ -113,7 +113,7 @@ class SlicedMask:
         return len(self.sliced.entries)
 
     def on_slots(
-        self, index: Tensor, position: Tensor, heads: int, tensors: list[Tensor], facts: list[Tensor]
+        self, index: Tensor, position: Tensor, heads: int, tensors: list[Tensor], key_features: list[Tensor]
     ) -> Tensor:
         """See `kvpass.cache.cached_attention.Mask`; `tensors` are the values of `nodes`."""
         start, count = int(self.shifted), len(self.sliced.entries)
@@ -123,7 +123,7 @@ class SlicedMask:
             entries = [entry.gather(x, index) for entry, x in zip(self.sliced.entries, inputs, strict=True)]
         else:
             entries = [_entries_of_slots(x, index, length, self.queries) for x in inputs]
-        return self.sliced.on_slots(index, position, first, heads, entries, bound, facts)
+        return self.sliced.on_slots(index, position, first, heads, entries, bound, key_features)
 
 
 def _entries_of_slots(entries: Tensor, index: Tensor, length: Tensor, queries: int) -> Tensor:
@@ -144,11 +144,11 @@ class ColumnMask:
 
     nodes: list[fx.Node]
     queries: int
-    facts = ()
+    key_features = ()
     entries = 0
 
     def on_slots(
-        self, index: Tensor, position: Tensor, heads: int, tensors: list[Tensor], facts: list[Tensor]
+        self, index: Tensor, position: Tensor, heads: int, tensors: list[Tensor], key_features: list[Tensor]
     ) -> Tensor:
         mask = tensors[0]  # [B or 1, Hq or 1, q, S]
         rows, groups, _ = index.shape

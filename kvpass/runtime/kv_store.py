@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpass.cache.admission import Chunk, admit, attention_of_chunk, attention_of_classes, split_by_class
+from kvpass.cache.chunk_step import chunk_spec
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.layout import Layout
 from kvpass.cache.past_calls import PastCall, SlotSnapshot, append_call
@@ -204,21 +205,8 @@ class KVStore:
         divided, specs = split_by_class(layout, others), list[StatisticsSpec]()
         for part, own in zip(layout.parts, divided, strict=True):
             operands = own[len(policy.statistics) :]
-            if operands:  # see `cache.chunk_step.extend_step`
-                query, keys, mask, *sink = operands
-                specs.append(
-                    StatisticsSpec(
-                        query=query,
-                        key=keys,
-                        mask=mask,
-                        sink_logit=sink[0] if sink else None,
-                        causal=False,
-                        scale=site.scale,
-                        cap=site.cap,
-                        heads=part.heads,
-                        sharding=layout.sharding,
-                    )
-                )
+            if operands:  # query, keys, mask and sink, see `cache.chunk_step.extend_step`
+                specs.append(chunk_spec(part, site.scale, site.cap, *operands))
         attention = attention_of_chunk(layout, divided, valid)
         chunk = Chunk(key, value, valid, attention, call_pins_for(cache), output_projection_of(cache))
         admit_chunk(cache, chunk, _spare_slots(cache) if cache.backend.crop else None)

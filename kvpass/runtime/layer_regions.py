@@ -199,6 +199,7 @@ def install_regions(model: torch.nn.Module) -> LayerRegions:
     caches = sys.modules.get("transformers.cache_utils")
     kinds = (getattr(caches, "DynamicCache", None), getattr(caches, "DynamicLayer", None))
     if None in kinds or not regions.are_supported():
+        log.info("layers are traced one by one: this torch or transformers lacks what regions need")
         return LayerRegions()
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
     groups = [(layers, group) for layers in lists for group in _equal_layers(layers)]

@@ -84,7 +84,7 @@ def _replace(
     """Replace one attention call on a layer's cache; `new` are the rotated key, the stored key, and the value."""
     mask, _ = masks.of(site, layer)
     rotary = step.rotations.slices[layer] if step.rotations.slices else None
-    computed = cut_computed_keys(step.gm, site, step.sizes, mask.facts if mask else ())
+    computed = cut_computed_keys(step.gm, site, step.sizes, mask.key_features if mask else ())
     bound = {
         "mask": mask.nodes if mask else [],
         "angles": list(rotary.angles.bound) if rotary else [],
@@ -155,13 +155,13 @@ class _ReferenceCall:
             store.view = self._view_of(store, NewTokens(query, key, value, valid), stored_as_read, bound)
         view: ReferenceView = store.view
         keys, values = view.keys, view.values
-        facts: list[Tensor] = []
+        key_features: list[Tensor] = []
         if self.computed is not None:
             keys, values = keys.to(layout.dtype), values.to(layout.dtype)
-            keys, values, facts = self.computed.on_slots(keys, values, bound["computed"])
+            keys, values, key_features = self.computed.on_slots(keys, values, bound["computed"])
         model_mask = None
         if self.mask is not None:
-            model_mask = self.mask.on_slots(view.index, view.position, layout.heads, bound["mask"], facts)
+            model_mask = self.mask.on_slots(view.index, view.position, layout.heads, bound["mask"], key_features)
         allowed, bias = _mask_and_bias(
             layout, view.position[..., :-queries] >= 0, valid, model_mask, query.shape[1], site.hidden
         )

@@ -33,7 +33,7 @@ def hiding(slots: Slots, valid: Tensor, low: Any, boolean: bool, dtype: torch.dt
     place = slots.length[:, None] + torch.arange(valid.shape[1])
     number = torch.finfo(dtype).min if low == LOWEST else low
 
-    def mask(index: Tensor, position: Tensor, facts: list[Tensor]) -> Tensor:
+    def mask(index: Tensor, position: Tensor, key_features: list[Tensor]) -> Tensor:
         allowed = (index[:, :, None, None] <= place[:, None, None, :, None]) & valid[:, None, None, :, None] & sees
         return allowed if boolean else torch.zeros(allowed.shape).masked_fill(~allowed, number).to(dtype)
 

@@ -45,6 +45,8 @@ HOOK_MISTAKES: list[tuple[str, Callable[..., Any], dict[str, Any], str]] = [
     ("score", lambda self, tokens: tokens.state["mass"], {}, "fails with KeyError: 'mass'"),
     ("score", lambda self: 1, {}, "fails with TypeError"),
     ("score", lambda self, tokens: tokens.position.mul_(-1), {}, "writes to a tensor that it was given"),
+    ("score", lambda self, tokens: tokens.position / 0 * 0, {}, "returned NaN as the score of a token"),
+    ("victim", lambda self, tokens: tokens.position.argmin(-1) + 7, {}, "returned a slot that is not one of 7"),
     ("victim", lambda self, tokens: tokens.position.argmin(-1, keepdim=True), {}, r"not int64 \[B, H'\]"),
     ("compact", lambda self, tokens: tokens.live, {}, "returned a Tensor, not a pair"),
     ("compact", lambda self, tokens: (tokens.position, {}), {}, "not bool"),

@@ -32,7 +32,7 @@ def main(settings: EvaluationSettings) -> None:
     """Measure the cases that the folder does not have yet, write the results, and print the tables.
 
     Raises:
-        KVPassError: an invalid policy, or a model, text or folder that cannot be read.
+        KVPassError: an invalid policy, a model, text or folder that cannot be read, or no case that could be measured.
     """
     chosen = list(cases(settings))
     results = Results(settings.out)
@@ -48,6 +48,8 @@ def main(settings: EvaluationSettings) -> None:
             results.add(result)
     found = [result for key in keys for result in results.all if result.key == key]
     print(report.write(settings.out, settings.measures, found), end="")
+    if all(result.error is not None for result in found):
+        raise KVPassError(f"nothing was measured, as every case is refused; the first one: {found[0].error}")
 
 
 class _Runner:

@@ -18,6 +18,7 @@ A slot buffer is an operand that the compiled code writes to in place, as in a w
 from __future__ import annotations
 
 import itertools
+import logging
 import operator
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -31,6 +32,8 @@ from kvpass.fx import walk
 from kvpass.lowering.layer_dedup import segments
 from kvpass.lowering.layer_dedup.segments import Segment
 from kvpass.torch_private import generated_code, inductor, symbolic_shapes, tensors
+
+log = logging.getLogger("kvpass.layer_dedup")
 
 Patches = Callable[[fx.GraphModule], dict[str, Any]]
 
@@ -69,6 +72,7 @@ def compile_deduplicated(
         for segment in found:
             compiled = kinds.run_of(segment)
             if compiled is None:
+                log.info("a graph is compiled whole: Inductor's code for a part of it is of an unknown kind")
                 return None
             program.append(compiled)
     return _link(gm, program)

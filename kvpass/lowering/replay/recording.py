@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import logging
 import operator
 import sys
 import threading
@@ -38,6 +39,8 @@ from kvpass.lowering.replay.program import (
 )
 from kvpass.torch_private import dynamo, generated_code, inductor
 
+log = logging.getLogger("kvpass.replay")
+
 UNREPEATABLE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 MOST_PROGRAMS = 4  # of one piece of compiled code, for different shapes of arguments
 
@@ -58,13 +61,13 @@ class _Recording:
     """The calls recorded so far.
 
     Attributes:
-        refused: whether a call cannot be repeated by a program.
+        refusal: why the calls cannot be repeated by a program; "" if they can.
         blocks: memory between kernels, a tensor of bytes for each base.
     """
 
     def __init__(self, inputs: list[Tensor]) -> None:
         self.inputs = inputs
-        self.refused = False
+        self.refusal = ""
         self.parts: list[ProgramPart] = []
         self.kept: list[Tensor] = []
         self._results: list[Tensor] = []
@@ -76,6 +79,9 @@ class _Recording:
             self._register_storage(base, each)
         self._thread, self._allocating = threading.get_ident(), False
         self._allocator = generated_code.allocator()
+
+    def _refuse(self, reason: str) -> None:
+        self.refusal = self.refusal or reason
 
     def _register_storage(self, base: int, tensor: Tensor) -> None:
         self._in_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append((base, tensor))
@@ -117,20 +123,20 @@ class _Recording:
 
     def _on_c_call(self, caller: types.FrameType, function: Any) -> None:
         """Refuse the recording if a C function computes or allocates without being recorded."""
-        if generated_code.is_foreign(function):
-            self.refused = self.refused or caller.f_code is not _Recording._launch.__code__
-        elif function is self._allocator:
-            self.refused = self.refused or caller.f_code is not _Recording._allocate.__code__
+        foreign = generated_code.is_foreign(function)
+        recorded = _Recording._launch if foreign else _Recording._allocate
+        if (foreign or function is self._allocator) and caller.f_code is not recorded.__code__:
+            self._refuse(f"{function} is called from {caller.f_code.co_name}")
 
     def _launch(self, kernel: Callable[..., Any], library: str, *args: Any) -> Any:
-        if self.listens() and not self.refused:
+        if self.listens() and not self.refusal:
             self._record_kernel(library, args)
         return kernel(*args)
 
     def _record_kernel(self, library: str, args: Sequence[Any]) -> None:
         words = [self._word(arg) for arg in args]
         if not 0 < len(args) <= MOST_ARGUMENTS or None in words:
-            self.refused = True
+            self._refuse(f"a kernel has {len(args)} arguments, or one of an unknown kind")
             return
         if not self.parts or not isinstance(self.parts[-1], KernelCalls):
             self.parts.append(KernelCalls())
@@ -185,19 +191,19 @@ class _Recording:
 
     def _on_operator(self, function: Any, args: Any, kwargs: Any, results: Any) -> None:
         """Record an operator that has run; views are recorded where they are used."""
-        if self.listens() and not self.refused and not function.is_view:
+        if self.listens() and not self.refusal and not function.is_view:
             self._record_operator(function, args, kwargs, results)
 
     def _record_operator(self, function: Any, args: Any, kwargs: Any, results: Any) -> None:
         recorded = fx.node.map_aggregate((args, kwargs), self._as_view)
         if any(tag in function.tags for tag in UNREPEATABLE):
-            self.refused = True
+            self._refuse(f"the results of {function} depend on data")
         elif generated_code.writes_results(function):
             self.parts.append(OperatorCall(function, *recorded, outputs=[]))
         else:
             outputs = list(results) if isinstance(results, (tuple, list)) else [results]
             if not all(isinstance(output, Tensor) and output.layout == torch.strided for output in outputs):
-                self.refused = True
+                self._refuse(f"{function} returns something other than strided tensors")
                 return
             self._results += outputs  # so that no later tensor reuses their memory
             self.parts.append(OperatorCall(function, *recorded, outputs=[self._new_base(output) for output in outputs]))
@@ -208,14 +214,16 @@ class _Recording:
             return argument
         view = self.view_of(argument)
         if view is None or view.base == NO_BASE:
-            self.refused = self.refused or view is None
+            if view is None:
+                self._refuse("arguments share memory, which they may not do in the next run")
             return argument
         return view
 
     def program(self, results: Sequence[Any]) -> Program | None:
         """Return a program of the recorded calls, or None if not all calls were recorded."""
         views = [self._as_view(result) for result in results]
-        if self.refused:
+        if self.refusal:
+            log.info("a compiled step keeps Inductor's Python: %s", self.refusal)
             return None
         fresh = {result.base for result in views if isinstance(result, ArgumentView)} & self.blocks.keys()
         sizes = {base: block.numel() for base, block in self.blocks.items()}

@@ -77,7 +77,7 @@ class _AttentionReplacement:
             _check_classes(site, layout, mask)
         rotary = step.rotations.slices[layer] if step.rotations.slices else None
         pairs = self.tables.pairs(rotary)
-        computed = cut_computed_keys(step.gm, site, step.sizes, mask.facts if mask else ())
+        computed = cut_computed_keys(step.gm, site, step.sizes, mask.key_features if mask else ())
         rope_weights = self.tables.mixing(rotary, pairs, layout.capacity, site.call) if rotary and pairs else []
         operands = {
             "slots": slots,
@@ -237,7 +237,7 @@ class _LayerStepParts:
             scale=self.attention.scale,
             mask=None
             if mask is None
-            else lambda index, position, facts: mask.on_slots(index, position, heads, of_mask, facts),
+            else lambda index, position, key_features: mask.on_slots(index, position, heads, of_mask, key_features),
             rotate=None if rotary is None else lambda keys, rank: rotary.on_slots(keys, rank, table, of_rotary),
             rope=Rope(operands["rope"][0], operands["rope"][1], self.pairs) if self.pairs else None,
             weights=tuple(operands["weights"]),

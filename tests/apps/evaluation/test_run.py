@@ -125,6 +125,16 @@ def test_budgets_in_bytes_are_measured_and_refused(checkpoint: Path, tmp_path: P
     assert "no budget of 'h2o' takes at most 0.001" in refused["error"]
 
 
+def test_a_run_that_measures_nothing_says_so(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("def a(x):\n    return x + 1\n" * 9)
+    arguments = ["eval", "--model", str(checkpoint), "--text", str(text), "--inner", "nope", "--policy", "h2o"]
+    assert cli.main([*arguments, "--tokens", "64", "--out", str(tmp_path / "out")]) == 2
+    assert "nothing was measured, as every case is refused; the first one: inner='nope'" in capsys.readouterr().err
+
+
 def test_an_unknown_policy_is_refused_before_anything_is_loaded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

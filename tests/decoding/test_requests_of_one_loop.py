@@ -1,0 +1,180 @@
+"""All kinds of requests on one loop: each gets what the same loop says to it by itself, and nothing is traced anew."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import kvpass
+from kvpass import GenerationOutput
+from tests.decoding.test_requests import LENGTHS, MOST, alone, ended, prompts, serving_loop
+from tests.models import build
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """A loop, and what it says by itself after a prompt of each length."""
+
+    loop: kvpass.DecodeLoop
+    said: dict[int, list[int]]
+
+
+@pytest.fixture(scope="module")
+def compiled_once(shared_traces: None) -> Served:
+    model = build("Llama", layers=1)
+    loop = serving_loop(model, prefill_chunk=8)
+    return Served(loop, as_alone(model, loop))
+
+
+@pytest.fixture
+def served(compiled_once: Served) -> Iterator[Served]:
+    """The loop of all tests here; none may leave a request, or need another graph."""
+    with torch.compiler.set_stance("fail_on_recompile"):
+        yield compiled_once
+    assert compiled_once.loop.pending == 0
+    cached = kvpass.inspect(compiled_once.loop).layers[0]
+    assert (cached.positions.shape[0], cached.capacity) == (3, 9)
+
+
+def as_alone(model: Any, loop: kvpass.DecodeLoop) -> dict[int, list[int]]:
+    """Fourteen tokens after prompts of these lengths, by themselves; the first also in a loop of one conversation."""
+    said = {}
+    for ids in prompts():
+        said[len(ids)] = next(iter(loop.generate_batch([ids], max_new_tokens=14).values())).generated_tokens
+    first = prompts()[1]
+    assert said[len(first)] == alone(model, first, 14, prefill_chunk=8)
+    return said
+
+
+def test_requests_together(served: Served) -> None:
+    loop, said = served.loop, served.said
+    names = [loop.add(ids, max_new_tokens=most) for ids, most in zip(prompts(), MOST, strict=True)]
+    assert loop.pending == len(names)
+    done = ended(loop)
+    for name, length, most in zip(names, LENGTHS, MOST, strict=True):
+        assert done[name].generated_tokens == said[length][:most]
+    assert loop.pending == 0
+
+
+def test_stops(served: Served) -> None:
+    loop, said = served.loop, served.said
+    ids, other = prompts((9, 5))
+    end = said[9][4]
+    one, two = loop.add(ids, max_new_tokens=12, stop=[1, end]), loop.add(torch.tensor([other]), max_new_tokens=3)
+    three = loop.add(ids, max_new_tokens=12, stop=[said[9][0]])
+    done = ended(loop)
+    place = said[9].index(end)
+    assert (done[one].generated_tokens, done[one].finish_reason) == (said[9][: place + 1], "stop")
+    assert (done[two].generated_tokens, done[two].finish_reason) == (said[5][:3], "length")
+    assert (done[three].generated_tokens, done[three].finish_reason) == (said[9][:1], "stop")
+
+
+SAMPLED: dict[str, Any] = dict(temperature=0.9, top_k=40, top_p=0.95)
+
+
+def test_a_seed_gives_the_same_tokens_whoever_else_is_there(served: Served) -> None:
+    loop = served.loop
+    all_ids = prompts((9, 5, 4, 9))
+    by_itself = loop.generate_batch([all_ids[0]], max_new_tokens=10, seed=5, **SAMPLED)
+    (expected,) = (output.generated_tokens for output in by_itself.values())
+    loop.add(all_ids[1], max_new_tokens=4)
+    loop.add(all_ids[2], max_new_tokens=20, temperature=1.5, seed=1)
+    seen = loop.step()
+    mine = loop.add(all_ids[0], max_new_tokens=10, seed=5, **SAMPLED)
+    another = loop.add(all_ids[3], max_new_tokens=10, seed=6, **SAMPLED)
+    done = ended(loop, seen)
+    assert done[mine].generated_tokens == expected
+    assert done[another].generated_tokens != expected
+
+
+def test_cancelling(served: Served) -> None:
+    loop, said = served.loop, served.said
+    running, *others, waiting = (loop.add(ids, max_new_tokens=9) for ids in prompts((9, 5, 5, 17, 12)))
+    seen = loop.step()
+    while not seen:
+        seen = loop.step()
+    assert [output.request_id for output in seen] == [running]
+    assert loop.cancel(running)
+    assert loop.cancel(waiting)
+    assert not loop.cancel("nobody")
+    assert loop.pending == 5
+    assert {output.request_id for output in loop.step()} >= {running, waiting}
+    assert not loop.cancel(running)
+    done = {output.request_id: output for output in loop if output.is_finished()}
+    assert done.keys() == set(others)
+    assert [done[name].generated_tokens for name in others] == [said[n][:9] for n in (5, 5, 17)]
+
+
+def test_other_requests_are_kept(served: Served) -> None:
+    loop = served.loop
+    first = loop.add(prompts((5,))[0], max_new_tokens=3)
+    done = loop.generate_batch(prompts((9, 17)), max_new_tokens=6)
+    assert first not in done
+    with pytest.raises(kvpass.RequestError, match="is there already"):  # its last output is not handed out
+        loop.add(prompts((5,))[0], max_new_tokens=3, request_id=first)
+    later = [output for output in loop.step() if output.request_id == first]
+    assert later[-1].is_finished()
+    assert [token for output in later for token in output.new_tokens] == later[-1].generated_tokens
+
+
+def test_other_requests_survive_an_error(served: Served) -> None:
+    loop = served.loop
+    assert loop.requests is not None
+    first, step = loop.add(prompts((5,))[0], max_new_tokens=1), loop.requests.step
+
+    def failing() -> list[GenerationOutput]:
+        if first not in loop.requests.known:
+            raise ZeroDivisionError("the machine")
+        return step()
+
+    loop.requests.step = failing  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError, match="the machine"):
+        loop.generate_batch(prompts((9,)), max_new_tokens=6)
+    del loop.requests.step  # type: ignore[method-assign]
+    assert ended(loop)[first].is_finished()
+
+
+def test_bad_input(served: Served) -> None:
+    loop = served.loop
+    assert loop.add(prompts((5,))[0], max_new_tokens=3, request_id="mine") == "mine"
+    for wrong, match in (
+        (dict(ids=[]), "empty"),
+        (dict(ids=[3, 128]), "token 128"),
+        (dict(ids=[-1]), "token -1"),
+        (dict(ids=[1.5]), "whole numbers"),
+        (dict(ids=torch.zeros(2, 3, dtype=torch.int64)), "one prompt"),
+        (dict(ids=[3], request_id="mine"), "already"),
+        (dict(ids=[3], max_new_tokens=0), "max_new_tokens=0"),
+        (dict(ids=[3], stop=range(9)), "stop"),
+    ):
+        with pytest.raises(kvpass.RequestError, match=match):
+            loop.add(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(kvpass.PolicyError, match="temperature"):
+        loop.add([3], temperature=-1.0)
+    done = [*loop.generate_batch([[5, 6], [], [300], [7]], max_new_tokens=2).values()]
+    assert [output.status.name for output in done] == ["FINISHED", "FAILED", "FAILED", "FINISHED"]
+    assert "empty" in str(done[1].error)
+    assert "300" in str(done[2].error)
+    assert next(iter(loop)).request_id == "mine"
+
+
+def test_nothing_is_left_behind(served: Served) -> None:
+    """The slots of a row are those of its request alone, whatever was there before."""
+    loop = served.loop
+    assert loop.requests is not None
+    held = []
+    for lengths in ((7,), (30, 3, 11), (7,)):
+        loop.generate_batch(prompts(lengths), max_new_tokens=1)
+        batch = loop.requests.batch
+        assert batch is not None
+        slots = batch.caches[0].slots
+        rows = (*slots.key.parts, *slots.value.parts)
+        held.append(
+            [x[0].clone() for x in (*rows, slots.position, slots.free, slots.seen, slots.rank, *slots.state.values())]
+        )
+    assert all(torch.equal(a, b) for a, b in zip(held[0], held[2], strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(held[0], held[1], strict=True))
