@@ -27,7 +27,6 @@ from benchmarks import (
     prompt,
     prompt_scores,
     recall,
-    replays,
     report,
     row_products,
     serving,
@@ -59,7 +58,6 @@ PARTS: dict[str, ModuleType] = {
         evidence,
         papers,
         row_products,
-        replays,
         serving,
     )
 }

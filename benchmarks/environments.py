@@ -33,6 +33,21 @@ def python(folder: Path, packages: Sequence[str], variables: Mapping[str, str] |
     return found
 
 
+def library(folder: Path, packages: Sequence[str]) -> Path:
+    """Return a folder for PYTHONPATH with the packages and nothing that they depend on; it is made if it is missing.
+
+    Raises:
+        Unavailable: a package cannot be installed; the message has the last error of pip.
+    """
+    listed = folder / "packages"
+    wanted = "\n".join(packages)
+    if not listed.is_file() or listed.read_text(encoding="utf-8") != wanted:
+        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target", str(folder)]
+        _run([*install, *packages], {})
+        listed.write_text(wanted, encoding="utf-8")
+    return folder
+
+
 def _run(command: list[str], variables: Mapping[str, str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **variables})
     if done.returncode:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -42,6 +43,8 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     LLAMA: ("llama-cpp-python==0.3.36",),
 }
 VARIABLES = {LLAMA: {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"}}  # built from source, for this processor
+QUANTISER = ("torchao==0.18.0",)
+"""The package with torch's int8 weights; it stays out of the environment of kvpass, whose tests do without it."""
 UNCOMPILED, STATIC = "uncompiled, DynamicCache", "torch.compile, StaticCache"
 REFERENCE = "kvpass, streaming"
 """The contender that ratios are to."""
@@ -77,6 +80,10 @@ def start(
         Unavailable: the environment or the weights cannot be made, or the engine does not load.
     """
     python = interpreter(contender.package, folder)
+    if contender.package is None and precision == "int8":
+        found = (str(apart.ROOT), str(environments.library(folder / "torchao", QUANTISER)))
+        path = os.pathsep.join([*found, *filter(None, [os.environ.get("PYTHONPATH")])])
+        variables = {"PYTHONPATH": path, **(variables or {})}
     held = _weights(contender.package, precision, python, folder)
     setup = Setup(str(held), precision, threads, contender.budget, contender.policy)
     command = [str(python), "-m", f"{_HERE}.engine", contender.adapter, json.dumps(dataclasses.asdict(setup))]

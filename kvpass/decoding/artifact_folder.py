@@ -20,7 +20,6 @@ from torch import Tensor
 
 from kvpass.errors import ArtifactError
 from kvpass.lowering.layer_dedup.link import LinkedSegments
-from kvpass.lowering.replay import Replayed
 from kvpass.policies import tensor_files
 from kvpass.torch_private import exported_code, inductor
 from kvpass.torch_private.exported_code import ExportedCode
@@ -153,10 +152,9 @@ def code_entry(run: Any, files: ExportFiles) -> dict[str, Any] | None:
     """Return what an artifact's manifest has about compiled code; None if it cannot be exported.
 
     Args:
-        run: what `kvpass.backend.Backend` compiled: linked segments or a whole graph, replayed or not.
+        run: what `kvpass.backend.Backend` compiled: linked segments or a whole graph.
         files: get the code's files.
     """
-    run = run.compiled if isinstance(run, Replayed) else run
     linked = isinstance(run, LinkedSegments)
     parts = {name: exported_code.export_code(part) for name, part in (run.runs if linked else {"run_0": run}).items()}
     if not all(parts.values()):
@@ -174,15 +172,12 @@ def _segment_entry(part: ExportedCode, files: ExportFiles) -> dict[str, Any]:
     }
 
 
-def code_of_entry(
-    entry: Mapping[str, Any], folder: Path, tensors: Mapping[str, Tensor], repeats: bool
-) -> inductor.Compiled:
+def code_of_entry(entry: Mapping[str, Any], folder: Path, tensors: Mapping[str, Tensor]) -> inductor.Compiled:
     """Return the compiled code that `code_entry` has described.
 
     Args:
         folder: of the artifact, whose files have been checked.
         tensors: of the artifact, by name.
-        repeats: whether steps run it, which are replayed.
 
     Raises:
         ImportError, OSError: a library cannot be loaded.
@@ -194,8 +189,7 @@ def code_of_entry(
         leading = [tensors[key] for key in part["leading"]]
         code = ExportedCode((folder / part["text"]).read_text(encoding="utf-8"), kernels, constants, leading)
         runs[name] = exported_code.import_code(code, str(folder / part["text"]))
-    linked = LinkedSegments(entry["source"], runs)
-    return Replayed(linked) if repeats else linked
+    return LinkedSegments(entry["source"], runs)
 
 
 def read_arguments(entry: Mapping[str, Any]) -> set[int] | None:

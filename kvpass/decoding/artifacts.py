@@ -249,12 +249,11 @@ class ExportedGraph:
         try:
             if entry["kind"] == "prompt":
                 self.runner = exported_prompt(
-                    backend, entry, artifact_folder.code_of_entry(entry["code"], folder, tensors, repeats=False)
+                    backend, entry, artifact_folder.code_of_entry(entry["code"], folder, tensors)
                 )
             else:
-                repeats = entry["kind"] == "step"
                 runs = {
-                    compact: (each, artifact_folder.code_of_entry(each["code"], folder, tensors, repeats))
+                    compact: (each, artifact_folder.code_of_entry(each["code"], folder, tensors))
                     for compact, each in entry["variants"]
                 }
                 self.runner = ExportedStep(backend, entry, runs)

@@ -1,1 +1,1 @@
-"""Lower rewritten graphs: storage formats, attention kernels, CPU products, layer sharing and replay."""
+"""Lower rewritten graphs: storage formats, attention kernels, CPU products and layer sharing."""

@@ -14,7 +14,6 @@ import torch.fx as fx
 from kvpass.lowering import graph_passes, layer_dedup
 from kvpass.lowering.formats import KVDtype
 from kvpass.lowering.graph_passes import check_table_indices, look_up_unchecked, materialize_sums
-from kvpass.lowering.replay import Replayed
 from kvpass.lowering.row_products import decompose_products
 from kvpass.policies.base import Policy
 from kvpass.rewrite.context import PassRecord, StepContext
@@ -117,15 +116,12 @@ class BackendBase:
         gm: fx.GraphModule,
         examples: Sequence[Any],
         ranked: bool,
-        chunk: bool,
         sizes: symbolic_shapes.SymbolicSizes | None,
     ) -> Callable[..., Any]:
         """Compile a rewritten step graph; `sizes` are its dynamic sizes, None if all are static."""
         layers, alike = layer_dedup.readers_of_slots(gm), sizes.alike if sizes else frozenset()
         with self.time_section("compiler"):
-            run = self._compile_inner(gm, examples, self._step_settings(ranked), _prepare_step_graph, layers, alike)
-        repeats = self.inner == "inductor" and not chunk and inductor.on_cpu(examples)
-        return Replayed(run) if repeats else run
+            return self._compile_inner(gm, examples, self._step_settings(ranked), _prepare_step_graph, layers, alike)
 
     @property
     def compiles_at_once(self) -> bool:

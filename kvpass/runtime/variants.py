@@ -194,7 +194,7 @@ class CompiledVariant:
                 return fx_nodes.code_of(gm)
             if self.compiled is None:
                 assert gm is not None
-                self.compiled = backend.compile_step(gm, rewrite.examples or flat, ranked, chunk, rewrite.dynamic)
+                self.compiled = backend.compile_step(gm, rewrite.examples or flat, ranked, rewrite.dynamic)
                 self._release_graph(gm.graph)
         return self.compiled
 

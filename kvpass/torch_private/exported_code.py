@@ -126,7 +126,6 @@ def import_code(code: ExportedCode, name: str) -> Boxed:
     scope: dict[str, Any] = {"__name__": name, LIBRARY_OF_OPERATORS: torch, **code.constants}
     scope |= {kernel: _kernel(path) for kernel, path in code.kernels.items()}
     exec(compile(code.text, name, "exec"), scope)
-    generated_code.add_scope(scope)
     call: Boxed = scope["call"]
     if not code.leading:
         return call

@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kvpass
 from kvpass.decoding import loop as decode
 from kvpass.decoding import warmup
-from kvpass.lowering.replay import Replayed
 from tests.architectures import zoo
 from tests.models import breaks, build, forget, graphs, prompt
 from tests.step_settings import step_settings
@@ -422,27 +421,6 @@ def test_a_decode_loop_whose_code_cannot_be_recorded(how: str) -> None:
 def decoded(loop: kvpass.DecodeLoop, ids: torch.Tensor) -> torch.Tensor:
     loop.prompt(ids)
     return loop.generate(12)
-
-
-@pytest.mark.parametrize("policy", ["h2o", pytest.param("d2o", marks=pytest.mark.slow)])
-def test_a_decode_loop_runs_no_generated_python(policy: str) -> None:
-    """Its steps are programs, and say what the model says."""
-    ids, _ = prompt(1, 20)
-    model = build("Llama", layers=3)
-    torch._dynamo.reset()
-    loop = kvpass.DecodeLoop(model, policy, budget=8)
-    loop.prompt(ids)
-    loop.generate(12)
-    state = loop.state
-    assert state is not None
-    assert state.step is not None
-    runs = [bound.run for bound in state.step.callables.values()]  # type: ignore[attr-defined]
-    assert runs
-    for run in runs:
-        assert isinstance(run, Replayed)
-        assert None not in run._programs.values()
-        run.compiled = None  # type: ignore[assignment]
-    assert loop.generate(6).shape == (1, 6)
 
 
 def replace_weight(linear: torch.nn.Linear) -> None:

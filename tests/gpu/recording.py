@@ -82,7 +82,6 @@ class Recording(Backend):
         gm: fx.GraphModule,
         examples: Sequence[Any],
         ranked: bool,
-        chunk: bool,
         sizes: symbolic_shapes.SymbolicSizes | None,
     ) -> Callable[..., Any]:
         step, run = self.steps[-1], gm.forward
