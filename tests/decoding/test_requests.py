@@ -14,7 +14,7 @@ import transformers
 import kvpass
 from kvpass import GenerationOutput, RequestStatus
 from kvpass.decoding import request_batch, sampling, scheduler, stepping
-from tests.models import build, different, forget, graphs, prompt
+from tests.models import build, different, forget, prompt
 from tests.strategies import OF_ONE_MODEL
 from tests.test_invariants import settings
 
