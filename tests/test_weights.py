@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.nn.functional import linear
 
 import kvpass
 from kvpass.cache.handle import Handle
+from tests.lowering.layer_dedup.test_link import compilations
 from tests.models import build, force, prompt
 from tests.traces import Traced
 
@@ -121,12 +123,22 @@ def test_weights_of_a_class_of_their_own(make: Any) -> None:
 
 
 @pytest.mark.slow
-def test_layers_whose_weights_wrap_tensors_are_compiled() -> None:
-    """As many as would else share code, which takes plain tensors alone."""
-    model, (ids, mask) = with_weights(build("Llama", layers=3), Coded.of), fed()
-    real, expected = mask[:, :10].bool(), uncompiled(model)[:, :10]
-    ours = force(Traced(model), ids, mask, [9, 1], policy="full", inner="inductor", inspect=False).logits
-    torch.testing.assert_close(ours[real], expected[real], atol=1e-4, rtol=1e-4)
+def test_layers_whose_weights_wrap_tensors_share_code() -> None:
+    """A prologue, a layer and an epilogue, of the prompt, of a step and of a chunk, whose length is dynamic."""
+    model, (ids, mask) = with_weights(build("Llama", layers=4), Coded.of), prompt(2, 18, (3, 0))
+    torch._dynamo.utils.counters.clear()
+    ours, plain = (
+        force(Traced(model), ids, mask, [9, 1, 4, 4], policy="h2o", budget=BUDGET, inner=inner, inspect=False).logits
+        for inner in ("inductor", "eager")
+    )
+    assert compilations() == 9
+    torch.testing.assert_close(ours[mask.bool()], plain[mask.bool()], atol=1e-4, rtol=1e-4)
+
+
+def test_a_model_whose_weights_wrap_tensors_is_not_exported(tmp_path: Path) -> None:
+    model = with_weights(build("Llama", layers=3), Coded.of)
+    with pytest.raises(kvpass.UnsupportedGraph, match="this model cannot be exported"):
+        kvpass.export(model, tmp_path / "exported", policy="h2o", budget=BUDGET)
 
 
 def test_a_loop_that_repeats_a_step_looks_at_classes_as_dynamo_did() -> None:

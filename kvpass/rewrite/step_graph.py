@@ -156,9 +156,14 @@ class StepGraph:
         return tuple(size if isinstance(size, int) else self.sizes.fixed_size(size) for size in value(node).shape)
 
     def example(self, node: fx.Node) -> Any:
-        """Return an empty tensor with the shape, strides and dtype of a node's value, or the value of a size."""
+        """Return an empty tensor like a node's value, or the value of a size."""
         if walk.is_size(node):
             return self.sizes.fixed_size(node)
+        if self.sizes.dynamic and tensors.is_wrapper(value(node)):  # a quantised weight, whose sizes are numbers
+            like = self.sizes.dynamic.like
+            return tensors.map_inner_tensors(
+                lambda part: like(part.shape, part.stride(), dtype=part.dtype, device=part.device), value(node)
+            )
         kind: dict[str, Any] = dict(dtype=value(node).dtype, device=self.device_of(node))
         strides = value(node).stride()
         made_dense = node.op == "placeholder" and has_loose_strides(value(node))  # see `StepRewrite.flat_arguments`

@@ -288,7 +288,8 @@ class CompiledParts:
         leading = [*module.parameters(), *module.buffers()]
         if leading:  # compile_fx puts these before the arguments
             return WithLeading(run, leading), given
-        if any(views) or any(map(symbols, result)):  # the wrapper marks sizes of results as dynamic
+        if any(views) or any(map(symbols, result)) or takes_subclasses(wrappers):
+            # The wrapper marks sizes of results as dynamic, and passes on the inner tensors of subclasses.
             return cast(Boxed, next(wrapper for wrapper in wrappers if _name(wrapper) != "forward")), given
         return cast(Boxed, code.current_callable), given
 
@@ -363,6 +364,16 @@ def as_operand(placeholder: fx.Node, node: fx.Node, value: Any) -> None:
     placeholder._dynamo_source = getattr(node, "_dynamo_source", None)
 
 
+_SUBCLASS_WRAPPER = "inner_fn"
+"""The function around Inductor's code that takes tensor subclasses apart, such as quantised weights."""
+_WRAPPERS = ("forward", "runtime_wrapper", "SerializableCompiledFunction", _SUBCLASS_WRAPPER)
+
+
+def takes_subclasses(wrappers: Iterable[Any]) -> bool:
+    """Check whether one of the wrappers around Inductor's code takes tensor subclasses apart."""
+    return any(_name(wrapper) == _SUBCLASS_WRAPPER for wrapper in wrappers)
+
+
 def _unwrap(run: Any) -> tuple[list[Any], Any]:
     """Return the wrappers around Inductor's code, outermost first, and the code, or None for unknown wrappers.
 
@@ -375,9 +386,7 @@ def _unwrap(run: Any) -> tuple[list[Any], Any]:
     while hasattr(chain[-1], "__wrapped__"):
         chain.append(chain[-1].__wrapped__)
     *wrappers, code = chain
-    known = all(
-        _name(wrapper) in ("forward", "runtime_wrapper", "SerializableCompiledFunction") for wrapper in wrappers
-    )
+    known = all(_name(wrapper) in _WRAPPERS for wrapper in wrappers)
     return wrappers, code if known and isinstance(code, CompiledFxGraph) and code.current_callable else None
 
 

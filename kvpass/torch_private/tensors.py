@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -63,6 +64,27 @@ def is_wrapper(value: Any) -> bool:
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     return isinstance(value, Tensor) and is_traceable_wrapper_subclass(value)
+
+
+def inner_tensors(wrapper: Any) -> tuple[dict[str, Tensor], Any]:
+    """Return the tensors by name that a wrapper holds, and what its class needs besides to make it again."""
+    names, context = wrapper.__tensor_flatten__()
+    return {name: getattr(wrapper, name) for name in names}, context
+
+
+def map_inner_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Return a wrapper around `function` of each inner tensor, at any depth; of a plain tensor its result."""
+    if not is_wrapper(value):
+        return function(value)
+    inner, context = inner_tensors(value)
+    parts = {name: map_inner_tensors(function, part) for name, part in inner.items()}
+    return type(value).__tensor_unflatten__(parts, context, value.size(), value.stride())
+
+
+def is_distributed(value: Any) -> bool:
+    """Check whether a tensor is a part of one that several processes hold."""
+    distributed = sys.modules.get("torch.distributed.tensor")  # which makes them
+    return distributed is not None and isinstance(value, distributed.DTensor)
 
 
 def was_inlined(value: Any) -> bool:

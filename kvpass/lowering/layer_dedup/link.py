@@ -48,8 +48,7 @@ def compile_deduplicated(
     """Compile a graph with shared code for its layers, or return None if it is to be compiled whole.
 
     Only CPU graphs are compiled in segments: on a GPU a step is one CUDA graph, whose launches are counted as a whole.
-    Operands must be plain tensors, because a segment's key does not see inside a wrapper tensor, such as a quantised
-    weight.
+    Graphs of distributed tensors stay whole, as their parts may exchange tensors.
 
     Args:
         gm: a graph without gradients.
@@ -60,7 +59,7 @@ def compile_deduplicated(
     """
     if (
         not inductor.on_cpu(examples)
-        or any(map(tensors.is_wrapper, examples))
+        or any(map(tensors.is_distributed, examples))
         or not inductor.allows_parts(patches(gm))
     ):
         return None

@@ -24,9 +24,10 @@ import dataclasses
 import itertools
 import operator
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any
 
+import optree
 import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx as fx
@@ -34,7 +35,7 @@ from torch.fx.node import map_aggregate
 
 from kvpass.fx import alias, shapes, walk
 from kvpass.fx.walk import tensor_bytes
-from kvpass.torch_private import fx_nodes, symbolic_shapes
+from kvpass.torch_private import fx_nodes, symbolic_shapes, tensors
 
 MIN_EQUAL_LAYERS = 3
 """The number of identical layers from which on a cut pays for its calls."""
@@ -133,7 +134,19 @@ def _value_key(value: Any, renamed: dict[Any, Any]) -> tuple[Any, ...]:
     if not isinstance(value, torch.Tensor):
         return (type(value).__name__, text(value))
     sizes = (*map(text, value.shape), "by", *map(text, value.stride()), "from", text(value.storage_offset()))
-    return (isinstance(value, torch.nn.Parameter), value.requires_grad, value.dtype, value.device, *sizes)
+    key = (isinstance(value, torch.nn.Parameter), value.requires_grad, value.dtype, value.device, *sizes)
+    if not tensors.is_wrapper(value):
+        return key
+    inner, context = tensors.inner_tensors(value)
+    parts = tuple((name, _value_key(part, renamed)) for name, part in inner.items())
+    return (*key, type(value), parts, *_context_key(context))
+
+
+def _context_key(context: Any) -> tuple[Any, ...]:
+    """Return a key that is equal for equal contexts of wrapper tensors; what has no hash equals itself alone."""
+    leaves, structure = optree.tree_flatten(context, none_is_leaf=True)
+    keys = [(type(leaf), leaf if isinstance(leaf, Hashable) else id(leaf)) for leaf in leaves]
+    return (structure, *keys)
 
 
 def readers_of_slots(gm: fx.GraphModule) -> list[fx.Node]:

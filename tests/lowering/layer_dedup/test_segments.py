@@ -126,6 +126,47 @@ def test_operands_are_told_by_their_layout_and_dtype_and_not_by_their_contents()
     assert segment.key([plain, torch.nn.Parameter(plain)]) != keys[0]
 
 
+class Pair(Tensor):
+    """Two tensors, and what a class may keep besides."""
+
+    parts: tuple[Tensor, Tensor]
+    context: Any
+
+    @staticmethod
+    def __new__(cls, first: Tensor, second: Tensor, context: Any) -> Pair:
+        made: Pair = Tensor._make_wrapper_subclass(cls, first.shape, dtype=torch.float32)
+        made.first, made.second, made.context = first, second, context  # type: ignore[attr-defined]
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["first", "second"], self.context
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, *_: Any) -> Pair:
+        return Pair(**inner, context=context)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(func)
+
+
+def test_wrapped_operands_are_told_by_what_they_wrap() -> None:
+    segment, one, codes = whole(lambda a: (a + a,)), torch.ones(2), torch.ones(2, dtype=torch.int8)
+    same = [Pair(codes, one, {"block": [1, 2], "of": None}) for _ in range(2)]
+    others = [
+        one,
+        Pair(codes, one.double(), {"block": [1, 2], "of": None}),
+        Pair(codes, torch.ones(4)[::2], {"block": [1, 2], "of": None}),
+        Pair(codes, one, {"block": [1, 4], "of": None}),
+        Pair(codes, one, {"block": [1, True], "of": None}),
+        Pair(codes, one, {"block": [1, 2], "of": object()}),
+        Pair(codes, one, {"block": [1, 2], "of": {1}}),  # a set cannot be hashed
+    ]
+    first, second, *rest = (segment.key([each]) for each in (*same, *others))
+    assert first == second
+    assert len({first, *rest}) == 8
+
+
 def test_a_size_may_stand_for_one_that_is_like_it() -> None:
     """Nothing else may: two of them are told apart from one and from each other, as is one that is not among them."""
     sizes = symbolic_shapes.SymbolicSizes([5, 6, 7], set(), alike=(0, 1))
