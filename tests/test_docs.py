@@ -87,6 +87,7 @@ COMPOSED = {"the demo needs", "the server needs", "pip install 'kvpass[demo]'", 
 COMPOSED |= {"reading and writing tensors needs safetensors", "pip install 'kvpass[save]'", "was exported with torch"}
 COMPOSED |= {"cannot read an aligner from", "cannot read a calibration from", "cannot read a cache of kvpass from"}
 COMPOSED |= {"kv_align needs aligner", "needs calibration", "holds no cache of kvpass"}
+COMPOSED |= {"holds no calibration", "this aligner cannot be read"}
 COMPOSED |= {"it holds a DecodeLoop", "it holds no DecodeLoop", "CLASS.ATTRIBUTE"}
 """Parts of messages that the code puts together from shorter ones."""
 

@@ -13,7 +13,7 @@ from kvpass.apps import corpus, models
 from kvpass.apps.align.train import TrainedAligner, TrainingSettings
 from kvpass.apps.align.train import train as train_aligner
 from kvpass.errors import KVPassError
-from kvpass.policies.aligners import store
+from kvpass.policies import aligners
 
 __all__ = ["TrainingSettings", "train"]
 
@@ -54,7 +54,7 @@ def train(
     stream = torch.tensor([token for each in chosen.encode(texts) for token in (chosen.bos, *each)])
     checkpoint = out.with_suffix(".checkpoint.pt")
     trained = train_aligner(chosen.model, stream, settings, checkpoint)
-    store.save(trained.aligner, out, getattr(torch, dtype))
+    aligners.save(trained.aligner, out, getattr(torch, dtype))
     written = figures(trained, settings, len(stream))
     out.with_suffix(".json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
     checkpoint.unlink(missing_ok=True)
