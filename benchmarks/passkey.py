@@ -20,7 +20,7 @@ from benchmarks.report import Row, Table
 from benchmarks.settings import Settings
 from kvpass import cache_names
 from kvpass.apps.evaluation import recall
-from kvpass.apps.evaluation.pairs import PairVocabulary, PlantedPairs, plant
+from kvpass.apps.evaluation.recall import PairVocabulary, PlantedPairs, plant
 from kvpass.apps.evaluation.retrieval import NOISE
 from kvpass.apps.models import LoadedModel, load_memory
 from kvpass.decoding.prefill import Caller

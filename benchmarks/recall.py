@@ -24,7 +24,7 @@ from benchmarks.settings import Settings
 from kvpass import cache_names, policies
 from kvpass.apps import corpus
 from kvpass.apps.evaluation import plots, recall
-from kvpass.apps.evaluation.pairs import PairVocabulary, PlantedPairs
+from kvpass.apps.evaluation.recall import PairVocabulary, PlantedPairs
 from kvpass.apps.models import LoadedModel, load_memory
 from kvpass.decoding.prefill import Caller
 from kvpass.errors import KVPassError

@@ -3,7 +3,7 @@
     python -m examples.train_recall         # under an hour with one thread
 
 The text is that of `examples/train_tiny.py`, with its tokenizer; among it stand lines of a key and a value
-(`kvpass.apps.evaluation.pairs`), most of which repeat an earlier one.  What a repeated line says after its key can be
+(`kvpass.apps.evaluation.recall`), most of which repeat an earlier one.  What a repeated line says after its key can be
 known from the earlier one alone, however far back that is.  Windows are short at first: copying is learnt on them
 within minutes and then carries over to longer ones.  Everything is drawn from the number of the step, so a run that was
 stopped goes on as if it had not been.  Beside the weights, in float16, stand `training.json`, which holds the settings
@@ -28,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from examples.train_tiny import MODELS, VOCABULARY, encode, load_tokenizer, perplexity
 from kvpass.apps import corpus
 from kvpass.apps.evaluation import recall
-from kvpass.apps.evaluation.pairs import PairVocabulary
+from kvpass.apps.evaluation.recall import PairVocabulary
 
 FOLDER = MODELS / "tiny-recall"
 POSITIONS = 2048

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 import sys
 import types
 from pathlib import Path
@@ -75,6 +76,12 @@ def test_the_reference_names_definitions_that_exist():
             continue
         tree = ast.parse(text_of(path.with_suffix(".py")))
         assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("*.py")), ids=lambda path: path.stem)
+def test_programs_that_write_pages_can_be_imported(path: Path):
+    pytest.importorskip("matplotlib")
+    runpy.run_path(str(path), run_name=path.stem)
 
 
 def test_every_error_has_a_section():

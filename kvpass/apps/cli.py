@@ -17,7 +17,7 @@ KV_DTYPES = ("int8", "int4", "int8-hadamard", "int4-hadamard")
 DEMO_PARTS = ("chat", "book", "retrieval", "cost", "kept")
 """As in kvpass.apps.demo.settings."""
 MEASURES = ("perplexity", "stream", "agreement", "passkey", "needle", "ruler", "recall", "speed")
-"""As in kvpass.apps.evaluation.command."""
+"""As in kvpass.apps.evaluation.run."""
 RULER_TASKS = ("single", "multikey", "variables", "common", "frequent")
 """As in kvpass.apps.evaluation.ruler."""
 DEFAULT = " (default: %(default)s)"
@@ -353,8 +353,8 @@ def demo(parsed: argparse.Namespace) -> None:
 def evaluate(parsed: argparse.Namespace) -> None:
     """Measure policies; the imports need the extra `eval`."""
     with needing_extra("eval", "evaluation"):
-        from kvpass.apps.evaluation import command
-    command.main(parsed)
+        from kvpass.apps.evaluation import run
+    run.main(parsed)
 
 
 def serve(parsed: argparse.Namespace) -> None:

@@ -8,7 +8,7 @@ from examples import train_recall
 from examples.train_recall import FOLDER, RECIPE, Phase, Source, batch, schedule
 from kvpass.apps import corpus
 from kvpass.apps.evaluation import recall
-from kvpass.apps.evaluation.pairs import PairVocabulary
+from kvpass.apps.evaluation.recall import PairVocabulary
 from kvpass.apps.models import load_memory
 
 MARK, END = 1, 2

@@ -5,7 +5,7 @@ import torch
 
 from kvpass.apps import corpus
 from kvpass.apps.evaluation import recall
-from kvpass.apps.evaluation.pairs import PairVocabulary
+from kvpass.apps.evaluation.recall import PairVocabulary
 from kvpass.apps.evaluation.session import Session
 from kvpass.apps.models import load_memory
 from kvpass.decoding.loop import DecodeLoop
