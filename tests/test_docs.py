@@ -78,10 +78,10 @@ def test_the_reference_names_definitions_that_exist():
         assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("*.py")), ids=lambda path: path.stem)
-def test_programs_that_write_pages_can_be_imported(path: Path):
+@pytest.mark.parametrize("name", ["passes", "pictures", "results"])
+def test_programs_that_write_pages_can_be_imported(name: str):
     pytest.importorskip("matplotlib")
-    runpy.run_path(str(path), run_name=path.stem)
+    runpy.run_path(str(ROOT / "docs" / f"{name}.py"), run_name=name)
 
 
 def test_every_error_has_a_section():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -21,16 +21,10 @@ from kvpass.apps.evaluation.session import Row, Session
 from kvpass.arguments import require
 from kvpass.decoding.prefill import Caller
 from kvpass.errors import KVPassError
-from kvpass.torch_private import dynamo
 
-DISTANCES = (16, 32, 64, 128, 256, 512, 1024, 2000)
 VALUE = 4  # words of a value
 TIMES = 2  # that a pair is said: it has been of use once before it is asked for
 LINE = VALUE + 3  # tokens of a pair: mark, key, value, end
-ROWS = 8  # texts
-PROMPT = 2  # tokens of the shortest first piece: sizes of one are special to torch.compile
-PIECE = 32  # tokens of a text that are fed together
-SEED = 1_000_000_007  # of the pairs; training draws from smaller ones
 MARK, END = "$", "\n"
 _WORD = re.compile("[\u0120\u2581][a-z]{3,}")  # with the blank before it, as the two kinds of tokenizers write it
 
@@ -184,9 +178,9 @@ def plant_pairs(
     bos: int,
     vocabulary: PairVocabulary,
     length: int,
-    distances: tuple[int, ...] = DISTANCES,
-    rows: int = ROWS,
-    seed: int = SEED,
+    distances: tuple[int, ...],
+    rows: int,
+    seed: int,
     times: int = TIMES,
 ) -> PlantedPairs:
     """Return rows of text with a pair at each distance that fits; with question and answer they have `length` tokens.
@@ -217,28 +211,6 @@ def plant_pairs(
     return plant(documents, vocabulary, fitting, VALUE, seed, times)
 
 
-@torch.no_grad()
-def read(caller: Caller, text: Tensor, tick: Callable[[], object]) -> Any:
-    """Return the cache after text int64 [B, T], fed in pieces of one length; a shorter prompt precedes them."""
-    first = text[:, : text.shape[1] - pieces(text) * PIECE]
-    dynamo.mark_growing(first, 1)  # prompts with a question are longer
-    cache = cache_names.cache_of_output(call(caller, first, None))
-    for start in range(first.shape[1], text.shape[1], PIECE):
-        cache = cache_names.cache_of_output(call(caller, text[:, start : start + PIECE], cache))
-        tick()
-    return cache
-
-
-def pieces(text: Tensor) -> int:
-    """Return how often `read` ticks for text int64 [B, T]."""
-    return (text.shape[1] - PROMPT) // PIECE
-
-
-def share_of_right_words(caller: Caller, planted: PlantedPairs, number: int, cache: Any) -> float:
-    """Return the share of a value's words that follow its key, each after the right ones before it."""
-    return right_words(caller, planted, number, cache).float().mean().item()
-
-
 def right_words(caller: Caller, planted: PlantedPairs, number: int, cache: Any) -> Tensor:
     """Return which words of a value are the likeliest after its key and the right words before, bool [B, V].
 
@@ -250,27 +222,12 @@ def right_words(caller: Caller, planted: PlantedPairs, number: int, cache: Any) 
     return said[:, 1:] == answer
 
 
-def share_without_cache(model: Any, planted: PlantedPairs, number: int) -> float:
-    """Return what `share_of_right_words` is for a plain model that sees everything at once, without a cache."""
-    answer = planted.answer(number)
-    tokens = torch.cat([planted.text, planted.question(number), answer[:, :-1]], 1)
-    logits = model(tokens, use_cache=False, logits_to_keep=planted.value).logits
-    share: float = (logits.argmax(-1) == answer).float().mean().item()
-    return share
-
-
 @torch.no_grad()
 def likeliest(caller: Caller, tokens: Tensor, cache: Any) -> Tensor:
     """Return the likeliest token after each of tokens int64 [B, n], which are fed one by one."""
     said = []
     for column in torch.split(tokens, 1, 1):
-        out = call(caller, column, cache)
+        out = cache_names.call_model(caller.call, column, cache)
         cache = cache_names.cache_of_output(out)
         said.append(out.logits[:, -1].argmax(-1))
     return torch.stack(said, 1)
-
-
-def call(caller: Caller, ids: Tensor, cache: Any, **more: Any) -> Any:
-    """Return the model's output for tokens int64 [B, n] behind a cache; None for an empty one."""
-    past = {} if cache is None else {caller.cache_name: cache}
-    return caller.call(ids, **past, use_cache=True, **more)
