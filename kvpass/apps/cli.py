@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kvpass.errors import KVPassError
 from kvpass.versions import needing_extra
 
@@ -79,6 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rest and parsed.command != "lm-eval":
         whole.error(f"unrecognized arguments: {' '.join(rest)}")
     parsed.rest = rest
+    if getattr(parsed, "threads", None):
+        torch.set_num_threads(parsed.threads)
     try:
         status: int | None = parsed.run(parsed)
     except KVPassError as error:
@@ -345,7 +349,7 @@ def demo(parsed: argparse.Namespace) -> None:
     with needing_extra("demo", "the demo"):
         from kvpass.apps.demo import run
         from kvpass.apps.demo.settings import DemoSettings
-    names = ("model", "budget", "text", "out", "threads", "kv_dtype")
+    names = ("model", "budget", "text", "out", "kv_dtype")
     chosen: dict[str, Any] = {name: getattr(parsed, name) for name in names}
     run.main(DemoSettings(policies=tuple(parsed.policy), parts=tuple(parsed.part), **chosen))
 
@@ -354,7 +358,7 @@ def evaluate(parsed: argparse.Namespace) -> None:
     """Measure policies; the imports need the extra `eval`."""
     with needing_extra("eval", "evaluation"):
         from kvpass.apps.evaluation import run
-    run.main(parsed)
+    run.main(run.settings_of(parsed))
 
 
 def serve(parsed: argparse.Namespace) -> None:
@@ -386,21 +390,21 @@ def align(parsed: argparse.Namespace) -> None:
         hidden_values=parsed.hidden_values and tuple(parsed.hidden_values),
         seed=parsed.seed,
     )
-    command.train(parsed.model, parsed.text, parsed.out, settings, parsed.dtype, parsed.threads, parsed.device)
+    command.train(parsed.model, parsed.text, parsed.out, settings, parsed.dtype, parsed.device)
 
 
 def calibrate(parsed: argparse.Namespace) -> None:
     """Calibrate a model; the imports need the extra `align`."""
     with needing_extra("align", "calibrating a model"):
-        from kvpass.apps import calibrate as command
-    command.main(parsed.model, parsed.text, parsed.out, parsed.window, parsed.dtype, parsed.threads)
+        from kvpass.apps.calibrate import write_calibration
+    write_calibration(parsed.model, parsed.text, parsed.out, parsed.window, parsed.dtype)
 
 
 def gates(parsed: argparse.Namespace) -> None:
     """Write the gates of a model; the imports need the extra `align`."""
     with needing_extra("align", "measuring a model"):
-        from kvpass.apps import head_gates as command
-    command.main(parsed.model, parsed.text, parsed.table, parsed.out, parsed.window, parsed.dtype, parsed.threads)
+        from kvpass.apps.calibrate import write_gates
+    write_gates(parsed.model, parsed.text, parsed.table, parsed.out, parsed.window, parsed.dtype)
 
 
 if __name__ == "__main__":

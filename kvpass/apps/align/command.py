@@ -24,7 +24,6 @@ def train(
     out: Path,
     settings: TrainingSettings,
     dtype: str = "float32",
-    threads: int | None = None,
     device: str | None = None,
 ) -> None:
     """Train an aligner and write `out` and, with the same name, a json of every figure.
@@ -33,14 +32,11 @@ def train(
         model: name or path for transformers.
         text: a UTF-8 file, or None for the standard library without the held-out modules.
         dtype: of the stored weights, "float32" or "float16".
-        threads: of torch; None leaves them as they are.
         device: to train on; None for a GPU where there is one.
 
     Raises:
         KVPassError: a model, text or folder that cannot be used; see also `kvpass.apps.align.train.train`.
     """
-    if threads:
-        torch.set_num_threads(threads)
     corpus.check_folder_of(out)
     chosen = models.load(model)
     models.to_device(chosen.model, device or ("cuda" if torch.cuda.is_available() else "cpu"))

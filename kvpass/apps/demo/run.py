@@ -51,8 +51,6 @@ def main(settings: DemoSettings) -> None:
         settings.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise KVPassError(f"cannot write to the folder {settings.out}: {error}; choose another with --out") from error
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
     with _quiet():
         Demo(settings).run()
 

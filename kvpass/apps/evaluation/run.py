@@ -48,18 +48,8 @@ MEASURE_FACTORIES: dict[str, Callable[[argparse.Namespace], Measure]] = {
 """Constructors of the measures from the arguments; `kvpass.apps.cli.MEASURES` has the names."""
 
 
-def main(parsed: argparse.Namespace) -> None:
-    """Measure what the arguments name.
-
-    Raises:
-        KVPassError: see `evaluate`.
-    """
-    if parsed.threads:
-        torch.set_num_threads(parsed.threads)
-    evaluate(settings_of(parsed))
-
-
 def settings_of(parsed: argparse.Namespace) -> EvaluationSettings:
+    """Return the settings that the arguments describe."""
     return EvaluationSettings(
         measures=tuple(MEASURE_FACTORIES[name](parsed) for name in dict.fromkeys(parsed.measure)),
         policies=tuple(dict.fromkeys(parsed.policy)),
@@ -78,7 +68,7 @@ def settings_of(parsed: argparse.Namespace) -> EvaluationSettings:
 
 
 
-def evaluate(settings: EvaluationSettings) -> None:
+def main(settings: EvaluationSettings) -> None:
     """Measure the cases that the folder does not have yet, write the results, and print the tables.
 
     Raises:

@@ -8,7 +8,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
 import uvicorn
 
 from kvpass import policies
@@ -33,8 +32,6 @@ def main(parsed: argparse.Namespace) -> None:
         KVPassError: the model cannot be loaded or rewritten, or an option cannot be.
     """
     log.addHandler(logging.StreamHandler())  # not the root's, to which torch writes every graph
-    if parsed.threads is not None:
-        torch.set_num_threads(parsed.threads)
     service = service_of(parsed)
     if parsed.host not in LOOPBACK and not service.settings.api_keys:
         log.warning("everybody who reaches %s may use the model: set --api-key or %s", parsed.host, KEY)
