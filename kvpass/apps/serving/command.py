@@ -14,8 +14,7 @@ from kvpass import policies
 from kvpass.apps import models
 from kvpass.apps.serving.conversations import Limits
 from kvpass.apps.serving.routes import create_app
-from kvpass.apps.serving.service import Service
-from kvpass.apps.serving.settings import ServeSettings
+from kvpass.apps.serving.service import ServeSettings, Service
 from kvpass.decoding.loop import DecodeLoop
 
 KEY = "KVPASS_API_KEY"
