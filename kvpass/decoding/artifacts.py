@@ -169,8 +169,7 @@ class LoadedLoop(DecodeLoop):
         """
         self._manifest, self._folder = manifest, folder
         settings = dict(manifest["settings"])
-        policy, crop = policy_of(settings.pop("policy")), settings.pop("crop")
-        require(crop == 0, "crop", crop, "cannot be")
+        policy = policy_of(settings.pop("policy"))
         sizes = {name: manifest["loop"][name] for name in ("rows", "prefill_chunk")}
         super().__init__(model, policy, **sizes, **settings, **how)
 
