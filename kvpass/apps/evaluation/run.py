@@ -22,9 +22,10 @@ from kvpass.apps.evaluation.retrieval import Needle, Passkey
 from kvpass.apps.evaluation.ruler import RulerMeasure
 from kvpass.apps.evaluation.scoring import FullPredictions
 from kvpass.apps.evaluation.session import Measure, Row, Session, unless_refused
-from kvpass.apps.evaluation.settings import Budget, Case, EvaluationSettings, Result, Results, cases
+from kvpass.apps.evaluation.settings import Case, EvaluationSettings, Result, Results, cases
 from kvpass.apps.evaluation.speed import Speed
 from kvpass.apps.models import LoadedModel, load
+from kvpass.budget import Budget
 from kvpass.decoding.loop import DecodeLoop
 from kvpass.decoding.prefill import Caller
 from kvpass.errors import KVPassError
@@ -116,13 +117,13 @@ class _Runner:
                         yield self._result(case, key, loop, tokens.update)
                     bar.update()
 
-    def _held(self, case: Case) -> tuple[Policy, Budget | KVPassError | None]:
+    def _held(self, case: Case) -> tuple[Policy, Budget | KVPassError]:
         """Return the policy and the slots of a case, which share a loop, or why there are no slots."""
         policy = policies.parse(case.policy)
         full = self._full_cache if case.of_bytes else None
         return policy, unless_refused(partial(case.slots, policy, full))
 
-    def _loop(self, policy: Policy, slots: Budget | KVPassError | None) -> DecodeLoop:
+    def _loop(self, policy: Policy, slots: Budget | KVPassError) -> DecodeLoop:
         if isinstance(slots, KVPassError):
             raise slots
         return DecodeLoop(

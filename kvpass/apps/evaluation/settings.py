@@ -12,11 +12,11 @@ from kvpass import policies
 from kvpass.apps.evaluation.full_cache import FullCache
 from kvpass.apps.evaluation.scoring import Feed
 from kvpass.apps.evaluation.session import Measure, Row
+from kvpass.budget import Budget
 from kvpass.errors import KVPassError
 from kvpass.lowering.formats import KVDtype
 from kvpass.policies import Policy
 
-Budget = int | float
 FILE = "results.json"
 MOST_ROOM = 16_384  # slots that are made before they are needed, which saves compiling each time they double
 
@@ -70,11 +70,11 @@ class Case:
 
     measure: Measure
     policy: str
-    budget: Budget | None
+    budget: Budget
     kv_dtype: KVDtype | None = None
     of_bytes: bool = False
 
-    def slots(self, policy: Policy, full: FullCache | None) -> Budget | None:
+    def slots(self, policy: Policy, full: FullCache | None) -> Budget:
         """Return the nearest budget that the policy can have; for one that evicts nothing, room or None.
 
         Args:
