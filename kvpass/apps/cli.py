@@ -127,9 +127,8 @@ def parser() -> argparse.ArgumentParser:
     harness.set_defaults(run=lm_eval)
     check = commands.add_parser(
         "doctor",
-        help="what this installation lacks: versions, the C++ compiler, names of torch",
-        description="Checks the versions, the C++ compiler and each name of torch that kvpass relies on.  The exit "
-        "status is 1 if something is missing.",
+        help="what this installation lacks: versions and the C++ compiler",
+        description="Checks the versions and the C++ compiler.  The exit status is 1 if something is missing.",
     )
     check.set_defaults(run=doctor)
     return whole
