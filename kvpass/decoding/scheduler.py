@@ -20,9 +20,10 @@ from kvpass.arguments import require
 from kvpass.cache.handle import caches_in
 from kvpass.decoding.pin_masks import Pin, pin_mask
 from kvpass.decoding.prefill import chunk_lengths, chunks, prefix_mask
-from kvpass.decoding.request_batch import RequestBatch, ServingOptions, check_holds_only_slots
+from kvpass.decoding.request_batch import RequestBatch, check_holds_only_slots
 from kvpass.decoding.requests import MOST_STOPS, GenerationOutput, Request, RequestStatus
 from kvpass.decoding.sampling import Sampling
+from kvpass.decoding.stepping import LoopSettings
 from kvpass.errors import BudgetError, CacheHandleError, KVPassError, RequestError
 from kvpass.policies.pinned_tokens import check_pinned
 
@@ -43,7 +44,7 @@ class RequestScheduler:
         number: how many requests have been added.
     """
 
-    def __init__(self, loop: ServingOptions, rows: int, budget: int) -> None:
+    def __init__(self, loop: LoopSettings, rows: int, budget: int) -> None:
         self.loop, self.count, self.budget = loop, rows, budget
         self.queue: collections.deque[Request] = collections.deque()
         self.rows: dict[int, Request] = {}
@@ -54,7 +55,7 @@ class RequestScheduler:
         self.number = 0
 
     @staticmethod
-    def of(loop: ServingOptions, rows: int) -> RequestScheduler:
+    def of(loop: LoopSettings, rows: int) -> RequestScheduler:
         """Return the requests of a loop, which must give every request the same number of slots.
 
         Raises:
