@@ -60,9 +60,7 @@ class Name:
 
 TRANSFORMERS = (
     Name("transformers.DynamicCache", "cache_names.empty_cache", "the cache that decode loops give to a model"),
-    Name(
-        "transformers.GenerationMixin._supports_default_dynamic_cache", "cache_names.empty_cache", "which models take it"
-    ),
+    Name("transformers.GenerationMixin._supports_default_dynamic_cache", "cache_names.empty_cache", "who takes it"),
     Name("transformers.cache_utils.DynamicLayer", "runtime.layer_regions", "equal layers are traced once"),
 )
 """The names of transformers that kvpass uses; the rest goes by the structure of objects."""
@@ -71,7 +69,8 @@ TRANSFORMERS = (
 def used_names() -> list[Name]:
     """Return the names that kvpass uses."""
     names = [dataclasses.replace(n, user=f"{room}.{n.user}") for room, s in sources().items() for n in names_in(s)]
-    return [*names, *(Name(path, "METHODS", "methods and fields of what torch makes") for path in METHODS), *TRANSFORMERS]
+    names += [Name(path, "METHODS", "methods and fields of what torch makes") for path in METHODS]
+    return [*names, *TRANSFORMERS]
 
 
 def sources() -> dict[str, str]:
