@@ -16,8 +16,8 @@ import kvpass
 from kvpass import policies
 from kvpass.apps import corpus
 from kvpass.apps.evaluation import plots
-from kvpass.apps.evaluation.session import HeldRecorder
 from kvpass.apps.evaluation.scoring import ScoringBatch, score
+from kvpass.apps.evaluation.session import HeldRecorder
 from kvpass.apps.models import load
 from kvpass.decoding.prefill import Caller
 

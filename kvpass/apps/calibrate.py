@@ -1,4 +1,4 @@
-"""Run `kvpass calibrate` and `kvpass gates`: read what policies need of a model on a text, and write it to a file."""
+"""Run `kvpass calibrate` and `kvpass gates`: read what policies need of a model, and write it to a file."""
 
 from __future__ import annotations
 

@@ -406,4 +406,3 @@ def _check_tensors(saved: Mapping[str, str], here: Mapping[str, Tensor]) -> None
         name = wrong[0]
         has = _shape(here[name]) if name in here else "none"
         raise ArtifactError(f"is for a model whose {name} is {saved[name]}, and here it is {has}")
-

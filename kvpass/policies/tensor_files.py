@@ -91,7 +91,7 @@ class Weights:
 
 @dataclasses.dataclass(frozen=True)
 class PolicyWithWeights(Policy, Generic[W]):
-    """Base class of policies with an option that holds weights of the class W, or the path of a file of them.
+    """Base class of policies with an option that holds weights W, or the path of a file of them.
 
     Class attributes:
         weights_class: W; its `option` is the name of the option.

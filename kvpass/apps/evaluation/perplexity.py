@@ -129,4 +129,3 @@ class StreamMeasure:
 def join_parts(rows: Sequence[Row]) -> float:
     """Return the perplexity of parts together."""
     return exponential([math.log(row["perplexity"]) for row in rows for _ in range(row["scored"])])
-

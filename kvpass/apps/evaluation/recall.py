@@ -122,7 +122,6 @@ def plant(
     return planted
 
 
-
 @dataclasses.dataclass(frozen=True)
 class RecallMeasure:
     """The share of values that are predicted after their keys, each pair on a copy of the cache.

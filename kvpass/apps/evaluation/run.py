@@ -68,7 +68,6 @@ def settings_of(parsed: argparse.Namespace) -> EvaluationSettings:
     )
 
 
-
 def main(settings: EvaluationSettings) -> None:
     """Measure the cases that the folder does not have yet, write the results, and print the tables.
 

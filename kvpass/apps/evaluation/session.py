@@ -259,7 +259,6 @@ class HeldRecorder:
         self.snapshots.append(HeldSnapshot(report.seen, sorted(position for position in held if position >= 0)))
 
 
-
 def unless_refused(action: Callable[[], T]) -> T | KVPassError:
     """Return `action()`, or the error of kvpass that it raised, also from inside of an error of Dynamo."""
     try:
@@ -276,4 +275,3 @@ def _reasons(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = getattr(error, "inner_exception", None) or error.__cause__
-

@@ -170,4 +170,3 @@ class Results:
         new = self.path.with_suffix(".new")
         new.write_text(json.dumps([dataclasses.asdict(each) for each in self.all], indent=1) + "\n", encoding="utf-8")
         new.replace(self.path)
-

@@ -53,7 +53,6 @@ class ServeSettings:
     folder: Path | None = None
 
 
-
 class Service:
     """One model behind the endpoints.
 
