@@ -21,7 +21,6 @@ from typing import Any
 from kvpass import torch_private
 
 METHODS = (
-    "torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr",
     "torch.fx.experimental.symbolic_shapes.ShapeEnv.bound_sympy",
     "torch.fx.experimental.symbolic_shapes.ShapeEnv.create_symbol",
     "torch.fx.experimental.symbolic_shapes.ShapeEnv.create_symintnode",

@@ -56,7 +56,7 @@ def test_private_names_are_found_in_the_source() -> None:
     found = {name.path for source in names.sources().values() for name in names.names_in(source)}
     assert {
         "torch._dynamo.eval_frame._stance.stance",
-        "torch._C._dynamo.guards._empty_strided_cpu",
+        "torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr",
         "torch._dynamo.config.recompile_limit",
         "torch.fx.experimental._config.backed_size_oblivious",
         "torch._inductor.compile_fx.compile_fx",
