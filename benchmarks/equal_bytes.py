@@ -23,13 +23,13 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from benchmarks import apart
-from benchmarks.recall import planted_in
+from benchmarks.recall import planted_in, read
 from benchmarks.refusals import with_policy
 from benchmarks.report import Row, Table, Target
 from benchmarks.settings import Settings
 from kvpass import policies
 from kvpass.apps import corpus
-from kvpass.apps.evaluation import recall
+from kvpass.apps.evaluation.recall import right_words
 from kvpass.apps.evaluation.scoring import ScoringBatch, score
 from kvpass.apps.models import ALIGNER, load, load_memory
 from kvpass.decoding.prefill import Caller
@@ -134,9 +134,9 @@ def _pairs(documents: int) -> tuple[Any, Ask]:
 
     def ask(model: Any) -> list[float]:
         caller = Caller.of(model)
-        cache = recall.read(caller, planted.text, int)
+        cache = read(caller, planted.text, int)
         numbers = range(len(planted.distances))
-        words = [recall.right_words(caller, planted, number, copy.deepcopy(cache)) for number in numbers]
+        words = [right_words(caller, planted, number, copy.deepcopy(cache)) for number in numbers]
         found: list[float] = torch.stack(words).float().mean((0, 2)).tolist()
         return found
 

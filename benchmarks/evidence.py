@@ -27,7 +27,7 @@ from kvpass import policies
 from kvpass.apps import checkpoint
 from kvpass.apps.evaluation import plots
 from kvpass.apps.evaluation.agreement import SAME
-from kvpass.apps.evaluation.results import Result, Results
+from kvpass.apps.evaluation.settings import Result, Results
 from kvpass.lowering.formats import KVDtype
 
 TITLE = "All policies at equal bytes"

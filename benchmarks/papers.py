@@ -15,8 +15,8 @@ from benchmarks.report import Row, Table
 from benchmarks.settings import Settings
 from kvpass.apps import checkpoint
 from kvpass.apps.evaluation.agreement import SAME
-from kvpass.apps.evaluation.results import Result, Results
 from kvpass.apps.evaluation.retrieval import HELD
+from kvpass.apps.evaluation.settings import Result, Results
 
 TITLE = "The papers' tables on SmolLM2"
 KL = "KL, nats"

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from benchmarks import apart, bounded
-from benchmarks.recall import AT_ONCE, BUDGET, LATER, by_way, outcomes
+from benchmarks.recall import AT_ONCE, BUDGET, LATER, by_way, outcomes, piece_count, read
 from benchmarks.report import Row, Table
 from benchmarks.settings import Settings
 from kvpass import cache_names
-from kvpass.apps.evaluation import recall
-from kvpass.apps.evaluation.pairs import PairVocabulary, PlantedPairs, plant
+from kvpass.apps.evaluation.recall import LINE, TIMES, VALUE, PairVocabulary, PlantedPairs, likeliest, plant
 from kvpass.apps.evaluation.retrieval import NOISE
 from kvpass.apps.models import LoadedModel, load_memory
 from kvpass.decoding.prefill import Caller
@@ -45,7 +44,7 @@ def rows(policies: Sequence[str], trials: int = TRIALS, length: int = LENGTH, bu
     subject, found = load_memory(None), []
     planted = [planted_at(subject, depth, trials, length) for depth in DEPTHS]
     ask = functools.partial(accuracies, Caller.of(subject.model), planted)
-    for name, outcome in outcomes("passkey", policies, recall.pieces(planted[0].text), subject.model, budget, ask):
+    for name, outcome in outcomes("passkey", policies, piece_count(planted[0].text), subject.model, budget, ask):
         found += _rows(name, outcome)
     return found
 
@@ -55,9 +54,9 @@ def planted_at(subject: LoadedModel, depth: float, trials: int, length: int) -> 
     sentences = torch.tensor(subject.encode([NOISE])[0])
     documents = sentences.repeat(length // len(sentences) + 1)[:length].repeat(trials, 1)
     documents[:, 0] = subject.bos
-    behind = length - 1 - recall.TIMES * (recall.VALUE + 3)
+    behind = length - 1 - TIMES * LINE
     distance = behind - round(depth * behind)
-    return plant(documents, PairVocabulary.of(subject.tokenizer), (distance,), recall.VALUE, SEED, recall.TIMES)
+    return plant(documents, PairVocabulary.of(subject.tokenizer), (distance,), VALUE, SEED, TIMES)
 
 
 def accuracies(caller: Caller, planted: Sequence[PlantedPairs], tick: Any) -> dict[str, list[float]]:
@@ -66,9 +65,9 @@ def accuracies(caller: Caller, planted: Sequence[PlantedPairs], tick: Any) -> di
         torch.cat(parts)
         for parts in zip(*[(each.text, each.question(0), each.answer(0)) for each in planted], strict=True)
     )
-    later = recall.likeliest(caller, torch.cat([asked, answer[:, :-1]], 1), recall.read(caller, text, tick))[:, 1:]
-    prompt = recall.call(caller, torch.cat([text, asked], 1), None, logits_to_keep=1)
-    rest = recall.likeliest(caller, answer[:, :-1], cache_names.cache_of_output(prompt))
+    later = likeliest(caller, torch.cat([asked, answer[:, :-1]], 1), read(caller, text, tick))[:, 1:]
+    prompt = cache_names.call_model(caller.call, torch.cat([text, asked], 1), logits_to_keep=1)
+    rest = likeliest(caller, answer[:, :-1], cache_names.cache_of_output(prompt))
     at_once = torch.cat([prompt.logits[:, -1:].argmax(-1), rest], 1)
     return {LATER: _shares(later, answer, len(planted)), AT_ONCE: _shares(at_once, answer, len(planted))}
 

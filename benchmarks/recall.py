@@ -23,14 +23,18 @@ from benchmarks.report import Row, Table
 from benchmarks.settings import Settings
 from kvpass import cache_names, policies
 from kvpass.apps import corpus
-from kvpass.apps.evaluation import plots, recall
-from kvpass.apps.evaluation.pairs import PairVocabulary, PlantedPairs
+from kvpass.apps.evaluation import plots
+from kvpass.apps.evaluation.recall import PairVocabulary, PlantedPairs, likeliest, plant_pairs, right_words
 from kvpass.apps.models import LoadedModel, load_memory
 from kvpass.decoding.prefill import Caller
 from kvpass.errors import KVPassError
+from kvpass.torch_private import dynamo
 
 TITLE = "Recall of planted pairs against distance"
 BUDGET, DOCUMENTS, LENGTH = 128, 16, 2048
+DISTANCES = (16, 32, 64, 128, 256, 512, 1024, 2000)
+PROMPT = 2  # tokens of the shortest first piece: sizes of one are special to torch.compile
+PIECE = 32  # tokens of a text that are fed together
 T = TypeVar("T")
 LATER, AT_ONCE = "asked after the text", "asked at the end of the prompt"
 TURNS = 4  # prompts of all documents, each with another question
@@ -70,7 +74,7 @@ def rows(policies: Sequence[str], documents: int = DOCUMENTS, length: int = LENG
     subject, found = load_memory(None), []
     planted = planted_in(subject, documents, length)
     ask = functools.partial(asked, Caller.of(subject.model), planted, turns=TURNS)
-    for name, outcome in outcomes("recall", policies, recall.pieces(planted.text), subject.model, budget, ask):
+    for name, outcome in outcomes("recall", policies, piece_count(planted.text), subject.model, budget, ask):
         found += _rows(name, outcome)
     return found
 
@@ -98,9 +102,32 @@ def asked(caller: Caller, planted: PlantedPairs, tick: Callable[[], object], tur
         tick: called after every piece of the text.
         turns: how often the texts are prompts, each with one question at its end.
     """
-    numbers, cache = range(len(planted.distances)), recall.read(caller, planted.text, tick)
-    later = [recall.share_of_right_words(caller, planted, number, copy.deepcopy(cache)) for number in numbers]
+    numbers, cache = range(len(planted.distances)), read(caller, planted.text, tick)
+    later = [share_of_right_words(caller, planted, number, copy.deepcopy(cache)) for number in numbers]
     return RecallOutcome(planted.distances, tuple(later), right_at_once(caller, planted, turns))
+
+
+@torch.no_grad()
+def read(caller: Caller, text: Tensor, tick: Callable[[], object]) -> Any:
+    """Return the cache after text int64 [B, T], fed in pieces of one length; a shorter prompt precedes them."""
+    first = text[:, : text.shape[1] - piece_count(text) * PIECE]
+    dynamo.mark_growing(first, 1)  # prompts with a question are longer
+    cache = cache_names.cache_of_output(cache_names.call_model(caller.call, first))
+    for start in range(first.shape[1], text.shape[1], PIECE):
+        out = cache_names.call_model(caller.call, text[:, start : start + PIECE], cache)
+        cache = cache_names.cache_of_output(out)
+        tick()
+    return cache
+
+
+def piece_count(text: Tensor) -> int:
+    """Return how often `read` ticks for text int64 [B, T]."""
+    return (text.shape[1] - PROMPT) // PIECE
+
+
+def share_of_right_words(caller: Caller, planted: PlantedPairs, number: int, cache: Any) -> float:
+    """Return the share of a value's words that follow its key, each after the right ones before it."""
+    return right_words(caller, planted, number, cache).float().mean().item()
 
 
 def right_at_once(caller: Caller, planted: PlantedPairs, turns: int) -> tuple[float, ...]:
@@ -118,10 +145,9 @@ def _right_in_turn(caller: Caller, planted: PlantedPairs, numbers: Tensor) -> li
     """Return for each row its share of right words, where the prompt ends with the question of that number."""
     lines = planted.pairs[torch.arange(len(numbers)), numbers]  # [B, 3 + V]
     question, answer = lines[:, :2], lines[:, 2:-1]
-    cache = cache_names.cache_of_output(
-        recall.call(caller, torch.cat([planted.text, question], 1), None, logits_to_keep=1)
-    )
-    found: list[float] = (recall.likeliest(caller, answer[:, :-1], cache) == answer[:, 1:]).float().mean(1).tolist()
+    prompt = torch.cat([planted.text, question], 1)
+    cache = cache_names.cache_of_output(cache_names.call_model(caller.call, prompt, logits_to_keep=1))
+    found: list[float] = (likeliest(caller, answer[:, :-1], cache) == answer[:, 1:]).float().mean(1).tolist()
     return found
 
 
@@ -129,9 +155,7 @@ def planted_in(subject: LoadedModel, documents: int, length: int) -> PlantedPair
     """Return held-out texts with a pair at each distance."""
     text = subject.encode(corpus.read(corpus.held_out_files()))
     tokens = torch.tensor([token for part in text for token in (subject.bos, *part)])
-    return recall.plant_pairs(
-        tokens, subject.bos, PairVocabulary.of(subject.tokenizer), length, rows=documents, seed=SEED
-    )
+    return plant_pairs(tokens, subject.bos, PairVocabulary.of(subject.tokenizer), length, DISTANCES, documents, SEED)
 
 
 def _rows(name: str, outcome: RecallOutcome | KVPassError) -> Iterator[Row]:

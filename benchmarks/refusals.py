@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 import kvpass
-from kvpass.apps.evaluation.attempt import unless_refused
+from kvpass.apps.evaluation.session import unless_refused
 from kvpass.errors import KVPassError
 from kvpass.lowering.formats import KVDtype
 from kvpass.policies import Policy

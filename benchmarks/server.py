@@ -29,8 +29,7 @@ from kvpass.apps import corpus, models
 from kvpass.apps.checkpoint import NAME
 from kvpass.apps.evaluation.tables import markdown
 from kvpass.apps.serving.routes import create_app
-from kvpass.apps.serving.service import Service
-from kvpass.apps.serving.settings import ServeSettings
+from kvpass.apps.serving.service import ServeSettings, Service
 
 PROMPT = 200  # tokens
 PATIENCE = 600

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.recall import AT_ONCE, LATER, LENGTH, planted_in
 from benchmarks.report import Row
-from kvpass.apps.evaluation.pairs import PlantedPairs
+from kvpass.apps.evaluation.recall import PlantedPairs
 from kvpass.apps.evaluation.tables import markdown
 from kvpass.apps.models import load_memory
 

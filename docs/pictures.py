@@ -12,15 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import kvpass
 from kvpass import policies
 from kvpass.apps import corpus
 from kvpass.apps.evaluation import plots
-from kvpass.apps.evaluation.attempt import with_policy
-from kvpass.apps.evaluation.held import HeldRecorder
 from kvpass.apps.evaluation.scoring import ScoringBatch, score
+from kvpass.apps.evaluation.session import HeldRecorder
 from kvpass.apps.models import load
 from kvpass.decoding.prefill import Caller
-from kvpass.errors import KVPassError
 
 BUDGET, PROMPT, LENGTH, EVERY = 68, 128, 512, 2
 OPTIONS: dict[str, dict[str, Any]] = {  # defaults would leave few tokens for the selection, or none
@@ -42,9 +41,9 @@ def draw(model: Any, tokens: Tensor, name: str) -> None:
 
     held = HeldRecorder()
     batch = ScoringBatch(tokens, torch.ones_like(tokens), PROMPT)
-    run = with_policy(model, policy, budget, "eager", lambda: score(Caller.of(model), batch, None, watch=held))
-    if isinstance(run, KVPassError):
-        raise run
+    torch.compiler.reset()
+    kvpass.compile(model, policy=policy, budget=budget, inner="eager")
+    score(Caller.of(model), batch, None, watch=held)
     snapshots = [snapshot for snapshot in held.snapshots if snapshot.step > PROMPT and snapshot.step % EVERY == 0]
     figure = plots.kept({name: snapshots}, LENGTH, band=2)
     figure.savefig(Path(__file__).parent / "policies" / f"{name}.png", dpi=80, metadata={"Software": None})

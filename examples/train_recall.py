@@ -3,7 +3,7 @@
     python -m examples.train_recall         # under an hour with one thread
 
 The text is that of `examples/train_tiny.py`, with its tokenizer; among it stand lines of a key and a value
-(`kvpass.apps.evaluation.pairs`), most of which repeat an earlier one.  What a repeated line says after its key can be
+(`kvpass.apps.evaluation.recall`), most of which repeat an earlier one.  What a repeated line says after its key can be
 known from the earlier one alone, however far back that is.  Windows are short at first: copying is learnt on them
 within minutes and then carries over to longer ones.  Everything is drawn from the number of the step, so a run that was
 stopped goes on as if it had not been.  Beside the weights, in float16, stand `training.json`, which holds the settings
@@ -20,6 +20,7 @@ import platform
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,8 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from examples.train_tiny import MODELS, VOCABULARY, encode, load_tokenizer, perplexity
 from kvpass.apps import corpus
-from kvpass.apps.evaluation import recall
-from kvpass.apps.evaluation.pairs import PairVocabulary
+from kvpass.apps.evaluation.recall import PairVocabulary, PlantedPairs, plant_pairs
 
 FOLDER = MODELS / "tiny-recall"
 POSITIONS = 2048
@@ -259,11 +259,20 @@ class Trainer:
 @torch.no_grad()
 def recalled(model: PreTrainedModel, held_out: Tensor, vocabulary: PairVocabulary) -> dict[str, float]:
     """The share of planted words that are the likeliest ones, by distance, in plain transformers without a cache."""
-    found = recall.plant_pairs(held_out, FIRST, vocabulary, POSITIONS, TESTED, rows=TESTS, seed=POSITIONS, times=1)
+    found = plant_pairs(held_out, FIRST, vocabulary, POSITIONS, TESTED, rows=TESTS, seed=POSITIONS, times=1)
     return {
-        str(distance): round(recall.share_without_cache(model, found, number), 4)
+        str(distance): round(share_without_cache(model, found, number), 4)
         for number, distance in enumerate(found.distances)
     }
+
+
+def share_without_cache(model: Any, planted: PlantedPairs, number: int) -> float:
+    """The share of a value's words that follow its key in a plain model that sees everything at once."""
+    answer = planted.answer(number)
+    tokens = torch.cat([planted.text, planted.question(number), answer[:, :-1]], 1)
+    logits = model(tokens, use_cache=False, logits_to_keep=planted.value).logits
+    share: float = (logits.argmax(-1) == answer).float().mean().item()
+    return share
 
 
 def figures(

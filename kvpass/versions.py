@@ -64,7 +64,7 @@ def warn_of_untested() -> None:
         named = ", ".join(
             f"{package} {version} (tested: {tested_range(package)})" for package, version in newer.items()
         )
-        warnings.warn(f"kvpass is not tested with {named}; `kvpass doctor` checks what it relies on", stacklevel=4)
+        warnings.warn(f"kvpass is not tested with {named}; `kvpass doctor` lists the tested versions", stacklevel=4)
 
 
 def _release(version: str) -> tuple[int, ...]:

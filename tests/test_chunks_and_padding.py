@@ -22,7 +22,7 @@ def budgets(draw, case):
         return []
     policy, most = case.policy, case.budget + 8
     if case.name == "kv_align":
-        most = policy.loaded_aligner.signature.window
+        most = policy.loaded.signature.window
     fit = sorted({fitting(policy, draw(st.integers(ROWS[case.name].least, most))) for _ in range(case.rows)})
     return draw(st.permutations([fit[0], *fit, *fit][: case.rows]))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 import sys
 import types
 from pathlib import Path
@@ -77,6 +78,12 @@ def test_the_reference_names_definitions_that_exist():
         assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
 
 
+@pytest.mark.parametrize("name", ["passes", "pictures", "results"])
+def test_programs_that_write_pages_can_be_imported(name: str):
+    pytest.importorskip("matplotlib")
+    runpy.run_path(str(ROOT / "docs" / f"{name}.py"), run_name=name)
+
+
 def test_every_error_has_a_section():
     classes = [name for name, value in vars(errors).items() if isinstance(value, type)]
     sections = set(HEADING.findall(text_of(ROOT / "docs" / "errors.md")))
@@ -87,6 +94,7 @@ COMPOSED = {"the demo needs", "the server needs", "pip install 'kvpass[demo]'", 
 COMPOSED |= {"reading and writing tensors needs safetensors", "pip install 'kvpass[save]'", "was exported with torch"}
 COMPOSED |= {"cannot read an aligner from", "cannot read a calibration from", "cannot read a cache of kvpass from"}
 COMPOSED |= {"kv_align needs aligner", "needs calibration", "holds no cache of kvpass"}
+COMPOSED |= {"holds no calibration", "this aligner cannot be read"}
 COMPOSED |= {"it holds a DecodeLoop", "it holds no DecodeLoop", "CLASS.ATTRIBUTE"}
 """Parts of messages that the code puts together from shorter ones."""
 

@@ -1,4 +1,4 @@
-"""Run `kvpass calibrate`: read a model's queries on a text, and write their statistics."""
+"""Run `kvpass calibrate` and `kvpass gates`: read what policies need of a model, and write it to a file."""
 
 from __future__ import annotations
 
@@ -7,24 +7,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
-from kvpass.apps import corpus, models
+from kvpass.apps import checkpoint, corpus, models
 from kvpass.diagnostics.calibrate import calibrate
+from kvpass.diagnostics.head_gates import measure_gates
+from kvpass.errors import KVPassError
 from kvpass.policies.calibration import pair_norms
+from kvpass.policies.head_gates import HeadGates
 
 MOST_TOKENS = 32_768
 """As many as TriAttention's own calibration reads."""
+MOST_FOR_GATES = 8_192
 
 
-def model_and_tokens(model: str, text: Path | None, dtype: str, most: int) -> tuple[Any, Tensor]:
-    """Return a model and up to `most` token ids of a text, int64 [T]; see `main`."""
-    chosen = models.load(model, dtype)
-    texts = [*corpus.prose().values()] if text is None else [corpus.read_file(text)]
-    tokens = [token for each in chosen.encode(texts) for token in (chosen.bos, *each)]
-    return chosen.model, torch.tensor(tokens[:most])
-
-
-def main(model: str, text: Path | None, out: Path, window: int, dtype: str, threads: int | None) -> None:
+def write_calibration(model: str, text: Path | None, out: Path, window: int, dtype: str) -> None:
     """Calibrate a model and write `out`.
 
     Args:
@@ -32,15 +29,12 @@ def main(model: str, text: Path | None, out: Path, window: int, dtype: str, thre
         text: a UTF-8 file, or None for the English prose of Python's language reference.
         window: the tokens that are run at once.
         dtype: of the weights while the model runs.
-        threads: of torch; None leaves them as they are.
 
     Raises:
         KVPassError: a model, text or folder that cannot be used; see also `kvpass.calibrate`.
     """
-    if threads:
-        torch.set_num_threads(threads)
     corpus.check_folder_of(out)
-    chosen, tokens = model_and_tokens(model, text, dtype, MOST_TOKENS)
+    chosen, tokens = _model_and_tokens(model, text, dtype, MOST_TOKENS)
     found = calibrate(chosen, tokens, window=window)
     found.save(out)
     share = pair_norms(found.tensors["mean"]) / found.tensors["size"].clamp(min=1e-12)
@@ -49,3 +43,43 @@ def main(model: str, text: Path | None, out: Path, window: int, dtype: str, thre
         f"{len(tokens) // window} windows of {window} tokens; the sizes of mean pairs are {share.mean():.2f} of mean "
         "sizes (1 if all queries of a head are equal)"
     )
+
+
+def write_gates(model: str, text: Path | None, table: Path | None, out: Path, window: int, dtype: str) -> None:
+    """Measure the gates of a model's KV heads, or convert a table of trained ones, and write `out`.
+
+    Args:
+        model, text, window, dtype: see `write_calibration`.
+        table: a table of gates to convert; None to measure them.
+
+    Raises:
+        KVPassError: a model, text, table or folder that cannot be used; see also `measure_gates`.
+    """
+    corpus.check_folder_of(out)
+    if table is not None:
+        found = HeadGates.of_table(table, _architecture(model))
+    else:
+        chosen, tokens = _model_and_tokens(model, text, dtype, MOST_FOR_GATES)
+        found = measure_gates(chosen, tokens, window=window)
+    found.save(out)
+    layers, heads = found.gates.shape
+    print(
+        f"{out}: {layers} layers with {heads} KV heads, gates from {found.gates.min():.3f} to {found.gates.max():.3f}"
+    )
+
+
+def _model_and_tokens(model: str, text: Path | None, dtype: str, most: int) -> tuple[Any, Tensor]:
+    """Return a model and up to `most` token ids of a text, int64 [T]; see `write_calibration`."""
+    chosen = models.load(model, dtype)
+    texts = [*corpus.prose().values()] if text is None else [corpus.read_file(text)]
+    tokens = [token for each in chosen.encode(texts) for token in (chosen.bos, *each)]
+    return chosen.model, torch.tensor(tokens[:most])
+
+
+def _architecture(model: str) -> str:
+    """Return the architecture in a model's configuration, without loading its weights."""
+    folder = checkpoint.folder() if model == checkpoint.NAME else model
+    try:
+        return str(AutoConfig.from_pretrained(folder).model_type)
+    except (OSError, ValueError) as error:
+        raise KVPassError(f"there is no configuration of a model {model!r}: {error}") from error

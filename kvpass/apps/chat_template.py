@@ -24,7 +24,8 @@ def next_turn(tokenizer: Any, messages: Sequence[Message], ends: Sequence[str], 
         ended: see `added_text`.
     """
     before = _render(tokenizer, _EARLIER, answers=False)
-    return added_text(before, _render(tokenizer, [*_EARLIER, *messages]), max(ends, key=before.rfind), ended)
+    end = max(ends, key=before.rfind, default="")
+    return added_text(before, _render(tokenizer, [*_EARLIER, *messages]), end, ended)
 
 
 def added_text(before: str, after: str, end: str, ended: bool) -> str:

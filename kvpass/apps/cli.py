@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kvpass.errors import KVPassError
 from kvpass.versions import needing_extra
 
@@ -17,7 +19,7 @@ KV_DTYPES = ("int8", "int4", "int8-hadamard", "int4-hadamard")
 DEMO_PARTS = ("chat", "book", "retrieval", "cost", "kept")
 """As in kvpass.apps.demo.settings."""
 MEASURES = ("perplexity", "stream", "agreement", "passkey", "needle", "ruler", "recall", "speed")
-"""As in kvpass.apps.evaluation.command."""
+"""As in kvpass.apps.evaluation.run."""
 RULER_TASKS = ("single", "multikey", "variables", "common", "frequent")
 """As in kvpass.apps.evaluation.ruler."""
 DEFAULT = " (default: %(default)s)"
@@ -79,6 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rest and parsed.command != "lm-eval":
         whole.error(f"unrecognized arguments: {' '.join(rest)}")
     parsed.rest = rest
+    if getattr(parsed, "threads", None):
+        torch.set_num_threads(parsed.threads)
     try:
         status: int | None = parsed.run(parsed)
     except KVPassError as error:
@@ -123,9 +127,8 @@ def parser() -> argparse.ArgumentParser:
     harness.set_defaults(run=lm_eval)
     check = commands.add_parser(
         "doctor",
-        help="what this installation lacks: versions, the C++ compiler, names of torch",
-        description="Checks the versions, the C++ compiler and each name of torch that kvpass relies on.  The exit "
-        "status is 1 if something is missing.",
+        help="what this installation lacks: versions and the C++ compiler",
+        description="Checks the versions and the C++ compiler.  The exit status is 1 if something is missing.",
     )
     check.set_defaults(run=doctor)
     return whole
@@ -345,7 +348,7 @@ def demo(parsed: argparse.Namespace) -> None:
     with needing_extra("demo", "the demo"):
         from kvpass.apps.demo import run
         from kvpass.apps.demo.settings import DemoSettings
-    names = ("model", "budget", "text", "out", "threads", "kv_dtype")
+    names = ("model", "budget", "text", "out", "kv_dtype")
     chosen: dict[str, Any] = {name: getattr(parsed, name) for name in names}
     run.main(DemoSettings(policies=tuple(parsed.policy), parts=tuple(parsed.part), **chosen))
 
@@ -353,8 +356,8 @@ def demo(parsed: argparse.Namespace) -> None:
 def evaluate(parsed: argparse.Namespace) -> None:
     """Measure policies; the imports need the extra `eval`."""
     with needing_extra("eval", "evaluation"):
-        from kvpass.apps.evaluation import command
-    command.main(parsed)
+        from kvpass.apps.evaluation import run
+    run.main(run.settings_of(parsed))
 
 
 def serve(parsed: argparse.Namespace) -> None:
@@ -386,21 +389,21 @@ def align(parsed: argparse.Namespace) -> None:
         hidden_values=parsed.hidden_values and tuple(parsed.hidden_values),
         seed=parsed.seed,
     )
-    command.train(parsed.model, parsed.text, parsed.out, settings, parsed.dtype, parsed.threads, parsed.device)
+    command.train(parsed.model, parsed.text, parsed.out, settings, parsed.dtype, parsed.device)
 
 
 def calibrate(parsed: argparse.Namespace) -> None:
     """Calibrate a model; the imports need the extra `align`."""
     with needing_extra("align", "calibrating a model"):
-        from kvpass.apps import calibrate as command
-    command.main(parsed.model, parsed.text, parsed.out, parsed.window, parsed.dtype, parsed.threads)
+        from kvpass.apps.calibrate import write_calibration
+    write_calibration(parsed.model, parsed.text, parsed.out, parsed.window, parsed.dtype)
 
 
 def gates(parsed: argparse.Namespace) -> None:
     """Write the gates of a model; the imports need the extra `align`."""
     with needing_extra("align", "measuring a model"):
-        from kvpass.apps import head_gates as command
-    command.main(parsed.model, parsed.text, parsed.table, parsed.out, parsed.window, parsed.dtype, parsed.threads)
+        from kvpass.apps.calibrate import write_gates
+    write_gates(parsed.model, parsed.text, parsed.table, parsed.out, parsed.window, parsed.dtype)
 
 
 if __name__ == "__main__":

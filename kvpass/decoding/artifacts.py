@@ -13,7 +13,10 @@ file is compared with its digest before any is loaded, and the manifest with its
 
 from __future__ import annotations
 
+import hashlib
 import os
+import platform
+import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,22 +25,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpass import versions
 from kvpass.arguments import Positive, check_arguments, require
 from kvpass.cache.handle import Handle, caches_in, usable_caches_in
-from kvpass.decoding import artifact_checks, artifact_folder
+from kvpass.decoding import artifact_folder
 from kvpass.decoding.artifact_folder import TENSORS, ExportFiles, read_manifest, write_folder, write_manifest
 from kvpass.decoding.cache_files import CacheObjectReader, FilePath, policy_of, settings_entry
 from kvpass.decoding.loop import DecodeLoop
-from kvpass.decoding.recording import RecordedCall, graph_entries, named_tensors, recording_calls
+from kvpass.decoding.recording import RecordedCall, graph_entries, named_tensors, recording_calls, tensor_names
 from kvpass.decoding.stepping import refresh_handles
 from kvpass.decoding.warmup import synthetic_tokens, visit_graphs
 from kvpass.errors import ArtifactError, BudgetError, KVPassError, PolicyError
 from kvpass.policies import tensor_files
 from kvpass.policies.base import Policy
+from kvpass.runtime import model_identity
 from kvpass.runtime.caches import call_pins
 from kvpass.runtime.exported_graphs import ExportedStep, exported_prompt
 from kvpass.runtime.prompts import PromptRunner
-from kvpass.torch_private import generated_code
+from kvpass.torch_private import exported_code, generated_code
 
 PINS = "the artifact was exported without code for pinned tokens: use a DecodeLoop that is not loaded"
 
@@ -101,11 +106,11 @@ def _manifest(loop: DecodeLoop, calls: Sequence[RecordedCall], batch: int, files
     files.write_tensors()
     rows = None if loop.requests is None else loop.requests.count
     return dict(
-        made_by=artifact_checks.versions_here(),
-        processor=artifact_checks.processor_here(),
+        made_by=_versions_here(),
+        processor=_processor_here(),
         settings=settings_entry(loop.backend),
         loop=dict(rows=rows, prefill_chunk=loop.prefill_chunk, batch=batch),
-        model=artifact_checks.model_entry(loop.model),
+        model=_model_entry(loop.model),
         graphs=graphs,
         libraries=libraries,
     )
@@ -139,7 +144,7 @@ def load(path: FilePath, model: torch.nn.Module, *, digest: str | None = None, *
     folder = Path(path)
     try:
         manifest = read_manifest(folder, digest)
-        artifact_checks.check(manifest, model)
+        _check_manifest(manifest, model)
         return LoadedLoop(model, manifest, folder, how)
     except ArtifactError as error:
         raise ArtifactError(f"{os.fspath(path)}: {error}") from error.__cause__
@@ -164,8 +169,7 @@ class LoadedLoop(DecodeLoop):
         """
         self._manifest, self._folder = manifest, folder
         settings = dict(manifest["settings"])
-        policy, crop = policy_of(settings.pop("policy")), settings.pop("crop")
-        require(crop == 0, "crop", crop, "cannot be")
+        policy = policy_of(settings.pop("policy"))
         sizes = {name: manifest["loop"][name] for name in ("rows", "prefill_chunk")}
         super().__init__(model, policy, **sizes, **settings, **how)
 
@@ -231,7 +235,7 @@ class ExportedCall:
     def _module_tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the model by name, which the user may have replaced."""
         found = dict(named_tensors(self.model))
-        artifact_checks.check_tensors(self.shapes, found)
+        _check_tensors(self.shapes, found)
         return found
 
 
@@ -305,3 +309,100 @@ def _check_equal(loop: DecodeLoop, loaded: DecodeLoop, batch: int) -> None:
     tensors = [(a, b) for x, y in pairs for a, b in zip(x.slots.tensors(), y.slots.tensors(), strict=True)]
     if not torch.equal(expected, found) or not all(torch.equal(a, b) for a, b in tensors):
         raise ArtifactError("a loop that is loaded from it makes other tokens than the loop that was exported")
+
+
+# What an export depends on, and whether it is the same here.
+
+
+def _check_manifest(manifest: Mapping[str, Any], model: torch.nn.Module) -> None:
+    """Raise ArtifactError unless this process and this model can run the code of an artifact."""
+    _check_same(manifest["made_by"], _versions_here(), "was exported with", "this process has")
+    _check_processor(manifest["processor"])
+    _check_model(manifest["model"], model)
+
+
+def _versions_here() -> dict[str, str | None]:
+    """Return the versions that exported code depends on."""
+    return {
+        "torch": torch.__version__,
+        "transformers": versions.installed_version("transformers"),
+        "kvpass": f"{versions.installed_version('kvpass')} ({_sources()[:12]})",
+        "python": f"{sys.implementation.cache_tag} {platform.system()} {platform.machine()}",
+    }
+
+
+def _sources() -> str:
+    """Return a digest of kvpass's own sources: a manifest has the indices that they work with."""
+    result, root = hashlib.sha256(), Path(__file__).parents[1]
+    for path in sorted((*root.rglob("*.py"), *root.rglob("*.cpp"))):
+        if path.relative_to(root).parts[0] != "apps":
+            result.update(path.read_bytes())
+    return result.hexdigest()
+
+
+def _processor_here() -> dict[str, Any]:
+    """Return the facts about the processor and the threads that exported code depends on."""
+    return {
+        "vectors": torch.backends.cpu.get_cpu_capability(),
+        "flags": sorted(exported_code.flags_of_processor()),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _check_same(saved: Mapping[str, Any], here: Mapping[str, Any], was: str, now: str) -> None:
+    """Raise ArtifactError for facts that differ; `was` and `now` begin the two parts of the message."""
+    wrong = [name for name in saved if saved[name] != here.get(name)]
+    if wrong:
+        listed = "; ".join(f"{name} {saved[name]}, and {now} {here.get(name)}" for name in wrong)
+        raise ArtifactError(f"{was} {listed}: export it again")
+
+
+def _check_processor(saved: Mapping[str, Any]) -> None:
+    """Raise ArtifactError unless this processor runs the code of the export, with as many threads."""
+    here = _processor_here()
+    missing = sorted(set(saved["flags"]) - set(here["flags"]))
+    if missing:
+        raise ArtifactError(f"was exported for a processor with {', '.join(missing[:6])}, which this one has not")
+    if saved["threads"] != here["threads"]:
+        raise ArtifactError(
+            f"was exported for {saved['threads']} thread(s), and this process has {here['threads']}: call "
+            f"torch.set_num_threads({saved['threads']}) first"
+        )
+    _check_same({"vectors": saved["vectors"]}, here, "was exported for a processor with", "this one has")
+
+
+def _model_entry(model: torch.nn.Module) -> dict[str, Any]:
+    """Return what an artifact's manifest has about the model."""
+    return {
+        "class": type(model).__name__,
+        "config": model_identity.settings_of(model),
+        "weights": {tensor_names(model)[id(x)]: model_identity.digest(x) for x in model.parameters()},
+        "tensors": {name: _shape(tensor) for name, tensor in named_tensors(model)},
+    }
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} {list(tensor.stride())} {tensor.device}"
+
+
+def _check_model(saved: Mapping[str, Any], model: torch.nn.Module) -> None:
+    """Raise ArtifactError unless the model has the class, the configuration and the weights of the export."""
+    if type(model).__name__ != saved["class"]:
+        raise ArtifactError(f"is for a {saved['class']}, not for a {type(model).__name__}")
+    found = model_identity.differences(saved["config"], model_identity.settings_of(model))
+    if found:
+        raise ArtifactError(f"is for a model of another configuration: {', '.join(found[:5])}")
+    tensors = dict(named_tensors(model))
+    _check_tensors(saved["tensors"], tensors)
+    others = [name for name, result in saved["weights"].items() if model_identity.digest(tensors[name]) != result]
+    if others:
+        raise ArtifactError(f"is for other weights: {', '.join(others[:3])} differ, {len(others)} in all")
+
+
+def _check_tensors(saved: Mapping[str, str], here: Mapping[str, Tensor]) -> None:
+    """Raise ArtifactError unless the model's tensors have the shapes, strides and dtypes of the export."""
+    wrong = [name for name, shape in saved.items() if name not in here or _shape(here[name]) != shape]
+    if wrong:
+        name = wrong[0]
+        has = _shape(here[name]) if name in here else "none"
+        raise ArtifactError(f"is for a model whose {name} is {saved[name]}, and here it is {has}")

@@ -90,7 +90,7 @@ class Caller:
         mask: Tensor,
         position: Tensor,
         cache: Any,
-        keep: int = 1,
+        logits_to_keep: int = 1,
         plain: bool = False,
         pins: Pins | None = None,
     ) -> Any:
@@ -101,7 +101,7 @@ class Caller:
             mask: [B, tokens seen + q], 0 for padding.
             position: int64 [B, q], counted over the real tokens.
             cache: the cache to continue; None for an empty one.
-            keep: the number of last tokens for which to compute logits, 0 for all.
+            logits_to_keep: the number of last tokens for which to compute logits, 0 for all.
             plain: do not pass mask and positions, for a prompt without padding.
             pins: the new tokens to pin.
 
@@ -109,7 +109,8 @@ class Caller:
             CacheHandleError: the returned cache does not count these tokens after those that it had seen, or it is not
                 of kvpass and tokens were to be pinned in it.
         """
-        given = dict(logits_to_keep=keep) | ({} if plain else dict(attention_mask=mask, position_ids=position))
+        given: dict[str, Any] = {} if plain else dict(attention_mask=mask, position_ids=position)
+        given["logits_to_keep"] = logits_to_keep
         named = {name: value for name, value in given.items() if name in self.parameter_names}
         cache = self.empty_cache() if cache is None else cache
         with pinning(pins):
@@ -234,7 +235,7 @@ def chunks(
     mask: Tensor,
     cache: Any,
     chunk: int | None,
-    keep: int = 1,
+    logits_to_keep: int = 1,
     pinned: Tensor | None = None,
     on_top: bool = False,
 ) -> Iterator[Any]:
@@ -244,7 +245,7 @@ def chunks(
         ids: int64 [B, T].
         mask: [B, tokens seen before + T], 0 for padding.
         chunk: the number of tokens in a chunk; None for the whole prompt at once.
-        keep: see `Caller`.
+        logits_to_keep: see `Caller`.
         pinned: bool [B, T], the tokens to pin; None for none.
         on_top: see `prefill`.
     """
@@ -260,7 +261,7 @@ def chunks(
             cache,
         )
         pins = None if pinned is None else Pins.of(pinned, done, done + count, on_top)
-        out = caller(*given, keep, plain and done == 0, pins)
+        out = caller(*given, logits_to_keep, plain and done == 0, pins)
         cache, done = cache_names.cache_of_output(out), done + count
         # A cache to continue has the slots that its prompt came to, so only a new cache needs the check of its budget.
         for layer in caches_in(cache)[:1] if chunk is not None and before == 0 else []:

@@ -13,13 +13,12 @@ import copy
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import optree
 import torch
 from torch import Tensor
 
-from kvpass.backend import Backend
 from kvpass.cache.handle import Handle, caches_in, handle_like
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.slots import AnySlots, empty_slots
@@ -28,16 +27,6 @@ from kvpass.decoding.sampling import RowSampling
 from kvpass.decoding.stepping import LoopSettings, LoopState, refresh_handles
 from kvpass.errors import BudgetError, CacheHandleError
 from kvpass.runtime.caches import equalize_layouts, free_bytes, mark_addresses_static
-
-
-class ServingOptions(LoopSettings, Protocol):
-    """Settings of a loop that serves requests; see `DecodeLoop`."""
-
-    device: torch.device
-    prefill_chunk: int | None
-
-    @property
-    def backend(self) -> Backend: ...
 
 
 class RequestBatch(LoopState):
@@ -51,7 +40,7 @@ class RequestBatch(LoopState):
         caches: the cache of each layer, with R rows.
     """
 
-    def __init__(self, loop: ServingOptions, cache: Any, rows: int) -> None:
+    def __init__(self, loop: LoopSettings, cache: Any, rows: int) -> None:
         none = torch.zeros(rows, dtype=torch.int64, device=loop.device)
         self.stops = torch.full((rows, MOST_STOPS), -1, device=loop.device)
         super().__init__(loop, cache, none, none[:, None], none[:, None])
@@ -63,7 +52,7 @@ class RequestBatch(LoopState):
         self.cursor.zero_()
 
     @staticmethod
-    def of(loop: ServingOptions, cache: Any, rows: int) -> RequestBatch:
+    def of(loop: LoopSettings, cache: Any, rows: int) -> RequestBatch:
         """Return free rows for requests whose caches are like `cache`, which is consumed.
 
         Raises:

@@ -20,9 +20,10 @@ from kvpass.arguments import require
 from kvpass.cache.handle import caches_in
 from kvpass.decoding.pin_masks import Pin, pin_mask
 from kvpass.decoding.prefill import chunk_lengths, chunks, prefix_mask
-from kvpass.decoding.request_batch import RequestBatch, ServingOptions, check_holds_only_slots
+from kvpass.decoding.request_batch import RequestBatch, check_holds_only_slots
 from kvpass.decoding.requests import MOST_STOPS, GenerationOutput, Request, RequestStatus
 from kvpass.decoding.sampling import Sampling
+from kvpass.decoding.stepping import LoopSettings
 from kvpass.errors import BudgetError, CacheHandleError, KVPassError, RequestError
 from kvpass.policies.pinned_tokens import check_pinned
 
@@ -34,6 +35,7 @@ class RequestScheduler:
 
     Attributes:
         count: the number of rows.
+        budget: the number of slots that every request has.
         rows: the request in each row that is not free.
         known: the requests whose last output has not been handed out, by name.
         prefilling: the request in prefill, the outputs for its chunks, and the number of chunks left.
@@ -42,8 +44,8 @@ class RequestScheduler:
         number: how many requests have been added.
     """
 
-    def __init__(self, loop: ServingOptions, rows: int) -> None:
-        self.loop, self.count = loop, rows
+    def __init__(self, loop: LoopSettings, rows: int, budget: int) -> None:
+        self.loop, self.count, self.budget = loop, rows, budget
         self.queue: collections.deque[Request] = collections.deque()
         self.rows: dict[int, Request] = {}
         self.known: dict[str, Request] = {}
@@ -53,7 +55,7 @@ class RequestScheduler:
         self.number = 0
 
     @staticmethod
-    def of(loop: ServingOptions, rows: int) -> RequestScheduler:
+    def of(loop: LoopSettings, rows: int) -> RequestScheduler:
         """Return the requests of a loop, which must give every request the same number of slots.
 
         Raises:
@@ -64,7 +66,7 @@ class RequestScheduler:
         if not isinstance(budget, int):
             raise BudgetError(f"budget={budget}: rows have as many slots for every request; give their number")
         require(not policy.defers, "policy", policy, "holds a prompt whole at first, which no row has slots for")
-        return RequestScheduler(loop, rows)
+        return RequestScheduler(loop, rows, budget)
 
     # -- from outside ------------------------------------------------------------------------------------------------
 
@@ -128,14 +130,14 @@ class RequestScheduler:
             raise RequestError(
                 f"{name}: ids: token {unknown} is not in the vocabulary of {self.loop.caller.vocabulary}"
             )
-        policy, budget = self.loop.backend.policy, self.loop.backend.budget
+        policy, budget = self.loop.backend.policy, self.budget
         tokens = request.prefix_length + len(prompt)
-        if not policy.evicts and isinstance(budget, int) and tokens + most - 1 > budget:
+        if not policy.evicts and tokens + most - 1 > budget:
             raise RequestError(
                 f"{name}: {tokens} tokens and {most} new ones exceed the budget of {budget}, and policy "
                 f"{policy.name!r} keeps every token"
             )
-        if request.pinned is not None and not request.on_top and isinstance(budget, int):
+        if request.pinned is not None and not request.on_top:
             count = int(request.pinned.sum())
             try:
                 check_pinned(policy, count, budget - count)

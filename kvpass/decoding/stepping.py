@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvpass import cache_names
+from kvpass.backend import Backend
 from kvpass.cache.handle import Handle, caches_in, handle_like
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.decoding.prefill import Caller, with_dynamic_length
@@ -44,8 +45,11 @@ class ModelParts:
 
 
 class LoopSettings(Protocol):
-    """Settings that a state takes from its loop; see `DecodeLoop`."""
+    """Settings that states and requests take from their loop; see `DecodeLoop`."""
 
+    backend: Backend
+    device: torch.device
+    prefill_chunk: int | None
     parts: ModelParts
     read_interval: int
     pad: int

@@ -16,18 +16,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvpass.errors import CalibrationError
-from kvpass.policies import tensor_files
-from kvpass.policies.base import Policy
-from kvpass.policies.budgets import Plan
-from kvpass.policies.types import Attention
-
-KEY = "kvpass.calibration"
+from kvpass.policies.tensor_files import PolicyWithWeights, Weights, digest_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,18 +43,9 @@ class CalibratedModel:
     heads: int
     dim: int
 
-    def check(self, **found: object) -> None:
-        """Raise CalibrationError unless these fields, as found in a model, are those of the calibrated model."""
-        for field, value in found.items():
-            if getattr(self, field) != value:
-                raise CalibrationError(
-                    f"the calibration is of a model with {field}={getattr(self, field)!r}, and this one has {value!r}; "
-                    "make one for it with `kvpass calibrate`"
-                )
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Calibration(tensor_files.Weights):
+class Calibration(Weights):
     """Statistics of the queries of each layer and head; equal to calibrations with the same content.
 
     Attributes:
@@ -73,6 +60,18 @@ class Calibration(tensor_files.Weights):
     model: CalibratedModel
     tensors: Mapping[str, Tensor] = dataclasses.field(repr=False)
     digest: str = dataclasses.field(init=False)
+    key = "kvpass.calibration"
+    what = "a calibration"
+    error = CalibrationError
+    option = "calibration"
+    how = (
+        "a kvpass.Calibration or the path of one; make one for the model with `kvpass calibrate MODEL --out FILE` "
+        "or kvpass.calibrate"
+    )
+    mismatch = (
+        "the calibration is of a model with {name}={made!r}, and this one has {found!r}; "
+        "make one for it with `kvpass calibrate`"
+    )
 
     def __post_init__(self) -> None:
         """Check the shapes.
@@ -92,28 +91,21 @@ class Calibration(tensor_files.Weights):
         found = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
         if found != shapes:
             raise CalibrationError(f"a calibration of {self.model} has tensors of the shapes {shapes}, not {found}")
-        object.__setattr__(self, "digest", tensor_files.digest_of(f"{self.model}", self.tensors))
+        object.__setattr__(self, "digest", digest_of(f"{self.model}", self.tensors))
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the calibration to a safetensors file."""
-        tensor_files.write(path, self.tensors, KEY, dataclasses.asdict(self.model), CalibrationError)
+    def facts(self) -> Mapping[str, object]:
+        return dataclasses.asdict(self.model)
 
-    @staticmethod
-    def load(path: str | os.PathLike[str]) -> Calibration:
-        """Read a calibration from a file.
+    def to_stored(self) -> tuple[object, Mapping[str, Tensor]]:
+        return self.facts(), self.tensors
 
-        Raises:
-            CalibrationError: the file does not exist, is damaged or holds no calibration.
-        """
-        fields, tensors = tensor_files.read(path, KEY, "a calibration", CalibrationError)
-        try:
-            return Calibration(CalibratedModel(**fields), tensors)
-        except TypeError as error:
-            raise CalibrationError(f"{os.fspath(path)}: this calibration cannot be read: {error}") from error
+    @classmethod
+    def of_stored(cls, metadata: Any, tensors: Mapping[str, Tensor]) -> Calibration:
+        return cls(CalibratedModel(**metadata), tensors)
 
 
 @dataclasses.dataclass(frozen=True)
-class CalibratedPolicy(Policy):
+class CalibratedPolicy(PolicyWithWeights[Calibration]):
     """Base class of policies that predict attention from a calibration.
 
     Attributes:
@@ -122,34 +114,15 @@ class CalibratedPolicy(Policy):
 
     calibration: Calibration | str | os.PathLike[str] | None = None
     heads = "kv"
-    needs_weights = True
+    weights_class = Calibration
     cache_positions_refusal = "it predicts attention from positions in the text, and keys must be rotated to these"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        how = (
-            "a kvpass.Calibration or the path of one; make one for the model with `kvpass calibrate MODEL --out FILE` "
-            "or kvpass.calibrate"
-        )
-        tensor_files.load_option(self, "calibration", Calibration, Calibration.load, CalibrationError, how)
-
-    @property
-    def loaded_calibration(self) -> Calibration:
-        assert isinstance(self.calibration, Calibration)
-        return self.calibration
-
-    def plan(
-        self, attention: Sequence[Attention], valid: Tensor, budget: int, earlier: Sequence[Plan] | None = None
-    ) -> list[Plan]:
-        self.loaded_calibration.model.check(layers=len(attention))
-        return super().plan(attention, valid, budget, earlier)
 
     def layer_weights(self, layer: int) -> list[Tensor]:
         return [x[layer] for x in self._folded_statistics]
 
     @functools.cached_property
     def _folded_statistics(self) -> list[Tensor]:
-        return self.fold_statistics(self.loaded_calibration.tensors)
+        return self.fold_statistics(self.loaded.tensors)
 
     def fold_statistics(self, statistics: Mapping[str, Tensor]) -> list[Tensor]:
         """Return the weights of `Rescoring.rescore` for all layers, each [L, ...], from calibration tensors."""
@@ -169,7 +142,7 @@ class CalibratedPolicy(Policy):
         Raises:
             CalibrationError: the calibration is of a model with other keys.
         """
-        self.loaded_calibration.model.check(heads=key.shape[1], dim=key.shape[3])
+        self.loaded.check(heads=key.shape[1], dim=key.shape[3])
         key = torch.where(live[..., None], key.float(), 0.0)
         first, second = key.index_select(-1, pairs[0]), key.index_select(-1, pairs[1])
         angle = (seen.to(frequency.dtype) * frequency)[:, None]  # [B, 1, 1, P]

@@ -19,23 +19,22 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Sequence
 from fractions import Fraction
 from typing import Annotated
 
 from torch import Tensor
 
 from kvpass.arguments import Condition, Natural, Positive
-from kvpass.errors import CalibrationError, PolicyError
-from kvpass.policies import tensor_files
-from kvpass.policies.budgets import HeadClass, Plan
+from kvpass.errors import PolicyError
+from kvpass.policies.budgets import HeadClass
 from kvpass.policies.head_gates import HeadGates
 from kvpass.policies.streaming import Streaming
-from kvpass.policies.types import Attention, Tokens
+from kvpass.policies.tensor_files import PolicyWithWeights
+from kvpass.policies.types import Tokens
 
 
 @dataclasses.dataclass(frozen=True)
-class DuoAttention(Streaming):
+class DuoAttention(PolicyWithWeights[HeadGates], Streaming):
     """The DuoAttention policy.
 
     Attributes:
@@ -51,23 +50,10 @@ class DuoAttention(Streaming):
     recent: Positive = 256
     name = "duo_attention"
     heads = "kv"
-    needs_weights = True
+    weights_class = HeadGates
     positions = "absolute"
     cache_positions_refusal = "heads hold different numbers of tokens, and a query has one position among them"
     keep_prompt_refusal = "its streaming heads keep the first and the last tokens alone"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        how = (
-            "a kvpass.HeadGates or the path of one; measure gates of the model with `kvpass gates MODEL --out FILE`, "
-            "or convert a table with --table"
-        )
-        tensor_files.load_option(self, "gates", HeadGates, HeadGates.load, CalibrationError, how)
-
-    @property
-    def loaded_gates(self) -> HeadGates:
-        assert isinstance(self.gates, HeadGates)
-        return self.gates
 
     @property
     def reads_layer(self) -> bool:
@@ -76,19 +62,13 @@ class DuoAttention(Streaming):
     def minimum_budget(self) -> int:
         return self.sinks + self.recent
 
-    def plan(
-        self, attention: Sequence[Attention], valid: Tensor, budget: int, earlier: Sequence[Plan] | None = None
-    ) -> list[Plan]:
-        self.loaded_gates.check(layers=len(attention))
-        return super().plan(attention, valid, budget, earlier)
-
     def head_classes(self, heads: int, budget: int) -> tuple[HeadClass, ...]:
         if heads == 1:
             raise PolicyError(
                 f"{self.name!r} divides the budget of a layer among its KV heads, and this model has one per layer: "
                 "use policy='streaming'"
             )
-        self.loaded_gates.check(heads=heads)
+        self.loaded.check(heads=heads)
         below = math.floor((heads - 1) * Fraction(str(self.quantile)))
         retrieving = heads - 1 - below
         streaming, held = heads - retrieving, self.fitting_budget(0)
@@ -99,5 +79,5 @@ class DuoAttention(Streaming):
         return HeadClass(retrieving, (heads * budget - streaming * held) // retrieving), HeadClass(streaming, held)
 
     def head_counts(self, tokens: Tokens, layer: int) -> Tensor:
-        gates = self.loaded_gates.gates[layer].to(tokens.position.device)
+        gates = self.loaded.gates[layer].to(tokens.position.device)
         return gates.expand(tokens.position.shape[0], -1)

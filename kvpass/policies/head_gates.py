@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvpass.errors import CalibrationError
-from kvpass.policies import tensor_files
-
-KEY = "kvpass.head_gates"
+from kvpass.policies.tensor_files import Weights, digest_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class HeadGates(tensor_files.Weights):
+class HeadGates(Weights):
     """Gates of the KV heads of a model; equal to gates with the same content.
 
     Attributes:
@@ -31,6 +31,18 @@ class HeadGates(tensor_files.Weights):
     architecture: str
     gates: Tensor = dataclasses.field(repr=False)
     digest: str = dataclasses.field(init=False)
+    key = "kvpass.head_gates"
+    what = "a file of gates"
+    error = CalibrationError
+    option = "gates"
+    how = (
+        "a kvpass.HeadGates or the path of one; measure gates of the model with `kvpass gates MODEL --out FILE`, "
+        "or convert a table with --table"
+    )
+    mismatch = (
+        "the gates are of a {weights.architecture} with {name}={made!r}, and this model has {found!r}; "
+        "measure gates for it with `kvpass gates MODEL --out FILE`"
+    )
 
     def __post_init__(self) -> None:
         """Check the gates.
@@ -44,38 +56,18 @@ class HeadGates(tensor_files.Weights):
                 f"{tuple(self.gates.shape)}"
             )
         object.__setattr__(self, "gates", self.gates.detach().float().cpu())
-        object.__setattr__(self, "digest", tensor_files.digest_of(self.architecture, {"gates": self.gates}))
+        object.__setattr__(self, "digest", digest_of(self.architecture, {"gates": self.gates}))
 
-    def check(self, **found: int) -> None:
-        """Raise CalibrationError unless `layers` or `heads`, as found in a model, are those of the gates."""
-        sizes = dict(zip(("layers", "heads"), self.gates.shape, strict=True))
-        for name, size in found.items():
-            if sizes[name] != size:
-                raise CalibrationError(
-                    f"the gates are of a {self.architecture} with {name}={sizes[name]}, and this model has {size}; "
-                    "measure gates for it with `kvpass gates MODEL --out FILE`"
-                )
+    def facts(self) -> Mapping[str, object]:
+        layers, heads = self.gates.shape
+        return {"layers": layers, "heads": heads}
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the gates to a safetensors file.
+    def to_stored(self) -> tuple[object, Mapping[str, Tensor]]:
+        return {"architecture": self.architecture}, {"gates": self.gates}
 
-        Raises:
-            CalibrationError: the file cannot be written.
-        """
-        tensor_files.write(path, {"gates": self.gates}, KEY, {"architecture": self.architecture}, CalibrationError)
-
-    @staticmethod
-    def load(path: str | os.PathLike[str]) -> HeadGates:
-        """Read gates from a safetensors file.
-
-        Raises:
-            CalibrationError: the file does not exist, is damaged or holds no gates.
-        """
-        fields, tensors = tensor_files.read(path, KEY, "a file of gates", CalibrationError)
-        try:
-            return HeadGates(fields["architecture"], tensors["gates"])
-        except (KeyError, TypeError) as error:
-            raise CalibrationError(f"{os.fspath(path)}: these gates cannot be read: {error}") from error
+    @classmethod
+    def of_stored(cls, metadata: Any, tensors: Mapping[str, Tensor]) -> HeadGates:
+        return cls(metadata["architecture"], tensors["gates"])
 
     @staticmethod
     def of_table(path: str | os.PathLike[str], architecture: str) -> HeadGates:

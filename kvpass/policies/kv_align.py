@@ -32,20 +32,17 @@ import torch
 from torch import Tensor
 
 from kvpass.arguments import Positive, require
-from kvpass.errors import AlignerError, BudgetError
-from kvpass.policies import tensor_files
+from kvpass.errors import BudgetError
 from kvpass.policies.aligners.aligner import Aligner
-from kvpass.policies.aligners.store import load
-from kvpass.policies.base import Policy
-from kvpass.policies.budgets import Plan
 from kvpass.policies.ranking import INT64_MAX
+from kvpass.policies.tensor_files import PolicyWithWeights
 from kvpass.policies.types import Attention, Clock, State, Tokens
 
 UNKNOWN = -1  # the position of a new token's row, until its first step ends
 
 
 @dataclasses.dataclass(frozen=True)
-class KVAlign(Policy):
+class KVAlign(PolicyWithWeights[Aligner]):
     """The KV-Align policy.
 
     Attributes:
@@ -56,7 +53,7 @@ class KVAlign(Policy):
     aligner: Aligner | str | os.PathLike[str] | None = None
     every: Positive = 1
     name = "kv_align"
-    needs_weights = True
+    weights_class = Aligner
     interval_refusal = "it repairs rows by a schedule of its own, `every`"
     keep_prompt_refusal = "a prompt longer than the budget restarts its positions for its last tokens"
     cache_positions_refusal = "kv_align numbers tokens itself"
@@ -64,27 +61,17 @@ class KVAlign(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        how = (
-            "an Aligner or the path of one (kvpass.policies.aligners); train one for the model with `kvpass align "
-            "train --model ... --out ...`"
-        )
-        tensor_files.load_option(self, "aligner", Aligner, load, AlignerError, how)
-        trained = self.loaded_aligner.signature.every
+        trained = self.loaded.signature.every
         require(
-            self.loaded_aligner.recipe != "paper" or self.every == trained,
+            self.loaded.recipe != "paper" or self.every == trained,
             "every",
             self.every,
             f"this aligner of recipe 'paper' was trained for every={trained}",
         )
 
     @property
-    def loaded_aligner(self) -> Aligner:
-        assert isinstance(self.aligner, Aligner)
-        return self.aligner
-
-    @property
     def sinks(self) -> int:
-        return self.loaded_aligner.signature.sinks
+        return self.loaded.signature.sinks
 
     # Budgets.
 
@@ -92,25 +79,19 @@ class KVAlign(Policy):
         return self.sinks + self.every
 
     def fitting_budget(self, budget: int) -> int:
-        return min(super().fitting_budget(budget), self.loaded_aligner.signature.window)
+        return min(super().fitting_budget(budget), self.loaded.signature.window)
 
     def check_budget(self, budget: int) -> None:
         super().check_budget(budget)
-        window = self.loaded_aligner.signature.window
+        window = self.loaded.signature.window
         if budget > window:
             raise BudgetError(
                 f"budget={budget} is a window that this aligner was not trained for: it knows positions up to "
                 f"{window}; take a smaller budget, or train one with --window {budget}"
             )
 
-    def plan(
-        self, attention: Sequence[Attention], valid: Tensor, budget: int, earlier: Sequence[Plan] | None = None
-    ) -> list[Plan]:
-        self.loaded_aligner.signature.check(layers=len(attention))
-        return super().plan(attention, valid, budget, earlier)
-
     def last_position(self) -> int:
-        return self.loaded_aligner.signature.window
+        return self.loaded.signature.window
 
     # The host's count of held tokens, for `every` above one.
 
@@ -137,7 +118,7 @@ class KVAlign(Policy):
         return {"start": 0}  # the position of the first sink, where the window starts
 
     def init_token_state(self, key: Tensor, value: Tensor) -> State:
-        self.loaded_aligner.signature.check(heads=key.shape[1], key_dim=key.shape[3])
+        self.loaded.check(heads=key.shape[1], key_dim=key.shape[3])
         unknown = torch.full((key.shape[0], 1, key.shape[2]), UNKNOWN, dtype=torch.int64, device=key.device)
         return {"made": unknown}
 
@@ -182,25 +163,25 @@ class KVAlign(Policy):
 
     @property
     def aligns(self) -> Literal["never", "read", "step", "compact"]:
-        if self.loaded_aligner.recipe == "nothing":
+        if self.loaded.recipe == "nothing":
             return "never"
         if self.every > 1:
             return "compact"
-        return "read" if self.loaded_aligner.recipe == "direct" else "step"
+        return "read" if self.loaded.recipe == "direct" else "step"
 
     def weights(self) -> list[Tensor]:
-        return self.loaded_aligner.weights()
+        return self.loaded.weights()
 
     def align(
         self, tokens: Tokens, key: Tensor, value: Tensor, layer: int, weights: Sequence[Tensor], evicted: int
     ) -> tuple[Tensor, Tensor, State]:
         position, rank = _row_positions(tokens), self._rank(tokens)
-        moves = -(-evicted // self.every) if self.loaded_aligner.recipe == "paper" else 1
+        moves = -(-evicted // self.every) if self.loaded.recipe == "paper" else 1
         for move in reversed(range(moves)):
             target = rank + move * self.every  # "paper" repairs in several moves, the last of which reaches the rank
             moving = tokens.live & ~self._is_sink(tokens) & (position > target)
             by_row = (position[:, 0], target[:, 0], moving[:, 0])
-            key, value = self.loaded_aligner.repair(list(weights), layer, key, value, *by_row)
+            key, value = self.loaded.repair(list(weights), layer, key, value, *by_row)
             position = torch.where(moving, target, position)
         return key, value, {"made": position}
 

@@ -1,23 +1,44 @@
-"""Read and write tensors with plain metadata in safetensors files, from which nothing is unpickled."""
+"""Define weights that are made for one model, policies with such weights, and safetensors files, without pickles."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from torch import Tensor
 
 from kvpass.errors import KVPassError
 from kvpass.fx.walk import tensor_bytes
+from kvpass.policies.base import Policy
+from kvpass.policies.budgets import Plan
+from kvpass.policies.types import Attention
 from kvpass.versions import needing_extra
+
+W = TypeVar("W", bound="Weights")
 
 
 class Weights:
-    """Immutable weights of a policy, equal to weights of the same class and digest."""
+    """Immutable weights that were made for one model, equal to weights of the same class and digest.
 
+    Class attributes:
+        key: the name of their format in the metadata of a file.
+        what: the content of a file, for messages: "an aligner".
+        error: the class of errors.
+        option: the option of a policy that holds them, or the path of a file.
+        how: what that option holds and how to make it, for the error without it.
+        mismatch: the error for another model, with the fields `name`, `made` and `found`, and `weights` itself.
+    """
+
+    key: ClassVar[str]
+    what: ClassVar[str]
+    error: ClassVar[type[KVPassError]]
+    option: ClassVar[str]
+    how: ClassVar[str]
+    mismatch: ClassVar[str]
     digest: str
 
     def __eq__(self, other: object) -> bool:
@@ -29,23 +50,75 @@ class Weights:
     def __deepcopy__(self, memo: dict[int, object]) -> Weights:
         return self
 
+    def facts(self) -> Mapping[str, object]:
+        """Return the facts about the model that the weights were made for, by name."""
+        raise NotImplementedError
 
-def load_option(
-    policy: Any, option: str, kind: type[Weights], load: Callable[[Any], Weights], error: type[KVPassError], how: str
-) -> None:
-    """Replace the path in a policy's option by the weights of the file; weights stay.
+    def to_stored(self) -> tuple[object, Mapping[str, Tensor]]:
+        """Return the metadata and the tensors of a file."""
+        raise NotImplementedError
 
-    Args:
-        how: what the option holds and how to make it, for the error.
+    @classmethod
+    def of_stored(cls: type[W], metadata: Any, tensors: Mapping[str, Tensor]) -> W:
+        """Return the weights that `to_stored` describes; KeyError, TypeError or ValueError for anything else."""
+        raise NotImplementedError
 
-    Raises:
-        KVPassError: of the class `error`, the option is None.
+    def check(self, **found: object) -> None:
+        """Raise the class's error unless these facts, as found in a model, are those of the weights."""
+        facts = self.facts()
+        for name, value in found.items():
+            if facts[name] != value:
+                raise self.error(self.mismatch.format(name=name, made=facts[name], found=value, weights=self))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the weights to a safetensors file, or raise the error of the class."""
+        metadata, tensors = self.to_stored()
+        write(path, tensors, self.key, metadata, self.error)
+
+    @classmethod
+    def load(cls: type[W], path: str | os.PathLike[str]) -> W:
+        """Read weights from a safetensors file.
+
+        Raises:
+            KVPassError: of the class's `error`, the file does not exist, is damaged or has other content.
+        """
+        metadata, tensors = read(path, cls.key, cls.what, cls.error)
+        try:
+            return cls.of_stored(metadata, tensors)
+        except (KeyError, TypeError, ValueError) as found:
+            raise cls.error(f"{os.fspath(path)}: this {cls.what.partition(' ')[2]} cannot be read: {found}") from found
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyWithWeights(Policy, Generic[W]):
+    """Base class of policies with an option that holds weights W, or the path of a file of them.
+
+    Class attributes:
+        weights_class: W; its `option` is the name of the option.
     """
-    value = getattr(policy, option)
-    if value is None:
-        raise error(f"{policy.name} needs {option}=..., {how}")
-    if not isinstance(value, kind):
-        object.__setattr__(policy, option, load(value))
+
+    needs_weights = True
+    weights_class: ClassVar[type[Weights]]
+
+    def __post_init__(self) -> None:
+        """Replace a path by the weights of its file; without weights it is an error of their class."""
+        super().__post_init__()
+        kind = self.weights_class
+        value = getattr(self, kind.option)
+        if value is None:
+            raise kind.error(f"{self.name} needs {kind.option}=..., {kind.how}")
+        if not isinstance(value, kind):
+            object.__setattr__(self, kind.option, kind.load(value))
+
+    @property
+    def loaded(self) -> W:
+        return cast(W, getattr(self, self.weights_class.option))
+
+    def plan(
+        self, attention: Sequence[Attention], valid: Tensor, budget: int, earlier: Sequence[Plan] | None = None
+    ) -> list[Plan]:
+        self.loaded.check(layers=len(attention))
+        return super().plan(attention, valid, budget, earlier)
 
 
 def digest_of(description: str, tensors: Mapping[str, Tensor]) -> str:

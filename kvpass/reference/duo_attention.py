@@ -21,7 +21,7 @@ class DuoAttentionReference(StreamingReference):
     def settle(self, row: list[HeadStream]) -> None:
         if row[0].notes.get("shared"):
             return
-        gates = self.policy.loaded_gates.gates[row[0].layer].tolist()
+        gates = self.policy.loaded.gates[row[0].layer].tolist()
         budgets = sorted((stream.budget for stream in row), reverse=True)
         by_gate = sorted(row, key=lambda stream: (-gates[stream.head], stream.head))
         for stream, budget in zip(by_gate, budgets, strict=True):

@@ -26,11 +26,11 @@ class ExpectedAttentionReference(Reference):
 
     @property
     def _group(self) -> int:
-        return self.policy.loaded_calibration.model.query_heads // self.policy.loaded_calibration.model.heads
+        return self.policy.loaded.model.query_heads // self.policy.loaded.model.heads
 
     def expected(self, stream: HeadStream, tokens: list[Token], group: int) -> list[float]:
         """Return the log of the expected exp(logit) of each token, for one query head of a KV head."""
-        calibration = self.policy.loaded_calibration
+        calibration = self.policy.loaded
         mean, _, second = queries_of(calibration, stream.layer, stream.head)[group]
         scale = float(calibration.tensors["scale"][stream.layer])
         found = []

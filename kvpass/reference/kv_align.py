@@ -16,7 +16,7 @@ Rows = tuple[Tensor, Tensor]
 
 class KVAlignReference(Reference):
     def __init__(self, policy: KVAlign) -> None:
-        self.aligner, self.every = policy.loaded_aligner, policy.every
+        self.aligner, self.every = policy.loaded, policy.every
         self.sinks, self.window = self.aligner.signature.sinks, self.aligner.signature.window
         self.stores = self.every > 1 or self.aligner.recipe == "paper"
 

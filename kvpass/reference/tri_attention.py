@@ -23,10 +23,10 @@ class TriAttentionReference(Reference):
 
     def scores(self, stream: HeadStream, token: Token) -> list[float]:
         """Return the score of a token for each query head of its KV head."""
-        key, frequency = pairs_of(self.policy.loaded_calibration, stream.layer, token.key[0])
+        key, frequency = pairs_of(self.policy.loaded, stream.layer, token.key[0])
         before = key * torch.polar(torch.ones_like(frequency), -frequency * token.position)
         found = []
-        for mean, size, _ in queries_of(self.policy.loaded_calibration, stream.layer, stream.head):
+        for mean, size, _ in queries_of(self.policy.loaded, stream.layer, stream.head):
             angle = mean.angle() - before.angle()
             ahead = torch.tensor([2.0**n for n in range(17)], dtype=torch.float64)[:, None]
             waves = ((stream.seen - token.position + ahead) * frequency + angle).cos().mean(0)

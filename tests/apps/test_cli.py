@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 from kvpass.apps import checkpoint, cli, models
 from kvpass.errors import CheckpointError
@@ -69,3 +70,11 @@ def test_a_device_that_torch_has_not_is_named(command, tmp_path, capsys):
     arguments = {"eval": ["eval"], "align": ["align", "train", "--model", str(models.BUNDLED)]}[command]
     assert cli.main([*arguments, "--device", "cuda:99", "--out", str(tmp_path / "out")]) == 2
     assert "cannot put the model on the device 'cuda:99'" in capsys.readouterr().err
+
+
+def test_threads_are_set_before_a_command_runs(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    monkeypatch.setattr(cli, "serve", lambda parsed: asked.append(parsed.model))
+    assert cli.main(["serve", "MODEL", "--threads", "3"]) == cli.main(["serve", "OTHER"]) == 0
+    assert asked == [3, "MODEL", "OTHER"]

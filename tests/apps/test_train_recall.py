@@ -1,15 +1,16 @@
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from examples import train_recall
-from examples.train_recall import FOLDER, RECIPE, Phase, Source, batch, schedule
+from examples.train_recall import FOLDER, RECIPE, Phase, Source, batch, schedule, share_without_cache
 from kvpass.apps import corpus
-from kvpass.apps.evaluation import recall
-from kvpass.apps.evaluation.pairs import PairVocabulary
+from kvpass.apps.evaluation.recall import PairVocabulary, plant_pairs
 from kvpass.apps.models import load_memory
+from tests.apps.evaluation.test_recall import WORDS, Copier, planted
 
 MARK, END = 1, 2
 SOURCE = Source(torch.arange(300, 5300), PairVocabulary(torch.arange(100, 160), MARK, END))
@@ -75,9 +76,19 @@ def test_the_bundled_model_recalls_at_every_distance():
 def test_the_bundled_weights_recall_what_they_are_said_to():
     subject = load_memory(None)
     held_out = torch.tensor([token for text in subject.encode(corpus.read(corpus.held_out_files())) for token in text])
-    text = recall.plant_pairs(held_out, subject.bos, PairVocabulary.of(subject.tokenizer), 2048, rows=8, seed=5)
-    shares = [recall.share_without_cache(subject.model, text, number) for number in range(len(text.distances))]
+    distances = (16, 32, 64, 128, 256, 512, 1024, 2000)
+    text = plant_pairs(held_out, subject.bos, PairVocabulary.of(subject.tokenizer), 2048, distances, rows=8, seed=5)
+    shares = [share_without_cache(subject.model, text, number) for number in range(len(text.distances))]
     assert min(shares) >= 0.9
     # Without the pairs nobody could know.
     strange = dataclasses.replace(text, pairs=text.pairs.roll(1, 0))
-    assert recall.share_without_cache(subject.model, strange, 3) <= 0.1
+    assert share_without_cache(subject.model, strange, 3) <= 0.1
+
+
+def test_a_model_without_a_cache_is_asked_the_same():
+    def without(tokens, use_cache, logits_to_keep):
+        ends = range(tokens.shape[1] - logits_to_keep + 1, tokens.shape[1] + 1)
+        guesses = [torch.stack([Copier.after(row[:end]) for row in tokens]) for end in ends]
+        return SimpleNamespace(logits=torch.nn.functional.one_hot(torch.stack(guesses, 1), WORDS))
+
+    assert share_without_cache(without, planted(), 3) == 1.0

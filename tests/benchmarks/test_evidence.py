@@ -14,7 +14,7 @@ pytest.importorskip("matplotlib")
 from benchmarks import books, evidence
 from kvpass import policies
 from kvpass.apps import cli
-from kvpass.apps.evaluation.command import settings
+from kvpass.apps.evaluation.run import settings_of
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_every_policy_has_a_job_that_the_command_line_takes(tmp_path: Path) -> N
     assert len(jobs) == len(agreements) * (len(evidence.FORMATS) + len(evidence.QUESTIONS))
     assert len({job.folder(tmp_path) for job in jobs}) == len(jobs)
     for job in jobs:
-        found = settings(cli.parser().parse_args(job.arguments(tmp_path, quick=False)))
+        found = settings_of(cli.parser().parse_args(job.arguments(tmp_path, quick=False)))
         assert found.of_bytes
         assert found.kv_dtype == job.kv_dtype
         assert found.budgets == ((0.25,) if job.question else evidence.SHARES)

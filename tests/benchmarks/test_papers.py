@@ -12,8 +12,8 @@ from benchmarks import books, papers
 from benchmarks.report import PAGES
 from kvpass import policies
 from kvpass.apps import cli
-from kvpass.apps.evaluation.command import settings
-from kvpass.apps.evaluation.results import Result, Results
+from kvpass.apps.evaluation.run import settings_of
+from kvpass.apps.evaluation.settings import Result, Results
 
 PAGE = next(page for page in PAGES if page.name == "papers.md")
 
@@ -23,7 +23,7 @@ def test_a_study_is_one_of_the_command_line_with_budgets_that_its_policies_have(
     study: papers.Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(books, "paths", lambda: [Path(name) for name in books.NAMES])
-    found = settings(cli.parser().parse_args(study.arguments(tmp_path, quick=False)))
+    found = settings_of(cli.parser().parse_args(study.arguments(tmp_path, quick=False)))
     assert found.policies == study.policies
     for text in study.policies:
         policy = policies.parse(text)

@@ -26,7 +26,7 @@ from benchmarks.__main__ import PARTS, ROOT
 from benchmarks.bounded import Case
 from benchmarks.model import Conversation, build, dynamic, static, tokens
 from benchmarks.recall import AT_ONCE, LATER
-from kvpass.apps.evaluation.pairs import PlantedPairs
+from kvpass.apps.evaluation.recall import PlantedPairs
 from kvpass.apps.models import load_memory
 
 

@@ -13,11 +13,8 @@ import torch
 import kvpass
 from kvpass import versions
 from kvpass.apps import cli
-from kvpass.diagnostics import doctor
 from kvpass.lowering import attention_tiles
-from kvpass.runtime import layer_regions
 from kvpass.torch_private import inductor
-from tests.models import build
 
 
 @pytest.fixture
@@ -51,66 +48,6 @@ def test_it_works_without_transformers(pretend, monkeypatch, capsys) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)  # importing it is an error
     assert cli.main(["doctor"]) == 0
     assert "transformers: not installed; no demo" in capsys.readouterr().out
-
-
-USES = '''
-import torch.fx as fx
-
-def first(x):
-    """Ask for one name."""
-    from torch._inductor import config
-    return config.max_autotune, x.not_of_torch
-
-def second(node: fx.Node):
-    """Ask for a name that is there no more."""
-    guards = torch._C._dynamo.guards
-    return guards._no_such_name
-
-def third():
-    """Patch a setting."""
-    with torch._dynamo.config.patch(recompile_limit=1, no_such_setting=2):
-        from torch._no_such_module import nothing
-'''
-
-
-def test_a_lost_name_is_reported_with_what_it_was_for(monkeypatch, capsys) -> None:
-    """Imports, attributes and patched settings are read from the source, so that none has to be listed."""
-    monkeypatch.setattr(doctor, "sources", lambda: {"dynamo": USES})
-    monkeypatch.setattr(doctor, "METHODS", ("torch.fx.Graph.no_such_method", "torch.fx.Graph.lint"))
-    assert cli.main(["doctor"]) == 1
-    lost = sorted(line for line in capsys.readouterr().out.splitlines() if line.startswith("MISSING"))
-    assert [line.split(":")[0].removeprefix("MISSING ") for line in lost] == [
-        "torch._C._dynamo.guards._no_such_name",
-        "torch._dynamo.config.no_such_setting",
-        "torch._no_such_module.nothing",
-        "torch.fx.Graph.no_such_method",
-    ]
-    assert lost[0].endswith("not found; dynamo.second: Ask for a name that is there no more.")
-
-
-def test_a_lost_name_of_transformers_is_reported(monkeypatch, capsys) -> None:
-    monkeypatch.delattr("transformers.cache_utils.DynamicLayer")
-    assert cli.main(["doctor"]) == 1
-    out = capsys.readouterr().out
-    assert "names of transformers: 2 of 3 found" in out
-    assert "MISSING transformers.cache_utils.DynamicLayer: not found; kvpass.runtime.layer_regions" in out
-
-
-def test_without_a_name_of_transformers_layers_are_traced_one_by_one(monkeypatch) -> None:
-    monkeypatch.delattr("transformers.cache_utils.DynamicLayer")
-    assert not layer_regions.install_regions(build("Llama", layers=4)).indices
-
-
-def test_private_names_are_found_in_the_source() -> None:
-    names = {name.path for source in doctor.sources().values() for name in doctor.names_in(source)}
-    assert {
-        "torch._dynamo.eval_frame._stance.stance",
-        "torch._C._dynamo.guards._empty_strided_cpu",
-        "torch._dynamo.config.recompile_limit",
-        "torch.fx.experimental._config.backed_size_oblivious",
-        "torch._inductor.compile_fx.compile_fx",
-    } <= names
-    assert len(names) > 80
 
 
 @pytest.mark.parametrize(

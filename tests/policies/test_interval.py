@@ -12,7 +12,7 @@ import torch
 
 import kvpass
 from kvpass.apps.evaluation.report import section
-from kvpass.apps.evaluation.results import Result
+from kvpass.apps.evaluation.settings import Result
 from kvpass.diagnostics.simulate import simulate
 from kvpass.errors import BudgetError, PolicyError
 from kvpass.policies import Policy, Tokens, resolve

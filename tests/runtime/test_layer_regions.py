@@ -17,7 +17,7 @@ from transformers import DynamicCache
 import kvpass
 from kvpass import cache_names
 from kvpass.runtime.compiled_call import compile_in_place
-from kvpass.runtime.layer_regions import RegionForward
+from kvpass.runtime.layer_regions import RegionForward, install_regions
 from kvpass.torch_private import regions
 from tests import models
 from tests.switch import Switch
@@ -259,3 +259,8 @@ def test_uncompiled_layers_run_as_they_are() -> None:
         kvpass.compile(model, "full", inner="eager")
         model.compile(backend="eager")  # no backend of kvpass: the layers are not regions
         assert torch.equal(model.model(ids, use_cache=False).last_hidden_state, wanted)
+
+
+def test_without_a_name_of_transformers_layers_are_traced_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("transformers.cache_utils.DynamicLayer")
+    assert not install_regions(models.build("Llama", layers=4)).indices

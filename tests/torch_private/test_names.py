@@ -1,60 +1,64 @@
-"""What kvpass asks of torch's inside."""
+"""The names of torch and transformers that kvpass uses are those of the installed versions."""
 
 from __future__ import annotations
 
 import pytest
-import torch
-from torch._inductor import config
 
-import kvpass
-from kvpass.torch_private import inductor
-from tests.step_settings import step_settings
+from tests.torch_private import names
 
 
-@pytest.fixture
-def avx2(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    inductor._compiler_accepts.cache_clear()
-    yield
-    inductor._compiler_accepts.cache_clear()
+def test_no_name_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert names.main() == 0, capsys.readouterr().out
 
 
-known = pytest.mark.skipif(not hasattr(config.cpp, "march"), reason="this Inductor has no setting for it")
+USES = '''
+import torch.fx as fx
+
+def first(x):
+    """Ask for one name."""
+    from torch._inductor import config
+    return config.max_autotune, x.not_of_torch
+
+def second(node: fx.Node):
+    """Ask for a name that is there no more."""
+    guards = torch._C._dynamo.guards
+    return guards._no_such_name
+
+def third():
+    """Patch a setting."""
+    with torch._dynamo.config.patch(recompile_limit=1, no_such_setting=2):
+        from torch._no_such_module import nothing
+'''
 
 
-@known
-def test_vectors_are_copied_in_one_piece_where_the_compiler_can(avx2, monkeypatch):
-    monkeypatch.setattr(inductor, "MOVES", ("-O1",))  # which every compiler of C++ knows
-    assert inductor.vector_move_flags() == {"cpp.march": "native -O1"}
-    assert step_settings(kvpass.backend("h2o", budget=8))["cpp.march"] == "native -O1"
+def test_a_lost_name_is_reported_with_what_it_was_for(monkeypatch, capsys) -> None:
+    """Imports, attributes and patched settings are read from the source, so that none has to be listed."""
+    monkeypatch.setattr(names, "sources", lambda: {"dynamo": USES})
+    monkeypatch.setattr(names, "METHODS", ("torch.fx.Graph.no_such_method", "torch.fx.Graph.lint"))
+    assert names.main() == 1
+    lost = sorted(line for line in capsys.readouterr().out.splitlines() if "not found" in line)
+    assert [line.split(":")[0] for line in lost] == [
+        "torch._C._dynamo.guards._no_such_name",
+        "torch._dynamo.config.no_such_setting",
+        "torch._no_such_module.nothing",
+        "torch.fx.Graph.no_such_method",
+    ]
+    assert lost[0].endswith("not found; dynamo.second: Ask for a name that is there no more.")
 
 
-@known
-def test_a_compiler_that_knows_no_such_flag_is_not_given_it(avx2, monkeypatch):
-    monkeypatch.setattr(inductor, "MOVES", ("-mno-such-flag",))
-    assert inductor.vector_move_flags() == {}
+def test_a_lost_name_of_transformers_is_reported(monkeypatch, capsys) -> None:
+    monkeypatch.delattr("transformers.cache_utils.DynamicLayer")
+    assert names.main() == 1
+    assert "transformers.cache_utils.DynamicLayer: not found; runtime.layer_regions: equal" in capsys.readouterr().out
 
 
-def test_other_processors_are_left_alone(avx2, monkeypatch):
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    assert inductor.vector_move_flags() == {}
-
-
-@known
-@pytest.mark.parametrize("theirs", ["", "x86-64-v3"])
-def test_an_architecture_of_the_user_is_kept(avx2, theirs):
-    with config.patch({"cpp.march": theirs}):
-        assert inductor.vector_move_flags() == {}
-
-
-@known
-def test_an_option_of_the_user_comes_before_it(avx2, monkeypatch):
-    monkeypatch.setattr(inductor, "MOVES", ("-O1",))
-    chosen = kvpass.backend("h2o", budget=8, options={"cpp.march": "x86-64-v3"})
-    assert step_settings(chosen)["cpp.march"] == "x86-64-v3"
-
-
-@known
-def test_no_compiler_is_for_inductor_to_say(avx2):
-    with config.patch({"cpp.cxx": (None, "no-such-compiler")}):
-        assert inductor.vector_move_flags() == {}
+def test_private_names_are_found_in_the_source() -> None:
+    found = {name.path for source in names.sources().values() for name in names.names_in(source)}
+    assert {
+        "torch._dynamo.eval_frame._stance.stance",
+        "torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr",
+        "torch._dynamo.config.recompile_limit",
+        "torch.fx.experimental._config.backed_size_oblivious",
+        "torch._inductor.compile_fx.compile_fx",
+    } <= found
+    assert len(found) > 80

@@ -13,7 +13,7 @@ from kvpass.apps import corpus, models
 from kvpass.apps.align.train import TrainedAligner, TrainingSettings
 from kvpass.apps.align.train import train as train_aligner
 from kvpass.errors import KVPassError
-from kvpass.policies.aligners import store
+from kvpass.policies import aligners
 
 __all__ = ["TrainingSettings", "train"]
 
@@ -24,7 +24,6 @@ def train(
     out: Path,
     settings: TrainingSettings,
     dtype: str = "float32",
-    threads: int | None = None,
     device: str | None = None,
 ) -> None:
     """Train an aligner and write `out` and, with the same name, a json of every figure.
@@ -33,14 +32,11 @@ def train(
         model: name or path for transformers.
         text: a UTF-8 file, or None for the standard library without the held-out modules.
         dtype: of the stored weights, "float32" or "float16".
-        threads: of torch; None leaves them as they are.
         device: to train on; None for a GPU where there is one.
 
     Raises:
         KVPassError: a model, text or folder that cannot be used; see also `kvpass.apps.align.train.train`.
     """
-    if threads:
-        torch.set_num_threads(threads)
     corpus.check_folder_of(out)
     chosen = models.load(model)
     models.to_device(chosen.model, device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -54,7 +50,7 @@ def train(
     stream = torch.tensor([token for each in chosen.encode(texts) for token in (chosen.bos, *each)])
     checkpoint = out.with_suffix(".checkpoint.pt")
     trained = train_aligner(chosen.model, stream, settings, checkpoint)
-    store.save(trained.aligner, out, getattr(torch, dtype))
+    aligners.save(trained.aligner, out, getattr(torch, dtype))
     written = figures(trained, settings, len(stream))
     out.with_suffix(".json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
     checkpoint.unlink(missing_ok=True)

@@ -30,9 +30,9 @@ from kvpass.apps.align.data import (
 )
 from kvpass.apps.evaluation.scoring import divergence
 from kvpass.errors import AlignerError
-from kvpass.policies.aligners.aligner import Aligner, Recipe, Signature
+from kvpass.policies.aligners.aligner import Aligner, Recipe
 from kvpass.policies.aligners.networks import DirectNetwork, Hidden, PaperNetwork
-from kvpass.policies.aligners.signature import device_of, signature_of
+from kvpass.policies.aligners.signature import Signature, device_of, signature_of
 from kvpass.versions import needing_extra
 
 SAVE_EVERY = 100

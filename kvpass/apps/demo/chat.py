@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from kvpass.apps.chat_template import added_text
+from kvpass.apps.chat_template import first_turn, next_turn
 from kvpass.apps.evaluation.session import Session
 from kvpass.apps.models import stop_tokens
 
@@ -42,13 +42,10 @@ def talk(session: Session, answer: int, questions: tuple[str, ...] = QUESTIONS) 
     tokenizer, loop = session.subject.tokenizer, session.loop
     stops = stop_tokens(session.subject.model, tokenizer)
     loop.state = None  # a new conversation
-    messages: list[dict[str, str]] = []
-    seen, ended = 0, True
+    ends, seen, ended = [tokenizer.decode([stop]) for stop in stops], 0, True
     for question in questions:
-        before = tokenizer.apply_chat_template(messages, tokenize=False) if messages else ""
-        messages.append({"role": "user", "content": question})
-        after = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        text = added_text(before, after, tokenizer.decode(stops[-1:]), ended)
+        messages = [{"role": "user", "content": question}]
+        text = next_turn(tokenizer, messages, ends, ended) if seen else first_turn(tokenizer, messages)
         ids = torch.tensor([session.encode(text)])
         loop.prompt(ids)
         seen += ids.shape[1]
@@ -56,5 +53,4 @@ def talk(session: Session, answer: int, questions: tuple[str, ...] = QUESTIONS) 
         session.tick(ids.shape[1] + answer)
         said = tokenizer.decode(result, skip_special_tokens=True).strip()
         yield Turn(question, said, seen)
-        messages.append({"role": "assistant", "content": said})
         seen, ended = seen + len(result), bool(result) and result[-1] in stops

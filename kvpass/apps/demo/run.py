@@ -22,13 +22,20 @@ from kvpass.apps import checkpoint, corpus
 from kvpass.apps.demo.chat import QUESTIONS, talk
 from kvpass.apps.demo.settings import FULL, PARTS, DemoSettings
 from kvpass.apps.evaluation import plots
-from kvpass.apps.evaluation.attempt import unless_refused
-from kvpass.apps.evaluation.held import HeldRecorder, HeldSnapshot
+from kvpass.apps.evaluation.perplexity import StreamMeasure, join_parts
 from kvpass.apps.evaluation.recall import RecallMeasure
 from kvpass.apps.evaluation.retrieval import Passkey
-from kvpass.apps.evaluation.session import Loop, Measure, PlainLoop, Row, Session
+from kvpass.apps.evaluation.session import (
+    HeldRecorder,
+    HeldSnapshot,
+    Loop,
+    Measure,
+    PlainLoop,
+    Row,
+    Session,
+    unless_refused,
+)
 from kvpass.apps.evaluation.speed import Speed
-from kvpass.apps.evaluation.stream import StreamMeasure, join_parts
 from kvpass.apps.evaluation.tables import PrintedTable, markdown
 from kvpass.apps.models import LoadedModel, load, load_memory, stop_tokens
 from kvpass.decoding.loop import DecodeLoop
@@ -51,8 +58,6 @@ def main(settings: DemoSettings) -> None:
         settings.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise KVPassError(f"cannot write to the folder {settings.out}: {error}; choose another with --out") from error
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
     with _quiet():
         Demo(settings).run()
 

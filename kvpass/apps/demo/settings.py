@@ -52,7 +52,6 @@ class DemoSettings:
         budget: tokens kept, for every policy that evicts.
         text: a UTF-8 file to read as the book; None for `kvpass.apps.corpus.prose`.
         out: the folder for tables and pictures.
-        threads: of torch; None leaves them as they are.
         kv_dtype: how keys and values are stored, see `kvpass.backend`.
         inner: what compiles the rewritten graphs.
         sizes: how much of everything.
@@ -64,7 +63,6 @@ class DemoSettings:
     budget: int = 256
     text: Path | None = None
     out: Path = Path("out")
-    threads: int | None = None
     kv_dtype: KVDtype | None = None
     inner: Inner = "inductor"
     sizes: DemoSizes = DemoSizes()

@@ -117,21 +117,16 @@ class AgreementMeasure:
         return found
 
 
-def interval(means: Tensor, seed: int, level: float = LEVEL, draws: int = DRAWS) -> tuple[float | None, float | None]:
+def interval(means: Tensor, seed: int) -> tuple[float | None, float | None]:
     """Return the bootstrap percentile interval of the mean of values float64 [documents], resampled by document.
 
     Returns:
         The lower and the upper limit; None for a single document, which says nothing about others.
-
-    Raises:
-        PolicyError: no documents, or a level outside of 0 to 1.
     """
-    require(len(means) > 0, "documents", 0, "must be at least 1")
-    require(0 < level < 1, "level", level, "must be between 0 and 1")
     if len(means) == 1:
         return None, None
-    drawn = torch.randint(len(means), (draws, len(means)), generator=torch.Generator().manual_seed(seed))
-    tails = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
+    drawn = torch.randint(len(means), (DRAWS, len(means)), generator=torch.Generator().manual_seed(seed))
+    tails = torch.tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2], dtype=torch.float64)
     low, high = means.double()[drawn].mean(1).quantile(tails).tolist()
     return low, high
 

@@ -13,7 +13,7 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kvpass.apps.evaluation.held import HeldSnapshot
+from kvpass.apps.evaluation.session import HeldSnapshot
 
 BAND = 8  # positions that share one line of pixels in the picture of what was held
 Line = Sequence[tuple[float, float]]

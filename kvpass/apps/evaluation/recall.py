@@ -1,10 +1,15 @@
-"""Measure the recall of key-value pairs by distance: plant pairs in a text, and ask for each value later."""
+"""Measure the recall of key-value pairs by distance: plant pairs in a text, and ask for each value later.
+
+A pair is a line like `$ stream item server offset` in the text: a mark, a word that is the key, and the words of its
+value.  A question repeats the mark and the key; the answer is right if the words of the value follow.
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -12,21 +17,109 @@ import torch
 from torch import Tensor
 
 from kvpass import cache_names
-from kvpass.apps.evaluation.pairs import PairVocabulary, PlantedPairs, plant
 from kvpass.apps.evaluation.session import Row, Session
 from kvpass.arguments import require
 from kvpass.decoding.prefill import Caller
 from kvpass.errors import KVPassError
-from kvpass.torch_private import dynamo
 
-DISTANCES = (16, 32, 64, 128, 256, 512, 1024, 2000)
 VALUE = 4  # words of a value
 TIMES = 2  # that a pair is said: it has been of use once before it is asked for
 LINE = VALUE + 3  # tokens of a pair: mark, key, value, end
-ROWS = 8  # texts
-PROMPT = 2  # tokens of the shortest first piece: sizes of one are special to torch.compile
-PIECE = 32  # tokens of a text that are fed together
-SEED = 1_000_000_007  # of the pairs; training draws from smaller ones
+MARK, END = "$", "\n"
+_WORD = re.compile("[\u0120\u2581][a-z]{3,}")  # with the blank before it, as the two kinds of tokenizers write it
+
+
+@dataclasses.dataclass(frozen=True)
+class PairVocabulary:
+    """The tokens that pairs consist of.
+
+    Attributes:
+        words: int64 [W], the words of keys and values.
+        mark, end: the tokens before a key and after a value.
+    """
+
+    words: Tensor
+    mark: int
+    end: int
+
+    @staticmethod
+    def of(tokenizer: Any) -> PairVocabulary:
+        """Return the lower-case words of at least three letters that are one token with the blank before them."""
+        words = sorted(token for word, token in tokenizer.get_vocab().items() if _WORD.fullmatch(word))
+        mark, end = (tokenizer(text, add_special_tokens=False)["input_ids"][-1] for text in (MARK, END))
+        return PairVocabulary(torch.tensor(words, dtype=torch.long), mark, end)
+
+    def pairs(self, number: int, value: int, generator: torch.Generator) -> Tensor:
+        """Return lines int64 [number, 3 + value]: mark, key, `value` words, end.  No word occurs twice in them.
+
+        Raises:
+            KVPassError: the tokenizer has too few words.
+        """
+        needed = number * (1 + value)
+        if needed > len(self.words):
+            raise KVPassError(
+                f"{number} pairs with values of {value} words need {needed} words that are one token each; "
+                f"the tokenizer has {len(self.words)}; use fewer pairs"
+            )
+        said = self.words[torch.randperm(len(self.words), generator=generator)[:needed]].view(number, 1 + value)
+        column = torch.ones(number, 1, dtype=torch.long)
+        return torch.cat([column * self.mark, said, column * self.end], 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlantedPairs:
+    """Documents with pairs in them, one in each row.
+
+    Attributes:
+        text: int64 [B, T]; its last token is followed by a question.
+        pairs: int64 [B, N, 3 + V], the lines; line n ends `distances[n]` tokens before the text does.
+        times: how often each line stands there, one after the other.
+    """
+
+    text: Tensor
+    pairs: Tensor
+    distances: tuple[int, ...]
+    times: int
+
+    @property
+    def value(self) -> int:
+        """V, the number of words of a value."""
+        return self.pairs.shape[2] - 3
+
+    def question(self, number: int) -> Tensor:
+        """Return the mark and the key of a pair, int64 [B, 2]."""
+        return self.pairs[:, number, :2]
+
+    def answer(self, number: int) -> Tensor:
+        """Return the value of a pair, int64 [B, V]."""
+        return self.pairs[:, number, 2:-1]
+
+    def span(self, number: int) -> slice:
+        """Return where in the text the line of a pair stands, all repetitions included."""
+        end = self.text.shape[1] - self.distances[number]
+        return slice(end - self.times * self.pairs.shape[2], end)
+
+
+def plant(
+    documents: Tensor, vocabulary: PairVocabulary, distances: tuple[int, ...], value: int, seed: int, times: int = 1
+) -> PlantedPairs:
+    """Plant a pair for each distance into every row of documents int64 [B, T]; the text stays T tokens long.
+
+    Args:
+        distances: tokens from the end of a line to the end of the text, far enough apart for the lines.
+        value: words of a value.
+        times: how often each line is said.  At the second time a model that recalls attends to the first, so a policy
+            can see that the pair is of use.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    rows = [vocabulary.pairs(len(distances), value, generator) for _ in documents]
+    planted = PlantedPairs(torch.empty_like(documents), torch.stack(rows), distances, times)
+    free = torch.ones(documents.shape[1], dtype=torch.bool)
+    for number in range(len(distances)):
+        free[planted.span(number)] = False
+        planted.text[:, planted.span(number)] = planted.pairs[:, number].repeat(1, times)
+    planted.text[:, free] = documents[:, : int(free.sum())]
+    return planted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,9 +177,9 @@ def plant_pairs(
     bos: int,
     vocabulary: PairVocabulary,
     length: int,
-    distances: tuple[int, ...] = DISTANCES,
-    rows: int = ROWS,
-    seed: int = SEED,
+    distances: tuple[int, ...],
+    rows: int,
+    seed: int,
     times: int = TIMES,
 ) -> PlantedPairs:
     """Return rows of text with a pair at each distance that fits; with question and answer they have `length` tokens.
@@ -117,28 +210,6 @@ def plant_pairs(
     return plant(documents, vocabulary, fitting, VALUE, seed, times)
 
 
-@torch.no_grad()
-def read(caller: Caller, text: Tensor, tick: Callable[[], object]) -> Any:
-    """Return the cache after text int64 [B, T], fed in pieces of one length; a shorter prompt precedes them."""
-    first = text[:, : text.shape[1] - pieces(text) * PIECE]
-    dynamo.mark_growing(first, 1)  # prompts with a question are longer
-    cache = cache_names.cache_of_output(call(caller, first, None))
-    for start in range(first.shape[1], text.shape[1], PIECE):
-        cache = cache_names.cache_of_output(call(caller, text[:, start : start + PIECE], cache))
-        tick()
-    return cache
-
-
-def pieces(text: Tensor) -> int:
-    """Return how often `read` ticks for text int64 [B, T]."""
-    return (text.shape[1] - PROMPT) // PIECE
-
-
-def share_of_right_words(caller: Caller, planted: PlantedPairs, number: int, cache: Any) -> float:
-    """Return the share of a value's words that follow its key, each after the right ones before it."""
-    return right_words(caller, planted, number, cache).float().mean().item()
-
-
 def right_words(caller: Caller, planted: PlantedPairs, number: int, cache: Any) -> Tensor:
     """Return which words of a value are the likeliest after its key and the right words before, bool [B, V].
 
@@ -150,27 +221,12 @@ def right_words(caller: Caller, planted: PlantedPairs, number: int, cache: Any) 
     return said[:, 1:] == answer
 
 
-def share_without_cache(model: Any, planted: PlantedPairs, number: int) -> float:
-    """Return what `share_of_right_words` is for a plain model that sees everything at once, without a cache."""
-    answer = planted.answer(number)
-    tokens = torch.cat([planted.text, planted.question(number), answer[:, :-1]], 1)
-    logits = model(tokens, use_cache=False, logits_to_keep=planted.value).logits
-    share: float = (logits.argmax(-1) == answer).float().mean().item()
-    return share
-
-
 @torch.no_grad()
 def likeliest(caller: Caller, tokens: Tensor, cache: Any) -> Tensor:
     """Return the likeliest token after each of tokens int64 [B, n], which are fed one by one."""
     said = []
     for column in torch.split(tokens, 1, 1):
-        out = call(caller, column, cache)
+        out = cache_names.call_model(caller.call, column, cache)
         cache = cache_names.cache_of_output(out)
         said.append(out.logits[:, -1].argmax(-1))
     return torch.stack(said, 1)
-
-
-def call(caller: Caller, ids: Tensor, cache: Any, **more: Any) -> Any:
-    """Return the model's output for tokens int64 [B, n] behind a cache; None for an empty one."""
-    past = {} if cache is None else {caller.cache_name: cache}
-    return caller.call(ids, **past, use_cache=True, **more)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kvpass import policies
-from kvpass.apps.evaluation.results import Result
 from kvpass.apps.evaluation.session import Measure, Row
+from kvpass.apps.evaluation.settings import Result
 from kvpass.apps.evaluation.tables import markdown
 
 

@@ -30,7 +30,7 @@ def lighthouse(place: str, number: str) -> tuple[str, str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Prompt:
+class PlantedPrompt:
     """A prompt with a number.
 
     Attributes:
@@ -110,7 +110,7 @@ class RetrievalMeasure(abc.ABC):
             found += zip(said, held, strict=True)
         return found
 
-    def _prompt(self, session: Session, length: int, depth: float, secret: str, draw: random.Random) -> Prompt:
+    def _prompt(self, session: Session, length: int, depth: float, secret: str, draw: random.Random) -> PlantedPrompt:
         """Return a prompt of exactly `length` tokens."""
         statement, question = (session.encode(text) for text in self.planted(secret, draw))
         count = length - 1 - len(statement) - len(question)
@@ -119,7 +119,7 @@ class RetrievalMeasure(abc.ABC):
         hay, position = self.around(session, count, draw), round(depth * count)
         ids = [session.subject.bos, *hay[:position], *statement, *hay[position:], *question]
         spans = [[position + 1 + index for index in span] for span in mentions(statement, session.encode(secret))]
-        return Prompt(ids, secret, spans)
+        return PlantedPrompt(ids, secret, spans)
 
     def columns(self, rows: Sequence[Row]) -> Row:
         """Return means, then the accuracy for each length and depth."""

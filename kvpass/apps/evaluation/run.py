@@ -1,7 +1,8 @@
-"""Run `kvpass eval`: every measure under every policy and budget, each once."""
+"""Run `kvpass eval`: read its arguments, and run every measure under every policy and budget, each once."""
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
@@ -13,19 +14,58 @@ from tqdm import tqdm
 from kvpass import policies
 from kvpass.apps import corpus
 from kvpass.apps.evaluation import report
-from kvpass.apps.evaluation.attempt import unless_refused
+from kvpass.apps.evaluation.agreement import AgreementMeasure
 from kvpass.apps.evaluation.full_cache import FullCache
-from kvpass.apps.evaluation.results import Result, Results
+from kvpass.apps.evaluation.perplexity import Perplexity, StreamMeasure
+from kvpass.apps.evaluation.recall import RecallMeasure
+from kvpass.apps.evaluation.retrieval import Needle, Passkey
+from kvpass.apps.evaluation.ruler import RulerMeasure
 from kvpass.apps.evaluation.scoring import FullPredictions
-from kvpass.apps.evaluation.session import Row, Session
-from kvpass.apps.evaluation.settings import Budget, Case, EvaluationSettings, cases
+from kvpass.apps.evaluation.session import Measure, Row, Session, unless_refused
+from kvpass.apps.evaluation.settings import Case, EvaluationSettings, Result, Results, cases
+from kvpass.apps.evaluation.speed import Speed
 from kvpass.apps.models import LoadedModel, load
+from kvpass.budget import Budget
 from kvpass.decoding.loop import DecodeLoop
 from kvpass.decoding.prefill import Caller
 from kvpass.errors import KVPassError
 from kvpass.policies import Policy
 
 Tick = Callable[[int], object]
+MEASURE_FACTORIES: dict[str, Callable[[argparse.Namespace], Measure]] = {
+    "perplexity": lambda parsed: Perplexity(parsed.tokens, parsed.rows),
+    "stream": lambda parsed: StreamMeasure(parsed.tokens, parsed.restart),
+    "agreement": lambda parsed: AgreementMeasure(parsed.documents, parsed.tokens, parsed.rows, seed=parsed.seed),
+    "passkey": lambda parsed: Passkey(
+        tuple(parsed.length), tuple(parsed.depth), parsed.trials, parsed.rows, parsed.seed
+    ),
+    "needle": lambda parsed: Needle(tuple(parsed.length), tuple(parsed.depth), parsed.trials, parsed.rows, parsed.seed),
+    "ruler": lambda parsed: RulerMeasure(
+        tuple(parsed.task), tuple(parsed.length), parsed.trials, parsed.question == "after", parsed.seed
+    ),
+    "recall": lambda parsed: RecallMeasure(tuple(parsed.distance), parsed.trials, parsed.seed),
+    "speed": lambda parsed: Speed(max(parsed.length), parsed.rows),
+}
+"""Constructors of the measures from the arguments; `kvpass.apps.cli.MEASURES` has the names."""
+
+
+def settings_of(parsed: argparse.Namespace) -> EvaluationSettings:
+    """Return the settings that the arguments describe."""
+    return EvaluationSettings(
+        measures=tuple(MEASURE_FACTORIES[name](parsed) for name in dict.fromkeys(parsed.measure)),
+        policies=tuple(dict.fromkeys(parsed.policy)),
+        budgets=tuple(dict.fromkeys(parsed.bytes or parsed.budget)),
+        of_bytes=parsed.bytes is not None,
+        prefill=parsed.prefill,
+        chunk=parsed.chunk,
+        model=parsed.model,
+        device=parsed.device,
+        dtype=parsed.dtype,
+        texts=tuple(parsed.text),
+        kv_dtype=parsed.kv_dtype,
+        inner=parsed.inner,
+        out=parsed.out,
+    )
 
 
 def main(settings: EvaluationSettings) -> None:
@@ -76,13 +116,13 @@ class _Runner:
                         yield self._result(case, key, loop, tokens.update)
                     bar.update()
 
-    def _held(self, case: Case) -> tuple[Policy, Budget | KVPassError | None]:
+    def _held(self, case: Case) -> tuple[Policy, Budget | KVPassError]:
         """Return the policy and the slots of a case, which share a loop, or why there are no slots."""
         policy = policies.parse(case.policy)
         full = self._full_cache if case.of_bytes else None
         return policy, unless_refused(partial(case.slots, policy, full))
 
-    def _loop(self, policy: Policy, slots: Budget | KVPassError | None) -> DecodeLoop:
+    def _loop(self, policy: Policy, slots: Budget | KVPassError) -> DecodeLoop:
         if isinstance(slots, KVPassError):
             raise slots
         return DecodeLoop(

@@ -232,7 +232,7 @@ def _score_in_steps(caller: Caller, batch: ScoringBatch, chunk: int | None) -> I
 def _score_together(caller: Caller, batch: ScoringBatch, chunk: int | None, feed: Feed) -> Iterator[Piece]:
     """Yield the outputs for contexts and continuations; the last token predicts nothing and is not fed."""
     size, position = chunk if feed == "chunk" else None, 0
-    for out in chunks(caller, batch.ids[:, :-1], batch.mask[:, :-1], None, size, keep=0):
+    for out in chunks(caller, batch.ids[:, :-1], batch.mask[:, :-1], None, size, logits_to_keep=0):
         yield Piece(position, out.logits, cache_names.cache_of_output(out))
         position += out.logits.shape[1]
 

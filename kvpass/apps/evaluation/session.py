@@ -1,10 +1,10 @@
-"""A model under one policy and budget, as measures feed it."""
+"""Feed a model under one policy and budget to measures, record which positions it holds, and catch refusals."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,9 +16,10 @@ from kvpass.apps.evaluation.scoring import AgreementScores, Feed, FullPrediction
 from kvpass.apps.models import LoadedModel
 from kvpass.decoding.loop import DecodeLoop
 from kvpass.decoding.prefill import Caller, chunks, last_of
-from kvpass.errors import CacheHandleError
+from kvpass.errors import CacheHandleError, KVPassError
 
 Row = dict[str, Any]
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,3 +220,58 @@ class Measure(Protocol):
 
     def columns(self, rows: Sequence[Row]) -> Row:
         """Return the rows as one line of a table."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldSnapshot:
+    """The positions that one head of row 0 held in one layer.
+
+    Attributes:
+        step: tokens that the cache had seen.
+        positions: ascending.
+    """
+
+    step: int
+    positions: list[int]
+
+
+class HeldRecorder:
+    """Takes snapshots of a cache; call it with the cache.
+
+    Attributes:
+        snapshots: what was held, in order.
+    """
+
+    def __init__(self, layer: int = 0, head: int = 0) -> None:
+        """
+        Args:
+            layer: index of the layer, from the end if negative.
+            head: index of the KV head; 0 where all heads of a layer hold the same tokens.
+        """
+        self.layer, self.head = layer, head
+        self.snapshots: list[HeldSnapshot] = []
+
+    def __call__(self, cache: Any) -> None:
+        """Take a snapshot of a cache of kvpass."""
+        report = kvpass.inspect(cache).layers[self.layer]
+        row = report.positions[0]
+        held: list[int] = row[min(self.head, len(row) - 1)].tolist()
+        self.snapshots.append(HeldSnapshot(report.seen, sorted(position for position in held if position >= 0)))
+
+
+def unless_refused(action: Callable[[], T]) -> T | KVPassError:
+    """Return `action()`, or the error of kvpass that it raised, also from inside of an error of Dynamo."""
+    try:
+        return action()
+    except Exception as error:
+        refusals = [reason for reason in _reasons(error) if isinstance(reason, KVPassError)]
+        if not refusals:
+            raise
+        return refusals[0]
+
+
+def _reasons(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and its causes; Dynamo wraps what a backend raises."""
+    while error is not None:
+        yield error
+        error = getattr(error, "inner_exception", None) or error.__cause__

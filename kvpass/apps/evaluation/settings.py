@@ -1,8 +1,9 @@
-"""Settings and cases of `kvpass eval`."""
+"""Define settings, cases and results of `kvpass eval`; an interrupted run continues from `results.json`."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ from typing import Any
 from kvpass import policies
 from kvpass.apps.evaluation.full_cache import FullCache
 from kvpass.apps.evaluation.scoring import Feed
-from kvpass.apps.evaluation.session import Measure
+from kvpass.apps.evaluation.session import Measure, Row
+from kvpass.budget import Budget
+from kvpass.errors import KVPassError
 from kvpass.lowering.formats import KVDtype
 from kvpass.policies import Policy
 
-Budget = int | float
+FILE = "results.json"
 MOST_ROOM = 16_384  # slots that are made before they are needed, which saves compiling each time they double
 
 
@@ -67,11 +70,11 @@ class Case:
 
     measure: Measure
     policy: str
-    budget: Budget | None
+    budget: Budget
     kv_dtype: KVDtype | None = None
     of_bytes: bool = False
 
-    def slots(self, policy: Policy, full: FullCache | None) -> Budget | None:
+    def slots(self, policy: Policy, full: FullCache | None) -> Budget:
         """Return the nearest budget that the policy can have; for one that evicts nothing, room or None.
 
         Args:
@@ -115,3 +118,55 @@ def cases(settings: EvaluationSettings) -> Iterator[Case]:
         for budget in settings.budgets if evicts else (None,):
             for measure in settings.measures:
                 yield Case(measure, policy, budget, settings.kv_dtype, settings.of_bytes and evicts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """The outcome of one case.
+
+    Attributes:
+        key: see `Case.key`.
+        rows: what was measured; empty if there is an error.
+        columns: the rows as one line of a table.
+        error: why kvpass refused; None if it did not.
+    """
+
+    key: dict[str, Any]
+    rows: list[Row]
+    columns: Row
+    error: str | None = None
+
+    @property
+    def label(self) -> str:
+        """Policy and budget, for a legend."""
+        budget = self.key["budget"]
+        return self.key["policy"] if budget is None else f"{self.key['policy']} {budget}"
+
+
+class Results:
+    """All results in a folder; every addition is written at once."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read or make a folder.
+
+        Raises:
+            KVPassError: the folder or its file cannot be read or made.
+        """
+        self.path = folder / FILE
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            found = json.loads(self.path.read_text(encoding="utf-8")) if self.path.is_file() else []
+            self.all = [Result(**each) for each in found]
+        except (OSError, TypeError, ValueError) as error:
+            raise KVPassError(f"cannot go on with the results in {folder}: {error}; choose another --out") from error
+
+    def of(self, key: dict[str, Any]) -> Result | None:
+        """Return the result of a case; None if there is none, or a refusal, which a later version may lift."""
+        return next((result for result in self.all if result.key == key and result.error is None), None)
+
+    def add(self, result: Result) -> None:
+        """Add a result, or replace that of the same case; a run that is killed here leaves the old file."""
+        self.all = [*(each for each in self.all if each.key != result.key), result]
+        new = self.path.with_suffix(".new")
+        new.write_text(json.dumps([dataclasses.asdict(each) for each in self.all], indent=1) + "\n", encoding="utf-8")
+        new.replace(self.path)

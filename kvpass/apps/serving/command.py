@@ -8,15 +8,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
 import uvicorn
 
 from kvpass import policies
 from kvpass.apps import models
 from kvpass.apps.serving.conversations import Limits
 from kvpass.apps.serving.routes import create_app
-from kvpass.apps.serving.service import Service
-from kvpass.apps.serving.settings import ServeSettings
+from kvpass.apps.serving.service import ServeSettings, Service
 from kvpass.decoding.loop import DecodeLoop
 
 KEY = "KVPASS_API_KEY"
@@ -33,8 +31,6 @@ def main(parsed: argparse.Namespace) -> None:
         KVPassError: the model cannot be loaded or rewritten, or an option cannot be.
     """
     log.addHandler(logging.StreamHandler())  # not the root's, to which torch writes every graph
-    if parsed.threads is not None:
-        torch.set_num_threads(parsed.threads)
     service = service_of(parsed)
     if parsed.host not in LOOPBACK and not service.settings.api_keys:
         log.warning("everybody who reaches %s may use the model: set --api-key or %s", parsed.host, KEY)

@@ -18,7 +18,7 @@ from kvpass.errors import KVPassError, PolicyError
 Fields = TypeVar("Fields", bound="SamplingFields")
 
 MOST_CHOICES = 128  # as in OpenAI's API
-MOST_STOPS = 4  # as in OpenAI's API
+MOST_STOP_TEXTS = 4  # as in OpenAI's API
 LONGEST_NAME = 256  # characters of a conversation's id
 ROLES = ("system", "developer", "user", "assistant")
 
@@ -89,6 +89,9 @@ class ApiError(KVPassError):
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
 
 
+StopTexts = Annotated[Sequence[str], Condition(f"with up to {MOST_STOP_TEXTS}", lambda x: len(x) <= MOST_STOP_TEXTS)]
+
+
 @dataclasses.dataclass(frozen=True)
 class StreamOptions:
     """Options of a stream; `include_usage` asks for a last chunk with the counts of tokens."""
@@ -121,9 +124,7 @@ class SamplingFields:
     top_k: Annotated[int, at_least(-1)] | None = None
     seed: int | None = None
     n: Annotated[int, between(1, MOST_CHOICES)] | None = None
-    stop: (
-        str | Annotated[Sequence[str], Condition(f"with up to {MOST_STOPS}", lambda x: len(x) <= MOST_STOPS)] | None
-    ) = None
+    stop: str | StopTexts | None = None
     stream: bool | None = None
     stream_options: Any = None
     conversation: Any = None

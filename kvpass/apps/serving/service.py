@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import hmac
 import secrets
 import tempfile
@@ -16,16 +17,40 @@ from kvpass import policies
 from kvpass.apps.chat_template import first_turn, next_turn
 from kvpass.apps.models import LoadedModel, stop_tokens
 from kvpass.apps.serving.answers import Answer
-from kvpass.apps.serving.conversations import ConversationStore, KeptConversation
+from kvpass.apps.serving.conversations import ConversationStore, KeptConversation, Limits
 from kvpass.apps.serving.engine import Engine, Job, Outputs
 from kvpass.apps.serving.metrics import Metrics
 from kvpass.apps.serving.schemas import ApiError, ChatFields, CompletionFields, SamplingFields
-from kvpass.apps.serving.settings import ServeSettings
 from kvpass.apps.serving.text import TextStream
 from kvpass.decoding.loop import DecodeLoop
 
 COMPLETION_TOKENS = 16  # of a completion that does not say, as in OpenAI's API
 SEEDS = 2**31
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeSettings:
+    """Settings of the endpoints.
+
+    Attributes:
+        api_keys: keys of which each request must have one; none for no check.
+        waiting: requests that may wait for a row; others get status 429.
+        max_tokens: tokens of an answer if the request does not say.
+        context: the most tokens of a request, or of a conversation, with the answer; None for no limit.
+        drain: seconds that running requests have to finish when the server shuts down.
+        largest_body: bytes of a request.
+        conversations: how many conversations are kept.
+        folder: where conversations are saved, for later servers too; None for a temporary folder.
+    """
+
+    api_keys: tuple[str, ...] = ()
+    waiting: int = 32
+    max_tokens: int = 512
+    context: int | None = None
+    drain: float = 30.0
+    largest_body: int = 4 * 2**20
+    conversations: Limits = dataclasses.field(default_factory=Limits)
+    folder: Path | None = None
 
 
 class Service:

@@ -6,7 +6,7 @@
 Importing this package does not import safetensors, which `load` and `save` need.
 """
 
-from kvpass.policies.aligners.aligner import Aligner, Signature, identity_aligner
-from kvpass.policies.aligners.store import load, save
+from kvpass.policies.aligners.aligner import Aligner, identity_aligner, load, save
+from kvpass.policies.aligners.signature import Signature
 
 __all__ = ["Aligner", "Signature", "identity_aligner", "load", "save"]

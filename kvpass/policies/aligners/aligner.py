@@ -7,56 +7,20 @@ fc1 acts on [row; embeddings], so it splits into W row + table[embeddings].
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from kvpass.errors import AlignerError
-from kvpass.policies.tensor_files import Weights, digest_of
+from kvpass.policies.aligners.signature import Signature, signature_of
+from kvpass.policies.tensor_files import Weights, digest_of, write
 
 Recipe = Literal["direct", "paper", "nothing"]
 RECIPES: tuple[Recipe, ...] = ("direct", "paper", "nothing")
 MAX_HIDDEN = 128  # the widest hidden row that a program of the kernel can hold
-
-
-@dataclasses.dataclass(frozen=True)
-class Signature:
-    """Describe the model and the settings that an aligner was trained for.
-
-    Attributes:
-        architecture: the model's architecture, as its configuration names it.
-        layers, heads: the layers that cache keys and values, and KV heads.
-        key_dim, value_dim: of one head.
-        window: the largest window M; position ids go from 0 to M.
-        sinks: how many first tokens of a window stay unchanged.
-        every: how many tokens are evicted at once; a "direct" aligner serves any number.
-    """
-
-    architecture: str
-    layers: int
-    heads: int
-    key_dim: int
-    value_dim: int
-    window: int
-    sinks: int = 4
-    every: int = 1
-
-    def check_model(self, other: Signature) -> None:
-        """Raise AlignerError unless `other`, the signature of another model, has the same architecture and shapes."""
-        fields = ("architecture", "layers", "heads", "key_dim", "value_dim")
-        self.check(**{field: getattr(other, field) for field in fields})
-
-    def check(self, **found: object) -> None:
-        """Raise AlignerError unless these fields, as found in a model, are as the aligner was trained for."""
-        for field, value in found.items():
-            trained = getattr(self, field)
-            if trained != value:
-                raise AlignerError(
-                    f"the aligner was trained for a model with {field}={trained!r}, and this one has {value!r}; "
-                    "train one for it with `kvpass align train`"
-                )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -75,11 +39,36 @@ class Aligner(Weights):
     signature: Signature
     tensors: Mapping[str, Tensor] = dataclasses.field(repr=False)
     digest: str = dataclasses.field(init=False)
+    key = "kvpass.align"
+    what = "an aligner"
+    error = AlignerError
+    option = "aligner"
+    how = (
+        "an Aligner or the path of one (kvpass.policies.aligners); train one for the model with `kvpass align "
+        "train --model ... --out ...`"
+    )
+    mismatch = (
+        "the aligner was trained for a model with {name}={made!r}, and this one has {found!r}; "
+        "train one for it with `kvpass align train`"
+    )
 
     def __post_init__(self) -> None:
         exact = {name: tensor.detach().to(torch.float32).contiguous() for name, tensor in self.tensors.items()}
         object.__setattr__(self, "tensors", exact)
         object.__setattr__(self, "digest", digest_of(f"{self.recipe} {self.signature}", exact))
+
+    def facts(self) -> Mapping[str, object]:
+        return dataclasses.asdict(self.signature)
+
+    def to_stored(self) -> tuple[object, Mapping[str, Tensor]]:
+        return {"recipe": self.recipe, "signature": self.facts()}, self.tensors
+
+    @classmethod
+    def of_stored(cls, metadata: Any, tensors: Mapping[str, Tensor]) -> Aligner:
+        signature, recipe = Signature(**metadata["signature"]), metadata["recipe"]
+        if recipe not in RECIPES:
+            raise ValueError(f"unknown recipe {recipe!r}; known are {', '.join(RECIPES)}")
+        return cls(recipe, signature, tensors)
 
     def weights(self) -> list[Tensor]:
         """Return the tensors that `repair` uses, computed from `tensors`."""
@@ -111,6 +100,36 @@ class Aligner(Weights):
             by_rank = (layer, rank, moves)
             return _paper(weights[:half], key, *by_rank), _paper(weights[half:], value, *by_rank)
         return key, value
+
+
+def save(aligner: Aligner, path: str | os.PathLike[str], dtype: torch.dtype = torch.float32) -> Aligner:
+    """Write an aligner to a file; return the aligner that `load` will return, with weights rounded to `dtype`.
+
+    Args:
+        path: of the safetensors file.
+        dtype: of the weights in the file; float16 halves it.
+    """
+    metadata, tensors = aligner.to_stored()
+    stored = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    write(path, stored, aligner.key, metadata, aligner.error)
+    return dataclasses.replace(aligner, tensors=stored)
+
+
+def load(path: str | os.PathLike[str], model: torch.nn.Module | None = None) -> Aligner:
+    """Read an aligner from a file.
+
+    Args:
+        path: of the safetensors file.
+        model: the model that the aligner must have been trained for, if given.
+
+    Raises:
+        AlignerError: the file does not exist, holds no aligner, or holds one for another model.
+    """
+    aligner = Aligner.load(path)
+    if model is not None:
+        trained = aligner.signature
+        aligner.check(**dataclasses.asdict(signature_of(model, trained.window, trained.sinks, trained.every)))
+    return aligner
 
 
 def identity_aligner(signature: Signature) -> Aligner:

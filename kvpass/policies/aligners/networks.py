@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kvpass.policies.aligners.aligner import Signature
+from kvpass.policies.aligners.signature import Signature
 
 Hidden = tuple[int, int]
 

@@ -1,7 +1,8 @@
-"""Read the signature of an aligner from a model, by running it once."""
+"""Define the signature of an aligner, and read it from a model by running it once."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -9,9 +10,31 @@ from torch import Tensor
 
 from kvpass import cache_names
 from kvpass.errors import AlignerError
-from kvpass.policies.aligners.aligner import Signature
 
 Rows = list[tuple[Tensor, Tensor]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """Describe the model and the settings that an aligner was trained for.
+
+    Attributes:
+        architecture: the model's architecture, as its configuration names it.
+        layers, heads: the layers that cache keys and values, and KV heads.
+        key_dim, value_dim: of one head.
+        window: the largest window M; position ids go from 0 to M.
+        sinks: how many first tokens of a window stay unchanged.
+        every: how many tokens are evicted at once; a "direct" aligner serves any number.
+    """
+
+    architecture: str
+    layers: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    window: int
+    sinks: int = 4
+    every: int = 1
 
 
 def signature_of(model: Any, window: int, sinks: int = 4, every: int = 1) -> Signature:

@@ -17,7 +17,7 @@ from kvpass.apps import checkpoint, cli, corpus
 from kvpass.apps.demo import run
 from kvpass.apps.demo.chat import QUESTIONS
 from kvpass.apps.demo.settings import FULL, PARTS, POLICIES, DemoSettings, DemoSizes
-from kvpass.apps.evaluation.held import HeldSnapshot
+from kvpass.apps.evaluation.session import HeldSnapshot
 from kvpass.decoding.loop import DecodeLoop
 from kvpass.errors import BudgetError, CheckpointError
 from kvpass.lowering.formats import KV_DTYPES

@@ -158,13 +158,6 @@ def test_settings_that_cannot_be_are_refused(fields: dict[str, Any], named: str)
         AgreementMeasure(**fields)
 
 
-def test_no_documents_and_no_level_are_refused() -> None:
-    with pytest.raises(PolicyError, match="documents=0"):
-        interval(torch.empty(0), seed=0)
-    with pytest.raises(PolicyError, match="level=1"):
-        interval(torch.ones(3), seed=0, level=1)
-
-
 def test_texts_that_are_too_short_are_refused() -> None:
     with pytest.raises(KVPassError, match="give more text"):
         list(AgreementMeasure(documents=9, tokens=60).rows(session("window", 8)))

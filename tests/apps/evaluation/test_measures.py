@@ -14,12 +14,11 @@ import torch
 import transformers
 
 import kvpass
-from kvpass.apps.evaluation.perplexity import EVERY, Perplexity
+from kvpass.apps.evaluation.perplexity import EVERY, Perplexity, StreamMeasure
 from kvpass.apps.evaluation.recall import RecallMeasure
 from kvpass.apps.evaluation.retrieval import HELD, Needle, Passkey, mentions
 from kvpass.apps.evaluation.scoring import Feed, Scored
 from kvpass.apps.evaluation.session import Session
-from kvpass.apps.evaluation.stream import StreamMeasure
 from kvpass.apps.models import LoadedModel
 from kvpass.errors import PolicyError
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from kvpass.apps.evaluation.pairs import PairVocabulary, plant
+from kvpass.apps.evaluation.recall import PairVocabulary, plant
 from kvpass.errors import KVPassError
 
 TOKENIZER = Path(__file__).parents[3] / "kvpass" / "apps" / "data" / "tokenizer"

@@ -11,7 +11,7 @@ pytest.importorskip("PIL")
 from PIL import Image
 
 from kvpass.apps.evaluation import plots
-from kvpass.apps.evaluation.held import HeldSnapshot
+from kvpass.apps.evaluation.session import HeldSnapshot
 
 SNAPSHOTS = [HeldSnapshot(step, list(range(max(0, step - 8), step))) for step in range(4, 33, 4)]
 

@@ -13,12 +13,11 @@ import transformers
 
 from kvpass.apps import cli
 from kvpass.apps.evaluation import report, run
-from kvpass.apps.evaluation.command import MEASURE_FACTORIES
 from kvpass.apps.evaluation.full_cache import CacheLayer, FullCache
 from kvpass.apps.evaluation.perplexity import Perplexity
 from kvpass.apps.evaluation.recall import RecallMeasure
-from kvpass.apps.evaluation.results import FILE, Result, Results
-from kvpass.apps.evaluation.settings import Case, EvaluationSettings, cases
+from kvpass.apps.evaluation.run import MEASURE_FACTORIES
+from kvpass.apps.evaluation.settings import FILE, Case, EvaluationSettings, Result, Results, cases
 from kvpass.errors import KVPassError
 from kvpass.policies.cascade import Cascade
 from kvpass.policies.full import Full

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import kvpass
-from kvpass.apps.evaluation.held import HeldRecorder
-from kvpass.apps.evaluation.session import PlainLoop, Session
+from kvpass.apps.evaluation.session import HeldRecorder, PlainLoop, Session
 from kvpass.apps.evaluation.speed import Speed, cache_bytes
 from kvpass.apps.models import LoadedModel
 from kvpass.decoding.loop import DecodeLoop

@@ -21,8 +21,7 @@ import kvpass
 from kvpass.apps import models
 from kvpass.apps.serving.conversations import Limits
 from kvpass.apps.serving.routes import create_app
-from kvpass.apps.serving.service import Service
-from kvpass.apps.serving.settings import ServeSettings
+from kvpass.apps.serving.service import ServeSettings, Service
 from tests.models import lasting
 
 NAME = "small"

@@ -13,8 +13,10 @@ from safetensors.torch import save_file
 
 import kvpass
 from kvpass.errors import AlignerError
-from kvpass.policies.aligners import load, save
+from kvpass.policies.aligners import Aligner, load, save
 from kvpass.policies.aligners.signature import signature_of
+from kvpass.policies.calibration import Calibration
+from kvpass.policies.head_gates import HeadGates
 from kvpass.policies.kv_align import KVAlign
 from tests.aligners import random_aligner
 from tests.models import build
@@ -84,3 +86,13 @@ def test_bundled_aligners_are_for_the_model_that_they_lie_beside(path):
 def test_errors_are_the_projects_own():
     assert issubclass(AlignerError, kvpass.KVPassError)
     assert issubclass(AlignerError, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("kind", "noun"), [(Aligner, "aligner"), (Calibration, "calibration"), (HeadGates, "file of gates")]
+)
+def test_weights_that_cannot_be_read_are_named_with_their_file(kind, noun, tmp_path):
+    path = tmp_path / "odd.safetensors"
+    save_file({"x": torch.zeros(1)}, path, metadata={kind.key: json.dumps({"recipe": "new"})})
+    with pytest.raises(kind.error, match=rf"odd\.safetensors: this {noun} cannot be read"):
+        kind.load(path)

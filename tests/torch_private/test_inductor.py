@@ -1,0 +1,60 @@
+"""What kvpass asks of torch's inside."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._inductor import config
+
+import kvpass
+from kvpass.torch_private import inductor
+from tests.step_settings import step_settings
+
+
+@pytest.fixture
+def avx2(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    inductor._compiler_accepts.cache_clear()
+    yield
+    inductor._compiler_accepts.cache_clear()
+
+
+known = pytest.mark.skipif(not hasattr(config.cpp, "march"), reason="this Inductor has no setting for it")
+
+
+@known
+def test_vectors_are_copied_in_one_piece_where_the_compiler_can(avx2, monkeypatch):
+    monkeypatch.setattr(inductor, "MOVES", ("-O1",))  # which every compiler of C++ knows
+    assert inductor.vector_move_flags() == {"cpp.march": "native -O1"}
+    assert step_settings(kvpass.backend("h2o", budget=8))["cpp.march"] == "native -O1"
+
+
+@known
+def test_a_compiler_that_knows_no_such_flag_is_not_given_it(avx2, monkeypatch):
+    monkeypatch.setattr(inductor, "MOVES", ("-mno-such-flag",))
+    assert inductor.vector_move_flags() == {}
+
+
+def test_other_processors_are_left_alone(avx2, monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    assert inductor.vector_move_flags() == {}
+
+
+@known
+@pytest.mark.parametrize("theirs", ["", "x86-64-v3"])
+def test_an_architecture_of_the_user_is_kept(avx2, theirs):
+    with config.patch({"cpp.march": theirs}):
+        assert inductor.vector_move_flags() == {}
+
+
+@known
+def test_an_option_of_the_user_comes_before_it(avx2, monkeypatch):
+    monkeypatch.setattr(inductor, "MOVES", ("-O1",))
+    chosen = kvpass.backend("h2o", budget=8, options={"cpp.march": "x86-64-v3"})
+    assert step_settings(chosen)["cpp.march"] == "x86-64-v3"
+
+
+@known
+def test_no_compiler_is_for_inductor_to_say(avx2):
+    with config.patch({"cpp.cxx": (None, "no-such-compiler")}):
+        assert inductor.vector_move_flags() == {}
