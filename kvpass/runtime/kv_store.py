@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -80,23 +81,17 @@ class AdmittedChunk:
         admit_chunk(cache, dataclasses.replace(self.chunk, attention=attention_of_classes(found)), self.into)
 
 
-@dataclasses.dataclass(frozen=True)
-class RepeatableChunk:
-    """An admitted chunk that can be admitted again with fewer tokens: a `kvpass.cache.past_calls.AdmitAgain`."""
-
-    admitted: AdmittedTokens
-
-    def __call__(self, cache: LayerCache, count: int) -> LayerCache:
-        """Return the cache after the first `count` tokens of the chunk, from the cache before it."""
-        taken, before = self.admitted.first(count), cache.seen
-        call = _record_call(cache, count, chunk=True)
-        taken.admit_again(cache)
-        padding = ~taken.chunk.valid
-        if bool(padding.any()):
-            cache.absent = torch.cat([cache.absent, true_indices(padding, before)], 1)
-        cache.seen += count
-        cache.calls = (dataclasses.replace(call, repeat=RepeatableChunk(taken)),)
-        return cache
+def _admit_first(admitted: AdmittedTokens, cache: LayerCache, count: int) -> LayerCache:
+    """Return the cache after the first `count` tokens of an admitted chunk, from the cache before it."""
+    taken, before = admitted.first(count), cache.seen
+    call = _record_call(cache, count, chunk=True)
+    taken.admit_again(cache)
+    padding = ~taken.chunk.valid
+    if bool(padding.any()):
+        cache.absent = torch.cat([cache.absent, true_indices(padding, before)], 1)
+    cache.seen += count
+    cache.calls = (dataclasses.replace(call, repeat=functools.partial(_admit_first, taken)),)
+    return cache
 
 
 def calls_before(caches: list[LayerCache], queries: int) -> list[PastCall]:
@@ -119,7 +114,7 @@ def record_calls(caches: list[LayerCache], calls: list[PastCall], taken: Sequenc
     if not calls:  # cropping is off
         return
     for cache, call, chunk in zip(caches, calls, taken, strict=True):
-        again = RepeatableChunk(chunk) if chunk is not None and call.token_count > 1 else None
+        again = functools.partial(_admit_first, chunk) if chunk is not None and call.token_count > 1 else None
         cache.calls = append_call(cache.calls, dataclasses.replace(call, repeat=again), cache.backend.crop)
 
 
