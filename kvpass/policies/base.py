@@ -219,9 +219,7 @@ class Policy:
         """Return the policy of one of the model's `layers` layers: `self`, or one that evicts nothing."""
         return self
 
-    def plan(
-        self, attention: Sequence[Attention], valid: Tensor, budget: int, earlier: Sequence[Plan] | None = None
-    ) -> list[Plan]:
+    def plan(self, attention: Sequence[Attention], valid: Tensor, budget: int) -> list[Plan]:
         """Return the plan of each layer, from the statistics of all layers at the end of a prompt.
 
         The budget of a row must not depend on other rows.
@@ -230,7 +228,6 @@ class Policy:
             attention: statistics of the layers that this policy governs.
             valid: bool [B, q], false for padding.
             budget: the mean over the layers.
-            earlier: the plans of an earlier prompt on the same model, if any.
         """
         return [Plan(budget, self.capacity(budget, valid.shape[1]))] * len(attention)
 

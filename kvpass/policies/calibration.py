@@ -138,11 +138,9 @@ class CalibratedPolicy(Policy):
         assert isinstance(self.calibration, Calibration)
         return self.calibration
 
-    def plan(
-        self, attention: Sequence[Attention], valid: Tensor, budget: int, earlier: Sequence[Plan] | None = None
-    ) -> list[Plan]:
+    def plan(self, attention: Sequence[Attention], valid: Tensor, budget: int) -> list[Plan]:
         self.loaded_calibration.model.check(layers=len(attention))
-        return super().plan(attention, valid, budget, earlier)
+        return super().plan(attention, valid, budget)
 
     def layer_weights(self, layer: int) -> list[Tensor]:
         return [x[layer] for x in self._folded_statistics]

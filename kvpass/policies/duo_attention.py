@@ -76,11 +76,9 @@ class DuoAttention(Streaming):
     def minimum_budget(self) -> int:
         return self.sinks + self.recent
 
-    def plan(
-        self, attention: Sequence[Attention], valid: Tensor, budget: int, earlier: Sequence[Plan] | None = None
-    ) -> list[Plan]:
+    def plan(self, attention: Sequence[Attention], valid: Tensor, budget: int) -> list[Plan]:
         self.loaded_gates.check(layers=len(attention))
-        return super().plan(attention, valid, budget, earlier)
+        return super().plan(attention, valid, budget)
 
     def head_classes(self, heads: int, budget: int) -> tuple[HeadClass, ...]:
         if heads == 1:

@@ -103,11 +103,9 @@ class KVAlign(Policy):
                 f"{window}; take a smaller budget, or train one with --window {budget}"
             )
 
-    def plan(
-        self, attention: Sequence[Attention], valid: Tensor, budget: int, earlier: Sequence[Plan] | None = None
-    ) -> list[Plan]:
+    def plan(self, attention: Sequence[Attention], valid: Tensor, budget: int) -> list[Plan]:
         self.loaded_aligner.signature.check(layers=len(attention))
-        return super().plan(attention, valid, budget, earlier)
+        return super().plan(attention, valid, budget)
 
     def last_position(self) -> int:
         return self.loaded_aligner.signature.window

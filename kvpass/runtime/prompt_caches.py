@@ -81,7 +81,7 @@ class AdmittedPrompt:
         notes, angles: see `LayerCache`.
         layers: the results of the prompt in each layer; the list is emptied as they are stored, unless the cache can be
             cropped.
-        model: the objects that identify the model, see `model_identity.PlansByModel`.
+        model: see `LayerCache`.
         weights: for each layer, weak references to the tensors that project its keys.
         outputs: for each layer, `LayerCache.output`.
         new: the number of tokens, without those of an adopted past.
@@ -93,7 +93,7 @@ class AdmittedPrompt:
     notes: tuple[str, ...]
     angles: Tensor | None
     layers: list[PromptLayer]
-    model: list[Any]
+    model: model_identity.Weights
     weights: list[model_identity.Weights]
     outputs: list[weakref.ref[Any] | None]
     new: int
@@ -103,9 +103,8 @@ class AdmittedPrompt:
         """Yield a cache for each layer."""
         crop = self.backend.crop
         layers = list(self.layers) if crop else self.layers
-        model = model_identity.weak_references(each for each in self.model if isinstance(each, Tensor))
         for index, cache in enumerate(self._store_layers(layers)):
-            cache.weights, cache.output, cache.model = self.weights[index], self.outputs[index], model
+            cache.weights, cache.output, cache.model = self.weights[index], self.outputs[index], self.model
             if crop:
                 was = (cache.layout, cache.seen, cache.clocks, cache.absent, cache.row_budgets)
                 cache.calls = (PastCall(self.new, None, functools.partial(self._caches_of_first, index), *was),)
@@ -149,8 +148,8 @@ class AdmittedPrompt:
                 f"policy {self.backend.policy.name!r} keeps every token: "
                 f"a prompt of {prompt} exceeds its budget of {budget}"
             )
-        rows, heads = layers[0].chunk.key.shape[:2]
-        result = self._policy_plans(governed, shares, (len(layers), heads))
+        rows = len(layers[0].chunk.valid)
+        result = self._policy_plans(governed, shares)
         if self.ranked and (len(governed) < len(layers) or len({plan.budgets_of_rows(rows) for plan in result}) > 1):
             raise PolicyError(
                 f"positions='cache': {self.backend.policy} gives the layers different budgets, and a query has one "
@@ -167,16 +166,14 @@ class AdmittedPrompt:
                 planned.append((held, Plan(held, layer.policy.capacity(held))))
         return planned
 
-    def _policy_plans(self, layers: list[PromptLayer], shares: list[int], shape: Any) -> list[Plan]:
-        """Return the plans of the layers that the backend's policy governs; see `model_identity.PlansByModel`."""
+    def _policy_plans(self, layers: list[PromptLayer], shares: list[int]) -> list[Plan]:
+        """Return the plans of the layers that the backend's policy governs."""
         if not layers:
             return []
         attention = [layer.chunk.attention for layer in layers if isinstance(layer.chunk.attention, Attention)]
-        first, valid = self.backend.plans.find(self.model, shape), layers[0].chunk.valid
-        plans = {share: self.backend.policy.plan(attention, valid, share, first) for share in sorted(set(shares))}
+        valid = layers[0].chunk.valid
+        plans = {share: self.backend.policy.plan(attention, valid, share) for share in sorted(set(shares))}
         result = [by_rows(dict(zip(plans, each, strict=True)), shares) for each in zip(*plans.values(), strict=True)]
-        if first is None:
-            self.backend.plans.keep(self.model, shape, result)
         has_dynamic_sizes = self.backend.has_dynamic_sizes(layers[0].chunk.key.device)
         return result if has_dynamic_sizes else [plan.with_max_capacity for plan in result]
 

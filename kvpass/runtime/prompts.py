@@ -268,6 +268,7 @@ class PromptRunner:
         weights = [
             model_identity.weak_references(arguments[index] for index in indices) for indices in graph.key_projections
         ]
+        model = [arguments[index] for index in graph.module_inputs] or graph.constants
         outputs = [None if index is None else weakref.ref(arguments[index]) for index in graph.output_projections]
         admitted = AdmittedPrompt(
             backend=self.backend,
@@ -276,7 +277,7 @@ class PromptRunner:
             notes=() if graph.adopted_past is None else (ADOPTED,),
             angles=self.angles,
             layers=layers,
-            model=self._model_objects(arguments),
+            model=model_identity.weak_references(model),
             weights=weights,
             outputs=outputs,
             new=prompt - adopted,
@@ -363,10 +364,6 @@ class PromptRunner:
             return torch.ones(rows, count, dtype=torch.bool, device=key.device)
         valid: Tensor = results[index].expand(rows, -1)
         return valid
-
-    def _model_objects(self, arguments: tuple[Any, ...]) -> list[Any]:
-        """Return the objects that identify the model of a call: its tensors, or the runner if it has none."""
-        return [arguments[index] for index in self.graph.module_inputs] or list(self.graph.constants) or [self]
 
 
 @dataclasses.dataclass(frozen=True)

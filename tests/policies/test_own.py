@@ -134,6 +134,15 @@ def test_a_layer_may_keep_every_token() -> None:
     assert [positions.shape[-1] for positions in run.held[-1]] == [6, 20]
 
 
+def test_a_plan_that_takes_earlier_plans_works() -> None:
+    """Policies took them until 0.1."""
+    body = {"plan": lambda self, attention, valid, budget, earlier=None: ValueNorm.plan(self, attention, valid, 5)}
+    ids, mask = prompt(2, 9, ())
+    policy = type("Old", (ValueNorm,), body)()
+    run = force(build("Llama", layers=1), ids, mask, [9], policy=policy, budget=6, inner="eager")
+    assert run.held[-1][0].shape[-1] == 5
+
+
 def test_policies_without_their_logit_changes_are_equal_if_the_policies_are() -> None:
     """So that validation traces equal layers once."""
     a, b = (Sage(share="concat").with_plain_logits() for _ in range(2))
