@@ -16,7 +16,6 @@ from kvpass.lowering.attention_statistics import as_attention
 from kvpass.lowering.formats import EncodedVectors
 from kvpass.policies.base import Policy
 from kvpass.policies.pinned_tokens import PINNED, Pins
-from kvpass.policies.protocols import Aligning, Merging, Projecting, Rescoring
 from kvpass.policies.ranking import rank_of, slots_by_position
 from kvpass.policies.types import Attention, Merge, State, Tokens
 
@@ -39,7 +38,6 @@ def rescore(
     policy = layout.policy
     if not policy.rescores:
         return tokens
-    assert isinstance(policy, Rescoring)
     weights = weights or [tensor.to(layout.device) for tensor in policy.layer_weights(layout.layer)]
     return tokens.with_state(policy.rescore(tokens, key.read(), value.read(), weights))
 
@@ -123,7 +121,7 @@ def _score_candidates(layout: Layout, past: Slots, chunk: Chunk, budgets: Sequen
     if not prompt:
         key, value = past.key.concatenate(key), past.value.concatenate(value)
     tokens = rescore(layout, tokens, key, value)
-    if isinstance(layout.policy, Projecting):
+    if layout.policy.projects:
         tokens = tokens.with_state(layout.policy.project(tokens, value.read(), chunk.output))
     return _Candidates(tokens, index, key, value)
 
@@ -169,7 +167,6 @@ def _admit_by_class(layout: Layout, held: ClassedSlots, chunk: Chunk, into: Clas
 def align(layout: Layout, slots: Slots, tokens: Tokens, weights: Sequence[Tensor], evicted: int) -> State:
     """Store the rows that the policy aligns, in place, and return the changes to its state."""
     key, value = slots.key.read_as(layout.dtype), slots.value.read_as(layout.dtype)
-    assert isinstance(layout.policy, Aligning)
     new_key, new_value, changes = layout.policy.align(tokens, key, value, layout.layer, weights, evicted)
     slots.key.replace(new_key, (new_key != key).any(-1))
     slots.value.replace(new_value, (new_value != value).any(-1))
@@ -247,9 +244,9 @@ def _merge_evicted(layout: Layout, slots: Slots, scored: _Candidates, evicted: T
     """Let the policy merge evicted tokens into the filled slots."""
     count = int(evicted.sum(-1).max())
     indices = slots_by_position(torch.where(evicted, scored.tokens.position, FREE))[..., :count]  # [B, H', E]
-    held, evicted_keys, eviction = slots.key.read(), scored.key.gather(indices).read(), layout.eviction
-    assert isinstance(eviction, Merging)
-    merge = eviction.merge_evicted(slots.tokens(layout), held, evicted_keys, evicted.gather(-1, indices))
+    held, evicted_keys = slots.key.read(), scored.key.gather(indices).read()
+    merging = layout.pinned_tokens or layout.policy
+    merge = merging.merge_evicted(slots.tokens(layout), held, evicted_keys, evicted.gather(-1, indices))
     for buffer, rows in ((slots.key, scored.key), (slots.value, scored.value)):
         _merge_into(buffer, rows, indices, merge)
     for name, changed in merge.state.items():
