@@ -338,11 +338,8 @@ class StepRunner(StepExecutor):
             plain = context.call.with_layouts(lambda x: dataclasses.replace(x, policy=x.policy.with_plain_logits()))
             context = StepContext(plain)
             rewrite = rewrite_step(context)
-        call = context.call
         assert self.model is not None
-        graphs_of = (self.model, self.gm, self.sites, context, rewrite)
-        given = (call.arguments, self.pasts, self.padding.indices, call.seen, self.backend.kv_dtype)
-        self.validation = validate(StepCase(*graphs_of, call.layouts, call.slots, *given))
+        self.validation = validate(StepCase(self.model, context, rewrite, self.pasts, self.padding.indices))
         self.backend.note_validation("step", self.validation)
         self.model = None
 
