@@ -17,6 +17,7 @@ from kvpass.cache.handle import handles_of
 from kvpass.capture import keys
 from kvpass.capture.canonical import AttentionSite, SiteFacts
 from kvpass.capture.capture import Capture
+from kvpass.capture.padding_analysis import padding_inputs_of_sites
 from kvpass.errors import PolicyError, UnsupportedGraph
 from kvpass.fx import shapes, splicing, walk
 from kvpass.fx.shapes import Sizes
@@ -31,7 +32,7 @@ from kvpass.rewrite.validation.prompts import PromptCase, validate_prompt
 from kvpass.runtime import model_identity
 from kvpass.runtime.backend_base import BackendBase
 from kvpass.runtime.caches import call_pins, longer_placeholder, output_weight_by_head
-from kvpass.runtime.checks import PositionCheck, padding_inputs_of_sites
+from kvpass.runtime.checks import PositionCheck
 from kvpass.runtime.prompt_caches import AdmittedPrompt, PromptLayer
 from kvpass.runtime.recorder import announce
 from kvpass.torch_private import dynamo, fx_nodes, regions, symbolic_shapes, tensors
