@@ -22,7 +22,7 @@ from kvpass.rewrite.step_graph import StepCall
 from kvpass.rewrite.validation.lockstep import Validation
 from kvpass.runtime.kv_store import KVStore
 from kvpass.runtime.model_identity import TensorSet
-from kvpass.runtime.recorder import Recorder, note_pass, note_program
+from kvpass.runtime.recorder import PASSES, Recorder, note_program
 from kvpass.torch_private import dynamo, fx_nodes, inductor, symbolic_shapes
 
 Positions = Literal["absolute", "cache"]
@@ -154,10 +154,10 @@ class BackendBase:
 
     def record_pass(self, record: PassRecord, graph: fx.Graph) -> None:
         """Record a pass that has run, and the graph after it."""
-        note_pass(record, graph)
+        PASSES.info("%s", record)
         if self.recorder is not None:
             self.recorder.passes.append(record)
-            self.recorder.note_program(f"after {record.name}", graph)
+        self.note_program(f"after {record.name}", graph)
 
     def note_program(self, title: str, graph: fx.Graph) -> None:
         """Record a graph in its present state for logs and reports."""
