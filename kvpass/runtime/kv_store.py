@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -35,24 +35,8 @@ from kvpass.runtime.caches import (
 )
 from kvpass.runtime.checks import true_indices
 
-
-class AdmittedTokens(Protocol):
-    """A chunk that a store has admitted.
-
-    Attributes:
-        chunk: the keys and values of the chunk.
-    """
-
-    @property
-    def chunk(self) -> Chunk: ...
-
-    def first(self, count: int) -> AdmittedTokens:
-        """Return the first `count` tokens of the chunk."""
-        ...
-
-    def admit_again(self, cache: Any) -> None:
-        """Admit the chunk again to a cache in the state from before the chunk."""
-        ...
+if TYPE_CHECKING:
+    from kvpass.reference.layer import ReferenceChunk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,17 +55,19 @@ class AdmittedChunk:
     into: AnySlots
 
     def first(self, count: int) -> AdmittedChunk:
+        """Return the first `count` tokens of the chunk."""
         return AdmittedChunk(self.chunk.first(count), tuple(spec.first(count) for spec in self.specs), self.into)
 
     @torch.no_grad()
     def admit_again(self, cache: LayerCache) -> None:
+        """Admit the chunk again to a cache in the state from before the chunk."""
         policy, valid = cache.layout.policy, self.chunk.valid
         parts = zip(self.specs, cache.layout.parts, cache.slots.parts, strict=bool(self.specs))
         found = [spec.attention(policy, valid, layout.budget_in(slots.state)) for spec, layout, slots in parts]
         admit_chunk(cache, dataclasses.replace(self.chunk, attention=attention_of_classes(found)), self.into)
 
 
-def _admit_first(admitted: AdmittedTokens, cache: LayerCache, count: int) -> LayerCache:
+def _admit_first(admitted: AdmittedChunk | ReferenceChunk, cache: LayerCache, count: int) -> LayerCache:
     """Return the cache after the first `count` tokens of an admitted chunk, from the cache before it."""
     taken, before = admitted.first(count), cache.seen
     call = _record_call(cache, count, chunk=True)
@@ -109,7 +95,9 @@ def _record_call(cache: LayerCache, queries: int, chunk: bool) -> PastCall:
     return PastCall(queries, kept, None, cache.layout, cache.seen, cache.clocks, cache.absent, cache.row_budgets)
 
 
-def record_calls(caches: list[LayerCache], calls: list[PastCall], taken: Sequence[AdmittedTokens | None]) -> None:
+def record_calls(
+    caches: list[LayerCache], calls: list[PastCall], taken: Sequence[AdmittedChunk | ReferenceChunk | None]
+) -> None:
     """Store the records of calls that have run, together with the chunks that they admitted."""
     if not calls:  # cropping is off
         return
@@ -187,7 +175,9 @@ class KVStore:
         """Return the record that restores the cache after a step, or after a chunk, that is about to run."""
         return SlotSnapshot(cache.slots) if chunk else SlotSnapshot.before_step(cache.layout, cache.slots)
 
-    def admit_step(self, cache: LayerCache, site: AttentionSite, results: list[Tensor]) -> AdmittedTokens | None:
+    def admit_step(
+        self, cache: LayerCache, site: AttentionSite, results: list[Tensor]
+    ) -> AdmittedChunk | ReferenceChunk | None:
         """Admit the new tokens that a step graph returned (`StepRewrite.chunks`).
 
         Returns:
