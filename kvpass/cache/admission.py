@@ -122,7 +122,7 @@ def _score_candidates(layout: Layout, past: Slots, chunk: Chunk, budgets: Sequen
         key, value = past.key.concatenate(key), past.value.concatenate(value)
     tokens = rescore(layout, tokens, key, value)
     if layout.policy.projects:
-        tokens = tokens.with_state(layout.policy.project(tokens, value.read(), chunk.output))
+        tokens = tokens.with_state(layout.policy.project(tokens, value.read(), chunk.output_projection))
     return _Candidates(tokens, index, key, value)
 
 
@@ -298,7 +298,7 @@ class Chunk:
         attention: statistics of the chunk's queries over [slots, chunk], N = C + q (N = q for a prompt); of each class
             of heads for a chunk on slots in classes.
         pins: the tokens to pin, None for none in addition to those of `keep_prompt`.
-        output: the weights of the output projection, [B or 1, Hkv, G, Dv, E], for policies that read them.
+        output_projection: its weight by head, [B or 1, Hkv, G, Dv, E], for policies that read it.
     """
 
     key: Tensor
@@ -306,18 +306,19 @@ class Chunk:
     valid: Tensor
     attention: Attention | tuple[Attention, ...]
     pins: Pins | None = None
-    output: Tensor | None = None
+    output_projection: Tensor | None = None
 
     def of_heads(self, heads: Tensor, attention: Attention) -> Chunk:
         """Return the rows of some heads, int64 [B, h], with their statistics and weights."""
         rows = select_heads(self.key, heads), select_heads(self.value, heads)
-        output = None if self.output is None else select_heads(self.output.expand(len(heads), -1, -1, -1, -1), heads)
-        return dataclasses.replace(self, key=rows[0], value=rows[1], attention=attention, output=output)
+        output = self.output_projection
+        output = None if output is None else select_heads(output.expand(len(heads), -1, -1, -1, -1), heads)
+        return dataclasses.replace(self, key=rows[0], value=rows[1], attention=attention, output_projection=output)
 
     def first(self, count: int) -> Chunk:
         """Return the first tokens of the chunk, without statistics."""
         key, value, valid = self.key[:, :, :count], self.value[:, :, :count], self.valid[:, :count]
-        return Chunk(key, value, valid, Attention(), self.pins and self.pins.first(count), self.output)
+        return Chunk(key, value, valid, Attention(), self.pins and self.pins.first(count), self.output_projection)
 
     def pin_mask(self, policy: Policy) -> Tensor:
         """Return bool [B, q]: the tokens to pin."""

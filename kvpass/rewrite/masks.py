@@ -72,7 +72,8 @@ class Masks:
         for index in keys.sparse_indices(mask):
             index.check(capacity if step.decodes else capacity + step.queries)
             for node, dim in keys.cached_scoring_keys(index, outputs):
-                step.attention.unread[outputs.index(node)] = (step.placeholders.index(node.all_input_nodes[0]), dim)
+                past = step.placeholders.index(node.all_input_nodes[0])
+                step.attention.dropped_outputs[outputs.index(node)] = (past, dim)
 
     def _first_stored(self, window: int) -> fx.Node:
         """Return the node of the index in the padded sequence of the first token that the model stores."""

@@ -141,7 +141,7 @@ class StepVerifier:
         for site, cache, indices in zip(self._sites, caches, self._projection_indices, strict=True):
             weights = [arguments[index] for index in indices]
             self._key_weights_of_steps.add(weights)
-            if model_identity.belongs_to_other_layer(cache.weights, weights, self._key_weights_of_steps):
+            if model_identity.belongs_to_other_layer(cache.key_projections, weights, self._key_weights_of_steps):
                 raise CacheHandleError(
                     f"{walk.source_line(site.call)}: the caches of layers were exchanged: what was given here is of "
                     "another layer, or of another copy of the model"

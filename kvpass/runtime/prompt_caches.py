@@ -49,7 +49,7 @@ class PromptLayer:
         site: the attention call on the layer's cache.
         chunk: all tokens of the prompt.
         spec: the query, the attended keys, the mask and the sink logit, if the reference or a later crop needs them.
-        weights, output: see `LayerCache`.
+        key_projections, output_projection: see `LayerCache`.
     """
 
     policy: Policy
@@ -57,8 +57,8 @@ class PromptLayer:
     site: SiteFacts
     chunk: Chunk
     spec: StatisticsSpec | None
-    weights: model_identity.Weights
-    output: weakref.ref[Any] | None
+    key_projections: model_identity.Weights
+    output_projection: weakref.ref[Any] | None
 
     def crop(self, cropped: int, budget: Budget) -> PromptLayer:
         """Return the layer of the prompt without its last `cropped` tokens; `budget` is as the user gave it."""
@@ -222,8 +222,8 @@ class AdmittedPrompt:
             absent=absent,
             first=self.first,
             angles=self.angles,
-            weights=layer.weights,
-            output=layer.output,
+            key_projections=layer.key_projections,
+            output_projection=layer.output_projection,
             model=self.model,
         )
 

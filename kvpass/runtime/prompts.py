@@ -346,8 +346,8 @@ class PromptRunner:
             site=site,
             chunk=Chunk(key, value, valid, attention, pins, by_head),
             spec=spec,
-            weights=model_identity.weak_references(arguments[index] for index in self.graph.key_projections[i]),
-            output=None if index is None else weakref.ref(arguments[index]),
+            key_projections=model_identity.weak_references(arguments[index] for index in self.graph.key_projections[i]),
+            output_projection=None if index is None else weakref.ref(arguments[index]),
         )
 
     def _call_pins(self, results: list[Any], adopted: int) -> Pins | None:

@@ -351,7 +351,7 @@ class StepRunner(StepExecutor):
             outputs[index] = result
         for index, beyond in rewrite.lengths.items():
             outputs[index] = caches[0].seen - rewrite.queries + beyond
-        for index, (past, dim) in rewrite.unread.items():
+        for index, (past, dim) in rewrite.dropped_outputs.items():
             outputs[index] = longer_placeholder(arguments[past], dim, rewrite.queries)
         for site, cache in zip(self.sites, caches, strict=True):
             outputs[site.keys_out], outputs[site.values_out] = handles_of(cache)

@@ -213,7 +213,7 @@ def _compare(step: StepCase, conversation: Conversation, last: fx.Node | None) -
         precomputed = rewrite.host_precomputed(conversation.plain)  # outputs, then inputs of the graph
         for index, grown in zip(rewrite.grown, precomputed, strict=False):
             outputs[index] = grown
-    lockstep.compare_outputs(outputs, wanted, rewrite.unread)
+    lockstep.compare_outputs(outputs, wanted, rewrite.dropped_outputs)
     return lockstep.blind
 
 
