@@ -353,7 +353,7 @@ def by_name(
 ) -> Any:
     """Compile a graph for torch.compile(model, backend="kvpass", options={...}); the options are those of `backend`.
 
-    Graphs with equal options share one backend, with its plans and its counter of layers, while one of them exists.
+    Graphs with equal options share one backend, with its counter of layers, while one of them exists.
     """
     settings: dict[str, Any] = {"mode": mode, **(options or {})} if mode else dict(options or {})
     try:

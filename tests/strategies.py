@@ -146,7 +146,6 @@ TABLE = [
                 "merge": st.sampled_from(["paper", "average", "none", "official"]),
                 "compress_at": st.sampled_from(["prompt_end", "first_decode"]),
                 "skip_layers": st.sampled_from([(), (), (0,), (-1, 3), (2,)]),
-                "calibrate": st.booleans(),
                 "density": st.sampled_from(["kv", "query"]),
             }
         ),

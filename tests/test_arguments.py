@@ -121,7 +121,6 @@ POLICY_OPTIONS: dict[str, dict[str, Sequence[Any]]] = {
         "merge": ("mean", True),
         "compress_at": ("never", 0),
         "skip_layers": (("a",), 1, "01", [0.5], {0: 1}, [True]),
-        "calibrate": NO_TRUTH,
         "extra_sinks": NO_TRUTH,
         "density": ("layer", None),
     },

@@ -16,7 +16,6 @@ from kvpass.lowering.attention_statistics import as_attention
 from kvpass.lowering.formats import EncodedVectors
 from kvpass.policies.base import Policy
 from kvpass.policies.pinned_tokens import PINNED, Pins
-from kvpass.policies.protocols import Aligning, Merging, Projecting, Rescoring
 from kvpass.policies.ranking import rank_of, slots_by_position
 from kvpass.policies.types import Attention, Merge, State, Tokens
 
@@ -39,7 +38,6 @@ def rescore(
     policy = layout.policy
     if not policy.rescores:
         return tokens
-    assert isinstance(policy, Rescoring)
     weights = weights or [tensor.to(layout.device) for tensor in policy.layer_weights(layout.layer)]
     return tokens.with_state(policy.rescore(tokens, key.read(), value.read(), weights))
 
@@ -123,8 +121,8 @@ def _score_candidates(layout: Layout, past: Slots, chunk: Chunk, budgets: Sequen
     if not prompt:
         key, value = past.key.concatenate(key), past.value.concatenate(value)
     tokens = rescore(layout, tokens, key, value)
-    if isinstance(layout.policy, Projecting):
-        tokens = tokens.with_state(layout.policy.project(tokens, value.read(), chunk.output))
+    if layout.policy.projects:
+        tokens = tokens.with_state(layout.policy.project(tokens, value.read(), chunk.output_projection))
     return _Candidates(tokens, index, key, value)
 
 
@@ -169,7 +167,6 @@ def _admit_by_class(layout: Layout, held: ClassedSlots, chunk: Chunk, into: Clas
 def align(layout: Layout, slots: Slots, tokens: Tokens, weights: Sequence[Tensor], evicted: int) -> State:
     """Store the rows that the policy aligns, in place, and return the changes to its state."""
     key, value = slots.key.read_as(layout.dtype), slots.value.read_as(layout.dtype)
-    assert isinstance(layout.policy, Aligning)
     new_key, new_value, changes = layout.policy.align(tokens, key, value, layout.layer, weights, evicted)
     slots.key.replace(new_key, (new_key != key).any(-1))
     slots.value.replace(new_value, (new_value != value).any(-1))
@@ -247,9 +244,9 @@ def _merge_evicted(layout: Layout, slots: Slots, scored: _Candidates, evicted: T
     """Let the policy merge evicted tokens into the filled slots."""
     count = int(evicted.sum(-1).max())
     indices = slots_by_position(torch.where(evicted, scored.tokens.position, FREE))[..., :count]  # [B, H', E]
-    held, evicted_keys, eviction = slots.key.read(), scored.key.gather(indices).read(), layout.eviction
-    assert isinstance(eviction, Merging)
-    merge = eviction.merge_evicted(slots.tokens(layout), held, evicted_keys, evicted.gather(-1, indices))
+    held, evicted_keys = slots.key.read(), scored.key.gather(indices).read()
+    merging = layout.pinned_tokens or layout.policy
+    merge = merging.merge_evicted(slots.tokens(layout), held, evicted_keys, evicted.gather(-1, indices))
     for buffer, rows in ((slots.key, scored.key), (slots.value, scored.value)):
         _merge_into(buffer, rows, indices, merge)
     for name, changed in merge.state.items():
@@ -301,7 +298,7 @@ class Chunk:
         attention: statistics of the chunk's queries over [slots, chunk], N = C + q (N = q for a prompt); of each class
             of heads for a chunk on slots in classes.
         pins: the tokens to pin, None for none in addition to those of `keep_prompt`.
-        output: the weights of the output projection, [B or 1, Hkv, G, Dv, E], for policies that read them.
+        output_projection: its weight by head, [B or 1, Hkv, G, Dv, E], for policies that read it.
     """
 
     key: Tensor
@@ -309,18 +306,19 @@ class Chunk:
     valid: Tensor
     attention: Attention | tuple[Attention, ...]
     pins: Pins | None = None
-    output: Tensor | None = None
+    output_projection: Tensor | None = None
 
     def of_heads(self, heads: Tensor, attention: Attention) -> Chunk:
         """Return the rows of some heads, int64 [B, h], with their statistics and weights."""
         rows = select_heads(self.key, heads), select_heads(self.value, heads)
-        output = None if self.output is None else select_heads(self.output.expand(len(heads), -1, -1, -1, -1), heads)
-        return dataclasses.replace(self, key=rows[0], value=rows[1], attention=attention, output=output)
+        output = self.output_projection
+        output = None if output is None else select_heads(output.expand(len(heads), -1, -1, -1, -1), heads)
+        return dataclasses.replace(self, key=rows[0], value=rows[1], attention=attention, output_projection=output)
 
     def first(self, count: int) -> Chunk:
         """Return the first tokens of the chunk, without statistics."""
         key, value, valid = self.key[:, :, :count], self.value[:, :, :count], self.valid[:, :count]
-        return Chunk(key, value, valid, Attention(), self.pins and self.pins.first(count), self.output)
+        return Chunk(key, value, valid, Attention(), self.pins and self.pins.first(count), self.output_projection)
 
     def pin_mask(self, policy: Policy) -> Tensor:
         """Return bool [B, q]: the tokens to pin."""

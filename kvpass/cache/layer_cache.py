@@ -151,8 +151,8 @@ class LayerCache:
         absent: int64 [B, P], the indices in the padded sequence of padding that is not cached, -1 after the last.
         first: int64 [B], the position id of each row's first real token, if keys are rotated by rank and it is known.
         angles: the cosines and sines of a few positions, if keys are rotated by rank; see `RotarySlice.probe`.
-        weights: the weights that computed the layer's keys.
-        output: the weight [E, Hq Dv] of the output projection, for policies that read it.
+        key_projections: the weights that computed the layer's keys.
+        output_projection: its weight [E, Hq Dv], for policies that read it.
         model: the tensors of the model that made the cache, as far as its graph had them as inputs.
         calls: the last calls, as far as they can be cropped.
         cropped: the cache that replaced this one when tokens were cropped; this one can no longer be continued.
@@ -173,8 +173,8 @@ class LayerCache:
     first: Tensor | None = None
     angles: Tensor | None = None
     deferred_checks: DeferredChecks = dataclasses.field(default_factory=lambda: DeferredChecks())
-    weights: tuple[weakref.ref[Any], ...] = ()
-    output: weakref.ref[Any] | None = None
+    key_projections: tuple[weakref.ref[Any], ...] = ()
+    output_projection: weakref.ref[Any] | None = None
     model: tuple[weakref.ref[Any], ...] = ()
     calls: Calls = ()
     cropped: _Crop | None = None

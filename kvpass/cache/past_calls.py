@@ -158,6 +158,7 @@ def check_croppable(calls: Sequence[PastCall], count: int, max_tokens: int) -> N
     else:
         reason = (
             "what came before is not remembered: a prompt keeps its first token and is remembered until the next call, "
-            "and nothing is from before a call of several tokens, or from before rows were picked or copied"
+            "and nothing is from before a call of several tokens, from before rows were picked or copied, or from "
+            "before the cache was loaded"
         )
     raise CacheHandleError(f"{count} tokens of a cache were to be cropped, and {croppable} can be: {reason}")

@@ -21,7 +21,7 @@ from kvpass.lowering.formats import EncodedVectors, Format
 from kvpass.lowering.formats.base import Parts
 from kvpass.policies.base import Policy
 
-LAYOUT_FIELDS = {
+_LAYOUT_FIELDS = {
     "budget": int, "capacity": int, "batch": int, "heads": int, "key_dim": int, "value_dim": int, "ranked": bool,
     "layer": int, "exact_capacity": bool, "row_budgets": bool, "pins": bool,
 }  # fmt: skip
@@ -40,10 +40,10 @@ def entry_of(cache: LayerCache, prefix: str, tensors: dict[str, Tensor]) -> dict
         raise CacheHandleError("a cache that runs with inner='reference' cannot be saved")
     if layout.sharding is not None:
         raise CacheHandleError("a cache whose heads are spread over processes cannot be saved")
-    found = {**slot_tensors(slots), "absent": cache.absent}
+    found = {**_slot_tensors(slots), "absent": cache.absent}
     found |= {name: value for name in _OPTIONAL if (value := getattr(cache, name)) is not None}
     tensors.update({f"{prefix}{name}": tensor for name, tensor in found.items()})
-    entry = {name: getattr(layout, name) for name in LAYOUT_FIELDS}
+    entry = {name: getattr(layout, name) for name in _LAYOUT_FIELDS}
     counts = dict(seen=cache.seen, model_heads=cache.heads, window=cache.window, slots=slots.capacity)
     host = dict(limits=list(cache.row_budgets), clocks=[list(clock) for clock in cache.clocks], notes=list(cache.notes))
     kinds = dict(dtype=str(layout.dtype).removeprefix("torch."), optional=[name for name in _OPTIONAL if name in found])
@@ -64,9 +64,9 @@ def cache_of(
         CacheFileError: the file has other sizes than its header says, or numbers that cannot be.
     """
     layout = _layout_of(entry, backend, policy, device).with_head_classes()
-    capacity, seen = read_count(entry, "slots"), read_count(entry, "seen")
-    row_budgets, clocks = host_counts(entry, layout)
-    slots = slots_of(tensors, layout, capacity, seen, row_budgets)
+    capacity, seen = _read_count(entry, "slots"), _read_count(entry, "seen")
+    row_budgets, clocks = _host_counts(entry, layout)
+    slots = _slots_of(tensors, layout, capacity, seen, row_budgets)
     fields: dict[str, Any] = {name: tensors[name].to(device) for name in _OPTIONAL if name in entry["optional"]}
     absent = tensors["absent"]
     if absent.dtype != torch.int64 or absent.ndim != 2 or len(absent) != layout.batch or bool((absent >= seen).any()):
@@ -78,8 +78,8 @@ def cache_of(
         layout,
         slots,
         seen,
-        read_count(entry, "model_heads"),
-        None if window is None else read_count(entry, "window"),
+        _read_count(entry, "model_heads"),
+        None if window is None else _read_count(entry, "window"),
         row_budgets,
         clocks,
         notes=tuple(map(str, entry["notes"])),
@@ -88,7 +88,7 @@ def cache_of(
     )
 
 
-def slot_tensors(slots: AnySlots) -> dict[str, Tensor]:
+def _slot_tensors(slots: AnySlots) -> dict[str, Tensor]:
     """Return the tensors of slots by name, with codes in the order of the numbers, which no device changes."""
     return dict(zip(slots.names, _convert_vectors(slots, Format.to_number_order).tensors(), strict=True))
 
@@ -101,10 +101,10 @@ def _convert_vectors(slots: AnySlots, change: Callable[[Format, Parts], Parts]) 
     return dataclasses.replace(slots, key=key, value=value)
 
 
-def slots_of(
+def _slots_of(
     tensors: Mapping[str, Tensor], layout: Layout, capacity: int, seen: int, row_budgets: tuple[int, ...]
 ) -> Any:
-    """Return the slots of a layout with other capacity, from `slot_tensors` on the CPU.
+    """Return the slots of a layout with other capacity, from `_slot_tensors` on the CPU.
 
     Args:
         seen: the tokens seen, padding included.
@@ -119,7 +119,7 @@ def slots_of(
     if isinstance(found, ClassedSlots):
         _check_classes(found, layout, seen)
     else:
-        check_numbers(found, layout, seen, capacity, row_budgets)
+        _check_numbers(found, layout, seen, capacity, row_budgets)
     # Codes are in the order of the numbers until here.
     return _convert_vectors(
         found.map_tensors(lambda tensor: tensor.to(layout.device, copy=True)), Format.to_device_layout
@@ -129,14 +129,18 @@ def slots_of(
 def _check_classes(slots: ClassedSlots, layout: Layout, seen: int) -> None:
     """Raise CacheFileError for classes of heads whose numbers cannot be, or that do not have every head once."""
     for part, each in zip(slots.parts, layout.parts, strict=True):
-        check_numbers(part, each, seen, each.capacity, (each.budget,))
+        _check_numbers(part, each, seen, each.capacity, (each.budget,))
     heads = torch.arange(layout.heads).expand_as(slots.order)
     if not torch.equal(slots.order.sort(-1).values, heads) or not torch.equal(slots.order.argsort(-1), slots.inverse):
         raise CacheFileError(f"its order of heads is none of {layout.heads} heads")
 
 
 def _layout_of(entry: Mapping[str, Any], backend: CacheOwner, policy: Policy, device: torch.device) -> Layout:
-    fields = layout_fields(entry)
+    fields = {name: entry[name] for name in _LAYOUT_FIELDS}
+    for name, kind in _LAYOUT_FIELDS.items():
+        # isinstance() would take `true` in a file for 1.
+        if type(fields[name]) is not kind or not 0 <= fields[name] < 2**31:
+            raise CacheFileError(f"its {name} is {fields[name]!r}")
     dtype = getattr(torch, str(entry["dtype"]), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise CacheFileError(f"its dtype is {entry['dtype']!r}")
@@ -144,21 +148,7 @@ def _layout_of(entry: Mapping[str, Any], backend: CacheOwner, policy: Policy, de
     return Layout(policy=policy, dtype=dtype, device=device, **fields, **how)
 
 
-def layout_fields(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a layout that a file holds unchanged.
-
-    Raises:
-        CacheFileError: one of them is no number of its kind.
-    """
-    fields = {name: entry[name] for name in LAYOUT_FIELDS}
-    for name, kind in LAYOUT_FIELDS.items():
-        # isinstance() would take `true` in a file for 1.
-        if type(fields[name]) is not kind or not 0 <= fields[name] < 2**31:
-            raise CacheFileError(f"its {name} is {fields[name]!r}")
-    return fields
-
-
-def read_count(entry: Mapping[str, Any], name: str) -> int:
+def _read_count(entry: Mapping[str, Any], name: str) -> int:
     """Return a count of an entry, which must be a number from 0 on."""
     value = entry[name]
     if type(value) is not int or not 0 <= value < 2**62:
@@ -174,7 +164,7 @@ def _check_tensor(tensors: Mapping[str, Tensor], name: str, like: Tensor) -> Ten
     return found
 
 
-def host_counts(entry: Mapping[str, Any], layout: Layout) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+def _host_counts(entry: Mapping[str, Any], layout: Layout) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
     """Return the `row_budgets` and `clocks` of the rows."""
     row_budgets, clocks = tuple(entry["limits"]), tuple(tuple(clock) for clock in entry["clocks"])
     whole = all(type(number) is int for numbers in (row_budgets, *clocks) for number in numbers)
@@ -183,7 +173,7 @@ def host_counts(entry: Mapping[str, Any], layout: Layout) -> tuple[tuple[int, ..
     return row_budgets, clocks
 
 
-def check_numbers(slots: Slots, layout: Layout, seen: int, capacity: int, row_budgets: tuple[int, ...]) -> None:
+def _check_numbers(slots: Slots, layout: Layout, seen: int, capacity: int, row_budgets: tuple[int, ...]) -> None:
     """Raise CacheFileError for indices outside of the slots, or counts that contradict each other."""
     rows_seen, length = slots.seen[:, None, None], slots.length[:, None, None]
     right = {

@@ -20,7 +20,6 @@ from kvpass.lowering.attend import LOWEST, Rope, Rotation, UnknownQueries, atten
 from kvpass.lowering.attention_statistics import regrouped
 from kvpass.lowering.formats import EncodedVectors, plain
 from kvpass.policies.base import Policy
-from kvpass.policies.protocols import Aligning, Merging
 from kvpass.policies.ranking import INT64_MAX, rank_of
 from kvpass.policies.types import Attention, State, Tokens
 
@@ -254,10 +253,9 @@ def _evict(
 
 def _merge_victim(layout: Layout, slots: Slots, rest: Tokens, victim: Tensor, valid: Tensor) -> State:
     """Merge the victim's K and V into one slot of each head; return the changes to the state."""
-    heads, eviction = slots.key.shape[1], layout.eviction
+    heads, merging = slots.key.shape[1], layout.pinned_tokens or layout.policy
     evicted = row_indices(victim, heads)
-    assert isinstance(eviction, Merging)
-    merge = eviction.merge_evicted(rest, slots.key.read(), slots.key.vector_at(evicted)[:, :, None], valid)
+    merge = merging.merge_evicted(rest, slots.key.read(), slots.key.vector_at(evicted)[:, :, None], valid)
     into = row_indices(merge.into[..., 0], heads)
     for vectors in (slots.key, slots.value):
         merged = merge.own * upcast(vectors.vector_at(into)) + merge.weight * upcast(vectors.vector_at(evicted))
@@ -288,7 +286,6 @@ def stored_vectors(
         return slots.key, slots.value
     weights = call.weights or layout.policy.weights()
     stored = slots.key.read_as(layout.dtype), slots.value.read_as(layout.dtype)
-    assert isinstance(layout.policy, Aligning)
     key, value, _ = layout.policy.align(tokens, *stored, layout.layer, weights, 0)
     return plain(key), plain(value)
 

@@ -21,9 +21,9 @@ import torch
 import torch.fx as fx
 
 from kvpass.capture import products
-from kvpass.capture.logit_changes import LogitChanges, emit
+from kvpass.capture.logit_changes import LogitChanges
 from kvpass.capture.products import Unreadable, is_from_product, required_number, required_tensor, strip_expansion
-from kvpass.fx import alias, op_table, walk
+from kvpass.fx import alias, op_table, splicing, walk
 from kvpass.fx.op_table import is_a, known_name
 from kvpass.fx.walk import is_tensor, name_of, value
 from kvpass.torch_private import fx_nodes
@@ -112,7 +112,7 @@ def _sdpa_call(node: fx.Node) -> AttentionCall:
     scale, mask = args.get("scale"), args.get("attn_mask")
     scale = 1 / math.sqrt(value(args["query"]).shape[-1]) if scale is None else float(scale)
     if mask is not None and value(mask).ndim < 4:  # aligned from the right, as in any broadcasting
-        mask = emit(node, operator.getitem, mask, (*[None] * (4 - value(mask).ndim), Ellipsis))
+        mask = splicing.emit_before(node, operator.getitem, mask, (*[None] * (4 - value(mask).ndim), Ellipsis))
     return AttentionCall(
         node, args["query"], args["key"], args["value"], mask, scale,
         causal=bool(args.get("is_causal", False)), dropout=float(args.get("dropout_p", 0.0)),

@@ -262,15 +262,7 @@ class LogitChanges:
 
     def emit(self, target: Target, *args: object) -> fx.Node:
         """Add a node before the softmax."""
-        return emit(self.softmax, target, *args)
-
-
-def emit(before: fx.Node, target: Target, *args: object) -> fx.Node:
-    """Add a node with the source line of another before it."""
-    with before.graph.inserting_before(before):
-        node = splicing.emit(before.graph, target, *args)
-    node.meta["stack_trace"] = before.meta.get("stack_trace")
-    return node
+        return splicing.emit_before(self.softmax, target, *args)
 
 
 def _only_hide(changes: list[Change]) -> bool:

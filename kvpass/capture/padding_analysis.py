@@ -13,6 +13,7 @@ import dataclasses
 import torch
 import torch.fx as fx
 
+from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.intervals import FALSE, Interval, evaluate, has_rule, in_dtype, unknown_bounds
 from kvpass.fx import alias, op_table, propagation, walk
 from kvpass.fx.precision import HIDDEN
@@ -53,15 +54,12 @@ def hiding_inputs(gm: fx.GraphModule, mask: fx.Node | None, step: bool) -> list[
     return [node for node in candidates if _zero_hides(order, mask, node, step)]
 
 
-def padding_inputs(gm: fx.GraphModule, masks: list[fx.Node | None], step: bool) -> tuple[fx.Node, ...]:
-    """Return the inputs that hide tokens in all masks of the attention calls on one cache.
-
-    Args:
-        masks: the mask of each call, at least one.
-        step: whether the graph continues a cache.
-    """
-    first, *others = [hiding_inputs(gm, mask, step) for mask in masks]
-    return tuple(node for node in first if all(node in other for other in others))
+def padding_inputs_of_sites(gm: fx.GraphModule, sites: list[AttentionSite], step: bool) -> list[tuple[fx.Node, ...]]:
+    """Return for each site the inputs that mark padding: those that hide tokens in all masks on its cache."""
+    masks = dict.fromkeys(each.mask for site in sites for each in site.all)
+    hiding = {mask: hiding_inputs(gm, mask, step) for mask in masks}
+    found = [[hiding[each.mask] for each in site.all] for site in sites]
+    return [tuple(node for node in first if all(node in other for other in others)) for first, *others in found]
 
 
 def _zero_hides(order: list[fx.Node], mask: fx.Node, candidate: fx.Node, step: bool) -> bool:

@@ -10,7 +10,6 @@ transformers evaluates mask functions of its users by torch.vmap, for one query 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,9 +40,7 @@ def multiply_equations(graph: fx.Graph) -> None:
         if not distinct or result != batch + row + column:
             continue
         if second == batch + column + inner:
-            with graph.inserting_before(node):
-                operands[1] = splicing.emit(graph, torch.transpose, operands[1], -1, -2)
-            operands[1].meta["stack_trace"] = node.meta.get("stack_trace")
+            operands[1] = splicing.emit_before(node, torch.transpose, operands[1], -1, -2)
         elif second != batch + inner + column:
             continue
         node.op, node.target, node.args, node.kwargs = "call_function", operator.matmul, tuple(operands), {}
@@ -163,7 +160,7 @@ class _Broadcaster:
         if dim != 0 or not is_tensor(tensor) or tensor in self.mapped or value(tensor).ndim != 1:
             raise _NotBroadcastable
         subscript = tuple(slice(None) if axis == level else None for axis in range(1, self.levels + 1))
-        self.mapped[node] = self._emit(node, operator.getitem, tensor, subscript)
+        self.mapped[node] = splicing.emit_before(node, operator.getitem, tensor, subscript)
 
     def _leave(self, node: fx.Node) -> None:
         """Remove the innermost vmap level; its dimension becomes the first one of the result."""
@@ -198,7 +195,8 @@ class _Broadcaster:
         indices = indices if isinstance(indices, (tuple, list)) else (indices,)
         if base in self.mapped or len(indices) != value(base).ndim or not all(map(_is_scalar, indices)):
             raise _NotBroadcastable
-        return self._emit(node, operator.getitem, base, tuple(self.mapped.get(each, each) for each in indices))
+        subscript = tuple(self.mapped.get(each, each) for each in indices)
+        return splicing.emit_before(node, operator.getitem, base, subscript)
 
     def _rewrite_pointwise(self, node: fx.Node) -> fx.Node:
         unmapped = [each for each in node.all_input_nodes if each not in self.mapped and is_tensor(each)]
@@ -209,12 +207,6 @@ class _Broadcaster:
             copy = self.graph.node_copy(node, lambda each: self.mapped.get(each, each))
         copy.meta["example_value"] = propagation.run_on(copy, {each: value(each) for each in copy.all_input_nodes})
         return copy
-
-    def _emit(self, node: fx.Node, target: Callable[..., Any], *args: object) -> fx.Node:
-        with self.graph.inserting_before(node):
-            emitted = splicing.emit(self.graph, target, *args)
-        emitted.meta["stack_trace"] = node.meta.get("stack_trace")
-        return emitted
 
 
 _LOOKUPS = (operator.getitem, torch.ops.aten.index, torch.ops.aten.index.Tensor)

@@ -21,7 +21,6 @@ from kvpass.cache.handle import Handle, caches_in, current_cache, handles_of
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.serial import cache_of, entry_of
 from kvpass.decoding.loop import DecodeLoop
-from kvpass.decoding.saved_calls import calls_of, entries_of
 from kvpass.decoding.stepping import LoopState
 from kvpass.errors import CacheFileError, CacheHandleError, KVPassError
 from kvpass.policies import tensor_files
@@ -45,8 +44,8 @@ FilePath = str | os.PathLike[str]
 def save_cache(cache: Any, path: FilePath) -> None:
     """Write the cache of a conversation to a file, which `load_cache` reads in this or another process.
 
-    The file appears at once, when it is complete.  The cache itself may go on.  With `crop` the file also has what the
-    last calls overwrote, but for a prompt: until the next call, none of its tokens can be cropped after `load_cache`.
+    The file appears at once, when it is complete.  The cache itself may go on.  Tokens from before
+    it was saved cannot be cropped after `load_cache`.
 
     >>> kvpass.save_cache(out.cache, "talk.safetensors")
     >>> kvpass.save_cache(loop, "talk.safetensors")
@@ -83,11 +82,7 @@ def save_cache(cache: Any, path: FilePath) -> None:
         config={} if loop is None else settings_of(loop.model),
         object=CacheObjectWriter(layers, chosen, tensors).encode(found, "cache"),
         layers=[
-            {
-                **entry_of(layer, f"{index}.", tensors),
-                "policy": _layer_policy(layer),
-                "calls": entries_of(layer, f"{index}.", tensors),
-            }
+            {**entry_of(layer, f"{index}.", tensors), "policy": _layer_policy(layer)}
             for index, layer in enumerate(layers)
         ],
     )
@@ -247,7 +242,6 @@ def _layers_of(
         cache = cache_of(entry, mine, backend, layer_policy, _device_of(model))
         cache.model = weights
         mark_addresses_static(cache.slots)
-        cache.calls = calls_of(entry.get("calls", ()), mine, cache)
         yield cache
 
 

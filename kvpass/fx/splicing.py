@@ -152,3 +152,11 @@ def emit(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
         node, function = graph.call_function(target, args), target
     node.meta["example_value"] = tensors.propagate(function, *map_arg(args, value))
     return node
+
+
+def emit_before(node: fx.Node, target: Any, *args: Any) -> fx.Node:
+    """Add a call before a node, with the source line of that node."""
+    with node.graph.inserting_before(node):
+        emitted = emit(node.graph, target, *args)
+    emitted.meta["stack_trace"] = node.meta.get("stack_trace")
+    return emitted

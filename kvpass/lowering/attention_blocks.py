@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -19,9 +19,6 @@ from kvpass.lowering.attend import softmax_with_sink
 
 BLOCK = 1 << 20  # logits in memory at a time: 4 MB in float32, which stay in the caches between passes
 LOWEST = torch.finfo(torch.float32).min
-
-SelectKeys = Callable[[slice], slice]
-"""A function that returns the keys to read for a slice of the queries."""
 
 
 class _Workspace:
@@ -92,15 +89,6 @@ class ScoredAttention:
     def keys_before(self, span: slice) -> slice:
         """Return the keys up to the last that causal queries see, or all keys."""
         return slice(0, self.key.shape[2] - self.query.shape[2] + span.stop if self.causal else self.key.shape[2])
-
-    def visible_keys(self, span: slice) -> slice:
-        """Return `keys_before`, without outer keys that a boolean mask hides from all of these queries."""
-        keys = self.keys_before(span)
-        if self.mask is None or self.mask.dtype != torch.bool or self.mask.device.type != "cpu":
-            return keys  # an additive mask spreads a row without visible keys over all keys
-        visible = _slice_queries(self.mask, span)[..., keys].flatten(0, -2).any(0).nonzero()
-        first, last = (int(visible[0]), int(visible[-1])) if len(visible) else (0, 0)
-        return slice(first, keys.stop if self.causal else last + 1)  # causal queries end where their keys do
 
     def sliced(self, span: slice, keys: slice) -> ScoredAttention:
         """Return the attention of some queries to some keys."""
@@ -214,36 +202,30 @@ class Block(NamedTuple):
     logits: Tensor
 
 
-def blocks(
-    attention: ScoredAttention, select_keys: SelectKeys | None = None, size: int | None = None
-) -> Iterator[Block]:
+def blocks(attention: ScoredAttention, size: int | None = None) -> Iterator[Block]:
     """Yield the logits of consecutive queries.
 
     Args:
-        select_keys: the keys of a block; None for `ScoredAttention.keys_before`.
         size: the most logits of a block, None for `BLOCK`.
     """
-    spans, select_keys = attention.spans(size or BLOCK), select_keys or attention.keys_before
+    spans = attention.spans(size or BLOCK)
     workspace = attention.workspace(spans, attention.query.dtype)
     most = max((span.stop - span.start for span in spans), default=0) if attention.causal else 0
     ahead = torch.ones(most, most, dtype=torch.bool, device=attention.query.device).triu(1)
     for span in spans:
-        keys = select_keys(span)
+        keys = attention.keys_before(span)
         part = attention.sliced(span, keys)
         logits = part.logits(workspace)
         if attention.causal:
             new = span.stop - span.start
-            diagonal = logits[..., max(0, logits.shape[-1] - new) :]
-            diagonal.masked_fill_(ahead[:new, new - diagonal.shape[-1] : new], LOWEST)
+            logits[..., -new:].masked_fill_(ahead[:new, :new], LOWEST)
         yield Block(span, keys, part, logits)
 
 
-def probs_in_blocks(
-    attention: ScoredAttention, select_keys: SelectKeys | None = None, size: int | None = None
-) -> Iterator[tuple[Block, Tensor]]:
+def probs_in_blocks(attention: ScoredAttention, size: int | None = None) -> Iterator[tuple[Block, Tensor]]:
     """Yield the blocks of `blocks`, each with its probabilities [B, Hkv, G, n, s], which may be overwritten."""
     workspace = attention.workspace(attention.spans(size or BLOCK), accumulate_dtype(attention.query.dtype))
-    for block in blocks(attention, select_keys, size):
+    for block in blocks(attention, size):
         yield block, block.attention.probs(block.logits, workspace)
 
 
@@ -252,7 +234,7 @@ def column_sums(attention: ScoredAttention, weight: Tensor, powers: int) -> list
     sums = [zeros(attention) for _ in range(powers)]
     for part, piece in attention.pieces():
         totals, weights = [total[part] for total in sums], weight[part[0]]
-        for block, probs in probs_in_blocks(piece, piece.visible_keys):
+        for block, probs in probs_in_blocks(piece):
             _add([total[..., block.keys] for total in totals], probs, weights[:, block.queries])
     return sums
 

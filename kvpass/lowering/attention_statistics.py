@@ -24,7 +24,6 @@ from kvpass.lowering.attention_sums import highest_probs, late_statistics, votes
 from kvpass.policies import to_json
 from kvpass.policies.base import Policy
 from kvpass.policies.heads import HeadSharding
-from kvpass.policies.protocols import Scanning, Smoothing
 from kvpass.policies.types import Attention, Statistic
 
 SUMS = ("total", "squares")
@@ -123,7 +122,7 @@ def attention_statistics(
     mask = None if mask is None else mask.expand(*mask.shape[:-1], key.shape[2])
     attention = ScoredAttention(query, key, mask, parsed.causal, parsed.scale, parsed.cap, sink_logit)
     policy = None if parsed.scan is None else policies.from_json(parsed.scan)
-    smooths = isinstance(policy, Smoothing)
+    smooths = policy is not None and policy.smooths
     means = policy is not None and policy.scans_means and not smooths
     output, sums, probs = _attended(attention, value, valid, parsed.powers, means)
     results = _statistics(attention, parsed, valid, sums)
@@ -203,7 +202,6 @@ def _statistics(
 
 def _highest_probs(attention: ScoredAttention, request: StatisticsRequest, policy: Policy, valid: Tensor) -> Tensor:
     """Return the highest smoothed probability of each key among the last queries, float32 [B, H', S]."""
-    assert isinstance(policy, Smoothing)
     smoothed = functools.partial(policy.smoothed, held=attention.key.shape[2] - attention.query.shape[2])
     peaks = highest_probs(attention, valid, policy.observation_window, smoothed)
     return regrouped(peaks, request.heads).amax(2)
@@ -218,7 +216,6 @@ def _scanned(
     probs: Iterator[Iterator[Tensor]],
 ) -> Tensor:
     """Return the policy's scan over the probabilities of all queries, in order, float32 [B, H', S]."""
-    assert isinstance(policy, Scanning)
     sharding, held = HeadSharding.from_text(request.sharding), attention.key.shape[2] - attention.query.shape[2]
     slots = _slots(policy, request.budget, row_budgets, valid)
     results = []

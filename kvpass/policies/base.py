@@ -4,10 +4,10 @@ A policy knows nothing of graphs, kernels or models.  It declares which attentio
 which values it keeps per token and per row (`state`, `row_state`), how attention changes them (`observe`,
 `observe_chunk`), and a score per token (`score`).  The token of lowest score is evicted first.  The same function ranks
 the tokens of a prompt and selects the victim of a decode step, so both always agree.  All other hooks have defaults,
-or are optional (`kvpass.policies.protocols`).
+or run only for policies that define them.  A property says which do, such as `Policy.merges`.
 
 Shapes: B rows, H' = 1 (`heads = "shared"`) or Hkv (`heads = "kv"`), G query heads per KV head, N tokens.
-All hooks that take tensors, except `Scanning.scan`, are traced into the decode graph: static shapes and no host reads.
+Hooks that take tensors are traced into the decode graph, unless they say otherwise: static shapes and no host reads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import inspect
 import itertools
 import operator
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -28,6 +28,7 @@ from torch import Tensor
 from kvpass.arguments import Condition, Positive, check_fields, require
 from kvpass.errors import BudgetError, PolicyError
 from kvpass.policies.budgets import Count, HeadClass, Plan
+from kvpass.policies.heads import HeadSharding
 from kvpass.policies.hook_checks import check_hooks, check_policy
 from kvpass.policies.ranking import INT64_MAX, keep_highest
 from kvpass.policies.types import Attention, Clock, Merge, State, Statistic, Tokens
@@ -137,13 +138,8 @@ class Policy:
         require(not why, "spans", self.spans, f"must be () for {self.name!r}: {why}")
 
     def _defines(self, hook: str) -> bool:
-        """Return whether the policy's class has a hook of its own; for some hooks this class has a default."""
-        return getattr(type(self), hook, None) is not getattr(Policy, hook, None)
-
-    @property
-    def scans_means(self) -> bool:
-        """Whether `Scanning.scan` takes the mean over all query heads, [B, 1, 1, n, s], not each head."""
-        return False
+        """Return whether the policy's class has a hook of its own; this class has a default, or raises an error."""
+        return getattr(type(self), hook) is not getattr(Policy, hook)
 
     @property
     def _why_no_spans(self) -> str:
@@ -219,9 +215,7 @@ class Policy:
         """Return the policy of one of the model's `layers` layers: `self`, or one that evicts nothing."""
         return self
 
-    def plan(
-        self, attention: Sequence[Attention], valid: Tensor, budget: int, earlier: Sequence[Plan] | None = None
-    ) -> list[Plan]:
+    def plan(self, attention: Sequence[Attention], valid: Tensor, budget: int) -> list[Plan]:
         """Return the plan of each layer, from the statistics of all layers at the end of a prompt.
 
         The budget of a row must not depend on other rows.
@@ -230,7 +224,6 @@ class Policy:
             attention: statistics of the layers that this policy governs.
             valid: bool [B, q], false for padding.
             budget: the mean over the layers.
-            earlier: the plans of an earlier prompt on the same model, if any.
         """
         return [Plan(budget, self.capacity(budget, valid.shape[1]))] * len(attention)
 
@@ -319,14 +312,74 @@ class Policy:
         return self.observe(tokens, attention)
 
     @property
+    def smooths(self) -> bool:
+        """True if the statistic "scan" is the highest smoothed probability: the policy has a `smoothed`."""
+        return self._defines("smoothed")
+
+    def smoothed(self, probs: Tensor, valid: Tensor, held: int) -> Tensor:
+        """Return probabilities as the policy compares them; never traced.
+
+        `Attention.scan` is the highest over the last `observation_window` real queries and the G query heads.
+
+        Args:
+            probs: float32 [b, h, G, n, held + q], of n of the last queries.
+            valid: bool [b, q], false for padding.
+            held: how many of the columns are slots.
+        """
+        raise NotImplementedError
+
+    @property
+    def scans_means(self) -> bool:
+        """Whether `scan` takes the mean over all query heads, [B, 1, 1, n, s], not each head."""
+        return False
+
+    def scan(
+        self, probs: Iterable[Tensor], valid: Tensor, held: int, budget: int, sharding: HeadSharding | None = None
+    ) -> Tensor:
+        """Return `Attention.scan` from the attention of every query, where sums are not enough; never traced.
+
+        Args:
+            probs: blocks of consecutive queries, float32 [B, Hkv, G, n, s]; all blocks together have q queries.  The
+                first s of the held + q keys are all that the block's queries see; s never decreases, and the last
+                block has all keys.  If `scans_means`, they may be [B, 1, 1, n, s].
+            valid: bool [B, q], false for padding.
+            held: how many of the columns are slots.
+            sharding: see `Attention`.
+        """
+        raise NotImplementedError
+
+    @property
     def rescores(self) -> bool:
         """True if the policy has a `rescore`: scores depend on the keys and values of all cached tokens."""
         return self._defines("rescore")
+
+    def rescore(self, tokens: Tokens, key: Tensor, value: Tensor, weights: Sequence[Tensor]) -> State:
+        """Return entries [B, H', N] for `score` to read in the state, which are not stored.
+
+        It runs before every eviction: in the steps that compact, or in every step without an interval, and at the end
+        of a prompt or chunk.
+
+        Args:
+            key, value: the stored vectors of the tokens, [B, Hkv, N, D] and [B, Hkv, N, Dv]; those of free slots are
+                undefined.  With positions="cache" keys are without their rotary embedding.
+            weights: the result of `layer_weights` for the layer, on the device of the keys.
+        """
+        raise NotImplementedError
 
     @property
     def projects(self) -> bool:
         """True if scores depend on the output projection, that is, if the policy has a `project`."""
         return self._defines("project")
+
+    def project(self, tokens: Tokens, value: Tensor, output: Tensor | None) -> State:
+        """Return changes to the state at the end of a prompt or chunk, before the policy compacts; never traced.
+
+        Args:
+            value: the stored values of the tokens, [B, h, N, Dv]; those of free slots are undefined.
+            output: the weights by which each query head's part of attention's output enters the output of the layer,
+                [B or 1, h, G, Dv, E]; None for attention whose output is not projected, as in `kvpass.simulate`.
+        """
+        raise NotImplementedError
 
     def layer_weights(self, layer: int) -> list[Tensor]:
         """Return the tensors that `rescore` reads in a layer, which become inputs of the decode graph."""
@@ -341,14 +394,27 @@ class Policy:
 
     @property
     def aligns(self) -> Literal["never", "read", "step", "compact"]:
-        """The time when `Aligning.align` runs: never, at each read of keys and values, or to store its result.
+        """The time when `align` runs: never, at each read of keys and values, or to store its result.
 
         It stores after every step ("step") or after compacting steps ("compact"), and after a chunk.
         """
         return "never"
 
+    def align(
+        self, tokens: Tokens, key: Tensor, value: Tensor, layer: int, weights: Sequence[Tensor], evicted: int
+    ) -> tuple[Tensor, Tensor, State]:
+        """Return the keys and values that attention sees in place of the stored ones, and changes to the state.
+
+        Args:
+            key, value: those of the slots, [B, Hkv, C, D] and [B, Hkv, C, Dv].
+            layer: the index of the layer.
+            weights: the result of `weights`, on the device of the slots.
+            evicted: an upper bound of the tokens evicted since the last call, if the result is stored.
+        """
+        raise NotImplementedError
+
     def weights(self) -> list[Tensor]:
-        """Return the tensors that `Aligning.align` uses, which become inputs of the decode graph."""
+        """Return the tensors that `align` uses, which become inputs of the decode graph."""
         return []
 
     def last_position(self) -> int:
@@ -388,6 +454,17 @@ class Policy:
     def merges(self) -> bool:
         """True if evicted tokens are merged into others, that is, if the policy has a `merge_evicted`."""
         return self._defines("merge_evicted")
+
+    def merge_evicted(self, tokens: Tokens, held: Tensor, evicted: Tensor, valid: Tensor) -> Merge:
+        """Return how evicted tokens are merged into the slots that stay.
+
+        Args:
+            tokens: the slots, those of evicted tokens already free.
+            held: the stored keys of the slots, [B, Hkv, C, D].
+            evicted: the stored keys of the evicted tokens, [B, Hkv, E, D], by position.
+            valid: bool [B, H', E], false for entries without a token.
+        """
+        raise NotImplementedError
 
     def score(self, tokens: Tokens) -> Tensor:
         """Return int64 or float32 [B, H', N]: the token of lowest score is evicted first; of equals, the later one.

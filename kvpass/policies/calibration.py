@@ -125,7 +125,7 @@ class CalibratedPolicy(PolicyWithWeights[Calibration]):
         return self.fold_statistics(self.loaded.tensors)
 
     def fold_statistics(self, statistics: Mapping[str, Tensor]) -> list[Tensor]:
-        """Return the weights of `Rescoring.rescore` for all layers, each [L, ...], from calibration tensors."""
+        """Return the weights of `Policy.rescore` for all layers, each [L, ...], from calibration tensors."""
         raise NotImplementedError
 
     def relative_keys(self, key: Tensor, seen: Tensor, frequency: Tensor, pairs: Tensor, live: Tensor) -> Tensor:

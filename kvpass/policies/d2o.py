@@ -59,7 +59,6 @@ class D2O(Policy):
             are scaled by their u, and one decision for all heads by the mean of their u.
         compress_at: "prompt_end", or "first_decode": a prompt stays whole until the next token has attended.
         skip_layers: layers that keep every token, at any cost; they do not count in the mean.
-        calibrate: later prompts get the layer budgets of the first one, and the rows of a batch those of its first.
         density: the operand of variances (Eq. 4): the column sums of a "kv" head, or of each "query" head.
     """
 
@@ -72,7 +71,6 @@ class D2O(Policy):
     merge: Literal["paper", "average", "none", "official"] = "paper"
     compress_at: Literal["prompt_end", "first_decode"] = "prompt_end"
     skip_layers: tuple[int, ...] = ()
-    calibrate: bool = False
     extra_sinks: bool = False
     density: Literal["kv", "query"] = "kv"
     name = "d2o"
@@ -95,19 +93,13 @@ class D2O(Policy):
     def for_layer(self, layer: int, layers: int) -> Policy:
         return Full() if layer in self.skip_layers or layer - layers in self.skip_layers else self
 
-    def plan(
-        self, attention: Sequence[Attention], valid: Tensor, budget: int, earlier: Sequence[Plan] | None = None
-    ) -> list[Plan]:
-        if self.calibrate and earlier:
-            return [Plan(plan.budget, plan.capacity) for plan in earlier]
+    def plan(self, attention: Sequence[Attention], valid: Tensor, budget: int) -> list[Plan]:
         sharding = attention[0].sharding if attention else None
         totals = [layer.total for layer in attention]
         rows = column_variances(totals, valid, sharding, self.density)
         options = (self.layers, self.gate, self.alpha, self.minimum_budget())
         lengths = valid.sum(-1).tolist()
         budgets = [layer_budgets(row, budget, prompt, *options) for row, prompt in zip(rows, lengths, strict=True)]
-        if self.calibrate:
-            return [Plan(budget, budget + 1) for budget in budgets[0]]
         max_budget = largest_layer_budget(len(totals), budget, self.layers, self.alpha) + 1
         return [Plan(max(rows), max(rows) + 1, rows, max_budget) for rows in zip(*budgets, strict=True)]
 

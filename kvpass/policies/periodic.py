@@ -10,9 +10,8 @@ from torch import Tensor
 from kvpass.policies.base import Policy
 from kvpass.policies.fair_spans import FairSpans
 from kvpass.policies.pinned_tokens import PINNED, PinnedTokens
-from kvpass.policies.protocols import Merging
 from kvpass.policies.ranking import INT64_MAX
-from kvpass.policies.types import Merge, State, Tokens
+from kvpass.policies.types import State, Tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +44,3 @@ class PeriodicEviction:
         keep, changes = self.hooks.compact(dataclasses.replace(tokens, budget=self.policy.compacted(tokens.budget)))
         changes = {name: torch.where(exceeds, changed, tokens.state[name]) for name, changed in changes.items()}
         return torch.where(exceeds, keep, tokens.live), changes
-
-    def merge_evicted(self, tokens: Tokens, held: Tensor, evicted: Tensor, valid: Tensor) -> Merge:
-        assert isinstance(self.hooks, Merging)
-        return self.hooks.merge_evicted(tokens, held, evicted, valid)

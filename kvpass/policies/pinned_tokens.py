@@ -13,7 +13,6 @@ from torch import Tensor
 
 from kvpass.errors import BudgetError, PolicyError
 from kvpass.policies.base import Policy
-from kvpass.policies.protocols import Merging
 from kvpass.policies.ranking import INT64_MAX
 from kvpass.policies.types import Merge, State, Tokens
 
@@ -103,7 +102,6 @@ class PinnedTokens:
 
     def merge_evicted(self, tokens: Tokens, held: Tensor, evicted: Tensor, valid: Tensor) -> Merge:
         """Return the policy's merge, in which no token is merged into a pinned one."""
-        assert isinstance(self.policy, Merging)
         return self.policy.merge_evicted(_without_pinned(tokens), held, evicted, valid)
 
 

@@ -36,9 +36,7 @@ class PyramidKV(SnapKV):
     name = "pyramid_kv"
     shardable = "heads"
 
-    def plan(
-        self, attention: Sequence[Attention], valid: Tensor, budget: int, earlier: Sequence[Plan] | None = None
-    ) -> list[Plan]:
+    def plan(self, attention: Sequence[Attention], valid: Tensor, budget: int) -> list[Plan]:
         layers = len(attention)
         steepest = pyramid(layers, budget, self.window, self.beta, prompt=4 * budget)
         budgets = [pyramid(layers, budget, self.window, self.beta, prompt) for prompt in valid.sum(-1).tolist()]

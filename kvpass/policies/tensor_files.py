@@ -114,11 +114,9 @@ class PolicyWithWeights(Policy, Generic[W]):
     def loaded(self) -> W:
         return cast(W, getattr(self, self.weights_class.option))
 
-    def plan(
-        self, attention: Sequence[Attention], valid: Tensor, budget: int, earlier: Sequence[Plan] | None = None
-    ) -> list[Plan]:
+    def plan(self, attention: Sequence[Attention], valid: Tensor, budget: int) -> list[Plan]:
         self.loaded.check(layers=len(attention))
-        return super().plan(attention, valid, budget, earlier)
+        return super().plan(attention, valid, budget)
 
 
 def digest_of(description: str, tensors: Mapping[str, Tensor]) -> str:

@@ -32,7 +32,7 @@ class Attention:
         last: the probabilities of the last real query of each row.
         window: probabilities averaged over the last `Policy.observation_window` real queries.
         logits: the scaled logits of the last real query, the model's mask included, the policy's bias not.
-        scan: float32 [B, H', N], the result of `Scanning.scan` or `Smoothing.smoothed`; None in a decode step.
+        scan: float32 [B, H', N], the result of `Policy.scan` or `Policy.smoothed`; None in a decode step.
         older: the softmax of each of the last `Policy.observation_window` real queries over the tokens before the first
             of these queries, averaged over the queries; None in a decode step.
         older_peak: likewise, of logits that are the highest of the G query heads: float32 [B, Hkv, 1, N].  A policy

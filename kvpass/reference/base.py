@@ -48,7 +48,7 @@ class HeadStream:
         stored: returns a key [h, D], or with `key=False` a value, as attention reads it back from storage.
         notes: state of the policy for the stream, by name.
         evicted: tokens just evicted, for `Reference.settle`.
-        output: the weights of the head's output projection, [G, Dv, E]; None if the output is not projected.
+        output_projection: the weights of the head's output projection, [G, Dv, E]; None if the output is not projected.
         spans: positions at which spans of the text begin that share the budget, see `kvpass.policies.fair_spans`.
     """
 
@@ -62,7 +62,7 @@ class HeadStream:
     notes: dict[str, Any] = dataclasses.field(default_factory=dict)
     evicted: list[Token] = dataclasses.field(default_factory=list)
     interval: int = 1
-    output: Tensor | None = None
+    output_projection: Tensor | None = None
     spans: tuple[int, ...] = ()
 
     @property

@@ -18,7 +18,7 @@ class CriticalKVReference(AdaKVReference):
     def take(self, stream: HeadStream, new: list[Token], probabilities: Tensor, logits: Tensor) -> None:
         if not stream.step:
             for token in stream.tokens + new:
-                token.notes["norm"] = self.norm(token.value[0].float(), stream.output)
+                token.notes["norm"] = self.norm(token.value[0].float(), stream.output_projection)
         super().take(stream, new, probabilities, logits)
 
     def norm(self, value: Tensor, output: Tensor | None) -> float:

@@ -191,8 +191,8 @@ class ReferenceLayer:
                 seen = (x[b, queries][:, new][:, :, columns].transpose(0, 1) for x in (probabilities, logits))
                 stream.step = self.length > 0 and count == 1 and not part
                 tokens = [self._token(stream, chunk, b, index, j) for index, j in enumerate(new)]
-                if chunk.output is not None:
-                    stream.output = chunk.output[0, stream.head]
+                if chunk.output_projection is not None:
+                    stream.output_projection = chunk.output_projection[0, stream.head]
                 if chunk.pins is not None and chunk.pins.on_top:
                     stream.budget += sum(token.pinned for token in tokens)
                 if any(token.pinned for token in tokens):

@@ -90,14 +90,14 @@ class AttentionResults:
         masks: for each attention call, by its name, the slots that it sees and the bias on them, if any, of each class
             of heads.
         chunks: for each layer, stored key, value, valid and statistics of a chunk.
-        unread: outputs that grow and that nothing reads on slots: the index of the argument that each extends, and the
-            dimension.
+        dropped_outputs: outputs that grow and that nothing reads on slots: the index of the argument that each
+            extends, and the dimension.
     """
 
     replaced: dict[str, fx.Node] = dataclasses.field(default_factory=dict)
     masks: dict[str, list[tuple[fx.Node, fx.Node | None]]] = dataclasses.field(default_factory=dict)
     chunks: list[list[fx.Node]] = dataclasses.field(default_factory=list)
-    unread: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    dropped_outputs: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

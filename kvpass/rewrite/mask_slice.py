@@ -53,7 +53,7 @@ class PerTokenInput:
 
 @dataclasses.dataclass(frozen=True)
 class MaskSlice:
-    """The mask as a function of the key.
+    """A mask that is computed from a key's index and the entries of the key's token.
 
     Attributes:
         slice: inputs are the key's index [1], counted from the first key that the model stores, the number of real
@@ -62,56 +62,73 @@ class MaskSlice:
         entries: the other tensors from which it reads an entry for each token.
         host_input: nodes that read all tokens together, such as the amount of padding in a row; the slice binds them.
         key_features: tensors that it reads from the key's stored vectors, see `kvpass.rewrite.computed_keys`.
+        queries: q.
+        shifted: the model counts keys from the first that it stores; the first node is the index of that key.
+        whole: the nodes of entries are whole tensors from which to gather, not entries of the slots.
+        nodes: the nodes that it reads for a layer.
     """
 
     slice: Slice
     padding: tuple[PerTokenInput, ...]
     entries: tuple[PerTokenInput, ...]
     host_input: tuple[fx.Node, ...]
-    key_features: tuple[fx.Node, ...] = ()
+    key_features: tuple[fx.Node, ...]
+    queries: Any
+    shifted: bool
+    whole: bool = False
+    nodes: list[fx.Node] = dataclasses.field(default_factory=list)
 
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for slices of the same graph that compute the same function of the same entries."""
-        return (self.slice.key, self.padding, self.entries)
+        return (self.slice.key, self.padding, self.entries, self.shifted)
 
     def on_slots(
-        self,
-        index: Tensor,
-        position: Tensor,
-        first: Tensor | int,
-        heads: int,
-        entries: list[Tensor],
-        bound: list[Tensor],
-        key_features: list[Tensor],
+        self, index: Tensor, position: Tensor, heads: int, tensors: list[Tensor], key_features: list[Tensor]
     ) -> Tensor:
         """Return the mask of slots, [B, Hkv or 1, G or 1, q, N]; padding counts as absent.
 
         Args:
             index, position: int64 [B, H', N], in the padded sequence and among the real tokens.
-            first: the index of the first key that the model stores.
             heads: Hkv.
-            entries: of every slot, each [B, H', N, ...], see `PerTokenInput.gather`.
-            bound: the values of the slice's bound nodes.
+            tensors: the values of `nodes`.
             key_features: of every slot, each [N, ...].
         """
+        start, count = int(self.shifted), len(self.entries)
+        first = tensors[0] if self.shifted else 0
+        length, inputs, bound = tensors[start], tensors[start + 1 :][:count], tensors[start + 1 + count :]
+        if self.whole:
+            entries = [entry.gather(x, index) for entry, x in zip(self.entries, inputs, strict=True)]
+        else:
+            entries = [_entries_of_slots(x, index, length, self.queries) for x in inputs]
         valid = [torch.ones(p.shape, dtype=value(p.node).dtype, device=index.device) for p in self.padding]
-        entry_count = len(entries)
 
         def mask_of_slot(index: Tensor, position: Tensor, *values: Tensor) -> Tensor:
             index = index.clamp(min=0)[None]  # free slots look up something too
-            own_entries = [entry.as_traced(x) for entry, x in zip(self.entries, values[:entry_count], strict=True)]
-            inputs = (index - first, position[None, None] + 1, *valid, *own_entries, *values[entry_count:])
+            own_entries = [entry.as_traced(x) for entry, x in zip(self.entries, values[:count], strict=True)]
+            inputs = (index - first, position[None, None] + 1, *valid, *own_entries, *values[count:])
             mask: Tensor = self.slice.module(*inputs, *bound)
             if mask.shape[-1] != 1:
                 columns = f"{mask.shape[-1]} columns: the model fixes the number of keys"
                 raise UnsupportedGraph(f"the mask of one key has {columns}")
             return mask.squeeze(-1)  # [b, h, q]
 
-        in_dims = (0, 0, *[0] * entry_count, *[None] * len(key_features))
-        over_slots = torch.vmap(mask_of_slot, (0, 0, *[0] * (entry_count + len(key_features))))
+        in_dims = (0, 0, *[0] * count, *[None] * len(key_features))
+        over_slots = torch.vmap(mask_of_slot, (0, 0, *[0] * (count + len(key_features))))
         masks = torch.vmap(torch.vmap(over_slots, in_dims), in_dims)(index, position, *entries, *key_features)
         return _own_masks(masks, heads).movedim(2, -1)  # from [B, H', N, b, h, q]
+
+
+def _entries_of_slots(entries: Tensor, index: Tensor, length: Tensor, queries: int) -> Tensor:
+    """Select the entries of slots [B, H', N, ...] among those [B, H', C + q, ...].
+
+    A chunk is attended to besides the slots, N = C + q.  A single token is written to one of them, N = C.
+    """
+    if index.shape[-1] == entries.shape[2]:
+        return entries
+    held, new = entries[:, :, :-queries], entries[:, :, -queries:]
+    is_new = (index == length).view(*index.shape, *[1] * (entries.ndim - 3))
+    return torch.where(is_new, new, held)
 
 
 def _own_masks(masks: Tensor, heads: int) -> Tensor:
@@ -147,7 +164,8 @@ def cut_mask(gm: fx.GraphModule, mask: fx.Node, sizes: Sizes, context: MaskConte
     cutter = _KeyCutter(gm, sizes, context, subgraph, key_features, sparse_indices)
     mask_slice = cutter.cut(mask)
     padding = tuple(cutter.entry_of(node, value(node).ndim - 1) for node in cutter.padding)
-    return MaskSlice(mask_slice, padding, tuple(cutter.entries), tuple(cutter.host_input), tuple(key_features))
+    parts = (tuple(cutter.entries), tuple(cutter.host_input), tuple(key_features))
+    return MaskSlice(mask_slice, padding, *parts, queries=sizes.queries, shifted=context.last is not None)
 
 
 def _key_features(graph: fx.Graph, mask: fx.Node, stored: list[fx.Node], index_nodes: list[fx.Node]) -> list[fx.Node]:

@@ -46,7 +46,7 @@ class Masks:
         first = [] if window is None else [self._first_stored(window)]
         entries = [step.inputs.entry(layer, entry) for entry in sliced.entries]
         nodes = [*first, step.length, *entries, *bound]
-        return SlicedMask(nodes, step.queries, sliced, bool(first), step.gathers_all_tokens), (sliced.key, bool(first))
+        return dataclasses.replace(sliced, nodes=nodes, whole=step.gathers_all_tokens), sliced.key
 
     def _context(self, site: AttentionSite, window: int | None, padding: tuple[fx.Node, ...]) -> MaskContext:
         step = self._step
@@ -72,7 +72,8 @@ class Masks:
         for index in keys.sparse_indices(mask):
             index.check(capacity if step.decodes else capacity + step.queries)
             for node, dim in keys.cached_scoring_keys(index, outputs):
-                step.attention.unread[outputs.index(node)] = (step.placeholders.index(node.all_input_nodes[0]), dim)
+                past = step.placeholders.index(node.all_input_nodes[0])
+                step.attention.dropped_outputs[outputs.index(node)] = (past, dim)
 
     def _first_stored(self, window: int) -> fx.Node:
         """Return the node of the index in the padded sequence of the first token that the model stores."""
@@ -86,66 +87,13 @@ class Masks:
 
 
 @dataclasses.dataclass(frozen=True)
-class SlicedMask:
-    """A mask that is computed from a key index and the entries of the key's token.
-
-    Attributes:
-        nodes: the nodes that it reads.
-        queries: q.
-        sliced: the mask as a function of the key.
-        shifted: the model counts keys from the first that it stores; the first node is the index of that key.
-        whole: the nodes of entries are whole tensors from which to gather, not entries of the slots.
-    """
-
-    nodes: list[fx.Node]
-    queries: int
-    sliced: MaskSlice
-    shifted: bool
-    whole: bool
-
-    @property
-    def key_features(self) -> tuple[fx.Node, ...]:
-        return self.sliced.key_features
-
-    @property
-    def entries(self) -> int:
-        """The number of inputs with an entry for each cached token that the mask reads."""
-        return len(self.sliced.entries)
-
-    def on_slots(
-        self, index: Tensor, position: Tensor, heads: int, tensors: list[Tensor], key_features: list[Tensor]
-    ) -> Tensor:
-        """See `kvpass.cache.cached_attention.Mask`; `tensors` are the values of `nodes`."""
-        start, count = int(self.shifted), len(self.sliced.entries)
-        first = tensors[0] if start else 0
-        length, inputs, bound = tensors[start], tensors[start + 1 :][:count], tensors[start + 1 + count :]
-        if self.whole:
-            entries = [entry.gather(x, index) for entry, x in zip(self.sliced.entries, inputs, strict=True)]
-        else:
-            entries = [_entries_of_slots(x, index, length, self.queries) for x in inputs]
-        return self.sliced.on_slots(index, position, first, heads, entries, bound, key_features)
-
-
-def _entries_of_slots(entries: Tensor, index: Tensor, length: Tensor, queries: int) -> Tensor:
-    """Select the entries of slots [B, H', N, ...] among those [B, H', C + q, ...].
-
-    A chunk is attended to besides the slots, N = C + q.  A single token is written to one of them, N = C.
-    """
-    if index.shape[-1] == entries.shape[2]:
-        return entries
-    held, new = entries[:, :, :-queries], entries[:, :, -queries:]
-    is_new = (index == length).view(*index.shape, *[1] * (entries.ndim - 3))
-    return torch.where(is_new, new, held)
-
-
-@dataclasses.dataclass(frozen=True)
 class ColumnMask:
     """A mask whose size does not grow, because the length was traced as a number: its columns are gathered."""
 
     nodes: list[fx.Node]
     queries: int
     key_features = ()
-    entries = 0
+    entries = ()
 
     def on_slots(
         self, index: Tensor, position: Tensor, heads: int, tensors: list[Tensor], key_features: list[Tensor]
@@ -159,4 +107,4 @@ class ColumnMask:
         return mask.gather(-1, columns.expand(-1, -1, mask.shape[2], self.queries, -1))
 
 
-MaskOnSlots = SlicedMask | ColumnMask
+MaskOnSlots = MaskSlice | ColumnMask

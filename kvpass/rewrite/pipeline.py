@@ -50,8 +50,8 @@ class StepRewrite:
             `grown`, then `host_inputs` inputs, then the tensors that entries are gathered from.
         grown: outputs of the original graph that grow, such as a mask that another graph reads.
         host_inputs: the number of inputs that `host_graph` computes.
-        unread: outputs of the original graph that grow and that nothing reads on slots: the index of the argument that
-            each extends, and the dimension.
+        dropped_outputs: outputs of the original graph that grow and that nothing reads on slots: the index of the
+            argument that each extends, and the dimension.
         valid: the output index of bool [B, 1], which tokens are real, if the graph leaves counting to its caller.
         positions: indices of Dynamo's arguments that are positions, which ranks replaced.
     """
@@ -71,7 +71,7 @@ class StepRewrite:
     host_graph: fx.GraphModule | None = None
     grown: list[int] = dataclasses.field(default_factory=list)
     host_inputs: int = 0
-    unread: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    dropped_outputs: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
     valid: int | None = None
     positions: tuple[int, ...] = ()
 
@@ -175,7 +175,7 @@ def _result(step: StepContext) -> StepRewrite:
         queries=step.queries,
         host_graph=host_precomputed(step, precomputed),
         host_inputs=len(step.inputs.host_inputs),
-        unread=step.attention.unread,
+        dropped_outputs=step.attention.dropped_outputs,
         positions=step.rotations.positions,
         **vars(step.outputs),
     )

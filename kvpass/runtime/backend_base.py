@@ -21,8 +21,8 @@ from kvpass.rewrite.pipeline import StepRewrite, rewrite_step
 from kvpass.rewrite.step_graph import StepCall
 from kvpass.rewrite.validation.lockstep import Validation
 from kvpass.runtime.kv_store import KVStore
-from kvpass.runtime.model_identity import PlansByModel, TensorSet
-from kvpass.runtime.recorder import Recorder, note_pass, note_program
+from kvpass.runtime.model_identity import TensorSet
+from kvpass.runtime.recorder import PASSES, Recorder, note_program
 from kvpass.torch_private import dynamo, fx_nodes, inductor, symbolic_shapes
 
 Positions = Literal["absolute", "cache"]
@@ -42,7 +42,6 @@ class BackendBase:
         budget, positions, inner, mode, options, strict, validate, kv_dtype, crop: see `kvpass.backend`, with
             `options` as sorted pairs.
         recorder: collects facts for a report; None outside of `kvpass.explain`.
-        plans: the first plan of each model's layers, for policies that keep to their first plan.
     """
 
     policy: Policy
@@ -56,7 +55,6 @@ class BackendBase:
     kv_dtype: KVDtype | None = None
     crop: int = 0
     recorder: Recorder | None = dataclasses.field(default=None, compare=False, repr=False)
-    plans: PlansByModel = dataclasses.field(default_factory=PlansByModel, compare=False, repr=False)
     key_weights_of_steps: TensorSet = dataclasses.field(default_factory=TensorSet, compare=False, repr=False)
     """The tensors that make the keys of layers which have run a step."""
     layers: Iterator[int] = dataclasses.field(default_factory=itertools.count, compare=False, repr=False)
@@ -156,10 +154,10 @@ class BackendBase:
 
     def record_pass(self, record: PassRecord, graph: fx.Graph) -> None:
         """Record a pass that has run, and the graph after it."""
-        note_pass(record, graph)
+        PASSES.info("%s", record)
         if self.recorder is not None:
             self.recorder.passes.append(record)
-            self.recorder.note_program(f"after {record.name}", graph)
+        self.note_program(f"after {record.name}", graph)
 
     def note_program(self, title: str, graph: fx.Graph) -> None:
         """Record a graph in its present state for logs and reports."""

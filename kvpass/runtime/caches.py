@@ -216,19 +216,19 @@ def call_pins_for(cache: LayerCache) -> Pins | None:
 
 
 def output_weight_by_head(weight: Tensor, heads: int, dim: int) -> Tensor:
-    """Return the weight [E, Hq Dv] of an output projection as `Chunk.output`, [1, Hkv, G, Dv, E]."""
+    """Return the weight [E, Hq Dv] of an output projection as `Chunk.output_projection`, [1, Hkv, G, Dv, E]."""
     return torch.unflatten(weight.T, 0, (1, heads, -1, dim))
 
 
 def output_projection_of(cache: LayerCache) -> Tensor | None:
-    """Return `Chunk.output` for a chunk of a layer; None for a policy that does not read it.
+    """Return `Chunk.output_projection` for a chunk of a layer; None for a policy that does not read it.
 
     Raises:
         CacheHandleError: the weight is not known.
     """
     if not cache.layout.policy.projects:
         return None
-    weight = None if cache.output is None else cache.output()
+    weight = None if cache.output_projection is None else cache.output_projection()
     if weight is None:
         raise CacheHandleError(
             f"{cache.layout.policy.name!r} weighs the tokens of a turn by the model's output projection, which is not "

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.capture.canonical import AttentionSite
-from kvpass.capture.padding_analysis import padding_inputs
+from kvpass.capture.padding_analysis import padding_inputs_of_sites
 from kvpass.capture.rotary import find_rotary, strip_reshapes
 from kvpass.errors import CacheHandleError, UnsupportedGraph
 from kvpass.fx import splicing, walk
@@ -141,7 +141,7 @@ class StepVerifier:
         for site, cache, indices in zip(self._sites, caches, self._projection_indices, strict=True):
             weights = [arguments[index] for index in indices]
             self._key_weights_of_steps.add(weights)
-            if model_identity.belongs_to_other_layer(cache.weights, weights, self._key_weights_of_steps):
+            if model_identity.belongs_to_other_layer(cache.key_projections, weights, self._key_weights_of_steps):
                 raise CacheHandleError(
                     f"{walk.source_line(site.call)}: the caches of layers were exchanged: what was given here is of "
                     "another layer, or of another copy of the model"
@@ -227,13 +227,6 @@ def describe_wrong_mask(
                 "has seen and for each new one"
             )
     return None
-
-
-def padding_inputs_of_sites(gm: fx.GraphModule, sites: list[AttentionSite], step: bool) -> list[tuple[fx.Node, ...]]:
-    """Return for each site the inputs that mark padding in all masks on its cache."""
-    masks = [tuple(each.mask for each in site.all) for site in sites]
-    known = {among: padding_inputs(gm, list(among), step) for among in dict.fromkeys(masks)}
-    return [known[among] for among in masks]
 
 
 class PaddingTracker:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -34,24 +35,8 @@ from kvpass.runtime.caches import (
 )
 from kvpass.runtime.checks import true_indices
 
-
-class AdmittedTokens(Protocol):
-    """A chunk that a store has admitted.
-
-    Attributes:
-        chunk: the keys and values of the chunk.
-    """
-
-    @property
-    def chunk(self) -> Chunk: ...
-
-    def first(self, count: int) -> AdmittedTokens:
-        """Return the first `count` tokens of the chunk."""
-        ...
-
-    def admit_again(self, cache: Any) -> None:
-        """Admit the chunk again to a cache in the state from before the chunk."""
-        ...
+if TYPE_CHECKING:
+    from kvpass.reference.layer import ReferenceChunk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,33 +55,29 @@ class AdmittedChunk:
     into: AnySlots
 
     def first(self, count: int) -> AdmittedChunk:
+        """Return the first `count` tokens of the chunk."""
         return AdmittedChunk(self.chunk.first(count), tuple(spec.first(count) for spec in self.specs), self.into)
 
     @torch.no_grad()
     def admit_again(self, cache: LayerCache) -> None:
+        """Admit the chunk again to a cache in the state from before the chunk."""
         policy, valid = cache.layout.policy, self.chunk.valid
         parts = zip(self.specs, cache.layout.parts, cache.slots.parts, strict=bool(self.specs))
         found = [spec.attention(policy, valid, layout.budget_in(slots.state)) for spec, layout, slots in parts]
         admit_chunk(cache, dataclasses.replace(self.chunk, attention=attention_of_classes(found)), self.into)
 
 
-@dataclasses.dataclass(frozen=True)
-class RepeatableChunk:
-    """An admitted chunk that can be admitted again with fewer tokens: a `kvpass.cache.past_calls.AdmitAgain`."""
-
-    admitted: AdmittedTokens
-
-    def __call__(self, cache: LayerCache, count: int) -> LayerCache:
-        """Return the cache after the first `count` tokens of the chunk, from the cache before it."""
-        taken, before = self.admitted.first(count), cache.seen
-        call = _record_call(cache, count, chunk=True)
-        taken.admit_again(cache)
-        padding = ~taken.chunk.valid
-        if bool(padding.any()):
-            cache.absent = torch.cat([cache.absent, true_indices(padding, before)], 1)
-        cache.seen += count
-        cache.calls = (dataclasses.replace(call, repeat=RepeatableChunk(taken)),)
-        return cache
+def _admit_first(admitted: AdmittedChunk | ReferenceChunk, cache: LayerCache, count: int) -> LayerCache:
+    """Return the cache after the first `count` tokens of an admitted chunk, from the cache before it."""
+    taken, before = admitted.first(count), cache.seen
+    call = _record_call(cache, count, chunk=True)
+    taken.admit_again(cache)
+    padding = ~taken.chunk.valid
+    if bool(padding.any()):
+        cache.absent = torch.cat([cache.absent, true_indices(padding, before)], 1)
+    cache.seen += count
+    cache.calls = (dataclasses.replace(call, repeat=functools.partial(_admit_first, taken)),)
+    return cache
 
 
 def calls_before(caches: list[LayerCache], queries: int) -> list[PastCall]:
@@ -114,12 +95,14 @@ def _record_call(cache: LayerCache, queries: int, chunk: bool) -> PastCall:
     return PastCall(queries, kept, None, cache.layout, cache.seen, cache.clocks, cache.absent, cache.row_budgets)
 
 
-def record_calls(caches: list[LayerCache], calls: list[PastCall], taken: Sequence[AdmittedTokens | None]) -> None:
+def record_calls(
+    caches: list[LayerCache], calls: list[PastCall], taken: Sequence[AdmittedChunk | ReferenceChunk | None]
+) -> None:
     """Store the records of calls that have run, together with the chunks that they admitted."""
     if not calls:  # cropping is off
         return
     for cache, call, chunk in zip(caches, calls, taken, strict=True):
-        again = RepeatableChunk(chunk) if chunk is not None and call.token_count > 1 else None
+        again = functools.partial(_admit_first, chunk) if chunk is not None and call.token_count > 1 else None
         cache.calls = append_call(cache.calls, dataclasses.replace(call, repeat=again), cache.backend.crop)
 
 
@@ -192,7 +175,9 @@ class KVStore:
         """Return the record that restores the cache after a step, or after a chunk, that is about to run."""
         return SlotSnapshot(cache.slots) if chunk else SlotSnapshot.before_step(cache.layout, cache.slots)
 
-    def admit_step(self, cache: LayerCache, site: AttentionSite, results: list[Tensor]) -> AdmittedTokens | None:
+    def admit_step(
+        self, cache: LayerCache, site: AttentionSite, results: list[Tensor]
+    ) -> AdmittedChunk | ReferenceChunk | None:
         """Admit the new tokens that a step graph returned (`StepRewrite.chunks`).
 
         Returns:

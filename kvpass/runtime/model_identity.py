@@ -20,7 +20,6 @@ from torch import Tensor
 from kvpass.capture.canonical import AttentionSite
 from kvpass.fx import op_table, propagation, walk
 from kvpass.fx.walk import tensor_bytes
-from kvpass.policies.budgets import Plan
 from kvpass.torch_private import dynamo
 
 Weights = tuple["weakref.ref[Any]", ...]
@@ -94,32 +93,6 @@ class TensorSet:
     def __contains__(self, tensor: object) -> bool:
         reference = self._references.get(id(tensor))
         return reference is not None and reference() is tensor
-
-
-class PlansByModel:
-    """The first plan of each model's layers, for policies that keep to their first plan."""
-
-    def __init__(self) -> None:
-        self._made: list[tuple[Weights, Any, list[Plan]]] = []
-
-    def find(self, model: Sequence[Any], shape: Any) -> list[Plan] | None:
-        """Return the plan of a model; None if the model has none.
-
-        Args:
-            model: the tensors of the model; a model is known if most of these tensors are.
-            shape: the number of layers and heads.
-        """
-        ids = {id(part) for part in model}
-        for weights, known_shape, plan in self._made:
-            alive = {id(part) for part in (weight() for weight in weights) if part is not None}
-            if known_shape == shape and 2 * len(ids & alive) > min(len(ids), len(weights)):
-                return plan
-        return None
-
-    def keep(self, model: Sequence[Any], shape: Any, plan: list[Plan]) -> None:
-        """Record the plan of a model, and drop the plans of models that no longer exist."""
-        self._made = [result for result in self._made if any(weight() is not None for weight in result[0])]
-        self._made.append((weak_references({id(part): part for part in model}.values()), shape, plan))
 
 
 def belongs_to_other_layer(weights: Weights, tensors: Sequence[Tensor], known: TensorSet) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -46,18 +46,19 @@ class PromptLayer:
     Attributes:
         policy: the policy of the layer.
         heads: the KV heads of the model's cache.
-        window: how many of the last tokens the model stores, None for all.
+        site: the attention call on the layer's cache.
         chunk: all tokens of the prompt.
         spec: the query, the attended keys, the mask and the sink logit, if the reference or a later crop needs them.
-        first: see `LayerCache`.
+        key_projections, output_projection: see `LayerCache`.
     """
 
     policy: Policy
     heads: int
-    window: int | None
+    site: SiteFacts
     chunk: Chunk
     spec: StatisticsSpec | None
-    first: Tensor | None = None
+    key_projections: model_identity.Weights
+    output_projection: weakref.ref[Any] | None
 
     def crop(self, cropped: int, budget: Budget) -> PromptLayer:
         """Return the layer of the prompt without its last `cropped` tokens; `budget` is as the user gave it."""
@@ -76,26 +77,20 @@ class AdmittedPrompt:
 
     Attributes:
         backend: the backend that ran it.
-        sites: the attention calls on caches.
         ranked: whether keys are stored before their rotary embedding.
-        notes, angles: see `LayerCache`.
+        notes, first, angles, model: see `LayerCache`.
         layers: the results of the prompt in each layer; the list is emptied as they are stored, unless the cache can be
             cropped.
-        model: the objects that identify the model, see `model_identity.PlansByModel`.
-        weights: for each layer, weak references to the tensors that project its keys.
-        outputs: for each layer, `LayerCache.output`.
         new: the number of tokens, without those of an adopted past.
     """
 
     backend: BackendBase
-    sites: Sequence[SiteFacts]
     ranked: bool
     notes: tuple[str, ...]
+    first: Tensor | None
     angles: Tensor | None
+    model: model_identity.Weights
     layers: list[PromptLayer]
-    model: list[Any]
-    weights: list[model_identity.Weights]
-    outputs: list[weakref.ref[Any] | None]
     new: int
     _shorter: dict[int, list[LayerCache]] = dataclasses.field(default_factory=dict, init=False)
 
@@ -103,9 +98,7 @@ class AdmittedPrompt:
         """Yield a cache for each layer."""
         crop = self.backend.crop
         layers = list(self.layers) if crop else self.layers
-        model = model_identity.weak_references(each for each in self.model if isinstance(each, Tensor))
         for index, cache in enumerate(self._store_layers(layers)):
-            cache.weights, cache.output, cache.model = self.weights[index], self.outputs[index], model
             if crop:
                 was = (cache.layout, cache.seen, cache.clocks, cache.absent, cache.row_budgets)
                 cache.calls = (PastCall(self.new, None, functools.partial(self._caches_of_first, index), *was),)
@@ -149,8 +142,8 @@ class AdmittedPrompt:
                 f"policy {self.backend.policy.name!r} keeps every token: "
                 f"a prompt of {prompt} exceeds its budget of {budget}"
             )
-        rows, heads = layers[0].chunk.key.shape[:2]
-        result = self._policy_plans(governed, shares, (len(layers), heads))
+        rows = len(layers[0].chunk.valid)
+        result = self._policy_plans(governed, shares)
         if self.ranked and (len(governed) < len(layers) or len({plan.budgets_of_rows(rows) for plan in result}) > 1):
             raise PolicyError(
                 f"positions='cache': {self.backend.policy} gives the layers different budgets, and a query has one "
@@ -163,26 +156,24 @@ class AdmittedPrompt:
             if layer.policy is self.backend.policy:
                 planned.append((budget, next(mine)))
             else:  # it holds its window, or every token
-                held = whole if layer.window is None else layer.window
+                held = whole if layer.site.window is None else layer.site.window
                 planned.append((held, Plan(held, layer.policy.capacity(held))))
         return planned
 
-    def _policy_plans(self, layers: list[PromptLayer], shares: list[int], shape: Any) -> list[Plan]:
-        """Return the plans of the layers that the backend's policy governs; see `model_identity.PlansByModel`."""
+    def _policy_plans(self, layers: list[PromptLayer], shares: list[int]) -> list[Plan]:
+        """Return the plans of the layers that the backend's policy governs."""
         if not layers:
             return []
         attention = [layer.chunk.attention for layer in layers if isinstance(layer.chunk.attention, Attention)]
-        first, valid = self.backend.plans.find(self.model, shape), layers[0].chunk.valid
-        plans = {share: self.backend.policy.plan(attention, valid, share, first) for share in sorted(set(shares))}
+        valid = layers[0].chunk.valid
+        plans = {share: self.backend.policy.plan(attention, valid, share) for share in sorted(set(shares))}
         result = [by_rows(dict(zip(plans, each, strict=True)), shares) for each in zip(*plans.values(), strict=True)]
-        if first is None:
-            self.backend.plans.keep(self.model, shape, result)
         has_dynamic_sizes = self.backend.has_dynamic_sizes(layers[0].chunk.key.device)
         return result if has_dynamic_sizes else [plan.with_max_capacity for plan in result]
 
     def _check_windows(self, layers: list[PromptLayer], shares: list[int]) -> None:
         """Raise BudgetError if a layer's own window fits the budget of some rows only; see `_with_window_policy`."""
-        for window in {layer.window for layer in layers if layer.window is not None and layer.policy.evicts}:
+        for window in {each.site.window for each in layers if each.site.window is not None and each.policy.evicts}:
             if min(shares) < window <= max(shares):
                 raise BudgetError(MIXED.format(budget=self.backend.budget, shares=shares, window=window))
 
@@ -206,7 +197,7 @@ class AdmittedPrompt:
             ranked=self.ranked,
             layer=number if layer.policy.reads_layer else 0,
             kv_dtype=self.backend.kv_dtype,
-            sharding=self.sites[number].sharding,
+            sharding=layer.site.sharding,
             crops=self.backend.crop > 0,
             exact_capacity=plan.max_capacity > 0 and self.backend.has_dynamic_sizes(chunk.key.device),
             row_budgets=by_row and governed,
@@ -216,7 +207,7 @@ class AdmittedPrompt:
             layout = layout.with_pins(chunk.pins.on_top)
         absent = true_indices(~chunk.valid)
         kv_store = self.backend.kv_store
-        slots, row_budgets, clocks = kv_store.admit_prompt(layout, chunk, layer.spec, self.sites[number], plan)
+        slots, row_budgets, clocks = kv_store.admit_prompt(layout, chunk, layer.spec, layer.site, plan)
         return LayerCache(
             self.backend,
             next(self.backend.layers),
@@ -224,18 +215,22 @@ class AdmittedPrompt:
             slots,
             seen=count,
             heads=layer.heads,
-            window=layer.window,
+            window=layer.site.window,
             row_budgets=row_budgets,
             clocks=clocks,
             notes=self.notes,
             absent=absent,
-            first=layer.first,
+            first=self.first,
             angles=self.angles,
+            key_projections=layer.key_projections,
+            output_projection=layer.output_projection,
+            model=self.model,
         )
 
 
 def _with_window_policy(layer: PromptLayer, budget: int) -> PromptLayer:
     """Return the layer with the policy `Window` if the budget holds its own window, which then needs no eviction."""
-    if layer.window is None or (layer.policy.evicts and budget < layer.window):
+    window = layer.site.window
+    if window is None or (layer.policy.evicts and budget < window):
         return layer
     return dataclasses.replace(layer, policy=Window())

@@ -17,6 +17,7 @@ from kvpass.cache.handle import handles_of
 from kvpass.capture import keys
 from kvpass.capture.canonical import AttentionSite, SiteFacts
 from kvpass.capture.capture import Capture
+from kvpass.capture.padding_analysis import padding_inputs_of_sites
 from kvpass.errors import PolicyError, UnsupportedGraph
 from kvpass.fx import shapes, splicing, walk
 from kvpass.fx.shapes import Sizes
@@ -31,7 +32,7 @@ from kvpass.rewrite.validation.prompts import PromptCase, validate_prompt
 from kvpass.runtime import model_identity
 from kvpass.runtime.backend_base import BackendBase
 from kvpass.runtime.caches import call_pins, longer_placeholder, output_weight_by_head
-from kvpass.runtime.checks import PositionCheck, padding_inputs_of_sites
+from kvpass.runtime.checks import PositionCheck
 from kvpass.runtime.prompt_caches import AdmittedPrompt, PromptLayer
 from kvpass.runtime.recorder import announce
 from kvpass.torch_private import dynamo, fx_nodes, regions, symbolic_shapes, tensors
@@ -258,27 +259,22 @@ class PromptRunner:
         graph, results = self.graph, list(self.inner(*traced))
         adopted = 0 if graph.adopted_past is None else traced[graph.adopted_past].shape[2]
         first, pins = self._first_ids(results, traced), self._call_pins(results, adopted)
-        layers = [self._prompt_layer(results, i, adopted, first, pins, traced) for i in range(len(graph.sites))]
+        layers = [self._prompt_layer(results, i, adopted, pins, arguments, traced) for i in range(len(graph.sites))]
         del results[graph.outputs :]  # Dynamo's code expects its own outputs alone
         prompt = layers[0].chunk.valid.shape[1]
         for each in graph.sparse_indices:
             each.check(prompt)
         for index, dim in graph.scoring_outputs:
             results[index] = longer_placeholder(results[index], dim, 0)
-        weights = [
-            model_identity.weak_references(arguments[index] for index in indices) for indices in graph.key_projections
-        ]
-        outputs = [None if index is None else weakref.ref(arguments[index]) for index in graph.output_projections]
+        model = [arguments[index] for index in graph.module_inputs] or graph.constants
         admitted = AdmittedPrompt(
             backend=self.backend,
-            sites=graph.sites,
             ranked=graph.ranked,
             notes=() if graph.adopted_past is None else (ADOPTED,),
+            first=first,
             angles=self.angles,
+            model=model_identity.weak_references(model),
             layers=layers,
-            model=self._model_objects(arguments),
-            weights=weights,
-            outputs=outputs,
             new=prompt - adopted,
         )
         del layers  # so that the keys and values of each layer are freed once they are stored
@@ -313,9 +309,9 @@ class PromptRunner:
         results: list[Any],
         i: int,
         adopted: int,
-        first: Tensor | None,
         pins: Pins | None,
         arguments: tuple[Any, ...],
+        traced: tuple[Any, ...],
     ) -> PromptLayer:
         site, outputs = self.graph.sites[i], self.graph.rewrite.outputs[i]
         key, value = results[outputs.key], results[outputs.value]
@@ -343,9 +339,16 @@ class PromptRunner:
                 sharding=site.sharding,
             )
         index = self.graph.output_projections[i]
-        output = None if index is None else output_weight_by_head(arguments[index], key.shape[1], value.shape[3])
-        chunk = Chunk(key, value, valid, attention, pins, output)
-        return PromptLayer(self.graph.policies[i], heads, site.window, chunk, spec, first)
+        by_head = None if index is None else output_weight_by_head(traced[index], key.shape[1], value.shape[3])
+        return PromptLayer(
+            policy=self.graph.policies[i],
+            heads=heads,
+            site=site,
+            chunk=Chunk(key, value, valid, attention, pins, by_head),
+            spec=spec,
+            key_projections=model_identity.weak_references(arguments[index] for index in self.graph.key_projections[i]),
+            output_projection=None if index is None else weakref.ref(arguments[index]),
+        )
 
     def _call_pins(self, results: list[Any], adopted: int) -> Pins | None:
         """Return the pins of the call that is running, if any, for all tokens of the prompt."""
@@ -363,10 +366,6 @@ class PromptRunner:
             return torch.ones(rows, count, dtype=torch.bool, device=key.device)
         valid: Tensor = results[index].expand(rows, -1)
         return valid
-
-    def _model_objects(self, arguments: tuple[Any, ...]) -> list[Any]:
-        """Return the objects that identify the model of a call: its tensors, or the runner if it has none."""
-        return [arguments[index] for index in self.graph.module_inputs] or list(self.graph.constants) or [self]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -166,12 +166,6 @@ def configure_logs() -> None:
             logger.addHandler(logging.StreamHandler())
 
 
-def note_pass(record: PassRecord, graph: fx.Graph) -> None:
-    """Log the record of a pass, and the graph after it."""
-    PASSES.info("%s", record)
-    note_program(f"after {record.name}", graph)
-
-
 def note_program(title: str, graph: fx.Graph) -> None:
     """Log a graph under a title."""
     if GRAPHS.isEnabledFor(logging.INFO):

@@ -338,11 +338,8 @@ class StepRunner(StepExecutor):
             plain = context.call.with_layouts(lambda x: dataclasses.replace(x, policy=x.policy.with_plain_logits()))
             context = StepContext(plain)
             rewrite = rewrite_step(context)
-        call = context.call
         assert self.model is not None
-        graphs_of = (self.model, self.gm, self.sites, context, rewrite)
-        given = (call.arguments, self.pasts, self.padding.indices, call.seen, self.backend.kv_dtype)
-        self.validation = validate(StepCase(*graphs_of, call.layouts, call.slots, *given))
+        self.validation = validate(StepCase(self.model, context, rewrite, self.pasts, self.padding.indices))
         self.backend.note_validation("step", self.validation)
         self.model = None
 
@@ -354,7 +351,7 @@ class StepRunner(StepExecutor):
             outputs[index] = result
         for index, beyond in rewrite.lengths.items():
             outputs[index] = caches[0].seen - rewrite.queries + beyond
-        for index, (past, dim) in rewrite.unread.items():
+        for index, (past, dim) in rewrite.dropped_outputs.items():
             outputs[index] = longer_placeholder(arguments[past], dim, rewrite.queries)
         for site, cache in zip(self.sites, caches, strict=True):
             outputs[site.keys_out], outputs[site.values_out] = handles_of(cache)

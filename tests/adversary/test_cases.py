@@ -7,7 +7,6 @@ worked and keeps the judge honest.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -1247,30 +1246,6 @@ def test_position_ids_of_the_user_are_not_replaced(places: str) -> None:
     case = Case(build("Llama"), inputs, (5, 1, 1, 3), wrap=llama, vocabulary=128)
     verdict = judge(case, "streaming", positions="cache")
     assert verdict.kind in ("held", "refused"), str(verdict)
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_a_calibrated_plan_is_of_one_model() -> None:
-    """H: one backend for two models of the same size; each keeps what it would keep with a backend of its own."""
-    settings = {"budget": 8, "inner": "eager", "calibrate": True, "sinks": 1}
-    first, second = build("Llama"), build("Llama")
-    for layer, factor in ((0, 0.0), (1, 30.0)):
-        torch.nn.init.normal_(second.model.layers[layer].self_attn.q_proj.weight, std=factor / 8)
-    for layer, factor in ((0, 30.0), (1, 0.0)):
-        torch.nn.init.normal_(first.model.layers[layer].self_attn.q_proj.weight, std=factor / 8)
-    ids, _ = prompt(1, 20, ())
-
-    def held(model: Any, backend: Any) -> list[int]:
-        torch._dynamo.reset()
-        cache = torch.compile(copy.deepcopy(model), backend=backend)(ids, use_cache=True).past_key_values
-        return [int((layer.positions >= 0).sum()) for layer in kvpass.inspect(cache).layers]
-
-    shared = kvpass.backend("d2o", **settings)
-    ours = [held(model, shared) for model in (first, second)]
-    alone = [held(model, kvpass.backend("d2o", **settings)) for model in (first, second)]
-    assert alone[0] != alone[1], "the models do not differ, so the test says nothing"
-    assert ours == alone
 
 
 @pytest.mark.slow  # by default tests/runtime/test_sizes.py has another

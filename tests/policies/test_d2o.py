@@ -169,17 +169,6 @@ def test_each_row_of_a_batch_gets_the_budgets_that_it_gets_alone(prompts, budget
     assert [layer.budget for layer in plan] == [max(layer.rows) for layer in plan]
 
 
-def test_a_calibrated_plan_keeps_the_first_budgets_and_is_exact():
-    real, policy = torch.ones(1, 50, dtype=torch.bool), D2O(calibrate=True)
-    first = policy.plan(attention(1.0, 3.0, 5.0), real, 20)
-    assert all(layer == Plan(layer.budget, layer.budget + 1) for layer in first)
-    assert policy.plan(attention(5.0, 0.1, 1.0), real, 20, first) == first
-    assert D2O().plan(attention(5.0, 0.1, 1.0), real, 20, first) != first
-    pairs = zip(attention(1.0, 3.0, 5.0), attention(5.0, 0.1, 1.0), strict=True)
-    both = [Attention(total=torch.cat([one.total, other.total])) for one, other in pairs]
-    assert policy.plan(both, real.expand(2, -1), 20) == first  # rows of a batch as prompts one after the other
-
-
 def test_skipped_layers_keep_everything():
     policy = D2O(skip_layers=(0, -1))
     assert [policy.for_layer(n, 4).name for n in range(4)] == ["full", "d2o", "d2o", "full"]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import kvpass
 from kvpass.diagnostics.simulate import simulate
-from kvpass.policies import base, names, protocols
+from kvpass.policies import base, names
 from kvpass.policies.full import Full
 from kvpass.policies.h2o import H2O
 from kvpass.policies.sage import Sage
@@ -70,7 +70,7 @@ def test_what_a_policy_is_written_with_is_in_one_module(name: str) -> None:
 
 @pytest.mark.parametrize(("old", "new"), sorted(base.RENAMED_HOOKS.items()))
 def test_hooks_by_their_old_names_work_with_a_warning(old: str, new: str) -> None:
-    hook = getattr(ValueNorm, new, protocols.Merging.merge_evicted)
+    hook = getattr(ValueNorm, new)
     with pytest.warns(DeprecationWarning, match=f"Old.{old}: this hook of policies is called '{new}' now"):
         made = type("Old", (ValueNorm,), {old: hook})
     assert inspect.unwrap(made.__dict__[new]) is inspect.unwrap(hook)
@@ -96,10 +96,13 @@ def test_a_policy_of_old_names_keeps_the_same_tokens() -> None:
 def test_flags_follow_from_what_a_policy_has() -> None:
     for name in names():
         policy = kvpass.policies.get(name)
-        assert issubclass(policy, (protocols.Scanning, protocols.Smoothing)) == ("scan" in policy.statistics), name
-        assert issubclass(policy, protocols.Aligning) == (policy.aligns is not base.Policy.aligns), name
-        assert issubclass(policy, protocols.Aligning) == (policy.weights is not base.Policy.weights), name
-    assert {row.name for row in TABLE if issubclass(kvpass.policies.get(row.name), protocols.Merging)} == {"d2o"}
+        scans = policy.scan is not base.Policy.scan or policy.smoothed is not base.Policy.smoothed
+        assert scans == ("scan" in policy.statistics), name
+        aligns = policy.align is not base.Policy.align
+        assert aligns == (policy.aligns is not base.Policy.aligns), name
+        assert aligns == (policy.weights is not base.Policy.weights), name
+    own = {row.name: kvpass.policies.get(row.name).merge_evicted for row in TABLE}
+    assert {name for name, hook in own.items() if hook is not base.Policy.merge_evicted} == {"d2o"}
 
 
 def test_each_policy_names_its_paper() -> None:
@@ -132,6 +135,15 @@ def test_a_layer_may_keep_every_token() -> None:
     ids, mask = prompt(2, 20, ())
     run = force(build("Llama"), ids, mask, [20], policy=LayerByLayer(second=Full()), budget=6, inner="eager")
     assert [positions.shape[-1] for positions in run.held[-1]] == [6, 20]
+
+
+def test_a_plan_that_takes_earlier_plans_works() -> None:
+    """Policies took them until 0.1."""
+    body = {"plan": lambda self, attention, valid, budget, earlier=None: ValueNorm.plan(self, attention, valid, 5)}
+    ids, mask = prompt(2, 9, ())
+    policy = type("Old", (ValueNorm,), body)()
+    run = force(build("Llama", layers=1), ids, mask, [9], policy=policy, budget=6, inner="eager")
+    assert run.held[-1][0].shape[-1] == 5
 
 
 def test_policies_without_their_logit_changes_are_equal_if_the_policies_are() -> None:

@@ -32,7 +32,7 @@ from kvpass.backend import _made_by_name as by_name_backends
 from kvpass.cache.handle import Handle
 from kvpass.torch_private import dynamo
 from tests.architectures import zoo
-from tests.models import build, different, graphs, prompt
+from tests.models import build, graphs, prompt
 
 POLICY: dict[str, Any] = dict(policy="h2o", budget=8, inner="eager")
 
@@ -377,24 +377,6 @@ def test_strict_counts_among_the_options_of_a_backend_by_name(strict: bool, monk
                 call(ids[:1, :7], use_cache=True)
         else:
             assert not bounded(call(ids[:1, :7], use_cache=True).past_key_values)
-
-
-@pytest.mark.slow
-def test_graphs_of_equal_options_by_name_share_the_plans_of_a_model() -> None:
-    """A calibrated plan is the first prompt's for all lengths."""
-    given: dict[str, Any] = dict(policy="d2o", budget=8, inner="eager", calibrate=True)
-    model, prompts = different(3), [prompt(2, 30, ())[0], prompt(3, 41, ())[0]]
-
-    def capacities(backend: Any, **options: Any) -> list[list[int]]:
-        torch._dynamo.reset()
-        call = torch.compile(model, backend=backend, **options)
-        with torch.no_grad():
-            caches = [call(ids, use_cache=True).past_key_values for ids in prompts]
-        return [[layer.capacity for layer in kvpass.inspect(cache).layers] for cache in caches]
-
-    first, second = capacities("kvpass", options=given)
-    assert first == second
-    assert first != capacities("kvpass", options={**given, "calibrate": False})[1]
 
 
 @pytest.mark.slow

@@ -58,7 +58,6 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("cascade", {"order": "attend_first", "heads": "kv"}),
     ("cascade", {"cascades": 2, "sinks": 1, "reduce": "max", "growth": "linear"}),
     ("d2o", {"merge": "none"}),
-    ("d2o", {"calibrate": True}),
     ("sage", {"refresh_interval": 3, "share": "private"}),
     ("tova", {"interval": 3}),
     ("snapkv", {"window": 3, "interval": 2, "positions": "cache"}),
@@ -97,8 +96,7 @@ def test_a_row_keeps_its_own_share_beside_others(
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
     real = mask.bool()
     torch.testing.assert_close(together.logits[real], reference.logits[real], atol=1e-4, rtol=1e-4)
-    # With `calibrate` the rows of a batch get the layer budgets of the first, which is another when a row is alone.
-    for row, left in enumerate(PADDING) if not options.get("calibrate") else ():
+    for row, left in enumerate(PADDING):
         alone = force(model, ids[row : row + 1, left:], mask[row : row + 1, left:], [25 - left, *STEPS[1:]],
                       **chosen, inner="eager")  # fmt: skip
         for step, layers in enumerate(alone.held):

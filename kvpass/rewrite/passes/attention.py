@@ -156,7 +156,7 @@ def _check_classes(site: AttentionSite, layout: Layout, mask: MaskOnSlots | None
     own = site.mask is not None and value(site.mask).ndim == 4 and shapes.expr(value(site.mask).shape[1]) != 1
     why = {
         "each head has a mask of its own": own,
-        "its mask looks up an input at the index of each cached token": mask is not None and mask.entries > 0,
+        "its mask looks up an input at the index of each cached token": mask is not None and bool(mask.entries),
     }
     for reason, holds in why.items():
         if holds:

@@ -154,11 +154,11 @@ def _new_outputs(step: StepContext) -> tuple[Outputs, list[Any]]:
     grown = [
         index
         for index, output in enumerate(originals)
-        if index not in caches | step.attention.unread.keys()
+        if index not in caches | step.attention.dropped_outputs.keys()
         and walk.is_tensor(output)
         and step.sizes.has_growing_dim(value(output))
     ]
-    removed = {*caches, *lengths, *grown, *step.attention.unread}
+    removed = {*caches, *lengths, *grown, *step.attention.dropped_outputs}
     kept = [output for index, output in enumerate(originals) if index not in removed]
     order = iter(range(len(kept)))
     outputs = [None if index in removed else next(order) for index in range(len(originals))]

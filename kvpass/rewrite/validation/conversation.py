@@ -15,19 +15,16 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.cache.layout import Layout
-from kvpass.cache.slots import AnySlots
 from kvpass.capture import keys
-from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.rotary import find_rotary
 from kvpass.fx import walk
-from kvpass.fx.shapes import Sizes
 from kvpass.fx.walk import value
-from kvpass.lowering.formats import EncodedVectors, KVDtype, Sections, plain
+from kvpass.lowering.formats import EncodedVectors, Sections, plain
 from kvpass.rewrite.computed_keys import split_heads
 from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.pipeline import StepRewrite
 from kvpass.rewrite.rotary_slice import RotarySlice
+from kvpass.rewrite.step_graph import StepCall
 from kvpass.rewrite.validation.interpreter import GraphRun, copy_unless_parameter
 from kvpass.torch_private import symbolic_shapes
 
@@ -38,36 +35,25 @@ class StepCase:
 
     Attributes:
         gm: the model's own graph.
-        canonical, sites: its canonical form, and the attention calls on caches.
         context, rewrite: the context that the passes shared, and the result.
-        layouts, slots: of each layer in the current call; nothing writes to them.
-        arguments: of the current call.
         pasts: for each layer, the indices of its keys and values among the arguments.
         padding_inputs: the inputs that mark padding, and their indices.
-        seen: the number of tokens before the current call.
-        kv_dtype: the format in which rows are stored.
     """
 
     gm: fx.GraphModule
-    canonical: fx.GraphModule
-    sites: Sequence[AttentionSite]
     context: StepContext
     rewrite: StepRewrite
-    layouts: Sequence[Layout]
-    slots: Sequence[AnySlots]
-    arguments: tuple[Any, ...]
     pasts: Sequence[tuple[int, int]]
     padding_inputs: dict[fx.Node, int]
-    seen: int
-    kv_dtype: KVDtype | None = None
 
     @property
-    def sizes(self) -> Sizes:
-        return self.context.sizes
+    def call(self) -> StepCall:
+        """The current call on the canonical graph; nothing writes to its slots."""
+        return self.context.call
 
     @property
     def ranked(self) -> bool:
-        return self.layouts[0].ranked
+        return self.context.ranked
 
     @property
     def queries(self) -> int:
@@ -77,13 +63,9 @@ class StepCase:
     @functools.cached_property
     def most_keys(self) -> float:
         """The most keys that sparse indices select without leaving one out; on slots a sparse index hides no key."""
-        masks = dict.fromkeys(each.mask for site in self.sites for each in site.all)
+        masks = dict.fromkeys(each.mask for site in self.call.sites for each in site.all)
         indices = [index.limit for mask in masks for index in keys.sparse_indices(mask)]
         return min((most for most in indices if most is not None), default=math.inf)
-
-    def line(self, layer: int = 0) -> str:
-        """Return the source line of a layer's attention."""
-        return walk.source_line(self.sites[layer].call)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,12 +107,12 @@ class Conversation:
 
     def __init__(self, step: StepCase, plan: ConversationPlan) -> None:
         self.step, self.plan, self.count = step, plan, plan.count
-        self.batch = step.layouts[0].batch
+        self.batch = step.call.layouts[0].batch
         self.placeholders = walk.placeholders(step.gm.graph)
-        self.tokens_cut = step.seen - plan.count
+        self.tokens_cut = step.call.seen - plan.count
         self.valid = self._valid()
         self.stored = [min(plan.count, window or plan.count) for window in step.context.windows]
-        self.kept = [self._choose_kept(layer) for layer in range(len(step.layouts))]
+        self.kept = [self._choose_kept(layer) for layer in range(len(step.call.layouts))]
         numbers = {index: symbolic_shapes.size_hint(size) for index, size in step.rewrite.lengths.items()}
         self.rewrite = dataclasses.replace(step.rewrite, queries=step.queries, lengths=numbers)
         self._rows: dict[Any, tuple[EncodedVectors, EncodedVectors]] = {}
@@ -155,7 +137,7 @@ class Conversation:
     def _choose_kept(self, layer: int) -> Tensor:
         """Return all stored tokens if they fit, else tokens at both ends, near tokens of interest, and random ones."""
         stored = self.stored[layer]
-        first, capacity = self.count - stored, self.step.slots[layer].least_capacity - self.step.context.decodes
+        first, capacity = self.count - stored, self.step.call.slots[layer].least_capacity - self.step.context.decodes
         if self.plan.dropped:  # at least one token is held
             last = max(self.count - self.plan.dropped, first + 1)
             return torch.arange(max(first, last - capacity), last)
@@ -173,11 +155,11 @@ class Conversation:
         if len(kept) == stored:
             return None
         new = torch.arange(stored, stored + self.step.queries)
-        return torch.cat([kept - self.count + stored, new]).to(self.step.layouts[layer].device)
+        return torch.cat([kept - self.count + stored, new]).to(self.step.call.layouts[layer].device)
 
     def rows(self, layer: int) -> tuple[EncodedVectors, EncodedVectors]:
         """Return keys and values [B, Hkv, stored, D] in the slots' formats; equal layers share them."""
-        layout, stored_count = self.step.layouts[layer], self.stored[layer]
+        layout, stored_count = self.step.call.layouts[layer], self.stored[layer]
         shape = (layout.batch, layout.heads, stored_count)
         kind = (layout.key_format, layout.value_format, layout.dtype, layout.kv_dtype, shape)
         if kind not in self._rows:
@@ -215,7 +197,7 @@ class Conversation:
     def _continue_ids(self, ids: Tensor) -> Tensor:
         """Make positions continue this conversation, and change token ids if the plan says so."""
         new, total = self.step.queries, self.count + self.step.queries
-        if ids.shape[-1] == new and bool((ids.amax(-1) == self.step.seen + new - 1).all()):
+        if ids.shape[-1] == new and bool((ids.amax(-1) == self.step.call.seen + new - 1).all()):
             return (ids - self.tokens_cut).clamp(min=0)
         if self.plan.ids is None or ids.shape[-1] != total or ids.is_cuda:
             return ids
@@ -224,7 +206,7 @@ class Conversation:
         return changed
 
     def _cut_argument(self, index: int, node: fx.Node) -> Any:
-        argument, sizes = self.step.arguments[index], self.step.sizes
+        argument, sizes = self.step.call.arguments[index], self.step.call.sizes
         if isinstance(argument, int) and not isinstance(argument, bool):
             return argument - self.tokens_cut if sizes.grows(value(node)) else argument
         if not isinstance(argument, Tensor) or isinstance(argument, torch.nn.Parameter) or index in self._pasts:
@@ -241,7 +223,7 @@ class Conversation:
 
     def _sample_entries(self, size: int) -> Tensor:
         """Return indices into entries for all tokens: some earlier ones, repeated if too few, and all new ones."""
-        seen, generator = self.step.seen, torch.Generator().manual_seed(size)
+        seen, generator = self.step.call.seen, torch.Generator().manual_seed(size)
         times = -(-self.count // seen)
         before = torch.cat([torch.randperm(seen, generator=generator) for _ in range(times)])[: self.count]
         return torch.cat([before.sort().values, torch.arange(seen, size)])
@@ -265,10 +247,10 @@ class Conversation:
         if index not in self._pasts:
             return copy_unless_parameter(self.plain[index])
         layer, kind = self._pasts[index]
-        rows = self.rows(layer)[kind].read_as(self.step.layouts[layer].dtype)
+        rows = self.rows(layer)[kind].read_as(self.step.call.layouts[layer].dtype)
         if kind == 0 and self.step.ranked and rotated:
             rows = self._as_cached(layer, rows)
-        return split_heads(rows, self.step.arguments[index].shape[1])
+        return split_heads(rows, self.step.call.arguments[index].shape[1])
 
     def _as_cached(self, layer: int, key: Tensor) -> Tensor:
         """Return keys as the model caches them, rotated."""
@@ -282,7 +264,7 @@ class Conversation:
 
     def positions_follow_padding(self, layer: int) -> bool:
         """Return whether the model's own positions count real tokens only."""
-        site = self.step.sites[layer]
+        site = self.step.call.sites[layer]
         rotary = None if self.valid.all() else find_rotary(site)
         return rotary is not None and not self.step.padding_inputs.keys().isdisjoint(walk.ancestors(rotary.position))
 

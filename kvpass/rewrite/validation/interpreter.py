@@ -32,21 +32,21 @@ class GraphRun(fx.Interpreter):
         gm: fx.GraphModule,
         argument: Callable[[int], Any],
         visits: Mapping[fx.Node, Visit],
-        unread: Iterable[int] = (),
+        skipped_outputs: Iterable[int] = (),
     ) -> None:
         """Prepare a run.
 
         Args:
             argument: creates the argument of an index.
             visits: functions that are called at some of the nodes.
-            unread: indices of outputs that `run_to` returns as None.
+            skipped_outputs: indices of outputs that `run_to` returns as None.
         """
         super().__init__(gm, garbage_collect_values=False)
         self._nodes = list(gm.graph.nodes)
         self._argument, self._visits = argument, visits
         self._indices = {node: index for index, node in enumerate(walk.placeholders(gm.graph))}
         results = walk.results(gm.graph)
-        self.results = [None if index in set(unread) else result for index, result in enumerate(results)]
+        self.results = [None if index in set(skipped_outputs) else result for index, result in enumerate(results)]
         self._dropped = self._last_uses()
         self.env: dict[fx.Node, Any] = {}
 

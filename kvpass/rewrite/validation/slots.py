@@ -32,7 +32,7 @@ class MadeUpSlots:
         """Return a function that creates an argument of the rewritten graph: slots are copied on demand."""
         conversation = self.conversation
         arguments = tuple(map(copy_unless_parameter, conversation.plain))
-        slots = [self.of(layer) for layer in range(len(self.step.layouts))]
+        slots = [self.of(layer) for layer in range(len(self.step.call.layouts))]
         host_inputs = conversation.rewrite.host_precomputed(arguments)
         others = conversation.rewrite.call_arguments(arguments, host_inputs, slots, conversation.count)
         shared = [set() if self._rewrites_vectors(layer) else set(x.kv_names) for layer, x in enumerate(slots)]
@@ -53,12 +53,12 @@ class MadeUpSlots:
 
     def _rewrites_vectors(self, layer: int) -> bool:
         """Return whether a step reads a layer's slots after a write, or writes to more than the free one."""
-        policy = self.step.layouts[layer].policy
-        return bool(self.step.sites[layer].shared_by) or policy.merges or policy.aligns != "never"
+        policy = self.step.call.layouts[layer].policy
+        return bool(self.step.call.sites[layer].shared_by) or policy.merges or policy.aligns != "never"
 
     def of(self, layer: int) -> AnySlots:
         """Return the slots of a layer; equal layers share them."""
-        layout, original = self.step.layouts[layer], self.step.slots[layer]
+        layout, original = self.step.call.layouts[layer], self.step.call.slots[layer]
         kind = (dataclasses.replace(layout, layer=0), original.capacity, self.conversation.stored[layer])
         if kind not in self._slots:
             self._slots[kind] = self._make_slots(layer, layout, original)
@@ -111,7 +111,7 @@ class MadeUpSlots:
     def heads(self, layer: int, part: int) -> Tensor | None:
         """Return the KV heads in a class of a layer's heads, int64 [B, h]; None if there are no classes."""
         slots = self.of(layer)
-        return None if isinstance(slots, Slots) else slots.order[:, self.step.layouts[layer].head_slices[part]]
+        return None if isinstance(slots, Slots) else slots.order[:, self.step.call.layouts[layer].head_slices[part]]
 
     def columns(self, layer: int, part: int = 0) -> Tensor:
         """Return the column of each slot's token among cached and new tokens, int64 [B, H', N]; -1 if free.
@@ -122,7 +122,7 @@ class MadeUpSlots:
         conversation, new, kept = self.conversation, self.step.queries, self.conversation.kept[layer]
         tokens = self.of(layer).parts[part].index
         if self.step.context.decodes:
-            free = self._next_slot(layer, self.step.slots[layer].parts[part])
+            free = self._next_slot(layer, self.step.call.slots[layer].parts[part])
             tokens = tokens.scatter(-1, free.to(tokens.device)[..., None], conversation.count)
         else:
             chunk = torch.arange(conversation.count, conversation.count + new, device=tokens.device)

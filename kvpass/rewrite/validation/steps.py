@@ -60,7 +60,7 @@ def validate(step: StepCase) -> Validation:
 
 def _try_others(step: StepCase, first: ConversationPlan, left_out: list[str]) -> None:
     """Compare one layer of each kind on further conversations; note those that cannot be compared."""
-    last = last_new_kind(step.canonical.graph, step.sites)
+    last = last_new_kind(step.call.gm.graph, step.call.sites)
     may_see_none = False
     for plan in _further_plans(step, first):
         with noting_skipped(left_out, plan.label):
@@ -75,12 +75,12 @@ def _first_plans(step: StepCase) -> Iterator[ConversationPlan]:
     """Yield conversations that fit into the slots, if there are any, then one that does not."""
     windows = [window for window in step.context.windows if window is not None]
     if windows:
-        counts = [min(step.seen, max(windows) + MIN_TOKENS), step.seen]
+        counts = [min(step.call.seen, max(windows) + MIN_TOKENS), step.call.seen]
     else:
         counts = [
-            min(max(step.seen, MIN_TOKENS), _capacity(step), MAX_FIRST),
-            min(step.seen, _capacity(step), MAX_FIRST),
-            step.seen,
+            min(max(step.call.seen, MIN_TOKENS), _capacity(step), MAX_FIRST),
+            min(step.call.seen, _capacity(step), MAX_FIRST),
+            step.call.seen,
         ]
     for count in dict.fromkeys(counts):
         if count >= 1 and _fits(step, count):
@@ -92,8 +92,8 @@ def _further_plans(step: StepCase, first: ConversationPlan) -> Iterator[Conversa
     queries, constants = step.queries, length_constants(step.gm.graph)
     lengths = [number + 2 for number in constants]
     lengths += [number - queries for number in constants[:1]]
-    if step.layouts[0].device.type != "cpu":  # a lookup out of range cannot be caught there
-        lengths = [count for count in lengths if count + queries <= max(step.seen, smallest_table(step.gm.graph))]
+    if step.context.device.type != "cpu":  # a lookup out of range cannot be caught there
+        lengths = [count for count in lengths if count + queries <= max(step.call.seen, smallest_table(step.gm.graph))]
     lengths = [count for count in dict.fromkeys(lengths) if count > 1 and count != first.count and _fits(step, count)]
     for count in sorted(lengths, reverse=True)[:MAX_LENGTHS]:
         yield ConversationPlan(count, _tokens_of_interest(constants, count, queries), has_gap=True)
@@ -107,8 +107,9 @@ def _further_plans(step: StepCase, first: ConversationPlan) -> Iterator[Conversa
 
 def _blind_plans(step: StepCase, first: ConversationPlan) -> Iterator[ConversationPlan]:
     """Yield conversations at the beginning of a block, where a query may see no cached key."""
-    renumbers = step.ranked or any(layout.policy.renumbers for layout in step.layouts)
-    max_tokens = math.inf if step.layouts[0].device.type == "cpu" else max(step.seen, smallest_table(step.gm.graph))
+    renumbers = step.ranked or any(layout.policy.renumbers for layout in step.call.layouts)
+    on_cpu = step.context.device.type == "cpu"
+    max_tokens = math.inf if on_cpu else max(step.call.seen, smallest_table(step.gm.graph))
     for number in length_constants(step.gm.graph)[:MAX_BLOCKS]:
         for count, dropped in ((number, 0), (number + 2, 2)):
             if count + step.queries <= max_tokens and _fits(step, count) and not (renumbers and dropped):
@@ -136,7 +137,7 @@ def _has_ids(step: StepCase) -> bool:
         walk.is_tensor(node)
         and not value(node).is_floating_point()
         and i not in marks
-        and any(step.sizes.grows(size) for size in value(node).shape)
+        and any(step.call.sizes.grows(size) for size in value(node).shape)
         for i, node in enumerate(placeholders)
         if all(i not in pair for pair in step.pasts)
     )
@@ -144,10 +145,9 @@ def _has_ids(step: StepCase) -> bool:
 
 def _capacity(step: StepCase) -> int:
     """Return the number of tokens that fit into the slots of each layer whose whole past is cached."""
-    sizes = [
-        slots.least_capacity for slots, window in zip(step.slots, step.context.windows, strict=True) if window is None
-    ]
-    return min(sizes, default=step.seen + 1) - step.context.decodes
+    by_layer = zip(step.call.slots, step.context.windows, strict=True)
+    sizes = (slots.least_capacity for slots, window in by_layer if window is None)
+    return min(sizes, default=step.call.seen + 1) - step.context.decodes
 
 
 def _fits(step: StepCase, count: int) -> bool:
@@ -156,19 +156,19 @@ def _fits(step: StepCase, count: int) -> bool:
     If cached tokens are renumbered, all must be cached.  If layers store their last tokens only, there must be enough
     to fill their windows.  A sparse index must select all keys, as it does on the slots.
     """
-    renumbers = step.ranked or any(layout.policy.renumbers for layout in step.layouts)
+    renumbers = step.ranked or any(layout.policy.renumbers for layout in step.call.layouts)
     if renumbers and count > _capacity(step):
         return False
     if count < max((window for window in step.context.windows if window is not None), default=1):
         return False
     if count + step.queries > step.most_keys:
         return False
-    return count == step.seen or _serves(step, count)
+    return count == step.call.seen or _serves(step, count)
 
 
 def _serves(step: StepCase, count: int) -> bool:
     """Return whether Dynamo's guards allow `count` tokens in every past that is wholly cached."""
-    sites = [site for site, window in zip(step.sites, step.context.windows, strict=True) if window is None]
+    sites = [site for site, window in zip(step.call.sites, step.context.windows, strict=True) if window is None]
     lengths = [value(past).shape[2] for site in sites for past in site.pasts]
     symbols = {symbol for length in lengths for symbol in shapes.expr(length).free_symbols}
     known = {symbol: sympy.Integer(count) for symbol in symbols if len(symbols) == 1}
@@ -186,11 +186,11 @@ def _inputs_serve(step: StepCase, count: int) -> bool:
     An input that marks padding has an entry for each token.  If its size is a number, the graph serves one length.
     """
     placeholders, pasts = walk.placeholders(step.gm.graph), {index for pair in step.pasts for index in pair}
-    if not all(step.sizes.grows(value(placeholders[index]).shape[-1]) for index in step.padding_inputs.values()):
+    if not all(step.call.sizes.grows(value(placeholders[index]).shape[-1]) for index in step.padding_inputs.values()):
         return False
-    for index, (node, argument) in enumerate(zip(placeholders, step.arguments, strict=True)):
-        growing = [] if index in pasts else [p for p in shapes.pairs(node, argument) if step.sizes.grows(p[0])]
-        if not all(symbolic_shapes.may_equal(size, current - step.seen + count) for size, current in growing):
+    for index, (node, argument) in enumerate(zip(placeholders, step.call.arguments, strict=True)):
+        growing = [] if index in pasts else [p for p in shapes.pairs(node, argument) if step.call.sizes.grows(p[0])]
+        if not all(symbolic_shapes.may_equal(size, current - step.call.seen + count) for size, current in growing):
             return False
     return True
 
@@ -198,11 +198,12 @@ def _inputs_serve(step: StepCase, count: int) -> bool:
 def _compare(step: StepCase, conversation: Conversation, last: fx.Node | None) -> bool:
     """Compare the three graphs on one conversation, up to a canonical call; return whether a query may see no key."""
     lockstep = Lockstep(
-        step.gm, step.canonical, step.sites, conversation.argument, step.queries, conversation.plan.label, last
+        step.gm, step.call.gm, step.call.sites, conversation.argument, step.queries, conversation.plan.label, last
     )
     wanted = lockstep.run_model()
     lockstep.run_canonical(conversation.columns)
-    if step.kv_dtype is not None and step.context.decodes:  # attention reads the new row as it is stored
+    stored_as_codes = step.call.layouts[0].kv_dtype is not None
+    if stored_as_codes and step.context.decodes:  # attention reads the new row as it is stored
         lockstep.run_canonical(conversation.columns, _rounding(step))
     actual, rewrite = _run_rewritten(step, conversation, lockstep), conversation.rewrite
     outputs = [None if index is None else actual[index] for index in rewrite.outputs]
@@ -212,7 +213,7 @@ def _compare(step: StepCase, conversation: Conversation, last: fx.Node | None) -
         precomputed = rewrite.host_precomputed(conversation.plain)  # outputs, then inputs of the graph
         for index, grown in zip(rewrite.grown, precomputed, strict=False):
             outputs[index] = grown
-    lockstep.compare_outputs(outputs, wanted, rewrite.unread)
+    lockstep.compare_outputs(outputs, wanted, rewrite.dropped_outputs)
     return lockstep.blind
 
 
@@ -223,7 +224,7 @@ def _run_rewritten(step: StepCase, conversation: Conversation, lockstep: Lockste
     assert gm is not None
     context, nodes = step.context, set(gm.graph.nodes)
     rewritten_sites = [each for site in context.sites for each in site.all]
-    padded = (~conversation.valid.all(-1)).to(step.layouts[0].device)
+    padded = (~conversation.valid.all(-1)).to(step.call.layouts[0].device)
     for (layer, site), rewritten in zip(lockstep.calls, rewritten_sites, strict=True):
         call = op_table.named_arguments(site.call)
         if (rewritten.scale, rewritten.cap) != (call["scale"], call["cap"]):
@@ -243,7 +244,7 @@ def _run_rewritten(step: StepCase, conversation: Conversation, lockstep: Lockste
         end = None if lockstep.last_call is None else context.attention.replaced[lockstep.last_call.name]
         return GraphRun(gm, slots.argument_factory(), visits).run_to(end)
     except DoesNotRun as error:
-        lockstep.refuse(step.sites[0], f"the rewritten graph does not run: {error}")
+        lockstep.refuse(step.call.sites[0], f"the rewritten graph does not run: {error}")
 
 
 def _at_mask(
@@ -264,7 +265,7 @@ def _at_mask(
         run.env[node] = result
         wanted, bias_on_slots = lockstep.exact_results[site.call.name], None if bias is None else run.load(bias)
         heads = slots.heads(*part)
-        wanted = wanted if heads is None else wanted.of_heads(heads, slots.step.layouts[part[0]].heads)
+        wanted = wanted if heads is None else wanted.of_heads(heads, slots.step.call.layouts[part[0]].heads)
         if not wanted.matches_mask(run.load(mask), bias_on_slots, slots.columns(*part)):
             lockstep.refuse(site, "the mask on the slots is not the mask of their tokens")
         return result
@@ -274,10 +275,10 @@ def _at_mask(
 
 def _rounding(step: StepCase) -> dict[fx.Node, Visit]:
     """Return visits of the nodes of new keys and values, which round them as the storage format does."""
-    nodes = {node.name: node for node in step.canonical.graph.nodes}
-    raw_keys = [nodes[node.name] for node in step.context.rotations.raw_keys] or [site.key for site in step.sites]
+    nodes = {node.name: node for node in step.call.gm.graph.nodes}
+    raw_keys = [nodes[node.name] for node in step.context.rotations.raw_keys] or [site.key for site in step.call.sites]
     visits: dict[fx.Node, Visit] = {}
-    for site, key, layout in zip(step.sites, raw_keys, step.layouts, strict=True):
+    for site, key, layout in zip(step.call.sites, raw_keys, step.call.layouts, strict=True):
         visits[key] = _round_as_stored(layout.key_format, layout.heads, layout.dtype)
         visits[site.value] = _round_as_stored(layout.value_format, layout.heads, layout.dtype)
     return visits
