@@ -250,6 +250,18 @@ def test_a_part_of_the_tokens_is_refused() -> None:
     assert "prunes or pools its keys" in refusal(Elsewhere(pick=lambda x: x[:, -4:]))
 
 
+def test_a_window_that_the_model_cuts_from_its_cache_is_refused() -> None:
+    """Of [B, S, H, D] it is not read."""
+
+    class Windowed(Elsewhere):
+        def forward(self, input_ids: Tensor, past_key_values: Any = None, **_: Any) -> Output:  # type: ignore[override]
+            out = super().forward(input_ids, past_key_values)
+            cut = tuple((key[:, -6:], value[:, -6:]) for key, value in out.past_key_values)
+            return Output(out.logits, cut)
+
+    assert "no concatenation with the past" in refusal(Windowed())
+
+
 def test_a_cache_of_the_other_order_is_refused() -> None:
     """As many tokens as heads: its shape says nothing."""
     model, other = both(Way(), heads=4, kv_heads=4)
