@@ -131,8 +131,8 @@ class Backend(BackendBase):
             known = with_head_sharding(captured.sites, self.policy, not self.kv_store.is_reference)
             captured = dataclasses.replace(captured, sites=known)
             if any(carried):
-                return StepRunner(self, gm, captured)
-            return PromptRunner.of(self, gm, captured, examples, self._stores_raw_keys(captured))
+                return StepRunner(self, captured)
+            return PromptRunner.of(self, captured, examples, self._stores_raw_keys(captured))
 
     def _record(self, captured: Capture, carried: bool) -> None:
         if self.recorder is None:

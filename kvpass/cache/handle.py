@@ -1,9 +1,9 @@
 """Define the handle, which stands in for keys or values in the model's own cache object.
 
-A handle has the shape that the model expects, [B, Hkv, tokens seen, D], and no data: it is a zero-stride view of one
-NaN that carries the layer's slots.  Values computed from the cache's shape stay right, and uncompiled attention gives
-NaN instead of a plausible answer.  Operations that people apply to caches between calls act on the slots or raise
-`CacheHandleError`.
+A handle has the shape that the model expects, [B, Hkv, tokens seen, D] or [B, tokens seen, Hkv, D], and no data: it is
+a zero-stride view of one NaN that carries the layer's slots.  Values computed from the cache's shape stay right, and
+uncompiled attention gives NaN instead of a plausible answer.  Operations that people apply to caches between calls act
+on the slots or raise `CacheHandleError`.
 
 A `Row` stands in for a single row that a caller takes out of a cache, as Whisper's `generate` does per input.  It does
 not carry its slots: it can be moved, unsqueezed and stacked; reading or growing it is an error.
@@ -12,7 +12,7 @@ not carry its slots: it can be moved, unsqueezed and stacked; reading or growing
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import optree
@@ -27,19 +27,21 @@ from kvpass.torch_private import dynamo, tensors
 
 
 class Handle(Tensor):
-    """NaN [B, Hkv, tokens stored, D] that carries a `LayerCache`; see the module's docstring."""
+    """NaN that carries a `LayerCache`, with its stored tokens along `token_dim`; see the module's docstring."""
 
     cache: LayerCache
     seen: int
     part: Part
+    token_dim: int
 
     @staticmethod
-    def of(cache: LayerCache, part: Part, dim: int, nan: Tensor) -> Handle:
+    def of(cache: LayerCache, part: Part, dim: int, token_dim: int) -> Handle:
         """Return the current handle of a layer's keys or values, a view of one NaN."""
-        handle = nan.expand(cache.layout.batch, cache.heads, cache.stored_tokens, dim).as_subclass(Handle)
-        handle.cache, handle.seen, handle.part = cache, cache.seen, part
+        # Dynamo refuses a region whose inputs share memory, so each handle has a NaN of its own.
+        handle = _nan_of(cache.layout).expand(*_shape_of(cache, token_dim), dim).as_subclass(Handle)
+        handle.cache, handle.seen, handle.part, handle.token_dim = cache, cache.seen, part, token_dim
         if cache.stored_tokens == cache.seen:
-            dynamo.mark_growing(handle)
+            dynamo.mark_growing(handle, token_dim)
         return handle
 
     @classmethod
@@ -75,15 +77,34 @@ class Handle(Tensor):
         return f"Handle(shape={tuple(self.shape)}, policy={layout.policy}, capacity={layout.capacity})"
 
 
-def handles_of(cache: LayerCache) -> tuple[Handle, Handle]:
-    """Return the current handles of K and V."""
+def handles_of(cache: LayerCache, token_dims: tuple[int, int] = (2, 2)) -> tuple[Handle, Handle]:
+    """Return the current handles of K and V, with the dimension of the tokens in each."""
     joined = cache.heads // cache.layout.heads
     key, value = cache.layout.key_dim // joined, cache.layout.value_dim // joined
-    # Dynamo refuses a region whose inputs share memory, so each handle has a NaN of its own.
-    return (
-        Handle.of(cache, "keys", key, _nan_of(cache.layout)),
-        Handle.of(cache, "values", value, _nan_of(cache.layout)),
-    )
+    return Handle.of(cache, "keys", key, token_dims[0]), Handle.of(cache, "values", value, token_dims[1])
+
+
+def with_heads_first(arguments: Sequence[Any], tokens_first: Collection[int]) -> tuple[Any, ...]:
+    """Return arguments with some that are [B, S, H, D], handles among them, as [B, H, S, D]."""
+    if not tokens_first:
+        return tuple(arguments)
+    return tuple(_exchanged(x) if index in tokens_first else x for index, x in enumerate(arguments))
+
+
+def _exchanged(x: Tensor) -> Tensor:
+    """Return a tensor or a handle with dimensions 1 and 2 exchanged."""
+    with tensors.without_torch_functions():
+        result = x.transpose(1, 2)
+        if isinstance(x, Handle):
+            result = result.as_subclass(Handle)
+            result.cache, result.seen, result.part, result.token_dim = x.cache, x.seen, x.part, 3 - x.token_dim
+    return result
+
+
+def _shape_of(cache: LayerCache, token_dim: int) -> tuple[int, int, int]:
+    """Return the shape of a handle without its last dimension."""
+    heads, stored = cache.heads, cache.stored_tokens
+    return (cache.layout.batch, heads, stored) if token_dim == 2 else (cache.layout.batch, stored, heads)
 
 
 def _nan_of(layout: Layout) -> Tensor:
@@ -106,7 +127,7 @@ def _reads_metadata(func: Any) -> bool:
 
 def handle_like(handle: Handle, cache: LayerCache) -> Handle:
     """Return the handle of the same part of another cache."""
-    return Handle.of(cache, handle.part, handle.shape[-1], _nan_of(cache.layout))
+    return Handle.of(cache, handle.part, handle.shape[-1], handle.token_dim)
 
 
 def _check_current(handle: Handle) -> None:
@@ -153,10 +174,11 @@ def _kept_tokens(handle: Handle, index: Any) -> int | None:
     """Return how many tokens a subscript keeps, if it keeps the first ones of all rows and heads, else None."""
     if not isinstance(index, tuple) or any(part is not Ellipsis and not isinstance(part, slice) for part in index):
         return None
-    rows, heads, tokens, *rest = _slices_by_dimension(index, handle.ndim)
-    if tokens == slice(None) or [rows, heads, *rest] != [slice(None)] * (handle.ndim - 1):
+    slices = _slices_by_dimension(index, handle.ndim)
+    tokens = slices.pop(handle.token_dim)
+    if tokens == slice(None) or slices != [slice(None)] * (handle.ndim - 1):
         return None
-    start, stop, step = tokens.indices(handle.shape[2])
+    start, stop, step = tokens.indices(handle.shape[handle.token_dim])
     return stop if (start, step) == (0, 1) else None
 
 
@@ -169,7 +191,7 @@ def _slices_by_dimension(index: tuple[Any, ...], ndim: int) -> list[slice]:
 
 def _crop(handle: Handle, kept: int) -> Handle:
     """Return the handle without its last tokens, which are removed from the slots."""
-    cache, stored = handle.cache, handle.shape[2]
+    cache, stored = handle.cache, handle.shape[handle.token_dim]
     if kept >= stored:
         return handle
     if cache.cropped is None:
@@ -249,7 +271,7 @@ def current_cache(value: Any, part: Part, backend: CacheOwner) -> LayerCache:
     check_usable(cache)
     with tensors.without_torch_function():
         shape = tuple(value.shape)
-    if shape[:3] != (cache.layout.batch, cache.heads, cache.stored_tokens):
+    if shape[:3] != _shape_of(cache, value.token_dim):
         raise CacheHandleError(f"a cache handle of shape {shape} does not fit its slots {cache.layout}")
     if cache.backend is not backend and cache.backend.cache_settings != backend.cache_settings:
         raise CacheHandleError(f"this cache was made by {cache.backend} and cannot go on under {backend}")

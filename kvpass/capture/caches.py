@@ -22,7 +22,7 @@ from kvpass.capture.decomposed_attention import AttentionCall
 from kvpass.capture.origins import CacheRefused, Origin, cat_parts, origin_of
 from kvpass.fx import alias, walk
 from kvpass.fx.alias import Memory
-from kvpass.fx.op_table import is_a, known_name, tagged
+from kvpass.fx.op_table import is_a, known_name
 from kvpass.fx.shapes import expr
 from kvpass.fx.walk import ancestors, is_tensor, operand_of, value
 
@@ -180,9 +180,9 @@ class _CacheSearch:
                 line = walk.source_line(other_updates[0])
                 raise CacheRefused(
                     f"its cache is updated at {line} in a way that is not a concatenation along dimension -2 of "
-                    "[B, H, S, D]; a preallocated cache such as StaticCache has to give way to a growing one: leave "
-                    "out cache_implementation='static' or 'sliding_window', or pass a DynamicCache or none, as kvpass "
-                    "has fixed slots of its own"
+                    "[B, H, S, D] or 1 of [B, S, H, D]; a preallocated cache such as StaticCache has to give way to a "
+                    "growing one: leave out cache_implementation='static' or 'sliding_window', or pass a DynamicCache "
+                    "or none, as kvpass has fixed slots of its own"
                 )
             return CallReading(call.node, self._read_call(call))
         except CacheRefused as reason:
@@ -192,7 +192,7 @@ class _CacheSearch:
 
     def _other_updates(self, call: AttentionCall) -> list[fx.Node]:
         """Return the nodes that update the cache of a call in another way than by growing it along the tokens."""
-        local = self._since_projection(call.key) | self._since_projection(call.value)
+        local = origins.since_projection((call.key, call.value), self.results)
         updates = [node for node in local if node not in self.updates and self._grows_in_other_layout(node)]
         kept = [node for node in local if node.op == "placeholder" or node in self.outputs]
         states = [node for node in kept if is_tensor(node) and value(node).ndim >= 3]
@@ -210,7 +210,7 @@ class _CacheSearch:
         of_keys, of_values = (
             [
                 node
-                for node in self._since_projection(attended)
+                for node in origins.since_projection([attended], self.results)
                 if node in self.outputs and cat_parts(node) is None and origins.is_fixed_size_update(node)
             ]
             for attended in (call.key, call.value)
@@ -229,11 +229,6 @@ class _CacheSearch:
         sources = {*walk.chain(call.key, is_rearranged), *walk.chain(call.value, is_rearranged)}
         moved = walk.reach(sources, lambda node: [user for user in node.users if is_a(user, "moves", "keeps", "joins")])
         return any(node in self.outputs and node not in sources for node in moved)
-
-    def _since_projection(self, node: fx.Node) -> set[fx.Node]:
-        """Return the nodes that a key or value is computed from, up to the projections of hidden states."""
-        ends = tagged("projects") | {"layer_norm"}
-        return ancestors(node, self.results, until=lambda each: walk.name_of(each) in ends)
 
     def _grows_in_other_layout(self, node: fx.Node) -> bool:
         """Return whether a node concatenates an input and is returned: a cache in an unsupported layout."""
@@ -291,7 +286,7 @@ class _CacheSearch:
         updates = [node for node in self.updates if node in computed_from]
         grown = [node for node in updates if stored_output(node, self.outputs) is not None]
         if not updates:
-            local = self._since_projection(call.key) | self._since_projection(call.value)
+            local = origins.since_projection((call.key, call.value), self.results)
             grown = [node for node in self.graph.nodes if node in local and self._starts_a_cache(node, call)]
         if len(grown) != 2:
             return None

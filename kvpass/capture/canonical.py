@@ -159,6 +159,7 @@ class SiteFacts:
     cap: float | None = None
     window: int | None = None
     sharding: HeadSharding | None = None
+    token_dims: tuple[int, int] = (2, 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,6 +185,7 @@ class AttentionSite:
         decomposed: whether attention is spelled out instead of a call of scaled_dot_product_attention.
         shared_by: later attention calls on the same cache, such as those of layers that share it.
         sharding: how the heads are sharded over processes, None if all are here.
+        token_dims: the dimensions of the tokens in the model's own cache of keys and of values, 2 or 1.
     """
 
     call: fx.Node
@@ -208,6 +210,7 @@ class AttentionSite:
     decomposed: bool = False
     shared_by: tuple[AttentionSite, ...] = ()
     sharding: HeadSharding | None = None
+    token_dims: tuple[int, int] = (2, 2)
 
     @property
     def all(self) -> tuple[AttentionSite, ...]:

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from kvpass.capture import caches, simplify
+from kvpass.capture import caches, heads_first, simplify
 from kvpass.capture.caches import CallReading, Reading
 from kvpass.capture.canonical import APPEND, ATTENTION, LOG_SUM_EXP, AttentionSite, sites
 from kvpass.capture.decomposed_attention import AttentionCall
+from kvpass.capture.heads_first import HeadsFirst
 from kvpass.capture.origins import Origin
 from kvpass.fx import alias, op_table, walk
 from kvpass.fx.walk import value
@@ -34,14 +35,18 @@ class Capture:
     """A graph in canonical form.
 
     Attributes:
-        gm: a graph with the results of the model's own graph.
-        sites: its attention calls on caches; empty if any call was refused, and `gm` is then the model's own graph.
+        model: Dynamo's graph, with heads before tokens, see `kvpass.capture.heads_first`.
+        gm: a graph with the results of `model`.
+        sites: its attention calls on caches; empty if any call was refused, and `gm` is then `model`.
         readings: the reading of each attention call and cache update.
+        tokens_first: the indices of the arguments [B, S, H, D] that are [B, H, S, D] in both graphs.
     """
 
+    model: fx.GraphModule
     gm: fx.GraphModule
     sites: list[AttentionSite]
     readings: list[CallReading]
+    tokens_first: frozenset[int] = frozenset()
 
     @property
     def refusals(self) -> list[CallReading]:
@@ -55,6 +60,7 @@ def capture(gm: fx.GraphModule, is_handle: Sequence[bool]) -> Capture:
     Args:
         is_handle: for each placeholder, whether its value is a handle of a kvpass cache.
     """
+    gm = heads_first.order_equations(gm)
     copy, _ = fx_nodes.copy_graph_module(gm)
     _replace_transposed_attributes(copy.graph)
     op_table.normalize_calls(copy.graph)
@@ -64,12 +70,30 @@ def capture(gm: fx.GraphModule, is_handle: Sequence[bool]) -> Capture:
     simplify.replace_vmap(copy.graph)
     handles = {node for node, flag in zip(walk.placeholders(copy.graph), is_handle, strict=True) if flag}
     found = caches.find(copy, handles)
+    read = all(f.reading and (f.reading.key.past or not f.reading.computed) for f in found)
+    if not read and (names := heads_first.find_tokens_first(copy)):
+        captured = _capture_heads_first(heads_first.transpose_caches(gm, names), is_handle)
+        if captured is not None:
+            return captured
     readings = [f.reading for f in found if f.reading]
     if any(f.refusal for f in found) or not readings:
-        return Capture(gm, [], found)
+        return Capture(gm, gm, [], found)
     _insert_operators(copy.graph, readings)
     copy.recompile()
-    return Capture(copy, sites(copy.graph), found)
+    return Capture(gm, copy, sites(copy.graph), found)
+
+
+def _capture_heads_first(relaid: HeadsFirst, is_handle: Sequence[bool]) -> Capture | None:
+    """Convert a graph that had caches [B, S, H, D] to canonical form; None if it updates none."""
+    captured, known = capture(relaid.gm, is_handle), list[AttentionSite]()
+    for site in captured.sites:
+        key_dim, value_dim = (1 if index in relaid.outputs else 2 for index in (site.keys_out, site.values_out))
+        known.append(dataclasses.replace(site, token_dims=(key_dim, value_dim)))
+        if key_dim == 1:
+            heads_first.separate_rotary(site)
+    captured.gm.recompile()
+    has_verdict = known or captured.refusals
+    return dataclasses.replace(captured, sites=known, tokens_first=relaid.inputs) if has_verdict else None
 
 
 _ATTRIBUTES = {"mT": (-1, -2), "mH": (-1, -2), "T": (0, 1), "H": (0, 1)}

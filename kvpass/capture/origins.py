@@ -4,8 +4,8 @@ The operations between a cache and attention run on numbered elements at small s
 and head ends up.  Small sizes cannot reveal a subscript such as `[:, :, -64:]`.  So the recorded size of each operation
 must also be a multiple of the cache's size, as a symbolic expression.
 
-`cat_parts` and `origin_of` decide which updates grow a past.  With each new case, add a test of a graph that it must
-not match.
+`cat_parts` and `origin_of` decide which updates grow a past.  Caches [B, S, H, D] are seen as [B, H, S, D], see
+`kvpass.capture.heads_first`.  With each new case, add a test of a graph that it must not match.
 
 Keys of cross-attention are stored once.  In a prompt such a cache looks like any other: no past precedes the new keys,
 and the graph returns them.  The inputs tell the difference: its keys are computed from an encoder's output, and from
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import sympy  # type: ignore[import-untyped]
 import torch
@@ -51,13 +51,13 @@ class CacheRefused(Exception):
     """Keys or values do not come from a cache as kvpass reads it; the message says why."""
 
 
-def cat_parts(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Return the past and the new tokens of a concatenation that grows a cache, or None."""
+def cat_parts(node: fx.Node, along: int = 2) -> tuple[fx.Node, fx.Node] | None:
+    """Return the past and the new tokens of a concatenation that grows a cache along a dimension, or None."""
     if known_name(node) not in ("cat", "concat") or not is_tensor(node):
         return None
     args = op_table.named_arguments(node)
     tensors, dim = args["tensors"], args.get("dim", 0)
-    if len(tensors) != 2 or value(node).ndim != 4 or dim not in (-2, 2):
+    if len(tensors) != 2 or value(node).ndim != 4 or dim not in (along, along - 4):
         return None
     past, new = tensors
     is_past = past.op == "placeholder" or value(past).ndim == 1
@@ -76,8 +76,10 @@ def origin_of(attended: fx.Node, outputs: dict[fx.Node, int]) -> Origin:
                 "concatenation with the past, and is not computed from one cached pair"
             )
         node = returned[-1]
-    _check_heads(attended, node, chain[: chain.index(node)])
+    steps = chain[: chain.index(node)]
+    check_heads(attended, node, steps)
     if parts is None:
+        _check_order(attended, node, steps)
         return Origin(node, None, node)
     past, new = parts
     if value(node).dtype != value(new).dtype and not is_as_wide(value(node).dtype, value(new).dtype):
@@ -103,13 +105,14 @@ def _check_takes_all(node: fx.Node, grown: fx.Node, copies: float) -> None:
     raise CacheRefused(f"{known_name(node)!r} at {walk.source_line(node)} selects a part of the cached keys or values")
 
 
-def _check_heads(attended: fx.Node, grown: fx.Node, chain: list[fx.Node]) -> None:
+def check_heads(attended: fx.Node, grown: fx.Node, chain: list[fx.Node], along: int = 2) -> None:
     """Check that each query head reads the keys of its group, by running the operations on numbered elements.
 
     Args:
         attended: the keys or values that attention reads.
         grown: the cache.
         chain: the operations from the cache to `attended`, the last one first.
+        along: the dimension of the cache's tokens, 2 or 1; that of its heads is the other one.
     """
     shape = propagation.concrete_shape(value(grown).shape)
     numbered = torch.arange(math.prod(shape), dtype=torch.int32).view(shape)
@@ -123,15 +126,25 @@ def _check_heads(attended: fx.Node, grown: fx.Node, chain: list[fx.Node]) -> Non
             line = walk.source_line(node)
             raise CacheRefused(f"{line}: {known_name(node)!r} on keys or values is not supported") from None
         _check_takes_all(node, grown, moved.numel() / numbered.numel())
-    rows, _, tokens, features = shape
+    cached = numbered.transpose(along, 2)
+    rows, _, tokens, features = cached.shape
     if moved.shape[-2:] != (tokens, features) or moved.numel() % numbered.numel():
         raise CacheRefused(f"keys or values of shape {tuple(value(grown).shape)} are cached, attention reads others")
     groups = moved.numel() // numbered.numel()
-    if not torch.equal(moved.reshape(rows, -1, tokens, features), numbered.repeat_interleave(groups, 1)):
+    if not torch.equal(moved.reshape(rows, -1, tokens, features), cached.repeat_interleave(groups, 1)):
         raise CacheRefused(
             "a query head does not read the keys or values of its group's KV head: rows, heads, "
             f"tokens or features are moved between the cache and {walk.source_line(attended)}"
         )
+
+
+def _check_order(attended: fx.Node, grown: fx.Node, chain: list[fx.Node]) -> None:
+    """Refuse one token of one head, of which no number shows the order, if attention reads dimension 1 as tokens."""
+    dim: int | None = 1 if list(map(expr, value(grown).shape[1:3])) == [1, 1] else None
+    for node in reversed(chain):
+        dim = None if dim is None else propagation.propagate_dim(node, walk.operand_of(node), dim)
+    if dim == value(attended).ndim - 2:
+        raise CacheRefused("attention reads dimension 1 of what is cached as tokens")
 
 
 DOES_NOT_GROW = "its keys and values do not grow: they are computed from other inputs than its queries"
@@ -230,8 +243,8 @@ def unread_caches(graph: fx.Graph, read: set[int]) -> list[tuple[fx.Node, str]]:
 
 
 _LAYOUT = (
-    "caches that are attended to grow by torch.cat([past, new], -2) of [B, H, S, D]; let the model keep them so, or "
-    "run it uncompiled"
+    "caches that are attended to grow by torch.cat([past, new], -2) of [B, H, S, D], or along 1 of [B, S, H, D]; let "
+    "the model keep them so, or run it uncompiled"
 )
 
 
@@ -243,6 +256,12 @@ def is_fixed_size_update(node: fx.Node) -> bool:
         for parent in parents
         for source in _source_inputs(parent)
     )
+
+
+def since_projection(nodes: Iterable[fx.Node], results: set[fx.Node]) -> set[fx.Node]:
+    """Return what keys and values are computed from, up to projections of hidden states and results of attention."""
+    ends = tagged("projects") | {"layer_norm"}
+    return set(walk.reach(nodes, lambda each: [] if name_of(each) in ends else each.all_input_nodes, results))
 
 
 def _source_inputs(node: fx.Node) -> list[fx.Node]:

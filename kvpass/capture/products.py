@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
-from kvpass.fx import alias, op_table, propagation, walk
+from kvpass.fx import alias, op_table, propagation, splicing, walk
 from kvpass.fx.op_table import is_a, known_name
 from kvpass.fx.shapes import same_shape
 from kvpass.fx.walk import is_tensor, name_of, operand_of, value
@@ -107,9 +107,13 @@ def check_groups(product: fx.Node) -> None:
 
 
 def _strip_transpose(keys: object) -> fx.Node:
-    """Return x of x.transpose(-1, -2)."""
+    """Return x of x.transpose(-1, -2), or x.permute(0, 2, 1, 3) of x.permute(0, 2, 3, 1)."""
     node = required_tensor(keys)
     node = walk.chain(node, lambda each: known_name(each) in ("contiguous", "clone") or only_splits_heads(each))[-1]
+    if is_tensor(node.args[0]) and known_name(node) == "permute" and not propagation.swaps_last_two(node):
+        *dims, dim, last = op_table.leaves(node.args[1:])
+        with node.graph.inserting_before(node):
+            return splicing.emit(node.graph, torch.permute, node.args[0], (*dims, last, dim))
     if not is_tensor(node.args[0]) or not propagation.swaps_last_two(node):
         raise Unreadable("its second operand is not a transpose of the keys")
     return required_tensor(node.args[0])

@@ -90,24 +90,36 @@ def rows_come_first(position: fx.Node, rotated: fx.Node) -> bool:
 
     The answer is also true if the dimension cannot be followed.
     """
-    dims: dict[fx.Node, int | None] = {position: 0}
-    computed_from = ancestors(rotated, stop={position})
-    for node in position.graph.nodes:
-        parents = {parent: dim for parent in node.all_input_nodes if (dim := dims.get(parent)) is not None}
+    return _follow_to(position, 0, rotated) in (0, None)
+
+
+def _follow_to(root: fx.Node, dim: int, result: fx.Node) -> int | None:
+    """Return the dimension of a result that a dimension of one of its ancestors becomes, or None."""
+    dims: dict[fx.Node, int | None] = {root: dim}
+    computed_from = ancestors(result, stop={root})
+    for node in root.graph.nodes:
+        parents = {parent: along for parent in node.all_input_nodes if (along := dims.get(parent)) is not None}
         if parents and node not in dims and node in computed_from:
-            found = {_aligned_dim(node, parent, dim) for parent, dim in parents.items()}
+            found = {_aligned_dim(node, parent, along) for parent, along in parents.items()}
             dims[node] = found.pop() if len(found) == 1 else None
-    return dims.get(rotated) in (0, None)
+    return dims.get(result)
 
 
-def find_rotary(site: AttentionSite) -> Rotary | None:
+def find_rotary(site: AttentionSite, token_dim: int = 2) -> Rotary | None:
     """Return the rotary embedding of a site's key, or None if the key does not depend on positions.
 
     `raw` is the latest key from which on everything depends on one tensor of positions and on no hidden states.
+
+    Args:
+        token_dim: the dimension of the tokens in `raw`: 2, or 1 for a `raw` [B, q, Hkv, D].
     """
-    shape = value(site.key).shape
+    rows, heads, count, features = value(site.key).shape
+    shape = (rows, heads, count, features) if token_dim == 2 else (rows, count, heads, features)
+    unclear = bool(expr(heads) == expr(count))
     for raw in _latest_first(site.key):
         if raw is site.key or not is_tensor(raw) or not shapes.same_shape(value(raw).shape, shape):
+            continue
+        if unclear and _follow_to(raw, token_dim, site.key) not in (2, None):
             continue
         since_raw = _nodes_behind(site.key, {raw})
         positions = [node for node in since_raw if _is_converted_to_angle(node, since_raw)]

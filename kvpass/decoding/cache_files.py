@@ -18,7 +18,7 @@ from kvpass import cache_names, policies
 from kvpass.arguments import check_arguments
 from kvpass.backend import Backend, backend
 from kvpass.cache.handle import Handle, caches_in, current_cache, handles_of
-from kvpass.cache.layer_cache import LayerCache
+from kvpass.cache.layer_cache import LayerCache, Part
 from kvpass.cache.serial import cache_of, entry_of
 from kvpass.decoding.loop import DecodeLoop
 from kvpass.decoding.stepping import LoopState
@@ -261,7 +261,8 @@ class CacheObjectWriter:
 
     def encode(self, value: Any, where: str) -> Any:
         if isinstance(value, Handle):
-            return {"handle": [self.index[id(current_cache(value, value.part, self.backend))], value.part]}
+            layer = self.index[id(current_cache(value, value.part, self.backend))]
+            return {"handle": [layer, value.part, value.token_dim]}
         if isinstance(value, Tensor):
             self.tensors[f"object.{where}"] = value
             return {"tensor": f"object.{where}"}
@@ -294,15 +295,14 @@ class CacheObjectReader:
     """Makes a model's cache object anew: an empty one of the model, whose layers get what the file holds."""
 
     def __init__(self, layers: list[LayerCache], tensors: Mapping[str, Tensor], model: torch.nn.Module) -> None:
-        self.handles = [dict(zip(("keys", "values"), handles_of(layer), strict=True)) for layer in layers]
-        self.tensors, self.model = tensors, model
+        self.layers, self.tensors, self.model = layers, tensors, model
 
     def decode(self, encoded: Mapping[str, Any]) -> Any:
         (kind, value), *_ = encoded.items()
         if kind == "object":
             return self._object(value, encoded["layers"])
         readers: dict[str, Callable[[Any], Any]] = {
-            "handle": lambda pair: self.handles[pair[0]][pair[1]],
+            "handle": lambda found: self._handle(*found),
             "tensor": lambda name: self.tensors[name].to(_device_of(self.model)),
             "dtype": lambda name: torch.empty(0, dtype=getattr(torch, name)).dtype,
             "device": lambda _: _device_of(self.model),
@@ -312,6 +312,12 @@ class CacheObjectReader:
             "dict": lambda items: {key: self.decode(each) for key, each in items},
         }
         return readers[kind](value)
+
+    def _handle(self, layer: int, part: Part, token_dim: int = 2) -> Handle:
+        if token_dim not in (1, 2):
+            raise CacheFileError(f"it has tokens in dimension {token_dim!r}")
+        keys, values = handles_of(self.layers[layer], (token_dim, token_dim))
+        return {"keys": keys, "values": values}[part]
 
     def _object(self, name: str, layers: list[Any]) -> Any:
         result = cache_names.empty_cache(self.model)

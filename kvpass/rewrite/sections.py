@@ -47,6 +47,8 @@ class SectionInterpreter(fx.Interpreter):
             return Sections(tuple(section for whole in args[0] for section in _sections(whole).tensors))
         if name in ("chunk", "split") and _along_last(args, kwargs):
             return _divide_sections(args[0], args[1], name == "chunk")
+        if name == "transpose" and args[1:] == (1, 2):
+            return Sections(tuple(call([section, 1, 2]) for section in args[0].tensors))
         if n.target is operator.getitem and isinstance(args[0], tuple):
             return args[0][args[1]]
         return call(fx.node.map_aggregate(args, lambda arg: arg.join() if isinstance(arg, Sections) else arg))

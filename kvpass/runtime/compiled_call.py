@@ -245,7 +245,7 @@ def _length_context(cache: Any, arguments: tuple[Any, ...]) -> contextlib.Abstra
     on it.
     """
     first = next(iter(_key_tensors(cache)), None)
-    if not isinstance(first, Handle) or first.shape[2] != 1:
+    if not isinstance(first, Handle) or first.shape[first.token_dim] != 1:
         return contextlib.nullcontext()
     for tokens in (
         value for value in arguments if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == 1
@@ -273,7 +273,7 @@ def _counter_names(layer: Any) -> list[str]:
     because one of them may be the window, which does not change.
     """
     keys = getattr(layer, "keys", None)
-    if not isinstance(keys, Handle) or keys.shape[2] == keys.seen:
+    if not isinstance(keys, Handle) or keys.shape[keys.token_dim] == keys.seen:
         return []
     # type() instead of isinstance(), because True equals 1
     names = [name for name, value in vars(layer).items() if type(value) is int and value == keys.seen]
@@ -310,8 +310,8 @@ def as_contiguous_tokens(argument: Any) -> Any:
 
 
 def returns_growing_cache(output: Any) -> bool:
-    """Return whether a model's output has a cache with keys [B, H, S, D] that are not handles of kvpass."""
-    return any(ordinary_tokens(cache) > 0 for cache in _caches(output))
+    """Return whether a model's output has a cache with keys of four dimensions that are not handles."""
+    return any(ordinary_keys(cache) > 0 for cache in _caches(output))
 
 
 def _caches(output: Any) -> Iterator[Any]:
@@ -336,17 +336,18 @@ def _is_cache_object(value: Any) -> bool:
 def _ordinary_caches(arguments: tuple[Any, ...]) -> list[tuple[Any, int]]:
     """Return the cache objects among arguments that hold no handles, each with its number of stored tokens."""
     objects = [value for value in arguments if _is_cache_object(value)]
-    return [(value, ordinary_tokens(value)) for value in objects if not _has_handles(value)]
+    return [(value, ordinary_keys(value)) for value in objects if not _has_handles(value)]
 
 
 def _have_grown(caches: list[tuple[Any, int]]) -> bool:
     """Return whether one of the caches stores more tokens than before."""
-    return any(ordinary_tokens(cache) > before for cache, before in caches)
+    return any(ordinary_keys(cache) > before for cache, before in caches)
 
 
-def ordinary_tokens(cache: Any) -> int:
-    """Return the number of tokens that a cache object or nested tuples store; 0 for a cache of kvpass."""
-    return 0 if _has_handles(cache) else max((key.shape[2] for key in _key_tensors(cache) if key.ndim == 4), default=0)
+def ordinary_keys(cache: Any) -> int:
+    """Return the keys, of all heads, in a cache's largest layer; 0 for a cache of kvpass."""
+    counts = [key.shape[1] * key.shape[2] for key in _key_tensors(cache) if key.ndim == 4]  # in either order
+    return 0 if _has_handles(cache) else max(counts, default=0)
 
 
 def _has_handles(value: Any) -> bool:

@@ -13,7 +13,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass.cache.admission import Chunk
-from kvpass.cache.handle import handles_of
+from kvpass.cache.handle import handles_of, with_heads_first
 from kvpass.capture import keys
 from kvpass.capture.canonical import AttentionSite, SiteFacts
 from kvpass.capture.capture import Capture
@@ -59,6 +59,7 @@ class PromptGraph:
         constants: module tensors that are attributes of the graph.
         sparse_indices: the sparse indices of masks.
         scoring_outputs: the output index of each cache of scoring keys, and the dimension along which it grows.
+        tokens_first: see `Capture`; what follows gets arguments with heads first.
     """
 
     sites: list[SiteFacts]
@@ -73,6 +74,7 @@ class PromptGraph:
     constants: list[Tensor] = dataclasses.field(default_factory=list)
     sparse_indices: list[keys.SparseIndex] = dataclasses.field(default_factory=list)
     scoring_outputs: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    tokens_first: frozenset[int] = frozenset()
 
 
 def _check_policy(policy: Policy, policies: list[Policy], sites: list[AttentionSite]) -> None:
@@ -180,9 +182,7 @@ class PromptRunner:
         self.as_traced = UnwrappedSubclasses()
 
     @staticmethod
-    def of(
-        backend: BackendBase, model: fx.GraphModule, captured: Capture, examples: Sequence[Any], ranked: bool
-    ) -> PromptRunner:
+    def of(backend: BackendBase, captured: Capture, examples: Sequence[Any], ranked: bool) -> PromptRunner:
         """Return the runner of a graph of Dynamo.
 
         Raises:
@@ -195,7 +195,8 @@ class PromptRunner:
         extras = backend.kv_store.is_reference or (backend.crop > 0 and scored)
         padding = padding_inputs_of_sites(gm, sites, step=False)
         holders, outputs = walk.placeholders(gm.graph), walk.results(gm.graph)
-        call = PromptCall(gm, sites, policies, backend.budget, ranked, extras, examples, padding)
+        relaid = with_heads_first(examples, captured.tokens_first)
+        call = PromptCall(gm, sites, policies, backend.budget, ranked, extras, relaid, padding)
         sparse_indices = [each for site in sites for each in keys.sparse_indices(site.mask)]
         grown = [pair for each in sparse_indices for pair in keys.cached_scoring_keys(each, outputs)]
         graph = PromptGraph(
@@ -211,13 +212,14 @@ class PromptRunner:
             constants=model_identity.module_constants(gm),
             sparse_indices=sparse_indices,
             scoring_outputs=[(outputs.index(node), dim) for node, dim in grown],
+            tokens_first=captured.tokens_first,
         )
         unchecked = None
         if backend.validates:
             plain = [each.with_plain_logits() if each.scales_logits else each for each in policies]
             rewritten = functools.partial(rewrite_prompt, dataclasses.replace(call, policies=plain))
             marks = [holders.index(node) for node in padding[0]]
-            unchecked = PromptCase(model, gm, sites, None if policy.renumbers else rewritten, marks)
+            unchecked = PromptCase(captured.model, gm, sites, None if policy.renumbers else rewritten, marks)
         positions = PositionCheck(gm, sites) if ranked else None
         probe = functools.partial(probe_rotaries, gm, sites) if ranked else None
         return PromptRunner(backend, graph, None, splicing.extract(gm, []).graph, positions, probe, unchecked)
@@ -230,11 +232,14 @@ class PromptRunner:
         another length gets a graph of its own, for all lengths.
         """
         may_come_once = all(_is_static_on_cpu(example) for example in examples)
+        assert self.graph.rewrite.gm is not None
         if may_come_once and not self.backend.compiles_prompts_at_once:
-            assert self.graph.rewrite.gm is not None
             self.inner = _DeferredPrompt(fx_nodes.code_of(self.graph.rewrite.gm), self._compile_graph)
         else:
-            self.inner = self._compile_graph(examples)
+            # A transposed tensor would be new to the compiler, with sizes of its own.
+            holders = enumerate(walk.placeholders(self.graph.rewrite.gm.graph))
+            shown = {index: walk.value(node) for index, node in holders if index in self.graph.tokens_first}
+            self.inner = self._compile_graph([shown.get(index, x) for index, x in enumerate(examples)])
 
     def _compile_graph(self, examples: Sequence[Any]) -> Callable[..., Any]:
         rewrite = self.graph.rewrite
@@ -249,6 +254,7 @@ class PromptRunner:
 
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
         with tensors.with_torch_function():
+            arguments = with_heads_first(arguments, self.graph.tokens_first)
             return self._run(arguments, self.as_traced(arguments))
 
     def _run(self, arguments: tuple[Any, ...], traced: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -279,7 +285,7 @@ class PromptRunner:
         )
         del layers  # so that the keys and values of each layer are freed once they are stored
         for site, cache in zip(graph.sites, admitted.caches(), strict=True):
-            results[site.keys_out], results[site.values_out] = handles_of(cache)
+            results[site.keys_out], results[site.values_out] = handles_of(cache, site.token_dims)
         announce(PromptResult(self, arguments, tuple(results)))
         return tuple(results)
 

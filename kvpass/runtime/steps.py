@@ -7,9 +7,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import torch.fx as fx
-
-from kvpass.cache.handle import check_layers, current_cache, handles_of
+from kvpass.cache.handle import check_layers, current_cache, handles_of, with_heads_first
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.capture.canonical import AttentionSite, SiteFacts
 from kvpass.capture.capture import Capture
@@ -179,6 +177,7 @@ class StepRunner(StepExecutor):
     Attributes:
         model: Dynamo's graph until the first rewrite is validated, then None.
         gm, sites: the canonical graph and its attention sites.
+        tokens_first: see `Capture`; what follows gets arguments with heads first.
         pasts: for each site the argument indices of the past keys and values.
         sizes, verifier: read sizes from a call's arguments, and check the call.
         variants: the rewrites of the graph.
@@ -188,10 +187,11 @@ class StepRunner(StepExecutor):
     sites: list[AttentionSite]
     sizes: StepSizes
 
-    def __init__(self, backend: BackendBase, model: fx.GraphModule, captured: Capture) -> None:
+    def __init__(self, backend: BackendBase, captured: Capture) -> None:
         gm, sites = captured.gm, captured.sites
         super().__init__(backend, sites, StepSizes(gm, sites), PaddingTracker.of(gm, sites))
-        self.gm, self.model = gm, model if backend.validates else None
+        self.gm, self.model = gm, captured.model if backend.validates else None
+        self.tokens_first = captured.tokens_first
         holders = walk.placeholders(self.gm.graph)
         self.pasts = [(holders.index(s.past_key), holders.index(s.past_value)) for s in self.sites]  # type: ignore[arg-type]
         self.as_traced = UnwrappedSubclasses(index for pair in self.pasts for index in pair)
@@ -203,6 +203,7 @@ class StepRunner(StepExecutor):
 
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
         with tensors.with_torch_function():
+            arguments = with_heads_first(arguments, self.tokens_first)
             try:
                 return self._run(arguments)
             except UnsupportedGraph as refusal:
@@ -239,6 +240,11 @@ class StepRunner(StepExecutor):
         if current_cache(arguments[indices[1]], "values", self.backend) is not cache:
             raise CacheHandleError(
                 "the keys and the values of a layer come from different layers or different conversations"
+            )
+        if any(arguments[index].token_dim != 2 for index in indices):
+            raise CacheHandleError(
+                "the cache of a layer has its tokens in another dimension than the one along which they are appended "
+                "here: keep [B, H, S, D] or [B, S, H, D]"
             )
         return cache
 
@@ -354,7 +360,7 @@ class StepRunner(StepExecutor):
         for index, (past, dim) in rewrite.dropped_outputs.items():
             outputs[index] = longer_placeholder(arguments[past], dim, rewrite.queries)
         for site, cache in zip(self.sites, caches, strict=True):
-            outputs[site.keys_out], outputs[site.values_out] = handles_of(cache)
+            outputs[site.keys_out], outputs[site.values_out] = handles_of(cache, site.token_dims)
         return tuple(outputs)
 
 

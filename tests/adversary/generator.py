@@ -380,7 +380,7 @@ def mixed(draw: Random) -> Program:
         model["rotary"] = draw.choice(list(INDICES))
         policies += [("streaming", "cache")] * 2
     policy = odd(draw, [("full",)], policies, 30 if "rotary" in model else 12)
-    return Program(
+    result = Program(
         source="\n".join(lines) + "\n",
         names=names,
         pad=draw.choice(["left", "left", "right", "later"]) if "p" in names else "none",
@@ -390,6 +390,9 @@ def mixed(draw: Random) -> Program:
         model=tuple(model.items()),
         policy=policy,
     )
+    if draw.randrange(8):
+        return result
+    return dataclasses.replace(result, model=(*result.model, ("tokens_first", True)), grow="torch.cat([past, new], 1)")
 
 
 assert DIM == 8  # the programs spell it out

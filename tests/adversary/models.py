@@ -22,7 +22,17 @@ def grow(past: Tensor, new: Tensor) -> Tensor:
     return torch.cat([past, new], -2)
 
 
-class Small(nn.Module):
+class Ordered(nn.Module):
+    """A model whose cache may have its tokens first."""
+
+    tokens_first: bool
+
+    def ordered(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, Hkv, S, D] as the cache has them, or back."""
+        return (k.transpose(1, 2), v.transpose(1, 2)) if self.tokens_first else (k, v)
+
+
+class Small(Ordered):
     """Layers of attention alone: forward(ids [B, q], past, **inputs) -> (hidden [B, q, H * D], new past).
 
     Args:
@@ -31,6 +41,7 @@ class Small(nn.Module):
         rotary: queries and keys are rotated by the token's index, in this shape of `INDICES`.
         grow: (past, new) -> grown.
         kept: the dtype of the cache, if it is another.
+        tokens_first: whether the cache is [B, S, Hkv, D].
         tables: buffers, handed to `attend` among the inputs.
     """
 
@@ -45,12 +56,14 @@ class Small(nn.Module):
         dtype: torch.dtype = torch.float32,
         grow: Callable[[Tensor, Tensor], Tensor] = grow,
         kept: torch.dtype | None = None,
+        tokens_first: bool = False,
         tables: dict[str, Tensor] | None = None,
     ) -> None:
         super().__init__()
         self.attends = attend if isinstance(attend, list) else [attend] * layers
         self.heads, self.kv_heads, self.rotary, self.grow = heads, kv_heads or heads, rotary, grow
         self.kept = kept or dtype
+        self.tokens_first = tokens_first
         width = heads * DIM
         torch.manual_seed(0)
         self.embed = nn.Embedding(TOKENS, width)
@@ -62,7 +75,7 @@ class Small(nn.Module):
 
     def forward(self, ids: Tensor, past: Past = None, **inputs: Any) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         x, present = self.embed(ids), []
-        seen = 0 if past is None else past[0][0].shape[-2]
+        seen = 0 if past is None else past[0][0].shape[1 if self.tokens_first else 2]
         i = torch.arange(seen, seen + ids.shape[1])[:, None]
         inputs.update({name: getattr(self, name) for name in self.tables})
         for layer, attend in enumerate(self.attends):
@@ -72,15 +85,17 @@ class Small(nn.Module):
                 index = {**INDICES, **ODD_INDICES}[self.rotary](i, inputs.get("p"))
                 q, k = rotated(q, index), rotated(k, index)
             k, v = k.to(self.kept), v.to(self.kept)
+            k, v = self.ordered(k, v)
             if past is not None:
                 k, v = self.grow(past[layer][0], k), self.grow(past[layer][1], v)
             present.append((k, v))
+            k, v = self.ordered(k, v)
             j = torch.arange(k.shape[-2])
             x = x + attend(q, k, v, i, j, **inputs).transpose(1, 2).flatten(2)
         return x, present
 
 
-class Bare(nn.Module):
+class Bare(Ordered):
     """One layer without projections, which traces in half the time: forward([B, H + 2 Hkv, q, D], past, **inputs).
 
     As `Small` otherwise; `call` makes its queries, keys and values from ids.
@@ -95,22 +110,26 @@ class Bare(nn.Module):
         dtype: torch.dtype = torch.float32,
         grow: Callable[[Tensor, Tensor], Tensor] = grow,
         kept: torch.dtype | None = None,
+        tokens_first: bool = False,
         table: Tensor,
     ) -> None:
         super().__init__()
         self.attend, self.heads, self.kv_heads, self.grow, self.kept = attend, heads, kv_heads, grow, kept or dtype
+        self.tokens_first = tokens_first
         self.register_buffer("table", table.to(dtype))
         drawn = torch.Generator().manual_seed(0)
         self.given = torch.randn(TOKENS, heads + 2 * kv_heads, DIM, generator=drawn).to(dtype)
 
     def forward(self, x: Tensor, past: Past = None, **inputs: Any) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         q, k, v = x.split([self.heads, self.kv_heads, self.kv_heads], 1)
-        k, v = k.to(self.kept), v.to(self.kept)
-        seen = 0 if past is None else past[0][0].shape[-2]
+        k, v = self.ordered(k.to(self.kept), v.to(self.kept))
+        seen = 0 if past is None else past[0][0].shape[1 if self.tokens_first else 2]
         if past is not None:
             k, v = self.grow(past[0][0], k), self.grow(past[0][1], v)
+        present = [(k, v)]
+        k, v = self.ordered(k, v)
         i, j = torch.arange(seen, seen + q.shape[2])[:, None], torch.arange(k.shape[-2])
-        return self.attend(q, k, v, i, j, table=self.table, **inputs), [(k, v)]
+        return self.attend(q, k, v, i, j, table=self.table, **inputs), present
 
     def call(self, compiled: Any) -> Callable[..., Any]:
         """forward(ids, past, **inputs) -> ([B, q, H, D], new past) by the model, or by what it was compiled to."""

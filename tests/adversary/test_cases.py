@@ -757,8 +757,8 @@ class StackedAfterABreak(Stacked):
     broken = True
 
 
-def kept_as(name: str, *how: Any) -> Row:
-    return Row(name, lambda: Case(KeptAs(*how)))
+def kept_as(name: str, *how: Any, held: bool = False) -> Row:
+    return Row(name, lambda: Case(KeptAs(*how)), held=held)
 
 
 def of_class(name: str, kind: type[Small], attend: Attend = plain, **how: Any) -> Row:
@@ -805,6 +805,7 @@ HANDLES = [
         lambda k, v: (k.transpose(1, 2), v.transpose(1, 2)),
         lambda kept: (kept[0].transpose(1, 2), kept[1].transpose(1, 2)),
         1,
+        held=True,
     ),
     kept_as(
         "H-cache-of-three-dimensions",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
+import kvpass
 from kvpass.fx.splicing import Slice
 from kvpass.lowering.attend import RotaryPairs
 from kvpass.lowering.formats import Sections
@@ -110,3 +113,18 @@ def test_what_follows_the_embedding_may_be_alone_too():
 def test_keys_that_are_not_rotated_alone_are_rotated_for_all(rotate, bound):
     whole = sliced(rotate, *bound, rows=4, queries=3)
     assert whole.for_one_key() is whole
+
+
+@torch.no_grad()
+def test_keys_that_are_rotated_before_heads_come_first() -> None:
+    """In a prompt of as many tokens as heads their shape says nothing, and they were taken for unrotated keys."""
+    sizes: dict[str, Any] = dict(vocab_size=128, n_embd=32, n_layer=1, n_head=4, n_positions=64, rotary_dim=8)
+    model = transformers.GPTJForCausalLM(transformers.GPTJConfig(**sizes)).eval()
+    ids = torch.randint(3, 128, (1, 7), generator=torch.Generator().manual_seed(0))
+    torch._dynamo.reset()
+    run = torch.compile(model, backend=kvpass.backend("streaming", budget=16, inner="eager"))
+    logits, cache = [], None
+    for start, stop in ((0, 4), (4, 5), (5, 6), (6, 7)):
+        out = run(ids[:, start:stop].contiguous(), past_key_values=cache)
+        logits, cache = [*logits, out.logits], out.past_key_values
+    assert torch.allclose(torch.cat(logits, 1), model(ids).logits, atol=1e-5)

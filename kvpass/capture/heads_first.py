@@ -1,0 +1,191 @@
+"""Rewrite Dynamo's graph so that heads come before tokens, in caches [B, S, H, D] and in torch.einsum.
+
+A cache [B, S, H, D] enters and leaves the new graph as [B, H, S, D], and nothing behind capture knows of another order:
+
+    before    k = cat([past_k, key], 1)              after    grown = cat([past_k, key.transpose(1, 2)], 2)
+              out = attend(q, k.transpose(1, 2))              k = grown.transpose(1, 2)
+              return out, k                                   out = attend(q, k.transpose(1, 2))
+                                                              return out, grown
+
+The new graph computes what Dynamo's does, whichever caches are found: capture proves the rest on it, or refuses it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from kvpass.capture import decomposed_attention, origins, products
+from kvpass.capture.canonical import AttentionSite
+from kvpass.capture.decomposed_attention import AttentionCall
+from kvpass.capture.origins import CacheRefused
+from kvpass.capture.rotary import find_rotary
+from kvpass.fx import op_table, splicing, walk
+from kvpass.fx.op_table import is_a, known_name
+from kvpass.fx.shapes import expr
+from kvpass.fx.walk import is_tensor, value
+from kvpass.torch_private import fx_nodes, tensors
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadsFirst:
+    """A graph with heads first.
+
+    Attributes:
+        gm: the graph.
+        inputs, outputs: the indices of the arguments and of the results that are transposed.
+    """
+
+    gm: fx.GraphModule
+    inputs: frozenset[int]
+    outputs: frozenset[int]
+
+
+def find_tokens_first(gm: fx.GraphModule) -> set[str]:
+    """Return the names of the outputs of a graph with normalized calls that are caches [B, S, H, D]."""
+    outputs = {node: index for index, node in enumerate(walk.results(gm.graph)) if is_tensor(node)}
+    calls, _ = decomposed_attention.find(gm)
+    results = {node for call in calls for node in (call.node, call.lse) if node is not None}
+    found = {node for node in outputs if origins.cat_parts(node, 1)}
+    for call in calls:
+        for attended in (call.key, call.value):
+            node = None if _is_read(attended, outputs) else _cache_of(attended, outputs)
+            if node is not None:
+                found.add(node)
+            elif not _is_read(attended, outputs):  # it may be computed from what is cached
+                computed_from = origins.since_projection([attended], results)
+                found |= {each for each in computed_from if each in outputs and _has_tokens_first(each, call)}
+    return {node.name for node in found}
+
+
+def _is_read(attended: fx.Node, outputs: dict[fx.Node, int]) -> bool:
+    """Return whether keys or values come from a cache [B, H, S, D]."""
+    try:
+        origins.origin_of(attended, outputs)
+    except CacheRefused:
+        return False
+    return True
+
+
+def _cache_of(attended: fx.Node, outputs: dict[fx.Node, int]) -> fx.Node | None:
+    """Return the output [B, S, H, D] that attention reads with heads and tokens exchanged, or None."""
+    chain = walk.chain(attended, lambda each: is_a(each, "moves", "keeps"))
+    returned = [index for index, node in enumerate(chain) if node in outputs and value(node).ndim == 4]
+    if not returned or chain[returned[-1]].op == "placeholder":
+        return None
+    try:
+        origins.check_heads(attended, chain[returned[-1]], chain[: returned[-1]], along=1)
+    except CacheRefused:
+        return None
+    return chain[returned[-1]]
+
+
+def _has_tokens_first(node: fx.Node, call: AttentionCall) -> bool:
+    """Return whether dimension 1 of a node, and not dimension 2, has the size of the new tokens."""
+    if value(node).ndim != 4 or node.op == "placeholder" or origins.cat_parts(node):
+        return False
+    first, second = map(expr, value(node).shape[1:3])
+    return bool(first == expr(value(call.query).shape[2]) != second)
+
+
+def transpose_caches(gm: fx.GraphModule, names: Collection[str]) -> HeadsFirst:
+    """Return a copy of Dynamo's graph in which outputs, given by name, and their pasts have heads first."""
+    copy, _ = fx_nodes.copy_graph_module(gm)
+    graph, returned = copy.graph, walk.results(copy.graph)
+    inputs, outputs, shown = dict[fx.Node, fx.Node](), dict[int, fx.Node](), list[fx.Node]()
+    for node in [each for each in graph.nodes if each.name in names]:
+        past, new = origins.cat_parts(node, 1) or (None, node)
+        if past is not None and value(past).ndim == 4 and past not in inputs:
+            inputs[past] = _transpose_input(past)
+        before = node.next if past is None else node
+        transposed = _emit(before, node, torch.transpose, new, 1, 2)
+        grown = transposed if past is None else _emit(before, node, torch.cat, [past, transposed], 2)
+        shown.append(_emit(before, node, torch.transpose, grown, 1, 2))
+        _replace_uses(node, shown[-1], transposed)
+        outputs.update({index: grown for index, each in enumerate(returned) if each is node})
+        if past is not None:
+            graph.erase_node(node)
+    graph.output_node().args = (tuple(outputs.get(index, x) for index, x in enumerate(walk.results(graph))),)
+    for node in [*inputs.values(), *shown]:
+        if not node.users:
+            graph.erase_node(node)
+    holders = walk.placeholders(graph)
+    return HeadsFirst(copy, frozenset(map(holders.index, inputs)), frozenset(outputs))
+
+
+def _transpose_input(past: fx.Node) -> fx.Node:
+    """Exchange dimensions 1 and 2 of a placeholder; return the node that its users then read."""
+    past.meta["example_value"] = tensors.propagate(torch.transpose, value(past), 1, 2)
+    first = next(node for node in past.graph.nodes if node.op != "placeholder")
+    shown = _emit(first, next(iter(past.users)), torch.transpose, past, 1, 2)
+    _replace_uses(past, shown, shown)
+    return shown
+
+
+def separate_rotary(site: AttentionSite) -> None:
+    """Add the unrotated key with heads first to the graph of a model that rotates it with tokens first."""
+    found = find_rotary(site, token_dim=1)
+    if found is not None:
+        raw, before = found.raw, found.raw.next
+        transposed = _emit(before, raw, torch.transpose, raw, 1, 2)
+        _replace_uses(raw, _emit(before, raw, torch.transpose, transposed, 1, 2), transposed)
+
+
+def order_equations(gm: fx.GraphModule) -> fx.GraphModule:
+    """Return Dynamo's graph with "bqhd,bshd->bhqs" as "bhqd,bhsd->bhqs" of transposed operands, and all such ones.
+
+    Attention is read from equations in which rows and heads come first.
+    """
+    if not any(known_name(node) == "einsum" for node in gm.graph.nodes):
+        return gm
+    copy, _ = fx_nodes.copy_graph_module(gm)
+    for node in [each for each in copy.graph.nodes if known_name(each) == "einsum"]:
+        _order_equation(node)
+    return copy
+
+
+def _order_equation(node: fx.Node) -> None:
+    """Rewrite an equation of two operands that sums over one dimension, so that shared dimensions come first."""
+    equation, *operands = node.args
+    operands = op_table.leaves(operands)  # the tensors may come in a list
+    letters = str(equation).replace(" ", "").replace("->", ",").split(",")
+    if len(letters) != 3 or len(operands) != 2 or not all(map(is_tensor, operands)):
+        return
+    first, second, result = letters
+    batch = [x for x in result if x in first and x in second]
+    row, column = ([x for x in result if x in one and x not in other] for one, other in (letters[:2], letters[1::-1]))
+    inner = [x for x in first if x in second and x not in result]
+    orders = [[*batch, *row, *inner], [*batch, *sorted(inner + column, key=second.index)], [*batch, *row, *column]]
+    complete = all(sorted(x) == sorted(order) for x, order in zip(letters, orders, strict=True))
+    if not complete or [len(row), len(column), len(inner)] != [1, 1, 1] or letters == list(map("".join, orders)):
+        return
+    moved = [
+        _permute(node, products.required_node(operand), [x.index(letter) for letter in order])
+        for operand, x, order in zip(operands, letters, orders, strict=False)
+    ]
+    ordered = ",".join(map("".join, orders[:2])) + "->" + "".join(orders[2])
+    product = _emit(node, node, torch.functional.einsum, ordered, *moved)
+    node.replace_all_uses_with(_permute(node, product, [orders[2].index(x) for x in result]))
+    node.graph.erase_node(node)
+
+
+def _permute(before: fx.Node, tensor: fx.Node, dims: list[int]) -> fx.Node:
+    """Add a permutation of a tensor before a node, if it changes the order."""
+    return tensor if dims == sorted(dims) else _emit(before, before, torch.permute, tensor, dims)
+
+
+def _emit(before: fx.Node, like: fx.Node, target: Any, *args: Any) -> fx.Node:
+    """Add a call before a node, with the source line of another."""
+    with before.graph.inserting_before(before):
+        added = splicing.emit(before.graph, target, *args)
+    added.meta = {**like.meta, **added.meta}
+    return added
+
+
+def _replace_uses(node: fx.Node, replacement: fx.Node, reader: fx.Node) -> None:
+    """Replace a node for all of its users but one."""
+    node.replace_all_uses_with(replacement, delete_user_cb=lambda user: user is not reader)
