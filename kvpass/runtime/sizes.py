@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
@@ -16,7 +15,7 @@ from kvpass.cache.layer_cache import LayerCache
 from kvpass.capture.canonical import AttentionSite
 from kvpass.fx import shapes, walk
 from kvpass.fx.shapes import Sizes
-from kvpass.runtime.variants import MOST_ENTRIES, DynamicDims
+from kvpass.runtime.variants import DynamicDims, LruCache
 
 MOST_UNCLEAR = 4  # sizes that may or may not follow the cache, of which all combinations are tried
 
@@ -108,8 +107,8 @@ class StepSizes(TokenCounters):
         self._gm, self._sites = gm, sites
         self.sources, self.other_sources = _free_sizes(gm, sites)
         self.rewritten_interpretations: set[SizeInterpretation] = set()
-        self._new_token_count = functools.lru_cache(MOST_ENTRIES)(self._count_new_tokens)
-        self.resolve = functools.lru_cache(MOST_ENTRIES)(self._resolve)
+        self._new_tokens = LruCache[tuple[int, ...], int]()
+        self._resolved = LruCache[Any, Sizes]()
 
     def numbers(self, arguments: tuple[Any, ...]) -> tuple[int, ...]:
         """Return the values of `sources`."""
@@ -118,9 +117,12 @@ class StepSizes(TokenCounters):
     def queries(self, arguments: tuple[Any, ...]) -> int:
         return self._new_token_count(self.numbers(arguments))
 
-    def _count_new_tokens(self, numbers: tuple[int, ...]) -> int:
-        """Return q for values of `sources`."""
-        return shapes.number(self._sites[0].queries, dict(zip(self.sources, numbers, strict=True)))
+    def _new_token_count(self, numbers: tuple[int, ...]) -> int:
+        count = self._new_tokens.get(numbers)
+        if count is None:
+            known = dict(zip(self.sources, numbers, strict=True))
+            count = self._new_tokens.put(numbers, shapes.number(self._sites[0].queries, known))
+        return count
 
     def call_sizes(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> CallSizes:
         """Return the sizes of a call."""
@@ -154,10 +156,16 @@ class StepSizes(TokenCounters):
         """Replace each size of an interpretation by a tie to the first equal one of `numbers`, if there is one."""
         return tuple(SizeTie(numbers.index(size)) if size in numbers else size for size in other_sizes)
 
-    def _resolve(
+    def resolve(
         self, call: CallSizes, other_sizes: tuple[int | SizeTie | None, ...], dynamic: DynamicDims | None = None
     ) -> Sizes:
         """Return the meaning of the graph's symbols in a call, perhaps with some sizes dynamic."""
+        key = call, other_sizes, dynamic
+        return self._resolved.get(key) or self._resolved.put(key, self._resolve(call, other_sizes, dynamic))
+
+    def _resolve(
+        self, call: CallSizes, other_sizes: tuple[int | SizeTie | None, ...], dynamic: DynamicDims | None
+    ) -> Sizes:
         known: dict[Any, Any] = dict(zip(self.sources, call.numbers, strict=True))
         new: Any = self._new_token_count(call.numbers)
         if dynamic:
