@@ -135,6 +135,50 @@ def test_layers_whose_weights_wrap_tensors_share_code() -> None:
     torch.testing.assert_close(ours[mask.bool()], plain[mask.bool()], atol=1e-4, rtol=1e-4)
 
 
+class Gain(Tensor):
+    """One tensor that layers multiply with; operators run on it."""
+
+    gain: Tensor
+
+    @staticmethod
+    def __new__(cls, gain: Tensor) -> Gain:
+        made: Gain = Tensor._make_wrapper_subclass(cls, gain.shape, dtype=gain.dtype, device=gain.device)
+        made.gain = gain
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["gain"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], *_: Any) -> Gain:
+        return Gain(inner["gain"])
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = torch.utils._pytree.tree_map_only(Gain, lambda each: each.gain, args)
+        result = func(*plain, **(kwargs or {}))
+        keeps = func in (torch.ops.aten.clone.default, torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+        return Gain(result) if keeps else result
+
+
+@pytest.mark.slow
+def test_a_wrapper_that_all_layers_read_keeps_their_graph_whole() -> None:
+    """A layer's code would take a copy that another part of the graph has made for a plain tensor."""
+    model, copies = build("Llama", layers=4), dict[str, Tensor]()
+    model.model.gain = nn.Parameter(Gain(torch.linspace(0.5, 1.5, model.config.hidden_size)), requires_grad=False)
+    model.model.register_forward_pre_hook(lambda module, _: copies.update(gain=module.gain.clone()))
+    for layer in model.model.layers:
+        layer.mlp.register_forward_hook(lambda _, inputs, output: output * copies["gain"])
+    ids, mask = prompt(1, 12, ())
+    ours, plain = (
+        force(Traced(model), ids, mask, [9, 1, 1, 1], policy="full", inner=inner, inspect=False).logits
+        for inner in ("inductor", "eager")
+    )
+    torch.testing.assert_close(ours, plain, atol=1e-4, rtol=1e-4)
+
+
 def test_a_model_whose_weights_wrap_tensors_is_not_exported(tmp_path: Path) -> None:
     model = with_weights(build("Llama", layers=3), Coded.of)
     with pytest.raises(kvpass.UnsupportedGraph, match="this model cannot be exported"):

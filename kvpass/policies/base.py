@@ -141,6 +141,10 @@ class Policy:
         """Return whether the policy's class has a hook of its own; this class has a default, or raises an error."""
         return getattr(type(self), hook) is not getattr(Policy, hook)
 
+    def _lacks(self, hook: str) -> PolicyError:
+        """Return the error for a hook that the policy's other hooks or attributes ask for."""
+        return PolicyError(f"{type(self).__qualname__}: it needs the hook `{hook}`, and has none")
+
     @property
     def _why_no_spans(self) -> str:
         """The reason why the policy cannot select in each span of the text for itself; "" if it can."""
@@ -256,7 +260,7 @@ class Policy:
             tokens: the tokens of the prompt, after `observe_chunk` and `rescore`; their budget is the mean.
             layer: the index of the layer; 0 unless the policy `reads_layer`.
         """
-        raise NotImplementedError
+        raise self._lacks("head_counts")
 
     # Counts on the host, for policies that compact periodically: by default the held tokens.
 
@@ -326,7 +330,7 @@ class Policy:
             valid: bool [b, q], false for padding.
             held: how many of the columns are slots.
         """
-        raise NotImplementedError
+        raise self._lacks("smoothed")
 
     @property
     def scans_means(self) -> bool:
@@ -346,7 +350,7 @@ class Policy:
             held: how many of the columns are slots.
             sharding: see `Attention`.
         """
-        raise NotImplementedError
+        raise self._lacks("scan")
 
     @property
     def rescores(self) -> bool:
@@ -364,7 +368,7 @@ class Policy:
                 undefined.  With positions="cache" keys are without their rotary embedding.
             weights: the result of `layer_weights` for the layer, on the device of the keys.
         """
-        raise NotImplementedError
+        raise self._lacks("rescore")
 
     @property
     def projects(self) -> bool:
@@ -379,7 +383,7 @@ class Policy:
             output: the weights by which each query head's part of attention's output enters the output of the layer,
                 [B or 1, h, G, Dv, E]; None for attention whose output is not projected, as in `kvpass.simulate`.
         """
-        raise NotImplementedError
+        raise self._lacks("project")
 
     def layer_weights(self, layer: int) -> list[Tensor]:
         """Return the tensors that `rescore` reads in a layer, which become inputs of the decode graph."""
@@ -411,7 +415,7 @@ class Policy:
             weights: the result of `weights`, on the device of the slots.
             evicted: an upper bound of the tokens evicted since the last call, if the result is stored.
         """
-        raise NotImplementedError
+        raise self._lacks("align")
 
     def weights(self) -> list[Tensor]:
         """Return the tensors that `align` uses, which become inputs of the decode graph."""
@@ -464,14 +468,14 @@ class Policy:
             evicted: the stored keys of the evicted tokens, [B, Hkv, E, D], by position.
             valid: bool [B, H', E], false for entries without a token.
         """
-        raise NotImplementedError
+        raise self._lacks("merge_evicted")
 
     def score(self, tokens: Tokens) -> Tensor:
         """Return int64 or float32 [B, H', N]: the token of lowest score is evicted first; of equals, the later one.
 
         Scores of free slots are ignored.
         """
-        raise PolicyError(f"{type(self).__qualname__}: a policy that evicts needs a `score`, and this one has none")
+        raise self._lacks("score")
 
     def victim(self, tokens: Tokens) -> Tensor:
         """Return the slot [B, H'] to overwrite next: by default a free slot, else the lowest score's."""

@@ -61,7 +61,7 @@ class Calibration(Weights):
     tensors: Mapping[str, Tensor] = dataclasses.field(repr=False)
     digest: str = dataclasses.field(init=False)
     key = "kvpass.calibration"
-    what = "a calibration"
+    content = "a calibration"
     error = CalibrationError
     option = "calibration"
     how = (
@@ -93,11 +93,11 @@ class Calibration(Weights):
             raise CalibrationError(f"a calibration of {self.model} has tensors of the shapes {shapes}, not {found}")
         object.__setattr__(self, "digest", digest_of(f"{self.model}", self.tensors))
 
-    def facts(self) -> Mapping[str, object]:
+    def model_facts(self) -> Mapping[str, object]:
         return dataclasses.asdict(self.model)
 
     def to_stored(self) -> tuple[object, Mapping[str, Tensor]]:
-        return self.facts(), self.tensors
+        return self.model_facts(), self.tensors
 
     @classmethod
     def of_stored(cls, metadata: Any, tensors: Mapping[str, Tensor]) -> Calibration:

@@ -32,7 +32,7 @@ class HeadGates(Weights):
     gates: Tensor = dataclasses.field(repr=False)
     digest: str = dataclasses.field(init=False)
     key = "kvpass.head_gates"
-    what = "a file of gates"
+    content = "a file of gates"
     error = CalibrationError
     option = "gates"
     how = (
@@ -58,7 +58,7 @@ class HeadGates(Weights):
         object.__setattr__(self, "gates", self.gates.detach().float().cpu())
         object.__setattr__(self, "digest", digest_of(self.architecture, {"gates": self.gates}))
 
-    def facts(self) -> Mapping[str, object]:
+    def model_facts(self) -> Mapping[str, object]:
         layers, heads = self.gates.shape
         return {"layers": layers, "heads": heads}
 

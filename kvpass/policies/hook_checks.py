@@ -53,6 +53,17 @@ def check_policy(made: Any, policy: Any) -> None:
     for name in ("name", "heads", "positions", "statistics", "shardable"):
         if not isinstance(getattr(cls, name, None), (property, functools.cached_property)):
             check_class_attribute(cls, name, policy)
+    for base in (base for base in cls.__mro__[:-1] if not issubclass(base, policy)):
+        hidden = [name for name in HOOKS if name in base.__dict__ and getattr(cls, name) is getattr(policy, name, None)]
+        if hidden:
+            raise PolicyError(
+                f"{cls.__qualname__}: the {hidden[0]!r} of {base.__qualname__} is hidden by that of {policy.__name__}: "
+                f"put {base.__qualname__} first among the bases"
+            )
+    statistics = getattr(cls, "statistics", ())
+    scans = isinstance(statistics, frozenset) and "scan" in statistics
+    if scans and cls.scan is policy.scan and cls.smoothed is policy.smoothed:
+        raise PolicyError(f"{cls.__qualname__}: its statistics have 'scan', which needs a `scan` or a `smoothed`")
     declared = {name for name, given in inspect.get_annotations(policy).items() if "ClassVar" in str(given)}
     for base in (base for base in cls.__mro__ if issubclass(base, policy)):
         if "__dataclass_fields__" not in base.__dict__:
@@ -144,11 +155,12 @@ def _wrong_result(policy: Any, name: str, given: tuple[Any, ...], result: Any) -
     if name == "score":
         wrong = _wrong_tensor(result, "int64 or float32 [B, H', N]", shape, lambda dtype: dtype != torch.bool)
         live = given[0].live
-        return wrong or _where(live, lambda: result.isnan() & live, "NaN as the score of a token")
+        return wrong or _wrong_values(live, lambda: result.isnan() & live, "NaN as the score of a token")
     if name == "victim":
         wrong = _wrong_tensor(result, "int64 [B, H']", shape[:-1], lambda dtype: dtype == torch.int64)
         count = shape[-1]
-        return wrong or _where(result, lambda: (result < 0) | (result >= count), f"a slot that is not one of {count}")
+        what = f"a slot that is not one of {count}"
+        return wrong or _wrong_values(result, lambda: (result < 0) | (result >= count), what)
     if name != "compact":
         return ""
     if not (isinstance(result, (tuple, list)) and len(result) == 2):
@@ -187,8 +199,8 @@ def _wrong_tensor(value: Any, kind: str, shape: tuple[Any, ...], fits: Callable[
     return ""
 
 
-def _where(like: Tensor, is_wrong: Callable[[], Tensor], what: str) -> str:
-    """Return what is wrong with values, if any is; those of traced code and of other devices are not read."""
+def _wrong_values(like: Tensor, is_wrong: Callable[[], Tensor], what: str) -> str:
+    """Describe wrong values of a result; those in compiled code, and on other devices than `cpu`, are not read."""
     readable = not is_fake(like) and like.device.type == "cpu"
     return f"it returned {what}" if readable and bool(is_wrong().any()) else ""
 

@@ -26,7 +26,7 @@ class Weights:
 
     Class attributes:
         key: the name of their format in the metadata of a file.
-        what: the content of a file, for messages: "an aligner".
+        content: that of a file, for messages: "an aligner".
         error: the class of errors.
         option: the option of a policy that holds them, or the path of a file.
         how: what that option holds and how to make it, for the error without it.
@@ -34,7 +34,7 @@ class Weights:
     """
 
     key: ClassVar[str]
-    what: ClassVar[str]
+    content: ClassVar[str]
     error: ClassVar[type[KVPassError]]
     option: ClassVar[str]
     how: ClassVar[str]
@@ -50,7 +50,7 @@ class Weights:
     def __deepcopy__(self, memo: dict[int, object]) -> Weights:
         return self
 
-    def facts(self) -> Mapping[str, object]:
+    def model_facts(self) -> Mapping[str, object]:
         """Return the facts about the model that the weights were made for, by name."""
         raise NotImplementedError
 
@@ -65,7 +65,7 @@ class Weights:
 
     def check(self, **found: object) -> None:
         """Raise the class's error unless these facts, as found in a model, are those of the weights."""
-        facts = self.facts()
+        facts = self.model_facts()
         for name, value in found.items():
             if facts[name] != value:
                 raise self.error(self.mismatch.format(name=name, made=facts[name], found=value, weights=self))
@@ -82,11 +82,13 @@ class Weights:
         Raises:
             KVPassError: of the class's `error`, the file does not exist, is damaged or has other content.
         """
-        metadata, tensors = read(path, cls.key, cls.what, cls.error)
+        metadata, tensors = read(path, cls.key, cls.content, cls.error)
         try:
             return cls.of_stored(metadata, tensors)
         except (KeyError, TypeError, ValueError) as found:
-            raise cls.error(f"{os.fspath(path)}: this {cls.what.partition(' ')[2]} cannot be read: {found}") from found
+            raise cls.error(
+                f"{os.fspath(path)}: this {cls.content.partition(' ')[2]} cannot be read: {found}"
+            ) from found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +114,7 @@ class PolicyWithWeights(Policy, Generic[W]):
 
     @property
     def loaded(self) -> W:
+        """The weights."""
         return cast(W, getattr(self, self.weights_class.option))
 
     def plan(self, attention: Sequence[Attention], valid: Tensor, budget: int) -> list[Plan]:

@@ -17,7 +17,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass.torch_private.symbolic_shapes import expression, symbols
-from kvpass.torch_private.tensors import is_fake, share_memory
+from kvpass.torch_private.tensors import is_fake, is_wrapper, share_memory
 
 Compiled = Callable[..., Sequence[Any]]
 
@@ -269,14 +269,14 @@ class CompiledParts:
 
         Returns:
             The compiled function, which empties the list of arguments that it gets, and fakes of its results, with the
-            strides that Inductor chose.  None if the part returns anything but tensors and sizes, or if the code or its
-            wrappers are of an unknown kind.
+            strides that Inductor chose.  None if the part returns anything but plain tensors and sizes, or if the code
+            or its wrappers are of an unknown kind.
         """
         from torch._guards import TracingContext, tracing
         from torch._inductor.compile_fx import compile_fx
 
         result, views = self._results(module, operands)
-        if not all(isinstance(value, (Tensor, torch.SymInt)) for value in result):
+        if not all(isinstance(value, (Tensor, torch.SymInt)) and not is_wrapper(value) for value in result):
             return None
         with tracing(TracingContext(self.mode)):  # AOTAutograd writes to it
             run: Any = compile_fx(module, operands, config_patches=patches)
@@ -288,8 +288,8 @@ class CompiledParts:
         leading = [*module.parameters(), *module.buffers()]
         if leading:  # compile_fx puts these before the arguments
             return WithLeading(run, leading), given
-        if any(views) or any(map(symbols, result)) or takes_subclasses(wrappers):
-            # The wrapper marks sizes of results as dynamic, and passes on the inner tensors of subclasses.
+        if any(views) or any(map(symbols, result)) or changes_arguments(wrappers):
+            # The wrapper marks sizes of results as dynamic, and passes on what the code reads of its arguments.
             return cast(Boxed, next(wrapper for wrapper in wrappers if _name(wrapper) != "forward")), given
         return cast(Boxed, code.current_callable), given
 
@@ -364,14 +364,14 @@ def as_operand(placeholder: fx.Node, node: fx.Node, value: Any) -> None:
     placeholder._dynamo_source = getattr(node, "_dynamo_source", None)
 
 
-_SUBCLASS_WRAPPER = "inner_fn"
-"""The function around Inductor's code that takes tensor subclasses apart, such as quantised weights."""
-_WRAPPERS = ("forward", "runtime_wrapper", "SerializableCompiledFunction", _SUBCLASS_WRAPPER)
+_INNER_WRAPPER = "inner_fn"
+"""Wrappers that change the arguments: they take tensor subclasses apart, or leave out equal ones."""
+_WRAPPERS = ("forward", "runtime_wrapper", "SerializableCompiledFunction", _INNER_WRAPPER)
 
 
-def takes_subclasses(wrappers: Iterable[Any]) -> bool:
-    """Check whether one of the wrappers around Inductor's code takes tensor subclasses apart."""
-    return any(_name(wrapper) == _SUBCLASS_WRAPPER for wrapper in wrappers)
+def changes_arguments(wrappers: Iterable[Any]) -> bool:
+    """Check whether the code gets other arguments than its wrappers, such as the inner tensors of subclasses."""
+    return any(_name(wrapper) == _INNER_WRAPPER for wrapper in wrappers)
 
 
 def _unwrap(run: Any) -> tuple[list[Any], Any]:

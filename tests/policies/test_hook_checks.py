@@ -14,6 +14,7 @@ import kvpass
 from kvpass.policies import base
 from kvpass.policies.h2o import H2O
 from kvpass.policies.hook_checks import HOOKS
+from kvpass.policies.types import Merge, Tokens
 from tests.models import build, force, prompt
 
 STATE: dict[str, Any] = {"state": lambda self: {"sum": torch.float32}}
@@ -104,8 +105,28 @@ def test_attributes_and_options_are_checked(body: dict[str, Any], said: str) -> 
 def test_a_policy_without_a_name_or_a_score_is_refused() -> None:
     with pytest.raises(kvpass.PolicyError, match="Nameless: its attribute `name` is missing"):
         type("Nameless", (base.Policy,), {"__module__": __name__})()
-    with pytest.raises(kvpass.PolicyError, match="needs a `score`, and this one has none"):
+    with pytest.raises(kvpass.PolicyError, match="Mine: it needs the hook `score`, and has none"):
         simulated(policy(score=base.Policy.score)())
+
+
+def test_a_hook_that_another_attribute_asks_for_is_missed() -> None:
+    with pytest.raises(kvpass.PolicyError, match="Mine: its statistics have 'scan', which needs a `scan` or"):
+        policy(statistics=frozenset({"scan"}))()
+    with pytest.raises(kvpass.PolicyError, match="Mine: it needs the hook `align`, and has none"):
+        run(policy(aligns="step")())
+
+
+class Merging:
+    """A hook for policies, in a class that is none."""
+
+    def merge_evicted(self, tokens: Tokens, held: torch.Tensor, evicted: torch.Tensor, valid: torch.Tensor) -> Merge:
+        raise NotImplementedError
+
+
+def test_a_hook_that_the_base_class_hides_is_refused() -> None:
+    assert dataclasses.dataclass(frozen=True)(type("First", (Merging, H2O), {"__module__": __name__}))().merges
+    with pytest.raises(kvpass.PolicyError, match="Last: the 'merge_evicted' of Merging is hidden by that of Policy"):
+        dataclasses.dataclass(frozen=True)(type("Last", (H2O, Merging), {"__module__": __name__}))()
 
 
 def test_a_default_that_no_dataclass_reads_is_refused() -> None:

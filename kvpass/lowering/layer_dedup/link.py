@@ -71,7 +71,7 @@ def compile_deduplicated(
         for segment in found:
             compiled = kinds.run_of(segment)
             if compiled is None:
-                log.info("a graph is compiled whole: Inductor's code for a part of it is of an unknown kind")
+                log.info("a graph is compiled whole: a part of it cannot be compiled alone")
                 return None
             program.append(compiled)
     return _link(gm, program)

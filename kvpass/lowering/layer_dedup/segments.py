@@ -24,7 +24,7 @@ import dataclasses
 import itertools
 import operator
 import re
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import optree
@@ -139,14 +139,28 @@ def _value_key(value: Any, renamed: dict[Any, Any]) -> tuple[Any, ...]:
         return key
     inner, context = tensors.inner_tensors(value)
     parts = tuple((name, _value_key(part, renamed)) for name, part in inner.items())
-    return (*key, type(value), parts, *_context_key(context))
-
-
-def _context_key(context: Any) -> tuple[Any, ...]:
-    """Return a key that is equal for equal contexts of wrapper tensors; what has no hash equals itself alone."""
     leaves, structure = optree.tree_flatten(context, none_is_leaf=True)
-    keys = [(type(leaf), leaf if isinstance(leaf, Hashable) else id(leaf)) for leaf in leaves]
-    return (structure, *keys)
+    return (*key, type(value), parts, structure, *map(_ContextValue, leaves))
+
+
+class _ContextValue:
+    """A value of a wrapper tensor's context in a key, of any class.
+
+    It equals values of its class that `==` and their texts tell to be the same; torch's guards trust `==` as well.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return hash(type(self.value))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _ContextValue) or type(self.value) is not type(other.value):
+            return False
+        if self.value is other.value:
+            return True
+        return (self.value == other.value) is True and repr(self.value) == repr(other.value)
 
 
 def readers_of_slots(gm: fx.GraphModule) -> list[fx.Node]:

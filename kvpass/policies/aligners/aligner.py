@@ -40,7 +40,7 @@ class Aligner(Weights):
     tensors: Mapping[str, Tensor] = dataclasses.field(repr=False)
     digest: str = dataclasses.field(init=False)
     key = "kvpass.align"
-    what = "an aligner"
+    content = "an aligner"
     error = AlignerError
     option = "aligner"
     how = (
@@ -57,11 +57,11 @@ class Aligner(Weights):
         object.__setattr__(self, "tensors", exact)
         object.__setattr__(self, "digest", digest_of(f"{self.recipe} {self.signature}", exact))
 
-    def facts(self) -> Mapping[str, object]:
+    def model_facts(self) -> Mapping[str, object]:
         return dataclasses.asdict(self.signature)
 
     def to_stored(self) -> tuple[object, Mapping[str, Tensor]]:
-        return {"recipe": self.recipe, "signature": self.facts()}, self.tensors
+        return {"recipe": self.recipe, "signature": self.model_facts()}, self.tensors
 
     @classmethod
     def of_stored(cls, metadata: Any, tensors: Mapping[str, Tensor]) -> Aligner:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -161,10 +162,30 @@ def test_wrapped_operands_are_told_by_what_they_wrap() -> None:
         Pair(codes, one, {"block": [1, True], "of": None}),
         Pair(codes, one, {"block": [1, 2], "of": object()}),
         Pair(codes, one, {"block": [1, 2], "of": {1}}),  # a set cannot be hashed
+        Pair(codes, one, {"block": [1, 2], "of": torch.ones(2).numpy()}),  # `==` gives no bool
+        Pair(codes, one, {"block": [1, 2], "of": Listed([1])}),  # says that it has a hash, and has none
     ]
     first, second, *rest = (segment.key([each]) for each in (*same, *others))
     assert first == second
-    assert len({first, *rest}) == 8
+    assert len({first, *rest}) == 10
+
+
+class Made(Pair):
+    """Its context is made anew whenever it is asked for."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["first", "second"], {self.context}
+
+
+def test_contexts_that_are_made_anew_are_compared_by_what_they_say() -> None:
+    segment, one = whole(lambda a: (a + a,)), torch.ones(2)
+    keys = [segment.key([Made(one, one, number // 2)]) for number in range(60)]
+    assert len(set(keys)) == 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Listed:
+    block: list[int]
 
 
 def test_a_size_may_stand_for_one_that_is_like_it() -> None:
