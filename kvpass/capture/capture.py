@@ -23,7 +23,6 @@ from kvpass.capture import caches, heads_first, simplify
 from kvpass.capture.caches import CallReading, Reading
 from kvpass.capture.canonical import APPEND, ATTENTION, LOG_SUM_EXP, AttentionSite, sites
 from kvpass.capture.decomposed_attention import AttentionCall
-from kvpass.capture.heads_first import HeadsFirst
 from kvpass.capture.origins import Origin
 from kvpass.fx import alias, op_table, walk
 from kvpass.fx.walk import value
@@ -49,6 +48,11 @@ class Capture:
     tokens_first: frozenset[int] = frozenset()
 
     @property
+    def is_certain(self) -> bool:
+        """True if caches were found, and none is one whose order of heads and tokens only a step can show."""
+        return bool(self.sites) and not any(site.computed and site.past_key is None for site in self.sites)
+
+    @property
     def refusals(self) -> list[CallReading]:
         """The readings that were refused."""
         return [reading for reading in self.readings if reading.refusal]
@@ -57,24 +61,28 @@ class Capture:
 def capture(gm: fx.GraphModule, is_handle: Sequence[bool]) -> Capture:
     """Convert a graph to canonical form, in a copy.
 
+    A graph that is refused, or in which no cache is found, is read again with equations in the order that capture
+    reads, and then with caches [B, S, H, D] transposed.  So is a prompt that seems to compute its keys from what it
+    caches, as a transposed cache does.  Any other graph that is read as it is stays so.
+
     Args:
         is_handle: for each placeholder, whether its value is a handle of a kvpass cache.
     """
-    gm = heads_first.order_equations(gm)
-    copy, _ = fx_nodes.copy_graph_module(gm)
-    _replace_transposed_attributes(copy.graph)
-    op_table.normalize_calls(copy.graph)
-    simplify.multiply_equations(copy.graph)
-    simplify.multiply_outer_products(copy.graph)
-    simplify.leave_disabled_regions(copy.graph)
-    simplify.replace_vmap(copy.graph)
+    plain = _capture_as_it_is(gm, is_handle)
+    if plain.is_certain:
+        return plain
+    ordered = heads_first.order_equations(gm)
+    found = plain if ordered is gm or plain.sites else _capture_as_it_is(ordered, is_handle)
+    if found.is_certain:
+        return found
+    relaid = _capture_heads_first(ordered, is_handle)
+    return found if relaid is None or (found.sites and not relaid.sites) else relaid
+
+
+def _capture_as_it_is(gm: fx.GraphModule, is_handle: Sequence[bool]) -> Capture:
+    copy = _normalized(gm)
     handles = {node for node, flag in zip(walk.placeholders(copy.graph), is_handle, strict=True) if flag}
     found = caches.find(copy, handles)
-    read = all(f.reading and (f.reading.key.past or not f.reading.computed) for f in found)
-    if not read and (names := heads_first.find_tokens_first(copy)):
-        captured = _capture_heads_first(heads_first.transpose_caches(gm, names), is_handle)
-        if captured is not None:
-            return captured
     readings = [f.reading for f in found if f.reading]
     if any(f.refusal for f in found) or not readings:
         return Capture(gm, gm, [], found)
@@ -83,17 +91,39 @@ def capture(gm: fx.GraphModule, is_handle: Sequence[bool]) -> Capture:
     return Capture(gm, copy, sites(copy.graph), found)
 
 
-def _capture_heads_first(relaid: HeadsFirst, is_handle: Sequence[bool]) -> Capture | None:
-    """Convert a graph that had caches [B, S, H, D] to canonical form; None if it updates none."""
-    captured, known = capture(relaid.gm, is_handle), list[AttentionSite]()
+def _normalized(gm: fx.GraphModule) -> fx.GraphModule:
+    """Return a copy of a graph with arguments bound, in which few spellings are left."""
+    copy, _ = fx_nodes.copy_graph_module(gm)
+    _replace_transposed_attributes(copy.graph)
+    op_table.normalize_calls(copy.graph)
+    simplify.multiply_equations(copy.graph)
+    simplify.multiply_outer_products(copy.graph)
+    simplify.leave_disabled_regions(copy.graph)
+    simplify.replace_vmap(copy.graph)
+    return copy
+
+
+def _capture_heads_first(gm: fx.GraphModule, is_handle: Sequence[bool]) -> Capture | None:
+    """Convert a graph with caches [B, S, H, D]; None if there are none, or if other outputs would be transposed.
+
+    An output in another order that is no cache of an attention call, such as a fixed key, would reach the model so.
+    """
+    names = heads_first.find_tokens_first(_normalized(gm))
+    if not names:
+        return None
+    relaid = heads_first.transpose_caches(gm, names)
+    captured, known = _capture_as_it_is(relaid.gm, is_handle), list[AttentionSite]()
+    if captured.refusals:
+        return Capture(gm, gm, [], captured.readings)
+    if relaid.outputs - {index for site in captured.sites for index in (site.keys_out, site.values_out)}:
+        return None
     for site in captured.sites:
         key_dim, value_dim = (1 if index in relaid.outputs else 2 for index in (site.keys_out, site.values_out))
         known.append(dataclasses.replace(site, token_dims=(key_dim, value_dim)))
         if key_dim == 1:
             heads_first.separate_rotary(site)
     captured.gm.recompile()
-    has_verdict = known or captured.refusals
-    return dataclasses.replace(captured, sites=known, tokens_first=relaid.inputs) if has_verdict else None
+    return dataclasses.replace(captured, sites=known, tokens_first=relaid.inputs)
 
 
 _ATTRIBUTES = {"mT": (-1, -2), "mH": (-1, -2), "T": (0, 1), "H": (0, 1)}

@@ -7,7 +7,8 @@ A cache [B, S, H, D] enters and leaves the new graph as [B, H, S, D], and nothin
               return out, k                                   out = attend(q, k.transpose(1, 2))
                                                               return out, grown
 
-The new graph computes what Dynamo's does, whichever caches are found: capture proves the rest on it, or refuses it.
+The new graph computes the values that Dynamo's does, whichever caches are found: capture proves the rest on it, or
+refuses it.  Strides differ, so code that needs them, such as a view of the grown cache, is refused.
 """
 
 from __future__ import annotations
@@ -153,7 +154,9 @@ def _order_equation(node: fx.Node) -> None:
     equation, *operands = node.args
     operands = op_table.leaves(operands)  # the tensors may come in a list
     letters = str(equation).replace(" ", "").replace("->", ",").split(",")
-    if len(letters) != 3 or len(operands) != 2 or not all(map(is_tensor, operands)):
+    if not all(x.isalpha() for x in letters) or len(letters) != 3 or len(operands) != 2:
+        return
+    if not all(map(is_tensor, operands)):
         return
     first, second, result = letters
     batch = [x for x in result if x in first and x in second]

@@ -139,12 +139,22 @@ def check_heads(attended: fx.Node, grown: fx.Node, chain: list[fx.Node], along: 
 
 
 def _check_order(attended: fx.Node, grown: fx.Node, chain: list[fx.Node]) -> None:
-    """Refuse one token of one head, of which no number shows the order, if attention reads dimension 1 as tokens."""
-    dim: int | None = 1 if list(map(expr, value(grown).shape[1:3])) == [1, 1] else None
+    """Refuse one token of one head, of which no number shows the order, if attention reads dimension 1 as tokens.
+
+    Where both dimensions may be the tokens, the second one is taken; a step in which the first one grows is refused.
+    """
+    if list(map(expr, value(grown).shape[1:3])) != [1, 1]:
+        return
+    heads, tokens = (_follow(dim, chain) for dim in (1, 2))
+    if heads == value(attended).ndim - 2 != tokens:
+        raise CacheRefused("attention reads dimension 1 of what is cached as tokens")
+
+
+def _follow(dim: int | None, chain: list[fx.Node]) -> int | None:
+    """Follow a dimension through operations, the last one first; None where it cannot be followed."""
     for node in reversed(chain):
         dim = None if dim is None else propagation.propagate_dim(node, walk.operand_of(node), dim)
-    if dim == value(attended).ndim - 2:
-        raise CacheRefused("attention reads dimension 1 of what is cached as tokens")
+    return dim
 
 
 DOES_NOT_GROW = "its keys and values do not grow: they are computed from other inputs than its queries"

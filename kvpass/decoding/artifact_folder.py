@@ -42,15 +42,21 @@ def write_folder(target: Path) -> Iterator[ExportFiles]:
         folder = Path(tempfile.mkdtemp(prefix=f"{target.name}.", suffix=".unfinished", dir=parent))
     except OSError as error:
         raise ArtifactError(f"{target}: cannot be written: {error}") from error
+    replaced = folder.with_suffix(".replaced")
     try:
         yield ExportFiles(folder)
-    except BaseException:  # an interrupt must not leave an unfinished folder either
+        os.chmod(folder, 0o755)  # `mkdtemp` lets only the owner read it
+        if target.exists():
+            os.replace(target, replaced)
+        os.replace(folder, target)
+    except BaseException as error:  # an interrupt must not leave an unfinished folder either
+        if replaced.exists() and not target.exists():
+            os.replace(replaced, target)
         shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise ArtifactError(f"{target}: cannot be written: {error}") from error
         raise
-    os.chmod(folder, 0o755)  # `mkdtemp` lets only the owner read it
-    if target.exists():
-        shutil.rmtree(target)
-    os.replace(folder, target)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def write_manifest(files: ExportFiles, manifest: Mapping[str, Any]) -> str:

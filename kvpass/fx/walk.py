@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import operator
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -128,12 +129,16 @@ def name_of(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
 
+_FRAME = re.compile(r'\s*File "(.*)", line (\d+)')
+
+
 def source_line(node: fx.Node) -> str:
     """Return the innermost line outside of kvpass that made a node, as `file:line: code`."""
     trace = (node.meta.get("stack_trace") or node.stack_trace or "").strip().splitlines()
     for index, code in zip(reversed(trace[:-1]), reversed(trace[1:]), strict=True):
-        if index.strip().startswith("File "):
-            file, line = index.split('"')[1], index.split("line ")[1].split(",")[0]
+        found = _FRAME.match(index)
+        if found:
+            file, line = found.groups()
             if file.startswith(_PACKAGE):
                 continue  # Dynamo traces into the handles of caches
             return f"{file}:{line}: {code.strip()}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass.cache.slots import AnySlots
+from kvpass.errors import UnsupportedGraph
 from kvpass.fx import shapes, walk
 from kvpass.rewrite.context import GatheredInput, Pass, PassRecord, StepContext
 from kvpass.rewrite.passes import STEP_PASSES
@@ -150,13 +152,26 @@ def rewrite_step(step: StepContext, passes: Sequence[Pass] = STEP_PASSES, watch:
     """
     for each in passes:
         start = time.perf_counter()
-        record = each(step)
+        record = _with_line(each, step)
         record.name, record.milliseconds = each.__name__, 1000 * (time.perf_counter() - start)
         if watch is not None:
             watch(record, step.graph)
         step.records.append(record)
     step.gm.recompile()
     return _result(step)
+
+
+def _with_line(each: Pass, step: StepContext) -> PassRecord:
+    """Run a pass; a refusal that names no line of the user's code gets that of the first attention call."""
+    try:
+        return each(step)
+    except UnsupportedGraph as refusal:
+        if _LINE.search(str(refusal)):
+            raise
+        raise type(refusal)(f"{step.line()}: {refusal}") from refusal
+
+
+_LINE = re.compile(r"\.py:\d+")
 
 
 def _result(step: StepContext) -> StepRewrite:

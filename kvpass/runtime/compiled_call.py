@@ -345,9 +345,9 @@ def _have_grown(caches: list[tuple[Any, int]]) -> bool:
 
 
 def ordinary_keys(cache: Any) -> int:
-    """Return the keys, of all heads, in a cache's largest layer; 0 for a cache of kvpass."""
+    """Return the keys of all heads and layers of a cache; 0 for a cache of kvpass."""
     counts = [key.shape[1] * key.shape[2] for key in _key_tensors(cache) if key.ndim == 4]  # in either order
-    return 0 if _has_handles(cache) else max(counts, default=0)
+    return 0 if _has_handles(cache) else sum(counts)
 
 
 def _has_handles(value: Any) -> bool:

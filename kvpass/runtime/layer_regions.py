@@ -198,7 +198,7 @@ def install_regions(model: torch.nn.Module) -> LayerRegions:
         return calls[0].regions
     caches = sys.modules.get("transformers.cache_utils")
     kinds = (getattr(caches, "DynamicCache", None), getattr(caches, "DynamicLayer", None))
-    if None in kinds or not regions.are_supported():
+    if not _are_as_known(kinds) or not regions.are_supported():
         log.info("layers are traced one by one: this torch or transformers lacks what regions need")
         return LayerRegions()
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
@@ -209,6 +209,17 @@ def install_regions(model: torch.nn.Module) -> LayerRegions:
         for index in group if _index_attributes(layers, group) else ():
             layers[index].__dict__["forward"] = RegionForward(layers, index, shared, kinds)
     return shared
+
+
+def _are_as_known(kinds: tuple[Any, Any]) -> bool:
+    """Return whether transformers' cache and its layer have the members that regions read and set."""
+    if None in kinds:
+        return False
+    try:
+        layer = kinds[1]()
+    except TypeError:
+        return False
+    return all(hasattr(layer, name) for name in ("is_initialized", "keys", "values", "update", "get_seq_length"))
 
 
 def _equal_layers(layers: torch.nn.ModuleList) -> list[list[int]]:

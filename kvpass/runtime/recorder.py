@@ -146,6 +146,8 @@ class Recorder:
             self.programs.append((title, program(graph)))
 
 
+LOGS = ("passes", "graphs", "regions", "layer_dedup", "attention", "warm", "dynamo")
+"""Names of loggers; those after the first two say what runs or compiles more slowly than it could, and why."""
 PASSES = logging.getLogger("kvpass.passes")
 GRAPHS = logging.getLogger("kvpass.graphs")
 
@@ -158,9 +160,9 @@ def configure_logs() -> None:
     """
     named = [name.strip() for name in os.environ.get("KVPASS_LOGS", "").split(",") if name.strip()]
     for name in named:
-        if name not in ("passes", "graphs"):
-            raise PolicyError(f"KVPASS_LOGS={name!r}: must be 'passes' or 'graphs'")
-        logger = PASSES if name == "passes" else GRAPHS
+        if name not in LOGS:
+            raise PolicyError(f"KVPASS_LOGS={name!r}: must be one of {', '.join(LOGS)}")
+        logger = logging.getLogger(f"kvpass.{name}")
         logger.setLevel(logging.INFO)
         if not logger.hasHandlers():
             logger.addHandler(logging.StreamHandler())

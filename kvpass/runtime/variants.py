@@ -187,6 +187,8 @@ class CompiledVariant:
         A chunk may be the only one, as the rest of a prompt or a turn often is, and compiling takes half a minute.  So
         the first chunk runs on the uncompiled graph, which is compiled when a second chunk arrives.
         """
+        if self.compiled is not None:  # without the lock, which another thread may hold while it compiles
+            return self.compiled
         with dynamo.compile_lock():
             rewrite, gm = self._rewrite, self._rewrite.gm
             if chunk and gm is not None and not self._ran_uncompiled and not backend.compiles_at_once:

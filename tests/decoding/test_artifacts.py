@@ -231,6 +231,24 @@ def test_what_cannot_be_exported_is_said(model: Any, exported: tuple[Path, str],
     assert [each.name for each in tmp_path.iterdir()] == ["other"]
 
 
+def test_an_artifact_stays_until_the_next_one_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / artifact_folder.MANIFEST).write_text("old")
+    replace = os.replace
+
+    def failing(source: Any, target: Any) -> None:
+        if str(source).endswith(".unfinished"):
+            raise OSError("no space")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", failing)
+    made = artifact_folder.write_folder(tmp_path / "made")
+    with pytest.raises(ArtifactError, match="cannot be written: no space"), made:
+        pass
+    assert [each.name for each in tmp_path.iterdir()] == ["made"]
+    assert (tmp_path / "made" / artifact_folder.MANIFEST).read_text() == "old"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",

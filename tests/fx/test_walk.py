@@ -68,3 +68,9 @@ def test_a_chain_ends_at_what_is_no_tensor() -> None:
     size.meta["example_value"] = 3
     made = graph.call_function(torch.arange, (size,))
     assert walk.chain(made, lambda node: True) == [made]
+
+
+def test_the_line_of_a_node_is_found_whatever_its_path_says() -> None:
+    (node,) = graph_of([])
+    node.meta["stack_trace"] = '  File "/home/me/pipeline code/line 2.py", line 17, in forward\n    return x + 1\n'
+    assert walk.source_line(node) == "/home/me/pipeline code/line 2.py:17: return x + 1"

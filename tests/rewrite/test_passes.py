@@ -6,6 +6,7 @@ import functools
 import logging
 import operator
 import re
+import types
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ import torch
 
 import kvpass
 from docs.passes import Model, page, report
+from kvpass.rewrite.context import PassRecord, StepContext
 from kvpass.rewrite.passes import STEP_PASSES
+from kvpass.rewrite.pipeline import rewrite_step
 from tests.adversary.models import Small, causal, plain, sdpa
 from tests.aligners import random_aligner
 from tests.gpu.recording import record
@@ -262,7 +265,7 @@ def test_every_pass_says_what_it_did(monkeypatch: pytest.MonkeyPatch, caplog: py
 
 def test_an_unknown_log_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVPASS_LOGS", "everything")
-    with pytest.raises(kvpass.PolicyError, match="must be 'passes' or 'graphs'"):
+    with pytest.raises(kvpass.PolicyError, match="must be one of passes, graphs, regions"):
         kvpass.backend("full")
 
 
@@ -282,3 +285,14 @@ def test_programs_are_not_kept_otherwise() -> None:
     found = kvpass.explain(build("Llama"), "h2o", budget=16)(ids[:, 7:], past_key_values=cache)
     assert found.programs == ()
     assert found.passes
+
+
+@pytest.mark.parametrize("said", ["the length is odd", "model.py:7: the length is odd"])
+def test_a_refusal_of_a_pass_names_a_line(said: str) -> None:
+    def odd(step: StepContext) -> PassRecord:
+        raise kvpass.UnsupportedGraph(said)
+
+    step: Any = types.SimpleNamespace(line=lambda: "attention.py:3: sdpa(q, k, v)")
+    with pytest.raises(kvpass.UnsupportedGraph, match="the length is odd") as refused:
+        rewrite_step(step, [odd])
+    assert str(refused.value) == (said if ".py" in said else f"attention.py:3: sdpa(q, k, v): {said}")

@@ -14,6 +14,8 @@ import kvpass
 from kvpass.rewrite.step_graph import StepCall
 from kvpass.runtime.backend_base import BackendBase
 from kvpass.runtime.prompts import _DeferredPrompt
+from kvpass.runtime.variants import CompiledVariant
+from kvpass.torch_private import dynamo
 from tests.models import build, prompt
 
 THREADS = 4
@@ -76,3 +78,14 @@ def test_a_step_is_rewritten_once(monkeypatch: pytest.MonkeyPatch) -> None:
         found = in_threads(lambda: torch.no_grad()(step)(caches.pop(), 3))
     assert all(isinstance(each, torch.Tensor) and torch.equal(each, found[0]) for each in found), found
     assert len(calls) == 1
+
+
+def test_a_warm_step_does_not_wait_for_another_thread_that_compiles() -> None:
+    """Its code is run without the lock of the compiler."""
+    variant: Any = object.__new__(CompiledVariant)
+    variant.compiled, found = (lambda *_: "compiled"), []
+    with dynamo.compile_lock():
+        thread = threading.Thread(target=lambda: found.append(variant.runner(None, [], ranked=False, chunk=False)))
+        thread.start()
+        thread.join(timeout=5)
+    assert found == [variant.compiled]

@@ -268,7 +268,8 @@ async def _refused(_: Request, error: Exception) -> Response:
 async def _unknown(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     known = {404: f"there is no {request.url.path}", 405: f"{request.url.path} does not take {request.method}"}
-    refusal = ApiError(known.get(error.status_code, str(error.detail)), error.status_code, code="not_found")
+    code = "not_found" if error.status_code == 404 else "method_not_allowed" if error.status_code == 405 else None
+    refusal = ApiError(known.get(error.status_code, str(error.detail)), error.status_code, code=code)
     return JSONResponse(refusal.body(), error.status_code, error.headers)
 
 

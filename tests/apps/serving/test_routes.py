@@ -139,7 +139,7 @@ def test_defaults_are_those_of_the_api(running: Running) -> None:
         ("/v1/completions", {"prompt": "a", "n": 100}, 400, None, "n"),
         ("/v1/completions", {"prompt": "a" * 30_000}, 413, "request_too_large", None),
         ("/v1/nonsense", {}, 404, "not_found", None),
-        ("/v1/models", {}, 405, "not_found", None),
+        ("/v1/models", {}, 405, "method_not_allowed", None),
     ],
 )  # fmt: skip
 def test_refusals_have_the_form_of_the_api(
