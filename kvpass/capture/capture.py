@@ -104,18 +104,23 @@ def _normalized(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _capture_heads_first(gm: fx.GraphModule, is_handle: Sequence[bool]) -> Capture | None:
-    """Convert a graph with caches [B, S, H, D]; None if there are none, or if other outputs would be transposed.
+    """Convert a graph with caches [B, S, H, D]; None if there are none.
 
-    An output in another order that is no cache of an attention call, such as a fixed key, would reach the model so.
+    Outputs in that order that are no caches of attention calls, such as fixed keys, reach the model as they are.
     """
-    names = heads_first.find_tokens_first(_normalized(gm))
-    if not names:
-        return None
-    relaid = heads_first.transpose_caches(gm, names)
-    captured, known = _capture_as_it_is(relaid.gm, is_handle), list[AttentionSite]()
-    if captured.refusals:
-        return Capture(gm, gm, [], captured.readings)
-    if relaid.outputs - {index for site in captured.sites for index in (site.keys_out, site.values_out)}:
+    names, returned = heads_first.find_tokens_first(_normalized(gm)), walk.results(gm.graph)
+    for _ in range(2):
+        if not names:
+            return None
+        relaid = heads_first.transpose_caches(gm, names)
+        captured, known = _capture_as_it_is(relaid.gm, is_handle), list[AttentionSite]()
+        if captured.refusals:
+            return Capture(gm, gm, [], captured.readings)
+        stray = relaid.outputs - {index for site in captured.sites for index in (site.keys_out, site.values_out)}
+        if not stray:
+            break
+        names -= {returned[index].name for index in stray}
+    else:
         return None
     for site in captured.sites:
         key_dim, value_dim = (1 if index in relaid.outputs else 2 for index in (site.keys_out, site.values_out))

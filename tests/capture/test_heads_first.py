@@ -8,7 +8,10 @@ import pytest
 import torch
 import torch.fx as fx
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+import kvpass
+from kvpass.cache.handle import Handle
 from kvpass.capture.canonical import APPEND
 from kvpass.capture.capture import capture
 from kvpass.capture.heads_first import order_equations
@@ -26,6 +29,7 @@ from tests.capture.traced import answered
         ("bqd,bqhd->bhd", (2, 3, 5), (2, 3, 4, 5), None),
         ("bqhd,bshd->bhq", (2, 3, 4, 5), (2, 6, 4, 5), None),
         ("bqhd,kd->bqhk", (2, 3, 4, 5), (6, 5), None),
+        ("...qhd,...khd->...hqk", (2, 3, 4, 5), (2, 6, 4, 5), None),
     ],
 )
 def test_an_equation_gets_rows_and_heads_first(
@@ -68,3 +72,85 @@ def test_the_graph_is_the_same_but_for_the_order() -> None:
     for result in results:
         for found, wanted in zip(result, (out, *(x.transpose(1, 2) for x in grown), doubled), strict=True):
             assert torch.allclose(found, wanted, atol=1e-6)
+
+
+class Crossing(torch.nn.Module):
+    """Attention to a cache of its own, and to fixed keys of an encoder, each with its tokens in a dimension."""
+
+    def __init__(self, own: int, fixed: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.own, self.fixed, self.embed = own, fixed, torch.nn.Embedding(16, 32)
+        self.projections = torch.nn.ModuleList(torch.nn.Linear(32, 32, bias=False) for _ in range(5))
+
+    def project(self, number: int, x: Tensor, dim: int) -> Tensor:
+        made = self.projections[number](x).view(*x.shape[:2], 4, 8)
+        return made if dim == 1 else made.transpose(1, 2)
+
+    def forward(self, ids: Tensor, encoded: Tensor | None = None, past: Any = None) -> Any:
+        x = self.embed(ids)
+        k, v = self.project(1, x, self.own), self.project(2, x, self.own)
+        if encoded is not None:
+            fixed = self.project(3, encoded, self.fixed), self.project(4, encoded, self.fixed)
+        else:
+            k, v, fixed = torch.cat([past[0], k], self.own), torch.cat([past[1], v], self.own), past[2:]
+        own, other = (self.heads_first(pair, dim) for pair, dim in (((k, v), self.own), (fixed, self.fixed)))
+        seen = torch.arange(own[0].shape[2])
+        mask = seen <= seen[-x.shape[1] :, None]
+        x = x + sdpa(self.project(0, x, 2), *own, attn_mask=mask).transpose(1, 2).flatten(2)
+        x = x + sdpa(self.project(0, x, 2), *other).transpose(1, 2).flatten(2)
+        return x, (k, v, *fixed)
+
+    @staticmethod
+    def heads_first(pair: Any, dim: int) -> list[Tensor]:
+        return [x.transpose(1, 2) if dim == 1 else x for x in pair]
+
+
+@pytest.mark.parametrize("encoded", [4, 6])  # as many as heads, and not
+@pytest.mark.parametrize(("own", "fixed"), [(1, 1), (2, 1), (1, 2)])
+@torch.no_grad()
+def test_fixed_keys_keep_their_order(own: int, fixed: int, encoded: int) -> None:
+    model, ids = Crossing(own, fixed), torch.arange(9)[None]
+    run = torch.compile(model, backend=kvpass.backend("full", inner="eager"))
+    ours, plain = (each(ids[:, :5], torch.randn(1, encoded, 32, generator=seeded())) for each in (run, model))
+    assert [isinstance(x, Handle) for x in ours[1]] == [True, True, False, False]
+    for step in range(5, 9):
+        assert torch.allclose(ours[0], plain[0], atol=1e-5)
+        assert all(torch.equal(x, y) for x, y in zip(ours[1][2:], plain[1][2:], strict=True))
+        ours, plain = (each(ids[:, step : step + 1], None, out[1]) for each, out in ((run, ours), (model, plain)))
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+class Joined(torch.nn.Module):
+    """Attention of one head, over matrices into which rows and heads are joined."""
+
+    def __init__(self, join: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.join, self.embed = join, torch.nn.Embedding(16, 8)
+        self.projections = torch.nn.ModuleList(torch.nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def forward(self, ids: Tensor, past: Any = None) -> Any:
+        q, k, v = (each(self.embed(ids)).view(*ids.shape, 1, 8).transpose(1, 2) for each in self.projections)
+        if past is not None:
+            k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+        query, key, value = map(self.join, (q, k, v))
+        seen = torch.arange(k.shape[2])
+        mask = (seen > seen[-q.shape[2] :, None])[None]
+        logits = (torch.bmm(query, key.transpose(1, 2)) * 0.25).masked_fill(mask, -1e30)
+        return torch.bmm(torch.softmax(logits, -1), value).view(q.shape) + 1, (k, v)
+
+
+@pytest.mark.parametrize("join", [lambda x: x.reshape(2, -1, 8), lambda x: x.squeeze(1), lambda x: x.flatten(0, 1)])
+@torch.no_grad()
+def test_one_token_of_one_head_is_read_as_ever(join: Any) -> None:
+    model, ids = Joined(join), torch.arange(8).view(2, 4)
+    run = torch.compile(model, backend=kvpass.backend("full", inner="eager"))
+    ours, plain = run(ids[:, :1]), model(ids[:, :1])
+    for step in range(1, 4):
+        assert isinstance(ours[1][0], Handle)
+        ours, plain = (each(ids[:, step : step + 1], out[1]) for each, out in ((run, ours), (model, plain)))
+        assert torch.allclose(ours[0], plain[0], atol=1e-5)
