@@ -35,7 +35,7 @@ from kvpass.decoding.loop import DecodeLoop
 from kvpass.decoding.recording import RecordedCall, graph_entries, named_tensors, recording_calls, tensor_names
 from kvpass.decoding.stepping import refresh_handles
 from kvpass.decoding.warmup import synthetic_tokens, visit_graphs
-from kvpass.errors import ArtifactError, BudgetError, KVPassError, PolicyError
+from kvpass.errors import ArtifactError, BudgetError, KVPassError, PolicyError, UnsupportedGraph
 from kvpass.policies import tensor_files
 from kvpass.policies.base import Policy
 from kvpass.runtime import model_identity
@@ -43,6 +43,7 @@ from kvpass.runtime.caches import call_pins
 from kvpass.runtime.exported_graphs import ExportedStep, exported_prompt
 from kvpass.runtime.prompts import PromptRunner
 from kvpass.torch_private import exported_code, generated_code
+from kvpass.torch_private.tensors import is_wrapper
 
 PINS = "the artifact was exported without code for pinned tokens: use a DecodeLoop that is not loaded"
 
@@ -89,6 +90,10 @@ def export(
     device = loop.device.type
     require(device == "cpu", "model", device, "only code for a CPU can be exported")
     require(loop.backend.inner == "inductor", "inner", loop.backend.inner, "only Inductor's code can be exported")
+    if any(map(is_wrapper, (*model.parameters(), *model.buffers()))):
+        raise UnsupportedGraph(
+            "this model cannot be exported: weights of it wrap other tensors, as quantised ones do"
+        )
     if not isinstance(loop.backend.budget, int):
         raise BudgetError(f"budget={loop.backend.budget}: an artifact has code for fixed slots; give their number")
     with recording_calls(loop) as result:

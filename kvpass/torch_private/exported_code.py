@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvpass.torch_private import generated_code
-from kvpass.torch_private.inductor import Boxed, WithLeading, changes_arguments
+from kvpass.torch_private.inductor import Boxed, WithLeading
 
 LIBRARY_OF_OPERATORS = "extern_kernels"
 """Inductor's name for the operators that it calls outside of its kernels."""
@@ -48,8 +48,6 @@ def export_code(run: Any) -> ExportedCode | None:
     leading = list(getattr(run, "leading", ()))
     run = run.run if isinstance(run, WithLeading) else run
     while hasattr(run, "__wrapped__"):
-        if changes_arguments([run]):
-            return None
         run = run.__wrapped__
     run = getattr(run, "current_callable", run)
     scope = getattr(getattr(run, "__func__", run), "__globals__", {})

@@ -280,7 +280,8 @@ class CompiledParts:
             return None
         with tracing(TracingContext(self.mode)):  # AOTAutograd writes to it
             run: Any = compile_fx(module, operands, config_patches=patches)
-        wrappers, code = _unwrap(run)
+        subclasses = any(map(is_wrapper, (*operands, *module.parameters(), *module.buffers())))
+        wrappers, code = _unwrap(run, subclasses)
         if code is None or len(code.output_strides or ()) != len(result):
             return None
         laid_out = [None if view else strides for view, strides in zip(views, code.output_strides, strict=True)]
@@ -288,8 +289,8 @@ class CompiledParts:
         leading = [*module.parameters(), *module.buffers()]
         if leading:  # compile_fx puts these before the arguments
             return WithLeading(run, leading), given
-        if any(views) or any(map(symbols, result)) or changes_arguments(wrappers):
-            # The wrapper marks sizes of results as dynamic, and passes on what the code reads of its arguments.
+        if any(views) or any(map(symbols, result)) or subclasses:
+            # The wrapper marks sizes of results as dynamic, and passes on the inner tensors of subclasses.
             return cast(Boxed, next(wrapper for wrapper in wrappers if _name(wrapper) != "forward")), given
         return cast(Boxed, code.current_callable), given
 
@@ -364,17 +365,12 @@ def as_operand(placeholder: fx.Node, node: fx.Node, value: Any) -> None:
     placeholder._dynamo_source = getattr(node, "_dynamo_source", None)
 
 
-_INNER_WRAPPER = "inner_fn"
-"""Wrappers that change the arguments: they take tensor subclasses apart, or leave out equal ones."""
-_WRAPPERS = ("forward", "runtime_wrapper", "SerializableCompiledFunction", _INNER_WRAPPER)
+_WRAPPERS = ("forward", "runtime_wrapper", "SerializableCompiledFunction")
+_SUBCLASS_WRAPPER = "inner_fn"
+"""The wrapper that takes tensor subclasses apart; before torch 2.12 others have this name too."""
 
 
-def changes_arguments(wrappers: Iterable[Any]) -> bool:
-    """Check whether the code gets other arguments than its wrappers, such as the inner tensors of subclasses."""
-    return any(_name(wrapper) == _INNER_WRAPPER for wrapper in wrappers)
-
-
-def _unwrap(run: Any) -> tuple[list[Any], Any]:
+def _unwrap(run: Any, subclasses: bool = False) -> tuple[list[Any], Any]:
     """Return the wrappers around Inductor's code, outermost first, and the code, or None for unknown wrappers.
 
     Each wrapper has the function that it wraps as `__wrapped__`.  The outer ones, named forward, take the arguments one
@@ -386,7 +382,8 @@ def _unwrap(run: Any) -> tuple[list[Any], Any]:
     while hasattr(chain[-1], "__wrapped__"):
         chain.append(chain[-1].__wrapped__)
     *wrappers, code = chain
-    known = all(_name(wrapper) in _WRAPPERS for wrapper in wrappers)
+    others = [_name(wrapper) for wrapper in wrappers if _name(wrapper) not in _WRAPPERS]
+    known = others == [_SUBCLASS_WRAPPER] * subclasses
     return wrappers, code if known and isinstance(code, CompiledFxGraph) and code.current_callable else None
 
 
