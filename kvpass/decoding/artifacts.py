@@ -91,9 +91,7 @@ def export(
     require(device == "cpu", "model", device, "only code for a CPU can be exported")
     require(loop.backend.inner == "inductor", "inner", loop.backend.inner, "only Inductor's code can be exported")
     if any(map(is_wrapper, (*model.parameters(), *model.buffers()))):
-        raise UnsupportedGraph(
-            "this model cannot be exported: weights of it wrap other tensors, as quantised ones do"
-        )
+        raise UnsupportedGraph("this model cannot be exported: weights of it wrap other tensors, as quantised ones do")
     if not isinstance(loop.backend.budget, int):
         raise BudgetError(f"budget={loop.backend.budget}: an artifact has code for fixed slots; give their number")
     with recording_calls(loop) as result:
