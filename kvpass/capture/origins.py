@@ -129,7 +129,9 @@ def check_heads(attended: fx.Node, grown: fx.Node, chain: list[fx.Node], along: 
     cached = numbered.transpose(along, 2)
     rows, _, tokens, features = cached.shape
     if moved.shape[-2:] != (tokens, features) or moved.numel() % numbered.numel():
-        raise CacheRefused(f"keys or values of shape {tuple(value(grown).shape)} are cached, attention reads others")
+        raise CacheRefused(
+            f"keys or values of shape {tuple(value(grown).shape)} are cached, attention reads others: {_LAYOUT}"
+        )
     groups = moved.numel() // numbered.numel()
     if not torch.equal(moved.reshape(rows, -1, tokens, features), cached.repeat_interleave(groups, 1)):
         raise CacheRefused(
