@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 
@@ -24,12 +25,11 @@ def python(folder: Path, packages: Sequence[str], variables: Mapping[str, str] |
     Raises:
         Unavailable: the environment cannot be made; the message has the last error of pip.
     """
-    found, listed = folder / "bin" / "python", folder / "packages"
-    wanted = "\n".join(packages)
-    if not listed.is_file() or listed.read_text(encoding="utf-8") != wanted:
-        _run([sys.executable, "-m", "venv", "--clear", str(folder)], {})
-        _run([str(found), "-m", "pip", "install", "--quiet", *packages], variables or {})
-        listed.write_text(wanted, encoding="utf-8")
+    found = folder / "bin" / "python"
+    with _unless_made(folder, packages) as missing:
+        if missing:
+            _run([sys.executable, "-m", "venv", "--clear", str(folder)], {})
+            _run([str(found), "-m", "pip", "install", "--quiet", *packages], variables or {})
     return found
 
 
@@ -39,13 +39,21 @@ def library(folder: Path, packages: Sequence[str]) -> Path:
     Raises:
         Unavailable: a package cannot be installed; the message has the last error of pip.
     """
-    listed = folder / "packages"
-    wanted = "\n".join(packages)
-    if not listed.is_file() or listed.read_text(encoding="utf-8") != wanted:
-        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target", str(folder)]
-        _run([*install, *packages], {})
-        listed.write_text(wanted, encoding="utf-8")
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target", str(folder)]
+    with _unless_made(folder, packages) as missing:
+        if missing:
+            _run([*install, *packages], {})
     return folder
+
+
+@contextlib.contextmanager
+def _unless_made(folder: Path, packages: Sequence[str]) -> Iterator[bool]:
+    """Yield whether a folder lacks the packages, and list them in it once they have been installed without an error."""
+    listed, wanted = folder / "packages", "\n".join(packages)
+    missing = not listed.is_file() or listed.read_text(encoding="utf-8") != wanted
+    yield missing
+    if missing:
+        listed.write_text(wanted, encoding="utf-8")
 
 
 def _run(command: list[str], variables: Mapping[str, str]) -> None:

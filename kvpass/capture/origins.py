@@ -141,9 +141,10 @@ def check_heads(attended: fx.Node, grown: fx.Node, chain: list[fx.Node], along: 
 
 
 def _check_order(attended: fx.Node, grown: fx.Node, chain: list[fx.Node]) -> None:
-    """Refuse one token of one head, of which no number shows the order, if attention reads dimension 1 as tokens.
+    """Refuse a cache of one head and one token if attention reads dimension 1 as tokens.
 
-    Where both dimensions may be the tokens, the second one is taken; a step in which the first one grows is refused.
+    Numbered elements cannot show that.  Where both dimensions may be the tokens, the second one is taken; a step in
+    which the first one grows is refused.
     """
     if list(map(expr, value(grown).shape[1:3])) != [1, 1]:
         return

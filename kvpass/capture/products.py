@@ -112,8 +112,7 @@ def _strip_transpose(keys: object) -> fx.Node:
     node = walk.chain(node, lambda each: known_name(each) in ("contiguous", "clone") or only_splits_heads(each))[-1]
     if is_tensor(node.args[0]) and known_name(node) == "permute" and not propagation.swaps_last_two(node):
         *dims, dim, last = op_table.leaves(node.args[1:])
-        with node.graph.inserting_before(node):
-            return splicing.emit(node.graph, torch.permute, node.args[0], (*dims, last, dim))
+        return splicing.emit_before(node, torch.permute, node.args[0], (*dims, last, dim))
     if not is_tensor(node.args[0]) or not propagation.swaps_last_two(node):
         raise Unreadable("its second operand is not a transpose of the keys")
     return required_tensor(node.args[0])

@@ -44,8 +44,8 @@ FilePath = str | os.PathLike[str]
 def save_cache(cache: Any, path: FilePath) -> None:
     """Write the cache of a conversation to a file, which `load_cache` reads in this or another process.
 
-    The file appears at once, when it is complete.  The cache itself may go on.  Tokens from before
-    it was saved cannot be cropped after `load_cache`.
+    The file appears at once, when it is complete.  The cache itself may go on.  After `load_cache`, tokens from before
+    the save cannot be cropped.
 
     >>> kvpass.save_cache(out.cache, "talk.safetensors")
     >>> kvpass.save_cache(loop, "talk.safetensors")

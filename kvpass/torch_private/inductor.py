@@ -280,13 +280,13 @@ class CompiledParts:
             return None
         with tracing(TracingContext(self.mode)):  # AOTAutograd writes to it
             run: Any = compile_fx(module, operands, config_patches=patches)
-        subclasses = any(map(is_wrapper, (*operands, *module.parameters(), *module.buffers())))
+        leading = [*module.parameters(), *module.buffers()]
+        subclasses = any(map(is_wrapper, (*operands, *leading)))
         wrappers, code = _unwrap(run, subclasses)
         if code is None or len(code.output_strides or ()) != len(result):
             return None
         laid_out = [None if view else strides for view, strides in zip(views, code.output_strides, strict=True)]
         given = [self._strided(value, strides) for value, strides in zip(result, laid_out, strict=True)]
-        leading = [*module.parameters(), *module.buffers()]
         if leading:  # compile_fx puts these before the arguments
             return WithLeading(run, leading), given
         if any(views) or any(map(symbols, result)) or subclasses:
@@ -370,11 +370,14 @@ _SUBCLASS_WRAPPER = "inner_fn"
 """The wrapper that takes tensor subclasses apart; before torch 2.12 others have this name too."""
 
 
-def _unwrap(run: Any, subclasses: bool = False) -> tuple[list[Any], Any]:
+def _unwrap(run: Any, subclasses: bool) -> tuple[list[Any], Any]:
     """Return the wrappers around Inductor's code, outermost first, and the code, or None for unknown wrappers.
 
     Each wrapper has the function that it wraps as `__wrapped__`.  The outer ones, named forward, take the arguments one
     by one and so keep them alive; the others take a list, which they empty.
+
+    Args:
+        subclasses: whether an argument of the code is a tensor subclass, which one of the wrappers takes apart.
     """
     from torch._inductor.output_code import CompiledFxGraph
 
