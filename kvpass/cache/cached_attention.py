@@ -53,7 +53,7 @@ class CachedAttention:
         compute_keys: computes keys and values from the stored vectors, or None if these are the keys and values.
         lse: whether the model also reads the log-sum-exp of the logits.
         write_index: the slots to write to, [B, H'], if they are not those of `slots.free`.
-        hidden: the logit of keys that a bool mask hides; None if they are left out.
+        hidden_logit: the logit of keys that a bool mask hides; None if they are left out.
         decomposed: whether the model spells out the softmax, which gives NaN for a query without keys.
         knows_padding: whether padding is known and not cached.
     """
@@ -68,7 +68,7 @@ class CachedAttention:
     compute_keys: ComputeKeys | None = None
     lse: bool = False
     write_index: Tensor | None = None
-    hidden: float | None = None
+    hidden_logit: float | None = None
     decomposed: bool = False
     knows_padding: bool = False
 

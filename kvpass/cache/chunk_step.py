@@ -125,7 +125,7 @@ def _chunk_mask(
     mask = torch.cat([(slots.position >= 0)[:, :, None, None], new], -1)  # the same for all queries
     new_position = slots.seen[:, None] + valid.cumsum(-1) - 1
     position = torch.cat([slots.position, new_position[:, None].expand(-1, layout.groups, -1)], -1)
-    mask, bias = with_mask(mask, call.mask(index, position, key_features) if call.mask else None, call.hidden)
+    mask, bias = with_mask(mask, call.mask(index, position, key_features) if call.mask else None, call.hidden_logit)
     return mask.expand(-1, -1, -1, count, -1), bias
 
 

@@ -101,7 +101,7 @@ class _QueryView:
         live = tokens.live[:, :, None, None]  # [B, H', 1, 1, C]
         key, value, key_features = _attended_vectors(layout, call, *stored_vectors(layout, call, slots, tokens))
         mask = call.mask(index, tokens.position, key_features) if call.mask else None
-        mask, bias = with_mask(live, mask, call.hidden)
+        mask, bias = with_mask(live, mask, call.hidden_logit)
         policy_bias = layout.policy.bias(tokens, grouped.shape[2])
         policy_bias = None if policy_bias is None else policy_bias[..., None, :]
         heads = key.shape[1]
@@ -199,7 +199,7 @@ def _rotation(call: CachedAttention, tokens: Tokens) -> Rotation | None:
     return lambda keys: rotate(keys, rank)
 
 
-def with_mask(live: Tensor, mask: Tensor | None, hidden: float | None) -> tuple[Tensor, Tensor | None]:
+def with_mask(live: Tensor, mask: Tensor | None, hidden_logit: float | None) -> tuple[Tensor, Tensor | None]:
     """Return the bool mask and the additive bias that `live` and the model's own mask give together.
 
     A free slot is left out.  A key that the model hides by a finite number stays: a query without other keys attends to
@@ -207,7 +207,7 @@ def with_mask(live: Tensor, mask: Tensor | None, hidden: float | None) -> tuple[
     """
     if mask is None or mask.dtype != torch.bool:
         return live, mask
-    if hidden is None or hidden == -torch.inf:
+    if hidden_logit is None or hidden_logit == -torch.inf:
         return live & mask, None
     return live, torch.where(mask, 0.0, FILLED)
 

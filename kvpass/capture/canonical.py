@@ -1,7 +1,7 @@
 """Define the canonical operators, to which capture converts every cache update and attention call.
 
     grown = kvpass::append(past, new)
-    output = kvpass::attention(query, key, value, mask, sink_logit, scale, cap, causal, hidden, dtypes)
+    output = kvpass::attention(query, key, value, mask, sink_logit, scale, cap, causal, hidden_logit, dtypes)
 
 They are composite operators that run on any tensors and that compilers decompose, so a canonical graph is a program
 that gives the results of the model's own graph.  All other nodes, masks among them, stay the model's own.
@@ -29,13 +29,13 @@ torch.library.define("kvpass::append", "(Tensor? past, Tensor new) -> Tensor")
 torch.library.define(
     "kvpass::attention",
     "(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? sink_logit, float scale, float? cap=None, "
-    "bool causal=False, float? hidden=None, ScalarType? scores=None, ScalarType? weights=None, "
-    "ScalarType? output=None) -> Tensor",
+    "bool causal=False, float? hidden_logit=None, ScalarType? product_dtype=None, "
+    "ScalarType? logit_dtype=None, ScalarType? output_dtype=None) -> Tensor",
 )
 torch.library.define(
     "kvpass::log_sum_exp",
-    "(Tensor query, Tensor key, Tensor? mask, float scale, float? cap, float? hidden, ScalarType scores, "
-    "ScalarType weights) -> Tensor",
+    "(Tensor query, Tensor key, Tensor? mask, float scale, float? cap, float? hidden_logit, "
+    "ScalarType product_dtype, ScalarType logit_dtype) -> Tensor",
 )
 
 
@@ -63,10 +63,10 @@ def attention(
     scale: float,
     cap: float | None = None,
     causal: bool = False,
-    hidden: float | None = None,
-    scores: torch.dtype | None = None,
-    weights: torch.dtype | None = None,
-    output: torch.dtype | None = None,
+    hidden_logit: float | None = None,
+    product_dtype: torch.dtype | None = None,
+    logit_dtype: torch.dtype | None = None,
+    output_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Compute attention of queries to keys and values.
 
@@ -76,23 +76,23 @@ def attention(
         mask: bool or additive, [B or 1, Hq or 1, q or 1, S], or None.
         sink_logit: the logits of the attention sink, [B or 1, Hq, q or 1, 1], or None.
         causal: query i attends to keys 0 .. i only.
-        hidden: the logit of keys that a bool mask hides; None for the one of scaled_dot_product_attention.
-        scores, weights, output: in decomposed attention the dtypes of the products of query and key, of logits and
-            softmax, and of the result; None for scaled_dot_product_attention on the dtype of `query`.
+        hidden_logit: the logit of keys that a bool mask hides; None for the one of scaled_dot_product_attention.
+        product_dtype, logit_dtype, output_dtype: in decomposed attention the dtypes of the products of query and key,
+            of logits and softmax, and of the result; None for scaled_dot_product_attention on the dtype of `query`.
 
     Returns:
         [B, Hq, q, Dv].
     """
     key, value = _repeat_heads(key, query), _repeat_heads(value, query)
-    if scores is None or weights is None or output is None:
+    if product_dtype is None or logit_dtype is None or output_dtype is None:
         return torch.nn.functional.scaled_dot_product_attention(
             query, key.to(query.dtype), value.to(query.dtype), attn_mask=mask, is_causal=causal, scale=scale
         )
-    logits = _logits(query, key, mask, scale, cap, hidden, (scores, weights))  # [B, Hq, q, S]
+    logits = _logits(query, key, mask, scale, cap, hidden_logit, (product_dtype, logit_dtype))  # [B, Hq, q, S]
     if sink_logit is not None:
         logits = torch.cat([logits, sink_logit.expand(*logits.shape[:3], 1).to(logits.dtype)], -1)
-    probs = torch.softmax(logits, -1)[..., : key.shape[2]].to(output)
-    return torch.matmul(probs, value.to(output))
+    probs = torch.softmax(logits, -1)[..., : key.shape[2]].to(output_dtype)
+    return torch.matmul(probs, value.to(output_dtype))
 
 
 @torch.library.impl("kvpass::log_sum_exp", "CompositeImplicitAutograd")
@@ -102,12 +102,13 @@ def log_sum_exp(
     mask: Tensor | None,
     scale: float,
     cap: float | None,
-    hidden: float | None,
-    scores: torch.dtype,
-    weights: torch.dtype,
+    hidden_logit: float | None,
+    product_dtype: torch.dtype,
+    logit_dtype: torch.dtype,
 ) -> Tensor:
     """Return the log-sum-exp [B, Hq, q] of the logits of `attention`, for models that use it."""
-    return torch.logsumexp(_logits(query, _repeat_heads(key, query), mask, scale, cap, hidden, (scores, weights)), -1)
+    dtypes = (product_dtype, logit_dtype)
+    return torch.logsumexp(_logits(query, _repeat_heads(key, query), mask, scale, cap, hidden_logit, dtypes), -1)
 
 
 def _repeat_heads(rows: Tensor, query: Tensor) -> Tensor:
@@ -122,7 +123,7 @@ def _logits(
     mask: Tensor | None,
     scale: float,
     cap: float | None,
-    hidden: float | None,
+    hidden_logit: float | None,
     dtypes: tuple[torch.dtype, torch.dtype],
 ) -> Tensor:
     """Return the logits [B, Hq, q, S], with products in the first dtype and the rest in the second."""
@@ -133,7 +134,7 @@ def _logits(
     if mask is None:
         return logits
     if mask.dtype == torch.bool:
-        return torch.where(mask, logits, -torch.inf if hidden is None else hidden)  # in any logit dtype
+        return torch.where(mask, logits, -torch.inf if hidden_logit is None else hidden_logit)  # in any logit dtype
     return logits + mask
 
 
@@ -181,7 +182,7 @@ class AttentionSite:
         lse: the node of `kvpass::log_sum_exp` of the same logits, or None.
         computed: the keys and values that attention reads, [B, Ha, past + q, D], if they or the mask are computed from
             the grown ones; None if attention reads the grown ones and its mask does not.
-        hidden: the logit of keys that a bool mask hides, if attention is decomposed.
+        hidden_logit: the logit of keys that a bool mask hides, if attention is decomposed.
         decomposed: whether attention is spelled out instead of a call of scaled_dot_product_attention.
         shared_by: later attention calls on the same cache, such as those of layers that share it.
         sharding: how the heads are sharded over processes, None if all are here.
@@ -206,7 +207,7 @@ class AttentionSite:
     sink_logit: fx.Node | None = None
     lse: fx.Node | None = None
     computed: tuple[fx.Node, fx.Node] | None = None
-    hidden: float | None = None
+    hidden_logit: float | None = None
     decomposed: bool = False
     shared_by: tuple[AttentionSite, ...] = ()
     sharding: HeadSharding | None = None
@@ -288,12 +289,12 @@ def _site(call: fx.Node, outputs: dict[fx.Node, int], calls: list[fx.Node]) -> A
     reads_cache = grown == attended and not (args["mask"] and not ancestors(args["mask"], calls).isdisjoint(grown))
     (past_key, key), (past_value, val) = grown[0].args, grown[1].args
     (keys_out, window), (values_out, _) = (stored_output(node, outputs) or (-1, None) for node in grown)
-    copied = {name: args[name] for name in ("query", "mask", "scale", "causal", "cap", "sink_logit", "hidden")}
+    copied = {name: args[name] for name in ("query", "mask", "scale", "causal", "cap", "sink_logit", "hidden_logit")}
     lse, computed = _log_sum_exp(args), None if reads_cache else attended
     return AttentionSite(
         call=call, key=key, value=val, past_key=past_key, past_value=past_value, grown_key=grown[0],  # type: ignore[arg-type]
         grown_value=grown[1], keys_out=keys_out, values_out=values_out, window=window, lse=lse, computed=computed,
-        decomposed=args["scores"] is not None, **copied,
+        decomposed=args["product_dtype"] is not None, **copied,
     )  # fmt: skip
 
 
@@ -310,7 +311,7 @@ def _sources(
 
 def _log_sum_exp(args: dict[str, Any]) -> fx.Node | None:
     """Return the node of the log-sum-exp of the same logits, or None."""
-    shared = ("query", "key", "mask", "scale", "cap", "hidden")
+    shared = ("query", "key", "mask", "scale", "cap", "hidden_logit")
     sums = [node for node in args["query"].users if node.target is LOG_SUM_EXP]
     return next(
         (node for node in sums if all(op_table.named_arguments(node)[name] == args[name] for name in shared)), None

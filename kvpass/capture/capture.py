@@ -210,7 +210,8 @@ def _new_in_cache_dtype(graph: fx.Graph, origin: Origin) -> fx.Node:
 def _attend(graph: fx.Graph, call: AttentionCall, attended: tuple[fx.Node, fx.Node]) -> fx.Node:
     options: dict[str, Any] = {}
     if call.dtypes is not None:
-        options = dict(zip(("scores", "weights", "output"), call.dtypes, strict=True)) | {"hidden": call.hidden}
+        product, logit, output = call.dtypes
+        options = dict(hidden_logit=call.hidden_logit, product_dtype=product, logit_dtype=logit, output_dtype=output)
     args = (call.query, *attended, call.mask, call.sink_logit, call.scale, call.cap)
     with graph.inserting_before(call.node):
         node = graph.call_function(ATTENTION, args, {"causal": call.causal, **options})
@@ -223,7 +224,7 @@ def _insert_log_sum_exp(graph: fx.Graph, call: AttentionCall, key: fx.Node) -> N
     assert call.lse is not None
     assert call.dtypes is not None
     recorded = value(call.lse)
-    args = (call.query, key, call.mask, call.scale, call.cap, call.hidden, call.dtypes[0], recorded.dtype)
+    args = (call.query, key, call.mask, call.scale, call.cap, call.hidden_logit, call.dtypes[0], recorded.dtype)
     with graph.inserting_before(call.lse):
         node = graph.call_function(LOG_SUM_EXP, args)
         result = node if recorded.ndim == 3 else graph.call_method("unsqueeze", (node, -1))

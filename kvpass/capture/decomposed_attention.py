@@ -46,7 +46,7 @@ class AttentionCall:
         sink_logit: the logits of the attention sink, [B or 1, Hq, q or 1, 1], or None.
         lse: the model's log-sum-exp of the logits, [B, Hq, q] or [B, Hq, q, 1], or None.
         causal, dropout: as in scaled_dot_product_attention.
-        hidden, dtypes: as `hidden` and the three dtypes of `kvpass.capture.canonical.attention`.
+        hidden_logit, dtypes: as `hidden_logit` and the three dtypes of `kvpass.capture.canonical.attention`.
     """
 
     node: fx.Node
@@ -60,7 +60,7 @@ class AttentionCall:
     lse: fx.Node | None = None
     causal: bool = False
     dropout: float = 0.0
-    hidden: float | None = None
+    hidden_logit: float | None = None
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype] | None = None
 
     def with_operands(self, replacements: dict[fx.Node, fx.Node]) -> AttentionCall:
@@ -162,7 +162,7 @@ class _DecompositionReader:
         mask, hidden = self.changes.combine(value(query).shape[:2])
         return AttentionCall(
             node, query, key, required_tensor(probabilities.args[1]), mask, self.changes.scale,
-            self.changes.cap or None, self.sink_logit, self._log_sum_exp(), hidden=hidden,
+            self.changes.cap or None, self.sink_logit, self._log_sum_exp(), hidden_logit=hidden,
             dtypes=(value(product).dtype, value(self.softmax).dtype, value(node).dtype),
         )  # fmt: skip
 

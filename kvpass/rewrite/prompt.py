@@ -270,7 +270,7 @@ def _fuses_attention(site: AttentionSite, policy: Policy) -> bool:
     """
     call = op_table.named_arguments(site.call)
     tensors = [value(node) for node in (site.query, call["key"], call["value"])]
-    by_library = call["scores"] is None and call["hidden"] is None and site.lse is None
+    by_library = call["product_dtype"] is None and call["hidden_logit"] is None and site.lse is None
     whole = not site.causal or expr(site.queries) == expr(value(site.attended_key).shape[2])
     plain_mask = site.mask is None or (value(site.mask).ndim == 4 and not site.causal)
     fits = by_library and whole and plain_mask and not policy.renumbers

@@ -163,7 +163,7 @@ class _ReferenceCall:
         if self.mask is not None:
             model_mask = self.mask.on_slots(view.index, view.position, layout.heads, bound["mask"], key_features)
         allowed, bias = _mask_and_bias(
-            layout, view.position[..., :-queries] >= 0, valid, model_mask, query.shape[1], site.hidden
+            layout, view.position[..., :-queries] >= 0, valid, model_mask, query.shape[1], site.hidden_logit
         )
         logits = attention_logits(query * view.factor, keys, allowed, bias, site.scale, site.cap)
         biased = logits if view.bias is None else logits + torch.nn.functional.pad(view.bias, (0, queries))
@@ -211,7 +211,7 @@ def _softmax(logits: Tensor, sink_logit: Tensor | None) -> Tensor:
 
 
 def _mask_and_bias(
-    layout: Layout, live: Tensor, valid: Tensor, model_mask: Tensor | None, query_heads: int, hidden: float | None
+    layout: Layout, live: Tensor, valid: Tensor, model_mask: Tensor | None, query_heads: int, hidden_logit: float | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return the mask, bool, and the model's bias, [B, Hq, q, N + q], of queries over [cached, new]."""
     count = valid.shape[1]
@@ -222,7 +222,7 @@ def _mask_and_bias(
     if model_mask is None:
         return visible, None
     model_mask = model_mask.expand(layout.batch, layout.heads, query_heads // layout.heads, count, -1).flatten(1, 2)
-    return with_mask(visible, model_mask, hidden)
+    return with_mask(visible, model_mask, hidden_logit)
 
 
 @dataclasses.dataclass(frozen=True)

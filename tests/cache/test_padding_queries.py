@@ -85,7 +85,7 @@ def test_answers_to_padding_and_scores_are_numbers(
         layout, slots = slots_of(policy, dtype)
         new = stretch(1, real, dtype)
         mask = hiding(slots, real, low, boolean, dtype, sees)
-        call = CachedAttention(0.3, mask, hidden=hidden, decomposed=spelled, knows_padding=True, **how)
+        call = CachedAttention(0.3, mask, hidden_logit=hidden, decomposed=spelled, knows_padding=True, **how)
         before = slots.length.clone()
         check(
             decode_step(layout, call, slots, NewTokens(new.q, new.k, new.v, real[:, 0])),
@@ -100,7 +100,7 @@ def test_answers_to_padding_and_scores_are_numbers(
         layout, slots = slots_of(policy, dtype)
         new = stretch(3, real, dtype)
         mask = hiding(slots, real, low, boolean, dtype, sees)
-        call = CachedAttention(0.3, mask, hidden=hidden, decomposed=spelled, knows_padding=True, **how)
+        call = CachedAttention(0.3, mask, hidden_logit=hidden, decomposed=spelled, knows_padding=True, **how)
         attended = extend_step(layout, call, slots, NewTokens(new.q, new.k, new.v, real))
         check(attended, real, list(attended.statistics))
 

@@ -20,6 +20,8 @@ SHOWN = 16
 SYMBOL = re.compile(r"\b(?:s|u|f|zf|zuf)\d+\b")
 ADDRESS = re.compile(r" at 0x[0-9a-f]+|0x[0-9a-f]{6,}")
 OWN_MODULE = re.compile(r"\bkvpass(?:\.\w+)*\.(?=\w)")
+KEYWORDS = {"hidden_logit": "hidden", "product_dtype": "scores", "logit_dtype": "weights", "output_dtype": "output"}
+"""Names of arguments of `kvpass::attention`, and those under which the texts were recorded."""
 
 
 def text(graph: fx.Graph) -> str:
@@ -56,7 +58,8 @@ class _Writer:
             return self._constant(node)
         target = str(node.target) if node.op in ("call_method", "call_module") else operator(node.target)
         given = [self.argument(each) for each in node.args]
-        given += [f"{name}={self.argument(each)}" for name, each in sorted(node.kwargs.items())]
+        named = {KEYWORDS.get(name, name): each for name, each in node.kwargs.items()}
+        given += [f"{name}={self.argument(each)}" for name, each in sorted(named.items())]
         prefix = {"call_method": "method ", "call_module": "module "}.get(node.op, "")
         return f"{prefix}{target}({', '.join(given)})", iter(())
 

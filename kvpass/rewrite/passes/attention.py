@@ -98,7 +98,8 @@ class _AttentionReplacement:
             mask_key,
             rotary and (rotary.key, pairs),
             computed and computed.slice.key,
-            (site.scale, site.cap, site.sink_logit is None, site.lse is None, site.hidden, site.decomposed, first),
+            (site.scale, site.cap, site.sink_logit is None, site.lse is None, site.hidden_logit, site.decomposed),
+            first,
             bool(step.padding_inputs.sites[layer]),
             *(_signature(step, node, symbols) for node in nodes),
         )
@@ -245,7 +246,7 @@ class _LayerStepParts:
             sink_logit=operands["sink_logit"][0] if operands["sink_logit"] else None,
             compute_keys=None if computed is None else lambda k, v: computed.on_slots(k, v, operands["computed"]),
             lse=self.attention.lse is not None,
-            hidden=self.attention.hidden,
+            hidden_logit=self.attention.hidden_logit,
             decomposed=self.attention.decomposed,
             knows_padding=self.knows_padding,
             write_index=operands["write_index"][0] if operands["write_index"] else None,

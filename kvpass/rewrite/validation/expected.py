@@ -156,7 +156,7 @@ def attend_exactly(
 def in_result_dtype(call: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """Return the arguments of a call with its operands in the dtype of the result, to which autocasting rounds them."""
     narrower = torch.finfo(dtype).eps > torch.finfo(call["query"].dtype).eps
-    if not narrower or call.get("output") is not None:
+    if not narrower or call.get("output_dtype") is not None:
         return call
     return {**call, **{name: call[name].to(dtype) for name in ("query", "key", "value") if name in call}}
 
@@ -187,7 +187,7 @@ def _bias(call: dict[str, Any], queries: int, keys: int) -> Tensor | None:
 
 def _logits(call: dict[str, Any], query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     """Return the logits [B, Hq, q, N] without a mask, and the allowed error of each."""
-    operand_eps, product_eps = _eps(query), _eps(query, call.get("scores"), call.get("weights"))
+    operand_eps, product_eps = _eps(query), _eps(query, call.get("product_dtype"), call.get("logit_dtype"))
     sum_eps = _sum_eps(query)
     logits = query.double() @ key.transpose(-1, -2) * call["scale"]
     norms = query.double().norm(dim=-1)[..., None] * key.norm(dim=-1)[..., None, :] * abs(call["scale"])
@@ -202,7 +202,7 @@ def _with_bias(call: dict[str, Any], logits: Tensor, error: Tensor, bias: Tensor
     """Add the mask's bias to logits, and its rounding to their error."""
     if bias is None:
         return logits, error
-    product_eps = _eps(call["query"], call.get("scores"), call.get("weights"))
+    product_eps = _eps(call["query"], call.get("product_dtype"), call.get("logit_dtype"))
     logits = logits + bias
     return logits, error + ROUNDING_MARGIN * torch.where(bias == -torch.inf, 0.0, product_eps * logits.abs())
 
@@ -212,13 +212,13 @@ def _hidden_bias(call: dict[str, Any], logits: Tensor, error: Tensor, bias: Tens
 
     A hiding number is so low that rounding decides what remains of the logit that it is added to.
     """
-    hidden, mask = call.get("hidden"), call["mask"]
+    hidden_logit, mask = call.get("hidden_logit"), call["mask"]
     boolean = mask is not None and mask.dtype == torch.bool
-    if bias is None or (boolean and hidden is None):
+    if bias is None or (boolean and hidden_logit is None):
         return _with_bias(call, logits, error, bias)
-    if boolean and hidden is not None:
-        return torch.where(bias == -torch.inf, hidden, logits), torch.where(bias == -torch.inf, 0.0, error)
-    dtype = call.get("weights") or accumulate_dtype(call["query"].dtype)
+    if boolean and hidden_logit is not None:
+        return torch.where(bias == -torch.inf, hidden_logit, logits), torch.where(bias == -torch.inf, 0.0, error)
+    dtype = call.get("logit_dtype") or accumulate_dtype(call["query"].dtype)
     low, rounded, high = ((logits + sign * error + bias).to(dtype).double() for sign in (-1, 0, 1))
     change = torch.maximum(high - rounded, rounded - low).nan_to_num(0.0)
     absorbed = (low == bias) & (high == bias)
@@ -250,7 +250,7 @@ def _exact_result(
     distance_squared = squares[..., None, :] - 2 * output @ value.transpose(-1, -2) + output.square().sum(-1)[..., None]
     # The rounding of a sum of N terms grows as that of a random walk.
     sum_eps = _sum_eps(call["query"]) * math.sqrt(value.shape[2])
-    own_eps = _eps(call["query"], call.get("weights"), call.get("output")) + sum_eps
+    own_eps = _eps(call["query"], call.get("logit_dtype"), call.get("output_dtype")) + sum_eps
     rounding = ROUNDING_MARGIN * own_eps * (probs * squares.sqrt()[..., None, :]).sum(-1)
     sink_error = 0 if sink is None else (1 - probs.sum(-1)) * output.norm(dim=-1) * relative_error.amax(-1)
     allowed = (probs * relative_error * distance_squared.clamp(min=0).sqrt()).sum(-1) + rounding + sink_error
@@ -261,7 +261,7 @@ def _exact_result(
     error = allowed / math.sqrt(value.shape[-1]) + tiny
     floating = call["mask"] is not None and call["mask"].is_floating_point()
     bias_eps = _eps(call["mask"]) if floating else 0.0
-    decomposed = call.get("weights") is not None and sink is None  # its softmax over nothing is NaN
+    decomposed = call.get("logit_dtype") is not None and sink is None  # its softmax over nothing is NaN
     zero = torch.zeros_like(no_key) if decomposed else no_key
     return ExactAttention(
         output, error, lse, lse_error + tiny, sees, ~sees & ~no_key, zero, bias, bias_eps, value.shape[2]

@@ -18,9 +18,9 @@ def test_the_tolerance_follows_from_the_dtype(dtype: torch.dtype) -> None:
     call = dict(query=query, key=key, value=value, mask=None, scale=0.25)
     exact = attend_exactly(call)
 
-    def excess(factor: float, scores: Any = None) -> float:
+    def excess(factor: float, spelled: Any = None) -> float:
         attended = torch.ops.kvpass.attention.default(
-            query, key, value, None, None, 0.25 * factor, scores=scores, weights=scores, output=scores
+            query, key, value, None, None, 0.25 * factor, **dict.fromkeys(SPELLED, spelled)
         )
         return float(exact.excess(attended))
 
@@ -30,7 +30,7 @@ def test_the_tolerance_follows_from_the_dtype(dtype: torch.dtype) -> None:
 
 
 LOWEST = torch.finfo(torch.float32).min
-SPELLED = dict(scores=torch.float32, weights=torch.float32, output=torch.float32)
+SPELLED = dict(product_dtype=torch.float32, logit_dtype=torch.float32, output_dtype=torch.float32)
 HALF = dict.fromkeys(SPELLED, torch.bfloat16)
 
 
@@ -40,13 +40,13 @@ HALF = dict.fromkeys(SPELLED, torch.bfloat16)
 def test_a_query_that_sees_no_key_is_compared_as_well(low: float | None, dtypes: Any, fills: bool) -> None:
     """It attends to hidden keys, or its answer is zero; NaN of a softmax over nothing says nothing."""
     torch.manual_seed(1)
-    dtype = dtypes.get("output", torch.float32)
+    dtype = dtypes.get("output_dtype", torch.float32)
     low = torch.finfo(dtype).min if low == LOWEST else low
     query, key = (torch.randn(1, 1, n, 4).to(dtype) for n in (2, 3))
     allowed = torch.tensor([[True, True, False], [False, False, False]])[None, None]
     call: dict[str, Any] = dict(query=query, key=key, value=key, sink_logit=None, scale=1.0, mask=allowed, **dtypes)
     if low is not None and fills and dtypes:
-        call["hidden"] = low
+        call["hidden_logit"] = low
     elif low is not None:
         call["mask"] = torch.zeros(()).masked_fill(~allowed, low).to(dtype)
     exact = attend_exactly(call)
