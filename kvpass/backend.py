@@ -14,7 +14,6 @@ import torch.fx as fx
 
 from kvpass import policies, versions
 from kvpass.arguments import Natural, check_arguments, require
-from kvpass.budget import Budget, check_budget
 from kvpass.cache.handle import Handle, Row, refuse_row_operation
 from kvpass.capture import decomposed_attention, origins, rotary
 from kvpass.capture.caches import CallReading
@@ -32,6 +31,7 @@ from kvpass.runtime.prompts import PromptRunner
 from kvpass.runtime.recorder import AttentionReport, configure_logs
 from kvpass.runtime.steps import StepRunner
 from kvpass.torch_private import dynamo, inductor, regions
+from kvpass.user_budget import Budget, check_budget
 
 LAST_GRAPH = (
     "this is the last graph that torch.compile makes of this function: called in yet another way it is refused, or "

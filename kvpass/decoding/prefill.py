@@ -18,7 +18,6 @@ from torch import Tensor
 
 from kvpass import cache_names
 from kvpass.arguments import Condition, Positive, check_arguments, require
-from kvpass.budget import Budget
 from kvpass.cache.handle import caches_in
 from kvpass.decoding.pin_masks import Pin, pin_mask
 from kvpass.errors import BudgetError, CacheHandleError, PolicyError
@@ -26,6 +25,7 @@ from kvpass.policies.pinned_tokens import Pins
 from kvpass.runtime.caches import pinning
 from kvpass.runtime.compiled_call import as_contiguous_tokens
 from kvpass.torch_private import dynamo
+from kvpass.user_budget import Budget
 
 Logits = Literal["last", "all"]
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from kvpass.arguments import Condition, check_arguments, short_text
 from kvpass.backend import Backend, backend
-from kvpass.budget import Budget, slots_for
 from kvpass.cache.admission import Chunk, admit, attention_of_chunk, split_by_class
 from kvpass.cache.cached_attention import CachedAttention, NewTokens, Rotate
 from kvpass.cache.chunk_step import extend_step
@@ -29,6 +28,7 @@ from kvpass.reference import ReferenceLayer, reference_of
 from kvpass.reference.layer import attention_logits
 from kvpass.runtime.backend_base import Positions
 from kvpass.runtime.caches import clock_of, tick_of
+from kvpass.user_budget import Budget, slots_for
 
 Heads = Annotated[
     Tensor,

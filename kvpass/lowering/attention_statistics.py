@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from kvpass import policies
-from kvpass.budget import Budget, slots_of_rows
 from kvpass.lowering import attention_sums, attention_tiles
 from kvpass.lowering.attention_blocks import ScoredAttention
 from kvpass.lowering.attention_sums import highest_probs, late_statistics, votes_for_older
@@ -25,6 +24,7 @@ from kvpass.policies import to_json
 from kvpass.policies.base import Policy
 from kvpass.policies.heads import HeadSharding
 from kvpass.policies.types import Attention, Statistic
+from kvpass.user_budget import Budget, slots_of_rows
 
 SUMS = ("total", "squares")
 LAST_QUERY_STATISTICS = ("last", "window", "logits")

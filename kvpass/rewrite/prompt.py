@@ -11,7 +11,6 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.budget import Budget, window_for
 from kvpass.cache.step import with_logit_scale
 from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.rotary import find_rotary
@@ -24,6 +23,7 @@ from kvpass.policies.base import Policy
 from kvpass.policies.types import Statistic
 from kvpass.rewrite import renumber
 from kvpass.torch_private import fx_nodes
+from kvpass.user_budget import Budget, window_for
 
 
 @dataclasses.dataclass(frozen=True)

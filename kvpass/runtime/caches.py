@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpass.budget import slots_for
 from kvpass.cache.admission import Chunk, admit
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.layout import Layout
@@ -22,6 +21,7 @@ from kvpass.policies.base import Policy
 from kvpass.policies.pinned_tokens import Pins
 from kvpass.policies.types import Clock
 from kvpass.torch_private import dynamo
+from kvpass.user_budget import slots_for
 
 
 def mark_addresses_static(slots: AnySlots) -> None:

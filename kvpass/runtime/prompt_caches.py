@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.budget import Budget, slots_for, slots_of_rows, window_for
 from kvpass.cache.admission import Chunk
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.layout import Layout
@@ -27,6 +26,7 @@ from kvpass.runtime import model_identity
 from kvpass.runtime.backend_base import BackendBase
 from kvpass.runtime.caches import pinned_headroom
 from kvpass.runtime.checks import true_indices
+from kvpass.user_budget import Budget, slots_for, slots_of_rows, window_for
 
 RENUMBERED = (
     "a policy that renumbers tokens makes windows of a share of the prompt, from `minimum_budget` up to "

@@ -171,7 +171,7 @@ def test_other_ways_to_store_and_to_count(
 @pytest.mark.slow
 def test_slots_that_were_doubled_in_between_go_back(model: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
     """`full` without a budget."""
-    monkeypatch.setattr("kvpass.budget.SPARE", 1)
+    monkeypatch.setattr("kvpass.user_budget.SPARE", 1)
     under = model.under(chosen("full", budget=None))
     cropped, straight = Talk(under, rows=1), Talk(under, rows=1)
     for talk in (cropped, straight):

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpass.budget import slots_for
 from kvpass.diagnostics.simulate import simulate
 from kvpass.errors import BudgetError, PolicyError
 from kvpass.policies.cascade import NO_VICTIM, Cascade, CascadeRule, intervals, moving_averages
+from kvpass.user_budget import slots_for
 from tests.diagnostics.test_simulate import check
 from tests.strategies import ROWS, cases
 

@@ -127,7 +127,7 @@ def test_a_prompt_that_cannot_be_adopted_is_refused(settings: dict[str, str]) ->
 @pytest.mark.few(1)
 @pytest.mark.parametrize("queries", [1, 7, 149])
 def test_full_without_budget_doubles_its_slots(monkeypatch: pytest.MonkeyPatch, queries: int) -> None:
-    monkeypatch.setattr("kvpass.budget.SPARE", 30)
+    monkeypatch.setattr("kvpass.user_budget.SPARE", 30)
     model = build("Llama", layers=1)
     ids, mask = prompt(2, 300, ())
     with torch.no_grad():

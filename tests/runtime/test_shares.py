@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import kvpass
-from kvpass import budget as budgets
-from kvpass import policies
+from kvpass import policies, user_budget
 from kvpass.cache.handle import caches_in
 from kvpass.cache.layout import ROW_BUDGET
 from kvpass.policies.budgets import Plan, by_rows
@@ -226,8 +225,8 @@ def test_slots_of_rows() -> None:
     valid = torch.ones(3, 20, dtype=torch.bool)
     valid[1, :8] = False
     streaming = policies.resolve("streaming", {})
-    assert budgets.slots_of_rows(streaming, 0.5, valid) == [10, 6, 10]
-    assert budgets.slots_of_rows(streaming, 9, valid) == [9, 9, 9]
+    assert user_budget.slots_of_rows(streaming, 0.5, valid) == [10, 6, 10]
+    assert user_budget.slots_of_rows(streaming, 9, valid) == [9, 9, 9]
 
 
 def test_a_plan_by_rows_takes_each_row_from_the_plan_for_its_budget() -> None:

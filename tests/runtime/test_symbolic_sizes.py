@@ -123,7 +123,7 @@ def test_ten_prompts_under_a_share_are_two_compilations() -> None:
 
 def test_growing_slots_are_two_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Policy full doubles its slots, three times here."""
-    monkeypatch.setattr("kvpass.budget.SPARE", 1)
+    monkeypatch.setattr("kvpass.user_budget.SPARE", 1)
     backend = counting("full")
     model, plain = compiled(backend), build("Llama", layers=1)
     for got, wanted in zip(logits(model, 1, (6, *[1] * 40)), logits(plain, 1, (6, *[1] * 40)), strict=True):

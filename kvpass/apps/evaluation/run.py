@@ -25,11 +25,11 @@ from kvpass.apps.evaluation.session import Measure, Row, Session, unless_refused
 from kvpass.apps.evaluation.settings import Case, EvaluationSettings, Result, Results, cases
 from kvpass.apps.evaluation.speed import Speed
 from kvpass.apps.models import LoadedModel, load
-from kvpass.budget import Budget
 from kvpass.decoding.loop import DecodeLoop
 from kvpass.decoding.prefill import Caller
 from kvpass.errors import KVPassError
 from kvpass.policies import Policy
+from kvpass.user_budget import Budget
 
 Tick = Callable[[int], object]
 MEASURE_FACTORIES: dict[str, Callable[[argparse.Namespace], Measure]] = {

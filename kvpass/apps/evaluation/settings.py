@@ -12,10 +12,10 @@ from kvpass import policies
 from kvpass.apps.evaluation.full_cache import FullCache
 from kvpass.apps.evaluation.scoring import Feed
 from kvpass.apps.evaluation.session import Measure, Row
-from kvpass.budget import Budget
 from kvpass.errors import KVPassError
 from kvpass.lowering.formats import KVDtype
 from kvpass.policies import Policy
+from kvpass.user_budget import Budget
 
 FILE = "results.json"
 MOST_ROOM = 16_384  # slots that are made before they are needed, which saves compiling each time they double

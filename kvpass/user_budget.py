@@ -1,4 +1,4 @@
-"""Conversion of the user's budget to a number of slots."""
+"""Check the budget that the user gives, and convert it to a number of slots."""
 
 from __future__ import annotations
 
