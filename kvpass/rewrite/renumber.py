@@ -8,7 +8,6 @@ do not change before a token is evicted.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +21,6 @@ from kvpass.errors import UnsupportedGraph
 from kvpass.fx import op_table, shapes, walk
 from kvpass.fx.walk import ancestors, is_tensor, name_of, value
 from kvpass.policies.budgets import window_starts
-from kvpass.rewrite.context import PassRecord, StepContext
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,10 +132,10 @@ def fits_step(seen: Tensor, length: Tensor) -> Plausible:
 
 def count_in_windows(ids: Tensor, along: int, valid: Tensor, size: int | Tensor) -> Tensor:
     """Return ids of a prompt, counted from the start of each token's window; see `window_starts`."""
-    return _subtract_by_row(ids, along, window_starts(valid, size))
+    return subtract_by_row(ids, along, window_starts(valid, size))
 
 
-def _subtract_by_row(ids: Tensor, along: int, shift: Tensor) -> Tensor:
+def subtract_by_row(ids: Tensor, along: int, shift: Tensor) -> Tensor:
     """Return the ids minus [B, q]; ids without a dimension for rows use row 0."""
     if ids.ndim == 1:
         return ids - shift[0].to(ids.dtype)
@@ -158,41 +156,3 @@ def window_mask(mask: Tensor | None, causal: bool, valid: Tensor, size: int | Te
         return mask & same_window
     # the lowest number instead of -inf, as a row of -inf alone becomes NaN in the softmax
     return torch.where(same_window, mask, torch.finfo(mask.dtype).min)
-
-
-def renumber_ids(step: StepContext) -> PassRecord:
-    """Replace position ids by those of cached tokens for all nodes that read them.
-
-    Raises:
-        UnsupportedGraph: no node can be shown to read position ids.
-    """
-    if not step.layouts[0].policy.renumbers:
-        return PassRecord(left={"position ids": "the policy does not renumber"})
-    names, tensors = step.slots[0].names, step.slots[0].tensors()
-    seen, length = (tensors[names.index(name)] for name in ("seen", "length"))
-    found = find_readers(step.gm, step.sites, step.argument_of, fits_step(seen, length))
-    # The first layer's step writes to its slots.
-    late = any(step.sites[0].call < reader.node for reader in found)
-    nodes = step.copy_slots(0) if late else step.slot_inputs[0]
-    metadata = [nodes[names.index("position")], nodes[names.index("seen")]]
-    for i, reader in enumerate(found):
-        inputs = [reader.ids, *metadata]
-        function = functools.partial(_count_cached, reader.along, step.queries, step.layouts[0].policy.last_position())
-        ids = step.compute(function, inputs, reader.node, f"kvpass_ids_{i}")[0]
-        ids.meta["example_value"] = value(reader.ids)
-        reader.node.replace_input_with(reader.ids, ids)
-    return PassRecord([reader.node.name for reader in found])
-
-
-def _count_cached(along: int, queries: int, last: int, ids: Tensor, position: Tensor, seen: Tensor) -> list[Tensor]:
-    """Subtract the number of evicted tokens from the ids of new tokens, and limit the result to `last`.
-
-    Args:
-        along, ids: as the model's code computes them; see `Reader`.
-        queries: the number of new tokens.
-        position: int64 [B, H', C], of the cached tokens; seen: int64 [B].
-    """
-    held = (position[:, 0] >= 0).sum(-1)  # [B]
-    index = held[:, None] + torch.arange(queries, device=ids.device)
-    shift = (seen - held)[:, None] + (index - last).clamp(min=0)  # [B, q]
-    return [_subtract_by_row(ids, along, shift)]

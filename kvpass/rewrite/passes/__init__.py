@@ -3,7 +3,7 @@
     signature.py    take_slots            adds the slots' tensors as inputs
     positions.py    put_length_on_device  replaces arithmetic on the cache's length by arithmetic on a device counter
     positions.py    rotate_at_read        positions="cache": replaces positions by ranks; keys are rotated at read
-    ../renumber.py  renumber_ids          policies that renumber: makes position ids count cached tokens
+    positions.py    renumber_ids          policies that renumber: makes position ids count cached tokens
     signature.py    copy_write_indices    GPUs and policies that merge: copies the write indices before any write
     attention.py    attend_on_slots       replaces each attention call by the policy's step on slots
     signature.py    leave_counting        GPUs: leaves the token counters to the caller
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from kvpass.rewrite.context import Pass
 from kvpass.rewrite.passes.attention import attend_on_slots
-from kvpass.rewrite.passes.positions import put_length_on_device, rotate_at_read
+from kvpass.rewrite.passes.positions import put_length_on_device, renumber_ids, rotate_at_read
 from kvpass.rewrite.passes.signature import (
     bound_outputs,
     copy_write_indices,
@@ -28,7 +28,6 @@ from kvpass.rewrite.passes.signature import (
     settle_sizes,
     take_slots,
 )
-from kvpass.rewrite.renumber import renumber_ids
 
 STEP_PASSES: tuple[Pass, ...] = (
     take_slots,

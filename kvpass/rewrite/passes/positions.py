@@ -9,10 +9,13 @@ every layer's rotary embedding is cut out as a function of a rank, for the pass 
 
     before   angles = cos(position * inv_freq)            after    ranks = rank_of_first + arange(q)
              query, key = rotate(query, angles), ...                 angles = cos(ranks * inv_freq)
+
+For policies that renumber, position ids count the cached tokens, see `kvpass.rewrite.renumber`.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import Any, NoReturn
 
@@ -37,6 +40,7 @@ from kvpass.errors import UnsupportedGraph
 from kvpass.fx import alias, op_table, shapes, splicing, walk
 from kvpass.fx.walk import value
 from kvpass.rewrite.context import Lengths, PassRecord, Rotations, StepContext
+from kvpass.rewrite.renumber import find_readers, fits_step, subtract_by_row
 from kvpass.rewrite.rotary_slice import cut_rotary
 
 BOTH_WAYS = "a mask reads the positions through the same operation as the rotary embedding"
@@ -271,3 +275,41 @@ def _rotating_users(step: StepContext, position: fx.Node) -> list[fx.Node]:
     if any(user in masks and user in rotating for user in users):
         _refuse(step, 0, BOTH_WAYS)
     return [user for user in users if user not in masks]
+
+
+def renumber_ids(step: StepContext) -> PassRecord:
+    """Replace position ids by those of cached tokens for all nodes that read them.
+
+    Raises:
+        UnsupportedGraph: no node can be shown to read position ids.
+    """
+    if not step.layouts[0].policy.renumbers:
+        return PassRecord(left={"position ids": "the policy does not renumber"})
+    names, tensors = step.slots[0].names, step.slots[0].tensors()
+    seen, length = (tensors[names.index(name)] for name in ("seen", "length"))
+    found = find_readers(step.gm, step.sites, step.argument_of, fits_step(seen, length))
+    # The first layer's step writes to its slots.
+    late = any(step.sites[0].call < reader.node for reader in found)
+    nodes = step.copy_slots(0) if late else step.slot_inputs[0]
+    metadata = [nodes[names.index("position")], nodes[names.index("seen")]]
+    for i, reader in enumerate(found):
+        inputs = [reader.ids, *metadata]
+        function = functools.partial(_count_cached, reader.along, step.queries, step.layouts[0].policy.last_position())
+        ids = step.compute(function, inputs, reader.node, f"kvpass_ids_{i}")[0]
+        ids.meta["example_value"] = value(reader.ids)
+        reader.node.replace_input_with(reader.ids, ids)
+    return PassRecord([reader.node.name for reader in found])
+
+
+def _count_cached(along: int, queries: int, last: int, ids: Tensor, position: Tensor, seen: Tensor) -> list[Tensor]:
+    """Subtract the number of evicted tokens from the ids of new tokens, and limit the result to `last`.
+
+    Args:
+        along, ids: as the model's code computes them; see `Reader`.
+        queries: the number of new tokens.
+        position: int64 [B, H', C], of the cached tokens; seen: int64 [B].
+    """
+    held = (position[:, 0] >= 0).sum(-1)  # [B]
+    index = held[:, None] + torch.arange(queries, device=ids.device)
+    shift = (seen - held)[:, None] + (index - last).clamp(min=0)  # [B, q]
+    return [subtract_by_row(ids, along, shift)]
