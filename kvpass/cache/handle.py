@@ -35,8 +35,10 @@ class Handle(Tensor):
     token_dim: int
 
     @staticmethod
-    def of(cache: LayerCache, part: Part, dim: int, token_dim: int) -> Handle:
+    def of(cache: LayerCache, part: Part, token_dim: int) -> Handle:
         """Return the current handle of a layer's keys or values, a view of one NaN."""
+        dim = {"keys": cache.layout.key_dim, "values": cache.layout.value_dim}[part]
+        dim = dim * cache.layout.heads // cache.heads  # a layout may have all heads joined to one
         # Dynamo refuses a region whose inputs share memory, so each handle has a NaN of its own.
         handle = _nan_of(cache.layout).expand(*_shape_of(cache, token_dim), dim).as_subclass(Handle)
         handle.cache, handle.seen, handle.part, handle.token_dim = cache, cache.seen, part, token_dim
@@ -79,9 +81,7 @@ class Handle(Tensor):
 
 def handles_of(cache: LayerCache, token_dims: tuple[int, int] = (2, 2)) -> tuple[Handle, Handle]:
     """Return the current handles of K and V, with the dimension of the tokens in each."""
-    joined = cache.heads // cache.layout.heads
-    key, value = cache.layout.key_dim // joined, cache.layout.value_dim // joined
-    return Handle.of(cache, "keys", key, token_dims[0]), Handle.of(cache, "values", value, token_dims[1])
+    return Handle.of(cache, "keys", token_dims[0]), Handle.of(cache, "values", token_dims[1])
 
 
 def with_heads_first(arguments: Sequence[Any], tokens_first: Collection[int]) -> tuple[Any, ...]:
@@ -127,7 +127,7 @@ def _reads_metadata(func: Any) -> bool:
 
 def handle_like(handle: Handle, cache: LayerCache) -> Handle:
     """Return the handle of the same part of another cache."""
-    return Handle.of(cache, handle.part, handle.shape[-1], handle.token_dim)
+    return Handle.of(cache, handle.part, handle.token_dim)
 
 
 def _check_current(handle: Handle) -> None:

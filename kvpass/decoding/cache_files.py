@@ -17,7 +17,7 @@ from torch import Tensor
 from kvpass import cache_names, policies
 from kvpass.arguments import check_arguments
 from kvpass.backend import Backend, backend
-from kvpass.cache.handle import Handle, caches_in, current_cache, handles_of
+from kvpass.cache.handle import Handle, caches_in, current_cache
 from kvpass.cache.layer_cache import LayerCache, Part
 from kvpass.cache.serial import cache_of, entry_of
 from kvpass.decoding.loop import DecodeLoop
@@ -316,8 +316,7 @@ class CacheObjectReader:
     def _handle(self, layer: int, part: Part, token_dim: int = 2) -> Handle:
         if token_dim not in (1, 2):
             raise CacheFileError(f"it has tokens in dimension {token_dim!r}")
-        keys, values = handles_of(self.layers[layer], (token_dim, token_dim))
-        return {"keys": keys, "values": values}[part]
+        return Handle.of(self.layers[layer], part, token_dim)
 
     def _object(self, name: str, layers: list[Any]) -> Any:
         result = cache_names.empty_cache(self.model)
