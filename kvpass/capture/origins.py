@@ -30,6 +30,7 @@ import torch.fx as fx
 
 from kvpass.capture.decomposed_attention import AttentionCall
 from kvpass.capture.products import is_as_wide
+from kvpass.capture.rotary import follow_to
 from kvpass.fx import alias, op_table, propagation, shapes, walk
 from kvpass.fx.alias import Memory
 from kvpass.fx.op_table import is_a, known_name, tagged
@@ -79,7 +80,7 @@ def origin_of(attended: fx.Node, outputs: dict[fx.Node, int]) -> Origin:
     steps = chain[: chain.index(node)]
     check_heads(attended, node, steps)
     if parts is None:
-        _check_order(attended, node, steps)
+        _check_order(attended, node)
         return Origin(node, None, node)
     past, new = parts
     if value(node).dtype != value(new).dtype and not is_as_wide(value(node).dtype, value(new).dtype):
@@ -140,7 +141,7 @@ def check_heads(attended: fx.Node, grown: fx.Node, chain: list[fx.Node], along: 
         )
 
 
-def _check_order(attended: fx.Node, grown: fx.Node, chain: list[fx.Node]) -> None:
+def _check_order(attended: fx.Node, grown: fx.Node) -> None:
     """Refuse a cache of one head and one token if attention reads dimension 1 as tokens.
 
     Numbered elements cannot show that.  Where both dimensions may be the tokens, the second one is taken; a step in
@@ -148,16 +149,9 @@ def _check_order(attended: fx.Node, grown: fx.Node, chain: list[fx.Node]) -> Non
     """
     if list(map(expr, value(grown).shape[1:3])) != [1, 1]:
         return
-    heads, tokens = (_follow(dim, chain) for dim in (1, 2))
+    heads, tokens = (follow_to(grown, dim, attended) for dim in (1, 2))
     if heads == value(attended).ndim - 2 != tokens:
         raise CacheRefused("attention reads dimension 1 of what is cached as tokens")
-
-
-def _follow(dim: int | None, chain: list[fx.Node]) -> int | None:
-    """Follow a dimension through operations, the last one first; None where it cannot be followed."""
-    for node in reversed(chain):
-        dim = None if dim is None else propagation.propagate_dim(node, walk.operand_of(node), dim)
-    return dim
 
 
 DOES_NOT_GROW = "its keys and values do not grow: they are computed from other inputs than its queries"

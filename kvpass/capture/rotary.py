@@ -90,10 +90,10 @@ def rows_come_first(position: fx.Node, rotated: fx.Node) -> bool:
 
     The answer is also true if the dimension cannot be followed.
     """
-    return _follow_to(position, 0, rotated) in (0, None)
+    return follow_to(position, 0, rotated) in (0, None)
 
 
-def _follow_to(root: fx.Node, dim: int, result: fx.Node) -> int | None:
+def follow_to(root: fx.Node, dim: int, result: fx.Node) -> int | None:
     """Return the dimension of a result that a dimension of one of its ancestors becomes, or None."""
     dims: dict[fx.Node, int | None] = {root: dim}
     computed_from = ancestors(result, stop={root})
@@ -119,7 +119,7 @@ def find_rotary(site: AttentionSite, token_dim: int = 2) -> Rotary | None:
     for raw in _latest_first(site.key):
         if raw is site.key or not is_tensor(raw) or not shapes.same_shape(value(raw).shape, shape):
             continue
-        if unclear and _follow_to(raw, token_dim, site.key) not in (2, None):
+        if unclear and follow_to(raw, token_dim, site.key) not in (2, None):
             continue
         since_raw = _nodes_behind(site.key, {raw})
         positions = [node for node in since_raw if _is_converted_to_angle(node, since_raw)]
