@@ -20,7 +20,7 @@ from kvpass.capture.caches import CallReading
 from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.capture import Capture, capture
 from kvpass.capture.head_sharding import with_head_sharding
-from kvpass.errors import KVPassError, PolicyError, UnreadableGraph, UnsupportedGraph
+from kvpass.errors import KVPassError, KVPassWarning, PolicyError, UnreadableGraph, UnsupportedGraph
 from kvpass.fx import alias, shapes, walk
 from kvpass.lowering import attention_tiles
 from kvpass.lowering.formats import KVDtype
@@ -103,10 +103,12 @@ class Backend(BackendBase):
         except UnreadableGraph as failure:
             if self._refuses or carried:
                 raise
-            warnings.warn(f"kvpass leaves a graph as it was, and its caches grow: {failure}", stacklevel=2)
+            warnings.warn(
+                f"kvpass leaves a graph as it was, and its caches grow: {failure}", KVPassWarning, stacklevel=2
+            )
             runner, copy = None, regions.inline_regions(gm)
         if runner is not None and dynamo.is_at_recompile_limit():
-            warnings.warn(LAST_GRAPH, stacklevel=2)
+            warnings.warn(LAST_GRAPH, KVPassWarning, stacklevel=2)
         if isinstance(runner, PromptRunner):
             runner.compile(examples)
         if runner is None:
@@ -160,7 +162,7 @@ class Backend(BackendBase):
             raise UnsupportedGraph(f"{message}\nThe cache was rewritten before, so the graph cannot be left as it was.")
         if self._refuses:
             raise UnsupportedGraph(f"{message}\nPass strict=False to leave such graphs as they are.")
-        warnings.warn(f"kvpass leaves a graph as it was, and its caches grow: {message}", stacklevel=2)
+        warnings.warn(f"kvpass leaves a graph as it was, and its caches grow: {message}", KVPassWarning, stacklevel=2)
         return True
 
     @property
@@ -279,7 +281,7 @@ def _check_enabled(strict: bool) -> None:
     message = "torch.compile is disabled (TORCH_COMPILE_DISABLE=1), so nothing bounds a cache: unset that"
     if strict:
         raise UnsupportedGraph(f"{message}, or pass strict=False")
-    warnings.warn(message, stacklevel=3)
+    warnings.warn(message, KVPassWarning, stacklevel=3)
 
 
 def _check_crop(crop: int, policy: Policy) -> None:

@@ -1,4 +1,4 @@
-"""Define every error that kvpass raises, under one base class."""
+"""Define every error that kvpass raises, under one base class, and its warning."""
 
 from __future__ import annotations
 
@@ -57,3 +57,7 @@ class ArtifactError(KVPassError, ValueError):
 
 class CheckpointError(KVPassError):
     """A packaged checkpoint that is not installed, or is damaged."""
+
+
+class KVPassWarning(UserWarning):
+    """A warning of kvpass: something works otherwise than asked for, or is not tested."""

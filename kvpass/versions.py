@@ -9,7 +9,7 @@ import re
 import warnings
 from collections.abc import Iterator
 
-from kvpass.errors import KVPassError
+from kvpass.errors import KVPassError, KVPassWarning
 
 TESTED = {"torch": ("2.11", "2.15"), "triton": ("3.6", "3.9"), "transformers": ("5.17", "5.24")}
 """The lowest and the highest tested release of each package; docs/testing.md says what runs on which."""
@@ -64,7 +64,8 @@ def warn_of_untested() -> None:
         named = ", ".join(
             f"{package} {version} (tested: {tested_range(package)})" for package, version in newer.items()
         )
-        warnings.warn(f"kvpass is not tested with {named}; `kvpass doctor` lists the tested versions", stacklevel=4)
+        message = f"kvpass is not tested with {named}; `kvpass doctor` lists the tested versions"
+        warnings.warn(message, KVPassWarning, stacklevel=4)
 
 
 def _release(version: str) -> tuple[int, ...]:

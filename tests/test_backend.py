@@ -125,7 +125,7 @@ def test_a_refusal_that_is_raised_again_holds_no_frames_of_earlier_calls() -> No
 def test_not_strict_leaves_it_and_warns() -> None:
     model, ids = Tiny("of a new kind").eval(), torch.randint(0, 64, (2, 12))
     compiled = torch.compile(model, backend=kvpass.backend("window", budget=8, inner="eager", strict=False))
-    with pytest.warns(UserWarning, match="cannot be rewritten"):
+    with pytest.warns(kvpass.KVPassWarning, match="cannot be rewritten"):
         got = loop(compiled, ids)
     assert torch.allclose(got, loop(model, ids), atol=1e-5)
 
@@ -201,7 +201,7 @@ def test_what_cannot_be_read_is_left_if_not_strict(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(reader, fails)
     model, ids = Tiny().eval(), torch.randint(0, 64, (2, 8))
     compiled = torch.compile(model, backend=kvpass.backend("window", budget=8, inner="eager", strict=False))
-    with pytest.warns(UserWarning, match="reading the graph failed"):
+    with pytest.warns(kvpass.KVPassWarning, match="reading the graph failed"):
         got = loop(compiled, ids)
     assert torch.allclose(got, loop(model, ids), atol=1e-5)
 

@@ -109,7 +109,7 @@ def test_a_cache_that_grows_uncompiled_is_left_if_not_strict() -> None:
     torch.manual_seed(0)
     model, ids, pieces = Model("nowhere").eval(), torch.randint(0, 64, (2, 9)), [5, 1, 1, 1, 1]
     compiled = torch.compile(model, backend=kvpass.backend("window", budget=32, inner="eager", strict=False))
-    with pytest.warns(UserWarning, match="all come from outside"):
+    with pytest.warns(kvpass.KVPassWarning, match="all come from outside"):
         got = run(compiled, ids, Uncompiled(), pieces)
     assert torch.allclose(got, run(model, ids, Cache(), pieces), atol=1e-5)
 

@@ -612,7 +612,7 @@ def test_beyond_the_recompile_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     ids, mask = prompt(3, 10, ())
     model = torch.compile(plain("Llama"), backend=kvpass.backend(**settings("h2o"), strict=False))
     with torch._dynamo.config.patch(recompile_limit=1):
-        with pytest.warns(UserWarning, match="last graph .*recompile_limit"):
+        with pytest.warns(kvpass.KVPassWarning, match="last graph .*recompile_limit"):
             begun = feed(model, ids[:, :9], mask[:, :9], [9])
         assert bounded(begun.cache, "h2o")
         with pytest.raises(kvpass.CacheHandleError, match="cat on a cache of kvpass: its 9 tokens"):
@@ -637,7 +637,7 @@ def test_a_model_that_was_given_up_returns_no_cache_that_grows(monkeypatch: pyte
     monkeypatch.setattr("kvpass.torch_private.dynamo.MOST_GRAPHS", {"recompile_limit": 1})
     strict, lax = (kvpass.compile(plain("Llama"), **settings("h2o"), strict=how) for how in (True, False))
     with torch._dynamo.config.patch(recompile_limit=1):
-        with pytest.warns(UserWarning, match="last graph"):
+        with pytest.warns(kvpass.KVPassWarning, match="last graph"):
             feed(strict, ids[:, :9], mask[:, :9], [9])
         with pytest.raises(kvpass.UnsupportedGraph, match="as many graphs of the model as it may"):
             feed(strict, ids, mask, [10])

@@ -73,7 +73,7 @@ def test_newer_versions_give_one_warning_that_names_them(pretend) -> None:
     pretend(torch="9.1.0+cpu", transformers="99.0.dev0", triton=None)
     highest = versions.TESTED["torch"][1]
     with pytest.warns(
-        UserWarning, match=rf"torch 9\.1\.0\+cpu \(tested: 2\.11 to {highest}\), transformers 99\.0\.dev0"
+        kvpass.KVPassWarning, match=rf"torch 9\.1\.0\+cpu \(tested: 2\.11 to {highest}\), transformers 99\.0\.dev0"
     ) as seen:
         kvpass.backend("full")
     assert len(seen) == 1

@@ -345,7 +345,7 @@ def test_beyond_the_limit_there_is_an_error(way: str, monkeypatch: pytest.Monkey
     error = kvpass.UnsupportedGraph if way == "in place" else Exception
     with torch._dynamo.config.patch(recompile_limit=1), torch.no_grad():
         before = dynamo_settings()
-        with pytest.warns(UserWarning, match="last graph"):
+        with pytest.warns(kvpass.KVPassWarning, match="last graph"):
             call(ids, use_cache=True)
         for _ in range(2):
             with pytest.raises(error, match=r"as many graphs|recompile_limit"):
@@ -371,7 +371,7 @@ def test_strict_counts_among_the_options_of_a_backend_by_name(strict: bool, monk
     model, (ids, _) = tiny(), prompt(2, 12, ())
     call = torch.compile(model, backend="kvpass", options={**POLICY, "strict": strict})
     with torch._dynamo.config.patch(recompile_limit=1), torch.no_grad():
-        with pytest.warns(UserWarning, match="last graph"):
+        with pytest.warns(kvpass.KVPassWarning, match="last graph"):
             call(ids, use_cache=True)
         if strict:
             with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
@@ -475,7 +475,7 @@ def test_a_disabled_torch_compile_is_an_error(monkeypatch: pytest.MonkeyPatch) -
         ):
             with pytest.raises(kvpass.UnsupportedGraph, match="TORCH_COMPILE_DISABLE=1"):
                 ask("h2o", budget=8)
-        with pytest.warns(UserWarning, match="TORCH_COMPILE_DISABLE=1"):
+        with pytest.warns(kvpass.KVPassWarning, match="TORCH_COMPILE_DISABLE=1"):
             kvpass.backend("h2o", budget=8, strict=False)
     model = kvpass.compile(tiny(), **POLICY)
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
