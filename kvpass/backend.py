@@ -16,7 +16,7 @@ from kvpass import policies, versions
 from kvpass.arguments import Natural, check_arguments, require
 from kvpass.cache.handle import Handle, Row, refuse_row_operation
 from kvpass.capture import decomposed_attention, origins, rotary
-from kvpass.capture.caches import CallReading
+from kvpass.capture.caches import Verdict
 from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.capture import Capture, capture
 from kvpass.capture.head_sharding import with_head_sharding
@@ -140,13 +140,13 @@ class Backend(BackendBase):
         if self.recorder is None:
             return
         self.recorder.graphs.append("prompt" if captured.sites and not carried else "step" if carried else "no cache")
-        for f in captured.readings:
+        for f in captured.verdicts:
             verdict = "rewritten" if f.reading else "refused" if f.refusal else "left alone"
             reason = f.refusal or ("" if f.reading else origins.DOES_NOT_GROW if f.fixed else "it updates no cache")
             where = (len(self.recorder.graphs), walk.module_of(f.node), walk.source_line(f.node))
             self.recorder.sites.append(AttentionReport(*where, verdict, reason))
 
-    def _left_alone(self, refused: list[CallReading], carried: bool) -> bool:
+    def _left_alone(self, refused: list[Verdict], carried: bool) -> bool:
         """Raise an error for refused cache updates, or with strict=False warn and leave the whole graph unchanged.
 
         The graph is never rewritten in part, because a graph in which one cache grows cannot be static.

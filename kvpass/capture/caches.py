@@ -29,7 +29,7 @@ from kvpass.fx.walk import ancestors, is_tensor, operand_of, value
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """An attention call on a cache.
+    """An attention call, and the caches that it reads.
 
     Attributes:
         call: the attention call.
@@ -47,8 +47,8 @@ class Reading:
 
 
 @dataclasses.dataclass(frozen=True)
-class CallReading:
-    """The result for one attention call or cache update: a reading, or the reason why there is none.
+class Verdict:
+    """The verdict on one attention call or cache update: how it reads its cache, or why that is refused.
 
     Attributes:
         node: the attention call, or a cache update that feeds none.
@@ -63,7 +63,7 @@ class CallReading:
     fixed: tuple[fx.Node, ...] = ()
 
 
-def find(gm: fx.GraphModule, handles: set[fx.Node]) -> list[CallReading]:
+def find(gm: fx.GraphModule, handles: set[fx.Node]) -> list[Verdict]:
     """Find every attention call of Dynamo's graph, and every cache update that feeds none.
 
     Args:
@@ -94,7 +94,7 @@ class _CacheSearch:
         calls, unread: the attention calls, and each softmax that cannot be read as one.
         results: the results of all attention calls.
         updates: the nodes that grow a cache.
-        found: the readings so far.
+        found: the verdicts so far.
     """
 
     def __init__(self, gm: fx.GraphModule, handles: set[fx.Node]) -> None:
@@ -104,20 +104,20 @@ class _CacheSearch:
         self.results = {result for call in self.calls for result in (call.node, call.lse) if result is not None}
         self.updates = [node for node in gm.graph.nodes if self._grows_a_cache(node)]
         self.memory = alias.Memory(gm.graph)
-        self.found: list[CallReading] = []
+        self.found: list[Verdict] = []
 
     @property
     def readings(self) -> list[Reading]:
         return [each.reading for each in self.found if each.reading]
 
-    def run(self) -> list[CallReading]:
+    def run(self) -> list[Verdict]:
         queries = origins.queries_of(self.calls, self.memory)
         for call in self.calls:
             self.found.append(self._read_fixed_cache(call, queries) or self._examine_call(call))
         self._refuse_unread_updates()
         if not any(each.refusal for each in self.found):
             unread = origins.unread_caches(self.graph, self._known_outputs())
-            self.found += [CallReading(node, refusal=reason) for node, reason in unread]
+            self.found += [Verdict(node, refusal=reason) for node, reason in unread]
         self._refuse_mixed_caches()
         return self.found
 
@@ -133,7 +133,7 @@ class _CacheSearch:
             following = next((each for each in self.unread if update in ancestors(each.softmax)), None)
             if following:
                 reason = f"; the next softmax is not read as attention, for {following}"
-            self.found.append(CallReading(update, refusal=_UNREAD + reason))
+            self.found.append(Verdict(update, refusal=_UNREAD + reason))
 
     def _known_outputs(self) -> set[int]:
         """Return the output indices of caches that were read, those of sparse indices among them."""
@@ -149,9 +149,9 @@ class _CacheSearch:
         stray = [user for node in self.handles - pasts.keys() for user in node.users if is_tensor(user)]
         ordinary = [call for past, call in pasts.items() if self.handles and past not in self.handles]
         if stray and not any(each.refusal for each in self.found):
-            self.found.append(CallReading(stray[0], refusal="a kvpass cache is used here outside of an attention call"))
+            self.found.append(Verdict(stray[0], refusal="a kvpass cache is used here outside of an attention call"))
         if ordinary:
-            self.found.append(CallReading(ordinary[0], refusal=_ORDINARY))
+            self.found.append(Verdict(ordinary[0], refusal=_ORDINARY))
 
     # -- one attention call -----------------------------------------------------------------------------------------
 
@@ -160,7 +160,7 @@ class _CacheSearch:
         parts = cat_parts(node)
         return parts is not None and (value(parts[0]).ndim == 1 or stored_output(node, self.outputs) is not None)
 
-    def _read_fixed_cache(self, call: AttentionCall, queries: Mapping[fx.Node, fx.Node]) -> CallReading | None:
+    def _read_fixed_cache(self, call: AttentionCall, queries: Mapping[fx.Node, fx.Node]) -> Verdict | None:
         """Read a call on keys and values that are returned without a past and that its tokens do not extend."""
         try:
             found = origin_of(call.key, self.outputs), origin_of(call.value, self.outputs)
@@ -168,10 +168,10 @@ class _CacheSearch:
             return None
         has_no_past = all(origin.past is None for origin in found)
         if has_no_past and origins.has_fixed_keys(call, queries, self.memory):
-            return CallReading(call.node, fixed=tuple(origin.grown for origin in found))
+            return Verdict(call.node, fixed=tuple(origin.grown for origin in found))
         return None
 
-    def _examine_call(self, call: AttentionCall) -> CallReading:
+    def _examine_call(self, call: AttentionCall) -> Verdict:
         computed_from = ancestors(call.key, stop=self.results) | ancestors(call.value, stop=self.results)
         other_updates = self._other_updates(call)
         on_cache = computed_from.intersection(self.updates) or computed_from & self.handles or other_updates
@@ -184,11 +184,11 @@ class _CacheSearch:
                     "growing one: leave out cache_implementation='static' or 'sliding_window', or pass a DynamicCache "
                     "or none, as kvpass has fixed slots of its own"
                 )
-            return CallReading(call.node, self._read_call(call))
+            return Verdict(call.node, self._read_call(call))
         except CacheRefused as reason:
             if on_cache or self._is_returned_rearranged(call):
-                return CallReading(call.node, refusal=str(reason))
-            return CallReading(call.node, refusal=origins.refusal_of(call, self.results))
+                return Verdict(call.node, refusal=str(reason))
+            return Verdict(call.node, refusal=origins.refusal_of(call, self.results))
 
     def _other_updates(self, call: AttentionCall) -> list[fx.Node]:
         """Return the nodes that update the cache of a call in another way than by growing it along the tokens."""

@@ -20,7 +20,7 @@ import torch
 import torch.fx as fx
 
 from kvpass.capture import caches, heads_first, simplify
-from kvpass.capture.caches import CallReading, Reading
+from kvpass.capture.caches import Reading, Verdict
 from kvpass.capture.canonical import APPEND, ATTENTION, LOG_SUM_EXP, AttentionSite, sites
 from kvpass.capture.decomposed_attention import AttentionCall
 from kvpass.capture.origins import Origin
@@ -37,14 +37,14 @@ class Capture:
         model: Dynamo's graph, with heads before tokens, see `kvpass.capture.heads_first`.
         gm: a graph with the results of `model`.
         sites: its attention calls on caches; empty if any call was refused, and `gm` is then `model`.
-        readings: the reading of each attention call and cache update.
+        verdicts: the verdict on each attention call and cache update.
         tokens_first: the indices of the arguments [B, S, H, D] that are [B, H, S, D] in both graphs.
     """
 
     model: fx.GraphModule
     gm: fx.GraphModule
     sites: list[AttentionSite]
-    readings: list[CallReading]
+    verdicts: list[Verdict]
     tokens_first: frozenset[int] = frozenset()
 
     @property
@@ -53,9 +53,9 @@ class Capture:
         return bool(self.sites) and not any(site.computed and site.past_key is None for site in self.sites)
 
     @property
-    def refusals(self) -> list[CallReading]:
-        """The readings that were refused."""
-        return [reading for reading in self.readings if reading.refusal]
+    def refusals(self) -> list[Verdict]:
+        """The verdicts that refuse a call or an update."""
+        return [verdict for verdict in self.verdicts if verdict.refusal]
 
 
 def capture(gm: fx.GraphModule, is_handle: Sequence[bool]) -> Capture:
@@ -115,7 +115,7 @@ def _capture_heads_first(gm: fx.GraphModule, is_handle: Sequence[bool]) -> Captu
         relaid = heads_first.transpose_caches(gm, names)
         captured, known = _capture_as_it_is(relaid.gm, is_handle), list[AttentionSite]()
         if captured.refusals:
-            return Capture(gm, gm, [], captured.readings)
+            return Capture(gm, gm, [], captured.verdicts)
         stray = relaid.outputs - {index for site in captured.sites for index in (site.keys_out, site.values_out)}
         if not stray:
             break

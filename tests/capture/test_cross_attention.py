@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import kvpass
 from kvpass.capture import caches
-from kvpass.capture.caches import CallReading
+from kvpass.capture.caches import Verdict
 from tests.capture.traced import answered
 
 WIDTH = 16
@@ -117,9 +117,9 @@ def given(tokens: int = 5, heard: int = 4) -> tuple[Tensor, Tensor]:
     return torch.randint(0, 32, (2, tokens)), torch.randn(2, heard, WIDTH)
 
 
-def found(made: Made, *arguments: Any) -> list[CallReading]:
+def found(made: Made, *arguments: Any) -> list[Verdict]:
     """What becomes of the two calls in the graph of a prompt."""
-    answer: list[CallReading] = []
+    answer: list[Verdict] = []
 
     def question(gm: fx.GraphModule) -> None:
         answer.extend(caches.find(gm, set()))
