@@ -262,7 +262,7 @@ class Policy:
         """
         raise self._lacks("head_counts")
 
-    # Counts on the host, for policies that compact periodically: by default the held tokens.
+    # Counts on the host, for policies that compact periodically: by default the cached tokens.
 
     @property
     def keeps_clock(self) -> bool:

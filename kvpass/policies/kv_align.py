@@ -93,7 +93,7 @@ class KVAlign(PolicyWithWeights[Aligner]):
     def last_position(self) -> int:
         return self.loaded.signature.window
 
-    # The host's count of held tokens, for `every` above one.
+    # The host's count of cached tokens, for `every` above one.
 
     def clock(self, clock: Clock, new: int, budget: int) -> Clock:
         if self.every == 1:

@@ -10,7 +10,7 @@ highest
 
 I, importance: of each of the last `window` queries the highest logit over the G query heads, softmax over the older
 tokens, mean over the queries, maximum over `kernel` neighbours in the text.  R, redundancy: softmax_j of the mean over
-i of c_ij.  c_ij is the cosine of the stored keys of two held tokens, zero for i = j.  It is also zero where j is the
+i of c_ij.  c_ij is the cosine of the stored keys of two cached tokens, zero for i = j.  It is also zero where j is the
 last of the tokens that are similar to i (c_ij > 0.5): the latest of several repetitions is forgiven.
 
 `plain` is the variant that later papers compare with: nothing is forgiven, and importance is the softmax of each query

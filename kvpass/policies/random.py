@@ -4,7 +4,7 @@ Each token gets a number when it arrives, a hash of its position, its KV head an
 survivors of any prefix are then a uniform sample of it, the newest token included.  Tokens of a chunk are hashed like
 those of a prompt.
 
-With `redraw` all held tokens get new numbers whenever some are evicted, as in Random Attention
+With `redraw` all cached tokens get new numbers whenever some are evicted, as in Random Attention
 (https://arxiv.org/abs/2609.03430).  A token then survives r compactions of K + n tokens to K with probability
 (K / (K + n))^r, so old tokens fade.  That paper also keeps the prompt and the last 64 tokens, and evicts 64 at once:
 `redraw=True, recent=64, keep_prompt=True, interval=64`.
@@ -32,7 +32,7 @@ class Random(Policy):
 
     Attributes:
         seed: any integer from 0 to 2**31 - 2.
-        redraw: draw anew among the held tokens whenever some are evicted.
+        redraw: draw anew among the cached tokens whenever some are evicted.
         recent: the number of last tokens that always stay.
     """
 

@@ -24,17 +24,17 @@ from kvpass.runtime import model_identity
 from kvpass.runtime.model_identity import TensorSet
 
 OWN_POSITIONS = (
-    "the position ids are not 0, 1, 2, ... over the real tokens of a row, and held tokens are numbered by their rank "
+    "the position ids are not 0, 1, 2, ... over the real tokens of a row, and cached tokens are numbered by their rank "
     "instead: leave position_ids out, or pass positions='absolute'"
 )
 PADDING_BETWEEN = (
     "the position ids that the model makes do not go on one by one over the real tokens of a row, as where padding "
-    "between these counts, and held tokens are numbered by their rank instead: pad on the left, give position_ids that "
-    "count real tokens, or pass positions='absolute'"
+    "between these counts, and cached tokens are numbered by their rank instead: pad on the left, give position_ids "
+    "that count real tokens, or pass positions='absolute'"
 )
 OTHER_STARTS = (
     "the model makes position ids of its own for several rotary embeddings, and a row begins at another one in each, "
-    "and held tokens have one number for all: use positions='absolute'"
+    "and cached tokens have one number for all: use positions='absolute'"
 )
 OTHER_ANGLES = (
     "this call rotates keys by other angles than the calls before, as where the length decides on the frequencies, and "

@@ -147,7 +147,7 @@ class AdmittedPrompt:
         if self.ranked and (len(governed) < len(layers) or len({plan.budgets_of_rows(rows) for plan in result}) > 1):
             raise PolicyError(
                 f"positions='cache': {self.backend.policy} gives the layers different budgets, and a query has one "
-                "position among the held tokens; use positions='absolute'"
+                "position among the cached tokens; use positions='absolute'"
             )
         mine = iter(result)
         whole = slots_for(self.backend.policy, None, prompt)

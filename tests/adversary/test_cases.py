@@ -1209,7 +1209,7 @@ LATE_START = torch.tensor([[1] * 11, [0] + [1] * 10])
 @pytest.mark.parametrize("pieces", [(5, 1, 3), (1, 1, 3)], ids=str)
 @pytest.mark.parametrize("shape", INDICES)
 def test_ranks_instead_of_indices_of_any_shape(shape: str, pieces: tuple[int, ...], padding: Tensor) -> None:
-    """B: held tokens are numbered in each row by itself, for which an index must have a dimension."""
+    """B: cached tokens are numbered in each row by itself, for which an index must have a dimension."""
     model = Small(sdpa(lambda i, j, p: causal(i, j) & keys(p).bool()), rotary=shape)
     verdict = judge(Case(model, {"p": seen(padding)}, pieces, real=seen(padding)), "streaming", positions="cache")
     # Where a row begins with a call of padding alone, the first position of its first real token is not known.

@@ -97,5 +97,5 @@ def service_of(parsed: argparse.Namespace) -> Service:
 
 
 def _context(subject: models.LoadedModel, loop: DecodeLoop) -> int | None:
-    """Return the positions that a model was trained on; None if the policy numbers the held tokens anew."""
+    """Return the positions that a model was trained on; None if the policy numbers the cached tokens anew."""
     return None if loop.backend.prefers_ranks else subject.trained
