@@ -6,7 +6,7 @@
 For each window M, over the same labels of the same documents:
 
 - recompute: every token is predicted from a forward over it and the M tokens before it, from position 0 on;
-- window: 4 sinks and the last M - 4 tokens, positions count held tokens, nothing is repaired;
+- window: 4 sinks and the last M - 4 tokens, positions count cached tokens, nothing is repaired;
 - streaming, for rotary models: the same tokens, but keys are stored unrotated, and rotated at read;
 - one line for each aligner.
 

@@ -116,7 +116,7 @@ def layers(cache: Any) -> Iterator[LayerCache]:
 
 
 def move_on(talk: Conversation, seen: int) -> None:
-    """Move the held tokens to later positions, so that the conversation has seen `seen` tokens.
+    """Move the cached tokens to later positions, so that the conversation has seen `seen` tokens.
 
     The tokens between are not decoded, since a step does the same work at any position; `benchmarks.stream` has all.
     """

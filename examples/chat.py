@@ -3,7 +3,7 @@
 python examples/chat.py            # SmolLM2-135M-Instruct, a few questions
 python examples/chat.py --ask      # your own questions; an empty line ends it
 
-The policy `streaming` numbers the held tokens anew, so that positions never leave the trained range, and pins keep the
+The policy `streaming` numbers the cached tokens anew, so that positions never leave the trained range, and pins keep the
 system prompt.
 """
 

@@ -2,7 +2,7 @@
 
 python examples/own_policy.py
 
-A policy is a frozen dataclass.  `score` ranks the held tokens: the token with the lowest score is evicted first.
+A policy is a frozen dataclass.  `score` ranks the cached tokens: the token with the lowest score is evicted first.
 """
 
 import dataclasses
