@@ -3,8 +3,8 @@
 python examples/chat.py            # SmolLM2-135M-Instruct, a few questions
 python examples/chat.py --ask      # your own questions; an empty line ends it
 
-The policy `streaming` numbers the cached tokens anew, so that positions never leave the trained range, and pins keep the
-system prompt.
+The policy `streaming` numbers the cached tokens anew, so that positions never leave the trained range, and pins keep
+the system prompt.
 """
 
 import argparse
