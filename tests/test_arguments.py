@@ -436,7 +436,7 @@ OF_ANY_TYPE = {
 
 
 @pytest.mark.parametrize("given", [object(), 3, [1], torch.zeros(2)], ids=["object", "number", "list", "tensor"])
-def test_what_is_no_cache_is_refused(given: Any, tmp_path: Path) -> None:
+def test_an_argument_that_is_no_cache_is_refused(given: Any, tmp_path: Path) -> None:
     loop, serving = (kvpass.DecodeLoop(build("Llama", layers=1), "h2o", budget=8, rows=rows) for rows in (None, 1))
     with pytest.raises(kvpass.CacheHandleError, match="no kvpass cache"):
         serving.add([1, 2], prefix=given)

@@ -197,7 +197,7 @@ def test_an_error_while_reading_is_a_refusal(monkeypatch: pytest.MonkeyPatch, re
 
 
 @pytest.mark.parametrize("reader", READERS[:2])
-def test_what_cannot_be_read_is_left_if_not_strict(monkeypatch: pytest.MonkeyPatch, reader: str) -> None:
+def test_an_unreadable_graph_is_left_unchanged_without_strict(monkeypatch: pytest.MonkeyPatch, reader: str) -> None:
     monkeypatch.setattr(reader, fails)
     model, ids = Tiny().eval(), torch.randint(0, 64, (2, 8))
     compiled = torch.compile(model, backend=kvpass.backend("window", budget=8, inner="eager", strict=False))

@@ -123,7 +123,7 @@ def test_a_frame_that_torch_skips_returns_no_cache_that_grows(monkeypatch: pytes
         model(prompt(2, 8, ())[0], use_cache=True)
 
 
-def test_an_encoder_in_pieces_is_no_cache() -> None:
+def test_an_encoder_behind_graph_breaks_is_no_cache() -> None:
     """As many keys as queries, or queries of the model's own on keys from outside."""
 
     class Encoder(nn.Module):

@@ -44,14 +44,14 @@ def test_it_generates_what_a_compiled_model_does() -> None:
     assert kvpass.inspect(generate(model, **{**settings, "budget": 6})).layers[0].positions.shape[-1] == 6
 
 
-def test_what_kvpass_refuses_is_refused() -> None:
+def test_refusals_of_kvpass_reach_the_caller_of_generate() -> None:
     with pytest.raises(kvpass.PolicyError, match="unknown policy 'h3o'"):
         generate(build("Llama", layers=1), policy="h3o")
     with pytest.raises(ValueError, match=r"model_kwargs.*are not used by the model.*'sinks'"):
         generate(build("Llama", layers=1), policy="h2o", budget=8, inner="eager", sinks=2)
 
 
-def test_it_needs_what_the_package_is() -> None:
+def test_requirements_and_header_name_the_package() -> None:
     (line,) = (HUB / "custom_generate" / "requirements.txt").read_text().splitlines()
     assert line == "kvpass>=0.1"
     header = (HUB / "README.md").read_text().split("---")[1]

@@ -107,7 +107,7 @@ def outputs_of(model: Any, read: int, prompt: int) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
-def test_as_much_read_as_written(order: str) -> None:
+def test_an_encoder_input_as_long_as_the_prompt(order: str) -> None:
     """As many tokens were read as the prompt has, or as were seen at some step."""
     model, lengths = zoo.build("t5", "reading"), ORDERS[order]
     expected = [outputs_of(model, *each) for each in lengths]

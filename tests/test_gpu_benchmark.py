@@ -50,7 +50,7 @@ def test_a_wrong_result_stops_it(rehearsal: Bench, tmp_path: Path, monkeypatch: 
     assert report["rehearsal"]
 
 
-def test_what_there_is_no_time_for_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_left_out_for_time_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     late = Bench(torch.device("cpu"), True, 2, time.monotonic() - 1)
     monkeypatch.setattr(script, "CHECKS", ())
     assert script._run(late, tmp_path) == 0
@@ -111,7 +111,7 @@ def test_special_functions_and_tensor_cores_have_pipes_of_their_own() -> None:
     assert halves["tensor cores"] == pytest.approx(2 * 2 * 16 * 8 * 8 / gpu.tensor / gpu.warp_tensor)
 
 
-def test_it_wants_a_gpu() -> None:
+def test_the_benchmark_ends_without_a_gpu() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(SystemExit):
             script.main([])

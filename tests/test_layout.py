@@ -106,7 +106,7 @@ def test_rooms_import_only_what_stands_before_them() -> None:
     assert not wrong
 
 
-def test_every_rule_is_needed() -> None:
+def test_the_import_rules_name_existing_rooms_and_imports() -> None:
     there = {path.relative_to(PACKAGE).with_suffix("").parts[0] for path in files()} - {"__init__"}
     assert there == set(ROOMS)
     assert {each[:2] for each in imports() if each.late and not _is_allowed(each)} == LATE.keys()

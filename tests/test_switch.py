@@ -23,7 +23,7 @@ def test_every_backend_runs_on_the_graphs_of_the_first() -> None:
 
 
 @torch.no_grad()
-def test_what_compiles_a_prompt_for_all_lengths_is_not_served_by_an_older_trace() -> None:
+def test_a_trace_for_one_length_does_not_serve_a_compiler_for_all_lengths() -> None:
     """It would ask something of the lengths that no guard of Dynamo's holds."""
     eager, compiling = kvpass.backend("window", budget=8, inner="eager"), kvpass.backend("window", budget=8)
     model, switch = build("Llama", layers=1), Switch().to(eager)

@@ -116,7 +116,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("inner", ["eager", "reference"])
-def test_what_is_evicted_does_not_depend_on_the_order(policy: str, inner: str) -> None:
+def test_eviction_does_not_depend_on_the_order_of_dimensions(policy: str, inner: str) -> None:
     """The same tokens are held, by slots and by the reference, as with caches [B, H, S, D]."""
     pieces, ids = (9, 1, 1, 4, 1, 1), tokens(2, 17)
     settings = dict(budget=8, inner=inner, **POLICIES[policy])

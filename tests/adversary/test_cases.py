@@ -1296,5 +1296,5 @@ def test_names_are_unique() -> None:
     assert len({case.name for case in ROWS}) == len(ROWS)
 
 
-def test_there_is_more_room_than_tokens() -> None:
+def test_every_case_fits_the_largest_budget() -> None:
     assert all(sum(case.make().pieces) < ROOM for case in ROWS)

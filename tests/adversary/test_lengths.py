@@ -147,7 +147,7 @@ def long_rope(factor: Factor, pieces: tuple[int, ...]) -> Case:
 @pytest.mark.few(2)
 @pytest.mark.parametrize("pieces", [(5, 1, 1, 1, 1, 1), (1, 1, 6, 1, 1), (10, 1)], ids=str)
 @pytest.mark.parametrize("factor", FACTORS)
-def test_angles_that_follow_from_other_tokens_are_not_put_off(factor: str, pieces: tuple[int, ...]) -> None:
+def test_angles_of_other_tokens_are_not_computed_at_read(factor: str, pieces: tuple[int, ...]) -> None:
     """A held key that is rotated when it is read would get the factor of the reading call.
 
     The dimensions of positions and of the raw key are followed to the rotated key by the table of operators; what loses
@@ -160,13 +160,13 @@ def test_angles_that_follow_from_other_tokens_are_not_put_off(factor: str, piece
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("factor", FACTORS)
-def test_such_angles_are_left_where_they_were_written_by_default(factor: str) -> None:
+def test_angles_of_other_tokens_stay_absolute_by_default(factor: str) -> None:
     """A policy that prefers ranks falls back to absolute positions, and the model's own factors stand."""
     verdict = judge(long_rope(FACTORS[factor], (5, 1, 1, 1, 1, 1)), "streaming")
     assert verdict.kind == "held", verdict
 
 
-def test_angles_by_a_tokens_own_position_alone_are_put_off() -> None:
+def test_angles_of_a_tokens_own_position_are_computed_at_read() -> None:
     case = long_rope(lambda p, tokens, length: torch.arange(1.0, 1 + DIM // 2), (5, 1, 1, 3))
     assert judge(case, "streaming", positions="cache").kind == "held"
 
@@ -204,7 +204,7 @@ def padded(shape: str, mask: Any) -> Case:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("mask", PADDED)
-def test_places_in_a_padded_sequence_are_not_taken_for_ranks(mask: str) -> None:
+def test_indices_in_a_padded_sequence_are_not_taken_for_ranks(mask: str) -> None:
     """Padding between real tokens is a distance to a model that counts places, and none to ranks.
 
     The model's own position ids are computed from the arguments of every call, whoever made them, and must go on one by
@@ -222,7 +222,7 @@ def test_positions_that_count_real_tokens_are_ranks(mask: str) -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("mask", PADDED)
-def test_places_in_a_padded_sequence_hold_as_absolute_positions(mask: str) -> None:
+def test_indices_in_a_padded_sequence_work_as_absolute_positions(mask: str) -> None:
     assert judge(padded("[1, 1, q, 1]", PADDED[mask]), "streaming", positions="absolute").kind == "held"
 
 
@@ -328,7 +328,7 @@ AT_READ: dict[str, Case] = {
 @pytest.mark.few(2)
 @pytest.mark.parametrize("policy", ["full", "h2o"])
 @pytest.mark.parametrize("name", AT_READ)
-def test_keys_and_values_that_are_changed_at_read_hold(name: str, policy: str) -> None:
+def test_keys_and_values_computed_from_cached_vectors_are_read(name: str, policy: str) -> None:
     """What is made of each token's row alone is computed from the slots that are read, by the model's own code.
 
     The cached vectors are found behind any such computation, in a prompt that joins them to nothing as well.

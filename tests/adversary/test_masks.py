@@ -344,7 +344,7 @@ SINKS = [
 
 @pytest.mark.few(1)
 @parameters(SINKS)
-def test_what_is_done_to_sinks_too_is_refused(spelling: Spelling) -> None:
+def test_operations_on_logits_joined_with_sinks_are_refused(spelling: Spelling) -> None:
     """The walk meets the column of sinks only where nothing has been done to it."""
     spelling.check()
 

@@ -165,7 +165,7 @@ def stored(kind: str | None, times: int, texts: list[float], what: str = equal_b
     }  # fmt: skip
 
 
-def test_what_rounding_costs_is_taken_text_by_text():
+def test_the_cost_of_rounding_is_paired_by_text():
     plain, rounded = stored(None, 1, [1.0, 2.0, 6.0]), stored("int8", 1, [1.01, 2.0, 6.02])
     found = equal_bytes.Difference.between(rounded, plain)
     assert found.mean == pytest.approx(math.expm1(0.01))

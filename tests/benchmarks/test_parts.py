@@ -59,7 +59,7 @@ def test_a_conversation_that_is_moved_on_goes_on_at_its_place(model):
 
 
 @torch.inference_mode()
-def test_an_untended_cache_is_overwritten_in_one_place(model):
+def test_an_untended_cache_overwrites_one_slot(model):
     talk = talk_of(model, Case("untended", budget=8), 40)
     for _ in range(3):
         talk.step()
@@ -92,7 +92,7 @@ def test_a_function_runs_apart():
     assert apart.run("benchmarks.bounded:everything") == bounded.everything()
 
 
-def test_every_part_has_what_the_program_asks_of_it():
+def test_every_part_of_the_benchmark_can_be_called():
     for part in PARTS.values():
         assert part.TITLE
         assert all(callable(getattr(part, name)) for name in ("measure", "tables"))
@@ -151,7 +151,7 @@ def test_planted_words_are_surpassed_by_a_share_of_all_tokens():
     assert all(0 <= row[str(distance)] < 1 for row in found for distance in (16, 32, 64, 128))
 
 
-def test_a_word_that_one_head_rates_highest_is_surpassed_by_none():
+def test_a_planted_word_counts_by_its_best_head():
     planted = PlantedPairs(torch.zeros(1, 9, dtype=torch.int64), torch.zeros(1, 1, 4, dtype=torch.int64), (1,), times=2)
     scores = torch.arange(9.0).flip(0).repeat(1, 2, 1)  # the first token has most; the words are at 2 and 6
     assert standing._above([scores], planted, 0) == pytest.approx(2 / 9)

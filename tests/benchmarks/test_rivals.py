@@ -55,7 +55,7 @@ def test_a_worker_answers_prompts_and_steps():
     assert worker.process.returncode == 0
 
 
-def test_an_error_of_a_question_names_itself_and_the_worker_goes_on():
+def test_a_worker_reports_an_error_and_goes_on():
     with started("short") as worker:
         with pytest.raises(Unavailable, match="ValueError: a prompt of 990 tokens is too long"):
             worker.ask(ids=[[5] * 990], room=20)

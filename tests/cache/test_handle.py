@@ -110,7 +110,7 @@ TAMPERING: dict[str, tuple[Callable[[Any], object], str]] = {
 
 
 @pytest.mark.parametrize("name", TAMPERING)
-def test_what_slots_cannot_follow_is_refused(model: torch.nn.Module, name: str) -> None:
+def test_an_unsupported_use_of_a_handle_is_refused(model: torch.nn.Module, name: str) -> None:
     _, cache, _ = started(model)
     tamper, said = TAMPERING[name]
     with pytest.raises(kvpass.CacheHandleError, match=said):
@@ -194,7 +194,7 @@ def test_chunk_of_another_length_on_live_slots(model: torch.nn.Module) -> None:
         assert torch.allclose(whole, model(ids).logits, atol=1e-4)
 
 
-def test_what_the_compiler_asks_of_its_inputs_is_answered(model: torch.nn.Module) -> None:
+def test_a_handle_answers_the_compilers_queries(model: torch.nn.Module) -> None:
     """Some versions of torch ask the tensor itself, and not only when they trace."""
     _, cache, _ = started(model)
     handle = cache.layers[0].keys  # type: ignore[attr-defined]
@@ -235,7 +235,7 @@ MIXED = [
 @pytest.mark.few(4)
 @pytest.mark.parametrize("count", [1, 3], ids=["token", "chunk"])
 @pytest.mark.parametrize(("mix", "said"), MIXED)
-def test_handles_in_another_place_are_refused(
+def test_handles_of_other_layers_are_refused(
     model: torch.nn.Module, mix: Callable[[list[object]], None], said: str, count: int
 ) -> None:
     compiled, cache, ids = started(model)
@@ -341,7 +341,7 @@ def test_rows_picked_twice_are_two_copies(model: torch.nn.Module, order: str) ->
     assert values[1] is second
 
 
-def test_a_list_that_changes_between_keys_and_values_picks_other_rows(model: torch.nn.Module) -> None:
+def test_a_row_list_changed_between_keys_and_values_makes_two_caches(model: torch.nn.Module) -> None:
     _, cache, _ = started(model)
     layer, rows = cache.layers[0], [0, 1]  # type: ignore[attr-defined]
     keys = layer.keys[rows]

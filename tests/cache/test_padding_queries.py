@@ -72,7 +72,7 @@ def check(attended: Attended, valid: Tensor, sums: list[Tensor]) -> None:
 @pytest.mark.parametrize("spelled", [False, True], ids=["library", "spelled"])
 @pytest.mark.parametrize(("low", "boolean"), WRITTEN)
 @pytest.mark.parametrize("name", ["full", "streaming", "h2o", "tova", "d2o"])
-def test_answers_to_padding_and_scores_are_numbers(
+def test_outputs_for_padding_and_scores_are_finite(
     name: str, low: Any, boolean: bool, spelled: bool, ends: str, sees: bool, dtype: torch.dtype
 ) -> None:
     """In steps, in layers that share a cache, and in chunks; scores stay numbers where a real query sees nothing."""

@@ -56,7 +56,7 @@ def run(model: Callable[..., Any], *calls: tuple[Any, ...]) -> Beside:
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("spelling", SPELLINGS)
-def test_the_canonical_graph_gives_what_the_models_gives(spelling: Spelling) -> None:
+def test_the_canonical_graph_equals_the_models_graph(spelling: Spelling) -> None:
     ids = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(0))
     beside = run(Model(spelling).eval(), (ids[:, :6],), (ids[:, 6:8],), (ids[:, 8:],))
     assert max(beside.apart) < 1e-5
@@ -163,7 +163,7 @@ def test_growth_that_is_not_read_is_refused(name: str, read: bool) -> None:
     assert captured.refusals
 
 
-def test_what_stays_as_long_as_it_was_is_no_growth() -> None:
+def test_a_state_of_constant_length_is_no_cache() -> None:
     """The last states of a convolution."""
 
     def step(x: Tensor, past: Tensor) -> Any:

@@ -130,7 +130,7 @@ def found(made: Made, *arguments: Any) -> list[Verdict]:
 
 
 @pytest.mark.parametrize(("tokens", "heard"), [(5, 4), (5, 5), (1, 1), (1, 4), (4, 1)])
-def test_lengths_say_nothing(tokens: int, heard: int) -> None:
+def test_fixed_keys_are_found_at_any_lengths(tokens: int, heard: int) -> None:
     own, other = found(crossed, *given(tokens, heard))
     assert own.reading
     assert not own.fixed
@@ -143,7 +143,7 @@ def test_lengths_say_nothing(tokens: int, heard: int) -> None:
     [written, told, latent, over_layers, spelled_over_layers, twice_over_layers, mixed],
     ids=lambda made: str(made.__name__),
 )
-def test_what_a_token_has_a_part_in_is_not_left_alone(made: Made) -> None:
+def test_keys_computed_from_the_querys_tokens_are_not_fixed(made: Made) -> None:
     """A call's query stands for its rows only if inputs have a part in it, so parameters cannot hide the tokens."""
     assert not any(each.fixed for each in found(made, *given(4, 4)))
 
@@ -159,7 +159,7 @@ def steps(model: nn.Module, ids: Tensor, heard: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("heard", [pytest.param(3, marks=pytest.mark.slow), 4])
-def test_it_is_read_in_steps_as_it_was_stored(heard: int) -> None:
+def test_steps_read_stored_cross_attention(heard: int) -> None:
     model, arguments = Decoder(crossed).eval(), given(10, heard)
     torch._dynamo.reset()
     for policy, budget in (("full", None), ("streaming", 64)):

@@ -218,7 +218,7 @@ def find(
     return found
 
 
-def test_what_is_read_off() -> None:
+def test_the_cap_scale_mask_and_sinks_of_a_call_are_read() -> None:
     q = torch.randn(2, 4, 3, 16)
     (call,) = find(soft_cap, q, q, q, torch.ones(1, 1, 3, 3, dtype=torch.bool))
     assert call.cap == pytest.approx(3.0)
@@ -248,13 +248,13 @@ def sum_over_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("function", [sum_with_the_sink, sum_of_other_logits, sum_over_queries])
-def test_what_is_no_log_sum_exp_of_the_logits(function: Callable[..., Tensor]) -> None:
+def test_another_logsumexp_is_not_taken_for_that_of_the_logits(function: Callable[..., Tensor]) -> None:
     q = torch.randn(2, 4, 3, 16)
     (call,) = find(function, q, q, q)
     assert call.lse is None
 
 
-def test_a_log_sum_exp_of_logits_that_are_written_to_afterwards_is_none_of_theirs() -> None:
+def test_a_logsumexp_before_a_write_to_the_logits_is_not_taken() -> None:
     def before(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         logits = torch.matmul(q, k.transpose(2, 3))
         total = logits.logsumexp(-1, keepdim=True)
@@ -311,7 +311,7 @@ NO_ATTENTION |= {
 
 
 @pytest.mark.parametrize("name", NO_ATTENTION)
-def test_what_is_no_attention_and_why(name: str) -> None:
+def test_an_unread_softmax_names_the_operation_and_the_reason(name: str) -> None:
     function, at, why = NO_ATTENTION[name]
     unread: list[decomposed_attention.UnreadSoftmax] = []
     assert find(function, torch.randn(2, 4, 16, 16), unread=unread) == []

@@ -69,12 +69,12 @@ TELLS_NOT: dict[str, Mask] = {
 
 
 @pytest.mark.parametrize("name", TELLS)
-def test_a_zero_hides(name: str) -> None:
+def test_an_input_whose_zero_hides_its_token_marks_padding(name: str) -> None:
     assert told(TELLS[name])
 
 
 @pytest.mark.parametrize("name", TELLS_NOT)
-def test_what_may_be_seen_is_no_padding(name: str) -> None:
+def test_a_mask_that_may_show_a_token_marks_no_padding(name: str) -> None:
     assert not told(TELLS_NOT[name])
 
 
@@ -117,7 +117,7 @@ def test_a_proof_holds_in_the_dtype_of_each_result(name: str) -> None:
 
 
 @given(data=st.data())
-def test_what_is_proven_to_hide_hides(data: st.DataObject) -> None:
+def test_a_mask_proven_to_hide_hides_in_torch(data: st.DataObject) -> None:
     """Random arithmetic of a column in a random dtype, evaluated by torch at zero."""
     draw = data.draw
     dtype = draw(st.sampled_from([torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.float32]))

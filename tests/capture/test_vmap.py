@@ -107,7 +107,7 @@ STAYS: dict[str, Callable[..., Tensor]] = {
 
 
 @pytest.mark.parametrize("what", STAYS)
-def test_what_is_not_followed_stays(what: str) -> None:
+def test_an_unsupported_vmap_stays(what: str) -> None:
     ours, left = written_out(lambda *given: STAYS[what](*given), ROWS, KEYS)
     assert left
     assert torch.equal(ours, STAYS[what](ROWS, KEYS))

@@ -215,7 +215,7 @@ def test_damaged_folders_are_refused(model: Any, exported: tuple[Path, str], tmp
             kvpass.load(copy, model)
 
 
-def test_what_cannot_be_exported_is_said(model: Any, exported: tuple[Path, str], tmp_path: Path) -> None:
+def test_unsupported_exports_are_refused(model: Any, exported: tuple[Path, str], tmp_path: Path) -> None:
     path = tmp_path / "none"
     for budget in (None, 0.5):
         with pytest.raises(BudgetError, match="an artifact has code for fixed slots; give their number"):

@@ -279,7 +279,7 @@ def test_other_models_and_settings_are_refused(saved: Path, compiled: Any) -> No
         kvpass.load_cache(saved, 3)
 
 
-def test_what_cannot_be_saved_is_said(compiled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_save_is_refused(compiled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "none"
     ids, mask = prompt(2, 20, ())
     _, cache = talked(compiled, None, [12], mask, ids)

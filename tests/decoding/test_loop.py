@@ -115,7 +115,7 @@ def small_budgets() -> Iterator[Any]:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("policy", "budget", "rows"), list(small_budgets()))
-def test_what_a_small_budget_holds_is_warmed_up(
+def test_a_small_budget_warms_up(
     policy: kvpass.policies.Policy, budget: int, rows: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A loop that takes a prompt of one token warms up, with rows of prompts and with requests."""
@@ -130,7 +130,9 @@ def test_what_a_small_budget_holds_is_warmed_up(
     assert "kvpass.warm" not in {record.name for record in caplog.records}  # nothing was left out
 
 
-def test_what_is_not_warmed_up_is_said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_that_are_not_warmed_up_are_logged(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(warmup, "prompt_lengths", lambda *_: [4, 40])
     monkeypatch.setattr(warmup.Room, "of", lambda *_: warmup.Room())
     loop_on(llama(), policy="full", budget=24, read_interval=1).warm()
@@ -197,7 +199,7 @@ def test_stop_tokens(every: int) -> None:
         assert row == said + [0] * (len(row) - len(said))
 
 
-def test_what_comes_after_a_stop_is_in_no_cache() -> None:
+def test_tokens_after_a_stop_are_not_cached() -> None:
     """A further prompt sees what was said up to the stop, however many steps the host let pass."""
     model, (ids, mask) = llama(), prompt(2, 9, (2, 0))
     more, more_mask = prompt(2, 5, (0, 1))
@@ -277,7 +279,7 @@ def test_samples_are_those_of_the_seed() -> None:
         (dict(temperature=1.0), [0, 1, 2, 3]),
     ],
 )
-def test_what_is_in_the_draw(given: dict[str, Any], allowed: list[int]) -> None:
+def test_top_k_and_top_p_limit_the_draw(given: dict[str, Any], allowed: list[int]) -> None:
     shares = torch.tensor([0.05, 0.05, 0.25, 0.65])
     sampling = kvpass.decoding.sampling.Sampling(**given)
     drawn = sampling.choose(shares.log().expand(4000, 4), sampling.generator(torch.device("cpu")))
@@ -393,7 +395,7 @@ class Turning(torch.nn.Module):
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_what_dynamo_asked_of_the_length_holds_for_steps_that_are_repeated() -> None:
+def test_repeated_steps_keep_dynamos_guards_on_the_length() -> None:
     forget()
     model, (ids, _) = Turning(build("Llama", layers=1)), prompt(1, 9, ())
     loop = loop_on(model)
@@ -437,7 +439,7 @@ REPLACED: dict[str, Callable[[Any], None]] = {
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("what", REPLACED)
-def test_what_is_replaced_in_the_model_is_used(what: str) -> None:
+def test_a_replaced_tensor_of_the_model_is_used(what: str) -> None:
     """A loop repeats the tensors of its last call of the model.
 
     It compares the model's objects by identity before each batch of steps, as the user's code runs in between alone, so

@@ -85,7 +85,7 @@ def test_requests_behind_a_document_are_as_alone(model: Any, loop: kvpass.Decode
         assert done[name].prompt_ids == ids[0].tolist()
 
 
-def test_what_is_no_prefix_is_refused(model: Any, loop: kvpass.DecodeLoop) -> None:
+def test_an_invalid_prefix_is_refused(model: Any, loop: kvpass.DecodeLoop) -> None:
     serving = kvpass.DecodeLoop(model, **HOW, rows=2)
     prefix = read(loop, ids_of(9))
     with pytest.raises(PolicyError, match="takes prefixes by `add`"):

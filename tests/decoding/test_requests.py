@@ -122,7 +122,7 @@ def test_rows_draw_by_their_own_settings() -> None:
 
 
 @pytest.mark.slow
-def test_full_caches() -> None:
+def test_a_request_beyond_a_full_cache_is_refused_and_others_go_on() -> None:
     """Rows end at their own lengths; a request that would not fit is refused, and the others go on."""
     model = build("Llama", layers=1)
     loop = serving_loop(model, policy="full", budget=24, rows=2)
@@ -301,7 +301,7 @@ def faulty(chance: float, seed: int) -> Any:
 
 
 @pytest.mark.slow
-def test_none_is_lost_and_none_mixed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thousand_requests_are_neither_lost_nor_mixed_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cancelled requests, bad ones, and steps and prompts that raise errors, in between."""
     count, drawn, model = 1000, random.Random(7), build("Llama", layers=1)
     kinds = [(drawn.choice(LENGTHS), drawn.choice(MOST)) for _ in range(12)]

@@ -162,7 +162,7 @@ def test_bad_input(served: Served) -> None:
     assert next(iter(loop)).request_id == "mine"
 
 
-def test_nothing_is_left_behind(served: Served) -> None:
+def test_a_row_holds_its_own_request_alone(served: Served) -> None:
     """The slots of a row are those of its request alone, whatever was there before."""
     loop = served.loop
     assert loop.requests is not None

@@ -11,7 +11,7 @@ from tests.models import build, force, prompt
 from tests.test_backend import Tiny
 
 
-def test_explain_lists_every_attention_call_with_its_place() -> None:
+def test_explain_lists_every_attention_call_with_its_module_and_line() -> None:
     ids, _ = prompt(2, 8, ())
     report = kvpass.explain(build("Llama"), "h2o", budget=16)(ids)
     assert [site.verdict for site in report.sites] == ["rewritten", "rewritten"]

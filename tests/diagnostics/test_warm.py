@@ -144,7 +144,7 @@ def test_a_policy_that_keeps_everything_has_room_in_its_budget(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("policy", "budget"), [("full", 24), ("full", 2), ("h2o", 12)])
-def test_what_a_small_budget_holds_is_compiled(policy: str, budget: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_small_budget_compiles_every_part(policy: str, budget: int, caplog: pytest.LogCaptureFixture) -> None:
     pinned = policy != "full"
     kvpass.warm(build("Llama", layers=1), policy, budget=budget, keep_prompt=pinned, progress=False, inner="eager")
     assert "kvpass.warm" not in {record.name for record in caplog.records}  # nothing was left out

@@ -40,7 +40,7 @@ def check_held(mine: list[Tensor], whole: list[Tensor], rank: int) -> None:
 
 
 @pytest.mark.slow
-def test_what_heads_choose_together_and_by_their_number(tmp_path: Path) -> None:
+def test_shared_and_seeded_choices_equal_those_of_one_process(tmp_path: Path) -> None:
     settings = [{"policy": name, "budget": small.BUDGET} for name in ("tova", "random")]
     one = [small.run(small.small(), **each) for each in settings]
     torch.multiprocessing.spawn(small.work, (RANKS, settings, str(tmp_path)), nprocs=RANKS)

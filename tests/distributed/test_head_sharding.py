@@ -65,7 +65,7 @@ def test_a_layer_of_a_step_exchanges_once_where_heads_choose_together(policy: st
     assert step == [own] * LAYERS * (own > 0)
 
 
-def test_what_is_sent_is_that_of_a_ring() -> None:
+def test_exchanged_bytes_are_those_of_a_ring() -> None:
     assert sent(100, 4, 3, 2) == 1200
     assert sent(100, 4, 3, 8) == 2100
     assert "| tova | 1 | 574.0 | 645.8 |" in table(Model(), [8, 64])
@@ -96,7 +96,7 @@ def test_in_one_process_a_reduction_is_that_of_torch(how: Literal["mean", "max",
     assert torch.equal(reduce_heads(x, how, None), wanted[:, None])
 
 
-def test_what_is_gathered_stands_at_its_rank() -> None:
+def test_gathered_heads_stand_at_their_ranks_offset() -> None:
     sharding = HeadSharding(4, 8, 4, dist.group.WORLD.group_name)
     assert gather_heads(torch.tensor([[1.0, 2.0]]), sharding, 1).tolist() == [[0, 0, 0, 0, 1, 2, 0, 0]]
     assert head_indices(torch.zeros(1, 2, 3), sharding).tolist() == [[4], [5]]

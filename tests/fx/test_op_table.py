@@ -73,7 +73,7 @@ def test_where_an_axis_goes(name: str, dim: int) -> None:
 
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.lists(st.sampled_from(sorted(CARRIED)), min_size=1, max_size=3), st.integers(0, 3), st.integers(0, 10**6))
-def test_what_is_named_is_made_slice_by_slice(names: list[str], dim: int, seed: int) -> None:
+def test_operators_of_the_table_work_slice_by_slice(names: list[str], dim: int, seed: int) -> None:
     """Change every slice but one: that one stays as it was."""
     drawn = torch.Generator().manual_seed(seed)
 
@@ -158,7 +158,7 @@ CALLS = [
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64], ids=str)
-def test_what_shares_memory_is_a_view(call: str, dtype: torch.dtype) -> None:
+def test_methods_that_share_memory_are_tagged_as_views(call: str, dtype: torch.dtype) -> None:
     name, x = call.partition("(")[0], torch.ones(3, 4, dtype=dtype)
     result = eval(f"x.{call}", {"x": x, "torch": torch})
     parts = result if isinstance(result, (tuple, list)) else [result]

@@ -31,7 +31,7 @@ def graph_of(examples: list[Any]) -> fx.Graph:
 
 @settings(max_examples=40, deadline=None)
 @given(COUNTS, st.data())
-def test_what_is_measured_gives_the_sizes_of_the_call(hints: list[int], data: st.DataObject) -> None:
+def test_symbols_measured_from_arguments_give_the_sizes_of_the_call(hints: list[int], data: st.DataObject) -> None:
     """Of sizes that are inputs, and of tensors that have them."""
     open_sizes = SymbolicSizes(hints, set())
     sizes = [open_sizes.size(symbol) for symbol in open_sizes.symbols]

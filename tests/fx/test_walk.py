@@ -45,7 +45,7 @@ def test_ancestors(operands: list[list[int]], stop: set[int], ends: set[int]) ->
 
 @settings(max_examples=60, deadline=None)
 @given(OPERANDS)
-def test_what_is_reached_by_users_is_computed_from_it(operands: list[list[int]]) -> None:
+def test_reach_through_users_is_the_inverse_of_ancestors(operands: list[list[int]]) -> None:
     nodes = graph_of(operands)
     reached = list(walk.reach(nodes[:1], lambda node: node.users))
     assert len(reached) == len(set(reached))

@@ -110,7 +110,7 @@ def test_a_short_chunk_runs_by_the_kernel_too() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["buzz", "sage"])
-def test_the_graph_with_the_sweep(name: str) -> None:
+def test_the_graph_that_compacts(name: str) -> None:
     given = {"refresh_interval": 3} if name == "sage" else {}
     compacts = [step for step in recorded(name, torch.float32, (1,) * 8, **given) if step.compact]
     made = cuda_emission.emit(compacts[0])
@@ -180,7 +180,7 @@ def test_a_kernel_that_does_not_compile_is_named() -> None:
         cuda_emission.compiled(join, signature, {}, "sm_90")
 
 
-def test_pretending_leaves_nothing_behind() -> None:
+def test_the_pretended_gpu_is_removed_afterwards() -> None:
     import triton
 
     before = (torch.cuda.is_available(), torch.cuda.current_device, dict(vars(triton.runtime.driver)))

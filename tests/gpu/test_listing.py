@@ -64,7 +64,7 @@ def test_a_warp_waits_where_it_reads_what_is_on_the_way(listing: Listing) -> Non
     assert listing.waited([10, 3]) == pytest.approx(10 * 3 * (1 - 1 / COVERED))  # of innermost loops
 
 
-def test_what_was_asked_for_long_ago_is_not_waited_for() -> None:
+def test_an_early_load_costs_no_wait() -> None:
     between = "\n".join("        /*0010*/                   NOP ;" for _ in range(COVERED))
     early = LINES.replace("        /*0090*/", between + "\n        /*0090*/")
     assert parsed(early).waits(parsed(early).loops[1]) == 0
@@ -96,7 +96,7 @@ def test_products_of_warp_groups_are_read() -> None:
     assert parsed(line).executed([]).flops == 2 * 64 * 128 * 16 // 4
 
 
-def test_nothing_is_no_listing() -> None:
+def test_a_text_without_instructions_is_refused() -> None:
     with pytest.raises(ListingError, match="no instructions"):
         parsed("garbage")
 

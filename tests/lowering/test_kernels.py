@@ -253,7 +253,7 @@ def test_sums_compile_and_spill_nothing(target: str, dtype: torch.dtype) -> None
         assert binary.registers > 16
 
 
-def test_what_runs_by_kernels() -> None:
+def test_kernels_run_on_gpus_alone() -> None:
     there = torch.empty(1, 2, 4, 1, 8, device="meta")
     assert not by_kernel(torch.empty(1, 2, 4, 1, 8))
     assert not by_kernel(there)

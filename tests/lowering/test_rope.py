@@ -32,7 +32,7 @@ def neighbours(key: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("rotate", "pairs"), [(halves, RotaryPairs(12, False)), (neighbours, RotaryPairs(8, True))])
-def test_what_is_seen_rotates_as_the_model_does(rotate, pairs):
+def test_pairs_found_in_a_rotation_rotate_as_the_model_does(rotate, pairs):
     seen = pairs_of(torch.stack([rotate(unit)[3] for unit in torch.eye(WIDTH)]))
     assert seen == pairs
     own, other = weights_of(rotate, pairs, torch.empty(WIDTH))

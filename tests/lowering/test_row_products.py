@@ -107,7 +107,7 @@ def test_other_products_are_left_alone(rows, weight):
         (torch.float64, False, 1, 64, 0),
     ],
 )
-def test_the_number_of_parts(dtype, dots, rows, width, expected):
+def test_the_number_of_column_parts(dtype, dots, rows, width, expected):
     processor = Processor(cache=48 << 10, dots=frozenset([dtype] if dots else []))
     x, weight = torch.empty(rows, width, dtype=dtype), torch.empty(64, width, dtype=dtype)
     assert column_part_count(x, weight.t(), processor) == expected
@@ -210,7 +210,7 @@ def test_values_go_through_loops_where_there_are_few_layers(layers, left, monkey
 
 
 @pytest.mark.filterwarnings("error:Raw SymInt")
-def test_an_open_number_of_slots(monkeypatch):
+def test_a_dynamic_number_of_slots(monkeypatch):
     monkeypatch.setattr(row_products.Processor, "here", lambda: Processor(32 << 10, frozenset(), "made up"))
     monkeypatch.setitem(
         row_products.LIMITS, ("made up", torch.float32, False), RowLimits(2, 2, 2, 2, scores=2, values=2)
@@ -262,7 +262,7 @@ def test_weights_are_read_in_their_own_dtype(dtype):
     assert not re.findall(r"empty_strided_cpu\(\((?:64, 96|96, 64)\)", body)
 
 
-def test_a_row_of_something_larger():
+def test_a_row_of_a_larger_tensor():
     def last(x, weight):
         return (x * 2)[:, -1] @ weight + x.transpose(1, 2).reshape(3, 48)[1:2] @ weight
 

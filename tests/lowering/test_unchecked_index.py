@@ -48,7 +48,7 @@ def unchecked(function: Callable[..., Tensor], *examples: Tensor, sizes: str) ->
         lambda mask: mask[torch.arange(mask.shape[0]).view(1, -1).expand(2, -1)],
     ],
 )
-def test_places_that_count_a_dimension_are_not_checked(function: Callable[[Tensor], Tensor], sizes: str) -> None:
+def test_an_arange_over_the_dimension_is_not_bounds_checked(function: Callable[[Tensor], Tensor], sizes: str) -> None:
     assert unchecked(function, torch.rand(3, 7), sizes=sizes)
 
 
@@ -64,13 +64,13 @@ def test_places_that_count_a_dimension_are_not_checked(function: Callable[[Tenso
         lambda table: table[-torch.arange(table.shape[0])],
     ],
 )
-def test_other_places_are_checked(function: Callable[[Tensor], Tensor], sizes: str) -> None:
+def test_other_indices_are_bounds_checked(function: Callable[[Tensor], Tensor], sizes: str) -> None:
     assert not unchecked(function, torch.rand(7, 3), sizes=sizes)
 
 
 @pytest.mark.parametrize("sizes", ["fake", "symbolic"])
 @pytest.mark.parametrize("early", [True, False])
-def test_what_counts_and_is_checked_too_early_is_read_from_memory(
+def test_an_arange_that_inductor_checks_too_early_is_read_from_memory(
     early: bool, sizes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inductor, "CHECKS_TOO_EARLY", early)

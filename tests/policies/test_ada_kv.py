@@ -259,7 +259,7 @@ def test_a_file_with_a_wrong_order_of_heads_is_refused(tmp_path: Any) -> None:
 
 
 @torch.no_grad()
-def test_what_cannot_be() -> None:
+def test_invalid_budgets_are_refused() -> None:
     with pytest.raises(BudgetError, match=r"budget=64 .* at least 65"):
         resolve("ada_kv", {}).check_budget(64)
     with pytest.raises(BudgetError, match=r"budget=0\.5: 'ada_kv' gives heads classes .* number of slots"):

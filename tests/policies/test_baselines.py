@@ -173,6 +173,6 @@ def test_a_policy_is_read_as_people_write_it(text, policy):
     ("text", "named"),
     [("h2o:heavy", "option 'heavy' has no value"), ("h2o:weight=1", "unknown option 'weight'"), ("", "unknown policy")],
 )
-def test_what_cannot_be_read_as_a_policy_is_named(text, named):
+def test_a_malformed_policy_text_is_refused(text, named):
     with pytest.raises(PolicyError, match=named):
         parse(text)

@@ -87,7 +87,7 @@ def test_expected_attention_by_hand(epsilon: float) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_only_distances_count(policy: Any) -> None:
+def test_scores_depend_on_relative_positions_alone(policy: Any) -> None:
     """Keys that are rotated on, with the next position as far on, have the scores that they had."""
     calibration = random_calibration(1)
     chosen, drawn = policy(calibration=calibration, sinks=0), torch.Generator().manual_seed(3)

@@ -100,7 +100,7 @@ def held_after(tokens, **options):
 
 
 @given(seed=st.integers(0, 99), sizes=st.lists(st.integers(1, 4), min_size=1, max_size=5), early=st.booleans())
-def test_keys_that_a_block_does_not_see_are_paid_nothing(seed, sizes, early):
+def test_blocks_of_rows_give_the_scores_of_whole_rows(seed, sizes, early):
     """Blocks of rows that end with their last query give what whole rows give, spelled out token by token."""
     drawn, count = torch.Generator().manual_seed(seed), sum(sizes)
     rows = torch.rand(1, 1, count, count, generator=drawn).tril()

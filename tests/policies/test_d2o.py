@@ -209,7 +209,7 @@ def test_the_most_similar_slot_that_holds_a_token(count, dtype):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_of_equals_the_one_of_lower_position(count):
+def test_ties_in_similarity_take_the_lower_position(count):
     held = torch.ones(1, 1, 4, 8)
     assert nearest(held[:, :, :count], held, torch.tensor([[[3, 1, -1, 2]]]))[1].unique().tolist() == [1]
 
@@ -233,7 +233,7 @@ def test_one_token_before_and_behind_an_evicted_one_ties_within_rounding():
         assert abs(cosine.item() - exact[0]) < 1e-6
 
 
-def test_rows_of_nothing_are_like_nothing():
+def test_zero_vectors_have_the_cosine_zero():
     held, position = (
         torch.stack([torch.zeros(8), torch.ones(8), -torch.ones(8)])[None, None],
         torch.arange(3)[None, None],
@@ -253,7 +253,7 @@ def test_a_step_goes_through_the_slots_once():
     assert "tmp_acc1_vec" in sums[0]
 
 
-def test_what_a_step_compares_with_is_made_once():
+def test_the_norm_of_the_evicted_key_is_computed_once():
     """The key that goes is not scaled anew, nor its length taken again, for every slot."""
     key, held = torch.randn(1, 4, 1, 64), torch.randn(1, 4, 33, 64)
     _, codes = run_and_get_code(torch.compile(nearest), key, held, torch.arange(33).expand(1, 4, 33))

@@ -131,7 +131,7 @@ def test_the_command_converts_a_table_without_loading_the_model(tmp_path: Path) 
 
 
 @torch.no_grad()
-def test_what_cannot_be() -> None:
+def test_missing_and_mismatched_gates_are_refused() -> None:
     with pytest.raises(CalibrationError, match=r"needs gates=.* `kvpass gates MODEL --out FILE`"):
         resolve("duo_attention", {})
     with pytest.raises(CalibrationError, match=r"of a random with heads=2, and this model has 4; measure gates"):

@@ -79,7 +79,7 @@ def test_both_instructions_of_a_prompt_are_held() -> None:
     assert held == {(): [*range(16, 24)], (12,): [8, 9, 10, 11, 20, 21, 22, 23]}
 
 
-def test_what_cannot_be() -> None:
+def test_invalid_spans_are_refused() -> None:
     with pytest.raises(PolicyError, match=r"spans=\(4, 4\): must be .* of rising positions, from 1 on"):
         kvpass.backend("h2o", budget=8, spans=(4, 4))
     with pytest.raises(PolicyError, match=r"spans=\(4,\): must be \(\) for 'buzz': it evicts in batches already"):

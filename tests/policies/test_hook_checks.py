@@ -192,7 +192,7 @@ class Unusual(base.Policy, Named):
         return list(super().compact(tokens))
 
 
-def test_what_python_allows_is_no_mistake() -> None:
+def test_unusual_but_valid_hooks_pass_the_checks() -> None:
     made = Unusual(interval=2)
     assert not made.biases
     assert simulated(made)[-1, 0, 0].max() == 13

@@ -41,7 +41,7 @@ def calibrated(name: str) -> dict[str, Any]:
 
 @periodic
 @pytest.mark.parametrize("compiled", [True, False])
-def test_the_literal_sequence_of_held_tokens(row: Any, compiled: bool) -> None:
+def test_the_number_of_cached_tokens_step_by_step(row: Any, compiled: bool) -> None:
     options = {**row.fixed, **calibrated(row.name), "interval": 4}
     trace = simulate(row.name, *layer(17), prompt=3, budget=9, compiled=compiled, **options)
     assert (trace.positions >= 0).sum(-1)[:, 0, 0].tolist() == SLACK

@@ -35,7 +35,7 @@ def test_cosines_by_hand() -> None:
 
 
 @both
-def test_what_stays_by_hand(compiled: bool) -> None:
+def test_kept_tokens_by_hand(compiled: bool) -> None:
     """Token 2 ties with token 9, up to the rounding of their cosines."""
     assert kept(KEYS, True) == [0, 1, 2, 5, 8]
     assert kept(KEYS, compiled, budget=4) == [0, 1, 5, 8]

@@ -116,7 +116,7 @@ def test_a_prompt_and_a_stream_may_be_longer_than_the_table_of_positions():
     assert torch.allclose(run.logits[:, 24:48], early, atol=1e-4)
 
 
-def test_the_query_of_the_next_token_stands_at_the_number_of_held_tokens():
+def test_the_next_query_stands_at_the_number_of_cached_tokens():
     """Without any repair, a step is the model's own on the held entries at position min(t, M)."""
     model = build("GPT2")
     ids, mask = prompt(2, 14, ())
@@ -155,7 +155,7 @@ def test_sinks_and_what_has_not_moved_are_stored_and_seen_as_they_were_made():
     assert torch.equal(direct.keys, k[:, :, held])  # the slots hold the originals
 
 
-def test_every_lets_n_tokens_go_at_once():
+def test_every_n_evicts_n_tokens_at_once():
     q = torch.randn(1, 2, 24, 8)
     aligner = random_aligner("paper", every=3)
     trace = simulate("kv_align", q, q, q, prompt=8, budget=9, compiled=True, aligner=aligner, every=3)

@@ -44,7 +44,7 @@ def rows(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("split", [24, 10])
-def test_it_keeps_what_it_says(split: int) -> None:
+def test_a_policy_of_the_user_keeps_the_highest_scores(split: int) -> None:
     """Of a prompt, and of a prompt and single tokens: the order of arrival does not matter to a norm."""
     q, k, v = rows(24)
     trace = simulate(ValueNorm(), q, k, v, prompt=split, budget=7, compiled=True)
@@ -63,7 +63,7 @@ def test_a_model_runs_on_it_in_two_graphs() -> None:
 
 
 @pytest.mark.parametrize("name", ["Attention", "Clock", "Merge", "Plan", "Policy", "State", "Statistic", "Tokens"])
-def test_what_a_policy_is_written_with_is_in_one_module(name: str) -> None:
+def test_policies_base_exports_every_name_that_a_policy_needs(name: str) -> None:
     assert name in base.__all__
     assert hasattr(base, name)
 

@@ -140,13 +140,13 @@ def layer(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return 2 * q, k, v
 
 
-def test_of_generated_tokens_those_that_drew_most_stay() -> None:
+def test_generated_tokens_of_the_highest_draws_stay() -> None:
     held = simulate("random", *layer(12), prompt=4, budget=6, keep_prompt=True, compiled=True).positions[-1, 0, 0]
     luckiest = sorted(range(4, 12), key=lambda position: -draw(0, position, 0))[:2]
     assert held.tolist() == [0, 1, 2, 3, *sorted(luckiest)]
 
 
-def test_half_of_what_is_left_is_recent() -> None:
+def test_half_of_the_unpinned_slots_are_recent() -> None:
     """h2o with 10 slots and a prompt of 6: of the other 4 the last 2 are safe."""
     trace = simulate("h2o", *layer(30), prompt=6, budget=10, keep_prompt=True, compiled=True)
     for seen, held in enumerate(trace.positions[:, 0, 0].tolist(), start=6):
@@ -155,7 +155,7 @@ def test_half_of_what_is_left_is_recent() -> None:
             assert held[-2:] == [seen - 2, seen - 1]
 
 
-def test_nothing_is_merged_into_a_prompt() -> None:
+def test_no_token_is_merged_into_a_pinned_prompt() -> None:
     q, k, v = layer(30)
     trace = simulate("d2o", q, k, v, prompt=6, budget=12, sinks=0, keep_prompt=True, compiled=True)
     assert torch.equal(trace.keys[:, :, :6], k[:, :, :6])
@@ -180,13 +180,13 @@ def test_policies_for_which_it_means_nothing_say_why(name: str) -> None:
         resolve(name, {"keep_prompt": True})
 
 
-def test_an_aligner_says_so_too() -> None:
+def test_keep_prompt_is_refused_with_an_aligner() -> None:
     with pytest.raises(PolicyError, match="means nothing for 'kv_align'"):
         dataclasses.replace(kvpass.policies.get("kv_align")(aligner=random_aligner("direct")), keep_prompt=True)
 
 
 @pytest.mark.parametrize("value", [1, None, "yes"])
-def test_it_is_true_or_false(value: object) -> None:
+def test_keep_prompt_must_be_a_bool(value: object) -> None:
     with pytest.raises(PolicyError, match="keep_prompt"):
         resolve("window", {"keep_prompt": value})
 

@@ -35,7 +35,7 @@ def test_budgets_add_up_and_fall(layers: int, more: int, window: int, beta: int,
 
 
 @torch.no_grad()
-def test_layers_hold_what_they_were_given() -> None:
+def test_layers_keep_as_many_tokens_as_planned() -> None:
     """Rows of a batch have budgets by their own prompts, under Inductor's static sizes and dynamic ones."""
     model = build("Llama", layers=4)
     compiled = torch.compile(model, backend=kvpass.backend("pyramid_kv", budget=24, window=4, inner="eager"))

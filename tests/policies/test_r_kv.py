@@ -59,7 +59,7 @@ def test_scores_by_hand(official: bool, redundancy: list[float], scores: list[fl
 
 @pytest.mark.parametrize("official", [False, True])
 @pytest.mark.parametrize("compiled", [True, False])
-def test_what_stays_by_hand(official: bool, compiled: bool) -> None:
+def test_kept_tokens_by_hand(official: bool, compiled: bool) -> None:
     trace = simulate(policy(official=official), QUERIES, KEYS, KEYS, prompt=10, budget=6, compiled=compiled)
     assert trace.positions[0, 0, 0].tolist() == [3, 4, 6, 7, 8, 9]
 

@@ -54,7 +54,7 @@ def test_sinks_and_tokens_for_each_head_can_be_given():
     assert held == [0, *sorted(took), *range(12, 20)]
 
 
-def test_what_leaves_no_room_for_recent_tokens_is_refused():
+def test_a_budget_without_recent_tokens_is_refused():
     with pytest.raises(BudgetError, match="at least 9"):
         simulate("sage", *layer(20, groups=3), prompt=12, budget=8, sinks=2, top=2, compiled=True)
     with pytest.raises(BudgetError, match=r"budget=8.* at least 9$"):

@@ -46,7 +46,7 @@ def on_own_arguments(stages: Stages, name: str) -> tuple[Any, Any]:
         return stage.gm(*given, *arguments)[0], call.gm(*arguments)[0]
 
 
-def test_slots_come_in_and_nothing_else_changes() -> None:
+def test_take_slots_adds_inputs_alone() -> None:
     stages = by_place()
     call, after = stages.calls[0], stages.stages["take_slots"]
     names = [f"slots_{layer}_{name}" for layer in (0, 1) for name in call.slots[layer].names]
@@ -57,7 +57,7 @@ def test_slots_come_in_and_nothing_else_changes() -> None:
     assert new == [*names, operator.getitem, "clone"]  # and the counter
 
 
-def test_weights_come_in_where_a_policy_has_them() -> None:
+def test_take_slots_adds_the_weights_of_a_policy() -> None:
     aligner = random_aligner("direct", layers=2, heads=2, dim=4)
     stages = staged(Model().eval(), "kv_align", budget=8, aligner=aligner, validate=False)
     weights = [name for name in stages.inputs("take_slots") if name.startswith("kvpass_weight")]
@@ -75,7 +75,7 @@ def test_position_arithmetic_moves_to_a_counter() -> None:
     torch.testing.assert_close(ours, theirs)
 
 
-def test_what_counts_keys_is_left_to_the_masks() -> None:
+def test_key_indices_are_left_to_the_masks() -> None:
     left = by_place().stages["put_length_on_device"].record.left
     assert set(left.values()) == {"it counts the keys"}
     assert len(left) == 2  # one in each layer
@@ -113,7 +113,7 @@ def test_positions_stay_where_keys_are_stored_as_they_are() -> None:
     assert stages.contexts[0].rotations.slices == []
 
 
-def test_position_ids_count_held_tokens_for_a_policy_that_renumbers() -> None:
+def test_position_ids_count_cached_tokens_for_a_policy_that_renumbers() -> None:
     aligner = random_aligner("direct", layers=2, heads=2, dim=4)
     stages = staged(Model().eval(), "kv_align", budget=8, aligner=aligner, validate=False)
     assert stages.stages["renumber_ids"].record.matched
@@ -122,7 +122,7 @@ def test_position_ids_count_held_tokens_for_a_policy_that_renumbers() -> None:
     assert by_place().made("renumber_ids") == by_rank().made("renumber_ids") == []
 
 
-def test_attention_and_updates_of_caches_are_gone() -> None:
+def test_attention_and_cache_updates_are_replaced() -> None:
     stages = by_place()
     before, after = stages.before("attend_on_slots"), stages.stages["attend_on_slots"]
     assert sum("torch.ops.kvpass.attention" in line for line in before.lines) == 2
@@ -145,7 +145,7 @@ def test_layers_that_are_alike_are_traced_once(monkeypatch: pytest.MonkeyPatch) 
     assert len(calls) == 2  # once for these stages, and once for what runs
 
 
-def test_what_grows_leaves_the_outputs() -> None:
+def test_growing_outputs_are_removed() -> None:
     stages = by_place()
     assert len(kvpass.fx.walk.results(stages.before("bound_outputs").gm.graph)) == 1 + 2 * 2
     assert len(kvpass.fx.walk.results(stages.stages["bound_outputs"].gm.graph)) == 1
@@ -179,7 +179,7 @@ def test_weights_over_all_tokens_are_refused_by_their_line(layers: int) -> None:
             compiled(ids[:, 5:].contiguous(), past)
 
 
-def test_sizes_become_numbers_and_the_dead_goes() -> None:
+def test_settle_sizes_inserts_numbers_and_removes_dead_code() -> None:
     stages = by_place()
     gone = stages.gone("settle_sizes")
     assert any("torch.ops.kvpass.append" in line for line in gone)
@@ -208,7 +208,7 @@ def rotates_at_read(q: Any, k: Any, v: Any, i: Any, j: Any) -> Any:
 @pytest.mark.parametrize(
     "model", [Long(plain), Small(reads_values), Small(rotates_at_read)], ids=["size", "values", "keys"]
 )
-def test_what_still_grows_is_refused_by_its_line(model: Any) -> None:
+def test_a_value_that_still_grows_is_refused_by_its_line(model: Any) -> None:
     lines = r"(test_passes|adversary.models)\.py:\d+"
     with pytest.raises(kvpass.UnsupportedGraph, match=rf"^[^:]*{lines}: .*still depends on the length"):
         staged(model, budget=8, positions="absolute")
@@ -224,7 +224,7 @@ def test_inputs_are_given_slots_first() -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("policy", "copies"), [("d2o", True), ("h2o", False)])
-def test_on_a_gpu_places_are_copied_for_who_merges_and_counting_is_left(policy: str, copies: bool) -> None:
+def test_a_gpu_copies_write_indices_for_merging_and_leaves_counters(policy: str, copies: bool) -> None:
     ids, mask = prompt(2, 12, (2, 0))
     compiled, steps = record(build("Llama"), policy, budget=8)
     with torch.no_grad():
@@ -244,7 +244,7 @@ def test_on_a_gpu_places_are_copied_for_who_merges_and_counting_is_left(policy: 
     assert all(any("clamp" in user.name for user in node.users) == copies for node in free)
 
 
-def test_on_a_cpu_neither_happens() -> None:
+def test_a_cpu_copies_no_write_indices_and_keeps_counters() -> None:
     for name in ("copy_write_indices", "leave_counting"):
         assert by_place().made(name) == by_place().gone(name) == []
         assert by_place().stages[name].record.left

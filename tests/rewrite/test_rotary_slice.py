@@ -65,7 +65,7 @@ def normed(key, cos, sin):
     ],
     ids=["normed", "shifted", "heads", "rows", "multiplied"],
 )
-def test_what_else_follows_an_embedding_is_left_to_the_plain_form(rotate, bound, dtype):
+def test_other_operations_after_the_embedding_have_no_pairs(rotate, bound, dtype):
     assert sliced(rotate, *bound, dtype=dtype).pairs() is None
 
 
@@ -90,7 +90,7 @@ def test_keys_rotated_for_one_row_and_query_are_those_rotated_for_all(queries, g
     assert alone.pairs() == whole.pairs()
 
 
-def test_what_follows_the_embedding_may_be_alone_too():
+def test_a_slice_for_one_key_includes_what_follows_the_embedding():
     assert sliced(normed, rows=4, queries=3).for_one_key().shape == (1, 3, 1, WIDTH)
     scaled = sliced(lambda key, cos, sin, scale: llama(key, cos, sin) * scale, (3, 1, WIDTH), rows=4)
     assert scaled.for_one_key().shape == (1, 3, 1, WIDTH)

@@ -57,7 +57,7 @@ def notes(recorder: Recorder) -> list[str]:
 )
 @pytest.mark.few(1)
 @pytest.mark.parametrize("architecture", ["Llama", "GPT2"])
-def test_what_is_right_passes_and_is_not_disturbed(
+def test_a_right_rewrite_passes_and_random_state_stays(
     traced: Callable[..., Traced], architecture: str, policy: str
 ) -> None:
     model = traced(architecture)  # the first time seeds the generator
@@ -173,7 +173,7 @@ def rounding() -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrong", [None, values_for_keys])
-def test_what_rounding_does_to_the_model_itself_is_no_difference(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounding_in_the_model_itself_is_no_difference(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """All graphs go on with the model's own attention, so that what they round is equal to the last bit."""
     recorder = Recorder()
     if wrong is None:
@@ -185,7 +185,7 @@ def test_what_rounding_does_to_the_model_itself_is_no_difference(wrong: Any, mon
             run(Traced(rounding()), recorder, policy="full")
 
 
-def test_it_is_part_of_a_backends_settings() -> None:
+def test_validate_is_a_setting_of_the_backend() -> None:
     assert kvpass.backend("full").validate
     assert kvpass.backend("full") != kvpass.backend("full", validate=False)
 

@@ -179,7 +179,7 @@ BY_NAME: dict[str, bool] = {"past_key_values": True, "cache": True, "kv_cache": 
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_what_takes_a_cache_is_seen_by_its_parameters(name: str) -> None:
+def test_a_cache_argument_is_found_by_its_name(name: str) -> None:
     module = nn.Module()
     exec(f"def forward(ids, {'' if name == 'ids' else name + '=None'}): ...", made := {})  # type: ignore[var-annotated]
     module.forward = made["forward"]  # type: ignore[method-assign]
@@ -445,7 +445,7 @@ ELSEWHERE: dict[str, Callable[[], Any]] = {
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ELSEWHERE)
 @pytest.mark.parametrize("compiled", [False, True], ids=["first call", "later call"])
-def test_what_another_thread_runs_under_is_not_ours(name: str, compiled: bool) -> None:
+def test_modes_of_another_thread_do_not_apply_to_this_one(name: str, compiled: bool) -> None:
     """torch decides by the modes of the calling thread; its flag of the process is up while any thread has one."""
     model, entered, called = kvpass.compile(tiny(), **POLICY), threading.Event(), threading.Event()
     if compiled:

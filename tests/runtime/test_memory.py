@@ -80,7 +80,7 @@ def compiled_apart(gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[...,
 
 
 @torch.no_grad()
-def test_of_all_graphs_one_is_left_to_rewrite_steps_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_graph_stays_alive_to_rewrite_steps_from(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[weakref.ref[fx.GraphModule]] = []
     original = fx_nodes.copy_graph_module
 

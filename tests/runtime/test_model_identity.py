@@ -21,7 +21,7 @@ def test_a_tensor_at_an_old_address_is_another_one(gone: bool) -> None:
         assert tensor in known
 
 
-def test_what_made_a_cache_is_compared_with_what_is_known() -> None:
+def test_a_cache_of_another_known_layer_is_recognised() -> None:
     here, there, known = torch.ones(1), torch.ones(1), TensorSet()
     assert not belongs_to_other_layer(weak_references([there]), [here], known)  # a copy that ran the prompt alone
     known.add([there])

@@ -201,7 +201,7 @@ def from_a_longer_text(ids: torch.Tensor, t: int) -> torch.Tensor:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("take", [tail, from_a_longer_text])
 @torch.no_grad()
-def test_the_place_of_a_token_in_memory_compiles_nothing(take: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+def test_the_strides_of_a_token_compile_nothing(take: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
     torch._dynamo.reset()
     ids, steps = prompt(2, 20, ())[0], []
 

@@ -28,7 +28,7 @@ def held(run: Any, row: int = 0, padding: int = 0, step: int = -1) -> list[list[
 @pytest.mark.parametrize("policy", ["streaming", "h2o", "cascade", "d2o"])
 @pytest.mark.parametrize("padding", [(6,), (6, 6)], ids=["one row", "two rows"])
 @pytest.mark.few(1)
-def test_padding_is_not_shared_in(traced: Callable[..., Traced], policy: str, padding: tuple[int, ...]) -> None:
+def test_a_share_counts_no_padding(traced: Callable[..., Traced], policy: str, padding: tuple[int, ...]) -> None:
     """Rows of 14 tokens in 20 columns keep 7 of them, and not 10."""
     model, (ids, mask) = traced("Llama", len(padding), "is padded or not"), prompt(len(padding), 24, padding)
     padded = force(model, ids, mask, [20, 1, 1], policy=policy, budget=0.5, inner="eager")
@@ -203,7 +203,7 @@ def test_a_share_for_an_aligner_is_no_larger_than_its_window() -> None:
     torch.testing.assert_close(run.logits[1:], alone.logits, atol=1e-4, rtol=1e-4)
 
 
-def test_what_policies_compute_of_budgets_by_row_is_what_they_compute_of_numbers() -> None:
+def test_budgets_by_row_give_the_same_sizes_as_numbers() -> None:
     numbers = [*range(12, 400), 4096, 100_003]
     by_row = torch.tensor(numbers).view(-1, 1, 1)
     for options in ({}, {"stride": 4, "sinks": 2}, {"old_stride": 2}, {"window": 3}, {"threshold": 5}):

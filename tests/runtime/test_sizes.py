@@ -90,7 +90,7 @@ def test_guidance_after_beams(rows: int, beams: int) -> None:
         assert torch.equal(model.generate(ids, **common, **how), plain.generate(ids, **common, **how)), how
 
 
-def test_what_was_asked_of_sizes_is_asked_of_later_ones() -> None:
+def test_guards_are_evaluated_for_later_tokens() -> None:
     s, t, u = sympy.symbols("s t u", integer=True)
     holds = guard_predicate([s < 8, sympy.Eq(t, 3), sympy.Max(0, s - 5) <= 1, sympy.Ne(s, 6)], {s: 4, t: 3}, {s})
     assert [holds(by) for by in range(5)] == [True, True, False, False, False]

@@ -66,7 +66,7 @@ NAMES = [name for name in policies.names() if name not in OF_ONE_MODEL]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", [name for name in NAMES if ROWS[name].rows])
-def test_open_sizes_are_the_same_as_numbers(policy: str) -> None:
+def test_dynamic_sizes_equal_numbers(policy: str) -> None:
     """Rows, chunks of several lengths and budgets that are shares, past the first eviction."""
     budget = None if policy == "full" else 0.5
     ours, theirs = (counting(policy, numbers, budget=budget) for numbers in (False, True))
@@ -196,7 +196,7 @@ def test_models_that_look_at_their_sizes(how: str) -> None:
                 assert torch.allclose(got, wanted, atol=1e-5), (rows, piece.shape)
 
 
-def test_what_was_asked_of_a_size_must_hold() -> None:
+def test_comparisons_of_a_symbol_become_guards() -> None:
     sizes = symbolic_shapes.SymbolicSizes([7, 12], {"s99"})
     few, many = (sizes.size(symbol) for symbol in sizes.symbols)
     assert [sizes.hold(numbers) for numbers in ([4, 3], [1, 4])] == [True, False]
@@ -207,7 +207,7 @@ def test_what_was_asked_of_a_size_must_hold() -> None:
     assert "s99" not in map(str, sizes.symbols)
 
 
-def test_what_is_asked_of_one_of_sizes_that_are_alike_is_asked_of_all() -> None:
+def test_a_guard_on_one_size_holds_for_all_alike_sizes() -> None:
     sizes = symbolic_shapes.SymbolicSizes([7, 12, 9], set(), alike=(0, 2))
     one, _, _ = (sizes.size(symbol) for symbol in sizes.symbols)
     assert one < 10

@@ -60,7 +60,7 @@ call = runner.call
 """
 
 
-def test_only_what_the_call_reads_is_kept() -> None:
+def test_statements_that_the_call_does_not_need_are_dropped() -> None:
     kept, free = exported_code._needed_statements(ast.parse(SOURCE), {"kernel"})
     assert [line for line in ast.unparse(ast.Module(kept, [])).splitlines() if line and line[0] not in " "] == [
         "import torch as needed",

@@ -64,6 +64,6 @@ def test_a_template_without_the_end_is_cut_by_length() -> None:
 
 
 @pytest.mark.parametrize(("config", "expected"), [(5, [5, END]), ([5, END], [5, END]), (None, [END])])
-def test_what_ends_an_answer(config: Any, expected: list[int]) -> None:
+def test_stop_tokens_come_from_the_generation_config(config: Any, expected: list[int]) -> None:
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=config))
     assert chat.stop_tokens(model, Words()) == expected

@@ -127,7 +127,7 @@ def test_the_bundled_models_recall(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (window["32"], window["1,024"]) == (1.0, 0.0)
 
 
-def test_what_was_kept_is_counted() -> None:
+def test_kept_tokens_are_counted_by_region() -> None:
     assert run.kept_row(HeldSnapshot(20, [0, 2, 7, 9, 11, 17, 18, 19])) == {
         "of the first 4": 2, "recent": 3, "between": 3, "median position between": 9,
     }  # fmt: skip

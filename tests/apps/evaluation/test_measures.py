@@ -100,13 +100,13 @@ def test_a_stream_begins_anew_where_its_cache_is_emptied() -> None:
     assert math.log(columns["last quarter"]) == pytest.approx(7)
 
 
-def test_a_stream_is_no_prompt() -> None:
+def test_a_stream_cannot_be_fed_whole() -> None:
     with pytest.raises(PolicyError, match="prefill='whole'"):
         list(StreamMeasure().rows(session({"a": [1] * 99}, "whole")))
 
 
 @pytest.mark.parametrize("measure", [Passkey((120,), (0.0, 0.5, 1.0), 3), Needle((120,), (0.0, 0.5, 1.0), 3)])
-def test_a_secret_is_planted_where_it_should_be(measure: Passkey | Needle, tokenizer: Any) -> None:
+def test_a_secret_is_planted_at_its_depth(measure: Passkey | Needle, tokenizer: Any) -> None:
     seen: list[tuple[int, str]] = []
 
     def answer(prompt: Sequence[int]) -> str:

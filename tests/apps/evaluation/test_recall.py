@@ -54,7 +54,7 @@ def test_text_question_and_answer_are_as_long_as_was_said():
     ("tokens", "length", "message"),
     [(1000, 20, "20 tokens have no room"), (50, 200, "50 tokens is too short")],
 )
-def test_what_cannot_be_planted_is_refused(tokens, length, message):
+def test_pairs_that_do_not_fit_the_text_are_refused(tokens, length, message):
     with pytest.raises(KVPassError, match=message):
         recall.plant_pairs(torch.arange(tokens) % 180, 0, VOCABULARY, length, DISTANCES, rows=3, seed=1)
 

@@ -102,7 +102,7 @@ def test_no_length_is_compiled_for_itself() -> None:
     assert graphs() == before
 
 
-def test_what_cannot_be_scored_is_refused() -> None:
+def test_invalid_scoring_requests_are_refused() -> None:
     _, call = caller(policy="full")
     with pytest.raises(PolicyError, match="context"):
         ScoringBatch.of([[1], []], [[2], [3]], torch.device("cpu"))

@@ -68,7 +68,7 @@ def session(loop: Any, model: Any) -> Session:
     return Session(LoadedModel("stub", model, tokenizer, None, False), loop, {"a": [*range(2, 60)]}, "chunk", 8, 12)
 
 
-def test_what_was_held_is_noted_while_a_text_is_scored() -> None:
+def test_cached_positions_are_recorded_while_a_text_is_scored() -> None:
     model, held = build("Llama", layers=2), HeldRecorder(layer=1, head=1)
     loop = DecodeLoop(model, "streaming", budget=8, prefill_chunk=4, inner="eager")
     with_watch = Session(LoadedModel("stub", model, None, None, False), loop, {}, "chunk", 4, 8, watch=held)

@@ -65,7 +65,7 @@ def test_the_server_listens_at_the_loopback_address() -> None:
         ([str(models.BUNDLED), "--policy", "h2o", "--budget", "1"], "is too small for"),
     ],
 )
-def test_what_cannot_be_is_said_before_anything_is_served(
+def test_invalid_arguments_end_the_command_before_it_serves(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["serve", *arguments]) == 2

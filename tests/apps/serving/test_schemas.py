@@ -97,7 +97,7 @@ def test_unsupported_fields_pass_if_they_ask_for_nothing(neutral: dict[str, Any]
         ({"generation_config": '{"\\ud800": 1}'}, "generation_config", "is not valid JSON"),
     ],
 )  # fmt: skip
-def test_what_is_refused_is_named(fields: dict[str, Any], param: str | None, message: str) -> None:
+def test_a_refused_field_is_named(fields: dict[str, Any], param: str | None, message: str) -> None:
     with pytest.raises(ApiError, match=re.escape(message)) as refused:
         chat(**fields)
     assert (refused.value.status, refused.value.param) == (400, param)

@@ -116,7 +116,7 @@ def test_rows_that_are_moved_to_another_kind_of_device_lie_as_they_do_there(kv_d
             assert torch.equal(rows.to_device(move).read(), expected)
 
 
-def test_slots_are_moved_so() -> None:
+def test_slots_move_keys_and_values_by_their_format() -> None:
     here = dataclasses.replace(layout("int8", 64), ranked=True)
     slots = Slots.empty(here)
     with mock.patch.object(EncodedVectors, "to_device", autospec=True, side_effect=EncodedVectors.to_device) as moved:
@@ -222,6 +222,6 @@ def test_rows_that_are_not_replaced_keep_their_codes(kv_dtype: KVDtype) -> None:
     assert torch.equal(plain(x).read(), x)
 
 
-def test_half_a_byte_is_refused() -> None:
+def test_int4_refuses_an_odd_head_dimension() -> None:
     with pytest.raises(PolicyError, match=r"kv_dtype='int4'.*has 5"):
         format_of("int4", 5, torch.float32)

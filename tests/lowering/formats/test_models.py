@@ -139,7 +139,7 @@ def test_a_loop_and_a_name_take_it() -> None:
     assert kvpass.inspect(loop).layers[0].nbytes == kvpass.inspect(out.past_key_values).layers[0].nbytes
 
 
-def test_what_it_cannot_be_is_refused_by_name() -> None:
+def test_an_invalid_kv_dtype_is_refused() -> None:
     with pytest.raises(kvpass.PolicyError, match="kv_dtype='int3'"):
         kvpass.backend("h2o", budget=8, kv_dtype="int3")  # type: ignore[arg-type]
     model, (ids, _) = build("Llama", layers=1), prompt(1, 9, ())

@@ -183,7 +183,7 @@ def test_values_are_let_go_of_before_their_last_reader_runs() -> None:
     assert made[-1]() is result
 
 
-def test_what_is_returned_is_kept_and_what_nobody_reads_is_not() -> None:
+def test_returned_values_are_kept_and_unread_ones_dropped() -> None:
     gm = fx.symbolic_trace(lambda x: (x, x.cos(), x.sin(), None))
     cos, sin = (node for node in gm.graph.nodes if node.op == "call_method")
     both = dataclasses.replace(Segment.of([cos, sin]), results=(0, 1))

@@ -177,7 +177,7 @@ class Made(Pair):
         return ["first", "second"], {self.context}
 
 
-def test_contexts_that_are_made_anew_are_compared_by_what_they_say() -> None:
+def test_contexts_are_compared_by_value() -> None:
     segment, one = whole(lambda a: (a + a,)), torch.ones(2)
     keys = [segment.key([Made(one, one, number // 2)]) for number in range(60)]
     assert len(set(keys)) == 30
@@ -205,7 +205,7 @@ def test_a_size_may_stand_for_one_that_is_like_it() -> None:
     assert segment.key([sizes.like((one,), None)]) != segment.key([sizes.like((other,), None)])
 
 
-def test_names_tell_nothing() -> None:
+def test_segments_are_equal_whatever_the_names() -> None:
     def one(a: Tensor, b: Tensor) -> tuple[Tensor]:
         return (a + b * 2,)
 
@@ -243,7 +243,7 @@ def test_a_layer_ends_where_one_value_is_alive() -> None:
     assert all(len(segment.operands) == 1 for segment in segments)
 
 
-def test_what_all_layers_read_is_made_before_the_first() -> None:
+def test_values_read_by_all_layers_are_computed_before_the_first() -> None:
     def function(x: Tensor) -> Tensor:
         table = None
         for _ in range(4):
