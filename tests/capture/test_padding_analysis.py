@@ -1,4 +1,4 @@
-"""Which inputs are proven to tell padding."""
+"""Which inputs are proven to mark padding."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ LOWEST = torch.finfo(torch.float32).min
 Mask = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def told(mask: Mask) -> bool:
-    """Whether `column` tells padding in mask(column [B, S], i [S, 1], j [S])."""
+def marks_padding(mask: Mask) -> bool:
+    """Whether `column` marks padding in mask(column [B, S], i [S, 1], j [S])."""
 
     def function(column: Tensor) -> Tensor:
         j = torch.arange(TOKENS)
@@ -37,7 +37,7 @@ def causal(i: Tensor, j: Tensor) -> Tensor:
     return (j <= i)[None, None]
 
 
-TELLS: dict[str, Mask] = {
+MARKS_PADDING: dict[str, Mask] = {
     "and": lambda p, i, j: causal(i, j) & p.bool()[:, None, None],
     "compared": lambda p, i, j: causal(i, j) & (p == 1)[:, None, None],
     "looked up": lambda p, i, j: causal(i, j) & p.bool()[torch.arange(2)[:, None, None, None], j[None, None, None]],
@@ -47,7 +47,7 @@ TELLS: dict[str, Mask] = {
     "product of 1e9": lambda p, i, j: (1.0 - p[:, None, None].float()) * -1e9 + torch.zeros(2, 1, 6, 6),
     "expanded": lambda p, i, j: (causal(i, j) & p.bool()[:, None, None]).expand(2, 4, 6, 6),
 }
-TELLS_NOT: dict[str, Mask] = {
+MARKS_NO_PADDING: dict[str, Mask] = {
     "of queries": lambda p, i, j: causal(i, j) & p.bool()[:, None, :, None],
     "or": lambda p, i, j: causal(i, j) | p.bool()[:, None, None],
     "itself": lambda p, i, j: (causal(i, j) & p.bool()[:, None, None]) | (i == j),
@@ -68,17 +68,17 @@ TELLS_NOT: dict[str, Mask] = {
 }
 
 
-@pytest.mark.parametrize("name", TELLS)
+@pytest.mark.parametrize("name", MARKS_PADDING)
 def test_an_input_whose_zero_hides_its_token_marks_padding(name: str) -> None:
-    assert told(TELLS[name])
+    assert marks_padding(MARKS_PADDING[name])
 
 
-@pytest.mark.parametrize("name", TELLS_NOT)
+@pytest.mark.parametrize("name", MARKS_NO_PADDING)
 def test_a_mask_that_may_show_a_token_marks_no_padding(name: str) -> None:
-    assert not told(TELLS_NOT[name])
+    assert not marks_padding(MARKS_NO_PADDING[name])
 
 
-def column_tells(mask: Callable[[Tensor], Tensor], dtype: torch.dtype) -> bool:
+def column_marks_padding(mask: Callable[[Tensor], Tensor], dtype: torch.dtype) -> bool:
     """Whether a zero in a column [B, S] of a dtype hides its token in mask(column [B, 1, 1, S])."""
     column = torch.ones(ROWS, TOKENS, dtype=dtype)
     found = lambda gm: [node.op for node in hiding_inputs(gm, result(gm), step=False)] == ["placeholder"]  # noqa: E731
@@ -113,7 +113,7 @@ def test_a_proof_holds_in_the_dtype_of_each_result(name: str) -> None:
     if not expected:  # what the analysis must not prove is not so, or only by rounding
         hidden = ~mask(torch.zeros(1, 1, 1, 1, dtype=dtype))
         assert name.startswith("a difference") or not bool(hidden.all())
-    assert column_tells(mask, dtype) is expected
+    assert column_marks_padding(mask, dtype) is expected
 
 
 @given(data=st.data())
@@ -135,4 +135,4 @@ def test_a_mask_proven_to_hide_hides_in_torch(data: st.DataObject) -> None:
     except RuntimeError:  # torch does not convert the number
         reject()
     if visible:
-        assert not column_tells(mask, dtype)
+        assert not column_marks_padding(mask, dtype)

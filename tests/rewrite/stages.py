@@ -62,12 +62,12 @@ class Stages(Backend):
         names = [each.__name__ for each in STEP_PASSES]
         return self.stages[names[names.index(name) - 1]]
 
-    def made(self, name: str) -> list[str]:
+    def added(self, name: str) -> list[str]:
         """The lines that are new after a pass, in order."""
         old = set(self.before(name).lines)
         return [line for line in self.stages[name].lines if line not in old]
 
-    def gone(self, name: str) -> list[str]:
+    def removed(self, name: str) -> list[str]:
         """The lines that a pass took away."""
         new = set(self.stages[name].lines)
         return [line for line in self.before(name).lines if line not in new]

@@ -25,13 +25,13 @@ from tests.rewrite.stages import Stages, staged, with_rows
 
 
 @functools.cache
-def by_rank() -> Stages:
+def with_cache_positions() -> Stages:
     """A step with positions by rank, after which one token is gone."""
     return staged(Model().eval(), budget=8, sinks=1, positions="cache")
 
 
 @functools.cache
-def by_place() -> Stages:
+def with_absolute_positions() -> Stages:
     return staged(Model().eval(), budget=8, sinks=1, positions="absolute")
 
 
@@ -47,7 +47,7 @@ def on_own_arguments(stages: Stages, name: str) -> tuple[Any, Any]:
 
 
 def test_take_slots_adds_inputs_alone() -> None:
-    stages = by_place()
+    stages = with_absolute_positions()
     call, after = stages.calls[0], stages.stages["take_slots"]
     names = [f"slots_{layer}_{name}" for layer in (0, 1) for name in call.slots[layer].names]
     assert stages.inputs("take_slots")[: len(names)] == names
@@ -62,12 +62,12 @@ def test_take_slots_adds_the_weights_of_a_policy() -> None:
     stages = staged(Model().eval(), "kv_align", budget=8, aligner=aligner, validate=False)
     weights = [name for name in stages.inputs("take_slots") if name.startswith("kvpass_weight")]
     assert len(weights) == len(stages.contexts[0].weights.tensors) > 0
-    assert not [name for name in by_place().inputs("take_slots") if name.startswith("kvpass_weight")]
+    assert not [name for name in with_absolute_positions().inputs("take_slots") if name.startswith("kvpass_weight")]
 
 
 def test_position_arithmetic_moves_to_a_counter() -> None:
-    stages = by_place()
-    made, gone = stages.made("put_length_on_device"), stages.gone("put_length_on_device")
+    stages = with_absolute_positions()
+    made, gone = stages.added("put_length_on_device"), stages.removed("put_length_on_device")
     assert any(re.fullmatch(r"\w+ = torch\.arange\(1, dtype = torch\.int64\)", line) for line in made)
     assert any(re.fullmatch(r"\w+ = arange\w* \+ clone", line) for line in made)
     assert [line for line in gone if line.startswith("position = arange")]
@@ -76,7 +76,7 @@ def test_position_arithmetic_moves_to_a_counter() -> None:
 
 
 def test_key_indices_are_left_to_the_masks() -> None:
-    left = by_place().stages["put_length_on_device"].record.left
+    left = with_absolute_positions().stages["put_length_on_device"].record.left
     assert set(left.values()) == {"it counts the keys"}
     assert len(left) == 2  # one in each layer
 
@@ -92,15 +92,15 @@ class Looked(Small):
 
 def test_slices_of_tables_become_lookups() -> None:
     stages = staged(Looked(plain, tables={"table": torch.randn(32, 16)}), budget=8, positions="absolute")
-    made = stages.made("put_length_on_device")
+    made = stages.added("put_length_on_device")
     assert any("torch.index_select" in line for line in made)
     ours, theirs = on_own_arguments(stages, "put_length_on_device")
     torch.testing.assert_close(ours, theirs)
 
 
 def test_queries_stand_at_their_ranks() -> None:
-    stages = by_rank()
-    made = stages.made("rotate_at_read")
+    stages = with_cache_positions()
+    made = stages.added("rotate_at_read")
     assert any("slots_0_position" in line for line in made)
     assert len(stages.stages["rotate_at_read"].record.matched) == 4  # of the query and the key of two layers
     ours, theirs = on_own_arguments(stages, "rotate_at_read")  # nothing is gone: ranks are positions
@@ -108,8 +108,8 @@ def test_queries_stand_at_their_ranks() -> None:
 
 
 def test_positions_stay_where_keys_are_stored_as_they_are() -> None:
-    stages = by_place()
-    assert stages.made("rotate_at_read") == stages.gone("rotate_at_read") == []
+    stages = with_absolute_positions()
+    assert stages.added("rotate_at_read") == stages.removed("rotate_at_read") == []
     assert stages.contexts[0].rotations.slices == []
 
 
@@ -119,11 +119,11 @@ def test_position_ids_count_cached_tokens_for_a_policy_that_renumbers() -> None:
     assert stages.stages["renumber_ids"].record.matched
     ours, theirs = on_own_arguments(stages, "renumber_ids")
     torch.testing.assert_close(ours, theirs)
-    assert by_place().made("renumber_ids") == by_rank().made("renumber_ids") == []
+    assert with_absolute_positions().added("renumber_ids") == with_cache_positions().added("renumber_ids") == []
 
 
 def test_attention_and_cache_updates_are_replaced() -> None:
-    stages = by_place()
+    stages = with_absolute_positions()
     before, after = stages.before("attend_on_slots"), stages.stages["attend_on_slots"]
     assert sum("torch.ops.kvpass.attention" in line for line in before.lines) == 2
     assert len(after.record.matched) == 2
@@ -146,7 +146,7 @@ def test_layers_that_are_alike_are_traced_once(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_growing_outputs_are_removed() -> None:
-    stages = by_place()
+    stages = with_absolute_positions()
     assert len(kvpass.fx.walk.results(stages.before("bound_outputs").gm.graph)) == 1 + 2 * 2
     assert len(kvpass.fx.walk.results(stages.stages["bound_outputs"].gm.graph)) == 1
     assert stages.contexts[0].outputs.outputs == [0, None, None, None, None]
@@ -180,9 +180,9 @@ def test_weights_over_all_tokens_are_refused_by_their_line(layers: int) -> None:
 
 
 def test_settle_sizes_inserts_numbers_and_removes_dead_code() -> None:
-    stages = by_place()
-    gone = stages.gone("settle_sizes")
-    assert any("torch.ops.kvpass.append" in line for line in gone)
+    stages = with_absolute_positions()
+    removed = stages.removed("settle_sizes")
+    assert any("torch.ops.kvpass.append" in line for line in removed)
     left = stages.stages["settle_sizes"].gm.graph.nodes
     assert not [node for node in left if kvpass.fx.walk.is_size(node)]
 
@@ -246,8 +246,8 @@ def test_a_gpu_copies_write_indices_for_merging_and_leaves_counters(policy: str,
 
 def test_a_cpu_copies_no_write_indices_and_keeps_counters() -> None:
     for name in ("copy_write_indices", "leave_counting"):
-        assert by_place().made(name) == by_place().gone(name) == []
-        assert by_place().stages[name].record.left
+        assert with_absolute_positions().added(name) == with_absolute_positions().removed(name) == []
+        assert with_absolute_positions().stages[name].record.left
 
 
 def test_every_pass_says_what_it_did(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
