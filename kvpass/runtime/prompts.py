@@ -331,9 +331,10 @@ class PromptRunner:
             key, value = join_heads(key), join_heads(value)
         spec = None
         if outputs.operands:
-            query, attended, mask, sink_logit = (None if i is None else results[i] for i in outputs.operands)
-            options: dict[str, Any] = dict(heads=key.shape[1], sharding=site.sharding)
-            spec = StatisticsSpec(query, attended, mask, site.causal, site.scale, site.cap, sink_logit, **options)
+            query, attended, *others = outputs.operands
+            mask, sink_logit = (None if index is None else results[index] for index in others)
+            options: dict[str, Any] = dict(heads=key.shape[1], sharding=site.sharding, sink_logit=sink_logit)
+            spec = StatisticsSpec(results[query], results[attended], mask, site.causal, site.scale, site.cap, **options)
         index = self.graph.output_projections[i]
         by_head = None if index is None else output_weight_by_head(traced[index], key.shape[1], value.shape[3])
         return PromptLayer(
