@@ -49,7 +49,7 @@ class CachedAttention:
         rotate: the model's rotary embedding, or None if keys are stored rotated or have none.
         rope: the same embedding for kernels, without ranks, if they can apply it.
         cap, sink_logit: see `kvpass.capture.canonical.attention`; the latter is [B or 1, Hq, q or 1, 1].
-        weights: the policy's weights as inputs of the graph; empty if they are read from the policy.
+        policy_weights: the policy's weights as inputs of the graph; empty if they are read from the policy.
         compute_keys: computes keys and values from the stored vectors, or None if these are the keys and values.
         lse: whether the model also reads the log-sum-exp of the logits.
         write_index: the slots to write to, [B, H'], if they are not those of `slots.free`.
@@ -62,7 +62,7 @@ class CachedAttention:
     mask: Mask | None = None
     rotate: Rotate | None = None
     rope: Rope | None = None
-    weights: tuple[Tensor, ...] = ()
+    policy_weights: tuple[Tensor, ...] = ()
     cap: float | None = None
     sink_logit: Tensor | None = None
     compute_keys: ComputeKeys | None = None

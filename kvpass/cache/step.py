@@ -52,7 +52,7 @@ def decode_step(layout: Layout, call: CachedAttention, slots: Slots, new: NewTok
         attention = dataclasses.replace(attention, logits=seen_logits)
     tokens, victim = (_compact if compact else _evict)(layout, call, slots, tokens, attention)
     if policy.aligns == ("compact" if compact else "step"):
-        tokens = tokens.with_state(align(layout, slots, tokens, call.weights or policy.weights(), 1))
+        tokens = tokens.with_state(align(layout, slots, tokens, call.policy_weights or policy.weights(), 1))
     _commit(slots, tokens, index, victim)
     return attended
 
@@ -234,7 +234,7 @@ def _evict(
     policy = layout.policy
     tokens = tokens.with_state(policy.observe(tokens, attention))
     if policy.interval == 1:
-        tokens = rescore(layout, tokens, slots.key, slots.value, call.weights)
+        tokens = rescore(layout, tokens, slots.key, slots.value, call.policy_weights)
     victim = layout.eviction.victim(tokens)
     if policy.overwrites or not policy.evicts:
         return tokens, victim
@@ -270,7 +270,7 @@ def _compact(
     """Let the policy observe and compact; return the remaining tokens and the next slot to write [B, H']."""
     policy = layout.policy
     observe = policy.observe_chunk if policy.interval == 1 else policy.observe  # with an interval a step like any other
-    tokens = rescore(layout, tokens.with_state(observe(tokens, attention)), slots.key, slots.value, call.weights)
+    tokens = rescore(layout, tokens.with_state(observe(tokens, attention)), slots.key, slots.value, call.policy_weights)
     keep, changes = layout.eviction.compact(tokens)
     position = torch.where(keep, tokens.position, FREE)
     rank = rank_of(position) if layout.tracks_rank else None
@@ -284,7 +284,7 @@ def stored_vectors(
     """Return the stored keys and values, aligned if the policy aligns them at read."""
     if layout.policy.aligns != "read":
         return slots.key, slots.value
-    weights = call.weights or layout.policy.weights()
+    weights = call.policy_weights or layout.policy.weights()
     stored = slots.key.read_as(layout.dtype), slots.value.read_as(layout.dtype)
     key, value, _ = layout.policy.align(tokens, *stored, layout.layer, weights, 0)
     return plain(key), plain(value)

@@ -119,13 +119,13 @@ class StepContext(StepGraph):
         records: of the passes that have run.
 
     Each of the others is set by one pass, and cannot be read before it:
-        weights, lengths, rotations, attention, outputs: see their classes.
+        policy_weights, lengths, rotations, attention, outputs: see their classes.
         write_indices: of `copy_write_indices`, for each layer a copy of the index of the slot that it writes to; empty
             if none is needed.
         valid_output: of `leave_counting`, bool [B, 1], which tokens are real; None if the graph counts tokens itself.
     """
 
-    weights: PolicyWeights
+    policy_weights: PolicyWeights
     lengths: Lengths
     rotations: Rotations
     write_indices: list[fx.Node]

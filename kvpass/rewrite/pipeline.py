@@ -36,10 +36,10 @@ class StepRewrite:
     """A step graph on slots.
 
     Attributes:
-        gm: takes the slots' tensors of every layer, the `weights`, then `columns`, `entries`, the `host_inputs`, and
-            the `inputs`; None once it is compiled.
+        gm: takes the slots' tensors of every layer, the `policy_weights`, then `columns`, `entries`, the `host_inputs`,
+            and the `inputs`; None once it is compiled.
         dynamic, examples: sizes that may differ between calls, and fake arguments with them; None if there are none.
-        weights: the policy's own tensors, on the device of the slots.
+        policy_weights: the policy's own tensors, on the device of the slots.
         inputs: indices of Dynamo's arguments that the graph still takes.
         loose_inputs: those of `inputs` whose strides may change from call to call.
         columns: indices of Dynamo's arguments; the graph takes the new tokens' columns of each.
@@ -66,7 +66,7 @@ class StepRewrite:
     chunks: list[list[int]]
     dynamic: symbolic_shapes.SymbolicSizes | None = None
     examples: list[Any] | None = None
-    weights: list[Tensor] = dataclasses.field(default_factory=list)
+    policy_weights: list[Tensor] = dataclasses.field(default_factory=list)
     entries: list[GatheredInput] = dataclasses.field(default_factory=list)
     outputs: list[int | None] = dataclasses.field(default_factory=list)
     lengths: dict[int, Any] = dataclasses.field(default_factory=dict)
@@ -108,7 +108,7 @@ class StepRewrite:
 
     def fixed_arguments(self, slots: list[AnySlots]) -> list[Any]:
         """Return the arguments that all steps share: the slots' tensors and the policy's weights."""
-        return [*(tensor for layer in slots for tensor in layer.tensors()), *self.weights]
+        return [*(tensor for layer in slots for tensor in layer.tensors()), *self.policy_weights]
 
     def call_arguments(
         self, arguments: tuple[Any, ...], host_input: list[Any], slots: list[AnySlots], seen: int
@@ -182,7 +182,7 @@ def _result(step: StepContext) -> StepRewrite:
         gm=step.gm,
         dynamic=step.sizes.dynamic,
         examples=[step.example(node) for node in walk.placeholders(step.graph)] if step.sizes.dynamic else None,
-        weights=step.weights.tensors,
+        policy_weights=step.policy_weights.tensors,
         inputs=inputs,
         loose_inputs={index for index in inputs if has_loose_strides(walk.value(step.placeholders[index]))},
         columns=[step.placeholders.index(argument) for argument in step.inputs.columns],

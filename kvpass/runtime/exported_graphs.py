@@ -186,7 +186,7 @@ def variant_entry(rewrite: StepRewrite) -> dict[str, Any]:
     """
     _refuse(
         {
-            "a policy with trained weights": bool(rewrite.weights),
+            "a policy with trained weights": bool(rewrite.policy_weights),
             "a mask that is made from all tokens anew in every call": not rewrite.is_repeatable,
         }
     )

@@ -41,7 +41,7 @@ def on_own_arguments(stages: Stages, name: str) -> tuple[Any, Any]:
     Nothing may be gone and no cache may be read: slots hold other rows than the made-up past.
     """
     call, stage, arguments = stages.calls[0], stages.stages[name], with_rows(stages.calls[0])
-    given = [tensor.clone() for tensor in (*stages.slots[0], *stages.contexts[0].weights.tensors)]
+    given = [tensor.clone() for tensor in (*stages.slots[0], *stages.contexts[0].policy_weights.tensors)]
     with torch.no_grad():
         return stage.gm(*given, *arguments)[0], call.gm(*arguments)[0]
 
@@ -61,7 +61,7 @@ def test_take_slots_adds_the_weights_of_a_policy() -> None:
     aligner = random_aligner("direct", layers=2, heads=2, dim=4)
     stages = staged(Model().eval(), "kv_align", budget=8, aligner=aligner, validate=False)
     weights = [name for name in stages.inputs("take_slots") if name.startswith("kvpass_weight")]
-    assert len(weights) == len(stages.contexts[0].weights.tensors) > 0
+    assert len(weights) == len(stages.contexts[0].policy_weights.tensors) > 0
     assert not [name for name in with_absolute_positions().inputs("take_slots") if name.startswith("kvpass_weight")]
 
 

@@ -30,7 +30,7 @@ class Traced:
         tensors = slots.tensors()
 
         def step(tensors, new, weights):
-            here = dataclasses.replace(site, weights=tuple(weights))
+            here = dataclasses.replace(site, policy_weights=tuple(weights))
             return decode_step(layout, here, slots.with_tensors(tensors), NewTokens(*new), compact)
 
         arguments = (tensors, list(new), [*layout.policy.weights(), *layout.policy.layer_weights(layout.layer)])

@@ -88,7 +88,7 @@ class _AttentionReplacement:
             "rope": rope_weights,
             "computed": computed.slice.bound if computed else (),
             "sink_logit": [] if site.sink_logit is None else [site.sink_logit],
-            "weights": step.weights.of_layers[layer],
+            "policy_weights": step.policy_weights.of_layers[layer],
             "write_index": step.write_indices[layer : layer + 1],
         }
         nodes = [node for group in operands.values() for node in group]
@@ -241,7 +241,7 @@ class _LayerStepParts:
             else lambda index, position, key_features: mask.on_slots(index, position, heads, of_mask, key_features),
             rotate=None if rotary is None else lambda keys, rank: rotary.on_slots(keys, rank, table, of_rotary),
             rope=Rope(operands["rope"][0], operands["rope"][1], self.pairs) if self.pairs else None,
-            weights=tuple(operands["weights"]),
+            policy_weights=tuple(operands["policy_weights"]),
             cap=self.attention.cap,
             sink_logit=operands["sink_logit"][0] if operands["sink_logit"] else None,
             compute_keys=None if computed is None else lambda k, v: computed.on_slots(k, v, operands["computed"]),

@@ -40,7 +40,7 @@ def take_slots(step: StepContext) -> PassRecord:
         if step.sizes.dynamic:
             tensors = [_with_dynamic_sizes(step, layer, tensor) for tensor in tensors]
         step.slot_inputs.append(_inputs(step, names, tensors, first))
-    step.weights = _take_weights(step, first)
+    step.policy_weights = _take_weights(step, first)
     step.length = _length(step)
     return PassRecord([node.name for node in step.new_inputs])
 
@@ -247,7 +247,11 @@ def _reader(size: fx.Node) -> fx.Node:
 
 def order_inputs(step: StepContext) -> PassRecord:
     """Put the placeholders in the order in which `StepRewrite.flat_arguments` returns their values."""
-    new_inputs = [*(node for nodes in step.slot_inputs for node in nodes), *step.weights.inputs, *step.inputs.nodes]
+    new_inputs = [
+        *(node for nodes in step.slot_inputs for node in nodes),
+        *step.policy_weights.inputs,
+        *step.inputs.nodes,
+    ]
     remaining = set(walk.placeholders(step.graph))
     splicing.put_first(step.graph, [*new_inputs, *(node for node in step.placeholders if node in remaining)])
     return PassRecord([node.name for node in walk.placeholders(step.graph)])

@@ -41,7 +41,7 @@ class MadeUpSlots:
             for each, unchanged in zip(slots, shared, strict=True)
             for name, tensor in zip(each.names, each.tensors(), strict=True)
         ]
-        rest = [*conversation.rewrite.weights, *others]
+        rest = [*conversation.rewrite.policy_weights, *others]
 
         def argument(index: int) -> Any:
             if index >= len(of_slots):
