@@ -209,7 +209,7 @@ NAMES = ("key", "value", "position", "index", "free", "seen", "length", "rank")
 
 
 def select_heads(x: Tensor, heads: Tensor) -> Tensor:
-    """Return some heads of each row of a tensor [B, H, ...]: those of `heads`, int64 [B, h]."""
+    """Select the heads `heads`, int64 [B, h], of each row of a tensor [B, H, ...]."""
     return x[torch.arange(heads.shape[0], device=heads.device)[:, None], heads]
 
 
@@ -298,7 +298,7 @@ class ClassedSlots:
         return slots.with_tensors(joined)
 
     def _join_classes(self, parts: Sequence[Tensor], like: Tensor) -> Tensor:
-        """Return the tensors of all classes in one like `like`, with its values in the slots that a head lacks."""
+        """Join the tensors of all classes to one like `like`, whose values fill the slots that a head lacks."""
         if like.ndim == 1:
             return parts[0].clone()
         wide = []

@@ -24,7 +24,7 @@ from kvpass.policies.heads import HeadSharding
 from kvpass.torch_private import dynamo, fx_nodes
 
 WHAT_TO_DO = (
-    "Share the layer's query, key and value projections out by rows of DTensors, with as many KV heads for every "
+    "Shard the layer's query, key and value projections by rows of DTensors, with equally many KV heads in every "
     "process (transformers: DistributedConfig(tp_size=...) that divides them), or take a policy that looks at "
     "positions alone: streaming, window or full"
 )

@@ -196,7 +196,7 @@ def digest(change: Callable[[fx.Graph], None], gm: fx.GraphModule | None = None)
     """Return a digest of the sources that a change of a graph runs, and of the graph's constants.
 
     Args:
-        change: a function of a module that uses no code of kvpass for it but its own and that of `HASHED`.
+        change: a function. Of kvpass it may use code of its own module and of `HASHED` alone.
         gm: the graph; None for a digest of the sources alone.
     """
     hashed = hashlib.sha256(change.__qualname__.encode() + _sources(change.__module__))

@@ -235,7 +235,7 @@ class _KeyCutter:
         self.bound, self.host_input = list[fx.Node](), list[fx.Node]()
 
     def _index_in(self, dtype: torch.dtype, index: fx.Node) -> fx.Node:
-        """Return the index in a dtype of the model's own, which may round it."""
+        """Return the key index in the dtype in which the model counts keys, which may round it."""
         return index if dtype == torch.int64 else self.graph.call_method("to", (index, dtype))
 
     def cut(self, mask: fx.Node) -> Slice:

@@ -240,7 +240,7 @@ def prompt_scores(
     The operator replaces the attention call where it computes attention as well.
 
     Args:
-        moved: from the nodes of the site to those of `graph`; its call's is replaced with the call.
+        moved: from the nodes of the site to those of `graph`, in which the attention call may be replaced.
         valid: bool [B or 1, q], or None when no token is padding.
     """
     fused = _fuses_attention(site, policy)

@@ -28,17 +28,17 @@ OWN_POSITIONS = (
     "instead: leave position_ids out, or pass positions='absolute'"
 )
 PADDING_BETWEEN = (
-    "the position ids that the model makes do not go on one by one over the real tokens of a row, as where padding "
-    "between these counts, and cached tokens are numbered by their rank instead: pad on the left, give position_ids "
-    "that count real tokens, or pass positions='absolute'"
+    "the model's own position ids do not increase by one over the real tokens of a row, for example because they count "
+    "padding in between, but cached tokens are numbered by rank: pad on the left, pass position_ids that count real "
+    "tokens, or pass positions='absolute'"
 )
 OTHER_STARTS = (
-    "the model makes position ids of its own for several rotary embeddings, and a row begins at another one in each, "
-    "and cached tokens have one number for all: use positions='absolute'"
+    "the model makes position ids of its own for several rotary embeddings, which start at different ids in a row, but "
+    "a cached token has one rank for all of them: use positions='absolute'"
 )
 OTHER_ANGLES = (
-    "this call rotates keys by other angles than the calls before, as where the length decides on the frequencies, and "
-    "all held keys are rotated when they are read: use positions='absolute'"
+    "this call rotates keys by other angles than the calls before, for example because frequencies depend on the "
+    "length, but all cached keys are rotated alike when they are read: use positions='absolute'"
 )
 
 
@@ -122,7 +122,7 @@ class StepVerifier:
     def __init__(self, gm: fx.GraphModule, sites: list[AttentionSite], key_weights_of_steps: TensorSet) -> None:
         """
         Args:
-            key_weights_of_steps: the tensors that make the keys of layers which have run a step.
+            key_weights_of_steps: the key projections of all layers that have run a step.
         """
         self._gm, self._sites, self._key_weights_of_steps = gm, sites, key_weights_of_steps
         self._projection_indices = [model_identity.key_projection_indices(site) for site in sites]
@@ -200,12 +200,12 @@ def _have_equal_angles(one: Tensor, other: Tensor) -> bool:
 
 
 SHOWN_AGAIN = (
-    "a token that the mask hid when it came, and that was left out of the cache for that, is no longer hidden; give "
-    "the whole conversation anew, or leave its mask as it was"
+    "the mask shows a token that it hid before, and that is therefore not in the cache; leave the mask of earlier "
+    "tokens unchanged, or pass the whole conversation again"
 )
 HIDDEN_BEFORE = (
-    "padding was hidden when it came, and left out of the cache for that, and nothing proves that the mask of this "
-    "call hides it too; give rows of one length, or one row at a time"
+    "earlier masks hid padding, which is therefore not in the cache, and nothing proves that the mask of this call "
+    "hides it too; pass rows of equal length, or one row at a time"
 )
 
 

@@ -29,8 +29,8 @@ from kvpass.runtime.checks import true_indices
 from kvpass.user_budget import Budget, slots_for, slots_of_rows, window_for
 
 RENUMBERED = (
-    "a policy that renumbers tokens makes windows of a share of the prompt, from `minimum_budget` up to "
-    "`last_position`, and its `fitting_budget` gives other budgets: give a number of slots"
+    "a policy that renumbers tokens must accept as a share of the prompt every budget from `minimum_budget` to "
+    "`last_position`, but its `fitting_budget` returns others: give a number of slots"
 )
 MIXED = (
     "budget={budget!r} gives rows {shares} tokens, and the model has a layer that stores its last {window}: that is "

@@ -197,7 +197,7 @@ class StepSizes(TokenCounters):
     def holds_after(
         self, other_sizes: SizeInterpretation, arguments: tuple[Any, ...], seen: int
     ) -> Callable[[int], bool]:
-        """Return a predicate that tells whether this graph's guards hold a number of tokens after a call.
+        """Return a predicate: whether this graph's guards still hold that many tokens after a call.
 
         Args:
             other_sizes, arguments, seen: of that call.
@@ -242,7 +242,7 @@ def _counters(gm: fx.GraphModule) -> dict[Any, int]:
 
 
 def guard_predicate(guards: Iterable[Any], now: dict[Any, int], moving: set[Any]) -> Callable[[int], bool]:
-    """Return a predicate that tells whether guards hold once some symbols have grown by a given number.
+    """Return a predicate: whether guards still hold once some symbols have grown by a number.
 
     Args:
         guards: boolean expressions of the symbols.

@@ -156,11 +156,11 @@ class StepExecutor:
         return FastStep(inputs.caches, step.rewrite, step.run)
 
     def arguments_after(self, caches: list[LayerCache], arguments: tuple[Any, ...], by: int) -> tuple[Any, ...]:
-        """Return the arguments of the step before as if `by` more tokens had been seen before it."""
+        """Return the arguments of the last step as they would be `by` tokens later."""
         return self.sizes.shift_counts(arguments, caches[0].seen - 1, by)
 
     def holds_after(self, result: StepResult) -> Callable[[int], bool]:
-        """Return a predicate that tells whether the code serves a number of tokens after a step that ran."""
+        """Return a predicate: whether the code still serves a step that many tokens after one that ran."""
         raise NotImplementedError
 
     def _prepare(self, inputs: StepInputs) -> PreparedStep:
@@ -249,7 +249,7 @@ class StepRunner(StepExecutor):
         return cache
 
     def holds_after(self, result: StepResult) -> Callable[[int], bool]:
-        """Return a predicate that tells whether this graph's guards hold a number of tokens after a step that ran."""
+        """Return a predicate: whether this graph's guards still hold that many tokens after a step that ran."""
         return self.sizes.holds_after(result.inputs.other_sizes, result.arguments, result.seen_before)
 
     # -- variants ---------------------------------------------------------------------------------------------------

@@ -146,7 +146,7 @@ def _value_key(value: Any, renamed: dict[Any, Any]) -> tuple[Any, ...]:
 class _ContextValue:
     """A value of a wrapper tensor's context in a key, of any class.
 
-    It equals values of its class that `==` and their texts tell to be the same; torch's guards trust `==` as well.
+    Two are equal if their classes and texts are equal and `==` says so; torch's guards trust `==` as well.
     """
 
     def __init__(self, value: Any) -> None:

@@ -10,7 +10,7 @@
 
 The slots and the policy's weights become inputs.  On a GPU, writes of small tensors move out of the layers.  Outputs
 that grow, such as caches, lengths and masks, are removed: the caller returns handles, numbers from the host's count,
-and precomputed values in their place.  The rows and statistics of a chunk are added.
+and precomputed values in their place.  A chunk's keys, values and statistics are added.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvpass.torch_private.inductor import materialize
 
 
 def take_slots(step: StepContext) -> PassRecord:
-    """Add the inputs, which no node reads yet."""
+    """Add the slots' tensors and the policy's weights as inputs, which no node reads yet."""
     first = step.placeholders[0]
     for layer, slots in enumerate(step.slots):
         names = [f"slots_{layer}_{name}" for name in slots.names]
@@ -136,7 +136,7 @@ def _writes(node: fx.Node, counter: fx.Node) -> bool:
 
 
 def bound_outputs(step: StepContext) -> PassRecord:
-    """Replace the graph's outputs."""
+    """Remove the outputs that grow with the cache, and add those of a chunk."""
     step.outputs, kept = _new_outputs(step)
     step.graph.output_node().args = (tuple(kept),)
     removed = [index for index, new_index in enumerate(step.outputs.outputs) if new_index is None]

@@ -63,7 +63,7 @@ class ExactAttention:
         return _largest_share(difference, self.error, comparable if only is None else comparable & only)
 
     def lse_excess(self, lse: Tensor, only: Tensor | None = None) -> float:
-        """Return the same for a log-sum-exp [B, Hq, q]; infinity if that of hidden keys alone does not hide them."""
+        """Return the same for a log-sum-exp [B, Hq, q]; infinity if it is not low where all keys are hidden."""
         difference = (lse.double() - self.lse).abs()
         must_hide = self.hidden if only is None else self.hidden & only
         if bool((must_hide & ~(lse <= HIDDEN / 2)).any()):
@@ -71,7 +71,7 @@ class ExactAttention:
         return _largest_share(difference, self.lse_error, self.sees if only is None else self.sees & only)
 
     def hides_new_keys(self) -> bool:
-        """Return whether a query does not see its own key, so that it may see none."""
+        """Return whether some query does not see its own key, and so may see no key at all."""
         queries = self.sees.shape[2]
         if self.bias is None or self.bias.shape[-1] < queries:
             return not bool(self.sees.all())
