@@ -144,21 +144,21 @@ def _admit_prompt_by_class(layout: Layout, chunk: Chunk) -> ClassedSlots:
     scored = _score_candidates(whole, Slots.empty(whole), chunk, (layout.budget,), True)
     counts = layout.policy.head_counts(scored.tokens, layout.layer)
     slots = ClassedSlots.empty(layout, counts.argsort(dim=-1, descending=True, stable=True))
-    for each, part, heads in zip(layout.parts, slots.parts, layout.head_slices, strict=True):
+    for each, part, heads in zip(layout.by_class, slots.by_class, layout.head_slices, strict=True):
         _select_and_store(each, part, scored.of_heads(slots.order[:, heads], each))
     return slots
 
 
 def _admit_by_class(layout: Layout, held: ClassedSlots, chunk: Chunk, into: ClassedSlots | None) -> ClassedSlots:
     """Admit a chunk on slots in classes: heads stay in their classes."""
-    targets = [None] * len(held.parts) if into is None else into.parts
-    rows = zip(layout.parts, held.parts, layout.head_slices, targets, strict=True)
+    targets = [None] * len(held.by_class) if into is None else into.by_class
+    rows = zip(layout.by_class, held.by_class, layout.head_slices, targets, strict=True)
     parts = []
     for index, (each, part, heads, target) in enumerate(rows):
         attention = chunk.attention[index] if isinstance(chunk.attention, tuple) else chunk.attention
         parts.append(admit(each, part, chunk.of_heads(held.order[:, heads], attention), (), target))
     if into is None:
-        return dataclasses.replace(held, parts=tuple(parts))
+        return dataclasses.replace(held, by_class=tuple(parts))
     into.order.copy_(held.order)
     into.inverse.copy_(held.inverse)
     return into
@@ -284,8 +284,8 @@ def attention_of_classes(attention: list[Attention]) -> Attention | tuple[Attent
 
 def split_by_class(layout: Layout, results: Sequence[Tensor]) -> list[list[Tensor]]:
     """Divide the statistics that `kvpass.cache.chunk_step.extend_step` returned among the classes of heads."""
-    count = len(results) // len(layout.parts)
-    return [list(results[i * count : (i + 1) * count]) for i in range(len(layout.parts))]
+    count = len(results) // len(layout.by_class)
+    return [list(results[i * count : (i + 1) * count]) for i in range(len(layout.by_class))]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -145,7 +145,7 @@ def class_by_class(step: Step) -> Step:
         if isinstance(slots, Slots):
             return step(layout, call, slots, new, *further)
         attended = []
-        for each, part, where in zip(layout.parts, slots.parts, layout.head_slices, strict=True):
+        for each, part, where in zip(layout.by_class, slots.by_class, layout.head_slices, strict=True):
             heads, sink = slots.order[:, where], call.sink_logit
             if sink is not None:
                 sink = _select_query_heads(sink.expand(heads.shape[0], -1, -1, -1), heads, layout.heads)
@@ -166,7 +166,7 @@ def _join_classes(layout: Layout, slots: ClassedSlots, attended: list[Attended])
     """Join the results of all classes, with the heads in the model's order."""
 
     def joined(results: list[Tensor]) -> Tensor:
-        by_head = [torch.unflatten(x, 1, (part.heads, -1)) for x, part in zip(results, layout.parts, strict=True)]
+        by_head = [torch.unflatten(x, 1, (part.heads, -1)) for x, part in zip(results, layout.by_class, strict=True)]
         return select_heads(torch.cat(by_head, 1), slots.inverse).flatten(1, 2)
 
     sums = [each.lse for each in attended if each.lse is not None]

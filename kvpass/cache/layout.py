@@ -63,7 +63,7 @@ class Layout:
     classes: tuple[HeadClass, ...] = ()
 
     @property
-    def parts(self) -> tuple[Layout, ...]:
+    def by_class(self) -> tuple[Layout, ...]:
         """The layout of each class of heads; this layout for equal heads."""
         return tuple(self._of_class(*each) for each in self.classes) or (self,)
 
@@ -74,8 +74,8 @@ class Layout:
     @property
     def head_slices(self) -> tuple[slice, ...]:
         """The slice of each class among the heads in the order of the classes."""
-        ends = [*itertools.accumulate(part.heads for part in self.parts)]
-        return tuple(slice(end - part.heads, end) for part, end in zip(self.parts, ends, strict=True))
+        ends = [*itertools.accumulate(part.heads for part in self.by_class)]
+        return tuple(slice(end - part.heads, end) for part, end in zip(self.by_class, ends, strict=True))
 
     def with_head_classes(self) -> Layout:
         """Return the layout with the classes of heads that the policy wants.

@@ -76,13 +76,13 @@ class SlotSnapshot:
     @torch.no_grad()
     def before_step(layout: Layout, slots: AnySlots) -> SlotSnapshot:
         """Save what a decode step overwrites in place."""
-        return SlotSnapshot(slots, tuple(map(SavedContent.of, layout.parts, slots.parts)))
+        return SlotSnapshot(slots, tuple(map(SavedContent.of, layout.by_class, slots.by_class)))
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def restore(self) -> Any:
         """Restore the content and return the slots."""
-        for saved, slots in zip(self.saved, self.slots.parts if self.saved else (), strict=True):
+        for saved, slots in zip(self.saved, self.slots.by_class if self.saved else (), strict=True):
             saved.write_to(slots)
         return self.slots
 

@@ -96,7 +96,7 @@ def _slot_tensors(slots: AnySlots) -> dict[str, Tensor]:
 def _convert_vectors(slots: AnySlots, change: Callable[[Format, Parts], Parts]) -> Any:
     """Return slots with the tensors of their keys and values changed by a function of a format and its tensors."""
     if isinstance(slots, ClassedSlots):
-        return dataclasses.replace(slots, parts=tuple(_convert_vectors(part, change) for part in slots.parts))
+        return dataclasses.replace(slots, by_class=tuple(_convert_vectors(part, change) for part in slots.by_class))
     key, value = (EncodedVectors(x.format, change(x.format, x.parts)) for x in (slots.key, slots.value))
     return dataclasses.replace(slots, key=key, value=value)
 
@@ -128,7 +128,7 @@ def _slots_of(
 
 def _check_classes(slots: ClassedSlots, layout: Layout, seen: int) -> None:
     """Raise CacheFileError for classes of heads whose numbers cannot be, or that do not have every head once."""
-    for part, each in zip(slots.parts, layout.parts, strict=True):
+    for part, each in zip(slots.by_class, layout.by_class, strict=True):
         _check_numbers(part, each, seen, each.capacity, (each.budget,))
     heads = torch.arange(layout.heads).expand_as(slots.order)
     if not torch.equal(slots.order.sort(-1).values, heads) or not torch.equal(slots.order.argsort(-1), slots.inverse):

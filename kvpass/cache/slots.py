@@ -164,7 +164,7 @@ class Slots:
             self.state[ROW_BUDGET].add_(mask)
 
     @property
-    def parts(self) -> tuple[Slots, ...]:
+    def by_class(self) -> tuple[Slots, ...]:
         """The slots of each class of heads: these."""
         return (self,)
 
@@ -220,12 +220,12 @@ class ClassedSlots:
     Which head is in which class is data, so rows of a batch have orders of their own, and one graph serves all.
 
     Attributes:
-        parts: the slots of each class, see `Layout.parts`.
+        by_class: the slots of each class, see `Layout.by_class`.
         order: int64 [B, Hkv], the KV heads in the order of the classes.
         inverse: int64 [B, Hkv], the index of each KV head in `order`.
     """
 
-    parts: tuple[Slots, ...]
+    by_class: tuple[Slots, ...]
     order: Tensor
     inverse: Tensor
 
@@ -235,65 +235,65 @@ class ClassedSlots:
         """Return slots without tokens, by default with the heads in their own order."""
         if order is None:
             order = torch.arange(layout.heads, device=layout.device).expand(layout.batch, -1)
-        return ClassedSlots(tuple(map(Slots.empty, layout.parts)), order.clone(), order.argsort(-1))
+        return ClassedSlots(tuple(map(Slots.empty, layout.by_class)), order.clone(), order.argsort(-1))
 
     @property
     def capacity(self) -> int:
         """The number of slots of the head with the most."""
-        return max(part.capacity for part in self.parts)
+        return max(part.capacity for part in self.by_class)
 
     @property
     def least_capacity(self) -> int:
         """The number of slots of the head with the fewest."""
-        return min(part.capacity for part in self.parts)
+        return min(part.capacity for part in self.by_class)
 
     @property
     def length(self) -> Tensor:
         """int64 [B], tokens seen, padding included."""
-        return self.parts[0].length
+        return self.by_class[0].length
 
     @property
     def seen(self) -> Tensor:
         """int64 [B], real tokens seen."""
-        return self.parts[0].seen
+        return self.by_class[0].seen
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors in the order of `names`; `with_tensors` is the inverse."""
-        return [*(tensor for part in self.parts for tensor in part.tensors()), self.order, self.inverse]
+        return [*(tensor for part in self.by_class for tensor in part.tensors()), self.order, self.inverse]
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> ClassedSlots:
         """Return slots like these with the tensors that `tensors` returned."""
         *rest, order, inverse = tensors
         remaining = iter(rest)
-        parts = [part.with_tensors(list(itertools.islice(remaining, len(part.names)))) for part in self.parts]
+        parts = [part.with_tensors(list(itertools.islice(remaining, len(part.names)))) for part in self.by_class]
         return ClassedSlots(tuple(parts), order, inverse)
 
     @property
     def names(self) -> list[str]:
         """The names of the tensors: those of the first class, those of the others with a prefix, and the order."""
-        return [*_prefix_names([part.names for part in self.parts]), "order", "inverse"]
+        return [*_prefix_names([part.names for part in self.by_class]), "order", "inverse"]
 
     @property
     def kv_names(self) -> list[str]:
         """The names of the tensors that store the vectors of K and V."""
-        return _prefix_names([part.kv_names for part in self.parts])
+        return _prefix_names([part.kv_names for part in self.by_class])
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> ClassedSlots:
         """Return slots with a batch-first function applied to each tensor."""
-        parts = tuple(part.map_tensors(function) for part in self.parts)
+        parts = tuple(part.map_tensors(function) for part in self.by_class)
         with torch.inference_mode(False), torch.no_grad():
             return ClassedSlots(parts, function(self.order), function(self.inverse))
 
     def on_meta(self, layout: Layout) -> ClassedSlots:
         """Return these slots with vectors in a layout's formats on the meta device."""
-        pairs = zip(self.parts, layout.parts, strict=True)
-        return dataclasses.replace(self, parts=tuple(part.on_meta(each) for part, each in pairs))
+        pairs = zip(self.by_class, layout.by_class, strict=True)
+        return dataclasses.replace(self, by_class=tuple(part.on_meta(each) for part, each in pairs))
 
     def as_rectangle(self, layout: Layout) -> Slots:
         """Return copies of the slots of all heads in one rectangle, the heads in the model's order."""
         rectangle = dataclasses.replace(layout, classes=(), capacity=self.capacity)
         slots = Slots.empty(rectangle)
-        columns = zip(*(part.tensors() for part in self.parts), strict=True)
+        columns = zip(*(part.tensors() for part in self.by_class), strict=True)
         joined = [self._join_classes(each, like) for each, like in zip(columns, slots.tensors(), strict=True)]
         return slots.with_tensors(joined)
 

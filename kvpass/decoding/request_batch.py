@@ -148,7 +148,7 @@ class RequestBatch(LoopState):
         if self.step is not None:
             self.step.shift_counts(by)
         for layer in self.caches:
-            for slots in layer.slots.parts:
+            for slots in layer.slots.by_class:
                 slots.index.copy_(torch.where(slots.position >= 0, (slots.index + by).clamp(min=0), slots.index))
                 slots.length.add_(by)
             layer.seen += by
@@ -251,7 +251,7 @@ def _with_rows(one: LayerCache, rows: int) -> LayerCache:
         raise CacheHandleError("requests on a cache that runs with inner='reference'")
     slots = empty_slots(layout)
     mark_addresses_static(slots)
-    for part in slots.parts:
+    for part in slots.by_class:
         part.length.fill_(one.seen)
     none = one.absent.new_zeros(rows, 0)
     fresh: dict[str, Any] = dict(absent=none, first=None, _selections=[])
@@ -262,7 +262,7 @@ def _with_rows(one: LayerCache, rows: int) -> LayerCache:
 def _row_of(layer: LayerCache, row: int, seen: int) -> LayerCache:
     """Return a copy of one row of a cache, which has seen `seen` tokens; `_write_row` is the inverse."""
     one = layer.map_rows("getitem", lambda tensor: tensor[row : row + 1].clone())
-    for part in one.slots.parts:
+    for part in one.slots.by_class:
         part.index.copy_(torch.where(part.position >= 0, part.index - (layer.seen - seen), part.index))
         part.length.fill_(seen)
     one.seen, one.absent = seen, layer.absent.new_zeros(1, 0)
@@ -273,7 +273,7 @@ def _row_of(layer: LayerCache, row: int, seen: int) -> LayerCache:
 
 def _held_tokens(layer: LayerCache, row: int) -> Tensor:
     """Return how many tokens a row's slots hold, the mean over the heads."""
-    return torch.stack([(part.position[row] >= 0).sum() for part in layer.slots.parts]).sum() / layer.layout.groups
+    return torch.stack([(part.position[row] >= 0).sum() for part in layer.slots.by_class]).sum() / layer.layout.groups
 
 
 def _write_row(layer: LayerCache, row: int, one: LayerCache) -> None:
@@ -281,7 +281,7 @@ def _write_row(layer: LayerCache, row: int, one: LayerCache) -> None:
     shift = layer.seen - one.seen
     for there, here in zip(layer.slots.tensors(), one.slots.tensors(), strict=True):
         there[row].copy_(here[0])
-    for part in layer.slots.parts:
+    for part in layer.slots.by_class:
         index, position = part.index[row], part.position[row]
         index.copy_(torch.where(position >= 0, index + shift, index))
         part.length[row] = layer.seen

@@ -228,7 +228,7 @@ def _layer(cache: LayerCache) -> LayerReport:
     row = layout.heads * (layout.key_dim + layout.value_dim) * layout.dtype.itemsize
     positions, policy = cache.slots.cached_indices(layout), layout.policy
     interval = policy.held_between_compactions(layout.budget)
-    capacities = tuple((part.heads, part.capacity) for part in layout.parts if layout.classes)
+    capacities = tuple((part.heads, part.capacity) for part in layout.by_class if layout.classes)
     return LayerReport(
         repr(policy), max(cache.row_budgets, default=layout.budget), policy.compacted(layout.budget), layout.capacity,
         cache.seen, positions, cache.slots.nbytes, layout.batch * cache.stored_tokens * row,

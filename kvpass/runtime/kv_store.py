@@ -62,7 +62,7 @@ class AdmittedChunk:
     def admit_again(self, cache: LayerCache) -> None:
         """Admit the chunk again to a cache in the state from before the chunk."""
         policy, valid = cache.layout.policy, self.chunk.valid
-        parts = zip(self.specs, cache.layout.parts, cache.slots.parts, strict=bool(self.specs))
+        parts = zip(self.specs, cache.layout.by_class, cache.slots.by_class, strict=bool(self.specs))
         found = [spec.attention(policy, valid, layout.budget_in(slots.state)) for spec, layout, slots in parts]
         admit_chunk(cache, dataclasses.replace(self.chunk, attention=attention_of_classes(found)), self.into)
 
@@ -188,7 +188,7 @@ class KVStore:
         layout, policy = cache.layout, cache.layout.policy
         key, value, valid, *others = results
         divided, specs = split_by_class(layout, others), list[StatisticsSpec]()
-        for part, own in zip(layout.parts, divided, strict=True):
+        for part, own in zip(layout.by_class, divided, strict=True):
             operands = own[len(policy.statistics) :]
             if operands:  # query, keys, mask and sink, see `cache.chunk_step.extend_step`
                 specs.append(chunk_spec(part, site.scale, site.cap, *operands))

@@ -261,7 +261,7 @@ class StepRunner(StepExecutor):
         rewrite = variant.rewrite_for(key)
         host_inputs = rewrite.host_precomputed(arguments)
         flat = rewrite.flat_arguments([cache.slots for cache in caches], arguments, host_inputs, caches[0].seen)
-        run = variant.runner(self.backend, flat, caches[0].layout.ranked, rewrite.queries > 1)
+        run = variant.code_for(self.backend, flat, caches[0].layout.ranked, rewrite.queries > 1)
         if variant.serves(key):
             return PreparedStep(rewrite, host_inputs, flat, run)
         # Compiling has added guards that this call does not meet.

@@ -181,7 +181,7 @@ class CompiledVariant:
         dynamo.release_source_lines()
         inductor.return_free_memory()
 
-    def runner(self, backend: BackendBase, flat: list[Any], ranked: bool, chunk: bool) -> inductor.Compiled:
+    def code_for(self, backend: BackendBase, flat: list[Any], ranked: bool, chunk: bool) -> inductor.Compiled:
         """Return the code to run on these arguments; it compiles the graph if necessary.
 
         A chunk may be the only one, as the rest of a prompt or a turn often is, and compiling takes half a minute.  So

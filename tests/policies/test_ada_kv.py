@@ -148,7 +148,7 @@ def test_classes_equal_one_rectangle_with_a_budget_for_each_head() -> None:
     assert isinstance(slots, ClassedSlots)
     plain = dataclasses.replace(lowered.layout, classes=(), row_budgets=True)
     rectangle = slots.as_rectangle(lowered.layout).with_state_of(plain, [0, 0])
-    budgets = torch.tensor([part.budget for part in lowered.layout.parts])
+    budgets = torch.tensor([part.budget for part in lowered.layout.by_class])
     rectangle.state[ROW_BUDGET].copy_(budgets[slots.inverse][..., None])
     new = layer(3, tokens=12)
     for t in range(12):

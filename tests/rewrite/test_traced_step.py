@@ -70,7 +70,7 @@ def check_graph(graph, slots, rewrites=False):
             assert node.target is torch.ops.aten.index_put_.default
             assert written(node).op == "placeholder"
         if node.op == "call_function" and str(node.target).endswith("_.default") and node.target not in rows:
-            whole = node.args[0].meta["val"].shape in [part.key.shape for part in slots.parts]
+            whole = node.args[0].meta["val"].shape in [part.key.shape for part in slots.by_class]
             assert not whole or (rewrites and node.target is torch.ops.aten.copy_.default)
 
 

@@ -109,7 +109,7 @@ class _AttentionReplacement:
             self._traced[key] = self._trace(layer, parts, nodes, counts, first)
         before = splice_point(site, nodes)
         outputs = step.splice(self._traced[key], nodes, before, f"kvpass_{site.call.name}", layer)
-        masks = outputs[-2 * len(layout.parts) :]
+        masks = outputs[-2 * len(layout.by_class) :]
         step.attention.masks[site.call.name] = [
             (visible, None if bias is visible else bias) for visible, bias in zip(masks[::2], masks[1::2], strict=True)
         ]

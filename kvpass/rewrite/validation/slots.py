@@ -69,7 +69,7 @@ class MadeUpSlots:
             return self._fill_slots(layer, layout, original, self.conversation.rows(layer))
         order = _order(original.order.shape).to(original.order)
         parts = []
-        for each, part, heads in zip(layout.parts, original.parts, layout.head_slices, strict=True):
+        for each, part, heads in zip(layout.by_class, original.by_class, layout.head_slices, strict=True):
             chosen = order[:, heads]
             pair = [
                 EncodedVectors(x.format, tuple(select_heads(rows, chosen) for rows in x.parts))
@@ -120,9 +120,9 @@ class MadeUpSlots:
             part: the class of heads.
         """
         conversation, new, kept = self.conversation, self.step.queries, self.conversation.kept[layer]
-        tokens = self.of(layer).parts[part].index
+        tokens = self.of(layer).by_class[part].index
         if self.step.context.decodes:
-            free = self._next_slot(layer, self.step.call.slots[layer].parts[part])
+            free = self._next_slot(layer, self.step.call.slots[layer].by_class[part])
             tokens = tokens.scatter(-1, free.to(tokens.device)[..., None], conversation.count)
         else:
             chunk = torch.arange(conversation.count, conversation.count + new, device=tokens.device)
