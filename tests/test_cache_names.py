@@ -111,11 +111,11 @@ def test_models_of_transformers_have_the_name_of_their_version() -> None:
         ({"ids": 2}, {NEW}, {"ids": 2}),
     ],
 )
-def test_arguments_are_renamed_only_to_what_is_taken(given: Any, taken: set[str], passed: Any) -> None:
+def test_a_cache_argument_is_renamed_to_a_name_that_the_model_takes(given: Any, taken: set[str], passed: Any) -> None:
     assert cache_names.rename_cache(given, frozenset(taken)) == passed
 
 
-def test_outputs_have_it_under_either_name() -> None:
+def test_the_cache_of_an_output_is_found_under_either_name() -> None:
     for output in (SimpleNamespace(cache=3), SimpleNamespace(past_key_values=3), {NEW: 3}, {OLD: 3, NEW: None}):
         assert cache_names.cache_of_output(output) == 3
     assert cache_names.cache_of_output(SimpleNamespace(logits=3)) is None

@@ -631,7 +631,7 @@ def test_a_model_compiled_by_kvpass_has_room_for_more_graphs(limit: int) -> None
             assert bounded(feed(model, ids, mask, [9, count]).cache, "h2o")
 
 
-def test_a_model_that_was_given_up_returns_no_cache_that_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_beyond_the_recompile_limit_returns_no_growing_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     ids, mask = prompt(3, 10, ())
     monkeypatch.setattr("kvpass.torch_private.dynamo.MOST_GRAPHS", {"recompile_limit": 1})
@@ -675,13 +675,13 @@ def test_an_offloaded_cache_is_an_error_that_says_what_to_do() -> None:
 
 @pytest.mark.usefixtures("no_streams")
 @pytest.mark.parametrize("around", [lambda cache: cache, lambda cache: transformers.EncoderDecoderCache(cache, cache)])
-def test_a_cache_is_looked_at_wherever_it_is_given(around: Callable[[Any], Any]) -> None:
+def test_an_unsupported_cache_is_found_in_any_argument(around: Callable[[Any], Any]) -> None:
     guarded = CompiledCall(lambda *_: pytest.fail("the model was called"), strict=True)
     with pytest.raises(kvpass.UnsupportedGraph, match="leave out cache_implementation='offloaded'"):
         guarded(None, around(transformers.DynamicCache(offloading=True)))
 
 
-def test_weights_of_attention_are_refused_by_what_to_leave_out() -> None:
+def test_output_attentions_is_refused() -> None:
     """transformers warns that this attention has none, for which the graph breaks."""
     torch._dynamo.reset()
     model, (ids, mask) = build("Llama", layers=1), prompt(2, 9, (2, 0))

@@ -35,7 +35,7 @@ def test_figures_come_with_their_targets(rehearsal: Bench) -> None:
     assert len(list(table(rows))) == 2 + 7
 
 
-def test_a_wrong_result_stops_it(rehearsal: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_result_stops_the_benchmark(rehearsal: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(bench: Bench) -> Iterator[Row]:
         yield checks._row("made up", 1.0)
 

@@ -185,7 +185,7 @@ def test_a_model_whose_weights_wrap_tensors_is_not_exported(tmp_path: Path) -> N
         kvpass.export(model, tmp_path / "exported", policy="h2o", budget=BUDGET)
 
 
-def test_a_loop_that_repeats_a_step_looks_at_classes_as_dynamo_did() -> None:
+def test_a_repeated_step_unwraps_tensor_classes_as_dynamo_did() -> None:
     model, (ids, mask) = with_weights(build("Llama", layers=1), doubling), prompt(2, 9, (3, 0))
     model.generation_config.eos_token_id = None
     expected = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)

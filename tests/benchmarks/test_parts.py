@@ -178,7 +178,7 @@ def test_a_full_cache_says_every_passkey_and_a_window_the_last():
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_turning_keys_spreads_what_is_large_in_a_few_places(kind):
+def test_a_hadamard_transform_reduces_the_error_of_logits(kind):
     plain, turned = (quantised.logit_error(name, 50) for name in (kind, f"{kind}-hadamard"))
     assert turned < 0.6 * plain
 

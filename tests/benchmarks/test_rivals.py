@@ -67,7 +67,7 @@ def test_an_engine_that_does_not_load_says_why():
         worker.ask(steps=1)
 
 
-def test_a_process_that_ends_says_its_last_words(tmp_path: Path):
+def test_a_worker_that_dies_reports_its_last_output(tmp_path: Path):
     log = tmp_path / "log.txt"
     command, reason = (
         [sys.executable, "-m", "tests.nothing", "{}"],

@@ -51,7 +51,7 @@ def follow(compiled: object, cache: object, ids: torch.Tensor) -> torch.Tensor:
     return torch.cat(logits, 1)
 
 
-def test_looks_like_the_full_cache_and_holds_nothing(model: torch.nn.Module) -> None:
+def test_a_handle_has_the_shape_of_the_full_cache_and_no_data(model: torch.nn.Module) -> None:
     _, cache, _ = started(model)
     handle = cache.layers[0].keys  # type: ignore[attr-defined]
     assert isinstance(handle, Handle)

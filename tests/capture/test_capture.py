@@ -92,7 +92,7 @@ def test_a_literal_graph_before_and_after() -> None:
     assert max(beside.apart) < 1e-6
 
 
-def test_without_a_concatenation_what_is_returned_is_appended_to_nothing() -> None:
+def test_returned_keys_without_a_concatenation_are_appended_to_an_empty_past() -> None:
     def prompt(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True), (k * 1, v * 1)
 

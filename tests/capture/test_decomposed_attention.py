@@ -195,7 +195,7 @@ def bias_beside_the_best(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Te
 
 
 @pytest.mark.parametrize("spelling", [bias_of_all_values, bias_beside_the_best])
-def test_a_bias_that_looks_at_several_values_is_refused(spelling: Spelling) -> None:
+def test_a_bias_computed_from_several_values_is_refused(spelling: Spelling) -> None:
     model, ids = Model(spelling).eval(), torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
     torch._dynamo.reset()
     with pytest.raises(kvpass.UnsupportedGraph, match=r"mix tokens|not proven to treat keys one by one"):

@@ -57,7 +57,7 @@ def test_bytes_are_those_of_all_threads_and_of_no_copy_too_many(listing: Listing
     assert listing.moved([10, 3]) == 32 * (16 + 10 * 16 + 10 * 3 * (1 + 2) + 4)
 
 
-def test_a_warp_waits_where_it_reads_what_is_on_the_way(listing: Listing) -> None:
+def test_a_warp_waits_where_it_reads_pending_loads(listing: Listing) -> None:
     outer, inner = listing.loops
     assert listing.waits(inner) == pytest.approx(1 - 1 / COVERED)  # for two loads at once
     assert listing.waits(outer) == pytest.approx(2 - (2 + 1) / COVERED)  # for the copies, too

@@ -187,7 +187,7 @@ def test_a_query_whose_mask_hides_every_key_gets_nothing_and_changes_no_sum(addi
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("count", [6, 40])  # by the library, and in tiles
 @pytest.mark.parametrize("by_token", [True, False])
-def test_the_shapes_for_the_compiler_are_those_of_the_real_thing(make, attends, causal, count, by_token):
+def test_fake_results_have_the_shapes_and_strides_of_real_ones(make, attends, causal, count, by_token):
     """Also the strides, wherever a model has its heads in memory."""
     keys = count if causal else count + 3
     query, key, value = torch.randn(2, 4, count, 8), torch.randn(2, 2, keys, 8), torch.randn(2, 2, keys, 8)

@@ -33,7 +33,7 @@ def imported_by(module: types.ModuleType) -> set[str]:
     return found
 
 
-def test_all_that_the_changes_of_graphs_use_is_hashed() -> None:
+def test_every_module_that_graph_changes_use_is_hashed() -> None:
     functions = [value for change in CHANGES for name in change.__code__.co_names
                  if inspect.isfunction(value := change.__globals__.get(name))]  # fmt: skip
     waiting = {each.__module__ for each in functions} - {backend_base.__name__}
@@ -49,7 +49,7 @@ def test_all_that_the_changes_of_graphs_use_is_hashed() -> None:
     "edited", ["fx/splicing.py", "torch_private/inductor.py", "lowering/row_products.py", "runtime/backend_base.py"]
 )
 @pytest.mark.parametrize("change", CHANGES)
-def test_an_edit_of_what_a_change_runs_changes_the_digest(
+def test_editing_code_that_a_graph_change_runs_changes_the_digest(
     change: types.FunctionType, edited: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = shutil.copytree(ROOT, tmp_path / "kvpass", ignore=shutil.ignore_patterns("__pycache__"))

@@ -10,7 +10,7 @@ from kvpass.torch_private import inductor
 
 
 @pytest.mark.parametrize("sums", [False, True])
-def test_builds_end_with_what_is_needed_later(sums: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_early_builds_compile_the_tiles_if_sums_are_needed(sums: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inductor, "has_matrix_tiles", lambda: True)
     attention_tiles._runs.cache_clear()
     attention_tiles.start_builds(torch.float32, sums).join()

@@ -180,7 +180,7 @@ def products_of(graph):
         ("something else", torch.bfloat16, 2, [True, True]),
     ],
 )
-def test_which_products_of_attention_are_worth_it(vectors, dtype, rows, expected):
+def test_products_of_attention_that_loops_compute_faster(vectors, dtype, rows, expected):
     given = (torch.randn(3, rows, 64), torch.randn(3, 9, 64), torch.randn(3, 9, 64))
     traced = make_fx(attention, tracing_mode="fake")(*(x.to(dtype) for x in given))
     processor = Processor(32 << 10, frozenset(), vectors)
@@ -282,7 +282,7 @@ def test_rows_are_stored_once():
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_every_new_node_says_what_it_is(rows):
+def test_every_new_node_has_metadata(rows):
     """Of the strides too: the operators that follow were traced for those of the product."""
     traced, left = spelled(torch.nn.functional.linear, torch.randn(rows, 48), torch.randn(32, 48))
     made = [node for node in traced.graph.nodes if node.op == "call_function"]

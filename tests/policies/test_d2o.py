@@ -98,7 +98,7 @@ def test_layer_budgets_keep_the_total_and_the_bound(densities, budget, prompt, l
         assert min(shares) >= min(5, budget)
 
 
-def test_a_layer_that_looks_everywhere_gets_more():
+def test_a_layer_of_even_attention_gets_a_larger_budget():
     assert layer_budgets([[0.0, 0.0], [1.0, 1.0]], 100, 1000) == [146, 54]
     assert layer_budgets([[0.0], [200.0]], 100, 1000, "gate") == [150, 50]
     assert layer_budgets([[0.0], [200.0]], 100, 80) == [100, 100]

@@ -143,7 +143,7 @@ def test_a_bare_loop_gives_the_same_as_position_ids(architecture):
     assert torch.allclose(bare(model, ids, **settings), told, atol=1e-5)
 
 
-def test_sinks_and_what_has_not_moved_are_stored_and_seen_as_they_were_made():
+def test_sinks_and_unmoved_vectors_are_not_repaired():
     drawn = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(1, 2, 20, 8, generator=drawn) for _ in range(3))
     paper = simulate("kv_align", q, k, v, prompt=6, budget=8, compiled=True, aligner=random_aligner("paper"))

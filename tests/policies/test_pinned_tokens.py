@@ -167,7 +167,7 @@ def test_no_token_is_merged_into_a_pinned_prompt() -> None:
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_a_prompt_must_leave_the_others_what_the_policy_needs(compiled: bool) -> None:
+def test_a_pinned_prompt_must_leave_the_minimum_budget(compiled: bool) -> None:
     with pytest.raises(BudgetError, match=r"5 tokens are to stay, which leaves 1 .* needs at least 2"):
         simulate("h2o", *layer(8), prompt=5, budget=6, keep_prompt=True, compiled=compiled)
     with pytest.raises(BudgetError, match="7 tokens are to stay, which leaves 0 "):
@@ -175,7 +175,7 @@ def test_a_prompt_must_leave_the_others_what_the_policy_needs(compiled: bool) ->
 
 
 @pytest.mark.parametrize("name", [name for name in names() if name in ROWS and name not in (*KEEPING, "kv_align")])
-def test_policies_for_which_it_means_nothing_say_why(name: str) -> None:
+def test_keep_prompt_is_refused_with_a_reason(name: str) -> None:
     with pytest.raises(PolicyError, match=f"means nothing for {name!r}: .{{10}}"):
         resolve(name, {"keep_prompt": True})
 

@@ -80,7 +80,7 @@ def test_the_token_that_finds_no_room_selects():
     assert block[1:] == [[*range(6), 7, 8], [*range(6), 8, 9], [*range(6), 9, 10]]
 
 
-def test_a_longer_prompt_selects_when_it_ends_in_either_case():
+def test_a_prompt_beyond_the_budget_selects_at_its_end_by_either_option():
     q, k, v = layer(60, heads=2, groups=2)
     early, late = (
         simulate("sage", q, k, v, prompt=40, budget=16, select_at=when, compiled=True)

@@ -214,7 +214,7 @@ def test_a_value_that_still_grows_is_refused_by_its_line(model: Any) -> None:
         staged(model, budget=8, positions="absolute")
 
 
-def test_inputs_are_given_slots_first() -> None:
+def test_order_inputs_puts_slots_first() -> None:
     stages = staged(Small(sdpa(causal), layers=2), budget=8, positions="absolute")
     names = stages.inputs("order_inputs")
     slots = [name for name in names if name.startswith("slots_")]

@@ -30,7 +30,7 @@ def test_vectors_are_copied_in_one_piece_where_the_compiler_can(avx2, monkeypatc
 
 
 @known
-def test_a_compiler_that_knows_no_such_flag_is_not_given_it(avx2, monkeypatch):
+def test_unknown_flags_are_not_passed_to_the_compiler(avx2, monkeypatch):
     monkeypatch.setattr(inductor, "MOVES", ("-mno-such-flag",))
     assert inductor.vector_move_flags() == {}
 
@@ -48,13 +48,13 @@ def test_an_architecture_of_the_user_is_kept(avx2, theirs):
 
 
 @known
-def test_an_option_of_the_user_comes_before_it(avx2, monkeypatch):
+def test_the_users_march_option_takes_precedence(avx2, monkeypatch):
     monkeypatch.setattr(inductor, "MOVES", ("-O1",))
     chosen = kvpass.backend("h2o", budget=8, options={"cpp.march": "x86-64-v3"})
     assert step_settings(chosen)["cpp.march"] == "x86-64-v3"
 
 
 @known
-def test_no_compiler_is_for_inductor_to_say(avx2):
+def test_a_missing_compiler_is_left_to_inductor(avx2):
     with config.patch({"cpp.cxx": (None, "no-such-compiler")}):
         assert inductor.vector_move_flags() == {}

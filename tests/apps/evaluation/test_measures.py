@@ -126,7 +126,7 @@ def test_a_secret_is_planted_at_its_depth(measure: Passkey | Needle, tokenizer: 
     assert list(measure.rows(session(texts, tokenizer=tokenizer, answer=answer))) == rows  # drawn by the seed
 
 
-def test_a_number_may_be_said_twice_and_is_whole_where_it_is_said() -> None:
+def test_mentions_are_whole_numbers_at_every_place() -> None:
     assert mentions([7, 1, 2, 9, 1, 2], [1, 2]) == [[1, 2], [4, 5]]
     assert mentions([7, 12, 9], [1, 2]) == [[0, 1, 2]]  # merged with its neighbours
 

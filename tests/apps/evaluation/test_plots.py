@@ -22,7 +22,7 @@ def test_each_pixel_is_the_share_of_its_band_that_is_held() -> None:
     assert image.tolist() == [[0.5, 0.125], [0, 1], [0, 0]]
 
 
-def test_a_line_for_each_name_and_all_look_different() -> None:
+def test_each_name_has_a_line_of_its_own_style() -> None:
     names = {f"p{number}": [(1.0, 2.0), (3.0, 4.0)] for number in range(14)}
     (axes,) = (axes for axes in plots.lines({"T": names}, "x", "y").axes if axes.axison)
     assert [line.get_label() for line in axes.lines] == list(names)

@@ -47,7 +47,7 @@ def rows(draw: st.DrawFn) -> Tensor:
 
 @every_format
 @given(given_rows=rows())
-def test_codes_stand_for_what_the_definition_says(kv_dtype: KVDtype, given_rows: Tensor) -> None:
+def test_decoded_codes_are_within_a_step_of_the_vectors(kv_dtype: KVDtype, given_rows: Tensor) -> None:
     here = layout(kv_dtype, given_rows.shape[-1])
     made = EncodedVectors.of(here.key_format, given_rows)
     read = made.read()

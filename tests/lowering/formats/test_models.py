@@ -124,7 +124,7 @@ def test_a_full_cache_keeps_its_rows_when_it_grows(kv_dtype: KVDtype) -> None:
 
 
 @pytest.mark.slow
-def test_a_loop_and_a_name_take_it() -> None:
+def test_a_loop_and_a_backend_by_name_take_kv_dtype() -> None:
     model, (ids, _) = build("Llama", layers=1), prompt(1, 12, ())
     loop = kvpass.DecodeLoop(model, "h2o", budget=8, kv_dtype="int8", inner="eager")
     loop.prompt(ids)

@@ -108,7 +108,7 @@ class Held(torch.nn.Module):
         return x + self.held
 
 
-def test_held_constants_are_told_by_their_contents() -> None:
+def test_constants_are_compared_by_their_contents() -> None:
     one, same, other, wide = (
         whole(Held(held)).body for held in (torch.ones(2), torch.ones(2), torch.tensor([1.0, 2.0]), torch.ones(1, 2))
     )
@@ -117,7 +117,7 @@ def test_held_constants_are_told_by_their_contents() -> None:
     assert one != wide
 
 
-def test_operands_are_told_by_their_layout_and_dtype_and_not_by_their_contents() -> None:
+def test_operands_are_keyed_by_layout_and_dtype_alone() -> None:
     segment = whole(lambda a, b: (a + b,))
     plain, transposed = torch.randn(3, 3), torch.randn(3, 3).T
     shifted = torch.randn(10)[1:].view(3, 3)
@@ -151,7 +151,7 @@ class Pair(Tensor):
         raise NotImplementedError(func)
 
 
-def test_wrapped_operands_are_told_by_what_they_wrap() -> None:
+def test_wrapper_tensors_are_keyed_by_the_wrapped_tensors() -> None:
     segment, one, codes = whole(lambda a: (a + a,)), torch.ones(2), torch.ones(2, dtype=torch.int8)
     same = [Pair(codes, one, {"block": [1, 2], "of": None}) for _ in range(2)]
     others = [
@@ -188,7 +188,7 @@ class Listed:
     block: list[int]
 
 
-def test_a_size_may_stand_for_one_that_is_like_it() -> None:
+def test_one_alike_size_may_replace_another() -> None:
     """Nothing else may: two of them are told apart from one and from each other, as is one that is not among them."""
     sizes = symbolic_shapes.SymbolicSizes([5, 6, 7], set(), alike=(0, 1))
     one, other, third = (sizes.size(symbol) for symbol in sizes.symbols)

@@ -82,7 +82,7 @@ def test_a_mask_on_slots_is_compared_by_token() -> None:
     assert not exact.matches_mask(mask, given * 1.01, order)
 
 
-def test_values_that_are_computed_alike_are_the_same_up_to_the_last_places() -> None:
+def test_equal_up_to_rounding_by_dtype() -> None:
     x = torch.randn(50).to(torch.bfloat16)
     assert equal_up_to_rounding(x, x)
     assert equal_up_to_rounding(x * (1 + 2**-8), x)
