@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpass.cache.admission import Chunk, admit, attention_of_chunk, split_by_class
 from kvpass.cache.cached_attention import CachedAttention, Mask, NewTokens
-from kvpass.cache.chunk_step import extend_step
+from kvpass.cache.chunk_step import chunk_step
 from kvpass.cache.layout import Layout
 from kvpass.cache.slots import Slots
 from kvpass.cache.step import decode_step, with_logit_scale
@@ -113,7 +113,7 @@ class Lowered:
                 sums = statistics(policy, spec, new.valid, scanned)
         else:
             call = dataclasses.replace(call, mask=causal(slots, new.valid.shape[1]))
-            output, *_, sums = extend_step(self.layout, call, slots, NewTokens(q, k, new.v, new.valid))
+            output, *_, sums = chunk_step(self.layout, call, slots, NewTokens(q, k, new.v, new.valid))
         attention = attention_of_chunk(
             self.layout, [sums] if slots is None else split_by_class(self.layout, sums), new.valid
         )

@@ -283,7 +283,7 @@ def attention_of_classes(attention: list[Attention]) -> Attention | tuple[Attent
 
 
 def split_by_class(layout: Layout, results: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Divide the statistics that `kvpass.cache.chunk_step.extend_step` returned among the classes of heads."""
+    """Divide the statistics that `kvpass.cache.chunk_step.chunk_step` returned among the classes of heads."""
     count = len(results) // len(layout.by_class)
     return [list(results[i * count : (i + 1) * count]) for i in range(len(layout.by_class))]
 

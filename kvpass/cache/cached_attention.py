@@ -124,7 +124,7 @@ class Attended(NamedTuple):
         output: [B, Hq, q, Dv].
         masks: for each class of heads, the visible keys and the model's bias, if any: [B, Ha or 1, ., q, N].
         lse: the log-sum-exp [B, Hq, q] in the dtype of `fx.precision.upcast`, if the model reads it.
-        statistics: of a chunk, see `kvpass.cache.chunk_step.extend_step`.
+        statistics: of a chunk, see `kvpass.cache.chunk_step.chunk_step`.
     """
 
     output: Tensor

@@ -20,7 +20,7 @@ from kvpass.lowering.formats import Sections, plain
 
 
 @class_by_class
-def extend_step(layout: Layout, call: CachedAttention, slots: Slots, new: NewTokens) -> Attended:
+def chunk_step(layout: Layout, call: CachedAttention, slots: Slots, new: NewTokens) -> Attended:
     """Attend with a chunk of queries to [slots, chunk], under the model's own mask.
 
     Args:

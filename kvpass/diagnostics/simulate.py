@@ -13,7 +13,7 @@ from kvpass.arguments import Condition, check_arguments, short_text
 from kvpass.backend import Backend, backend
 from kvpass.cache.admission import Chunk, admit, attention_of_chunk, split_by_class
 from kvpass.cache.cached_attention import CachedAttention, NewTokens, Rotate
-from kvpass.cache.chunk_step import extend_step
+from kvpass.cache.chunk_step import chunk_step
 from kvpass.cache.layout import Layout
 from kvpass.cache.slots import FREE, AnySlots, Slots
 from kvpass.cache.step import decode_step, with_logit_scale
@@ -257,7 +257,7 @@ def _compiled_step(layer: _Layer, layout: Layout, slots: AnySlots, t: int, compa
     q, k, v, stored = layer.step(t, slots.as_rectangle(layout).next_rank())
     if slots.capacity == layout.capacity:
         return decode_step(layout, site, slots, NewTokens(q, stored, v, valid[:, 0]), compact).output, slots
-    attended = extend_step(layout, site, slots, NewTokens(q, k, v, valid))
+    attended = chunk_step(layout, site, slots, NewTokens(q, k, v, valid))
     chunk = Chunk(stored, v, valid, attention_of_chunk(layout, split_by_class(layout, attended.statistics), valid))
     return attended.output, admit(layout, slots, chunk)
 

@@ -47,7 +47,7 @@ class StepRewrite:
         entries: inputs with an entry for each slot's token.
         outputs: for each output of the original graph, its index in the rewritten one; None for a cache.
         lengths: outputs of the original graph that are the tokens seen before plus a number, with that number.
-        chunks: for each site of an extend graph, the output indices of stored key, value, valid and statistics.
+        chunks: for each site of a chunk graph, the output indices of stored key, value, valid and statistics.
         host_graph: runs uncompiled on Dynamo's arguments and computes the values that need all tokens: the outputs
             `grown`, then `host_inputs` inputs, then the tensors that entries are gathered from.
         grown: outputs of the original graph that grow, such as a mask that another graph reads.

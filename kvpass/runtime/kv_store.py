@@ -190,7 +190,7 @@ class KVStore:
         divided, specs = split_by_class(layout, others), list[StatisticsSpec]()
         for part, own in zip(layout.by_class, divided, strict=True):
             operands = own[len(policy.statistics) :]
-            if operands:  # query, keys, mask and sink, see `cache.chunk_step.extend_step`
+            if operands:  # query, keys, mask and sink, see `cache.chunk_step.chunk_step`
                 specs.append(chunk_spec(part, site.scale, site.cap, *operands))
         attention = attention_of_chunk(layout, divided, valid)
         chunk = Chunk(key, value, valid, attention, call_pins_for(cache), output_projection_of(cache))

@@ -11,7 +11,7 @@ from torch import Tensor
 import kvpass
 from kvpass.cache.admission import Chunk, admit
 from kvpass.cache.cached_attention import Attended, CachedAttention, Mask, NewTokens
-from kvpass.cache.chunk_step import extend_step
+from kvpass.cache.chunk_step import chunk_step
 from kvpass.cache.slots import Slots
 from kvpass.cache.step import decode_step, read_step
 from kvpass.lowering.attention_statistics import StatisticsSpec, as_attention, statistics
@@ -101,7 +101,7 @@ def test_outputs_for_padding_and_scores_are_finite(
         new = stretch(3, real, dtype)
         mask = hiding(slots, real, low, boolean, dtype, sees)
         call = CachedAttention(0.3, mask, hidden_logit=hidden, decomposed=spelled, knows_padding=True, **how)
-        attended = extend_step(layout, call, slots, NewTokens(new.q, new.k, new.v, real))
+        attended = chunk_step(layout, call, slots, NewTokens(new.q, new.k, new.v, real))
         check(attended, real, list(attended.statistics))
 
 

@@ -21,7 +21,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass.cache.cached_attention import Attended, CachedAttention, NewTokens
-from kvpass.cache.chunk_step import extend_step
+from kvpass.cache.chunk_step import chunk_step
 from kvpass.cache.layout import Layout
 from kvpass.cache.step import decode_step, read_step
 from kvpass.capture.canonical import AttentionSite
@@ -143,7 +143,7 @@ class _AttentionReplacement:
             slots = template.with_tensors(operands["slots"])
             new, call = NewTokens(*operands["new"]), parts.call(operands)
             if not step.decodes:
-                return results(extend_step(layout, call, slots, new))
+                return results(chunk_step(layout, call, slots, new))
             new = new._replace(valid=new.valid[:, 0])
             if first:
                 return results(decode_step(layout, call, slots, new, step.call.compact))
