@@ -115,7 +115,7 @@ class KVStore:
     Attributes:
         is_reference: whether tokens are in lists of the eager reference.  A prompt graph then returns its queries, keys
             and masks even if the policy needs no statistics, a step's masks read per-token inputs at full length, no
-            step is run on made-up slots, and no heads are sharded over processes.
+            step is run on synthetic slots, and no heads are sharded over processes.
         passes: the passes over a step graph.
     """
 

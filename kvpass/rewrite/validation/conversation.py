@@ -1,4 +1,4 @@
-"""Make up the conversation of a validation: arguments of a step for the model's own graph.
+"""Make the synthetic conversation of a validation: arguments of a step for the model's own graph.
 
 Earlier tokens have random keys and values.  Arguments are created on demand, and equal layers share their rows.
 """
@@ -70,7 +70,7 @@ class StepCase:
 
 @dataclasses.dataclass(frozen=True)
 class ConversationPlan:
-    """The properties of a made-up conversation.
+    """The properties of a synthetic conversation.
 
     Attributes:
         count: the number of tokens before the new ones.
@@ -92,11 +92,11 @@ class ConversationPlan:
     @property
     def label(self) -> str:
         """The conversation in an error message."""
-        return f"on a made-up conversation of {self.count} tokens"
+        return f"on a synthetic conversation of {self.count} tokens"
 
 
 class Conversation:
-    """A made-up conversation; equal plans give equal conversations.
+    """A synthetic conversation; equal plans give equal conversations.
 
     Attributes:
         valid: bool [B, L], false for padding.

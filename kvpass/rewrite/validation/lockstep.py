@@ -37,7 +37,7 @@ class Validation:
     Attributes:
         seconds: its duration.
         skipped: the reason why nothing was compared; None if the graphs were run and agree.
-        left_out: the made-up calls after the first that could not be compared, each with the reason.
+        left_out: the synthetic calls after the first that could not be compared, each with the reason.
     """
 
     seconds: float
@@ -49,7 +49,7 @@ Made = TypeVar("Made")
 
 
 class NotComparable(Exception):
-    """A made-up call proves nothing: the model's own graph does not run on it, or it cannot be compared."""
+    """A synthetic call proves nothing: the model's own graph does not run on it, or it cannot be compared."""
 
 
 @contextlib.contextmanager
@@ -297,7 +297,7 @@ def run_validation(
     """Compare on the first call that the model's own graph runs on, then on further calls.
 
     Args:
-        calls: made-up calls, each created on demand, with a label for messages.
+        calls: synthetic calls, each created on demand, with a label for messages.
         compare: compares the graphs on one call.
         further: compares on further calls after the first, and notes those that are left out.
         kind: the name of the calls, for notes.

@@ -1,8 +1,8 @@
 """Validate a prompt: compare Dynamo's graph, its canonical form, and the graph with the policy's outputs.
 
-They run in lockstep, see `kvpass.rewrite.validation.lockstep`.  A graph for all lengths runs on a short made-up prompt.
-Its length and number of rows are no other sizes of the graph, so that confused dimensions show.  A graph for one length
-runs on the current call, with one layer of each kind and some of the queries.
+They run in lockstep, see `kvpass.rewrite.validation.lockstep`.  A graph for all lengths runs on a short synthetic
+prompt.  Its length and number of rows are no other sizes of the graph, so that confused dimensions show.  A graph for
+one length runs on the current call, with one layer of each kind and some of the queries.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvpass.rewrite.validation.lockstep import Lockstep, Validation, noting_skip
 from kvpass.torch_private import symbolic_shapes
 
 LENGTHS = (11, 13, 17, 19, 23, 9, 7)
-"""Lengths of a made-up prompt; the first that is no other size of the graph is taken."""
+"""Lengths of a synthetic prompt; the first that is no other size of the graph is taken."""
 ROWS = (3, 5, 2)
 """Numbers of rows, chosen in the same way."""
 MAX_TOKENS = 64
@@ -97,7 +97,7 @@ class _ComparedCall:
 
 
 def _calls(prompt: PromptCase, arguments: tuple[Any, ...]) -> Iterator[_ComparedCall]:
-    """Yield made-up prompts, if the graph serves other sizes, then the current call."""
+    """Yield synthetic prompts, if the graph serves other sizes, then the current call."""
     yield from _make_prompts(prompt, arguments, LENGTHS, max(ROWS))
     current = shapes.measure_symbols(prompt.canonical.graph, arguments)
     call = _prompt_call(prompt, arguments, current, "on a prompt")
@@ -114,7 +114,7 @@ def _make_prompts(
         prompt, inputs, shapes.measure_symbols(prompt.canonical.graph, arguments), lengths, most_rows
     ):
         changed = tuple(_resize(node, x, sizes) for node, x in zip(inputs, arguments, strict=True))
-        call = _prompt_call(prompt, _with_padding(prompt, changed), sizes, "on a made-up prompt")
+        call = _prompt_call(prompt, _with_padding(prompt, changed), sizes, "on a synthetic prompt")
         if call is not None:
             yield call
 
@@ -122,7 +122,7 @@ def _make_prompts(
 def _other_sizes(
     prompt: PromptCase, inputs: Sequence[fx.Node], current: dict[Any, int], lengths: Sequence[int], most_rows: int
 ) -> Iterator[dict[Any, int]]:
-    """Yield sizes of made-up prompts that the guards of the graph allow, each length once.
+    """Yield sizes of synthetic prompts that the guards of the graph allow, each length once.
 
     A symbol that equals the length, or else the number of rows, in the current call changes with it.  Inputs that mark
     padding must have one row, or all rows.

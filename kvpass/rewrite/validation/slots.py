@@ -1,4 +1,4 @@
-"""Make up slots that hold the tokens of a conversation: arguments of a rewritten step graph.
+"""Make synthetic slots that hold the tokens of a conversation: arguments of a rewritten step graph.
 
 Each head of each row stores the tokens in other slots, and free slots hold rows of other tokens.  Slots are copied on
 demand, and equal layers share them, or at least their rows.
@@ -21,7 +21,7 @@ from kvpass.rewrite.validation.conversation import Conversation
 from kvpass.rewrite.validation.interpreter import copy_unless_parameter
 
 
-class MadeUpSlots:
+class SyntheticSlots:
     """The slots of every layer in a conversation."""
 
     def __init__(self, conversation: Conversation) -> None:

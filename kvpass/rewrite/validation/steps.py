@@ -1,6 +1,6 @@
 """Validate a step: compare Dynamo's graph, its canonical form, and the graph on slots.
 
-They run in lockstep (`kvpass.rewrite.validation.lockstep`) on the same made-up conversations:
+They run in lockstep (`kvpass.rewrite.validation.lockstep`) on the same synthetic conversations:
 
     Dynamo's     its attention is the canonical call in exact arithmetic; its caches are past and new rows
     canonical    gives the arguments of that call: query, keys, values, mask, scale
@@ -30,7 +30,7 @@ from kvpass.rewrite.validation.conversation import Conversation, ConversationPla
 from kvpass.rewrite.validation.coverage import last_new_kind, length_constants, smallest_table
 from kvpass.rewrite.validation.interpreter import DoesNotRun, GraphRun, Visit
 from kvpass.rewrite.validation.lockstep import Lockstep, Validation, noting_skipped, run_validation
-from kvpass.rewrite.validation.slots import MadeUpSlots
+from kvpass.rewrite.validation.slots import SyntheticSlots
 from kvpass.torch_private import symbolic_shapes
 
 MAX_FIRST = 61
@@ -219,7 +219,7 @@ def _compare(step: StepCase, conversation: Conversation, last: fx.Node | None) -
 
 def _run_rewritten(step: StepCase, conversation: Conversation, lockstep: Lockstep) -> list[Any]:
     visits: dict[fx.Node, Visit] = {}
-    slots = MadeUpSlots(conversation)
+    slots = SyntheticSlots(conversation)
     gm = step.rewrite.gm
     assert gm is not None
     context, nodes = step.context, set(gm.graph.nodes)
@@ -248,7 +248,7 @@ def _run_rewritten(step: StepCase, conversation: Conversation, lockstep: Lockste
 
 
 def _at_mask(
-    slots: MadeUpSlots,
+    slots: SyntheticSlots,
     lockstep: Lockstep,
     part: tuple[int, int],
     site: AttentionSite,
