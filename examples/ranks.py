@@ -1,4 +1,4 @@
-"""Heads spread over processes: every policy writes what it writes in one.
+"""Heads sharded over processes: every policy writes what it writes in one.
 
 torchrun --nproc-per-node 2 examples/ranks.py
 """

@@ -20,7 +20,7 @@ class UnsupportedGraph(KVPassError):
 
 
 class ShardingError(UnsupportedGraph):
-    """Heads that are spread over processes in a way in which a policy would choose otherwise than in one process."""
+    """Heads that are sharded over processes in a way in which a policy would choose otherwise than in one process."""
 
 
 class UnreadableGraph(UnsupportedGraph):

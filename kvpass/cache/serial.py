@@ -33,13 +33,13 @@ def entry_of(cache: LayerCache, prefix: str, tensors: dict[str, Tensor]) -> dict
     """Return the entry of a cache in a file's header; its tensors are added to `tensors`, by names with `prefix`.
 
     Raises:
-        CacheHandleError: the cache has no slots, or its heads are spread over processes.
+        CacheHandleError: the cache has no slots, or its heads are sharded over processes.
     """
     layout, slots = cache.layout, cache.slots
     if not isinstance(slots, AnySlots):
         raise CacheHandleError("a cache that runs with inner='reference' cannot be saved")
     if layout.sharding is not None:
-        raise CacheHandleError("a cache whose heads are spread over processes cannot be saved")
+        raise CacheHandleError("a cache whose heads are sharded over processes cannot be saved")
     found = {**_slot_tensors(slots), "absent": cache.absent}
     found |= {name: value for name in _OPTIONAL if (value := getattr(cache, name)) is not None}
     tensors.update({f"{prefix}{name}": tensor for name, tensor in found.items()})

@@ -148,7 +148,7 @@ class StepVerifier:
                 )
             if site.sharding != cache.layout.sharding:
                 raise CacheHandleError(
-                    f"{walk.source_line(site.call)}: the cache was made with its heads spread over processes as "
+                    f"{walk.source_line(site.call)}: the cache was made with its heads sharded over processes as "
                     f"{cache.layout.sharding}, and this step has {site.sharding}; run both by the same model"
                 )
         for site, cache in zip(self._sites, caches, strict=True):

@@ -57,7 +57,7 @@ def prompt_entry(runner: PromptRunner) -> dict[str, Any]:
     graph = runner.graph
     _refuse(
         {
-            "heads that are spread over processes": any(site.sharding is not None for site in graph.sites),
+            "heads that are sharded over processes": any(site.sharding is not None for site in graph.sites),
             "attention that selects keys by an index": bool(graph.sparse_indices or graph.scoring_outputs),
             "weights that are constants of the graph": bool(graph.constants),
             "a policy that reads the layers' output projections": any(i is not None for i in graph.output_projections),

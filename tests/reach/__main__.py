@@ -96,7 +96,7 @@ _INTRODUCTION = [
     "  `torch.compile(model, backend=...)` it is Dynamo that gives up, without asking a backend.",
     "",
     "[calling.md](calling.md) has the ways of calling a plain model, [architectures.md](architectures.md) every causal",
-    "model type, [distributed.md](distributed.md) heads that are spread over processes.",
+    "model type, [distributed.md](distributed.md) heads that are sharded over processes.",
 ]
 
 
