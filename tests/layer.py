@@ -86,8 +86,8 @@ class Lowered:
         else:
             counted = ranked or policy.renumbers
             first = slots.next_rank(new.valid.shape[1]) if counted else slots.seen[:, None, None]
-        place = place_of(policy, budget, first, new.valid, slots is None)
-        q, k = self.rotate(new.q, place), self.rotate(new.k, place)
+        at = positions_for(policy, budget, first, new.valid, slots is None)
+        q, k = self.rotate(new.q, at), self.rotate(new.k, at)
         chunk = Chunk(new.k if ranked else k, new.v, new.valid, Attention(), new.pins)
         if slots is not None and new.valid.shape[1] == 1 and slots.capacity == self.layout.capacity:
             counted = new.valid[:, 0].tolist() if self.knows_padding else [True] * len(limits)
@@ -147,12 +147,12 @@ class Literal:
         policy, budget = self.layout.policy, torch.tensor([[row[0].budget] for row in layer.streams])
         counted = ranked or policy.renumbers
         first = live.sum(-1)[:, :1, None] if counted else seen
-        place = place_of(policy, budget, first, new.valid, not layer.length)
-        q, k = rotary(new.q, place, self.theta) * layer.logit_scale(new.valid), rotary(new.k, place, self.theta)
+        at = positions_for(policy, budget, first, new.valid, not layer.length)
+        q, k = rotary(new.q, at, self.theta) * layer.logit_scale(new.valid), rotary(new.k, at, self.theta)
         original, values, bias = new.k if ranked else k, new.v, None
         if layer.attends_to_stored(new.valid.shape[1]):
             kept, values = layer.stored(original), layer.stored(values, key=False)
-            k = rotary(kept, place, self.theta) if ranked else kept
+            k = rotary(kept, at, self.theta) if ranked else kept
         attended = k
         if layer.length:
             rows = layer.held_vectors("key")
@@ -176,22 +176,22 @@ class Literal:
 
 def causal(slots: Slots, count: int) -> Mask:
     """The mask of a model that sees what went before, for so many new tokens."""
-    place = slots.length[:, None] + torch.arange(count)
+    at = slots.length[:, None] + torch.arange(count)
 
     def mask(index: Tensor, position: Tensor, key_features: list[Tensor]) -> Tensor:
-        return index[:, :, None, None] <= place[:, None, None, :, None]  # [B, H', 1, q, N]
+        return index[:, :, None, None] <= at[:, None, None, :, None]  # [B, H', 1, q, N]
 
     return mask
 
 
-def place_of(policy: Policy, budget: Tensor, first: Tensor, valid: Tensor, prompt: bool) -> Tensor:
+def positions_for(policy: Policy, budget: Tensor, first: Tensor, valid: Tensor, prompt: bool) -> Tensor:
     """[B, 1, n]: the positions that a model gives the tokens; the budget is [B, 1]."""
-    place = positions_of(first, valid)
+    at = positions_of(first, valid)
     if not policy.renumbers:
-        return place
+        return at
     if prompt:
-        return (place - window_starts(valid, budget)[:, None]).clamp(min=0)
-    return place.clamp(max=policy.last_position())
+        return (at - window_starts(valid, budget)[:, None]).clamp(min=0)
+    return at.clamp(max=policy.last_position())
 
 
 def prompt_mask(valid: Tensor, policy: Policy | None = None, budget: int | Tensor = 0) -> Tensor:

@@ -1080,7 +1080,7 @@ def of_llama(name: str, *, held: bool = False, **how: Any) -> Row:
     return Row(name, make, held)
 
 
-def places(mask: Tensor) -> Tensor:
+def real_positions(mask: Tensor) -> Tensor:
     return (mask.cumsum(-1) - 1).clamp(min=0)
 
 
@@ -1114,7 +1114,7 @@ HIDDEN = torch.tensor([[1, 0, 0] + [1] * 8, [0, 1, 1, 0] + [1] * 7])
 OF_THEIRS = [
     of_llama(
         "K-llama-padded",
-        inputs={"attention_mask": seen(LEFT), "position_ids": new(places(LEFT))},
+        inputs={"attention_mask": seen(LEFT), "position_ids": new(real_positions(LEFT))},
         real=seen(LEFT),
         held=True,
     ),
@@ -1126,7 +1126,7 @@ OF_THEIRS = [
     ),
     of_llama(
         "A-llama-shows-padding-later",
-        inputs={"attention_mask": later(LEFT, NONE, 6), "position_ids": new(places(LEFT))},
+        inputs={"attention_mask": later(LEFT, NONE, 6), "position_ids": new(real_positions(LEFT))},
         real=later(LEFT, NONE, 6),
         late=True,
     ),
@@ -1231,7 +1231,7 @@ def test_padding_that_a_prompt_hides_and_a_step_shows() -> None:
 
 # -- what is no comparison of two runs ---------------------------------------------------------------------
 
-OWN_PLACES = {
+OWN_POSITIONS = {
     "doubled": torch.arange(11)[None] * 2,
     "from-five": torch.arange(11)[None] + 5,
     "begun-anew": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5]]),
@@ -1240,10 +1240,10 @@ OWN_PLACES = {
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("places", OWN_PLACES)
-def test_position_ids_of_the_user_are_not_replaced(places: str) -> None:
+@pytest.mark.parametrize("real_positions", OWN_POSITIONS)
+def test_position_ids_of_the_user_are_not_replaced(real_positions: str) -> None:
     """H: relative positions count tokens; where nothing has gone and the user counts otherwise, the user's hold."""
-    inputs = {"position_ids": new(OWN_PLACES[places].expand(2, -1))}
+    inputs = {"position_ids": new(OWN_POSITIONS[real_positions].expand(2, -1))}
     case = Case(build("Llama"), inputs, (5, 1, 1, 3), wrap=llama, vocabulary=128)
     verdict = judge(case, "streaming", positions="cache")
     assert verdict.kind in ("held", "refused"), str(verdict)

@@ -27,14 +27,14 @@ def test_the_same_step_has_the_same_windows_and_another_has_others():
 def test_an_answer_is_a_word_of_a_pair_that_was_said_before():
     for tokens, answers in zip(*batch(SOURCE, RECIPE, PHASE, 0), strict=True):
         said: dict[int, list[int]] = {}
-        for place in (tokens == MARK).nonzero().flatten().tolist():
-            line = tokens[place:].tolist()
+        for start in (tokens == MARK).nonzero().flatten().tolist():
+            line = tokens[start:].tolist()
             if END not in line:  # the window ends in it
                 continue
             length = line.index(END) + 1
             key, value = line[1], line[2 : length - 1]
             assert said.get(key, value) == value
-            assert answers[place + 2 : place + length - 1].tolist() == [key in said] * len(value)
+            assert answers[start + 2 : start + length - 1].tolist() == [key in said] * len(value)
             said[key] = value
         assert int(answers.sum()) > 0
         assert not answers[tokens >= 300].any()

@@ -149,10 +149,10 @@ def _grid_of_squares(model: Any, count: int) -> dict[str, Tensor]:
 def _placed(model: Any, count: int) -> dict[str, Tensor]:
     """Patches of each image, and where in it they are."""
     side = SIDE // PATCH
-    places = torch.cartesian_prod(torch.arange(side), torch.arange(side)).flip(-1)
+    patch_positions = torch.cartesian_prod(torch.arange(side), torch.arange(side)).flip(-1)
     return dict(
         pixel_values=_pixels(count, side**2, 3 * PATCH**2).abs().clamp(max=1),
-        image_position_ids=places[None].repeat(count, 1, 1),
+        image_position_ids=patch_positions[None].repeat(count, 1, 1),
     )
 
 

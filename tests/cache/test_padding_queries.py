@@ -30,11 +30,13 @@ WRITTEN = [(low, boolean) for low in FORMS for boolean in (True, False) if boole
 
 def hiding(slots: Slots, valid: Tensor, low: Any, boolean: bool, dtype: torch.dtype, sees: bool) -> Mask:
     """The causal mask that hides all keys from padding, and unless a query `sees` any, from all queries."""
-    place = slots.length[:, None] + torch.arange(valid.shape[1])
+    query_index = slots.length[:, None] + torch.arange(valid.shape[1])
     number = torch.finfo(dtype).min if low == LOWEST else low
 
     def mask(index: Tensor, position: Tensor, key_features: list[Tensor]) -> Tensor:
-        allowed = (index[:, :, None, None] <= place[:, None, None, :, None]) & valid[:, None, None, :, None] & sees
+        allowed = (
+            (index[:, :, None, None] <= query_index[:, None, None, :, None]) & valid[:, None, None, :, None] & sees
+        )
         return allowed if boolean else torch.zeros(allowed.shape).masked_fill(~allowed, number).to(dtype)
 
     return mask

@@ -153,8 +153,8 @@ def test_growth_that_is_not_read_is_refused(name: str, read: bool) -> None:
 
     def attend(q: Tensor, k: Tensor, v: Tensor, past: Any) -> Any:
         k, v = STRANGE[name](past[0], k), STRANGE[name](past[1], v)
-        paid = torch.softmax(q @ k.mT, -1) if read else (q @ k.mT).exp()
-        return paid @ v, (k, v)
+        probs = torch.softmax(q @ k.mT, -1) if read else (q @ k.mT).exp()
+        return probs @ v, (k, v)
 
     q, past = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 5, 8)
     beside = run(attend, (q, q, q, (past, past + 1)))

@@ -80,7 +80,7 @@ def written(model: Decoder, x: Tensor, heard: Tensor) -> tuple[Tensor, Tensor]:
     return x, source
 
 
-def told(model: Decoder, x: Tensor, heard: Tensor) -> tuple[Tensor, Tensor]:
+def with_another_input(model: Decoder, x: Tensor, heard: Tensor) -> tuple[Tensor, Tensor]:
     """Self-attention whose queries know of one thing more."""
     return x + heard[:, :1], x
 
@@ -140,7 +140,7 @@ def test_fixed_keys_are_found_at_any_lengths(tokens: int, heard: int) -> None:
 
 @pytest.mark.parametrize(
     "made",
-    [written, told, latent, over_layers, spelled_over_layers, twice_over_layers, mixed],
+    [written, with_another_input, latent, over_layers, spelled_over_layers, twice_over_layers, mixed],
     ids=lambda made: str(made.__name__),
 )
 def test_keys_computed_from_the_querys_tokens_are_not_fixed(made: Made) -> None:

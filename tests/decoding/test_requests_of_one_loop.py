@@ -67,8 +67,8 @@ def test_stops(served: Served) -> None:
     one, two = loop.add(ids, max_new_tokens=12, stop=[1, end]), loop.add(torch.tensor([other]), max_new_tokens=3)
     three = loop.add(ids, max_new_tokens=12, stop=[said[9][0]])
     done = ended(loop)
-    place = said[9].index(end)
-    assert (done[one].generated_tokens, done[one].finish_reason) == (said[9][: place + 1], "stop")
+    end_index = said[9].index(end)
+    assert (done[one].generated_tokens, done[one].finish_reason) == (said[9][: end_index + 1], "stop")
     assert (done[two].generated_tokens, done[two].finish_reason) == (said[5][:3], "length")
     assert (done[three].generated_tokens, done[three].finish_reason) == (said[9][:1], "stop")
 

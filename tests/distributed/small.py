@@ -75,8 +75,8 @@ def run(model: nn.Module, steps: int = STEPS, **settings: Any) -> tuple[Tensor, 
     ids = torch.randperm(WORDS, generator=torch.Generator().manual_seed(1))[None, : PROMPT + steps]
     logits, pasts = compiled(ids[:, :PROMPT])
     said = [logits]
-    for place in range(PROMPT, PROMPT + steps):
-        logits, pasts = compiled(ids[:, place : place + 1], pasts)
+    for index in range(PROMPT, PROMPT + steps):
+        logits, pasts = compiled(ids[:, index : index + 1], pasts)
         said.append(logits)
     return torch.cat(said, 1), [layer.positions for layer in kvpass.inspect(pasts).layers]
 

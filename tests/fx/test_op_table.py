@@ -60,8 +60,8 @@ def _followed(graph: fx.Graph, dim: int) -> int | None:
     for node in graph.nodes:
         parents = [p for p in node.all_input_nodes if p in axes]
         if parents and node.op != "output":
-            places = {None if axes[p] is None else propagation.propagate_dim(node, p, axes[p]) for p in parents}  # type: ignore[arg-type]
-            axes[node] = places.pop() if len(places) == 1 else None
+            dims = {None if axes[p] is None else propagation.propagate_dim(node, p, axes[p]) for p in parents}  # type: ignore[arg-type]
+            axes[node] = dims.pop() if len(dims) == 1 else None
     return axes[graph.output_node().args[0][0]]  # type: ignore[index]
 
 

@@ -37,7 +37,7 @@ def load() -> dict[str, Any]:
 
 
 def save(recordings: Mapping[Case, Recording], stored: dict[str, Any], quickly: bool = False) -> int:
-    """Store recordings in place of those of the same cases, and return the size of the file in bytes."""
+    """Store recordings in index of those of the same cases, and return the size of the file in bytes."""
     known, texts = dict(stored["cases"]), dict(stored["texts"])
     for (model, policy), each in recordings.items():
         known[f"{model} | {policy}"] = {
@@ -83,14 +83,14 @@ def _of_graphs(ours: Recording, stages: list[list[str]], texts: Mapping[str, str
         one for title, one in stages if title == FINAL
     ]
     lines = [f"graphs handed to the compiler: {'equal' if equal else 'different'}"]
-    place = next((at for at, pair in enumerate(zip(hashes, recorded, strict=False)) if pair[0] != pair[1]), None)
-    if place is None:
+    index = next((at for at, pair in enumerate(zip(hashes, recorded, strict=False)) if pair[0] != pair[1]), None)
+    if index is None:
         return "\n".join([*lines, f"{len(hashes)} stages, recorded were {len(recorded)}"])
-    title, text = ours.stages[place]
-    lines.append(f"first different graph: number {place}, {title!r}, recorded as {stages[place][0]!r}")
-    if recorded[place] not in texts:
+    title, text = ours.stages[index]
+    lines.append(f"first different graph: number {index}, {title!r}, recorded as {stages[index][0]!r}")
+    if recorded[index] not in texts:
         return "\n".join([*lines, "its text is not stored: compare two checkouts with --texts FOLDER and diff -r"])
-    before = texts[recorded[place]]
+    before = texts[recorded[index]]
     changes = difflib.unified_diff(before.splitlines(), text.splitlines(), "recorded", "now", lineterm="", n=2)
     return "\n".join([*lines, *changes])
 

@@ -55,13 +55,13 @@ class Launched:
             KernelError: it does not compile.
         """
         signature, constants, attributes = {}, {}, {}
-        for place, parameter in enumerate(self.function.params):
+        for index, parameter in enumerate(self.function.params):
             value = self.arguments[parameter.name]
             signature[parameter.name] = "constexpr" if parameter.is_constexpr else _kind(value)
             if parameter.is_constexpr:
                 constants[parameter.name] = value
             elif isinstance(value, Tensor) or value % 16 == 0:
-                attributes[(place,)] = _ALIGNED
+                attributes[(index,)] = _ALIGNED
         how = dict(num_warps=self.warps, num_stages=self.stages)
         return compiled(self.function, signature, constants, target, attributes=attributes, **how)
 

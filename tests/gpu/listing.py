@@ -125,8 +125,8 @@ class Loop:
     start: int
     stop: int
 
-    def __contains__(self, place: int) -> bool:
-        return self.start <= place < self.stop
+    def __contains__(self, index: int) -> bool:
+        return self.start <= index < self.stop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +155,7 @@ class Listing:
             raise ListingError(f"{len(self.loops)} loops in the machine code, and turns were given for {len(turns)}")
         around = list(zip(self.loops, turns, strict=True))
         return [
-            math.prod(turn for loop, turn in around if place in loop) for place in range(len(self.instructions))
+            math.prod(turn for loop, turn in around if index in loop) for index in range(len(self.instructions))
         ]  # fmt: skip
 
     def executed(self, turns: Sequence[float]) -> Counts:
@@ -168,16 +168,16 @@ class Listing:
         Asynchronous copies in front of a loop are those of its first turn; in its last one they are switched off.
         """
         often = zip(range(len(self.instructions)), self.instructions, self.often(turns), strict=True)
-        counted = _counted((x, n) for place, x, n in often if x.kind not in ASYNCHRONOUS or self._looped(place))
+        counted = _counted((x, n) for index, x, n in often if x.kind not in ASYNCHRONOUS or self._looped(index))
         return counted.moved(*GLOBAL_LOADS, *ASYNCHRONOUS, *GLOBAL_STORES)
 
-    def _looped(self, place: int) -> bool:
-        return any(place in loop for loop in self.loops)
+    def _looped(self, index: int) -> bool:
+        return any(index in loop for loop in self.loops)
 
     def waited(self, turns: Sequence[float]) -> float:
         """How many latencies of global memory follow each other in a whole run; see `waits`."""
         often = self.often(turns)
-        outside = [x for place, x in enumerate(self.instructions) if not self._looped(place)]
+        outside = [x for index, x in enumerate(self.instructions) if not self._looped(index)]
         return _Clock().waited(outside) + sum(self.waits(loop) * often[loop.start] for loop in self.innermost)
 
     def waits(self, loop: Loop) -> float:
@@ -253,11 +253,11 @@ def parsed(text: str) -> Listing:
 def _loops(instructions: Iterable[Instruction], labels: dict[str, int]) -> list[Loop]:
     """Every branch to what lies before it; the one that traps the end of a kernel goes to itself."""
     ends: dict[int, int] = {}
-    for place, instruction in enumerate(instructions):
+    for index, instruction in enumerate(instructions):
         target = _TARGET.search(instruction.operands) if instruction.kind == "BRA" else None
-        start = labels.get(target[1], place) if target else place
-        if start < place:
-            ends[start] = max(place + 1, ends.get(start, 0))
+        start = labels.get(target[1], index) if target else index
+        if start < index:
+            ends[start] = max(index + 1, ends.get(start, 0))
     return [Loop(start, ends[start]) for start in sorted(ends)]
 
 

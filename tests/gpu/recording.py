@@ -55,14 +55,14 @@ class Recording(Backend):
 
     def rewrite(self, call: StepCall) -> tuple[StepContext, StepRewrite]:
         with torch_private.pretended_gpu():
-            moved, places = on_gpu(call.gm)
+            moved, copies = on_gpu(call.gm)
             device = torch.device("cuda", 0)
             there = dataclasses.replace(
                 call,
                 gm=moved,
-                sites=[site.in_copy(places) for site in call.sites],
+                sites=[site.in_copy(copies) for site in call.sites],
                 layouts=[dataclasses.replace(layout, device=device) for layout in call.layouts],
-                padding_inputs=call.padding_inputs.in_copy(places),
+                padding_inputs=call.padding_inputs.in_copy(copies),
             )
             rewrite = rewrite_step(StepContext(there))
         patches = step_settings(self, call.layouts[0].ranked)
@@ -104,14 +104,14 @@ def _copied(x: Any) -> Any:
 
 def on_gpu(gm: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
     """A copy of one of Dynamo's graphs as if it had been traced on a GPU, and where each node went."""
-    moved, places = fx_nodes.copy_graph_module(gm)
+    moved, copies = fx_nodes.copy_graph_module(gm)
     for node in moved.graph.nodes:
         node.meta = {name: _there(what) if name == "example_value" else what for name, what in node.meta.items()}
         if node.op in ("call_function", "call_method"):
             node.args = fx.node.map_aggregate(node.args, _literal)
             node.kwargs = fx.node.map_aggregate(node.kwargs, _literal)
     moved.recompile()
-    return moved, places
+    return moved, copies
 
 
 def _there(value: Any) -> Any:

@@ -43,22 +43,22 @@ def whole(query, key, mask, real, causal, scale, window):
     if mask is not None:
         floor = torch.finfo(torch.float32).min
         logits = logits.masked_fill(~mask, floor) if mask.dtype == torch.bool else logits + mask
-    paid = logits.softmax(-1)
+    probs = logits.softmax(-1)
     out = {name: torch.zeros(rows, query.shape[1], keys) for name in NAMES}
     for b in range(rows):
         queries = real[b].nonzero().flatten().tolist()
         for q in queries:
-            out["total"][b] += paid[b, :, q]
-            out["squares"][b] += paid[b, :, q] ** 2
+            out["total"][b] += probs[b, :, q]
+            out["squares"][b] += probs[b, :, q] ** 2
         voters = queries[-window:]
         for q in voters:
-            out["window"][b] += paid[b, :, q] / len(voters)
+            out["window"][b] += probs[b, :, q] / len(voters)
             older = slice(0, voters[0] + keys - count)
             out["older"][b, :, older] += logits[b, :, q, older].softmax(-1) / len(voters)
             peak = logits[b, :, q, older].view(heads, groups, -1).amax(1, keepdim=True).softmax(-1)
             out["older_peak"][b, :, older] += peak.expand(-1, groups, -1).flatten(0, 1) / len(voters)
         if queries:
-            out["last"][b], out["logits"][b] = paid[b, :, queries[-1]], logits[b, :, queries[-1]]
+            out["last"][b], out["logits"][b] = probs[b, :, queries[-1]], logits[b, :, queries[-1]]
     made = {name: x.view(rows, heads, groups, keys) for name, x in out.items()}
     return {**made, "older_peak": made["older_peak"][:, :, :1]}
 

@@ -58,10 +58,10 @@ def test_other_mixtures_are_left_to_the_plain_form(matrix):
     "pairs", [RotaryPairs(8, False), RotaryPairs(6, True), RotaryPairs(12, False), RotaryPairs(2, True)]
 )
 def test_partners_are_mutual_and_each_pair_has_one_leader(pairs):
-    place = torch.arange(WIDTH)
-    partner = pairs.partner(place)
-    assert torch.equal(partner[partner], place)
-    mixed = partner != place
+    index = torch.arange(WIDTH)
+    partner = pairs.partner(index)
+    assert torch.equal(partner[partner], index)
+    mixed = partner != index
     assert mixed.sum() == pairs.width
-    assert torch.equal(pairs.leads(place)[mixed], ~pairs.leads(place)[partner][mixed])
-    assert pairs.leads(place)[~mixed].all()
+    assert torch.equal(pairs.leads(index)[mixed], ~pairs.leads(index)[partner][mixed])
+    assert pairs.leads(index)[~mixed].all()

@@ -42,12 +42,12 @@ def test_window_and_streaming_keep_what_they_always_kept():
 
 def test_h2o_keeps_the_sum_and_not_the_mean():
     q, k, v = layer(24, heads=2, groups=2)
-    paid = probabilities(q, k).sum(1).view(2, 2, 24).sum(1)  # [Hkv, T]
+    sums = probabilities(q, k).sum(1).view(2, 2, 24).sum(1)  # [Hkv, T]
     kept = prompt_keeps("h2o", q, k, v, budget=10)
     seen = torch.arange(24, 0, -1)
     for head in range(2):
-        assert kept[head] == {*paid[head, :19].topk(5).indices.tolist(), *range(19, 24)}
-    assert any(kept[h] != {*(paid[h] / seen)[:19].topk(5).indices.tolist(), *range(19, 24)} for h in range(2))
+        assert kept[head] == {*sums[head, :19].topk(5).indices.tolist(), *range(19, 24)}
+    assert any(kept[h] != {*(sums[h] / seen)[:19].topk(5).indices.tolist(), *range(19, 24)} for h in range(2))
 
 
 def test_tova_keeps_what_the_last_query_of_all_heads_looks_at():
@@ -98,9 +98,9 @@ def test_roco_averages_and_protects_what_varies():
     q, k, v = layer(32, groups=2)
     rows, budget = probabilities(q, k), 8
     older = range(32 - budget // 2)
-    paid = {j: rows[:, j:, j].flatten() for j in older}  # by every query that saw it
-    varied = sorted(older, key=lambda j: -paid[j].var(unbiased=False))[: budget // 4]
-    means = sorted(set(older) - set(varied), key=lambda j: -paid[j].mean())[: budget // 4]
+    probs = {j: rows[:, j:, j].flatten() for j in older}  # by every query that saw it
+    varied = sorted(older, key=lambda j: -probs[j].var(unbiased=False))[: budget // 4]
+    means = sorted(set(older) - set(varied), key=lambda j: -probs[j].mean())[: budget // 4]
     assert prompt_keeps("roco", q, k, v, budget=budget) == [{*varied, *means, *range(28, 32)}]
 
 

@@ -55,10 +55,10 @@ def test_a_full_middle_always_shrinks(stride, threshold, old_stride):
 def test_the_best_of_each_hive_stays():
     q, k, v = (torch.randn(1, 1, 28, 8, generator=torch.Generator().manual_seed(n)) * 2 for n in range(3))
     rows = (q[0, 0] @ k[0, 0].T / 8**0.5).masked_fill(torch.ones(28, 28).triu(1).bool(), -torch.inf).softmax(-1)
-    paid = rows.sum(0)
+    sums = rows.sum(0)
     trace = simulate("buzz", q, k, v, prompt=28, budget=14, sinks=3, window=5, threshold=6, compiled=True)
     hives = [range(n, min(n + 5, 23)) for n in range(3, 23, 5)]
-    best = [max(hive, key=lambda j: paid[j]) for hive in hives]
+    best = [max(hive, key=lambda j: sums[j]) for hive in hives]
     assert trace.positions[0, 0, 0].tolist() == [0, 1, 2, *best, *range(23, 28), -1, -1]
 
 

@@ -139,8 +139,8 @@ def test_a_bare_loop_gives_the_same_as_position_ids(architecture):
     model = build(architecture)
     ids, mask = prompt(2, 24, ())
     settings = options(architecture)
-    told = force(model, ids, mask, [5, *[1] * 19], **settings).logits
-    assert torch.allclose(bare(model, ids, **settings), told, atol=1e-5)
+    with_mask_and_ids = force(model, ids, mask, [5, *[1] * 19], **settings).logits
+    assert torch.allclose(bare(model, ids, **settings), with_mask_and_ids, atol=1e-5)
 
 
 def test_sinks_and_unmoved_vectors_are_not_repaired():

@@ -91,8 +91,8 @@ class Masked(torch.nn.Module):
         if past is not None:
             key, value = torch.cat([past[0], key], 2), torch.cat([past[1], value], 2)
         count, total = ids.shape[1], key.shape[2]
-        place = torch.arange(total)
-        seen = (place <= place[total - count :, None]) & attention_mask[:, None, None].bool()
+        index = torch.arange(total)
+        seen = (index <= index[total - count :, None]) & attention_mask[:, None, None].bool()
         bias = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
         out = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=bias)
         return x + out.transpose(1, 2).flatten(2), (key, value)

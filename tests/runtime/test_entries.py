@@ -336,13 +336,13 @@ def test_settings_are_those_of_the_user_outside_of_compilations_for_kvpass(limit
         assert dynamo_settings() == before
 
 
-@pytest.mark.parametrize("way", ["in place", "torch.compile"])
+@pytest.mark.parametrize("way", ["in index", "torch.compile"])
 def test_beyond_the_limit_there_is_an_error(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dynamo, "MOST_GRAPHS", {"recompile_limit": 1})
     model, (ids, _) = tiny(), prompt(2, 12, ())
     chosen = kvpass.backend(**POLICY)
-    call = kvpass.compile(model, **POLICY) if way == "in place" else torch.compile(model, backend=chosen)
-    error = kvpass.UnsupportedGraph if way == "in place" else Exception
+    call = kvpass.compile(model, **POLICY) if way == "in index" else torch.compile(model, backend=chosen)
+    error = kvpass.UnsupportedGraph if way == "in index" else Exception
     with torch._dynamo.config.patch(recompile_limit=1), torch.no_grad():
         before = dynamo_settings()
         with pytest.warns(kvpass.KVPassWarning, match="last graph"):
@@ -637,9 +637,9 @@ def test_weights_in_float32_run_under_autocast(dtype: torch.dtype) -> None:
         expected = model(ids, attention_mask=mask).logits[:, -1]
         kvpass.compile(model, "full", inner="eager")
         out = model(ids[:, :9], attention_mask=mask[:, :9], use_cache=True)
-        for place in range(9, 12):
-            more: dict[str, Any] = dict(attention_mask=mask[:, : place + 1], past_key_values=out.past_key_values)
-            out = model(ids[:, place : place + 1], **more)
+        for index in range(9, 12):
+            more: dict[str, Any] = dict(attention_mask=mask[:, : index + 1], past_key_values=out.past_key_values)
+            out = model(ids[:, index : index + 1], **more)
     assert bounded(out.past_key_values)
     assert out.past_key_values.layers[0].values.dtype == torch.float32
     assert (out.logits[:, -1] - expected).abs().max() < 0.02 * expected.abs().max()

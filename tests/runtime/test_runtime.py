@@ -70,8 +70,8 @@ def test_bare_loop_counts_tokens_seen(architecture: str) -> None:
     model = build(architecture, layers=1)
     ids, mask = prompt(2, 24, ())
     ours = bare(model, ids, policy="window", budget=8, inner="eager")
-    told = force(model, ids, mask, [5, *[1] * 19], policy="window", budget=8, inner="eager").logits
-    assert torch.allclose(ours, told, atol=1e-5)
+    expected_logits = force(model, ids, mask, [5, *[1] * 19], policy="window", budget=8, inner="eager").logits
+    assert torch.allclose(ours, expected_logits, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -134,10 +134,11 @@ def test_full_without_budget_doubles_its_slots(monkeypatch: pytest.MonkeyPatch, 
         expected = model(ids).logits
     pieces = [2, *[queries] * (298 // queries)]
     run = force(model, ids, mask, pieces, inspect=False, policy="full", inner="eager")
-    told = sum(pieces)
-    assert torch.allclose(run.logits, expected[:, :told], atol=1e-4)
+    count = sum(pieces)
+    assert torch.allclose(run.logits, expected[:, :count], atol=1e-4)
     layers = kvpass.inspect(run.cache).layers
-    assert all(layer.capacity > told and (layer.positions >= 0).sum(-1).unique().tolist() == [told] for layer in layers)
+    assert all(layer.capacity > count for layer in layers)
+    assert all((layer.positions >= 0).sum(-1).unique().tolist() == [count] for layer in layers)
 
 
 def test_budget_as_a_share_of_the_prompt() -> None:

@@ -34,8 +34,8 @@ class Copier:
 
     @staticmethod
     def after(row: torch.Tensor) -> torch.Tensor:
-        places = (row[:-1] == row[-1]).nonzero().flatten()
-        return row[places[-1] + 1] if len(places) else torch.tensor(0)
+        matches = (row[:-1] == row[-1]).nonzero().flatten()
+        return row[matches[-1] + 1] if len(matches) else torch.tensor(0)
 
 
 def test_rows_are_other_texts_with_other_pairs_and_begin_alike():

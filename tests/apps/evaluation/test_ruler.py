@@ -47,8 +47,8 @@ def reader() -> Reader:
 
 
 def needle(text: str) -> str:
-    places = re.findall(r"The lighthouse of (\w+) has (\d+) steps", text)
-    return dict(places)[re.findall(r"The lighthouse of (\w+) has$", text)[0]]
+    statements = re.findall(r"The lighthouse of (\w+) has (\d+) steps", text)
+    return dict(statements)[re.findall(r"The lighthouse of (\w+) has$", text)[0]]
 
 
 def chained(text: str) -> str:

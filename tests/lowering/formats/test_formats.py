@@ -73,13 +73,13 @@ def test_products_and_mixtures_are_those_of_decoded_rows(
         read, drawn = made.read().double(), torch.Generator().manual_seed(seed)
     for count in (1, 3, 17):
         query = torch.randn(2, 3, count, given_rows.shape[-1], generator=drawn)
-        paid = torch.randn(2, 3, count, given_rows.shape[2], generator=drawn).softmax(-1)
+        probs = torch.randn(2, 3, count, given_rows.shape[2], generator=drawn).softmax(-1)
         close = dict(rtol=1e-4, atol=float(read.abs().max()) * 1e-4)
         with loading_as(capability):
             products = made.format.products(query, made.parts)
-            mixture = made.format.weighted_sum(paid, made.parts, torch.float32)
+            mixture = made.format.weighted_sum(probs, made.parts, torch.float32)
         torch.testing.assert_close(products.double(), query.double() @ read.transpose(-1, -2), **close)
-        torch.testing.assert_close(mixture.double(), paid.double() @ read, **close)
+        torch.testing.assert_close(mixture.double(), probs.double() @ read, **close)
 
 
 @pytest.mark.parametrize(
@@ -149,15 +149,15 @@ def test_codes_that_fill_vectors_are_loaded_in_words(kv_dtype: KVDtype, dim: int
     """And however they are loaded, compiled products and mixtures sum nothing in a cascade."""
     made, count = format_of(kv_dtype, dim, torch.bfloat16), LONGEST_SUM + 1
     parts = EncodedVectors.of(made, torch.randn(1, 1, count, dim).to(torch.bfloat16)).parts
-    query, paid = torch.randn(1, 1, 2, dim).to(torch.bfloat16), torch.randn(1, 1, 2, count).softmax(-1)
+    query, probs = torch.randn(1, 1, 2, dim).to(torch.bfloat16), torch.randn(1, 1, 2, count).softmax(-1)
 
-    def attended(query: Tensor, paid: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
-        return made.products(query, parts), made.weighted_sum(paid, parts, torch.float32)
+    def attended(query: Tensor, probs: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
+        return made.products(query, parts), made.weighted_sum(probs, parts, torch.float32)
 
     with loading_as("AVX2"):
-        expected = attended(query, paid, *parts)
-        graph = make_fx(attended, tracing_mode="fake")(query, paid, *parts)
-        found, code = run_and_get_code(torch.compile(graph), query, paid, *parts)
+        expected = attended(query, probs, *parts)
+        graph = make_fx(attended, tracing_mode="fake")(query, probs, *parts)
+        found, code = run_and_get_code(torch.compile(graph), query, probs, *parts)
     for got, exact in zip(found, expected, strict=True):
         torch.testing.assert_close(got, exact, rtol=1e-4, atol=1e-4)
     views = [node for node in graph.graph.nodes if node.target is torch.ops.aten.view.dtype]

@@ -32,8 +32,8 @@ def test_a_format_that_multiplies_wrongly_is_refused(monkeypatch: pytest.MonkeyP
     """Which no comparison of plain rows with the model's would see."""
     right = Int8.weighted_sum
 
-    def wrong(self: Int8, paid: Tensor, parts: Parts, dtype: Any) -> Tensor:
-        return right(self, paid, (parts[0], parts[1] * 3), dtype)
+    def wrong(self: Int8, probs: Tensor, parts: Parts, dtype: Any) -> Tensor:
+        return right(self, probs, (parts[0], parts[1] * 3), dtype)
 
     monkeypatch.setattr(Int8, "weighted_sum", wrong)
     with pytest.raises(kvpass.UnsupportedGraph, match="is not the model's"):

@@ -45,9 +45,9 @@ def test_a_step_and_a_chunk_are_a_prologue_and_alike_layers_and_an_epilogue(poli
         assert bodies(segments) == [0, 1, 1, 1, 1, 2]
         run = [node for segment in segments for node in segment.nodes]
         assert set(run) == {node for node in gm.graph.nodes if node.op not in ("placeholder", "output")}
-        place = {node: i for i, node in enumerate(run)}
-        assert len(run) == len(place)
-        assert all(place[parent] < place[node] for node in run for parent in node.all_input_nodes if parent in place)
+        index = {node: i for i, node in enumerate(run)}
+        assert len(run) == len(index)
+        assert all(index[parent] < index[node] for node in run for parent in node.all_input_nodes if parent in index)
 
 
 @pytest.mark.slow
