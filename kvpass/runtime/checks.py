@@ -143,8 +143,8 @@ class StepVerifier:
             self._key_weights_of_steps.add(weights)
             if model_identity.belongs_to_other_layer(cache.key_projections, weights, self._key_weights_of_steps):
                 raise CacheHandleError(
-                    f"{walk.source_line(site.call)}: the caches of layers were exchanged: what was given here is of "
-                    "another layer, or of another copy of the model"
+                    f"{walk.source_line(site.call)}: the caches of layers were exchanged: this layer received the "
+                    "cache of another layer, or of another copy of the model"
                 )
             if site.sharding != cache.layout.sharding:
                 raise CacheHandleError(

@@ -225,7 +225,7 @@ def exchange(layers: list[object]) -> None:
 
 
 MIXED = [
-    (swap_parts, "values of a layer were given back where its keys belong"),
+    (swap_parts, "values of a layer were passed as its keys"),
     (one_layer_twice, "given back for two layers"),
     (a_copy_of_one_layer_twice, "given back for two layers"),
     (exchange, "exchanged"),
