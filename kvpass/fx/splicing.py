@@ -11,7 +11,7 @@ import torch.fx as fx
 from torch.fx.node import map_arg
 
 from kvpass.fx.alias import Memory, ancestors_with_writes, dependents
-from kvpass.fx.walk import is_size, placeholders, value
+from kvpass.fx.walk import arguments_text, is_size, placeholders, value
 from kvpass.torch_private import tensors
 
 
@@ -44,14 +44,9 @@ class Slice:
     def key(self) -> tuple[Any, ...]:
         index = {node: f"%{i}" for i, node in enumerate(self.module.graph.nodes)}
         steps = [
-            (node.op, None if node.op == "placeholder" else node.target, _arguments_text(node, index)) for node in index
+            (n.op, None if n.op == "placeholder" else n.target, arguments_text(n, index.__getitem__)) for n in index
         ]
         return (*steps, *((n.name, str(value(n))) for n in self.bound))
-
-
-def _arguments_text(node: fx.Node, index: dict[fx.Node, str]) -> str:
-    """Return the arguments of a node as text, with indices in place of nodes."""
-    return str(fx.node.map_arg((node.args, node.kwargs), lambda parent: index[parent]))
 
 
 Resolve = Callable[[fx.Node], Any]

@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 import torch
 import torch.fx as fx
 from torch import Tensor
+from torch.fx.node import map_arg
 
 from kvpass.errors import KVPassError, UnreadableGraph, UnsupportedGraph
 
@@ -127,6 +128,11 @@ def move_before(node: fx.Node, needed: fx.Node) -> None:
 def name_of(node: fx.Node) -> str:
     """Return the bare name of a node's target."""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+
+
+def arguments_text(node: fx.Node, reference: Callable[[fx.Node], Any]) -> str:
+    """Return the arguments of a node as text, with references in place of nodes; 1, 1.0 and True differ."""
+    return repr(map_arg((node.args, node.kwargs), reference))
 
 
 _FRAME = re.compile(r'\s*File "(.*)", line (\d+)')

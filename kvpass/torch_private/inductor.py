@@ -285,8 +285,8 @@ class CompiledParts:
         wrappers, code = _unwrap(run, subclasses)
         if code is None or len(code.output_strides or ()) != len(result):
             return None
-        laid_out = [None if view else strides for view, strides in zip(views, code.output_strides, strict=True)]
-        given = [self._strided(value, strides) for value, strides in zip(result, laid_out, strict=True)]
+        laid_out = zip(result, views, code.output_strides, strict=True)
+        given = [value if view else self._strided(value, strides) for value, view, strides in laid_out]
         if leading:  # compile_fx puts these before the arguments
             return WithLeading(run, leading), given
         if any(views) or any(map(symbols, result)) or subclasses:

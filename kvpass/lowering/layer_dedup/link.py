@@ -17,6 +17,7 @@ A slot buffer is an operand that the compiled code writes to in place, as in a w
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import operator
@@ -94,17 +95,8 @@ class _SegmentKinds:
 
     def run_of(self, segment: Segment) -> tuple[Segment, inductor.Boxed] | None:
         """Return a segment with all its operands and its code, or None if it cannot be compiled alone."""
-        segment = segment.with_operands(self._symbol_inputs(segment))
+        segment = self._with_symbol_inputs(segment)
         operands = [self.values[node] for node in segment.operands]
-        compiled = self._compile(segment, operands)
-        if compiled is None:
-            return None
-        run, results = compiled
-        self.values.update(zip(segment.returned, results, strict=True))
-        return segment, run
-
-    def _compile(self, segment: Segment, operands: list[Any]) -> tuple[inductor.Boxed, list[Any]] | None:
-        """Return a segment's compiled code, and fakes of its results in the segment's sizes."""
         key, sizes = segment.key(operands, self.alike), segments.symbols_among(operands, self.alike)
         if key not in self._known:
             module = as_module(segment, operands)
@@ -113,14 +105,15 @@ class _SegmentKinds:
                 return None
             self._known[key] = (*compiled, sizes)
         run, results, compiled_sizes = self._known[key]
-        return run, self.parts.fresh_values(
-            results, dict(zip(compiled_sizes, sizes, strict=True)) if len(sizes) == 1 else {}
-        )
+        renamed = dict(zip(compiled_sizes, sizes, strict=True)) if len(sizes) == 1 else {}
+        self.values.update(zip(segment.returned, self.parts.fresh_values(results, renamed), strict=True))
+        return segment, run
 
-    def _symbol_inputs(self, segment: Segment) -> list[fx.Node]:
-        """Return the graph inputs that define the symbols in the sizes of a segment's operands."""
+    def _with_symbol_inputs(self, segment: Segment) -> Segment:
+        """Return a segment whose operands include the graph inputs that define the symbols in their sizes."""
         free = {symbol for node in segment.operands for symbol in symbolic_shapes.symbols(self.values[node])}
-        return [self._sizes[symbol] for symbol in sorted(free, key=str) if symbol in self._sizes]
+        inputs = [self._sizes[symbol] for symbol in sorted(free, key=str) if symbol in self._sizes]
+        return dataclasses.replace(segment, operands=tuple(dict.fromkeys((*segment.operands, *inputs))))
 
 
 def as_module(segment: Segment, operands: Sequence[Any]) -> fx.GraphModule:

@@ -24,14 +24,13 @@ import dataclasses
 import itertools
 import operator
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import optree
 import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx as fx
-from torch.fx.node import map_aggregate
 
 from kvpass.fx import alias, shapes, walk
 from kvpass.fx.walk import tensor_bytes
@@ -74,7 +73,7 @@ class Segment:
                 else ("operand", operands.setdefault(parent, len(operands)))
             )
 
-        body = tuple((node.op, _target(node), _arguments_text(node, reference)) for node in nodes)
+        body = tuple((node.op, _target(node), walk.arguments_text(node, reference)) for node in nodes)
         results = tuple(index_of[node] for node in nodes if any(user not in index_of for user in node.users))
         return cls(tuple(nodes), tuple(operands), body, results)
 
@@ -82,10 +81,6 @@ class Segment:
     def returned(self) -> list[fx.Node]:
         """The nodes at `results`."""
         return [self.nodes[index] for index in self.results]
-
-    def with_operands(self, more: Iterable[fx.Node]) -> Segment:
-        """Return the segment with further operands, such as the sizes in the shapes of its operands."""
-        return dataclasses.replace(self, operands=tuple(dict.fromkeys((*self.operands, *more))))
 
     def key(self, values: Sequence[Any], exchangeable: Collection[Any] = ()) -> tuple[Any, ...]:
         """Return a key that is equal for segments that the same compiled code serves.
@@ -114,15 +109,6 @@ def _target(node: fx.Node) -> Any:
     if type(attr) is not torch.Tensor:
         return ("held", id(attr))
     return ("constant", attr.dtype, attr.device, tuple(attr.shape), attr.stride(), tensor_bytes(attr))
-
-
-def _arguments_text(node: fx.Node, reference: Callable[[fx.Node], tuple[str, int]]) -> str:
-    """Return the arguments of a node as text, with references in place of nodes; 1, 1.0 and True differ."""
-
-    def text(argument: Any) -> Any:
-        return reference(argument) if isinstance(argument, fx.Node) else (type(argument).__name__, repr(argument))
-
-    return repr(map_aggregate((node.args, node.kwargs), text))
 
 
 def _value_key(value: Any, renamed: dict[Any, Any]) -> tuple[Any, ...]:
@@ -169,8 +155,7 @@ def readers_of_slots(gm: fx.GraphModule) -> list[fx.Node]:
     In decoding that is the write of the new key.
     """
     keys = [node for node in walk.placeholders(gm.graph) if re.fullmatch(r"slots_\d+_key", node.name)]
-    index = {node: i for i, node in enumerate(gm.graph.nodes)}
-    return [min(node.users, key=index.__getitem__) for node in keys if node.users]
+    return [min(node.users) for node in keys if node.users]
 
 
 def split(gm: fx.GraphModule, anchors: Sequence[fx.Node]) -> list[Segment]:
@@ -258,8 +243,7 @@ def _alive(order: list[fx.Node], index: dict[fx.Node, int], anchors: list[int]) 
 def _shared_by_layers(order: list[fx.Node], cuts: list[int]) -> set[fx.Node]:
     """Return the nodes before the first cut that are read after the second one, and their ancestors."""
     index = {node: i for i, node in enumerate(order)}
-    second_cut = cuts[1] if len(cuts) > 1 else len(order)
-    read_later = [n for n in order[: cuts[0]] if any(index.get(user, -1) >= second_cut for user in n.users)]
+    read_later = [n for n in order[: cuts[0]] if any(index.get(user, -1) >= cuts[1] for user in n.users)]
     return {node for shared in read_later for node in walk.ancestors(shared) if node in index}
 
 
