@@ -182,10 +182,10 @@ def has_fixed_keys(call: AttentionCall, queries: Mapping[fx.Node, fx.Node], memo
     query_inputs = _call_inputs(
         alias.ancestors_with_writes([call.query], reader=call.node, through=queries, memory=memory)
     )
-    kv_inputs = [
+    kv_inputs = (  # keys that share an input with the query end the search, which goes through all layers before
         _call_inputs(alias.ancestors_with_writes([node], reader=call.node, memory=memory))
         for node in (call.key, call.value)
-    ]
+    )
     return bool(query_inputs) and all(inputs and query_inputs.isdisjoint(inputs) for inputs in kv_inputs)
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvpass.torch_private import generated_code
-from kvpass.torch_private.inductor import Boxed, WithLeading
+from kvpass.torch_private.inductor import Boxed
 
 LIBRARY_OF_OPERATORS = "extern_kernels"
 """Inductor's name for the operators that it calls outside of its kernels."""
@@ -46,7 +46,6 @@ class ExportedCode:
 def export_code(run: Any) -> ExportedCode | None:
     """Return the code of a callable that Inductor made for a CPU; None if it needs more than is saved."""
     leading = list(getattr(run, "leading", ()))
-    run = run.run if isinstance(run, WithLeading) else run
     while hasattr(run, "__wrapped__"):
         run = run.__wrapped__
     run = getattr(run, "current_callable", run)

@@ -244,10 +244,10 @@ class WithLeading:
     """Compiled code whose first arguments are the tensors of a module."""
 
     def __init__(self, run: Any, leading: Sequence[Tensor]) -> None:
-        self.run, self.leading = run, list(leading)
+        self.__wrapped__, self.leading = run, list(leading)
 
     def __call__(self, arguments: list[Any]) -> Any:
-        return self.run(*arguments)
+        return self.__wrapped__(*arguments)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -67,11 +67,8 @@ class Segment:
         operands: dict[fx.Node, int] = {}
 
         def reference(parent: fx.Node) -> tuple[str, int]:
-            return (
-                ("own", index_of[parent])
-                if parent in index_of
-                else ("operand", operands.setdefault(parent, len(operands)))
-            )
+            own = index_of.get(parent)
+            return ("operand", operands.setdefault(parent, len(operands))) if own is None else ("own", own)
 
         body = tuple((node.op, _target(node), walk.arguments_text(node, reference)) for node in nodes)
         results = tuple(index_of[node] for node in nodes if any(user not in index_of for user in node.users))
