@@ -99,7 +99,9 @@ def check_arguments(function: F) -> F:
         try:
             given = signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise PolicyError(f"{function.__qualname__}: {error}") from None
+            names = [each.name for each in signature.parameters.values() if each.kind is each.POSITIONAL_OR_KEYWORD]
+            hint = f"; without its name it takes {', '.join(names)}" if len(args) > len(names) else ""
+            raise PolicyError(f"{function.__qualname__}: {error}{hint}") from None
         for name, check in _checks(function).items():
             if name in given.arguments:
                 given.arguments[name] = _value(name, given.arguments[name], check)

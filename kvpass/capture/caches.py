@@ -303,7 +303,13 @@ class _CacheSearch:
         """Return the output index of a grown cache and the number of tokens stored."""
         found = stored_output(grown, self.outputs)
         if found is None:
-            raise CacheRefused("the grown cache is not returned by the graph")
+            again = next((user for user in grown.users if known_name(user) in ("cat", "concat")), None)
+            if again is None:
+                raise CacheRefused("the grown cache is not returned by the graph")
+            raise CacheRefused(
+                f"the grown cache grows again at {walk.source_line(again)}: compile a function that calls the model "
+                "once on a cache, and loop outside of it"
+            )
         return found
 
 

@@ -167,6 +167,7 @@ class DecodeLoop:
         return self.cache
 
     @check_arguments
+    @torch.inference_mode(False)  # steps write in place to tensors of earlier calls, which may be outside of it
     @torch.no_grad()
     def prompt(
         self,
@@ -242,6 +243,7 @@ class DecodeLoop:
         self.state, self.prefix = None, copy.deepcopy(cache)
 
     @check_arguments
+    @torch.inference_mode(False)  # as in `prompt`
     @torch.no_grad()
     def stream(self, tokens: Natural) -> Iterator[Tensor]:
         """Yield up to `tokens` new tokens, int64 [B] each on the CPU, until every conversation has stopped.

@@ -157,6 +157,7 @@ class RequestScheduler:
         """Number of requests whose last output has not been handed out."""
         return len(self.known)
 
+    @torch.inference_mode(False)  # steps write in place to tensors of earlier calls, which may be outside of it
     @torch.no_grad()
     def step(self) -> list[GenerationOutput]:
         """Prefill one chunk of a prompt, then decode unless that ended the prompt; see `DecodeLoop.step`."""

@@ -55,6 +55,42 @@ def test_equal_to_generate_until_something_is_evicted(architecture: str, padding
     assert (graphs(), breaks()) == (2, 0)
 
 
+@pytest.mark.parametrize("rows", [None, 2])
+def test_inference_mode_may_change_between_calls(rows: int | None) -> None:
+    """Each call runs alike, so nothing is traced for inference mode alone."""
+    forget()
+    ids = prompt(1)[0]
+
+    def tokens(first: bool, second: bool) -> list[Tensor]:
+        loop, made = loop_on(llama(), rows=rows, read_interval=2), []
+
+        def decode() -> None:
+            if rows is None:
+                made.append(loop.generate(4))
+            else:
+                made.extend(torch.tensor([output.new_tokens]) for _ in range(3) for output in loop.step())
+
+        for mode in (first, second):
+            with torch.inference_mode(mode):
+                loop.prompt(ids) if rows is None else loop.add(ids[0], max_new_tokens=30)
+                decode()
+            with torch.inference_mode(not mode):
+                decode()
+        return made
+
+    expected, count = torch.cat(tokens(False, False), 1), graphs()
+    assert torch.equal(torch.cat(tokens(True, False), 1), expected)
+    assert torch.equal(torch.cat(tokens(False, True), 1), expected)
+    assert graphs() == count
+
+
+def test_a_model_that_torch_compile_returned() -> None:
+    loops = [loop_on(model) for model in (llama(), torch.compile(llama(), backend="eager"))]
+    for loop in loops:
+        loop.prompt(prompt(1)[0])
+    assert torch.equal(*(loop.generate(3) for loop in loops))
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in ("h2o", "buzz", "d2o") else pytest.mark.slow) for n in ROWS]

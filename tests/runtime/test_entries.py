@@ -580,6 +580,19 @@ def test_chunks_are_traced_once_however_their_tokens_are_given() -> None:
     assert counts[1:] == [counts[1]] * 3
 
 
+def test_several_steps_in_one_graph_say_what_to_do() -> None:
+    """A loop inside of a compiled function is unrolled, and the cache grows several times."""
+
+    def two(model: Any, ids: Tensor, cache: Any) -> Tensor:
+        for _ in range(2):
+            ids = model(ids, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+        return ids
+
+    compiled = torch.compile(two, backend=kvpass.backend(**POLICY))
+    with torch.no_grad(), pytest.raises(kvpass.UnsupportedGraph, match="grows again at .*calls the model once"):
+        compiled(tiny(), prompt(1, 12, ())[0], transformers.DynamicCache())
+
+
 def test_training_with_a_cache_says_what_to_do() -> None:
     model, (ids, _) = tiny(), prompt(2, 9, ())
     with pytest.raises(kvpass.UnsupportedGraph, match="to train, pass use_cache=False"):
