@@ -34,7 +34,7 @@ from kvpass.decoding.prefill import (
 from kvpass.decoding.requests import RAISES_REQUEST_ERROR, GenerationOutput, Prompt
 from kvpass.decoding.sampling import Sampling, Seed, Temperature, TopK, TopP
 from kvpass.decoding.scheduler import RequestScheduler
-from kvpass.decoding.stepping import LoopState, ModelParts
+from kvpass.decoding.stepping import LoopState, ModelParts, in_mode_of_weights
 from kvpass.decoding.warmup import visit_graphs
 from kvpass.errors import CacheHandleError, PolicyError
 from kvpass.policies.base import Policy
@@ -119,7 +119,8 @@ class DecodeLoop:
             check_budget(self.backend.budget)
         self.compiled = self._compile_model()
         self.parts = ModelParts(model)
-        self.device = next(itertools.chain(model.parameters(), model.buffers(), [torch.empty(0)])).device
+        weight = next(itertools.chain(model.parameters(), model.buffers(), [torch.empty(0)]))
+        self.device, self.in_inference_mode = weight.device, weight.is_inference()
         require(self.device.type != "meta", "model", type(model).__name__, "has no weights: it is on the device meta")
         self.generator = self.sampling.generator(self.device)
         self.caller = Caller.of(self.compiled, model)
@@ -167,8 +168,7 @@ class DecodeLoop:
         return self.cache
 
     @check_arguments
-    @torch.inference_mode(False)  # steps write in place to tensors of earlier calls, which may be outside of it
-    @torch.no_grad()
+    @in_mode_of_weights
     def prompt(
         self,
         ids: TokenIds,
@@ -243,8 +243,6 @@ class DecodeLoop:
         self.state, self.prefix = None, copy.deepcopy(cache)
 
     @check_arguments
-    @torch.inference_mode(False)  # as in `prompt`
-    @torch.no_grad()
     def stream(self, tokens: Natural) -> Iterator[Tensor]:
         """Yield up to `tokens` new tokens, int64 [B] each on the CPU, until every conversation has stopped.
 

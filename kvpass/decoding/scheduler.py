@@ -23,7 +23,7 @@ from kvpass.decoding.prefill import chunk_lengths, chunks, prefix_mask
 from kvpass.decoding.request_batch import RequestBatch, check_holds_only_slots
 from kvpass.decoding.requests import MOST_STOPS, GenerationOutput, Request, RequestStatus
 from kvpass.decoding.sampling import Sampling
-from kvpass.decoding.stepping import LoopSettings
+from kvpass.decoding.stepping import LoopSettings, in_mode_of_weights
 from kvpass.errors import BudgetError, CacheHandleError, KVPassError, RequestError
 from kvpass.policies.pinned_tokens import check_pinned
 
@@ -157,8 +157,7 @@ class RequestScheduler:
         """Number of requests whose last output has not been handed out."""
         return len(self.known)
 
-    @torch.inference_mode(False)  # steps write in place to tensors of earlier calls, which may be outside of it
-    @torch.no_grad()
+    @in_mode_of_weights
     def step(self) -> list[GenerationOutput]:
         """Prefill one chunk of a prompt, then decode unless that ended the prompt; see `DecodeLoop.step`."""
         self._drop_finished()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from kvpass.runtime import caches, steps
 from kvpass.runtime.caches import StepKey
 from kvpass.runtime.recorder import listening
 from kvpass.torch_private import dynamo
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class ModelParts:
@@ -49,6 +52,7 @@ class LoopSettings(Protocol):
 
     backend: Backend
     device: torch.device
+    in_inference_mode: bool
     prefill_chunk: int | None
     parts: ModelParts
     read_interval: int
@@ -57,6 +61,20 @@ class LoopSettings(Protocol):
     sampling: Sampling
     generator: torch.Generator
     caller: Caller
+
+
+def in_mode_of_weights(function: F) -> F:
+    """Run a function of a loop, or of its state or requests, without gradients and in the mode of the model's weights.
+
+    Steps write in place to tensors of earlier calls, and torch allows that for tensors of inference mode only there.
+    """
+
+    @functools.wraps(function)
+    def run(first: Any, *arguments: Any, **named: Any) -> Any:
+        with torch.inference_mode(getattr(first, "loop", first).in_inference_mode), torch.no_grad():
+            return function(first, *arguments, **named)
+
+    return cast(F, run)
 
 
 class LoopState:
@@ -111,6 +129,7 @@ class LoopState:
         return {"ended": self.ended}, tensors
 
     @staticmethod
+    @in_mode_of_weights
     def of_saved(loop: LoopSettings, cache: Any, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LoopState:
         """Return the state that `to_saved` has described, for a loop whose generator gets the saved state.
 
@@ -139,6 +158,7 @@ class LoopState:
         loop.generator.set_state(tensors["random"])
         return state
 
+    @in_mode_of_weights
     def next(self, wanted: int) -> Tensor | None:
         """Return the next token of each row, [B]; None if all conversations have stopped.
 
