@@ -357,7 +357,7 @@ def test_missing_and_surplus_arguments_are_refused() -> None:
     for call, given in ((kvpass.simulate, ("h2o", Q)), (kvpass.prefill, (len, IDS)), (kvpass.warm, ())):
         with pytest.raises(kvpass.KVPassError, match=f"{call.__name__}: missing a required"):
             call(*given)
-    with pytest.raises(kvpass.KVPassError, match="too many positional arguments; without its name it takes policy$"):
+    with pytest.raises(kvpass.KVPassError, match=r"too many positional arguments; without its name it takes policy$"):
         kvpass.backend("h2o", 8)
     with pytest.raises(kvpass.KVPassError, match="budget, heavy: must be set in the backend"):
         kvpass.simulate(kvpass.backend("h2o", budget=8), Q, KV, KV, prompt=2, budget=4, heavy=0.5)

@@ -64,7 +64,7 @@ class LoopSettings(Protocol):
 
 
 def in_mode_of_weights(function: F) -> F:
-    """Run a function of a loop, or of its state or requests, without gradients and in the mode of the model's weights.
+    """Run a function of a loop or of its parts without gradients, in the inference mode of the weights.
 
     Steps write in place to tensors of earlier calls, and torch allows that for tensors of inference mode only there.
     """

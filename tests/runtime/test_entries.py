@@ -589,7 +589,7 @@ def test_several_steps_in_one_graph_say_what_to_do() -> None:
         return ids
 
     compiled = torch.compile(two, backend=kvpass.backend(**POLICY))
-    with torch.no_grad(), pytest.raises(kvpass.UnsupportedGraph, match="grows again at .*calls the model once"):
+    with torch.no_grad(), pytest.raises(kvpass.UnsupportedGraph, match=r"grows again at .*calls the model once"):
         compiled(tiny(), prompt(1, 12, ())[0], transformers.DynamicCache())
 
 
