@@ -264,7 +264,8 @@ def _nearest_of_many(key: Tensor, held: Tensor, position: Tensor) -> tuple[Tenso
     order = slots_by_position(position)[..., : max(1, int((position >= 0).sum(-1).max()))]
     sorted_rows = held.gather(2, order[..., None].expand(*order.shape, held.shape[3]))
     unit_slots = _unit(sorted_rows).flatten(0, 1).transpose(1, 2)  # [B * Hkv, D, n]
-    hidden = torch.where(position.gather(-1, order) < 0, -torch.inf, 0.0).flatten(0, 1)[:, None]
+    free = (position.gather(-1, order) < 0).flatten(0, 1)[:, None]
+    hidden = torch.zeros(free.shape, dtype=torch.float32, device=free.device).masked_fill(free, -torch.inf)
     blocks = [_unit(block).flatten(0, 1) for block in torch.split(key, BLOCK, 2)]
     best = [torch.baddbmm(hidden, block, unit_slots).max(-1) for block in blocks]
     cosine, index = (torch.cat(each, 1).view(batch, heads, count) for each in zip(*best, strict=True))

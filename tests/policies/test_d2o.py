@@ -233,6 +233,21 @@ def test_one_token_before_and_behind_an_evicted_one_ties_within_rounding():
         assert abs(cosine.item() - exact[0]) < 1e-6
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_nearest_do_not_depend_on_the_default_dtype(count):
+    key, held = torch.randn(1, 2, count, 8), torch.randn(1, 2, 5, 8)
+    position = torch.arange(5).expand(1, 2, 5)
+    expected = nearest(key, held, position)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        made = nearest(key, held, position)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for one, other in zip(made, expected, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
 def test_zero_vectors_have_the_cosine_zero():
     held, position = (
         torch.stack([torch.zeros(8), torch.ones(8), -torch.ones(8)])[None, None],
