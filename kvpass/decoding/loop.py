@@ -194,7 +194,7 @@ class DecodeLoop:
             BudgetError: pinned tokens leave less of the budget than the policy needs.
         """
         require(self.requests is None, "rows", self._rows, "a loop of requests takes prompts by `add`")
-        ids = ids.to(self.device, torch.int64)
+        ids = ids.to(self.device, torch.int64, copy=True)  # in the mode of the weights, which Dynamo guards on
         mask = padding_mask(ids, attention_mask, 0)
         if not bool(mask[:, -1].all()):
             raise PolicyError("attention_mask: a row is all padding; each must have one token at least")

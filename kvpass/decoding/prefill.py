@@ -354,7 +354,7 @@ def padding_mask(ids: Tensor, mask: Tensor | None, seen: int) -> Tensor:
     if mask is None:
         return torch.ones(wanted, dtype=torch.int64, device=ids.device)
     require(tuple(mask.shape) == wanted, "attention_mask", tuple(mask.shape), f"must be {wanted}: all tokens so far")
-    mask = mask.to(ids.device, torch.int64)
+    mask = mask.to(ids.device, torch.int64, copy=True)
     behind = (mask[:, seen:].diff(dim=-1) < 0).any(-1).tolist()
     if any(behind):
         row = behind.index(True)

@@ -72,7 +72,8 @@ def test_inference_mode_may_change_between_calls(rows: int | None) -> None:
 
         for mode in (first, second):
             with torch.inference_mode(mode):
-                loop.prompt(ids) if rows is None else loop.add(ids[0], max_new_tokens=30)
+                given = ids.clone()
+                loop.prompt(given) if rows is None else loop.add(given[0], max_new_tokens=30)
                 decode()
             with torch.inference_mode(not mode):
                 decode()
