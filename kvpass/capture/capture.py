@@ -87,8 +87,10 @@ def _capture_as_it_is(gm: fx.GraphModule, is_handle: Sequence[bool]) -> Capture:
     if any(f.refusal for f in found) or not readings:
         return Capture(gm, gm, [], found)
     _insert_operators(copy.graph, readings)
+    known = sites(copy.graph)
+    simplify.index_sliced_tables(copy.graph, [node for site in known for each in site.all for node in (each.query, each.key)])
     copy.recompile()
-    return Capture(gm, copy, sites(copy.graph), found)
+    return Capture(gm, copy, known, found)
 
 
 def _normalized(gm: fx.GraphModule) -> fx.GraphModule:

@@ -191,7 +191,7 @@ def _may_count(node: fx.Node) -> bool:
     """Return whether an input of the call may depend on the number of tokens, as integers and scalars may."""
     if node.op != "placeholder" or not is_tensor(node) or dynamo.is_of_module(node):
         return False
-    return (not value(node).is_floating_point() and not value(node).is_complex()) or value(node).ndim == 0
+    return not walk.is_inexact(value(node)) or value(node).ndim == 0
 
 
 def _is_followed(root: fx.Node, dim: int, among: set[fx.Node]) -> bool:
@@ -256,10 +256,10 @@ def _is_same_computation(one: object, other: object) -> bool:
 
 
 def _is_converted_to_angle(node: fx.Node, among: set[fx.Node]) -> bool:
-    """Return whether an integer tensor is next used as a floating-point one."""
-    if not is_tensor(node) or value(node).is_floating_point() or value(node).dtype == torch.bool:
+    """Return whether an integer tensor is next used as a floating-point or complex one."""
+    if not is_tensor(node) or walk.is_inexact(value(node)) or value(node).dtype == torch.bool:
         return False
-    return any(user in among and is_tensor(user) and value(user).is_floating_point() for user in node.users)
+    return any(user in among and is_tensor(user) and walk.is_inexact(value(user)) for user in node.users)
 
 
 def _carries_tokens(nodes: set[fx.Node]) -> bool:
@@ -267,6 +267,8 @@ def _carries_tokens(nodes: set[fx.Node]) -> bool:
     for node in nodes:
         if _is_end(node) or node.target is torch.nn.functional.embedding:
             return True
-        if node.op == "placeholder" and is_tensor(node) and value(node).is_floating_point() and value(node).ndim >= 3:
+        if node.op != "placeholder" or not is_tensor(node) or dynamo.is_of_module(node):
+            continue
+        if value(node).is_floating_point() and value(node).ndim >= 3:
             return True
     return False

@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 
 from kvpass.fx.alias import Memory, ancestors_with_writes, dependents
 from kvpass.fx.walk import arguments_text, is_size, placeholders, value
-from kvpass.torch_private import tensors
+from kvpass.torch_private import fx_nodes, tensors
 
 
 def release_example_data(graph: fx.Graph) -> None:
@@ -29,7 +29,7 @@ def release_example_data(graph: fx.Graph) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """A subgraph cut out: `module(*replaced, *bound)` computes the value of the result.
+    """A subgraph cut out: `run(*replaced, *bound)` computes the value of the result.
 
     Attributes:
         module: the operations.
@@ -39,6 +39,10 @@ class Slice:
 
     module: fx.GraphModule
     bound: tuple[fx.Node, ...]
+
+    def run(self, *arguments: Any) -> Any:
+        """Compute the result.  Unlike a call of the module, this prints nothing where it raises an error."""
+        return fx_nodes.code_of(self.module)(*arguments)
 
     @property
     def key(self) -> tuple[Any, ...]:

@@ -37,6 +37,11 @@ def is_tensor(node: object) -> TypeGuard[fx.Node]:
     return isinstance(node, fx.Node) and isinstance(value(node), torch.Tensor)
 
 
+def is_inexact(tensor: Tensor) -> bool:
+    """Check whether a tensor holds floating-point or complex numbers."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def is_size(node: object) -> TypeGuard[fx.Node]:
     """Check whether a node stands for a size and not for a tensor."""
     return (

@@ -62,7 +62,7 @@ class ComputedKeys:
 
         def compute_one(key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
             pair = [torch.unflatten(x, -1, (self.heads, -1))[:, :, None] for x in (key, value)]  # [B, h, 1, D']
-            keys, values, *key_features = self.slice.module(*pair, *bound)
+            keys, values, *key_features = self.slice.run(*pair, *bound)
             return keys[:, :, 0], values[:, :, 0], *key_features
 
         keys, values, *key_features = torch.vmap(compute_one, in_dims=1)(key[:, 0], value[:, 0])

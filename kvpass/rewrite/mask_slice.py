@@ -107,7 +107,7 @@ class MaskSlice:
             index = index.clamp(min=0)[None]  # free slots look up something too
             own_entries = [entry.as_traced(x) for entry, x in zip(self.entries, values[:count], strict=True)]
             inputs = (index - first, position[None, None] + 1, *valid, *own_entries, *values[count:])
-            mask: Tensor = self.slice.module(*inputs, *bound)
+            mask: Tensor = self.slice.run(*inputs, *bound)
             if mask.shape[-1] != 1:
                 columns = f"{mask.shape[-1]} columns: the model fixes the number of keys"
                 raise UnsupportedGraph(f"the mask of one key has {columns}")

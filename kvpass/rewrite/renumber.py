@@ -101,7 +101,7 @@ def _angle_readers(sites: list[AttentionSite]) -> list[Reader]:
         _reader(user, node, sites)
         for node in positions
         for user in node.users
-        if (is_tensor(user) and value(user).is_floating_point())
+        if is_tensor(user) and walk.is_inexact(value(user))
     ]
 
 

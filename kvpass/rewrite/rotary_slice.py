@@ -99,7 +99,7 @@ class RotarySlice:
         """Return the angles at a few positions in one vector, without dimensions along which they are constant."""
         shape, probes = tuple(map(symbolic_shapes.size_hint, self.position)), list[Tensor]()
         for index in PROBED:
-            for x in self.angles.module(torch.full(shape, index, device=device), *bound):
+            for x in self.angles.run(torch.full(shape, index, device=device), *bound):
                 constant = [d for d in range(x.ndim) if bool((x == x.narrow(d, 0, 1)).all())]
                 probes.append(
                     torch.view_as_real(_first_entries(x, constant).resolve_conj())
@@ -156,12 +156,12 @@ class RotarySlice:
             [_random(spec, generator) for spec in specs] for specs in (self.angle_inputs, self.rotate_inputs)
         )
         try:
-            angles = self.angles.module(torch.tensor(3).expand(self.position), *angle_values)
+            angles = self.angles.run(torch.tensor(3).expand(self.position), *angle_values)
             dims = [_constant_dims(x, (self.shape[0], self.shape[2])) for x in angles]
             narrowed = [_first_entries(*each) for each in zip(angles, dims, strict=True)]
-            rotated = self.rotate.module(keys, *angles, *rest)
+            rotated = self.rotate.run(keys, *angles, *rest)
             equal = all(
-                _is_close(self.rotate.module(_key(keys, index), *narrowed, *rest), _key(rotated, index))
+                _is_close(self.rotate.run(_key(keys, index), *narrowed, *rest), _key(rotated, index))
                 for index in (0, -1)
             )
         except (RuntimeError, IndexError):  # it spells sizes out, or needs indices and not random numbers
@@ -180,10 +180,10 @@ class RotarySlice:
             return _random(spec, generator)
 
         try:
-            angles = self.angles.module(torch.tensor(3).expand(self.position), *map(random, self.angle_inputs))
+            angles = self.angles.run(torch.tensor(3).expand(self.position), *map(random, self.angle_inputs))
             inputs = [*angles, *map(random, self.rotate_inputs[1:])]
             keys = torch.cat([torch.eye(self.shape[3]), random(((1, self.shape[3]), torch.float32)) * 9])
-            rotated = [self.rotate.module(key.expand(self.shape), *inputs) for key in keys.to(self.rotate_inputs[0][1])]
+            rotated = [self.rotate.run(key.expand(self.shape), *inputs) for key in keys.to(self.rotate_inputs[0][1])]
         except (RuntimeError, IndexError):  # it has tensors on another device, or needs indices and not random numbers
             return None
         equal_everywhere = all(torch.equal(x, x[:1, :1, :1].expand_as(x)) for x in rotated)
@@ -197,7 +197,7 @@ class RotarySlice:
 
         def rotate(key: Tensor) -> Tensor:
             rotated: Tensor = torch.vmap(
-                lambda *rows: self.rotate.module(key.expand(self.shape), *self._in_traced_dtypes(rows), *bound)
+                lambda *rows: self.rotate.run(key.expand(self.shape), *self._in_traced_dtypes(rows), *bound)
             )(*table)
             return rotated[:, 0, 0, 0]
 
