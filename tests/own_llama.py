@@ -60,9 +60,9 @@ def halves(x: Tensor, angle: Tensor) -> Tensor:
 
 
 def complexes(x: Tensor, angle: Tensor) -> Tensor:
-    """Rotate pairs of neighbours, as the Llama of Meta does."""
+    """Rotate pairs of neighbours, as the Llama of Meta does; the angles may be complex numbers already."""
     number = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
-    turn = torch.polar(torch.ones_like(angle), angle)
+    turn = angle if angle.is_complex() else torch.polar(torch.ones_like(angle), angle)
     return torch.view_as_real(number * turn).flatten(3).type_as(x)
 
 
@@ -83,6 +83,8 @@ class Way:
         attend, rotate: of `ATTENDS` and `ROTATES`.
         empty: whether a prompt concatenates an empty past.
         late: whether keys are normalized when they are read.
+        table: the table of all positions that is sliced by the number of cached tokens: "angles", "pair" of cosines
+            and sines, or "complex" numbers; "" computes the angles of position ids.
     """
 
     key_dim: int = 1
@@ -91,6 +93,7 @@ class Way:
     rotate: str = "halves"
     empty: bool = False
     late: bool = False
+    table: str = ""
 
 
 class OwnLayer(nn.Module):
@@ -143,7 +146,23 @@ class OwnLlama(nn.Module):
         self.layers = nn.ModuleList(OwnLayer(width, heads, kv_heads, hidden, eps, way) for _ in range(layers))
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.register_buffer("frequency", theta ** -torch.arange(0, 1, 2 / self.dim))
+        self.add_tables()
         self.eval()
+
+    def add_tables(self, count: int = 128) -> None:
+        """Precompute the tables of `Way.table`, from the frequencies."""
+        angles = torch.arange(count)[:, None] * self.frequency.float()
+        turn = torch.polar(torch.ones_like(angles), angles)
+        for name, table in {"angles": angles, "cos": angles.cos(), "sin": angles.sin(), "turn": turn}.items():
+            self.register_buffer(name, table, persistent=False)
+
+    def rows_of_tables(self, start: int, stop: int) -> Tensor:
+        """The angles [1, q, D / 2] of positions, or the complex numbers that have them."""
+        if self.way.table == "complex":
+            return self.turn[start:stop][None]
+        if self.way.table == "pair":
+            return torch.atan2(self.sin[start:stop], self.cos[start:stop])[None]
+        return self.angles[start:stop][None]
 
     def forward(
         self,
@@ -163,8 +182,10 @@ class OwnLlama(nn.Module):
         allowed = (j <= i[:, None])[None, None]
         if attention_mask is not None:
             allowed = allowed & (attention_mask[:, None, None] != 0)
-        position = i[None] if position_ids is None else position_ids
-        angle = position[..., None] * self.frequency.float()
+        if way.table:
+            angle = self.rows_of_tables(seen, seen + input_ids.shape[1])
+        else:
+            angle = (i[None] if position_ids is None else position_ids)[..., None] * self.frequency.float()
         x, present = self.embed(input_ids), []
         for index, layer in enumerate(self.layers):
             x, pair = layer(x, angle, allowed, None if past is None else past[index])
@@ -205,4 +226,5 @@ def of_llama(model: Any, way: Way) -> OwnLlama:
             weights[f"layers.{index}.{ours}.weight"] = layer.get_submodule(theirs).weight
     result.load_state_dict(weights, strict=False)
     result.frequency = model.model.rotary_emb.inv_freq.float()
+    result.add_tables(1024)
     return result

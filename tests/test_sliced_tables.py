@@ -1,0 +1,75 @@
+"""Models of one's own that precompute their rotary embedding and slice it by the number of cached tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvpass
+from kvpass.errors import UnsupportedGraph
+from tests.own_llama import OwnLlama, Way
+from tests.strategies import EXAMPLES
+from tests.test_tokens_first import compiled, fed, tokens
+
+TABLES = {"angles": "halves", "pair": "halves", "complex": "complexes"}
+
+
+@settings(max_examples=max(4, EXAMPLES // 2))
+@given(
+    table=st.sampled_from(list(TABLES)),
+    dim=st.sampled_from([1, 2]),
+    kv_heads=st.integers(1, 3),
+    rows=st.integers(1, 2),
+    pieces=st.lists(st.sampled_from([1, 1, 2, 3, 4]), min_size=2, max_size=4),
+)
+def test_until_something_is_evicted_it_is_the_uncompiled_model(
+    table: str, dim: int, kv_heads: int, rows: int, pieces: list[int]
+) -> None:
+    way, ids = Way(dim, dim, rotate=TABLES[table], table=table), tokens(rows, sum(pieces))
+    model = OwnLlama(way, width=16 * kv_heads, heads=2 * kv_heads, kv_heads=kv_heads)
+    ours, _ = fed(compiled(model, "streaming", budget=32, positions="cache"), ids, pieces)
+    assert torch.allclose(ours, fed(model, ids, pieces)[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("inner", ["eager", "reference"])
+@pytest.mark.parametrize("dim", [1, 2])
+@pytest.mark.parametrize("table", TABLES)
+def test_keys_are_rotated_by_cache_positions_as_with_computed_angles(table: str, dim: int, inner: str) -> None:
+    """Long after the first eviction, past the end of the table's part that positions in the cache read."""
+    way, ids, pieces = Way(dim, dim, rotate=TABLES[table], table=table), tokens(2, 30), [9, *[1] * 6, 5, *[1] * 10]
+    model, other = OwnLlama(way, layers=2), OwnLlama(dataclasses.replace(way, table=""), layers=2)
+    settings = dict(budget=8, sinks=2, inner=inner)
+    (ours, cache), (theirs, _) = (fed(compiled(each, "streaming", **settings), ids, pieces) for each in (model, other))
+    assert torch.allclose(ours, theirs, atol=1e-5)
+    assert kvpass.inspect(cache).layers[0].positions.shape[-1] <= 9
+
+
+def test_it_is_the_default_and_says_so() -> None:
+    ids, pieces = tokens(1, 16), [9, *[1] * 7]
+    model = OwnLlama(Way(table="complex", rotate="complexes"))
+    runs = [fed(compiled(model, "streaming", budget=6, **given), ids, pieces)[0] for given in ({}, dict(positions="cache"))]
+    assert torch.equal(*runs)
+    absolute, _ = fed(compiled(model, "streaming", budget=6, positions="absolute"), ids, pieces)
+    assert not torch.allclose(absolute, runs[0], atol=1e-3)
+
+
+class WritesToItsTable(OwnLlama):
+    def rows_of_tables(self, start: int, stop: int) -> torch.Tensor:
+        self.angles.add_(0.5)
+        return super().rows_of_tables(start, stop)
+
+
+class SkipsRows(OwnLlama):
+    def rows_of_tables(self, start: int, stop: int) -> torch.Tensor:
+        return self.angles[2 * start : 2 * stop : 2][None]
+
+
+@pytest.mark.parametrize("kind", [WritesToItsTable, SkipsRows])
+def test_what_cannot_be_read_as_positions_is_refused(kind: type[OwnLlama]) -> None:
+    model = kind(Way(2, 2, table="angles"))
+    with pytest.raises(UnsupportedGraph, match="positions='cache' is not possible"):
+        fed(compiled(model, "streaming", budget=6, positions="cache"), tokens(1, 9), [9])
