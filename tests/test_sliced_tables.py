@@ -48,13 +48,44 @@ def test_keys_are_rotated_by_cache_positions_as_with_computed_angles(table: str,
     assert kvpass.inspect(cache).layers[0].positions.shape[-1] <= 9
 
 
-def test_it_is_the_default_and_says_so() -> None:
+def test_it_is_the_default() -> None:
     ids, pieces = tokens(1, 16), [9, *[1] * 7]
     model = OwnLlama(Way(table="complex", rotate="complexes"))
-    runs = [fed(compiled(model, "streaming", budget=6, **given), ids, pieces)[0] for given in ({}, dict(positions="cache"))]
-    assert torch.equal(*runs)
-    absolute, _ = fed(compiled(model, "streaming", budget=6, positions="absolute"), ids, pieces)
-    assert not torch.allclose(absolute, runs[0], atol=1e-3)
+    by_default, cached, absolute = (
+        fed(compiled(model, "streaming", budget=6, positions=positions), ids, pieces)[0]
+        for positions in (None, "cache", "absolute")
+    )
+    assert torch.equal(by_default, cached)
+    assert not torch.allclose(absolute, cached, atol=1e-3)
+
+
+class KeepsAPlainTensor(OwnLlama):
+    """The table is an attribute that is no buffer, as in Meta's code."""
+
+    def add_tables(self, count: int = 128) -> None:
+        super().add_tables(count)
+        self.plain = self.turn.clone()
+
+    def rows_of_tables(self, start: int, stop: int) -> torch.Tensor:
+        return self.plain[start:stop, :][None]
+
+
+def test_a_table_that_is_no_buffer() -> None:
+    ids, pieces = tokens(1, 16), [9, *[1] * 7]
+    way = Way(table="complex", rotate="complexes")
+    ours, theirs = (
+        fed(compiled(kind(way), "streaming", budget=6, positions="cache"), ids, pieces)[0]
+        for kind in (KeepsAPlainTensor, OwnLlama)
+    )
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("positions", [None, "cache", "absolute"])
+def test_a_budget_larger_than_the_table(positions: str | None) -> None:
+    ids, pieces = tokens(1, 12), [9, 1, 1, 1]
+    model = OwnLlama(Way(table="angles"))
+    ours, _ = fed(compiled(model, "streaming", budget=200, positions=positions), ids, pieces)
+    assert torch.allclose(ours, fed(model, ids, pieces)[0], atol=1e-5)
 
 
 class WritesToItsTable(OwnLlama):

@@ -88,7 +88,8 @@ def _capture_as_it_is(gm: fx.GraphModule, is_handle: Sequence[bool]) -> Capture:
         return Capture(gm, gm, [], found)
     _insert_operators(copy.graph, readings)
     known = sites(copy.graph)
-    simplify.index_sliced_tables(copy.graph, [node for site in known for each in site.all for node in (each.query, each.key)])
+    rotated = [node for site in known for each in site.all for node in (each.query, each.key)]
+    simplify.index_sliced_tables(copy.graph, rotated)
     copy.recompile()
     return Capture(gm, copy, known, found)
 

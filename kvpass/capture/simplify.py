@@ -107,20 +107,24 @@ def index_sliced_tables(graph: fx.Graph, rotated: Iterable[fx.Node]) -> None:
         if node not in needed or memory.writers(node):
             continue
         table, part = walk.operand_of(node), op_table.subscript(node)[dim]
-        bounds = shapes.expr(part.start or 0), shapes.expr(part.stop)
-        if bounds not in positions:  # one node for all tables, as a key is rotated by one tensor of positions
-            positions[bounds] = _count_rows(node, dim)
-        lookup = splicing.emit_before(node, torch.index_select, table, dim, positions[bounds])
+        key = shapes.expr(part.start or 0), shapes.expr(part.stop), value(table).device
+        if key not in positions:  # one node for all tables, as a key is rotated by one tensor of positions
+            positions[key] = _count_rows(node, dim)
+        lookup = splicing.emit_before(node, torch.index_select, table, dim, positions[key])
         node.replace_all_uses_with(lookup)
         graph.erase_node(node)
 
 
 def _sliced_dim(node: fx.Node) -> int | None:
-    """Return the dimension of which a node takes a range of a module's table; None if it does anything else."""
+    """Return the dimension of which a node takes a range of a table; None if it does anything else.
+
+    A table is a tensor of a module, or an input with too few dimensions for hidden states.
+    """
     if op_table.known_name(node) != "getitem" or not is_tensor(node.args[0]):
         return None
     table, parts = node.args[0], op_table.subscript(node)
-    if not dynamo.is_of_module(table) or not walk.is_inexact(value(table)):
+    is_table = dynamo.is_of_module(table) or (table.op in ("placeholder", "get_attr") and value(table).ndim == 2)
+    if not is_table or not walk.is_inexact(value(table)):
         return None
     cut = [dim for dim, part in enumerate(parts) if not op_table.keeps_whole_dimension(part)]
     if len(cut) != 1 or Ellipsis in parts[: cut[0]] or not isinstance(part := parts[cut[0]], slice):

@@ -16,9 +16,9 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass.capture.canonical import AttentionSite
-from kvpass.capture.rotary import Rotary, find_rotary
+from kvpass.capture.rotary import Rotary, find_rotary, strip_reshapes
 from kvpass.errors import UnsupportedGraph
-from kvpass.fx import alias, splicing, walk
+from kvpass.fx import alias, propagation, splicing, walk
 from kvpass.fx.precision import upcast
 from kvpass.fx.shapes import Sizes, expr
 from kvpass.fx.splicing import Slice
@@ -52,6 +52,7 @@ class RotarySlice:
         angle_inputs: shapes and dtypes of the inputs of `angles` besides positions.
         rotate_inputs: shapes and dtypes of the inputs of `rotate` besides the results of `angles`; the key is the
             first.
+        position_count: the number of positions in the tables in which the model looks up angles; None without tables.
     """
 
     angles: Slice
@@ -60,6 +61,7 @@ class RotarySlice:
     angle_dtypes: tuple[torch.dtype, ...]
     angle_inputs: tuple[Spec, ...]
     rotate_inputs: tuple[Spec, ...]
+    position_count: int | None = None
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -84,7 +86,8 @@ class RotarySlice:
     def table(self, count: int, bound: list[Tensor], device: torch.device) -> list[Tensor]:
         """Return the angles of keys at positions 0 .. count - 1, each [count, ...].
 
-        On a CPU they are float32: otherwise every key of every head would convert its row again.
+        On a CPU they are float32: otherwise every key of every head would convert its row again.  Positions past the
+        model's last have its angles; no key is there, as the query that follows it would be past the last as well.
         """
         run = self.angles.module if isinstance(count, int) else PaddedSections(self.angles.module).run
 
@@ -92,7 +95,9 @@ class RotarySlice:
             result: tuple[Tensor, ...] = run(index.expand(self.position), *bound)
             return result
 
-        angles = torch.vmap(angles_at)(torch.arange(count, device=device))
+        index = torch.arange(count, device=device)
+        index = index if self.position_count is None else index.clamp(max=self.position_count - 1)
+        angles = torch.vmap(angles_at)(index)
         return [materialize(upcast(rows) if rows.is_floating_point() and rows.is_cpu else rows) for rows in angles]
 
     def probe(self, bound: Sequence[Any], device: torch.device) -> Tensor:
@@ -288,8 +293,29 @@ def cut_rotary(
     angle_slice = splicing.cut(gm, angles, [rotary.position], resolve, memory=memory)
     position, *angle_inputs = (_spec_of(node, sizes) for node in (rotary.position, *angle_slice.bound))
     rotate_inputs = tuple(_spec_of(node, sizes) for node in (rotary.raw, *rotate_slice.bound))
-    dtypes = tuple(value(node).dtype for node in angles)
-    return RotarySlice(angle_slice, rotate_slice, position[0], dtypes, tuple(angle_inputs), rotate_inputs).for_one_key()
+    cut = RotarySlice(
+        angle_slice,
+        rotate_slice,
+        position[0],
+        tuple(value(node).dtype for node in angles),
+        tuple(angle_inputs),
+        rotate_inputs,
+        _position_count(rotary.position, subgraph),
+    )
+    return cut.for_one_key()
+
+
+def _position_count(position: fx.Node, nodes: Iterable[fx.Node]) -> int | None:
+    """Return the size of the smallest table that some nodes index by positions, or None."""
+    origin = strip_reshapes(position)
+    sizes = [
+        value(found[0]).shape[dim]
+        for node in nodes
+        if (found := propagation.lookup(node))
+        for dim, index in found[1].items()
+        if isinstance(index, fx.Node) and strip_reshapes(index) is origin
+    ]
+    return min((size for size in sizes if isinstance(size, int)), default=None)
 
 
 def _spec_of(node: fx.Node, sizes: Sizes) -> Spec:
