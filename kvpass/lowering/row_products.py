@@ -29,6 +29,7 @@ from kvpass.torch_private import inductor, symbolic_shapes, tensors
 aten, prims = torch.ops.aten, torch.ops.prims
 Function = Callable[..., torch.Tensor]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INTEGERS = (torch.int8, torch.uint8)  # dtypes of weights whose numbers all `DTYPES` have
 MOST_UNCUT_LAYERS = 2  # layers that may become one kernel, because they share no code
 CACHE_LINE = 64  # bytes
 MOST_SUMS = 16  # sums of one loop that fit in registers
@@ -61,7 +62,7 @@ LIMITS = {
     ("AVX512", torch.float32, False): RowLimits(quartered=3, paired=8, cached=12, uncached=8, scores=8, values=4),
     ("AVX512", torch.bfloat16, False): RowLimits(quartered=2, paired=4, cached=16, uncached=8, scores=2, values=4),
     ("AVX512", torch.float16, False): RowLimits(quartered=2, paired=4, cached=16, uncached=16, scores=4, values=4),
-    ("AVX512", torch.bfloat16, True): RowLimits(quartered=2, paired=4, cached=8, uncached=4, scores=2, values=4),
+    ("AVX512", torch.bfloat16, True): RowLimits(quartered=2, paired=4, cached=8, uncached=4, scores=3, values=4),
     ("AVX512", torch.float16, True): RowLimits(quartered=2, paired=4, cached=8, uncached=4, scores=2, values=4),
 }
 """Row limits by vector instructions, by dtype, and by whether the processor has dot products of the dtype.
@@ -75,6 +76,9 @@ has AVX-512 as well.  The size of the matrix does not matter: it is read once.
 
 MOST_QUARTERED_UNCACHED = 4
 """The largest number of `uncached` rows for which one loop takes four quarters, for every dtype."""
+
+LEAST_INTEGER_ROWS = 8
+"""A number of rows up to which loops over int8 weights win, as the library multiplies with a converted copy of them."""
 
 DEFAULT_VECTORS = "AVX512"  # assumed for processors that are not in the table
 
@@ -120,14 +124,51 @@ def decompose_products(graph: fx.Graph, parts: int | None = None) -> None:
             if has_dynamic_rows(rows.meta["val"], matrix.meta["val"]):
                 replacement.replace(node, _transposed_product, rows, matrix, *bias)
                 continue
-            count = column_part_count(rows.meta["val"], matrix.meta["val"], processor) if parts is None else parts
+            stored_matrix = _unconverted(matrix)
+            tensors_read = rows.meta["val"], stored_matrix.meta["val"]
+            count = column_part_count(*tensors_read, processor) if parts is None else parts
             if count:
                 if rows not in stored:
                     stored[rows] = replacement.splice(node, _copy_to_buffer, rows)
-                replacement.replace(node, _SUMS[count], stored[rows], matrix, *bias)
+                function = _sums_in(count, node.meta["val"].dtype)
+                replacement.replace(node, function, stored[rows], stored_matrix, *bias)
     for node in _all_batches(graph) if parts is None else []:
         if node.meta["val"].shape[0] == 1 and not symbolic_shapes.symbols(node.meta["val"]):
             replacement.replace(node, _one_batch, *node.args)
+
+
+def convert_weights(graph: fx.Graph) -> None:
+    """Convert int8 weights in memory for the CPU products of many rows, in an aten graph.
+
+    Inductor would take torch's own product with int8 weights, which takes three times as long for many rows.
+    """
+    replacement = _Replacement(graph)
+    for node in list(graph.nodes):
+        if node.target not in (aten.mm.default, aten.addmm.default) or node.meta["val"].device.type != "cpu":
+            continue
+        matrix = node.args[-1]
+        stored = _unconverted(matrix)
+        if stored is not matrix:
+            function = _conversion_to(matrix.meta["val"].dtype)
+            node.replace_input_with(matrix, replacement.splice(node, function, stored))
+
+
+def _unconverted(matrix: fx.Node) -> fx.Node:
+    """Return a matrix of int8 weights without its conversion to the dtype of the rows, which changes no number.
+
+    Loops then read one byte per weight, and not a converted copy of all weights.
+    """
+    source = matrix.args[0] if matrix.args else None
+    if not isinstance(source, fx.Node):
+        return matrix
+    if matrix.target is prims.convert_element_type.default and source.meta["val"].dtype in INTEGERS:
+        return source
+    if matrix.target is not aten.permute.default or (stored := _unconverted(source)) is source:
+        return matrix
+    with matrix.graph.inserting_before(matrix):
+        permuted = matrix.graph.call_function(aten.permute.default, (stored, *matrix.args[1:]))
+    permuted.meta["val"] = stored.meta["val"].permute(*matrix.args[1:])
+    return permuted
 
 
 class _Replacement:
@@ -161,7 +202,8 @@ def column_part_count(rows: torch.Tensor, matrix: torch.Tensor, processor: Proce
         return int(count == 1)  # columns are not contiguous, as in GPT-2
     limits = processor.limits(rows.dtype)
     cached = 4 * rows.numel() <= processor.cache // 2
-    if count > (limits.cached if cached else limits.uncached):
+    least = LEAST_INTEGER_ROWS if matrix.dtype in INTEGERS else 0
+    if count > max(limits.cached if cached else limits.uncached, least):
         return 0
     if count <= (limits.quartered if cached else MOST_QUARTERED_UNCACHED):
         return math.gcd(columns, 4)
@@ -252,7 +294,9 @@ def _batch_of_sums(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     return _convert(torch.cat(products, 1), rows.dtype)
 
 
-def _sums(count: int, rows: torch.Tensor, matrix: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
+def _sums(
+    count: int, dtype: torch.dtype, rows: torch.Tensor, matrix: torch.Tensor, *bias: torch.Tensor
+) -> torch.Tensor:
     """Multiply buffered rows [R, K] with a matrix [K, N] in parts of its columns, row by row in memory.
 
     Sums of one length share a loop.
@@ -261,11 +305,13 @@ def _sums(count: int, rows: torch.Tensor, matrix: torch.Tensor, *bias: torch.Ten
     each = [rows.select(0, index).unsqueeze(1) for index in range(rows.shape[0])]  # [K, 1]
     joined = torch.cat([(part * row).sum(0) for row in each for part in parts])
     product = joined.view(rows.shape[0], joined.shape[0] // rows.shape[0])
-    return _convert(functools.reduce(torch.add, [_convert(x, torch.float32) for x in bias], product), matrix.dtype)
+    return _convert(functools.reduce(torch.add, [_convert(x, torch.float32) for x in bias], product), dtype)
 
 
-_SUMS = {count: functools.partial(_sums, count) for count in (1, 2, 4)}
-"""`_sums` by the number of parts."""
+@functools.cache
+def _sums_in(count: int, dtype: torch.dtype) -> Function:
+    """Return `_sums` in a number of parts, with results in a dtype."""
+    return functools.partial(_sums, count, dtype)
 
 
 def _copy_to_buffer(rows: torch.Tensor) -> torch.Tensor:
@@ -274,6 +320,19 @@ def _copy_to_buffer(rows: torch.Tensor) -> torch.Tensor:
     The multiplication by one serves rows that are views of a larger tensor.
     """
     return inductor.to_buffer(aten.mul.Scalar(_convert(rows, torch.float32), 1.0))
+
+
+@functools.cache
+def _conversion_to(dtype: torch.dtype) -> Function:
+    """Return `_converted` to a dtype."""
+    return functools.partial(_converted, dtype)
+
+
+def _converted(dtype: torch.dtype, matrix: torch.Tensor) -> torch.Tensor:
+    """Convert int8 weights [K, N], and write the result to a buffer."""
+    if matrix.stride(0) == 1:
+        return inductor.to_buffer(_convert(matrix.permute(1, 0), dtype)).permute(1, 0)
+    return inductor.to_buffer(_convert(matrix, dtype))
 
 
 def _columns(matrix: torch.Tensor, parts: int) -> list[torch.Tensor]:

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import operator
 import os
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass.torch_private.symbolic_shapes import expression, symbols
-from kvpass.torch_private.tensors import is_fake, is_wrapper, share_memory
+from kvpass.torch_private.tensors import inner_names, is_distributed, is_fake, is_wrapper, share_memory
 
 Compiled = Callable[..., Sequence[Any]]
 
@@ -250,6 +251,29 @@ class WithLeading:
         return self.__wrapped__(*arguments)
 
 
+class _OnInnerTensors:
+    """Compiled code that takes the inner tensors of its arguments, for arguments like some examples.
+
+    torch's own wrapper flattens every argument anew, which takes longer than a small product of matrices.
+    """
+
+    def __init__(self, run: Boxed, examples: Sequence[Any]) -> None:
+        self._run = run
+        self._getters = [operator.attrgetter(*names) if (names := inner_names(x)) else None for x in examples]
+
+    def __call__(self, arguments: list[Any]) -> Any:
+        plain: list[Any] = []
+        for getter, argument in zip(self._getters, arguments, strict=True):
+            if getter is None:
+                plain.append(argument)
+            elif isinstance(inner := getter(argument), tuple):
+                plain += inner
+            else:
+                plain.append(inner)
+        arguments.clear()
+        return self._run(plain)
+
+
 @dataclasses.dataclass(frozen=True)
 class CompiledParts:
     """The compiler of parts of one graph, each as a graph of its own.
@@ -281,18 +305,19 @@ class CompiledParts:
         with tracing(TracingContext(self.mode)):  # AOTAutograd writes to it
             run: Any = compile_fx(module, operands, config_patches=patches)
         leading = [*module.parameters(), *module.buffers()]
-        subclasses = any(map(is_wrapper, (*operands, *leading)))
-        wrappers, code = _unwrap(run, subclasses)
+        subclasses = [value for value in (*operands, *leading) if is_wrapper(value)]
+        wrappers, code = _unwrap(run, bool(subclasses))
         if code is None or len(code.output_strides or ()) != len(result):
             return None
         laid_out = zip(result, views, code.output_strides, strict=True)
         given = [value if view else self._strided(value, strides) for value, view, strides in laid_out]
         if leading:  # compile_fx puts these before the arguments
             return WithLeading(run, leading), given
-        if any(views) or any(map(symbols, result)) or subclasses:
-            # The wrapper marks sizes of results as dynamic, and passes on the inner tensors of subclasses.
+        if any(views) or any(map(symbols, (*result, *subclasses))) or any(map(is_distributed, subclasses)):
+            # The wrapper marks sizes of results as dynamic, and passes on those of subclasses.
             return cast(Boxed, next(wrapper for wrapper in wrappers if _name(wrapper) != "forward")), given
-        return cast(Boxed, code.current_callable), given
+        run = cast(Boxed, code.current_callable)
+        return _OnInnerTensors(run, operands) if subclasses else run, given
 
     def _results(self, module: fx.GraphModule, operands: Sequence[Any]) -> tuple[list[Any], list[bool]]:
         """Return fakes of a part's results, and for each whether it shares memory with an operand or another result.

@@ -72,6 +72,17 @@ def inner_tensors(wrapper: Any) -> tuple[dict[str, Tensor], Any]:
     return {name: getattr(wrapper, name) for name in names}, context
 
 
+def inner_names(value: Any) -> list[str]:
+    """Return the dotted names of the plain tensors in a wrapper, in the order of compiled code; [] if it is none."""
+    if not is_wrapper(value):
+        return []
+    inner, _ = inner_tensors(value)
+    names: list[str] = []
+    for name, part in inner.items():
+        names += [f"{name}.{deeper}" for deeper in inner_names(part)] or [name]
+    return names
+
+
 def map_inner_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """Return a wrapper around `function` of each inner tensor, at any depth; of a plain tensor its result."""
     if not is_wrapper(value):

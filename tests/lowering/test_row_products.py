@@ -18,6 +18,7 @@ from kvpass.lowering.row_products import (
     RowLimits,
     column_part_count,
     column_parts,
+    convert_weights,
     decompose_products,
     is_faster_as_sums,
 )
@@ -227,22 +228,56 @@ def test_a_dynamic_number_of_slots(monkeypatch):
     assert torch.allclose(compiled(*longer), attention(*longer), atol=1e-5)
 
 
-@pytest.mark.parametrize(("rows", "dtype"), [(1, torch.float32), (4, torch.float32), (2, torch.bfloat16)])
-def test_weights_in_int8_are_converted_in_registers(rows, dtype):
+def scaled(x, codes, scale):
     """Codes times a scale for each column, as weight-only quantisation has it."""
+    return torch.nn.functional.linear(x, codes.to(x.dtype)) * scale
 
-    def linear(x, codes, scale):
-        return torch.nn.functional.linear(x, codes.to(x.dtype)) * scale
 
+def scaled_transposed(x, codes, scale):
+    return torch.mm(x, codes.t().to(x.dtype)) * scale
+
+
+def compiled_in_int8(function, change, rows, dtype):
+    """The generated code of a product with random weights in int8; its result is checked."""
+    torch._dynamo.reset()
     x, scale = torch.randn(rows, 64).to(dtype), torch.rand(96).to(dtype)
     codes = torch.randint(-128, 128, (96, 64), dtype=torch.int8)
-    options = {"post_grad_custom_pre_pass": inductor.graph_pass(uuid.uuid4().bytes, decompose_products)}
-    made, written = run_and_get_code(torch.compile(linear, options=options), x, codes, scale)
-    exact = linear(x.double(), codes, scale.double())
+    options = {"post_grad_custom_pre_pass": inductor.graph_pass(uuid.uuid4().bytes, change)}
+    made, written = run_and_get_code(torch.compile(function, options=options), x, codes, scale)
+    exact = function(x.double(), codes, scale.double())
     assert (made.double() - exact).abs().max() <= exact.abs().max() * max(2 * torch.finfo(dtype).eps, 1e-5)
-    body = written[-1][written[-1].index("def call(") : written[-1].index("def get_args")]
+    return written[-1]
+
+
+@pytest.mark.parametrize("function", [scaled, scaled_transposed])
+@pytest.mark.parametrize(
+    ("rows", "dtype"), [(1, torch.float32), (4, torch.float32), (1, torch.bfloat16), (8, torch.bfloat16)]
+)
+def test_weights_in_int8_are_converted_in_registers(rows, dtype, function):
+    """They become float32 at once: on the way over bfloat16 a loop takes twice as long."""
+    written = compiled_in_int8(function, decompose_products, rows, dtype)
+    body = written[written.index("def call(") : written.index("def get_args")]
     assert "empty_strided_cpu" in body
     assert not re.findall(r"extern_kernels|empty_strided_cpu\(\((?:64, 96|96, 64)\)", body)
+    loop = written[written.index("int8_t>::loadu") :][:2000]
+    assert re.search(r"convert<float[^>]*>\(tmp0\)", loop)
+
+
+@pytest.mark.parametrize("function", [scaled, scaled_transposed])
+@pytest.mark.parametrize("rows", [9, 40])
+def test_weights_in_int8_are_converted_for_many_rows(rows, function):
+    """Otherwise Inductor calls a product of torch's that is slow for many rows."""
+    written = compiled_in_int8(function, convert_weights, rows, torch.bfloat16)
+    assert "extern_kernels.mm(" in written
+    assert "int8pack" not in written
+
+
+def test_products_without_weights_in_int8_stay():
+    given = torch.randn(9, 64).bfloat16(), torch.randn(96, 64).bfloat16()
+    traced = make_fx(torch.nn.functional.linear, tracing_mode="fake")(*given)
+    before = str(traced.graph)
+    convert_weights(traced.graph)
+    assert str(traced.graph) == before
 
 
 def test_not_on_a_gpu():
