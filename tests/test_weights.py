@@ -12,6 +12,7 @@ from torch.nn.functional import linear
 
 import kvpass
 from kvpass.cache.handle import Handle
+from kvpass.torch_private import tensors
 from tests.lowering.layer_dedup.test_link import compilations
 from tests.models import build, force, prompt
 from tests.traces import Traced
@@ -113,6 +114,18 @@ def check(model: Any, inner: str) -> None:
     )
     torch.testing.assert_close(bounded[real], literal[real], atol=1e-4, rtol=1e-4)
     assert not torch.allclose(bounded[real], expected[real], atol=1e-4)
+
+
+def test_names_of_the_tensors_in_a_wrapper() -> None:
+    """Compiled code takes them in this order, also those of a wrapper in a wrapper."""
+    plain = Coded.of(torch.randn(3, 4))
+    assert tensors.inner_names(plain) == ["codes", "scale"]
+    assert tensors.inner_names(Coded(plain.codes, Coded.of(torch.randn(3, 1)))) == [
+        "codes",
+        "scale.codes",
+        "scale.scale",
+    ]
+    assert tensors.inner_names(torch.ones(2)) == []
 
 
 @pytest.mark.parametrize(
