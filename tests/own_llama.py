@@ -152,8 +152,10 @@ class OwnLlama(nn.Module):
     def add_tables(self, count: int = 128) -> None:
         """Precompute the tables of `Way.table`, from the frequencies."""
         angles = torch.arange(count)[:, None] * self.frequency.float()
-        turn = torch.polar(torch.ones_like(angles), angles)
-        for name, table in {"angles": angles, "cos": angles.cos(), "sin": angles.sin(), "turn": turn}.items():
+        tables = {"angles": angles, "cos": angles.cos(), "sin": angles.sin()}
+        if self.way.table == "complex":
+            tables = {"turn": torch.polar(torch.ones_like(angles), angles)}
+        for name, table in tables.items():
             self.register_buffer(name, table, persistent=False)
 
     def rows_of_tables(self, start: int, stop: int) -> Tensor:

@@ -73,7 +73,10 @@ def inner_tensors(wrapper: Any) -> tuple[dict[str, Tensor], Any]:
 
 
 def inner_names(value: Any) -> list[str]:
-    """Return the dotted names of the plain tensors in a wrapper, in the order of compiled code; [] if it is none."""
+    """Return the dotted names of the tensors in a wrapper, in the order in which compiled code takes them.
+
+    Any other value has none.
+    """
     if not is_wrapper(value):
         return []
     inner, _ = inner_tensors(value)

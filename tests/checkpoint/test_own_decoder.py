@@ -1,4 +1,4 @@
-"""A decoder of one's own with the weights of the checkpoint: the order of its cache changes no token."""
+"""A decoder of one's own with the weights of the checkpoint: neither its cache's order nor a table changes a token."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ DTYPES = [
 
 
 @torch.no_grad()
-def decoded(model: Any, ids: Tensor, count: int) -> tuple[list[int], list[Tensor]]:
+def decoded(model: Any, ids: Tensor, count: int, policy: str = "h2o") -> tuple[list[int], list[Tensor]]:
     """The next tokens, and the positions that each layer holds at the end."""
     torch._dynamo.reset()
-    run = torch.compile(model, backend=kvpass.backend("h2o", budget=64, inner="eager"))
+    run = torch.compile(model, backend=kvpass.backend(policy, budget=64, inner="eager"))
     out, made = run(ids, logits_to_keep=1), []
     for _ in range(count):
         made.append(int(out.logits[0, -1].argmax()))
@@ -38,5 +38,17 @@ def test_tokens_first_and_heads_first_give_the_same_answer(subject: Subject) -> 
         with torch.no_grad():
             assert torch.allclose(of_llama(subject.plain, Way())(ids).logits, subject.plain(ids).logits, atol=1e-3)
     (ours, held), (theirs, others) = (decoded(of_llama(subject.plain, way), ids, 24) for way in (Way(), Way(2, 2)))
+    assert ours == theirs
+    assert all(torch.equal(one, other) for one, other in zip(held, others, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("subject", DTYPES, indirect=True)
+@pytest.mark.parametrize("dim", [1, 2])
+def test_a_sliced_table_gives_the_answer_of_computed_angles(subject: Subject, dim: int) -> None:
+    """Under a policy that rotates keys by their positions in the cache."""
+    ids = of_length(subject.tokenizer, 100)
+    ways = Way(dim, dim, table="angles"), Way(dim, dim)
+    (ours, held), (theirs, others) = (decoded(of_llama(subject.plain, way), ids, 24, "streaming") for way in ways)
     assert ours == theirs
     assert all(torch.equal(one, other) for one, other in zip(held, others, strict=True))
