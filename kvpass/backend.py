@@ -309,6 +309,7 @@ def _check_settings(inner: Inner, mode: str | None, options: dict[str, Any] | No
             raise PolicyError(f"mode={mode!r}: {error}") from error
     for name in options or {}:
         require(name in inductor.inductor_options(), "options", name, "Inductor has no such setting")
+        require(name != inductor.GRAPH_PASS, "options", name, "kvpass uses this setting itself: leave it out")
 
 
 @check_arguments

@@ -90,6 +90,7 @@ def test_equal_backends_compile_once() -> None:
         (dict(policy="h2o", budget=8, inner="inductr"), kvpass.PolicyError, "inner='inductr'"),
         (dict(policy="h2o", budget=8, mode="fastest"), kvpass.PolicyError, "mode='fastest'"),
         (dict(policy="h2o", budget=8, options={"no_such": 1}), kvpass.PolicyError, "'no_such'|no_such"),
+        (dict(policy="h2o", budget=8, options={"post_grad_custom_pre_pass": None}), kvpass.PolicyError, "leave it out"),
     ],
 )
 def test_bad_settings_name_the_option(settings: dict[str, Any], error: type[Exception], said: str) -> None:

@@ -89,7 +89,7 @@ def _capture_as_it_is(gm: fx.GraphModule, is_handle: Sequence[bool]) -> Capture:
     _insert_operators(copy.graph, readings)
     known = sites(copy.graph)
     rotated = [node for site in known for each in site.all for node in (each.query, each.key)]
-    simplify.index_sliced_tables(copy.graph, rotated)
+    simplify.index_sliced_tables(copy.graph, rotated, known[0].queries)
     copy.recompile()
     return Capture(gm, copy, known, found)
 

@@ -90,15 +90,21 @@ def _is_independent(node: fx.Node) -> bool:
     return not dtypes or (dtypes == {torch.float32} and known)
 
 
-def index_sliced_tables(graph: fx.Graph, rotated: Iterable[fx.Node]) -> None:
+def index_sliced_tables(graph: fx.Graph, rotated: Iterable[fx.Node], queries: Any) -> None:
     """Replace slices of tables, from which queries or keys are computed, by lookups of positions.
 
     A rotary embedding that slices a table of angles then reads positions, as one that looks them up does.
 
         angles = table[past : past + q]           position = arange(past, past + q)
                                                   angles = index_select(table, 0, position)
+
+    Other slices stay, such as a part of a weight.
+
+    Args:
+        rotated: the queries and keys.
+        queries: the number q of new tokens.
     """
-    dims = {node: dim for node in graph.nodes if (dim := _sliced_dim(node)) is not None}
+    dims = {node: dim for node in graph.nodes if (dim := _sliced_dim(node, queries)) is not None}
     if not dims:
         return
     memory, positions = alias.Memory(graph), dict[Any, fx.Node]()
@@ -115,8 +121,8 @@ def index_sliced_tables(graph: fx.Graph, rotated: Iterable[fx.Node]) -> None:
         graph.erase_node(node)
 
 
-def _sliced_dim(node: fx.Node) -> int | None:
-    """Return the dimension of which a node takes a range of a table; None if it does anything else.
+def _sliced_dim(node: fx.Node, queries: Any) -> int | None:
+    """Return the dimension of which a node takes q entries of a table in a row; None if it does anything else.
 
     A table is a tensor of a module, or an input with too few dimensions for hidden states.
     """
@@ -129,10 +135,10 @@ def _sliced_dim(node: fx.Node) -> int | None:
     cut = [dim for dim, part in enumerate(parts) if not op_table.keeps_whole_dimension(part)]
     if len(cut) != 1 or Ellipsis in parts[: cut[0]] or not isinstance(part := parts[cut[0]], slice):
         return None
-    counted = part.step in (None, 1) and all(_is_count(bound) for bound in (part.start or 0, part.stop))
-    size = value(node).shape[cut[0]] if counted else 0
-    difference = shapes.expr(part.stop) - shapes.expr(part.start or 0) if counted else 1
-    return cut[0] if sympy.expand(difference - shapes.expr(size)) == 0 else None
+    if part.step not in (None, 1) or not all(_is_count(bound) for bound in (part.start or 0, part.stop)):
+        return None
+    counted, size = shapes.expr(part.stop) - shapes.expr(part.start or 0), shapes.expr(value(node).shape[cut[0]])
+    return cut[0] if sympy.expand(counted - size) == 0 and size == shapes.expr(queries) else None
 
 
 def _is_count(bound: Any) -> bool:
@@ -145,7 +151,7 @@ def _count_rows(node: fx.Node, dim: int) -> fx.Node:
     bounds = (part.start, part.stop) if part.start else (part.stop,)
     with node.graph.inserting_before(node):
         counted = node.graph.call_function(torch.arange, bounds, {"device": table.device})
-    counted.meta["example_value"] = table.new_empty((value(node).shape[dim],), dtype=torch.int64)
+    counted.meta["example_value"] = table.new_zeros((value(node).shape[dim],), dtype=torch.int64)
     counted.meta["stack_trace"] = node.meta.get("stack_trace")
     return counted
 

@@ -119,6 +119,7 @@ class LoopState:
     def _tokens_seen(self) -> int:
         return self.prompt_mask.shape[1] if self.step is None else self.step.caches[0].seen
 
+    @in_mode_of_weights
     def to_saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return plain values and tensors from which `of_saved` makes this state again."""
         if self.pending:

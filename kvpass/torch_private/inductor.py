@@ -215,6 +215,10 @@ def inductor_options() -> set[str]:
     return set(config.get_config_copy())
 
 
+GRAPH_PASS = "post_grad_custom_pre_pass"
+"""The setting of Inductor that takes the function of `graph_pass`."""
+
+
 def graph_pass(digest: bytes, rewrite: Callable[[fx.Graph], None]) -> Any:
     """Return a pass over Inductor's aten graph; `digest` becomes part of the cache key."""
     from torch._inductor.custom_graph_pass import CustomGraphPass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,6 +84,16 @@ def test_inference_mode_may_change_between_calls(rows: int | None) -> None:
     assert torch.equal(torch.cat(tokens(True, False), 1), expected)
     assert torch.equal(torch.cat(tokens(False, True), 1), expected)
     assert graphs() == count
+
+
+def test_a_loop_on_weights_of_inference_mode_is_saved_right_after_its_prompt(tmp_path: Path) -> None:
+    with torch.inference_mode():
+        model = llama()
+    loops = [loop_on(model) for _ in range(2)]
+    loops[0].prompt(prompt(1)[0])
+    kvpass.save_cache(loops[0], tmp_path / "cache")
+    kvpass.load_cache(tmp_path / "cache", loops[1])
+    assert torch.equal(*(loop.generate(3) for loop in loops))
 
 
 def test_a_model_that_torch_compile_returned() -> None:
