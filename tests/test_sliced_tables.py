@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 import kvpass
 from kvpass.errors import UnsupportedGraph
-from tests.own_llama import OwnLlama, Way
+from tests.own_llama import Output, OwnLlama, Way
 from tests.strategies import EXAMPLES
 from tests.test_tokens_first import compiled, fed, tokens
 
@@ -85,6 +86,63 @@ def test_a_budget_larger_than_the_table(positions: str | None) -> None:
     ids, pieces = tokens(1, 12), [9, 1, 1, 1]
     model = OwnLlama(Way(table="angles"))
     ours, _ = fed(compiled(model, "streaming", budget=200, positions=positions), ids, pieces)
+    assert torch.allclose(ours, fed(model, ids, pieces)[0], atol=1e-5)
+
+
+class BeginsLater(OwnLlama):
+    def rows_of_tables(self, start: int, stop: int) -> torch.Tensor:
+        return self.angles[start + 2 : stop + 2][None]
+
+
+class ScalesHeads(OwnLlama):
+    """A part of a scale with as many entries as the prompt has tokens, which lie along other dimensions."""
+
+    def add_tables(self, count: int = 128) -> None:
+        super().add_tables(count)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 16))
+
+    def rows_of_tables(self, start: int, stop: int) -> torch.Tensor:
+        return super().rows_of_tables(start, stop) * self.scale[:4]
+
+
+class Gain(torch.nn.Module):
+    """A model of one layer whose keys are scaled by a table that comes with each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(128, 8), torch.nn.Linear(8, 128, bias=False)
+
+    def forward(self, input_ids: torch.Tensor, gain: torch.Tensor, past_key_values: Any = None) -> Output:
+        x = self.embed(input_ids)[:, None]  # [B, 1, q, D]
+        seen = 0 if past_key_values is None else past_key_values[0][0].shape[2]
+        key, value = x * gain[seen : seen + input_ids.shape[1]], x
+        if past_key_values is not None:
+            key, value = (torch.cat(pair, 2) for pair in zip(past_key_values[0], (key, value), strict=True))
+        allowed = torch.arange(key.shape[2]) <= torch.arange(seen, key.shape[2])[:, None]
+        y = torch.nn.functional.scaled_dot_product_attention(x, key, value, attn_mask=allowed)
+        return Output(self.head(y[:, 0]), ((key, value),))
+
+
+@torch.no_grad()
+def test_a_table_among_the_arguments_is_none_of_positions() -> None:
+    """Nothing says that the next call brings the same."""
+    model, ids, gain = Gain().eval(), tokens(1, 9), torch.rand(40, 1)
+    with pytest.raises(UnsupportedGraph, match="positions='cache' is not possible"):
+        compiled(model, "streaming", budget=6, positions="cache")(ids, gain)
+    by_default = compiled(model, "streaming", budget=6)
+    cache, made = None, []
+    for piece in (ids[:, :6], *ids[:, 6:].split(1, 1)):
+        out = by_default(piece, gain, past_key_values=cache)
+        cache, made = out.past_key_values, [*made, out.logits]
+    assert kvpass.inspect(cache).layers[0].positions.max() == 8
+    assert torch.allclose(torch.cat(made, 1)[:, :6], model(ids[:, :6], gain).logits, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [BeginsLater, ScalesHeads])
+def test_other_slices_change_nothing(kind: type[OwnLlama]) -> None:
+    """By default such a model has the positions that it had without tables, and computes what it does uncompiled."""
+    model, ids, pieces = kind(Way(table="angles")), tokens(1, 12), [4, 1, 1, 2, 1]
+    ours, _ = fed(compiled(model, "streaming", budget=16), ids, pieces)
     assert torch.allclose(ours, fed(model, ids, pieces)[0], atol=1e-5)
 
 

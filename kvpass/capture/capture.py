@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from kvpass.capture import caches, heads_first, simplify
+from kvpass.capture import caches, heads_first, simplify, sliced_tables
 from kvpass.capture.caches import Reading, Verdict
 from kvpass.capture.canonical import APPEND, ATTENTION, LOG_SUM_EXP, AttentionSite, sites
 from kvpass.capture.decomposed_attention import AttentionCall
@@ -88,8 +88,7 @@ def _capture_as_it_is(gm: fx.GraphModule, is_handle: Sequence[bool]) -> Capture:
         return Capture(gm, gm, [], found)
     _insert_operators(copy.graph, readings)
     known = sites(copy.graph)
-    rotated = [node for site in known for each in site.all for node in (each.query, each.key)]
-    simplify.index_sliced_tables(copy.graph, rotated, known[0].queries)
+    sliced_tables.index_sliced_tables(copy.graph, known)
     copy.recompile()
     return Capture(gm, copy, known, found)
 

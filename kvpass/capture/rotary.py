@@ -121,9 +121,13 @@ def find_rotary(site: AttentionSite, token_dim: int = 2) -> Rotary | None:
             continue
         if unclear and follow_to(raw, token_dim, site.key) not in (2, None):
             continue
-        since_raw = _nodes_behind(site.key, {raw})
+        since_raw = nodes_behind(site.key, {raw})
         positions = [node for node in since_raw if _is_converted_to_angle(node, since_raw)]
-        if len(positions) == 1 and not _carries_tokens(ancestors(site.key, stop={raw}) - ancestors(positions[0])):
+        if len(positions) != 1:
+            continue
+        others = ancestors(site.key, stop={raw}) - ancestors(positions[0])
+        tables = {table for table in tables_at(positions[0], others) if dynamo.is_of_module(table)}
+        if not _carries_tokens(others - tables):
             return Rotary(raw, positions[0])
     return None
 
@@ -133,13 +137,13 @@ def _is_end(node: fx.Node) -> bool:
     return canonical.is_attention(node) or decomposed_attention.is_boundary(node)
 
 
-def _nodes_behind(node: fx.Node, stop: Iterable[fx.Node] = ()) -> set[fx.Node]:
+def nodes_behind(node: fx.Node, stop: Iterable[fx.Node] = ()) -> set[fx.Node]:
     """Return the node and its ancestors, without attention calls and the nodes before them."""
     return {each for each in ancestors(node, stop, _is_end) if not _is_end(each)}
 
 
 def _latest_first(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the nodes of `_nodes_behind`, each before its operands."""
+    """Yield the nodes of `nodes_behind`, each before its operands."""
     todo = {node}
     while todo:
         latest = max(todo)
@@ -157,7 +161,7 @@ def positions_of(rotary: Rotary, site: AttentionSite) -> list[fx.Node]:
     key_positions = strip_reshapes(rotary.position)
     found = [rotary.position]
     for call in site.all:
-        computed_from = _nodes_behind(call.query)
+        computed_from = nodes_behind(call.query)
         angles = [node for node in computed_from if _is_converted_to_angle(node, computed_from)]
         same = [node for node in angles if _is_same_computation(strip_reshapes(node), key_positions)]
         if not same:
@@ -262,13 +266,22 @@ def _is_converted_to_angle(node: fx.Node, among: set[fx.Node]) -> bool:
     return any(user in among and is_tensor(user) and walk.is_inexact(value(user)) for user in node.users)
 
 
+def tables_at(position: fx.Node, nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
+    """Return the tensors that some nodes index by positions, and which dimension they index."""
+    origin, lookups = strip_reshapes(position), filter(None, map(propagation.lookup, nodes))
+    return {
+        table: dim
+        for table, indices in lookups
+        for dim, index in indices.items()
+        if isinstance(index, fx.Node) and strip_reshapes(index) is origin
+    }
+
+
 def _carries_tokens(nodes: set[fx.Node]) -> bool:
     """Return whether a node brings in hidden states: attention outputs, embeddings, or inputs of rank 3 and more."""
     for node in nodes:
         if _is_end(node) or node.target is torch.nn.functional.embedding:
             return True
-        if node.op != "placeholder" or not is_tensor(node) or dynamo.is_of_module(node):
-            continue
-        if value(node).is_floating_point() and value(node).ndim >= 3:
+        if node.op == "placeholder" and is_tensor(node) and value(node).is_floating_point() and value(node).ndim >= 3:
             return True
     return False

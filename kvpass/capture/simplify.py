@@ -5,23 +5,19 @@ such a product over a symbolic number of positions.  transformers before 5.23 co
 elsewhere autocast may be enabled.  Attention may write its products as equations (torch.einsum).
 
 transformers evaluates mask functions of its users by torch.vmap, for one query and one key at a time.
-
-Models of one's own often precompute the angles of all positions and slice this table.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
 from typing import Any
 
-import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx as fx
 
-from kvpass.fx import alias, op_table, propagation, shapes, splicing, walk
+from kvpass.fx import alias, op_table, propagation, splicing, walk
 from kvpass.fx.walk import is_tensor, value
-from kvpass.torch_private import dynamo, fx_nodes
+from kvpass.torch_private import fx_nodes
 
 
 def multiply_outer_products(graph: fx.Graph) -> None:
@@ -88,72 +84,6 @@ def _is_independent(node: fx.Node) -> bool:
     dtypes = {x.dtype for x in involved if isinstance(x, torch.Tensor) and x.is_floating_point()}
     known = op_table.is_a(node, "pointwise", "view", "keeps") or op_table.known_name(node) in ("cat", "getitem")
     return not dtypes or (dtypes == {torch.float32} and known)
-
-
-def index_sliced_tables(graph: fx.Graph, rotated: Iterable[fx.Node], queries: Any) -> None:
-    """Replace slices of tables, from which queries or keys are computed, by lookups of positions.
-
-    A rotary embedding that slices a table of angles then reads positions, as one that looks them up does.
-
-        angles = table[past : past + q]           position = arange(past, past + q)
-                                                  angles = index_select(table, 0, position)
-
-    Other slices stay, such as a part of a weight.
-
-    Args:
-        rotated: the queries and keys.
-        queries: the number q of new tokens.
-    """
-    dims = {node: dim for node in graph.nodes if (dim := _sliced_dim(node, queries)) is not None}
-    if not dims:
-        return
-    memory, positions = alias.Memory(graph), dict[Any, fx.Node]()
-    needed = alias.ancestors_with_writes(list(rotated), memory=memory)
-    for node, dim in dims.items():
-        if node not in needed or memory.writers(node):
-            continue
-        table, part = walk.operand_of(node), op_table.subscript(node)[dim]
-        key = shapes.expr(part.start or 0), shapes.expr(part.stop), value(table).device
-        if key not in positions:  # one node for all tables, as a key is rotated by one tensor of positions
-            positions[key] = _count_rows(node, dim)
-        lookup = splicing.emit_before(node, torch.index_select, table, dim, positions[key])
-        node.replace_all_uses_with(lookup)
-        graph.erase_node(node)
-
-
-def _sliced_dim(node: fx.Node, queries: Any) -> int | None:
-    """Return the dimension of which a node takes q entries of a table in a row; None if it does anything else.
-
-    A table is a tensor of a module, or an input with too few dimensions for hidden states.
-    """
-    if op_table.known_name(node) != "getitem" or not is_tensor(node.args[0]):
-        return None
-    table, parts = node.args[0], op_table.subscript(node)
-    is_table = dynamo.is_of_module(table) or (table.op in ("placeholder", "get_attr") and value(table).ndim == 2)
-    if not is_table or not walk.is_inexact(value(table)):
-        return None
-    cut = [dim for dim, part in enumerate(parts) if not op_table.keeps_whole_dimension(part)]
-    if len(cut) != 1 or Ellipsis in parts[: cut[0]] or not isinstance(part := parts[cut[0]], slice):
-        return None
-    if part.step not in (None, 1) or not all(_is_count(bound) for bound in (part.start or 0, part.stop)):
-        return None
-    counted, size = shapes.expr(part.stop) - shapes.expr(part.start or 0), shapes.expr(value(node).shape[cut[0]])
-    return cut[0] if sympy.expand(counted - size) == 0 and size == shapes.expr(queries) else None
-
-
-def _is_count(bound: Any) -> bool:
-    return walk.is_size(bound) or (isinstance(bound, int) and bound >= 0)
-
-
-def _count_rows(node: fx.Node, dim: int) -> fx.Node:
-    """Add the positions of the rows that a slice takes, int64 [q], before its node."""
-    part, table = op_table.subscript(node)[dim], value(walk.operand_of(node))
-    bounds = (part.start, part.stop) if part.start else (part.stop,)
-    with node.graph.inserting_before(node):
-        counted = node.graph.call_function(torch.arange, bounds, {"device": table.device})
-    counted.meta["example_value"] = table.new_zeros((value(node).shape[dim],), dtype=torch.int64)
-    counted.meta["stack_trace"] = node.meta.get("stack_trace")
-    return counted
 
 
 def replace_vmap(graph: fx.Graph) -> None:

@@ -16,9 +16,9 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass.capture.canonical import AttentionSite
-from kvpass.capture.rotary import Rotary, find_rotary, strip_reshapes
+from kvpass.capture.rotary import Rotary, find_rotary, tables_at
 from kvpass.errors import UnsupportedGraph
-from kvpass.fx import alias, propagation, splicing, walk
+from kvpass.fx import alias, splicing, walk
 from kvpass.fx.precision import upcast
 from kvpass.fx.shapes import Sizes, expr
 from kvpass.fx.splicing import Slice
@@ -293,6 +293,8 @@ def cut_rotary(
     angle_slice = splicing.cut(gm, angles, [rotary.position], resolve, memory=memory)
     position, *angle_inputs = (_spec_of(node, sizes) for node in (rotary.position, *angle_slice.bound))
     rotate_inputs = tuple(_spec_of(node, sizes) for node in (rotary.raw, *rotate_slice.bound))
+    found = tables_at(rotary.position, subgraph)
+    counts = [count for table, dim in found.items() if isinstance(count := value(table).shape[dim], int)]
     cut = RotarySlice(
         angle_slice,
         rotate_slice,
@@ -300,22 +302,9 @@ def cut_rotary(
         tuple(value(node).dtype for node in angles),
         tuple(angle_inputs),
         rotate_inputs,
-        _position_count(rotary.position, subgraph),
+        min(counts, default=None),
     )
     return cut.for_one_key()
-
-
-def _position_count(position: fx.Node, nodes: Iterable[fx.Node]) -> int | None:
-    """Return the size of the smallest table that some nodes index by positions, or None."""
-    origin = strip_reshapes(position)
-    sizes = [
-        value(found[0]).shape[dim]
-        for node in nodes
-        if (found := propagation.lookup(node))
-        for dim, index in found[1].items()
-        if isinstance(index, fx.Node) and strip_reshapes(index) is origin
-    ]
-    return min((size for size in sizes if isinstance(size, int)), default=None)
 
 
 def _spec_of(node: fx.Node, sizes: Sizes) -> Spec:

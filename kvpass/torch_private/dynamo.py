@@ -54,6 +54,12 @@ def is_of_module(node: fx.Node) -> bool:
     return node.op == "placeholder" and "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {})
 
 
+def is_attribute_of_module(node: fx.Node) -> bool:
+    """Check whether a graph input is a tensor of a module: a parameter, a buffer or any other attribute."""
+    source = getattr(node, "_dynamo_source", None)
+    return is_of_module(node) or (source is not None and source.guard_source.is_unspecialized_nn_module())
+
+
 def as_new_input(node: fx.Node, example: Tensor, *, in_place: bool) -> None:
     """Describe a placeholder that Dynamo does not know; `in_place` buffers keep their address."""
     node.meta["example_value"] = example

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import itertools
 import operator
 import os
 import subprocess
@@ -266,16 +267,14 @@ class _OnInnerTensors:
         self._getters = [operator.attrgetter(*names) if (names := inner_names(x)) else None for x in examples]
 
     def __call__(self, arguments: list[Any]) -> Any:
-        plain: list[Any] = []
-        for getter, argument in zip(self._getters, arguments, strict=True):
-            if getter is None:
-                plain.append(argument)
-            elif isinstance(inner := getter(argument), tuple):
-                plain += inner
-            else:
-                plain.append(inner)
-        arguments.clear()
+        plain = [*itertools.chain.from_iterable(map(_inner, self._getters, arguments))]
+        arguments.clear()  # the code frees each argument after its last use
         return self._run(plain)
+
+
+def _inner(getter: Callable[[Any], Any] | None, argument: Any) -> Sequence[Any]:
+    inner = argument if getter is None else getter(argument)
+    return inner if isinstance(inner, tuple) else (inner,)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,13 +11,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.capture.simplify import (
-    index_sliced_tables,
-    leave_disabled_regions,
-    multiply_equations,
-    multiply_outer_products,
-)
-from kvpass.fx.walk import value
+from kvpass.capture.simplify import leave_disabled_regions, multiply_equations, multiply_outer_products
 from kvpass.torch_private import fx_nodes
 
 ENTER, EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
@@ -138,44 +132,3 @@ def test_an_equation_that_is_a_product_of_matrices_becomes_one(
     assert (product.target is operator.matmul) == is_product
     gm = fx.GraphModule({}, graph)
     assert torch.allclose(gm(*tensors), torch.einsum(equation, *tensors), atol=1e-6)
-
-
-def sliced(*parts: Any, queries: int = 3, reads: bool = True) -> tuple[list[str], fx.GraphModule]:
-    """The operators by which a key reads a table [8, 8], written as these parts of a subscript."""
-    graph = fx.Graph()
-    x, table = graph.placeholder("x"), graph.placeholder("table")
-    rows = graph.call_function(operator.getitem, (table, parts))
-    key = graph.call_function(operator.neg, (rows if reads else x,))
-    graph.output((key, rows))
-    gm = fx.GraphModule({}, graph)
-    values = {"x": torch.randn(3, 8), "table": torch.randn(8, 8)}
-    x.meta["example_value"], table.meta["example_value"] = values.values()
-    rows.meta["example_value"] = values["table"][parts]
-    key.meta["example_value"] = torch.randn(3, 8)
-    index_sliced_tables(graph, [key], queries)
-    gm.recompile()
-    assert torch.equal(gm(**values)[1], values["table"][parts])
-    return [node.target.__name__ for node in graph.nodes if node.op == "call_function"], gm
-
-
-@pytest.mark.parametrize("parts", [(slice(3),), (slice(0, 3), slice(None)), (slice(2, 5), Ellipsis)])
-def test_a_slice_with_one_row_for_each_new_token_is_a_lookup(parts: Any) -> None:
-    found, gm = sliced(*parts)
-    assert found == ["arange", "index_select", "neg"]
-    assert value(next(iter(gm.graph.find_nodes(op="call_function", target=torch.arange)))).shape == (3,)
-
-
-@pytest.mark.parametrize(
-    ("parts", "settings"),
-    [
-        ((slice(4),), {}),  # a part of a weight
-        ((slice(3),), dict(reads=False)),  # no key is computed from it
-        ((slice(0, 6, 2),), {}),
-        ((slice(-3, None),), {}),
-        ((slice(3), slice(4)), {}),
-        ((slice(3), None), {}),
-        ((slice(6, 9),), {}),  # past the end
-    ],
-)
-def test_other_slices_stay(parts: Any, settings: dict[str, Any]) -> None:
-    assert sliced(*parts, **settings)[0] == ["getitem", "neg"]

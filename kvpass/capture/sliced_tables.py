@@ -1,0 +1,92 @@
+"""Replace slices of precomputed rotary embeddings by lookups of positions.
+
+    before   angles = table[past : past + q]              after    position = arange(past, past + q)
+                                                                   angles = index_select(table, 0, position)
+
+Hand-written models often precompute the angles of all positions and slice this table by the number of cached tokens.
+After the change they read positions, as models do that look their angles up, and every later stage treats both alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+import torch.fx as fx
+
+from kvpass.capture import rotary
+from kvpass.capture.canonical import AttentionSite
+from kvpass.fx import alias, op_table, shapes, splicing, walk
+from kvpass.fx.walk import is_tensor, value
+from kvpass.torch_private import dynamo
+
+
+def index_sliced_tables(graph: fx.Graph, sites: Sequence[AttentionSite]) -> None:
+    """Replace the slices of tables that rotate queries or keys; other slices stay, such as a part of a weight.
+
+    A slice is replaced if it has one entry for each new token, and these lie along the tokens of a query or key.  In a
+    prompt it must begin with the first entry: by then no call has told what another begin means.
+
+    Args:
+        graph: the canonical graph.
+        sites: its attention calls on caches.
+    """
+    dims = {node: dim for node in graph.nodes if (dim := _sliced_dim(node, sites[0])) is not None}
+    if not dims:
+        return
+    memory, positions = alias.Memory(graph), dict[Any, fx.Node]()
+    for node, dim in dims.items():
+        if memory.writers(node) or not _lies_along_tokens(node, dim, sites):
+            continue
+        table, part = walk.operand_of(node), op_table.subscript(node)[dim]
+        key = shapes.expr(part.start or 0), shapes.expr(part.stop), value(table).device
+        if key not in positions:  # one node for all tables, as a key is rotated by one tensor of positions
+            positions[key] = _count_entries(node, dim)
+        lookup = splicing.emit_before(node, torch.index_select, table, dim, positions[key])
+        node.replace_all_uses_with(lookup)
+        graph.erase_node(node)
+
+
+def _sliced_dim(node: fx.Node, site: AttentionSite) -> int | None:
+    """Return the dimension of which a node takes q adjacent entries of a table; None if it does anything else."""
+    if op_table.known_name(node) != "getitem" or not is_tensor(node.args[0]):
+        return None
+    table, parts = node.args[0], op_table.subscript(node)
+    if not dynamo.is_attribute_of_module(table) or not walk.is_inexact(value(table)):
+        return None
+    cut = [dim for dim, part in enumerate(parts) if not op_table.keeps_whole_dimension(part)]
+    if len(cut) != 1 or Ellipsis in parts[: cut[0]] or not isinstance(part := parts[cut[0]], slice):
+        return None
+    start, stop = part.start or 0, part.stop
+    if part.step not in (None, 1) or not (_is_count(start) and _is_count(stop)):
+        return None
+    if not isinstance(value(table).shape[cut[0]], int) or (site.past_key is None and start != 0):
+        return None
+    counted, size = shapes.expr(stop) - shapes.expr(start), shapes.expr(value(node).shape[cut[0]])
+    return cut[0] if sympy.expand(counted - size) == 0 and size == shapes.expr(site.queries) else None
+
+
+def _is_count(bound: Any) -> bool:
+    return walk.is_size(bound) or (isinstance(bound, int) and bound >= 0)
+
+
+def _lies_along_tokens(node: fx.Node, dim: int, sites: Sequence[AttentionSite]) -> bool:
+    """Return whether a dimension of a node becomes that of the tokens in the first query or key computed from it."""
+    for site in sites:
+        for rotated in (site.key, *(each.query for each in site.all)):
+            if node in rotary.nodes_behind(rotated):
+                return rotary.follow_to(node, dim, rotated) == 2
+    return False
+
+
+def _count_entries(node: fx.Node, dim: int) -> fx.Node:
+    """Add the positions of the entries that a slice takes, int64 [q], before its node."""
+    part, table = op_table.subscript(node)[dim], value(walk.operand_of(node))
+    bounds = (part.start, part.stop) if part.start else (part.stop,)
+    with node.graph.inserting_before(node):
+        counted = node.graph.call_function(torch.arange, bounds, {"device": table.device})
+    counted.meta["example_value"] = table.new_zeros((value(node).shape[dim],), dtype=torch.int64)
+    counted.meta["stack_trace"] = node.meta.get("stack_trace")
+    return counted
