@@ -11,6 +11,7 @@ import operator
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from kvpass.errors import KVPassWarning
 from kvpass.torch_private.symbolic_shapes import expression, symbols
 from kvpass.torch_private.tensors import inner_names, is_distributed, is_fake, is_wrapper, share_memory
 
@@ -257,7 +259,7 @@ class WithLeading:
 
 
 class _OnInnerTensors:
-    """Compiled code that takes the inner tensors of its arguments, for arguments like some examples.
+    """Call compiled code with the plain tensors inside its arguments, which must be wrapped like the examples.
 
     torch's own wrapper flattens every argument anew, which takes longer than a small product of matrices.
     """
@@ -414,8 +416,20 @@ def _unwrap(run: Any, subclasses: bool) -> tuple[list[Any], Any]:
         chain.append(chain[-1].__wrapped__)
     *wrappers, code = chain
     others = [_name(wrapper) for wrapper in wrappers if _name(wrapper) not in _WRAPPERS]
-    known = others == [_SUBCLASS_WRAPPER] * subclasses
-    return wrappers, code if known and isinstance(code, CompiledFxGraph) and code.current_callable else None
+    if set(others) - {_SUBCLASS_WRAPPER} or not isinstance(code, CompiledFxGraph):
+        _warn_of_unknown_wrappers()
+        return wrappers, None
+    return wrappers, code if others == [_SUBCLASS_WRAPPER] * subclasses and code.current_callable else None
+
+
+@functools.cache
+def _warn_of_unknown_wrappers() -> None:
+    """Warn once in a process that graphs are compiled whole, because this version of torch wraps code differently."""
+    message = (
+        f"kvpass compiles graphs whole, which takes longer for many layers: torch {torch.__version__} wraps compiled "
+        "code in a way that kvpass does not know; results do not change, but please report it"
+    )
+    warnings.warn(message, KVPassWarning, stacklevel=2)
 
 
 def _name(wrapper: Any) -> str:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
 import pytest
 import torch
 from torch._inductor import config
+from torch._inductor.output_code import CompiledFxGraph
 
 import kvpass
 from kvpass.torch_private import inductor
@@ -58,3 +62,29 @@ def test_the_users_march_option_takes_precedence(avx2, monkeypatch):
 def test_a_missing_compiler_is_left_to_inductor(avx2):
     with config.patch({"cpp.cxx": (None, "no-such-compiler")}):
         assert inductor.vector_move_flags() == {}
+
+
+def wrapped(name: str, code: Any) -> Any:
+    """A wrapper of this name around code, as AOTAutograd makes them."""
+
+    def wrapper(arguments: list[Any]) -> Any:
+        return code(arguments)
+
+    wrapper.__name__, wrapper.__wrapped__ = name, code  # type: ignore[attr-defined]
+    return wrapper
+
+
+def test_unknown_wrappers_of_code_warn_once_and_others_do_not() -> None:
+    code = object.__new__(CompiledFxGraph)
+    code.current_callable, code.compiled_fn_runner = print, None
+    inductor._warn_of_unknown_wrappers.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert inductor._unwrap(wrapped("runtime_wrapper", code), False)[1] is code
+        assert inductor._unwrap(wrapped("inner_fn", code), False)[1] is None  # one too many, as before torch 2.12
+    with pytest.warns(kvpass.KVPassWarning, match="compiles graphs whole"):
+        assert inductor._unwrap(wrapped("of_the_next_torch", code), False)[1] is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert inductor._unwrap(wrapped("of_the_next_torch", code), False)[1] is None
+    inductor._warn_of_unknown_wrappers.cache_clear()
