@@ -1,4 +1,4 @@
-"""Checks of the arguments of public functions and the options of policies against their annotations.
+"""Check the arguments of public functions and the options of policies against their annotations.
 
 The annotation holds the whole check: types, unions and literals as they stand, and conditions as a `Condition` in
 `Annotated`.  NumPy integers, floats and bools, and tensors without dimensions, are converted to Python's own types.

@@ -77,8 +77,8 @@ _UNREAD = "the cache that is grown here feeds no attention call that can be foll
 _NO_ATTENTION = (
     "; the graph has none at all: it breaks in between, see TORCH_LOGS=graph_breaks, or the model attends without "
     "scaled_dot_product_attention and softmax. Where it breaks for a warning about output_attentions=True, leave that "
-    "out: slots do not hold every token, and have no weights for all. Where the model uses flex_attention, which is "
-    "not followed, load it with attn_implementation='sdpa' or 'eager'"
+    "out: slots do not hold every token, and have no probabilities for all. Where the model uses flex_attention, which "
+    "is not followed, load it with attn_implementation='sdpa' or 'eager'"
 )
 _ORDINARY = (
     "its cache is an ordinary tensor that grows next to caches of kvpass: it was replaced, or its keys came from other "

@@ -210,8 +210,8 @@ def _check_reads_no_cache(step: StepContext, wanted: list[fx.Node], needed: set[
     first = next(node for node in wanted if not pasts.isdisjoint(ancestor.name for ancestor in walk.ancestors(node)))
     raise UnsupportedGraph(
         f"{walk.source_line(first)}: {walk.name_of(first)!r} has an entry for every token seen and is computed "
-        "from the cache, as attention weights are, and slots do not hold every token: leave output_attentions out, or "
-        "run the model uncompiled"
+        "from the cache, as attention probabilities are, and slots do not hold every token: leave output_attentions "
+        "out, or run the model uncompiled"
     )
 
 
