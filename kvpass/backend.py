@@ -1,4 +1,4 @@
-"""The torch.compile backend of kvpass, and the functions that make it and apply it to a model."""
+"""Define the torch.compile backend of kvpass, and the functions that make it and apply it to a model."""
 
 from __future__ import annotations
 
@@ -140,11 +140,12 @@ class Backend(BackendBase):
         if self.recorder is None:
             return
         self.recorder.graphs.append("prompt" if captured.sites and not carried else "step" if carried else "no cache")
-        for f in captured.verdicts:
-            verdict = "rewritten" if f.reading else "refused" if f.refusal else "left alone"
-            reason = f.refusal or ("" if f.reading else origins.DOES_NOT_GROW if f.fixed else "it updates no cache")
-            where = (len(self.recorder.graphs), walk.module_of(f.node), walk.source_line(f.node))
-            self.recorder.sites.append(AttentionReport(*where, verdict, reason))
+        for verdict in captured.verdicts:
+            outcome = "rewritten" if verdict.reading else "refused" if verdict.refusal else "left alone"
+            other = origins.DOES_NOT_GROW if verdict.fixed else "it updates no cache"
+            reason = verdict.refusal or ("" if verdict.reading else other)
+            where = (len(self.recorder.graphs), walk.module_of(verdict.node), walk.source_line(verdict.node))
+            self.recorder.sites.append(AttentionReport(*where, outcome, reason))
 
     def _left_alone(self, refused: list[Verdict], carried: bool) -> bool:
         """Raise an error for refused cache updates, or with strict=False warn and leave the whole graph unchanged.

@@ -28,17 +28,17 @@ def initial_state(policy: Policy, key: EncodedVectors, value: EncodedVectors) ->
 
 
 def rescore(
-    layout: Layout, tokens: Tokens, key: EncodedVectors, value: EncodedVectors, weights: Sequence[Tensor] = ()
+    layout: Layout, tokens: Tokens, key: EncodedVectors, value: EncodedVectors, policy_weights: Sequence[Tensor] = ()
 ) -> Tokens:
     """Apply the policy's `rescore`, if it has one, to rows [B, Hkv, N, D] and [B, Hkv, N, Dv].
 
     Args:
-        weights: the policy's weights for the layer; if there are none, they are read from the policy.
+        policy_weights: the policy's weights for the layer; if there are none, they are read from the policy.
     """
     policy = layout.policy
     if not policy.rescores:
         return tokens
-    weights = weights or [tensor.to(layout.device) for tensor in policy.layer_weights(layout.layer)]
+    weights = policy_weights or [tensor.to(layout.device) for tensor in policy.layer_weights(layout.layer)]
     return tokens.with_state(policy.rescore(tokens, key.read(), value.read(), weights))
 
 
@@ -74,8 +74,8 @@ def admit(layout: Layout, held: Any, chunk: Chunk, budgets: Sequence[int] = (), 
     slots = into or (past if in_place else Slots.empty(layout))
     _select_and_store(layout, slots, scored)
     if held is not None and layout.policy.aligns in ("step", "compact"):
-        weights = [tensor.to(layout.device) for tensor in layout.policy.weights()]
-        changes = align(layout, slots, slots.tokens(layout), weights, chunk.valid.shape[1])
+        policy_weights = [tensor.to(layout.device) for tensor in layout.policy.weights()]
+        changes = align(layout, slots, slots.tokens(layout), policy_weights, chunk.valid.shape[1])
         for name, changed in changes.items():
             slots.state[name].copy_(changed)
     return slots
@@ -144,8 +144,8 @@ def _admit_prompt_by_class(layout: Layout, chunk: Chunk) -> ClassedSlots:
     scored = _score_candidates(whole, Slots.empty(whole), chunk, (layout.budget,), True)
     counts = layout.policy.head_counts(scored.tokens, layout.layer)
     slots = ClassedSlots.empty(layout, counts.argsort(dim=-1, descending=True, stable=True))
-    for each, part, heads in zip(layout.by_class, slots.by_class, layout.head_slices, strict=True):
-        _select_and_store(each, part, scored.of_heads(slots.order[:, heads], each))
+    for class_layout, class_slots, heads in zip(layout.by_class, slots.by_class, layout.head_slices, strict=True):
+        _select_and_store(class_layout, class_slots, scored.of_heads(slots.order[:, heads], class_layout))
     return slots
 
 
@@ -153,21 +153,22 @@ def _admit_by_class(layout: Layout, held: ClassedSlots, chunk: Chunk, into: Clas
     """Admit a chunk on slots in classes: heads stay in their classes."""
     targets = [None] * len(held.by_class) if into is None else into.by_class
     rows = zip(layout.by_class, held.by_class, layout.head_slices, targets, strict=True)
-    parts = []
-    for index, (each, part, heads, target) in enumerate(rows):
+    by_class = []
+    for index, (class_layout, class_slots, heads, target) in enumerate(rows):
         attention = chunk.attention[index] if isinstance(chunk.attention, tuple) else chunk.attention
-        parts.append(admit(each, part, chunk.of_heads(held.order[:, heads], attention), (), target))
+        class_chunk = chunk.of_heads(held.order[:, heads], attention)
+        by_class.append(admit(class_layout, class_slots, class_chunk, (), target))
     if into is None:
-        return dataclasses.replace(held, by_class=tuple(parts))
+        return dataclasses.replace(held, by_class=tuple(by_class))
     into.order.copy_(held.order)
     into.inverse.copy_(held.inverse)
     return into
 
 
-def align(layout: Layout, slots: Slots, tokens: Tokens, weights: Sequence[Tensor], evicted: int) -> State:
+def align(layout: Layout, slots: Slots, tokens: Tokens, policy_weights: Sequence[Tensor], evicted: int) -> State:
     """Store the rows that the policy aligns, in place, and return the changes to its state."""
     key, value = slots.key.read_as(layout.dtype), slots.value.read_as(layout.dtype)
-    new_key, new_value, changes = layout.policy.align(tokens, key, value, layout.layer, weights, evicted)
+    new_key, new_value, changes = layout.policy.align(tokens, key, value, layout.layer, policy_weights, evicted)
     slots.key.replace(new_key, (new_key != key).any(-1))
     slots.value.replace(new_value, (new_value != value).any(-1))
     return changes

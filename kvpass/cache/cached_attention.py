@@ -145,13 +145,14 @@ def class_by_class(step: Step) -> Step:
         if isinstance(slots, Slots):
             return step(layout, call, slots, new, *further)
         attended = []
-        for each, part, where in zip(layout.by_class, slots.by_class, layout.head_slices, strict=True):
+        for class_layout, class_slots, where in zip(layout.by_class, slots.by_class, layout.head_slices, strict=True):
             heads, sink = slots.order[:, where], call.sink_logit
             if sink is not None:
                 sink = _select_query_heads(sink.expand(heads.shape[0], -1, -1, -1), heads, layout.heads)
             vectors = select_heads(new.key, heads), select_heads(new.value, heads)
             own = NewTokens(_select_query_heads(new.query, heads, layout.heads), *vectors, new.valid)
-            attended.append(step(each, dataclasses.replace(call, sink_logit=sink), part, own, *further))
+            class_call = dataclasses.replace(call, sink_logit=sink)
+            attended.append(step(class_layout, class_call, class_slots, own, *further))
         return _join_classes(layout, slots, attended)
 
     return divided

@@ -128,8 +128,8 @@ def _slots_of(
 
 def _check_classes(slots: ClassedSlots, layout: Layout, seen: int) -> None:
     """Raise CacheFileError for classes of heads whose numbers cannot be, or that do not have every head once."""
-    for part, each in zip(slots.by_class, layout.by_class, strict=True):
-        _check_numbers(part, each, seen, each.capacity, (each.budget,))
+    for class_slots, class_layout in zip(slots.by_class, layout.by_class, strict=True):
+        _check_numbers(class_slots, class_layout, seen, class_layout.capacity, (class_layout.budget,))
     heads = torch.arange(layout.heads).expand_as(slots.order)
     if not torch.equal(slots.order.sort(-1).values, heads) or not torch.equal(slots.order.argsort(-1), slots.inverse):
         raise CacheFileError(f"its order of heads is none of {layout.heads} heads")

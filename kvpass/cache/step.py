@@ -284,9 +284,9 @@ def stored_vectors(
     """Return the stored keys and values, aligned if the policy aligns them at read."""
     if layout.policy.aligns != "read":
         return slots.key, slots.value
-    weights = call.policy_weights or layout.policy.weights()
+    policy_weights = call.policy_weights or layout.policy.weights()
     stored = slots.key.read_as(layout.dtype), slots.value.read_as(layout.dtype)
-    key, value, _ = layout.policy.align(tokens, *stored, layout.layer, weights, 0)
+    key, value, _ = layout.policy.align(tokens, *stored, layout.layer, policy_weights, 0)
     return plain(key), plain(value)
 
 

@@ -83,8 +83,8 @@ def _capture_as_it_is(gm: fx.GraphModule, is_handle: Sequence[bool]) -> Capture:
     copy = _normalized(gm)
     handles = {node for node, flag in zip(walk.placeholders(copy.graph), is_handle, strict=True) if flag}
     found = caches.find(copy, handles)
-    readings = [f.reading for f in found if f.reading]
-    if any(f.refusal for f in found) or not readings:
+    readings = [verdict.reading for verdict in found if verdict.reading]
+    if any(verdict.refusal for verdict in found) or not readings:
         return Capture(gm, gm, [], found)
     _insert_operators(copy.graph, readings)
     known = sites(copy.graph)

@@ -159,10 +159,10 @@ class _DecompositionReader:
             self._check_unmodified(operand, product, node)
         self.at = self.softmax
         self._check_casts(value(product).dtype)
-        mask, hidden = self.changes.combine(value(query).shape[:2])
+        mask, hidden_logit = self.changes.combine(value(query).shape[:2])
         return AttentionCall(
             node, query, key, required_tensor(probabilities.args[1]), mask, self.changes.scale,
-            self.changes.cap or None, self.sink_logit, self._log_sum_exp(), hidden_logit=hidden,
+            self.changes.cap or None, self.sink_logit, self._log_sum_exp(), hidden_logit=hidden_logit,
             dtypes=(value(product).dtype, value(self.softmax).dtype, value(node).dtype),
         )  # fmt: skip
 

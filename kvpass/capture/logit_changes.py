@@ -157,14 +157,14 @@ class LogitChanges:
         fills = [change for change in changes if isinstance(change, FilledNumber)]
         if any(isinstance(change, AddedMask) for change in changes) or len({fill.number for fill in fills}) > 1:
             return self._as_bias(changes, fills), None
-        allowed, hidden = None, None
+        allowed, hidden_logit = None, None
         for change in changes:
             if isinstance(change, FilledNumber):
                 allowed = change.allowed if allowed is None else self.emit(torch.logical_and, allowed, change.allowed)
-                hidden = change.number
-            elif isinstance(change, LowerBound) and hidden is not None:
-                hidden = max(hidden, change.number)
-        return allowed, hidden
+                hidden_logit = change.number
+            elif isinstance(change, LowerBound) and hidden_logit is not None:
+                hidden_logit = max(hidden_logit, change.number)
+        return allowed, hidden_logit
 
     def _as_bias(self, changes: list[Change], fills: list[FilledNumber]) -> fx.Node | None:
         """Combine changes to one bias.

@@ -148,9 +148,10 @@ class RequestBatch(LoopState):
         if self.step is not None:
             self.step.shift_counts(by)
         for layer in self.caches:
-            for slots in layer.slots.by_class:
-                slots.index.copy_(torch.where(slots.position >= 0, (slots.index + by).clamp(min=0), slots.index))
-                slots.length.add_(by)
+            for class_slots in layer.slots.by_class:
+                index = class_slots.index
+                index.copy_(torch.where(class_slots.position >= 0, (index + by).clamp(min=0), index))
+                class_slots.length.add_(by)
             layer.seen += by
         if self.step is None:
             self.cache = refresh_handles(self.cache, by)
@@ -251,8 +252,8 @@ def _with_rows(one: LayerCache, rows: int) -> LayerCache:
         raise CacheHandleError("requests on a cache that runs with inner='reference'")
     slots = empty_slots(layout)
     mark_addresses_static(slots)
-    for part in slots.by_class:
-        part.length.fill_(one.seen)
+    for class_slots in slots.by_class:
+        class_slots.length.fill_(one.seen)
     none = one.absent.new_zeros(rows, 0)
     fresh: dict[str, Any] = dict(absent=none, first=None, _selections=[])
     fresh |= dict(row_budgets=one.row_budgets * rows, clocks=one.clocks * rows)
@@ -262,9 +263,10 @@ def _with_rows(one: LayerCache, rows: int) -> LayerCache:
 def _row_of(layer: LayerCache, row: int, seen: int) -> LayerCache:
     """Return a copy of one row of a cache, which has seen `seen` tokens; `_write_row` is the inverse."""
     one = layer.map_rows("getitem", lambda tensor: tensor[row : row + 1].clone())
-    for part in one.slots.by_class:
-        part.index.copy_(torch.where(part.position >= 0, part.index - (layer.seen - seen), part.index))
-        part.length.fill_(seen)
+    for class_slots in one.slots.by_class:
+        index = class_slots.index
+        index.copy_(torch.where(class_slots.position >= 0, index - (layer.seen - seen), index))
+        class_slots.length.fill_(seen)
     one.seen, one.absent = seen, layer.absent.new_zeros(1, 0)
     one.row_budgets, one.clocks = layer.row_budgets[row : row + 1], layer.clocks[row : row + 1]
     mark_addresses_static(one.slots)
@@ -273,7 +275,8 @@ def _row_of(layer: LayerCache, row: int, seen: int) -> LayerCache:
 
 def _held_tokens(layer: LayerCache, row: int) -> Tensor:
     """Return how many tokens a row's slots hold, the mean over the heads."""
-    return torch.stack([(part.position[row] >= 0).sum() for part in layer.slots.by_class]).sum() / layer.layout.groups
+    counts = [(class_slots.position[row] >= 0).sum() for class_slots in layer.slots.by_class]
+    return torch.stack(counts).sum() / layer.layout.groups
 
 
 def _write_row(layer: LayerCache, row: int, one: LayerCache) -> None:
@@ -281,9 +284,9 @@ def _write_row(layer: LayerCache, row: int, one: LayerCache) -> None:
     shift = layer.seen - one.seen
     for there, here in zip(layer.slots.tensors(), one.slots.tensors(), strict=True):
         there[row].copy_(here[0])
-    for part in layer.slots.by_class:
-        index, position = part.index[row], part.position[row]
+    for class_slots in layer.slots.by_class:
+        index, position = class_slots.index[row], class_slots.position[row]
         index.copy_(torch.where(position >= 0, index + shift, index))
-        part.length[row] = layer.seen
+        class_slots.length[row] = layer.seen
     layer.row_budgets = (*layer.row_budgets[:row], *one.row_budgets, *layer.row_budgets[row + 1 :])
     layer.clocks = (*layer.clocks[:row], *one.clocks, *layer.clocks[row + 1 :])

@@ -133,8 +133,8 @@ class StepContext(StepGraph):
     valid_output: fx.Node | None
     outputs: Outputs
 
-    def __init__(self, call: StepCall, whole: bool = False) -> None:
-        super().__init__(call, whole)
+    def __init__(self, call: StepCall, gathers_all_tokens: bool = False) -> None:
+        super().__init__(call, gathers_all_tokens)
         self.inputs = FurtherInputs(self)
         self.records: list[PassRecord] = []
 
@@ -210,7 +210,7 @@ class FurtherInputs:
         return self.columns[argument]
 
     def entry(self, layer: int, entry: PerTokenInput) -> fx.Node:
-        """Return the input with the entry of each slot's token in a layer, or if `whole` with all tokens' entries."""
+        """Return the input with the entry of each slot's token in a layer, with `gathers_all_tokens` for all tokens."""
         step, name = self._step, entry.node.name
         if step.gathers_all_tokens:
             if (None, entry) not in self.entries:

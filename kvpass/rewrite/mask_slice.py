@@ -60,7 +60,7 @@ class MaskSlice:
             tokens up to it [1, 1], then one tensor for each of `padding`, `entries` and `key_features`.
         padding: inputs that only mark padding; cached tokens are real.
         entries: the other tensors from which it reads an entry for each token.
-        host_input: nodes that read all tokens together, such as the amount of padding in a row; the slice binds them.
+        host_inputs: nodes that read all tokens together, such as the amount of padding in a row; the slice binds them.
         key_features: tensors that it reads from the key's stored vectors, see `kvpass.rewrite.computed_keys`.
         queries: q.
         shifted: the model counts keys from the first that it stores; the first node is the index of that key.
@@ -71,7 +71,7 @@ class MaskSlice:
     slice: Slice
     padding: tuple[PerTokenInput, ...]
     entries: tuple[PerTokenInput, ...]
-    host_input: tuple[fx.Node, ...]
+    host_inputs: tuple[fx.Node, ...]
     key_features: tuple[fx.Node, ...]
     queries: Any
     shifted: bool
@@ -164,7 +164,7 @@ def cut_mask(gm: fx.GraphModule, mask: fx.Node, sizes: Sizes, context: MaskConte
     cutter = _KeyCutter(gm, sizes, context, subgraph, key_features, sparse_indices)
     mask_slice = cutter.cut(mask)
     padding = tuple(cutter.entry_of(node, value(node).ndim - 1) for node in cutter.padding)
-    parts = (tuple(cutter.entries), tuple(cutter.host_input), tuple(key_features))
+    parts = (tuple(cutter.entries), tuple(cutter.host_inputs), tuple(key_features))
     return MaskSlice(mask_slice, padding, *parts, queries=sizes.queries, shifted=context.last is not None)
 
 
@@ -232,7 +232,7 @@ class _KeyCutter:
         axes |= {each.node: value(each.node).ndim - 1 for each in sparse_indices}
         self.axes = KeyAxis(gm.graph, subgraph, sizes, context, axes)
         self.on_features = set(key_features) | alias.dependents(subgraph, [*key_features, *context.stored])
-        self.bound, self.host_input = list[fx.Node](), list[fx.Node]()
+        self.bound, self.host_inputs = list[fx.Node](), list[fx.Node]()
 
     def _index_in(self, dtype: torch.dtype, index: fx.Node) -> fx.Node:
         """Return the key index in the dtype in which the model counts keys, which may round it."""
@@ -322,7 +322,7 @@ class _KeyCutter:
             return self._entry(node, axis)
         if self.sizes.has_growing_dim(value(node)) or self.context.last is not None:
             self._refuse(node, problem)
-        self.host_input.append(node)
+        self.host_inputs.append(node)
         return self._bind(node)
 
     def _refuse(self, node: fx.Node, why: str) -> NoReturn:

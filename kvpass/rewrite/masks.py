@@ -42,7 +42,7 @@ class Masks:
             self._drop_sparse_indices(site.mask)
             self._cut[key] = cut_mask(step.gm, site.mask, step.sizes, self._context(site, window, padding))
         sliced = self._cut[key]
-        bound = [step.inputs.host_input(node) if node in sliced.host_input else node for node in sliced.slice.bound]
+        bound = [step.inputs.host_input(node) if node in sliced.host_inputs else node for node in sliced.slice.bound]
         first = [] if window is None else [self._first_stored(window)]
         entries = [step.inputs.entry(layer, entry) for entry in sliced.entries]
         nodes = [*first, step.length, *entries, *bound]

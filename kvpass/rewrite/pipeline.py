@@ -49,9 +49,9 @@ class StepRewrite:
         lengths: outputs of the original graph that are the tokens seen before plus a number, with that number.
         chunks: for each site of a chunk graph, the output indices of stored key, value, valid and statistics.
         host_graph: runs uncompiled on Dynamo's arguments and computes the values that need all tokens: the outputs
-            `grown`, then `host_inputs` inputs, then the tensors that entries are gathered from.
+            `grown`, then the host inputs, then the tensors that entries are gathered from.
         grown: outputs of the original graph that grow, such as a mask that another graph reads.
-        host_inputs: the number of inputs that `host_graph` computes.
+        host_input_count: the number of inputs that `host_graph` computes.
         dropped_outputs: outputs of the original graph that grow and that nothing reads on slots: the index of the
             argument that each extends, and the dimension.
         valid: the output index of bool [B, 1], which tokens are real, if the graph leaves counting to its caller.
@@ -72,7 +72,7 @@ class StepRewrite:
     lengths: dict[int, Any] = dataclasses.field(default_factory=dict)
     host_graph: fx.GraphModule | None = None
     grown: list[int] = dataclasses.field(default_factory=list)
-    host_inputs: int = 0
+    host_input_count: int = 0
     dropped_outputs: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
     valid: int | None = None
     positions: tuple[int, ...] = ()
@@ -97,31 +97,32 @@ class StepRewrite:
         return list(self.host_graph(*arguments)) if self.host_graph else []
 
     def flat_arguments(
-        self, slots: list[AnySlots], arguments: tuple[Any, ...], host_input: list[Any], seen: int
+        self, slots: list[AnySlots], arguments: tuple[Any, ...], host_inputs: list[Any], seen: int
     ) -> list[Any]:
         """Return the rewritten graph's arguments, from slots, Dynamo's arguments and the results of `host_precomputed`.
 
         Args:
             seen: the number of tokens before this call.
         """
-        return [*self.fixed_arguments(slots), *self.call_arguments(arguments, host_input, slots, seen)]
+        return [*self.fixed_arguments(slots), *self.call_arguments(arguments, host_inputs, slots, seen)]
 
     def fixed_arguments(self, slots: list[AnySlots]) -> list[Any]:
         """Return the arguments that all steps share: the slots' tensors and the policy's weights."""
         return [*(tensor for layer in slots for tensor in layer.tensors()), *self.policy_weights]
 
     def call_arguments(
-        self, arguments: tuple[Any, ...], host_input: list[Any], slots: list[AnySlots], seen: int
+        self, arguments: tuple[Any, ...], host_inputs: list[Any], slots: list[AnySlots], seen: int
     ) -> list[Any]:
         """Return the arguments that change with the call, see `flat_arguments`."""
         dense, flat = torch.contiguous_format, list[Any]()
         for index in self.columns:
             flat.append(new_columns(arguments[index], seen, self.queries).clone(memory_format=dense))
-        further = host_input[len(self.grown) :]
+        further = host_inputs[len(self.grown) :]
+        gathered = further[self.host_input_count :]
         for entry in self.entries:
-            tensor = arguments[entry.arg_index] if entry.is_argument else further[self.host_inputs + entry.arg_index]
+            tensor = arguments[entry.arg_index] if entry.is_argument else gathered[entry.arg_index]
             flat.append(tensor if entry.layer is None else entry.gather(tensor, slots[entry.layer], self.queries))
-        flat += further[: self.host_inputs]
+        flat += further[: self.host_input_count]
         first = len(flat)
         flat += [arguments[index] for index in self.inputs]
         for offset, index in enumerate(self.inputs) if self.loose_inputs else ():
@@ -189,7 +190,7 @@ def _result(step: StepContext) -> StepRewrite:
         entries=entries,
         queries=step.queries,
         host_graph=host_precomputed(step, precomputed),
-        host_inputs=len(step.inputs.host_inputs),
+        host_input_count=len(step.inputs.host_inputs),
         dropped_outputs=step.attention.dropped_outputs,
         positions=step.rotations.positions,
         **vars(step.outputs),

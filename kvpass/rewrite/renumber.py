@@ -1,8 +1,9 @@
-"""Make position ids count cached tokens, for policies that renumber (`Policy.renumbers`).
+"""Find the nodes that read position ids, for policies that renumber cached tokens (`Policy.renumbers`).
 
-Position ids are read by lookups in tables of learned positions and by rotary embeddings.  Both get the ids of the
-model's own code, minus the number of evicted tokens of the row.  So any offset that a model adds stays right, and ids
-do not change before a token is evicted.
+Lookups in tables of learned positions and rotary embeddings read position ids.  A step gives both the ids of the
+model's own code, minus the number of evicted tokens of the row (`kvpass.rewrite.passes.positions`); a prompt counts
+within windows (`kvpass.rewrite.prompt`).  So any offset that a model adds stays right, and ids do not change before a
+token is evicted.
 """
 
 from __future__ import annotations

@@ -86,8 +86,8 @@ class RotarySlice:
     def table(self, count: int, bound: list[Tensor], device: torch.device) -> list[Tensor]:
         """Return the angles of keys at positions 0 .. count - 1, each [count, ...].
 
-        On a CPU they are float32: otherwise every key of every head would convert its row again.  Positions past the
-        model's last have its angles; no key is there, as the query that follows it would be past the last as well.
+        On a CPU they are float32: otherwise every key of every head would convert its row again.  Entries past
+        the model's last position repeat its angles.  No key reads them: the query after it would be out of range too.
         """
         run = self.angles.module if isinstance(count, int) else PaddedSections(self.angles.module).run
 

@@ -97,7 +97,7 @@ class StepGraph:
         size_nodes: the nodes of sizes that stay dynamic.
     """
 
-    def __init__(self, call: StepCall, whole: bool = False) -> None:
+    def __init__(self, call: StepCall, gathers_all_tokens: bool = False) -> None:
         copy, moved = fx_nodes.copy_graph_module(call.gm)
         self.call, self.gm, self.graph = call, copy, copy.graph
         self.sites = [site.in_copy(moved) for site in call.sites]
@@ -118,7 +118,7 @@ class StepGraph:
         has_all_slots = all(s.capacity == x.capacity for s, x in zip(call.slots, call.layouts, strict=True))
         self.decodes = bool(self.queries == 1) and has_all_slots
         self.ranked = call.layouts[0].ranked
-        self.gathers_all_tokens = whole
+        self.gathers_all_tokens = gathers_all_tokens
         self.slot_inputs: list[list[fx.Node]] = []
         self.new_inputs: set[fx.Node] = set()
         self.length: fx.Node

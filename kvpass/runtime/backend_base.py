@@ -149,7 +149,7 @@ class BackendBase:
             UnsupportedGraph: the graph has an operation that cannot be computed on slots.
         """
         with self.time_section("kvpass"):
-            context = StepContext(call, whole=self.kv_store.is_reference)
+            context = StepContext(call, gathers_all_tokens=self.kv_store.is_reference)
             return context, rewrite_step(context, self.kv_store.passes, self.record_pass)
 
     def record_pass(self, record: PassRecord, graph: fx.Graph) -> None:

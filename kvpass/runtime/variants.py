@@ -143,13 +143,13 @@ Rewrite = Callable[[DynamicDims | None], StepRewrite]
 class CompiledVariant:
     """A rewritten step graph and its compiled code."""
 
-    def __init__(self, rewrite: StepRewrite, key: ShapeKey, free: tuple[int, ...] = ()) -> None:
+    def __init__(self, rewrite: StepRewrite, key: ShapeKey, dynamic_indices: tuple[int, ...] = ()) -> None:
         """
         Args:
             key: that of the call that the graph was rewritten for.
-            free: the indices in `key.all_numbers` that are dynamic in the graph.
+            dynamic_indices: the indices in `key.all_numbers` that are dynamic in the graph.
         """
-        self._rewrite, self.key, self._dynamic_indices = rewrite, key, free
+        self._rewrite, self.key, self._dynamic_indices = rewrite, key, dynamic_indices
         self.compiled: inductor.Compiled | None = None
         self._ran_uncompiled = False
         self._by_key = LruCache[ShapeKey, StepRewrite]()
@@ -221,29 +221,29 @@ class VariantCache:
         self._dynamic: dict[Any, list[CompiledVariant]] = {}
         self._first_keys: dict[Any, ShapeKey] = {}
 
-    def find(self, call: Any, key: ShapeKey) -> CompiledVariant | None:
+    def find(self, call_key: Any, key: ShapeKey) -> CompiledVariant | None:
         """Return the variant that served an equal call, if it still does: compiling may have added guards on sizes.
 
         Args:
-            call: the key of all that the variant depends on, including the shape key.
+            call_key: all that the variant depends on, including the shape key.
         """
-        variant = self._by_call.get(call)
+        variant = self._by_call.get(call_key)
         return variant if variant is not None and variant.serves(key) else None
 
     def variant_of(self, rewrite: StepRewrite) -> CompiledVariant:
         """Return the variant that a rewrite of a call belongs to."""
         return next(variant for variant in self._by_call.values() if variant.owns(rewrite))
 
-    def make(self, call: Any, shared: Any, key: ShapeKey, decodes: bool, rewrite: Rewrite) -> CompiledVariant:
+    def make(self, call_key: Any, shared: Any, key: ShapeKey, decodes: bool, rewrite: Rewrite) -> CompiledVariant:
         """Return a variant for a call, from an existing one with dynamic sizes or from a new rewrite.
 
         Args:
-            call: see `find`.
+            call_key: see `find`.
             shared: the key of what the variant depends on besides its shape key; None for static sizes only.
             decodes: whether the call has a single new token.
         """
         dynamic = None if shared is None else self._find_dynamic((shared, key.dynamic_indices), key, decodes, rewrite)
-        return self._by_call.put(call, dynamic or CompiledVariant(rewrite(None), key))
+        return self._by_call.put(call_key, dynamic or CompiledVariant(rewrite(None), key))
 
     def _find_dynamic(self, kind: Any, key: ShapeKey, decodes: bool, rewrite: Rewrite) -> CompiledVariant | None:
         """Return a variant with dynamic sizes; None if the call gets a static one."""
@@ -253,12 +253,13 @@ class VariantCache:
         first = fixed and self._first_keys.setdefault(kind, key) == key
         if known or (first and not key.exact_layers) or len(variants) == MOST_DYNAMIC:
             return known
-        for free in dict.fromkeys((key.dynamic_indices, key.dynamic_number_indices)):
-            alike = [free.index(index) for index in key.exact_capacity_indices if index in free]
-            if free:
-                sizes = symbolic_shapes.SymbolicSizes([key.all_numbers[index] for index in free], self._symbols, alike)
+        for indices in dict.fromkeys((key.dynamic_indices, key.dynamic_number_indices)):
+            alike = [indices.index(index) for index in key.exact_capacity_indices if index in indices]
+            if indices:
+                numbers = [key.all_numbers[index] for index in indices]
+                sizes = symbolic_shapes.SymbolicSizes(numbers, self._symbols, alike)
                 try:
-                    variants.append(CompiledVariant(rewrite(DynamicDims(sizes, free)), key, free))
+                    variants.append(CompiledVariant(rewrite(DynamicDims(sizes, indices)), key, indices))
                 except (PolicyError, UnsupportedGraph):
                     continue  # an error that does not depend on sizes is raised again by the static rewrite
                 return variants[-1]

@@ -9,7 +9,7 @@
     signature.py    leave_counting        GPUs: leaves the token counters to the caller
     signature.py    bound_outputs         removes outputs that grow with the cache
     signature.py    settle_sizes          removes dead code, inserts numbers for sizes, refuses sizes that still grow
-    signature.py    order_inputs          sorts the inputs: slots, weights, further inputs, Dynamo's arguments
+    signature.py    order_inputs          sorts the inputs: slots, policy weights, further inputs, Dynamo's arguments
 
 To add a pass, write a function from a context to a `PassRecord`, a line in `STEP_PASSES`, and a case in
 tests/rewrite/test_passes.py.  A pass may read the results of earlier passes, see `StepContext`.

@@ -18,7 +18,7 @@ from kvpass.fx.walk import is_size, value
 from kvpass.torch_private import dynamo
 
 MAX_TOKENS = 4200
-"""The largest number of tokens that a validation makes up."""
+"""The largest number of tokens in the synthetic conversation of a validation."""
 EXACT_LIMITS = {torch.int8: 128, torch.uint8: 256, torch.bfloat16: 256, torch.int16: 1 << 15, torch.float16: 2048}
 """The first integers beyond which narrow dtypes cannot represent the next one."""
 _ARITHMETIC = op_table.tagged("compares", "adds") | {

@@ -68,15 +68,15 @@ class SyntheticSlots:
         if isinstance(original, Slots):
             return self._fill_slots(layer, layout, original, self.conversation.rows(layer))
         order = _order(original.order.shape).to(original.order)
-        parts = []
-        for each, part, heads in zip(layout.by_class, original.by_class, layout.head_slices, strict=True):
+        by_class, rows = [], zip(layout.by_class, original.by_class, layout.head_slices, strict=True)
+        for class_layout, class_slots, heads in rows:
             chosen = order[:, heads]
             pair = [
-                EncodedVectors(x.format, tuple(select_heads(rows, chosen) for rows in x.parts))
+                EncodedVectors(x.format, tuple(select_heads(part, chosen) for part in x.parts))
                 for x in self.conversation.rows(layer)
             ]
-            parts.append(self._fill_slots(layer, each, part, (pair[0], pair[1])))
-        return ClassedSlots(tuple(parts), order, order.argsort(-1))
+            by_class.append(self._fill_slots(layer, class_layout, class_slots, (pair[0], pair[1])))
+        return ClassedSlots(tuple(by_class), order, order.argsort(-1))
 
     def _fill_slots(
         self, layer: int, layout: Layout, original: Slots, rows: tuple[EncodedVectors, EncodedVectors]

@@ -151,7 +151,7 @@ def _capacity(step: StepCase) -> int:
 
 
 def _fits(step: StepCase, count: int) -> bool:
-    """Return whether a conversation of `count` tokens can be made up.
+    """Return whether a synthetic conversation can have `count` tokens.
 
     If cached tokens are renumbered, all must be cached.  If layers store their last tokens only, there must be enough
     to fill their windows.  A sparse index must select all keys, as it does on the slots.
