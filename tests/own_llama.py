@@ -1,4 +1,4 @@
-"""A decoder of one's own with the weights of a Llama, which keeps keys and values as [B, S, H, D] or [B, H, S, D]."""
+"""A hand-written decoder with the weights of a Llama, which keeps keys and values as [B, S, H, D] or [B, H, S, D]."""
 
 from __future__ import annotations
 

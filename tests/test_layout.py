@@ -272,11 +272,6 @@ def _defined(tree: ast.AST, prefix: str = "") -> Iterator[str]:
                 yield from _defined(node, f"{prefix}{node.name}.")
 
 
-if __name__ == "__main__":
-    before, _, after = _parts_of_design()
-    DESIGN.write_text(before + tree_of_rooms() + after)
-
-
 def test_the_wheel_has_every_file_that_is_not_python() -> None:
     tomllib = pytest.importorskip("tomllib")
     data = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
@@ -288,3 +283,8 @@ def test_the_wheel_has_every_file_that_is_not_python() -> None:
 
 def _inside(room: str) -> Path:
     return PACKAGE.parent / room.replace(".", "/")
+
+
+if __name__ == "__main__":
+    before, _, after = _parts_of_design()
+    DESIGN.write_text(before + tree_of_rooms() + after)

@@ -1,4 +1,4 @@
-"""Models of one's own that precompute their rotary embedding and slice it by the number of cached tokens."""
+"""Hand-written models that precompute their rotary embedding and slice it by the number of cached tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of one's own that keep keys and values as [B, S, H, D]."""
+"""Hand-written models that keep keys and values as [B, S, H, D]."""
 
 from __future__ import annotations
 

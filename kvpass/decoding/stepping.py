@@ -64,7 +64,7 @@ class LoopSettings(Protocol):
 
 
 def in_mode_of_weights(function: F) -> F:
-    """Run a function of a loop or of its parts without gradients, in the inference mode of the weights.
+    """Decorate a method of a loop: run it without gradients, in inference mode if the weights are inference tensors.
 
     Steps write in place to tensors of earlier calls, and torch allows that for tensors of inference mode only there.
     """
@@ -85,7 +85,7 @@ class LoopState:
         position: int64 [B, 1], its position among the real tokens; in a row that has stopped, the position of the token
             before it, as a model may have no further positions.
         done: bool [B], whether each row has stopped.
-        token_buffer: int64 [every, B], the tokens since the host read them last.
+        token_buffer: int64 [read_interval, B], the tokens since the host read them last.
         ready: tokens that the host has read and not handed out.
         ended: whether all conversations had stopped when the host read the tokens last.
     """

@@ -135,9 +135,9 @@ def name_of(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
 
-def arguments_text(node: fx.Node, reference: Callable[[fx.Node], Any]) -> str:
-    """Return the arguments of a node as text, with references in place of nodes; 1, 1.0 and True differ."""
-    return repr(map_arg((node.args, node.kwargs), reference))
+def arguments_text(node: fx.Node, name_of_parent: Callable[[fx.Node], Any]) -> str:
+    """Return the arguments of a node as text, with names in place of nodes; 1, 1.0 and True differ."""
+    return repr(map_arg((node.args, node.kwargs), name_of_parent))
 
 
 _FRAME = re.compile(r'\s*File "(.*)", line (\d+)')

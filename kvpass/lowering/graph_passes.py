@@ -196,7 +196,7 @@ def digest(change: Callable[[fx.Graph], None], gm: fx.GraphModule | None = None)
     """Return a digest of the sources that a change of a graph runs, and of the graph's constants.
 
     Args:
-        change: a function. Of kvpass it may use code of its own module and of `HASHED` alone.
+        change: the function; the code of kvpass that it runs must be in its own module or in `HASHED`.
         gm: the graph; None for a digest of the sources alone.
     """
     hashed = hashlib.sha256(change.__qualname__.encode() + _sources(change.__module__))

@@ -77,8 +77,11 @@ has AVX-512 as well.  The size of the matrix does not matter: it is read once.
 MOST_QUARTERED_UNCACHED = 4
 """The largest number of `uncached` rows for which one loop takes four quarters, for every dtype."""
 
-LEAST_INTEGER_ROWS = 8
-"""A number of rows up to which loops over int8 weights win, as the library multiplies with a converted copy of them."""
+MOST_INTEGER_ROWS = 8
+"""The number of rows up to which loops beat the library for integer weights, on any processor.
+
+The library multiplies with a converted copy of them.
+"""
 
 DEFAULT_VECTORS = "AVX512"  # assumed for processors that are not in the table
 
@@ -113,7 +116,7 @@ def decompose_products(graph: fx.Graph, parts: int | None = None) -> None:
 
     Args:
         parts: for measurements, the number of parts of all columns; 0 also leaves attention's products alone.  By
-            default `split` and `is_faster_as_sums` decide.
+            default `column_part_count` and `is_faster_as_sums` decide.
     """
     processor, stored, replacement = Processor.here(), dict[fx.Node, fx.Node](), _Replacement(graph)
     for node in batches(graph, processor) if parts is None else _all_batches(graph) if parts else []:
@@ -154,9 +157,9 @@ def convert_weights(graph: fx.Graph) -> None:
 
 
 def _unconverted(matrix: fx.Node) -> fx.Node:
-    """Return a matrix of int8 weights without its conversion to the dtype of the rows, which changes no number.
+    """Return integer weights before their conversion to the dtype of the rows, adding a permute of them if needed.
 
-    Loops then read one byte per weight, and not a converted copy of all weights.
+    The conversion changes no number.  Loops then read one byte per weight, and not a converted copy of all weights.
     """
     source = matrix.args[0] if matrix.args else None
     if not isinstance(source, fx.Node):
@@ -202,8 +205,8 @@ def column_part_count(rows: torch.Tensor, matrix: torch.Tensor, processor: Proce
         return int(count == 1)  # columns are not contiguous, as in GPT-2
     limits = processor.limits(rows.dtype)
     cached = 4 * rows.numel() <= processor.cache // 2
-    least = LEAST_INTEGER_ROWS if matrix.dtype in INTEGERS else 0
-    if count > max(limits.cached if cached else limits.uncached, least):
+    integer_rows = MOST_INTEGER_ROWS if matrix.dtype in INTEGERS else 0
+    if count > max(limits.cached if cached else limits.uncached, integer_rows):
         return 0
     if count <= (limits.quartered if cached else MOST_QUARTERED_UNCACHED):
         return math.gcd(columns, 4)

@@ -1,4 +1,4 @@
-"""A decoder of one's own with the weights of the checkpoint: neither its cache's order nor a table changes a token."""
+"""A hand-written decoder with the weights of the checkpoint: neither its cache's order nor a table changes a token."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_equal_to_the_reference_fed_the_same_chunks(name: str) -> None:
     )
     @example(tokens=8, chunk=1, padding=(3, 1, 0))  # some rows begin with nothing
     @example(tokens=23, chunk=5, padding=(11, 1, 0))
-    @example(tokens=11, chunk=1, padding=(7, 0, 2))  # rows whose sweeps are due at steps of their own
+    @example(tokens=11, chunk=1, padding=(7, 0, 2))  # rows whose compactions are due at steps of their own
     @profile(max_examples=2)
     def compare(tokens: int, chunk: int, padding: tuple[int, ...]) -> None:
         ids, mask = prompt(3, tokens, padding)

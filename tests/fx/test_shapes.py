@@ -18,8 +18,8 @@ COUNTS = st.lists(st.integers(3, 40), min_size=1, max_size=4)
 
 def symbols_of(hints: list[int]) -> list[Any]:
     """Return symbolic sizes with these values in the current call."""
-    open_sizes = SymbolicSizes(hints, set())
-    return [open_sizes.size(symbol) for symbol in open_sizes.symbols]
+    dynamic_sizes = SymbolicSizes(hints, set())
+    return [dynamic_sizes.size(symbol) for symbol in dynamic_sizes.symbols]
 
 
 def graph_of(examples: list[Any]) -> fx.Graph:
@@ -33,16 +33,16 @@ def graph_of(examples: list[Any]) -> fx.Graph:
 @given(COUNTS, st.data())
 def test_symbols_measured_from_arguments_give_the_sizes_of_the_call(hints: list[int], data: st.DataObject) -> None:
     """Of sizes that are inputs, and of tensors that have them."""
-    open_sizes = SymbolicSizes(hints, set())
-    sizes = [open_sizes.size(symbol) for symbol in open_sizes.symbols]
+    dynamic_sizes = SymbolicSizes(hints, set())
+    sizes = [dynamic_sizes.size(symbol) for symbol in dynamic_sizes.symbols]
     counts = [data.draw(st.integers(3, 40)) for _ in hints]
     alone = [data.draw(st.booleans()) for _ in hints]
-    examples = [size if a else open_sizes.like((2, size), None) for size, a in zip(sizes, alone, strict=True)]
+    examples = [size if a else dynamic_sizes.like((2, size), None) for size, a in zip(sizes, alone, strict=True)]
     arguments = [count if a else torch.ones(2, count) for count, a in zip(counts, alone, strict=True)]
     known = shapes.measure_symbols(graph_of([*examples, 7, "else"]), [*arguments, 7, "else"])
-    assert known == dict(zip(open_sizes.symbols, counts, strict=True))
+    assert known == dict(zip(dynamic_sizes.symbols, counts, strict=True))
     total = shapes.expr(sizes[0]) * 2 + sum(map(shapes.expr, sizes[1:]))
-    assert shapes.number(open_sizes.size(total), known) == counts[0] * 2 + sum(counts[1:])
+    assert shapes.number(dynamic_sizes.size(total), known) == counts[0] * 2 + sum(counts[1:])
 
 
 @settings(max_examples=40, deadline=None)

@@ -37,7 +37,7 @@ def load() -> dict[str, Any]:
 
 
 def save(recordings: Mapping[Case, Recording], stored: dict[str, Any], quickly: bool = False) -> int:
-    """Store recordings in index of those of the same cases, and return the size of the file in bytes."""
+    """Store recordings in place of those of the same cases, and return the size of the file in bytes."""
     known, texts = dict(stored["cases"]), dict(stored["texts"])
     for (model, policy), each in recordings.items():
         known[f"{model} | {policy}"] = {

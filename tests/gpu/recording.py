@@ -28,7 +28,7 @@ class Step:
         gm: the rewritten graph, all of it on a GPU.
         names: of its inputs; those of a layer's slots begin with `slots_{layer}_`.
         patches: what Inductor is configured with.
-        compact: whether it is the decode graph with the policy's sweep.
+        compact: whether it is the decode graph in which the policy compacts.
         queries: new tokens.
         layers: attention layers.
         inputs: as they were before the first run on the CPU.

@@ -38,7 +38,7 @@ def with_absolute_positions() -> Stages:
 def on_own_arguments(stages: Stages, name: str) -> tuple[Any, Any]:
     """What the first output is after a pass, and in the graph as it was, on the same past.
 
-    Nothing may be gone and no cache may be read: slots hold other rows than the made-up past.
+    Nothing may be gone and no cache may be read: slots hold other rows than the synthetic past.
     """
     call, stage, arguments = stages.calls[0], stages.stages[name], with_rows(stages.calls[0])
     given = [tensor.clone() for tensor in (*stages.slots[0], *stages.contexts[0].policy_weights.tensors)]

@@ -135,7 +135,7 @@ def test_a_wrapper_runs_as_one_graph(around: Callable[[Any], Any]) -> None:
 
 
 class Loop(nn.Module):
-    """A model of one's own, whose `generate` calls a child without a `generate`."""
+    """A hand-written model, whose `generate` calls a child without a `generate`."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()

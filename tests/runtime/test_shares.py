@@ -49,7 +49,7 @@ def test_rows_of_different_lengths_keep_their_own_share_under_d2o(inner: str) ->
 
 
 PADDING = (9, 0, 4)
-STEPS = [25, *[1] * 5, 3, *[1] * 4]  # past what `every` and `refresh_interval` say, and past the next sweep of buzz
+STEPS = [25, *[1] * 5, 3, *[1] * 4]  # past `every`, `refresh_interval` and the next compaction of buzz
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
     *((row.name, row.fixed) for row in TABLE if row.rows and row.name not in ("full", *OF_ONE_MODEL)),
     ("buzz", {"iterate_prompt": False, "log_n": True}),

@@ -23,7 +23,7 @@ LENGTHS = (5, 7, 3, 11, 4, 6, 2, 9, 8, 10)
 
 @dataclasses.dataclass(frozen=True)
 class Counting(Backend):
-    """A backend that counts the step graphs that it compiles; with `numbers` none has open sizes."""
+    """A backend that counts the step graphs that it compiles; with `numbers` none has dynamic sizes."""
 
     numbers: bool = False
     made: list[int] = dataclasses.field(default_factory=list, compare=False)

@@ -37,7 +37,7 @@ from kvpass.fx.walk import tensor_bytes
 from kvpass.torch_private import fx_nodes, symbolic_shapes, tensors
 
 MIN_EQUAL_LAYERS = 3
-"""The number of identical layers from which on a cut pays for its calls."""
+"""The fewest equal layers for which cuts pay; at least 3, as `_shared_by_layers` needs two cuts."""
 
 EXCHANGEABLE_SIZE = sympy.Symbol("alike")
 """Stands in keys for a size that may differ between layers."""
