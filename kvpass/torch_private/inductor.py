@@ -22,6 +22,7 @@ from torch import Tensor
 from kvpass.errors import KVPassWarning
 from kvpass.torch_private.symbolic_shapes import expression, symbols
 from kvpass.torch_private.tensors import inner_names, is_distributed, is_fake, is_wrapper, share_memory
+from kvpass.versions import untested_version
 
 Compiled = Callable[..., Sequence[Any]]
 
@@ -416,10 +417,11 @@ def _unwrap(run: Any, subclasses: bool) -> tuple[list[Any], Any]:
         chain.append(chain[-1].__wrapped__)
     *wrappers, code = chain
     others = [_name(wrapper) for wrapper in wrappers if _name(wrapper) not in _WRAPPERS]
-    if set(others) - {_SUBCLASS_WRAPPER} or not isinstance(code, CompiledFxGraph):
+    if others == [_SUBCLASS_WRAPPER] * subclasses and isinstance(code, CompiledFxGraph) and code.current_callable:
+        return wrappers, code
+    if untested_version("torch"):  # torch 2.11 has other wrappers, and its graphs are compiled whole
         _warn_of_unknown_wrappers()
-        return wrappers, None
-    return wrappers, code if others == [_SUBCLASS_WRAPPER] * subclasses and code.current_callable else None
+    return wrappers, None
 
 
 @functools.cache
