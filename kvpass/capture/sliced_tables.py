@@ -73,7 +73,7 @@ def _is_count(bound: Any) -> bool:
 
 
 def _lies_along_tokens(node: fx.Node, dim: int, sites: Sequence[AttentionSite]) -> bool:
-    """Return whether a dimension of a node becomes that of the tokens in the first query or key computed from it."""
+    """Return whether a dimension becomes that of the tokens, in the first query or key computed from a node."""
     for site in sites:
         for rotated in (site.key, *(each.query for each in site.all)):
             if node in rotary.nodes_behind(rotated):
