@@ -62,7 +62,7 @@ LIMITS = {
     ("AVX512", torch.float32, False): RowLimits(quartered=3, paired=8, cached=12, uncached=8, scores=8, values=4),
     ("AVX512", torch.bfloat16, False): RowLimits(quartered=2, paired=4, cached=16, uncached=8, scores=2, values=4),
     ("AVX512", torch.float16, False): RowLimits(quartered=2, paired=4, cached=16, uncached=16, scores=4, values=4),
-    ("AVX512", torch.bfloat16, True): RowLimits(quartered=2, paired=4, cached=8, uncached=4, scores=3, values=4),
+    ("AVX512", torch.bfloat16, True): RowLimits(quartered=2, paired=4, cached=8, uncached=4, scores=2, values=4),
     ("AVX512", torch.float16, True): RowLimits(quartered=2, paired=4, cached=8, uncached=4, scores=2, values=4),
 }
 """Row limits by vector instructions, by dtype, and by whether the processor has dot products of the dtype.
@@ -72,6 +72,9 @@ AVX512-BF16 and AMX have dot products of bfloat16.  The limits come from the las
 for AVX-512 without dot products of bfloat16 were measured by keeping the library from using them.  float16 with dot
 products is assumed to behave like bfloat16.  Quarters, and values in float32, with AVX2 were timed on a processor that
 has AVX-512 as well.  The size of the matrix does not matter: it is read once.
+
+With AVX512-BF16, three rows of `scores` would take 0.88 of the time of a step of SmolLM2 whose policy reads statistics.
+In a step without any, under `window`, the compiler then computes the scores anew for every value: 200 times the time.
 """
 
 MOST_QUARTERED_UNCACHED = 4
