@@ -27,7 +27,7 @@ def index_sliced_tables(graph: fx.Graph, sites: Sequence[AttentionSite]) -> None
     """Replace the slices of tables that rotate queries or keys; other slices stay, such as a part of a weight.
 
     A slice is replaced if it has one entry for each new token, and these lie along the tokens of a query or key.  In a
-    prompt it must begin with the first entry: by then no call has told what another begin means.
+    prompt it must start at the first entry, because nothing shows which positions another start would mean.
 
     Args:
         graph: the canonical graph.
@@ -37,8 +37,11 @@ def index_sliced_tables(graph: fx.Graph, sites: Sequence[AttentionSite]) -> None
     if not dims:
         return
     memory, positions = alias.Memory(graph), dict[Any, fx.Node]()
+    rotated = [node for site in sites for node in (site.key, *(each.query for each in site.all))]
+    behind = [(node, rotary.nodes_behind(node)) for node in rotated]
     for node, dim in dims.items():
-        if memory.writers(node) or not _lies_along_tokens(node, dim, sites):
+        first = next((each for each, computed_from in behind if node in computed_from), None)
+        if memory.writers(node) or first is None or rotary.follow_to(node, dim, first) != 2:
             continue
         table, part = walk.operand_of(node), op_table.subscript(node)[dim]
         key = shapes.expr(part.start or 0), shapes.expr(part.stop), value(table).device
@@ -70,15 +73,6 @@ def _sliced_dim(node: fx.Node, site: AttentionSite) -> int | None:
 
 def _is_count(bound: Any) -> bool:
     return walk.is_size(bound) or (isinstance(bound, int) and bound >= 0)
-
-
-def _lies_along_tokens(node: fx.Node, dim: int, sites: Sequence[AttentionSite]) -> bool:
-    """Return whether a dimension becomes that of the tokens, in the first query or key computed from a node."""
-    for site in sites:
-        for rotated in (site.key, *(each.query for each in site.all)):
-            if node in rotary.nodes_behind(rotated):
-                return rotary.follow_to(node, dim, rotated) == 2
-    return False
 
 
 def _count_entries(node: fx.Node, dim: int) -> fx.Node:

@@ -137,7 +137,7 @@ def decompose_products(graph: fx.Graph, parts: int | None = None) -> None:
             if count:
                 if rows not in stored:
                     stored[rows] = replacement.splice(node, _copy_to_buffer, rows)
-                function = _sums_in(count, node.meta["val"].dtype)
+                function = _bind(_sums, count, node.meta["val"].dtype)
                 replacement.replace(node, function, stored[rows], stored_matrix, *bias)
     for node in _all_batches(graph) if parts is None else []:
         if node.meta["val"].shape[0] == 1 and not symbolic_shapes.symbols(node.meta["val"]):
@@ -156,7 +156,7 @@ def convert_weights(graph: fx.Graph) -> None:
         matrix = node.args[-1]
         stored = _unconverted(matrix)
         if stored is not matrix:
-            function = _conversion_to(matrix.meta["val"].dtype)
+            function = _bind(_converted, matrix.meta["val"].dtype)
             node.replace_input_with(matrix, replacement.splice(node, function, stored))
 
 
@@ -176,6 +176,10 @@ def _unconverted(matrix: fx.Node) -> fx.Node:
         permuted = matrix.graph.call_function(aten.permute.default, (stored, *matrix.args[1:]))
     permuted.meta["val"] = stored.meta["val"].permute(*matrix.args[1:])
     return permuted
+
+
+_bind: Callable[..., Function] = functools.cache(functools.partial)
+"""Return a function with its first arguments given, the same object for the same ones, as traces are shared by it."""
 
 
 class _Replacement:
@@ -315,24 +319,12 @@ def _sums(
     return _convert(functools.reduce(torch.add, [_convert(x, torch.float32) for x in bias], product), dtype)
 
 
-@functools.cache
-def _sums_in(count: int, dtype: torch.dtype) -> Function:
-    """Return `_sums` in a number of parts, with results in a dtype."""
-    return functools.partial(_sums, count, dtype)
-
-
 def _copy_to_buffer(rows: torch.Tensor) -> torch.Tensor:
     """Copy rows [..., R, K] as float32 to a buffer, so that their inputs are not computed anew per column.
 
     The multiplication by one serves rows that are views of a larger tensor.
     """
     return inductor.to_buffer(aten.mul.Scalar(_convert(rows, torch.float32), 1.0))
-
-
-@functools.cache
-def _conversion_to(dtype: torch.dtype) -> Function:
-    """Return `_converted` to a dtype."""
-    return functools.partial(_converted, dtype)
 
 
 def _converted(dtype: torch.dtype, matrix: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """Reduce over the heads of a layer, number them, and gather values of every head.
 
-The heads of a layer may be sharded over processes, each of which sees only its own.  Policies call these functions and
-need not know: in one process a call is a reduction over dimensions, in several one collective of the reduced tensor.
+The heads of a layer may be sharded over processes; each process holds only its own heads.  Policies call these
+functions and need not know: in one process a call is a reduction over dimensions, in several one collective of the
+reduced tensor.
 
 Shapes: B rows, h KV heads of this process, H of the layer, G query heads per KV head, N tokens.
 """

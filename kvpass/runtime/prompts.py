@@ -333,8 +333,17 @@ class PromptRunner:
         if outputs.operands:
             query, attended, *others = outputs.operands
             mask, sink_logit = (None if index is None else results[index] for index in others)
-            options: dict[str, Any] = dict(heads=key.shape[1], sharding=site.sharding, sink_logit=sink_logit)
-            spec = StatisticsSpec(results[query], results[attended], mask, site.causal, site.scale, site.cap, **options)
+            spec = StatisticsSpec(
+                query=results[query],
+                key=results[attended],
+                mask=mask,
+                sink_logit=sink_logit,
+                causal=site.causal,
+                scale=site.scale,
+                cap=site.cap,
+                heads=key.shape[1],
+                sharding=site.sharding,
+            )
         index = self.graph.output_projections[i]
         by_head = None if index is None else output_weight_by_head(traced[index], key.shape[1], value.shape[3])
         return PromptLayer(
