@@ -48,7 +48,7 @@ class Handle(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not torch.compiler.is_compiling():
+        if not dynamo.is_traced():
             action = _ACTIONS.get(getattr(func, "__name__", ""))
             if action is not None:
                 return action(*args, **(kwargs or {}))
@@ -351,7 +351,7 @@ class Row(Tensor):
         """
         name = getattr(func, "__name__", "")
         allowed = name in _MOVES | tensors.QUESTIONS or (name == "cat" and _adds_nothing(*args))
-        if not torch.compiler.is_compiling() and not allowed:
+        if not dynamo.is_traced() and not allowed:
             refuse_row_operation(name)
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 

@@ -80,7 +80,7 @@ class CompiledCall:
         """
         if self.call is None:
             return self._recompile()(*arguments, **named)
-        if torch.compiler.is_compiling():  # Dynamo traces the model as a part of a larger graph
+        if dynamo.is_traced():  # Dynamo traces the model as a part of a larger graph
             return self.call(*arguments, **named)
         reason = dynamo.reason_uncompiled()
         if reason is not None and self.strict:
@@ -100,7 +100,7 @@ class CompiledCall:
         values = (*arguments, *named.values())
         cache = next((value for value in values if _has_handles(value)), None)
         before = _ordinary_caches(values) if self.strict else []
-        with _length_context(cache, values), _counter_context(cache), _running():
+        with _length_context(cache, values), _counter_context(cache), _running(), dynamo.one_thread():
             result = self.regions.run(self.call, arguments, named)
         if self.strict and (_have_grown(before) or returns_growing_cache(result)):
             raise UnsupportedGraph(UNCOMPILED)
@@ -139,7 +139,7 @@ class WatchedCall:
             UnsupportedGraph: the module ran uncompiled and its cache has grown.
         """
         call = dynamo.uncompiled_call(self.model)
-        if torch.compiler.is_compiling() or _RUNNING.get() or self._is_compiled_by_others():
+        if dynamo.is_traced() or _RUNNING.get() or self._is_compiled_by_others():
             return call(*arguments, **named)
         before = _ordinary_caches((*arguments, *named.values()))
         result = call(*arguments, **named)

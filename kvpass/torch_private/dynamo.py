@@ -9,6 +9,7 @@ import linecache
 import logging
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
@@ -32,6 +33,14 @@ def never_compile_alone(function: Any) -> None:
     operation for another.
     """
     torch._dynamo.eval_frame.skip_code(function.__code__)
+
+
+def is_traced() -> bool:
+    """Return whether Dynamo, or torch.export, traces the function that asks.
+
+    Not `torch.compiler.is_compiling`, which is also true while another thread compiles.
+    """
+    return torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
 
 
 def mark_growing(handle: Tensor, dim: int = 2) -> None:
@@ -78,11 +87,55 @@ def release_source_lines() -> None:
             linecache.cache.pop(name, None)
 
 
-def compile_lock() -> contextlib.AbstractContextManager[Any]:
+def compile_lock() -> Any:
     """Return Dynamo's own lock: tracing patches Python functions of the whole process, so threads take turns."""
     from torch._dynamo.convert_frame import compile_lock
 
     return compile_lock
+
+
+class _Turn(threading.local):
+    """Whether the running thread is inside `one_thread`, and not inside `other_threads`."""
+
+    taken = False
+
+
+_TURN = _Turn()
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Call a function that torch compiled while no other thread compiles, or looks for its compiled code.
+
+    While one thread compiles, torch answers in every thread that FX is tracing, and refuses calls or traces them in
+    another way.  Dynamo reorders the compiled graphs of a function as it finds one, so a thread that goes through them
+    meanwhile may miss the one that serves its call, and compiles that again.
+    """
+    if _TURN.taken:
+        yield
+        return
+    with compile_lock():
+        _TURN.taken = True
+        try:
+            yield
+        finally:
+            _TURN.taken = False
+
+
+@contextlib.contextmanager
+def other_threads() -> Iterator[None]:
+    """Let other threads compile and look for code while this one runs its code, inside of `one_thread`."""
+    if not _TURN.taken:
+        yield
+        return
+    lock = compile_lock()
+    _TURN.taken = False
+    lock.release()
+    try:
+        yield
+    finally:
+        lock.acquire()
+        _TURN.taken = True
 
 
 MOST_GRAPHS = {"recompile_limit": 256, "accumulated_recompile_limit": 1024}

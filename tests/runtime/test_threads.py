@@ -1,18 +1,22 @@
-"""Threads that come to a graph at once compile and rewrite it once."""
+"""Threads that come to a graph at once compile and rewrite it once, and none disturbs another."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import kvpass
 from kvpass.rewrite.step_graph import StepCall
 from kvpass.runtime.backend_base import BackendBase
+from kvpass.runtime.compiled_call import CompiledCall
 from kvpass.runtime.prompts import _DeferredPrompt
 from kvpass.runtime.variants import CompiledVariant
 from kvpass.torch_private import dynamo
@@ -89,3 +93,113 @@ def test_a_warm_step_does_not_wait_for_another_thread_that_compiles() -> None:
         thread.start()
         thread.join(timeout=5)
     assert found == [variant.compiled]
+
+
+class SlowCompiler:
+    """An inner compiler that traces, as Inductor does, until it is told to end."""
+
+    def __init__(self) -> None:
+        self.begun, self.may_end = threading.Event(), threading.Event()
+
+    def __call__(self, gm: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        make_fx(lambda x: self.wait(x))(torch.ones(1))
+        return gm.forward
+
+    def wait(self, x: torch.Tensor) -> torch.Tensor:
+        self.begun.set()
+        assert self.may_end.wait(60)
+        return x + 1
+
+
+OTHERS: dict[str, Callable[[Any], Callable[..., Any]]] = {
+    "a model of kvpass": lambda inner: kvpass.compile(build("Llama", layers=1), "h2o", budget=8, inner=inner),
+    "a model under torch.compile": lambda inner: torch.compile(
+        build("Llama", layers=1), backend=kvpass.backend("h2o", budget=8, inner=inner)
+    ),
+    "a function for another backend": lambda inner: torch.compile(lambda x, use_cache: x + 1, backend=inner),
+}
+
+
+@contextlib.contextmanager
+def compiling(other: str) -> Iterator[Callable[[], Any]]:
+    """Compile in another thread; what is given ends that, and returns what the thread returned."""
+    inner, (ids, _) = SlowCompiler(), prompt(1, 12, ())
+    function = OTHERS[other](inner)
+    with ThreadPoolExecutor(1) as pool:
+        call: Future[Any] = pool.submit(torch.no_grad()(function), ids, use_cache=True)
+
+        def end() -> Any:
+            inner.may_end.set()
+            return call.result()
+
+        try:
+            assert inner.begun.wait(60)
+            yield end
+        finally:
+            inner.may_end.set()
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_call_waits_while_another_thread_compiles(other: str) -> None:
+    """Or torch would refuse it, as it takes the call for one that FX traces."""
+    model = kvpass.compile(build("GPTNeoX", layers=1), "h2o", budget=8, inner="eager")
+    ids, _ = prompt(1, 12, ())
+
+    @torch.no_grad()
+    def talk() -> torch.Tensor:
+        cache, logits = None, []
+        for at in (slice(0, 9), *(slice(i, i + 1) for i in range(9, 12))):
+            out = model(ids[:, at].contiguous(), past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            logits.append(out.logits)
+        return torch.cat(logits, 1)
+
+    talk()
+    expected, made = talk(), torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    with compiling(other) as end, ThreadPoolExecutor(1) as pool:
+        call = pool.submit(talk)
+        time.sleep(0.2)
+        assert not call.done()
+        end()
+        assert torch.equal(call.result(), expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == made + 1
+
+
+def test_a_handle_is_no_tensor_while_another_thread_compiles() -> None:
+    model = kvpass.compile(build("GPTNeoX", layers=1), "h2o", budget=8, inner="eager")
+    with torch.no_grad():
+        layer = model(prompt(1, 12, ())[0], use_cache=True).past_key_values.layers[0]
+    with compiling("a model of kvpass"), pytest.raises(kvpass.CacheHandleError, match="live in slots"):
+        layer.keys + 1
+
+
+def test_dynamo_looks_for_code_in_one_thread_at_a_time() -> None:
+    """It reorders the graphs of a function, so another thread would miss one, and compile that again."""
+    with ThreadPoolExecutor(1) as pool:
+        call = CompiledCall(lambda: pool.submit(dynamo.compile_lock().acquire, timeout=0.05).result(), strict=True)
+        assert call() is False
+
+
+def test_threads_run_their_code_at_once() -> None:
+    both = threading.Barrier(2)
+
+    def meeting(gm: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            if torch.is_inference_mode_enabled():
+                both.wait(60)
+            return gm.forward(*arguments)
+
+        return run
+
+    model = kvpass.compile(build("Llama", layers=1), "h2o", budget=8, inner=meeting)
+    (ids, _) = prompt(1, 12, ())
+
+    @torch.inference_mode()
+    def talk() -> torch.Tensor:
+        out = model(ids[:, :9].contiguous(), use_cache=True)
+        logits: torch.Tensor = model(ids[:, 9:10].contiguous(), past_key_values=out.past_key_values).logits
+        return logits
+
+    with ThreadPoolExecutor(2) as pool:
+        one, other = [each.result(120) for each in [pool.submit(talk), pool.submit(talk)]]
+    assert torch.equal(one, other)
