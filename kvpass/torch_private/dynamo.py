@@ -38,7 +38,7 @@ def never_compile_alone(function: Any) -> None:
 def is_traced() -> bool:
     """Return whether Dynamo, or torch.export, traces the function that asks.
 
-    Not `torch.compiler.is_compiling`, which is also true while another thread compiles.
+    It asks Dynamo: torch also says that it compiles while another thread does.
     """
     return torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
 
