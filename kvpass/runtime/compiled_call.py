@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -33,6 +34,10 @@ UNCOMPILED = (
 MANY_GRAPHS = (
     "torch.compile has made as many graphs of the model as it may, and would run it uncompiled, where the cache grows: "
     "see with TORCH_LOGS=recompiles what changes from call to call, or begin anew with torch._dynamo.reset()"
+)
+APART = (
+    "this model of kvpass.compile runs in graphs of its own, as another backend would let its cache grow: leave out "
+    "fullgraph=True, or compile the outer function by torch.compile(..., backend=kvpass.backend(...))"
 )
 SHALLOW = (
     "this model is a shallow copy (copy.copy) of one that kvpass compiled, and is not compiled itself: use "
@@ -78,10 +83,14 @@ class CompiledCall:
         Raises:
             UnsupportedGraph: kvpass does not support the kind of cache, or the model ran uncompiled.
         """
+        if self.call is not None and _is_part_of_trace(arguments, named):
+            return self.call(*arguments, **named)
+        return _run_apart(self, arguments, named)
+
+    def run(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Call the model, which is no part of a graph that Dynamo traces."""
         if self.call is None:
             return self._recompile()(*arguments, **named)
-        if dynamo.is_traced():  # Dynamo traces the model as a part of a larger graph
-            return self.call(*arguments, **named)
         reason = dynamo.reason_uncompiled()
         if reason is not None and self.strict:
             raise UnsupportedGraph(
@@ -138,8 +147,14 @@ class WatchedCall:
         Raises:
             UnsupportedGraph: the module ran uncompiled and its cache has grown.
         """
+        if _is_part_of_trace(arguments, named) or (dynamo.is_traced() and self._is_compiled_by_others()):
+            return dynamo.uncompiled_call(self.model)(*arguments, **named)
+        return _run_apart(self, arguments, named)
+
+    def run(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Call the module, which is no part of a graph that Dynamo traces."""
         call = dynamo.uncompiled_call(self.model)
-        if dynamo.is_traced() or _RUNNING.get() or self._is_compiled_by_others():
+        if _RUNNING.get() or self._is_compiled_by_others():
             return call(*arguments, **named)
         before = _ordinary_caches((*arguments, *named.values()))
         result = call(*arguments, **named)
@@ -158,6 +173,22 @@ class WatchedCall:
     def for_copies(self) -> WatchedCall:
         """Return the caller for a copy of the module."""
         return WatchedCall(self.model, self.model_name)
+
+
+def _is_part_of_trace(arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    """Return whether Dynamo traces this call into a graph of kvpass, or into one of another backend without a cache."""
+    if not dynamo.is_traced():
+        return False
+    plain = named.get("use_cache") is False and all(
+        value is None or isinstance(value, (Tensor, int, float, str)) for value in (*arguments, *named.values())
+    )
+    return plain or (torch.compiler.is_dynamo_compiling() and dynamo.is_traced_for_kvpass())
+
+
+@functools.partial(torch.compiler.disable, reason=APART)
+def _run_apart(caller: CompiledCall | WatchedCall, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """Call a model outside of any graph that Dynamo traces around it: a graph of another backend breaks here."""
+    return caller.run(arguments, named)
 
 
 class _GetState:

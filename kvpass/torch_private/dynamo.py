@@ -53,6 +53,14 @@ def mark_in_place(buffer: Tensor) -> None:
     torch._dynamo.mark_static_address(buffer, guard=False)
 
 
+@torch.compiler.assume_constant_result
+def is_traced_for_kvpass() -> bool:
+    """Return whether Dynamo traces the caller for a backend of kvpass; Dynamo calls this while it traces."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return _strictness(InstructionTranslator.current_tx().output.compiler_fn) is not None
+
+
 def tables_of_modules(model: torch.nn.Module) -> list[dict[str, Any]]:
     """Return the dictionaries of a model's parameters, buffers and modules; they show later replacements."""
     return [held for x in model.modules() for held in (x._parameters, x._buffers, x._modules)]
@@ -284,6 +292,8 @@ def reason_uncompiled() -> str | None:
 
     if is_disabled():
         return "torch.compile is disabled (TORCH_COMPILE_DISABLE=1)"
+    if torch.compiler.is_exporting():
+        return "torch.export records the operations of the model"
     stance = eval_frame._stance
     if stance.stance in ("force_eager", "aot_eager_then_compile") or stance.backend is not None:
         return f"torch.compiler.set_stance({stance.stance!r}) is in force"
@@ -314,8 +324,19 @@ def compiled_call(model: torch.nn.Module) -> Any:
 
 
 def set_compiled_call(model: torch.nn.Module, call: Any) -> None:
-    """Set the function that runs when a module is called, in place of its forward."""
+    """Set the function that runs when a module is called, in place of its forward; None removes it.
+
+    Dynamo goes from a call of a module straight to its `forward`, unless the instance has a `__call__` of its own.
+    """
     model.__dict__[COMPILED_CALL] = call
+    model.__dict__.pop("__call__", None)
+    if call is not None:
+        model.__dict__["__call__"] = functools.partial(_call_by_type, model)
+
+
+def _call_by_type(model: torch.nn.Module, *arguments: Any, **named: Any) -> Any:
+    """Call a module, as `model(...)` does."""
+    return type(model).__call__(model, *arguments, **named)
 
 
 def uncompiled_call(model: torch.nn.Module) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -491,6 +492,115 @@ def test_a_disabled_torch_compile_is_an_error_in_a_process_of_its_own(variable: 
         [sys.executable, "-c", program], env={"PATH": "", variable: "1"}, capture_output=True, check=False
     )
     assert b"UnsupportedGraph: torch.compile is disabled" in run.stderr
+
+
+# -- inside of what another backend compiles --------------------------------------------------------------------------
+
+
+class Sampling(nn.Module):
+    """A user's module around a model, with operations of its own before and after the call."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor, cache: Any = None) -> Any:
+        out = self.model(input_ids=ids + 0, past_key_values=cache, use_cache=True)
+        return (out.logits[:, -1:] * 2).argmax(-1), out.past_key_values
+
+
+def two_steps(model: Any, ids: Tensor, cache: Any) -> Any:
+    for _ in range(2):
+        ids, cache = Sampling.forward(types.SimpleNamespace(model=model), ids, cache)  # type: ignore[arg-type]
+    return ids, cache
+
+
+def generated(model: Any, ids: Tensor, cache: Any) -> Any:
+    out = model.generate(ids, max_new_tokens=4, pad_token_id=0, eos_token_id=None, return_dict_in_generate=True)
+    return out.sequences, out.past_key_values
+
+
+OUTER: dict[str, Callable[[Any], Callable[[Tensor, Any], Any]]] = {
+    "a module": Sampling,
+    "a loop": lambda model: lambda ids, cache: two_steps(model, ids, cache),
+    "generate": lambda model: lambda ids, cache: generated(model, ids, cache),
+    "the model itself": lambda model: lambda ids, cache: Sampling(torch.compile(model, backend="eager"))(ids, cache),
+    "a copy": lambda model: Sampling(copy.deepcopy(model)),
+}
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("name", OUTER)
+def test_inside_of_what_another_backend_compiles_a_model_is_as_it_is_alone(name: str, strict: bool) -> None:
+    (ids, _), model = prompt(1, 12, ()), kvpass.compile(tiny(), **POLICY, strict=strict)
+    alone = OUTER[name](model)
+    outer = torch.compile(OUTER[name](model), backend="eager")
+    with torch.no_grad():
+        expected, ours = alone(ids, None), outer(ids, None)
+        for _ in range(2):
+            assert torch.equal(ours[0], expected[0])
+            assert bounded(ours[1])
+            assert kvpass.inspect(ours[1]).layers[0].capacity == 9
+            if name == "generate":
+                return
+            expected, ours = alone(expected[0], expected[1]), outer(ours[0], ours[1])
+
+
+@pytest.mark.slow
+def test_inside_of_what_inductor_compiles_a_model_is_bounded() -> None:
+    outer, (ids, _) = torch.compile(Sampling(kvpass.compile(tiny(), **POLICY))), prompt(1, 12, ())
+    with torch.no_grad():
+        assert bounded(outer(*outer(ids))[1])
+
+
+def test_what_must_be_one_graph_of_another_backend_is_an_error_with_a_cache() -> None:
+    (ids, _), model = prompt(1, 12, ()), kvpass.compile(tiny(), **POLICY)
+    whole = functools.partial(torch.compile, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        for called in (model, model.model):
+            with pytest.raises(torch._dynamo.exc.Unsupported, match="runs in graphs of its own"):
+                whole(Sampling(called))(ids)
+            assert whole(lambda x, called=called: called(input_ids=x, use_cache=False)[0] + 1)(ids).shape[1] == 12
+    assert graphs() == 2
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("inside", [tiny, lambda: kvpass.compile(tiny(), **POLICY)], ids=["plain", "compiled"])
+def test_a_model_is_a_part_of_what_a_backend_of_kvpass_compiles(inside: Callable[[], Any]) -> None:
+    (ids, _), chosen = prompt(1, 12, ()), kvpass.backend(**{**POLICY, "budget": 6})
+    outer = torch.compile(Sampling(inside()), backend=chosen, fullgraph=True)
+    with torch.no_grad():
+        cache = outer(*outer(ids))[1]
+    assert kvpass.inspect(cache).layers[0].capacity == 7
+    assert graphs() == 2
+
+
+def test_a_module_inside_that_another_backend_would_trace_refuses_a_cache() -> None:
+    (ids, _), model = prompt(1, 12, ()), kvpass.compile(tiny(), **POLICY)
+    outer = torch.compile(lambda ids: model.model(ids, use_cache=True), backend="eager")
+    with torch.no_grad(), pytest.raises(kvpass.UnsupportedGraph, match="LlamaModel was called by itself"):
+        outer(ids)
+
+
+def test_a_model_that_another_backend_compiles_in_place_is_one_graph() -> None:
+    (ids, _), model, made = prompt(1, 12, ()), kvpass.compile(tiny(), **POLICY), list[Any]()
+    model.compile(backend=lambda gm, _: made.append(gm) or gm.forward)
+    with torch.no_grad():
+        assert not bounded(model(ids, use_cache=True).past_key_values)
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_an_exported_model_has_no_cache(traced: bool) -> None:
+    ids, _ = prompt(1, 12, ())
+    model = kvpass.compile(tiny(), **POLICY)
+    error = torch._dynamo.exc.Unsupported if traced else kvpass.UnsupportedGraph
+    with torch.no_grad():
+        program = torch.export.export(model, (ids,), {"use_cache": False}, strict=traced)
+        assert torch.allclose(program.module()(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+        with pytest.raises(error, match=r"graphs of its own|torch\.export records"):
+            torch.export.export(Sampling(model), (ids,), strict=traced)
 
 
 # -- hooks ------------------------------------------------------------------------------------------------------------
