@@ -150,7 +150,7 @@ class LayerCache:
         deferred_checks: conditions on the device that the host has not read.
         absent: int64 [B, P], the indices in the padded sequence of padding that is not cached, -1 after the last.
         first: int64 [B], the position id of each row's first real token, if keys are rotated by rank and it is known.
-        angles: the cosines and sines of a few positions, if keys are rotated by rank; see `RotarySlice.probe`.
+        rotated_key: one key rotated to a few positions, if keys are rotated by rank; see `RotarySlice.probe`.
         key_projections: the weights that computed the layer's keys.
         output_projection: its weight [E, Hq Dv], for policies that read it.
         model: the tensors of the model that made the cache, as far as its graph had them as inputs.
@@ -171,7 +171,7 @@ class LayerCache:
     notes: tuple[str, ...] = ()
     absent: Tensor = dataclasses.field(default_factory=lambda: torch.empty(0, 0, dtype=torch.int64))
     first: Tensor | None = None
-    angles: Tensor | None = None
+    rotated_key: Tensor | None = None
     deferred_checks: DeferredChecks = dataclasses.field(default_factory=lambda: DeferredChecks())
     key_projections: tuple[weakref.ref[Any], ...] = ()
     output_projection: weakref.ref[Any] | None = None

@@ -26,7 +26,7 @@ _LAYOUT_FIELDS = {
     "layer": int, "exact_capacity": bool, "row_budgets": bool, "pins": bool,
 }  # fmt: skip
 """The fields of a layout that a file holds unchanged."""
-_OPTIONAL = ("first", "angles")
+_OPTIONAL = ("first", "rotated_key")
 
 
 def entry_of(cache: LayerCache, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:

@@ -180,22 +180,25 @@ def rotates_each_token_alone(rotary: Rotary, site: AttentionSite, memory: alias.
 
     Each dimension over rows or tokens, of the positions and the raw key, is followed to the rotated key through
     operations that compute each slice from the same slice.  A prompt of one token has no such dimension; it may have no
-    reductions.  No other input may depend on the number of tokens.  `memory` is that of the graph.
+    reductions.  No other input may depend on the tokens of the call.  `memory` is that of the graph.
     """
     position = strip_reshapes(rotary.position)
     others = alias.ancestors_with_writes([site.key], {rotary.raw, position}, memory=memory)
-    if any(_may_count(node) for node in others):
+    if any(_may_follow_tokens(node) for node in others):
         return False
     among = others | {rotary.raw, position}
     roots = {position: range(value(position).ndim), rotary.raw: (0, 2)}
     return all(_is_followed(node, dim, among) for node, dims in roots.items() for dim in dims)
 
 
-def _may_count(node: fx.Node) -> bool:
-    """Return whether an input of the call may depend on the number of tokens, as integers and scalars may."""
+def _may_follow_tokens(node: fx.Node) -> bool:
+    """Return whether an input may depend on the call's tokens; integers and scalars may count them, wherever they are.
+
+    Other tensors of modules stay as they are, which `kvpass.runtime.checks` verifies.
+    """
     if node.op != "placeholder" or not is_tensor(node) or dynamo.is_of_module(node):
         return False
-    return not walk.is_inexact(value(node)) or value(node).ndim == 0
+    return not walk.is_inexact(value(node)) or value(node).ndim == 0 or not dynamo.outlives_calls(node)
 
 
 def _is_followed(root: fx.Node, dim: int, among: set[fx.Node]) -> bool:

@@ -31,7 +31,7 @@ from kvpass.torch_private import symbolic_shapes
 from kvpass.torch_private.inductor import materialize
 
 PROBED = (1, 5)
-"""Positions at which the angles of two graphs are compared."""
+"""Positions at which the rotations of two graphs are compared."""
 
 Spec = tuple[tuple[Any, ...], torch.dtype]
 """The shape and dtype of a tensor, or of a size, which may be dynamic."""
@@ -83,6 +83,11 @@ class RotarySlice:
             self, position=position, angle_inputs=tuple(specs[:count]), rotate_inputs=tuple(specs[count:])
         )
 
+    def without_nodes(self) -> RotarySlice:
+        """Return the slice without the nodes of the original graph, which would keep that graph alive."""
+        angles, rotate = (dataclasses.replace(part, bound=()) for part in (self.angles, self.rotate))
+        return dataclasses.replace(self, angles=angles, rotate=rotate)
+
     def table(self, count: int, bound: list[Tensor], device: torch.device) -> list[Tensor]:
         """Return the angles of keys at positions 0 .. count - 1, each [count, ...].
 
@@ -100,18 +105,17 @@ class RotarySlice:
         angles = torch.vmap(angles_at)(index)
         return [materialize(upcast(rows) if rows.is_floating_point() and rows.is_cpu else rows) for rows in angles]
 
-    def probe(self, bound: Sequence[Any], device: torch.device) -> Tensor:
-        """Return the angles at a few positions in one vector, without dimensions along which they are constant."""
-        shape, probes = tuple(map(symbolic_shapes.size_hint, self.position)), list[Tensor]()
+    def probe(self, angle_inputs: Sequence[Any], rotate_inputs: Sequence[Any], device: torch.device) -> Tensor:
+        """Rotate one key to a few positions: [positions, Hkv, D]; NaN if rows or tokens rotate it differently."""
+        position, shape = (tuple(map(symbolic_shapes.size_hint, each)) for each in (self.position, self.shape))
+        key = torch.linspace(0.25, 1, shape[3], device=device).to(self.rotate_inputs[0][1]).expand(shape)
+        rotated = list[Tensor]()
         for index in PROBED:
-            for x in self.angles.run(torch.full(shape, index, device=device), *bound):
-                constant = [d for d in range(x.ndim) if bool((x == x.narrow(d, 0, 1)).all())]
-                probes.append(
-                    torch.view_as_real(_first_entries(x, constant).resolve_conj())
-                    if x.is_complex()
-                    else _first_entries(x, constant)
-                )
-        return torch.cat([x.flatten().double() for x in probes])
+            angles = self.angles.run(torch.full(position, index, device=device), *angle_inputs)
+            keys = self.rotate.run(key, *angles, *rotate_inputs)
+            equal = keys.shape == shape and _is_close(keys, keys[:1, :, :1].expand(shape))
+            rotated.append(keys[0, :, 0].double() * (1 if equal else torch.nan))
+        return torch.stack(rotated)
 
     def _in_traced_dtypes(self, angles: Iterable[Tensor]) -> list[Tensor]:
         """Convert angles of a table to the dtypes of the results of `angles`."""
@@ -211,21 +215,37 @@ class RotarySlice:
         )
 
 
-def probe_rotaries(
-    gm: fx.GraphModule, sites: Sequence[AttentionSite], sizes: Sizes, arguments: Sequence[Any], device: torch.device
-) -> Tensor | None:
-    """Return `RotarySlice.probe` of all rotary embeddings of a graph for the arguments of a call, or None."""
-    cuts: dict[tuple[fx.Node, ...], RotarySlice] = {}
-    memory = alias.Memory(gm.graph)
-    for site in sites:
-        rotary = find_rotary(site)
-        angles = () if rotary is None else tuple(_angles(site.key, rotary, memory))
-        if rotary is not None and angles not in cuts:
-            cuts[angles] = cut_rotary(gm, site, rotary, sizes, memory)
-    bound = [node for cut in cuts.values() for node in cut.angles.bound]
-    values = iter(splicing.extract(gm, bound)(*arguments))
-    probes = [cut.probe(tuple(itertools.islice(values, len(cut.angles.bound))), device) for cut in cuts.values()]
-    return torch.cat(probes) if probes else None
+class RotaryProbe:
+    """The rotation of one key by all rotary embeddings of a graph, for the arguments of a call.
+
+    Attributes:
+        indices: the arguments that the rotation reads, besides positions.
+    """
+
+    def __init__(self, gm: fx.GraphModule, sites: Sequence[AttentionSite], sizes: Sizes) -> None:
+        cuts: dict[Any, RotarySlice] = {}
+        memory, holders = alias.Memory(gm.graph), walk.placeholders(gm.graph)
+        for site in sites:
+            if (rotary := find_rotary(site)) is None:
+                continue
+            rest = alias.ancestors_with_writes([site.key], {rotary.raw, rotary.position}, memory=memory)
+            key = tuple(_angles(site.key, rotary, memory)), frozenset(rest.intersection(holders))
+            if key not in cuts:
+                cuts[key] = cut_rotary(gm, site, rotary, sizes, memory)
+        slices = [part for cut in cuts.values() for part in (cut.angles, cut.rotate)]
+        bound = [node for part in slices for node in part.bound]
+        read = alias.ancestors_with_writes(bound, memory=memory) if bound else set()
+        self.indices = [index for index, node in enumerate(holders) if node in read and walk.is_tensor(node)]
+        self._inputs, self._counts = splicing.extract(gm, bound), [len(part.bound) for part in slices]
+        self._cuts = [cut.without_nodes() for cut in cuts.values()]
+
+    def run(self, arguments: Sequence[Any], device: torch.device) -> Tensor | None:
+        """Return `RotarySlice.probe` of the distinct embeddings, or None without any."""
+        values = iter(self._inputs(*arguments))
+        inputs = [list(itertools.islice(values, count)) for count in self._counts]
+        found = zip(self._cuts, inputs[::2], inputs[1::2], strict=True)
+        probes = [cut.probe(of_angles, of_rotate, device).flatten() for cut, of_angles, of_rotate in found]
+        return torch.cat(probes) if probes else None
 
 
 def _head_by_head(rotated: Tensor) -> Tensor:

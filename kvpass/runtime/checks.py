@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +20,7 @@ from kvpass.fx import splicing, walk
 from kvpass.fx.shapes import Sizes
 from kvpass.policies.ranking import INT64_MAX
 from kvpass.rewrite.pipeline import new_columns
-from kvpass.rewrite.rotary_slice import probe_rotaries
+from kvpass.rewrite.rotary_slice import RotaryProbe
 from kvpass.rewrite.step_graph import PaddingInputs
 from kvpass.runtime import model_identity
 from kvpass.runtime.model_identity import TensorSet
@@ -37,8 +39,9 @@ OTHER_STARTS = (
     "a cached token has one rank for all of them: use positions='absolute'"
 )
 OTHER_ANGLES = (
-    "this call rotates keys by other angles than the calls before, for example because frequencies depend on the "
-    "length, but all cached keys are rotated alike when they are read: use positions='absolute'"
+    "this call rotates keys by other angles than the calls before, or scales them differently, for example because "
+    "frequencies depend on the length or a tensor of the model was replaced, but all cached keys are rotated alike "
+    "when they are read: use positions='absolute'"
 )
 
 
@@ -116,6 +119,43 @@ def _is_constant(offsets: Tensor, valid: Tensor, wanted: Tensor) -> Tensor:
     return ((offsets == wanted.to(offsets.device)[:, None]) | ~valid).all()
 
 
+class RotationCheck:
+    """The rotation of one key by a graph, which is computed anew when a tensor that it reads is replaced or written to.
+
+    Tensors of inference mode do not count writes.
+    """
+
+    def __init__(self, gm: fx.GraphModule, sites: Sequence[AttentionSite]) -> None:
+        self._make: Callable[[Sizes], RotaryProbe] | None = functools.partial(RotaryProbe, gm, sites)
+        self._probe: RotaryProbe | None = None
+        self._read: list[tuple[int, weakref.ref[Tensor], int]] = []
+        self._rotated: Tensor | None = None
+
+    def rotated_key(self, arguments: Sequence[Any], sizes: Callable[[], Sizes], device: torch.device) -> Tensor | None:
+        """Return `RotaryProbe.run`, the same tensor as long as nothing changes."""
+        if self._probe is not None and all(
+            arguments[index] is read() and _version(arguments[index]) == version for index, read, version in self._read
+        ):
+            return self._rotated
+        if self._make is not None:
+            self._probe, self._make = self._make(sizes()), None  # which releases the graph
+        assert self._probe is not None
+        read = [(index, arguments[index]) for index in self._probe.indices]
+        try:
+            self._rotated = self._probe.run(arguments, device)
+        except RuntimeError:
+            if not self._read:
+                raise
+            self._rotated = torch.full((1,), torch.nan)  # a tensor of another shape, which equals no other rotation
+        self._read = [(index, weakref.ref(tensor), _version(tensor)) for index, tensor in read]
+        return self._rotated
+
+
+def _version(tensor: Tensor) -> int:
+    """Return how often a tensor was written to in place."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 class StepVerifier:
     """The checks of one step graph."""
 
@@ -127,7 +167,7 @@ class StepVerifier:
         self._gm, self._sites, self._key_weights_of_steps = gm, sites, key_weights_of_steps
         self._projection_indices = [model_identity.key_projection_indices(site) for site in sites]
         self._positions: PositionCheck | None = None
-        self._angles: Tensor | None = None
+        self._rotation = RotationCheck(gm, sites)
 
     def check_layers(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> None:
         """Check that each cache belongs to the layer that reads it, and has the prompt's window.
@@ -178,25 +218,27 @@ class StepVerifier:
         elif not bool(fits):
             raise UnsupportedGraph(self._positions.refusal)
 
-    def check_angles(self, cache: LayerCache, arguments: tuple[Any, ...], sizes: Callable[[], Sizes]) -> None:
-        """Check that this graph rotates keys by the same angles as the graph that cached them, up to rounding.
+    def check_rotation(self, cache: LayerCache, arguments: tuple[Any, ...], sizes: Callable[[], Sizes]) -> None:
+        """Check that this graph rotates keys as the graph did that cached them, up to rounding.
 
         The check is for cache positions, where keys are rotated when they are read.
 
         Raises:
-            UnsupportedGraph: the angles differ.
+            UnsupportedGraph: a key is rotated differently.
         """
-        if not cache.layout.ranked or cache.angles is None or cache.angles is self._angles:
+        if not cache.layout.ranked or cache.rotated_key is None:
             return
-        if self._angles is None:
-            self._angles = probe_rotaries(self._gm, self._sites, sizes(), arguments, cache.layout.device)
-        if self._angles is None or not _have_equal_angles(self._angles, cache.angles):
+        rotated = self._rotation.rotated_key(arguments, sizes, cache.layout.device)
+        if rotated is cache.rotated_key:
+            return
+        if rotated is None or not _are_equal_rotations(rotated, cache.rotated_key, cache.layout.dtype):
             raise UnsupportedGraph(f"{walk.source_line(self._sites[0].call)}: {OTHER_ANGLES}")
-        cache.angles = self._angles
+        cache.rotated_key = rotated
 
 
-def _have_equal_angles(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.allclose(one, other.to(one.device), rtol=1e-2, atol=1e-2)
+def _are_equal_rotations(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
+    tolerance = max(1e-4, 2 * torch.finfo(dtype).eps)
+    return one.shape == other.shape and torch.allclose(one, other.to(one.device), rtol=tolerance, atol=tolerance)
 
 
 SHOWN_AGAIN = (

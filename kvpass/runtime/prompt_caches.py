@@ -78,7 +78,7 @@ class AdmittedPrompt:
     Attributes:
         backend: the backend that ran it.
         ranked: whether keys are stored before their rotary embedding.
-        notes, first, angles, model: see `LayerCache`.
+        notes, first, rotated_key, model: see `LayerCache`.
         layers: the results of the prompt in each layer; the list is emptied as they are stored, unless the cache can be
             cropped.
         new: the number of tokens, without those of an adopted past.
@@ -88,7 +88,7 @@ class AdmittedPrompt:
     ranked: bool
     notes: tuple[str, ...]
     first: Tensor | None
-    angles: Tensor | None
+    rotated_key: Tensor | None
     model: model_identity.Weights
     layers: list[PromptLayer]
     new: int
@@ -221,7 +221,7 @@ class AdmittedPrompt:
             notes=self.notes,
             absent=absent,
             first=self.first,
-            angles=self.angles,
+            rotated_key=self.rotated_key,
             key_projections=layer.key_projections,
             output_projection=layer.output_projection,
             model=self.model,

@@ -27,12 +27,11 @@ from kvpass.policies.pinned_tokens import Pins
 from kvpass.policies.types import Attention
 from kvpass.rewrite.computed_keys import join_heads
 from kvpass.rewrite.prompt import PromptCall, PromptRewrite, rewrite_prompt
-from kvpass.rewrite.rotary_slice import probe_rotaries
 from kvpass.rewrite.validation.prompts import PromptCase, validate_prompt
 from kvpass.runtime import model_identity
 from kvpass.runtime.backend_base import BackendBase
 from kvpass.runtime.caches import call_pins, longer_placeholder, output_weight_by_head
-from kvpass.runtime.checks import PositionCheck
+from kvpass.runtime.checks import PositionCheck, RotationCheck
 from kvpass.runtime.prompt_caches import AdmittedPrompt, PromptLayer
 from kvpass.runtime.recorder import announce
 from kvpass.torch_private import dynamo, fx_nodes, regions, symbolic_shapes, tensors
@@ -161,9 +160,9 @@ class PromptRunner:
         inner: the compiled graph.
         inputs: the inputs of the canonical graph, by which sizes are measured; None for code of an artifact.
         positions: the check of position ids, if keys are stored before their rotary embedding.
-        probe: computes `angles` at the first call; None if keys are stored rotated.
+        rotation: computes `rotated_key`; None if keys are stored rotated.
         unchecked: the graphs to compare at the first call; None without validation, or after it.
-        angles: see `LayerCache`.
+        rotated_key: that of the last call; see `LayerCache`.
     """
 
     def __init__(
@@ -173,12 +172,12 @@ class PromptRunner:
         inner: Callable[..., Any] | None = None,
         inputs: fx.Graph | None = None,
         positions: PositionCheck | None = None,
-        probe: Callable[..., Tensor | None] | None = None,
+        rotation: RotationCheck | None = None,
         unchecked: PromptCase | None = None,
     ) -> None:
         self.backend, self.graph, self.inner, self.inputs = backend, graph, inner, inputs
-        self.positions, self.probe, self.unchecked = positions, probe, unchecked
-        self.angles: Tensor | None = None
+        self.positions, self.rotation, self.unchecked = positions, rotation, unchecked
+        self.rotated_key: Tensor | None = None
         self.as_traced = UnwrappedSubclasses()
 
     @staticmethod
@@ -221,8 +220,8 @@ class PromptRunner:
             marks = [holders.index(node) for node in padding[0]]
             unchecked = PromptCase(captured.model, gm, sites, None if policy.renumbers else rewritten, marks)
         positions = PositionCheck(gm, sites) if ranked else None
-        probe = functools.partial(probe_rotaries, gm, sites) if ranked else None
-        return PromptRunner(backend, graph, None, splicing.extract(gm, []).graph, positions, probe, unchecked)
+        rotation = RotationCheck(gm, sites) if ranked else None
+        return PromptRunner(backend, graph, None, splicing.extract(gm, []).graph, positions, rotation, unchecked)
 
     def compile(self, examples: Sequence[Any]) -> None:
         """Compile the rewritten graph by the inner compiler, whose errors are passed on.
@@ -279,7 +278,7 @@ class PromptRunner:
             ranked=graph.ranked,
             notes=() if graph.adopted_past is None else (ADOPTED,),
             first=first,
-            angles=self.angles,
+            rotated_key=self.rotated_key,
             model=model_identity.weak_references(model),
             layers=layers,
             new=prompt - adopted,
@@ -305,10 +304,12 @@ class PromptRunner:
         if self.positions is None:
             return None
         key = results[self.graph.rewrite.outputs[0].key]
-        if (probe := self.probe) is not None:
-            assert self.inputs is not None
-            sizes = Sizes((), shapes.measure_symbols(self.inputs, arguments), key.shape[2])
-            self.angles, self.probe = probe(sizes, arguments, key.device), None
+        if self.rotation is not None and (inputs := self.inputs) is not None:
+
+            def sizes() -> Sizes:
+                return Sizes((), shapes.measure_symbols(inputs, arguments), key.shape[2])
+
+            self.rotated_key = self.rotation.rotated_key(arguments, sizes, key.device)
         return self.positions.first_ids(arguments, self._valid(results, 0, key))
 
     def _prompt_layer(

@@ -228,7 +228,7 @@ class StepRunner(StepExecutor):
         first, known = caches[0], self.padding.unchanged_inputs(caches, arguments, queries)
         others = self._choose_interpretation(caches, arguments, known)
         self.verifier.check_positions(first, arguments, lambda: self.padding.valid_tokens(0, first, arguments, queries))
-        self.verifier.check_angles(
+        self.verifier.check_rotation(
             first, arguments, lambda: self.sizes.resolve(self.sizes.call_sizes(caches, arguments), others)
         )
         result = self.advance(StepInputs(caches, arguments, others, known))

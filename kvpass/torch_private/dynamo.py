@@ -53,7 +53,7 @@ def mark_in_place(buffer: Tensor) -> None:
     torch._dynamo.mark_static_address(buffer, guard=False)
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def is_traced_for_kvpass() -> bool:
     """Return whether Dynamo traces the caller for a backend of kvpass; Dynamo calls this while it traces."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -75,6 +75,12 @@ def is_attribute_of_module(node: fx.Node) -> bool:
     """Check whether a graph input is a tensor of a module: a parameter, a buffer or any other attribute."""
     source = getattr(node, "_dynamo_source", None)
     return is_of_module(node) or (source is not None and source.guard_source.is_unspecialized_nn_module())
+
+
+def outlives_calls(node: fx.Node) -> bool:
+    """Check whether a graph input is a tensor of a module or a global variable, and no value of one call."""
+    source = getattr(node, "_dynamo_source", None)
+    return is_attribute_of_module(node) or (source is not None and not source.guard_source.is_local())
 
 
 def as_new_input(node: fx.Node, example: Tensor, *, in_place: bool) -> None:
