@@ -120,9 +120,9 @@ def _is_constant(offsets: Tensor, valid: Tensor, wanted: Tensor) -> Tensor:
 
 
 class RotationCheck:
-    """The rotation of one key by a graph, which is computed anew when a tensor that it reads is replaced or written to.
+    """The rotation of one key by a graph, computed anew when a tensor that it reads has changed.
 
-    Tensors of inference mode do not count writes.
+    A tensor has changed if it was replaced or written to in place.  Tensors of inference mode do not count writes.
     """
 
     def __init__(self, gm: fx.GraphModule, sites: Sequence[AttentionSite]) -> None:

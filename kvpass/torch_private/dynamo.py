@@ -78,7 +78,7 @@ def is_attribute_of_module(node: fx.Node) -> bool:
 
 
 def outlives_calls(node: fx.Node) -> bool:
-    """Check whether a graph input is a tensor of a module or a global variable, and no value of one call."""
+    """Check whether a graph input is a tensor of a module or a global variable, and not of one call."""
     source = getattr(node, "_dynamo_source", None)
     return is_attribute_of_module(node) or (source is not None and not source.guard_source.is_local())
 
@@ -332,7 +332,7 @@ def compiled_call(model: torch.nn.Module) -> Any:
 def set_compiled_call(model: torch.nn.Module, call: Any) -> None:
     """Set the function that runs when a module is called, in place of its forward; None removes it.
 
-    Dynamo goes from a call of a module straight to its `forward`, unless the instance has a `__call__` of its own.
+    Dynamo goes from a call of a module straight to its forward, unless the instance has a `__call__` of its own.
     """
     model.__dict__[COMPILED_CALL] = call
     model.__dict__.pop("__call__", None)

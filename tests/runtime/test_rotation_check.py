@@ -95,7 +95,7 @@ def test_a_rotation_that_has_changed_is_an_error(name: str, positions: str | Non
     """Also under default positions, as most models keep such tensors; the error says what to use."""
     model, ids = Scaled(), tokens(1, sum(PIECES))
     call = compiled(model, "streaming", budget=32, positions=positions)
-    with pytest.raises(kvpass.UnsupportedGraph, match="rotates keys by other angles.*positions='absolute'"):
+    with pytest.raises(kvpass.UnsupportedGraph, match=r"rotates keys by other angles.*positions='absolute'"):
         fed(call, model, ATTRIBUTES[name], ids)
 
 
