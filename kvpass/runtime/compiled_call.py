@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -85,7 +84,7 @@ class CompiledCall:
         """
         if self.call is not None and _is_part_of_trace(arguments, named):
             return self.call(*arguments, **named)
-        return _run_apart(self, arguments, named)
+        return dynamo.untraced(CompiledCall.run)(self, arguments, named)
 
     def run(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Call the model, which is no part of a graph that Dynamo traces."""
@@ -147,9 +146,9 @@ class WatchedCall:
         Raises:
             UnsupportedGraph: the module ran uncompiled and its cache has grown.
         """
-        if _is_part_of_trace(arguments, named) or (dynamo.is_traced() and self._is_compiled_by_others()):
+        if (dynamo.is_traced() and self._is_compiled_by_others()) or _is_part_of_trace(arguments, named):
             return dynamo.uncompiled_call(self.model)(*arguments, **named)
-        return _run_apart(self, arguments, named)
+        return dynamo.untraced(WatchedCall.run)(self, arguments, named)
 
     def run(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Call the module, which is no part of a graph that Dynamo traces."""
@@ -176,19 +175,24 @@ class WatchedCall:
 
 
 def _is_part_of_trace(arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
-    """Return whether Dynamo traces this call into a graph of kvpass, or into one of another backend without a cache."""
+    """Return whether Dynamo traces this call into a graph of kvpass, or into one of another backend without a cache.
+
+    Elsewhere the graph that Dynamo traces breaks at the call.
+    """
     if not dynamo.is_traced():
         return False
     plain = named.get("use_cache") is False and all(
         value is None or isinstance(value, (Tensor, int, float, str)) for value in (*arguments, *named.values())
     )
-    return plain or (torch.compiler.is_dynamo_compiling() and dynamo.is_traced_for_kvpass())
+    if plain or (torch.compiler.is_dynamo_compiling() and _is_traced_for_kvpass()):
+        return True
+    dynamo.break_graph(APART)
+    return False
 
 
-@functools.partial(torch.compiler.disable, reason=APART)
-def _run_apart(caller: CompiledCall | WatchedCall, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """Call a model outside of any graph that Dynamo traces around it: a graph of another backend breaks here."""
-    return caller.run(arguments, named)
+@dynamo.constant_in_traces
+def _is_traced_for_kvpass() -> bool:
+    return _RUNNING.get() or dynamo.is_kvpass_backend_traced()
 
 
 class _GetState:

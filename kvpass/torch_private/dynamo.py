@@ -12,7 +12,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.fx as fx
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kvpass.torch_private.inductor import Compiled
 
+F = TypeVar("F", bound=Callable[..., Any])
 log = logging.getLogger("kvpass.dynamo")
 
 COMPARISONS = {f"__{name}__": name for name in ("eq", "ne", "lt", "le", "gt", "ge")}
@@ -53,12 +54,29 @@ def mark_in_place(buffer: Tensor) -> None:
     torch._dynamo.mark_static_address(buffer, guard=False)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def is_traced_for_kvpass() -> bool:
-    """Return whether Dynamo traces the caller for a backend of kvpass; Dynamo calls this while it traces."""
+def constant_in_traces(function: F) -> F:
+    """Decorate a function: Dynamo calls it while it traces, and takes the result for a constant without a guard."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch's own decorator imports Dynamo
+    return function
+
+
+def is_kvpass_backend_traced() -> bool:
+    """Return whether Dynamo traces for a backend of kvpass, to be asked by a function that is `constant_in_traces`."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     return _strictness(InstructionTranslator.current_tx().output.compiler_fn) is not None
+
+
+def break_graph(reason: str) -> None:
+    """Break the graph where Dynamo traces the caller; with fullgraph=True that is an error of torch."""
+    torch._dynamo.graph_break(msg=reason)
+
+
+@functools.cache
+def untraced(function: F) -> F:
+    """Return a function of which Dynamo traces nothing, also where it is called by code that Dynamo has compiled."""
+    disable: Any = torch.compiler.disable
+    return cast(F, disable(function))
 
 
 def tables_of_modules(model: torch.nn.Module) -> list[dict[str, Any]]:

@@ -122,6 +122,7 @@ def tracing(indices: frozenset[str], marks: Any) -> Iterator[Tracing]:
         _TRACING.reset(token)
 
 
+@dynamo.constant_in_traces
 def are_traced() -> bool:
     """Return whether layers are traced as regions in this context.
 
@@ -131,6 +132,7 @@ def are_traced() -> bool:
     return _TRACING.get() is not None
 
 
+@dynamo.constant_in_traces
 def mark() -> str:
     """Return the name of the attribute of the marks that a graph depends on which is being traced."""
     now = _TRACING.get()
@@ -139,10 +141,6 @@ def mark() -> str:
         now.mark = f"call_{len(vars(now.marks))}"
         setattr(now.marks, now.mark, True)
     return now.mark
-
-
-for _function in (are_traced, mark):  # as torch.compiler.assume_constant_result does, which imports Dynamo
-    _function._dynamo_marked_constant = True  # type: ignore[union-attr]
 
 
 def note_run() -> None:
