@@ -19,7 +19,7 @@ from kvpass.torch_private import dynamo
 
 QUERY_ROTATED_BY_OTHERS = "the query is not rotated by the positions that rotate the key"
 KEY_ROTATED_BY_OTHERS = (
-    "a key is not proven to be rotated by its own position alone: angles may follow from other tokens"
+    "a key is not proven to be rotated by its own position alone: its angles, or what scales it, may follow from tokens"
 )
 ROWS_SHARE_POSITIONS = "the rows of a batch, which may be padded differently, count their tokens in one vector"
 
