@@ -28,7 +28,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class ModelParts:
-    """The parameters, buffers and modules of a model, compared by identity to detect replaced ones."""
+    """The parameters, buffers, modules and other attributes of a model, compared by identity to see replaced ones."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -194,7 +194,7 @@ class LoopState:
         return 1 + int((~over[:-1]).any(-1).sum())
 
     def follow_model(self) -> None:
-        """Run the next step through the model if a parameter or a module of the model was replaced.
+        """Run the next step through the model if a parameter, a module or another attribute of it was replaced.
 
         The user's code runs only while the host holds the tokens, so one check between two batches of steps is enough.
         """
@@ -210,6 +210,7 @@ class LoopState:
         """Run a decode step through the model: Dynamo traces it or the runtime specialises it, for repeated steps."""
         mask = torch.cat([self.mask(), (~self.done)[:, None].to(self.prompt_mask.dtype)], 1)
         self.settle()
+        self.loop.parts.record()
         with listening() as found:
             out = self.loop.caller(self.ids, with_dynamic_length(mask), self.position, self.cache)
         ran = [each for each in found if isinstance(each, steps.StepResult)]
@@ -220,10 +221,11 @@ class LoopState:
                 "a mask of this model is made from all tokens anew in every step, which a decode loop does not repeat; "
                 "use model.generate"
             )
-        self.loop.parts.record()
         self.cache = cache_names.cache_of_output(out)
         self.step = self.step or RepeatedStep(self)
         self.step.repeat(ran[0], out.logits, mask)
+        if self.loop.parts.has_changed():  # the model's code sets attributes, so it has to run at every step
+            self.step.forget()
         self.choose(out.logits)
 
     def choose(self, logits: Tensor) -> None:
@@ -302,14 +304,12 @@ class RepeatedStep:
 
     def run(self) -> bool:
         """Run one step, by replay on a GPU; return False if no step of this key has run yet."""
+        if not self.settled:
+            return False
         for cache in self.caches:
             caches.grow_for(cache, 1)
         key = caches.step_key(self.caches)
-        if (
-            not self.settled
-            or key not in self.slots_by_key
-            or not self.holds_after(self.caches[0].seen - self.seen_at_start)
-        ):
+        if key not in self.slots_by_key or not self.holds_after(self.caches[0].seen - self.seen_at_start):
             return False
         if self.mask.device.type == "cuda":
             self._replay(key)
@@ -320,7 +320,8 @@ class RepeatedStep:
 
     def shift_counts(self, by: int) -> None:
         """Prepare the arguments for caches whose count of seen tokens is about to change by `by`."""
-        self.arguments = self.runner.arguments_after(self.caches, self.arguments, by)
+        if self.arguments:
+            self.arguments = self.runner.arguments_after(self.caches, self.arguments, by)
         self.steps_since_refresh += by
 
     def _call(self, key: StepKey) -> None:

@@ -80,8 +80,11 @@ def untraced(function: F) -> F:
 
 
 def tables_of_modules(model: torch.nn.Module) -> list[dict[str, Any]]:
-    """Return the dictionaries of a model's parameters, buffers and modules; they show later replacements."""
-    return [held for x in model.modules() for held in (x._parameters, x._buffers, x._modules)]
+    """Return the dictionaries of the attributes, parameters, buffers and modules of all modules of a model.
+
+    They show later replacements.
+    """
+    return [held for x in model.modules() for held in (vars(x), x._parameters, x._buffers, x._modules)]
 
 
 def is_of_module(node: fx.Node) -> bool:

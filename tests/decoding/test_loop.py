@@ -455,6 +455,48 @@ def test_repeated_steps_keep_dynamos_guards_on_the_length() -> None:
     assert torch.equal(loop.generate(10), torch.stack(wanted, 1))
 
 
+class Remembering(torch.nn.Module):
+    """A model that keeps something of its calls in an attribute."""
+
+    def __init__(self, model: Any, what: str) -> None:
+        super().__init__()
+        self.model, self.config, self.what = model, model.config, what
+        self.calls, self.last = 0, torch.zeros(())
+
+    def forward(self, input_ids: Tensor, past_key_values: Any = None, use_cache: bool = True) -> Any:
+        out = self.model(input_ids, past_key_values=past_key_values, use_cache=use_cache)
+        if self.what == "a number":
+            self.calls += 1
+        elif self.what == "a tensor":
+            self.last = out.logits.sum()
+        elif past_key_values is not None and past_key_values.get_seq_length() >= 14:
+            self.calls = past_key_values.get_seq_length()
+        return out
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("rows", [None, 2])
+@pytest.mark.parametrize("what", ["a tensor", "a number", "a number from some length on"])
+def test_a_model_that_sets_its_attributes_runs_at_every_step(what: str, rows: int | None) -> None:
+    """Or they would stay as they were at the second step."""
+    forget()
+    ours, theirs = (Remembering(build("Llama", layers=1), what) for _ in range(2))
+    (ids, _), loop = prompt(1, 9, ()), loop_on(ours, rows=rows)
+    if rows is None:
+        loop.prompt(ids)
+        made = loop.generate(10)[0].tolist()
+    else:
+        made = loop.generate_batch([ids[0]], max_new_tokens=10).popitem()[1].generated_tokens
+    with torch.no_grad():
+        out, wanted = theirs(ids), []
+        for _ in range(9):
+            wanted.append(int(out.logits[:, -1].argmax(-1)))
+            out = theirs(torch.tensor([[wanted[-1]]]), past_key_values=out.past_key_values)
+    assert made[:9] == wanted
+    assert abs(ours.calls - theirs.calls) <= 1  # whether the last token is fed to the model as well
+    assert torch.allclose(ours.last, theirs.last, atol=1e-4) or what != "a tensor"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["caches disabled", "wrapper in C++"])
 def test_a_decode_loop_whose_code_cannot_be_recorded(how: str) -> None:
@@ -482,6 +524,7 @@ REPLACED: dict[str, Callable[[Any], None]] = {
     "a-parameter": lambda layer: replace_weight(layer.mlp.down_proj),
     "a-module": lambda layer: setattr(layer.mlp, "act_fn", torch.nn.Tanh()),
     "the-keys": lambda layer: replace_weight(layer.self_attn.k_proj),
+    "a-number": lambda layer: setattr(layer.self_attn, "scaling", 1.0),
 }
 
 
