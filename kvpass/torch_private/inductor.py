@@ -398,7 +398,7 @@ def as_operand(placeholder: fx.Node, node: fx.Node, value: Any) -> None:
 
 _WRAPPERS = ("forward", "runtime_wrapper", "SerializableCompiledFunction")
 _SUBCLASS_WRAPPER = "inner_fn"
-"""The wrapper that takes tensor subclasses apart; before torch 2.12 others have this name too."""
+"""The wrapper that takes tensor subclasses apart; in torch 2.11 others have this name too."""
 
 
 def _unwrap(run: Any, subclasses: bool) -> tuple[list[Any], Any]:
@@ -416,10 +416,10 @@ def _unwrap(run: Any, subclasses: bool) -> tuple[list[Any], Any]:
     while hasattr(chain[-1], "__wrapped__"):
         chain.append(chain[-1].__wrapped__)
     *wrappers, code = chain
-    others = [_name(wrapper) for wrapper in wrappers if _name(wrapper) not in _WRAPPERS]
+    others = [_name(wrapper) for wrapper in wrappers if _name(wrapper) not in _WRAPPERS and not _is_idle(wrapper)]
     if others == [_SUBCLASS_WRAPPER] * subclasses and isinstance(code, CompiledFxGraph) and code.current_callable:
         return wrappers, code
-    if untested_version("torch"):  # torch 2.11 has other wrappers, and its graphs are compiled whole
+    if untested_version("torch"):
         _warn_of_unknown_wrappers()
     return wrappers, None
 
@@ -436,6 +436,18 @@ def _warn_of_unknown_wrappers() -> None:
 
 def _name(wrapper: Any) -> str:
     return str(getattr(wrapper, "__name__", type(wrapper).__name__))
+
+
+def _is_idle(wrapper: Any) -> bool:
+    """Check whether a wrapper only calls the code.
+
+    torch 2.11 puts two such wrappers around each graph: for effects, and for random numbers as arguments.
+    """
+    free = getattr(getattr(wrapper, "__code__", None), "co_freevars", ())
+    if free not in (("compiled_fn", "num_tokens"), ("compiled_fn", "runtime_metadata", "self")):
+        return False
+    state = wrapper.__closure__[1].cell_contents
+    return state == 0 if isinstance(state, int) else not state.is_rng_op_functionalized
 
 
 @contextlib.contextmanager
