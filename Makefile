@@ -22,14 +22,14 @@ PYTEST := $(BIN)/$(TESTS)
 
 # What `make oldest` and `make newest` run: files without their slow cases, and single cases.
 PARTS := tests/cache/test_handle.py tests/runtime/test_runtime.py tests/test_generate.py tests/rewrite \
-    tests/lowering/test_unchecked_index.py tests/torch_private/test_exported_code.py tests/torch_private/test_names.py \
-    tests/decoding/test_artifacts.py
+    tests/lowering/test_unchecked_index.py tests/lowering/layer_dedup tests/torch_private tests/decoding/test_artifacts.py
 KINDS := h2o streaming buzz d2o cascade sage
 CASES := $(KINDS:%='tests/test_invariants.py::test_the_reference_at_every_step[Llama-padded-%]')
 CASES += 'tests/policies/test_kv_align.py::test_model_equals_reference[Llama-paper-1]'
 CASES += tests/test_compiled.py::test_the_smallest_case_by_default
 CASES += 'tests/test_compiled.py::test_inductor_equals_eager[Llama-streaming]'
 CASES += tests/decoding/test_loop.py::test_compiled_by_inductor
+CASES += tests/test_weights.py::test_layers_whose_weights_wrap_tensors_share_code
 # What `make newest` runs in addition to these: names of caches and of operators, and what triton makes for GPUs.
 CHANGED := tests/test_cache_names.py tests/diagnostics/test_doctor.py tests/decoding/test_prefill.py tests/capture/test_capture.py \
     tests/gpu/test_cuda_emission.py

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -70,8 +71,29 @@ def wrapped(name: str, code: Any) -> Any:
     def wrapper(arguments: list[Any]) -> Any:
         return code(arguments)
 
-    wrapper.__name__, wrapper.__wrapped__ = name, code  # type: ignore[attr-defined]
+    return wrapped_as(wrapper, name, code)
+
+
+def wrapped_as(wrapper: Any, name: str, code: Any) -> Any:
+    wrapper.__name__, wrapper.__wrapped__ = name, code
     return wrapper
+
+
+@pytest.mark.parametrize(("tokens", "random"), [(0, False), (2, False), (0, True)])
+def test_wrappers_of_torch_2_11_that_only_call_the_code_are_left_out(tokens: int, random: bool) -> None:
+    """Each of them gets the name of the one inside."""
+
+    def effects(compiled_fn: Any, num_tokens: int) -> Any:
+        return wrapped_as(lambda arguments: compiled_fn(arguments)[num_tokens:], "inner_fn", compiled_fn)
+
+    def numbers(self: Any, compiled_fn: Any, runtime_metadata: Any) -> Any:
+        return wrapped_as(lambda arguments: compiled_fn((self, runtime_metadata, *arguments)), "inner_fn", compiled_fn)
+
+    code = object.__new__(CompiledFxGraph)
+    code.current_callable, code.compiled_fn_runner = print, None
+    both = numbers(None, effects(code, tokens), SimpleNamespace(is_rng_op_functionalized=random))
+    assert inductor._unwrap(both, False)[1] is (None if tokens or random else code)
+    assert inductor._unwrap(wrapped("inner_fn", both), True)[1] is (None if tokens or random else code)
 
 
 def test_unknown_wrappers_of_an_untested_torch_warn_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +103,7 @@ def test_unknown_wrappers_of_an_untested_torch_warn_once(monkeypatch: pytest.Mon
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert inductor._unwrap(wrapped("runtime_wrapper", code), False)[1] is code
-        assert inductor._unwrap(wrapped("inner_fn", code), False)[1] is None  # one too many, as in torch 2.11
+        assert inductor._unwrap(wrapped("inner_fn", code), False)[1] is None
     monkeypatch.setattr(inductor, "untested_version", lambda package: "9.9")
     with pytest.warns(kvpass.KVPassWarning, match="compiles graphs whole"):
         assert inductor._unwrap(wrapped("of_the_next_torch", code), False)[1] is None

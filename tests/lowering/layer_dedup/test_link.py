@@ -20,6 +20,7 @@ from kvpass.lowering import layer_dedup
 from kvpass.lowering.graph_passes import look_up_unchecked
 from kvpass.lowering.layer_dedup import link
 from kvpass.lowering.layer_dedup.segments import Segment
+from tests.lowering.layer_dedup.test_segments import Recorder, layers
 from tests.models import build, force, graphs, prompt
 from tests.test_compiled import last_line
 from tests.traces import Traced
@@ -108,6 +109,7 @@ def test_twelve_layers_compile_what_four_do() -> None:
 SCRIPT = """
 import torch
 from torch._dynamo.utils import counters
+from tests.lowering.layer_dedup.test_segments import Recorder, layers
 from tests.models import build, force, prompt
 
 ids, mask = prompt(1, 12, ())
@@ -155,6 +157,18 @@ def test_a_prompt_of_another_length_compiles_nothing(policy: str) -> None:
             made.append((graphs(), compilations()))
             assert torch.allclose(out, model(ids).logits, atol=1e-4)
     assert made[1:] == [made[1]] * 4
+
+
+def test_four_equal_layers_are_one_graph_for_the_compiler() -> None:
+    """Versions of torch put different wrappers around its code."""
+    gm, x = fx.symbolic_trace(lambda x: (layers(x, lambda y, _: y),)), torch.randn(3)
+    Recorder(gm).run(x)
+    anchors = [node for node in gm.graph.nodes if node.target is torch.tanh]
+    counters.clear()
+    with torch.no_grad():
+        run = link.compile_deduplicated(gm, [x], anchors, lambda part: {})
+        torch.testing.assert_close(run(x), gm(x))
+    assert compilations() == len(run.runs) == 1
 
 
 @pytest.mark.slow
