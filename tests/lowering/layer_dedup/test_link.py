@@ -20,7 +20,7 @@ from kvpass.lowering import layer_dedup
 from kvpass.lowering.graph_passes import look_up_unchecked
 from kvpass.lowering.layer_dedup import link
 from kvpass.lowering.layer_dedup.segments import Segment
-from tests.lowering.layer_dedup.test_segments import Recorder, layers
+from tests.lowering.layer_dedup import test_segments
 from tests.models import build, force, graphs, prompt
 from tests.test_compiled import last_line
 from tests.traces import Traced
@@ -109,7 +109,7 @@ def test_twelve_layers_compile_what_four_do() -> None:
 SCRIPT = """
 import torch
 from torch._dynamo.utils import counters
-from tests.lowering.layer_dedup.test_segments import Recorder, layers
+from tests.lowering.layer_dedup import test_segments
 from tests.models import build, force, prompt
 
 ids, mask = prompt(1, 12, ())
@@ -161,8 +161,8 @@ def test_a_prompt_of_another_length_compiles_nothing(policy: str) -> None:
 
 def test_four_equal_layers_are_one_graph_for_the_compiler() -> None:
     """Versions of torch put different wrappers around its code."""
-    gm, x = fx.symbolic_trace(lambda x: (layers(x, lambda y, _: y),)), torch.randn(3)
-    Recorder(gm).run(x)
+    gm, x = fx.symbolic_trace(lambda x: (test_segments.layers(x, lambda y, _: y),)), torch.randn(3)
+    test_segments.Recorder(gm).run(x)
     anchors = [node for node in gm.graph.nodes if node.target is torch.tanh]
     counters.clear()
     with torch.no_grad():
