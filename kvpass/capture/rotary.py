@@ -207,7 +207,8 @@ def _is_followed(root: fx.Node, dim: int, among: set[fx.Node]) -> bool:
     dims: dict[fx.Node, int | None] = {root: dim}
     for node in root.graph.nodes:
         parents = [parent for parent in node.all_input_nodes if parent in dims]
-        if node not in among or node in dims or not parents or walk.is_size(node):
+        sizes = walk.is_size(node) or isinstance(value(node), torch.Size)
+        if node not in among or node in dims or not parents or sizes:
             continue
         if is_tensor(node) and expr(value(node).numel()) == 0:  # such as the unrotated features of a key without any
             continue
