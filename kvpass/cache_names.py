@@ -108,7 +108,8 @@ _OTHERS = frozenset({"use_cache", "cache_position", "cache_implementation"})
 
 def takes_a_cache(module: Any) -> bool:
     """Return whether a parameter of a module's forward has the name of a cache."""
-    return any(_NAMES.search(name) and name not in _OTHERS for name in _kinds(module))
+    names = (name for name in _kinds(module) if name not in _OTHERS and not name.endswith("_length"))
+    return any(map(_NAMES.search, names))
 
 
 def takes_any_keyword(module: Any) -> bool:

@@ -108,7 +108,7 @@ class RotarySlice:
     def probe(self, angle_inputs: Sequence[Any], rotate_inputs: Sequence[Any], device: torch.device) -> Tensor:
         """Rotate one key to a few positions: [positions, Hkv, D]; NaN if rows or tokens rotate it differently."""
         position, shape = (tuple(map(symbolic_shapes.size_hint, each)) for each in (self.position, self.shape))
-        key = torch.linspace(0.25, 1, shape[3], device=device).to(self.rotate_inputs[0][1]).expand(shape)
+        key = torch.linspace(0.25, 1, shape[3], device=device).to(self.rotate_inputs[0][1]).expand(shape).clone()
         rotated = list[Tensor]()
         for index in PROBED:
             angles = self.angles.run(torch.full(position, index, device=device), *angle_inputs)

@@ -24,6 +24,7 @@ from kvpass.rewrite.rotary_slice import RotaryProbe
 from kvpass.rewrite.step_graph import PaddingInputs
 from kvpass.runtime import model_identity
 from kvpass.runtime.model_identity import TensorSet
+from kvpass.torch_private import dynamo
 
 OWN_POSITIONS = (
     "the position ids are not 0, 1, 2, ... over the real tokens of a row, and cached tokens are numbered by their rank "
@@ -128,27 +129,28 @@ class RotationCheck:
     def __init__(self, gm: fx.GraphModule, sites: Sequence[AttentionSite]) -> None:
         self._make: Callable[[Sizes], RotaryProbe] | None = functools.partial(RotaryProbe, gm, sites)
         self._probe: RotaryProbe | None = None
-        self._read: list[tuple[int, weakref.ref[Tensor], int]] = []
-        self._rotated: Tensor | None = None
+        self._last: tuple[list[tuple[int, weakref.ref[Tensor], int]], Tensor | None] | None = None
 
     def rotated_key(self, arguments: Sequence[Any], sizes: Callable[[], Sizes], device: torch.device) -> Tensor | None:
         """Return `RotaryProbe.run`, the same tensor as long as nothing changes."""
-        if self._probe is not None and all(
-            arguments[index] is read() and _version(arguments[index]) == version for index, read, version in self._read
+        last = self._last  # another thread may replace it
+        if last is not None and all(
+            arguments[index] is known() and _version(arguments[index]) == version for index, known, version in last[0]
         ):
-            return self._rotated
-        if self._make is not None:
-            self._probe, self._make = self._make(sizes()), None  # which releases the graph
+            return last[1]
+        with dynamo.compile_lock():
+            if self._make is not None:
+                self._probe, self._make = self._make(sizes()), None  # which releases the graph
         assert self._probe is not None
-        read = [(index, arguments[index]) for index in self._probe.indices]
+        read = [(index, weakref.ref(arguments[index]), _version(arguments[index])) for index in self._probe.indices]
         try:
-            self._rotated = self._probe.run(arguments, device)
+            rotated = self._probe.run(arguments, device)
         except RuntimeError:
-            if not self._read:
+            if last is None:
                 raise
-            self._rotated = torch.full((1,), torch.nan)  # a tensor of another shape, which equals no other rotation
-        self._read = [(index, weakref.ref(tensor), _version(tensor)) for index, tensor in read]
-        return self._rotated
+            rotated = torch.full((1,), torch.nan)  # a tensor of another shape, which equals no other rotation
+        self._last = read, rotated
+        return rotated
 
 
 def _version(tensor: Tensor) -> int:

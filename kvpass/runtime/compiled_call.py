@@ -82,7 +82,7 @@ class CompiledCall:
         Raises:
             UnsupportedGraph: kvpass does not support the kind of cache, or the model ran uncompiled.
         """
-        if self.call is not None and _is_part_of_trace(arguments, named):
+        if self.call is not None and _is_part_of_trace(self.model, arguments, named):
             return self.call(*arguments, **named)
         return dynamo.untraced(CompiledCall.run)(self, arguments, named)
 
@@ -108,8 +108,8 @@ class CompiledCall:
         values = (*arguments, *named.values())
         cache = next((value for value in values if _has_handles(value)), None)
         before = _ordinary_caches(values) if self.strict else []
-        with _length_context(cache, values), _counter_context(cache), _running(), dynamo.one_thread():
-            result = self.regions.run(self.call, arguments, named)
+        with _length_context(cache, values), _counter_context(cache), _running():
+            result = self.regions.run(dynamo.between_compilations(self.call), arguments, named)
         if self.strict and (_have_grown(before) or returns_growing_cache(result)):
             raise UnsupportedGraph(UNCOMPILED)
         return result
@@ -146,7 +146,7 @@ class WatchedCall:
         Raises:
             UnsupportedGraph: the module ran uncompiled and its cache has grown.
         """
-        if (dynamo.is_traced() and self._is_compiled_by_others()) or _is_part_of_trace(arguments, named):
+        if (dynamo.is_traced() and self._is_compiled_by_others()) or _is_part_of_trace(self.model, arguments, named):
             return dynamo.uncompiled_call(self.model)(*arguments, **named)
         return dynamo.untraced(WatchedCall.run)(self, arguments, named)
 
@@ -174,20 +174,27 @@ class WatchedCall:
         return WatchedCall(self.model, self.model_name)
 
 
-def _is_part_of_trace(arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
+def _is_part_of_trace(model: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
     """Return whether Dynamo traces this call into a graph of kvpass, or into one of another backend without a cache.
 
     Elsewhere the graph that Dynamo traces breaks at the call.
     """
     if not dynamo.is_traced():
         return False
-    plain = named.get("use_cache") is False and all(
-        value is None or isinstance(value, (Tensor, int, float, str)) for value in (*arguments, *named.values())
-    )
-    if plain or (torch.compiler.is_dynamo_compiling() and _is_traced_for_kvpass()):
+    if _has_no_cache(model, arguments, named) or (torch.compiler.is_dynamo_compiling() and _is_traced_for_kvpass()):
         return True
     dynamo.break_graph(APART)
     return False
+
+
+def _has_no_cache(model: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    """Return whether a call of a model, or of a module inside of one, passes no cache and makes none."""
+    use_cache = named.get("use_cache")
+    if use_cache is None:  # as for the encoder of an encoder-decoder
+        use_cache = getattr(getattr(model, "config", None), "use_cache", True)
+    if use_cache or any(x is True for x in arguments):  # one of them may be `use_cache`
+        return False
+    return all(x is None or isinstance(x, (Tensor, int, float, str)) for x in (*arguments, *named.values()))
 
 
 @dynamo.constant_in_traces

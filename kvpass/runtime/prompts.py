@@ -261,8 +261,7 @@ class PromptRunner:
         self._validate(traced)
         regions.note_run()
         assert self.inner is not None  # compiled, or of an artifact
-        with dynamo.other_threads():
-            graph, results = self.graph, list(self.inner(*traced))
+        graph, results = self.graph, list(self.inner(*traced))
         adopted = 0 if graph.adopted_past is None else traced[graph.adopted_past].shape[2]
         first, pins = self._first_ids(results, traced), self._call_pins(results, adopted)
         layers = [self._prompt_layer(results, i, adopted, pins, arguments, traced) for i in range(len(graph.sites))]

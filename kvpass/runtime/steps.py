@@ -115,8 +115,7 @@ class StepExecutor:
             for cache, pins in self._caches_with_pins(caches):
                 kv_store.pin(cache, pins)
         regions.note_run()
-        with dynamo.other_threads():
-            results = step.run(*step.flat)
+        results = step.run(*step.flat)
         step.rewrite.count_tokens([cache.slots for cache in caches], results)
         taken = [
             kv_store.admit_step(cache, site, [results[index] for index in indices])

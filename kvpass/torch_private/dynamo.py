@@ -9,7 +9,6 @@ import linecache
 import logging
 import os
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
@@ -99,9 +98,22 @@ def is_attribute_of_module(node: fx.Node) -> bool:
 
 
 def outlives_calls(node: fx.Node) -> bool:
-    """Check whether a graph input is a tensor of a module or a global variable, and not of one call."""
+    """Check whether a graph input is a tensor of a module, a closure or a global variable, and not of one call."""
     source = getattr(node, "_dynamo_source", None)
-    return is_attribute_of_module(node) or (source is not None and not source.guard_source.is_local())
+    return is_attribute_of_module(node) or (source is not None and not _is_of_call(source))
+
+
+_OF_FUNCTIONS = ("ClosureSource", "DefaultsSource", "LocalCellSource")
+"""Dynamo's sources of what a function object holds."""
+
+
+def _is_of_call(source: Any) -> bool:
+    """Check whether a source of Dynamo's begins at an argument or another local variable."""
+    chain = [source]
+    while (base := getattr(chain[-1], "base", None)) is not None:
+        chain.append(base)
+    held = any(type(x).__name__ in _OF_FUNCTIONS or getattr(x, "is_derefed_cell_contents", False) for x in chain)
+    return bool(source.guard_source.is_local()) and not held
 
 
 def as_new_input(node: fx.Node, example: Tensor, *, in_place: bool) -> None:
@@ -122,55 +134,43 @@ def release_source_lines() -> None:
             linecache.cache.pop(name, None)
 
 
-def compile_lock() -> Any:
+def compile_lock() -> contextlib.AbstractContextManager[Any]:
     """Return Dynamo's own lock: tracing patches Python functions of the whole process, so threads take turns."""
     from torch._dynamo.convert_frame import compile_lock
 
     return compile_lock
 
 
-class _Turn(threading.local):
-    """Whether the running thread is inside `one_thread`, and not inside `other_threads`."""
-
-    taken = False
+MOST_TRIES = 100
+"""The number of times that a call is tried while other threads compile."""
 
 
-_TURN = _Turn()
+def between_compilations(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what calls a function of torch.compile while no other thread compiles.
 
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Call a function that torch compiled while no other thread compiles, or looks for its compiled code.
-
-    While one thread compiles, torch answers in every thread that FX is tracing, and refuses calls or traces them in
-    another way.  Dynamo reorders the compiled graphs of a function as it finds one, so a thread that goes through them
-    meanwhile may miss the one that serves its call, and compiles that again.
+    While one thread compiles, torch takes the calls of all threads for calls that FX traces, and refuses them before
+    anything has run.
     """
-    if _TURN.taken:
-        yield
-        return
-    with compile_lock():
-        _TURN.taken = True
-        try:
-            yield
-        finally:
-            _TURN.taken = False
+
+    def run(*arguments: Any, **named: Any) -> Any:
+        for _ in range(MOST_TRIES):
+            with compile_lock():
+                pass
+            try:
+                return call(*arguments, **named)
+            except RuntimeError as error:
+                if not _is_refused_as_traced(error):
+                    raise
+        return call(*arguments, **named)
+
+    return run
 
 
-@contextlib.contextmanager
-def other_threads() -> Iterator[None]:
-    """Let other threads compile and look for code while this one runs its code, inside of `one_thread`."""
-    if not _TURN.taken:
-        yield
-        return
-    lock = compile_lock()
-    _TURN.taken = False
-    lock.release()
-    try:
-        yield
-    finally:
-        lock.acquire()
-        _TURN.taken = True
+def _is_refused_as_traced(error: RuntimeError) -> bool:
+    """Check whether torch refused the outermost compiled call of a traceback because FX seems to trace it."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    wrappers = [frame for frame in frames if frame.f_code.co_name == "compile_wrapper"]
+    return "using FX to symbolically trace" in str(error) and wrappers == frames[-1:]
 
 
 MOST_GRAPHS = {"recompile_limit": 256, "accumulated_recompile_limit": 1024}

@@ -564,6 +564,18 @@ def test_what_must_be_one_graph_of_another_backend_is_an_error_with_a_cache() ->
 
 
 @pytest.mark.few(1)
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_an_encoder_decoder_without_a_cache_is_a_part_of_another_graph(name: str) -> None:
+    """Its encoder is not told to make none, and takes the name of one."""
+    (ids, _), model = prompt(1, 12, ()), kvpass.compile(zoo.build(name, "reading"), **POLICY)
+    whole = torch.compile(
+        lambda x: model(input_ids=x, decoder_input_ids=x, use_cache=False)[0] + 1, backend="eager", fullgraph=True
+    )
+    with torch.no_grad():
+        assert whole(ids).shape[1] == 12
+
+
+@pytest.mark.few(1)
 @pytest.mark.parametrize("inside", [tiny, lambda: kvpass.compile(tiny(), **POLICY)], ids=["plain", "compiled"])
 def test_a_model_is_a_part_of_what_a_backend_of_kvpass_compiles(inside: Callable[[], Any]) -> None:
     (ids, _), chosen = prompt(1, 12, ()), kvpass.backend(**{**POLICY, "budget": 6})

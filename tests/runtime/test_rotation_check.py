@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import kvpass
 from kvpass.rewrite.rotary_slice import RotaryProbe
+from kvpass.runtime import checks
 from tests.own_llama import Output, halves
 from tests.test_tokens_first import compiled, tokens
 
@@ -125,8 +127,43 @@ def test_a_value_of_the_call_is_no_part_of_a_rotation_by_position(name: str) -> 
     assert torch.allclose(ours, fed(model, model, before, ids)[0], atol=1e-5)
 
 
+def test_a_tensor_of_a_closure_may_scale_keys() -> None:
+    model, ids, scale = Scaled(), tokens(1, sum(PIECES)), torch.full((1, 1), 1.5)
+
+    def closed(input_ids: Tensor, past_key_values: Any = None) -> Output:
+        out: Output = model(input_ids, scale, past_key_values)
+        return out
+
+    call = torch.compile(closed, backend=kvpass.backend("streaming", budget=32, inner="eager", positions="cache"))
+    ours, theirs = (fed(each, model, lambda *_: None, ids)[0] for each in (call, closed))
+    assert torch.allclose(ours, theirs, atol=1e-5)
+
+
+def test_a_thread_that_comes_while_another_one_rotates_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = list[Any]()
+
+    class SlowProbe:
+        indices = (0,)
+
+        def __init__(self, *_: Any) -> None:
+            self.runs = 0
+
+        def run(self, arguments: Sequence[Any], device: torch.device) -> Tensor:
+            self.runs += 1
+            if self.runs == 1:
+                with ThreadPoolExecutor(1) as pool:
+                    found.append(pool.submit(check.rotated_key, arguments, lambda: None, device).result(60))
+            return torch.ones(1)
+
+    monkeypatch.setattr(checks, "RotaryProbe", SlowProbe)
+    check: Any = checks.RotationCheck(None, [])  # type: ignore[arg-type]
+    found.append(check.rotated_key([torch.zeros(2)], lambda: None, torch.device("cpu")))
+    assert all(torch.equal(each, torch.ones(1)) for each in found)
+    assert len(found) == 2
+
+
 def test_each_conversation_has_the_rotation_of_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if it is that of an earlier one again; what stays is not computed anew."""
+    """Also if it is that of an earlier one again; a key is rotated once by each graph."""
     model, ids, runs = Scaled(), tokens(1, sum(PIECES)), list[int]()
     call, run = compiled(model, "streaming", budget=32, positions="cache"), RotaryProbe.run
     monkeypatch.setattr(RotaryProbe, "run", lambda *given: runs.append(1) or run(*given))

@@ -16,7 +16,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import kvpass
 from kvpass.rewrite.step_graph import StepCall
 from kvpass.runtime.backend_base import BackendBase
-from kvpass.runtime.compiled_call import CompiledCall
 from kvpass.runtime.prompts import _DeferredPrompt
 from kvpass.runtime.variants import CompiledVariant
 from kvpass.torch_private import dynamo
@@ -173,11 +172,50 @@ def test_a_handle_is_no_tensor_while_another_thread_compiles() -> None:
         layer.keys + 1
 
 
-def test_dynamo_looks_for_code_in_one_thread_at_a_time() -> None:
-    """It reorders the graphs of a function, so another thread would miss one, and compile that again."""
-    with ThreadPoolExecutor(1) as pool:
-        call = CompiledCall(lambda: pool.submit(dynamo.compile_lock().acquire, timeout=0.05).result(), strict=True)
-        assert call() is False
+class Advised(torch.nn.Module):
+    """A model that waits for a call of another one in another thread, outside of any graph."""
+
+    def __init__(self, adviser: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.model, self.adviser = build("GPTNeoX", layers=1), adviser
+
+    @torch.compiler.disable
+    def advise(self, ids: torch.Tensor) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(torch.no_grad()(self.adviser), ids).result(60)
+
+    def forward(self, input_ids: torch.Tensor, past_key_values: Any = None, use_cache: bool = True) -> Any:
+        self.advise(input_ids)
+        return self.model(input_ids, past_key_values=past_key_values, use_cache=use_cache)
+
+
+@pytest.mark.parametrize("other", ["a model of kvpass", "a function for another backend"])
+def test_a_call_may_wait_for_a_call_in_another_thread(other: str) -> None:
+    adviser = OTHERS[other]("eager")
+    model = kvpass.compile(Advised(lambda ids: adviser(ids, use_cache=True)), "h2o", budget=8, inner="eager")
+    ids, _ = prompt(1, 12, ())
+    with torch.no_grad():
+        cache = model(ids, use_cache=True).past_key_values
+        assert model(ids[:, :1], past_key_values=cache).logits.shape[1] == 1
+
+
+def test_a_call_that_torch_refuses_for_another_thread_is_tried_again() -> None:
+    tried = []
+
+    def compile_wrapper() -> str:  # as torch's function that refuses
+        tried.append(True)
+        if len(tried) < 3:
+            raise RuntimeError("Detected that you are using FX to symbolically trace a dynamo-optimized function.")
+        return "ran"
+
+    assert dynamo.between_compilations(compile_wrapper)() == "ran"
+    assert len(tried) == 3
+
+
+def test_a_call_inside_of_a_trace_of_its_own_thread_is_refused_as_before() -> None:
+    model = kvpass.compile(build("Llama", layers=1), "h2o", budget=8, inner="eager")
+    with torch.no_grad(), pytest.raises(RuntimeError, match="FX to symbolically trace"):
+        make_fx(lambda ids: model(ids, use_cache=True).logits)(prompt(1, 12, ())[0])
 
 
 def test_threads_run_their_code_at_once() -> None:
