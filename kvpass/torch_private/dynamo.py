@@ -98,7 +98,7 @@ def is_attribute_of_module(node: fx.Node) -> bool:
 
 
 def outlives_calls(node: fx.Node) -> bool:
-    """Check whether a graph input is a tensor of a module, a closure or a global variable, and not of one call."""
+    """Check whether a graph input is a tensor of a module, a closure or a global variable."""
     source = getattr(node, "_dynamo_source", None)
     return is_attribute_of_module(node) or (source is not None and not _is_of_call(source))
 
