@@ -36,6 +36,7 @@ def test_until_something_is_evicted_it_is_the_uncompiled_model(
     assert torch.allclose(ours, fed(model, ids, pieces)[0], atol=1e-5)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("inner", ["eager", "reference"])
 @pytest.mark.parametrize("dim", [1, 2])
 @pytest.mark.parametrize("table", TABLES)

@@ -58,6 +58,7 @@ def both(way: Way, **sizes: Any) -> tuple[OwnLlama, OwnLlama]:
 WAYS = [*(Way(attend=attend) for attend in ATTENDS), Way(rotate="complexes"), Way(empty=True), Way(2, 1), Way(1, 2)]
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, dataclasses.astuple(way))))
 def test_until_something_is_evicted_it_is_the_uncompiled_model(way: Way) -> None:
     """With a prompt, steps and a chunk, and rows that are padded."""
@@ -114,6 +115,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("inner", ["eager", "reference"])
 def test_eviction_does_not_depend_on_the_order_of_dimensions(policy: str, inner: str) -> None:
