@@ -73,7 +73,7 @@ def break_graph(reason: str) -> None:
 
 @functools.cache
 def untraced(function: F) -> F:
-    """Return a function of which Dynamo traces nothing, also where it is called by code that Dynamo has compiled."""
+    """Return a function that Dynamo does not trace, even where code that Dynamo has compiled calls it."""
     disable: Any = torch.compiler.disable
     return cast(F, disable(function))
 
