@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from kvpass.torch_private import dynamo
+
 OLD, NEW = "past_key_values", "cache"
 
 
@@ -63,8 +65,11 @@ def _wrapped(model: Any) -> Any:
     base: Callable[[], Any] | None = getattr(model, "get_base_model", None)
     if callable(base):
         return base()
-    names = ("_orig_mod", "_torchdynamo_orig_callable", "module", "pretrained_model")
-    return next((inner for name in names if (inner := getattr(model, name, None)) is not None), None)
+    inner = dynamo.before_compilation(model)
+    if inner is not model:
+        return inner
+    held = (getattr(model, name, None) for name in ("module", "pretrained_model"))
+    return next((each for each in held if each is not None), None)
 
 
 def arguments(model: Any, cache: Any) -> dict[str, Any]:

@@ -22,8 +22,8 @@ ROOMS = (
     "errors",
     "arguments",
     "versions",
-    "cache_names",
     "torch_private",
+    "cache_names",
     "fx",
     "policies",
     "user_budget",
@@ -169,7 +169,7 @@ def _file_of(module: str) -> Path | None:
 
 
 def test_private_names_of_torch_are_in_one_room() -> None:
-    """`torch._x`, or `torch.a._x`, as an attribute or an import; strings do not count."""
+    """`torch._x`, or `torch.a._x`, as an attribute or an import, and attributes of compiled objects in strings."""
     found = {path.relative_to(PACKAGE).parts[0] for path in files() if any(_private(n) for n in ast.walk(_tree(path)))}
     assert found == {"torch_private"}
 
@@ -179,6 +179,8 @@ def _tree(path: Path) -> ast.Module:
 
 
 def _private(node: ast.AST) -> bool:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value.startswith(("_orig_mod", "_torchdynamo_", "_dynamo_"))
     return any(
         part.startswith("_") and not part.startswith(("__", "_foreach"))
         for name in _names_of_torch(node)
@@ -212,6 +214,8 @@ def _is_dotted(node: ast.AST) -> bool:
         ("torch._foreach_copy_(a, b)", False),
         ("torch.ops.aten._softmax(x)", False),
         ("torch.fx.Node.__init__(node)", False),
+        ("getattr(model, '_orig_mod', model)", True),
+        ("'_dynamo_static_input_type'", True),
     ],
 )
 def test_which_names_of_torch_are_private(line: str, private: bool) -> None:

@@ -207,8 +207,7 @@ def _backend_for(saved: Mapping[str, Any], compiled: Any) -> Backend:
 
 def _module_of(compiled_or_model: Any) -> torch.nn.Module:
     """Return the module that a compiled model or function belongs to."""
-    inner = getattr(compiled_or_model, "_orig_mod", compiled_or_model)
-    inner = getattr(inner, "_torchdynamo_orig_callable", inner)
+    inner = dynamo.before_compilation(compiled_or_model)
     inner = getattr(inner, "__self__", inner)
     if not isinstance(inner, torch.nn.Module):
         raise CacheFileError(f"a {type(compiled_or_model).__name__} is no model: pass the model that made the cache")

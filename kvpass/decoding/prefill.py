@@ -78,7 +78,7 @@ class Caller:
     @staticmethod
     def of(call: Callable[..., Any], model: Any = None) -> Caller:
         """Return the caller of a compiled model; `model` is the original, if it cannot be found from `call`."""
-        model = getattr(call, "_orig_mod", call) if model is None else model
+        model = dynamo.before_compilation(call) if model is None else model
         takes, name = cache_names.parameter_names(model), cache_names.cache_keyword(model)
         return Caller(
             call, takes, name, type(model).__name__, lambda: cache_names.empty_cache(model), _vocabulary(model)

@@ -181,7 +181,9 @@ def _is_part_of_trace(model: Any, arguments: tuple[Any, ...], named: dict[str, A
     """
     if not dynamo.is_traced():
         return False
-    if _has_no_cache(model, arguments, named) or (torch.compiler.is_dynamo_compiling() and _is_traced_for_kvpass()):
+    if _has_no_cache(model, arguments, named):
+        return True
+    if torch.compiler.is_dynamo_compiling() and dynamo.is_kvpass_backend_traced():
         return True
     dynamo.break_graph(APART)
     return False
@@ -195,11 +197,6 @@ def _has_no_cache(model: Any, arguments: tuple[Any, ...], named: dict[str, Any])
     if use_cache or any(x is True for x in arguments):  # one of them may be `use_cache`
         return False
     return all(x is None or isinstance(x, (Tensor, int, float, str)) for x in (*arguments, *named.values()))
-
-
-@dynamo.constant_in_traces
-def _is_traced_for_kvpass() -> bool:
-    return _RUNNING.get() or dynamo.is_kvpass_backend_traced()
 
 
 class _GetState:

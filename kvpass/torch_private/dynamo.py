@@ -40,7 +40,22 @@ def is_traced() -> bool:
 
     It asks Dynamo: torch also says that it compiles while another thread does.
     """
-    return torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
+    return torch.compiler.is_dynamo_compiling() or is_exported()
+
+
+def is_exported() -> bool:
+    """Return whether torch.export records what this thread runs; torch's own flag is that of all threads.
+
+    Without Dynamo it records by modes, which are of one thread.
+    """
+    if not torch.compiler.is_exporting():
+        return False
+    from torch import overrides
+    from torch.utils import _python_dispatch
+
+    function_modes: Any = overrides._get_current_function_mode_stack
+    of_export = (type(mode).__module__.startswith("torch._export") for mode in function_modes())
+    return any(of_export) or _python_dispatch.any_torch_dispatch_mode_on_stack()
 
 
 def mark_growing(handle: Tensor, dim: int = 2) -> None:
@@ -59,8 +74,9 @@ def constant_in_traces(function: F) -> F:
     return function
 
 
+@constant_in_traces
 def is_kvpass_backend_traced() -> bool:
-    """Return whether Dynamo traces for a backend of kvpass, to be asked by a function that is `constant_in_traces`."""
+    """Return whether Dynamo traces for a backend of kvpass, to be asked while it traces."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     return _strictness(InstructionTranslator.current_tx().output.compiler_fn) is not None
@@ -319,7 +335,7 @@ def reason_uncompiled() -> str | None:
 
     if is_disabled():
         return "torch.compile is disabled (TORCH_COMPILE_DISABLE=1)"
-    if torch.compiler.is_exporting():
+    if is_exported():
         return "torch.export records the operations of the model"
     stance = eval_frame._stance
     if stance.stance in ("force_eager", "aot_eager_then_compile") or stance.backend is not None:
@@ -364,6 +380,14 @@ def set_compiled_call(model: torch.nn.Module, call: Any) -> None:
 def _call_by_type(model: torch.nn.Module, *arguments: Any, **named: Any) -> Any:
     """Call a module, as `model(...)` does."""
     return type(model).__call__(model, *arguments, **named)
+
+
+def before_compilation(compiled: Any) -> Any:
+    """Return the model or function that torch.compile was applied to; anything else as it is."""
+    for name in ("_orig_mod", "_torchdynamo_orig_callable"):
+        if (inner := getattr(compiled, name, None)) is not None:
+            return before_compilation(inner)
+    return compiled
 
 
 def uncompiled_call(model: torch.nn.Module) -> Callable[..., Any]:

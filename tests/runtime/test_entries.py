@@ -593,6 +593,32 @@ def test_a_module_inside_that_another_backend_would_trace_refuses_a_cache() -> N
         outer(ids)
 
 
+class Hinted(nn.Module):
+    """A model that calls a function outside of any graph, and keeps what that returned."""
+
+    def __init__(self, hint: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.model, self.hint, self.hints = build("GPTNeoX", layers=1), hint, list[Any]()
+
+    @torch.compiler.disable
+    def ask(self, ids: Tensor) -> None:
+        self.hints.append(self.hint(ids))
+
+    def forward(self, input_ids: Tensor, past_key_values: Any = None) -> Any:
+        self.ask(input_ids)
+        return self.model(input_ids=input_ids, past_key_values=past_key_values, use_cache=True)
+
+
+def test_a_function_for_another_backend_within_a_running_model_is_bounded() -> None:
+    """Another compiled model that is called there was a part of that function's graph, with a full cache."""
+    (ids, _), other = prompt(1, 12, ()), kvpass.compile(tiny(), **POLICY)
+    model = kvpass.compile(Hinted(torch.compile(Sampling(other), backend="eager")), **POLICY)
+    with torch.no_grad():
+        assert bounded(model(ids).past_key_values)
+        assert bounded(model.hints[0][1])
+        assert bounded(model.hint(*model.hints[0])[1])
+
+
 def test_a_model_that_another_backend_compiles_in_place_is_one_graph() -> None:
     (ids, _), model, made = prompt(1, 12, ()), kvpass.compile(tiny(), **POLICY), list[Any]()
     model.compile(backend=lambda gm, _: made.append(gm) or gm.forward)

@@ -101,6 +101,23 @@ def test_a_rotation_that_has_changed_is_an_error(name: str, positions: str | Non
         fed(call, model, ATTRIBUTES[name], ids)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_frequencies_that_have_changed_are_an_error(dtype: torch.dtype) -> None:
+    """In bfloat16 they turn a key of the first positions by less than it is rounded."""
+    model, ids, made = Scaled().to(dtype), tokens(1, sum(PIECES)), list[Any]()
+    model.frequency, model.scale = torch.tensor([0.002, 0.0015, 0.001, 0.0005]), model.scale.to(dtype)
+
+    def later(model: Scaled, ids: Tensor) -> None:
+        made.append(ids)
+        if len(made) == 3:
+            model.frequency = model.frequency * 2
+
+    call = compiled(model, "streaming", budget=32, positions="cache")
+    with pytest.raises(kvpass.UnsupportedGraph, match=r"rotates keys by other angles"):
+        fed(call, model, later, ids)
+    assert len(made) == 3
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", ATTRIBUTES)
 def test_with_absolute_positions_a_rotation_may_change(name: str) -> None:

@@ -172,6 +172,41 @@ def test_a_handle_is_no_tensor_while_another_thread_compiles() -> None:
         layer.keys + 1
 
 
+class Exported(torch.nn.Module):
+    """A module that waits while torch.export records it."""
+
+    def __init__(self, compiler: SlowCompiler) -> None:
+        super().__init__()
+        self.compiler = compiler
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.compiler.wait(x)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_call_is_what_it_is_alone_while_another_thread_exports(strict: bool) -> None:
+    """torch.export says to all threads that it records, and handles let recorded operations pass."""
+    model = kvpass.compile(build("GPTNeoX", layers=1), "h2o", budget=8, inner="eager", strict=strict)
+    (ids, _), slow = prompt(1, 12, ()), SlowCompiler()
+
+    @torch.no_grad()
+    def talk() -> torch.Tensor:
+        out = model(ids[:, :9].contiguous(), use_cache=True)
+        logits: torch.Tensor = model(ids[:, 9:10].contiguous(), past_key_values=out.past_key_values).logits
+        return logits
+
+    talk()
+    expected = talk()
+    with ThreadPoolExecutor(1) as pool:
+        export = pool.submit(torch.export.export, Exported(slow), (torch.ones(2),), strict=False)
+        try:
+            assert slow.begun.wait(60)
+            assert torch.allclose(talk(), expected, atol=1e-5)
+        finally:
+            slow.may_end.set()
+        export.result()
+
+
 class Advised(torch.nn.Module):
     """A model that waits for a call of another one in another thread, outside of any graph."""
 
