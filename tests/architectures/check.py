@@ -153,7 +153,7 @@ class Beside:
 
     Attributes:
         graphs: number of graphs with attention on a cache.
-        worst: largest difference of any output, relative to the largest number in that output.
+        worst: largest difference of any output, relative to its largest number, or absolute if that is below 1.
     """
 
     def __init__(self) -> None:
