@@ -1,4 +1,4 @@
-"""Sizes that stay open: new lengths, batches, budgets and capacities run on code that is there."""
+"""Test dynamic sizes: new lengths, batches, budgets and capacities reuse compiled code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LENGTHS = (5, 7, 3, 11, 4, 6, 2, 9, 8, 10)
 
 @dataclasses.dataclass(frozen=True)
 class Counting(Backend):
-    """A backend that counts the step graphs that it compiles; with `numbers` none has dynamic sizes."""
+    """A backend that counts the step graphs it compiles; with `numbers` all sizes are static."""
 
     numbers: bool = False
     made: list[int] = dataclasses.field(default_factory=list, compare=False)
@@ -48,7 +48,7 @@ def counting(policy: str | policies.Policy, numbers: bool = False, inner: str = 
 
 @torch.no_grad()
 def logits(model: Any, rows: int, pieces: tuple[int, ...]) -> Iterator[Tensor]:
-    """Those of one conversation of so many rows, fed in pieces."""
+    """Yield the logits of one conversation with this many rows, fed in pieces."""
     ids = torch.randint(0, 60, (rows, sum(pieces)), generator=torch.Generator().manual_seed(rows))
     past = None
     for piece in ids.split(pieces, 1):
@@ -67,7 +67,7 @@ NAMES = [name for name in policies.names() if name not in OF_ONE_MODEL]
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", [name for name in NAMES if ROWS[name].rows])
 def test_dynamic_sizes_equal_numbers(policy: str) -> None:
-    """Rows, chunks of several lengths and budgets that are shares, past the first eviction."""
+    """Test rows, chunks of several lengths and budgets that are shares, beyond the first eviction."""
     budget = None if policy == "full" else 0.5
     ours, theirs = (counting(policy, numbers, budget=budget) for numbers in (False, True))
     with many_graphs():
@@ -79,7 +79,7 @@ def test_dynamic_sizes_equal_numbers(policy: str) -> None:
 
 
 def test_ten_lengths_are_one_compilation() -> None:
-    """Of a chunk, that is; the steps of one token between them are another."""
+    """Count the compilations of chunks; steps of one token between them need one more."""
     backend = counting("h2o", budget=24)
     pieces = (12, *(part for length in LENGTHS for part in (length, 1)))
     assert len(list(logits(compiled(backend), 1, pieces))) == len(pieces)
