@@ -1,4 +1,4 @@
-"""Pins and `keep_prompt`: what is pinned stays, and every policy that can be asked about the others alone is."""
+"""Test pins and `keep_prompt`: pinned tokens stay, and policies rank only the other tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ keeping = pytest.mark.parametrize("row", [ROWS[name] for name in KEEPING], ids=K
 
 
 def kept(draw: st.DataObject, row: Row, given: int, **fixed: object) -> Case:
-    """A case with so many tokens that are given, and one to eight slots more than the policy needs for the others."""
+    """Draw a case with pinned tokens, and one to eight more slots than the policy needs for the others."""
     options = {**draw.draw(st.composite(row.drawn)()), "keep_prompt": True}
     policy = resolve(row.name, options)
     budget = given + policy.fitting_budget(1) + draw.draw(st.integers(0, 8))
@@ -56,7 +56,7 @@ def test_chunks_stay_as_the_reference_has_it(row: Row, data: st.DataObject) -> N
 
 
 class Marks:
-    """Draws pins for stretches of tokens: of each row at most `most` in all, and only real tokens."""
+    """Draws pins for parts of a conversation: at most `most` real tokens of each row."""
 
     def __init__(self, seed: int, rows: int, most: int, on_top: bool) -> None:
         self.drawn, self.on_top = torch.Generator().manual_seed(seed), on_top
@@ -73,7 +73,7 @@ class Marks:
 @keeping
 @given(data=st.data(), on_top=st.booleans())
 def test_pins_stay_as_the_reference_has_it(row: Row, data: st.DataObject, on_top: bool) -> None:
-    """Any tokens of prompts, chunks and steps, with padding, budgets of rows, and every storage format."""
+    """Test any tokens of prompts, chunks and steps, with padding, row budgets, and every storage format."""
     most = data.draw(st.integers(1, 9))
     options = data.draw(row.options)
     policy = resolve(row.name, options)
@@ -95,7 +95,7 @@ def test_pins_stay_as_the_reference_has_it(row: Row, data: st.DataObject, on_top
 
 @dataclasses.dataclass(frozen=True)
 class Given(Policy):
-    """Scores that were given for each position, in hundredths."""
+    """A policy with given scores for each position, in hundredths."""
 
     name: ClassVar[str] = "given"
     scores: tuple[int, ...] = (5, 30, 2, 1, 20, 15, 10, 8, 6, 3)
@@ -105,7 +105,7 @@ class Given(Policy):
 
 
 def selected(pinned: set[int], on_top: bool = False) -> list[int]:
-    """The positions that stay of ten with a budget of five."""
+    """Return the positions that stay of ten tokens with a budget of five."""
     q, k, v = layer(10)
     mask = torch.tensor([[position in pinned for position in range(10)]])
     pins = Pins(mask, on_top, torch.zeros(1, dtype=torch.int64))
