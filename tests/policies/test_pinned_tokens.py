@@ -117,7 +117,7 @@ def selected(pinned: set[int], on_top: bool = False) -> list[int]:
 
 
 def test_pins_count_inside_the_budget_or_on_top_of_it() -> None:
-    """The worked example: those of highest score stay beside the pinned ones."""
+    """Check by hand which tokens of highest score stay in addition to the pinned ones."""
     assert selected(set()) == [1, 4, 5, 6, 7]
     assert selected({0, 2}) == [0, 1, 2, 4, 5]
     assert selected({0, 2}, on_top=True) == [0, 1, 2, 4, 5, 6, 7]
@@ -147,7 +147,7 @@ def test_generated_tokens_of_the_highest_draws_stay() -> None:
 
 
 def test_half_of_the_unpinned_slots_are_recent() -> None:
-    """h2o with 10 slots and a prompt of 6: of the other 4 the last 2 are safe."""
+    """Check h2o with 10 slots and a prompt of 6: the last 2 of the other 4 are protected."""
     trace = simulate("h2o", *layer(30), prompt=6, budget=10, keep_prompt=True, compiled=True)
     for seen, held in enumerate(trace.positions[:, 0, 0].tolist(), start=6):
         if seen >= 10:
@@ -163,7 +163,7 @@ def test_no_token_is_merged_into_a_pinned_prompt() -> None:
     merged = [
         (trace.values[0, 0, slot] != v[0, 0, place]).any() for slot, place in enumerate(trace.positions[-1, 0, 0])
     ]
-    assert any(merged)  # but others are
+    assert any(merged)  # but other tokens are merged
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -193,7 +193,7 @@ def test_keep_prompt_must_be_a_bool(value: object) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Halves(Policy):
-    """The latest half of the budget is safe, and of the others the latest go first; its own `victim` is wrong."""
+    """A policy that protects the latest half of the budget and evicts the latest other token; its `victim` is wrong."""
 
     name: ClassVar[str] = "halves"
 
@@ -206,6 +206,6 @@ class Halves(Policy):
 
 
 def test_a_policy_of_ones_own_sees_the_rest_of_the_budget() -> None:
-    """Of 10 slots a prompt takes 4, and of the other 6 the latest 3 are safe; its own `victim` is not asked."""
+    """Check 10 slots and a prompt of 4: of the other 6 the latest 3 are protected; `victim` is unused."""
     trace = simulate(Halves(keep_prompt=True), *layer(20), prompt=4, budget=10, compiled=True)
     assert trace.positions[-1, 0, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, 17, 18, 19]

@@ -32,7 +32,7 @@ def third():
 
 
 def test_a_lost_name_is_reported_with_what_it_was_for(monkeypatch, capsys) -> None:
-    """Check that imports, attributes and patched settings are read from the source, so that nobody has to list them."""
+    """Check that imports, attributes and patched settings are read from the source, so that no list is needed."""
     monkeypatch.setattr(names, "sources", lambda: {"dynamo": USES})
     monkeypatch.setattr(names, "METHODS", ("torch.fx.Graph.no_such_method", "torch.fx.Graph.lint"))
     assert names.main() == 1
