@@ -11,8 +11,8 @@ For each window M, over the same labels of the same documents:
 - one line for each aligner.
 
 Perplexity is measured on a batch of documents token by token, in the rewritten graphs, without a compiler or with
-`--inner inductor`, which is faster for large models.  Time per token is measured afterwards, one row, Inductor, methods
-taking turns of 16 tokens: the median over all turns, so that with --every 8 each turn holds two repairs.  "closed" is
+`--inner inductor`, which is faster for large models. Time per token is measured afterwards: one row, Inductor, methods
+in turns of 16 tokens. It is the median over all turns, so that with --every 8 each turn holds two repairs. "closed" is
 the share of the gap in log-perplexity between window and recompute.
 """
 
