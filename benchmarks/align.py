@@ -52,9 +52,10 @@ Results = dict[str, dict[str, Row]]
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Sizes: `rows` documents, whose tokens skip + 1 to skip + labels are predicted, and `turns` of timing.
+    """Sizes of the comparison.
 
-    Perplexity is measured with the compiler `inner`.
+    The predicted tokens are skip + 1 to skip + labels of `rows` documents. Times are taken in `turns`. Perplexity is
+    measured with the compiler `inner`.
     """
 
     rows: int

@@ -42,19 +42,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     1. Of a test marked `few(n)`, n evenly spaced cases stay in the default run; the others are marked slow.
     2. pytest applies the `-m` expression.
-    3. `--some` keeps evenly spaced cases of each slow test, see `wanted`.
+    3. `--some` keeps evenly spaced cases of each slow test, see `sampled_count`.
     """
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
-    for cases in by_test(item for item in items if not item.get_closest_marker("slow")):
+    for cases in cases_by_test(item for item in items if not item.get_closest_marker("slow")):
         if few := cases[0].get_closest_marker("few"):
-            for item in left_out(cases, spread(cases, few.args[0])):
+            for item in excluding(cases, evenly_spaced(cases, few.args[0])):
                 item.add_marker(pytest.mark.slow)
     yield
     if config.getoption("--some"):
-        slow = by_test(item for item in items if item.get_closest_marker("slow"))
-        left = [item for cases in slow for item in left_out(cases, spread(cases, wanted(cases)))]
+        slow = cases_by_test(item for item in items if item.get_closest_marker("slow"))
+        left = [item for cases in slow for item in excluding(cases, evenly_spaced(cases, sampled_count(cases)))]
         config.hook.pytest_deselected(items=left)
-        items[:] = left_out(items, left)
+        items[:] = excluding(items, left)
 
 
 def pytest_runtest_setup() -> None:
@@ -63,7 +63,7 @@ def pytest_runtest_setup() -> None:
         pytest.skip("not run: the time for tests is up")
 
 
-def by_test(items: Iterable[pytest.Item]) -> list[list[pytest.Item]]:
+def cases_by_test(items: Iterable[pytest.Item]) -> list[list[pytest.Item]]:
     """Group cases by test function."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -71,19 +71,19 @@ def by_test(items: Iterable[pytest.Item]) -> list[list[pytest.Item]]:
     return list(cases.values())
 
 
-def wanted(cases: list[pytest.Item]) -> int:
+def sampled_count(cases: list[pytest.Item]) -> int:
     """Return how many cases of a slow test `--some` runs: the argument of its mark `some`, or a twelfth."""
     marker = cases[0].get_closest_marker("some")
     return marker.args[0] if marker else math.ceil(len(cases) / EVERY)
 
 
-def spread(cases: list[pytest.Item], count: int) -> list[pytest.Item]:
+def evenly_spaced(cases: list[pytest.Item], count: int) -> list[pytest.Item]:
     """Return `count` evenly spaced cases of one test."""
     count = min(count, len(cases))
     return [cases[(2 * place + 1) * len(cases) // (2 * count)] for place in range(count)]
 
 
-def left_out(items: list[pytest.Item], chosen: list[pytest.Item]) -> list[pytest.Item]:
+def excluding(items: list[pytest.Item], chosen: list[pytest.Item]) -> list[pytest.Item]:
     """Return the items that are not in `chosen`."""
     taken = {id(item) for item in chosen}
     return [item for item in items if id(item) not in taken]

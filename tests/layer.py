@@ -130,7 +130,7 @@ class Lowered:
         return [[sorted(p for p in head if p >= 0) for head in row] for row in position]
 
 
-class Literal:
+class OnReference:
     """Run a layer with the eager reference."""
 
     def __init__(self, layout: Layout, theta: float, limits: Sequence[int] = ()) -> None:

@@ -27,37 +27,37 @@ class Switch:
     def __init__(self) -> None:
         self.graphs = 0
         self.ran: set[int] = set()
-        self._chosen: Backend | None = None
-        self._open = False
+        self._selected: Backend | None = None
+        self._has_dynamic_prompt = False
 
     def to(self, chosen: Backend) -> Switch:
         """Select the backend that compiles the graphs from now on, and return the switch."""
-        self._chosen, self.ran = chosen, set()
+        self._selected, self.ran = chosen, set()
         return self
 
-    def serves(self, chosen: Backend) -> bool:
+    def can_reuse_traces(self, chosen: Backend) -> bool:
         """True if a backend can use the existing traces.
 
         A backend that compiles prompts for dynamic lengths adds Dynamo guards on them, which existing traces lack.
         """
-        return not self._open or chosen.inner in ("eager", "reference")
+        return not self._has_dynamic_prompt or chosen.inner in ("eager", "reference")
 
     def __call__(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         number, self.graphs = self.graphs, self.graphs + 1
-        kept = regions.inline_regions(gm)  # Dynamo clears the shapes of its own graph after this call
-        made = [self._made(kept, examples)]
+        graph = regions.inline_regions(gm)  # Dynamo clears the shapes of its own graph after this call
+        compiled = [self._compile(graph, examples)]
         is_step = any(isinstance(example, Handle) for example in examples)
-        self._open |= not is_step and any(symbolic_shapes.symbols(each) for each in examples)
+        self._has_dynamic_prompt |= not is_step and any(symbolic_shapes.symbols(each) for each in examples)
 
         def run(*arguments: Any) -> Any:
             self.ran.add(number)
-            if made[0][0] is not self._chosen:
-                made[0] = self._made(kept, arguments)
-            return made[0][1](*arguments)
+            if compiled[0][0] is not self._selected:
+                compiled[0] = self._compile(graph, arguments)
+            return compiled[0][1](*arguments)
 
         return run
 
-    def _made(self, gm: fx.GraphModule, examples: Sequence[Any]) -> tuple[Backend, Callable[..., Any]]:
+    def _compile(self, gm: fx.GraphModule, examples: Sequence[Any]) -> tuple[Backend, Callable[..., Any]]:
         """Compile a graph with the selected backend, and return both."""
-        assert self._chosen is not None
-        return self._chosen, self._chosen(gm, examples)
+        assert self._selected is not None
+        return self._selected, self._selected(gm, examples)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tests.layer import Literal, Lowered, Stretch, layout_for
+from tests.layer import Lowered, OnReference, Stretch, layout_for
 from tests.strategies import EXAMPLES, ROWS, TABLE, Case, cases, fitting
 
 EVICTING = [row for row in TABLE if row.name != "full"]
@@ -47,13 +47,13 @@ def compare(case, lengths, holes, padded_steps=False, limits=(), spare=0, kv_dty
     pins = [part.pins for part in parts if part.pins is not None]
     if pins:
         layout = layout.with_pins(pins[0].on_top)
-    lowered, literal = Lowered(layout, theta, limits), Literal(layout, theta, limits)
+    lowered, reference = Lowered(layout, theta, limits), OnReference(layout, theta, limits)
     for part in parts:
-        got, expected = lowered.feed(part), literal.feed(part)
-        assert lowered.positions() == literal.positions()
+        got, expected = lowered.feed(part), reference.feed(part)
+        assert lowered.positions() == reference.positions()
         if pins:
             assert torch.equal(
-                lowered.slots.cached_indices(layout, pinned=True), literal.layer.cached_indices(layout, pinned=True)
+                lowered.slots.cached_indices(layout, pinned=True), reference.layer.cached_indices(layout, pinned=True)
             )
         real = part.valid[:, None, :, None].expand_as(got)
         torch.testing.assert_close(got[real], expected[real], atol=1e-4, rtol=1e-4)

@@ -29,8 +29,8 @@ def test_a_trace_for_one_length_does_not_serve_a_compiler_for_all_lengths() -> N
     model, switch = build("Llama", layers=1), Switch().to(eager)
     model.compile(backend=switch)
     model(prompt(2, 9, ())[0], use_cache=True)
-    assert switch.serves(compiling)
+    assert switch.can_reuse_traces(compiling)
     model(prompt(2, 10, ())[0], use_cache=True)
     assert switch.graphs == 2
-    assert switch.serves(eager)
-    assert not switch.serves(compiling)
+    assert switch.can_reuse_traces(eager)
+    assert not switch.can_reuse_traces(compiling)

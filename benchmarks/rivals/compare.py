@@ -34,7 +34,7 @@ Say = Callable[[str], object]
 
 
 class OutOfTime(Exception):
-    """The time of the whole run is over."""
+    """The time limit of the run is exceeded."""
 
 
 @dataclasses.dataclass(frozen=True)

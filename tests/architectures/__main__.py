@@ -1,11 +1,11 @@
-"""Examine every architecture and print the count.
+"""Examine every architecture and print the number that are rewritten.
 
 python -m tests.architectures                    # all causal ones, one after another
 python -m tests.architectures --table reading    # all that read text or speech first
 python -m tests.architectures --table images     # all that see images
 python -m tests.architectures llama gpt_oss      # some
 python -m tests.architectures --write --jobs 2   # two at a time, and write the table's part of docs/architectures.md
-python -m tests.architectures --write llama      # examine one, and write its row anew
+python -m tests.architectures --write llama      # examine one, and replace its row
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import kvpass
 from kvpass.capture import caches
 from kvpass.capture.caches import Verdict
-from tests.capture.traced import answered
+from tests.capture.traced import query_graph
 
 WIDTH = 16
 Made = Callable[["Decoder", Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -125,7 +125,7 @@ def found(made: Made, *arguments: Any) -> list[Verdict]:
         answer.extend(caches.find(gm, set()))
 
     with torch.no_grad():
-        answered(Decoder(made).eval(), arguments, question)
+        query_graph(Decoder(made).eval(), arguments, question)
     return answer
 
 

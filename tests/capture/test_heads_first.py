@@ -16,7 +16,7 @@ from kvpass.capture.canonical import APPEND
 from kvpass.capture.capture import capture
 from kvpass.capture.heads_first import order_equations
 from kvpass.fx import walk
-from tests.capture.traced import answered
+from tests.capture.traced import query_graph
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_the_graph_is_the_same_but_for_the_order() -> None:
         appends = [node.args[0].name for node in captured.gm.graph.nodes if node.target is APPEND]
         return [graph(*ours) for graph in (captured.model, captured.gm)], appends, captured.sites[0].token_dims
 
-    results, appended, dims = answered(attend, arguments, question)
+    results, appended, dims = query_graph(attend, arguments, question)
     out, grown, doubled = attend(*arguments)
     assert (sorted(appended), dims) == (["l_past_0_", "l_past_1_"], (1, 1))
     for result in results:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import tests.strategies  # noqa: F401  loads the Hypothesis profile
 from kvpass.capture.padding_analysis import hiding_inputs
-from tests.capture.traced import answered, result
+from tests.capture.traced import query_graph, result
 
 ROWS, TOKENS = 2, 6
 LOWEST = torch.finfo(torch.float32).min
@@ -30,7 +30,7 @@ def marks_padding(mask: Mask) -> bool:
     def question(gm: fx.GraphModule) -> bool:
         return [node.op for node in hiding_inputs(gm, result(gm), step=False)] == ["placeholder"]
 
-    return answered(function, (torch.ones(ROWS, TOKENS, dtype=torch.int64),), question)
+    return query_graph(function, (torch.ones(ROWS, TOKENS, dtype=torch.int64),), question)
 
 
 def causal(i: Tensor, j: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def column_marks_padding(mask: Callable[[Tensor], Tensor], dtype: torch.dtype) -
     """True if a zero in a column [B, S] hides its token in mask(column [B, 1, 1, S])."""
     column = torch.ones(ROWS, TOKENS, dtype=dtype)
     found = lambda gm: [node.op for node in hiding_inputs(gm, result(gm), step=False)] == ["placeholder"]  # noqa: E731
-    return answered(lambda p: mask(p[:, None, None]) & causal(*_indices()), (column,), found)
+    return query_graph(lambda p: mask(p[:, None, None]) & causal(*_indices()), (column,), found)
 
 
 def _indices() -> tuple[Tensor, Tensor]:

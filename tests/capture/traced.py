@@ -11,7 +11,7 @@ import torch.fx as fx
 T = TypeVar("T")
 
 
-def answered(function: Callable[..., Any], arguments: tuple[Any, ...], question: Callable[[fx.GraphModule], T]) -> T:
+def query_graph(function: Callable[..., Any], arguments: tuple[Any, ...], question: Callable[[fx.GraphModule], T]) -> T:
     """Call `question` on the graph that Dynamo traces of a function, and return its result."""
     answers: list[T] = []
 

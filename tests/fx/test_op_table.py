@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvpass.fx import op_table, propagation, walk
-from tests.capture.traced import answered
+from tests.capture.traced import query_graph
 
 SHAPE = (2, 3, 5, 4)
 
@@ -52,7 +52,7 @@ CARRIED: dict[str, tuple[Callable[[Tensor], Any], dict[int, int | None]]] = {
 
 def followed(function: Callable[[Tensor], Any], x: Tensor, dim: int) -> int | None:
     """Return the output dimension of an input axis, through all operations."""
-    return answered(function, (x,), lambda gm: _followed(gm.graph, dim))
+    return query_graph(function, (x,), lambda gm: _followed(gm.graph, dim))
 
 
 def _followed(graph: fx.Graph, dim: int) -> int | None:
@@ -211,7 +211,7 @@ def test_a_lookup_follows_its_index(pick: Callable[..., Tensor], axis: int) -> N
         index = next(i for i in by.values() if isinstance(i, fx.Node))
         return propagation.index_axis(node, index, 0)
 
-    assert answered(pick, (torch.rand(5, 5, 5), torch.tensor([2, 0, 1])), question) == axis
+    assert query_graph(pick, (torch.rand(5, 5, 5), torch.tensor([2, 0, 1])), question) == axis
 
 
 @pytest.mark.parametrize(

@@ -254,7 +254,7 @@ def compiled_in_int8(function, change, rows, dtype):
     ("rows", "dtype"), [(1, torch.float32), (4, torch.float32), (1, torch.bfloat16), (8, torch.bfloat16)]
 )
 def test_weights_in_int8_are_converted_in_registers(rows, dtype, function):
-    """They become float32 at once: on the way over bfloat16 a loop takes twice as long."""
+    """Check that codes become float32 directly: conversion through bfloat16 takes twice as long in a loop."""
     written = compiled_in_int8(function, decompose_products, rows, dtype)
     body = written[written.index("def call(") : written.index("def get_args")]
     assert "empty_strided_cpu" in body
@@ -266,7 +266,7 @@ def test_weights_in_int8_are_converted_in_registers(rows, dtype, function):
 @pytest.mark.parametrize("function", [scaled, scaled_transposed])
 @pytest.mark.parametrize("rows", [9, 40])
 def test_weights_in_int8_are_converted_for_many_rows(rows, function):
-    """Otherwise Inductor calls a product of torch's that is slow for many rows."""
+    """Check that Inductor does not call a product of torch that is slow for many rows."""
     written = compiled_in_int8(function, convert_weights, rows, torch.bfloat16)
     assert "extern_kernels.mm(" in written
     assert "int8pack" not in written

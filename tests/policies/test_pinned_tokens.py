@@ -18,7 +18,7 @@ from kvpass.policies.pinned_tokens import Pins
 from kvpass.reference.random import draw
 from tests.aligners import random_aligner
 from tests.diagnostics.test_simulate import check
-from tests.layer import Literal, Lowered, Stretch, layout_for
+from tests.layer import Lowered, OnReference, Stretch, layout_for
 from tests.strategies import ROWS, Case, Row, cases
 from tests.test_chunks_and_padding import compare
 
@@ -129,7 +129,7 @@ def test_pins_must_leave_the_others_what_the_policy_needs(compiled: bool) -> Non
     pins = Pins(torch.ones(1, 8, dtype=torch.bool), False, torch.zeros(1, dtype=torch.int64))
     part = Stretch(q, k, v, torch.ones(1, 8, dtype=torch.bool), pins)
     layout = layout_for(resolve("h2o", {}), 9, part, ranked=False).with_pins()
-    driven = (Lowered if compiled else Literal)(layout, 1e4)
+    driven = (Lowered if compiled else OnReference)(layout, 1e4)
     with pytest.raises(BudgetError, match=r"8 tokens are to stay, which leaves 1 .* at least 2: raise .* on_top=True"):
         driven.feed(part)
 
