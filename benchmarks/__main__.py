@@ -1,4 +1,4 @@
-"""Measure what the pages of figures report: python -m benchmarks [PART ...] --out out/benchmarks
+"""Measure the figures of the documentation: python -m benchmarks [PART ...] --out out/benchmarks.
 
 Each part writes PART.json and its plots. report.md has all tables, and each target with its figure.
 """

@@ -1,4 +1,4 @@
-"""Define a decoder by hand that takes Llama weights, with a cache [B, S, H, D] or [B, H, S, D]."""
+"""Define a hand-written decoder for Llama weights, with a cache [B, S, H, D] or [B, H, S, D]."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Case:
         inputs: function for the value of each argument in a call.
         pieces: numbers of tokens fed in each call.
         rows: B.
-        real: function from a call's first and last position to the tokens whose output counts; None for all.
+        real: function from a call's start and end to the tokens whose output counts; None for all.
         edits: changes to the cache, by the number of the call that they precede.
         uncompiled: number of initial calls that run without torch.compile.
         wrap: makes the call from the model or the compiled model.

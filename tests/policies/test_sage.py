@@ -63,7 +63,7 @@ def test_a_budget_without_recent_tokens_is_refused():
 
 
 def overflowing(select_at):
-    """Return the tokens held from the eighth on; token 8 attends to 2 and 3, or to 3 and 4."""
+    """Return the tokens held from the eighth on; heads of token 8 attend to 2, 3 and to 3, 4."""
     q, k, v = torch.zeros(1, 2, 11, 2), torch.zeros(1, 1, 11, 2), torch.ones(1, 1, 11, 2)
     q[0, 0, 8], q[0, 1, 8] = torch.eye(2)
     k[0, 0, 2:5] = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 1.0]])

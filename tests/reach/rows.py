@@ -1,4 +1,4 @@
-"""List ways to prepare or call a model, other than decoding with plain weights: one for each row of the page."""
+"""List ways to prepare or call a model, other than decoding with plain weights: one for each row."""
 
 from __future__ import annotations
 

@@ -566,7 +566,7 @@ def test_what_must_be_one_graph_of_another_backend_is_an_error_with_a_cache() ->
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["t5", "bart"])
 def test_an_encoder_decoder_without_a_cache_is_a_part_of_another_graph(name: str) -> None:
-    """Test `use_cache=False`, which does not reach the encoder, whose output has the name of a cache."""
+    """Test `use_cache=False`, which does not reach the encoder, although this accepts a cache argument."""
     (ids, _), model = prompt(1, 12, ()), kvpass.compile(zoo.build(name, "reading"), **POLICY)
     whole = torch.compile(
         lambda x: model(input_ids=x, decoder_input_ids=x, use_cache=False)[0] + 1, backend="eager", fullgraph=True
