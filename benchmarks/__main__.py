@@ -1,4 +1,6 @@
-"""Measure the figures of the documentation: python -m benchmarks [PART ...] --out out/benchmarks.
+"""Measure the figures of the documentation.
+
+    python -m benchmarks [PART ...] --out out/benchmarks
 
 Each part writes PART.json and its plots. report.md has all tables, and each target with its figure.
 """

@@ -1,4 +1,6 @@
-"""Compare kvpass with other engines on SmolLM2-135M-Instruct: python -m benchmarks.rivals [CASE ...].
+"""Compare kvpass with other engines on SmolLM2-135M-Instruct.
+
+    python -m benchmarks.rivals [CASE ...]
 
 Writes rivals.json and rivals.md. A case that was measured before keeps its figures until it is measured again.
 """
