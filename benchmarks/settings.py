@@ -15,7 +15,7 @@ class Settings:
     Attributes:
         quick: whether to use small sizes, for a run of a few minutes; targets are compared nevertheless.
         out: the folder for JSON, tables and plots.
-        threads, dtypes: of the steps; each combination is timed.
+        threads, dtypes: values for timed steps; each combination is timed.
         kvpress: the folder for the environment of kvpress.
     """
 

@@ -33,7 +33,7 @@ class Answer:
         context: token ids before the answer, int64 [B, T].
         tokens: the answer, int64 [B, n].
         logits: [B, n, vocabulary], from which each token was chosen; None if the way of decoding does not return them.
-        pieces: how many tokens of the context went in with each call; None for all with one.
+        pieces: number of context tokens in each call; None for a single call.
         mask: [B, T], 0 for padding; None for no padding.
         score: mean log-probability of the tokens, from a beam search.
     """
