@@ -1,6 +1,8 @@
-"""Measure what the pages of figures report: python -m benchmarks [PART ...] --out out/benchmarks
+"""Measure the figures of the documentation.
 
-Each part writes PART.json and its plots.  report.md has all tables, and each target with its figure.
+    python -m benchmarks [PART ...] --out out/benchmarks
+
+Each part writes PART.json and its plots. report.md has all tables, and each target with its figure.
 """
 
 from __future__ import annotations
@@ -135,7 +137,7 @@ def targets(known: dict[str, list[Row]]) -> list[Target]:
 
 
 def summary(known: dict[str, list[Row]]) -> str:
-    """Return the steps of the first dtype and number of threads; of the policies only those that are named."""
+    """Return the steps of the first dtype and number of threads, for a selection of policies."""
     tables = step.tables(known["step"])[:1] if "step" in known else []
     left_out = {f"{step.OURS}{policy}" for policy in bounded.everything()} - {f"{step.OURS}{name}" for name in SUMMED}
     return "\n\n".join(

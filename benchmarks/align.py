@@ -11,8 +11,8 @@ For each window M, over the same labels of the same documents:
 - one line for each aligner.
 
 Perplexity is measured on a batch of documents token by token, in the rewritten graphs, without a compiler or with
-`--inner inductor`, which is faster for large models.  Time per token is measured afterwards, one row, Inductor, methods
-taking turns of 16 tokens: the median over all turns, so that with --every 8 each turn holds two repairs.  "closed" is
+`--inner inductor`, which is faster for large models. Time per token is measured afterwards: one row, Inductor, methods
+in turns of 16 tokens. It is the median over all turns, so that with --every 8 each turn holds two repairs. "closed" is
 the share of the gap in log-perplexity between window and recompute.
 """
 
@@ -52,9 +52,10 @@ Results = dict[str, dict[str, Row]]
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Sizes: `rows` documents, whose tokens skip + 1 to skip + labels are predicted, and `turns` of timing.
+    """Sizes of the comparison.
 
-    Perplexity is measured with the compiler `inner`.
+    The predicted tokens are skip + 1 to skip + labels of `rows` documents. Times are taken in `turns`. Perplexity is
+    measured with the compiler `inner`.
     """
 
     rows: int

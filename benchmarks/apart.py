@@ -1,7 +1,7 @@
-"""Run functions in a process of their own, with its own threads, memory and compiler caches.
+"""Run functions in separate processes, with their own threads, memory and compiler caches.
 
 `run("benchmarks.prompt:peak", policy="h2o")` starts `python -m benchmarks.apart`, which calls the function and prints
-its result as JSON.  Progress bars of the function stay visible.
+its result as JSON. Progress bars of the function stay visible.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def run(function: str, *, threads: int = 1, environment: Mapping[str, str] | Non
     """Return the result of `module:function` from a fresh process with `threads` threads.
 
     Args:
-        arguments: of the function; they and the result must be representable in JSON.
+        arguments: arguments of the function; they and the result must be representable in JSON.
     """
     command = [sys.executable, "-m", "benchmarks.apart", function, str(threads), json.dumps(arguments)]
     done = subprocess.run(
@@ -35,7 +35,7 @@ def run(function: str, *, threads: int = 1, environment: Mapping[str, str] | Non
 
 
 def kvpass(arguments: Sequence[str]) -> None:
-    """Run the command `kvpass` on one thread, in a process of its own; what it prints is left out."""
+    """Run the command `kvpass` on one thread in a separate process, without its output."""
     command = [sys.executable, "-m", "kvpass.apps.cli", *arguments]
     subprocess.run(command, env=surroundings(1), check=True, stdout=subprocess.DEVNULL)
 

@@ -1,7 +1,7 @@
 """Time steps of one row and of four, in both dtypes, by turns in one process.
 
-The steps are those of `DecodeLoop`, without the model's Python and Dynamo's guards.  Each row has the bytes that the
-step reads: the weights once, and the keys and values of every row.  Reading the bytes of the floor is timed as well.
+The steps are those of `DecodeLoop`, without the model's Python and Dynamo's guards. Each row has the bytes that the
+step reads: the weights once, and the keys and values of every row. Reading the bytes of the floor is timed as well.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def measure(settings: Settings) -> list[Row]:
 
 @torch.inference_mode()
 def rows(dtypes: Sequence[str], names: Sequence[str], plan: Row) -> list[Row]:
-    """Return milliseconds and bytes of each case; several rows compile first, so that Dynamo fixes their number."""
-    torch._dynamo.config.recompile_limit = 256  # each contender is a compilation of the same `forward`
+    """Return milliseconds and bytes of each case; several rows compile first, so that their number is static."""
+    torch._dynamo.config.recompile_limit = 256  # each contender compiles the same `forward`
     models = {dtype: build(dtype) for dtype in dtypes}
     kinds = [(name, count, dtype) for count in (MANY, 1) for dtype in dtypes for name in names]
     timed: dict[Key, list[Contender]] = {}

@@ -1,8 +1,8 @@
-"""Fetch books of the public domain, and a transcript of a conference, to measure on.
+"""Fetch books in the public domain and a transcript of a conference as texts for measurements.
 
-They are the English texts of the Canterbury corpus, which the sources of Brotli on the package index have among their
-test data: "Alice's Adventures in Wonderland" (42,000 tokens of SmolLM2), "As You Like It", "Paradise Lost", and a
-workshop of the Library of Congress on electronic texts.
+They are the English texts of the Canterbury corpus, from the test data in the sources of Brotli on the package index:
+"Alice's Adventures in Wonderland" (42,000 tokens of SmolLM2), "As You Like It", "Paradise Lost", and a workshop of the
+Library of Congress on electronic texts.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from kvpass.decoding.stepping import refresh_handles
 from kvpass.policies import Policy, Tokens
 
 BUDGET = 1024
-FLOOR = 8  # slots of a step that reads little but the weights
+FLOOR = 8  # slots of a step that reads little more than the weights
 SINKS = 4  # the first tokens, which keep their positions when a conversation moves on
 
 
@@ -118,7 +118,8 @@ def layers(cache: Any) -> Iterator[LayerCache]:
 def move_on(talk: Conversation, seen: int) -> None:
     """Move the cached tokens to later positions, so that the conversation has seen `seen` tokens.
 
-    The tokens between are not decoded, since a step does the same work at any position; `benchmarks.stream` has all.
+    The tokens between are not decoded, because a step does the same work at any position; `benchmarks.stream` decodes
+    all tokens.
     """
     for layer in layers(talk.cache):
         by = seen - layer.seen

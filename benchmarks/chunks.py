@@ -1,8 +1,8 @@
-"""Measure time and peak memory of long prompts: whole, in chunks on a growing cache, and in chunks with eviction.
+"""Measure time and peak memory of long prompts: at once, in chunks on a growing cache, and with eviction.
 
-Whole prompts and growing caches are those of the uncompiled model.  Each prompt runs in two processes, after a shorter
-prompt that compiles all graphs: one process for the seconds, and one for the memory, which returns freed blocks at once
-and is slower for it.
+The uncompiled model runs complete prompts and growing caches. Each prompt runs in two processes, after a shorter
+prompt that compiles all graphs: one process measures seconds, and one memory. The second returns freed blocks
+immediately, and is slower for it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _apart(way: str, count: int, threads: int, environment: dict[str, str]) -> R
 
 @torch.inference_mode()
 def prompt(way: str, count: int) -> Row:
-    """Return the seconds of a prompt, and the most MiB that it adds to the process."""
+    """Return the seconds of a prompt, and the peak MiB that it adds to the process."""
     feed = _ways(build())[way]
     feed(tokens(4 * CHUNK if way in POLICIES else CHUNK))
     ids = tokens(count, seed=1)
@@ -101,7 +101,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def targets(rows: Sequence[Row]) -> list[Target]:
-    """Compare chunks with eviction with the whole prompt, at 32,768 tokens."""
+    """Compare chunks with eviction with the complete prompt, at 32,768 tokens."""
     return [
         Target("chunks", f"{policy}, {what} of a prompt of {LONG:,} in chunks, of the whole one", limit, ratio)
         for what, limit in LIMITS.items()

@@ -31,9 +31,9 @@ DEPTHS: dict[str, tuple[int, ...]] = {
     "h2o": (4, 16, 32),
     **dict.fromkeys(("streaming", "tova", "buzz", "cascade", "d2o"), (16,)),
 }
-"""Numbers of layers that each contender is compiled for."""
+"""Numbers of layers to compile for each contender."""
 PROMPT, ROOM = 64, 1024
-OF_SHALLOW = 1.3  # h2o at the largest depth, of itself at the smallest
+OF_SHALLOW = 1.3  # h2o at the largest depth, relative to the smallest
 OF_STOCK = {
     ("h2o", 16): 0.6,
     ("h2o", 32): 0.35,

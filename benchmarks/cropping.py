@@ -1,4 +1,4 @@
-"""Time steps and chunks with and without `crop`, which allows tokens to be taken back."""
+"""Time steps and chunks with and without `crop`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def measure(settings: Settings) -> list[Row]:
 @torch.inference_mode()
 def rows(dtype: str, count: int, policies: Sequence[str], plan: Row) -> list[Row]:
     """Return the rows of one number of threads."""
-    torch._dynamo.config.recompile_limit = 256  # each contender is a compilation of the same `forward`
+    torch._dynamo.config.recompile_limit = 256  # each contender compiles the same `forward`
     model, found = build(dtype), []
     for policy in tqdm(policies, unit="policy", desc="cropping", dynamic_ncols=True):
         talks = {crop: bounded.conversation(model, Case(policy), PROMPT, crop=crop) for crop in (0, CROP)}

@@ -1,4 +1,4 @@
-"""Make a Python environment of its own for each package that cannot share the one of kvpass."""
+"""Make a separate Python environment for each package that conflicts with kvpass."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Unavailable(Exception):
 
 
 def python(folder: Path, packages: Sequence[str], variables: Mapping[str, str] | None = None) -> Path:
-    """Return the Python of a virtual environment with the packages; the environment is made if it is missing.
+    """Return the Python of a virtual environment with the packages; make the environment if it is missing.
 
     Args:
-        folder: of the environment.  A file in it lists the packages; an environment with other packages is made anew.
+        folder: folder of the environment. A file in it lists the packages; if they differ, the environment is replaced.
         packages: requirements, as pip takes them.
         variables: environment variables of the installation.
 
@@ -34,7 +34,7 @@ def python(folder: Path, packages: Sequence[str], variables: Mapping[str, str] |
 
 
 def library(folder: Path, packages: Sequence[str]) -> Path:
-    """Return a folder for PYTHONPATH with the packages and nothing that they depend on; it is made if it is missing.
+    """Return a folder for PYTHONPATH with the packages but not their dependencies; make it if it is missing.
 
     Raises:
         Unavailable: a package cannot be installed; the message has the last error of pip.
@@ -48,7 +48,7 @@ def library(folder: Path, packages: Sequence[str]) -> Path:
 
 @contextlib.contextmanager
 def _unless_made(folder: Path, packages: Sequence[str]) -> Iterator[bool]:
-    """Yield whether a folder lacks the packages, and list them in it once they have been installed without an error."""
+    """Yield whether a folder lacks the packages, and list them in it after an installation without error."""
     listed, wanted = folder / "packages", "\n".join(packages)
     missing = not listed.is_file() or listed.read_text(encoding="utf-8") != wanted
     yield missing

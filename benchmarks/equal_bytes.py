@@ -1,10 +1,10 @@
-"""Compare formats in the same bytes: twice as many tokens in int8 and four times as many in int4.
+"""Compare formats in equal bytes: twice as many tokens in int8 and four times as many in int4.
 
 Perplexity and recall are those of `benchmarks.quality` and `benchmarks.recall`, on the bundled models; texts are fed
-in chunks.  The bytes differ a little (docs/quantised.md).
+in chunks. The bytes differ a little (docs/quantised.md).
 
-The cost of rounding is the difference between two runs over the same texts with as many tokens held.  Differences are
-taken text by text, so they have a standard error over the texts.
+The cost of rounding is the difference between two runs over the same texts with equally many tokens held. Differences
+are taken text by text, so they have a standard error over the texts.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ BUDGETS = {PERPLEXITY: 64, RECALL: 128}  # tokens in half precision
 DOCUMENTS, QUICK_DOCUMENTS = {PERPLEXITY: 12, RECALL: 16}, 2
 LENGTH, CHUNK = {PERPLEXITY: 1024, RECALL: 2048}, 16
 STORED: tuple[tuple[KVDtype | None, int], ...] = ((None, 1), ("int8", 1), ("int4", 1), ("int8", 2), ("int4", 4))
-"""Formats, with the multiple of the budget that they hold."""
+"""Formats, with the multiple of the budget that each holds."""
 EQUAL = ((None, 1), ("int8", 2), ("int4", 4))
-LIMITS: dict[KVDtype, float] = {"int8": 0.005, "int4": 0.03}  # of perplexity, at as many tokens
+LIMITS: dict[KVDtype, float] = {"int8": 0.005, "int4": 0.03}  # of perplexity, with equally many tokens
 Cells = dict[tuple[KVDtype | None, int], Row]
 Ask = Callable[[Any], list[float]]
-"""Returns a number for each text, for a compiled model."""
+"""A function that returns a number for each text, for a compiled model."""
 
 
 def measure(settings: Settings) -> list[Row]:
     """Return a row for each policy, measure, format and budget, from a process for each policy and measure."""
     names = ["full", "streaming", "h2o"] if settings.quick else sorted(policies.names(), key=effort)
-    # The bundled aligner is for another model than the one that recalls.
+    # The bundled aligner is for another model than the recalling one.
     tasks = [(PERPLEXITY, name) for name in names] + [(RECALL, name) for name in names if not takes_aligner(name)]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         started = [pool.submit(_apart, what, name, settings.quick) for what, name in tasks]
@@ -65,7 +65,7 @@ def measure(settings: Settings) -> list[Row]:
 
 
 def effort(name: str) -> tuple[object, ...]:
-    """Return a key that sorts policies by what they need in addition to attention."""
+    """Return a key that sorts policies by their needs in addition to attention."""
     policy = policies.get(name)
     return policy.evicts, takes_aligner(name), policy.positions == "cache", len(policy.statistics), name
 
@@ -128,7 +128,7 @@ def _texts(documents: int) -> tuple[Any, Ask]:
 
 
 def _pairs(documents: int) -> tuple[Any, Ask]:
-    """Return the model that recalls, and a function for the share of recalled words in each text."""
+    """Return the recalling model, and a function for the share of recalled words in each text."""
     subject = load_memory(None)
     planted = planted_in(subject, documents, LENGTH[RECALL])
 
@@ -145,10 +145,10 @@ def _pairs(documents: int) -> tuple[Any, Ask]:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Effect of rounding with as many tokens held.
+    """Effect of rounding with equally many tokens held.
 
     Attributes:
-        mean: of perplexity, as a share of it; of recall, in shares of all words.
+        mean: for perplexity, as a share of it; for recall, as a share of all words.
         error: the standard error of the mean over texts; None if there is one text.
     """
 
@@ -212,7 +212,7 @@ def _differences(rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def targets(rows: Sequence[Row]) -> list[Target]:
-    """Return the targets for the perplexity of each format with as many tokens held."""
+    """Return the targets for the perplexity of each format with equally many tokens held."""
     found = _by_policy(rows, PERPLEXITY)
     return [
         Target("equal_bytes", f"{policy}: perplexity in {kind}, of the same tokens unrounded: {more}", limit, more.mean)
@@ -245,7 +245,7 @@ def figures(rows: Sequence[Row]) -> dict[str, Figure]:
 
 
 def grouped(panels: Mapping[str, Mapping[str, Mapping[str, float]]], spread: float = 4.0) -> Figure:
-    """Draw a panel for each title, one above the other, with a bar for each kind at every name that has a value.
+    """Draw a column of panels, one for each title, with bars for each kind and name that has a value.
 
     Args:
         spread: an axis is logarithmic if its largest value is this many times the middle one.

@@ -1,14 +1,14 @@
 """Compare all policies on a real checkpoint at equal bytes: agreement with the full cache, perplexity and retrieval.
 
-Each case is one of `kvpass eval` on SmolLM2-135M-Instruct in bfloat16.  Results are kept in the folder, so that an
-interrupted run goes on where it was.
+Each case is a run of `kvpass eval` on SmolLM2-135M-Instruct in bfloat16. Results are kept in the folder, so that an
+interrupted run can continue.
 
 - **Agreement**: the beginning of four books (`benchmarks.books`), 2,048 tokens each, teacher-forced in chunks of 32.
-- **Retrieval**: tasks after RULER in 1,024 tokens, with the question in the prompt, or as a turn of its own once the
+- **Retrieval**: tasks after RULER in 1,024 tokens, with the question in the prompt, or in a separate turn after the
   prompt has been compressed.
 
-Bytes are those of the slots, with the metadata of the policy and the scales of rows, as a share of what a full cache of
-as many tokens has in bfloat16.
+Bytes are those of the slots, with the metadata of the policy and the scales of rows, as a share of a full cache with
+as many tokens in bfloat16.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ FORMATS: tuple[KVDtype | None, ...] = (None, "int8", "int4")
 QUESTIONS = ("inside", "after")
 TASKS = ("single", "multikey")
 COMMANDS = {"calibration": "calibrate", "gates": "gates"}
-"""The options of policies that read a file of the model, and the command of kvpass that makes it."""
+"""Options of policies that read a file for the model, and the kvpass command that makes the file."""
 KL, PERPLEXITY = "KL, nats", "perplexity / full"
 NO_BUDGET = "no budget"
-"""What is said of a policy whose smallest budget has more bytes."""
+"""Cell for a policy whose smallest budget has more bytes."""
 PANELS = {
     "KL(full || policy) in nats, and the share of equal first choices": ("KL", "same"),
     "Perplexity over that of the full cache, and slots": (PERPLEXITY, "slots"),
@@ -51,9 +51,9 @@ class Job:
     """Cases of `kvpass eval` that run in one process.
 
     Attributes:
-        policy: with its options, as `kvpass.policies.parse` reads them.
-        kv_dtype: how rows are stored.
-        question: of the retrieval tasks; "" for agreement.
+        policy: policy with options, as `kvpass.policies.parse` reads them.
+        kv_dtype: storage format of rows.
+        question: how the retrieval tasks ask; "" for agreement.
     """
 
     policy: str
@@ -98,7 +98,7 @@ def jobs(out: Path) -> list[Job]:
 
 
 def _with_file(name: str, out: Path) -> str:
-    """Return a policy's name, with the file of the model that it reads, if any."""
+    """Return a policy's name with the option for its file, if it reads one."""
     options = [option for option in COMMANDS if takes(name, option)]
     return ":".join([name, *(f"{option}={_file(option, out)}" for option in options)])
 
@@ -159,7 +159,7 @@ def _by_share(rows: Sequence[Row], kind: str, names: Sequence[str]) -> Iterator[
 
 
 def _shown(row: Row) -> Row:
-    """Return what a table shows of a case; what evicts nothing agrees as it does before an eviction."""
+    """Return the shown cells of a case; without evictions, agreement is that before an eviction."""
     if "error" in row:
         return dict.fromkeys(("KL", "same", PERPLEXITY, "slots"), NO_BUDGET if NO_BUDGET in row["error"] else "refused")
     if row["share"] is None or KL not in row:

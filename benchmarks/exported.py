@@ -1,9 +1,9 @@
-"""Seconds from loaded weights to the second token: an exported loop, and one that compiles.
+"""Time an exported loop and a compiling loop from loaded weights to the second token.
 
 python -m benchmarks.exported [--policies h2o streaming] [--threads 2] [--rounds 3]
 
-A real checkpoint (kvpass.apps.checkpoint) and a prompt of 300 tokens, of which 256 are kept.  Every line is the median
-of processes of their own.  A loop that compiles has empty caches of Inductor in its first process, and full ones later.
+A real checkpoint (kvpass.apps.checkpoint) gets a prompt of 300 tokens, of which 256 are kept. Every line is the median
+of separate processes. A compiling loop has empty Inductor caches in its first process, and full ones later.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TOKENS, BUDGET = 300, 256
 
 
 def export(folder: str, policy: str, dtype: str) -> float:
-    """Export a loop, and return the seconds that it took."""
+    """Export a loop, and return the seconds taken."""
     model, _ = checkpoint.load(getattr(torch, dtype))
     began = time.perf_counter()
     kvpass.export(model, folder, policy=policy, budget=BUDGET)

@@ -1,7 +1,7 @@
-"""Measure what a process holds after its first tokens, compared with the uncompiled model.
+"""Measure the memory that a process holds after its first tokens, compared with the uncompiled model.
 
-Each process loads SmolLM2-135M-Instruct and decodes thirty tokens, the first from a prompt.  The first process of a
-policy finds no compiled code on disk, the second one what the first one left.
+Each process loads SmolLM2-135M-Instruct and decodes thirty tokens, the first from a prompt. The first process of a
+policy finds no compiled code on disk, the second one finds that of the first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TITLE = "Memory of a process after its first tokens"
 UNCOMPILED, IMPORTS = "uncompiled", "uncompiled, and torch.compile of x + 1"
 POLICIES = ("streaming", "h2o")
 COLD, WARM = "cold", "second process"
-MOST = 150.0  # MiB beyond the uncompiled model
+MOST = 150.0  # MiB above the uncompiled model
 
 
 def measure(settings: Settings) -> list[Row]:
@@ -56,7 +56,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def _compared(rows: Sequence[Row], dtype: str) -> Iterator[tuple[Row, float]]:
-    """Yield each row of a dtype with the MiB that the process holds at the end beyond the uncompiled one."""
+    """Yield each row of a dtype with the MiB that the process finally holds above the uncompiled model."""
     chosen = [row for row in rows if row["dtype"] == dtype]
     plain = next(row for row in chosen if row["contender"] == UNCOMPILED)
     for row in chosen:

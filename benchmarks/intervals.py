@@ -1,9 +1,9 @@
-"""The step of policies that compact at intervals, averaged over their intervals, and of one that evicts at every step.
+"""Time the steps of policies that compact at intervals, and of one that evicts at every step.
 
 python -m benchmarks.intervals [POLICY ...] [--budget 1024] [--rounds 8]
 
-A real checkpoint (kvpass.apps.checkpoint) in bfloat16 decodes greedily in a DecodeLoop on one thread.  All contenders
-take turns in one process, and each turn is a whole number of intervals.
+A real checkpoint (kvpass.apps.checkpoint) in bfloat16 decodes greedily in a DecodeLoop on one thread. All contenders
+take turns in one process. Each turn has a multiple of the interval, and steps are averaged over it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def turn(loop: kvpass.DecodeLoop) -> float:
 @torch.inference_mode()
 def rows(names: list[str], budget: int, rounds: int) -> list[Row]:
     torch.set_num_threads(1)
-    torch._dynamo.config.recompile_limit = 256  # each contender is a compilation of the same `forward`
+    torch._dynamo.config.recompile_limit = 256  # each contender compiles the same `forward`
     model, tokenizer = checkpoint.load(torch.bfloat16)
     ids = tokenizer(corpus.read(corpus.held_out_files())[0], return_tensors="pt").input_ids[:, :PROMPT]
     assert ids.shape[1] > budget  # every policy has evicted

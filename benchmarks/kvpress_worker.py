@@ -1,7 +1,7 @@
-"""Decode with the reference model under kvpress, in an environment that kvpress can share.
+"""Decode with the reference model under kvpress, in an environment for kvpress.
 
-A question {"press": name, "seen": tokens, "count": steps} is answered with the seconds of each step.  Its DecodingPress
-evicts at every step, as kvpass does.
+A question {"press": name, "seen": tokens, "count": steps} is answered with the seconds of each step. Its DecodingPress
+evicts at every step, like kvpass.
 """
 
 from __future__ import annotations

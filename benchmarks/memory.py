@@ -1,4 +1,4 @@
-"""Read the memory of this process, in bytes, as the kernel counts it; Linux only."""
+"""Read the memory of this process from the kernel, in bytes; Linux only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 MEBIBYTE = 2**20
 RETURNING = {"MALLOC_MMAP_THRESHOLD_": str(2**16)}
-"""Environment in which blocks of 64 KiB and more go back to the system when they are freed."""
+"""Environment in which freed blocks of 64 KiB and more return to the system."""
 SHARING = {"OMP_WAIT_POLICY": "passive"}
 """Environment in which idle threads sleep instead of spinning, for machines with other work."""
 
@@ -21,7 +21,7 @@ def resident() -> int:
 
 
 def settled() -> float:
-    """Collect all garbage, return free memory to the system, and return the MiB that the process then holds."""
+    """Collect all garbage, return free memory to the system, and return the MiB that the process still holds."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return resident() / MEBIBYTE
@@ -29,16 +29,16 @@ def settled() -> float:
 
 PROMPT = 41  # tokens
 STAGES = {"loaded": 0, "first token": 0, "third": 2, "thirtieth": 27}
-"""When memory is read, with the number of steps since the stage before."""
+"""Stages at which memory is read, with the number of steps since the previous stage."""
 SETTLED = "without garbage"
 
 
 def stages(weights: str, dtype: str, policy: str | None, compiles: bool) -> dict[str, float]:
-    """Return the resident MiB of this process at each of `STAGES` and, of the last one, `SETTLED`.
+    """Return the resident MiB of this process at each of `STAGES`, and at `SETTLED` after the last one.
 
     Args:
-        policy: of a budget of 512 tokens; None for the uncompiled model.
-        compiles: whether the compiler is imported, and compiles something, even if the model is uncompiled.
+        policy: a policy with a budget of 512 tokens; None for the uncompiled model.
+        compiles: whether to import and use the compiler even if the model is uncompiled.
     """
     from benchmarks.rivals import engine  # the uncompiled model must not import kvpass
 
@@ -65,7 +65,7 @@ def _compile_something() -> None:
 
 
 def added(action: Callable[[], object]) -> float:
-    """Run an action and return the most MiB that the process held during it beyond what it held before."""
+    """Run an action, and return its peak memory in MiB above the memory before it."""
     _forget_peak()
     before = resident()
     action()
@@ -73,7 +73,7 @@ def added(action: Callable[[], object]) -> float:
 
 
 def _peak() -> int:
-    """Return the most bytes held since `_forget_peak`; `getrusage` would also count the parent process."""
+    """Return the peak bytes since `_forget_peak`; `getrusage` would also count the parent process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 

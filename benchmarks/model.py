@@ -55,7 +55,7 @@ def static(model: Any, count: int, room: int) -> Any:
 
 @dataclasses.dataclass
 class Conversation:
-    """Decode greedily, one token a call, through the model's own forward.
+    """A conversation that decodes greedily, one token in each call, through the model's forward.
 
     Attributes:
         forward: the model, compiled or not.
@@ -68,7 +68,7 @@ class Conversation:
     ids: Tensor = dataclasses.field(default_factory=lambda: tokens(1))
 
     def __post_init__(self) -> None:
-        self._name = cache_names.cache_keyword(self.forward)  # looked up once: steps are timed
+        self._name = cache_names.cache_keyword(self.forward)  # looked up once, because steps are timed
 
     def step(self) -> None:
         out = self.forward(self.ids, **{self._name: self.cache}, use_cache=True)

@@ -1,6 +1,6 @@
-"""Compare the step of each policy with one that attends to as many slots and chooses nothing.
+"""Compare the step of each policy with a step that attends to as many slots without a choice.
 
-`bounded.Untended` is that model; with 8 slots it is the floor, which does little but read its weights.
+`bounded.Untended` is that step; with 8 slots it is the floor, which reads little more than its weights.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def measure(settings: Settings) -> list[Row]:
 @torch.inference_mode()
 def rows(dtype: str, count: int, cases: list[Row], plan: Row) -> list[Row]:
     """Return the rows of one dtype and number of threads."""
-    torch._dynamo.config.recompile_limit = 256  # each contender is a compilation of the same `forward`
+    torch._dynamo.config.recompile_limit = 256  # each contender compiles the same `forward`
     about, model = {"dtype": dtype, "threads": count}, build(dtype)
     chosen = {PLAIN: NOTHING, FLOOR: LEAST} | {case.name: case for case in (Case(**case) for case in cases)}
     with tqdm(total=len(chosen) * (1 + Plan(**plan).rounds), unit="turn", dynamic_ncols=True) as bar:

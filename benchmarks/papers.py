@@ -1,7 +1,7 @@
-"""Run the papers' tables on a real checkpoint: SmolLM2-135M-Instruct in bfloat16 and books of the public domain.
+"""Run the papers' tables on SmolLM2-135M-Instruct in bfloat16, with books in the public domain.
 
-Each study is one of `kvpass eval`, which keeps its results in the folder, so that an interrupted run goes on where it
-was.  Printed figures are of other models and texts: what is compared is the order of the policies.
+Each study is a run of `kvpass eval`, which keeps its results in the folder, so that an interrupted run can continue.
+The papers' figures are for other models and texts: only the order of the policies is comparable.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Study:
     """The cases of one table.
 
     Attributes:
-        name: also of the folder of its results.
+        name: name of the study, and of the folder of its results.
         paper: the section of docs/papers.md that shows it.
-        caption: of the table.
-        policies: with their options, as `kvpass.policies.parse` reads them.
-        budgets: in slots.
+        caption: caption of the table.
+        policies: policies with options, as `kvpass.policies.parse` reads them.
+        budgets: budgets in slots.
         measure: further arguments of `kvpass eval`, with the measure.
-        columns: those of a result that are shown, by the heading in the table.
+        columns: columns of a result to show, by their heading in the table.
     """
 
     name: str

@@ -1,6 +1,6 @@
 """Measure passkey retrieval by depth, at equal memory: one fact in a text of repeated sentences.
 
-The model is the bundled one that recalls.  A fact is a key with a value, which is right if all its words are.  The task
+The model is the bundled one that recalls. A fact is a key with a value, which is right if all its words are. The task
 is from arXiv:2305.16300; `kvpass eval --measure passkey` asks other models for a number in English.
 `python -m benchmarks passkey` prints both tables.
 """
@@ -28,7 +28,7 @@ from kvpass.errors import KVPassError
 TITLE = "Passkey retrieval"
 LENGTH, TRIALS = 1024, 8
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-SEED = 2_000_000_033  # of the pairs; neither training nor the demo has it
+SEED = 2_000_000_033  # seed of the pairs, unused in training and in the demo
 
 
 def measure(settings: Settings) -> list[Row]:

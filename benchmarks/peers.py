@@ -22,7 +22,7 @@ def uncompiled(model: Any, seen: int) -> Conversation:
 
 
 def stock(model: Any, seen: int, room: int) -> Conversation:
-    """Return one under torch.compile, with a preallocated cache of `seen` tokens, the last `room` of them free."""
+    """Return a conversation under torch.compile, with a preallocated cache of `seen` tokens, `room` of them free."""
     made = Conversation(torch.compile(model, fullgraph=True), static(model, seen, room))
     for _ in range(2):
         made.step()
@@ -30,9 +30,9 @@ def stock(model: Any, seen: int, room: int) -> Conversation:
 
 
 def concatenating(model: Any, budget: int) -> Conversation:
-    """Return one that concatenates sinks and recent tokens after every step, as StreamingLLM's code does.
+    """Return a conversation that concatenates sinks and recent tokens after every step, like StreamingLLM.
 
-    StreamingLLM (arXiv:2309.17453) also rotates all keys to their new positions at every step.  That is left out here,
+    StreamingLLM (arXiv:2309.17453) also rotates all keys to their new positions at every step. That is left out here,
     to its advantage.
     """
     return Conversation(model, dynamic(model, budget), after=lambda cache: keep_sinks_and_recent(cache, budget))
@@ -47,7 +47,7 @@ def keep_sinks_and_recent(cache: Any, budget: int) -> None:
 
 
 def environment(folder: Path) -> Path:
-    """Return a Python with kvpress and the same torch; its environment is made if it is missing.
+    """Return a Python with kvpress and the same torch; make its environment if it is missing.
 
     Raises:
         Unavailable: it cannot be made.
@@ -58,7 +58,7 @@ def environment(folder: Path) -> Path:
 
 @dataclasses.dataclass(frozen=True)
 class Remote:
-    """A press of kvpress, in the process of a worker."""
+    """A press of kvpress in a worker process."""
 
     name: str
     worker: Worker
@@ -71,7 +71,7 @@ class Remote:
 
 
 def worker(python: Path, dtype: str, threads: int, budget: int) -> Worker:
-    """Start kvpress in a process of its own.
+    """Start kvpress in a separate process.
 
     Raises:
         Unavailable: it does not start.

@@ -1,9 +1,9 @@
-"""Whether a system prompt is still held and known after eviction, with and without pins, on SmolLM2-135M-Instruct.
+"""Measure how much of a system prompt is held and recited after eviction, with and without pins.
 
 python -m benchmarks.pins [--dtype float32]
 
-Each conversation has a system prompt with a code word, a text that is several times the budget, and then the question
-for the code word, as a turn of its own.
+Conversations run on SmolLM2-135M-Instruct. Each has a system prompt with a code word, a text of several times the
+budget, and then the question for the code word in a separate turn.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def batch(tokenizer: Any, words: Sequence[str], text: str, tokens: int) -> tuple
 def rows(
     model: Any, tokenizer: Any, policies: Sequence[str] = POLICIES, tokens: int = TOKENS, budget: int = BUDGET
 ) -> Iterator[Row]:
-    """Yield for each policy and way of pinning the share of the system prompt that is held, and of words recited."""
+    """Yield the held share of the system prompt and the recited words, for each policy and way of pinning."""
     ids, mask, systems = batch(tokenizer, WORDS, "\n".join(corpus.prose().values()), tokens)
     turn = f"<|im_end|>\n<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
     question = torch.tensor([tokenizer(turn, add_special_tokens=False)["input_ids"]] * len(WORDS))
@@ -72,7 +72,7 @@ def rows(
 
 
 def share_held(loop: Any, mask: Tensor, systems: Sequence[int]) -> float:
-    """Return the share of the tokens of the system prompts that are held, over layers, heads and rows."""
+    """Return the share of the system prompts' tokens that are held, over layers, heads and rows."""
     first, count = (mask == 0).sum(-1)[:, None, None], torch.tensor(systems)[:, None, None]
     held = [layer.positions for layer in kvpass.inspect(loop).layers]  # each [B, Hkv, n]
     shares = [((x >= first) & (x < first + count)).sum(-1) / count[..., 0] for x in held]

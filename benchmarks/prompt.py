@@ -1,7 +1,7 @@
 """Measure time and peak memory of prompts, with and without statistics for the policy.
 
-`window` under the same budget needs no statistics.  Times are of prompts by turns in one process.  Peaks are the memory
-that each prompt adds to a process of its own.
+`window` with the same budget needs no statistics. Prompts are timed by turns in one process. Peaks are the memory that
+each prompt adds to a separate process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WARM = (640, 700)  # the graph is traced with a fixed length, then with a dynami
 
 
 def measure(settings: Settings) -> list[Row]:
-    """Rows of times, from one process, and of peaks, from one for each policy."""
+    """Return rows of times from one process, and rows of peaks from a process for each policy."""
     policies, lengths = (POLICIES[:2], (1024, 4096)) if settings.quick else (POLICIES, LENGTHS)
     threads = max(settings.threads)
     rows: list[Row] = apart.run("benchmarks.prompt:times", threads=threads, policies=policies, lengths=lengths)
@@ -44,7 +44,7 @@ def measure(settings: Settings) -> list[Row]:
 
 
 def _compiled(model: Any, policy: str) -> Any:
-    """The model whose prompt graph is compiled for any length."""
+    """Return the model with a prompt graph that is compiled for any length."""
     compiled = torch.compile(model, backend=kvpass.backend(**Case(policy).settings()))
     for count in WARM:
         compiled(tokens(count), use_cache=True, logits_to_keep=1)
@@ -79,7 +79,7 @@ def _times(compiled: dict[str, Any], length: int, bar: tqdm[Any]) -> Iterator[Ro
 
 @torch.inference_mode()
 def peaks(policy: str, lengths: Sequence[int]) -> list[Row]:
-    """Return the most MiB that a prompt of each length adds to the process."""
+    """Return the peak MiB that a prompt of each length adds to the process."""
     compiled, rows = _compiled(build(), policy), []
     for length in lengths:
         ids = tokens(length)
@@ -100,7 +100,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def targets(rows: Sequence[Row]) -> list[Target]:
-    """Compare prompts of 8,192 tokens with statistics with the one without."""
+    """Compare prompts of 8,192 tokens with and without statistics."""
     return [
         target for what, limit in LIMITS.items() for target in _targets(by_tokens(rows, "policy", what), what, limit)
     ]

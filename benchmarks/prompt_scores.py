@@ -1,7 +1,7 @@
-"""Measure processor time of the attention of one layer of SmolLM2-135M to a prompt, and of its column sums.
+"""Measure processor time of attention in one layer of SmolLM2-135M for a prompt, and of its column sums.
 
-The layer has 9 query and 3 KV heads of 64. "Masked" is the causal mask as a boolean tensor, as a padded batch has it.
-"In one" is what a prompt runs: one operator computes attention and the sums.
+The layer has 9 query and 3 KV heads of 64. "Masked" uses the causal mask as a boolean tensor, like a padded batch. "In
+one" is the operator that a prompt runs: it computes attention and the sums.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ QUERY_HEADS, HEADS, DIM = 9, 3, 64
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TURNS = 5
 LIMITS = {"float32": 0.4, "bfloat16": 0.25}
-"""The largest share of attention that the sums may add, in one operator and without a mask."""
+"""The largest share of attention's time that the sums may add, in one operator and without a mask."""
 
 
 def measure(settings: Settings) -> list[Row]:
@@ -56,7 +56,7 @@ def _row(dtype: str, rows: int, count: int, masked: bool) -> Row:
 
     calls = {"attention": attention, "sums alone": statistics(None), "in one": statistics(value)}
     for call in calls.values():
-        call()  # compiles what is not there
+        call()  # compiles missing kernels
     found = {name: min(_spent(call) for _ in range(TURNS)) for name, call in calls.items()}
     return {"dtype": dtype, "rows": rows, "tokens": count, "mask": "masked" if masked else "causal", **found}
 
@@ -77,7 +77,7 @@ def _added(row: Row) -> float:
 
 
 def targets(rows: Sequence[Row]) -> Iterator[Target]:
-    """Longest causal prompts of one row."""
+    """Yield the targets for the longest causal prompts of one row."""
     for dtype, limit in LIMITS.items():
         found = [row for row in rows if (row["dtype"], row["rows"], row["mask"]) == (dtype, 1, "causal")]
         longest = max(found, key=lambda row: row["tokens"], default=None)

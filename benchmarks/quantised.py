@@ -1,4 +1,4 @@
-"""Rows in int8 and int4: perplexity at equal tokens and at equal bytes, and the time of a step, with plain rows too.
+"""Compare rows in int8 and int4 with plain rows: perplexity at equal tokens and equal bytes, and step times.
 
     python -m benchmarks.quantised quality --budget 128
     python -m benchmarks.quantised step --budgets 1024 8192 --clock processor
@@ -6,9 +6,9 @@
     python -m benchmarks.quantised outliers
     python -m benchmarks.quantised peers
 
-Quality is of the bundled model on held-out documents, token by token.  Equal bytes are
-twice as many tokens in int8, and four times as many in int4, as in half precision; by how much that is off is in the
-last table.  docs/quantised.md has the figures.
+Quality is measured with the bundled model on held-out documents, token by token. Equal bytes mean twice as many tokens
+in int8, and four times as many in int4, as in half precision; the last table has the deviation. docs/quantised.md has
+the figures.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from kvpass.decoding.prefill import Caller
 from kvpass.errors import KVPassError
 from kvpass.lowering.formats import KV_DTYPES, EncodedVectors, KVDtype, code_products, format_of
 
-TIMES: dict[KVDtype, int] = {"int8": 2, "int4": 4}  # as many tokens in the same bytes, nearly
+TIMES: dict[KVDtype, int] = {"int8": 2, "int4": 4}  # about as many tokens in equal bytes
 KINDS: tuple[KVDtype | None, ...] = (None, *KV_DTYPES)
-PROMPT = 64  # tokens before the steps that are timed
+PROMPT = 64  # tokens before the timed steps
 CLOCKS = {"wall": time.perf_counter, "processor": time.thread_time}
 Cells = dict[tuple[KVDtype | None, int], float | str]
 
@@ -56,7 +56,7 @@ class Documents:
     prompt: int
 
     def perplexity(self, policy: str, budget: int, kv_dtype: KVDtype | None) -> float | str:
-        """What a policy reaches, or why it refuses."""
+        """Return the perplexity under a policy, or the reason for its refusal."""
         tokens, evicts = self.tokens, policies.get(policy).evicts
         slots = policies.resolve(policy, {}).fitting_budget(budget) if evicts else tokens.shape[1]
         with torch.inference_mode():
@@ -70,13 +70,13 @@ class Documents:
 
 
 def asked(policy: str, budget: int) -> list[tuple[KVDtype | None, int]]:
-    """Every measurement of a policy: as many tokens in each format, then as many bytes."""
+    """Return the measurements of a policy: equally many tokens in each format, then equal bytes."""
     same: list[tuple[KVDtype | None, int]] = [(kind, 1) for kind in KINDS]
     return [*same, *TIMES.items()] if policies.get(policy).evicts else same
 
 
 def quality(given: argparse.Namespace) -> None:
-    """Print a line for every policy, as soon as it is measured."""
+    """Print a line for every policy as soon as it is measured."""
     subject = load(None)
     texts = subject.encode(corpus.read(corpus.held_out_files()))
     made = torch.tensor(corpus.documents(texts, given.documents, given.length, subject.bos))
@@ -93,7 +93,7 @@ def quality(given: argparse.Namespace) -> None:
 
 
 def _cells(found: Cells) -> Iterator[str]:
-    """Perplexities, with the difference from plain rows of as many tokens, or as many bytes."""
+    """Yield perplexities, with their difference from plain rows of equally many tokens or equal bytes."""
     plain = found[None, 1]
     for value in found.values():
         if isinstance(value, str) or isinstance(plain, str) or value is plain:
@@ -118,10 +118,10 @@ def sizes() -> None:
 
 
 def outliers() -> None:
-    """Print by how much logits are off where a few numbers of every key are larger than the others.
+    """Print the error of logits for keys with a few larger dimensions.
 
-    Of random queries and keys of 128 numbers, four of which are so many times as large in all keys: the mean difference
-    of a logit in shares of the mean logit.
+    Queries and keys are random with 128 dimensions, four of which are larger by a factor in all keys. The error is the
+    mean difference of a logit, relative to the mean logit.
     """
     _print_line(["larger by", *KV_DTYPES])
     _print_line(["---:"] * (1 + len(KV_DTYPES)))
@@ -130,7 +130,7 @@ def outliers() -> None:
 
 
 def logit_error(kv_dtype: KVDtype, times: float, dim: int = 128) -> float:
-    """See `outliers`."""
+    """Return the error that `outliers` describes."""
     drawn = torch.Generator().manual_seed(0)
     query, key = (torch.randn(1, 8, count, dim, generator=drawn) for count in (16, 1024))
     key[..., torch.arange(4) * dim // 4 + 5] *= times
@@ -149,18 +149,18 @@ PEERS: dict[str, dict[str, Any]] = {
     "hqq, 8 bits, no token unrounded": {"backend": "hqq", "nbits": 8, "residual_length": 1, **HQQ},
     "fp8": {"backend": "fp8"},
 }
-"""Quantised caches of transformers, with groups of as many numbers as ours in four bits."""
+"""Quantised caches of transformers, with groups as large as those of kvpass in four bits."""
 
 
 @torch.inference_mode()
 def peers(given: argparse.Namespace) -> None:
-    """Print how far logits are off with a full cache that is stored in few bits, for ours and those of transformers.
+    """Print the error of logits with a full cache in few bits, for kvpass and for caches of transformers.
 
-    After a prompt the tokens of held-out text go in one by one; a logit's difference from the model's with an ordinary
-    cache, root mean square over all tokens and words, in shares of the logits' own spread.
+    After a prompt, tokens of held-out text are fed one by one. The error is the difference from the model's logits with
+    an ordinary cache: root mean square over all tokens and words, relative to the spread of the logits.
 
-    Two of the peers are packages of their own: `pip install optimum-quanto hqq termcolor`.  hqq imports termcolor and
-    does not ask for it; with hqq alone transformers cannot import its caches.
+    Two of the peers are separate packages: `pip install optimum-quanto hqq termcolor`. hqq imports termcolor without
+    requiring it; without termcolor, transformers cannot import hqq's caches.
     """
     subject = load(None)
     texts = subject.encode(corpus.read(corpus.held_out_files()))
@@ -183,7 +183,7 @@ def peers(given: argparse.Namespace) -> None:
 
 
 def _logits(model: Any, ids: Tensor, prompt: int, cache: Any) -> Tensor:
-    """Logits [B, n, V] of the tokens after a prompt, which go in one by one."""
+    """Return the logits [B, n, V] of the tokens after a prompt, fed one by one."""
     out, found = cache_names.call_model(model, ids[:, :prompt], cache), []
     for column in ids[:, prompt:].split(1, 1):
         out = cache_names.call_model(model, column, cache_names.cache_of_output(out))
@@ -213,14 +213,14 @@ def step(given: argparse.Namespace) -> None:
 
 
 def _step(talks: dict[str, Conversation], clock: Callable[[], float]) -> list[str]:
-    """Milliseconds of each, and of all but the first, in shares of that."""
+    """Return the milliseconds of each contender, and those of all but the first relative to the first."""
     taken = medians(interleaved([Local(name, talk.step, clock) for name, talk in talks.items()], Plan()))
     first, *others = taken.values()
     return [*(f"{ms:.2f}" for ms in taken.values()), *(f"{ms / first:.2f}" for ms in others)]
 
 
 def _conversation(model: Any, policy: str, budget: int, kv_dtype: KVDtype | None) -> Conversation:
-    """After a short prompt: a step reads all slots, whatever is in them."""
+    """Return a conversation after a short prompt, because a step reads all slots whatever they hold."""
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=kvpass.backend(policy, budget=budget, kv_dtype=kv_dtype))
     talk = Conversation(compiled, cache_names.cache_of_output(compiled(random_tokens(PROMPT), use_cache=True)))
@@ -235,14 +235,14 @@ def _compiled(function: Callable[..., Tensor], *arguments: Tensor) -> Callable[.
 
 
 LOADS = {"words": code_products.fills_vectors, "bytes": lambda codes, together: False}
-"""How codes are loaded: as the processor has it, or byte by byte."""
+"""Ways to load codes: chosen by the processor, or byte by byte."""
 
 
 @torch.inference_mode()
 def products(given: argparse.Namespace) -> None:
-    """Print the microseconds of a layer's product with keys, and with values, by format and how codes are loaded.
+    """Print the microseconds of a layer's products with keys and with values, by format and way to load codes.
 
-    Of the benchmark's model: two queries for each of four KV heads of 64 numbers.
+    The layer is that of the benchmark's model: two queries for each of four KV heads of 64 dimensions.
     """
     _print_line(["slots", "format", "loaded in", "with keys", "with values"])
     _print_line(["---:", "---", "---", "---:", "---:"])
@@ -260,7 +260,7 @@ def products(given: argparse.Namespace) -> None:
 
 
 def _products(kind: KVDtype, slots: int) -> list[Callable[[], object]]:
-    """Both products, compiled."""
+    """Return both products, compiled."""
     torch._dynamo.reset()
     made, drawn = format_of(kind, DIM, torch.bfloat16), torch.Generator().manual_seed(0)
     query = torch.randn(1, KV_HEADS, HEADS // KV_HEADS, DIM, generator=drawn).to(torch.bfloat16)

@@ -3,9 +3,9 @@
     python -m benchmarks.ranks
     python -m benchmarks.ranks --layers 32 --heads 32 --hidden 4096 --rows 8 --budget 2048 --ranks 2 4 8
 
-In a ring all-reduce of S bytes, each of n processes sends and receives 2 (n - 1) / n S bytes.  The model has two in
-each layer, after attention and after the MLP, of [rows, 1, hidden] in half precision.  Those of a policy are float32;
-tests/distributed compares them with the graphs.  docs/distributed.md has the table.
+In a ring all-reduce of S bytes, each of n processes sends and receives 2 (n - 1) / n S bytes. The model has two in
+each layer, after attention and after the MLP, of [rows, 1, hidden] in half precision. Those of a policy are float32;
+tests/distributed compares them with the graphs. docs/distributed.md has the table.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SHOWN: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def exchanged(policy: Policy, model: Model) -> int:
-    """Return the numbers in a policy's all-reduce of one layer and step; 0 for none."""
+    """Return the count of numbers in a policy's all-reduce of one layer and step; 0 for none."""
     slots = model.rows * policy.capacity(model.budget)
     if isinstance(policy, Tova):
         return slots

@@ -1,7 +1,7 @@
 """Measure the recall of planted key-value pairs by distance, at equal memory.
 
-The model is the bundled one that recalls (`examples/train_recall.py`).  Pairs are made as in the demo, from other texts
-and words.  `python -m benchmarks recall` prints both tables.
+The model is the bundled one that recalls (`examples/train_recall.py`). Pairs are made as in the demo, from other texts
+and words. `python -m benchmarks recall` prints both tables.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from kvpass.torch_private import dynamo
 TITLE = "Recall of planted pairs against distance"
 BUDGET, DOCUMENTS, LENGTH = 128, 16, 2048
 DISTANCES = (16, 32, 64, 128, 256, 512, 1024, 2000)
-PROMPT = 2  # tokens of the shortest first piece: sizes of one are special to torch.compile
+PROMPT = 2  # tokens of the shortest first piece, because torch.compile specialises sizes of one
 PIECE = 32  # tokens of a text that are fed together
 T = TypeVar("T")
 LATER, AT_ONCE = "asked after the text", "asked at the end of the prompt"
 TURNS = 4  # prompts of all documents, each with another question
-SEED = 2_000_000_011  # of the pairs; neither training nor the demo has it
+SEED = 2_000_000_011  # seed of the pairs, unused in training and in the demo
 
 
 @dataclasses.dataclass(frozen=True)
 class RecallOutcome:
-    """Share of the words of values that were the most likely token, by distance.
+    """Share of the values' words that were the most likely token, by distance.
 
     Attributes:
-        later: the text was fed in pieces, and the questions after it.
-        at_once: text and question were one prompt, and the policy evicted after it.  The first word of a value does not
-            count, since it is predicted from the whole prompt.
+        later: results for a text fed in pieces, with the questions after it.
+        at_once: results for text and question in one prompt, after which the policy evicts. The first word of a value
+            is not counted, because the complete prompt predicts it.
     """
 
     distances: tuple[int, ...]
@@ -57,7 +57,7 @@ class RecallOutcome:
 
     @property
     def ways(self) -> dict[str, tuple[float, ...]]:
-        """Shares by the way of asking."""
+        """Return the shares by way of asking."""
         return {LATER: self.later, AT_ONCE: self.at_once}
 
 
@@ -85,7 +85,7 @@ def outcomes(
     """Yield the answer of each policy, or the reason for its refusal.
 
     Args:
-        pieces: how often a policy ticks.
+        pieces: number of ticks of a policy.
         ask: asks the model, which is compiled for the policy; called with `tick`.
     """
     with tqdm(total=len(names) * pieces, unit="piece", dynamic_ncols=True) as bar:
@@ -99,8 +99,8 @@ def asked(caller: Caller, planted: PlantedPairs, tick: Callable[[], object], tur
     """Ask a model, compiled or not, about every pair.
 
     Args:
-        tick: called after every piece of the text.
-        turns: how often the texts are prompts, each with one question at its end.
+        tick: function to call after every piece of the text.
+        turns: number of prompts of the texts, each with one question at its end.
     """
     numbers, cache = range(len(planted.distances)), read(caller, planted.text, tick)
     later = [share_of_right_words(caller, planted, number, copy.deepcopy(cache)) for number in numbers]
@@ -121,7 +121,7 @@ def read(caller: Caller, text: Tensor, tick: Callable[[], object]) -> Any:
 
 
 def piece_count(text: Tensor) -> int:
-    """Return how often `read` ticks for text int64 [B, T]."""
+    """Return the number of ticks of `read` for text int64 [B, T]."""
     return (text.shape[1] - PROMPT) // PIECE
 
 
@@ -134,7 +134,7 @@ def right_at_once(caller: Caller, planted: PlantedPairs, turns: int) -> tuple[fl
     """Return the share of a value's words but the first, by distance, when a question ends the prompt."""
     rows, count = len(planted.text), len(planted.distances)
     shares: list[list[float]] = [[] for _ in range(count)]
-    for turn in range(max(turns, count - rows + 1)):  # every distance is asked of some row
+    for turn in range(max(turns, count - rows + 1)):  # so that some row is asked about every distance
         numbers = [(row + turn) % count for row in range(rows)]
         for number, share in zip(numbers, _right_in_turn(caller, planted, torch.tensor(numbers)), strict=True):
             shares[number].append(share)
@@ -142,7 +142,7 @@ def right_at_once(caller: Caller, planted: PlantedPairs, turns: int) -> tuple[fl
 
 
 def _right_in_turn(caller: Caller, planted: PlantedPairs, numbers: Tensor) -> list[float]:
-    """Return for each row its share of right words, where the prompt ends with the question of that number."""
+    """Return each row's share of right words if the prompt ends with the question of that number."""
     lines = planted.pairs[torch.arange(len(numbers)), numbers]  # [B, 3 + V]
     question, answer = lines[:, :2], lines[:, 2:-1]
     prompt = torch.cat([planted.text, question], 1)

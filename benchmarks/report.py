@@ -16,7 +16,7 @@ from kvpass.apps.evaluation.tables import cell
 
 Row = dict[str, Any]
 PAGES = tuple(Path(__file__).parents[1] / "docs" / name for name in ("performance.md", "quality.md", "papers.md"))
-"""The pages of figures, between whose comments tables are written."""
+"""Pages of figures, with comments that enclose the tables."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,8 +24,10 @@ class Target:
     """A bound on a figure.
 
     Attributes:
-        part: of the benchmark; what: the figure, in words.
-        limit: the bound; at_least: True for a lower bound.
+        part: part of the benchmark.
+        what: the figure, in words.
+        limit: the bound.
+        at_least: True for a lower bound.
         measured: the figure; None if it could not be measured.
     """
 
@@ -77,7 +79,7 @@ def about() -> Row:
 
 
 def processor() -> str:
-    """Return the name of the processor, or its architecture where the system has no name."""
+    """Return the name of the processor, or its architecture if the system has no name."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

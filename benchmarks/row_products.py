@@ -1,7 +1,7 @@
 """Time products of a few rows, and of attention: torch's library and the loops of `lowering.row_products`.
 
-Each matrix is one of many, so it comes from memory, as in a step of a model larger than the processor's caches.
-`LIMITS` of `kvpass.lowering.row_products` are taken from the results.
+Each matrix is one of many, so it is read from memory, as in a step of a model larger than the processor's caches.
+`LIMITS` of `kvpass.lowering.row_products` are derived from the results.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HEADS, SLOTS, DIM = 4, 1025, 64  # of attention
 SCORES, VALUES = "queries and keys", "probabilities and values"
 QUICK: dict[str, Any] = dict(counts=(1, 4), sizes=SIZES[1:2])
 WHOLE: dict[str, Any] = dict(counts=ROWS, sizes=SIZES)
-READ = 128 << 20  # bytes of all matrices of a contender's turn: more than caches have room for
+READ = 128 << 20  # bytes of all matrices in a contender's turn, more than the caches hold
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -68,7 +68,7 @@ def rows(dtype: str, count: int, plan: Row, counts: Sequence[int], sizes: Sequen
 
 @dataclasses.dataclass(frozen=True)
 class _Given:
-    """Operands of a product: rows, and the matrices that they are multiplied with one after another."""
+    """Operands of a product: rows, and the matrices to multiply them with in turn."""
 
     x: Tensor
     matrices: list[Tensor]
@@ -76,7 +76,7 @@ class _Given:
 
     @staticmethod
     def random(height: int, wide: int, columns: int, dtype: torch.dtype) -> _Given:
-        """Return random rows [R, K], and matrices [N, K] as of linear layers."""
+        """Return random rows [R, K], and matrices [N, K] like those of linear layers."""
         number = max(2, READ // (wide * columns * dtype.itemsize))
         matrices = [torch.randn(columns, wide).to(dtype) for _ in range(number)]
         return _Given(torch.randn(height, wide).to(dtype), matrices, _linear)
@@ -119,7 +119,7 @@ def _mixture(probabilities: Tensor, value: Tensor) -> Tensor:
 
 
 def compiled(function: Callable[[Tensor, Tensor], Tensor], parts: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """Compile a product into one loop over `parts` stretches of the columns; 0 takes torch's library."""
+    """Compile a product into one loop over `parts` ranges of the columns; 0 selects torch's library."""
     spelled = inductor.graph_pass(uuid.uuid4().bytes, functools.partial(decompose_products, parts=parts))
 
     def product(x: Tensor, matrix: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
-"""`kvpass serve` with one and with several clients, and the step of its loop with and without the server.
+"""Time `kvpass serve` with one and with several clients, and its loop with and without the server.
 
 python -m benchmarks.server [--rows 8] [--budget 1024] [--tokens 128] [--rounds 3] [--threads 2]
 
-A real checkpoint (kvpass.apps.checkpoint) in bfloat16.  The server runs in this process, and its clients
-in another one.  "loop" steps the same loop in the same thread of the process, without HTTP, for the same requests.  A
-step is one in which every client's row decodes.
+A real checkpoint (kvpass.apps.checkpoint) runs in bfloat16. The server runs in this process, and its clients in
+another one. "loop" steps the same loop in the same thread of the process, without HTTP, for the same requests. Only
+steps in which every client's row decodes are counted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PATIENCE = 600
 
 
 class TimedLoop(kvpass.DecodeLoop):
-    """A loop that notes how long its steps take.
+    """A loop that records the time of its steps.
 
     Attributes:
         steps: seconds, requests with new tokens and tokens of each step.
@@ -90,7 +90,7 @@ def in_another_process(url: str, several: list[list[int]], tokens: int) -> dict[
 
 
 def directly(service: Service, several: list[list[int]], tokens: int) -> float:
-    """Return the seconds in which the engine's thread serves requests that do not come over HTTP."""
+    """Return the seconds in which the engine's thread serves requests that do not use HTTP."""
     done, loop = threading.Event(), service.engine.loop
     taken: list[float] = []
 

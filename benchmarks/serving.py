@@ -1,9 +1,9 @@
 """Serve requests of mixed lengths by a DecodeLoop, by `generate` in batches, and by continuous batching.
 
-Requests arrive at random from a fixed seed, and their lengths have a heavy tail.  `generate` takes the waiting
-requests, up to the number of rows, and runs to the end of the longest one; its caches are bounded too.  The continuous
-batching of transformers runs uncompiled, on pages for as many tokens as the rows have slots.  Each way has a process of
-its own, and compiles before it is timed.
+Requests arrive at random from a fixed seed, and their lengths have a heavy tail. `generate` takes the waiting
+requests, up to the number of rows, and runs to the end of the longest one; its caches are bounded too. The continuous
+batching of transformers runs uncompiled, on pages for as many tokens as the rows have slots. Each way runs in a
+separate process, and compiles before it is timed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LOOP, BATCHES, PAGES = "DecodeLoop, rows", "generate, batch by batch", "transfor
 POLICY, BUDGET, ROWS, CHUNK = "h2o", 256, 8, 256
 REQUESTS, RATE, SEED = 64, 8.0, 0
 PROMPTS, ANSWERS = (16, 1000), (8, 256)
-TAIL = 1.1  # the exponent of the Pareto distribution that lengths are drawn from
+TAIL = 1.1  # exponent of the Pareto distribution of lengths
 BLOCK = 32
 FASTER = {BATCHES: 1.5, PAGES: 1.0}
 
@@ -74,7 +74,7 @@ def measure(settings: Settings) -> list[Row]:
 
 
 def serve(way: str, count: int) -> Row:
-    """Return tokens per second, seconds to the first token, and the most MiB added."""
+    """Return tokens per second, seconds to the first token, and the peak MiB added."""
     asked = arrivals(count)
     run = WAYS[way](build())
     began = time.process_time()
@@ -144,7 +144,7 @@ def by_batches(model: Any) -> Run:
     kvpass.compile(model, POLICY, budget=BUDGET)
 
     def generate(prompts: list[list[int]], most: int, tick: Callable[[], object] = lambda: None) -> None:
-        prompts = (prompts * ROWS)[:ROWS]  # always as many rows, which is one graph
+        prompts = (prompts * ROWS)[:ROWS]  # always the same number of rows, for one graph
         longest = max(map(len, prompts))
         ids = torch.tensor([[0] * (longest - len(part)) + part for part in prompts])
         mask = torch.tensor([[0] * (longest - len(part)) + [1] * len(part) for part in prompts])
@@ -173,7 +173,7 @@ def by_batches(model: Any) -> Run:
 
 
 def _never(tick: Callable[[], object], ids: torch.Tensor) -> torch.Tensor:
-    """Stop nothing, and report that a token has come."""
+    """Stop nothing, and report a new token."""
     tick()
     return torch.zeros(len(ids), dtype=torch.bool)
 

@@ -1,4 +1,4 @@
-"""Define the settings that all parts of the benchmark get."""
+"""Define the settings of all parts of the benchmark."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Settings:
     """Settings of a run.
 
     Attributes:
-        quick: small sizes, for a look at everything in a few minutes; targets are compared all the same.
+        quick: whether to use small sizes, for a run of a few minutes; targets are compared nevertheless.
         out: the folder for JSON, tables and plots.
-        threads, dtypes: of the steps; each combination is timed.
+        threads, dtypes: values for timed steps; each combination is timed.
         kvpress: the folder for the environment of kvpress.
     """
 
@@ -27,7 +27,7 @@ class Settings:
 
     @property
     def plan(self) -> Plan:
-        """Number of turns and steps."""
+        """Return the number of turns and steps."""
         return Plan(rounds=5, steps=6) if self.quick else Plan()
 
     def combinations(self) -> list[tuple[str, int]]:

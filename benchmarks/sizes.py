@@ -1,6 +1,6 @@
 """Count compilations and time calls for new lengths, batch sizes, prompts under a share, and doubling slots.
 
-Each kind has a process of its own, with cold caches: ten values one after the other, then the same ten again.
+Each kind runs in a separate process with cold caches: ten values in turn, then the same ten again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TITLE = "New lengths, batches and budgets"
 LENGTHS = (9, 23, 5, 41, 14, 33, 7, 56, 18, 28)
 BATCHES = (1, 4, 2, 6, 3, 8, 5, 10, 7, 9)
 PROMPTS = (640, 800, 512, 960, 704, 576, 864, 736, 608, 928)
-GROWING = 3  # times that the slots of policy full double
+GROWING = 3  # number of times that the slots of policy full double
 PROMPT, BUDGET, SHARE = 64, 256, 0.25
 MOST, OF_KNOWN = 2, 2.0
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.standing
 
-A policy that keeps one of sixteen tokens by a score keeps a token if fewer than 6 % of the tokens score higher.  The
-model is the bundled one that recalls, with the texts of `python -m benchmarks recall`, after a whole prompt.
+A policy that keeps one of sixteen tokens by a score keeps a token if fewer than 6 % of the tokens score higher. The
+model is the bundled one that recalls, with the texts of `python -m benchmarks recall`, after a complete prompt.
 docs/quality.md has the table.
 """
 
@@ -74,7 +74,7 @@ def _above(scores: list[Tensor], planted: PlantedPairs, number: int) -> float:
     """
     lines = torch.arange(planted.text.shape[1])[planted.span(number)].view(planted.times, -1)
     every = [_surpassing(score, words) for score in scores for words in lines[:, 2:-1]]
-    return torch.stack(every).amin((0, 2)).mean().item()  # of [layers * times, B, Hq]
+    return torch.stack(every).amin((0, 2)).mean().item()  # [layers * times, B, Hq]
 
 
 def _surpassing(score: Tensor, words: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Time steps by tokens seen, compared with full caches, StreamingLLM by concatenation, and kvpress.
 
-Contenders take turns in one process; kvpress has its own.  Caches of transformers are filled with random keys and
-values.  A conversation of kvpass is moved to its position in the text (`bounded.move_on`).  A step with 8 slots is
+Contenders take turns in one process; kvpress has a separate one. Caches of transformers are filled with random keys
+and values. A conversation of kvpass is moved to its position in the text (`bounded.move_on`). A step with 8 slots is
 compared with reading its bytes once (`benchmarks.reading`), the lower bound of any step.
 """
 
@@ -32,13 +32,13 @@ UNCOMPILED, STATIC, CONCATENATION = "uncompiled, DynamicCache", "torch.compile, 
 FLOOR, LOOP_FLOOR = "kvpass, 8 slots (the floor)", "DecodeLoop, 8 slots"
 OURS, THEIRS = "kvpass, ", "kvpress, "
 PRESSES = ("knorm", "streaming", "tova")
-PROMPT = BUDGET + 76  # so that every policy has evicted
+PROMPT = BUDGET + 76  # every policy has evicted after such a prompt
 LOOPED = "h2o"  # the policy of the timed DecodeLoop
 LENGTHS, LONG = (1024, 4096, 16384, 65536), 16384
 QUICK: dict[str, Any] = dict(lengths=(1024, LONG), policies=("streaming", "h2o", "d2o"))
 NAMED = ("streaming", "sage", "buzz", "h2o", "tova", "cascade", "d2o")  # policies with targets
 
-OF_READING = {"float32": 1.15, "bfloat16": 1.3}  # a step with 8 slots, of reading its bytes once
+OF_READING = {"float32": 1.15, "bfloat16": 1.3}  # a step with 8 slots, relative to reading its bytes once
 GOALS = ((UNCOMPILED, LONG, 7.0), (STATIC, LONG, 10.0), (UNCOMPILED, 4 * LONG, 25.0), (THEIRS, LONG, 1.7))
 
 
@@ -57,7 +57,7 @@ def rows(
     dtype: str, count: int, kvpress: str, plan: dict[str, int], lengths: Sequence[int], policies: Sequence[str]
 ) -> list[Row]:
     """Return the rows of one dtype and number of threads."""
-    torch._dynamo.config.recompile_limit = 256  # each contender is a compilation of the same `forward`
+    torch._dynamo.config.recompile_limit = 256  # each contender compiles the same `forward`
     with contextlib.ExitStack() as stack:
         bench = _Bench(dtype, count, Plan(**plan))
         stack.callback(bench.bar.close)
@@ -78,7 +78,7 @@ class _Bench:
         self.bar = tqdm(unit="turn", desc=f"step, {under(self.about)}", dynamic_ncols=True)
 
     def presses(self, stack: contextlib.ExitStack, folder: Path) -> Callable[[int], list[Contender]]:
-        """Return a function from tokens seen to the contenders of kvpress, which are none if it is unavailable."""
+        """Return a function from tokens seen to the contenders of kvpress, without any if it is unavailable."""
         self.bar.set_postfix_str("making the environment of kvpress")
         try:
             python = peers.environment(folder)
@@ -142,7 +142,7 @@ class Floor:
 
     @property
     def line(self) -> Row:
-        """Line of the table."""
+        """Return the line of the table."""
         speed = {"MB": self.bytes / 1e6, "read at, GB/s": self.bytes / self.reading / 1e6, "in, ms": self.reading}
         return speed | {f"{name}, of that": share for name, share in self.of_reading.items()}
 

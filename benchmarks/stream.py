@@ -1,6 +1,6 @@
 """Measure memory and time over a stream of 100,000 decoded tokens in one conversation.
 
-A conversation with 8 slots is timed at the same points, which tells a slower machine from a slower step.
+A conversation with 8 slots is timed at the same points, to distinguish a slower machine from a slower step.
 """
 
 from __future__ import annotations

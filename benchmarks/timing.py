@@ -1,4 +1,4 @@
-"""Time contenders by turns, so that other work on the machine falls on all of them alike."""
+"""Time contenders by turns, so that other work on the machine affects all of them equally."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Protocol
 
 
 class Contender(Protocol):
-    """What is timed; it may run in another process."""
+    """A timed contender, which may run in another process."""
 
     name: str
 
@@ -46,7 +46,7 @@ class Plan:
 
     @property
     def total(self) -> int:
-        """Steps of each contender, skipped ones included."""
+        """Return the number of steps of each contender, including skipped ones."""
         return self.rounds * (self.steps + self.skipped)
 
     def fewer(self, share: float) -> Plan:
@@ -66,7 +66,7 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Return the seconds of every timed step, by contender.
 
-    Each round begins with another contender, so that none always follows the same one.
+    Each round begins with a different contender, so that none always follows the same one.
     """
     found: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     for turn in range(plan.rounds):

@@ -1,7 +1,7 @@
-"""Processes that answer questions over pipes, so that contenders with environments of their own can take turns.
+"""Run processes that answer questions over pipes, so that contenders in separate environments can take turns.
 
-A worker that waits for a question costs no processor time.  The module needs the standard library alone: both ends
-import it, and one of them runs in an environment without torch.
+A worker that waits for a question uses no processor time. The module needs only the standard library, because one end
+of a pipe runs in an environment without torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.environments import Unavailable
 
 
 class Worker:
-    """A process that runs `serve`.  It is started at once, and the first answer waits until it is ready."""
+    """A process that runs `serve`; it starts at once, and the first answer waits until it is ready."""
 
     def __init__(self, command: list[str], environment: Mapping[str, str], log: Path | None = None) -> None:
         """
@@ -60,13 +60,13 @@ class Worker:
         try:
             print(json.dumps(question), file=self.process.stdin, flush=True)
         except BrokenPipeError:
-            return  # `answer` says so
+            return  # `answer` reports it
 
     def answer(self) -> Any:
         """Wait for the next answer.
 
         Raises:
-            Unavailable: as of `ask`.
+            Unavailable: see `ask`.
         """
         if not self._ready:
             self._ready = True
@@ -90,9 +90,9 @@ class Worker:
 
 
 def serve(start: Callable[[], Callable[..., Any]]) -> None:
-    """Answer questions, one JSON object a line, from stdin until it is closed.
+    """Answer questions, one JSON object on each line, from stdin until it is closed.
 
-    Everything else that the process prints goes to stderr, also from libraries in C++.
+    All other output of the process goes to stderr, including that of libraries in C++.
 
     Args:
         start: returns the function that is called with each question as keyword arguments.
@@ -103,7 +103,7 @@ def serve(start: Callable[[], Callable[..., Any]]) -> None:
         def say(make: Callable[[], Any]) -> None:
             try:
                 found = make()
-            except Exception as error:  # the other end decides what to do without this contender
+            except Exception as error:  # the other end decides how to continue without this contender
                 found = {"error": f"{type(error).__name__}: {error}"}
             print(json.dumps(found), file=answers, flush=True)
 

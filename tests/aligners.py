@@ -1,4 +1,4 @@
-"""Aligners with random weights, strong enough to be seen in what a layer computes."""
+"""Make aligners with random weights, large enough to change the output of a layer visibly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvpass.policies.aligners.networks import DirectNetwork, PaperNetwork
 def random_aligner(
     recipe: str, layers: int = 1, heads: int = 2, dim: int = 8, window: int = 40, every: int = 1, seed: int = 0
 ) -> Aligner:
-    """An untrained aligner for a model of that shape."""
+    """Return an untrained aligner for a model with these sizes."""
     signature = Signature("random", layers, heads, dim, dim, window, every=every)
     if recipe == "nothing":
         return identity_aligner(signature)

@@ -1,4 +1,4 @@
-"""Made-up calibrations and gates, for tests of the policies that read one."""
+"""Make random calibrations and gates for tests of policies that need them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CALIBRATED = ("expected_attention", "tri_attention")
 def random_calibration(
     layers: int = 2, query_heads: int = 4, heads: int = 2, dim: int = 8, seed: int = 0, theta: float = 100.0
 ) -> Calibration:
-    """The statistics of normal queries around a mean, for a model of that shape that rotates halves of a row."""
+    """Return statistics of normal queries for a model with these sizes, whose rotation pairs the halves of a row."""
     drawn = torch.Generator().manual_seed(seed)
     half, mean = dim // 2, torch.randn(layers, query_heads, dim, generator=drawn)
     factor = torch.randn(layers, query_heads, dim, dim, generator=drawn) / dim**0.5
@@ -32,14 +32,14 @@ def random_calibration(
 
 
 def random_gates(layers: int = 2, heads: int = 2, seed: int = 0) -> HeadGates:
-    """Gates of a model of that shape, all different."""
+    """Return random gates, all different, for a model with these sizes."""
     return HeadGates("random", torch.rand(layers, heads, generator=torch.Generator().manual_seed(seed)))
 
 
 def made_for_model(
     name: str, layers: int = 2, query_heads: int = 4, heads: int = 2, dim: int = 8
 ) -> dict[str, Calibration | HeadGates]:
-    """The options of a policy that are made for one model, but for the networks of `kv_align`."""
+    """Return the options that a policy needs for one model, except the aligners of `kv_align`."""
     if name in CALIBRATED:
         return {"calibration": random_calibration(layers, query_heads, heads, dim)}
     return {"gates": random_gates(layers, heads)} if name == "duo_attention" else {}

@@ -1,9 +1,9 @@
-"""No compiled code is carried from test to test.
+"""Select the cases to run, and reset Dynamo between tests so that they share no compiled code.
 
-Tests that ask for `traced` are the exception: they share what Dynamo traces of a model that they call in the same way.
-So do the tests of a file that uses `shared_traces`.
+Two fixtures are exceptions. `traced` gives tests a model whose Dynamo traces they share, because they call it in the
+same way. `shared_traces` keeps traces and compiled code for all tests of a file.
 
-What imports torch is imported where it is needed: the process that only hands tests to others starts without it.
+Modules that import torch are imported inside functions, so that the xdist controller starts without torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LONGEST = (
     "test_rewrite", "test_architectures", "test_kv_align", "test_artifacts", "test_cuda_emission", "test_handle",
     "test_generate", "test_segments", "test_run", "test_prefill", "test_load", "test_encoder_decoders", "test_backend",
 )  # fmt: skip
-"""The files whose tests take longest begin, so that none of them is what one process does at the end alone."""
+"""Files that run first, because they take longest: started last, one would run alone at the end."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,56 +38,62 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """Of tests marked `few` all but so many cases are slow; then the marks choose; then `--some` does of slow ones."""
+    """Order the files, and choose the cases to run.
+
+    1. Of a test marked `few(n)`, n evenly spaced cases stay in the default run; the others are marked slow.
+    2. pytest applies the `-m` expression.
+    3. `--some` keeps evenly spaced cases of each slow test, see `sampled_count`.
+    """
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
-    for cases in by_test(item for item in items if not item.get_closest_marker("slow")):
+    for cases in cases_by_test(item for item in items if not item.get_closest_marker("slow")):
         if few := cases[0].get_closest_marker("few"):
-            for item in left_out(cases, spread(cases, few.args[0])):
+            for item in excluding(cases, evenly_spaced(cases, few.args[0])):
                 item.add_marker(pytest.mark.slow)
     yield
     if config.getoption("--some"):
-        slow = by_test(item for item in items if item.get_closest_marker("slow"))
-        left = [item for cases in slow for item in left_out(cases, spread(cases, wanted(cases)))]
+        slow = cases_by_test(item for item in items if item.get_closest_marker("slow"))
+        left = [item for cases in slow for item in excluding(cases, evenly_spaced(cases, sampled_count(cases)))]
         config.hook.pytest_deselected(items=left)
-        items[:] = left_out(items, left)
+        items[:] = excluding(items, left)
 
 
 def pytest_runtest_setup() -> None:
-    """Where there is a time by which tests must end, those that have not begun by then are skipped, and it is said."""
+    """Skip tests that have not started by the deadline in `KVPASS_TESTS_UNTIL`."""
     if time.time() > float(os.environ.get("KVPASS_TESTS_UNTIL", "inf")):
         pytest.skip("not run: the time for tests is up")
 
 
-def by_test(items: Iterable[pytest.Item]) -> list[list[pytest.Item]]:
-    """The cases of each test."""
+def cases_by_test(items: Iterable[pytest.Item]) -> list[list[pytest.Item]]:
+    """Group cases by test function."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     return list(cases.values())
 
 
-def wanted(cases: list[pytest.Item]) -> int:
-    """How many cases of a slow test `--some` runs; `some` says it, if it has that mark."""
+def sampled_count(cases: list[pytest.Item]) -> int:
+    """Return how many cases of a slow test `--some` runs: the argument of its mark `some`, or a twelfth."""
     marker = cases[0].get_closest_marker("some")
     return marker.args[0] if marker else math.ceil(len(cases) / EVERY)
 
 
-def spread(cases: list[pytest.Item], count: int) -> list[pytest.Item]:
-    """So many of the cases of one test, at even distances."""
+def evenly_spaced(cases: list[pytest.Item], count: int) -> list[pytest.Item]:
+    """Return `count` evenly spaced cases of one test."""
     count = min(count, len(cases))
     return [cases[(2 * place + 1) * len(cases) // (2 * count)] for place in range(count)]
 
 
-def left_out(items: list[pytest.Item], chosen: list[pytest.Item]) -> list[pytest.Item]:
-    """All but those."""
+def excluding(items: list[pytest.Item], chosen: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the items that are not in `chosen`."""
     taken = {id(item) for item in chosen}
     return [item for item in items if id(item) not in taken]
 
 
 def pytest_collection_finish() -> None:
-    """Set up what runs tests, not what hands them out.
+    """Set up the process that runs tests, after collection.
 
-    What imports have made stays, and looking through everything again and again took a tenth of the time.
+    The xdist controller collects nothing, so it does not import torch. Imported objects stay alive, and scanning them
+    took the garbage collector a tenth of the test time.
     """
     from tests.quick import trace_quickly
 
@@ -114,7 +120,7 @@ def fresh_dynamo(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def shared_traces() -> Iterator[None]:
-    """The tests of a file that uses this share what is traced and compiled."""
+    """Keep traces and compiled code for all tests of a file."""
     from tests import models
 
     with models.lasting():
@@ -123,7 +129,7 @@ def shared_traces() -> Iterator[None]:
 
 @pytest.fixture
 def traced() -> Callable[..., Traced]:
-    """See `tests.models.traced`."""
+    """Return `tests.models.traced`."""
     from tests import models
 
     return models.traced

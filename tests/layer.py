@@ -1,4 +1,4 @@
-"""One attention layer with padding and chunks, lowered and as reference, as a model would drive it."""
+"""Drive one attention layer like a model, with padding and chunks, on slots and on the reference."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Step = Callable[..., Tensor]
 
 @dataclasses.dataclass
 class Stretch:
-    """Tokens that are fed at once: q [B, Hq, n, D], k, v [B, Hkv, n, D] before RoPE, real bool [B, n], and pins."""
+    """Tokens of one call: q [B, Hq, n, D], k, v [B, Hkv, n, D] before RoPE, valid [B, n]."""
 
     q: Tensor
     k: Tensor
@@ -48,7 +48,7 @@ def layout_for(
     kv_dtype: KVDtype | None = None,
     limits: Sequence[int] = (),
 ) -> Layout:
-    """`limits` are the budgets of the rows, if they have their own; there are slots for each of them."""
+    """Return the layout of a layer, with slots for the largest budget; `limits` are budgets of rows, if they differ."""
     rows, heads, count, dim = stretch.k.shape
     capacity = max(policy.capacity(each, count) for each in (budget, *limits)) + spare
     sizes = (policy, budget, capacity, rows, heads, dim, dim)
@@ -57,16 +57,16 @@ def layout_for(
 
 
 def positions_of(first: Tensor, valid: Tensor) -> Tensor:
-    """[B, 1, n]: first, first + 1, ... over the real tokens."""
+    """Return positions [B, 1, n] that count the real tokens from `first` on."""
     return (first + (valid.long().cumsum(-1) - 1)[:, None]).clamp(min=0)
 
 
 class Lowered:
-    """The operations that are spliced into graphs."""
+    """Run a layer with the operations that kvpass splices into graphs."""
 
     def __init__(self, layout: Layout, theta: float, limits: Sequence[int] = (), step: Step = decode_step) -> None:
         self.layout, self.theta, self.limits, self.step = layout, theta, limits, step
-        self.knows_padding = True  # of steps, as the host does except on a GPU
+        self.knows_padding = True  # in steps: the host knows it except on a GPU
         self.scale = layout.key_dim**-0.5
         self.slots: Slots | None = None
         self.clocks = [()] * layout.batch
@@ -130,8 +130,8 @@ class Lowered:
         return [[sorted(p for p in head if p >= 0) for head in row] for row in position]
 
 
-class Literal:
-    """The eager reference."""
+class OnReference:
+    """Run a layer with the eager reference."""
 
     def __init__(self, layout: Layout, theta: float, limits: Sequence[int] = ()) -> None:
         self.layout, self.theta = layout, theta
@@ -175,7 +175,7 @@ class Literal:
 
 
 def causal(slots: Slots, count: int) -> Mask:
-    """The mask of a model that sees what went before, for so many new tokens."""
+    """Return a causal mask function for `count` new tokens."""
     at = slots.length[:, None] + torch.arange(count)
 
     def mask(index: Tensor, position: Tensor, key_features: list[Tensor]) -> Tensor:
@@ -185,7 +185,7 @@ def causal(slots: Slots, count: int) -> Mask:
 
 
 def positions_for(policy: Policy, budget: Tensor, first: Tensor, valid: Tensor, prompt: bool) -> Tensor:
-    """[B, 1, n]: the positions that a model gives the tokens; the budget is [B, 1]."""
+    """Return the positions [B, 1, n] that a model gives new tokens; the budget is [B, 1]."""
     at = positions_of(first, valid)
     if not policy.renumbers:
         return at
@@ -195,7 +195,7 @@ def positions_for(policy: Policy, budget: Tensor, first: Tensor, valid: Tensor, 
 
 
 def prompt_mask(valid: Tensor, policy: Policy | None = None, budget: int | Tensor = 0) -> Tensor:
-    """bool [B, 1, n, n]: causal, never to padding, and for a policy that renumbers not beyond the own window."""
+    """Return a causal mask bool [B, 1, n, n] without padding; a policy that renumbers sees only its own window."""
     count = valid.shape[1]
     mask = torch.ones(count, count, dtype=torch.bool).tril() & valid[:, None]
     if policy is not None and policy.renumbers:

@@ -1,4 +1,4 @@
-"""Tiny random models, one row an architecture, and what tests do with them."""
+"""Build tiny random models, one configuration for each architecture, and run them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 HEADS_OF_64: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama-64": ("LlamaForCausalLM", dict(_GROUPED, hidden_size=256)),
-    "Cohere-64": ("CohereForCausalLM", dict(_GROUPED, hidden_size=256)),  # its embedding mixes neighbours
+    "Cohere-64": ("CohereForCausalLM", dict(_GROUPED, hidden_size=256)),  # its rotary embedding pairs neighbours
 }
 
 
@@ -50,12 +50,12 @@ def _built(architecture: str, layers: int) -> torch.nn.Module:
 
 
 def build(architecture: str, dtype: torch.dtype = torch.float32, layers: int = 2) -> Any:
-    """A fresh copy of the tiny model."""
+    """Return a fresh copy of a tiny model."""
     return copy.deepcopy(_built(architecture, layers)).to(dtype)
 
 
 def different(layers: int, seed: int = 1) -> Any:
-    """A model in which attention differs from layer to layer, so that d2o gives them different budgets."""
+    """Return a Llama whose layers attend differently, so that d2o gives them different budgets."""
     model, drawn = build("Llama", layers=layers), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in model.parameters():
@@ -66,16 +66,16 @@ def different(layers: int, seed: int = 1) -> Any:
 
 @functools.lru_cache(maxsize=1)
 def traced(architecture: str, *way: object, dtype: torch.dtype = torch.float32, layers: int = 2) -> Traced:
-    """A model whose traces tests share that call it in the same `way`, one after the other.
+    """Return a model whose Dynamo traces are shared by consecutive tests with the same arguments.
 
     Args:
-        way: whatever tells how it is called: rows, lengths of pieces.
+        way: values that identify how the model is called, for example rows and lengths of pieces.
     """
     return Traced(build(architecture, dtype, layers))
 
 
 def prompt(rows: int = 3, tokens: int = 9, padding: Sequence[int] = (3, 1, 0)) -> tuple[Tensor, Tensor]:
-    """Token ids and attention mask [rows, tokens], left-padded."""
+    """Return token ids and a left-padded attention mask, both [rows, tokens]."""
     ids = torch.randint(3, 128, (rows, tokens), generator=torch.Generator().manual_seed(tokens))
     mask = torch.ones_like(ids)
     for row, count in enumerate(padding[:rows]):
@@ -85,7 +85,7 @@ def prompt(rows: int = 3, tokens: int = 9, padding: Sequence[int] = (3, 1, 0)) -
 
 @dataclasses.dataclass
 class Run:
-    """Logits [B, T, vocabulary] of a teacher-forced run, what each step held, and the cache."""
+    """Logits [B, T, vocabulary] of a teacher-forced run, the cached positions after each step, and the cache."""
 
     logits: Tensor
     held: list[list[Tensor]]
@@ -94,10 +94,12 @@ class Run:
 
 @torch.no_grad()
 def force(model: Any, ids: Tensor, mask: Tensor, steps: Sequence[int], *, inspect: bool = True, **backend: Any) -> Run:
-    """Feed `ids` in pieces of the given lengths, the first from an empty cache, twice where only then it is compiled.
+    """Feed `ids` in pieces of the given lengths, starting from an empty cache.
+
+    Backends that compile a prompt at its second run get the first piece twice.
 
     Args:
-        model: a module, compiled anew, or one that is `Traced`.
+        model: a module, which is compiled anew, or a `Traced` model.
     """
     chosen = kvpass.backend(**backend)
     if isinstance(model, Traced):
@@ -130,7 +132,7 @@ def force(model: Any, ids: Tensor, mask: Tensor, steps: Sequence[int], *, inspec
 
 @contextlib.contextmanager
 def lasting() -> Iterator[None]:
-    """What is compiled inside stays until the end."""
+    """Keep compiled code until the context ends, and discard it then."""
     forget()
     with many_graphs():
         yield
@@ -138,22 +140,22 @@ def lasting() -> Iterator[None]:
 
 
 def many_graphs() -> Any:
-    """More graphs than torch.compile makes of one function by default; the setting is of one thread alone."""
+    """Return a config patch that raises the recompile limit of torch.compile, in the current thread only."""
     return torch._dynamo.config.patch(recompile_limit=1000, accumulated_recompile_limit=100000)
 
 
 def forget() -> None:
-    """What was compiled and traced."""
+    """Discard all traces, compiled code and counters of Dynamo."""
     traced.cache_clear()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
 
 
 def graphs() -> int:
-    """Dynamo graphs since the last reset."""
+    """Return the number of Dynamo graphs since the last reset."""
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def breaks() -> int:
-    """Graph breaks since the last reset."""
+    """Return the number of graph breaks since the last reset."""
     return sum(torch._dynamo.utils.counters["graph_break"].values())

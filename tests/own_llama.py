@@ -1,4 +1,4 @@
-"""A hand-written decoder with the weights of a Llama, which keeps keys and values as [B, S, H, D] or [B, H, S, D]."""
+"""Define a hand-written decoder for Llama weights, with a cache [B, S, H, D] or [B, H, S, D]."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ ATTENDS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
 
 
 def halves(x: Tensor, angle: Tensor) -> Tensor:
-    """Rotate x [B, q, H, D] by angles [B or 1, q, 1, D / 2], as Llama of transformers does."""
+    """Rotate x [B, q, H, D] by angles [B or 1, q, 1, D / 2], like Llama in transformers."""
     cos, sin = (torch.cat([each, each], -1).to(x.dtype) for each in (angle.cos(), angle.sin()))
     one, other = x.chunk(2, -1)
     return x * cos + torch.cat([-other, one], -1) * sin
 
 
 def complexes(x: Tensor, angle: Tensor) -> Tensor:
-    """Rotate pairs of neighbours, as the Llama of Meta does; the angles may be complex numbers already."""
+    """Rotate pairs of neighbours, like Meta's Llama; the angles may already be complex numbers."""
     number = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
     turn = angle if angle.is_complex() else torch.polar(torch.ones_like(angle), angle)
     return torch.view_as_real(number * turn).flatten(3).type_as(x)
@@ -70,21 +70,21 @@ ROTATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"halves": halves, "com
 
 
 def placed(x: Tensor, dim: int) -> Tensor:
-    """[B, S, H, D] as the cache has it, or back."""
+    """Convert between [B, S, H, D] and the order of the cache, whose token dimension is `dim`."""
     return x if dim == 1 else x.transpose(1, 2)
 
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """How the model keeps and reads keys and values.
+    """Options for how the model stores and reads keys and values.
 
     Attributes:
-        key_dim, value_dim: the dimensions of the tokens in the cache.
-        attend, rotate: of `ATTENDS` and `ROTATES`.
+        key_dim, value_dim: token dimensions of keys and values in the cache.
+        attend, rotate: names in `ATTENDS` and `ROTATES`.
         empty: whether a prompt concatenates an empty past.
-        late: whether keys are normalized when they are read.
-        table: the table of all positions that is sliced by the number of cached tokens: "angles", "pair" of cosines
-            and sines, or "complex" numbers; "" computes the angles of position ids.
+        late: whether keys are normalized after they are read.
+        table: precomputed table that is sliced by the number of cached tokens: "angles", "pair" of cosines and sines,
+            or "complex" numbers; "" computes angles from position ids.
     """
 
     key_dim: int = 1
@@ -108,7 +108,7 @@ class OwnLayer(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor, angle: Tensor, allowed: Tensor, past: Pair | None) -> tuple[Tensor, Pair]:
-        """Return the states and the cache; `angle` is [B or 1, q, D / 2]."""
+        """Return the hidden states and the cache; `angle` is [B or 1, q, D / 2]."""
         way, rotate, n = self.way, ROTATES[self.way.rotate], self.norm(x)
         q = self.q(n).view(*x.shape[:2], self.heads, self.dim)
         k = placed(self.k(n).view(*x.shape[:2], self.kv_heads, self.dim), way.key_dim)
@@ -124,7 +124,10 @@ class OwnLayer(nn.Module):
 
 
 class OwnLlama(nn.Module):
-    """forward(ids [B, q], ...) -> logits and a tuple of keys and values; without position ids all rows count alike."""
+    """A decoder: forward(ids [B, q], ...) returns logits and a tuple of keys and values.
+
+    Without position ids all rows count tokens from the same start.
+    """
 
     def __init__(
         self,
@@ -150,7 +153,7 @@ class OwnLlama(nn.Module):
         self.eval()
 
     def add_tables(self, count: int = 128) -> None:
-        """Precompute the tables of `Way.table`, from the frequencies."""
+        """Precompute the tables that `Way.table` names, from the rotary frequencies."""
         angles = torch.arange(count)[:, None] * self.frequency.float()
         tables = {"angles": angles, "cos": angles.cos(), "sin": angles.sin()}
         if self.way.table == "complex":
@@ -159,7 +162,7 @@ class OwnLlama(nn.Module):
             self.register_buffer(name, table, persistent=False)
 
     def rows_of_tables(self, start: int, stop: int) -> Tensor:
-        """The angles [1, q, D / 2] of positions, or the complex numbers that have them."""
+        """Return the rotary angles [1, q, D / 2] of positions, or the complex numbers with these angles."""
         if self.way.table == "complex":
             return self.turn[start:stop][None]
         if self.way.table == "pair":
@@ -208,7 +211,7 @@ _NAMES = {
 
 
 def of_llama(model: Any, way: Way) -> OwnLlama:
-    """The decoder with the weights of a LlamaForCausalLM of transformers."""
+    """Return a decoder with the weights of a `LlamaForCausalLM` of transformers."""
     config = model.config
     result = OwnLlama(
         way,

@@ -1,4 +1,4 @@
-"""The configuration with which a backend gives a step graph to Inductor."""
+"""Return the configuration with which a backend passes a step graph to Inductor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention layers for property tests, and the table of policies that all generic tests run over."""
+"""Hypothesis strategies for attention layers, and the table of policies for all generic tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvpass.policies import Policy
 from tests.aligners import random_aligner
 from tests.calibrations import CALIBRATED, random_calibration, random_gates
 
-EXAMPLES = int(os.environ.get("KVPASS_EXAMPLES", "10"))  # `make slow` draws more, and other ones
+EXAMPLES = int(os.environ.get("KVPASS_EXAMPLES", "10"))  # `make slow` draws more cases, with other seeds
 
 settings.register_profile(
     "kvpass",
@@ -32,17 +32,17 @@ torch.set_num_threads(1)
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One policy in the table: its name, what its options may be, and how good its choice must be.
+    """One policy in the table, with its options, smallest budget and properties.
 
     Attributes:
-        options: a strategy of option dictionaries.
-        least: the smallest budget drawn.
-        scored: whether it looks at what is worth keeping, and so must beat `random`.
-        case: what a case for it cannot choose.
-        fixed: options in tests of whole models; a small budget must do.
-        lossless: further options under which nothing goes before the budget is full.
-        periodic: whether it may evict several tokens at once, by `interval`.
-        rows: whether rows may have budgets of their own.
+        options: strategy for dictionaries of options.
+        least: smallest budget drawn.
+        scored: whether the policy scores tokens, so that it must beat `random`.
+        fixed: options for tests of whole models, chosen so that a small budget suffices.
+        case: values that a case for this policy must have.
+        lossless: further options that prevent eviction before the budget is full.
+        periodic: whether the policy takes `interval`, and so can evict several tokens at once.
+        rows: whether rows may have different budgets.
     """
 
     name: str
@@ -56,12 +56,12 @@ class Row:
     rows: bool = True
 
     def drawn(self, draw: st.DrawFn) -> dict[str, Any]:
-        """Draw options; of a policy that may evict at intervals, half of the time with one."""
+        """Draw options; for a periodic policy, half of the draws include an interval."""
         intervals = draw(INTERVALS) if self.periodic else {}
         return {**intervals, **draw(self.options)}
 
     def lossless_at(self, budget: int, interval: int = 1) -> dict[str, Any]:
-        """Return options under which nothing goes before `budget` tokens are held; all heads then have as many."""
+        """Return options that prevent eviction up to `budget` tokens; all heads then hold equally many."""
         if self.name == "duo_attention":
             return {"sinks": 0, "recent": budget + 1 - interval}
         return self.lossless
@@ -76,11 +76,11 @@ ALIGNERS = st.builds(
 CALIBRATIONS = st.builds(lambda seed: random_calibration(1, seed=seed), st.integers(0, 20))
 OF_CALIBRATIONS: dict[str, Any] = {"heads": 2, "groups": 2, "dim": 8, "positions": "absolute"}
 OF_HEADS = ("ada_kv", "critical_kv", "defensive_kv", "duo_attention")
-"""Policies that divide the budget of a layer among its heads."""
+"""Policies that divide a layer's budget among its heads."""
 TWO_HEADS: dict[str, Any] = {"heads": 2, "positions": "absolute"}
-"""What they need in a case."""
+"""Values that these policies require of a case."""
 OF_CLASSES = dict(least=6, scored=True, fixed={"window": 3}, case=TWO_HEADS, lossless={"shares": (1.0,)}, rows=False)
-"""What `ada_kv` and the policies that share its budgets of heads have in common."""
+"""Fields shared by `ada_kv` and the policies that divide budgets in the same way."""
 OF_ONE_MODEL = ("kv_align", "duo_attention", *CALIBRATED)
 """Policies whose weights are made for one model."""
 
@@ -309,7 +309,7 @@ ROWS = {row.name: row for row in TABLE}
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One layer: all that `kvpass.simulate` needs to know."""
+    """Sizes, options and seed of one layer: the arguments of `kvpass.simulate`."""
 
     name: str
     options: dict[str, Any]
@@ -325,7 +325,7 @@ class Case:
     theta: float | None
 
     def layer(self, sharpness: float = 2.0) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of normal numbers; never arbitrary floats, so that no ties arise by accident."""
+        """Return q, k and v of normal numbers; arbitrary floats would produce ties by accident."""
         drawn = torch.Generator().manual_seed(self.seed)
         tokens = self.prompt + self.steps
         q = torch.randn(self.rows, self.heads * self.groups, tokens, self.dim, generator=drawn) * sharpness
@@ -349,7 +349,7 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn, row: Row, **fixed: Any) -> Case:
-    """Any layer for the policy of a row; prompts lie around the budget as often as not."""
+    """Draw a layer for a row of the table; many prompts are about as long as the budget."""
     fixed = row.case | fixed
     options = fixed.pop("options", None)
     options = row.drawn(draw) if options is None else options
@@ -371,7 +371,7 @@ def cases(draw: st.DrawFn, row: Row, **fixed: Any) -> Case:
 
 
 def fitting(policy: Policy, budget: int) -> int:
-    """The smallest budget from `budget` on that the policy takes."""
+    """Return the smallest budget of at least `budget` that the policy accepts."""
     while True:
         try:
             policy.check_budget(budget)

@@ -1,4 +1,4 @@
-"""One trace of Dynamo's for several backends, for tests that compare policies on one model."""
+"""Trace a model once for several backends, in tests that compare policies on one model."""
 
 from __future__ import annotations
 
@@ -13,52 +13,51 @@ from kvpass.torch_private import regions, symbolic_shapes
 
 
 class Switch:
-    """A backend of torch.compile that has each of Dynamo's graphs run as the backend makes it that is chosen then.
+    """A backend that traces each graph once and runs it as compiled by the backend selected at call time.
 
-    What Dynamo traces, which takes most of a small model's time, is the model's code and no policy's: it is traced once
-    for each way of calling the model.  Dynamo's guards hold as always.  What would be traced anew for a backend is
-    traced anew for this one.
+    Tracing takes most of the time of a small model, and depends on the model's code, not on the policy. Dynamo traces
+    once for each way of calling the model. Dynamo's guards stay in force: a call that needs a new trace under a backend
+    of kvpass needs one here too.
 
     Attributes:
-        graphs: how many Dynamo made.
-        ran: the numbers of those that ran since a backend was chosen.
+        graphs: number of graphs that Dynamo has traced.
+        ran: numbers of the graphs that have run since the last selection of a backend.
     """
 
     def __init__(self) -> None:
         self.graphs = 0
         self.ran: set[int] = set()
-        self._chosen: Backend | None = None
-        self._open = False
+        self._selected: Backend | None = None
+        self._has_dynamic_prompt = False
 
     def to(self, chosen: Backend) -> Switch:
-        """The same, and what runs from now on is what this backend makes of the graphs."""
-        self._chosen, self.ran = chosen, set()
+        """Select the backend that compiles the graphs from now on, and return the switch."""
+        self._selected, self.ran = chosen, set()
         return self
 
-    def serves(self, chosen: Backend) -> bool:
-        """Whether a backend can go on with what was traced.
+    def can_reuse_traces(self, chosen: Backend) -> bool:
+        """True if a backend can use the existing traces.
 
-        What compiles a prompt's graph for all lengths asks something of them, which Dynamo's guards must hold; and
-        they are made by now.
+        A backend that compiles prompts for dynamic lengths adds Dynamo guards on them, which existing traces lack.
         """
-        return not self._open or chosen.inner in ("eager", "reference")
+        return not self._has_dynamic_prompt or chosen.inner in ("eager", "reference")
 
     def __call__(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         number, self.graphs = self.graphs, self.graphs + 1
-        kept = regions.inline_regions(gm)  # Dynamo takes the shapes out of its own
-        made = [self._made(kept, examples)]
+        graph = regions.inline_regions(gm)  # Dynamo clears the shapes of its own graph after this call
+        compiled = [self._compile(graph, examples)]
         is_step = any(isinstance(example, Handle) for example in examples)
-        self._open |= not is_step and any(symbolic_shapes.symbols(each) for each in examples)
+        self._has_dynamic_prompt |= not is_step and any(symbolic_shapes.symbols(each) for each in examples)
 
         def run(*arguments: Any) -> Any:
             self.ran.add(number)
-            if made[0][0] is not self._chosen:
-                made[0] = self._made(kept, arguments)
-            return made[0][1](*arguments)
+            if compiled[0][0] is not self._selected:
+                compiled[0] = self._compile(graph, arguments)
+            return compiled[0][1](*arguments)
 
         return run
 
-    def _made(self, gm: fx.GraphModule, examples: Sequence[Any]) -> tuple[Backend, Callable[..., Any]]:
-        """The chosen backend, and what it makes of a graph."""
-        assert self._chosen is not None
-        return self._chosen, self._chosen(gm, examples)
+    def _compile(self, gm: fx.GraphModule, examples: Sequence[Any]) -> tuple[Backend, Callable[..., Any]]:
+        """Compile a graph with the selected backend, and return both."""
+        assert self._selected is not None
+        return self._selected, self._selected(gm, examples)

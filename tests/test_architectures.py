@@ -1,4 +1,4 @@
-"""Whole architectures: one by default, four that differ most and every third that transformers offers when slow.
+"""Test architectures of transformers: one by default, and when slow the four most different and every third.
 
 `make architectures` examines all of them.
 """
@@ -54,7 +54,7 @@ def test_architectures_are_what_the_page_says(name: str) -> None:
 @pytest.mark.parametrize("table", zoo.TABLES)
 def test_the_page_has_no_defects_and_counts_right(table: str) -> None:
     words = [verdict.word for verdict in written(table).values()]
-    assert set(zoo.names(table)) <= set(written(table))  # which has those that came with later versions, too
+    assert set(zoo.names(table)) <= set(written(table))  # the page also has those of later versions
     if f"transformers {transformers.__version__} and" in PAGE.read_text(encoding="utf-8"):
         assert sorted(written(table)) == zoo.names(table)
     assert not {"wrong", "error"}.intersection(words)
@@ -64,7 +64,7 @@ def test_the_page_has_no_defects_and_counts_right(table: str) -> None:
 
 @pytest.mark.slow
 def test_refusals_name_a_line() -> None:
-    """Attention that takes no softmax over one product of queries and keys."""
+    """Test attention without a softmax over a single product of queries and keys."""
     verdict = examine("prophetnet")
     assert verdict.word == "refused"
     assert "feeds no attention call" in verdict.reason
@@ -78,9 +78,9 @@ def test_refusals_name_a_line() -> None:
 def test_masks_that_are_filled_in_place_are_read_and_a_text_sliced_by_the_cache_is_refused(
     mask_token: int, why: str
 ) -> None:
-    """XLM's prompts are held; each of its steps is given the whole text, of which it takes what is not cached.
+    """Check that XLM's prompts run, while its steps, which slice the complete text by the cache, are refused.
 
-    Every call ends in a mask token.  Where that is padding, the next call shows what the last one hid.
+    Every call ends with a mask token. Where that token is padding, the next call shows a token that the last one hid.
     """
     sizes = dict(vocab_size=32, emb_dim=16, n_layers=2, n_heads=2, max_position_embeddings=64)
     torch.manual_seed(0)
@@ -97,7 +97,7 @@ def test_masks_that_are_filled_in_place_are_read_and_a_text_sliced_by_the_cache_
 @pytest.mark.few(1)
 @pytest.mark.parametrize("chosen", [PROMPT - 1, PROMPT])
 def test_a_sparse_index_must_choose_all(chosen: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it would hide from the prompt or from the slots is refused, and not shown."""
+    """Check the refusal if the index would hide tokens from the prompt or from the slots."""
     monkeypatch.setitem(zoo.SPECIAL, "deepseek_v32", zoo.SPECIAL["deepseek_v32"] | {"index_topk": chosen})
     model = zoo.build("deepseek_v32")
     if chosen < PROMPT:
@@ -108,13 +108,13 @@ def test_a_sparse_index_must_choose_all(chosen: int, monkeypatch: pytest.MonkeyP
         assert all(layer.indexer_keys.isnan().all() for layer in cache.layers)
 
 
-# -- what comes into a graph from outside ----------------------------------------------------------------
+# -- masks as inputs of graphs ---------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["full", "streaming", "h2o"])
 def test_a_mask_of_four_dimensions_from_the_user(policy: str) -> None:
-    """It hides every third token from the first row, which no mask of the model's does."""
+    """Test a mask that hides every third token from the first row, unlike any mask of the model."""
     model, switch, total, steps = zoo.build("llama"), Switch(), 20, 8
     ids = torch.randint(3, 128, (2, total + steps), generator=torch.Generator().manual_seed(2))
     allowed = torch.ones(total + steps, total + steps, dtype=torch.bool).tril()[None, None].repeat(2, 1, 1, 1)
@@ -142,7 +142,7 @@ def test_a_mask_of_four_dimensions_from_the_user(policy: str) -> None:
 
 
 class Broken(torch.nn.Module):
-    """A model whose graph breaks between its layers, so that the mask goes from graph to graph."""
+    """A model with a graph break between its layers, so that the mask is passed between graphs."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ def test_a_model_with_graph_breaks(policy: str) -> None:
     torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
 
 
-# -- layers with a sliding window of their own -----------------------------------------------------------
+# -- layers with a sliding window ------------------------------------------------------------------------
 
 WINDOW = 8
 
@@ -197,7 +197,7 @@ def mistral() -> torch.nn.Module:
 
 @torch.no_grad()
 def continued(model: torch.nn.Module, chosen: object, prompt: int, steps: int) -> tuple[torch.Tensor, object]:
-    """Tokens of a greedy generation, and the cache; a switch goes on with what was traced for it."""
+    """Return the tokens of a greedy generation and the cache; a `Switch` keeps its earlier traces."""
     if not isinstance(chosen, Switch):
         torch._dynamo.reset()
     if chosen is not None:
@@ -220,11 +220,11 @@ def test_a_window_within_the_budget_is_kept_exactly(prompt: int) -> None:
         assert torch.equal(got, expected), policy
         layer = kvpass.inspect(cache).layers[0]
         assert layer.capacity == WINDOW
-        assert layer.positions.shape[-1] == WINDOW - 1  # what the model itself would have stored
+        assert layer.positions.shape[-1] == WINDOW - 1  # the number of tokens that the model itself would store
 
 
 def broken(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A model's call whose graph is broken in prompts, as images do it."""
+    """Return a model's call with a graph break in prompts, as with images."""
 
     @functools.wraps(forward)
     def call(self: Any, input_ids: torch.Tensor, **more: Any) -> Any:
@@ -238,7 +238,7 @@ def broken(forward: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("padding", [0, PADDING])
 def test_the_first_step_behind_a_broken_prompt_reads_the_window(padding: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dynamo has not seen the layers' counts of tokens change then."""
+    """Test a step before Dynamo has seen the layers' token counts change."""
     model = mistral()
     given = inputs.of(model, PROMPT, padding)
     expected = generate(model, None, given)
@@ -249,7 +249,7 @@ def test_the_first_step_behind_a_broken_prompt_reads_the_window(padding: int, mo
 
 
 def test_a_budget_below_the_window_bounds_it() -> None:
-    """The policy governs, and the model's own window still hides what is too old."""
+    """Check that the policy bounds the cache, and that the model's window still hides old tokens."""
     model, switch = mistral(), Switch()
     both = (backend("h2o", 5, inner, Recorder()) for inner in ("eager", "reference"))
     runs = [generate(model, switch.to(chosen), text(model)) for chosen in both]

@@ -1,4 +1,4 @@
-"""Arguments of public functions: what is not allowed is an error that names it, before anything runs."""
+"""Test arguments of public functions: an invalid value raises an error that names it, before anything runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NO_COUNT: tuple[Any, ...] = (
     torch.tensor(2.0),
     torch.tensor([2, 3]),
 )
-"""Values that cannot be a number of things, of which there must be one."""
+"""Invalid values for a count, which must be at least one."""
 NO_NUMBER: tuple[Any, ...] = ("0.5", True, [0.5], float("nan"), 1j, torch.tensor([0.5, 0.5]))
 NO_TRUTH: tuple[Any, ...] = ("yes", 1, 0, None, [True], torch.tensor([True, False]))
 NO_IDS: tuple[Any, ...] = (
@@ -278,7 +278,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Sequence[An
 
 
 def _without_address(value: Any) -> str:
-    """Write a value in the same way in every process, as the names of test cases must be."""
+    """Format a value equally in every process, as the names of test cases require."""
     return re.sub(r" at 0x[0-9a-f]+", "", arguments.short_text(value))
 
 
@@ -292,7 +292,7 @@ def misuses() -> list[Any]:
 
 
 def refused(call: Callable[..., Any], given: dict[str, Any], name: str) -> None:
-    """The error names the argument.  Where it is the name that is unknown, the error says that."""
+    """Check that the error names the argument, or says that its name is unknown."""
     unknown = "|policy" if name in ("name", "text", "cls") else ""
     with pytest.raises(kvpass.KVPassError, match=f"{re.escape(name)}{unknown}") as caught:
         call(**given)
@@ -301,24 +301,24 @@ def refused(call: Callable[..., Any], given: dict[str, Any], name: str) -> None:
 
 @pytest.mark.parametrize(("call", "given", "name"), misuses())
 def test_misuses_of_functions_are_refused_by_name(call: Callable[..., Any], given: dict[str, Any], name: str) -> None:
-    """Every value in the tables is an error of kvpass that names the argument.
+    """Check that every value in the tables raises an error of kvpass that names the argument.
 
-    What is allowed is read from the signature in one place, so an argument without a check has no annotation; that is
-    tested below for all public functions.
+    Valid values are read from signatures in one place, so an argument without an annotation is unchecked. A test below
+    rules this out for all public functions.
     """
     refused(call, given, name)
 
 
 @pytest.fixture(scope="module")
 def loops() -> tuple[kvpass.DecodeLoop, kvpass.DecodeLoop]:
-    """A loop of prompts and one of requests, on a model that never runs."""
+    """Return a loop of prompts and a loop of requests, on a model that never runs."""
     model = build("Llama", layers=1)
     how: dict[str, Any] = dict(policy="h2o", budget=8, inner="eager")
     return kvpass.DecodeLoop(model, **how), kvpass.DecodeLoop(model, **how, rows=2)
 
 
 def test_misuses_of_a_loop_are_refused_by_name(loops: tuple[kvpass.DecodeLoop, kvpass.DecodeLoop]) -> None:
-    """The same of methods, which need a model; nothing of it runs."""
+    """Check methods, which need a model but do not run it."""
     loop, serving = loops
     made = kvpass.DecodeLoop
     tables: list[tuple[Callable[..., Any], dict[str, Any], dict[str, Sequence[Any]]]] = [
@@ -432,7 +432,7 @@ OF_ANY_TYPE = {
     kvpass.save_cache: ["cache"],
     kvpass.load_cache: ["compiled_or_model"],
 }
-"""Caches and models, which may be of a type of the user's own; those that are none are refused where they are used."""
+"""Caches and models, which may be of a user's type; invalid ones are refused where they are used."""
 
 
 @pytest.mark.parametrize("given", [object(), 3, [1], torch.zeros(2)], ids=["object", "number", "list", "tensor"])
@@ -448,7 +448,7 @@ def test_an_argument_that_is_no_cache_is_refused(given: Any, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("function", public(), ids=lambda function: function.__qualname__)
 def test_every_public_argument_is_checked(function: Callable[..., Any]) -> None:
-    """A new argument cannot be left out: each has an annotation that allows less than anything."""
+    """Check that each argument has an annotation more specific than `Any`."""
     hints = typing.get_type_hints(function, include_extras=True)
     named = [
         name
@@ -522,7 +522,7 @@ def test_a_long_value_is_cut_short_and_a_tensor_is_described() -> None:
 
 
 def test_types_that_kvpass_does_not_use_are_read_too() -> None:
-    """A policy of a user's has annotations of a user's."""
+    """Test annotations that kvpass does not use, because a user's policy may have them."""
     pairs = itertools.product(
         (typing.Optional[int], typing.Union[int, None], int | None),  # noqa: UP007, UP045
         ((3, 3), (None, None), ("3", arguments.REFUSED)),

@@ -1,4 +1,4 @@
-"""Assisted decoding and prompt lookup on slots: candidates that are refused are taken back."""
+"""Test assisted decoding and prompt lookup on slots: rejected candidates are cropped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.models import build
 from tests.runtime.test_symbolic_sizes import counting
 from tests.traces import Traced
 
-# Not the same words over and over: their keys would be equally near to each other, and d2o's choice one of rounding.
+# Different words: keys of repeated words would be equally near, and rounding would decide d2o's choice.
 LOOKED_UP = torch.tensor([[5, 6, 7, 8, 5, 9, 7, 11, 5, 6]])
 some_policies = pytest.mark.parametrize(
     "name", [name if name == "h2o" else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
@@ -29,7 +29,7 @@ def generated(model: Any, **how: Any) -> Any:
 
 
 def assistant() -> Any:
-    """A model that is often right."""
+    """Return a model whose guesses are often right."""
     torch.manual_seed(0)
     model = build("Llama", layers=1)
     with torch.no_grad():
@@ -57,7 +57,7 @@ def test_full_says_what_the_uncompiled_model_says(traced: Callable[..., Traced],
     for ours, theirs in zip(got.logits, expected.logits, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
     assert got.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
-    assert model.graphs <= 3  # prompts, chunks of all lengths, and steps where there was no candidate
+    assert model.graphs <= 3  # prompts, chunks of all lengths, and steps without candidates
     assert len(backend.made) == model.graphs - 1
 
 
@@ -75,7 +75,7 @@ def test_policies_say_what_their_reference_says(traced: Callable[..., Traced], n
 
 @pytest.mark.slow
 def test_an_assistant_on_slots() -> None:
-    """Its steps are taken back, several at a time; who is assisted is not compiled, so the tokens are its own."""
+    """Check an assistant whose steps are cropped, several at a time; the assisted model is not compiled."""
     expected, helper = generated(build("Llama", layers=1)), assistant()
     kvpass.compile(helper, "h2o", budget=8, inner="eager", crop=30)
     got = generated(build("Llama", layers=1), assistant_model=helper)

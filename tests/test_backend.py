@@ -1,4 +1,4 @@
-"""The backend object and bad input: errors of ours, and nothing is lost by them."""
+"""Test the backend object and bad input: errors are kvpass errors and lose no state."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_import_is_light() -> None:
 
 
 class Odd(Exception):
-    """Something that nobody foresaw."""
+    """An exception that kvpass does not anticipate."""
 
 
 def fails(*_: Any, **__: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Graph breaks in and around attention: held, or refused with a word on what to do."""
+"""Test graph breaks in and around attention: outputs are right, or an error says what to do."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Cache:
 
 
 class Uncompiled(Cache):
-    """The same in a function that is never compiled."""
+    """A cache whose update is a function that is never compiled."""
 
     update = torch._dynamo.disable(Cache.update)
 
@@ -115,7 +115,7 @@ def test_a_cache_that_grows_uncompiled_is_left_if_not_strict() -> None:
 
 
 def test_a_frame_that_torch_skips_returns_no_cache_that_grows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of it reaches the backend; a model that kvpass compiled is looked at from outside."""
+    """Check the cache after a compiled model's call, because skipped frames never reach the backend."""
     model = build("GPT2")
     kvpass.compile(model, "window", budget=8, inner="eager")
     monkeypatch.setattr(type(model), "forward", torch._dynamo.disable(type(model).forward))
@@ -124,7 +124,7 @@ def test_a_frame_that_torch_skips_returns_no_cache_that_grows(monkeypatch: pytes
 
 
 def test_an_encoder_behind_graph_breaks_is_no_cache() -> None:
-    """As many keys as queries, or queries of the model's own on keys from outside."""
+    """Test an encoder with as many keys as queries, and one whose queries are parameters on keys from outside."""
 
     class Encoder(nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

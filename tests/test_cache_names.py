@@ -1,7 +1,6 @@
-"""Caches under both names, `cache` and `past_key_values`, as arguments and in outputs.
+"""Test caches under both names, `cache` and `past_key_values`, as arguments and in outputs.
 
-The name of a call follows from the signature of what is called, so a model that swallows the other one gets its cache;
-and whatever a model does with it, a cache that does not count the tokens that were fed is an error.
+The name follows from the signature of the called function. A cache that does not count the tokens fed is an error.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from tests.models import build, prompt
 
 
 def of_old(ids: Any, past_key_values: Any = None, cache: bool = True) -> None:
-    """A model from before the rename, to which the new name is something else."""
+    """A model from before the rename, with another meaning of the new name."""
 
 
 def of_new(ids: Any, cache: Any = None, **swallowed: Any) -> None: ...
@@ -79,7 +78,7 @@ def test_the_name_is_that_of_the_signature(model: Any, name: str) -> None:
 
 
 def test_a_function_that_was_set_on_a_module_is_not_kept() -> None:
-    """It may hold the module's weights."""
+    """Check that the function is released, because it may hold the module's weights."""
     module = nn.Linear(2, 2)
 
     def forward(self: nn.Module, cache: Any, own: Any = module.forward) -> Any:
@@ -95,7 +94,7 @@ def test_a_function_that_was_set_on_a_module_is_not_kept() -> None:
 
 
 def test_models_of_transformers_have_the_name_of_their_version() -> None:
-    """A decorated alias does not hide what it stands for."""
+    """Check that a decorated alias does not hide the original."""
     release = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     assert cache_names.cache_keyword(build("Llama")) == (NEW if release >= (5, 24) else OLD)
 
@@ -106,7 +105,7 @@ def test_models_of_transformers_have_the_name_of_their_version() -> None:
         ({OLD: 1, "ids": 2}, {NEW, "ids"}, {NEW: 1, "ids": 2}),
         ({NEW: 1}, {OLD}, {OLD: 1}),
         ({OLD: 1, NEW: True}, {OLD, NEW}, {OLD: 1, NEW: True}),
-        ({OLD: 1, NEW: 2}, {NEW}, {OLD: 1, NEW: 2}),  # the model says what is wrong with it
+        ({OLD: 1, NEW: 2}, {NEW}, {OLD: 1, NEW: 2}),  # the model itself raises for both names
         ({OLD: 1}, {"kwargs"}, {OLD: 1}),
         ({"ids": 2}, {NEW}, {"ids": 2}),
     ],
@@ -129,7 +128,7 @@ class Output:
 
 
 class Swallowing(nn.Module):
-    """Takes its cache as `cache`, and whatever else it is given."""
+    """A model that takes its cache as `cache`, and accepts any other argument."""
 
     def __init__(self, forgets: bool = False, twice: bool = False) -> None:
         super().__init__()
@@ -190,7 +189,7 @@ def test_a_loop_decodes_with_a_model_that_swallows_the_old_name() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("model", [Swallowing, functools.partial(build, "Llama", layers=1)])
 def test_a_bare_loop_may_use_either_name(model: Any) -> None:
-    """`kvpass.compile` knows the model, so either name works with every version of transformers."""
+    """Check that `kvpass.compile` accepts either name with every version of transformers."""
     torch._dynamo.reset()
     ids, _ = prompt(1, 12, ())
     expected = build("Llama", layers=1)(ids).logits
@@ -219,7 +218,7 @@ def decoded(loop: kvpass.DecodeLoop, ids: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", [OLD, NEW])
 def test_a_call_is_protected_under_either_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Caches are known by their handles: how a call is traced does not depend on the name."""
+    """Check that tracing does not depend on the name, because caches are recognised by their handles."""
     torch._dynamo.reset()
     looked: list[Any] = []
     monkeypatch.setattr(

@@ -1,6 +1,6 @@
-"""The ways in which people call models, each held against the uncompiled model, the same run alone, or the reference.
+"""Test ways to call models against the uncompiled model, the same run alone, or the reference.
 
-Graphs are shared by the tests of this file: what is compiled once for a way of calling serves every test of it.
+Tests of this file share graphs: code compiled for one way of calling serves all of them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ QUICK = [("Llama", "h2o"), ("GPTNeoX", "streaming")]
 
 
 def over_cases(quick: list[tuple[str, str]]) -> pytest.MarkDecorator:
-    """Every architecture under every policy, all but a few among the slow tests."""
+    """Parametrize by architecture and policy; all cases except `quick` are slow."""
     every = itertools.product(ARCHITECTURES, POLICIES)
     marked = [pytest.param(*case, marks=[] if case in quick else pytest.mark.slow) for case in every]
     return pytest.mark.parametrize(("architecture", "policy"), marked)
@@ -54,15 +54,15 @@ def served_again(shared_traces: None) -> Iterator[None]:
 
 
 class Trouble(Exception):
-    """What goes wrong in the middle of a step."""
+    """A failure in the middle of a step."""
 
 
 trouble: list[int] = []
-"""Not empty: the next rewritten graph raises after it ran."""
+"""If not empty, the next rewritten graph raises after its run."""
 
 
 def fallible(gm: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
-    """An inner compiler that compiles nothing, as "eager", and fails on demand."""
+    """Run a graph uncompiled, and raise on demand."""
 
     def run(*arguments: Any) -> Any:
         result = gm.forward(*arguments)
@@ -80,12 +80,12 @@ def settings(policy: str, budget: int = BUDGET, inner: Any = fallible) -> dict[s
 
 @functools.cache
 def served(architecture: str, policy: str, budget: int = BUDGET, inner: Any = fallible) -> Any:
-    """A model compiled in place, without an end-of-sequence token."""
+    """Return a model compiled in place, without an end-of-sequence token."""
     return kvpass.compile(plain(architecture), **settings(policy, budget, inner))
 
 
 def plain(architecture: str, dtype: torch.dtype = torch.float32) -> Any:
-    """The uncompiled model, of one layer: what is traced of a model takes most of the time here."""
+    """Return the uncompiled model with one layer, because tracing takes most of the time here."""
     model = build(architecture, dtype, layers=1)
     model.generation_config.eos_token_id = None
     return model
@@ -93,7 +93,7 @@ def plain(architecture: str, dtype: torch.dtype = torch.float32) -> Any:
 
 @torch.no_grad()
 def feed(call: Any, ids: Tensor, mask: Tensor | None = None, pieces: Sequence[int] = PIECES, cache: Any = None) -> Run:
-    """Give `ids` to a model in pieces; the mask covers what the cache has seen before, too."""
+    """Feed `ids` to a model in pieces; the mask also covers tokens that the cache has seen before."""
     mask = torch.ones_like(ids) if mask is None else mask
     position = (mask.cumsum(-1) - 1).clamp(min=0)
     past = mask.shape[1] - ids.shape[1]
@@ -117,7 +117,7 @@ def feed(call: Any, ids: Tensor, mask: Tensor | None = None, pieces: Sequence[in
 
 @torch.no_grad()
 def uncompiled(architecture: str, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Logits of the uncompiled model in one go."""
+    """Return the logits of the uncompiled model in one call."""
     mask = torch.ones_like(ids) if mask is None else mask
     position = (mask.cumsum(-1) - 1).clamp(min=0)
     return plain(architecture)(ids, attention_mask=mask, position_ids=position).logits
@@ -128,7 +128,7 @@ def close(a: Tensor, b: Tensor, tolerance: float = 1e-4) -> bool:
 
 
 def bounded(cache: Any, policy: str) -> bool:
-    """Whether the cache runs on slots, within the budget."""
+    """True if the cache is on slots, within the budget."""
     layers = kvpass.inspect(cache).layers
     return len(layers) == 1 and all(policy == "full" or layer.capacity <= BUDGET + 1 for layer in layers)
 
@@ -147,7 +147,7 @@ BATCHES = {
 
 
 def ragged(lengths: Sequence[int], side: str, silent: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
-    """Ids and mask of prompts of the given lengths, padded on a side, and the steps after; `silent` rows have none."""
+    """Return padded ids and mask of prompts with these lengths, and of steps; `silent` rows have no steps."""
     width = max(lengths)
     ids, _ = prompt(len(lengths), width + STEPS, ())
     mask = torch.ones_like(ids)
@@ -160,7 +160,7 @@ def ragged(lengths: Sequence[int], side: str, silent: Sequence[int] = ()) -> tup
 
 
 def assert_rows_are_as_alone(architecture: str, policy: str, lengths: Sequence[int], side: str, **how: Any) -> None:
-    """Logits, and what is held, of every row that is not silent are those of that row without the others."""
+    """Compare the logits and cached tokens of every row that is not silent with the same row alone."""
     ids, mask = ragged(lengths, side, **how)
     width = max(lengths)
     model = served(architecture, policy)
@@ -219,7 +219,7 @@ def test_a_prompt_in_pieces(architecture: str, policy: str) -> None:
 def test_several_turns(architecture: str, policy: str) -> None:
     ids, mask = prompt(3, 30, (3, 1, 0))
     pieces = [10, 1, 1, 1, 5, 1, 1, 5, 5]
-    mask[1, 15] = 0  # the second turn of a row is shorter, too
+    mask[1, 15] = 0  # this row's second turn is shorter too
     run = feed(served(architecture, policy), ids, mask, pieces)
     literal = feed(served(architecture, policy, BUDGET, "reference"), ids, mask, pieces)
     assert close(run.logits[mask.bool()], literal.logits[mask.bool()])
@@ -250,7 +250,7 @@ def test_interleaved_conversations(architecture: str, policy: str) -> None:
 
 
 def at_once(model: Any) -> list[Any]:
-    """Logits of the conversations, each in a thread of its own, or what it raised."""
+    """Return the logits of conversations in separate threads, or the exceptions."""
     results: dict[int, Any] = {}
     start = threading.Barrier(2)
 
@@ -282,7 +282,7 @@ def test_two_threads(architecture: str, policy: str) -> None:
 @pytest.mark.slow
 @costly
 def test_two_threads_from_cold(architecture: str, policy: str) -> None:
-    model = kvpass.compile(plain(architecture), **settings(policy), strict=False)  # its own backend: not compiled
+    model = kvpass.compile(plain(architecture), **settings(policy), strict=False)  # with its own backend
     expected = [feed(served(architecture, policy), ids).logits for ids in conversations()]
     for ours, alone in zip(at_once(model), expected, strict=True):
         assert close(ours, alone, 1e-5)
@@ -296,7 +296,7 @@ def test_two_threads_from_cold(architecture: str, policy: str) -> None:
 
 
 def generate(model: Any, rows: int = 3, tokens: int = 9, **how: Any) -> Any:
-    """What `generate` returns, in full."""
+    """Return the full output of `generate`."""
     ids, mask = prompt(rows, tokens, (3, 1, 0) if rows > 1 else ())
     torch.manual_seed(1)
     how = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, **how}
@@ -304,7 +304,7 @@ def generate(model: Any, rows: int = 3, tokens: int = 9, **how: Any) -> Any:
 
 
 def replayed(model: Any, sequences: Tensor, repeats: int = 1) -> Tensor:
-    """Logits for the generated tokens of sequences, fed as they are to the model, a token at a time."""
+    """Return logits for the generated tokens of sequences, fed one at a time."""
     _, mask = prompt(3, 9, (3, 1, 0))
     grown = torch.nn.functional.pad(mask.repeat_interleave(repeats, 0), (0, sequences.shape[1] - 9), value=1)
     return feed(model, sequences, grown, [9, *[1] * (sequences.shape[1] - 9)]).logits[:, 8:-1]
@@ -321,7 +321,7 @@ def test_greedy(architecture: str, policy: str) -> None:
 
 @costly
 def test_beam_search(architecture: str, policy: str) -> None:
-    """The score of a beam is that of its tokens fed alone: its slots followed every reordering."""
+    """Compare the score of a beam with its tokens fed alone, so that its slots followed every reordering."""
     out = generate(served(architecture, policy), num_beams=3, length_penalty=0.0, output_scores=True)
     assert bounded(out.past_key_values, policy)
     logits = replayed(served(architecture, policy), out.sequences).log_softmax(-1)
@@ -361,7 +361,7 @@ def test_prompt_lookup_is_refused_when_it_takes_tokens_back(architecture: str, p
 
 @costly
 def test_candidates_side_by_side(architecture: str, policy: str) -> None:
-    """What contrastive search does to a cache: each row once per candidate, a step, and one candidate stays."""
+    """Do what contrastive search does: repeat rows for candidates, take a step, and keep one candidate."""
     model = served(architecture, policy)
     ids, mask = prompt(3, 18, ())
     first = feed(model, ids[:, :12], mask[:, :12], [9, 1, 1, 1])
@@ -402,7 +402,7 @@ def test_pipeline(name: str, policy: str) -> None:
 
 @costly
 def test_compile_config_leaves_growing_caches_alone(architecture: str, policy: str) -> None:
-    """`generate` compiles only fixed caches of its own by it; the model's usual cache runs uncompiled."""
+    """Check that the usual cache runs uncompiled: with it, `generate` compiles only fixed caches."""
     model = plain(architecture)
     expected = generate(model).sequences
     config = transformers.CompileConfig(backend=kvpass.backend(**settings(policy)))
@@ -495,7 +495,7 @@ def test_gradients_are_refused(architecture: str, policy: str) -> None:
         served(architecture, policy)(ids, use_cache=True)
 
 
-# -- what people do to caches ------------------------------------------------------------------------------
+# -- operations on caches ----------------------------------------------------------------------------------
 
 
 @costly
@@ -530,7 +530,7 @@ def test_memory_of_a_deleted_cache_goes_away(architecture: str, policy: str) -> 
 def test_an_exception_in_the_middle_of_a_step(architecture: str, policy: str, pieces: list[int]) -> None:
     model = served(architecture, policy)
     ids, mask = prompt(3, 17, ())
-    for _ in range(2):  # a length of a chunk is compiled when it comes for the second time
+    for _ in range(2):  # a chunk is compiled at the second occurrence of its length
         feed(model, ids[:, : 12 + sum(pieces)], mask[:, : 12 + sum(pieces)], [9, 1, 1, 1, *pieces])
     begun, other = (feed(model, ids[:, :12], mask[:, :12], [9, 1, 1, 1]) for _ in range(2))
     trouble.append(1)
@@ -538,7 +538,7 @@ def test_an_exception_in_the_middle_of_a_step(architecture: str, policy: str, pi
         feed(model, ids[:, 12:], mask, pieces, begun.cache)
     with pytest.raises(kvpass.CacheHandleError, match="interrupted"):
         feed(model, ids[:, 12:], mask, pieces, begun.cache)
-    expected = feed(model, ids, mask).logits  # a fresh prompt
+    expected = feed(model, ids, mask).logits  # a new prompt
     if policy == "full":
         assert close(expected, uncompiled(architecture, ids))
     assert close(feed(model, ids[:, 12:], mask, [1] * 5, other.cache).logits, expected[:, 12:], 1e-5)
@@ -568,7 +568,7 @@ def test_a_cache_that_was_reset_takes_a_new_prompt(architecture: str, policy: st
     assert close(feed(model, second, cache=cache).logits, feed(model, second).logits, 1e-5)
 
 
-# -- compiled for real -------------------------------------------------------------------------------------
+# -- with Inductor -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -576,7 +576,7 @@ def test_a_cache_that_was_reset_takes_a_new_prompt(architecture: str, policy: st
 def test_inductor_in_two_threads(architecture: str, policy: str) -> None:
     model = kvpass.compile(plain(architecture), **settings(policy, inner="inductor"))
     expected = [feed(served(architecture, policy), ids).logits for ids in conversations()]
-    for ids in conversations():  # compiled by one thread after the other: two at once get in each other's way
+    for ids in conversations():  # compiled in one thread, because two would disturb each other
         thread = threading.Thread(target=feed, args=(model, ids))
         thread.start()
         thread.join()
@@ -599,7 +599,7 @@ def test_nothing_breaks_graphs() -> None:
 
 
 def test_beyond_the_recompile_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where torch gives a function up, it warns before: what runs on slots is not continued wrongly.
+    """Check that torch warns before it stops compiling, and that no slots are continued wrongly.
 
     With strict=True, the default, there is an error instead (`tests/runtime/test_entries.py`).
     """
@@ -657,7 +657,7 @@ def test_an_ordinary_cache_that_grows_is_an_error_wherever_it_is(cache: str) -> 
 
 @pytest.fixture
 def no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Offloaded caches make a stream, which builds of torch for CUDA refuse where there is no GPU."""
+    """Replace streams, which offloaded caches create and CUDA builds of torch refuse without a GPU."""
     monkeypatch.setattr(torch, "Stream", lambda: None)
 
 
@@ -678,7 +678,7 @@ def test_an_unsupported_cache_is_found_in_any_argument(around: Callable[[Any], A
 
 
 def test_output_attentions_is_refused() -> None:
-    """transformers warns that this attention has none, for which the graph breaks."""
+    """Check the error: transformers warns that this attention returns none, which breaks the graph."""
     torch._dynamo.reset()
     model, (ids, mask) = build("Llama", layers=1), prompt(2, 9, (2, 0))
     kvpass.compile(model, "h2o", budget=16, inner="eager")

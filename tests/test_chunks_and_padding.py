@@ -1,4 +1,4 @@
-"""Padding anywhere, chunks on live slots and padded decode steps: lowered operations against the references."""
+"""Compare lowered operations with references: padding anywhere, chunks on live slots, padded decode steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tests.layer import Literal, Lowered, Stretch, layout_for
+from tests.layer import Lowered, OnReference, Stretch, layout_for
 from tests.strategies import EXAMPLES, ROWS, TABLE, Case, cases, fitting
 
 EVICTING = [row for row in TABLE if row.name != "full"]
@@ -17,7 +17,7 @@ EVICTING = [row for row in TABLE if row.name != "full"]
 
 @st.composite
 def budgets(draw, case):
-    """A budget for each row, not all of them the same, that the policy can work with; none if rows must be alike."""
+    """Draw different budgets for the rows that the policy accepts; none if rows must have equal budgets."""
     if not ROWS[case.name].rows:
         return []
     policy, most = case.policy, case.budget + 8
@@ -28,7 +28,7 @@ def budgets(draw, case):
 
 
 def stretches(case, lengths, holes, padded_steps):
-    """Random tokens in stretches of the given lengths; `holes` of them are padding."""
+    """Yield random tokens for these lengths; a share `holes` of them is padding."""
     drawn = torch.Generator().manual_seed(case.seed)
     for length in lengths:
         shape = (case.rows, case.heads, length, case.dim)
@@ -39,7 +39,7 @@ def stretches(case, lengths, holes, padded_steps):
 
 
 def compare(case, lengths, holes, padded_steps=False, limits=(), spare=0, kv_dtype=None, pinned=lambda part: None):
-    """`pinned` says which tokens of a stretch to pin; those on top of the budget get slots of their own."""
+    """Compare slots with the reference; `pinned` returns the pins of a part, which may have slots on top."""
     policy, theta = case.policy.for_layer(0, 1), 1e4
     assume(policy.evicts)  # a layer may keep every token
     parts = [dataclasses.replace(x, pins=pinned(x)) for x in stretches(case, lengths, holes, padded_steps)]
@@ -47,13 +47,13 @@ def compare(case, lengths, holes, padded_steps=False, limits=(), spare=0, kv_dty
     pins = [part.pins for part in parts if part.pins is not None]
     if pins:
         layout = layout.with_pins(pins[0].on_top)
-    lowered, literal = Lowered(layout, theta, limits), Literal(layout, theta, limits)
+    lowered, reference = Lowered(layout, theta, limits), OnReference(layout, theta, limits)
     for part in parts:
-        got, expected = lowered.feed(part), literal.feed(part)
-        assert lowered.positions() == literal.positions()
+        got, expected = lowered.feed(part), reference.feed(part)
+        assert lowered.positions() == reference.positions()
         if pins:
             assert torch.equal(
-                lowered.slots.cached_indices(layout, pinned=True), literal.layer.cached_indices(layout, pinned=True)
+                lowered.slots.cached_indices(layout, pinned=True), reference.layer.cached_indices(layout, pinned=True)
             )
         real = part.valid[:, None, :, None].expand_as(got)
         torch.testing.assert_close(got[real], expected[real], atol=1e-4, rtol=1e-4)
@@ -81,9 +81,9 @@ def test_padded_steps_change_nothing(row, data):
 @given(data=st.data())
 @settings(max_examples=EXAMPLES // 3)
 def test_a_row_of_a_batch_is_as_alone(row, data):
-    """A prompt with padding in other places in each row, and steps: each row as if it had its real tokens alone.
+    """Compare each row of a padded batch with its real tokens alone, in a prompt and steps.
 
-    In half of the cases rows have budgets of their own.
+    In half of the cases rows have different budgets.
     """
     case = dataclasses.replace(data.draw(cases(row, dim=8)), rows=3)
     policy = case.policy.for_layer(0, 1)
@@ -108,7 +108,7 @@ def test_a_row_of_a_batch_is_as_alone(row, data):
 @pytest.mark.parametrize("row", [row for row in TABLE if row.periodic or row.name == "buzz"], ids=lambda row: row.name)
 @given(data=st.data())
 def test_a_missed_compaction_stays_within_the_slots(row, data):
-    """Padded steps put a row behind the host's count: it may compact late, but never runs out of slots."""
+    """Check rows behind the host's count: padded steps delay their compaction, but slots suffice."""
     case = data.draw(cases(row, dim=8))
     parts = list(stretches(case, [case.prompt] + [1] * 20, 0.3, True))
     layout = layout_for(case.policy, case.budget, parts[0], case.positions == "cache")
@@ -123,7 +123,7 @@ def test_a_missed_compaction_stays_within_the_slots(row, data):
 @pytest.mark.parametrize("row", [row for row in EVICTING if row.rows], ids=lambda row: row.name)
 @given(data=st.data())
 def test_rows_with_budgets_of_their_own(row, data):
-    """In slots for the largest or more; prompts, steps and chunks."""
+    """Test slots for the largest budget or more, with prompts, steps and chunks."""
     case = dataclasses.replace(data.draw(cases(row, dim=8)), rows=3)
     lengths = data.draw(st.lists(st.sampled_from([1, 1, 5]), max_size=12))
     compare(
@@ -133,6 +133,6 @@ def test_rows_with_budgets_of_their_own(row, data):
 
 @pytest.mark.parametrize("prompt", range(5, 15))
 def test_a_prompt_held_whole_is_compressed_whether_or_not_it_fits_the_slots(prompt):
-    """By the first step, to the layer's own budget of 6 in 14 slots."""
+    """Check that the first step compresses to the layer's budget of 6 in 14 slots."""
     case = Case("d2o", {"compress_at": "first_decode"}, 0, 1, 1, 1, 8, 8, prompt, 3, "absolute", None)
     compare(case, [prompt, 1, 1, 1], 0.0, limits=[6], spare=5)

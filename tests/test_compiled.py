@@ -1,4 +1,4 @@
-"""What Inductor makes of rewritten graphs: slow, because it compiles."""
+"""Test Inductor's code for rewritten graphs; slow, because it compiles."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZES = re.compile(r"empty_strided_cpu\w*\(\(([\d, ]+)\)")
 
 
 def allocations(code: str) -> list[int]:
-    """How many numbers each buffer that the generated code makes has."""
+    """Return the number of elements of each buffer that generated code allocates."""
     counts = []
     for shape in SIZES.findall(code):
         count = 1
@@ -32,7 +32,7 @@ def allocations(code: str) -> list[int]:
 
 
 def code_of_a_step(policy: str, layers: int) -> str:
-    """What Inductor makes of a step on 100 slots; the prompt comes once and is not compiled."""
+    """Return Inductor's code for a step on 100 slots; the prompt occurs once and is not compiled."""
     model, (ids, _) = build("Llama", layers=layers), prompt(2, 12, ())
 
     @torch.no_grad()
@@ -47,7 +47,7 @@ def code_of_a_step(policy: str, layers: int) -> str:
 
 
 def assert_no_buffer_is_allocated(code: str) -> None:
-    slot_buffer = 2 * 2 * 100 * 16  # [B, Hkv, C, D] with one slot to spare left out
+    slot_buffer = 2 * 2 * 100 * 16  # [B, Hkv, C, D] without the spare slot
     made = allocations(code)
     assert made
     assert max(made) < slot_buffer
@@ -68,7 +68,7 @@ def test_the_smallest_case_by_default() -> None:
     ("architecture", "policy"), [(name, ("streaming", "h2o")[i % 2]) for i, name in enumerate(list(ARCHITECTURES)[::2])]
 )
 def test_inductor_equals_eager(architecture: str, policy: str) -> None:
-    """With positions by rank on every second architecture, and with scores on the others."""
+    """Test every second architecture with positions by rank, and the others with scores."""
     model = build(architecture)
     ids, mask = prompt(2, 20, (3, 0))
     steps = [9, 1, 1, 4, *[1] * 5]
@@ -138,7 +138,7 @@ EDITS = {"code": [("tokens.position", 1), ("-tokens.position", 1)], "table": [("
 @pytest.mark.slow
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edited_policy_is_never_answered_with_stale_code(tmp_path: Path, edit: str) -> None:
-    """Two processes, one cache directory, and a policy whose source or constants changed in between."""
+    """Run two processes with one cache directory, and change a policy's source or constants in between."""
     printed = []
     for worth, sign in EDITS[edit]:
         script = tmp_path / "script.py"
@@ -148,7 +148,7 @@ def test_an_edited_policy_is_never_answered_with_stale_code(tmp_path: Path, edit
 
 
 def last_line(script: Path, cache: Path) -> str:
-    """What a script prints last, in a process of its own with that directory for Inductor's caches."""
+    """Return the last line that a script prints, in a separate process with this directory for Inductor's caches."""
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
     result = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=True)
     return result.stdout.strip().splitlines()[-1]
@@ -156,7 +156,7 @@ def last_line(script: Path, cache: Path) -> str:
 
 @pytest.mark.slow
 def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
-    """The prompt's graph and the step's are both found in Inductor's caches on disk."""
+    """Check that the graphs of prompt and step are found in Inductor's caches on disk."""
     script = tmp_path / "script.py"
     counted = "\nfrom torch._dynamo.utils import counters\nprint(counters['aot_autograd']['autograd_cache_miss'])\n"
     script.write_text(textwrap.dedent(SCRIPT.replace("{worth}", "tokens.position").replace("{sign}", "1")) + counted)

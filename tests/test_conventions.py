@@ -1,4 +1,4 @@
-"""Conventions of the tests: an expected error is the one that is meant, and no case passes by saying nothing."""
+"""Check conventions: tests match messages of expected errors and never return early; docstrings name real things."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ERRORS = tuple(name for name, each in vars(errors).items() if isinstance(each, t
 
 
 def test_every_error_that_a_test_expects_is_named_by_its_words() -> None:
-    """Errors of kvpass: without `match` any other refusal passes as the one that is meant."""
+    """Require `match` for errors of kvpass: without it another refusal would pass for the expected one."""
     found = [
         f"{path.relative_to(ROOT)}:{call.lineno}"
         for path, tree in _test_files()
@@ -31,7 +31,7 @@ def test_every_error_that_a_test_expects_is_named_by_its_words() -> None:
 
 
 def test_no_test_returns_early() -> None:
-    """A case that says nothing is left out of the parameters, rejected, or skipped with a reason."""
+    """Require that a case without assertions is filtered from the parameters, rejected, or skipped with a reason."""
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path, tree in _test_files()
@@ -57,7 +57,7 @@ def test_docstrings_of_the_package_begin_with_one_short_sentence() -> None:
 
 
 def test_documented_attributes_and_arguments_exist() -> None:
-    """A renamed field or parameter is renamed in the docstring too."""
+    """Check that docstrings list existing attributes and arguments, so that renames reach them."""
     trees = _package()
     nodes = [(path, node) for path, tree in trees.items() for node in ast.walk(tree)]
     classes = {node.name: node for _, node in nodes if isinstance(node, ast.ClassDef)}
@@ -69,14 +69,14 @@ def test_documented_attributes_and_arguments_exist() -> None:
     assert found == []
 
 
-# What docstrings quote from elsewhere: torch and its operators, transformers, libc, lm-eval, DuoAttention.
+# Names that docstrings quote from torch and its operators, transformers, libc, lm-eval and DuoAttention.
 FOREIGN = {"generate", "model.generate", "input_ids", "position_ids", "use_cache", "past_key_values", "memcpy"}
 FOREIGN |= {"_foreach_copy_", "custom_op", "to", "dtype", "alpha", "rounding_mode", "DynamicCache.crop"}
 FOREIGN |= {"lm_eval.simple_evaluate", "full_attention_heads.tsv"}
 
 
 def test_names_in_docstrings_exist() -> None:
-    """What a docstring quotes is a word of its module, a class, a name in its folder, or a dotted path."""
+    """Check quoted names: words of the module, classes, names in the same folder, or dotted paths."""
     names = _Names(_package())
     found = [
         f"{path.relative_to(ROOT)}: {name}"
@@ -103,7 +103,7 @@ def test_errors_in_docstrings_exist() -> None:
 
 
 class _Names:
-    """The names of the package's modules, to look up what docstrings quote."""
+    """Names of the package's modules, to look up names that docstrings quote."""
 
     def __init__(self, trees: dict[Path, ast.Module]) -> None:
         self.trees = trees
@@ -113,7 +113,7 @@ class _Names:
         self.classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
 
     def resolves(self, name: str, path: Path) -> bool:
-        """Say whether a name, quoted in the module at `path`, is the name of something."""
+        """True if a name quoted in the module at `path` exists."""
         parts = name.split(".")
         if self.words[path].issuperset(parts) or self._is_path(parts, path):
             return True
@@ -124,7 +124,7 @@ class _Names:
         return owner is not None and parts[-1] in _attributes(owner, self.classes)
 
     def _is_path(self, parts: list[str], path: Path) -> bool:
-        """Say whether parts are a module of the package, and names that the module has."""
+        """True if the parts are a module of the package followed by names of that module."""
         for start, count in itertools.product((ROOT, PACKAGE, path.parent), range(len(parts), 0, -1)):
             place = start.joinpath(*parts[:count])
             for file in (place.with_suffix(".py"), place / "__init__.py"):
@@ -146,7 +146,7 @@ def _docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
 
 
 def _words(tree: ast.Module, path: Path) -> set[str]:
-    """Return the words of a module's code and of its strings, without docstrings and comments, and the builtins."""
+    """Return the words in a module's code and strings, without docstrings and comments, and the builtins."""
     lines = path.read_text(encoding="utf-8").splitlines()
     for text in _docstrings(tree):
         lines[text.lineno - 1 : text.end_lineno] = [""] * (text.end_lineno - text.lineno + 1)
@@ -163,7 +163,7 @@ def _defined(tree: ast.Module) -> Iterator[str]:
 
 
 def _undocumented(node: ast.ClassDef | ast.FunctionDef, classes: dict[str, ast.ClassDef]) -> set[str]:
-    """Return the names that a docstring lists and that its class or function does not have."""
+    """Return the names that a docstring lists but its class or function lacks."""
     if isinstance(node, ast.ClassDef):
         return _listed(node, "Attributes") - _attributes(node, classes)
     return _listed(node, "Args") - {each.arg for each in ast.walk(node.args) if isinstance(each, ast.arg)}
@@ -187,7 +187,7 @@ def _attributes(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> set[str
 
 
 def _first_lines(tree: ast.Module) -> Iterator[str]:
-    """Yield the first lines of docstrings, without those that begin with their arguments."""
+    """Yield the first lines of docstrings, except those that begin with their arguments."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for node in ast.walk(tree):
         if isinstance(node, kinds) and (text := ast.get_docstring(node)) and not text.startswith("Args:"):

@@ -1,4 +1,4 @@
-"""The folder `hub` as transformers loads it: `model.generate(..., custom_generate=...)`."""
+"""Test the folder `hub` as transformers loads it: `model.generate(..., custom_generate=...)`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HOW: dict[str, Any] = dict(max_new_tokens=14, do_sample=False, pad_token_id=0, e
 
 @pytest.fixture(autouse=True)
 def _own_modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Let transformers copy the folder's code into a folder of the test."""
+    """Make transformers copy the folder's code into the test's folder."""
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
 

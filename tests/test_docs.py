@@ -1,4 +1,4 @@
-"""The pages of documentation: links, names, errors and the figures that README.md repeats."""
+"""Test the documentation: links, names, errors, and figures that README.md repeats."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ COMPOSED |= {"cannot read an aligner from", "cannot read a calibration from", "c
 COMPOSED |= {"kv_align needs aligner", "needs calibration", "holds no cache of kvpass"}
 COMPOSED |= {"holds no calibration", "this aligner cannot be read"}
 COMPOSED |= {"it holds a DecodeLoop", "it holds no DecodeLoop", "CLASS.ATTRIBUTE"}
-"""Parts of messages that the code puts together from shorter ones."""
+"""Parts of messages that the code composes."""
 
 
 def test_messages_on_the_page_of_errors_are_those_of_the_code():
@@ -104,7 +104,7 @@ def test_messages_on_the_page_of_errors_are_those_of_the_code():
     constants = [node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)]
     code = "\n".join(each.replace("`", "") for each in constants if isinstance(each, str))
     rows = re.findall(r"^\| ([^\[].*?) \|", text_of(ROOT / "docs" / "errors.md").replace("`", ""), re.MULTILINE)
-    plain = [re.sub(r" \([A-Za-z_]+\)", " ", row) for row in rows]  # without what stands in brackets: where it is said
+    plain = [re.sub(r" \([A-Za-z_]+\)", " ", row) for row in rows]  # without the function in brackets
     parts = [part.strip(" ,.") for row in plain for part in re.split(r"\.\.\.|[;:=]", row)]
     long = [part for part in parts if len(part) >= 12 and not set(part) <= set("-: ")]
     assert len(long) > 150
@@ -114,7 +114,7 @@ def test_messages_on_the_page_of_errors_are_those_of_the_code():
 def test_the_example_of_a_policy_agrees_with_its_reference(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(policies, "_registered", {})
     example = types.ModuleType("landmarks")
-    monkeypatch.setitem(sys.modules, "landmarks", example)  # dataclasses look their module up
+    monkeypatch.setitem(sys.modules, "landmarks", example)  # dataclasses look up their module
     section = text_of(ROOT / "CONTRIBUTING.md").partition("## Add a policy")[2]
     exec(section.partition("```python\n")[2].partition("```")[0], vars(example))
     drawn = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""Encoder-decoders: self-attention is bounded, cross-attention is left as it is, and both work through `generate`."""
+"""Test encoder-decoders with `generate`: self-attention is bounded, and cross-attention unchanged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def slow(*values: Any) -> Any:
 
 
 def beginning(model: Any, **how: Any) -> Any:
-    """What `generate` makes of what was read alone, from a prompt of one token."""
+    """Return the output of `generate` for the encoder's input and a prompt of one token."""
     given = inputs.of(model, prompt=1, padding=0)
     del given["decoder_input_ids"]
     with torch.no_grad():
@@ -39,7 +39,7 @@ def beginning(model: Any, **how: Any) -> Any:
     ("name", "beams"), [("bart", 2), *(slow(name, beams) for name in NAMES for beams in (1, 3))]
 )  # fmt: skip
 def test_same_tokens_in_two_graphs(name: str, beams: int) -> None:
-    """Also from one token, where torch takes the length of the cache for a constant if nothing is done about it."""
+    """Test from one token too, where torch would specialise the length of the cache."""
     model = zoo.build(name, "reading")
     expected = beginning(model, num_beams=beams)
     torch._dynamo.reset()
@@ -52,7 +52,7 @@ def test_same_tokens_in_two_graphs(name: str, beams: int) -> None:
 
 @pytest.mark.parametrize(("name", "policy"), [*DEFAULT, *(slow(*row) for row in SLOW)])
 def test_evicting_equals_the_reference(name: str, policy: str) -> None:
-    """T5's keys differ by learned biases of their distance, which must be those of the tokens held."""
+    """Test T5, whose learned biases by distance must match the tokens held."""
     model, switch, runs = zoo.build(name, "reading"), Switch(), []
     given = inputs.of(model, PROMPT, 2)
     for inner in ("eager", "reference"):
@@ -60,27 +60,27 @@ def test_evicting_equals_the_reference(name: str, policy: str) -> None:
         runs.append(generate(model, switch.to(chosen), given, steps=STEPS))
     torch.testing.assert_close(runs[0].logits, runs[1].logits, atol=1e-4, rtol=1e-4)
     assert not torch.allclose(runs[0].logits, generate(model, None, given, steps=STEPS).logits, atol=1e-2)
-    if name != "whisper":  # hands out the cache row by row
+    if name != "whisper":  # Whisper splits its cache by row
         assert {layer.capacity for layer in kvpass.inspect(runs[0].cache).layers} == {BUDGET + 1}
         assert all(layer.keys.shape[2] == inputs.READ for layer in runs[0].cache.cross_attention_cache.layers)
 
 
 @pytest.mark.slow
 def test_beams_that_evict_are_worth_what_they_would_be_alone() -> None:
-    """The best of the beams, fed again token by token, has the score that the search gave it."""
+    """Feed the best beam again token by token, and compare its score."""
     model = zoo.build("bart", "reading")
     model.generation_config.forced_eos_token_id = None
     model.compile(backend=kvpass.backend("h2o", budget=BUDGET, inner="eager"))
     out = beginning(model, num_beams=3, output_scores=True, length_penalty=0.0, renormalize_logits=True)
     logits = forced(model, out.sequences[:, -STEPS - 1 : -1])
-    logits[..., model.config.eos_token_id] = -torch.inf  # as long as there are to be more tokens
+    logits[..., model.config.eos_token_id] = -torch.inf  # no end before the requested length
     chosen = logits.log_softmax(-1).gather(-1, out.sequences[:, -STEPS:, None]).squeeze(-1).sum(-1)
     torch.testing.assert_close(chosen, out.sequences_scores, atol=1e-3, rtol=1e-4)
 
 
 @torch.no_grad()
 def forced(model: Any, ids: Tensor) -> Tensor:
-    """Logits [B, T, vocabulary] of a decoder that is fed one token after the other."""
+    """Return logits [B, T, vocabulary] of a decoder that is fed token by token."""
     given, past, logits = inputs.of(model, prompt=1, padding=0), None, []
     read, mask = model.get_encoder()(given["input_ids"], given["attention_mask"]), given["attention_mask"]
     for token in ids.split(1, 1):
@@ -90,7 +90,7 @@ def forced(model: Any, ids: Tensor) -> Tensor:
     return torch.cat(logits, 1)
 
 
-# -- lengths that happen to be equal -------------------------------------------------------------------------------
+# -- equal lengths by coincidence ----------------------------------------------------------------------------------
 
 ORDERS = {"constant first": [(7, 5), (5, 5), (1, 1)], "equal first": [(5, 5), (7, 5)]}
 
@@ -108,7 +108,7 @@ def outputs_of(model: Any, read: int, prompt: int) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 def test_an_encoder_input_as_long_as_the_prompt(order: str) -> None:
-    """As many tokens were read as the prompt has, or as were seen at some step."""
+    """Test encoder inputs as long as the prompt, or as the tokens seen at some step."""
     model, lengths = zoo.build("t5", "reading"), ORDERS[order]
     expected = [outputs_of(model, *each) for each in lengths]
     torch._dynamo.reset()
@@ -122,7 +122,7 @@ def test_an_encoder_input_as_long_as_the_prompt(order: str) -> None:
 
 
 def test_an_encoder_has_no_cache_and_reads_as_ever() -> None:
-    """In a graph of its own, and in one with its decoder; the report says what was left alone, and why."""
+    """Test the encoder alone and with its decoder; the report lists unchanged attention with reasons."""
     model, ids = zoo.build("t5", "reading"), torch.randint(3, 128, (2, 12), generator=torch.Generator().manual_seed(0))
     report = kvpass.explain(model, policy="window", budget=4)(ids, decoder_input_ids=ids[:, :5], use_cache=True)
     verdicts = [(site.verdict, site.reason) for site in report.sites]
@@ -137,7 +137,7 @@ def test_an_encoder_has_no_cache_and_reads_as_ever() -> None:
 
 @pytest.mark.slow
 def test_rows_of_a_cache_that_whisper_hands_out() -> None:
-    """They have the right shape, and nothing can be read from them."""
+    """Check that rows have the right shape but no data."""
     model = zoo.build("whisper", "reading")
     model.compile(backend=kvpass.backend("full", inner="eager"))
     cache = beginning(model).past_key_values

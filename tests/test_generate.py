@@ -1,4 +1,4 @@
-"""`model.generate`, unmodified: the uncompiled model's tokens while nothing is evicted, in two graphs."""
+"""Compare unmodified `model.generate` with the uncompiled model while nothing is evicted, in two graphs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ POLICIES = {
 
 
 def generated(model: object, *, bounded: bool = False, **how: object) -> torch.Tensor:
-    """The sequences; `bounded` asks that they were made on slots."""
+    """Return the sequences; `bounded` checks that they were made on slots."""
     ids, mask = prompt(rows=how.pop("rows", 3))  # type: ignore[arg-type]
     torch.manual_seed(1)
     with torch.inference_mode():

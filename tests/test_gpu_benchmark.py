@@ -1,4 +1,4 @@
-"""The GPU benchmark on a CPU: that it runs, checks before it measures, and stops when something is wrong."""
+"""Run the GPU benchmark on a CPU: it checks before it measures, and stops at errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_kernels_are_checked_against_double_precision(rehearsal: Bench) -> None:
     rows = [*checks.attention(rehearsal), *checks.prompt_scores(rehearsal), *checks.repairs(rehearsal)]
     assert len(rows) == 15
     assert all(row.met for row in rows)
-    assert 0 < max(row.value for row in rows) < 1e-4  # float32 here, and something was compared
+    assert 0 < max(row.value for row in rows) < 1e-4  # float32 here; above zero, because something was compared
 
 
 def test_figures_come_with_their_targets(rehearsal: Bench) -> None:
@@ -93,11 +93,11 @@ def test_a_launch_takes_what_its_slowest_part_takes() -> None:
     assert read.bound == "memory"
     assert read.total == pytest.approx(roofline.LAUNCH + 1e-3 / roofline.REACHED)
     issued = roofline.seconds(gpu, work(20, {"NOP": 1e6}, resident=8))
-    assert issued.bound == "latency"  # two programs a multiprocessor leave its schedulers idle
+    assert issued.bound == "latency"  # two programs for each multiprocessor leave its schedulers idle
     filled = roofline.seconds(gpu, work(80, {"NOP": 1e6}, resident=8))
     assert filled.bound == "issue"
     assert filled.total == pytest.approx(roofline.LAUNCH + 8 * 1e-3)
-    again = roofline.seconds(gpu, work(90, {"NOP": 1e6}, resident=8))  # a wave of ten programs more
+    again = roofline.seconds(gpu, work(90, {"NOP": 1e6}, resident=8))  # another wave of ten programs
     assert again.total == pytest.approx(filled.total + roofline.ALONE * 1e-3)
 
 

@@ -1,7 +1,7 @@
-"""What must hold for every policy in a whole model; one row of `tests.strategies.TABLE` joins all of them.
+"""Test invariants of every policy in whole models; a row of `tests.strategies.TABLE` adds a policy.
 
-While nothing is evicted the model is the uncompiled one; past that it is the eager reference at every
-step; and it is two Dynamo graphs all along, which are the same for all of them.
+While nothing is evicted the model equals the uncompiled one, and afterwards the eager reference at every step. There
+are two Dynamo graphs, which all policies share.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.models import build, force, prompt
 from tests.strategies import ROWS, TABLE, fitting
 from tests.traces import Traced
 
-ONE_ROW, PADDED = (1, ()), (3, (3, 1, 0))  # rows, and how many padding tokens each begins with
+ONE_ROW, PADDED = (1, ()), (3, (3, 1, 0))  # numbers of rows, and of padding tokens before each
 # Llama has grouped heads and a full rotary embedding, GPT-NeoX single heads and a partial one.
 every_policy = pytest.mark.parametrize("name", [row.name for row in TABLE if row.name not in ("kv_align", *CALIBRATED)])
 every_model = pytest.mark.parametrize(
@@ -37,8 +37,8 @@ KV_HEADS = {"Llama": 2, "GPTNeoX": 4}
 
 
 def settings(name: str, architecture: str, budget: int, layers: int = 2) -> dict[str, Any]:
-    """What `kvpass.backend` is given for a policy, its budget at least `budget`, on a model of so many layers."""
-    shape = dict(layers=layers, heads=KV_HEADS.get(architecture, 2), dim=16)  # for what is made for one model
+    """Return the arguments of `kvpass.backend` for a policy, with a budget of at least `budget`."""
+    shape = dict(layers=layers, heads=KV_HEADS.get(architecture, 2), dim=16)  # for options made for one model
     options = ROWS[name].fixed | made_for_model(name, **shape)
     if name == "kv_align":
         options["aligner"] = random_aligner("direct", **shape)
@@ -64,8 +64,8 @@ def test_the_uncompiled_model_until_something_is_evicted(
     assert torch.equal(got.sequences, expected.sequences)
     for ours, theirs in zip(got.logits, expected.logits, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
-    assert len(kvpass.inspect(got.past_key_values).layers) == 2  # it did run on slots
-    assert model.graphs == 2  # a prompt and a step, whatever the policy
+    assert len(kvpass.inspect(got.past_key_values).layers) == 2  # it ran on slots
+    assert model.graphs == 2  # a prompt and a step, for any policy
 
 
 @pytest.mark.few(6)
@@ -75,7 +75,7 @@ def test_the_reference_at_every_step(
     traced: Callable[..., Traced], architecture: str, name: str, rows: int, padding: tuple[int, ...]
 ) -> None:
     held, mask = compare(traced(architecture, rows, "is fed"), rows, padding, settings(name, architecture, 8))
-    assert ((held >= 0).sum(-1) < mask.sum(-1)[:, None]).all() or name == "full"  # every row has lost something
+    assert ((held >= 0).sum(-1) < mask.sum(-1)[:, None]).all() or name == "full"  # tokens of every row were evicted
 
 
 OPTIONS = [
@@ -84,10 +84,10 @@ OPTIONS = [
     ("d2o", 8, {"merge": "none", "density": "query"}),
     ("d2o", 6, {"layers": "paper", "gate": 2.872, "alpha": 1.5}),  # one layer is above the gate and one below
     ("d2o", 6, {"layers": "gate", "gate": 2.872, "compress_at": "first_decode"}),
-    ("sage", 15, {"select_at": "overflow"}),  # in another step for each row
+    ("sage", 15, {"select_at": "overflow"}),  # in a different step for each row
     ("random", 15, {"keep_prompt": True}),
     ("h2o", 9, {"interval": 3}),
-    ("streaming", 15, {"interval": 4}),  # in another step for each row, and with keys that are rotated at read
+    ("streaming", 15, {"interval": 4}),  # in a different step for each row, with keys rotated at read
     ("roco", 18, {"interval": 3, "keep_prompt": True}),
     ("d2o", 18, {"keep_prompt": True}),
 ]
@@ -104,7 +104,10 @@ def test_the_reference_at_every_step_with_options(
 def compare(
     model: Traced, rows: int, padding: tuple[int, ...], chosen: dict[str, object]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A prompt and steps on slots and on the reference; what the first layer holds [B, Hkv, C], and the mask."""
+    """Compare a prompt and steps on slots with the reference.
+
+    Return the tokens that the first layer holds, [B, Hkv, C], and the mask.
+    """
     steps = [12, *[1] * 9]
     ids, mask = prompt(rows, sum(steps), padding)
     lowered = force(model, ids, mask, steps, **chosen, inner="eager")

@@ -1,4 +1,4 @@
-"""Import rules: rooms in the order in which data goes through them, and no import against that order."""
+"""Test import rules: rooms are in the order of the data flow, and no import goes against it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import kvpass
 PACKAGE = Path(kvpass.__file__).parent
 DESIGN = PACKAGE.parent / "docs" / "design.md"
 BEGIN, END = "<!-- rooms: python -m tests.test_layout -->\n", "<!-- end of rooms -->\n"
-"""Around the tree of rooms in docs/design.md."""
+"""Markers around the tree of rooms in docs/design.md."""
 ROOMS = (
     "errors",
     "arguments",
@@ -38,23 +38,23 @@ ROOMS = (
     "diagnostics",
     "apps",
 )
-"""Files and folders of the package.  Each imports only what stands before it."""
+"""Files and folders of the package. Each imports only those before it."""
 SKIPPED = {
     "capture": {"lowering", "cache", "reference", "user_budget"},
     "decoding": {"reference", "rewrite", "capture"},
 }
-"""Earlier rooms that a room does without all the same."""
+"""Earlier rooms that a room must not import nevertheless."""
 LATE = {
     ("policies/aligners/aligner.py", "kvpass.lowering.aligner_kernel"): "a kernel needs triton, which CPUs do without",
 }
-"""Imports inside of functions that the rules above do not allow, and why."""
+"""Imports inside functions that violate the rules above, with reasons."""
 
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 class Import(NamedTuple):
-    """One import of a module of the package, and whether it stands inside of a function."""
+    """One import of a module of the package, and whether it is inside a function."""
 
     path: str
     module: str
@@ -62,7 +62,7 @@ class Import(NamedTuple):
 
 
 def room_of(module: str) -> str:
-    """Return the file or folder of the package that a module is, or is in."""
+    """Return the file or folder of the package that contains a module."""
     return module.split(".")[1] if "." in module else ""
 
 
@@ -71,7 +71,7 @@ def files() -> list[Path]:
 
 
 def imports() -> Iterator[Import]:
-    """Yield the package's imports of itself.  What is imported for types alone never runs, and may be anything."""
+    """Yield the package's imports of itself, without imports for types, which never run."""
     for path in files():
         tree = _tree(path)
         typing = {id(each) for node in ast.walk(tree) if _is_for_types(node) for each in ast.walk(node)}
@@ -125,7 +125,7 @@ def test_class_names_are_unique() -> None:
 
 
 MOST_LINES = 60
-"""The most lines of a function that is no Triton kernel; pyproject.toml has the limit of complexity."""
+"""The maximum number of lines of a function other than a Triton kernel; pyproject.toml limits complexity."""
 
 
 def test_functions_are_short() -> None:
@@ -136,7 +136,7 @@ def test_functions_are_short() -> None:
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
-    """At their tops, what is imported for types alone included: a file can be read after those that it imports."""
+    """Check imports at the top of files, including those for types: files can be read after their imports."""
     arrows = {path: {to for to in _files_imported(path) if to != path} for path in files()}
     while leaves := [path for path, to in arrows.items() if not to & arrows.keys()]:
         for path in leaves:
@@ -155,7 +155,7 @@ def _files_imported(path: Path) -> Iterator[Path]:
 
 
 def _modules(node: ast.Import | ast.ImportFrom) -> list[str]:
-    """Return the modules that a statement names, those that may be names inside of one included."""
+    """Return the modules that a statement names, including names that may be modules."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     inner = [f"{node.module}.{alias.name}" for alias in node.names]
@@ -169,7 +169,7 @@ def _file_of(module: str) -> Path | None:
 
 
 def test_private_names_of_torch_are_in_one_room() -> None:
-    """`torch._x`, or `torch.a._x`, as an attribute or an import, and attributes of compiled objects in strings."""
+    """Check `torch._x` in attributes and imports, and attributes of compiled objects in strings."""
     found = {path.relative_to(PACKAGE).parts[0] for path in files() if any(_private(n) for n in ast.walk(_tree(path)))}
     assert found == {"torch_private"}
 
@@ -256,7 +256,7 @@ def test_the_tree_in_the_design_is_current() -> None:
 
 @pytest.mark.parametrize("page", [DESIGN, DESIGN.with_name("glossary.md")], ids=["design", "glossary"])
 def test_a_page_names_files_and_definitions_that_exist(page: Path) -> None:
-    """Files in backticks, from the root or from the package, and `file::name` for a function, a method or a test."""
+    """Check files in backticks, relative to the root or the package, and `file::name` for definitions."""
     named = re.findall(r"`([\w/]+\.(?:py|md))(?:::([\w.]+))?`", page.read_text())
     assert named
     wrong = []
@@ -280,7 +280,7 @@ def test_the_wheel_has_every_file_that_is_not_python() -> None:
     tomllib = pytest.importorskip("tomllib")
     data = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     listed = {path for room, globs in data.items() for g in globs for path in _inside(room).glob(g)}
-    bundled = PACKAGE / "apps" / "data"  # of which only the demo's models are installed
+    bundled = PACKAGE / "apps" / "data"  # only the demo's models are installed
     files = {path for path in PACKAGE.rglob("*") if path.is_file() and bundled not in path.parents}
     assert {path for path in files if path.suffix not in (".py", ".pyc", ".typed")} <= listed
 

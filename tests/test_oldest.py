@@ -1,4 +1,4 @@
-"""What `make oldest` installs is the oldest that pyproject.toml allows, and the tested range is what is tested."""
+"""Check that `make oldest` installs the oldest versions that pyproject.toml allows, and the tested range."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PINNED = re.compile(r"^([\w-]+)==([\d.]+)", re.MULTILINE)
 
 
 def required() -> dict[str, str]:
-    """The lowest version of everything that kvpass and its tests need."""
+    """Return the lowest version of every requirement of kvpass and its tests."""
     text = (ROOT / "pyproject.toml").read_text()
     lists = [re.search(rf"^{name} = \[(.*?)\]", text, re.MULTILINE | re.DOTALL) for name in ("dependencies", "test")]
     return dict(found for each in lists if each for found in REQUIREMENT.findall(each[1]))
@@ -30,7 +30,7 @@ def test_requirements_are_found() -> None:
 
 @pytest.mark.parametrize("package", required())
 def test_the_oldest_that_is_allowed_is_tested(package: str) -> None:
-    """`>=2.3` allows 2.3.0 and 2.3.1 alike, of which the first may never have been published."""
+    """Compare the parts that `>=` names: `>=2.3` allows 2.3.0, which may never have been published."""
     lowest = required()[package].split(".")
     assert PINS[package].split(".")[: len(lowest)] == lowest
 

@@ -1,4 +1,4 @@
-"""Hand-written models that precompute their rotary embedding and slice it by the number of cached tokens."""
+"""Test hand-written models that precompute rotary tables and slice them by the number of cached tokens."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_until_something_is_evicted_it_is_the_uncompiled_model(
 @pytest.mark.parametrize("dim", [1, 2])
 @pytest.mark.parametrize("table", TABLES)
 def test_keys_are_rotated_by_cache_positions_as_with_computed_angles(table: str, dim: int, inner: str) -> None:
-    """Long after the first eviction, past the end of the table's part that positions in the cache read."""
+    """Decode beyond the first eviction, and beyond the part of the table that cache positions read."""
     way, ids, pieces = Way(dim, dim, rotate=TABLES[table], table=table), tokens(2, 30), [9, *[1] * 6, 5, *[1] * 10]
     model, other = OwnLlama(way, layers=2), OwnLlama(dataclasses.replace(way, table=""), layers=2)
     settings = dict(budget=8, sinks=2, inner=inner)
@@ -62,7 +62,7 @@ def test_it_is_the_default() -> None:
 
 
 class KeepsAPlainTensor(OwnLlama):
-    """The table is an attribute that is no buffer, as in Meta's code."""
+    """A decoder whose table is an attribute but no buffer, as in Meta's code."""
 
     def add_tables(self, count: int = 128) -> None:
         super().add_tables(count)
@@ -96,7 +96,7 @@ class BeginsLater(OwnLlama):
 
 
 class ScalesHeads(OwnLlama):
-    """A part of a scale with as many entries as the prompt has tokens, which lie along other dimensions."""
+    """A decoder with a scale that has as many entries as the prompt has tokens, along other dimensions."""
 
     def add_tables(self, count: int = 128) -> None:
         super().add_tables(count)
@@ -126,7 +126,7 @@ class Gain(torch.nn.Module):
 
 @torch.no_grad()
 def test_a_table_among_the_arguments_is_none_of_positions() -> None:
-    """Nothing says that the next call brings the same."""
+    """Check the refusal: the next call may bring another table."""
     model, ids, gain = Gain().eval(), tokens(1, 9), torch.rand(40, 1)
     with pytest.raises(UnsupportedGraph, match="positions='cache' is not possible"):
         compiled(model, "streaming", budget=6, positions="cache")(ids, gain)
@@ -141,7 +141,7 @@ def test_a_table_among_the_arguments_is_none_of_positions() -> None:
 
 @pytest.mark.parametrize("kind", [BeginsLater, ScalesHeads])
 def test_other_slices_change_nothing(kind: type[OwnLlama]) -> None:
-    """By default such a model has the positions that it had without tables, and computes what it does uncompiled."""
+    """Check default positions, which tables do not change, and outputs equal to the uncompiled model."""
     model, ids, pieces = kind(Way(table="angles")), tokens(1, 12), [4, 1, 1, 2, 1]
     ours, _ = fed(compiled(model, "streaming", budget=16), ids, pieces)
     assert torch.allclose(ours, fed(model, ids, pieces)[0], atol=1e-5)

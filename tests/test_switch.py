@@ -1,4 +1,4 @@
-"""One trace for several backends: each runs as if it had been compiled alone, and nothing is served that may not be."""
+"""Test a trace shared by several backends: each runs as if compiled alone, within its guards."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def test_every_backend_runs_on_the_graphs_of_the_first() -> None:
 
 @torch.no_grad()
 def test_a_trace_for_one_length_does_not_serve_a_compiler_for_all_lengths() -> None:
-    """It would ask something of the lengths that no guard of Dynamo's holds."""
+    """Check that a backend for dynamic lengths is refused, because its guards would be missing."""
     eager, compiling = kvpass.backend("window", budget=8, inner="eager"), kvpass.backend("window", budget=8)
     model, switch = build("Llama", layers=1), Switch().to(eager)
     model.compile(backend=switch)
     model(prompt(2, 9, ())[0], use_cache=True)
-    assert switch.serves(compiling)
+    assert switch.can_reuse_traces(compiling)
     model(prompt(2, 10, ())[0], use_cache=True)
     assert switch.graphs == 2
-    assert switch.serves(eager)
-    assert not switch.serves(compiling)
+    assert switch.can_reuse_traces(eager)
+    assert not switch.can_reuse_traces(compiling)

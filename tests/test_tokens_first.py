@@ -1,4 +1,4 @@
-"""Hand-written models that keep keys and values as [B, S, H, D]."""
+"""Test hand-written models that cache keys and values as [B, S, H, D]."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tokens(rows: int, count: int) -> Tensor:
 
 @torch.no_grad()
 def fed(model: Any, ids: Tensor, pieces: Sequence[int], mask: Tensor | None = None) -> tuple[Tensor, Any]:
-    """Logits of all tokens, fed in pieces from an empty cache, and the cache."""
+    """Return the logits of all tokens, fed in pieces from an empty cache, and the cache."""
     logits, cache, start = [], None, 0
     for count in pieces:
         stop = start + count
@@ -48,7 +48,7 @@ def compiled(model: OwnLlama, policy: str = "full", **settings: Any) -> Any:
 
 
 def both(way: Way, **sizes: Any) -> tuple[OwnLlama, OwnLlama]:
-    """The model, and the same with caches [B, H, S, D]."""
+    """Return the model, and the same model with caches [B, H, S, D]."""
     model = OwnLlama(way, **sizes)
     other = OwnLlama(Way(2, 2, way.attend, way.rotate, way.empty, way.late), **sizes)
     other.load_state_dict(model.state_dict())
@@ -61,7 +61,7 @@ WAYS = [*(Way(attend=attend) for attend in ATTENDS), Way(rotate="complexes"), Wa
 @pytest.mark.few(7)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, dataclasses.astuple(way))))
 def test_until_something_is_evicted_it_is_the_uncompiled_model(way: Way) -> None:
-    """With a prompt, steps and a chunk, and rows that are padded."""
+    """Test a prompt, steps and a chunk, with padded rows."""
     model, ids = OwnLlama(way), tokens(2, 12)
     mask = torch.ones_like(ids)
     mask[0, :2] = 0
@@ -91,7 +91,7 @@ def test_until_something_is_evicted_it_is_the_uncompiled_model(way: Way) -> None
     pieces=st.lists(st.sampled_from([1, 1, 2, 3, 4]), min_size=2, max_size=3),
 )
 def test_generated_shapes(way: Way, groups: int, kv_heads: int, rows: int, pieces: list[int]) -> None:
-    """Prompts of one token among them, of as many tokens as heads, and a single head."""
+    """Test prompts of one token, prompts with as many tokens as heads, and single heads."""
     heads, ids = groups * kv_heads, tokens(rows, sum(pieces))
     model = OwnLlama(way, width=8 * heads, heads=heads, kv_heads=kv_heads)
     ours, cache = fed(compiled(model), ids, pieces)
@@ -100,7 +100,7 @@ def test_generated_shapes(way: Way, groups: int, kv_heads: int, rows: int, piece
 
 
 def test_keys_that_are_computed_from_the_cache() -> None:
-    """They are normalized whenever they are read; the prompt shows no concatenation."""
+    """Test keys that are normalized at every read; the prompt has no concatenation."""
     model, ids, pieces = OwnLlama(Way(late=True)), tokens(2, 10), (5, 1, 1, 2, 1)
     ours, cache = fed(compiled(model, "h2o", budget=16), ids, pieces)
     assert torch.allclose(ours, fed(model, ids, pieces)[0], atol=1e-5)
@@ -119,7 +119,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("inner", ["eager", "reference"])
 def test_eviction_does_not_depend_on_the_order_of_dimensions(policy: str, inner: str) -> None:
-    """The same tokens are held, by slots and by the reference, as with caches [B, H, S, D]."""
+    """Check that the same tokens are held as with caches [B, H, S, D], on slots and by the reference."""
     pieces, ids = (9, 1, 1, 4, 1, 1), tokens(2, 17)
     settings = dict(budget=8, inner=inner, **POLICIES[policy])
     held = []
@@ -132,9 +132,9 @@ def test_eviction_does_not_depend_on_the_order_of_dimensions(policy: str, inner:
 
 
 def test_positions_in_the_cache() -> None:
-    """Keys are stored before their rotation, though the model rotates them as [B, S, H, D]."""
+    """Check keys that are stored before their rotation, which the model applies as [B, S, H, D]."""
     ids = tokens(1, 12)
-    for count in (5, 2):  # as many tokens as heads too, which could be mistaken for each other
+    for count in (5, 2):  # 2 tokens equal the number of heads
         model = compiled(OwnLlama(Way()), "streaming", budget=8, positions="cache")
         ours, cache = fed(model, ids, (count, *[1] * 6))
         other = compiled(OwnLlama(HEADS_FIRST), "streaming", budget=8, positions="absolute")
@@ -217,7 +217,7 @@ def refusal(model: Any, pieces: Sequence[int] = (5, 1, 1)) -> str:
 
 
 class Elsewhere(OwnLlama):
-    """A layer whose cache has its tokens along another dimension, or is read by `pick` of [B, S, H, D]."""
+    """A layer whose cache has its tokens along another dimension, or is read through `pick`."""
 
     def __init__(self, dim: int = 1, pick: Callable[[Tensor], Tensor] = lambda x: x) -> None:
         super().__init__(Way())
@@ -253,7 +253,7 @@ def test_a_part_of_the_tokens_is_refused() -> None:
 
 
 def test_a_window_that_the_model_cuts_from_its_cache_is_refused() -> None:
-    """Of [B, S, H, D] it is not read."""
+    """Test a window of a cache [B, S, H, D], which is not supported."""
 
     class Windowed(Elsewhere):
         def forward(self, input_ids: Tensor, past_key_values: Any = None, **_: Any) -> Output:  # type: ignore[override]
@@ -265,7 +265,7 @@ def test_a_window_that_the_model_cuts_from_its_cache_is_refused() -> None:
 
 
 def test_a_cache_of_the_other_order_is_refused() -> None:
-    """As many tokens as heads: its shape says nothing."""
+    """Test as many tokens as heads, where shapes do not show the order."""
     model, other = both(Way(), heads=4, kv_heads=4)
     torch._dynamo.reset()
     chosen, ids = kvpass.backend("full", inner="eager"), tokens(1, 8)

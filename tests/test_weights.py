@@ -1,4 +1,4 @@
-"""Weights that are tensors of classes of their own, and modules around a model: as they are without kvpass."""
+"""Test weights of tensor subclasses, and modules around a model: they work as without kvpass."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BUDGET = 8
 
 
 class Coded(Tensor):
-    """int8 codes [m, n] with a scale for each row [m, 1]: knows what a linear layer is, and hardly anything else."""
+    """int8 codes [m, n] with a scale [m, 1] for each row; supports linear layers and little else."""
 
     codes: Tensor
     scale: Tensor
@@ -64,19 +64,19 @@ class Coded(Tensor):
 
 
 class Doubling(Tensor):
-    """A plain tensor, but that linear layers give twice as much: Dynamo traces through this."""
+    """A plain tensor except that linear layers return twice as much: Dynamo traces through it."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             made = func(*args, **(kwargs or {}))
-            if func is Tensor.detach:  # parameters are made so
+            if func is Tensor.detach:  # `nn.Parameter` calls this
                 return made.as_subclass(cls)
             return made * 2 if func is linear else made
 
 
 def with_weights(model: Any, make: Any) -> Any:
-    """The model with other weights in the linear layers of its blocks."""
+    """Replace the weights of the linear layers in a model's blocks."""
     for module in model.model.modules():
         if isinstance(module, nn.Linear):
             module.weight = nn.Parameter(make(module.weight.detach()), requires_grad=False)
@@ -88,7 +88,7 @@ def doubling(weight: Tensor) -> Tensor:
 
 
 def both(weight: Tensor) -> Tensor:
-    """Of one class or the other, by shape."""
+    """Convert a weight to one class or the other, by its shape."""
     return Coded.of(weight) if weight.shape[0] == weight.shape[1] else doubling(weight)
 
 
@@ -103,7 +103,7 @@ def uncompiled(model: Any) -> Tensor:
 
 
 def check(model: Any, inner: str) -> None:
-    """`full` gives what the uncompiled model gives, `h2o` what its reference gives, for tokens and chunks."""
+    """Compare `full` with the uncompiled model and `h2o` with its reference, for tokens and chunks."""
     (ids, mask), expected = fed(), uncompiled(model)
     traced = Traced(model)
     real = mask.bool()
@@ -117,7 +117,7 @@ def check(model: Any, inner: str) -> None:
 
 
 def test_names_of_the_tensors_in_a_wrapper() -> None:
-    """Compiled code takes them in this order, also those of a wrapper in a wrapper."""
+    """Check the order in which compiled code takes tensors, also for nested wrappers."""
     plain = Coded.of(torch.randn(3, 4))
     assert tensors.inner_names(plain) == ["codes", "scale"]
     assert tensors.inner_names(Coded(plain.codes, Coded.of(torch.randn(3, 1)))) == [
@@ -137,7 +137,7 @@ def test_weights_of_a_class_of_their_own(make: Any) -> None:
 
 @pytest.mark.slow
 def test_layers_whose_weights_wrap_tensors_share_code() -> None:
-    """A prologue, a layer and an epilogue, of the prompt, of a step and of a chunk, whose length is dynamic."""
+    """Count pieces: prologue, layer and epilogue of the prompt, of a step, and of a chunk of dynamic length."""
     model, (ids, mask) = with_weights(build("Llama", layers=4), Coded.of), prompt(2, 18, (3, 0))
     torch._dynamo.utils.counters.clear()
     ours, plain = (
@@ -149,7 +149,7 @@ def test_layers_whose_weights_wrap_tensors_share_code() -> None:
 
 
 class Gain(Tensor):
-    """One tensor that layers multiply with; operators run on it."""
+    """A wrapper of one tensor that layers multiply with; operators run on it."""
 
     gain: Tensor
 
@@ -166,7 +166,7 @@ class Gain(Tensor):
     def __tensor_unflatten__(inner: dict[str, Tensor], *_: Any) -> Gain:
         return Gain(inner["gain"])
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # torch 2.11 prints the examples that it compiles for
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # torch 2.11 prints example inputs
         return f"Gain({tuple(self.shape)})"
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -181,7 +181,7 @@ class Gain(Tensor):
 
 @pytest.mark.slow
 def test_a_wrapper_that_all_layers_read_keeps_their_graph_whole() -> None:
-    """A layer's code would take a copy that another part of the graph has made for a plain tensor."""
+    """Check one graph: a separate layer would get a copy from another part of the graph as a plain tensor."""
     model, copies = build("Llama", layers=4), dict[str, Tensor]()
     model.model.gain = nn.Parameter(Gain(torch.linspace(0.5, 1.5, model.config.hidden_size)), requires_grad=False)
     model.model.register_forward_pre_hook(lambda module, _: copies.update(gain=module.gain.clone()))
@@ -211,7 +211,7 @@ def test_a_repeated_step_unwraps_tensor_classes_as_dynamo_did() -> None:
 
 
 class Adapted(nn.Module):
-    """Around a model, with a `generate` that calls the one inside, as an adapted model of PEFT."""
+    """A module around a model whose `generate` calls the inner one, like an adapted model of PEFT."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""One trace for many backends: Dynamo, which takes most of a small model's time, sees each way of calling it once."""
+"""Share one Dynamo trace among many backends: tracing takes most of a small model's time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.switch import Switch
 
 
 class Traced:
-    """A model compiled in place with a `Switch`; what was compiled before is forgotten."""
+    """A model compiled in place with a `Switch`; earlier compiled code is discarded."""
 
     def __init__(self, model: Any) -> None:
         torch._dynamo.reset()
@@ -20,10 +20,10 @@ class Traced:
 
     @property
     def graphs(self) -> int:
-        """How many Dynamo made."""
+        """Return the number of graphs that Dynamo has traced."""
         return self.switch.graphs
 
     def under(self, chosen: Backend) -> Any:
-        """The model, which from now on runs what this backend makes of its graphs."""
+        """Select the backend that compiles the graphs from now on, and return the model."""
         self.switch.to(chosen)
         return self.model

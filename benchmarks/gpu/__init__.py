@@ -1,4 +1,4 @@
-"""Check and time kvpass on a GPU: correctness first, then figures.
+"""Check and time kvpass on a GPU: correctness first, then times.
 
 python -m benchmarks.gpu --out out/gpu
 """

@@ -1,4 +1,4 @@
-"""Run all checks and figures, print a table and write JSON; stop at a wrong result or when the time is over."""
+"""Run all checks and measurements, print a table and write JSON; stop at a wrong result or at the deadline."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rehearse", action="store_true", help="small sizes, on the CPU: nothing is measured")
     given = parser.parse_args(arguments)
     if given.predict:
-        from benchmarks.gpu import predict  # needs triton, which not every machine has
+        from benchmarks.gpu import predict  # needs triton, which some machines lack
 
         predict.main()
         return 0
@@ -57,7 +57,7 @@ def _run(bench: Bench, out: Path) -> int:
     for figure in FIGURES if not wrong else ():
         if bench.in_time(figure.__name__):
             rows += [row.beside(expected) for row in figure(bench)]
-            _write(bench, rows, out)  # so that a run that is cut off leaves something
+            _write(bench, rows, out)  # keeps results if the run is interrupted
     _write(bench, rows, out)
     print("\n".join(table(rows)))
     print("not run, for want of time:", ", ".join(bench.left_out) or "nothing")

@@ -20,8 +20,9 @@ class Row:
     """One figure.
 
     Attributes:
-        target: what the figure should be, as text, empty if there is none; met: whether it is.
-        predicted: what `predict` made of the kernels' machine code, if anything.
+        target: the intended figure as text, empty if there is none.
+        met: whether the target is met.
+        predicted: prediction of `predict` from the kernels' machine code, or None.
     """
 
     section: str
@@ -42,9 +43,9 @@ class Bench:
     """The device, the sizes and the deadline.
 
     Attributes:
-        small: sizes for a rehearsal, whose figures mean nothing.
-        layers: of the model with the shape of an 8B.
-        end: on `time.monotonic`.
+        small: whether to rehearse with small sizes, whose figures mean nothing.
+        layers: layers of the model with the shape of an 8B.
+        end: deadline on `time.monotonic`.
     """
 
     device: torch.device
@@ -58,7 +59,7 @@ class Bench:
         return torch.float32 if self.device.type == "cpu" else torch.bfloat16
 
     def in_time(self, what: str, seconds: float = 0.0) -> bool:
-        """Return whether `seconds` are left; a section that is not run is listed."""
+        """Return whether `seconds` are left; a section without time is listed as left out."""
         fits = time.monotonic() + seconds < self.end
         if not fits:
             self.left_out.append(what)
@@ -70,7 +71,7 @@ class Bench:
 
     @property
     def inner(self) -> str:
-        """Inner compiler of rewritten graphs."""
+        """Return the inner compiler of rewritten graphs."""
         return "eager" if self.small else "inductor"
 
     def sync(self) -> None:
@@ -80,8 +81,8 @@ class Bench:
     def seconds(self, run: Callable[[], Any], turns: int = 30) -> float:
         """Return the median seconds of a warm compiled call, with the caches flushed before each.
 
-        The call is queued while the GPU still flushes a GiB, so that launching it on the host is not in the time: a
-        `DecodeLoop` replays a CUDA graph.
+        The call is queued while the GPU still flushes a GiB. So the time excludes launching on the host, like the CUDA
+        graph that a `DecodeLoop` replays.
         """
         for _ in range(3):
             run()
@@ -102,7 +103,7 @@ class Bench:
         return float(start.elapsed_time(end)) / 1e3
 
     def memory(self) -> int:
-        """Bytes of memory that may be used."""
+        """Return the bytes of available memory."""
         return torch.cuda.mem_get_info()[0] if self.device.type == "cuda" else 1 << 30
 
     def randn(self, *shape: int) -> torch.Tensor:

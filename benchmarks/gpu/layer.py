@@ -29,7 +29,7 @@ REPAIRED = (8, 1024)  # rows of a batch, slots
 
 
 class Case(NamedTuple):
-    """Attention over slots: their number, rows, format, and whether keys are rotated when they are read."""
+    """Attention over slots: their number, rows, format, and whether keys are rotated at read."""
 
     rows: int
     slots: int
@@ -95,7 +95,7 @@ def bandwidth(bench: Bench) -> Iterator[Row]:
 
 
 def size_of(case: Case) -> int:
-    """Bytes of K and V, with scales and zero points."""
+    """Return the bytes of K and V, with scales and zero points."""
     held = case.held(torch.device("meta"), torch.bfloat16)
     return sum(part.nbytes for stored in held for part in stored.parts)
 
@@ -118,7 +118,7 @@ def _attending(bench: Bench, case: Case) -> float:
 
 
 class RepairOperands(NamedTuple):
-    """Held keys and values [B, H, C, D], and the distances that they move."""
+    """Cached keys and values [B, H, C, D], and the distances that they move."""
 
     aligner: Aligner
     weights: list[Tensor]
@@ -140,7 +140,7 @@ class RepairOperands(NamedTuple):
         return RepairOperands(aligner, [tensor.to(key.device) for tensor in aligner.weights()], key, value, made, rank)
 
     def on_cpu(self) -> RepairOperands:
-        """Return the rows on a device."""
+        """Return the rows on the CPU."""
         return RepairOperands(self.aligner, [tensor.cpu() for tensor in self.weights], *(x.cpu() for x in self[2:]))
 
     def repaired(self) -> tuple[Tensor, Tensor]:
@@ -181,7 +181,7 @@ def step(bench: Bench, name: str, slots: int, rows: int) -> Callable[[], Any]:
 
 
 def policies(bench: Bench) -> Iterator[Row]:
-    """Time the step of each policy, and of one that scores no token."""
+    """Time the step of each policy, and of one without scores."""
     rows, slots = (1, 256) if bench.small else (8, 4096)
     plain = bench.seconds(step(bench, "window", slots, rows))
     yield Row("step of a layer", f"window, batch {rows}, {slots} slots", plain * 1e6, "us")

@@ -35,7 +35,7 @@ def build(bench: Bench) -> Any:
 
 
 def batch(bench: Bench, model: Any, tokens: int) -> int:
-    """Return the largest power of two of rows whose caches fit beside the memory of a prompt."""
+    """Return the largest power of two of rows whose caches fit in addition to the memory of a prompt."""
     config = model.config
     row = 2 * config.num_hidden_layers * config.num_key_value_heads * (config.hidden_size // config.num_attention_heads)
     fitting = int(bench.memory() * 0.6) // (row * tokens * bench.dtype.itemsize)
@@ -102,7 +102,7 @@ def throughput(bench: Bench) -> Iterator[Row]:
 
 @torch.no_grad()
 def loops(bench: Bench) -> Iterator[Row]:
-    """Time `DecodeLoop` beside `generate` on the compiled model, one row."""
+    """Time `DecodeLoop` and `generate` on the compiled model, with one row."""
     if not bench.in_time("DecodeLoop beside generate", 5 if bench.small else 60):
         return
     torch._dynamo.reset()
@@ -114,7 +114,7 @@ def loops(bench: Bench) -> Iterator[Row]:
     kvpass.compile(model, "h2o", budget=64 if bench.small else BUDGET, inner=bench.inner)
     how: dict[str, Any] = dict(do_sample=False, eos_token_id=-1, pad_token_id=0)
     model.generate(ids, max_new_tokens=4, **how)
-    # The prompt is in the time of both runs and cancels.
+    # The time of the prompt is in both runs and cancels.
     times = []
     for count in (4, 4 + steps):
         bench.sync()

@@ -2,7 +2,7 @@
 
 python -m benchmarks.gpu --predict
 
-Writes `predicted.json` next to this file, which a run on a GPU puts into a column of its own.
+Writes `predicted.json` next to this file; a run on a GPU shows it in a separate column.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Kernel:
     """A launch, its machine code, and its loop counts.
 
     Attributes:
-        turns: how often each loop turns whenever it is entered; a mean over programs.
-        memory: bytes that all programs together need of what is not in the cache.
-        near: whether what it loads has just been written, and is in the cache.
+        turns: iterations of each loop each time it is entered; a mean over programs.
+        memory: bytes outside the cache that all programs together need.
+        near: whether the launch loads data that has just been written, and is in the cache.
     """
 
     launch: Launched
@@ -98,12 +98,12 @@ def prompt(powers: int, compiler: Compiler) -> list[Kernel]:
     key = torch.empty(1, layer.HEADS, layer.PROMPT, layer.DIM, **kind)
     weight = torch.ones(1, layer.PROMPT, device=THERE)
     made = launched(column_kernel.column_sums, ScoredAttention(query, key, None, True, 0.1), weight, powers)
-    size = _bytes([query, key])  # which the cache holds after the first of a head's programs
+    size = _bytes([query, key])  # in the cache after the first program of a head
     return [Kernel(launch, compiler(launch), _mean_turns(launch), size, near=True) for launch in made]
 
 
 def _mean_turns(launch: Launched) -> tuple[float, float]:
-    """Return the turns of both loops of a causal kernel: whole blocks, and the block on the diagonal."""
+    """Return the iterations of both loops of a causal kernel: complete blocks, and the block on the diagonal."""
     assert launch.arguments["BQ"] == launch.arguments["BK"]
     whole = (layer.PROMPT // launch.arguments["BQ"] - 1) / 2
     return (whole, 1.0) if launch.name == "totals" else (1.0, whole)
@@ -116,8 +116,8 @@ def repairs(compiler: Compiler) -> list[Kernel]:
     weights = [tensor[0] for tensor in rows.weights]
     (launch,) = launched(align_kernel.repair_by_kernel, weights, rows.key, rows.value, rows.made, rows.rank, moves)
     pieces = layer.DIM // launch.arguments["KEY_OUT"]
-    turns = (layer.HEADS,) * 2 + (layer.HEADS, pieces) * 2  # what is taken in of a head is unrolled
-    moved = 2 * _bytes([rows.key, rows.value])  # what is read again to be changed is in the cache
+    turns = (layer.HEADS,) * 2 + (layer.HEADS, pieces) * 2  # loops over one head's inputs are unrolled
+    moved = 2 * _bytes([rows.key, rows.value])  # rows that are read again to be changed are in the cache
     return [Kernel(launch, compiler(launch), turns, moved + _bytes(weights), near=True)]  # weights are in the cache
 
 
@@ -126,7 +126,7 @@ class Figure:
     """A row of the benchmark as consecutive launches of kernels.
 
     Attributes:
-        size: bytes that cannot but be moved.
+        size: the minimum number of bytes to move.
     """
 
     section: str
@@ -174,7 +174,7 @@ LOADS = (*GLOBAL_LOADS, *ASYNCHRONOUS)
 
 
 def counted(made: list[Figure]) -> Iterator[str]:
-    """Return counts in Markdown: one turn of each innermost loop of a warp, or all code without a loop."""
+    """Yield counts in Markdown: one iteration of each innermost loop of a warp, or all code without a loop."""
     yield (
         "| kernel | warps | registers | spills | shared | side by side | instructions | waits | global memory "
         "| bytes a load | tensor cores | powers | shared memory |"
@@ -206,7 +206,7 @@ def _named(widths: dict[str, float]) -> str:
 
 
 def predictions(made: list[Figure]) -> Iterator[str]:
-    """Return predictions in Markdown: microseconds, the figure, and the limit of each launch."""
+    """Yield predictions in Markdown: microseconds, the figure, and the limit of each launch."""
     yield "| figure | " + " | ".join(f"{gpu.name}, us | its figure | limits" for gpu in roofline.GPUS) + " |"
     yield "|---|" + "---:|---:|---|" * len(roofline.GPUS)
     for figure in made:

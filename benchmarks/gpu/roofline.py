@@ -1,8 +1,8 @@
-"""How long a launch should take, from what is counted in its machine code: a model, and what it assumes.
+"""Model the time of a launch from counts of its machine code.
 
-A launch is as slow as the slowest of what it needs: memory, the second-level cache, instructions issued, one of the
-pipes, or the latencies that a program cannot hide.  Overlap is taken to be perfect, and there are no bank conflicts and
-no uneven work, so a run can only be slower; by how much is what a run is to show.
+A launch takes as long as the slowest of its resources: memory, the second-level cache, instruction issue, one of the
+pipes, or the latencies that a program cannot hide. The model assumes perfect overlap, no bank conflicts and even work.
+So a real run can only be slower; measurements show by how much.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import math
 
 from tests.gpu.listing import SHARED, Counts
 
-REACHED = 0.92  # of the memory's bandwidth, by a copy and by reads alike
+REACHED = 0.92  # share of the memory's bandwidth that copies and reads reach
 LATENCY = 700e-9  # seconds from a load to its arrival, from memory under load
-NEAR = 300e-9  # the same from the second-level cache
-LAUNCH = 2e-6  # seconds until a kernel that is queued behind another has programs running, and until it is seen to end
-ALONE = 4  # cycles from one instruction of a warp to the next when it has a scheduler to itself
+NEAR = 300e-9  # seconds from a load to its arrival, from the second-level cache
+LAUNCH = 2e-6  # seconds until a queued kernel has programs running, and until its end is noticed
+ALONE = 4  # cycles from one instruction of a warp to the next if it has a scheduler alone
 ALU = (
     "LOP3",
     "PRMT",
@@ -39,13 +39,13 @@ FMA = ("FFMA", "FMUL", "FADD", "HADD2", "HMUL2", "HFMA2")
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """A GPU's figures, as its maker gives them but for the second-level cache, which is an assumption.
+    """Specifications of a GPU by its maker, except the second-level cache, which is an assumption.
 
     Attributes:
-        memory, cache: bytes a second.
-        clock: cycles a second that are held under load.
-        tensor: operations of a multiprocessor a cycle in half precision, by HGMMA.
-        warp_tensor: the share of those that HMMA reaches, whose operands come from registers.
+        memory, cache: bytes per second.
+        clock: cycles per second that are held under load.
+        tensor: operations of a multiprocessor in a cycle in half precision, by HGMMA.
+        warp_tensor: the share of these that HMMA reaches, whose operands come from registers.
     """
 
     name: str
@@ -62,14 +62,16 @@ GPUS = (Gpu("H100", 3.35e12), Gpu("H200", 4.8e12))
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """One launch, counted.
+    """Counts of one launch.
 
     Attributes:
-        programs: how many; warps: of each; resident: of each multiprocessor at a time.
+        programs: number of programs.
+        warps: warps of each program.
+        resident: programs of each multiprocessor at a time.
         memory, cache: bytes that all programs move from and to either.
-        counts: what a warp executes from the first instruction to the last.
-        waits: latencies that follow each other in one program.
-        latency: of each, in seconds.
+        counts: instructions that a warp executes from first to last.
+        waits: consecutive latencies in one program.
+        latency: seconds of each latency.
     """
 
     programs: int
@@ -84,25 +86,25 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Time:
-    """Seconds of a launch, and what each limit alone would take."""
+    """Seconds of a launch, and of each limit alone."""
 
     total: float
     limits: dict[str, float]
 
     @property
     def bound(self) -> str:
-        """The limit that takes longest."""
+        """Return the limit that takes longest."""
         return max(self.limits, key=lambda name: self.limits[name])
 
 
 def cycles(gpu: Gpu, counts: Counts, warps: int) -> dict[str, float]:
-    """Cycles of a multiprocessor that one program keeps each of its parts busy.
+    """Return the cycles of a multiprocessor that one program keeps each of its parts busy.
 
-    Throughputs are those of compute capability 9.0 in the CUDA programming guide: a scheduler issues one instruction a
-    cycle, the integer pipe takes one every two, the special functions one every eight.
+    Throughputs are those of compute capability 9.0 in the CUDA programming guide: a scheduler issues one instruction in
+    each cycle, the integer pipe takes one every two, the special functions one every eight.
     """
     tensor = sum(x.flops * n / (1 if x.kind == "HGMMA" else gpu.warp_tensor) for x, n in counts.times.items())
-    halved = sum(x.flops * n for x, n in counts.times.items() if "TF32" in x.name)  # at half of the rate
+    halved = sum(x.flops * n for x, n in counts.times.items() if "TF32" in x.name)  # at half the rate
     return {
         "issue": counts.instructions * warps / 4,
         "integers": 2 * counts.of(*ALU) * warps / 4,
@@ -114,7 +116,7 @@ def cycles(gpu: Gpu, counts: Counts, warps: int) -> dict[str, float]:
 
 
 def seconds(gpu: Gpu, work: Work) -> Time:
-    """A launch: as many programs at a time as the GPU holds, wave after wave."""
+    """Return the time of a launch: as many programs at a time as the GPU holds, wave after wave."""
     cap = gpu.processors * work.resident
     waves = [cap] * (work.programs // cap) + [work.programs % cap] * (work.programs % cap > 0)
     busy = cycles(gpu, work.counts, work.warps)

@@ -1,5 +1,5 @@
 """Compare kvpass with other engines on SmolLM2-135M-Instruct: `python -m benchmarks.rivals`.
 
-Each engine is one class in one file: `openvino`, `llama_cpp`, `torch_models` and `kvpass_engines`.  `contenders` lists
-what is compared, `compare` measures it, and `tables` prints the results.
+Each engine is one class in one file: `openvino`, `llama_cpp`, `torch_models` and `kvpass_engines`. `contenders` lists
+the contenders, `compare` measures them, and `tables` prints the results.
 """

@@ -1,6 +1,8 @@
-"""Compare kvpass with other engines on SmolLM2-135M-Instruct: python -m benchmarks.rivals [CASE ...]
+"""Compare kvpass with other engines on SmolLM2-135M-Instruct.
 
-Writes rivals.json and rivals.md.  A case that was measured before keeps its figures until it is measured again.
+    python -m benchmarks.rivals [CASE ...]
+
+Writes rivals.json and rivals.md. A case that was measured before keeps its figures until it is measured again.
 """
 
 from __future__ import annotations
@@ -28,12 +30,12 @@ LENGTHS, ROUNDS, MINUTES = (1024, 4096, 8000), 12, 25.0
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is measured under one precision, number of threads and number of rows.
+    """A set of measurements under one precision, number of threads and number of rows.
 
     Attributes:
         part: "steps" (with prompts), "start" or "memory".
-        longest: lengths above it are left out.
-        without: contenders that are left out.
+        longest: longer lengths are omitted.
+        without: contenders that are omitted.
     """
 
     part: str
@@ -53,11 +55,11 @@ CASES: dict[str, Case] = {
     "thread": Case("steps", threads=1, longest=4096, without=(STATIC,)),
     "memory": Case("memory"),
 }
-"""In the order of their weight: what the time does not suffice for is left out."""
+"""Ordered by importance, because a run that ends early omits the last ones."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure the cases that are asked for, and report on all that there are figures of."""
+    """Measure the requested cases, and report on all measured cases."""
     given = _parser().parse_args(arguments)
     given.out.mkdir(parents=True, exist_ok=True)
     limits = Limits(given.lengths, given.rounds, time.monotonic() + 60 * given.minutes)
@@ -92,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measured(name: str, case: Case, given: argparse.Namespace, limits: Limits) -> bool:
-    """Measure a case and save each row when it is there; return False if the time was over before the end."""
+    """Measure a case and save each row at once; return False if the time ended before the case."""
     about = {"case": name, "part": case.part, "precision": case.precision, "threads": case.threads, "rows": case.rows}
     rows = [row for row in report.load(given.out / "rivals.json") if row["case"] != name]
     with tqdm(unit="turn", desc=name, dynamic_ncols=True) as bar:

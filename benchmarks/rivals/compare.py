@@ -1,7 +1,7 @@
 """Measure steps, prompts, starts and memory of the contenders, by turns.
 
-Every contender keeps its process, and only the one whose turn it is works.  A contender that fails is left out of the
-rest of its case; its row has the error.
+Every contender keeps its process, and only the one in turn works. A contender that fails is omitted from the rest of
+its case; its row has the error.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from benchmarks.timing import Plan, interleaved
 from benchmarks.worker import Worker
 
 VOCABULARY = (100, 49_000)  # the range of random tokens
-ROOM = 256  # tokens that fit behind every prompt
-WARM = (700, 600)  # prompts before anything is timed: kvpass compiles a prompt's graph when the second one comes
-TURNS = {1024: 5, 4096: 2}  # of prompts by length; longer ones have one
-STEPS, SKIPPED = 8, 2  # of a turn: timed, and before that while the processor's caches fill
+ROOM = 256  # tokens that fit after every prompt
+WARM = (700, 600)  # untimed first prompts: kvpass compiles the graph of prompts at the second one
+TURNS = {1024: 5, 4096: 2}  # turns of prompts by length; longer prompts have one
+STEPS, SKIPPED = 8, 2  # steps of a turn: timed, and skipped before while the processor's caches fill
 
 Start = Callable[[Contender, dict[str, str]], Worker]
-"""Starts a contender with further environment variables."""
+"""Function that starts a contender with further environment variables."""
 Say = Callable[[str], object]
 
 
 class OutOfTime(Exception):
-    """The time of the whole run is over."""
+    """The time limit of the run is exceeded."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """How much is measured.
+    """Limits on the measurements.
 
     Attributes:
-        lengths: of prompts, in tokens.
+        lengths: lengths of prompts, in tokens.
         rounds: turns of each contender at its steps.
         until: the value of `time.monotonic` after which nothing new begins.
     """
@@ -72,8 +72,8 @@ class Turns:
     """Processes of several contenders with the same settings.
 
     Attributes:
-        workers: by the names of the contenders that have not failed.
-        errors: by the names of the others.
+        workers: workers by the names of contenders that have not failed.
+        errors: errors by the names of the others.
     """
 
     def __init__(self, contenders: Sequence[Contender], start: Start, rows: int, stack: contextlib.ExitStack) -> None:
@@ -86,7 +86,7 @@ class Turns:
 
     @contextlib.contextmanager
     def _noting(self, name: str) -> Iterator[None]:
-        """Note an error of a contender and leave it out from now on."""
+        """Record an error of a contender, and omit it from then on."""
         try:
             yield
         except Unavailable as error:
@@ -94,14 +94,14 @@ class Turns:
             self.workers.pop(name, None)
 
     def warm(self, say: Say) -> None:
-        """Have every contender compile its graphs, all at the same time."""
+        """Make every contender compile its graphs, all at the same time."""
         say("compiling")
         for count in WARM:
             self._ask_all(ids=prompts(self.rows, count), room=ROOM)
             self._ask_all(steps=4)
 
     def fit(self, length: int, say: Say) -> None:
-        """Have every contender prepare for conversations of this length: a StaticCache is compiled for its size."""
+        """Make every contender prepare for this length, because a StaticCache is compiled for its size."""
         say(f"preparing for {length:,} tokens")
         self._ask_all(ids=prompts(self.rows, 64), room=length - 64 + ROOM)
         self._ask_all(steps=2)
@@ -131,7 +131,7 @@ class Turns:
 
 @dataclasses.dataclass(frozen=True)
 class _Asked:
-    """A contender of `timing.interleaved` in the process of a worker."""
+    """A contender of `timing.interleaved` in a worker process."""
 
     name: str
     turns: Turns
@@ -171,7 +171,7 @@ def steps(
 def starts(contenders: Sequence[Contender], start: Start, prompt: list[int], limits: Limits, say: Say) -> Iterator[Row]:
     """Yield the seconds from the start of a process to its first, second and twentieth token.
 
-    The first process of a contender has an empty folder for compiled code; the second one has what the first one left.
+    The first process of a contender has an empty folder for compiled code; the second one has the code of the first.
 
     Raises:
         OutOfTime: the time was over before a contender.
@@ -202,7 +202,7 @@ def _first_tokens(contender: Contender, start: Start, prompt: list[int], variabl
 
 
 def peaks(contenders: Sequence[Contender], start: Start, limits: Limits, say: Say) -> Iterator[Row]:
-    """Yield the MiB that a prompt of each length adds at most to a process that returns what it frees.
+    """Yield the peak MiB that a prompt of each length adds to a process that returns freed memory.
 
     Raises:
         OutOfTime: the time was over before a contender.

@@ -1,4 +1,4 @@
-"""List what is compared, and make what each contender needs: an environment, and the weights in its format."""
+"""List the contenders, and make their environments and the weights in their formats."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BUDGET = 512
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """An engine and how its cache is bounded.
+    """An engine and the bound of its cache.
 
     Attributes:
         adapter: the class of the engine, as `module:Class`.
@@ -42,12 +42,12 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     OPENVINO: ("openvino-genai==2026.4.1.0",),
     LLAMA: ("llama-cpp-python==0.3.36",),
 }
-VARIABLES = {LLAMA: {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"}}  # built from source, for this processor
+VARIABLES = {LLAMA: {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"}}  # built from source for this processor
 QUANTISER = ("torchao==0.18.0",)
-"""The package with torch's int8 weights; it stays out of the environment of kvpass, whose tests do without it."""
+"""The package with torch's int8 weights, kept out of the environment of kvpass, whose tests need none."""
 UNCOMPILED, STATIC = "uncompiled, DynamicCache", "torch.compile, StaticCache"
 REFERENCE = "kvpass, streaming"
-"""The contender that ratios are to."""
+"""The contender that ratios are relative to."""
 _HERE = "benchmarks.rivals"
 ALL = (
     Contender(UNCOMPILED, f"{_HERE}.torch_models:Uncompiled"),
@@ -70,10 +70,10 @@ def named(names: Sequence[str]) -> list[Contender]:
 def start(
     contender: Contender, precision: str, threads: int, folder: Path, variables: dict[str, str] | None = None
 ) -> Worker:
-    """Start a contender in a process of its own; environments and weights are made if they are missing.
+    """Start a contender in a separate process; make missing environments and weights.
 
     Args:
-        folder: for environments, weights and logs.
+        folder: folder for environments, weights and logs.
         variables: further environment variables of the process.
 
     Raises:
@@ -116,7 +116,7 @@ def _weights(package: str | None, precision: str, python: Path, folder: Path) ->
 
 
 def _convert(python: Path, file: Path, into: Path) -> None:
-    """Write the IR of a GGUF file; OpenVINO writes it next to the file, so the file gets a folder of its own."""
+    """Write the IR of a GGUF file in a separate folder, because OpenVINO writes it next to the file."""
     into.mkdir(exist_ok=True)
     linked = into / file.name
     linked.unlink(missing_ok=True)

@@ -1,6 +1,6 @@
-"""Define what an engine must do, and run one in a process of its own.
+"""Define the interface of an engine, and run one in a separate process.
 
-The module needs the standard library alone: it runs in the environments of the rivals.
+The module needs only the standard library, because it runs in the environments of the rivals.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from benchmarks import memory, worker
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What an engine is made with.
+    """Settings of an engine.
 
     Attributes:
         weights: the file or folder with the model.
         precision: "bfloat16", "int8" for int8 weights and bfloat16 activations, or "float32" for engines of torch.
-        threads: that the engine may use.
+        threads: number of threads that the engine may use.
         budget: the number of tokens that the cache keeps; None for all.
         policy: the eviction policy, for engines that have several.
     """
@@ -36,7 +36,7 @@ class Setup:
 
 
 class Engine(abc.ABC):
-    """An engine with the model loaded.  Decoding is greedy, and no token ends it."""
+    """An engine with a loaded model; decoding is greedy, and no token ends it."""
 
     @abc.abstractmethod
     def __init__(self, setup: Setup) -> None: ...
@@ -46,13 +46,13 @@ class Engine(abc.ABC):
         """Begin new conversations and return the first token of each.
 
         Args:
-            ids: the tokens of the prompts, one list a row, all of one length.
+            ids: token lists of the prompts, one for each row, all of one length.
             room: the largest number of tokens that will be decoded after the prompts.
         """
 
     @abc.abstractmethod
     def steps(self, count: int) -> list[list[int]]:
-        """Decode `count` further tokens of every row; return them as one list a row."""
+        """Decode `count` further tokens of every row; return one list for each row."""
 
 
 class Timed:

@@ -1,4 +1,4 @@
-"""kvpass: the compiled model, called as `generate` calls it, and `DecodeLoop`."""
+"""Run kvpass: the compiled model, called like `generate` does, and `DecodeLoop`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Forward(Engine):
 
 
 class Loop(Engine):
-    """`kvpass.DecodeLoop`.  The host reads the tokens once for all steps of a call."""
+    """`kvpass.DecodeLoop`; the host reads the tokens once for all steps of a call."""
 
     def __init__(self, setup: Setup) -> None:
         self.model, self.setup = load(setup), setup

@@ -1,7 +1,7 @@
-"""llama.cpp, with a full cache and with its context shift.
+"""Run llama.cpp, with a full cache and with its context shift.
 
-The context shift keeps the first tokens and drops half of the others whenever the context is full, as llama.cpp's own
-server does.  Keys and values have llama.cpp's default type, float16.
+The context shift keeps the first tokens and drops half of the others whenever the context is full, like llama.cpp's
+own server. Keys and values have llama.cpp's default type, float16.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import numpy as np
 from benchmarks.rivals.engine import Engine, Setup
 
 FIRST = 4  # tokens that a shift keeps
-BATCH = 2048  # tokens in a call while a prompt is read: llama.cpp's default
+BATCH = 2048  # tokens of a prompt in each call, llama.cpp's default
 
 
 @dataclasses.dataclass
 class _Row:
-    """One sequence: its number, the tokens it holds, and its last token."""
+    """One sequence: its number, the number of tokens it holds, and its last token."""
 
     number: int
     held: int = 0
@@ -27,7 +27,7 @@ class _Row:
 
 
 class LlamaCpp(Engine):
-    """Sequences of llama.cpp, one a row, each with a cache of its own."""
+    """Sequences of llama.cpp, one for each row, with separate caches."""
 
     def __init__(self, setup: Setup) -> None:
         lib.llama_backend_init()
@@ -42,7 +42,7 @@ class LlamaCpp(Engine):
     def prompt(self, ids: list[list[int]], room: int) -> list[int]:
         self._begin(len(ids), self.budget or -(-(len(ids[0]) + room) // 256) * 256)
         for row, tokens in zip(self.rows, ids, strict=True):
-            # Half of what a shift can drop: then one shift always makes room for the next part.
+            # Half of the tokens that a shift can drop: then one shift always makes room for the next part.
             part = BATCH if self.budget is None else (self.budget - FIRST) // 2
             for start in range(0, len(tokens), part):
                 self._decode([(row, tokens[start : start + part])])
@@ -59,7 +59,7 @@ class LlamaCpp(Engine):
         return made
 
     def _begin(self, rows: int, tokens: int) -> None:
-        """Empty the context, or make one for so many rows of so many tokens."""
+        """Clear the context, or make one for this many rows and tokens."""
         self.rows = [_Row(number) for number in range(rows)]
         if self.size == (rows, tokens):
             lib.llama_memory_clear(self.memory, True)
@@ -96,7 +96,7 @@ class LlamaCpp(Engine):
             raise RuntimeError(f"llama_decode returned {code}")
 
     def _shift(self, row: _Row) -> None:
-        """Drop half of the tokens behind the first ones, and move the others up."""
+        """Drop half of the tokens after the first ones, and move the others up."""
         dropped = (row.held - FIRST) // 2
         lib.llama_memory_seq_rm(self.memory, row.number, FIRST, FIRST + dropped)
         lib.llama_memory_seq_add(self.memory, row.number, FIRST + dropped, row.held, -dropped)

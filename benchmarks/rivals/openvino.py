@@ -1,7 +1,7 @@
-"""OpenVINO GenAI, with a full cache and with its cache eviction.
+"""Run OpenVINO GenAI, with a full cache and with its cache eviction.
 
-Weights come as an IR folder that `convert` makes from a GGUF file.  Requests run in its continuous-batching pipeline,
-whose `step` makes one token of every request; its prefix cache is off, since every prompt is new.
+Weights are an IR folder that `convert` makes from a GGUF file. Requests run in the continuous-batching pipeline, whose
+`step` makes one token of every request. Its prefix cache is off, because every prompt is new.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import openvino_genai as genai
 
 from benchmarks.rivals.engine import Engine, Setup
 
-FIRST, RECENT = 32, 128  # tokens that eviction always keeps: OpenVINO's own defaults
+FIRST, RECENT = 32, 128  # tokens that eviction always keeps, OpenVINO's defaults
 LONGEST = 1 << 30
 
 
 def convert(file: str) -> None:
-    """Write the IR of a GGUF file, tokenizer included, into the folder of the file."""
+    """Write the IR of a GGUF file, including the tokenizer, into the folder of the file."""
     genai.LLMPipeline(file, "CPU", enable_save_ov_model=True)
 
 
 class OpenVINO(Engine):
-    """Requests of OpenVINO GenAI, one a row."""
+    """Requests of OpenVINO GenAI, one for each row."""
 
     def __init__(self, setup: Setup) -> None:
         scheduler = genai.SchedulerConfig()
@@ -49,7 +49,7 @@ class OpenVINO(Engine):
         for request in self.requests:
             request.cancel()
         if self.requests:
-            self.pipeline.step()  # lets go of the cancelled requests' blocks
+            self.pipeline.step()  # releases the cancelled requests' blocks
         rows = [openvino.Tensor(np.array([row], dtype=np.int64)) for row in ids]
         self.requests = [self.pipeline.add_request(self.made + n, row, self.greedy) for n, row in enumerate(rows)]
         self.made += len(rows)

@@ -1,4 +1,4 @@
-"""Print what `compare` has measured as tables."""
+"""Format the measurements of `compare` as tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Key = tuple[str, int, int]
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
-    """Return the tables of all parts that there are rows of."""
+    """Return the tables of all measured parts."""
     made = []
     for key in dict.fromkeys(_key(row) for row in rows):
         alike = [row for row in rows if _key(row) == key]
@@ -73,7 +73,7 @@ def _starts(rows: Sequence[Row], key: Key) -> list[Table]:
 
 
 def _alike(tokens: Sequence[int], expected: Sequence[int]) -> int:
-    """Return how many of the first tokens are the same."""
+    """Return the number of equal first tokens."""
     differing = (number for number, pair in enumerate(zip(tokens, expected, strict=True)) if pair[0] != pair[1])
     return next(differing, len(expected))
 

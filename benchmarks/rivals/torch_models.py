@@ -1,4 +1,4 @@
-"""The model of transformers: uncompiled with a growing cache, and under torch.compile with a StaticCache."""
+"""Run the model of transformers: uncompiled with a growing cache, and compiled with a StaticCache."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def load(setup: Setup) -> Any:
 
 
 class Uncompiled(Engine):
-    """The model as it is, with a cache that grows by concatenation."""
+    """The uncompiled model, with a cache that grows by concatenation."""
 
     def __init__(self, setup: Setup) -> None:
         self.model = load(setup)
@@ -43,7 +43,7 @@ class Uncompiled(Engine):
         return [list(row) for row in zip(*made, strict=True)]
 
     def _cache(self, most: int) -> Any:
-        """Return an empty cache for at most so many tokens, None if the model makes one itself."""
+        """Return an empty cache for at most this many tokens, None if the model makes one itself."""
         return None
 
     @torch.inference_mode()
@@ -54,7 +54,7 @@ class Uncompiled(Engine):
 
 
 class Static(Uncompiled):
-    """torch.compile with a StaticCache of the size that the conversation needs; prompts run uncompiled."""
+    """The model under torch.compile, with a StaticCache of the required size; prompts run uncompiled."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)

@@ -1,8 +1,8 @@
 """Write the weights of the checkpoint as GGUF files, in the types that the rivals read.
 
-The package of the checkpoint has a GGUF file with 4-bit weights.  Its values are what every contender gets: dequantised
-and rounded to bfloat16, or quantised to int8 in blocks of 32.  F16 holds the values of bfloat16, so all but the
-smallest are exact there.
+The package of the checkpoint has a GGUF file with 4-bit weights. Every contender gets its values: dequantised and
+rounded to bfloat16, or quantised to int8 in blocks of 32. F16 represents all but the smallest values of bfloat16
+exactly.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from gguf.quants import dequantize, quantize
 from kvpass.apps import checkpoint
 
 FILE_TYPES = {"F16": 1, "Q8_0": 7, "BF16": 32}  # general.file_type of the format's specification
-WRITTEN = ("GGUF.", "general.architecture", "general.file_type")  # keys that the writer adds itself
+WRITTEN = ("GGUF.", "general.architecture", "general.file_type")  # keys that the writer adds
 
 
 def gguf(kind: str, folder: Path) -> Path:
-    """Return a GGUF file of the checkpoint with matrices of one type; it is written if it is missing.
+    """Return a GGUF file of the checkpoint with matrices of one type; write it if it is missing.
 
     Args:
         kind: "BF16", "F16" or "Q8_0".

@@ -1,4 +1,4 @@
-"""Programs at random about one class of mistakes each: a few lines of attention, and what they are called with."""
+"""Draw random programs, each aimed at one class of mistakes: a few lines of attention and their calls."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from random import Random
 from typing import Any
 
 LOWS = ["torch.finfo(torch.float32).min", "-1e9", "-1e9", "-1e4", "-torch.inf"]
-EMPTY = "((j < i) & (j // 3 == i // 3))"  # the first of every three tokens sees nothing
+EMPTY = "((j < i) & (j // 3 == i // 3))"  # the first of every three tokens attends to nothing
 ALLOWED = ["(j <= i)", "(j <= i)", EMPTY, "((j <= i) & (i - j < 4))"]
 CROSSING = [(62, 1, 1, 1, 1, 3), (60, 4, 1, 1), (5, 1, 1, 3, 1), (63, 3, 1)]
-"""Calls before, at and behind 64 tokens."""
+"""Lengths of calls that end before, at and after 64 tokens."""
 FEW_CALLS = [(5, 1, 1, 3, 1), (1, 1, 1, 1, 1), (4, 2, 1, 1)]
 
 
@@ -19,9 +19,9 @@ class Member:
     """A program of a family.
 
     Attributes:
-        body: of `attend`, see `tests.adversary.models.Attend`; `i` is [1, 1, q, 1].
-        names: the inputs of each token that it takes.
-        others: fields of `tests.adversary.generator.Program` that are not the usual ones.
+        body: lines of `attend`, see `tests.adversary.models.Attend`; `i` is [1, 1, q, 1].
+        names: the inputs for each token that it takes.
+        others: fields of `tests.adversary.generator.Program` that differ from the defaults.
     """
 
     body: list[str]
@@ -30,11 +30,11 @@ class Member:
 
 
 def member(draw: Random) -> Member:
-    """A program of one of the families."""
+    """Draw a program from one of the families."""
     return draw.choice([of_logits, of_logits, of_logits, of_indices, of_parts, of_windows, of_rotations])(draw)
 
 
-# -- what is done to logits, in which order and in which form ----------------------------------------------
+# -- order and form of operations on logits ----------------------------------------------------------------
 
 FILLS = [
     "a = a.masked_fill(~{e}, {low})",
@@ -60,7 +60,7 @@ SLOPES = {
 
 
 def of_logits(draw: Random) -> Member:
-    """Masks, biases, factors and sinks in any order, on logits of three, four or five dimensions."""
+    """Draw masks, biases, factors and sinks in any order, on logits of three, four or five dimensions."""
     shape = draw.choice(["four", "four", "five", "joined"])
     lines = [draw.choice(FILLS), *draw.choices(CHANGES, k=draw.randrange(3))]
     lines += [draw.choice(FILLS)] if draw.randrange(4) == 0 else []
@@ -72,7 +72,7 @@ def of_logits(draw: Random) -> Member:
         )
     lines = [line.format(e=draw.choice(ALLOWED), low=draw.choice(LOWS)) for line in lines]
     sink = shape == "four" and draw.randrange(4) == 0
-    if sink:  # and now and then not at the end
+    if sink:  # sometimes in the middle instead of at the end
         lines.insert(draw.choice([len(lines)] * 3 + [draw.randrange(len(lines) + 1)]), JOINED)
     repeated = "k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)"
     first = {
@@ -104,7 +104,7 @@ LONG = [(126, 1, 3, 1), (254, 1, 3, 1), (300, 1, 1)]
 
 
 def of_indices(draw: Random) -> Member:
-    """A bias by the index of each key, in a dtype that does not hold all indices."""
+    """Draw a bias by key index, in a dtype that cannot hold all indices."""
     index = draw.choice(COUNTED).format(d=f"torch.{draw.choice(DTYPES)}")
     bias = draw.choice(["0.05 * (j - {x}).float()", "0.02 * ({x} - i)", "table[{x}.long() % 6]", "0.01 * {x}"])
     return Member(
@@ -129,7 +129,7 @@ PARTS = [
 
 
 def of_parts(draw: Random) -> Member:
-    """Attention to a part of the cache, by a number that is crossed in some of the calls."""
+    """Draw attention to a part of the cache, with a bound that some of the calls cross."""
     lines = [draw.choice(PARTS), "return F.scaled_dot_product_attention(q, k, v)"]
     return Member(lines, others={"pieces": draw.choice(CROSSING)})
 
@@ -143,7 +143,7 @@ WINDOWS = [
 
 
 def of_windows(draw: Random) -> Member:
-    """A cache of the last tokens, whose window begins in the prompt or after it."""
+    """Draw a cache of the last tokens, whose window begins in the prompt or after it."""
     lines = ["return F.scaled_dot_product_attention(q, k, v)"]
     pieces = draw.choice([(10, 1, 1, 1, 1, 1), (14, 1, 1, 1), (5, 1, 1), (62, 1, 1, 1, 1)])
     return Member(lines, others={"grow": draw.choice(WINDOWS), "pieces": pieces})
@@ -153,7 +153,7 @@ def of_windows(draw: Random) -> Member:
 
 
 def of_rotations(draw: Random) -> Member:
-    """Positions by rank, with padding anywhere, and factors that depend on the whole call."""
+    """Draw rotations by rank with padding anywhere, or with factors that depend on all tokens of a call."""
     lines = ["m = (j <= i) & p[:, None, None, :].bool()", "return F.scaled_dot_product_attention(q, k, v, attn_mask=m)"]
     rotary = draw.choice(["[1, 1, q, 1]", "[B, 1, q, 1]", "long", "long"])
     return Member(

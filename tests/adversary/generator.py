@@ -1,9 +1,9 @@
-"""Small models at random: attention as a program of a few lines, and how it is called.
+"""Generate small random models: attention as a program of a few lines, and its calls.
 
-A program is made of a seed and of nothing else.  (Hypothesis would also draw constants that it finds in the modules
-that a process has imported, so the same seed gave other programs beside other tests.)  It is source text, so that an
-example that fails reads like a model, its lines are named by refusals, and tracing costs no more than its operations.
-Most parts are ordinary ones that can be held; each part is an odd one now and then.
+A program depends on its seed alone. Hypothesis also draws constants from imported modules, so the same seed would
+give different programs next to different tests. A program is source text: a failing example reads like a model,
+refusals name its lines, and tracing costs no more than its operations. Most parts are ordinary; rare parts are drawn
+sometimes.
 """
 
 from __future__ import annotations
@@ -42,16 +42,17 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A model's attention and how it is called.
+    """A model's attention and its calls.
 
     Attributes:
-        source: of `attend`, see `tests.adversary.models.Attend`.
-        names: the per-token inputs that it takes, of p, s and w.
-        pad: what p is, of `PADS`.
-        changes: the input that is another after the prompt, or None.
+        source: code of `attend`, see `tests.adversary.models.Attend`.
+        names: the inputs for each token that it takes, among p, s and w.
+        pad: the value of p, a key of `PADS`.
+        changes: the input whose values change after the prompt, or None.
         grow: the cache update as an expression of past and new.
+        pieces: numbers of tokens fed in each call.
         model: settings of `Small`.
-        policy: with its settings.
+        policy: name of the policy, and its setting of positions if it has one.
     """
 
     source: str
@@ -87,7 +88,7 @@ class Program:
 
     @property
     def settings(self) -> dict[str, str]:
-        """Of the policy, beside its name."""
+        """Return the settings of the policy other than its name."""
         return {"positions": self.policy[1]} if len(self.policy) > 1 else {}
 
 
@@ -95,7 +96,7 @@ _numbers = itertools.count()
 
 
 def compiled(source: str) -> Attend:
-    """The function, with its lines where tracebacks look for them."""
+    """Compile the function, and register its lines so that tracebacks show them."""
     name = f"/generated/program_{next(_numbers)}.py"
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     space: dict[str, Any] = {"torch": torch, "F": F}
@@ -105,11 +106,11 @@ def compiled(source: str) -> Attend:
 
 
 def odd(draw: Random, ordinary: Sequence[Any], rare: Sequence[Any], percent: int = 6) -> Any:
-    """One of the ordinary, and now and then a rare one."""
+    """Draw one of the ordinary choices, or a rare one with the given percentage."""
     return draw.choice(rare if draw.randrange(100) < percent else ordinary)
 
 
-# -- expressions over i, j, heads and what tokens are given ------------------------------------------------
+# -- expressions over i, j, heads and inputs for each token ------------------------------------------------
 
 KEYS = ["{0}[:, None, None, :]", "{0}[:, None, None]", "{0}.unsqueeze(1).unsqueeze(2)", "{0}[:, j][:, None, None]"]
 COMPARED = ["<", "<=", "==", "!=", ">", ">="]
@@ -117,7 +118,7 @@ COMPARED = ["<", "<=", "==", "!=", ">", ">="]
 
 @dataclasses.dataclass
 class Expressions:
-    """Draws expressions of [B or 1, H or 1, q or 1, S or 1]."""
+    """Draws expressions of shape [B or 1, H or 1, q or 1, S or 1]."""
 
     draw: Random
 
@@ -131,7 +132,7 @@ class Expressions:
         return f"{name}[:, None, -q.shape[2]:, None]"
 
     def whole(self, depth: int) -> str:
-        """An integer."""
+        """Draw an integer expression."""
         if depth == 0:
             kind = self.pick("i", "j", "j", "s of key", "s of query", "p of key", "h")
             if kind == "h":
@@ -144,7 +145,7 @@ class Expressions:
         return f"({self.of_key(name)} == {self.of_query(name)})"
 
     def truth(self, depth: int) -> str:
-        """A boolean."""
+        """Draw a boolean expression."""
         if depth == 0:
             kind = self.pick("near", "near", "segments", "segments", "compare", "compare", "constant", "weights")
             if kind == "near":
@@ -159,7 +160,7 @@ class Expressions:
         return self.pick(f"({one} & {other})", f"({one} | {other})", f"~{one}", one, f"({one} ^ {other})")
 
     def bias(self, depth: int) -> str:
-        """A number that is added to logits."""
+        """Draw a number to add to logits."""
         kind = odd(self.draw, ["alibi", "distance", "weight", "pair", "table", "type", "choice"], list(ODD_BIASES))
         if kind == "alibi":
             return "(j - i) * 0.25 ** (h + 1)"
@@ -267,12 +268,12 @@ ODD_SOFTMAX = [
 
 
 def mentioned(source: str) -> set[str]:
-    """The names in a piece of source."""
+    """Return the names in a piece of source."""
     return set(re.findall(r"[a-z]\w*", source))
 
 
 def spelled_mask(e: Expressions, bias: str | None, read: set[str], additive_only: bool = False) -> str:
-    """`m`, bool or additive, of `allowed` and a bias, which read these names."""
+    """Write the assignment of `m`, a bool or additive mask, from `allowed` and a bias that read these names."""
     low = e.pick(*LOWS)
     additive = e.pick(
         f"torch.zeros(()).masked_fill(~allowed, {low})",
@@ -301,7 +302,7 @@ def by_sdpa(e: Expressions, bias: str | None, read: set[str], gqa: bool) -> list
 
 
 def spelled_out(e: Expressions, bias: str | None, read: set[str]) -> list[str]:
-    """Matrix products and a softmax."""
+    """Write attention as matrix products and a softmax."""
     product = e.pick("q @ k.transpose(-1, -2) * 0.35", "(q * 0.35) @ k.transpose(-2, -1)", "q @ k.mT * 0.35",
                      "torch.matmul(q, k.transpose(2, 3)) / 2.83")  # fmt: skip
     lines = [f"a = {product}", odd(e.draw, CHANGES, ODD_CHANGES)]
@@ -331,7 +332,7 @@ def spelled_out(e: Expressions, bias: str | None, read: set[str]) -> list[str]:
 
 
 def program(seed: str) -> Program:
-    """The program of that seed, in every process the same; one in four is of a family."""
+    """Return the program of a seed, the same in every process; one in four belongs to a family."""
     chosen = Random(f"family {seed}")
     return of_family(families.member(chosen)) if chosen.randrange(4) == 0 else mixed(Random(seed))
 
@@ -347,7 +348,7 @@ def of_family(made: families.Member) -> Program:
 
 
 def mixed(draw: Random) -> Program:
-    """A program of ordinary parts, and of an odd one now and then."""
+    """Draw a program of mostly ordinary parts."""
     e = Expressions(draw)
     allowed = odd(draw, ALLOWED, ODD_ALLOWED, 20)
     if "{p}" in allowed:
@@ -395,4 +396,4 @@ def mixed(draw: Random) -> Program:
     return dataclasses.replace(result, model=(*result.model, ("tokens_first", True)), grow="torch.cat([past, new], 1)")
 
 
-assert DIM == 8  # the programs spell it out
+assert DIM == 8  # the programs contain the number

@@ -1,4 +1,4 @@
-"""Small models with a cache that grows by concatenation, put together from functions, and what is fed to them."""
+"""Build small models with a cache that grows by concatenation from functions, and feed them."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ Attend = Callable[..., Tensor]
 
 Past = list[tuple[Tensor, Tensor]] | None
 DIM = 8
-TOKENS = 16  # of a vocabulary, and of every conversation at most
+TOKENS = 16  # of the vocabulary, and the longest conversation
 
 
 def grow(past: Tensor, new: Tensor) -> Tensor:
-    """The ordinary cache update."""
+    """Append new tokens to the cache, the ordinary update."""
     return torch.cat([past, new], -2)
 
 
 class Ordered(nn.Module):
-    """A model whose cache may have its tokens first."""
+    """A model whose cache may store tokens before heads."""
 
     tokens_first: bool
 
     def ordered(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, Hkv, S, D] as the cache has them, or back."""
+        """Convert keys and values from [B, Hkv, S, D] to the order of the cache, or back."""
         return (k.transpose(1, 2), v.transpose(1, 2)) if self.tokens_first else (k, v)
 
 
 class Small(Ordered):
-    """Layers of attention alone: forward(ids [B, q], past, **inputs) -> (hidden [B, q, H * D], new past).
+    """Attention layers without norms and MLPs: forward(ids [B, q], past, **inputs) -> (hidden [B, q, H * D], new past).
 
     Args:
-        attend: one function for all layers, or one for each.
+        attend: one attention function for all layers, or a list with one for each.
         layers, heads, kv_heads: sizes; D is 8.
-        rotary: queries and keys are rotated by the token's index, in this shape of `INDICES`.
-        grow: (past, new) -> grown.
-        kept: the dtype of the cache, if it is another.
+        rotary: entry of `INDICES` for the index that rotates queries and keys; None for no rotation.
+        grow: the cache update, (past, new) -> grown.
+        kept: dtype of the cache, if it differs from the model's.
         tokens_first: whether the cache is [B, S, Hkv, D].
-        tables: buffers, handed to `attend` among the inputs.
+        tables: buffers that `attend` gets among its inputs.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Small(Ordered):
 class Bare(Ordered):
     """One layer without projections, which traces in half the time: forward([B, H + 2 Hkv, q, D], past, **inputs).
 
-    As `Small` otherwise; `call` makes its queries, keys and values from ids.
+    It equals `Small` otherwise. `call` makes queries, keys and values from ids.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Bare(Ordered):
         return self.attend(q, k, v, i, j, table=self.table, **inputs), present
 
     def call(self, compiled: Any) -> Callable[..., Any]:
-        """forward(ids, past, **inputs) -> ([B, q, H, D], new past) by the model, or by what it was compiled to."""
+        """Wrap the model, or its compiled form, as forward(ids, past, **inputs) -> ([B, q, H, D], new past)."""
 
         def run(ids: Tensor, past: Past, **inputs: Any) -> Any:
             output, present = compiled(self.given[ids].transpose(1, 2).contiguous(), past, **inputs)
@@ -147,20 +147,20 @@ INDICES: dict[str, Callable[[Tensor, Tensor | None], Tensor]] = {
     "[1, 1, q, 1]": lambda i, p: i[None, None],
     "[B, 1, q, 1]": lambda i, p: _real_ones(i, p)[:, None, :, None],
 }
-"""From i [q, 1] and p [B, S], which is 0 for padding, to the index by which [B, H, q, D] is rotated."""
+"""Functions that compute the rotation index from i [q, 1] and p [B, S], which is 0 for padding."""
 
 
 ODD_INDICES = {"long": lambda i, p: torch.where(i.max() >= 8, 0.5 * i, i.float())[None, None]}
-"""The same by a factor that depends on all tokens of a call."""
+"""Rotation indices with a factor that depends on all tokens of a call."""
 
 
 def _real_ones(i: Tensor, p: Tensor | None) -> Tensor:
-    """The place of each new token among the real ones, [B, q]."""
+    """Return the position [B, q] of each new token among the real ones."""
     return i[None, :, 0] if p is None else (p.cumsum(-1) - 1).clamp(min=0)[:, -i.shape[0] :]
 
 
 def rotated(x: Tensor, index: Tensor) -> Tensor:
-    """A rotary embedding of [B, H, q, D] by an index of one of these shapes."""
+    """Rotate [B, H, q, D] by an index of one of the shapes of `INDICES`."""
     angle = index / 10.0 ** torch.arange(0, 1, 2 / DIM)  # [..., D / 2]
     angle = torch.cat([angle, angle], -1)
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
@@ -172,7 +172,7 @@ def rotated(x: Tensor, index: Tensor) -> Tensor:
 
 
 def sdpa(mask: Callable[..., Tensor]) -> Attend:
-    """scaled_dot_product_attention with mask(i, j, **inputs), bool or additive."""
+    """Attend by scaled_dot_product_attention with the bool or additive mask(i, j, **inputs)."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor, **inputs: Any) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask(i, j, **inputs))
@@ -181,7 +181,7 @@ def sdpa(mask: Callable[..., Tensor]) -> Attend:
 
 
 def logits(change: Callable[..., Tensor]) -> Attend:
-    """Spelled out, with change(logits, i, j, **inputs) before the softmax."""
+    """Attend by products and a softmax, with change(logits, i, j, **inputs) before the softmax."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor, **inputs: Any) -> Tensor:
         a = change(q @ k.transpose(-1, -2) * DIM**-0.5, i, j, **inputs)
@@ -191,12 +191,12 @@ def logits(change: Callable[..., Tensor]) -> Attend:
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor, **_: Any) -> Tensor:
-    """Causal attention."""
+    """Attend causally."""
     return F.scaled_dot_product_attention(q, k, v, attn_mask=causal(i, j))
 
 
 def heads(pick: Callable[[Tensor], Tensor]) -> Attend:
-    """Causal attention on keys and values of which pick(x [B, Hkv, S, D]) gives [B, H, S, D]."""
+    """Attend causally to pick(x), which maps keys and values [B, Hkv, S, D] to [B, H, S, D]."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor, **_: Any) -> Tensor:
         return F.scaled_dot_product_attention(q, pick(k), pick(v), attn_mask=causal(i, j))
@@ -205,49 +205,49 @@ def heads(pick: Callable[[Tensor], Tensor]) -> Attend:
 
 
 def causal(i: Tensor, j: Tensor, **_: Any) -> Tensor:
-    """bool [q, S] as [1, 1, q, S]."""
+    """Return the causal mask, bool [1, 1, q, S]."""
     return (j <= i)[None, None]
 
 
 def keys(x: Tensor) -> Tensor:
-    """[B, S] as [B, 1, 1, S]."""
+    """Reshape a value for each key from [B, S] to [B, 1, 1, S]."""
     return x[:, None, None, :]
 
 
 def queries(x: Tensor, i: Tensor) -> Tensor:
-    """The last q of [B, S] as [B, 1, q, 1]."""
+    """Return the values of the last q tokens of [B, S] as [B, 1, q, 1]."""
     return x[:, None, -i.shape[0] :, None]
 
 
 def additive(allowed: Tensor, low: float = torch.finfo(torch.float32).min) -> Tensor:
-    """A mask of zeros and a low number."""
+    """Return an additive mask: zero where allowed, a low number elsewhere."""
     return torch.zeros(()).masked_fill(~allowed, low)
 
 
-# -- what is fed -------------------------------------------------------------------------------------------
+# -- inputs of calls ---------------------------------------------------------------------------------------
 
 Feed = Callable[[int, int], Any]
-"""(the tokens seen before, and with those of this call) -> the argument."""
+"""Function from the numbers of tokens before a call and after it to an argument of the call."""
 
 
 def seen(values: Any) -> Feed:
-    """[B, past + new] of [B, T]."""
+    """Feed the columns [B, past + new] of a table [B, T]."""
     table = torch.as_tensor(values)
     return lambda start, stop: table[:, :stop].contiguous()
 
 
 def new(values: Any) -> Feed:
-    """[B, new] of [B, T]."""
+    """Feed the columns [B, new] of a table [B, T]."""
     table = torch.as_tensor(values)
     return lambda start, stop: table[:, start:stop].contiguous()
 
 
 def always(value: Any) -> Feed:
-    """The same in every call."""
+    """Feed the same value in every call."""
     return lambda start, stop: value
 
 
 def later(first: Any, then: Any, since: int) -> Feed:
-    """[B, past + new] of one table while no more than `since` tokens are seen, afterwards of another."""
+    """Feed [B, past + new] of one table up to a length of `since`, and of another table afterwards."""
     one, other = torch.as_tensor(first), torch.as_tensor(then)
     return lambda start, stop: (one if stop <= since else other)[:, :stop].contiguous()

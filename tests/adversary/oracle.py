@@ -1,4 +1,4 @@
-"""The judge: a model compiled with kvpass against the same model uncompiled, when nothing has been evicted."""
+"""Judge a model: compare it compiled with kvpass to itself uncompiled, with nothing evicted."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ from kvpass.cache.handle import Handle
 from tests.adversary.models import Feed
 
 Kind = Literal["held", "refused", "wrong", "foreign"]
-ROOM = 32  # slots of policies that evict, and more than any conversation here has tokens
+ROOM = 32  # slots for policies that evict: more than any conversation here has tokens
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """held: equal, and the cache runs on slots.  refused: an error of ours that names a line or an argument.
+    """The outcome of a comparison.
 
-    wrong: other numbers, a cache that grows without a word, or an error of ours that names nothing.
+    held: outputs are equal, and the cache is on slots.
+    refused: an error of kvpass that names a line or an argument.
+    wrong: other numbers, an ordinary cache without an error, or an error of kvpass that names nothing.
     foreign: any other exception.
     """
 
@@ -39,11 +41,11 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True)
 class Edit:
-    """What is done to a cache between two calls.
+    """A change to a cache between two calls.
 
     Attributes:
-        apply: from what a call returned to what the next one is given.
-        rows: which rows of the arguments go with it from then on.
+        apply: function from the cache that a call returned to the cache of the next call.
+        rows: indices of the input rows that belong to the cache's rows from then on.
     """
 
     apply: Callable[[Any], Any]
@@ -52,21 +54,21 @@ class Edit:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model and how it is called.
+    """A model and its calls.
 
     Attributes:
         model: a module; call(ids, past, **inputs) -> (output, new past), through `wrap` if given.
-        inputs: of each argument what it is in a call.
-        pieces: how many tokens are fed at a time.
+        inputs: function for the value of each argument in a call.
+        pieces: numbers of tokens fed in each call.
         rows: B.
-        real: the tokens whose output counts, from a call's first and last place; None for all.
-        edits: by the number of the call before which they happen.
-        uncompiled: how many of the first calls run without torch.compile.
+        real: function from a call's start and end to the tokens whose output counts; None for all.
+        edits: changes to the cache, by the number of the call that they precede.
+        uncompiled: number of initial calls that run without torch.compile.
         wrap: makes the call from the model or the compiled model.
-        vocabulary: of the ids.
-        grown: how many of the first layers of the cache grow, None for all; others are left as they are.
-        within: the dtype in which the model multiplies, where that is not its output's: under autocast.
-        late: a wrong output may be followed by an error at the next look; finding out at once would make the host wait.
+        vocabulary: size of the vocabulary.
+        grown: number of initial layers of the cache that grow, None for all; the others are not checked.
+        within: dtype of the model's products, if it differs from the dtype of the output, as under autocast.
+        late: whether an error may come after a wrong output; checking in the same call would make the host wait.
     """
 
     model: torch.nn.Module
@@ -84,15 +86,15 @@ class Case:
 
 
 class Invalid(Exception):
-    """The uncompiled model itself fails, or gives numbers that are none."""
+    """The uncompiled model fails, or returns numbers that are not finite."""
 
 
 @torch.no_grad()
 def judge(case: Case, policy: str = "full", **settings: Any) -> Verdict:
-    """Run a case both ways.
+    """Run a case compiled and uncompiled, and return the verdict.
 
     Raises:
-        Invalid: the case says nothing.
+        Invalid: the uncompiled model fails, so there is nothing to compare with.
     """
     expected = _uncompiled(case)
     settings = {"inner": "eager", **settings, **({} if policy == "full" else {"budget": ROOM})}
@@ -137,7 +139,7 @@ def _compare(case: Case, expected: list[Tensor], backend: Any) -> Verdict:
 
 
 def _run(case: Case, model: Any) -> Any:
-    """Each call's output and cache, one after the other."""
+    """Yield the output and cache of each call in turn."""
     call, first = case.wrap(model), case.wrap(case.model)
     total = sum(case.pieces)
     ids = torch.randint(0, case.vocabulary, (case.rows, total), generator=torch.Generator().manual_seed(total))
@@ -154,13 +156,13 @@ def _run(case: Case, model: Any) -> Any:
 
 
 def _picked(argument: Any, rows: list[int]) -> Any:
-    """Those rows of an argument that has one for each row."""
+    """Select rows of an argument that has one entry for each row."""
     batched = isinstance(argument, Tensor) and argument.ndim > 1 and argument.shape[0] != 1
     return argument[rows] if batched else argument
 
 
 def _real(case: Case, number: int) -> Tensor:
-    """bool [B, q] of a call: the tokens whose output counts."""
+    """Return a mask bool [B, q] of the tokens in a call whose output counts."""
     start = sum(case.pieces[:number])
     stop = start + case.pieces[number]
     made = [list(edit.rows) for at, edit in case.edits.items() if at <= number]
@@ -170,25 +172,25 @@ def _real(case: Case, number: int) -> Tensor:
 
 
 def _difference(output: Tensor, expected: Tensor, real: Tensor, number: int, within: torch.dtype | None = None) -> str:
-    """Where and by how much they differ; empty if they do not."""
+    """Describe the call and size of a difference; empty if there is none."""
     if output.dtype != expected.dtype or output.shape != expected.shape:
         return f"call {number}: {output.dtype} {list(output.shape)} for {expected.dtype} {list(expected.shape)}"
     ours, theirs = output[real].double(), expected[real].double()
     if not theirs.numel():
         return ""
-    off = float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-30))  # an answer may be all zeros
+    off = float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-30))  # an output may be all zeros
     return "" if off <= TOLERANCE[within or expected.dtype] else f"call {number}: off by {off:.2g}"
 
 
 def leaves(past: Any, layers: int | None = None) -> list[Tensor]:
-    """The keys and values of the first layers of a cache: pairs of tensors, or an object that has layers."""
+    """Return keys and values of the first layers of a cache: pairs of tensors, or an object with layers."""
     if hasattr(past, "layers"):
         return [part for layer in past.layers[:layers] for part in (layer.keys, layer.values)]
     return [part for pair in past[:layers] for part in pair]
 
 
 def names_a_place(message: str) -> bool:
-    """Whether a message names a source line, or an argument: the cache, its keys and values, an option."""
+    """True if a message names a source line or an argument: the cache, its keys and values, or an option."""
     return re.search(r"\.py:\d+|\bcache|\bthe keys and the values\b|\w+=|'\w+'", message) is not None
 
 
@@ -200,5 +202,5 @@ def _told(error: Exception) -> str:
 
 
 def twin(case: Case, **changes: Any) -> Case:
-    """The case with a model of its own, and with changes."""
+    """Return the case with a copy of the model, and with changes."""
     return dataclasses.replace(case, **{"model": copy.deepcopy(case.model), **changes})

@@ -1,8 +1,8 @@
-"""What was once wrong, one row each: a small model and a way to call it, which must hold or be refused.
+"""Test models that once gave wrong results, one row each: a small model and its calls, held or refused.
 
-The letters: A per-token inputs, B padding, C tokens that do not see themselves, D chunks, E operations over keys,
-F operations on logits, G maps of heads, H handles and numbers, I errors of others, J what is promised, K what always
-worked and keeps the judge honest.
+The letters: A inputs for each token, B padding, C tokens that do not attend to themselves, D chunks, E operations over
+keys, F operations on logits, G maps of heads, H handles and numbers, I exceptions that are not kvpass's, J documented
+behaviour, K models that always worked and keep the judge honest.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tests.models import build, prompt
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A case by name; `held` says that people do this and it must work, else it may be refused as well."""
+    """A case by name; `held` means that the model must work, otherwise it may be refused too."""
 
     name: str
     make: Callable[[], Case]
@@ -50,7 +50,7 @@ class Row:
 
 
 def row(name: str, attend: Attend | list[Attend], *, held: bool = False, model: Any = None, **how: Any) -> Row:
-    """A row about a model of functions; `model` are settings of `Small`, the rest of `Case`."""
+    """Return a row for a model of functions; `model` has settings of `Small`, and the rest goes to `Case`."""
     return Row(name, lambda: Case(Small(attend, **(model or {})), **how), held)
 
 
@@ -59,17 +59,17 @@ def masked(name: str, mask: Callable[..., Tensor], **how: Any) -> Row:
 
 
 def weighted(name: str, bias: Callable[[Tensor], Tensor], **how: Any) -> Row:
-    """A bias [B, S] is made of one number for each key, [B, S]."""
+    """Return a row with a bias [B, S] that is computed from one number for each key, [B, S]."""
     how = {"inputs": {"w": seen(WEIGHTS)}, "pieces": STEPS, **how}
     return masked(name, lambda i, j, w: additive(causal(i, j)) + keys(bias(w)), **how)
 
 
 def padded(name: str, mask: Callable[..., Tensor], **how: Any) -> Row:
-    """A mask from p, int64 [B, S], which is 0 for padding on the left."""
+    """Return a row with a mask from p, int64 [B, S], which is 0 for padding on the left."""
     return masked(name, mask, **{"inputs": {"p": seen(LEFT)}, "real": seen(LEFT), **how})
 
 
-# -- what is fed: two rows of eleven tokens ----------------------------------------------------------------
+# -- inputs: two rows of eleven tokens ---------------------------------------------------------------------
 
 LEFT = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1], [1] * 11])
 RIGHT = torch.tensor([[1, 1, 1, 0, 0, 1, 1, 1, 1, 1, 1], [1] * 11])
@@ -90,12 +90,12 @@ STEPS = (5, 1, 1)
 
 
 def to_places(i: Tensor, j: Tensor, p: Tensor) -> Tensor:
-    """ALiBi that counts the keys by positions that the caller gives, [B, S]."""
+    """Return an ALiBi mask whose distances use positions [B, S] from the caller."""
     return additive(causal(i, j)) + SLOPES * (keys(p) - queries(p, i))
 
 
 def one_by_one(i: Tensor, j: Tensor, b: Tensor) -> Tensor:
-    """[B, 1, q, S]: tokens of one block of b [B, S] see each other, by torch.vmap over rows, queries and keys."""
+    """Return a mask [B, 1, q, S] by torch.vmap: tokens of one block in b [B, S] are visible."""
 
     def one(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) | ((b[row, query] == b[row, key]) & (b[row, query] >= 0))
@@ -258,7 +258,7 @@ PER_TOKEN = [
 
 
 def adopting(name: str, mask: Callable[..., Tensor], **how: Any) -> Row:
-    """The prompt runs uncompiled."""
+    """Return a row whose prompt runs uncompiled."""
     return padded(name, mask, uncompiled=1, **how)
 
 
@@ -306,7 +306,7 @@ PADDING = [
 
 
 def by_head(*masks: Callable[..., Tensor]) -> Attend:
-    """A mask for each head."""
+    """Attend with a different mask for each head."""
     return sdpa(lambda i, j, **inputs: torch.cat([mask(i, j, **inputs) for mask in masks], 1))
 
 
@@ -341,7 +341,7 @@ def unmasked(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 def causal_prompt(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Causal in the prompt alone: a chunk sees all of itself."""
+    """Attend causally in the prompt only: a chunk attends to all of itself."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] == k.shape[2])
 
 
@@ -368,7 +368,7 @@ CHUNKS = [
 
 
 def places_of(w: Tensor) -> Tensor:
-    """[1, S]."""
+    """Return positions [1, S]."""
     return torch.arange(w.shape[1])[None]
 
 
@@ -426,12 +426,12 @@ OVER_KEYS = [
 
 
 def after(change: Callable[[Tensor], Tensor]) -> Attend:
-    """A change of the logits, then an ordinary causal mask."""
+    """Change the logits, and then apply an ordinary causal mask."""
     return logits(lambda a, i, j: change(a).masked_fill(~causal(i, j), -torch.inf))
 
 
 def of_probabilities(change: Callable[..., Tensor]) -> Attend:
-    """change(probabilities, allowed) between an ordinary softmax and the product with the values."""
+    """Apply change(probabilities, allowed) between an ordinary softmax and the product with the values."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor) -> Tensor:
         allowed = causal(i, j)
@@ -447,17 +447,17 @@ def over_queries(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor) -> Tenso
 
 
 def given(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor, m: Tensor, **_: Any) -> Tensor:
-    """A mask of four dimensions from the caller."""
+    """Attend with a mask of four dimensions from the caller."""
     return F.scaled_dot_product_attention(q, k, v, attn_mask=m)
 
 
 def whole(start: int, stop: int) -> Tensor:
-    """bool [1, 1, q, S], causal, as callers make it."""
+    """Return a causal mask, bool [1, 1, q, S], as callers make it."""
     return torch.ones(stop, stop, dtype=torch.bool).tril()[None, None, start:].contiguous()
 
 
 def biased(start: int, stop: int) -> Tensor:
-    """float [1, 1, q, S]: a bias and nothing hidden."""
+    """Return a mask, float [1, 1, q, S], with a bias and no hidden key."""
     return whole(start, stop).float()
 
 
@@ -544,7 +544,7 @@ LOGITS = [
 
 
 def both_ways(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    """Two calls on one cache, the second with keys and values exchanged."""
+    """Attend twice on one cache, the second time with keys and values exchanged."""
     return plain(q, k, v, i, j) + plain(q, v, k, i, j)
 
 
@@ -569,19 +569,19 @@ def without_the_first(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor) -> 
 
 
 def mixed(x: Tensor) -> Tensor:
-    """Heads and tokens mixed up by a view."""
+    """Mix heads and tokens by a view."""
     rows, count, tokens, dim = x.shape
     return x.reshape(rows, tokens, count, dim).transpose(1, 2)
 
 
 def spread(x: Tensor) -> Tensor:
-    """[B, 2, S, D] -> [B, 4, S, D] as many models do."""
+    """Repeat heads from [B, 2, S, D] to [B, 4, S, D], as many models do."""
     rows, count, tokens, dim = x.shape
     return x[:, :, None].expand(rows, count, 2, tokens, dim).reshape(rows, 2 * count, tokens, dim)
 
 
 def tiled(x: Tensor) -> Tensor:
-    """[B, 2, S, D] -> [B, 4, S, D], the two heads one after the other."""
+    """Tile heads from [B, 2, S, D] to [B, 4, S, D]."""
     rows, count, tokens, dim = x.shape
     return x[:, None].expand(rows, 2, count, tokens, dim).reshape(rows, 2 * count, tokens, dim)
 
@@ -634,20 +634,20 @@ HEADS = [
 
 
 def broken(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    """A graph break after attention."""
+    """Break the graph after attention."""
     out = plain(q, k, v, i, j)
     torch._dynamo.graph_break()
     return out * 2
 
 
 def broken_before(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    """A graph break between the cache update and attention."""
+    """Break the graph between the cache update and attention."""
     torch._dynamo.graph_break()
     return plain(q, k, v, i, j)
 
 
 class Broken(Small):
-    """A graph break after the layers, and only then a cache."""
+    """A model with a graph break after the layers, after which it makes the cache."""
 
     def forward(self, ids: Tensor, past: Any = None, **inputs: Any) -> Any:
         x, present = super().forward(ids, past, **inputs)
@@ -657,19 +657,19 @@ class Broken(Small):
 
 @torch.compiler.disable
 def stored(past: Any, k: Tensor, v: Tensor) -> Any:
-    """A cache that is grown outside of graphs."""
+    """Append to the cache outside graphs."""
     return (k, v) if past is None else (torch.cat([past[0], k], -2), torch.cat([past[1], v], -2))
 
 
 class StoredElsewhere(Small):
-    """Attends to its cache and the new tokens, and stores them after a graph break."""
+    """A model that attends to its cache and the new tokens, and stores them after a graph break."""
 
     def forward(self, ids: Tensor, past: Any = None, **inputs: Any) -> Any:
         out, k, v = self.attended(ids, past)
         return out, [stored(past and past[0], k, v)]
 
     def attended(self, ids: Tensor, past: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """The output, and the new keys and values."""
+        """Return the output, and the new keys and values."""
         x, count = self.embed(ids), ids.shape[1]
         q, k, v = self.project[0](x).unflatten(-1, (-1, DIM)).transpose(1, 2).chunk(3, 1)
         all_k, all_v = (k, v) if past is None else (torch.cat([past[0][0], k], -2), torch.cat([past[0][1], v], -2))
@@ -679,7 +679,7 @@ class StoredElsewhere(Small):
 
 
 class StoredLate(StoredElsewhere):
-    """As above, without a graph break but for the one before its storing, in a frame that is compiled as well."""
+    """A model that stores in a compiled frame, with a graph break only before that frame."""
 
     def forward(self, ids: Tensor, past: Any = None, **inputs: Any) -> Any:
         out, k, v = self.attended(ids, past)
@@ -689,7 +689,7 @@ class StoredLate(StoredElsewhere):
 
 
 class BrokenBefore(Small):
-    """A graph break before the cache grows, with attention to what is not hidden."""
+    """A model with a graph break before the cache update, and with padded attention."""
 
     def forward(self, ids: Tensor, past: Any = None, **inputs: Any) -> Any:
         x, count = self.embed(ids), ids.shape[1]
@@ -703,7 +703,7 @@ class BrokenBefore(Small):
 
 
 class BrokenInALayer(Small):
-    """A graph break inside of a layer that is called by another frame, behind its attention."""
+    """A model with a graph break after attention, inside a layer that another frame calls."""
 
     def layer(self, x: Tensor, past: Any, **inputs: Any) -> Any:
         q, k, v = self.project[0](x).unflatten(-1, (-1, DIM)).transpose(1, 2).chunk(3, 1)
@@ -719,7 +719,7 @@ class BrokenInALayer(Small):
 
 
 class KeptAs(Small):
-    """A cache of one layer in another layout: pack(k, v) is a tuple of tensors that grow along `dim`."""
+    """A model with one layer whose cache has another layout: pack(k, v) returns tensors that grow along `dim`."""
 
     def __init__(self, pack: Any, unpack: Any, dim: int, broken: bool = False) -> None:
         super().__init__(plain)
@@ -740,7 +740,7 @@ class KeptAs(Small):
 
 
 class Stacked(Small):
-    """K and V of a layer in one tensor, which is made after attention."""
+    """A model that stacks K and V of a layer in one tensor after attention."""
 
     broken = False
 
@@ -752,7 +752,7 @@ class Stacked(Small):
 
 
 class StackedAfterABreak(Stacked):
-    """As above, in another graph."""
+    """A model that stacks K and V in another graph."""
 
     broken = True
 
@@ -954,12 +954,12 @@ OTHERS = [
 
 
 def rows_of(pick: Callable[[Tensor], Tensor], rows: tuple[int, ...]) -> dict[str, Any]:
-    """Rows of a cache picked after the second call."""
+    """Pick rows of a cache after the second call."""
     return {"edits": {2: Edit(lambda past: [(pick(k), pick(v)) for k, v in past], rows)}, "model": {"layers": 2}}
 
 
 class Crossed(Small):
-    """Attention to an encoder's output [B, E, H * D] after attention to the cache."""
+    """A model that attends to an encoder's output [B, E, H * D] after attention to the cache."""
 
     def __init__(self, attend: Attend, **how: Any) -> None:
         super().__init__(attend, **how)
@@ -974,7 +974,7 @@ class Crossed(Small):
 
 
 class CrossedFirst(Crossed):
-    """As above, in the other order, and with the mask of both."""
+    """A model that attends to the encoder first, with one mask for both."""
 
     def forward(self, ids: Tensor, past: Any = None, *, encoded: Tensor, visible: Tensor, **inputs: Any) -> Any:
         x = self.embed(ids)
@@ -986,7 +986,7 @@ class CrossedFirst(Crossed):
 
 
 class CrossedCached(Crossed):
-    """What the encoder's output is projected to is kept beside the cache, as encoder-decoder models do."""
+    """A model that keeps the projected encoder output next to the cache, like encoder-decoder models."""
 
     def forward(self, ids: Tensor, past: Any = None, *, encoded: Tensor, visible: Tensor, **inputs: Any) -> Any:
         x, present = Small.forward(self, ids, past and past[:1], **inputs)
@@ -997,7 +997,7 @@ class CrossedCached(Crossed):
 
 
 class CrossedCachedOpen(Crossed):
-    """As above, and nothing is hidden of the encoder's output."""
+    """A model that keeps the projected encoder output and hides none of it."""
 
     def forward(self, ids: Tensor, past: Any = None, *, encoded: Tensor, visible: Tensor, **inputs: Any) -> Any:
         x, present = Small.forward(self, ids, past and past[:1], **inputs)
@@ -1007,7 +1007,7 @@ class CrossedCachedOpen(Crossed):
 
 
 def crossed(name: str, kind: type[Crossed], length: int, pieces: tuple[int, ...] = (5, 1, 1, 1)) -> Row:
-    """Cross-attention to as many tokens as are seen at some step."""
+    """Return a row with cross-attention to as many tokens as are seen at some step."""
 
     def make() -> Case:
         model = kind(sdpa(lambda i, j, p: causal(i, j) & keys(p).bool()))
@@ -1060,11 +1060,11 @@ PROMISED = [
 ]
 
 
-# -- models of the transformers library --------------------------------------------------------------------
+# -- models of transformers --------------------------------------------------------------------------------
 
 
 def llama(model: Any) -> Callable[..., Any]:
-    """The call of a language model of theirs."""
+    """Wrap a language model of transformers as a call."""
 
     def call(ids: Tensor, past: Any, **inputs: Any) -> Any:
         out = model(ids, past_key_values=past, use_cache=True, **inputs)
@@ -1085,7 +1085,7 @@ def real_positions(mask: Tensor) -> Tensor:
 
 
 def on_layers(change: Callable[[Any, Any], tuple[Any, Any]]) -> Callable[[Any], Any]:
-    """A change of each layer of a cache."""
+    """Change each layer of a cache."""
 
     def apply(cache: Any) -> Any:
         for layer in cache.layers:
@@ -1102,7 +1102,7 @@ def one_layer_for_all(cache: Any) -> Any:
 
 
 def broken_llama(where: str) -> Case:
-    """A graph break before a part of each layer."""
+    """Return a case with a graph break before a part of each layer."""
     model = build("Llama")
     for layer in model.model.layers:
         layer.get_submodule(where).register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
@@ -1184,7 +1184,7 @@ def parameter(case: Row) -> Any:
     return pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case.slow else [])
 
 
-@pytest.mark.few(18)  # and `make slow` has the others
+@pytest.mark.few(18)  # `make slow` runs the others
 @pytest.mark.some(48)
 @pytest.mark.parametrize("case", [parameter(row) for row in ROWS])
 def test_held_or_refused(case: Row) -> None:
@@ -1209,10 +1209,10 @@ LATE_START = torch.tensor([[1] * 11, [0] + [1] * 10])
 @pytest.mark.parametrize("pieces", [(5, 1, 3), (1, 1, 3)], ids=str)
 @pytest.mark.parametrize("shape", INDICES)
 def test_ranks_instead_of_indices_of_any_shape(shape: str, pieces: tuple[int, ...], padding: Tensor) -> None:
-    """B: cached tokens are numbered in each row by itself, for which an index must have a dimension."""
+    """Check B: ranks are counted in each row, so an index must have a dimension for rows."""
     model = Small(sdpa(lambda i, j, p: causal(i, j) & keys(p).bool()), rotary=shape)
     verdict = judge(Case(model, {"p": seen(padding)}, pieces, real=seen(padding)), "streaming", positions="cache")
-    # Where a row begins with a call of padding alone, the first position of its first real token is not known.
+    # If a row begins with a call of padding only, the first position of its first real token is unknown.
     begins_late = shape == "[1, 1, q, 1]" and padding is LATE_START and pieces[0] == 1
     held = shape in ("[1, 1, q, 1]", "[B, 1, q, 1]") and not begins_late
     assert verdict.kind == ("held" if held else "refused"), verdict
@@ -1223,13 +1223,13 @@ def masked_in_prompts(i: Tensor, j: Tensor, p: Tensor) -> Tensor:
 
 
 def test_padding_that_a_prompt_hides_and_a_step_shows() -> None:
-    """B: LED's decoder; what was left out of the cache as padding is there for the model's own next token."""
+    """Check B with LED's decoder: its next token attends to padding that the cache omits."""
     verdict = judge(Case(Small(sdpa(masked_in_prompts)), {"p": seen(LATE_START)}, (5, 1, 1), real=seen(LATE_START)))
     assert verdict.kind == "refused", verdict
     assert "hides it too" in verdict.detail
 
 
-# -- what is no comparison of two runs ---------------------------------------------------------------------
+# -- other checks than comparing two runs ------------------------------------------------------------------
 
 OWN_POSITIONS = {
     "doubled": torch.arange(11)[None] * 2,
@@ -1242,17 +1242,17 @@ OWN_POSITIONS = {
 @pytest.mark.few(2)
 @pytest.mark.parametrize("real_positions", OWN_POSITIONS)
 def test_position_ids_of_the_user_are_not_replaced(real_positions: str) -> None:
-    """H: relative positions count tokens; where nothing has gone and the user counts otherwise, the user's hold."""
+    """Check H: the user's position ids hold while nothing is evicted, even if they are not ranks."""
     inputs = {"position_ids": new(OWN_POSITIONS[real_positions].expand(2, -1))}
     case = Case(build("Llama"), inputs, (5, 1, 1, 3), wrap=llama, vocabulary=128)
     verdict = judge(case, "streaming", positions="cache")
     assert verdict.kind in ("held", "refused"), str(verdict)
 
 
-@pytest.mark.slow  # by default tests/runtime/test_sizes.py has another
+@pytest.mark.slow  # the default run has another case in tests/runtime/test_sizes.py
 @torch.no_grad()
 def test_guidance_after_beams_on_a_padded_model() -> None:
-    """J: `generate` with guidance_scale, on a model that beams have run on."""
+    """Check J: `generate` with guidance_scale, on a model that beams have run on."""
     ids, mask = prompt(2, 6, (2, 0))
     ours, theirs = kvpass.compile(build("Llama"), "full", inner="eager"), build("Llama")
     made = []
@@ -1269,7 +1269,7 @@ def test_guidance_after_beams_on_a_padded_model() -> None:
 
 
 def test_the_judge_finds_a_wrong_number() -> None:
-    """A model that is not the same when it is compiled."""
+    """Judge a model that computes something else when it is compiled."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return plain(q, k, v, i, j) * (1.001 if torch.compiler.is_compiling() else 1.0)

@@ -1,4 +1,4 @@
-"""Models at random: held or refused, never wrong, never an error of others."""
+"""Judge random models: each is held or refused, never wrong, and raises only exceptions of kvpass."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.adversary.oracle import Invalid, Verdict, judge
 from tests.quick import trace_quickly
 
 LEAST_HELD = 0.3
-"""The share of examples that must be held; a judge to whom all is refused has no teeth."""
+"""The minimum share of examples that are held; a judge that refuses all of them would test nothing."""
 
 
 @dataclasses.dataclass
 class Tally:
-    """Verdicts, and the programs that got one that may not be."""
+    """Counts of verdicts, and the programs with a verdict that is a failure."""
 
     counts: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     failures: list[tuple[Program, Verdict]] = dataclasses.field(default_factory=list)
@@ -30,7 +30,7 @@ class Tally:
         return sum(self.counts.values()) - self.counts["invalid"]
 
     def judge(self, made: Program) -> None:
-        """Judge a program, if it was not judged before."""
+        """Judge a program unless it was judged before."""
         if str(made) in self.known:
             return
         self.known.add(str(made))
@@ -44,7 +44,7 @@ class Tally:
             self.failures.append((made, verdict))
 
     def check(self) -> None:
-        """Nothing wrong, and enough that was held; shows the shortest programs that failed."""
+        """Check that nothing is wrong and enough is held; show the shortest programs that failed."""
         shortest = sorted(self.failures, key=lambda failure: len(failure[0].source))[:5]
         shown = "\n\n".join(f"{verdict}\n{made}" for made, verdict in shortest)
         assert not self.failures, f"{len(self.failures)} of {self.judged} {dict(self.counts)}, the shortest:\n\n{shown}"
@@ -52,7 +52,7 @@ class Tally:
 
 
 def run(examples: int, start: int = 0) -> Tally:
-    """Judge so many examples, the same ones every time for the same `start`."""
+    """Judge a number of examples, always the same for the same `start`."""
     tally, number = Tally(), 0
     while tally.judged < examples:
         tally.judge(program(f"{start}/{number}"))
@@ -75,7 +75,7 @@ def test_programs_do_not_depend_on_the_process() -> None:
 
 
 def alone() -> ProcessPoolExecutor:
-    """A process in which nothing was imported, and no model compiled, before."""
+    """Return a fresh process, without earlier imports and compiled models."""
     return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
 
 

@@ -1,4 +1,4 @@
-"""Models that read, store or rotate by the length of the whole call: they hold at every length, or are refused."""
+"""Test models that read, store or rotate by the length of the call: held at every length, or refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Pick = Callable[[Tensor], Tensor]
 
 
 def read_by(pick: Pick) -> Attend:
-    """Attention to pick(x) of keys and values [B, H, S, D], without a mask."""
+    """Attend to pick(x) of keys and values [B, H, S, D], without a mask."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor, **_: Any) -> Tensor:
         return F.scaled_dot_product_attention(q, pick(k), pick(v))
@@ -27,7 +27,7 @@ def read_by(pick: Pick) -> Attend:
 
 
 def keys_by(change: Pick, values_by: Pick = lambda v: v) -> Attend:
-    """Causal attention to keys and values that are changed at read."""
+    """Attend causally to keys and values that are changed at read."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor, **_: Any) -> Tensor:
         return F.scaled_dot_product_attention(q, change(k), values_by(v), attn_mask=causal(i, j))
@@ -35,7 +35,7 @@ def keys_by(change: Pick, values_by: Pick = lambda v: v) -> Attend:
     return attend
 
 
-# -- A: a part of the keys is read -----------------------------------------------------------------------------------
+# -- A: attention to some of the keys --------------------------------------------------------------------------------
 
 PARTS: dict[str, Pick] = {
     "last": lambda x: x[:, :, -64:],
@@ -50,10 +50,10 @@ PARTS: dict[str, Pick] = {
 @pytest.mark.parametrize("pieces", [(62, 1, 1, 1, 1), (60, 1, 3, 3), (66, 1)], ids=str)
 @pytest.mark.parametrize("part", PARTS)
 def test_attention_to_a_part_of_the_keys_is_refused(part: str, pieces: tuple[int, ...]) -> None:
-    """Which keys a subscript selects depends on the length, so moves of elements at small sizes prove nothing of it.
+    """Check the refusal: a subscript selects keys by the length, which small sizes do not show.
 
-    Each operation on the way is held against the symbolic size that Dynamo recorded for it, whose guards say at which
-    lengths the graph is run.  A selection is smaller than the cache at some of these lengths, or it selects all.
+    Each operation on the way is compared with the symbolic size that Dynamo recorded for it, whose guards give the
+    lengths of the graph. A selection is smaller than the cache at some of these lengths, or it selects all keys.
     """
     verdict = judge(Case(Small(read_by(PARTS[part])), pieces=pieces))
     assert verdict.kind == "refused", verdict
@@ -67,11 +67,11 @@ def test_a_subscript_that_takes_all_keys_is_no_part(part: str) -> None:
     assert verdict.kind == "held", verdict
 
 
-# -- K: a part of the tokens is stored -------------------------------------------------------------------------------
+# -- K: storing some of the tokens -----------------------------------------------------------------------------------
 
 
 class Storing(Small):
-    """Returns a part of what it attended to."""
+    """A model that returns only some of the tokens that it attended to."""
 
     store: Callable[[Tensor, Past], Tensor]
 
@@ -91,10 +91,10 @@ STORED: dict[str, Callable[[Tensor, Past], Tensor]] = {
 @pytest.mark.parametrize("pieces", [(10, 1, 1, 1, 1), (5, 1, 9, 1)], ids=str)
 @pytest.mark.parametrize("stored", STORED)
 def test_a_window_that_begins_after_the_prompt_is_refused(stored: str, pieces: tuple[int, ...]) -> None:
-    """The slots of a layer are planned on what its prompt stores.
+    """Check the refusal: a layer's slots are planned from the tokens that its prompt stores.
 
-    Every step compares the window of its graph with the one that the cache was made with, before anything is written,
-    so that a layer cannot begin to drop tokens later on.
+    Every step compares the window of its graph with the window that the cache was made with, before it writes. So a
+    layer cannot start to drop tokens later.
     """
     model = Storing(plain)
     model.store = STORED[stored]
@@ -102,7 +102,7 @@ def test_a_window_that_begins_after_the_prompt_is_refused(stored: str, pieces: t
     assert verdict.kind == "refused", verdict
 
 
-# -- I: rotary embeddings by the whole call --------------------------------------------------------------------------
+# -- I: rotary embeddings that depend on the call --------------------------------------------------------------------
 
 
 Factor = Callable[[Tensor, Tensor, int], Any]
@@ -110,7 +110,7 @@ Factor = Callable[[Tensor, Tensor, int], Any]
 
 
 class LongRope(Small):
-    """Rotates by given position ids [B, q], with frequencies that factor(position ids, tokens, length) divides."""
+    """A model that rotates by position ids [B, q], with frequencies divided by factor(position ids, tokens, length)."""
 
     factor: Factor
 
@@ -148,10 +148,10 @@ def long_rope(factor: Factor, pieces: tuple[int, ...]) -> Case:
 @pytest.mark.parametrize("pieces", [(5, 1, 1, 1, 1, 1), (1, 1, 6, 1, 1), (10, 1)], ids=str)
 @pytest.mark.parametrize("factor", FACTORS)
 def test_angles_of_other_tokens_are_not_computed_at_read(factor: str, pieces: tuple[int, ...]) -> None:
-    """A held key that is rotated when it is read would get the factor of the reading call.
+    """Check the refusal: a cached key rotated at read would get the factor of the later call.
 
-    The dimensions of positions and of the raw key are followed to the rotated key by the table of operators; what loses
-    one of them, or reads another input that counts, is not proven to rotate a token by its own position.
+    The dimensions of positions and of the raw key are followed to the rotated key by the table of operators. If one is
+    lost, or another input has a token dimension, it is unproven that the rotation depends on the token's own position.
     """
     verdict = judge(long_rope(FACTORS[factor], pieces), "streaming", positions="cache")
     assert verdict.kind == "refused", verdict
@@ -161,7 +161,7 @@ def test_angles_of_other_tokens_are_not_computed_at_read(factor: str, pieces: tu
 @pytest.mark.few(1)
 @pytest.mark.parametrize("factor", FACTORS)
 def test_angles_of_other_tokens_stay_absolute_by_default(factor: str) -> None:
-    """A policy that prefers ranks falls back to absolute positions, and the model's own factors stand."""
+    """Check the fallback to absolute positions, with the model's own factors."""
     verdict = judge(long_rope(FACTORS[factor], (5, 1, 1, 1, 1, 1)), "streaming")
     assert verdict.kind == "held", verdict
 
@@ -174,16 +174,16 @@ def test_angles_of_a_tokens_own_position_are_computed_at_read() -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("pieces", "kind"), [((7, 1, 1, 1), "refused"), ((10, 1, 1), "held"), ((5, 1, 1), "held")])
 def test_a_length_that_decides_on_the_angles_is_noticed(pieces: tuple[int, ...], kind: str) -> None:
-    """Dynamo makes two graphs of such code, and neither shows what the other does.
+    """Check that a length that selects the graph is noticed, because neither graph shows the other.
 
-    What a few positions are rotated with is computed in every graph, and compared along each conversation.
+    The rotation of a few positions is computed in every graph, and compared along each conversation.
     """
     case = long_rope(lambda p, tokens, length: 3.0 if length >= 9 else 1.0, pieces)
     verdict = judge(case, "streaming", positions="cache")
     assert verdict.kind == kind, verdict
 
 
-# -- J: positions of the model's own ---------------------------------------------------------------------------------
+# -- J: positions that the model computes ----------------------------------------------------------------------------
 
 PADDED: dict[str, Any] = {
     "right": [[1, 1, 1, 0, 0, 1, 1, 1, 1, 1], [1] * 10],
@@ -198,17 +198,17 @@ def masked(i: Tensor, j: Tensor, p: Tensor) -> Tensor:
 
 
 def padded(shape: str, mask: Any) -> Case:
-    """Positions of a shape of `INDICES`, under a padding mask."""
+    """Return a case with positions of a shape in `INDICES`, under a padding mask."""
     return Case(Small(sdpa(masked), rotary=shape), {"p": seen(mask)}, (5, 1, 3, 1), real=seen(mask))
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("mask", PADDED)
 def test_indices_in_a_padded_sequence_are_not_taken_for_ranks(mask: str) -> None:
-    """Padding between real tokens is a distance to a model that counts places, and none to ranks.
+    """Check the refusal: padding between real tokens is a distance to the model, but not to ranks.
 
-    The model's own position ids are computed from the arguments of every call, whoever made them, and must go on one by
-    one over the real tokens of a row from where its first one was.
+    The model's position ids are computed from the arguments of every call. They must count the real tokens of a row,
+    one by one, from the row's first position.
     """
     verdict = judge(padded("[1, 1, q, 1]", PADDED[mask]), "streaming", positions="cache")
     assert verdict.kind == "refused", verdict
@@ -241,13 +241,13 @@ def test_positions_that_do_not_go_on_one_by_one_are_refused(name: str, monkeypat
     assert verdict.kind == "refused", verdict
 
 
-# -- a cache of a fixed size -----------------------------------------------------------------------------------------
+# -- caches of a fixed size ------------------------------------------------------------------------------------------
 
 ROOM = 24
 
 
 class Preallocated(Small):
-    """Writes new tokens to their places among `ROOM`, by write(past, new, places of new tokens)."""
+    """A model that writes new tokens to their positions among `ROOM`, by write(past, new, positions)."""
 
     write: Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -276,7 +276,7 @@ def by_copy(past: Tensor, new: Tensor, places: Tensor) -> Tensor:
 
 
 def empty(model: Any) -> Callable[..., Any]:
-    """Calls of a model, of which the first has an empty cache."""
+    """Wrap a model so that its first call gets an empty cache."""
 
     def call(ids: Tensor, past: Any, at: Tensor) -> Any:
         return model(ids, past or [(torch.zeros(2, 2, ROOM, DIM), torch.zeros(2, 2, ROOM, DIM))], at=at)
@@ -287,9 +287,9 @@ def empty(model: Any) -> Callable[..., Any]:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("write", [by_where, by_product, by_copy])
 def test_a_cache_of_a_fixed_size_is_refused_however_it_is_written(write: Callable[..., Tensor]) -> None:
-    """Such a cache is as long as it was, and no policy governs it: it must not pass for a layer that has none.
+    """Check the refusal: such a cache does not grow, so it must not pass as a layer without a cache.
 
-    It is known by its shape alone: keys and values that are returned, and that an input of the same shape is a part of.
+    It is recognised by shape alone: returned keys and values that depend on an input of the same shape.
     """
     model = Preallocated(plain)
     model.write = write
@@ -299,7 +299,7 @@ def test_a_cache_of_a_fixed_size_is_refused_however_it_is_written(write: Callabl
     assert "preallocated" in verdict.detail
 
 
-# -- keys and values that are changed at read ------------------------------------------------------------------------
+# -- keys and values that change at read -----------------------------------------------------------------------------
 
 AT_READ: dict[str, Case] = {
     "widened": Case(Small(keys_by(Tensor.float, Tensor.float), kept=torch.bfloat16)),
@@ -329,9 +329,9 @@ AT_READ: dict[str, Case] = {
 @pytest.mark.parametrize("policy", ["full", "h2o"])
 @pytest.mark.parametrize("name", AT_READ)
 def test_keys_and_values_computed_from_cached_vectors_are_read(name: str, policy: str) -> None:
-    """What is made of each token's row alone is computed from the slots that are read, by the model's own code.
+    """Check that functions of each cached token alone are computed from slots, by the model's own code.
 
-    The cached vectors are found behind any such computation, in a prompt that joins them to nothing as well.
+    The cached vectors are found before such computations, also in a prompt, which has no concatenation.
     """
     verdict = judge(AT_READ[name], policy)
     assert verdict.kind == "held", verdict

@@ -1,4 +1,4 @@
-"""How a mask is read, class by class: each spelling is held and equal, or refused by name and line."""
+"""Test forms of masks by class: each is held with equal outputs, or refused with name and line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PIECES = (5, 1, 1, 3, 1)
 
 @dataclasses.dataclass(frozen=True)
 class Spelling:
-    """A model of one layer, how it is called, and the verdict that it must get."""
+    """A model of one layer, its calls, and the expected verdict."""
 
     name: str
     attend: Attend
@@ -41,7 +41,7 @@ class Spelling:
 
 
 def spelled(name: str, change: Callable[..., Tensor], kind: Kind = "held", **how: Any) -> Spelling:
-    """Attention with change(logits, i, j, **inputs) before the softmax."""
+    """Attend with change(logits, i, j, **inputs) before the softmax."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor, table: Tensor, **inputs: Tensor) -> Tensor:
         return change(q @ k.mT / 3, i, j, **inputs).softmax(-1) @ v
@@ -50,7 +50,7 @@ def spelled(name: str, change: Callable[..., Tensor], kind: Kind = "held", **how
 
 
 def called(name: str, mask: Callable[..., Tensor], kind: Kind = "held", **how: Any) -> Spelling:
-    """scaled_dot_product_attention under mask(i, j, **inputs)."""
+    """Attend by scaled_dot_product_attention with mask(i, j, **inputs)."""
     return Spelling(name, sdpa(lambda i, j, table, **inputs: mask(i, j, **inputs)), kind, **how)
 
 
@@ -59,7 +59,7 @@ def parameters(spellings: list[Spelling]) -> Any:
 
 
 def hidden(i: Tensor, j: Tensor, low: float = LOWEST) -> Tensor:
-    """A causal mask that is added, [q, S]."""
+    """Return an additive causal mask [q, S]."""
     return torch.zeros(()).masked_fill(j > i, low)
 
 
@@ -91,7 +91,7 @@ def padding_of(p: Tensor, i: Tensor, j: Tensor) -> Tensor:
 @pytest.mark.few(2)
 @parameters(BOUND)
 def test_arguments_are_bound_by_signature(spelling: Spelling) -> None:
-    """`op_table.normalize_calls` writes every call in one form before anything is read, and no reader sees another."""
+    """Check that `op_table.normalize_calls` brings every call into one form before any analysis."""
     spelling.check()
 
 
@@ -114,17 +114,17 @@ SCALED = [
 @pytest.mark.few(2)
 @parameters(SCALED)
 def test_a_mask_is_judged_after_all_later_factors(spelling: Spelling) -> None:
-    """The walk from the softmax back has multiplied the factors of all later operations when it meets a mask."""
+    """Check that the walk back from the softmax multiplies all later factors before it reads a mask."""
     spelling.check()
 
 
 def near(i: Tensor, j: Tensor) -> Tensor:
-    """Earlier tokens of the same three: the first of each three sees nothing."""
+    """Mask for earlier tokens in the same block of three: the first of each block sees nothing."""
     return (j < i) & (j // 3 == i // 3)
 
 
 def earlier(i: Tensor, j: Tensor, s: Tensor) -> Tensor:
-    """Earlier tokens of the same segment: the first of each segment sees nothing."""
+    """Mask for earlier tokens of the same segment: the first of each segment sees nothing."""
     return (j < i) & (keys(s) == queries(s, i))
 
 
@@ -153,7 +153,7 @@ EMPTY = [
 @pytest.mark.few(2)
 @parameters(EMPTY)
 def test_a_query_that_sees_nothing_gets_the_models_answer(spelling: Spelling) -> None:
-    """What is hidden stays above what is not there: free slots are at -inf, which no mask of the model is below."""
+    """Check that hidden keys rank above free slots, which are at -inf, below any mask of the model."""
     spelling.check()
 
 
@@ -161,12 +161,12 @@ def test_a_query_that_sees_nothing_gets_the_models_answer(spelling: Spelling) ->
 @pytest.mark.parametrize("policy", ["streaming", "h2o", "sage"])
 @parameters([EMPTY[0], EMPTY[3], EMPTY[10], EMPTY[13]])
 def test_a_query_that_sees_nothing_under_other_policies(spelling: Spelling, policy: str) -> None:
-    """Prompts and chunks that are scored on the way have the same answers, and no NaN in what a policy sums up."""
+    """Check prompts and chunks with scores: equal outputs, and no NaN in a policy's sums."""
     dataclasses.replace(spelling, policy=policy).check()
 
 
 def test_a_query_that_sees_padding_alone_gets_nan() -> None:
-    """The model averages over padding as well, which is not held: no number is plausible and wrong."""
+    """Check that the output is NaN, not a plausible number: the model averages over padding, which is not cached."""
     allowed = spelled("", lambda a, i, j, p: a.masked_fill(~near(i, j) | (keys(p) == 0), LOWEST)).attend
     made = Bare(allowed, table=torch.ones(2))
     case = Case(made, {"p": seen(LEFT)}, (5, 1, 1), wrap=made.call, real=seen(LEFT))
@@ -197,12 +197,12 @@ TWICE = [
 @pytest.mark.few(2)
 @parameters(TWICE)
 def test_masks_apply_in_the_models_order(spelling: Spelling) -> None:
-    """Masks are composed from the first to the last; numbers that cannot be told apart so are refused."""
+    """Check that masks are composed from first to last, and that ambiguous fill values are refused."""
     spelling.check()
 
 
 def twice(a: Tensor, i: Tensor, j: Tensor, one: float, other: float) -> Tensor:
-    """Logits of which later keys are filled with one number, and those that are not near with another."""
+    """Fill logits of later keys with one number, and of keys that are not near with another."""
     return a.masked_fill(j > i, one).masked_fill(~near(i, j), other)
 
 
@@ -240,7 +240,7 @@ def padding_in(a: Tensor, p: Tensor, i: Tensor, j: Tensor) -> Tensor:
 @pytest.mark.few(1)
 @parameters(HALVES)
 def test_numbers_absorb_logits_in_the_models_own_dtype(spelling: Spelling) -> None:
-    """float16 has no number lower than -65504: added to it, logits of ordinary size are rounded away."""
+    """Check float16, whose lowest number is -65504: added to it, ordinary logits are rounded away."""
     spelling.check()
 
 
@@ -255,7 +255,7 @@ ROUNDED = {
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", ROUNDED)
 def test_a_query_that_sees_nothing_in_half_precision_gets_nan(name: str) -> None:
-    """What the model rounds is not rounded in a step: a step answers NaN, if validation has not refused it."""
+    """Check that a step gives NaN where the model rounds and steps do not, unless validation refuses it."""
     dtype = torch.bfloat16 if name.startswith("bfloat16") else torch.float16
     made = Bare(spelled("", ROUNDED[name]).attend, table=torch.ones(2), dtype=dtype)
     detail = judge(Case(made, {}, (5, 1, 1), wrap=made.call)).detail
@@ -263,7 +263,7 @@ def test_a_query_that_sees_nothing_in_half_precision_gets_nan(name: str) -> None
 
 
 def written(name: str, write: Callable[..., Any], kind: Kind = "held", **how: Any) -> Spelling:
-    """Attention whose logits are written to in place by write(logits, i, j, **inputs), whose result is not used."""
+    """Attend with logits that write(logits, i, j, **inputs) changes in place, without use of its result."""
 
     def change(a: Tensor, i: Tensor, j: Tensor, **inputs: Tensor) -> Tensor:
         write(a, i, j, **inputs)
@@ -287,12 +287,12 @@ WRITTEN = [
 @pytest.mark.few(1)
 @parameters(WRITTEN)
 def test_writes_in_place_to_logits_are_read(spelling: Spelling) -> None:
-    """Such a write has no users: the walk from the softmax back meets it as the last write to what is read."""
+    """Check that the walk from the softmax finds writes, which have no users, as the last write to their target."""
     spelling.check()
 
 
 def mask_written(name: str, write: Callable[..., Any], kind: Kind = "held") -> Spelling:
-    """scaled_dot_product_attention under a view of a mask [q, S] that write(mask, i, j) wrote to before."""
+    """Attend with a view of a mask [q, S] that write(mask, i, j) changed before."""
 
     def mask(i: Tensor, j: Tensor) -> Tensor:
         made = torch.zeros(len(i), len(j))
@@ -314,15 +314,15 @@ MASKS_WRITTEN = [
 @pytest.mark.few(2)
 @parameters(MASKS_WRITTEN)
 def test_writes_in_place_to_a_mask_are_read(spelling: Spelling) -> None:
-    """The nodes that write have no users, so a slice for one key would be that of the mask before the write.
+    """Check masks with writes, whose nodes have no users: a slice for one key would miss them.
 
-    Whatever other nodes write to is computed on the host, with the writes, and not sliced.
+    Such masks are computed on the host, with their writes, instead of sliced.
     """
     spelling.check()
 
 
 def beside(name: str, change: Callable[..., Tensor], kind: Kind = "refused") -> Spelling:
-    """Attention with change(masked logits, a column of sinks, i, j) before the softmax."""
+    """Attend with change(masked logits, a column of sinks, i, j) before the softmax."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor, table: Tensor) -> Tensor:
         a = q @ k.mT / 3 + hidden(i, j, -1e9)
@@ -345,12 +345,12 @@ SINKS = [
 @pytest.mark.few(1)
 @parameters(SINKS)
 def test_operations_on_logits_joined_with_sinks_are_refused(spelling: Spelling) -> None:
-    """The walk meets the column of sinks only where nothing has been done to it."""
+    """Check that a column of sinks is found only if no operation changes it."""
     spelling.check()
 
 
 def grouped(name: str, change: Callable[..., Tensor], kind: Kind = "held") -> Spelling:
-    """Attention of five dimensions, [B, Hkv, G, q, S]."""
+    """Attend with five dimensions, [B, Hkv, G, q, S]."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor, table: Tensor) -> Tensor:
         a = q.view(q.shape[0], 2, 2, *q.shape[2:]) @ k[:, :, None].mT / 3
@@ -363,7 +363,7 @@ def grouped(name: str, change: Callable[..., Tensor], kind: Kind = "held") -> Sp
 def shared(
     name: str, of_keys: Callable[[Tensor], Tensor], of_values: Callable[[Tensor], Tensor], kind: Kind
 ) -> Spelling:
-    """Attention of five dimensions to of_keys(k), [B, ., ., D, S], and of_values(v), [B, ., ., S, D]."""
+    """Attend with five dimensions to of_keys(k), [B, ., ., D, S], and of_values(v), [B, ., ., S, D]."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor, table: Tensor) -> Tensor:
         a = q.view(q.shape[0], 2, 2, *q.shape[2:]) @ of_keys(k) / 3 + hidden(i, j)
@@ -384,7 +384,7 @@ SHARED = [
 @pytest.mark.few(2)
 @parameters(SHARED)
 def test_heads_in_two_dimensions_share_keys_by_groups(spelling: Spelling) -> None:
-    """Both products compare the dimensions of their operands: the map of heads is not lost with a view."""
+    """Check that both products compare their operands' dimensions, so that a view does not lose the map of heads."""
     spelling.check()
 
 
@@ -409,19 +409,19 @@ def back(a: Tensor, like: Tensor) -> Tensor:
 
 
 def sloped(i: Tensor, j: Tensor, more: int) -> Tensor:
-    """A bias [B * H, q, S], with further dimensions behind the first."""
+    """Return a bias [B * H, q, S], with further dimensions after the first."""
     return SLOPES.view(-1, *[1] * (more + 1)) * (j - i) + hidden(i, j)
 
 
 def crossed(p: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    """A mask [B, 1, 1, S] where logits are [B, H, 1, q, S], so that rows meet heads."""
+    """Return a mask [B, 1, 1, S] for logits [B, H, 1, q, S], so that rows align with heads."""
     return hidden(i, j) + torch.zeros(()).masked_fill(keys(p) == 0, -1e9)
 
 
 @pytest.mark.few(2)
 @parameters(VIEWED)
 def test_masks_are_read_along_the_axes_of_their_logits(spelling: Spelling) -> None:
-    """Each mask is aligned with the shape of the logits that it meets, and that is compared with rows and heads."""
+    """Check that each mask is aligned with the shape of its logits, and compared with rows and heads."""
     spelling.check()
 
 
@@ -446,7 +446,7 @@ def counted(j: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def summed(a: Tensor, i: Tensor, j: Tensor, p: Tensor, dtype: torch.dtype) -> Tensor:
-    """Logits with a bias by the number of real tokens, as a dtype counts them."""
+    """Add a bias by the number of real tokens, counted in a dtype."""
     return a.masked_fill((j > i) | (keys(p) == 0), LOWEST) + 0.05 * keys(p.cumsum(-1, dtype=dtype)).float()
 
 
@@ -457,5 +457,5 @@ def of_queries(a: Tensor) -> Tensor:
 @pytest.mark.few(1)
 @parameters(COUNTED)
 def test_an_index_keeps_its_dtype(spelling: Spelling) -> None:
-    """A key's index is converted as the model's arange is; where its dtype rounds sums, the model's code counts."""
+    """Check that a key's index is converted like the model's arange; dtypes that round sums use the model's code."""
     spelling.check()

@@ -1,4 +1,4 @@
-"""Collecting pairs, training on them, and taking a run up again."""
+"""Test collection of training pairs, training, and resumption of a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SMALL = TrainingSettings(window=24, steps=40, tokens=200, hidden=(32, 32), embed
 
 
 def text(tokens=4000):
-    """Tokens that follow each other by a simple rule, so that there is something to learn."""
+    """Return tokens that follow a simple rule, so that a model can learn it."""
     drawn = torch.randint(3, 20, (tokens,), generator=torch.Generator().manual_seed(0))
     return drawn + 5 * (torch.arange(tokens) % 7)
 
@@ -38,7 +38,7 @@ def test_pairs_are_the_same_tokens_in_both_windows():
 
 
 def test_the_tokens_ahead_see_sinks_and_repaired_rows():
-    """With rows as they must become, what is predicted is what the shortened window predicts."""
+    """Check that correctly repaired rows give the predictions of the shortened window."""
     model, sinks = build("GPT2"), 4
     ids = windows(text(), 3, 25, sinks, torch.Generator().manual_seed(1))
     run = run_windows(model, ids, 5)
@@ -158,7 +158,7 @@ def test_settings_that_cannot_be_are_named(given, named):
 
 @pytest.mark.slow
 def test_the_command_trains_and_writes(tmp_path, capsys):
-    """On the bundled Llama, for a few steps."""
+    """Train on the bundled Llama for a few steps."""
     source, out = tmp_path / "text.txt", tmp_path / "aligner.safetensors"
     source.write_text("def f(x):\n    return x + 1\n" * 400, encoding="utf-8")
     arguments = ["align", "train", "--model", "kvpass/apps/data/tiny-llama", "--text", str(source), "--window", "16"]

@@ -1,4 +1,4 @@
-"""The loader of the packaged checkpoint: what it says when something is missing, and one conversion for all."""
+"""Test the loader of the packaged checkpoint: messages about missing parts, and a single conversion."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAKEFILE = Path(__file__).parents[2] / "Makefile"
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder, and a package whose file holds a few bytes."""
+    """Return an empty cache folder, with a package whose file has a few bytes."""
     file = tmp_path / checkpoint.FILE
     file.write_bytes(b"weights")
     monkeypatch.setenv(checkpoint.CACHE, str(tmp_path / "cache"))
@@ -70,7 +70,7 @@ def test_a_conversion_that_fails_leaves_nothing(cache: Path, monkeypatch: pytest
 
 
 def test_concurrent_callers_share_one_conversion(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder appears complete, by a rename under a lock, so no caller sees a part of it or converts again."""
+    """Check that no caller sees a partial folder or converts again: it is renamed under a lock when complete."""
     converted, found = [], []
 
     def convert(file: Path, into: Path) -> None:

@@ -6,7 +6,7 @@ from kvpass.errors import CheckpointError
 
 
 def refused(arguments, capsys) -> str:
-    """What `kvpass demo` prints when it refuses."""
+    """Return the error output of a refused `kvpass demo`."""
     pytest.importorskip("matplotlib")
     assert cli.main(["demo", *arguments]) == 2
     return capsys.readouterr().err

@@ -29,7 +29,7 @@ def test_an_answer_is_a_word_of_a_pair_that_was_said_before():
         said: dict[int, list[int]] = {}
         for start in (tokens == MARK).nonzero().flatten().tolist():
             line = tokens[start:].tolist()
-            if END not in line:  # the window ends in it
+            if END not in line:  # a window may end inside the marker
                 continue
             length = line.index(END) + 1
             key, value = line[1], line[2 : length - 1]
@@ -80,7 +80,7 @@ def test_the_bundled_weights_recall_what_they_are_said_to():
     text = plant_pairs(held_out, subject.bos, PairVocabulary.of(subject.tokenizer), 2048, distances, rows=8, seed=5)
     shares = [share_without_cache(subject.model, text, number) for number in range(len(text.distances))]
     assert min(shares) >= 0.9
-    # Without the pairs nobody could know.
+    # Without the right pairs, no answer can be known.
     strange = dataclasses.replace(text, pairs=text.pairs.roll(1, 0))
     assert share_without_cache(subject.model, strange, 3) <= 0.1
 

@@ -1,11 +1,11 @@
-"""Examine every architecture and print the count.
+"""Examine every architecture and print the number that are rewritten.
 
 python -m tests.architectures                    # all causal ones, one after another
 python -m tests.architectures --table reading    # all that read text or speech first
 python -m tests.architectures --table images     # all that see images
 python -m tests.architectures llama gpt_oss      # some
 python -m tests.architectures --write --jobs 2   # two at a time, and write the table's part of docs/architectures.md
-python -m tests.architectures --write llama      # examine one, and write its row anew
+python -m tests.architectures --write llama      # examine one, and replace its row
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def examined(names: list[str], table: str, padding: int, jobs: int) -> list[Verdict]:
-    """The verdicts on some model types, each printed when it is there."""
+    """Return the verdicts on some model types, and print each as soon as it is known."""
     verdicts, examine = [], partial(examine_apart, padding=padding, table=table)
     with ThreadPool(jobs) as pool:
         for v in tqdm(pool.imap(examine, names), total=len(names), disable=None):
@@ -58,19 +58,19 @@ def examined(names: list[str], table: str, padding: int, jobs: int) -> list[Verd
 
 
 def parts() -> dict[str, str]:
-    """The page's part about each table, as far as there is one."""
+    """Return the section of each table on the page, for tables that have one."""
     pieces = re.split(r"^(?=## )", PAGE.read_text(), flags=re.MULTILINE)
     return {name: piece for name, intro in _INTRODUCTIONS.items() for piece in pieces if piece.startswith(intro[0])}
 
 
 def write(table: str, verdicts: dict[str, Verdict]) -> None:
-    """Put the page's part about a table there anew."""
+    """Replace the section of a table on the page."""
     made = parts() | {table: page(table, [verdicts[name] for name in sorted(verdicts)])}
     PAGE.write_text("\n".join(made[name].rstrip() + "\n" for name in zoo.TABLES if name in made))
 
 
 def written(table: str = "causal") -> dict[str, Verdict]:
-    """The verdicts on the page, by model type."""
+    """Read the verdicts from the page, by model type."""
     lines = [line.split("|") for line in parts().get(table, "").splitlines() if line.startswith("| ")]
     rows = [[cell.strip() for cell in line[1:-1]] for line in lines[1:]]
     verdicts = [Verdict(name, word, reason, *reversed([int(n) for n in sites.split("/")]), int(graphs))  # type: ignore[arg-type]
@@ -79,7 +79,7 @@ def written(table: str = "causal") -> dict[str, Verdict]:
 
 
 def summary(verdicts: list[Verdict]) -> str:
-    """One line: how many of those with a cache are rewritten."""
+    """Return one line that counts the rewritten architectures among those with a cache."""
     counts = collections.Counter(v.word for v in verdicts)
     caching = [v for v in verdicts if v.word not in ("no cache", "not built")]
     rest = ", ".join(f"{count} {word}" for word, count in counts.most_common())
@@ -87,7 +87,7 @@ def summary(verdicts: list[Verdict]) -> str:
 
 
 def page(table: str, verdicts: list[Verdict]) -> str:
-    """A table as Markdown, with what is said of it."""
+    """Format a table as Markdown, with its introduction."""
     reasons = [v.reason.replace("|", "/") for v in verdicts]
     rows = [
         f"| {v.name} | {v.word} | {v.rewritten}/{v.found} | {v.graphs} | {reason} |"
@@ -99,7 +99,7 @@ def page(table: str, verdicts: list[Verdict]) -> str:
 
 
 def by_reason(verdicts: list[Verdict]) -> list[str]:
-    """What is refused, counted by reason: the most frequent one is the next to be taken."""
+    """Count the refusals by reason; the most frequent one is the next to work on."""
     refused = [v for v in verdicts if v.word == "refused"]
     reasons: dict[str, list[str]] = {}
     for v in refused:

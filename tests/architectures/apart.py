@@ -1,4 +1,4 @@
-"""An architecture in a process of its own, so that a crash or an endless loop costs one verdict."""
+"""Examine an architecture in a separate process, so that a crash or an endless loop costs one verdict."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SECONDS = 300
 
 
 def examine_apart(name: str, padding: int, canonical: bool = True, table: str = "causal") -> Verdict:
-    """As `tests.architectures.check.examine`."""
+    """Run `tests.architectures.check.examine` in a process with a time limit."""
     context = multiprocessing.get_context("forkserver")  # a fork of this process would inherit its threads' locks
     context.set_forkserver_preload(["tests.architectures.apart"])
     results = context.Queue()
@@ -39,7 +39,7 @@ def _job(what: tuple[str, int, bool, str], results: Any) -> None:
 def _answer(process: Any, results: Any) -> Verdict | None:
     end = time.monotonic() + SECONDS
     while time.monotonic() < end:
-        alive = process.is_alive()  # asked first: what it has put before it ended is still found
+        alive = process.is_alive()  # checked first: a result that was put before the process ended is still found
         try:
             verdict: Verdict = results.get(timeout=2)
         except queue.Empty:

@@ -1,4 +1,4 @@
-"""What becomes of one architecture: rewritten and equal, refused with a reason, or a defect."""
+"""Classify one architecture: rewritten with equal outputs, refused with a reason, or defective."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ Word = Literal["rewritten", "refused", "wrong", "error", "no cache", "not built"
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What became of an architecture.
+    """The result of examining one architecture.
 
     Attributes:
         name: the model type.
-        word: "rewritten" when every policy gave what it must; "refused" when an error of ours said why
-            not; "wrong" and "error" are defects; "no cache" and "not built" have nothing to rewrite.
-        reason: unless it was rewritten; then, what was left out.
-        found, rewritten: attention sites in the prompt and decode graphs of `full`.
-        graphs: Dynamo's, of `full`.
+        word: "rewritten" if the outputs under every policy are right; "refused" if kvpass raised an error with a
+            reason; "wrong" and "error" are defects; "no cache" and "not built" have nothing to rewrite.
+        reason: why the model is not rewritten, or which inputs the examination left out.
+        found, rewritten: numbers of attention sites in the prompt and decode graphs of `full`.
+        graphs: number of Dynamo's graphs under `full`.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Verdict:
 
 
 class Different(Exception):
-    """Two runs that must be equal are not."""
+    """Two runs that must be equal differ."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +76,8 @@ def examine(name: str, padding: int = 0, canonical: bool = True, table: str = "c
     """Run an architecture uncompiled, under every policy, and under every policy's reference.
 
     Args:
-        canonical: also run its graphs beside their canonical form.
-        table: of `zoo.TABLES`.
+        canonical: whether to also run its graphs next to their canonical form.
+        table: key of `zoo.TABLES`.
     """
     padding = 0 if name in zoo.UNPADDED else padding
     try:
@@ -93,7 +93,7 @@ def examine(name: str, padding: int = 0, canonical: bool = True, table: str = "c
 
 
 def _seeing(blind: Verdict, model: torch.nn.Module, padding: int) -> Verdict:
-    """The verdict with images, of a model that is rewritten when it is given text alone."""
+    """Examine a model again with images, after it was rewritten with text alone."""
     try:
         given = inputs.with_images(model, PROMPT, padding)
         expected = generate(model, None, given)
@@ -105,7 +105,7 @@ def _seeing(blind: Verdict, model: torch.nn.Module, padding: int) -> Verdict:
 
 
 def _grows(cache: Any) -> bool:
-    """Whether any layer of the cache holds keys."""
+    """True if any layer of the cache holds keys."""
     layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", None) or []
     return any(getattr(layer, "keys", None) is not None for layer in layers)
 
@@ -139,7 +139,7 @@ def _against(name: str, model: torch.nn.Module, expected: Run, given: Given, can
 
 
 def _check_canonical(model: torch.nn.Module, given: Given) -> None:
-    """The canonical graphs of a prompt and of steps on the model's own cache give what the model's graphs give."""
+    """Compare the canonical graphs of a prompt and of steps on an ordinary cache with the model's graphs."""
     beside = Beside()
     generate(model, beside, given, steps=3)
     if beside.worst > TOLERANCE or not beside.graphs:
@@ -149,11 +149,11 @@ def _check_canonical(model: torch.nn.Module, given: Given) -> None:
 
 
 class Beside:
-    """A backend that runs each graph and its canonical form, and gives what the graph gives.
+    """A backend that runs each graph next to its canonical form, and returns the graph's outputs.
 
     Attributes:
-        graphs: how many had attention on a cache.
-        worst: the largest difference of any of their outputs, in shares of the largest number.
+        graphs: number of graphs with attention on a cache.
+        worst: largest difference of any output, relative to its largest number, or absolute if that is below 1.
     """
 
     def __init__(self) -> None:
@@ -168,7 +168,7 @@ class Beside:
         self.graphs += 1
 
         def run(*arguments: Any) -> Any:
-            own = [x.clone() if type(x) is Tensor else x for x in arguments]  # graphs may write to what they are given
+            own = [x.clone() if type(x) is Tensor else x for x in arguments]  # graphs may write to their inputs
             ours, theirs = captured.gm(*own), copy(*arguments)
             self.worst = max([self.worst, *map(_apart, ours, theirs)])
             return theirs
@@ -196,7 +196,7 @@ def _counts(recorder: Recorder) -> tuple[int, int, int]:
 
 
 def _cause(error: kvpass.KVPassError, recorder: Recorder) -> str:
-    """Why a model is refused, and the line: of several refusals the first."""
+    """Return the reason and the source line of a refusal; of several refusals the first."""
     refused = [site for site in recorder.sites if site.verdict == "refused"]
     line, why = (refused[0].line, refused[0].reason) if refused else ("", str(error))
     placed = re.match(r"(\S+\.py:\d+: ?)(.*)", line or why, re.DOTALL)
@@ -206,7 +206,7 @@ def _cause(error: kvpass.KVPassError, recorder: Recorder) -> str:
 
 
 def _brief(said: object) -> str:
-    """A text in one line, with paths from the package on; cut after that, so that no part of a path is left."""
+    """Return a text in one line, with paths relative to site-packages; cut last, so that no partial path remains."""
     return re.sub(r"[^\s(]*/site-packages/", "", " ".join(str(said).split()))[:400]
 
 
@@ -219,13 +219,13 @@ def _check_equal(ours: Run, theirs: Run, whose: str) -> None:
 
 @contextlib.contextmanager
 def compiled(model: Any, chosen: Backend | Beside | Switch | None) -> Iterator[None]:
-    """The model compiled in place for a while; a switch goes on with what was traced for it."""
+    """Compile the model in place inside the context; a `Switch` keeps its earlier traces."""
     if not isinstance(chosen, Switch):
         torch._dynamo.reset()
     if chosen is not None:
         compile_in_place(model, chosen, strict=False)
     try:
-        with torch._dynamo.config.patch(recompile_limit=64):  # a switch is no backend of kvpass, which sets its own
+        with torch._dynamo.config.patch(recompile_limit=64):  # only backends of kvpass set the limit themselves
             yield
     finally:
         model._compiled_call_impl = None
@@ -233,7 +233,7 @@ def compiled(model: Any, chosen: Backend | Beside | Switch | None) -> Iterator[N
 
 @torch.no_grad()
 def generate(model: Any, chosen: Backend | Beside | Switch | None, given: Given, steps: int = STEPS) -> Run:
-    """A few greedy tokens after what the model is given."""
+    """Generate a few tokens greedily."""
     with compiled(model, chosen), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         out = model.generate(

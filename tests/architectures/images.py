@@ -1,6 +1,6 @@
-"""Random images in the form in which a tiny model of any architecture takes them, found by trying.
+"""Find random images that a tiny model of any architecture accepts, by trying input forms.
 
-Forms are told apart by what a model's `forward` is called with; nothing here is about how a model computes.
+A form is recognised by the parameters of a model's `forward`, not by how the model computes.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-SIDE, PATCH, MERGED = 32, 8, 2  # pixels of an image and of a patch of it, and patches that become one token
-IMAGE = 100  # the token in whose place an image is put
+SIDE, PATCH, MERGED = 32, 8, 2  # pixels of an image, pixels of a patch, and patches merged into one token
+IMAGE = 100  # placeholder token of an image
 
 SMALL: dict[str, Any] = {
     "image_size": SIDE,
@@ -34,11 +34,11 @@ SMALL: dict[str, Any] = {
     "boi_token_id": IMAGE + 5,
     "eoi_token_id": IMAGE + 6,
 }
-"""What a field of a configuration becomes that has to do with images."""
+"""Small values for fields of configurations that concern images."""
 
 
 def _three_axes(*sections: int) -> dict[str, Any]:
-    """Rotary embeddings of three positions, each for so many frequencies."""
+    """Return a configuration with rotary embeddings of three positions, each with this number of frequencies."""
     return dict(text_config=dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[*sections])))
 
 
@@ -98,7 +98,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "t5gemma2": dict(encoder=_TWO_BY_TWO),
     "vipllava": dict(vision_feature_layers=[-1, -2]),
 }
-"""Fields of single architectures; they come on top of those of text."""
+"""Fields of single architectures, in addition to their fields for text."""
 
 Form = Callable[[Any, int], dict[str, Tensor]]
 
@@ -112,7 +112,7 @@ def _plain(model: Any, count: int) -> dict[str, Tensor]:
 
 
 def _apart(model: Any, count: int) -> dict[str, Tensor]:
-    """A dimension for the images of one row."""
+    """Add a dimension for the images of one row."""
     return dict(pixel_values=_pixels(count, 1, 3, SIDE, SIDE))
 
 
@@ -126,12 +126,12 @@ def _sized(model: Any, count: int) -> dict[str, Tensor]:
 
 
 def _cut(model: Any, count: int) -> dict[str, Tensor]:
-    """An image whole, and one crop of it as large."""
+    """Give each image and one crop of the same size."""
     return dict(pixel_values=_pixels(count, 2, 3, SIDE, SIDE), image_sizes=torch.full((count, 2), SIDE))
 
 
 def _grid(model: Any, count: int) -> dict[str, Tensor]:
-    """Patches of all images in one line."""
+    """Give the patches of all images in one sequence."""
     side = SIDE // PATCH
     vision = _vision(model)
     numbers = _channels(vision) * int(getattr(vision, "temporal_patch_size", 1)) * PATCH**2
@@ -147,7 +147,7 @@ def _grid_of_squares(model: Any, count: int) -> dict[str, Tensor]:
 
 
 def _placed(model: Any, count: int) -> dict[str, Tensor]:
-    """Patches of each image, and where in it they are."""
+    """Give the patches of each image and their positions in the image."""
     side = SIDE // PATCH
     patch_positions = torch.cartesian_prod(torch.arange(side), torch.arange(side)).flip(-1)
     return dict(
@@ -157,7 +157,7 @@ def _placed(model: Any, count: int) -> dict[str, Tensor]:
 
 
 def _shaped(model: Any, count: int) -> dict[str, Tensor]:
-    """Patches of each image, and how many of them lie beside and below each other."""
+    """Give the patches of each image and the shape of their grid."""
     side = SIDE // PATCH
     return dict(
         pixel_values=_pixels(count, side**2, 3 * PATCH**2),
@@ -167,7 +167,7 @@ def _shaped(model: Any, count: int) -> dict[str, Tensor]:
 
 
 def _tiled(model: Any, count: int) -> dict[str, Tensor]:
-    """A tile for an image, of four that there could be."""
+    """Give one tile for each image, of at most four."""
     return dict(
         pixel_values=_pixels(count, 1, 4, 3, SIDE, SIDE),
         aspect_ratio_ids=torch.ones(count, 1, dtype=torch.int64),
@@ -180,7 +180,7 @@ def _merged(model: Any, count: int) -> dict[str, Tensor]:
 
 
 def _asked(model: Any, count: int) -> dict[str, Tensor]:
-    """With a question to the part that looks at the image."""
+    """Add a question for the query transformer that looks at the image."""
     return dict(_plain(model, count), qformer_input_ids=torch.full((count, 3), 7))
 
 
@@ -189,7 +189,7 @@ def _twice(model: Any, count: int) -> dict[str, Tensor]:
 
 
 def _flat(model: Any, count: int) -> dict[str, Tensor]:
-    """Patches of each image, and nothing of where they are."""
+    """Give the patches of each image without their positions."""
     return dict(pixel_values=_pixels(count, (SIDE // PATCH) ** 2, 3 * PATCH**2))
 
 
@@ -205,7 +205,7 @@ FORMS: tuple[Form, ...] = (
     _merged, _grid, _grid_of_squares, _placed, _shaped, _tiled, _masked, _counted, _cut, _sized, _aimed, _asked, _twice,
     _plain, _apart, _flat,
 )  # fmt: skip
-"""Those that say most come first: a form with less may be taken by the same model for something else."""
+"""The forms with most inputs come first, because a model may accept a smaller form and misread it."""
 
 
 def _vision(model: Any) -> PreTrainedConfig:
@@ -217,14 +217,14 @@ def _channels(vision: Any) -> int:
 
 
 class NoForm(Exception):
-    """None of the forms is one that the model takes."""
+    """The model accepts none of the forms."""
 
 
 def shown(model: Any, count: int) -> tuple[dict[str, Tensor], int]:
-    """One image for each row, and how many tokens stand for it.
+    """Return inputs with one image for each row, and the number of tokens that stand for an image.
 
     Raises:
-        NoForm: no form runs, or in none that does the logits depend on the image.
+        NoForm: no form runs, or the logits depend on the image in none.
     """
     for form in FORMS:
         for given, tokens in _tried(model, form, count):
@@ -234,7 +234,7 @@ def shown(model: Any, count: int) -> tuple[dict[str, Tensor], int]:
 
 
 def _tried(model: Any, form: Form, count: int) -> Iterator[tuple[dict[str, Tensor], int]]:
-    """The form, if the model has words for all of it, with how many tokens may stand for an image."""
+    """Yield the form with each possible number of image tokens, if the model has all its parameters."""
     given = form(model, count)
     if not set(given) <= set(inspect.signature(model.forward).parameters):
         return
@@ -256,20 +256,20 @@ def _configured(config: Any) -> list[int]:
 
 
 def _rows(features: Any) -> int:
-    """How many vectors there are in one or several tensors."""
+    """Return the number of vectors in one or several tensors."""
     if isinstance(features, Tensor):
         return features.shape[:-1].numel()
     return sum(map(_rows, features))
 
 
 def beside(model: Any, ids: Tensor) -> dict[str, Tensor]:
-    """What a model wants to know of each token: whether an image stands there."""
+    """Return the inputs that mark which tokens are image tokens, as far as the model takes them."""
     known = inspect.signature(model.forward).parameters
     return {name: (ids == IMAGE).long() for name in ("mm_token_type_ids", "token_type_ids") if name in known}
 
 
 def _matters(model: Any, given: dict[str, Tensor], tokens: int, count: int) -> bool:
-    """Whether the model runs, and says something else when it is shown another image."""
+    """True if the model runs, and its logits change with the image."""
     ids = torch.tensor([[1, *[IMAGE] * tokens, 5, 6, 7]] * count)
     other = dict(given, pixel_values=given["pixel_values"].flip(-1) / 2)
     try:

@@ -1,4 +1,4 @@
-"""What a tiny model of any architecture is given: text, and to one that hears or sees, random sound or images."""
+"""Make inputs for a tiny model of any architecture: text, and random sound or images if it takes them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.architectures import images, zoo
 
 READ = 9
-"""How many tokens an encoder reads."""
+"""Number of tokens that an encoder reads."""
 
 HEARD: dict[str, tuple[int, ...]] = {
     "canary": (64, 80),
@@ -24,13 +24,13 @@ HEARD: dict[str, tuple[int, ...]] = {
     "speecht5": (8000,),
     "whisper": (80, 32),
 }
-"""By model type the shape of the sound, or of its features, of one row."""
+"""Shape of the sound or its features for one row, by model type."""
 
 
 def of(model: Any, prompt: int, padding: int) -> dict[str, Tensor]:
-    """Arguments of `generate` for two rows, the first of which has so much padding on the left of its prompt.
+    """Return arguments of `generate` for two rows; the first prompt has `padding` tokens of left padding.
 
-    A decoder-only model is given text alone.  Of an encoder-decoder's text the end of the second row is padding.
+    A decoder-only model gets text alone. For an encoder-decoder, the text of the second row ends with padding.
     """
     ids = torch.randint(3, zoo.VOCABULARY, (2, prompt), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
@@ -43,33 +43,33 @@ def of(model: Any, prompt: int, padding: int) -> dict[str, Tensor]:
 
 
 TEXT_FIRST = 4
-"""How many tokens stand before an image."""
+"""Number of tokens before an image."""
 
 
 def with_images(model: Any, prompt: int, padding: int) -> dict[str, Tensor]:
-    """The same, with an image in each row, behind the padding.
+    """Return the arguments of `of` with an image in each row, after the padding.
 
     Raises:
-        images.NoForm: of no image is known how the model takes it.
+        images.NoForm: no form of an image is found that the model takes.
     """
     given = of(model, prompt, padding)
     shown, tokens = images.shown(model, 2)
     ids, mask = (given.pop(name) for name in ("input_ids", "attention_mask"))
-    ids[ids >= images.IMAGE] -= images.IMAGE  # whatever else such a token means to a model
+    ids[ids >= images.IMAGE] -= images.IMAGE  # other tokens must not equal the placeholder or later special tokens
     ids = torch.cat([ids[:, :TEXT_FIRST], torch.full((2, tokens), images.IMAGE), ids[:, TEXT_FIRST:]], 1)
     mask = torch.cat([mask, torch.ones(2, tokens, dtype=mask.dtype)], 1)
     return dict(given, input_ids=ids, attention_mask=mask, **images.beside(model, ids), **shown)
 
 
 def _start(model: Any) -> int:
-    """The token that a decoder begins with: `generate` would put it in front."""
+    """Return the first token of a decoder, which `generate` would prepend otherwise."""
     chosen = model.generation_config
     start = chosen.decoder_start_token_id
     return int(start if start is not None else chosen.bos_token_id)
 
 
 def _read(model: Any) -> dict[str, Tensor]:
-    """What the encoder is given."""
+    """Return the inputs of the encoder."""
     made = torch.Generator().manual_seed(1)
     if model.main_input_name != "input_ids":
         return {model.main_input_name: torch.randn(2, *HEARD[model.config.model_type], generator=made)}

@@ -1,6 +1,6 @@
-"""A tiny random model of every architecture that transformers offers: causal, reading first, or seeing images.
+"""Build a tiny random model of every architecture in transformers: causal, encoder-decoder, or with images.
 
-Configurations are shrunk by the names of their fields; nothing here is about how a model computes.
+Configurations are shrunk by the names of their fields, regardless of how a model computes.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ SMALL: dict[str, Any] = {
     "attention_chunk_size": 8,
     "initializer_range": 0.2,
 }
-"""What a field of that name becomes, wherever a configuration has it."""
+"""Small values for fields of configurations, by name."""
 
 _LATENT = dict(
     num_key_value_heads=4, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16, kv_lora_rank=32, q_lora_rank=32
@@ -163,12 +163,15 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "zamba2": dict(_SHARED, n_mamba_heads=4),
     "zaya": dict(num_experts_per_tok=1),
 }
-"""Fields of single architectures, by model type, that the table above does not get right."""
+"""Fields of single architectures that the table above gets wrong, by model type."""
 
 
 UNPADDED = frozenset({"led", "musicgen", "musicgen_melody"})
-"""What `generate` begins with a start token of its own, so that a mask of the prompt is not one of what it sees; and
-LED, whose own steps show the padding that its prompts hide."""
+"""Models that run unpadded.
+
+`generate` prepends a start token for musicgen, so a mask of the prompt has the wrong length. LED's steps attend to
+padding that its prompts mask.
+"""
 
 
 _STARTS = dict(decoder_start_token_id=1)
@@ -190,7 +193,7 @@ SPECIAL_READERS: dict[str, dict[str, Any]] = {
     ),
     "whisper": dict(_STARTS, max_source_positions=16),
 }
-"""Fields of what reads text or speech first; they come on top of those above."""
+"""Fields of models that read text or speech first, in addition to those above."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,9 +201,9 @@ class Table:
     """Architectures that are reported together.
 
     Attributes:
-        classes: by model type, the name of the class.
-        small: what a field of that name becomes.
-        special: fields of single ones.
+        classes: name of the class, by model type.
+        small: small values for fields of configurations, by name.
+        special: fields of single architectures.
     """
 
     classes: Mapping[str, str]
@@ -209,11 +212,11 @@ class Table:
 
 
 TAKEN_APART = frozenset({"whisper"})
-"""What hands out caches row by row, which nothing can be read from."""
+"""Models that return their caches split by row, so that `inspect` cannot read them."""
 
 
 def _reading() -> dict[str, str]:
-    """Where text and speech are read by different classes of one type, both."""
+    """Return the classes that read text or speech; a type with one class for each has two entries."""
     text, speech = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
     apart = {name: name if text.get(name, made) == made else f"{name} (speech)" for name, made in speech.items()}
     return dict(text) | {apart[name]: made for name, made in speech.items()}
@@ -229,12 +232,12 @@ TABLES = {
 
 
 def names(table: str = "causal") -> list[str]:
-    """The model types of all architectures of a table."""
+    """Return the model types of all architectures of a table."""
     return sorted(TABLES[table].classes)
 
 
 def config(name: str, table: str = "causal") -> PreTrainedConfig:
-    """The smallest configuration of an architecture; of a model of images and text, say, that of its text."""
+    """Return the smallest configuration of an architecture, by the name that its table gives it."""
     config_class, chosen = _model_class(name, table).config_class, TABLES[table]
     return _shrunk(config_class, chosen, chosen.special.get(name, chosen.special.get(config_class.model_type, {})))
 
@@ -257,7 +260,7 @@ def _shrunk(config_class: type[PreTrainedConfig], table: Table, special: dict[st
 
 
 def build(name: str, table: str = "causal") -> torch.nn.Module:
-    """The tiny random model, in float32 and evaluation mode."""
+    """Return the tiny random model, in float32 and evaluation mode."""
     torch.manual_seed(0)
     model = _model_class(name, table)(config(name, table)).float().eval()
     _stir(model)
@@ -266,7 +269,7 @@ def build(name: str, table: str = "causal") -> torch.nn.Module:
 
 @torch.no_grad()
 def _stir(model: torch.nn.Module) -> None:
-    """Give parameters that begin as zeros, such as biases and sinks, values that an error in their use would show."""
+    """Fill parameters that start as zeros, such as biases and sinks, so that an error in their use shows."""
     for parameter in model.parameters():
         if parameter.is_floating_point() and not parameter.any():
             parameter.normal_(std=0.2)

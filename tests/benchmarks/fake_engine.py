@@ -1,4 +1,4 @@
-"""An engine that counts instead of decoding, for the tests of `benchmarks.rivals`."""
+"""Define an engine that counts instead of decoding, for the tests of `benchmarks.rivals`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from benchmarks.rivals.engine import Engine, Setup
 
 
 class Counting(Engine):
-    """The tokens after a prompt count on from its length; with a budget they are counted modulo the budget."""
+    """An engine whose tokens count on from the prompt's length, modulo the budget if there is one."""
 
     def __init__(self, setup: Setup) -> None:
         if setup.weights == "missing":
             print("looked everywhere", file=sys.stderr)
             raise FileNotFoundError("no such weights")
         self.setup = setup
-        print("a library greets")  # must not be taken for an answer
+        print("a library greets")  # must not be read as an answer
 
     def prompt(self, ids: list[list[int]], room: int) -> list[int]:
         if self.setup.weights == "short" and len(ids[0]) + room > 1000:

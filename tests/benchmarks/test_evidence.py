@@ -1,4 +1,4 @@
-"""Jobs of the comparison at equal bytes, its tables, and the digest of the books."""
+"""Test the comparison at equal bytes: its jobs, its tables, and the digest of the books."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_tables_have_a_line_for_each_policy() -> None:
 
 
 def test_a_budget_that_holds_the_whole_text_agrees_as_before_an_eviction() -> None:
-    """In int4 half of the bytes are more slots than the text has tokens."""
+    """Check int4, where half of the bytes are more slots than the text has tokens."""
     row = {"policy": "h2o", "kv_dtype": "int4", "measure": "agreement", "question": "", "share": 0.5, "slots": 2519}
     compared, sizes = evidence.tables([{**row, "KL, before": 0.02, "same, before": 0.9}])
     assert compared.rows[0]["KL, 50 %"] == 0.02

@@ -1,4 +1,4 @@
-"""What the benchmark makes of figures: medians, verdicts, tables; no figure is measured here."""
+"""Test how the benchmark processes measurements: medians, verdicts, tables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvpass.errors import KVPassError
 
 
 class Scripted:
-    """A contender that takes the seconds that it is given, and notes when it has its turn."""
+    """A contender that takes scripted times, and records its turns."""
 
     def __init__(self, name: str, turns: list[str], seconds: list[float]) -> None:
         self.name, self.turns, self.script = name, turns, seconds
@@ -169,7 +169,7 @@ def test_the_cost_of_rounding_is_paired_by_text():
     plain, rounded = stored(None, 1, [1.0, 2.0, 6.0]), stored("int8", 1, [1.01, 2.0, 6.02])
     found = equal_bytes.Difference.between(rounded, plain)
     assert found.mean == pytest.approx(math.expm1(0.01))
-    assert found.error == pytest.approx(0.01 / math.sqrt(3))  # though losses differ by far more from text to text
+    assert found.error == pytest.approx(0.01 / math.sqrt(3))  # although losses differ much more between texts
     assert str(found) == "+1.01 % ± 0.58"
     assert equal_bytes.Difference.between(stored("int8", 1, [1.0]), stored(None, 1, [1.0])).error is None
 

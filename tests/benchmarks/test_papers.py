@@ -1,4 +1,4 @@
-"""Studies of the papers' tables: their command lines, the tables made of results, and their blocks on the page."""
+"""Test studies of the papers' tables: command lines, tables of results, and their sections on the page."""
 
 from __future__ import annotations
 

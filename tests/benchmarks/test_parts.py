@@ -1,4 +1,4 @@
-"""What the parts of the benchmark measure is what they say."""
+"""Test that the parts of the benchmark measure what they report."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_an_untended_cache_overwrites_one_slot(model):
         talk.step()
     layer = kvpass.inspect(talk.cache).layers[0]
     assert layer.capacity == 9
-    assert layer.positions[0, 0].tolist() == [*range(1, 8), 40]  # those of the last two steps are gone again
+    assert layer.positions[0, 0].tolist() == [*range(1, 8), 40]  # tokens of the last two steps were cropped
 
 
 @torch.inference_mode()
@@ -153,7 +153,7 @@ def test_planted_words_are_surpassed_by_a_share_of_all_tokens():
 
 def test_a_planted_word_counts_by_its_best_head():
     planted = PlantedPairs(torch.zeros(1, 9, dtype=torch.int64), torch.zeros(1, 1, 4, dtype=torch.int64), (1,), times=2)
-    scores = torch.arange(9.0).flip(0).repeat(1, 2, 1)  # the first token has most; the words are at 2 and 6
+    scores = torch.arange(9.0).flip(0).repeat(1, 2, 1)  # the first token has most; words at 2 and 6
     assert standing._above([scores], planted, 0) == pytest.approx(2 / 9)
     scores[0, 1, 6] = 10
     assert standing._above([scores, scores.flip(1)], planted, 0) == 0
@@ -202,7 +202,7 @@ def test_the_floor_is_held_against_the_fastest_reading():
     }
     (line,) = step.tables(rows)[-1].rows
     assert line["read at, GB/s"] == 25
-    assert not [target for target in step.targets(rows[:2]) if "reading" in target.what]  # as of older measurements
+    assert not [target for target in step.targets(rows[:2]) if "reading" in target.what]  # as in older measurements
 
 
 def test_loops_are_the_faster_ones_up_to_a_number_of_rows():

@@ -1,4 +1,4 @@
-"""The benchmark of recall feeds a text in pieces, and asks after it and at the end of a prompt."""
+"""Test the benchmark of recall, which feeds a text in pieces and asks in it and after a prompt."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_window_recalls_what_lies_in_it():
 
 def test_each_word_of_a_value_counts():
     text = planted()
-    text.pairs[:, 1, 3] = 299  # not what the text says: wrong itself, and nothing is known to follow it
+    text.pairs[:, 1, 3] = 299  # differs from the text: wrong itself, and nothing is known to follow it
     cache = recall.read(copying(1000), text.text, lambda: None)
     assert recall.share_of_right_words(copying(1000), text, 1, cache) == 0.5
     assert recall.share_of_right_words(copying(1000), text, 0, cache) == 1.0

@@ -1,4 +1,4 @@
-"""The comparison with rivals, on an engine that counts: the protocol, turns, failures and tables."""
+"""Test the comparison with rivals on an engine that counts: the protocol, turns, failures and tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The last tokens taken back: a cache goes on as if they had never come, under every policy."""
+"""Test cropping under every policy: the cache continues as if the cropped tokens had never existed."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tests.test_invariants import settings
 from tests.traces import Traced
 
 CROP = 8
-NAMES = [name for name in ROWS if name != "kv_align"]  # refused, see below
+NAMES = [name for name in ROWS if name != "kv_align"]  # refuses to crop, see below
 some_policies = pytest.mark.parametrize(
     "name", [name if name == "h2o" else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
 )
 
 Part = tuple[int, int]
-"""How many tokens of a call stay, and how many come with them and are taken back."""
+"""The number of a call's tokens that stay, and the number that are cropped later."""
 
 
 def chosen(name: str, inner: str = "eager", crop: int = CROP, layers: int = 1, **more: Any) -> kvpass.Backend:
@@ -43,7 +43,7 @@ def model(shared_traces: None) -> Traced:
 
 
 class Talk:
-    """A conversation of a compiled model, whose tokens come from one stream and those to be taken back from another."""
+    """A conversation of a compiled model, with tokens that stay from one stream and cropped tokens from another."""
 
     def __init__(self, model: Any, rows: int = 2, padding: tuple[int, ...] = ()) -> None:
         self.model, self.cache, self.done, self.logits = model, None, 0, list[Tensor]()
@@ -52,7 +52,7 @@ class Talk:
 
     @torch.no_grad()
     def feed(self, stays: int, goes: int = 0) -> None:
-        """Tokens that stay and tokens that do not, in one call; after some that do not stay come only such."""
+        """Feed tokens that stay, then tokens that are cropped later; after these, feed only more of them."""
         seen = 0 if self.cache is None else self.cache.get_seq_length()
         ahead, here = seen - self.done, slice(self.done, self.done + stays)
         assert not ahead or not stays
@@ -68,7 +68,7 @@ class Talk:
         self.cache.crop(-tokens)
 
     def held(self) -> list[Tensor]:
-        """What every layer holds: places, and what is beside each in the order of positions."""
+        """Return positions and other contents of every layer, ordered by position."""
         found = []
         for cache in caches_in(self.cache):
             slots = cache.slots.as_rectangle(cache.layout)
@@ -91,9 +91,9 @@ def same(one: Talk, other: Talk) -> None:
 
 @some_policies
 def test_a_cropped_cache_goes_on_as_if_the_tokens_had_never_come(model: Traced, name: str) -> None:
-    """Prompts, chunks, steps and whole calls that are taken back, in pieces; padding at the front."""
+    """Crop prompts, chunks, steps and complete calls, in parts; rows are left-padded."""
     under = model.under(chosen(name))
-    # One token of a chunk that stays is not what a step makes of it: it saw what a chunk sees.
+    # A single token of a chunk is not equal to a step: its mask is that of the chunk.
     chunks = st.tuples(st.sampled_from([0, 2, 3, 5]), st.integers(0, CROP)).filter(lambda part: sum(part) > 1)
 
     @given(
@@ -108,12 +108,12 @@ def test_a_cropped_cache_goes_on_as_if_the_tokens_had_never_come(model: Traced, 
         cropped, straight = Talk(under, padding=padding), Talk(under, padding=padding)
         for stays, goes in (first, *parts):
             cropped.feed(stays, goes)
-            cropped.crop(goes // 2)  # in two pieces
+            cropped.crop(goes // 2)  # in two parts
             cropped.crop(goes - goes // 2)
             if stays:
                 straight.feed(stays)
             same(cropped, straight)
-            for _ in range(steps):  # further back than one call
+            for _ in range(steps):  # beyond one call
                 cropped.feed(0, 1)
             cropped.crop(steps)
             for talk in (cropped, straight):
@@ -170,7 +170,7 @@ def test_other_ways_to_store_and_to_count(
 
 @pytest.mark.slow
 def test_slots_that_were_doubled_in_between_go_back(model: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`full` without a budget."""
+    """Test `full` without a budget."""
     monkeypatch.setattr("kvpass.user_budget.SPARE", 1)
     under = model.under(chosen("full", budget=None))
     cropped, straight = Talk(under, rows=1), Talk(under, rows=1)
@@ -188,7 +188,7 @@ def test_slots_that_were_doubled_in_between_go_back(model: Traced, monkeypatch: 
 
 @pytest.fixture(scope="module")
 def started(model: Traced) -> Talk:
-    """A prompt of twelve tokens, three steps and a chunk of four; `crop=6`."""
+    """Return a conversation after a prompt of twelve tokens, three steps and a chunk of four, with `crop=6`."""
     talk = Talk(model.under(chosen("h2o", crop=6)))
     for count in (12, 1, 1, 1, 4):
         talk.feed(count)
@@ -197,7 +197,7 @@ def started(model: Traced) -> Talk:
 
 @pytest.fixture
 def talk(started: Talk) -> Talk:
-    """It, with another chunk of four that can be taken back."""
+    """Return a copy with another chunk of four, which can be cropped."""
     again = copy.copy(started)
     again.cache, again.logits = copy.deepcopy(started.cache), []
     again.feed(4)
@@ -207,7 +207,7 @@ def talk(started: Talk) -> Talk:
 def test_more_than_the_option_is_refused(talk: Talk) -> None:
     with pytest.raises(kvpass.CacheHandleError, match=r"7 tokens .* cropped, and 4 can be: crop=6 .*pass crop=7"):
         talk.crop(7)
-    talk.crop(4)  # nothing has happened to it
+    talk.crop(4)  # the conversation is unchanged
 
 
 def test_more_than_is_remembered_is_refused(talk: Talk) -> None:

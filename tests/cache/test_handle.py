@@ -1,4 +1,4 @@
-"""Handles: what people do to caches between forwards acts on the slots or says that it cannot."""
+"""Test handles: operations on caches between forwards act on the slots or raise an error."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def model() -> torch.nn.Module:
 
 
 def started(model: torch.nn.Module, tokens: int = 14, **how: object) -> tuple[object, object, torch.Tensor]:
-    """A compiled model, a cache with evictions behind it, and the ids that go on."""
+    """Return a compiled model, a cache after evictions, and the ids that follow."""
     ids, _ = prompt(3, tokens + 6, ())
     compiled = torch.compile(model, backend=kvpass.backend("h2o", budget=BUDGET, inner="eager", **how))
     with torch.no_grad():
@@ -57,7 +57,7 @@ def test_a_handle_has_the_shape_of_the_full_cache_and_no_data(model: torch.nn.Mo
     assert isinstance(handle, Handle)
     assert handle.shape == (3, 2, 14, 16)
     assert cache.get_seq_length() == 14  # type: ignore[attr-defined]
-    assert handle.stride() == (0, 0, 0, 0)  # one number, whatever its shape says
+    assert handle.stride() == (0, 0, 0, 0)  # one element, whatever the shape
 
 
 def test_uncompiled_use_gives_an_error_and_not_a_plausible_answer(model: torch.nn.Module) -> None:
@@ -132,7 +132,7 @@ def test_a_move_to_a_gpu_is_one_to_the_gpu_that_is_named(
 
 
 def test_deferred_conditions_are_read_in_order_and_none_is_left_out() -> None:
-    """An event may finish between the questions for it and for the next one."""
+    """Check the order of deferred checks: an event may finish between two queries."""
     checks, computed = layer_cache.DeferredChecks(), [False, True]
     events = [SimpleNamespace(query=lambda number=number: computed[number]) for number in range(2)]
     checks.pending = [(events[0], torch.tensor(False)), (events[1], torch.tensor(True))]  # type: ignore[list-item]
@@ -145,13 +145,13 @@ def test_deferred_conditions_are_read_in_order_and_none_is_left_out() -> None:
 
 
 def test_a_row_that_was_taken_out_has_a_shape_and_no_data(model: torch.nn.Module) -> None:
-    """Whisper's `generate` takes rows out, moves them, and puts them into an empty cache and together again."""
+    """Copy what Whisper's `generate` does: split rows, move them, and stack them into an empty cache."""
     compiled, cache, ids = started(model)
     key = cache.layers[0].keys  # type: ignore[attr-defined]
     rows = [torch.cat([torch.empty(0), key[i][None].cpu()], -2) for i in range(key.shape[0])]
     together = torch.stack(rows).squeeze(1).to("cpu")
     assert together.shape == key.shape
-    assert not together[0].is_neg()  # a question, and not a reading: Dynamo asks some
+    assert not together[0].is_neg()  # a query, not a read of data: Dynamo makes some of these
     for read in (lambda: together * 2, lambda: torch.cat([together, together], -2), together.tolist, together.sum):
         with pytest.raises(kvpass.CacheHandleError, match="taken out of a cache"):
             read()
@@ -161,7 +161,7 @@ def test_a_row_that_was_taken_out_has_a_shape_and_no_data(model: torch.nn.Module
 
 
 def test_a_replaced_tensor_loses_nothing_else(model: torch.nn.Module) -> None:
-    """A tampered cache is refused; the model, and another conversation on it, go on."""
+    """Check that a modified cache is refused, while the model and another conversation continue."""
     compiled, cache, ids = started(model)
     other = copy.deepcopy(cache)
     expected = follow(compiled, copy.deepcopy(cache), ids)
@@ -187,7 +187,7 @@ def test_an_interrupted_step_is_noticed(model: torch.nn.Module) -> None:
 
 @pytest.mark.slow
 def test_chunk_of_another_length_on_live_slots(model: torch.nn.Module) -> None:
-    """Several turns: every length of chunk is its own graph, and each equals one token at a time for a window."""
+    """Check that each chunk length has its own graph, and equals single tokens for a window."""
     ids, mask = prompt(2, 24, ())
     whole = force(model, ids, mask, [10, 5, 1, 3, 1, 4], policy="full", budget=32, inner="eager").logits
     with torch.no_grad():
@@ -195,11 +195,11 @@ def test_chunk_of_another_length_on_live_slots(model: torch.nn.Module) -> None:
 
 
 def test_a_handle_answers_the_compilers_queries(model: torch.nn.Module) -> None:
-    """Some versions of torch ask the tensor itself, and not only when they trace."""
+    """Check queries that some versions of torch call on the tensor itself, also outside tracing."""
     _, cache, _ = started(model)
     handle = cache.layers[0].keys  # type: ignore[attr-defined]
     assert not any([handle.is_conj(), handle.is_neg(), handle._is_zerotensor()])
-    assert handle.untyped_storage().nbytes() == handle.element_size()  # one number, however long the cache
+    assert handle.untyped_storage().nbytes() == handle.element_size()  # one element, whatever the length of the cache
 
 
 def swap_parts(layers: list[object]) -> None:
@@ -251,7 +251,7 @@ def test_layers_of_two_conversations_are_told_by_their_counts(model: torch.nn.Mo
     other = copy.deepcopy(cache)
     follow(compiled, other, ids[:, :2])
     cache.layers[1] = other.layers[1]  # type: ignore[attr-defined]
-    if torch.__version__ < "2.12":  # Dynamo's own sizes contradict each other there, and no backend is asked
+    if torch.__version__ < "2.12":  # in these versions Dynamo's sizes contradict each other before any backend runs
         refused, said = TorchRuntimeError, "scaled_dot_product_attention"
     else:
         refused, said = kvpass.CacheHandleError, r"stand at \[14, 16\] tokens"
@@ -260,7 +260,7 @@ def test_layers_of_two_conversations_are_told_by_their_counts(model: torch.nn.Mo
 
 
 class Broken(torch.nn.Module):
-    """Four layers of attention between which the graph breaks; a cache is a tuple of pairs."""
+    """Four attention layers with graph breaks between them; the cache is a tuple of pairs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -298,7 +298,7 @@ PICKS = {
 
 @pytest.mark.parametrize("pick", PICKS.values(), ids=PICKS)
 def test_rows_picked_twice_alike_are_one_cache(model: torch.nn.Module, pick: Callable[[], object]) -> None:
-    """The second of K and V asks with an argument of its own that picks the same rows."""
+    """Pick rows of keys and values by two equal arguments."""
     compiled, cache, ids = started(model)
     straight = follow(compiled, copy.deepcopy(cache), ids)
     for layer in cache.layers:  # type: ignore[attr-defined]

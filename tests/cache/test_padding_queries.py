@@ -1,4 +1,4 @@
-"""Queries of padding get numbers, and no policy sums up the NaN of a query whose answer is unknown."""
+"""Check that padding queries get finite outputs, and that no policy sums NaN from undefined queries."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tests.layer import Stretch, layout_for, prompt_mask
 
 LOWEST = "lowest"
 ROWS, HEADS, DIM, BUDGET = 3, 2, 8, 12
-PROMPT = torch.tensor([[0] * 5, [0, 0, 1, 1, 1], [1] * 5]).bool()  # one row is padding alone so far
+PROMPT = torch.tensor([[0] * 5, [0, 0, 1, 1, 1], [1] * 5]).bool()  # the first row has only padding so far
 FORMS: list[Any] = [None, -torch.inf, LOWEST, -1e9]
 WRITTEN = [(low, boolean) for low in FORMS for boolean in (True, False) if boolean or low is not None]
-"""What hides a key: a bool mask, as the library has it or with what a spelled-out softmax is filled with, or a bias."""
+"""Ways to hide a key: a bool mask for the library, a bool mask that fills logits, or a bias."""
 
 
 def hiding(slots: Slots, valid: Tensor, low: Any, boolean: bool, dtype: torch.dtype, sees: bool) -> Mask:
-    """The causal mask that hides all keys from padding, and unless a query `sees` any, from all queries."""
+    """Return a causal mask that hides all keys from padding, and from all queries unless a query `sees` a key."""
     query_index = slots.length[:, None] + torch.arange(valid.shape[1])
     number = torch.finfo(dtype).min if low == LOWEST else low
 
@@ -49,7 +49,7 @@ def stretch(count: int, valid: Tensor, dtype: torch.dtype) -> Stretch:
 
 
 def slots_of(policy: Policy, dtype: torch.dtype) -> tuple[Any, Slots]:
-    """A layout, and slots after the prompt."""
+    """Return a layout, and slots after the prompt."""
     new = stretch(5, PROMPT, dtype)
     layout = layout_for(policy, BUDGET, new, False)
     attention = Attention()
@@ -60,7 +60,7 @@ def slots_of(policy: Policy, dtype: torch.dtype) -> tuple[Any, Slots]:
 
 
 def check(attended: Attended, valid: Tensor, sums: list[Tensor]) -> None:
-    """Check that the answers to padding are numbers, and so are sums over queries."""
+    """Check that outputs for padding and sums over queries are finite."""
     padding = ~valid[:, None, :, None].expand_as(attended.output)
     assert attended.output[padding].isfinite().all()
     assert not any(each.isnan().any() for each in sums)
@@ -77,7 +77,7 @@ def check(attended: Attended, valid: Tensor, sums: list[Tensor]) -> None:
 def test_outputs_for_padding_and_scores_are_finite(
     name: str, low: Any, boolean: bool, spelled: bool, ends: str, sees: bool, dtype: torch.dtype
 ) -> None:
-    """In steps, in layers that share a cache, and in chunks; scores stay numbers where a real query sees nothing."""
+    """Check steps, layers that share a cache, and chunks; scores stay finite if a real query sees no key."""
     policy = resolve(name, {}).for_layer(0, 1)
     how: dict[str, Any] = {"cap": 2.0} if ends == "cap" else {}
     how |= {"sink_logit": torch.zeros(1, 2 * HEADS, 1, 1)} if ends == "sink" else {}
@@ -111,7 +111,7 @@ def test_outputs_for_padding_and_scores_are_finite(
 @pytest.mark.parametrize("low", [-torch.inf, torch.finfo(torch.float32).min, -1e9])
 @pytest.mark.parametrize("policy", ["h2o", "streaming"])
 def test_outputs_are_numbers_where_the_models_own_are(policy: str, low: float) -> None:
-    """A mask that hides padding queries as well, in a batch with padding on the left and amid the tokens."""
+    """Test a mask that also hides padding queries, in a batch with padding on the left and between tokens."""
     real = torch.tensor([[0, 0, 0, 1, 1, 0, 1, 1, 1, 1], [1] * 10])
 
     def allowed(i: Tensor, j: Tensor, p: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The canonical form: it says what the model's graph says, in two operators."""
+"""Compare the canonical form of graphs, in two operators, with the graphs themselves."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_returned_keys_without_a_concatenation_are_appended_to_an_empty_past() -
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True), (k, v)
 
     q = torch.randn(1, 2, 4, 8)
-    assert run(prompt, (q, q, q)).calls(ATTENTION) == []  # what it returns is not what it attends to
+    assert run(prompt, (q, q, q)).calls(ATTENTION) == []  # it does not return the keys that it attends to
     beside = run(stored, (q, q, q))
     assert [node.args[0] for node in beside.calls(APPEND)] == [None, None]
     assert op_table.named_arguments(beside.calls(ATTENTION)[0])["causal"] is True
@@ -120,7 +120,7 @@ def test_attributes_that_transpose_are_read(name: str) -> None:
 
 
 def in_halves(q: Tensor, k: Tensor, v: Tensor, past: Any) -> Any:
-    """Two calls on one cache, the second of which asks with what the first one gave."""
+    """Attend twice on one cache, the second time with the first output as query."""
     k, v = torch.cat([past[0], k], -2), torch.cat([past[1], v], -2)
     first = torch.nn.functional.scaled_dot_product_attention(q, k, v)
     return torch.nn.functional.scaled_dot_product_attention(first, k, v), (k, v)
@@ -149,7 +149,7 @@ STRANGE: dict[str, Growing] = {
 @pytest.mark.parametrize("name", STRANGE)
 @pytest.mark.parametrize("read", [True, False])
 def test_growth_that_is_not_read_is_refused(name: str, read: bool) -> None:
-    """Whether the attention beside it can be read or not."""
+    """Check the refusal with and without a readable attention call next to it."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, past: Any) -> Any:
         k, v = STRANGE[name](past[0], k), STRANGE[name](past[1], v)
@@ -164,7 +164,7 @@ def test_growth_that_is_not_read_is_refused(name: str, read: bool) -> None:
 
 
 def test_a_state_of_constant_length_is_no_cache() -> None:
-    """The last states of a convolution."""
+    """Test the last states of a convolution."""
 
     def step(x: Tensor, past: Tensor) -> Any:
         states = torch.cat([past, x], -1)[..., -4:]
@@ -175,7 +175,7 @@ def test_a_state_of_constant_length_is_no_cache() -> None:
 
 
 def test_a_cache_that_is_used_elsewhere_is_refused_at_that_use() -> None:
-    """And not at a read of its shape, which any graph may have."""
+    """Check that the refusal names this use, not a read of the shape, which any graph may have."""
     refusals: list[str] = []
 
     def backend(gm: fx.GraphModule, examples: Any) -> Callable[..., Any]:

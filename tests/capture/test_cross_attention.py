@@ -1,4 +1,4 @@
-"""Cross-attention: what tells it from a cache that grows."""
+"""Test how cross-attention is distinguished from a cache that grows."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torch import Tensor, nn
 import kvpass
 from kvpass.capture import caches
 from kvpass.capture.caches import Verdict
-from tests.capture.traced import answered
+from tests.capture.traced import query_graph
 
 WIDTH = 16
 Made = Callable[["Decoder", Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-"""(the model, hidden [B, q, W], heard [B, S, W]) -> query [B, q, W], and what keys and values are made of [B, S, W]."""
+"""(model, hidden [B, q, W], heard [B, S, W]) -> query [B, q, W], and the source of keys and values [B, S, W]."""
 
 
 class Decoder(nn.Module):
     """One layer of self-attention and one of another attention: forward(ids, heard, past) -> (hidden, new past).
 
     Args:
-        made: what the other attention attends with, and to.
-        grows: whether it adds to its cache at every step, as `made` has it.
+        made: returns the query, and the source of keys and values, of the other attention.
+        grows: whether the other attention appends to its cache at every step.
     """
 
     def __init__(self, made: Made, grows: bool = False) -> None:
@@ -64,7 +64,7 @@ def joined(x: Tensor) -> Tensor:
 
 
 def extended(past: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """As transformers does it: also the first tokens are put behind something, which is empty."""
+    """Append to the cache like transformers: the first tokens are concatenated to an empty tensor."""
     before = past or (torch.empty(0), torch.empty(0))
     return torch.cat([before[0], key], -2), torch.cat([before[1], value], -2)
 
@@ -74,24 +74,24 @@ def crossed(model: Decoder, x: Tensor, heard: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def written(model: Decoder, x: Tensor, heard: Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens come in by a write in place."""
+    """Add the tokens to the source of keys by a write in place."""
     source = heard * 2
     source[:, : x.shape[1]] += x
     return x, source
 
 
 def with_another_input(model: Decoder, x: Tensor, heard: Tensor) -> tuple[Tensor, Tensor]:
-    """Self-attention whose queries know of one thing more."""
+    """Attend to the tokens, with queries that also depend on another input."""
     return x + heard[:, :1], x
 
 
 def latent(model: Decoder, x: Tensor, heard: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries that are no tokens, so that nothing tells whose keys they attend to."""
+    """Attend with queries that are parameters, so that they do not tell whose keys they attend to."""
     return model.latents.expand(x.shape[0], -1, -1), x
 
 
 def over_layers(model: Decoder, x: Tensor, heard: Tensor) -> tuple[Tensor, Tensor]:
-    """Self-attention behind attention over layers, whose query is a parameter: its keys are the tokens."""
+    """Attend to the tokens after an attention over layers, whose query is a parameter."""
     layers, query = torch.stack([x, 2 * x], 2), model.latents[:1].expand(*x.shape[:2], -1, -1)
     y = F.scaled_dot_product_attention(query, layers, layers)[:, :, 0]
     return y + heard[:, :1], y
@@ -118,14 +118,14 @@ def given(tokens: int = 5, heard: int = 4) -> tuple[Tensor, Tensor]:
 
 
 def found(made: Made, *arguments: Any) -> list[Verdict]:
-    """What becomes of the two calls in the graph of a prompt."""
+    """Return the verdicts on the two calls in the graph of a prompt."""
     answer: list[Verdict] = []
 
     def question(gm: fx.GraphModule) -> None:
         answer.extend(caches.find(gm, set()))
 
     with torch.no_grad():
-        answered(Decoder(made).eval(), arguments, question)
+        query_graph(Decoder(made).eval(), arguments, question)
     return answer
 
 
@@ -144,7 +144,7 @@ def test_fixed_keys_are_found_at_any_lengths(tokens: int, heard: int) -> None:
     ids=lambda made: str(made.__name__),
 )
 def test_keys_computed_from_the_querys_tokens_are_not_fixed(made: Made) -> None:
-    """A call's query stands for its rows only if inputs have a part in it, so parameters cannot hide the tokens."""
+    """Check that a query identifies its rows only through inputs, so that parameters cannot hide the tokens."""
     assert not any(each.fixed for each in found(made, *given(4, 4)))
 
 
@@ -169,7 +169,7 @@ def test_steps_read_stored_cross_attention(heard: int) -> None:
 
 @pytest.mark.parametrize(("heard", "why"), [(1, "ordinary tensor that grows next to"), (4, "not as many new keys")])
 def test_growth_in_a_step_is_refused_there(heard: int, why: str) -> None:
-    """A prompt does not show it: new sound is added to what was heard at every step."""
+    """Check a refusal in a step, because only steps show that new sound is appended."""
     model = Decoder(crossed, grows=True).eval()
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=kvpass.backend("window", budget=6, inner="eager"))

@@ -1,4 +1,4 @@
-"""Attention calls, however they are spelled."""
+"""Test that attention calls are found in every form."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def in_one_batch(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
 
 
 def gate_by_sum(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
-    """A sink that is applied afterwards: the output is multiplied by what the sink leaves of a row."""
+    """Apply a sink after attention, by scaling the output with the share that the sink leaves."""
     logits = torch.matmul(q, k.transpose(2, 3)) * 0.25 + torch.where(allowed, 0.0, LOWEST)
     left = (torch.logsumexp(logits, dim=-1) - torch.tensor([0.5, -0.5, 1.0, 0.0]).view(1, -1, 1)).sigmoid()
     probabilities = torch.softmax(logits, -1, dtype=torch.float32).to(v.dtype)
@@ -63,22 +63,22 @@ def gate_by_sum_afterwards(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> 
 
 
 def bias_of_values(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
-    """Each key has a bias that is made of its values, in all heads."""
+    """Add a bias for each key that is computed from its values in all heads."""
     bias = torch.nn.functional.softplus(v.transpose(1, 2).flatten(2) * 2).mean(-1) * 4
     mask = bias[:, None, None].expand(-1, q.shape[1], q.shape[2], -1).masked_fill(~allowed, LOWEST)
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
 def bias_from_the_end(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
-    """The end of a table of biases, as long as the keys are; no more keys than the table has can be attended to."""
-    table = (torch.arange(1 - TABLE, 1) * torch.tensor([[0.5], [0.25], [0.1], [0.05]]))[:, None]  # [4, 1, TABLE]
+    """Add the end of a table of biases; the table limits the number of keys."""
+    table = (torch.arange(1 - TABLE, 1) * torch.tensor([[0.5], [0.25], [0.1], [0.05]]))[:, None]  # table [4, 1, TABLE]
     bias = table[:, max(0, table.shape[1] - k.shape[2]) :, max(0, table.shape[2] - k.shape[2]) :]
     logits = (torch.matmul(q, k.transpose(2, 3)) * 0.25 + bias).masked_fill(~allowed, LOWEST)
     return torch.matmul(logits.softmax(-1), v)
 
 
 def written_in_place(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
-    """Nobody uses what the writes give back; the mask is as large as the logits."""
+    """Write in place and ignore the returned tensors; the mask is as large as the logits."""
     logits = torch.matmul(q, k.transpose(2, 3))
     logits *= 0.5
     logits.mul_(0.5)
@@ -101,7 +101,7 @@ def as_equations(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
 
 
 def in_empty_memory(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
-    """With a mask whose memory is written to before a view of it is read."""
+    """Use a mask whose memory is written to before a view of it is read."""
     mask = torch.empty(allowed.shape[-2:])
     mask.fill_(0.0)
     mask.masked_fill_(allowed.logical_not()[0, 0], LOWEST)
@@ -170,7 +170,7 @@ def test_every_spelling_is_rewritten_and_right(spelling: Spelling) -> None:
         torch._dynamo.reset()
         bounded.append(run(torch.compile(model, backend=kvpass.backend("h2o", budget=6, inner=inner)), ids)[0])
     torch.testing.assert_close(bounded[0], bounded[1], atol=1e-4, rtol=1e-4)
-    assert not torch.allclose(bounded[0], expected, atol=1e-3)  # something was evicted
+    assert not torch.allclose(bounded[0], expected, atol=1e-3)  # tokens were evicted
 
 
 def test_a_table_that_ends_is_an_error_and_not_read_beyond() -> None:
@@ -205,7 +205,7 @@ def test_a_bias_computed_from_several_values_is_refused(spelling: Spelling) -> N
 def find(
     function: Callable[..., Any], *args: Tensor, unread: list[decomposed_attention.UnreadSoftmax] | None = None
 ) -> list[decomposed_attention.AttentionCall]:
-    """The calls in the graph that Dynamo makes of a function; those that are none are added to `unread`."""
+    """Return the attention calls in Dynamo's graph of a function; unread softmaxes go to `unread`."""
     found: list[decomposed_attention.AttentionCall] = []
 
     def backend(gm: Any, _: Any) -> Any:
@@ -285,7 +285,7 @@ NO_ATTENTION: dict[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
 
 
 def in_place(write: Callable[[Tensor], Any], to: str) -> Callable[[Tensor], Tensor]:
-    """Attention amid which a write happens whose result nobody uses."""
+    """Return attention with a write in place whose result is unused."""
 
     def attend(x: Tensor) -> Tensor:
         bias, keys = x.mean(-1)[..., None, :] * 2, x * 2

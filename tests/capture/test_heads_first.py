@@ -1,4 +1,4 @@
-"""Graphs with tokens before heads, as graphs with heads before tokens."""
+"""Compare graphs with tokens before heads with graphs with heads before tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvpass.capture.canonical import APPEND
 from kvpass.capture.capture import capture
 from kvpass.capture.heads_first import order_equations
 from kvpass.fx import walk
-from tests.capture.traced import answered
+from tests.capture.traced import query_graph
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, past: Any) -> Any:
 
 
 def test_the_graph_is_the_same_but_for_the_order() -> None:
-    """Also for what else reads the past."""
+    """Check that only the order differs, also for other readers of the past."""
     q, past = torch.randn(1, 1, 4, 8), torch.randn(1, 5, 4, 8)
     arguments = (q, q + 1, q + 2, (past, past + 1))
 
@@ -66,7 +66,7 @@ def test_the_graph_is_the_same_but_for_the_order() -> None:
         appends = [node.args[0].name for node in captured.gm.graph.nodes if node.target is APPEND]
         return [graph(*ours) for graph in (captured.model, captured.gm)], appends, captured.sites[0].token_dims
 
-    results, appended, dims = answered(attend, arguments, question)
+    results, appended, dims = query_graph(attend, arguments, question)
     out, grown, doubled = attend(*arguments)
     assert (sorted(appended), dims) == (["l_past_0_", "l_past_1_"], (1, 1))
     for result in results:
@@ -75,7 +75,7 @@ def test_the_graph_is_the_same_but_for_the_order() -> None:
 
 
 class Crossing(torch.nn.Module):
-    """Attention to a cache of its own, and to fixed keys of an encoder, each with its tokens in a dimension."""
+    """Attention to a cache and to fixed keys of an encoder, with given token dimensions."""
 
     def __init__(self, own: int, fixed: int) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Crossing(torch.nn.Module):
         return [x.transpose(1, 2) if dim == 1 else x for x in pair]
 
 
-@pytest.mark.parametrize("encoded", [4, 6])  # as many as heads, and not
+@pytest.mark.parametrize("encoded", [4, 6])  # equal to the number of heads, and different from it
 @pytest.mark.parametrize(("own", "fixed"), [(1, 1), (2, 1), (1, 2)])
 @torch.no_grad()
 def test_fixed_keys_keep_their_order(own: int, fixed: int, encoded: int) -> None:
@@ -125,7 +125,7 @@ def seeded() -> torch.Generator:
 
 
 class Joined(torch.nn.Module):
-    """Attention of one head, over matrices into which rows and heads are joined."""
+    """Attention of one head, over matrices that join rows and heads."""
 
     def __init__(self, join: Any) -> None:
         super().__init__()

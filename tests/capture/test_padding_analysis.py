@@ -1,4 +1,4 @@
-"""Which inputs are proven to mark padding."""
+"""Test which inputs are proven to mark padding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 import tests.strategies  # noqa: F401  loads the Hypothesis profile
 from kvpass.capture.padding_analysis import hiding_inputs
-from tests.capture.traced import answered, result
+from tests.capture.traced import query_graph, result
 
 ROWS, TOKENS = 2, 6
 LOWEST = torch.finfo(torch.float32).min
@@ -21,7 +21,7 @@ Mask = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def marks_padding(mask: Mask) -> bool:
-    """Whether `column` marks padding in mask(column [B, S], i [S, 1], j [S])."""
+    """True if `column` marks padding in mask(column [B, S], i [S, 1], j [S])."""
 
     def function(column: Tensor) -> Tensor:
         j = torch.arange(TOKENS)
@@ -30,7 +30,7 @@ def marks_padding(mask: Mask) -> bool:
     def question(gm: fx.GraphModule) -> bool:
         return [node.op for node in hiding_inputs(gm, result(gm), step=False)] == ["placeholder"]
 
-    return answered(function, (torch.ones(ROWS, TOKENS, dtype=torch.int64),), question)
+    return query_graph(function, (torch.ones(ROWS, TOKENS, dtype=torch.int64),), question)
 
 
 def causal(i: Tensor, j: Tensor) -> Tensor:
@@ -79,10 +79,10 @@ def test_a_mask_that_may_show_a_token_marks_no_padding(name: str) -> None:
 
 
 def column_marks_padding(mask: Callable[[Tensor], Tensor], dtype: torch.dtype) -> bool:
-    """Whether a zero in a column [B, S] of a dtype hides its token in mask(column [B, 1, 1, S])."""
+    """True if a zero in a column [B, S] hides its token in mask(column [B, 1, 1, S])."""
     column = torch.ones(ROWS, TOKENS, dtype=dtype)
     found = lambda gm: [node.op for node in hiding_inputs(gm, result(gm), step=False)] == ["placeholder"]  # noqa: E731
-    return answered(lambda p: mask(p[:, None, None]) & causal(*_indices()), (column,), found)
+    return query_graph(lambda p: mask(p[:, None, None]) & causal(*_indices()), (column,), found)
 
 
 def _indices() -> tuple[Tensor, Tensor]:
@@ -108,9 +108,9 @@ WRAPS: dict[str, tuple[torch.dtype, Callable[[Tensor], Tensor], bool]] = {
 
 @pytest.mark.parametrize("name", WRAPS)
 def test_a_proof_holds_in_the_dtype_of_each_result(name: str) -> None:
-    """Integers wrap around and floating-point numbers are rounded, also those that the code states."""
+    """Check integers that wrap around and floating-point numbers that are rounded, including constants in the code."""
     dtype, mask, expected = WRAPS[name]
-    if not expected:  # what the analysis must not prove is not so, or only by rounding
+    if not expected:  # what the analysis must not prove is false, or true only by rounding
         hidden = ~mask(torch.zeros(1, 1, 1, 1, dtype=dtype))
         assert name.startswith("a difference") or not bool(hidden.all())
     assert column_marks_padding(mask, dtype) is expected
@@ -118,7 +118,7 @@ def test_a_proof_holds_in_the_dtype_of_each_result(name: str) -> None:
 
 @given(data=st.data())
 def test_a_mask_proven_to_hide_hides_in_torch(data: st.DataObject) -> None:
-    """Random arithmetic of a column in a random dtype, evaluated by torch at zero."""
+    """Evaluate random arithmetic on a column with torch, in a random dtype, where the column is zero."""
     draw = data.draw
     dtype = draw(st.sampled_from([torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.float32]))
     number = st.sampled_from([-10000, -200, -1, 0, 1, 2, 100, 200, 255, 256, 40000, 0.1, 0.5, 1e-9])
@@ -132,7 +132,7 @@ def test_a_mask_proven_to_hide_hides_in_torch(data: st.DataObject) -> None:
 
     try:
         visible = bool(mask(torch.zeros(1, 1, 1, 1, dtype=dtype)))
-    except RuntimeError:  # torch does not convert the number
+    except RuntimeError:  # torch cannot convert the number to the dtype
         reject()
     if visible:
         assert not column_marks_padding(mask, dtype)

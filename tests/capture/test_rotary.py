@@ -1,4 +1,4 @@
-"""What a rotation is proven to depend on."""
+"""Test which inputs a rotation is proven to depend on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.lowering.layer_dedup.test_segments import Recorder
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_rows_are_followed_past_a_size_that_is_read_from_them(dim: int) -> None:
-    """Dynamo writes sizes into a graph that it traces for any number of rows."""
+    """Test `size()` calls, which Dynamo writes into graphs with a dynamic number of rows."""
 
     def angles(position: Tensor, frequencies: Tensor) -> Tensor:
         expanded = frequencies[None, :, None].expand(position.size()[0], -1, 1)

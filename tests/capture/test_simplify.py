@@ -1,4 +1,4 @@
-"""Outer products, and regions without autocast: removed where autocast changes nothing, and never left entered."""
+"""Test removal of outer products and of regions without autocast, where autocast has no effect."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ A, B = torch.randn(2, 4, 1), torch.randn(2, 1, 5)
 
 
 def region(inside: Callable[..., Any], one: Tensor, other: Tensor, enabled: bool = False) -> fx.GraphModule:
-    """A graph that computes a function of two tensors in a region of autocast."""
+    """Return a graph that computes a function of two tensors inside an autocast region."""
     graph = fx.Graph()
     nodes = [graph.placeholder(name) for name in "ab"]
     mode = graph.call_function(ENTER, ("cpu", None, enabled, None))
@@ -53,7 +53,7 @@ def modes(gm: fx.GraphModule) -> int:
     ],
 )
 def test_a_region_of_angles_is_removed(inside: Callable[..., Any]) -> None:
-    """The result under autocast outside is that of the region."""
+    """Compare with the result of the region under an outer autocast."""
     gm = region(inside, A, B)
     with torch.autocast("cpu", torch.bfloat16):
         wanted = gm(A, B)
@@ -67,10 +67,10 @@ def test_a_region_of_angles_is_removed(inside: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("inside", "one", "other", "enabled"),
     [
-        (operator.matmul, A.mT, A, False),  # a product of four numbers, which autocast rounds
+        (operator.matmul, A.mT, A, False),  # a sum over four numbers, which autocast rounds
         (operator.matmul, A.double(), B.double(), False),
         (torch.nn.functional.linear, A.mT, A[0].mT, False),
-        (operator.mul, A.bfloat16(), B, False),  # operands that are promoted
+        (operator.mul, A.bfloat16(), B, False),  # operands of different dtypes, which are promoted
         (operator.mul, A, B, True),
     ],
 )

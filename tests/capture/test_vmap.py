@@ -1,4 +1,4 @@
-"""torch.vmap that is written out gives what it gave; one that is not followed stays."""
+"""Test that expanded torch.vmap calls give equal results, and that unsupported ones stay."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TABLE = torch.randn(2, 6, generator=torch.Generator().manual_seed(0))
 LAST = torch.tensor(4)
 
 One = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Of one row, query and key."""
+"""Function of one row, query and key."""
 
 TERMS: dict[str, One] = {
     "causal": lambda b, q, k: k <= q,
@@ -36,13 +36,13 @@ TERMS: dict[str, One] = {
 
 
 def mapped(one: One) -> Callable[..., Tensor]:
-    """[B, q, S] by [B], [q] and [S], as transformers makes masks."""
+    """Map a function over [B], [q] and [S] to [B, q, S], as transformers makes masks."""
     keys = torch.vmap(one, in_dims=(None, None, 0))
     return torch.vmap(torch.vmap(keys, in_dims=(None, 0, None)), in_dims=(0, None, None))
 
 
 def written_out(function: Callable[..., Tensor], *arguments: Tensor) -> tuple[Tensor, int]:
-    """What a graph gives after it was written out, and how many calls into vmap are left in it."""
+    """Return the output of a graph after expansion, and the number of remaining calls into vmap."""
     left: list[int] = []
 
     def backend(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
@@ -60,7 +60,7 @@ def written_out(function: Callable[..., Tensor], *arguments: Tensor) -> tuple[Te
 
 @pytest.mark.parametrize("seed", range(4))
 def test_any_mask_of_one_at_a_time(seed: int) -> None:
-    """Every term, joined to the others in some way and order."""
+    """Combine every term with the others, by random operators in random order."""
     drawn = random.Random(seed)
     terms = drawn.sample(list(TERMS.values()), len(TERMS))
     joins = [drawn.choice([torch.logical_and, torch.logical_or, torch.bitwise_xor]) for _ in terms]
@@ -86,7 +86,7 @@ def test_several_of_one_depth() -> None:
 
 
 def across(rows: Tensor, keys: Tensor) -> Tensor:
-    """[S, B]: what is left is put behind, not in front."""
+    """Return [S, B]: the outer mapped dimension comes last, not first."""
     one = torch.vmap(lambda b, k: b < k, in_dims=(None, 0))
     return torch.vmap(one, in_dims=(0, None), out_dims=1)(rows, keys)
 

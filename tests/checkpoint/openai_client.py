@@ -1,6 +1,6 @@
-"""A client of a server, in a process of its own: `python openai_client.py URL` prints what it got as JSON.
+"""Call a server with OpenAI's client and print the results as JSON: `python openai_client.py URL`.
 
-It needs the package `openai` alone.
+It runs in a separate process and needs only the package `openai`.
 """
 
 import json

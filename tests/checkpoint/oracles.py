@@ -1,4 +1,4 @@
-"""What answers of the checkpoint are held against: the uncompiled model, and the reference of a policy."""
+"""Compare answers of the checkpoint with the uncompiled model and with the reference of a policy."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ from tests.checkpoint import ways
 from tests.checkpoint.subject import Answer, Subject, forced
 
 CLOSE = 2e-3
-"""How far logits of up to 30 may be apart in float32 after 30 layers."""
+"""Largest difference of logits, which are up to 30, in float32 after 30 layers."""
 FORCED = ("beams", "decode_loop", "requests")
-"""Ways that the reference has not: it reorders no rows, and its steps are not repeated."""
+"""Ways of decoding that the reference lacks: it cannot reorder rows, and its steps cannot be repeated."""
 
 
 SLACK = 1.5
-"""Uncompiled steps round logits, as attention that is spelled out does, which errs 2 to 5 times as much a call as fused
-kernels; generated code does not round them."""
+"""Factor on the error of a kernel.
+
+Uncompiled steps round logits, like eager attention, whose error is 2 to 5 times that of fused kernels in each call.
+Generated code does not round logits.
+"""
 
 
 def check_equal(answer: Answer, expected: Tensor) -> None:
     """Check an answer in float32 against logits [B, n, V] that another run gives on the same tokens.
 
-    Greedy tokens are those of the highest expected logits; a beam's score is the likelihood that they give.
+    Greedy tokens must be those of the highest expected logits. A beam's score must equal their log-likelihood.
     """
     if answer.score is None:
         assert torch.equal(answer.tokens, expected.argmax(-1))
@@ -37,9 +40,9 @@ def check_equal(answer: Answer, expected: Tensor) -> None:
 def check_as_near_as_kernels(subject: Subject, answers: Sequence[Answer]) -> None:
     """Check answers in half precision against the uncompiled model under each of torch's attention kernels.
 
-    The error of the logits of all answers, against the same weights in float32, is at most `SLACK` times a kernel's, by
-    their root mean square: two kernels may round alike, so their distance from each other bounds nothing. No token's
-    logit is further below the highest than two differences between kernels allow.
+    The root mean square error of all logits, against the same weights in float32, is at most `SLACK` times a kernel's.
+    The distance between two kernels bounds nothing, because both may round in the same way. No token's logit is further
+    below the highest one than two differences between kernels allow.
     """
     by_kernel = [subject.by_kernel(answer) for answer in answers]
     for answer, logits in zip(answers, by_kernel, strict=True):
@@ -70,7 +73,7 @@ def _rms(differences: Sequence[Tensor]) -> float:
 def check_against_reference(subject: Subject, answers: Sequence[Answer], settings: dict[str, object], way: str) -> None:
     """Check answers in float32 against the eager reference of their policy.
 
-    It decodes in the same way where it can, which shares the traces, and else is fed with the same calls.
+    The reference decodes in the same way if it can, which shares the traces. Otherwise it is fed with the same calls.
     """
     literal = {**settings, "inner": "reference"}
     if way not in FORCED:

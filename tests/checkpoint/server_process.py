@@ -1,4 +1,4 @@
-"""`kvpass serve` in a process of its own, for tests, examples and measurements."""
+"""Run `kvpass serve` in a separate process, for tests, examples and measurements."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from collections.abc import Iterator
 import httpx
 
 STARTED = re.compile(r"running on (http://\S+)")
-PATIENCE = 600.0  # seconds to compile on a shared machine
+PATIENCE = 600.0  # seconds for compilation on a shared machine
 
 
 @dataclasses.dataclass
 class ServerProcess:
-    """A server, its address, and the lines that it has written."""
+    """A server process, its address, and the lines that it has written."""
 
     process: subprocess.Popen[str]
     lines: list[str]
     url: str = ""
 
     def read(self) -> None:
-        """Keep what the server writes, and find its address."""
+        """Read the server's output, and find its address."""
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.lines.append(line)
@@ -40,7 +40,7 @@ class ServerProcess:
 
 @contextlib.contextmanager
 def started(*arguments: str) -> Iterator[ServerProcess]:
-    """Start a server, wait until it is ready, and end it by SIGTERM, after which it finishes by itself."""
+    """Start a server, wait until it is ready, and end it with SIGTERM, which it handles."""
     command = [sys.executable, "-m", "kvpass.apps.cli", "serve", *arguments, "--port", "0"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     found = ServerProcess(process, [])
@@ -54,7 +54,7 @@ def started(*arguments: str) -> Iterator[ServerProcess]:
             time.sleep(0.2)
         yield found
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == -signal.SIGTERM, "".join(found.lines)  # uvicorn raises it again at the end
+        assert process.wait(60) == -signal.SIGTERM, "".join(found.lines)  # uvicorn raises the signal again
     finally:
         process.kill()
         process.wait()

@@ -1,4 +1,4 @@
-"""The checkpoint under test: uncompiled, compiled, and what an answer is held against."""
+"""Provide the checkpoint under test, uncompiled and compiled, and logits to compare answers with."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from tests.strategies import ROWS, fitting
 from tests.traces import Traced
 
 WHOLE = 30
-"""Layers of the checkpoint."""
+"""Number of layers of the checkpoint."""
 QUERY_HEADS, KV_HEADS, DIM = 9, 3, 64
 ROOMY = 2048
-"""A budget within which nothing is evicted: more than the longest conversation."""
+"""A budget larger than the longest conversation, so that nothing is evicted."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a model made of one batch of conversations.
+    """Output of a model for one batch of conversations.
 
     Attributes:
         context: token ids before the answer, int64 [B, T].
         tokens: the answer, int64 [B, n].
         logits: [B, n, vocabulary], from which each token was chosen; None if the way of decoding does not return them.
-        pieces: how many tokens of the context went in with each call; None for all with one.
+        pieces: number of context tokens in each call; None for a single call.
         mask: [B, T], 0 for padding; None for no padding.
         score: mean log-probability of the tokens, from a beam search.
     """
@@ -47,7 +47,7 @@ class Answer:
 
     @property
     def fed(self) -> tuple[int, ...]:
-        """Return how many tokens each call took: the pieces of the context, then one token at a time."""
+        """Return the number of tokens of each call: the pieces of the context, then one token at a time."""
         return (*(self.pieces or (self.context.shape[1],)), *[1] * (self.tokens.shape[1] - 1))
 
     def calls(self) -> Iterator[dict[str, Tensor]]:
@@ -80,17 +80,17 @@ class Subject:
         self.traced = Traced(copy.copy(self.plain))
 
     def settings(self, policy: str, budget: int) -> dict[str, Any]:
-        """Return what `kvpass.backend` is given for a policy: its smallest budget of at least `budget`."""
+        """Return the arguments of `kvpass.backend` for a policy, with its smallest budget of at least `budget`."""
         options = ROWS[policy].fixed | made_for_model(policy, self.layers, QUERY_HEADS, KV_HEADS, DIM)
         if budget == ROOMY:
             options |= ROWS[policy].lossless_at(budget)
-        if policy == "kv_align":  # aligners are trained for a model; a random one is as good for comparing
+        if policy == "kv_align":  # aligners are trained for one model; for comparisons a random one suffices
             options["aligner"] = random_aligner("direct", self.layers, KV_HEADS, DIM, window=ROOMY)
         chosen = kvpass.policies.resolve(policy, options)
         return {"policy": policy, "budget": fitting(chosen, budget) if chosen.evicts else ROOMY, **options}
 
     def under(self, **settings: Any) -> Any:
-        """Return the model as it is after `kvpass.compile` with these settings."""
+        """Select the settings of `kvpass.compile`, and return the compiled model."""
         return self.traced.under(kvpass.backend(**settings))
 
     def by_kernel(self, answer: Answer) -> list[Tensor]:
@@ -107,25 +107,25 @@ class Subject:
 
     @functools.cached_property
     def widened(self) -> Any:
-        """The uncompiled model in float32, with the weights as they are rounded in the subject's dtype."""
+        """Return the uncompiled model in float32, with weights rounded to the subject's dtype."""
         return copy.deepcopy(self.plain).float()
 
     @functools.cached_property
     def eager(self) -> Any:
-        """The uncompiled model with attention as separate products and softmax; the weights are shared."""
+        """Return the uncompiled model with eager attention; it shares the weights."""
         model = with_the_same_weights(self.plain)
         model.set_attn_implementation("eager")
         return model
 
 
 def with_the_same_weights(model: Any) -> Any:
-    """Return a copy of a model that shares its weights, and no module."""
+    """Return a copy of a model that shares its weights but no module."""
     return copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
 
 
 @torch.no_grad()
 def forced(model: Any, answer: Answer) -> Tensor:
-    """Return a model's logits [B, n, V] for an answer, whose tokens it is fed in the same calls."""
+    """Return a model's logits [B, n, V] for an answer, fed with the answer's tokens in the same calls."""
     cache, logits = None, []
     for arguments in answer.calls():
         out = model(**arguments, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -135,7 +135,7 @@ def forced(model: Any, answer: Answer) -> Tensor:
 
 
 def first_layers(model: Any, count: int) -> Any:
-    """Return the model with its first layers alone; the weights are shared."""
+    """Return the model with its first layers only; it shares the weights."""
     if count == WHOLE:
         return model
     inner, cut = copy.copy(model.model), copy.copy(model)
@@ -148,9 +148,9 @@ def first_layers(model: Any, count: int) -> Any:
 
 @functools.cache
 def loaded(dtype: torch.dtype) -> tuple[Any, Any]:
-    """Return model and tokenizer; the weights are read once in a process.
+    """Return model and tokenizer; weights are read once in each process.
 
-    No token ends an answer, so that all have the same length.
+    No token ends an answer, so that all answers have the same length.
     """
     from kvpass.apps import checkpoint
 

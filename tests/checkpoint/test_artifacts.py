@@ -1,4 +1,4 @@
-"""An exported loop of the checkpoint: another process decodes the same answer without compiling."""
+"""Test an exported loop of the checkpoint: another process decodes the same answer without compiling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A conversation of the checkpoint, saved and loaded, goes on bit for bit."""
+"""Test that a conversation of the checkpoint continues bit for bit after it is saved and loaded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_saved_conversation_goes_on_bit_for_bit(subject: Subject, tmp_path: Pa
     under = subject.under(policy="h2o", budget=64, kv_dtype="int8", inner="eager")
     out = kvpass.prefill(under, of_length(subject.tokenizer, 120), chunk=120, pin=[(0, 16)])
     path = tmp_path / "talk.safetensors"
-    for _ in range(2):  # a step is traced for one length first
+    for _ in range(2):  # Dynamo traces the first step for one length only
         out = under(out.logits[:, -1:].argmax(-1), past_key_values=out.past_key_values, use_cache=True)
     kvpass.save_cache(out.past_key_values, path)
     loaded, following = kvpass.load_cache(path, subject.plain), out.logits[:, -1:].argmax(-1)

@@ -1,4 +1,4 @@
-"""The checkpoint generates by the folder `hub`, as transformers loads it."""
+"""Test generation with the folder `hub`, as transformers loads it."""
 
 from __future__ import annotations
 
@@ -37,4 +37,4 @@ def test_the_checkpoint_generates_by_the_folder(
     assert kvpass.inspect(out).layers[0].positions.shape[-1] == BUDGET
     expected = kvpass.compile(with_the_same_weights(subject.plain), **settings).generate(ids, **how)
     assert torch.equal(out.sequences, expected)
-    assert len(set(expected[0, ids.shape[1] :].tolist())) > 2  # not one token again and again
+    assert len(set(expected[0, ids.shape[1] :].tolist())) > 2  # the text does not repeat one token

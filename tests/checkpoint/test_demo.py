@@ -1,4 +1,4 @@
-"""The demo's chat on the checkpoint: its first layers, its own tokenizer and its chat template."""
+"""Test the demo's chat with the first layers of the checkpoint, its tokenizer and its chat template."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ANSWER = 12
 
 
 class Noted:
-    """A loop that also notes the tokens that it is fed and those that it gives, in order."""
+    """A loop that records its input and output tokens in order."""
 
     def __init__(self, loop: Any) -> None:
         self.loop, self.tokens, self.state = loop, list[int](), None

@@ -1,4 +1,4 @@
-"""A hand-written decoder with the weights of the checkpoint: neither its cache's order nor a table changes a token."""
+"""Test a hand-written decoder with the checkpoint's weights: cache order and rotary tables change no token."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DTYPES = [
 
 @torch.no_grad()
 def decoded(model: Any, ids: Tensor, count: int, policy: str = "h2o") -> tuple[list[int], list[Tensor]]:
-    """The next tokens, and the positions that each layer holds at the end."""
+    """Return the next tokens, and the positions in each layer at the end."""
     torch._dynamo.reset()
     run = torch.compile(model, backend=kvpass.backend(policy, budget=64, inner="eager"))
     out, made = run(ids, logits_to_keep=1), []
@@ -46,7 +46,7 @@ def test_tokens_first_and_heads_first_give_the_same_answer(subject: Subject) -> 
 @pytest.mark.parametrize("subject", DTYPES, indirect=True)
 @pytest.mark.parametrize("dim", [1, 2])
 def test_a_sliced_table_gives_the_answer_of_computed_angles(subject: Subject, dim: int) -> None:
-    """Under a policy that rotates keys by their positions in the cache."""
+    """Test a policy that rotates keys by their positions in the cache."""
     ids = of_length(subject.tokenizer, 100)
     ways = Way(dim, dim, table="angles"), Way(dim, dim)
     (ours, held), (theirs, others) = (decoded(of_llama(subject.plain, way), ids, 24, "streaming") for way in ways)

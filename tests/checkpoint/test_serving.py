@@ -1,4 +1,4 @@
-"""`kvpass serve` with the checkpoint, and clients that other people wrote, each in a process of its own."""
+"""Test `kvpass serve` with the checkpoint and third-party clients, each in a separate process."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_client_of_openai(server: ServerProcess) -> None:
     assert found["drawn"][0] == found["drawn"][1]
     assert found["drawn"][0][0] != found["drawn"][0][1]
     assert "\n" not in found["completion"]
-    assert found["turns"][1] == found["resent"]  # nothing is evicted yet
+    assert found["turns"][1] == found["resent"]  # nothing is evicted so far
     assert found["cached"] > 30
     assert found["refused"] == [
         ["BadRequestError", 400, "unsupported_field", "logprobs"],
@@ -56,7 +56,7 @@ def test_the_client_of_openai(server: ServerProcess) -> None:
 
 
 def test_a_terminal_client(server: ServerProcess) -> None:
-    """`transformers chat` shows what the server answers to the same messages."""
+    """Compare `transformers chat` with the server's direct answers to the same messages."""
     import httpx
 
     messages: list[dict[str, str]] = []
@@ -66,7 +66,7 @@ def test_a_terminal_client(server: ServerProcess) -> None:
         fields = {"messages": messages, "max_tokens": 12, "temperature": 0}
         found = httpx.post(f"{server.url}/v1/chat/completions", json=fields, timeout=300).json()
         messages.append({"role": "assistant", "content": found["choices"][0]["message"]["content"]})
-        cut_off = found["choices"][0]["finish_reason"] == "length"  # it then asks whether to go on
+        cut_off = found["choices"][0]["finish_reason"] == "length"  # the client then asks whether to continue
         typed += [question, "n"] if cut_off else [question]
     command = [str(Path(sys.executable).with_name("transformers")), "chat", NAME, f"{server.url}/v1"]
     made = subprocess.run(
@@ -80,7 +80,7 @@ def test_a_terminal_client(server: ServerProcess) -> None:
 
 
 def test_a_load(server: ServerProcess) -> None:
-    """Eight clients on four rows: each answer is the one that the request gets alone, and memory stays flat."""
+    """Run eight clients on four rows: each answer equals that of a single request, and memory stays constant."""
     from tests.apps.serving.load import asked_alone, bombard, resident
 
     words = "The quick brown fox jumps over the lazy dog and runs into the deep green forest. "

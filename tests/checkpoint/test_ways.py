@@ -1,7 +1,7 @@
-"""Every way of decoding with every policy, on the first layers of the checkpoint.
+"""Test every way of decoding with every policy, on the first layers of the checkpoint.
 
-The first layers of a real model make what random weights do not: sink tokens, features of very large size, and the
-distances between logits of a trained vocabulary. What only depth brings is in `test_whole`.
+The first layers of a real model have properties that random weights lack: sink tokens, features of very large size,
+and the logit gaps of a trained vocabulary. Effects of depth are tested in `test_whole`.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from tests.strategies import ROWS
 
 LAYERS = 3
 TIGHT = 64
-"""Slots that the conversations do not fit into."""
+"""A budget that is smaller than the conversations."""
 KINDS = ("h2o", "d2o", "cascade", "kv_align")
-"""Scored, merging, a scan, and repaired rows; the other kinds are slow."""
+"""A policy with scores, one that merges, one that scans, and one that repairs rows; the others are slow."""
 TURNS = {(name, "turns") for name in KINDS}
 LOSSLESS_TURNS = {(name, "turns") for name in ("h2o", "kv_align")}
-"""Kinds whose steps change what they read before anything is evicted: column sums, repaired rows."""
+"""Policies whose steps change state before anything is evicted: column sums, or repaired rows."""
 
 float32 = pytest.mark.parametrize("subject", [(torch.float32, LAYERS)], indirect=True, ids=["float32"])
 bfloat16 = pytest.mark.parametrize("subject", [(torch.bfloat16, LAYERS)], indirect=True, ids=["bfloat16"])
 
 
 def cases(chosen: set[tuple[str, str]]) -> pytest.MarkDecorator:
-    """Parametrize a test by policy and way, of which all but these are slow."""
+    """Parametrize a test by policy and way; all cases except the chosen ones are slow."""
     every = [
         pytest.param(name, way, marks=[] if (name, way) in chosen else pytest.mark.slow)
         for way in ways.WAYS
@@ -60,7 +60,7 @@ def test_the_reference_after_eviction(subject: Subject, name: str, way: str) -> 
 
 @float32
 def test_beams_are_the_uncompiled_models(subject: Subject) -> None:
-    """Scores alone would not show that a worse beam was chosen."""
+    """Compare tokens, because scores alone would not show that a worse beam was chosen."""
     with torch.no_grad():
         (ours,) = ways.beams(subject, {**subject.settings("h2o", ROOMY), "inner": "eager"})
         theirs = ways.beam_search(subject.plain, ways.medium(subject))
@@ -80,7 +80,7 @@ def test_as_near_as_torchs_kernels_in_half_precision(subject: Subject, name: str
 @pytest.mark.some(5)
 @cases({("h2o", "turns")})
 def test_eviction_in_half_precision(subject: Subject, name: str, way: str) -> None:
-    """Its own rounding decides what a policy evicts, so it is held against no other run; it must be finite."""
+    """Check that outputs are finite; rounding decides which tokens are evicted, so no other run compares."""
     with torch.no_grad():
         answers = ways.WAYS[way](subject, {**subject.settings(name, TIGHT), "inner": "eager"})
     assert all(answer.logits is None or answer.logits.isfinite().all() for answer in answers)

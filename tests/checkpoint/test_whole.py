@@ -1,4 +1,4 @@
-"""The whole checkpoint, whose 30 layers make what a change in the last place becomes."""
+"""Test the checkpoint with all 30 layers, which amplify a difference in the last place."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ policies = pytest.mark.parametrize(
 @float32
 @pytest.mark.parametrize("name", ROWS)
 def test_the_uncompiled_model_until_something_is_evicted(subject: Subject, name: str) -> None:
-    """Greedy tokens of `generate`; by default the same is tested in bfloat16."""
+    """Compare greedy tokens of `generate`; the default run tests the same in bfloat16."""
     with torch.no_grad():
         model = subject.under(**subject.settings(name, ROOMY), inner="eager")
         answer = ways.answer_of(model, ways.medium(subject))
@@ -41,7 +41,7 @@ def test_the_uncompiled_model_until_something_is_evicted(subject: Subject, name:
 @float32
 @pytest.mark.parametrize("name", ROWS)
 def test_the_reference_after_eviction(subject: Subject, name: str) -> None:
-    """Greedy tokens of `generate`, on both sides: what is traced of 30 layers is shared then."""
+    """Compare greedy tokens of `generate` on both sides, which then share the traces of 30 layers."""
     tight = subject.settings(name, TIGHT)
     with torch.no_grad():
         answer, expected = (
@@ -56,7 +56,7 @@ def test_the_reference_after_eviction(subject: Subject, name: str) -> None:
 @pytest.mark.some(2)
 @policies
 def test_as_near_as_torchs_kernels_in_half_precision(subject: Subject, name: str) -> None:
-    """Every step is validated on the way, which a model this deep must pass in half precision."""
+    """Check a half-precision answer; every step is validated, which a model this deep must pass."""
     with torch.no_grad():
         answer = ways.answer_of(subject.under(**subject.settings(name, ROOMY), inner="eager"), ways.medium(subject))
     check_as_near_as_kernels(subject, [answer])
@@ -67,7 +67,7 @@ def test_as_near_as_torchs_kernels_in_half_precision(subject: Subject, name: str
 @float16
 @pytest.mark.parametrize("name", CHECKED)
 def test_as_near_as_torchs_kernels_in_float16(subject: Subject, name: str) -> None:
-    """Prompts of 20 and 300 tokens, in the dtype with the narrowest range."""
+    """Test prompts of 20 and 300 tokens in the dtype with the narrowest range."""
     with torch.no_grad():
         model = subject.under(**subject.settings(name, ROOMY), inner="eager")
         prompts = (ways.short(subject), conversations.of_length(subject.tokenizer, 300))
@@ -83,7 +83,7 @@ FIRST_TOKENS = 16
 @bfloat16
 @pytest.mark.parametrize("name", CHECKED)
 def test_validation_accepts_every_prompt(subject: Subject, name: str) -> None:
-    """The first token has features of very large size, which are others for each token."""
+    """Test many first tokens: the first token has features of very large size, different for each token."""
     short, settings = ways.short(subject), subject.settings(name, ROOMY)
     chats = [torch.tensor([conversations.chat(subject.tokenizer, each)]) for each in conversations.QUESTIONS]
     firsts = torch.linspace(0, subject.plain.config.vocab_size - 1, FIRST_TOKENS).long().tolist()
@@ -106,7 +106,7 @@ def test_validation_accepts_every_prompt(subject: Subject, name: str) -> None:
 @pytest.mark.parametrize("name", ["h2o", "streaming", "d2o", "cascade"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_by_inductor(installed: None, name: str, dtype: torch.dtype) -> None:
-    """`kvpass.compile` with all defaults, and `generate`."""
+    """Call `generate` after `kvpass.compile` with default settings."""
     subject = Subject(dtype)
     settings = subject.settings(name, ROOMY)
     model = kvpass.compile(with_the_same_weights(subject.plain), settings.pop("policy"), **settings)

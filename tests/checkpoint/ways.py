@@ -1,4 +1,4 @@
-"""Ways of decoding with the checkpoint, each of which gives its answers to fixed conversations."""
+"""Decode with the checkpoint in several ways; each function returns its answers to fixed conversations."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tests.checkpoint import conversations
 from tests.checkpoint.subject import Answer, Subject
 
 NEW = 12
-"""Tokens of an answer.  With 8 the third turn of d2o differs from its reference by 0.02 in the logits.
+"""Tokens of an answer. With 8, the logits of d2o's third turn differ from its reference by 0.02.
 
-Its chunk evicts tokens that stand as far behind an equal token as before another one.  In the first layer both have the
-same cosine but for rounding (4e-9 and 4e-8 in float64), and which of them is merged into decides the rest.
+The reason is a tie: its chunk evicts tokens that are equally far from two equal tokens. In the first layer both have
+the same cosine up to rounding (4e-9 and 4e-8 in float64), and the choice of merge target changes later results.
 """
 GREEDY: dict[str, Any] = dict(max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True, output_logits=True)
 MEDIUM, LONG = 160, 1500
@@ -27,18 +27,18 @@ Way = Callable[[Subject, dict[str, Any]], list[Answer]]
 
 
 def generate(subject: Subject, settings: dict[str, Any]) -> list[Answer]:
-    """`generate` after `kvpass.compile`, for a prompt of 20 tokens and one of 160."""
+    """Call `generate` after `kvpass.compile`, with a prompt of 20 tokens and one of 160."""
     model = subject.under(**settings)
     return [answer_of(model, ids) for ids in (short(subject), medium(subject))]
 
 
 def generate_long(subject: Subject, settings: dict[str, Any]) -> list[Answer]:
-    """The same for a prompt of 1,500 tokens."""
+    """Call `generate` with a prompt of 1,500 tokens."""
     return [answer_of(subject.under(**settings), conversations.of_length(subject.tokenizer, LONG))]
 
 
 def turns(subject: Subject, settings: dict[str, Any]) -> list[Answer]:
-    """Three turns of a chat; each goes on with the cache of the one before."""
+    """Decode three turns of a chat, each with the cache of the previous turn."""
     model, tokenizer = subject.under(**settings), subject.tokenizer
     ids = torch.tensor([conversations.chat(tokenizer, conversations.QUESTIONS[0])])
     out = _generated(model, ids)
@@ -52,32 +52,32 @@ def turns(subject: Subject, settings: dict[str, Any]) -> list[Answer]:
 
 
 def padded(subject: Subject, settings: dict[str, Any]) -> list[Answer]:
-    """Three questions of different lengths, padded on the left."""
+    """Decode three questions of different lengths, padded on the left."""
     ids, mask = conversations.padded(subject.tokenizer, "Hi", conversations.SHORT, " ".join(conversations.QUESTIONS))
     out = _generated(subject.under(**settings), ids, mask)
     return [_answer(ids, out, mask=mask)]
 
 
 def beams(subject: Subject, settings: dict[str, Any]) -> list[Answer]:
-    """Beam search with two beams."""
+    """Search with two beams."""
     return [beam_search(subject.under(**settings), medium(subject))]
 
 
 def bare_loop(subject: Subject, settings: dict[str, Any]) -> list[Answer]:
-    """The compiled model, called token by token."""
+    """Call the compiled model token by token."""
     model, ids = subject.under(**settings), medium(subject)
     return [_continued(model, ids, model(ids, use_cache=True, logits_to_keep=1))]
 
 
 def chunked(subject: Subject, settings: dict[str, Any]) -> list[Answer]:
-    """A prompt in chunks, and then token by token."""
+    """Prefill a prompt in chunks, and then decode token by token."""
     model, ids = subject.under(**settings), medium(subject)
     pieces = tuple(chunk_lengths(MEDIUM, CHUNK, True))
     return [_continued(model, ids, kvpass.prefill(model, ids, chunk=CHUNK), pieces=pieces)]
 
 
 def decode_loop(subject: Subject, settings: dict[str, Any]) -> list[Answer]:
-    """`DecodeLoop`, with a further prompt."""
+    """Decode with `DecodeLoop`, with a further prompt."""
     loop = kvpass.DecodeLoop(subject.plain, **settings, read_interval=4)
     ids, more = medium(subject), torch.tensor([conversations.chat(subject.tokenizer, conversations.SHORT)])
     loop.prompt(ids)
@@ -88,7 +88,7 @@ def decode_loop(subject: Subject, settings: dict[str, Any]) -> list[Answer]:
 
 
 def requests(subject: Subject, settings: dict[str, Any]) -> list[Answer]:
-    """Three requests for two rows."""
+    """Decode three requests in two rows."""
     loop = kvpass.DecodeLoop(subject.plain, **settings, rows=2, read_interval=4)
     prompts = [short(subject), medium(subject), conversations.of_length(subject.tokenizer, 90)]
     done = loop.generate_batch(prompts, max_new_tokens=NEW).values()
@@ -104,30 +104,30 @@ WAYS: dict[str, Way] = {
 
 
 def answer_of(model: Any, ids: Tensor) -> Answer:
-    """Return what `generate` says greedily."""
+    """Return the greedy answer of `generate`."""
     return _answer(ids, _generated(model, ids))
 
 
 def beam_search(model: Any, ids: Tensor) -> Answer:
-    """Return what `generate` finds with two beams; its logits are those of all beams, and left out."""
+    """Return the answer of `generate` with two beams, without logits, because they cover all beams."""
     out = _generated(model, ids, num_beams=2, output_scores=True)
     return Answer(ids, out.sequences[:, ids.shape[1] :], score=float(out.sequences_scores))
 
 
 def short(subject: Subject) -> Tensor:
-    """int64 [1, 20]."""
+    """Return a prompt, int64 [1, 20]."""
     return torch.tensor([conversations.chat(subject.tokenizer, "Hi there, you")])
 
 
 def medium(subject: Subject) -> Tensor:
-    """int64 [1, 160]."""
+    """Return a prompt, int64 [1, 160]."""
     return conversations.of_length(subject.tokenizer, MEDIUM)
 
 
 def _generated(model: Any, ids: Tensor, mask: Tensor | None = None, **how: Any) -> Any:
-    """What `generate` returns.
+    """Return the output of `generate`.
 
-    The mask is always given: `generate` would make one of the padding token, which ends the template's messages too.
+    The mask is always passed: otherwise `generate` derives one from the padding token, which also ends messages.
     """
     return model.generate(ids, attention_mask=torch.ones_like(ids) if mask is None else mask, **GREEDY, **how)
 
@@ -137,7 +137,7 @@ def _answer(context: Tensor, out: Any, **more: Any) -> Answer:
 
 
 def _continued(model: Any, context: Tensor, out: Any, **more: Any) -> Answer:
-    """Greedy decoding after a prompt, one call for each token."""
+    """Decode greedily after a prompt, with one call for each token."""
     logits = [out.logits[:, -1]]
     for _ in range(NEW - 1):
         out = model(logits[-1].argmax(-1, keepdim=True), past_key_values=out.past_key_values, use_cache=True)

@@ -1,4 +1,4 @@
-"""Exported artifacts: another process decodes with equal tokens and compiles nothing; bad artifacts are refused."""
+"""Test exported artifacts: another process decodes equal tokens without compiling; bad artifacts are refused."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ pytest.importorskip("safetensors.torch")
 ROOT = Path(__file__).parents[2]
 H2O: dict[str, Any] = dict(policy="h2o", budget=16)
 STOP = [5, 77]
-LAYERS = 3  # enough for layers to share code
+LAYERS = 3  # enough layers to share code
 
 
 @pytest.fixture(scope="module", autouse=True)
 def fresh_dynamo() -> Iterator[None]:
-    """In place of the fixture for all tests: those of this file share what is compiled of a model."""
+    """Override the fixture of the same name: tests of this file share compiled code."""
     with lasting():
         yield
 
@@ -48,7 +48,7 @@ def exported(model: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
 
 
 def talk(loop: kvpass.DecodeLoop, rows: int = 1) -> list[Tensor]:
-    """Tokens of prompts shorter and longer than the budget, each with two further turns, and all slots at the end."""
+    """Return the tokens of short and long prompts, each with two further turns, and the final slots."""
     made = []
     for length in (7, 40):
         ids, _ = prompt(rows, length, ())
@@ -61,7 +61,7 @@ def talk(loop: kvpass.DecodeLoop, rows: int = 1) -> list[Tensor]:
 
 
 def compiled(model: Any, batch: int = 1, **settings: Any) -> kvpass.DecodeLoop:
-    """A loop that has compiled all its graphs, as the first chunk on slots runs uncompiled."""
+    """Return a loop that has compiled all its graphs; the first chunk on slots runs uncompiled otherwise."""
     loop = kvpass.DecodeLoop(model, **settings)
     visit_graphs(loop, batch, prefixes=True)
     return loop
@@ -188,7 +188,7 @@ def test_other_versions_processors_and_settings_are_refused(
     manifest = json.loads((path / artifact_folder.MANIFEST).read_text())
     change(manifest)
     (path / artifact_folder.MANIFEST).write_text(json.dumps(manifest))
-    if manifest["version"] == artifact_folder.VERSION:  # of other formats nothing more is read
+    if manifest["version"] == artifact_folder.VERSION:  # for other versions only this field is read
         with pytest.raises(ArtifactError, match="its manifest was changed after it was written"):
             kvpass.load(path, model)
     manifest["digest"] = artifact_folder.digest_of(manifest)
@@ -270,7 +270,7 @@ def test_policies(model: Any, settings: dict[str, Any], tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_code_for_one_length_of_a_chunk(model: Any, tmp_path: Path) -> None:
-    """Under `cascade` each length of a chunk has code of its own."""
+    """Test `cascade`, which compiles each length of a chunk separately."""
     settings: dict[str, Any] = dict(policy="cascade", budget=24, prefill_chunk=8)
     kvpass.export(model, tmp_path / "one", **settings)
     ours, theirs, (ids, _) = kvpass.load(tmp_path / "one", model), compiled(model, **settings), prompt(1, 40, ())

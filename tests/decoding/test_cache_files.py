@@ -1,4 +1,4 @@
-"""Saved caches go on in another loop or process as if nothing had happened, and bad files are errors of kvpass."""
+"""Test that saved caches continue in another loop or process, and that bad files raise errors of kvpass."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ safetensors = pytest.importorskip("safetensors.torch")
 ROOT = Path(__file__).parents[2]
 KEY = "kvpass.cache"
 QUICK = {"h2o": "int4", "d2o": None, "kv_align": None, "ada_kv": "int8"}
-"""Scores and codes, merged values with budgets of layers, repaired rows, and budgets of heads."""
-SAVED = [name for name in ROWS if name not in ("critical_kv", "defensive_kv")]  # which take no turn once loaded
+"""Column scores with int4, merged values with layer budgets, repaired rows, and head budgets with int8."""
+SAVED = [name for name in ROWS if name not in ("critical_kv", "defensive_kv")]  # no further turn after loading
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
 
@@ -42,7 +42,7 @@ def model(shared_traces: None) -> Traced:
 
 @torch.no_grad()
 def talked(model: Any, cache: Any, pieces: list[int], mask: Tensor, ids: Tensor) -> tuple[Tensor, Any]:
-    """The logits of further tokens of a conversation in these pieces, and the cache."""
+    """Return the logits of further tokens, fed in pieces, and the cache."""
     logits, done = [], 0 if cache is None else caches_in(cache)[0].seen
     position = (mask.cumsum(-1) - 1).clamp(min=0)
     for count in pieces:
@@ -57,14 +57,14 @@ def talked(model: Any, cache: Any, pieces: list[int], mask: Tensor, ids: Tensor)
 def check_a_loaded_cache_goes_on(
     model: Traced, name: str, path: Path, before: list[int], after: list[int], rows: int, kv_dtype: Any
 ) -> None:
-    """Save a conversation after some calls, and make further ones with its cache and with the loaded one."""
+    """Save a conversation after some calls, then compare further calls on its cache and on the loaded one."""
     ids, mask = prompt(rows, 64, (3, 1, 0))
     chosen = kvpass.backend(**{**settings(name, "Llama", 8, layers=1), "kv_dtype": kv_dtype}, inner="eager")
     under = model.under(chosen)
     _, cache = talked(under, None, before, mask, ids)
     kvpass.save_cache(cache, path)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dynamo, "backend_of", lambda _: chosen)  # which the switch of all policies hides
+        patch.setattr(dynamo, "backend_of", lambda _: chosen)  # the switch would hide the backend
         loaded = kvpass.load_cache(path, under)
     expected, cache = talked(under, cache, after, mask, ids)
     got, loaded = talked(under, loaded, after, mask, ids)
@@ -79,14 +79,14 @@ def check_a_loaded_cache_goes_on(
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "kv_dtype"), QUICK.items())
 def test_a_loaded_cache_goes_on_bit_for_bit(model: Traced, name: str, kv_dtype: Any, tmp_path: Path) -> None:
-    """A prompt with padding, a chunk and steps before, and a chunk and steps after."""
+    """Save after a prompt with padding, a chunk and steps, and continue with a chunk and steps."""
     check_a_loaded_cache_goes_on(model, name, tmp_path / "talk", [12, 1, 4, 1], [1, 3, 1], 2, kv_dtype)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAVED)
 def test_any_loaded_cache_goes_on_bit_for_bit(model: Traced, name: str, tmp_path: Path) -> None:
-    """Prompts, chunks and steps before and after, in batches with padding, in every format."""
+    """Test prompts, chunks and steps before and after saving, in padded batches and every format."""
 
     @given(
         first=st.integers(4, 14),
@@ -103,7 +103,7 @@ def test_any_loaded_cache_goes_on_bit_for_bit(model: Traced, name: str, tmp_path
 
 
 def test_tokens_from_before_a_cache_was_loaded_cannot_be_cropped(model: Traced, tmp_path: Path) -> None:
-    """Those that came after it can be, and a file with the calls from before it is read without them."""
+    """Check that tokens after loading can be cropped, and that a file with earlier calls is read without them."""
     path, (ids, mask) = tmp_path / "talk", prompt(2, 64, (3, 0))
     chosen = kvpass.backend(**settings("h2o", "Llama", 8, layers=1), inner="eager", crop=8)
     under = model.under(chosen)
@@ -125,7 +125,7 @@ def test_tokens_from_before_a_cache_was_loaded_cannot_be_cropped(model: Traced, 
 
 
 def test_a_loop_goes_on_with_equal_tokens(tmp_path: Path) -> None:
-    """Sampled tokens, rows that have stopped, tokens that the loop is ahead, and a further prompt."""
+    """Test sampled tokens, stopped rows, tokens decoded ahead, and a further prompt."""
     ids, mask = prompt(3, 14, (3, 1, 0))
     model, path = build("Llama", layers=1), tmp_path / "loop.safetensors"
     how: dict[str, Any] = dict(policy="h2o", budget=8, inner="eager", temperature=1.0, read_interval=4)
@@ -200,7 +200,7 @@ Change = Callable[[dict[str, Any], dict[str, Tensor]], object]
 
 
 def changed(path: Path, change: Change, out: Path) -> Path:
-    """A copy of a file whose header and tensors a function has changed."""
+    """Copy a file with its header and tensors changed by a function."""
     with safetensors.safe_open(path, "pt") as file:
         header, tensors = json.loads(file.metadata()[KEY]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     change(header, tensors)

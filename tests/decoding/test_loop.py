@@ -1,4 +1,4 @@
-"""DecodeLoop: the tokens of `generate`, without its host."""
+"""Compare DecodeLoop with `generate`, and check that it works without the host."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HOST = {"_local_scalar_dense", "nonzero", "item", "is_nonzero"}
 
 
 def greedy(model: Any, ids: Tensor, mask: Tensor, tokens: int, **how: Any) -> Tensor:
-    """What the uncompiled model's `generate` says."""
+    """Return the tokens of the uncompiled model's `generate`."""
     with torch.no_grad():
         out = model.generate(ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False, pad_token_id=0, **how)
     return out[:, ids.shape[1] :]
@@ -58,7 +58,7 @@ def test_equal_to_generate_until_something_is_evicted(architecture: str, padding
 
 @pytest.mark.parametrize("rows", [None, 2])
 def test_inference_mode_may_change_between_calls(rows: int | None) -> None:
-    """Each call runs alike, so nothing is traced for inference mode alone."""
+    """Check that inference mode can change between calls, because traces do not depend on it."""
     forget()
     ids = prompt(1)[0]
 
@@ -108,7 +108,7 @@ def test_a_model_that_torch_compile_returned() -> None:
     "name", [pytest.param(n, marks=[] if n in ("h2o", "buzz", "d2o") else pytest.mark.slow) for n in ROWS]
 )
 def test_equal_to_generate_with_every_policy(name: str) -> None:
-    """`generate` on the compiled model, which evicts in every step, against the loop."""
+    """Compare `generate` on the compiled model, which evicts in every step, with the loop."""
     model, (ids, mask) = build("Llama"), prompt(3, 12, (3, 1, 0))
     given = {**settings(name, "Llama", 8), "inner": "eager"}
     loop = kvpass.DecodeLoop(model, **given)
@@ -146,7 +146,7 @@ def test_a_loop_that_keeps_every_token_warms_up_within_its_budget() -> None:
 
 
 def small_budgets() -> Iterator[Any]:
-    """Policies with the smallest budgets that they take, with prompts that compete and with prompts that are pinned."""
+    """Yield policies with their smallest budgets, with and without pinned prompts."""
     for name, pinned in itertools.product(ROWS, (False, True)):
         given = settings(name, "Llama", 1, layers=1)
         options = {key: value for key, value in given.items() if key not in ("policy", "budget")}
@@ -166,7 +166,7 @@ def small_budgets() -> Iterator[Any]:
 def test_a_small_budget_warms_up(
     policy: kvpass.policies.Policy, budget: int, rows: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A loop that takes a prompt of one token warms up, with rows of prompts and with requests."""
+    """Check that a loop that accepts a prompt of one token warms up, with prompts and with requests."""
     forget()
     budget = next(each for each in itertools.count(budget) if fitting(policy, each) == each)
     loop = loop_on(llama(), policy=policy, budget=budget, read_interval=4)
@@ -175,7 +175,7 @@ def test_a_small_budget_warms_up(
     loop.prompt(*prompt(rows, 1, ()))
     if not policy.defers:
         loop_on(llama(), policy=policy, budget=budget, read_interval=4, prefill_chunk=4, rows=rows).warm()
-    assert "kvpass.warm" not in {record.name for record in caplog.records}  # nothing was left out
+    assert "kvpass.warm" not in {record.name for record in caplog.records}  # no graph was left out
 
 
 def test_parts_that_are_not_warmed_up_are_logged(
@@ -227,7 +227,7 @@ def test_continuing_is_as_if_it_had_not_stopped() -> None:
 
 
 def stopped(rows: Tensor, stop: list[int]) -> list[list[int]]:
-    """Each row up to its first stop."""
+    """Return each row up to its first stop token."""
     ends = [next((i + 1 for i, t in enumerate(row) if t in stop), len(row)) for row in rows.tolist()]
     return [row[:end] for row, end in zip(rows.tolist(), ends, strict=True)]
 
@@ -248,7 +248,7 @@ def test_stop_tokens(every: int) -> None:
 
 
 def test_tokens_after_a_stop_are_not_cached() -> None:
-    """A further prompt sees what was said up to the stop, however many steps the host let pass."""
+    """Check that a further prompt sees the text up to the stop, however far the loop decoded ahead."""
     model, (ids, mask) = llama(), prompt(2, 9, (2, 0))
     more, more_mask = prompt(2, 5, (0, 1))
     free = greedy(model, ids, mask, 20, eos_token_id=-1)
@@ -272,12 +272,12 @@ def test_a_stream_hands_out_as_it_goes() -> None:
     loop.prompt(ids, mask)
     stream = loop.stream(10)
     first = [next(stream) for _ in range(4)]
-    assert kvpass.inspect(loop).layers[0].seen == 9 + 3  # three of the four went through the model
+    assert kvpass.inspect(loop).layers[0].seen == 9 + 3  # the model processed three of the four tokens
     assert torch.equal(torch.stack([*first, *stream], 1), greedy(model, ids, mask, 10, eos_token_id=-1))
 
 
 def test_a_stream_that_is_left_early_loses_nothing() -> None:
-    """What was made and not handed out comes first, whoever asks next; so no count of taken tokens can lose any."""
+    """Check that every reader gets undelivered tokens first, so that no number of taken tokens loses any."""
     model, (ids, mask) = llama(), prompt(2, 9, ())
     expected = greedy(model, ids, mask, 16, eos_token_id=-1)
     for taken in ((1, 2, 5), (4, 4), (3, 1, 1, 9)):
@@ -290,9 +290,9 @@ def test_a_stream_that_is_left_early_loses_nothing() -> None:
 
 
 def test_a_row_that_has_stopped_stays_within_the_positions_of_the_model() -> None:
-    """A stopped row is fed on beside the others: at the position of its last token, not of one after it."""
+    """Check that a stopped row is fed at the position of its last token, not at later positions."""
     model, (ids, mask) = build("GPT2", layers=1), prompt(2, 9, (0, 6))
-    with torch.no_grad():  # else it says one token again and again
+    with torch.no_grad():  # larger weights, because the original ones repeat one token
         for number, weight in enumerate(each for each in model.parameters() if each.ndim > 1):
             weight.normal_(0, 0.3, generator=torch.Generator().manual_seed(number))
     model.transformer.wpe = torch.nn.Embedding.from_pretrained(model.transformer.wpe.weight[:12].clone())
@@ -309,7 +309,7 @@ def test_samples_are_those_of_the_seed() -> None:
     model, (ids, mask) = llama(), prompt(3, 9, (3, 1, 0))
     said = []
     for seed in (1, 1, 2):
-        torch.rand(3)  # the global generator plays no part
+        torch.rand(3)  # consumes numbers of the global generator, which the loop does not use
         loop = loop_on(model, **SAMPLED, seed=seed)
         loop.prompt(ids, mask)
         said.append(loop.generate(12))
@@ -338,7 +338,7 @@ def test_top_k_and_top_p_limit_the_draw(given: dict[str, Any], allowed: list[int
 
 
 class Watched(TorchDispatchMode):
-    """Notes every operation that waits for the device."""
+    """Records every operation that waits for the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -382,7 +382,7 @@ def test_refusals() -> None:
 
 
 def test_hooks_leave_no_steps_behind() -> None:
-    """A hook, on any module, sends the next step through the model; the steps before it are dropped."""
+    """Check that a hook on any module makes the next step call the model and drop recorded steps."""
     loop, (ids, _) = loop_on(llama()), prompt(1, 9, ())
     loop.prompt(ids)
     sizes = []
@@ -419,7 +419,7 @@ def test_modes_are_passed_to_inductor() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "tokens"), [("mistral", 5), ("mistral", 12), ("gemma2", 5)])
 def test_layers_that_store_their_last_tokens_only(name: str, tokens: int) -> None:
-    """Their own window of eight tokens fills up in the prompt or on the way, which takes another graph of Dynamo's."""
+    """Test windows of eight tokens that fill up in the prompt or in steps, which use different graphs."""
     forget()
     model, ids = zoo.build(name), torch.randint(3, 120, (1, tokens), generator=torch.Generator().manual_seed(0))
     loop = loop_on(model, policy="h2o", budget=32)
@@ -428,7 +428,7 @@ def test_layers_that_store_their_last_tokens_only(name: str, tokens: int) -> Non
 
 
 class Turning(torch.nn.Module):
-    """A model that answers otherwise from 14 tokens on."""
+    """A model whose output changes from 14 tokens on."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -456,7 +456,7 @@ def test_repeated_steps_keep_dynamos_guards_on_the_length() -> None:
 
 
 class Remembering(torch.nn.Module):
-    """A model that keeps something of its calls in an attribute."""
+    """A model that stores a value of its calls in an attribute."""
 
     def __init__(self, model: Any, what: str) -> None:
         super().__init__()
@@ -478,7 +478,7 @@ class Remembering(torch.nn.Module):
 @pytest.mark.parametrize("rows", [None, 2])
 @pytest.mark.parametrize("what", ["a tensor", "a number", "a number from some length on"])
 def test_a_model_that_sets_its_attributes_runs_at_every_step(what: str, rows: int | None) -> None:
-    """Or they would stay as they were at the second step."""
+    """Check that the model runs at every step, because repeated steps would not update its attributes."""
     forget()
     ours, theirs = (Remembering(build("Llama", layers=1), what) for _ in range(2))
     (ids, _), loop = prompt(1, 9, ()), loop_on(ours, rows=rows)
@@ -493,14 +493,14 @@ def test_a_model_that_sets_its_attributes_runs_at_every_step(what: str, rows: in
             wanted.append(int(out.logits[:, -1].argmax(-1)))
             out = theirs(torch.tensor([[wanted[-1]]]), past_key_values=out.past_key_values)
     assert made[:9] == wanted
-    assert abs(ours.calls - theirs.calls) <= 1  # whether the last token is fed to the model as well
+    assert abs(ours.calls - theirs.calls) <= 1  # the last token may or may not be fed to the model
     assert torch.allclose(ours.last, theirs.last, atol=1e-4) or what != "a tensor"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["caches disabled", "wrapper in C++"])
 def test_a_decode_loop_whose_code_cannot_be_recorded(how: str) -> None:
-    """Calls that ran past the recording were in no program, and a loop repeated its first token."""
+    """Check calls that run past the recording: a loop would repeat its first token otherwise."""
     ids, _ = prompt(1, 20)
     model = build("Llama", layers=3)
     expected = decoded(kvpass.DecodeLoop(model, "h2o", budget=8, inner="eager"), ids)
@@ -531,10 +531,10 @@ REPLACED: dict[str, Callable[[Any], None]] = {
 @pytest.mark.few(1)
 @pytest.mark.parametrize("what", REPLACED)
 def test_a_replaced_tensor_of_the_model_is_used(what: str) -> None:
-    """A loop repeats the tensors of its last call of the model.
+    """Check that a replaced tensor of the model is used.
 
-    It compares the model's objects by identity before each batch of steps, as the user's code runs in between alone, so
-    that no step can be made of an object that the model no longer has.
+    A loop repeats steps with the tensors of its last call of the model. It compares the model's objects by identity
+    before each batch of steps. That suffices, because user code runs only between batches.
     """
     forget()
     ours, theirs, (ids, _) = build("Llama", layers=1), build("Llama", layers=1), prompt(1, 6, ())

@@ -1,4 +1,4 @@
-"""Pins through `prefill`, `DecodeLoop` and requests: what is pinned stays, whatever happens to the cache."""
+"""Test that pinned tokens stay, through `prefill`, `DecodeLoop` and requests, whatever happens to the cache."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def model(shared_traces: None) -> Traced:
 
 @pytest.fixture(scope="module")
 def layered(shared_traces: None) -> Traced:
-    """A model whose layers get budgets of their own under d2o."""
+    """Return a model whose layers get different budgets under d2o."""
     return Traced(different(3))
 
 
@@ -39,7 +39,7 @@ def chosen(policy: str = "h2o", inner: str = "eager", **more: Any) -> Backend:
 
 
 def pinned(cache: Any) -> list[list[int]]:
-    """The pinned tokens of each row's first head, which must be those of every head and layer."""
+    """Return the pinned tokens of each row, and check that all heads and layers agree."""
     found = [layer.pinned for layer in kvpass.inspect(cache).layers]
     assert all(torch.equal(each, found[0][:, :1].expand_as(each)) for each in found)
     return [[index for index in row if index >= 0] for row in found[0][:, 0].tolist()]
@@ -51,7 +51,7 @@ def held(cache: Any) -> Tensor:
 
 @torch.no_grad()
 def stepped(model: Any, cache: Any, count: int, mask: Tensor | None = None) -> Any:
-    """The output of the last of so many steps, each fed with the same token."""
+    """Run this many steps with fixed tokens, and return the last output."""
     rows, seen = caches_in(cache)[0].layout.batch, caches_in(cache)[0].seen
     mask = torch.ones(rows, seen, dtype=torch.int64) if mask is None else mask
     for step in range(count):
@@ -92,7 +92,7 @@ def test_chunks_turns_and_steps_are_the_references(model: Traced, policy: str, o
 @pytest.mark.few(1)
 @pytest.mark.parametrize("options", [{}, {"compress_at": "first_decode"}, {"skip_layers": (1,)}], ids=str)
 def test_layers_with_budgets_of_their_own_raise_each(layered: Traced, options: dict[str, Any]) -> None:
-    """d2o merges, gives each layer its budget, and may leave layers whole."""
+    """Test d2o, which merges, gives layers different budgets, and may leave layers complete."""
     ids, mask = prompt(2, 30, (3, 0))
     held, logits = [], []
     for inner in ("eager", "reference"):
@@ -112,7 +112,7 @@ def test_layers_with_budgets_of_their_own_raise_each(layered: Traced, options: d
 @pytest.mark.parametrize("policy", ["random", "knorm", "window"])
 @pytest.mark.parametrize("on_top", [False, True])
 def test_tokens_that_come_one_by_one_can_be_pinned(model: Traced, policy: str, on_top: bool) -> None:
-    """In steps that evict another token, and not the one that has just come."""
+    """Pin tokens in steps, which then must evict another token than the new one."""
     ids, _ = prompt(2, 24, ())
     under = model.under(chosen(policy, budget=6))
     out = kvpass.prefill(under, ids, chunk=1, pin=[(0, 1), (12, 14), (20, 21)], on_top=on_top)
@@ -136,7 +136,7 @@ def test_rows_copies_crops_and_formats_keep_pins(model: Traced) -> None:
         more, _ = prompt(2, 6, ())
         other = kvpass.prefill(under, more, chunk=6, cache=other, pin=[(1, 2), (4, 6)], on_top=True).past_key_values
         assert pinned(other) == [[3, 21, 24, 25], [5, 11, 21, 24, 25]]
-        other.crop(-3)  # of which two tokens were pinned
+        other.crop(-3)  # two of these tokens were pinned
         assert pinned(stepped(under, other, 3).past_key_values) == [[3, 21], [5, 11, 21]]
         assert [layer.row_budgets for layer in caches_in(other)] == [(BUDGET + 2, BUDGET + 3)]
 
@@ -159,7 +159,7 @@ def test_pins_that_leave_too_little_are_refused_before_anything_runs(model: Trac
         cache = kvpass.prefill(under, ids, chunk=30, pin=[(0, 5)]).past_key_values
         with pytest.raises(BudgetError, match=r"11 tokens are to stay, which leaves 1 of it .* on_top=True"):
             kvpass.prefill(under, ids, chunk=5, cache=cache, pin=[(1, 2), (20, 25)])  # the last are in a later chunk
-        assert pinned(stepped(under, cache, 3).past_key_values) == [[0, 1, 2, 3, 4]]  # the conversation goes on
+        assert pinned(stepped(under, cache, 3).past_key_values) == [[0, 1, 2, 3, 4]]  # the conversation continues
 
 
 @pytest.mark.parametrize("policy", ["full", "snapkv", "cascade"])
@@ -201,7 +201,7 @@ def test_spans_count_real_tokens_and_masks_are_checked() -> None:
 
 
 def test_prompts_of_many_lengths_share_one_step(model: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots for pins on top are a power of two, and from the second one on sizes are dynamic."""
+    """Check that slots for pins on top are powers of two, with dynamic sizes from the second on."""
     compiled = []
     original = Backend.compile_step
     monkeypatch.setattr(Backend, "compile_step", lambda *args: compiled.append(args) or original(*args))
@@ -228,7 +228,7 @@ def test_a_prompt_that_stays_can_be_on_top(model: Traced) -> None:
 
 
 def test_generate_goes_on_from_pins(model: Traced) -> None:
-    """`generate` takes no pins: the prompt but its last token is prefilled, and the cache is handed over."""
+    """Prefill all tokens of the prompt but the last with pins, because `generate` takes no pins."""
     ids, mask = prompt(2, 20, (3, 0))
     under = model.under(chosen(budget=9))
     how = dict(attention_mask=mask, do_sample=False, pad_token_id=0, eos_token_id=-1)
@@ -251,7 +251,7 @@ def test_a_loop_pins_in_every_turn(small: Any) -> None:
     loop = kvpass.DecodeLoop(small, "h2o", budget=BUDGET, inner="eager", prefill_chunk=8)
     loop.prompt(ids, mask, pin=[[(0, 2)], [(3, 4)]])
     loop.generate(9)
-    loop.prompt(ids[:, :6], pin=[(2, 4)], on_top=True)  # behind the last token of the answer, which comes first
+    loop.prompt(ids[:, :6], pin=[(2, 4)], on_top=True)  # counted from the last token of the answer
     loop.generate(20)
     assert pinned(loop) == [[4, 5, 31, 32], [3, 31, 32]]
     assert "pinned" in str(kvpass.inspect(loop))
@@ -261,7 +261,7 @@ def test_a_loop_pins_in_every_turn(small: Any) -> None:
 
 
 def test_requests_with_pins_are_as_alone(small: Any) -> None:
-    """Among them some without: the first one comes before any pins, and rows get slots as they are needed."""
+    """Mix requests with and without pins; the first has none, and rows grow when needed."""
     lengths = (9, 15, 30, 22, 12, 40)
     ids = [prompt(1, n, ())[0][0] for n in lengths]
     pins: list[dict[str, Any]] = [

@@ -1,4 +1,4 @@
-"""Prompts in chunks: the reference fed the same ones, in bounded memory and few graphs."""
+"""Test prompts in chunks against the reference with the same chunks, in bounded memory and few graphs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ each_policy = pytest.mark.parametrize(
 
 
 def layers_for(name: str) -> int:
-    return 2 if name in OF_ONE_MODEL else 1  # their weights are those of two layers
+    return 2 if name in OF_ONE_MODEL else 1  # their weights are for two layers
 
 
 def compiled(name: str, inner: Any, **more: Any) -> Any:
@@ -59,9 +59,9 @@ def test_equal_to_the_reference_fed_the_same_chunks(name: str) -> None:
         chunk=st.sampled_from([1, 5]),
         padding=st.sampled_from([(0, 0, 0), (3, 1, 0), (7, 0, 2)]),
     )
-    @example(tokens=8, chunk=1, padding=(3, 1, 0))  # some rows begin with nothing
+    @example(tokens=8, chunk=1, padding=(3, 1, 0))  # some rows begin with a chunk of padding
     @example(tokens=23, chunk=5, padding=(11, 1, 0))
-    @example(tokens=11, chunk=1, padding=(7, 0, 2))  # rows whose compactions are due at steps of their own
+    @example(tokens=11, chunk=1, padding=(7, 0, 2))  # rows that compact at different steps
     @profile(max_examples=2)
     def compare(tokens: int, chunk: int, padding: tuple[int, ...]) -> None:
         ids, mask = prompt(3, tokens, padding)
@@ -90,8 +90,8 @@ def generated(name: str, inner: str, chunk: int, tokens: int) -> Any:
 @pytest.mark.parametrize(
     ("name", "chunk", "tokens", "count"),
     [
-        ("h2o", 8, 24, 3),  # a prompt, a chunk, a step
-        ("d2o", 5, 17, 4),  # and a last chunk of any other length
+        ("h2o", 8, 24, 3),  # a prompt, a chunk and a step
+        ("d2o", 5, 17, 4),  # and a last chunk of another length
         ("cascade", 1, 10, 5),
         ("streaming", 40, 20, 2),
     ],
@@ -116,17 +116,17 @@ def test_the_uncompiled_model_until_something_is_evicted() -> None:
     run = torch.compile(model, backend=kvpass.backend("streaming", budget=32, inner="eager"))
     got = kvpass.prefill(run, ids, mask, chunk=6, logits="all")
     assert torch.allclose(got.logits[mask.bool()], expected[mask.bool()], atol=1e-4)
-    assert graphs() == 2  # prompts of any length, chunks of any length
+    assert graphs() == 2  # one for prompts and one for chunks of any length
     last = kvpass.prefill(run, ids, mask, chunk=6)
     assert torch.allclose(last.logits, expected[:, -1:], atol=1e-4)
-    first = kvpass.prefill(run, ids[:, :15], mask[:, :15], chunk=6)  # and goes on
+    first = kvpass.prefill(run, ids[:, :15], mask[:, :15], chunk=6)  # and continue
     rest = kvpass.prefill(run, ids[:, 15:], mask, chunk=6, past_key_values=first.past_key_values)
     assert torch.allclose(rest.logits, expected[:, -1:], atol=1e-4)
     assert graphs() == 4
 
 
 class Largest(TorchDispatchMode):
-    """The bytes of the largest tensor that is made of floats."""
+    """Records the bytes of the largest floating-point tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ def test_memory_is_that_of_the_budget_and_a_chunk(monkeypatch: pytest.MonkeyPatc
 
 
 def counting() -> tuple[Callable[..., Any], list[Sequence[Any]]]:
-    """An inner compiler, and what it was given."""
+    """Return an inner compiler, and the list of its inputs."""
     given: list[Sequence[Any]] = []
 
     def inner(gm: Any, examples: Sequence[Any]) -> Any:
@@ -205,7 +205,7 @@ def test_a_loop_feeds_prompts_in_chunks() -> None:
     out = kvpass.prefill(torch.compile(model, backend=kvpass.backend(**given)), ids, mask, chunk=5)
     assert torch.equal(said[:, 0], out.logits[:, -1].argmax(-1))
     assert all(torch.equal(a, b) for a, b in zip(before, held(out.past_key_values), strict=True))
-    loop.prompt(ids, mask)  # a further one
+    loop.prompt(ids, mask)  # a further prompt
     assert kvpass.inspect(loop).layers[0].seen == 2 * 19 + 4
     assert loop.generate(3).shape == (2, 3)
 

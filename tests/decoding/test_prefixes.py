@@ -1,4 +1,4 @@
-"""Conversations and requests behind a prefilled prefix: what they say if they had read it themselves."""
+"""Test conversations and requests after a prefilled prefix: they equal those that read it themselves."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def ids_of(tokens: int, rows: int = 1) -> Tensor:
 
 
 def read(loop: kvpass.DecodeLoop, ids: Tensor, mask: Tensor | None = None, **pins: Any) -> Any:
-    """The cache of a document that a loop's own compiled model has read."""
+    """Return the cache of a document that a loop's compiled model has read."""
     return kvpass.prefill(loop.compiled.call, ids, mask, chunk=8, **pins).past_key_values
 
 
@@ -45,7 +45,7 @@ def answer(loop: kvpass.DecodeLoop, prefix: Any, question: Tensor) -> Tensor:
 
 
 def test_questions_behind_one_document(loop: kvpass.DecodeLoop) -> None:
-    """Each as if the document had been a turn before it; padding and pins are those of the document."""
+    """Compare with a turn that contains the document, with its padding and pins."""
     ids, mask = prompt(2, 26, (5, 0))
     prefix = read(loop, ids, mask, pin=[(0, 2)])
     for tokens in (3, 1, 7):
@@ -62,7 +62,7 @@ def test_questions_behind_one_document(loop: kvpass.DecodeLoop) -> None:
 
 
 def test_requests_behind_a_document_are_as_alone(model: Any, loop: kvpass.DecodeLoop, tmp_path: Path) -> None:
-    """In one batch with others that begin at nothing; one document comes from a file, one has pins on top."""
+    """Mix requests with and without documents in one batch; one document is from a file, one has pins on top."""
     pytest.importorskip("safetensors")
     kvpass.save_cache(read(loop, ids_of(30)), tmp_path / "document")
     documents = [
@@ -122,7 +122,7 @@ def test_an_invalid_prefix_is_refused(model: Any, loop: kvpass.DecodeLoop) -> No
     ids=str,
 )
 def test_a_kept_request_goes_on_as_a_conversation(given: dict[str, Any], model: Any, tmp_path: Path) -> None:
-    """Its turns are those of a loop of one conversation, whatever else is in the batch; one comes from a file."""
+    """Compare a kept request's turns with a loop of one conversation, in a busy batch; one is from a file."""
     pytest.importorskip("safetensors")
     how = {**HOW, **given, "prefill_chunk": 8}
     single, serving = kvpass.DecodeLoop(model, **how), kvpass.DecodeLoop(model, **how, rows=3, read_interval=4)

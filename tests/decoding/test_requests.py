@@ -1,4 +1,4 @@
-"""Requests on one decode graph: the tokens of each are those that it gets alone, whatever happens to the others."""
+"""Test requests on one decode graph: each gets the same tokens as alone, whatever happens to others."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def serving_loop(model: Any = None, **given: Any) -> kvpass.DecodeLoop:
 
 
 def alone(model: Any, ids: list[int], most: int, **given: Any) -> list[int]:
-    """What a loop of one conversation says."""
+    """Return the tokens of a loop with one conversation."""
     loop = kvpass.DecodeLoop(model, **{"policy": "h2o", "budget": 8, "inner": "eager", **given})
     loop.prompt(torch.tensor([ids]))
     return loop.generate(most)[0].tolist()
 
 
 def ended(loop: kvpass.DecodeLoop, seen: Sequence[GenerationOutput] = ()) -> dict[str, GenerationOutput]:
-    """The last output of each request; what came in between, and was `seen` before, adds up to it."""
+    """Return the last output of each request, and check that all partial outputs, with `seen`, add up to it."""
     done: dict[str, GenerationOutput] = {}
     parts = {output.request_id: list(output.new_tokens) for output in seen}
     for output in loop:
@@ -76,7 +76,7 @@ def test_each_request_gets_what_it_gets_alone(name: str) -> None:
 
 @pytest.mark.slow
 def test_rows_get_more_slots_when_a_request_needs_them() -> None:
-    """d2o gives a layer as many as a prompt needs: those of later ones are more here, and fewer there."""
+    """Test d2o, whose layer budgets depend on the prompt: later prompts need more slots in some layers."""
     model = different(3)
     given: dict[str, Any] = {"policy": "d2o", "budget": 8}
     loop, met = serving_loop(model, **given), []
@@ -123,7 +123,7 @@ def test_rows_draw_by_their_own_settings() -> None:
 
 @pytest.mark.slow
 def test_a_request_beyond_a_full_cache_is_refused_and_others_go_on() -> None:
-    """Rows end at their own lengths; a request that would not fit is refused, and the others go on."""
+    """Check that rows end at their own lengths, and that a request that does not fit is refused alone."""
     model = build("Llama", layers=1)
     loop = serving_loop(model, policy="full", budget=24, rows=2)
     fits = [loop.add(ids, max_new_tokens=25 - len(ids)) for ids in prompts((20, 3, 9, 1, 24))]
@@ -162,10 +162,10 @@ def gpt2(positions: int) -> Any:
 
 
 def test_a_request_that_fails_ends_alone() -> None:
-    """Those beside one that leaves the positions of its model are served, and a row that is done does not leave them.
+    """Check that one failed request ends alone, while the others are served.
 
-    A step of several requests does not say which is at fault, so each of them runs alone until it is past that step:
-    whatever makes one fail, in the prompt or in any step, another cannot end because of it.
+    A step of several requests does not tell which one is at fault. So each request runs alone until it is past that
+    step: no request can end because another one fails, in the prompt or in any step.
     """
     model = gpt2(48)
     loop = serving_loop(model, policy="h2o", budget=16)
@@ -187,7 +187,7 @@ def test_a_request_that_fails_ends_alone() -> None:
 
 
 def test_a_request_that_cannot_be_admitted_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Iteration ends whatever is raised on the way into a row: by the end of the request, or by the error itself."""
+    """Check that iteration ends whatever admission raises: with the end of the request, or with the error."""
     loop = serving_loop(build("Llama", layers=1))
     raised: list[Exception] = []
 
@@ -230,7 +230,7 @@ def test_generated_names_are_those_of_no_other_request() -> None:
     loop, (ids,) = serving_loop(), prompts((5,))
     names = [loop.add(ids, request_id="req_1"), *(loop.add(ids, max_new_tokens=2) for _ in range(2))]
     assert len(set(names)) == 3
-    batch = loop.generate_batch([ids, [10**6], ids], max_new_tokens=2)  # the second is refused
+    batch = loop.generate_batch([ids, [10**6], ids], max_new_tokens=2)  # the second request is refused
     assert not set(names) & set(batch)
     assert [output.status.name for output in batch.values()] == ["FINISHED", "FAILED", "FINISHED"]
     assert set(ended(loop)) == set(names)
@@ -256,7 +256,7 @@ def windowed(window: int) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("given", [dict(budget=16), dict(budget=6), dict(policy="streaming", budget=8)], ids=str)
 def test_models_with_a_sliding_window(given: dict[str, Any]) -> None:
-    """A layer's own window is a constant of its cache: the same before there are tokens and after each prompt."""
+    """Check that a layer's window is constant in its cache, before the first token and after each prompt."""
     forget()
     model, lengths = windowed(8), (5, 14, 3, 9)
     done = [*serving_loop(model, **{**given, "rows": 2}).generate_batch(prompts(lengths), max_new_tokens=12).values()]
@@ -265,7 +265,7 @@ def test_models_with_a_sliding_window(given: dict[str, Any]) -> None:
 
 
 def test_caches_that_hold_more_than_slots() -> None:
-    """What a layer holds for its rows is found in containers too; a constant is one that an empty cache has."""
+    """Check that row state is found in containers too; values that an empty cache has are constants."""
 
     class Layer:
         def __init__(self, **held: Any) -> None:
@@ -290,7 +290,7 @@ def test_caches_that_hold_more_than_slots() -> None:
 
 
 def faulty(chance: float, seed: int) -> Any:
-    """What a step raises now and then."""
+    """Return a function that raises with the given probability."""
     drawn = random.Random(seed)
 
     def fail(*_: Any) -> None:
@@ -302,7 +302,7 @@ def faulty(chance: float, seed: int) -> Any:
 
 @pytest.mark.slow
 def test_a_thousand_requests_are_neither_lost_nor_mixed_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cancelled requests, bad ones, and steps and prompts that raise errors, in between."""
+    """Mix in cancelled requests, bad requests, and errors in steps and prompts."""
     count, drawn, model = 1000, random.Random(7), build("Llama", layers=1)
     kinds = [(drawn.choice(LENGTHS), drawn.choice(MOST)) for _ in range(12)]
     expected = {kind: alone(model, prompts((kind[0],))[0], kind[1]) for kind in set(kinds)}
@@ -339,7 +339,7 @@ def test_a_thousand_requests_are_neither_lost_nor_mixed_up(monkeypatch: pytest.M
 def test_compiled_by_inductor() -> None:
     model = build("Llama")
     loop = serving_loop(model, inner="inductor", prefill_chunk=8)
-    loop.generate_batch(prompts((1, 3, 30)), max_new_tokens=4)  # torch traces a prompt of one token by itself
+    loop.generate_batch(prompts((1, 3, 30)), max_new_tokens=4)  # torch traces a prompt of one token separately
     with torch.compiler.set_stance("fail_on_recompile"):
         names = [loop.add(ids, max_new_tokens=most) for ids, most in zip(prompts(), MOST, strict=True)]
         done = ended(loop)
@@ -356,7 +356,7 @@ def one_row(settings: sampling.Sampling) -> sampling.RowSampling:
 @pytest.mark.parametrize("top_k", [1, 2, 3, 5, 9, 20])
 @pytest.mark.parametrize("temperature", [1.0, 0.3])
 def test_tokens_that_tie_with_the_last_of_top_k_are_drawn_too(top_k: int, temperature: float) -> None:
-    """As in transformers, whether a row has settings of its own or not."""
+    """Compare with transformers, for settings of the batch and of single rows."""
     logits = torch.randint(4, (6, 9), generator=torch.Generator().manual_seed(top_k)).float()
     expected = transformers.TopKLogitsWarper(top_k)(torch.zeros(6, 1), logits) > -torch.inf
     rows = sampling.RowSampling.of(6, torch.device("cpu"))
@@ -375,7 +375,7 @@ def test_a_temperature_near_zero_draws_the_most_likely_token(temperature: float)
 
 
 def test_noise_is_precise_near_zero_and_finite(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the smallest hashes, by which rare tokens are drawn, and for the largest, whose share rounds to one."""
+    """Test the smallest hashes, which draw rare tokens, and the largest, whose share rounds to one."""
     hashes = torch.tensor([[0, 1, 2**20, 2**31 - 3, 2**31 - 2]])
     monkeypatch.setattr(sampling, "mix", lambda number: hashes)
     noise = one_row(sampling.Sampling(temperature=1.0))._noise(torch.zeros(1, dtype=torch.int64), 5)

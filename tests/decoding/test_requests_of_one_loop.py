@@ -1,4 +1,4 @@
-"""All kinds of requests on one loop: each gets what the same loop says to it by itself, and nothing is traced anew."""
+"""Test all kinds of requests on one loop: each equals a single request, and nothing is traced again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.models import build
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """A loop, and what it says by itself after a prompt of each length."""
+    """A loop, and its answers to single prompts by length."""
 
     loop: kvpass.DecodeLoop
     said: dict[int, list[int]]
@@ -32,7 +32,7 @@ def compiled_once(shared_traces: None) -> Served:
 
 @pytest.fixture
 def served(compiled_once: Served) -> Iterator[Served]:
-    """The loop of all tests here; none may leave a request, or need another graph."""
+    """Return the loop of all tests here, and check that no test leaves a request or needs another graph."""
     with torch.compiler.set_stance("fail_on_recompile"):
         yield compiled_once
     assert compiled_once.loop.pending == 0
@@ -41,7 +41,7 @@ def served(compiled_once: Served) -> Iterator[Served]:
 
 
 def as_alone(model: Any, loop: kvpass.DecodeLoop) -> dict[int, list[int]]:
-    """Fourteen tokens after prompts of these lengths, by themselves; the first also in a loop of one conversation."""
+    """Return 14 tokens after each prompt alone; the first prompt is also checked in a plain loop."""
     said = {}
     for ids in prompts():
         said[len(ids)] = next(iter(loop.generate_batch([ids], max_new_tokens=14).values())).generated_tokens
@@ -114,7 +114,7 @@ def test_other_requests_are_kept(served: Served) -> None:
     first = loop.add(prompts((5,))[0], max_new_tokens=3)
     done = loop.generate_batch(prompts((9, 17)), max_new_tokens=6)
     assert first not in done
-    with pytest.raises(kvpass.RequestError, match="is there already"):  # its last output is not handed out
+    with pytest.raises(kvpass.RequestError, match="is there already"):  # its last output is not delivered yet
         loop.add(prompts((5,))[0], max_new_tokens=3, request_id=first)
     later = [output for output in loop.step() if output.request_id == first]
     assert later[-1].is_finished()
@@ -163,7 +163,7 @@ def test_bad_input(served: Served) -> None:
 
 
 def test_a_row_holds_its_own_request_alone(served: Served) -> None:
-    """The slots of a row are those of its request alone, whatever was there before."""
+    """Check that the slots of a row contain only its current request."""
     loop = served.loop
     assert loop.requests is not None
     held = []

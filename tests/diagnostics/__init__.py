@@ -1,1 +1,1 @@
-"""Explain, inspect, simulate, warm and check an installation."""
+"""Test explain, inspect, simulate, warm, and the check of an installation."""

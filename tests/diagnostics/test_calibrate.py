@@ -1,4 +1,4 @@
-"""Calibration: rotary embeddings are measured, and queries are those of the model's own projections."""
+"""Test calibration: rotary embeddings are measured, and queries come from the model's projections."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HALVES = [[*range(8)], [*range(8, 16)]]
 def test_the_rotary_embedding_is_measured(
     architecture: str, theta: float, pairs: list[list[int]], dtype: torch.dtype
 ) -> None:
-    """In halves, next to each other, and of a part of each row; what is not rotated has frequency 0."""
+    """Check halves, neighbours, and partial rotations; dimensions without rotation have frequency 0."""
     found = kvpass.calibrate(build(architecture, dtype=dtype), TEXT, window=64).tensors
     count = len(pairs[0])
     wanted = theta ** -(torch.arange(count).double() / count)
@@ -42,7 +42,7 @@ def test_the_rotary_embedding_is_measured(
 
 
 def projected(model: Any, ids: Tensor, window: int) -> Tensor:
-    """The queries of each layer before their rotary embedding, float64 [L, Hq, n, D], without each window's first 4."""
+    """Return the queries of each layer before rotation, float64 [L, Hq, n, D], without each window's first 4."""
     found: list[list[Tensor]] = [[] for _ in model.model.layers]
 
     def keep(layer: int) -> Any:

@@ -1,4 +1,4 @@
-"""What `kvpass doctor` finds, and the warning about versions that were not tested."""
+"""Test `kvpass doctor`, and the warning about untested versions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvpass.torch_private import inductor
 
 @pytest.fixture
 def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Sets installed versions, None for packages that are not installed."""
+    """Return a function that sets installed versions, None for missing packages."""
     real = importlib.metadata.version
 
     def of(**given: str | None) -> None:
@@ -45,7 +45,7 @@ def test_this_installation_lacks_nothing(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_it_works_without_transformers(pretend, monkeypatch, capsys) -> None:
     pretend(transformers=None)
-    monkeypatch.setitem(sys.modules, "transformers", None)  # importing it is an error
+    monkeypatch.setitem(sys.modules, "transformers", None)  # makes its import fail
     assert cli.main(["doctor"]) == 0
     assert "transformers: not installed; no demo" in capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""`explain` and `inspect`: what was rewritten and what is held, as facts and as tables."""
+"""Test `explain` and `inspect`, as objects and as tables."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_explain_sees_a_decode_step() -> None:
     report = kvpass.explain(model, "h2o", budget=16)(ids[:, :1], past_key_values=cache)
     assert report.error is None
     assert report.graphs == ("step",)
-    assert kvpass.inspect(cache).seen == 8  # explaining a step does not take it
+    assert kvpass.inspect(cache).seen == 8  # explaining a step does not run it
     assert len(report.rewritten) == 1
 
 

@@ -1,4 +1,4 @@
-"""The lowered operations against the eager references, for every policy and option."""
+"""Compare the lowered operations with the eager references, for every policy and option."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NEEDED = {
 
 
 def check(case):
-    """Positions at every step exactly; outputs and final rows within tolerance."""
+    """Compare positions at every step exactly, and outputs and final rows within a tolerance."""
     q, k, v = case.layer()
     expected = simulate(case.name, q, k, v, **case.settings)
     got = simulate(case.name, q, k, v, compiled=True, **case.settings)

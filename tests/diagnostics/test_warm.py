@@ -1,4 +1,4 @@
-"""After `kvpass.warm`, conversations compile nothing."""
+"""Check that conversations compile nothing after `kvpass.warm`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BUDGET = 24
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], tuple[int, int]]]:
-    """How many graphs Dynamo has made, and how many Inductor has been given; these run as they are."""
+    """Return a function for the numbers of Dynamo's graphs and of Inductor's, which run uncompiled here."""
     given: list[torch.fx.GraphModule] = []
 
     def forward(backend: Backend, gm: torch.fx.GraphModule, *how: Any) -> Callable[..., Any]:
@@ -62,7 +62,7 @@ def test_nothing_is_compiled_afterwards(
     model = kvpass.warm(build("Llama", layers=1), chosen, rows=rows, progress=False, **settings)
     before = compiled()
     assert min(before) > 0
-    for size in {1, max(rows), 2 * max(rows) - 1}:  # of three rows five, and of one itself
+    for size in {1, max(rows), 2 * max(rows) - 1}:  # five for three rows, and one for one row
         for length, padding in ((30, 0), (11, 2 * (size > 1))):
             conversation(model, *prompt(size, length, (padding,)), answer=20, turns=(4, 9))
             assert compiled() == before, (size, length)
@@ -112,7 +112,7 @@ def test_a_warm_loop_compiles_nothing(
 
 
 class Plain(nn.Module):
-    """A model without `generate`, which is told neither of padding nor of positions."""
+    """A model without `generate` that takes neither padding nor positions."""
 
     def __init__(self) -> None:
         super().__init__()

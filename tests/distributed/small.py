@@ -1,4 +1,4 @@
-"""A model of plain torch whose heads torch's own API spreads, and runs of it; imports no transformers."""
+"""Define a model in plain torch with heads sharded by torch's API, and run it; imports no transformers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ SPREAD = {"q": ColwiseParallel(), "k": ColwiseParallel(), "v": ColwiseParallel()
 
 
 def small(ranks: int = 1, plan: dict[str, Any] | None = None, kv_heads: int = KV_HEADS) -> Small:
-    """The same weights in every process, of which it keeps its share; queries and keys far from alike."""
+    """Return this process's share of a model with fixed weights, whose queries and keys differ clearly."""
     torch.manual_seed(0)
     made = Small(kv_heads).eval()
     for layer in made.layers:
@@ -63,13 +63,13 @@ def small(ranks: int = 1, plan: dict[str, Any] | None = None, kv_heads: int = KV
         layer.k.weight.data.mul_(4)
         if ranks > 1:
             mesh = init_device_mesh("cpu", (ranks,))
-            parallelize_module(layer, mesh, SPREAD if plan is None else plan, src_data_rank=None)  # nothing is sent
+            parallelize_module(layer, mesh, SPREAD if plan is None else plan, src_data_rank=None)  # no communication
     return made
 
 
 @torch.no_grad()
 def run(model: nn.Module, steps: int = STEPS, **settings: Any) -> tuple[Tensor, list[Tensor]]:
-    """Logits [1, PROMPT + steps, WORDS] and what each layer holds at the end, [1, heads here, n]."""
+    """Return logits [1, PROMPT + steps, WORDS], and the final tokens of each layer, [1, local heads, n]."""
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=kvpass.backend(**{"inner": "eager", **settings}))
     ids = torch.randperm(WORDS, generator=torch.Generator().manual_seed(1))[None, : PROMPT + steps]
@@ -83,7 +83,7 @@ def run(model: nn.Module, steps: int = STEPS, **settings: Any) -> tuple[Tensor, 
 
 @contextmanager
 def one_of(ranks: int, rank: int) -> Iterator[None]:
-    """This process is one of several that are not there: what they would send is what is sent to them."""
+    """Act as one process of several; a fake group returns this process's own data."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
@@ -94,7 +94,7 @@ def one_of(ranks: int, rank: int) -> Iterator[None]:
 
 
 def work(rank: int, ranks: int, settings: list[dict[str, Any]], folder: str) -> None:
-    """One process of `torch.multiprocessing.spawn`: writes what `run` gives to a file."""
+    """Run one process of `torch.multiprocessing.spawn`, and save the results of `run`."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
     torch.save([run(small(ranks), **each) for each in settings], Path(folder) / f"{rank}.pt")

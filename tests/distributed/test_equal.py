@@ -1,4 +1,4 @@
-"""Two processes hold the tokens that one holds, and say what it says."""
+"""Check that two processes hold the same tokens as one, and give the same outputs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EVERY: dict[str, dict[str, Any]] = {
 
 
 def check_held(mine: list[Tensor], whole: list[Tensor], rank: int) -> None:
-    """Each layer of a process holds what the same heads hold in one: [B, heads, n]."""
+    """Check that each layer of a process holds the tokens of the same heads in one process: [B, heads, n]."""
     for here, all_heads in zip(mine, whole, strict=True):
         heads = here.shape[1]
         assert torch.equal(here, all_heads[:, rank * heads : (rank + 1) * heads])

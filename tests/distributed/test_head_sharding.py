@@ -1,4 +1,4 @@
-"""What is known of heads elsewhere, what exchanging costs, and what is refused; one process plays one of eight."""
+"""Test head sharding, its communication and its refusals; one process acts as one of eight."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ shown_sharding = pytest.mark.skipif(
 
 @pytest.fixture(scope="module", autouse=True)
 def world() -> Iterator[None]:
-    """One for all tests: torch keeps meshes, and their groups with them."""
+    """Share one process group among all tests, because torch keeps meshes with their groups."""
     with one_of(RANKS, RANK):
         yield
 
 
 def exchanges(model: nn.Module, **settings: Any) -> list[list[int]]:
-    """Of how many numbers each exchange is, in each graph that is compiled: the prompt's, then the step's."""
+    """Return the numbers of elements exchanged in each compiled graph: the prompt's, then the step's."""
     found: list[list[int]] = []
 
     def inner(gm: fx.GraphModule, examples: Any) -> Any:
@@ -61,7 +61,7 @@ def exchanges(model: nn.Module, **settings: Any) -> list[list[int]]:
 def test_a_layer_of_a_step_exchanges_once_where_heads_choose_together(policy: str, options: dict[str, Any]) -> None:
     prompt, step = exchanges(small(RANKS), policy=policy, budget=12, **options)
     own = exchanged(resolve(policy, options), Model(LAYERS, HEADS, DIM, 1, 12))
-    assert prompt == []  # the model's own are inside of DTensors
+    assert prompt == []  # the model's own exchanges are inside DTensors
     assert step == [own] * LAYERS * (own > 0)
 
 
@@ -72,7 +72,7 @@ def test_exchanged_bytes_are_those_of_a_ring() -> None:
 
 
 def spreads_of(model: nn.Module) -> list[HeadSharding | None]:
-    """Where the heads of each layer are, as its cache has it after a prompt."""
+    """Return the head sharding of each layer, from its cache after a prompt."""
     compiled = torch.compile(model, backend=kvpass.backend("random", budget=BUDGET, inner="eager"))
     with torch.no_grad():
         _, pasts = compiled(torch.arange(20)[None])
@@ -85,7 +85,7 @@ def test_a_layer_knows_its_first_head() -> None:
     assert [(each.first, each.heads, each.ranks) for each in spreads if each] == [(RANK, KV_HEADS, RANKS)] * LAYERS
 
 
-# -- the one place where heads are reduced -------------------------------------------------------------------------
+# -- reduction over heads ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["mean", "max", "median"])
@@ -108,7 +108,7 @@ def test_gathered_heads_stand_at_their_ranks_offset() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Plain(Policy):
-    """Like tova, and says nothing of processes."""
+    """A policy like tova that does not declare whether it is distributed."""
 
     name: ClassVar[str] = "plain_for_spread"
     statistics: ClassVar[Any] = frozenset({"last"})
@@ -125,7 +125,7 @@ class Plain(Policy):
 
 @dataclasses.dataclass(frozen=True)
 class Derived(Tova):
-    """What a class says of itself is not said of those that are derived from it."""
+    """A derived policy, which does not inherit the declaration of its base."""
 
     name: ClassVar[str] = "derived_for_spread"
 
@@ -178,7 +178,7 @@ def test_queries_that_are_spread_over_one_latent_cache_are_refused() -> None:
 
 
 class ByHand(Small):
-    """Heads spread without DTensors: nothing but the exchange says so."""
+    """A model that shards heads without DTensors: only the exchange shows it."""
 
     def forward(self, ids: Tensor, pasts: Any = None) -> Any:
         logits, grown = super().forward(ids, pasts)
@@ -204,7 +204,7 @@ def test_heads_that_every_process_has_whole_are_all_here() -> None:
 
 
 class Spelled(nn.Module):
-    """Attention of one layer without an operator for it, which DTensors have on some devices only."""
+    """Decomposed attention of one layer, an operator that DTensors have on some devices only."""
 
     def __init__(self) -> None:
         super().__init__()

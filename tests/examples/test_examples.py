@@ -1,4 +1,4 @@
-"""Every example that runs on the checkpoint ends within a few minutes, and prints what it says."""
+"""Run every example with the checkpoint, and check that it ends within minutes with its output."""
 
 from __future__ import annotations
 

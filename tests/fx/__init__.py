@@ -1,1 +1,1 @@
-"""Graph utilities: read nodes and sizes of FX graphs, find aliases, cut and splice subgraphs."""
+"""Test the graph utilities: nodes and sizes, aliases, cutting and splicing subgraphs."""

@@ -1,4 +1,4 @@
-"""Analyses of a whole graph are made once for a graph, and not once for each of its layers."""
+"""Test that analyses of a graph run once for the graph, not once for each layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.models import build
 @pytest.mark.few(1)
 @pytest.mark.parametrize("policy", ["streaming", "h2o", "cascade"])
 def test_memory_is_analysed_as_often_for_many_layers(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An analysis of all nodes for each layer takes time that grows with the square of the layers."""
+    """Count analyses: one for each layer would take time quadratic in the number of layers."""
     analysed = []
 
     class Counted(alias.Memory):

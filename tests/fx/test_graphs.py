@@ -1,4 +1,4 @@
-"""Small tools on graphs."""
+"""Test small utilities for graphs."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ MAPPED: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
 
 @pytest.mark.parametrize("name", MAPPED)
 def test_regions_of_vmap_stay_whole_or_go(name: str) -> None:
-    """What begins and ends a region has no users, and is needed as long as anything inside is."""
+    """Check that the calls that enter and leave vmap, which have no users, stay while a call inside is used."""
     function, regions = MAPPED[name]
     x = torch.arange(6.0).view(2, 3)
     gm = _traced(function, x)

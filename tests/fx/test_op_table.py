@@ -1,4 +1,4 @@
-"""The table of operators: an axis that it names really is made slice by slice."""
+"""Test the table of operators: along a named axis they really work slice by slice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvpass.fx import op_table, propagation, walk
-from tests.capture.traced import answered
+from tests.capture.traced import query_graph
 
 SHAPE = (2, 3, 5, 4)
 
@@ -51,8 +51,8 @@ CARRIED: dict[str, tuple[Callable[[Tensor], Any], dict[int, int | None]]] = {
 
 
 def followed(function: Callable[[Tensor], Any], x: Tensor, dim: int) -> int | None:
-    """Where an axis of the input is in the output, through all operations."""
-    return answered(function, (x,), lambda gm: _followed(gm.graph, dim))
+    """Return the output dimension of an input axis, through all operations."""
+    return query_graph(function, (x,), lambda gm: _followed(gm.graph, dim))
 
 
 def _followed(graph: fx.Graph, dim: int) -> int | None:
@@ -74,7 +74,7 @@ def test_where_an_axis_goes(name: str, dim: int) -> None:
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.lists(st.sampled_from(sorted(CARRIED)), min_size=1, max_size=3), st.integers(0, 3), st.integers(0, 10**6))
 def test_operators_of_the_table_work_slice_by_slice(names: list[str], dim: int, seed: int) -> None:
-    """Change every slice but one: that one stays as it was."""
+    """Change every slice but one, and check that this one is unchanged."""
     drawn = torch.Generator().manual_seed(seed)
 
     def function(x: Tensor) -> Any:
@@ -85,7 +85,7 @@ def test_operators_of_the_table_work_slice_by_slice(names: list[str], dim: int, 
     x = torch.rand(SHAPE, generator=drawn)
     try:
         function(x)
-    except (RuntimeError, IndexError):  # these cannot follow each other
+    except (RuntimeError, IndexError):  # these operators cannot be combined
         reject()
     axis = followed(function, x, dim)
     assume(axis is not None)
@@ -211,7 +211,7 @@ def test_a_lookup_follows_its_index(pick: Callable[..., Tensor], axis: int) -> N
         index = next(i for i in by.values() if isinstance(i, fx.Node))
         return propagation.index_axis(node, index, 0)
 
-    assert answered(pick, (torch.rand(5, 5, 5), torch.tensor([2, 0, 1])), question) == axis
+    assert query_graph(pick, (torch.rand(5, 5, 5), torch.tensor([2, 0, 1])), question) == axis
 
 
 @pytest.mark.parametrize(
@@ -225,5 +225,5 @@ def test_a_lookup_follows_its_index(pick: Callable[..., Tensor], axis: int) -> N
     ],
 )
 def test_an_axis_of_one_element_is_followed(move: Callable[[Tensor], Tensor], axis: int | None) -> None:
-    """As the tokens of a prompt of one are."""
+    """Test an axis like the tokens of a prompt with one token."""
     assert followed(move, torch.randn(3, 1), 1) == axis

@@ -1,4 +1,4 @@
-"""A model in float64 is computed in float64."""
+"""Test that a float64 model is computed in float64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXACT = 1e-10
 
 
 class Rotated(nn.Module):
-    """Grouped attention with a rotary embedding, spelled out or not, with a cap, a sink or a bias."""
+    """Grouped attention with a rotary embedding, by SDPA or decomposed, with a cap, a sink or a bias."""
 
     def __init__(self, spelling: str) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def test_as_the_uncompiled_model(spelling: str, policy: str, positions: str) -> 
 
 
 def test_merged_rows_and_those_beside_them() -> None:
-    """A policy that merges leaves the rows alone that nothing is merged into, to the last bit."""
+    """Check that merging leaves rows without a merged token unchanged to the last bit."""
     torch.manual_seed(0)
     model, ids = Rotated("sdpa").double().eval(), torch.randint(0, 64, (1, 30))
     backend = kvpass.backend(D2O(merge="official"), budget=12, positions="absolute", inner="eager")

@@ -1,4 +1,4 @@
-"""Sizes as expressions of symbols."""
+"""Test sizes as expressions of symbols."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def graph_of(examples: list[Any]) -> fx.Graph:
 @settings(max_examples=40, deadline=None)
 @given(COUNTS, st.data())
 def test_symbols_measured_from_arguments_give_the_sizes_of_the_call(hints: list[int], data: st.DataObject) -> None:
-    """Of sizes that are inputs, and of tensors that have them."""
+    """Test sizes that are inputs, and sizes of tensors."""
     dynamic_sizes = SymbolicSizes(hints, set())
     sizes = [dynamic_sizes.size(symbol) for symbol in dynamic_sizes.symbols]
     counts = [data.draw(st.integers(3, 40)) for _ in hints]

@@ -1,4 +1,4 @@
-"""Walks along the operands and users of nodes."""
+"""Test walks along the operands and users of nodes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from kvpass.fx import walk
 
 OPERANDS = st.lists(st.lists(st.integers(0, 30), max_size=3), min_size=1, max_size=12)
-"""For each node, numbers of earlier nodes."""
+"""Numbers of earlier nodes, for each node."""
 
 
 def graph_of(operands: list[list[int]]) -> list[fx.Node]:
-    """Return the nodes of a graph: one input, and calls of what was drawn."""
+    """Return the nodes of a graph: one input, and calls with the drawn operands."""
     graph = fx.Graph()
     nodes = [graph.placeholder("x")]
     for numbers in operands:
@@ -27,7 +27,7 @@ def graph_of(operands: list[list[int]]) -> list[fx.Node]:
 
 
 def computed_from(node: fx.Node, stop: set[fx.Node], ends: set[fx.Node]) -> set[fx.Node]:
-    """What `ancestors` gives, by definition."""
+    """Compute `ancestors` by its definition."""
     if node in stop:
         return set()
     parents = () if node in ends else node.all_input_nodes

@@ -1,11 +1,11 @@
-"""Compare the graphs and outputs of many small models under all policies with those that were recorded.
+"""Compare the graphs and outputs of many small models under all policies with the recorded ones.
 
 python -m tests.golden                                      # compare all cases; exits with 1 if one differs
 python -m tests.golden --models Llama gpt_oss --policies h2o
-python -m tests.golden --write --jobs 2                     # record all cases anew
-python -m tests.golden --write --models Llama               # record some anew; others stay as they are
-python -m tests.golden --write --missing                    # record what is not there, after an interruption
-python -m tests.golden --texts out/golden                   # and write every graph as a file of its own
+python -m tests.golden --write --jobs 2                     # record all cases again
+python -m tests.golden --write --models Llama               # record some again; others stay unchanged
+python -m tests.golden --write --missing                    # record missing cases, after an interruption
+python -m tests.golden --texts out/golden                   # also write every graph to a file
 
 Compile and step times are not measured here: `python -m benchmarks compilation step` does.
 """
@@ -31,7 +31,7 @@ from tests.golden.store import Case
 from tests.quick import trace_quickly
 
 SAVE_EVERY = 60
-"""Seconds."""
+"""Seconds between saves."""
 
 
 def main() -> int:
@@ -87,7 +87,7 @@ def _compare(made: Iterable[tuple[Case, Recording]], stored: dict[str, Any]) -> 
 
 
 def recorded(chosen: Sequence[Case], jobs: int, texts: Path | None = None) -> Iterator[tuple[Case, Recording]]:
-    """Yield the recording of each case, model by model, from processes of their own; write texts to a folder."""
+    """Yield the recording of each case, model by model, from separate processes; write texts to a folder."""
     by_model: dict[str, list[str]] = {}
     for model, policy in chosen:
         by_model.setdefault(model, []).append(policy)

@@ -1,4 +1,4 @@
-"""The models and policies of which graphs and outputs are recorded."""
+"""List the models and policies whose graphs and outputs are recorded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.calibrations import CALIBRATED, made_for_model
 from tests.strategies import OF_ONE_MODEL
 
 BUDGET = 8
-"""The smallest that four sub-caches of `cascade` beside its four sinks have; a prompt of 12 tokens is longer."""
+"""The smallest budget for four sub-caches of `cascade` and four sinks; a prompt has 12 tokens, which is more."""
 
 WITH_ALL_POLICIES = ("Llama", "GPT2", "gpt_oss", "bart (reading)")
 WITH_THREE = (
@@ -29,7 +29,7 @@ MODELS = (*WITH_ALL_POLICIES, *WITH_THREE)
 BY_POSITION = ("streaming", "window", "random", "full")
 BY_SCORE = ("h2o", "tova", "roco", "snapkv", "knorm")
 IN_OTHER_WAYS = ("d2o", "buzz", "cascade", "sage", "kv_align")
-"""What merges, evicts in batches, keeps lines of sub-caches, selects, or repairs."""
+"""Policies that merge, evict in batches, keep sub-caches, select from the prompt, or repair rows."""
 
 SMALLER: dict[str, dict[str, Any]] = {
     "snapkv": dict(window=4),
@@ -41,17 +41,17 @@ SMALLER: dict[str, dict[str, Any]] = {
     "r_kv": dict(window=3, interval=2),
     "vase": dict(sinks=1, recent=3, interval=2),
 }
-"""Options of policies whose defaults need more slots."""
+"""Options for policies whose defaults need more slots."""
 
 WITHOUT_ALIGNER = ("gpt_oss", "mistral", "falcon", "codegen", "jamba", "llama4_text")
 REFUSED = {(model, "kv_align") for model in WITHOUT_ALIGNER}
-REFUSED |= {("GPT2", "critical_kv"), ("GPT2", "defensive_kv")}  # its output projection is no linear layer
-REFUSED |= {("gpt_oss", name) for name in (*CALIBRATED, "duo_attention")}  # which know all layers; half have windows
-"""The pairs of a model and a policy that refuses it."""
+REFUSED |= {("GPT2", "critical_kv"), ("GPT2", "defensive_kv")}  # its output projection is a Conv1D, no linear layer
+REFUSED |= {("gpt_oss", name) for name in (*CALIBRATED, "duo_attention")}  # need all layers, but half have windows
+"""Pairs of a model and a policy that refuses it."""
 
 
 def policies_of(model: str) -> tuple[str, ...]:
-    """Return the policies that a model is recorded with: all, or one of each kind in turn."""
+    """Return the policies recorded for a model: all of them, or one of each kind in turn."""
     if model in WITH_ALL_POLICIES:
         chosen = policies.names()
     else:
@@ -62,7 +62,7 @@ def policies_of(model: str) -> tuple[str, ...]:
 
 
 def cases(names: tuple[str, ...] = (), only: tuple[str, ...] = ()) -> list[tuple[str, str]]:
-    """Return pairs of a model and a policy; of all models and policies if none are named."""
+    """Return pairs of a model and a policy, for all models and policies if none are named."""
     return [(model, policy) for model in names or MODELS for policy in policies_of(model) if not only or policy in only]
 
 
@@ -75,7 +75,7 @@ def build(name: str) -> Any:
 
 
 def settings(policy: str, model: Any) -> dict[str, Any]:
-    """Return what `kvpass.backend` takes beside the policy's name."""
+    """Return the arguments of `kvpass.backend` other than the policy's name."""
     if policy == "full":
         return {}
     if policy in SMALLER:
@@ -94,5 +94,5 @@ def settings(policy: str, model: Any) -> dict[str, Any]:
 
 
 def backend(policy: str, model: Any) -> kvpass.backend.Backend:
-    """Return the backend of a case; what it rewrites runs as it is."""
+    """Return the backend of a case; rewritten graphs run uncompiled."""
     return kvpass.backend(policy, inner="eager", validate=False, **settings(policy, model))

@@ -1,7 +1,7 @@
-"""Write an FX graph as text that a refactoring leaves as it is.
+"""Write an FX graph as text that a refactoring does not change.
 
-The text has every operator with its arguments and the shapes and dtypes of its values. Names of nodes, symbols, inputs
-and constants are numbered in order of appearance. Modules, files and lines of kvpass and addresses are left out.
+The text has every operator with its arguments, and the shapes and dtypes of its values. Names of nodes, symbols,
+inputs and constants are numbered in order of appearance. Modules, files and lines of kvpass and addresses are omitted.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch.fx as fx
 from torch import Tensor
 
 SHOWN = 16
-"""Integer constants of up to so many elements are written with their values."""
+"""Integer constants of up to this many elements are written with their values."""
 SYMBOL = re.compile(r"\b(?:s|u|f|zf|zuf)\d+\b")
 ADDRESS = re.compile(r" at 0x[0-9a-f]+|0x[0-9a-f]{6,}")
 OWN_MODULE = re.compile(r"\bkvpass(?:\.\w+)*\.(?=\w)")
 KEYWORDS = {"hidden_logit": "hidden", "product_dtype": "scores", "logit_dtype": "weights", "output_dtype": "output"}
-"""Names of arguments of `kvpass::attention`, and those under which the texts were recorded."""
+"""Names of arguments of `kvpass::attention`, and the names in the recorded texts."""
 
 
 def text(graph: fx.Graph) -> str:
@@ -30,7 +30,7 @@ def text(graph: fx.Graph) -> str:
 
 
 class _Writer:
-    """Writes one graph; graphs inside of it go on with its symbols."""
+    """Writes one graph; nested graphs continue its numbering of symbols."""
 
     def __init__(self, graph: fx.Graph, symbols: dict[str, str]) -> None:
         self.graph, self.symbols = graph, symbols
@@ -51,7 +51,7 @@ class _Writer:
             yield f"    {line}"
 
     def _made(self, node: fx.Node) -> tuple[str, Iterator[str]]:
-        """Return what makes a node's value, and the lines of the graph that the value is."""
+        """Return the expression that computes a node, and the lines of a nested graph if the value is one."""
         if node.op == "placeholder":
             return "input", iter(())
         if node.op == "get_attr":
@@ -76,7 +76,7 @@ class _Writer:
         return f"constant {self.value(held)}{' ' + str(held.tolist()) if shown else ''}", iter(())
 
     def _named(self, node: fx.Node) -> str:
-        """Number a node among those of its operator, so that one more operator renames few others."""
+        """Number a node among those with the same operator, so that an additional operator renames few others."""
         called = node.op.startswith("call_")
         base = operator(node.target).split(".default")[0].rpartition(".")[2] if called else node.op
         base = {"placeholder": "input", "get_attr": "constant"}.get(base, base.rpartition("::")[2])
@@ -89,7 +89,7 @@ class _Writer:
         return "" if found is None else f": {self.value(found)}"
 
     def value(self, value: Any) -> str:
-        """Return the dtype and shape of a tensor, or a number or an expression as it is."""
+        """Return the dtype and shape of a tensor, or a number or an expression unchanged."""
         if isinstance(value, Tensor):
             sizes = ", ".join(self._size(size) for size in value.shape)
             return f"{str(value.dtype).removeprefix('torch.')}[{sizes}]"
@@ -125,7 +125,7 @@ class _Writer:
 
 
 def operator(target: Any) -> str:
-    """Return the name of an operator or a function; of those of kvpass without the module that defines it."""
+    """Return the name of an operator or function, without the module for those of kvpass."""
     if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         namespace, _, name = str(target).partition(".")
         return f"{namespace}::{name}"

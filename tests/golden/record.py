@@ -1,4 +1,4 @@
-"""Record the graphs of a model under a policy at every stage, and what the model computes with them."""
+"""Record the graphs of a model under a policy at every stage, and its outputs."""
 
 from __future__ import annotations
 
@@ -26,21 +26,20 @@ from tests.switch import Switch
 PROMPT, STEPS, CHUNK, PADDING = 12, 4, 3, 3
 TRACED_UNDER = "window"
 SHOWN = 4
-"""How many logits of a row are recorded."""
+"""Number of logits of a row that are recorded."""
 TOLERANCE = 1e-3
-"""How far a logit may be from the recorded one, in shares of the standard deviation of all."""
+"""Largest accepted difference of a logit, relative to the standard deviation of all logits."""
 
 Outputs = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Recording:
-    """What is recorded of one model under one policy.
+    """The recording of one model under one policy.
 
     Attributes:
         stages: title and text of each graph, in the order in which kvpass makes them.
-        outputs: tokens, a summary of the logits, and the positions held by each layer at the end; or the class of an
-            error.
+        outputs: tokens, a summary of the logits, and the final positions in each layer; or the class of an error.
     """
 
     stages: list[tuple[str, str]]
@@ -49,14 +48,14 @@ class Recording:
 
 @dataclasses.dataclass
 class Stages(Recorder):
-    """Keeps the normalised text of every graph."""
+    """Records the normalised text of every graph."""
 
     def note_program(self, title: str, graph: fx.Graph) -> None:
         self.programs.append((title, program.text(graph)))
 
 
 class Recorded(Backend):
-    """A backend that also records the graphs that it hands to a compiler."""
+    """A backend that also records the graphs that it passes to a compiler."""
 
     def _compile_inner(self, gm: fx.GraphModule, *given: Any) -> Callable[..., Any]:
         if self.recorder is not None:
@@ -66,10 +65,10 @@ class Recorded(Backend):
 
 @torch.no_grad()
 def record(name: str, policies: Sequence[str]) -> dict[str, Recording]:
-    """Record a model under each of some policies.
+    """Record a model under each of several policies.
 
-    Dynamo traces the model once, under a policy that is always the same: a recording depends on no other that is made.
-    Prompts attend by torch's kernel, as on a processor with AMX: graphs do not depend on the machine.
+    Dynamo traces the model once, always under the same policy, so that a recording depends on no other recording.
+    Prompts attend by torch's kernel, as on a processor with AMX, so that graphs do not depend on the machine.
     """
     model, switch = cases.build(name), Switch()
     torch._dynamo.reset()
@@ -94,14 +93,14 @@ def _recorded(model: Any, name: str, switch: Switch, policy: str) -> Recording:
 
 
 def _run(model: Any, name: str) -> Outputs:
-    """Generate after a prompt, and again after a chunk of further tokens where a decoder reads text alone."""
+    """Generate after a prompt, and for a decoder-only model again after a chunk of further tokens."""
     torch.manual_seed(0)
     given = inputs.of(model, PROMPT, 0 if name in zoo.UNPADDED else PADDING)
     first = _generate(model, given)
     logits, last = list(first.logits), first
     if not model.config.is_encoder_decoder:
         further = torch.randint(3, zoo.VOCABULARY, (2, CHUNK - 1), generator=torch.Generator().manual_seed(2))
-        ids = torch.cat([first.sequences, further], 1)  # the last token that was generated is not cached
+        ids = torch.cat([first.sequences, further], 1)  # the last generated token is not cached
         seen = torch.ones(2, ids.shape[1] - PROMPT, dtype=torch.int64)
         mask = torch.cat([given["attention_mask"], seen], 1)
         past = cache_names.arguments(model, cache_names.cache_of_output(first))

@@ -1,4 +1,4 @@
-"""Store recordings in one compressed file, and tell how others differ from them."""
+"""Store recordings in one compressed file, and describe how others differ from them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.golden.record import Recording, close, digest
 
 FILE = Path(__file__).parent / "golden.json.xz"
 WITH_TEXTS = frozenset({"Llama", "GPT2", "gpt_oss", "bart (reading)", "deepseek_v2", "jamba"})
-"""The models of which the file has every text; of others it has hashes."""
+"""Models whose texts are all in the file; for other models it has hashes."""
 FINAL = "handed to the compiler"
 
 Case = tuple[str, str]
@@ -24,12 +24,12 @@ Case = tuple[str, str]
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what graphs depend on."""
+    """Return the versions of the packages that graphs depend on."""
     return {"torch": torch.__version__.partition("+")[0], "transformers": transformers.__version__}
 
 
 def load() -> dict[str, Any]:
-    """Return what is stored; nothing if there is no file."""
+    """Return the stored recordings, or an empty store if there is no file."""
     if not FILE.exists():
         return {"versions": versions(), "cases": {}, "texts": {}}
     stored: dict[str, Any] = json.loads(lzma.decompress(FILE.read_bytes()))
@@ -37,7 +37,7 @@ def load() -> dict[str, Any]:
 
 
 def save(recordings: Mapping[Case, Recording], stored: dict[str, Any], quickly: bool = False) -> int:
-    """Store recordings in place of those of the same cases, and return the size of the file in bytes."""
+    """Replace the recordings of the given cases, and return the size of the file in bytes."""
     known, texts = dict(stored["cases"]), dict(stored["texts"])
     for (model, policy), each in recordings.items():
         known[f"{model} | {policy}"] = {
@@ -61,12 +61,12 @@ def save(recordings: Mapping[Case, Recording], stored: dict[str, Any], quickly: 
 
 
 def _like(item: tuple[str, str]) -> tuple[int, str]:
-    """Put texts of the same inputs together, which compress well behind each other."""
+    """Sort texts with the same inputs together, because similar texts compress well in sequence."""
     return item[1].count(" = input"), item[1]
 
 
 def difference(case: Case, ours: Recording, stored: Mapping[str, Any]) -> str:
-    """Return how a recording differs from the stored one, "" if it does not; titles of stages may differ."""
+    """Describe how a recording differs from the stored one; "" if only titles of stages differ."""
     found = stored["cases"].get(" | ".join(case))
     if found is None:
         return "nothing is recorded of it"

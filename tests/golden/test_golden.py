@@ -1,4 +1,4 @@
-"""Graphs and outputs are the recorded ones: `python -m tests.golden` compares all of them."""
+"""Compare graphs and outputs of three cases with the recorded ones; `python -m tests.golden` compares all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.golden import cases, program, store
 from tests.golden.record import Recording, record
 
 FIRST = (("Llama", "h2o"), ("GPT2", "streaming"), ("bart (reading)", "tova"))
-"""The cases of the default run."""
+"""Cases of the default run."""
 
 
 def others() -> list[store.Case]:
@@ -56,7 +56,7 @@ def test_recorded_cases_are_cases_and_have_been_run(stored: dict[str, Any]) -> N
 
 
 def traced(scale: float, name: str = "x") -> fx.Graph:
-    """Trace a graph whose nodes have other names each time."""
+    """Trace a graph whose input has the given name."""
     graph = fx.Graph()
     given = graph.placeholder(name)
     graph.output(graph.call_function(torch.mul, (graph.call_method("cos", (given,)), scale)))

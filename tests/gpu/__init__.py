@@ -1,4 +1,4 @@
-"""Tools for tests of compiled graphs: `tests.gpu.cuda_emission`.
+"""Inspect GPU code of compiled graphs, without a GPU: `tests.gpu.cuda_emission`.
 
-Nothing is imported before it is asked for; what is here needs triton, the rest of kvpass does not.
+Submodules are imported on demand, because they need triton.
 """

@@ -1,4 +1,4 @@
-"""Triton kernels as machine code for GPUs that are not there: registers, spills, shared memory."""
+"""Compile Triton kernels to machine code for GPUs that are not present: registers, spills, shared memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NEWER = ("sm_100", "sm_120")
 
 
 class KernelError(KVPassError, RuntimeError):
-    """A kernel that does not compile for a target; the text is the compiler's."""
+    """A kernel does not compile for a target; the text is the compiler's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Binary:
 
     Attributes:
         target: such as "sm_90".
-        registers: of a thread.
-        spills: bytes of a thread that are kept in memory for want of registers.
+        registers: registers of each thread.
+        spills: bytes of each thread in memory for lack of registers.
         shared: bytes of shared memory of a program.
         configuration: block sizes, warps and stages, as text.
-        warps: of a program.
+        warps: warps of a program.
         cubin: the machine code.
     """
 
@@ -48,21 +48,21 @@ class Binary:
 
     @functools.cached_property
     def listing(self) -> Listing:
-        """The instructions.
+        """Disassemble the machine code.
 
         Raises:
-            ListingError: the disassembler refuses them.
+            ListingError: the disassembler rejects it.
         """
         return disassembled(self.cubin)
 
     @property
     def resident(self) -> int:
-        """Programs that one streaming multiprocessor holds at a time."""
+        """Return the number of programs that one streaming multiprocessor holds at a time."""
         return PROCESSORS[self.target].resident(self.registers, self.shared, self.warps)
 
 
 def newer() -> list[str]:
-    """Targets beyond `TARGETS` that this toolchain assembles for."""
+    """Return the targets beyond `TARGETS` that this toolchain assembles for."""
     return [target for target in NEWER if _knows(target)]
 
 
@@ -88,16 +88,16 @@ def compiled(
     """Compile a `triton.jit` function for a target.
 
     Args:
-        signature: the type of every argument, such as "*bf16", "i32" or "constexpr".
-        constants: the values of those that are constexpr.
-        attributes: what Triton may assume of arguments, such as that they divide by 16.
+        signature: type of every argument, such as "*bf16", "i32" or "constexpr".
+        constants: values of the constexpr arguments.
+        attributes: assumptions of Triton about arguments, such as divisibility by 16.
 
     Raises:
-        KernelError: it does not compile.
+        KernelError: the function does not compile.
     """
     capability = int(target.removeprefix("sm_"))
     options = dict(num_warps=num_warps, num_stages=num_stages)
-    fused = dict(options, enable_fp_fusion=True)  # triton 3.10 takes another default
+    fused = dict(options, enable_fp_fusion=True)  # triton 3.10 changes the default
     try:
         with torch_private.pretended_gpu():
             ptx, cubin, shared = torch_private.cubin(function, signature, constants, attributes, capability, **fused)
@@ -113,7 +113,7 @@ def _text(configuration: dict[str, Any]) -> str:
 
 
 def _assembled(ptx: str, capability: int) -> tuple[int, int]:
-    """What ptxas says of a kernel: registers of a thread and bytes spilled."""
+    """Return the registers of each thread and the bytes spilled that ptxas reports."""
     architecture = re.search(r"\.target (\w+)", ptx)
     assert architecture is not None
     with tempfile.TemporaryDirectory() as folder:
@@ -139,11 +139,11 @@ def generated(
     """Compile the kernels of a generated module.
 
     Args:
-        sources: what `module.kernels` returns.
-        configurations: how many of those that Inductor would try, from the first; None for all.
+        sources: result of `module.kernels`.
+        configurations: number of Inductor's configurations to compile, from the first; None for all.
 
     Raises:
-        KernelError: one does not compile.
+        KernelError: a kernel does not compile.
     """
     made = []
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""What Inductor makes of a rewritten graph for an NVIDIA GPU, on a machine that has none.
+"""Generate Inductor's code for rewritten graphs on an NVIDIA GPU, on a machine without one.
 
     compiled, steps = cuda_emission.record(model, policy="h2o", budget=256)
     out = compiled(ids, use_cache=True)  # runs on the CPU, uncompiled
@@ -8,21 +8,20 @@
     emission.launches, emission.allocations  # from the code
     emission.binaries(("sm_80", "sm_90"))  # registers, spills and shared memory of every kernel
     with cuda_emission.Interpreter() as interpreter:
-        ran = emission.run(interpreter)  # the whole module on CPU tensors, and the bytes that it touched
-        emission.check(ran)  # the same as the CPU's
+        ran = emission.run(interpreter)  # the module on CPU tensors, and the bytes that it accesses
+        emission.check(ran)  # compares with the CPU
         print(emission.report(ran))
 
-Four steps, each of which can be used alone.
+There are four steps, and each can be used alone.
 
-1. *Record.*  The model runs on the CPU.  Beside every step graph the rewrite makes a second one as it would on a
-   GPU, from the same graph of Dynamo's with fake tensors on a device "cuda".  A tensor that policies or lowerings
-   leave on the wrong device is an error here.
-2. *Emit.*  Inductor's whole pipeline, with the configuration that `kvpass.backend` gives it, up to the module's
-   source; what would need a GPU to measure is left out (padding the operands of products).
-3. *Compile.*  Every kernel by Triton's compiler and ptxas, for any target that the toolchain has.
-4. *Interpret.*  The unmodified module, with Triton's interpreter in place of its launches, in a process of its own.
+1. *Record.* The model runs on the CPU. For every step graph the rewrite makes a second graph as on a GPU, from the
+   same Dynamo graph with fake tensors on a device "cuda". A tensor on the wrong device is an error.
+2. *Emit.* Inductor's pipeline runs up to the source of its module, with the configuration of `kvpass.backend`.
+   Measurements on a GPU are left out (padding the operands of products).
+3. *Compile.* Triton's compiler and ptxas compile every kernel, for any target of the toolchain.
+4. *Interpret.* A separate process runs the unmodified module, with Triton's interpreter in place of launches.
 
-Needs triton.  Nothing here can say how fast anything is.
+It needs triton, and measures no time.
 """
 
 from __future__ import annotations
@@ -62,16 +61,16 @@ __all__ = [
 ]
 
 ATTEND = "split_"  # the kernel of `kvpass.lowering.attend_kernel` that reads K and V, as Inductor names it
-OUTSIDE = 4  # launches of a decode graph outside its layers: the last norm, the head, and two that they share
+OUTSIDE = 4  # launches outside the layers: the last norm, the head, and two that all layers share
 
 
 @dataclasses.dataclass(frozen=True)
 class Emission:
-    """The module that Inductor generated for one step graph.
+    """The module that Inductor generates for one step graph.
 
     Attributes:
-        step: what it was generated from.
-        source: the module.
+        step: the step graph.
+        source: source of the module.
     """
 
     step: Step
@@ -79,34 +78,34 @@ class Emission:
 
     @property
     def kernels(self) -> dict[str, str]:
-        """Triton's source of every kernel."""
+        """Return the Triton source of every kernel."""
         return module.kernels(self.source)
 
     @property
     def launches(self) -> list[Launch]:
-        """Every launch, in order; library calls, such as those for matrix products, included."""
+        """Return every launch in order, including library calls such as matrix products."""
         return module.launches(self.source)
 
     @property
     def allocations(self) -> list[Allocation]:
-        """Everything that is allocated on the GPU in a step."""
+        """Return every allocation on the GPU in a step."""
         return module.allocations(self.source)
 
     @property
     def launches_per_layer(self) -> float:
-        """Launches, without the few that a decode graph has outside its layers, divided by the layers."""
+        """Return launches for each layer, without the launches of a decode graph outside its layers."""
         return (len(self.launches) - OUTSIDE) / self.step.layers
 
     def binaries(self, targets: Sequence[str] = TARGETS, *, configurations: int | None = 1) -> list[Binary]:
-        """Compile every kernel; `configurations` of those that Inductor would try, None for all.
+        """Compile every kernel in the first `configurations` that Inductor would try, None for all.
 
         Raises:
-            KernelError: one does not compile.
+            KernelError: a kernel does not compile.
         """
         return machine.generated(self.kernels, targets, configurations=configurations)
 
     def run(self, interpreter: Interpreter) -> StepResult:
-        """Run the module on the inputs that the CPU had.
+        """Run the module on the inputs of the CPU's first run.
 
         Raises:
             InterpreterError: the interpreter cannot run it.
@@ -114,13 +113,13 @@ class Emission:
         return interpreter.run(self.source, self.step.inputs)
 
     def check(self, ran: StepResult, *, metadata: bool = True, **tolerance: Any) -> None:
-        """Compare what the module gave, and what it left in the slots, with the CPU; as torch.testing.assert_close.
+        """Compare the module's outputs and slots with the CPU, like `torch.testing.assert_close`.
 
         Args:
-            metadata: compare positions, scores and the like too.  In half precision the two may disagree on
-                which of two tokens is worth less when they are worth nearly the same.
+            metadata: whether to compare positions, scores and the like. In half precision the two may evict different
+                tokens if their scores are nearly equal.
         """
-        for got, wanted in zip(ran.outputs, self.step.outputs, strict=False):  # the last says which tokens are real
+        for got, wanted in zip(ran.outputs, self.step.outputs, strict=False):  # the last output marks the real tokens
             torch.testing.assert_close(got, wanted, **tolerance)
         for name, got, wanted in zip(self.step.names, ran.inputs, self.step.after, strict=True):
             slot = name.startswith("slots_")
@@ -130,14 +129,14 @@ class Emission:
                 torch.testing.assert_close(got, wanted, **tolerance, msg=partial(_named, name))
 
     def readers(self, ran: StepResult, name: str) -> list[str]:
-        """The kernels that read more of the input of that name than one row for each head."""
+        """Return the kernels that read more of the named input than one row for each head."""
         number = self.step.names.index(name)
         buffer = self.step.inputs[number]
         few = buffer.nbytes // buffer.shape[2]
         return [launch.name for launch in ran.traffic if launch.loaded.get(number, 0) > few]
 
     def report(self, ran: StepResult, binaries: Sequence[Binary] = ()) -> str:
-        """Launch by launch: bytes read and written, and of the kernels that were compiled what they need."""
+        """Format bytes read and written by each launch, and the resources of compiled kernels."""
         known = {binary.name: binary for binary in binaries}
         rows = [[_short(launch.name), str(launch.read), str(launch.written), *_cells(known.get(name))]
                 for launch, name in zip(ran.traffic, self._ran(), strict=False)]  # fmt: skip
@@ -163,7 +162,7 @@ def _cells(binary: Binary | None) -> list[str]:
 
 
 def emit(step: Step) -> Emission:
-    """Generate the module for a step graph that `record` has run at least once."""
+    """Generate the module for a step graph that has run at least once under `record`."""
     with torch_private.pretended_gpu():
         with torch_private.fake_gpu_mode():
             examples = [_fake(argument) for argument in step.inputs]

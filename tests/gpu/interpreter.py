@@ -1,10 +1,10 @@
-"""Runs generated Triton modules on CPU tensors through Triton's interpreter, and notes what they touch.
+"""Run generated Triton modules on CPU tensors through Triton's interpreter, and record memory accesses.
 
-Triton decides at import whether it interprets, so this is a process of its own: `python -m
+Triton decides at import whether it interprets, so the interpreter is a separate process: `python -m
 tests.gpu.interpreter` reads requests from its input and writes answers to its output, both pickled.
-`Interpreter` starts one and talks to it.
+`Interpreter` starts a process and sends requests to it.
 
-What the interpreter cannot do is done here: it has no `libdevice`, and its products of bfloat16 multiply the bits.
+This module adds what the interpreter lacks: functions of `libdevice`, and products of bfloat16 numbers.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from torch import Tensor
 from kvpass.errors import KVPassError
 from tests.gpu import torch_private
 
-NEAREST = 1.5 * 2**23  # added to a number in float32 of up to half as much, it leaves no room for a fraction
+NEAREST = 1.5 * 2**23  # added to a smaller float32 number, it leaves no bits for a fraction
 
 
 class InterpreterError(KVPassError, RuntimeError):
-    """A generated module that the interpreter could not run; the text is the worker's traceback."""
+    """The interpreter could not run a generated module; the text is the worker's traceback."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """What one launch touched.
+    """Memory accesses of one launch.
 
     Attributes:
         name: the kernel or the library's operator.
         read, written: distinct bytes.
-        loaded, stored: of these, how many belong to which input of the module, by its number.
+        loaded, stored: bytes of these in inputs of the module, by the number of the input.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True)
 class StepResult:
-    """What a module did: its outputs, its inputs afterwards, and the traffic of each launch."""
+    """Outputs of a module, its inputs after the run, and the traffic of each launch."""
 
     outputs: list[Any]
     inputs: list[Any]
@@ -62,10 +62,10 @@ class StepResult:
 
 
 class Interpreter:
-    """A process in which Triton interprets; use as a context, or leave it to the end of the program."""
+    """A process in which Triton interprets; a context manager, or closed when the program ends."""
 
     def __init__(self) -> None:
-        path = os.pathsep.join(filter(None, sys.path))  # what can be imported here can be there
+        path = os.pathsep.join(filter(None, sys.path))  # the process can import the same modules
         environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         command = [sys.executable, "-m", "tests.gpu.interpreter"]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
@@ -74,16 +74,16 @@ class Interpreter:
         """Run a generated module on copies of CPU tensors.
 
         Raises:
-            InterpreterError: it could not be run.
+            InterpreterError: the module could not be run.
         """
         answer: StepResult = self._ask("module", source, list(inputs))
         return answer
 
     def call(self, path: str, *arguments: Any) -> Any:
-        """Call a function "module:name" in the process, such as one that launches kernels on CPU tensors.
+        """Call a function "module:name" in the process, for example one that launches kernels on CPU tensors.
 
         Raises:
-            InterpreterError: it raised.
+            InterpreterError: the function raised.
         """
         return self._ask("call", path, arguments)
 
@@ -122,11 +122,11 @@ def _receive(pipe: Any) -> Any:
     return pickle.loads(pipe.read(struct.unpack("q", header)[0]))
 
 
-# -- in the process --------------------------------------------------------------------------------------
+# -- inside the process ----------------------------------------------------------------------------------
 
 
 class _Watch:
-    """Collects the addresses that a launch loads from and stores to."""
+    """Collects the addresses of a launch's loads and stores."""
 
     def __init__(self) -> None:
         self.loads: list[Any] = []
@@ -141,7 +141,7 @@ _watch = _Watch()
 
 
 def _prepare() -> None:
-    """Teach the interpreter what it lacks and let it report what it touches."""
+    """Patch the interpreter: add missing functions, and report memory accesses."""
     from triton.runtime.interpreter import InterpreterBuilder
 
     load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
@@ -162,7 +162,7 @@ def _prepare() -> None:
 
 
 def _dot(self: Any, a: Any, b: Any, accumulator: Any, *_: Any) -> Any:
-    """A product in the accumulator's precision, whatever the operands are made of."""
+    """Multiply in the accumulator's precision, for operands of any dtype."""
     import numpy as np
     from triton.runtime.interpreter import TensorHandle
 
@@ -171,7 +171,7 @@ def _dot(self: Any, a: Any, b: Any, accumulator: Any, *_: Any) -> Any:
 
 
 def _numbers(handle: Any) -> Any:
-    """The values behind a handle, float32; bfloat16 is kept as bits."""
+    """Return the values of a handle as float32; the interpreter stores bfloat16 as bits."""
     import numpy as np
 
     if str(handle.dtype.scalar) != "bf16":
@@ -180,7 +180,7 @@ def _numbers(handle: Any) -> Any:
 
 
 class _Libdevice(types.ModuleType):
-    """The functions of libdevice that Inductor calls, in Triton's own language."""
+    """The functions of libdevice that Inductor calls, in Triton's language."""
 
     def __getattr__(self, name: str) -> Any:
         import triton.language as tl
@@ -199,7 +199,7 @@ class _Libdevice(types.ModuleType):
 
 
 def _stub_inductor() -> None:
-    """Everything that a generated module imports and that would want a GPU."""
+    """Replace imports of generated modules that need a GPU."""
     import torch._inductor.async_compile as async_compile
     from torch._inductor.runtime import triton_helpers, triton_heuristics
 
@@ -224,15 +224,15 @@ def _empty(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) 
 
 
 def _described(size_hints: Any = None, **meta: Any) -> Callable[[Any], _Kernel]:
-    """In place of Inductor's decorators."""
+    """Replace Inductor's decorators."""
     return lambda function: _Kernel(function, size_hints, meta)
 
 
 def _loaded(self: Any, name: str, source: str, device_str: str = "cuda") -> _Kernel:
-    """In place of AsyncCompile.triton: a kernel from its source."""
+    """Replace `AsyncCompile.triton`: make a kernel from its source."""
     import linecache
 
-    path = f"/kvpass/{name}.py"  # the interpreter asks for a function's source by its file
+    path = f"/kvpass/{name}.py"  # the interpreter looks up a function's source by its file
     namespace: dict[str, Any] = {"__name__": name, "__file__": path}
     linecache.cache[path] = (len(source), None, source.splitlines(True), path)
     exec(compile(source, path, "exec"), namespace)
@@ -240,11 +240,11 @@ def _loaded(self: Any, name: str, source: str, device_str: str = "cuda") -> _Ker
 
 
 ELEMENTS = 1 << 14
-"""How many elements a program of a generated kernel works on: many, since the interpreter's time is per program."""
+"""Elements for each program of a generated kernel: many, because the interpreter's time is per program."""
 
 
 class _Kernel:
-    """An interpreted kernel with the interface that generated code launches it by."""
+    """An interpreted kernel with the launch interface of generated code."""
 
     def __init__(self, function: Any, size_hints: Any, meta: dict[str, Any]) -> None:
         self.function, self.hints, self.meta = function, size_hints, meta
@@ -266,7 +266,7 @@ class _Kernel:
         return bool(self.meta.get("custom_kernel"))
 
     def _blocks(self, signature: dict[str, str], given: dict[str, Any]) -> dict[str, int]:
-        """Block sizes that cover much: reductions in as few turns as may be."""
+        """Return large block sizes, so that reductions take few iterations."""
         wanted = [name for name, kind in signature.items() if kind == "constexpr" and name.endswith("BLOCK")]
         sizes = self._sizes(given)
         room, blocks = ELEMENTS, {}
@@ -279,7 +279,7 @@ class _Kernel:
         return blocks
 
     def _sizes(self, given: dict[str, Any]) -> dict[str, int]:
-        """The size of each dimension: "x", "y", "r0_"; of a kernel that is made of several the largest of theirs."""
+        """Return the size of each dimension, "x", "y", "r0_"; for a combo kernel the largest of its parts."""
         sizes = {name.removesuffix("numel"): int(n) for name, n in given.items() if name.endswith("numel")}
         for name, n in self._combined.items():
             dimension, of_one, _ = name.partition("numel_")
@@ -302,7 +302,7 @@ class _Kernel:
         return tuple(-(-sizes[x] // blocks[f"{x.upper()}BLOCK"]) for x in "xyz"[: int(kind[4])])
 
     def _combined_grid(self, kind: str, blocks: dict[str, int]) -> tuple[int, ...]:
-        """Programs of several kernels in one launch: those of one after those of another, or in turns."""
+        """Return the grid of a combo kernel, whose parts run in sequence or interleaved."""
         meta, count = self._combined, self._combined["num_kernels"]
         if any(name.startswith("ynumel") for name in meta):
             raise NotImplementedError(f"a grid of kind {kind} in two dimensions")
@@ -312,12 +312,12 @@ class _Kernel:
 
 
 def _above(number: int) -> int:
-    """The next power of two."""
+    """Return the next power of two."""
     return 1 << max(0, number - 1).bit_length()
 
 
 class _Record:
-    """The traffic of a module's launches, and which inputs they touched."""
+    """Traffic of a module's launches, and the inputs that they access."""
 
     def __init__(self, inputs: Sequence[Any]) -> None:
         self.traffic: list[Traffic] = []
@@ -329,7 +329,7 @@ class _Record:
         self.traffic.append(Traffic(name, read, written, loaded, stored))
 
     def _touched(self, noted: list[Any]) -> tuple[int, dict[int, int]]:
-        """Distinct bytes, and of which inputs they are."""
+        """Return the number of distinct bytes, and the bytes in each input."""
         import numpy as np
 
         by_size: dict[int, list[Any]] = {}
@@ -346,7 +346,7 @@ class _Record:
         return total, of_inputs
 
     def called(self, name: str, arguments: Sequence[Any], made: Sequence[Any]) -> None:
-        """An operator of the library, which reads its arguments whole."""
+        """Record a library operator, which reads its arguments completely."""
         given, results = ([x for x in some if isinstance(x, Tensor)] for some in (arguments, made))
         whole = {i: x.nbytes for x in given for i, (a, b) in enumerate(self.spans) if a <= x.data_ptr() < b}
         read, written = (sum(x.nbytes for x in some) for some in (given, results))
@@ -354,7 +354,7 @@ class _Record:
 
 
 def _extent(x: Tensor) -> int:
-    """Bytes from the first element to behind the last."""
+    """Return the number of bytes from the first element to the end of the last."""
     return (
         (sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1) * x.element_size() if x.numel() else 0
     )
@@ -375,7 +375,7 @@ def _run_module(source: str, inputs: list[Any]) -> StepResult:
 
 
 class _Extern:
-    """Inductor's names for the library's operators, noting what they read and write."""
+    """Inductor's names for library operators, recording reads and writes."""
 
     def __init__(self, kernels: Any) -> None:
         self.kernels = kernels
@@ -399,9 +399,9 @@ def _call_function(path: str, arguments: Any) -> Any:
 
 
 def _serve() -> None:
-    """Answer requests until there are no more."""
+    """Answer requests until the input ends."""
     pipe_in, pipe_out = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what kernels print must not get between the answers
+    os.dup2(2, 1)  # output of kernels must not mix with the answers
     _prepare()
     torch.set_num_threads(1)
     while True:
@@ -418,7 +418,7 @@ def _serve() -> None:
 
 
 if __name__ == "__main__":
-    # Under its own name, so that what is pickled here is known there.
+    # imported under its own name, so that pickled objects can be loaded there
     from tests.gpu import interpreter
 
     interpreter._serve()

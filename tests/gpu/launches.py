@@ -1,4 +1,4 @@
-"""What a function would launch, without launching it: Triton kernels with the sizes that the function chose."""
+"""Record the Triton launches of a function without launching: kernels with the sizes that it chose."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _POINTERS = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int64: "*i64", torch.int32: "*i32",
     torch.int8: "*i8", torch.uint8: "*u8", torch.bool: "*i1",
 }  # fmt: skip
-_ALIGNED = [["tt.divisibility", 16]]  # as torch allocates, and as Triton takes numbers that divide by it
+_ALIGNED = [["tt.divisibility", 16]]  # holds for torch's allocations; Triton specialises on multiples of 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Launched:
 
     Attributes:
         function: the kernel.
-        grid: programs in each dimension.
-        arguments: by name, tensors without data among them.
-        warps, stages: what Triton is told.
+        grid: number of programs in each dimension.
+        arguments: arguments by name, with tensors without data.
+        warps, stages: launch options of Triton.
     """
 
     function: Any
@@ -42,17 +42,17 @@ class Launched:
 
     @property
     def programs(self) -> int:
-        """In all dimensions."""
+        """Return the number of programs in all dimensions."""
         count = 1
         for size in self.grid:
             count *= size
         return count
 
     def binary(self, target: str) -> Binary:
-        """Compile it as it would be for these arguments.
+        """Compile the kernel for these arguments.
 
         Raises:
-            KernelError: it does not compile.
+            KernelError: the kernel does not compile.
         """
         signature, constants, attributes = {}, {}, {}
         for index, parameter in enumerate(self.function.params):
@@ -71,7 +71,7 @@ def _kind(value: Any) -> str:
 
 
 def launched(function: Callable[..., Any], *arguments: Any, **given: Any) -> list[Launched]:
-    """Call a function on tensors of device "meta", and what it would have launched on a GPU."""
+    """Call a function on tensors of device "meta", and return its launches on a GPU."""
     with torch_private.recorded_launches() as noted:
         function(*arguments, **given)
     return [

@@ -1,6 +1,6 @@
-"""Machine code of a kernel, taken apart: instructions, loops, what waits for what, how many programs a processor holds.
+"""Analyse the machine code of a kernel: instructions, loops, waits, and programs for each multiprocessor.
 
-Everything is counted as one warp executes it.  `nvdisasm` ships with Triton.
+Everything is counted as one warp executes it. `nvdisasm` ships with Triton.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SPILLED = ("LDL", "STL")
 
 
 class ListingError(KVPassError, ValueError):
-    """Machine code that is not what was expected of it."""
+    """The machine code has an unexpected form."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,15 +44,15 @@ class Instruction:
 
     @property
     def kind(self) -> str:
-        """The name without modifiers."""
+        """Return the name without modifiers."""
         return self.name.partition(".")[0]
 
     @property
     def width(self) -> int:
-        """Bytes of a thread that an access to memory moves; 0 of anything else."""
+        """Return the bytes that a memory access moves for each thread; 0 for other instructions."""
         parts = self.name.split(".")
         if self.kind in ("LDSM", "STSM"):
-            return 4 * int(parts[-1]) if parts[-1].isdigit() else 4  # so many matrices of 8 by 8 halves
+            return 4 * int(parts[-1]) if parts[-1].isdigit() else 4  # number of matrices of 8 by 8 halves
         if self.kind not in (*GLOBAL_LOADS, "LDGSTS", *GLOBAL_STORES, *SHARED, *SPILLED):
             return 0
         sizes = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
@@ -60,25 +60,25 @@ class Instruction:
 
     @property
     def writes(self) -> set[int]:
-        """Registers that a load fills."""
+        """Return the registers that a load fills."""
         first = _REGISTER.match(self.operands)
         return set(range(int(first[1]), int(first[1]) + max(1, self.width // 4))) if first else set()
 
     @property
     def reads(self) -> set[int]:
-        """Registers behind the first operand, or all if that is no register; of several in a row the first."""
+        """Return the registers after the first operand, or all if that is no register; of ranges the first."""
         named = [int(number) for number in _REGISTER.findall(self.operands)]
         return set(named[1:] if _REGISTER.match(self.operands) else named)
 
     @property
     def left(self) -> int | None:
-        """How many groups of asynchronous copies may be under way after it; None of what does not wait for any."""
+        """Return how many groups of asynchronous copies may be pending after it; None if it does not wait for them."""
         found = _BARRIER.match(self.operands) if self.kind == "DEPBAR" else None
         return int(found[1], 16) if found else None
 
     @property
     def flops(self) -> int:
-        """Of a warp on tensor cores; four warps share one product of HGMMA."""
+        """Return the operations of a warp on tensor cores; four warps share one product of HGMMA."""
         found = _MATRIX.match(self.name)
         if found is None:
             return 0
@@ -89,7 +89,7 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """How often a warp executes each instruction; a mean where loops turn differently often."""
+    """How often a warp executes each instruction; fractional for averages over loops."""
 
     times: dict[Instruction, float]
 
@@ -98,15 +98,15 @@ class Counts:
         return sum(self.times.values())
 
     def of(self, *kinds: str) -> float:
-        """Instructions of some kinds, such as "MUFU"."""
+        """Return the number of instructions of some kinds, such as "MUFU"."""
         return sum(n for x, n in self.times.items() if x.kind in kinds)
 
     def moved(self, *kinds: str) -> float:
-        """Bytes that a warp moves with instructions of some kinds, all of its threads taking part."""
+        """Return the bytes that a warp moves with instructions of some kinds, with all threads active."""
         return sum(WARP * x.width * n for x, n in self.times.items() if x.kind in kinds)
 
     def widths(self, *kinds: str) -> dict[str, float]:
-        """Accesses by name, such as {"LDGSTS.E.BYPASS.128": 16}."""
+        """Return the number of accesses by name, such as {"LDGSTS.E.BYPASS.128": 16}."""
         named: dict[str, float] = {}
         for x, n in self.times.items():
             if x.kind in kinds:
@@ -120,7 +120,7 @@ class Counts:
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """Instructions from `start` up to the branch back, `stop` - 1."""
+    """Instructions from `start` to the branch back at `stop` - 1."""
 
     start: int
     stop: int
@@ -131,25 +131,25 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True)
 class Listing:
-    """The instructions of a kernel in order, and its loops in the order in which they begin, outer ones first."""
+    """The instructions of a kernel in order, and its loops by their beginnings, outer ones first."""
 
     instructions: tuple[Instruction, ...]
     loops: tuple[Loop, ...]
 
     @property
     def innermost(self) -> list[Loop]:
-        """Loops with no other in them."""
+        """Return the loops that contain no other loop."""
         return [loop for loop in self.loops if not any(x.start in loop and x != loop for x in self.loops)]
 
     def inside(self, loop: Loop) -> Counts:
-        """One turn of a loop."""
+        """Count one iteration of a loop."""
         return _counted((x, 1) for x in self.instructions[loop.start : loop.stop])
 
     def often(self, turns: Sequence[float]) -> list[float]:
-        """How often each instruction is executed, given how often each loop turns whenever it is entered.
+        """Return the executions of each instruction, given the iterations of each loop each time it is entered.
 
         Raises:
-            ListingError: there are not as many loops.
+            ListingError: the number of loops differs.
         """
         if len(turns) != len(self.loops):
             raise ListingError(f"{len(self.loops)} loops in the machine code, and turns were given for {len(turns)}")
@@ -159,13 +159,13 @@ class Listing:
         ]  # fmt: skip
 
     def executed(self, turns: Sequence[float]) -> Counts:
-        """A whole run."""
+        """Count a complete run."""
         return _counted(zip(self.instructions, self.often(turns), strict=True))
 
     def moved(self, turns: Sequence[float]) -> float:
-        """Bytes that a warp moves from and to global memory.
+        """Return the bytes that a warp moves from and to global memory.
 
-        Asynchronous copies in front of a loop are those of its first turn; in its last one they are switched off.
+        Asynchronous copies before a loop belong to its first iteration; its last iteration has them predicated off.
         """
         often = zip(range(len(self.instructions)), self.instructions, self.often(turns), strict=True)
         counted = _counted((x, n) for index, x, n in often if x.kind not in ASYNCHRONOUS or self._looped(index))
@@ -175,33 +175,33 @@ class Listing:
         return any(index in loop for loop in self.loops)
 
     def waited(self, turns: Sequence[float]) -> float:
-        """How many latencies of global memory follow each other in a whole run; see `waits`."""
+        """Return the number of consecutive global memory latencies in a complete run; see `waits`."""
         often = self.often(turns)
         outside = [x for index, x in enumerate(self.instructions) if not self._looped(index)]
         return _Clock().waited(outside) + sum(self.waits(loop) * often[loop.start] for loop in self.innermost)
 
     def waits(self, loop: Loop) -> float:
-        """Latencies of global memory that a warp by itself waits for in a turn, or parts of them.
+        """Return the global memory latencies, or fractions of them, that a warp by itself waits for in an iteration.
 
-        It waits where it reads a register that a load is still on the way to, and for asynchronous copies; `COVERED`
-        instructions between request and wait take as long as a latency.
+        It waits where it reads a register with a pending load, and for asynchronous copies. `COVERED` instructions
+        between request and wait take as long as one latency.
         """
         clock = _Clock()
         turn = self.instructions[loop.start : loop.stop]
-        counted = [clock.waited(turn) for _ in range(3)]  # requests are for turns to come
+        counted = [clock.waited(turn) for _ in range(3)]  # the requests are for later iterations
         return counted[2]
 
 
 class _Clock:
-    """Follows a warp, instruction by instruction."""
+    """Follows a warp instruction by instruction."""
 
     def __init__(self) -> None:
         self.now = 0
-        self.coming: dict[int, int] = {}  # registers, and when they were asked for
-        self.copies: list[int] = []  # when each group of copies was complete
+        self.coming: dict[int, int] = {}  # registers, and the time of their request
+        self.copies: list[int] = []  # completion time of each group of copies
 
     def waited(self, instructions: Iterable[Instruction]) -> float:
-        """Latencies that are waited for; time goes on meanwhile, for all that is on the way."""
+        """Return the latencies waited for; meanwhile time passes for all pending requests."""
         total = 0
         for instruction in instructions:
             self.now += 1
@@ -216,7 +216,7 @@ class _Clock:
         return total / COVERED
 
     def _finished(self, instruction: Instruction) -> list[int]:
-        """The youngest group of copies that an instruction waits for."""
+        """Return the youngest group of copies that an instruction waits for."""
         left = instruction.left
         if left is None or len(self.copies) <= left:
             return []
@@ -233,10 +233,10 @@ def _counted(times: Iterable[tuple[Instruction, float]]) -> Counts:
 
 
 def parsed(text: str) -> Listing:
-    """The listing that `nvdisasm -c` prints.
+    """Parse the listing that `nvdisasm -c` prints.
 
     Raises:
-        ListingError: there are no instructions in it.
+        ListingError: the listing has no instructions.
     """
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
@@ -251,7 +251,7 @@ def parsed(text: str) -> Listing:
 
 
 def _loops(instructions: Iterable[Instruction], labels: dict[str, int]) -> list[Loop]:
-    """Every branch to what lies before it; the one that traps the end of a kernel goes to itself."""
+    """Find loops by branches to earlier instructions, except the self-branch after the end of a kernel."""
     ends: dict[int, int] = {}
     for index, instruction in enumerate(instructions):
         target = _TARGET.search(instruction.operands) if instruction.kind == "BRA" else None
@@ -262,10 +262,10 @@ def _loops(instructions: Iterable[Instruction], labels: dict[str, int]) -> list[
 
 
 def disassembled(cubin: bytes) -> Listing:
-    """The machine code in a binary.
+    """Disassemble a binary.
 
     Raises:
-        ListingError: the disassembler refuses it.
+        ListingError: the disassembler rejects it.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
@@ -280,7 +280,7 @@ def disassembled(cubin: bytes) -> Listing:
 
 @dataclasses.dataclass(frozen=True)
 class Processor:
-    """What one streaming multiprocessor holds at a time (CUDA programming guide, table of technical specifications)."""
+    """Limits of one streaming multiprocessor (CUDA programming guide, table of technical specifications)."""
 
     registers: int = 64 << 10
     warps: int = 64
@@ -288,10 +288,10 @@ class Processor:
     shared: int = 228 << 10
 
     def resident(self, registers: int, shared: int, warps: int) -> int:
-        """Programs side by side, of so many registers a thread, bytes of shared memory and warps.
+        """Return the number of resident programs, given registers of a thread, bytes of shared memory and warps.
 
-        Registers are given to warps by 8 a thread, a quarter of the warps to each of four partitions; a program takes
-        another KiB of shared memory.
+        Registers are allocated to warps in units of 8 for each thread, a quarter of the warps to each of four
+        partitions. Each program takes one more KiB of shared memory.
         """
         of_warp = -(-registers // 8) * 8 * WARP
         by_registers = self.registers // 4 // of_warp * 4 // warps

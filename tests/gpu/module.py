@@ -1,4 +1,4 @@
-"""What a module that Inductor generated says: its kernels, launches and allocations."""
+"""Read the kernels, launches and allocations of a module that Inductor generated."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Launch:
     """One launch of the generated module, in the order of the code.
 
     Attributes:
-        name: of a generated kernel, or of the library's operator, such as `extern_kernels.mm`.
+        name: name of a generated kernel, or of a library operator such as `extern_kernels.mm`.
         generated: whether it is a kernel of the module.
-        arguments: as they are written.
+        arguments: source of the arguments.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True)
 class Allocation:
-    """Memory that the generated module asks for."""
+    """A memory allocation of the generated module."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -38,7 +38,7 @@ class Allocation:
 
 
 def kernels(source: str) -> dict[str, str]:
-    """The Triton source of each kernel, by name."""
+    """Return the Triton source of each kernel, by name."""
     found = {}
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign) and _called(node.value) == "async_compile.triton":
@@ -51,7 +51,7 @@ def kernels(source: str) -> dict[str, str]:
 
 
 def launches(source: str) -> list[Launch]:
-    """Every launch of the module's `call`."""
+    """Return every launch of the module's `call`."""
     ours, found = kernels(source), []
     for call in _calls(source):
         name = _called(call)
@@ -64,7 +64,7 @@ def launches(source: str) -> list[Launch]:
 
 
 def allocations(source: str) -> list[Allocation]:
-    """Everything that the module's `call` allocates on the GPU."""
+    """Return every allocation of the module's `call` on the GPU."""
     found = []
     for call in _calls(source):
         if _called(call) == "empty_strided_cuda":
@@ -75,7 +75,7 @@ def allocations(source: str) -> list[Allocation]:
 
 
 def _calls(source: str) -> Iterator[ast.Call]:
-    """The calls within the function `call`, in the order of the code."""
+    """Yield the calls within the function `call`, in the order of the code."""
     for function in ast.walk(ast.parse(source)):
         if isinstance(function, ast.FunctionDef) and function.name == "call":
             calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
@@ -84,5 +84,5 @@ def _calls(source: str) -> Iterator[ast.Call]:
 
 
 def _called(node: ast.expr) -> str:
-    """The name of what is called, empty for anything else."""
+    """Return the name of a called function, empty for anything else."""
     return ast.unparse(node.func) if isinstance(node, ast.Call) else ""

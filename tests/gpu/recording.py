@@ -1,4 +1,4 @@
-"""A model that runs on a CPU, and the graphs that a GPU would have been given on the way."""
+"""Run a model on a CPU, and record the graphs that a GPU would run."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from tests.step_settings import step_settings
 
 @dataclasses.dataclass
 class Step:
-    """One step graph, rewritten for a GPU, and what it did on the CPU at its first run.
+    """One step graph, rewritten for a GPU, and its first run on the CPU.
 
     Attributes:
-        gm: the rewritten graph, all of it on a GPU.
-        names: of its inputs; those of a layer's slots begin with `slots_{layer}_`.
-        patches: what Inductor is configured with.
+        gm: the rewritten graph, with all tensors on a GPU.
+        names: names of its inputs; those of a layer's slots begin with `slots_{layer}_`.
+        patches: configuration of Inductor.
         compact: whether it is the decode graph in which the policy compacts.
-        queries: new tokens.
-        layers: attention layers.
-        inputs: as they were before the first run on the CPU.
-        after: the same tensors after it, slots overwritten in place.
-        outputs: what the graph gave.
+        queries: number of new tokens.
+        layers: number of attention layers.
+        inputs: inputs before the first run on the CPU.
+        after: the same tensors after it, with slots overwritten in place.
+        outputs: outputs of the graph.
     """
 
     gm: fx.GraphModule
@@ -49,7 +49,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Recording(Backend):
-    """A backend that runs uncompiled on the CPU and keeps each step graph as a GPU would be given it."""
+    """A backend that runs uncompiled on the CPU and keeps each step graph as for a GPU."""
 
     steps: list[Step] = dataclasses.field(default_factory=list, compare=False, repr=False)
 
@@ -103,7 +103,7 @@ def _copied(x: Any) -> Any:
 
 
 def on_gpu(gm: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
-    """A copy of one of Dynamo's graphs as if it had been traced on a GPU, and where each node went."""
+    """Copy a Dynamo graph as if it had been traced on a GPU, with a map from nodes to copies."""
     moved, copies = fx_nodes.copy_graph_module(gm)
     for node in moved.graph.nodes:
         node.meta = {name: _there(what) if name == "example_value" else what for name, what in node.meta.items()}
@@ -123,9 +123,9 @@ def _literal(x: Any) -> Any:
 
 
 def record(model: torch.nn.Module, policy: Any = "full", **settings: Any) -> tuple[Callable[..., Any], list[Step]]:
-    """The model on a CPU, and the list to which each of its step graphs is added as a GPU would be given it.
+    """Return the model on a CPU, and the list that collects its step graphs as for a GPU.
 
-    The model computes with `kvpass` and uncompiled.  Takes what `kvpass.backend` takes.
+    The model runs with `kvpass`, uncompiled. The arguments are those of `kvpass.backend`.
     """
     made = backend(policy, **settings)
     fields = {f.name: getattr(made, f.name) for f in dataclasses.fields(made)}

@@ -1,4 +1,4 @@
-"""Emissions of every policy, made once, and one interpreting process for all tests."""
+"""Share the emissions of every policy, each made once, and one interpreter process among all tests."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.strategies import ROWS
 from tests.test_invariants import settings
 
 PROMPT, STEPS = 24, 2
-# Attention there reads rows that the policy makes anew; see docs/gpu.md.
+# Attention there reads rows that the policy computes; see docs/gpu.md.
 OWN_ROWS = ("kv_align",)
 
 
 def recorded(
     name: str, dtype: torch.dtype, steps: tuple[int, ...], architecture: str = "Llama", **given: Any
 ) -> list[Step]:
-    """The step graphs of a tiny model of two layers, fed the prompt and then pieces of these lengths."""
+    """Return the step graphs of a tiny model of two layers, fed with the prompt and then with pieces."""
     torch._dynamo.reset()
     chosen: dict[str, Any] = settings(name, architecture, 16)
     if name not in OWN_ROWS:
@@ -42,7 +42,7 @@ def recorded(
 
 @functools.cache
 def emission(name: str, dtype: torch.dtype) -> Emission:
-    """The decode graph of a policy that evicts in every step."""
+    """Emit a policy's decode graph without compaction."""
     steps = recorded(name, dtype, (1,) * STEPS)
     return cuda_emission.emit(next(step for step in steps if step.queries == 1 and not step.compact))
 
@@ -54,17 +54,17 @@ def _interpreter() -> Interpreter:
 
 @functools.cache
 def ran(name: str, dtype: torch.dtype) -> StepResult:
-    """The interpreted run of an emission."""
+    """Return the interpreted run of an emission, made once."""
     return emission(name, dtype).run(_interpreter())
 
 
 def run(made: Emission) -> StepResult:
-    """The interpreted run of any emission."""
+    """Return the interpreted run of any emission."""
     return made.run(_interpreter())
 
 
 def call(path: str, *arguments: Any) -> Any:
-    """Call "module:function" in the interpreting process."""
+    """Call "module:function" in the interpreter process."""
     return _interpreter().call(path, *arguments)
 
 
@@ -72,7 +72,7 @@ _binaries: dict[tuple[str, str], Binary] = {}
 
 
 def binaries(name: str, dtype: torch.dtype, target: str) -> list[Binary]:
-    """The kernels of an emission for a target; those that policies share but for the name are compiled once."""
+    """Compile the kernels of an emission for a target; kernels that differ only by name are compiled once."""
     made = []
     for kernel, source in emission(name, dtype).kernels.items():
         key = (source.replace(kernel, "kernel"), target)

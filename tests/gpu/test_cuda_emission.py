@@ -1,4 +1,4 @@
-"""Every policy's decode graph for a GPU, proven without one: compiled, counted, interpreted."""
+"""Test every policy's decode graph for a GPU without one: compiled, counted, interpreted."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ BY_DEFAULT = {("h2o", torch.float16)}
 EXACT = {torch.float32: dict(atol=1e-5, rtol=1e-5), torch.float16: dict(atol=4e-3, rtol=1e-2)}
 EXACT[torch.bfloat16] = dict(atol=3e-2, rtol=3e-2)
 
-MOST_LAUNCHES = 16  # of a layer
-# What reads the stored keys or values besides attention, and why; docs/gpu.md.
+MOST_LAUNCHES = 16  # for each layer
+# Other readers of stored keys or values than attention, with the reason; docs/gpu.md.
 MORE_READERS = {"d2o": "compares the token that goes with every key"}
 
 every_policy = pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_launches_of_a_layer(name: str, dtype: torch.dtype) -> None:
     made = emission(name, dtype)
     by_library = [launch for launch in made.launches if launch.name == "extern_kernels.mm"]
     products = [launch for launch in by_library if "arg" in launch.arguments[1]]  # with weights, which are inputs
-    assert len(products) == 2 * 7 + 1  # seven weights a layer, and the head
+    assert len(products) == 2 * 7 + 1  # seven weights for each layer, and the head
     assert made.launches_per_layer <= MOST_LAUNCHES
 
 
@@ -67,7 +67,7 @@ def test_nothing_of_the_size_of_a_slot_buffer_is_allocated(name: str, dtype: tor
     made = emission(name, dtype)
     buffer = made.step.inputs[made.step.names.index("slots_0_key")]
     as_large = [made for made in made.allocations if made.nbytes >= buffer.nbytes]
-    assert bool(as_large) == (name in OWN_ROWS)  # which are made anew at every read
+    assert bool(as_large) == (name in OWN_ROWS)  # these rows are computed at every read
 
 
 @every_policy
@@ -97,13 +97,13 @@ def test_newer_targets_compile(target: str) -> None:
 
 @pytest.mark.slow
 def test_a_short_chunk_runs_by_the_kernel_too() -> None:
-    """Held slots and three new tokens: what the CPU leaves to torch's own attention."""
+    """Test cached slots and three new tokens, which on a CPU use torch's own attention."""
     chunk = next(step for step in recorded("h2o", torch.float16, (3,)) if step.queries == 3)
     made = cuda_emission.emit(chunk)
     assert sum(launch.name.startswith(cuda_emission.ATTEND) for launch in made.launches) == 2
     real = [place for place, out in enumerate(chunk.outputs) if out.is_floating_point() and out.shape[1] == 3]
     ran = run(made)
-    for place in real:  # row 0 is padded in the prompt alone
+    for place in real:  # row 0 is padded, but only in the prompt
         torch.testing.assert_close(ran.outputs[place], chunk.outputs[place], **EXACT[torch.float16])
     assert real
 
@@ -131,7 +131,7 @@ RANKED = [("streaming", "Llama"), ("cascade", "Llama"), ("streaming", "GPTNeoX")
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "architecture"), RANKED)
 def test_positions_by_rank_run_by_the_kernel(name: str, architecture: str) -> None:
-    """Keys turned at read: halves of the whole key, halves of a part of it, and neighbours."""
+    """Test keys rotated at read: halves of a key, halves of a part of a key, and neighbours."""
     made = cuda_emission.emit(recorded(name, torch.float32, (1, 1), architecture, positions="cache")[-1])
     assert sum(launch.name.startswith(cuda_emission.ATTEND) for launch in made.launches) == 2
     buffer = made.step.inputs[0]
@@ -145,7 +145,7 @@ def test_positions_by_rank_run_by_the_kernel(name: str, architecture: str) -> No
 
 
 def test_traffic_is_what_attention_needs() -> None:
-    """Of K and V every byte once, of the logits every one written."""
+    """Check that K and V are read once, and that the logits are written."""
     made, launches = emission("h2o", torch.float16), ran("h2o", torch.float16)
     split = next(launch for launch in launches.traffic if launch.name.startswith(cuda_emission.ATTEND))
     key = made.step.names.index("slots_0_key")

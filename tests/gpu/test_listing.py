@@ -1,4 +1,4 @@
-"""Machine code taken apart: instructions, loops, waits, and how many programs fit."""
+"""Test the analysis of machine code: instructions, loops, waits, and resident programs."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def test_bytes_are_those_of_all_threads_and_of_no_copy_too_many(listing: Listing
 
 def test_a_warp_waits_where_it_reads_pending_loads(listing: Listing) -> None:
     outer, inner = listing.loops
-    assert listing.waits(inner) == pytest.approx(1 - 1 / COVERED)  # for two loads at once
-    assert listing.waits(outer) == pytest.approx(2 - (2 + 1) / COVERED)  # for the copies, too
-    assert listing.waited([10, 3]) == pytest.approx(10 * 3 * (1 - 1 / COVERED))  # of innermost loops
+    assert listing.waits(inner) == pytest.approx(1 - 1 / COVERED)  # two loads at once
+    assert listing.waits(outer) == pytest.approx(2 - (2 + 1) / COVERED)  # the copies too
+    assert listing.waited([10, 3]) == pytest.approx(10 * 3 * (1 - 1 / COVERED))  # innermost loops only
 
 
 def test_an_early_load_costs_no_wait() -> None:
@@ -69,7 +69,7 @@ def test_an_early_load_costs_no_wait() -> None:
     early = LINES.replace("        /*0090*/", between + "\n        /*0090*/")
     assert parsed(early).waits(parsed(early).loops[1]) == 0
     ahead = LINES.replace("SB0, 0x0", "SB0, 0x1").replace("        /*00b0*/", between + "\n        /*00b0*/")
-    assert parsed(ahead).waits(parsed(ahead).loops[0]) == pytest.approx(1 - 1 / COVERED)  # for the inner loads alone
+    assert parsed(ahead).waits(parsed(ahead).loops[0]) == pytest.approx(1 - 1 / COVERED)  # the inner loads only
 
 
 @pytest.mark.parametrize(
@@ -104,10 +104,10 @@ def test_a_text_without_instructions_is_refused() -> None:
 @pytest.mark.parametrize(
     ("target", "registers", "shared", "warps", "programs"),
     [
-        ("sm_90", 114, 40 << 10, 4, 4),  # registers: 120 a thread
-        ("sm_80", 96, 40 << 10, 4, 4),  # shared memory
-        ("sm_90", 32, 0, 1, 32),  # as many programs as there may be
-        ("sm_90", 32, 0, 4, 16),  # as many warps
+        ("sm_90", 114, 40 << 10, 4, 4),  # limited by registers: 120 for each thread
+        ("sm_80", 96, 40 << 10, 4, 4),  # limited by shared memory
+        ("sm_90", 32, 0, 1, 32),  # limited by the number of programs
+        ("sm_90", 32, 0, 4, 16),  # limited by warps
         ("sm_90", 255, 0, 8, 1),
     ],
 )

@@ -1,6 +1,6 @@
-"""Private names of torch and triton that emission without a GPU needs, in one place.
+"""Collect the private names of torch and triton that emission without a GPU needs.
 
-docs/testing.md says which releases were tried.  Nothing here is imported by the rest of kvpass.
+docs/testing.md lists the tested releases. The package imports nothing from here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class _Properties:
-    """What Inductor asks of a GPU; an H100's figures."""
+    """Properties of a GPU that Inductor reads, with an H100's values."""
 
     name, type, gcnArchName, uuid = "a GPU that is not there", "cuda", "", "none"
     major, minor, warp_size, multi_processor_count = 9, 0, 32, 132
@@ -34,7 +34,7 @@ def _constant(value: Any) -> staticmethod[..., Any]:
 
 
 def _interface() -> type:
-    """A device interface of a GPU that can do nothing but be asked."""
+    """Return a device interface that answers queries but runs nothing."""
     from torch._dynamo.device_interface import CudaInterface
 
     worker = dict(get_device_properties=_constant(_Properties), current_device=_constant(0), set_device=_constant(None))
@@ -48,7 +48,7 @@ def _interface() -> type:
 
 
 def _driver() -> Any:
-    """A Triton driver that names a target and launches nothing."""
+    """Return a Triton driver that names a target and launches nothing."""
     from triton.backends.compiler import GPUTarget
 
     shared = dict(max_shared_mem=_Properties.shared_memory_per_block_optin, multiprocessor_count=132, warpSize=32)
@@ -62,7 +62,7 @@ def _driver() -> Any:
 
 
 def _forget_answers() -> None:
-    """Clear what torch remembers of the machine's devices."""
+    """Clear torch's caches about the machine's devices."""
     from torch._inductor import utils
     from torch._inductor.runtime.hints import DeviceProperties
     from torch.utils import _triton
@@ -76,7 +76,7 @@ def _forget_answers() -> None:
 
 @contextlib.contextmanager
 def pretended_gpu() -> Iterator[None]:
-    """Inductor and Triton believe in one GPU inside; nothing can run on it."""
+    """Make Inductor and Triton believe in one GPU inside the context; nothing can run on it."""
     import triton
     from torch._dynamo import device_interface
 
@@ -108,14 +108,14 @@ def pretended_gpu() -> Iterator[None]:
 
 
 class _WithoutGuards(TorchFunctionMode):
-    """Spells out the methods of tensors that would switch to the tensor's device, which is not there."""
+    """Replaces tensor methods that would switch to the tensor's device, which does not exist."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if args and isinstance(args[0], Tensor) and args[0].device.type == "cuda" and func in _BY_OPERATORS:
             return _BY_OPERATORS[func](*args)
         if (
             func is not torch.device and _no_fakes()
-        ):  # Inductor folds constants, and the rewrite places weights: with real tensors, on the CPU
+        ):  # Inductor folds constants and the rewrite places weights, both with real tensors on the CPU
             args = tuple("cpu" if _elsewhere(arg) else arg for arg in args)
             kwargs = {name: "cpu" if _elsewhere(arg) else arg for name, arg in (kwargs or {}).items()}
         return func(*args, **(kwargs or {}))
@@ -132,7 +132,7 @@ def _no_fakes() -> bool:
 
 
 def _getitem(x: Tensor, index: Any) -> Tensor:
-    """x[index] by operators; no boolean tensors."""
+    """Compute x[index] by operators, without boolean tensors."""
     index = index if isinstance(index, tuple) else (index,)
     counted = sum(part is not None and part is not Ellipsis for part in index)
     dim, chosen = 0, {}
@@ -173,15 +173,15 @@ def _sliced(x: Tensor, dim: int, part: slice) -> Tensor:
 
 
 _NOTHING_MEASURED = {"fx_graph_cache": False, "shape_padding": False}
-"""Inductor measures whether padding a product's operands pays; without a GPU nothing can be measured."""
+"""Settings that stop Inductor from timing padded operands of products, which needs a GPU."""
 
 
 class _Done(BaseException):
-    """Carries generated code out of the compiler; no Exception, so that nobody wraps it."""
+    """Carries generated code out of the compiler; not an Exception, so that no handler wraps it."""
 
 
 def generated(gm: fx.GraphModule, examples: Sequence[Any], patches: dict[str, Any]) -> str:
-    """The Python module that Inductor generates for a graph of fake tensors on a GPU; inside `pretended_gpu`."""
+    """Return the Python module that Inductor generates for a graph of fake GPU tensors; inside `pretended_gpu`."""
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.graph import GraphLowering
@@ -204,7 +204,7 @@ def generated(gm: fx.GraphModule, examples: Sequence[Any], patches: dict[str, An
 
 
 def fake_gpu_mode() -> Any:
-    """A mode in which tensors on a GPU have shapes and no data."""
+    """Return a mode in which tensors on a GPU have shapes and no data."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
@@ -217,14 +217,16 @@ def is_fake(x: Any) -> bool:
 
 
 def on_gpu(fake: Tensor) -> Tensor:
-    """A fake tensor like another, of the same mode and with the same symbolic sizes, on the GPU."""
+    """Return a fake tensor on the GPU with the mode, strides and symbolic sizes of another."""
     with fake.fake_mode:  # type: ignore[attr-defined]
         made = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="cuda")
     return made
 
 
 def tuned(source: str, name: str, folder: str) -> Any:
-    """The kernel of generated source, with the configurations that Inductor would try; inside `pretended_gpu`.
+    """Return a kernel from generated source, with the configurations that Inductor would try.
+
+    It works inside `pretended_gpu`.
 
     Returns:
         Inductor's autotuner: `fn`, `configs`, `triton_meta`, `inductor_meta`.
@@ -247,7 +249,7 @@ def cubin(
     capability: int,
     **options: Any,
 ) -> tuple[str, bytes, int]:
-    """The PTX of a kernel for one GPU, its machine code, and the shared memory that it uses; ptxas accepts it."""
+    """Return a kernel's PTX for one GPU, its machine code as ptxas assembles it, and its shared memory."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -259,19 +261,19 @@ def cubin(
 
 
 def wrap_interpreted() -> None:
-    """Let a kernel that is interpreted be called as it is: torch 2.11 has no wrapper for one."""
+    """Let torch 2.11 call an interpreted kernel directly, because it has no wrapper for one."""
     torch.library.wrap_triton = lambda kernel: kernel
 
 
 def assembler(capability: int) -> str:
-    """Return the path of the ptxas that triton assembles with for a GPU: of two, an older and a newer one."""
+    """Return the path of the ptxas that triton uses for a GPU; triton has an older and a newer one."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     return str(get_ptxas(capability).path)
 
 
 def disassembler() -> str:
-    """The path of nvdisasm."""
+    """Return the path of nvdisasm."""
     from triton import knobs
 
     return str(knobs.nvidia.nvdisasm.path)
@@ -279,7 +281,7 @@ def disassembler() -> str:
 
 @contextlib.contextmanager
 def recorded_launches() -> Iterator[list[tuple[Any, tuple[int, ...], dict[str, Any], dict[str, Any]]]]:
-    """Inside, Triton's kernels are not launched but noted: function, grid, arguments by name, and options."""
+    """Record launches of Triton kernels instead of launching: function, grid, arguments by name, and options."""
     from triton.runtime.jit import JITFunction
 
     noted: list[tuple[Any, tuple[int, ...], dict[str, Any], dict[str, Any]]] = []

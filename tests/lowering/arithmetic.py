@@ -1,8 +1,8 @@
-"""Count the arithmetic of a step: of the loops that Inductor generates, and of the graph that it is given.
+"""Count the arithmetic of a step: in the loops that Inductor generates, and in its input graph.
 
-A compiler that fuses a value into its reader computes it for every element of the reader.  That is right and may take
-hundreds of times as long: the normalised inputs of a product with weights, once per column.  No result shows it, but
-the count does.  Nothing is compiled and nothing is timed: Inductor is stopped when it has chosen its loops.
+A compiler that fuses a value into its reader computes it for every element of the reader. The result is right, but may
+take hundreds of times as long, as for the normalised inputs of a product with weights, once for each column. Results do
+not show this, but counts do. Nothing is compiled or timed: Inductor is stopped when it has chosen its loops.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ MOVES += ("inductor_force_stride_order",)
 """Operators that move numbers or change their dtype, which do not count."""
 FREE = ("load", "store", "store_reduction", "constant", "index_expr", "indirect_indexing", "to_dtype", "masked")
 FREE += ("output", "check_bounds", "to_dtype_bitcast")
-"""The same among the operations of a loop."""
+"""Loop operations that move numbers or change their dtype."""
 
 
 @dataclasses.dataclass
 class Arithmetic:
-    """The operations of a step, on one number each.
+    """The operations of a step, each on one number.
 
     Attributes:
-        loops: in Inductor's loops and in the library's products.
-        graph: if each operator of the graph computes each of its results once.
+        loops: operations in Inductor's loops and in library products.
+        graph: operations if each operator of the graph computes each of its results once.
         largest: the largest counts among the loops, with their ranges.
     """
 
@@ -59,7 +59,7 @@ class Arithmetic:
 
 @dataclasses.dataclass(frozen=True)
 class StepGraphs(Backend):
-    """A backend that keeps its step graphs for Inductor, and runs them uncompiled."""
+    """A backend that keeps the step graphs for Inductor, and runs them uncompiled."""
 
     steps: list[tuple[Any, ...]] = dataclasses.field(default_factory=list, compare=False, repr=False)
 
@@ -76,14 +76,14 @@ class StepGraphs(Backend):
 
 
 def keeping(policy: str, **settings: Any) -> StepGraphs:
-    """A backend with the settings of `kvpass.backend`, and no step graph yet."""
+    """Return a backend with the settings of `kvpass.backend` and no step graphs."""
     made = kvpass.backend(policy, validate=False, **settings)
     return StepGraphs(**{field.name: getattr(made, field.name) for field in dataclasses.fields(made)})
 
 
 @torch.no_grad()
 def step_graphs(model: torch.nn.Module, policy: str, pieces: Sequence[int], **settings: Any) -> StepGraphs:
-    """The step graphs of a conversation in pieces of so many tokens, the first of which is the prompt."""
+    """Return the step graphs of a conversation in pieces of these lengths; the first piece is the prompt."""
     torch._dynamo.reset()
     kept = keeping(policy, **settings)
     compiled, cache, ids = torch.compile(model, backend=kept), None, torch.arange(sum(pieces))[None] % 100
@@ -93,7 +93,7 @@ def step_graphs(model: torch.nn.Module, policy: str, pieces: Sequence[int], **se
 
 
 class _Chosen(BaseException):
-    """Inductor has chosen its loops."""
+    """Stops Inductor when it has chosen its loops."""
 
 
 @torch.no_grad()
@@ -124,7 +124,7 @@ def _numbers(sizes: Sequence[Any]) -> int:
 
 
 def _loops(node: BaseSchedulerNode) -> list[tuple[int, Any]]:
-    """The work of each loop of a kernel: loops with equal ranges are one, which computes an expression once."""
+    """Return the work of each loop of a kernel; loops with equal ranges share expressions."""
     loops: dict[Any, _Expressions] = {}
     library = []
     for part in node.get_nodes():
@@ -138,7 +138,7 @@ def _loops(node: BaseSchedulerNode) -> list[tuple[int, Any]]:
 
 
 class _Expressions(DefaultHandler):
-    """The different expressions of a loop, each a number by what it is made of."""
+    """Numbers the distinct expressions of a loop by their operands."""
 
     def __init__(self) -> None:
         self.known: dict[Any, int] = {}
@@ -170,7 +170,7 @@ class _Expressions(DefaultHandler):
 
 
 def _of_call(node: ir.Operation) -> int:
-    """The work of a call of the library: of a product, a multiplication and a sum for each pair of numbers."""
+    """Return the work of a library call: for products, one multiplication and one addition for each pair."""
     if not isinstance(node, ir.ExternKernel) or not isinstance(node.maybe_get_layout(), ir.Layout):
         return 0
     pairs = _numbers(node.inputs[-1].get_size()[-2:-1]) if str(node.python_kernel_name).endswith(PRODUCTS) else 0
@@ -178,7 +178,7 @@ def _of_call(node: ir.Operation) -> int:
 
 
 def _of_operator(node: fx.Node) -> int:
-    """The work of a node of the graph; of a reduction, an operation for each number that it reads."""
+    """Return the work of a graph node: for reductions, one operation for each number read."""
     if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(node.meta["val"], torch.Tensor):
         return 0
     name = node.target.overloadpacket.__name__

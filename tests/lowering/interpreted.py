@@ -1,4 +1,4 @@
-"""Kernels beside their plain forms, for the process in which Triton interprets: each returns pairs of tensors."""
+"""Run kernels next to their plain forms under Triton's interpreter; each function returns pairs of tensors."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ def attention_of(
     extras: dict[str, bool],
     kv_dtype: KVDtype | None = None,
 ) -> Pairs:
-    """shape: B, Hkv, G, q, C, D, Dv; extras: whether there is a `bias`, a `sink`, a `cap`, a `rope` at read.
+    """Compare attention for a shape (B, Hkv, G, q, C, D, Dv) and optional parts.
 
-    It may be of `interleaved` pairs in the first half of D; ranks are of every head's `own` or shared.  Queries may
-    see nothing: `empty` for the first row, and `hidden` where the bias is the lowest number for all slots.
+    The extras are a `bias`, a `sink`, a `cap` and a `rope` at read. The rope may mix `interleaved` pairs in the first
+    half of D; ranks are shared or each head's `own`. Queries may see nothing: `empty` clears the first row, and
+    `hidden` sets the bias to the lowest number for all slots.
     """
     rows, heads, groups, queries, slots, dim, width = shape
     draw = _drawer(seed, dtype)
@@ -86,7 +87,10 @@ def _rotated(key: Tensor, rope: Rope) -> Tensor:
 
 
 def repairs_of(seed: int, shape: tuple[int, ...], dtype: torch.dtype, hidden: tuple[int, int]) -> Pairs:
-    """shape: B, H, C, D, Dv; rows that move and rows that do not, keys as slots are and values by another order."""
+    """Compare repairs for a shape (B, H, C, D, Dv), with rows that move and rows that do not.
+
+    Keys are stored like slots, and values in another order of dimensions.
+    """
     rows, heads, slots, dim, width = shape
     draw, window = _drawer(seed, dtype), 12
     torch.manual_seed(seed)
@@ -107,7 +111,7 @@ def repairs_of(seed: int, shape: tuple[int, ...], dtype: torch.dtype, hidden: tu
 
 
 def column_sums(seed: int, dtype: torch.dtype, kind: str, causal: bool, sink: bool, cap: bool) -> Pairs:
-    """Sums over all queries and over the last ones, with a mask of a kind."""
+    """Compare sums over all queries and over the last ones, with a kind of mask."""
     rows, heads, groups, count, dim, window = 2, 2, 3, 70, 24, 5
     keys, draw = count + seed % 3 * 7, _drawer(seed, dtype)
     query, key = draw(rows, heads * groups, count, dim), draw(rows, heads, keys, dim)

@@ -1,4 +1,4 @@
-"""Generated code computes what the graph asks for about once: a step may be right and hundreds of times too slow."""
+"""Check that generated code computes each value about once: repeated work gives right results slowly."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.lowering.arithmetic import Arithmetic, StepGraphs, count, keeping, st
 from tests.strategies import ROWS
 
 MOST = 1.6
-"""Loops take at most so many times the operations of the graph.
+"""Largest ratio of operations in loops to operations in the graph.
 
-They take 0.5 to 1.1, and 1.3 to 1.5 where `keydiff` compacts: it takes the root of a key's norm for every number of the
-key.
+Ratios are 0.5 to 1.1, and 1.3 to 1.5 where `keydiff` compacts, because it takes the root of a key's norm for every
+number of the key.
 """
 
 LOOPS = {"none": (0, 0), "values": (0, 16), "both": (16, 16)}
-"""The rows for which attention's two products are loops: what `LIMITS` may say of a processor."""
+"""Numbers of rows up to which attention's two products are loops, for `LIMITS` of a processor."""
 
 HEADS, DIM, BUDGET = 2, 64, 256
 PIECES = [BUDGET + 20, *[1] * 3, 4]  # a prompt, steps until one evicts several tokens, and a chunk
@@ -35,7 +35,7 @@ PIECES = [BUDGET + 20, *[1] * 3, 4]  # a prompt, steps until one evicts several 
 
 @functools.lru_cache(maxsize=2)
 def graphs(policy: str, dtype: torch.dtype, group: int, kv_dtype: str | None) -> StepGraphs:
-    """The step graphs of a layer with heads as in SmolLM2, but few weights, so that most operations are attention's."""
+    """Return the step graphs of a layer with heads as in SmolLM2, but few weights, so that attention dominates."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = dict(vocab_size=128, hidden_size=48, intermediate_size=96, num_hidden_layers=1)
     heads = dict(num_attention_heads=group * HEADS, num_key_value_heads=HEADS, head_dim=DIM)
@@ -50,7 +50,7 @@ def graphs(policy: str, dtype: torch.dtype, group: int, kv_dtype: str | None) ->
 
 
 def counts(made: StepGraphs, loops: str, monkeypatch: pytest.MonkeyPatch, most: int | None = None) -> list[Arithmetic]:
-    """The arithmetic of the first `most` step graphs, on a processor that is not the one below the test."""
+    """Count the arithmetic of the first `most` step graphs, on a simulated processor."""
     scores, values = LOOPS[loops]
     for dtype in row_products.DTYPES:
         limits = RowLimits(quartered=2, paired=4, cached=16, uncached=8, scores=scores, values=values)
@@ -87,7 +87,7 @@ def test_nothing_is_computed_anew(policy: str, dtype: torch.dtype, group: int, k
 
 
 def test_operands_that_are_computed_anew_for_every_result_are_seen(monkeypatch) -> None:
-    """Without their buffers, queries are rotated for every key, and rows normalised for every column of weights."""
+    """Remove buffers: queries are rotated for every key, and rows normalised for every column of weights."""
     monkeypatch.setattr(inductor, "to_buffer", lambda x: x)
     (step,) = counts(graphs("window", torch.bfloat16, 3, None), "both", monkeypatch, 1)
     assert step.ratio > MOST
@@ -96,7 +96,7 @@ def test_operands_that_are_computed_anew_for_every_result_are_seen(monkeypatch) 
 @pytest.mark.parametrize("stored", [True, False])
 def test_scores_that_are_computed_anew_for_every_value_are_seen(stored: bool, monkeypatch) -> None:
     def weighted(scores: Tensor, values: Tensor) -> tuple[Tensor]:
-        weights = (scores * 2 - 3) * scores + 1  # of `exp` Inductor would make a buffer itself
+        weights = (scores * 2 - 3) * scores + 1  # for `exp`, Inductor would make a buffer itself
         weights = inductor.to_buffer(weights) if stored else weights
         return ((weights.unsqueeze(2) * values).sum(1),)
 

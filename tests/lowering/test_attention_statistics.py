@@ -1,4 +1,4 @@
-"""Column sums in pieces against the whole attention matrix."""
+"""Compare column sums in pieces with the full attention matrix."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ NAMES = ("total", "squares", "last", "window", "logits", "older", "older_peak")
 
 
 def operands(query, key, mask, real, causal, scale, window=1, powers=2, value=None):
-    """Arguments of the operator: sums of `powers` and the statistics of the last `window` queries."""
+    """Return arguments of the operator for sums of `powers` and statistics of the last `window` queries."""
     request = StatisticsRequest(NAMES[:powers] + NAMES[2:], causal, scale, None, key.shape[1], window)
     return query, key, value, mask, None, real, None, request.text()
 
 
 def scan_operands(query, key, mask, real, causal, scale, value=None):
-    """Arguments of the operator for the scan of a cascade of one sub-cache, in 5 slots."""
+    """Return arguments of the operator for the scan of a cascade with one sub-cache in 5 slots."""
     policy = to_json(resolve("cascade", {"sinks": 1, "cascades": 1}))
     request = StatisticsRequest(("scan",), causal, scale, None, key.shape[1], scan=policy, budget=5)
     return query, key, value, mask, None, real, None, request.text()
@@ -33,7 +33,7 @@ def statistics(*given, **more):
 
 
 def whole(query, key, mask, real, causal, scale, window):
-    """The same figures from the whole matrix, query by query."""
+    """Compute the same statistics from the full matrix, query by query."""
     rows, heads, keys, _ = key.shape
     groups, count = query.shape[1] // heads, query.shape[2]
     logits = query @ key.repeat_interleave(groups, 1).transpose(2, 3) * scale
@@ -88,7 +88,7 @@ def test_pieces_add_up_to_the_whole(data):
 
 
 def test_peaks_of_heads_that_the_cache_joins():
-    """Keys that are computed from one row for all heads: the highest logit is one of all query heads."""
+    """Test keys computed from one row for all heads: the highest logit is that of any query head."""
     drawn = torch.Generator().manual_seed(0)
     query, key = torch.randn(2, 4, 6, 4, generator=drawn), torch.randn(2, 2, 6, 4, generator=drawn)
     real = torch.ones(2, 6, dtype=torch.bool)
@@ -135,7 +135,7 @@ def test_attention_and_its_sums_come_of_the_same_products(data):
 @pytest.mark.parametrize("options", [{}, {"heads": "kv"}, {"reduce": "max"}, {"select": False}])
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_scan_beside_attention_in_tiles_is_the_scan_of_all_rows(options, padded):
-    """Of means that come out of the attention, and of the rows of all heads."""
+    """Test a scan of means that attention returns, and of rows of all heads."""
     drawn = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, heads, 200, 8, generator=drawn) for heads in (4, 2, 2))
     policy = to_json(resolve("cascade", {"cascades": 4, "sinks": 4, **options}))
@@ -166,7 +166,7 @@ def test_a_scan_does_not_depend_on_the_default_dtype(attends):
 
 @pytest.mark.parametrize("additive", [False, True])
 def test_a_query_whose_mask_hides_every_key_gets_nothing_and_changes_no_sum(additive):
-    """As in the library's attention; padding on the left has such queries, and -inf would make them no numbers."""
+    """Check that such queries, which left padding has, give zeros and no NaN, as in the library."""
     drawn = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, heads, 5, 4, generator=drawn) for heads in (4, 2, 2))
     mask = torch.ones(5, 5, dtype=torch.bool).tril()[None, None].clone()
@@ -185,10 +185,10 @@ def test_a_query_whose_mask_hides_every_key_gets_nothing_and_changes_no_sum(addi
 @pytest.mark.parametrize("make", [operands, scan_operands])
 @pytest.mark.parametrize("attends", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("count", [6, 40])  # by the library, and in tiles
+@pytest.mark.parametrize("count", [6, 40])  # 6 queries use the library, 40 use tiles
 @pytest.mark.parametrize("by_token", [True, False])
 def test_fake_results_have_the_shapes_and_strides_of_real_ones(make, attends, causal, count, by_token):
-    """Also the strides, wherever a model has its heads in memory."""
+    """Check strides too, for any order of heads in memory."""
     keys = count if causal else count + 3
     query, key, value = torch.randn(2, 4, count, 8), torch.randn(2, 2, keys, 8), torch.randn(2, 2, keys, 8)
     query = query.transpose(1, 2).contiguous().transpose(1, 2) if by_token else query
@@ -200,17 +200,17 @@ def test_fake_results_have_the_shapes_and_strides_of_real_ones(make, attends, ca
 def test_a_request_is_its_text():
     request = StatisticsRequest(("scan",), True, 0.3, None, 2, scan=to_json(resolve("cascade", {})), budget=0.5)
     assert StatisticsRequest.parse(request.text()) == request
-    assert not {*request.text()} & {*'"\\\n'}  # a string literal of C++ has it as it is
+    assert not {*request.text()} & {*'"\\\n'}  # C++ string literals take the text unescaped
 
 
 @pytest.fixture
 def in_blocks(monkeypatch):
-    """A processor on which the loops in C++ do not run."""
+    """Simulate a processor without the C++ loops."""
     monkeypatch.setattr(attention_tiles, "dtype_of_products", lambda dtype, dim: None)
 
 
 def test_no_block_is_larger_than_it_may_be(monkeypatch, in_blocks):
-    """A [queries x keys] matrix is never made, whatever the prompt's length."""
+    """Check that no [queries x keys] matrix is computed, for any length of the prompt."""
     sizes = []
     made = attention_blocks.ScoredAttention.logits
 
@@ -227,7 +227,7 @@ def test_no_block_is_larger_than_it_may_be(monkeypatch, in_blocks):
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_block_has_queries_of_few_rows_and_heads(rows, monkeypatch, in_blocks):
-    """Blocks that all rows shared had a few queries each, so that eight rows took twenty times as long as one."""
+    """Check the number of queries in a block, which must not shrink with more rows."""
     shapes = []
     made = attention_blocks.ScoredAttention.logits
     monkeypatch.setattr(
@@ -242,7 +242,7 @@ def test_a_block_has_queries_of_few_rows_and_heads(rows, monkeypatch, in_blocks)
 
 
 def masks(count: int) -> dict[str, torch.Tensor]:
-    """Boolean masks [1, 1, count, count] of prompts."""
+    """Return boolean masks [1, 1, count, count] of prompts."""
     causal = torch.ones(count, count, dtype=torch.bool).tril()
     padded, behind = causal.clone(), causal.clone()
     padded[:, :7], behind[:, -9:] = False, False
@@ -256,7 +256,7 @@ def masks(count: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kind", masks(1))
 @pytest.mark.parametrize("heads", [1, 4])
 def test_keys_that_a_mask_hides_change_nothing(kind, heads, causal, monkeypatch, in_blocks):
-    """Against the same mask as an additive one."""
+    """Compare with the same mask in additive form."""
     drawn = torch.Generator().manual_seed(0)
     query, key = (torch.randn(2, each, 24, 4, generator=drawn) for each in (4, 2))
     mask = masks(24)[kind].expand(2, heads, -1, -1)
@@ -270,13 +270,13 @@ def test_keys_that_a_mask_hides_change_nothing(kind, heads, causal, monkeypatch,
 
 
 def test_sums_of_half_precision_are_those_of_float32():
-    """Logits are not rounded: kept tokens differ from those of a reference in float32 by ties alone."""
+    """Check that logits are not rounded, so that kept tokens differ from a float32 reference only by ties."""
     drawn = torch.Generator().manual_seed(0)
     query, key = (torch.randn(1, each, 64, 16, generator=drawn).bfloat16() for each in (4, 2))
     given = (None, torch.ones(1, 64, dtype=torch.bool), True, 2.0, 4, 2)
     expected = statistics(query.float(), key.float(), *given)
     for got, wanted in zip(statistics(query, key, *given), expected, strict=True):
-        torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-4)  # the order of the additions differs
+        torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-4)  # the order of additions differs
 
 
 @pytest.mark.parametrize("hides", ["bool", "additive"])

@@ -1,4 +1,4 @@
-"""Attention, its rows and their sums by the loops in C++, compared with the same in float64."""
+"""Compare attention, its rows and their sums by the C++ loops with float64."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOWEST = torch.finfo(torch.float32).min
 
 
 def in_float64(query: Any, key: Any, mask: Any, weight: Any, *rest: Any) -> list[torch.Tensor]:
-    """The same sums by blocks in float64; arguments as of `column_sums`."""
+    """Return the sums by blocks in float64; arguments as for `column_sums`."""
     causal, scale, cap, sink_logit, powers = rest
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.double()
@@ -35,7 +35,7 @@ def in_float64(query: Any, key: Any, mask: Any, weight: Any, *rest: Any) -> list
 
 
 def sums_of(query: Any, key: Any, mask: Any, weight: Any, *rest: Any) -> list[torch.Tensor]:
-    """Those of the loops; a log-sum-exp may come behind the arguments of `in_float64`."""
+    """Return the sums by the C++ loops; a log-sum-exp may follow the arguments of `in_float64`."""
     *common, powers = rest[:5]
     attention = ScoredAttention(query, key, mask, *common)
     return attention_tiles.TiledAttention.of(attention, *rest[5:]).with_totals().column_sums(weight, powers)
@@ -48,7 +48,7 @@ def assert_equal(made: list[torch.Tensor], expected: list[torch.Tensor]) -> None
 
 @st.composite
 def operands(draw: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Query, key, value and mask, of sizes on both sides of a tile of 64 queries and 128 keys.
+    """Draw query, key, value and mask, with sizes below and above a tile of 64 queries and 128 keys.
 
     Each query sees the first key.
     """
@@ -120,7 +120,7 @@ def test_attention_is_that_of_float64(data):
 
 
 def attention_in_float64(query, key, value, mask, causal, scale, cap, sink_logit):
-    """Logits with the sink's [B, Hq, q, S or S + 1], and the output."""
+    """Return logits [B, Hq, q, S], or S + 1 with the sink, and the output."""
     groups, count, keys = query.shape[1] // key.shape[1], query.shape[2], key.shape[2]
     key, value = (x.double().repeat_interleave(groups, 1) for x in (key, value))
     logits = query.double() @ key.mT * scale
@@ -158,13 +158,13 @@ def test_sums_beside_attention_are_those_of_float64(data):
     expected = in_float64(query, key, mask, weight, causal, 0.3, cap, sink_logit, powers)
     for one, other in zip(sums, expected, strict=True):
         torch.testing.assert_close(one.double(), other.double(), **near)
-        assert one.is_contiguous()  # as compiled code takes them to be
+        assert one.is_contiguous()  # compiled code expects this
 
 
 @given(data=st.data())
 @settings(max_examples=150)
 def test_means_beside_attention_are_those_of_float64(data):
-    """A few queries at a time, of some rows twice: each call computes the same."""
+    """Test a few queries in each call, and some rows twice: every call computes the same values."""
     query, key, value, mask = data.draw(operands())
     rows, q_heads, count, _ = query.shape
     causal, cap = data.draw(st.booleans()), data.draw(st.sampled_from([None, 5.0]))
@@ -209,7 +209,7 @@ def test_attention_with_rows_does_not_depend_on_how_many_come_at_once(monkeypatc
 
 
 def test_logits_that_rise_from_tile_to_tile_count_with_their_final_totals():
-    """Probabilities are kept relative to lower maxima, down to some whose share of the final total is zero."""
+    """Test probabilities relative to lower maxima, down to a share of zero in the final total."""
     key = torch.linspace(-300, 300, 700).view(1, 1, 700, 1)
     query, weight = torch.full((1, 1, 40, 1), 1.0), torch.ones(1, 40)
     query[..., 7, :] = 0.001
@@ -220,7 +220,7 @@ def test_logits_that_rise_from_tile_to_tile_count_with_their_final_totals():
 
 @pytest.mark.parametrize("size", [30.0, 50.0, 88.0, 1e4])
 def test_a_cap_bounds_logits_of_any_size(size):
-    """Beyond 128 in base two a power has no float32."""
+    """Test logits beyond 128 in base two, whose powers exceed float32."""
     query, key = torch.ones(1, 1, 40, 1), torch.tensor([1.0, -1.0, 0.5]).view(1, 1, 3, 1)
     operands = query, key, key, None, False, size * 5, 5.0, None
     rows = attention_tiles.TiledAttention.of(ScoredAttention(query, key, None, False, size * 5, 5.0))
@@ -236,7 +236,7 @@ def test_a_cap_bounds_logits_of_any_size(size):
 @pytest.mark.parametrize("hides", ["bool", "-inf"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_query_that_sees_no_key_gets_zeros(dtype, hides, causal):
-    """Among others of its tile, and in whole tiles."""
+    """Test single queries in a tile, and complete tiles."""
     query, key, value = (torch.randn(1, 2, 140, 8).to(dtype) for _ in range(3))
     seen = torch.ones(1, 1, 140, 140, dtype=torch.bool)
     blind = torch.arange(140)[(torch.arange(140) % 3 == 0) | (torch.arange(140) > 63)]
@@ -286,7 +286,7 @@ def test_attention_is_the_librarys_where_it_has_matrix_tiles(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shift", [0.0, 300.0, 1e9])
 def test_a_known_log_sum_exp_changes_nothing(dtype, shift):
-    """One of 1e9 is too coarse to divide by: the totals of its queries are computed."""
+    """Test a log-sum-exp of 1e9, which is too coarse for division, so that totals are computed."""
     drawn = torch.Generator().manual_seed(0)
     query, key = (torch.randn(2, heads, 150, 16, generator=drawn).to(dtype) for heads in (4, 2))
     mask = torch.full((1, 1, 150, 150), -torch.inf).triu(1) - shift
@@ -345,7 +345,7 @@ def test_nothing_to_sum_gives_zeros(shape):
 
 
 def test_a_processor_without_the_products_has_the_blocks(monkeypatch):
-    """The same scores, in float32, whatever the reason is for which the loops do not run."""
+    """Compare scores in float32, for every reason that disables the loops."""
     query, key = torch.randn(1, 4, 70, 8), torch.randn(1, 2, 70, 8)
     attention, weight = ScoredAttention(query, key, None, True, 0.5, None, None), torch.ones(1, 70)
     expected = attention_sums.column_sums(attention, weight, 2)
@@ -365,7 +365,7 @@ def test_a_processor_without_the_products_has_the_blocks(monkeypatch):
 
 
 def test_wrong_products_are_not_used(monkeypatch, caplog):
-    """Of a library that wants its operands in another layout."""
+    """Simulate a library that expects its operands in another layout."""
     attention_tiles._runs.cache_clear()
     monkeypatch.setattr(attention_tiles.TiledAttention, "column_sums", lambda *_: [torch.ones(1, 1, 1, 3)])
     try:
@@ -414,13 +414,13 @@ print(out.logits.isfinite().all().item())
 @pytest.mark.few(1)
 @pytest.mark.parametrize("policy", ["streaming", "tova", "full"])
 def test_the_first_use_may_be_in_a_chunk_that_is_traced(policy):
-    """Products are checked on real tensors then; a process of its own has checked none."""
+    """Check products on real tensors in a separate process, in which none has been checked before."""
     command = [sys.executable, "-c", FIRST_USE_IN_A_CHUNK.format(policy=policy)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.stdout.split()[-1:] == ["True"], done.stderr
 
 
-FAILURES = {  # a line of the source, and what the test's build has in place of it
+FAILURES = {  # a line of the source, and its replacement in the test's build
     "no memory for the tiles of a thread": (
         "products(QUERIES * KEYS) {}",
         "products(QUERIES * KEYS) { if (++made == 2) throw std::bad_alloc(); }\n  static inline std::atomic<int> made;",
@@ -442,7 +442,7 @@ def test_a_failure_in_a_thread_is_an_error_and_does_not_end_the_process(failure,
     source = attention_tiles.source(torch.float32, None)
     before, after = FAILURES[failure]
     assert source.count(before) == 1
-    compute_all(attention)  # the products are checked at first use
+    compute_all(attention)  # products are checked at first use
     source = "#include <new>\n" + source.replace(before, after)
     monkeypatch.setattr(attention_tiles, "_library", lambda *_: generated_code.cpp_library(source))
     threads = torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""Token ids and positions outside of their tables are errors of Python."""
+"""Test that token ids and positions outside their tables raise Python exceptions."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def lowered(function: Callable[..., Tensor], *examples: Tensor) -> Any:
 def test_rows_are_checked_before_they_are_read(
     look_up: Callable[[Tensor, Tensor], Tensor], negative: bool, dtype: torch.dtype
 ) -> None:
-    """Every such lookup goes through one operator, so none is left to a check inside of a loop."""
+    """Check that every such lookup uses one operator, so that no check stays inside a loop."""
     table = torch.randn(7, 3)
     gm = lowered(look_up, table, torch.zeros(2, 4, dtype=dtype))
     called = [node.target for node in gm.graph.nodes]
@@ -55,8 +55,8 @@ def test_rows_are_checked_before_they_are_read(
     [
         lambda table, index: table[:, index],  # not by rows
         lambda table, index: table[index, index],
-        lambda table, index: table[None].expand(2, -1, -1)[index],  # no table of rows
-        lambda table, index: table.long()[index],  # what is looked up are no features
+        lambda table, index: table[None].expand(2, -1, -1)[index],  # not a table of rows
+        lambda table, index: table.long()[index],  # not a lookup of features
     ],
 )
 def test_other_lookups_stay(function: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -96,7 +96,7 @@ except (kvpass.KVPassError, IndexError) as error:
 @pytest.mark.parametrize("rows", [1, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("where", ["token", pytest.param("position", marks=pytest.mark.slow)])
 def test_a_lookup_outside_of_a_table_ends_no_process(inner: str, where: str, rows: int) -> None:
-    """On two threads, where an exception in a loop that they share would end it."""
+    """Test two threads, where an exception in a shared loop would end the process."""
     command = [sys.executable, "-c", SCRIPT, inner, where, str(rows)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "2"})
     assert done.returncode == 0, done.stderr[-2000:]

@@ -1,4 +1,4 @@
-"""Code that Inductor has cached is found again only by the sources that made it."""
+"""Test that cached Inductor code is found only with the sources that generated it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from kvpass.runtime import backend_base
 ROOT = Path(kvpass.__file__).parent
 CHANGES = (backend_base._prepare_prompt_graph, backend_base._prepare_step_graph)
 DECIDE_NOTHING = {"kvpass", "kvpass.errors", "kvpass.versions"}
-"""Modules that decide nothing about compiled code."""
+"""Modules that do not affect compiled code."""
 
 
 def imported_by(module: types.ModuleType) -> set[str]:
-    """The modules of kvpass that a module imports at its top."""
+    """Return the modules of kvpass that a module imports at top level."""
     found = set()
     for each in ast.parse(inspect.getsource(module)).body:
         if isinstance(each, ast.ImportFrom) and (each.module or "").partition(".")[0] == "kvpass":

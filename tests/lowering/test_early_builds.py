@@ -1,4 +1,4 @@
-"""Builds that begin before they are needed."""
+"""Test builds that start before they are needed."""
 
 from __future__ import annotations
 

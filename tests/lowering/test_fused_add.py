@@ -1,4 +1,4 @@
-"""Sums of the residual stream are written out, and nothing else is."""
+"""Check that sums of the residual stream are materialised, and nothing else."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ aten = torch.ops.aten
 
 
 def written(function, *arguments):
-    """The graph of a function on these arguments with its sums written out, and how many are."""
+    """Return the graph of a function with its sums materialised, and their number."""
     traced = make_fx(function, tracing_mode="fake")(*arguments)
     materialize_sums(traced.graph)
     traced.graph.lint()
@@ -28,7 +28,7 @@ def layers(x, weights):
 def test_every_sum_that_is_read_twice():
     x, weights = torch.randn(2, 1, 8), [torch.randn(8, 8) / 8 for _ in range(4)]
     traced, count = written(layers, x, weights)
-    assert count == 3  # the last one is only returned
+    assert count == 3  # the last sum is only returned
     assert torch.allclose(traced(x, weights), layers(x, weights), atol=1e-5)
 
 

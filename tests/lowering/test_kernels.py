@@ -1,4 +1,4 @@
-"""The Triton kernels: their numbers through the interpreter, and their machine code for GPUs that are not there."""
+"""Test the Triton kernels: results in the interpreter, and machine code for GPUs that are not present."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ attentions = pytest.mark.parametrize(
     ("shape", "mask", "extras"),
     [
         ((2, 2, 4, 1, 300, 32, 32), (2, 1, 1, 1, 300), {}),  # decode, heads share their tokens
-        ((1, 3, 1, 1, 70, 16, 16), (1, 3, 1, 1, 70), {"bias": True}),  # single heads, each with its own
+        ((1, 3, 1, 1, 70, 16, 16), (1, 3, 1, 1, 70), {"bias": True}),  # single heads with different tokens
         ((2, 2, 3, 2, 130, 24, 40), (2, 2, 3, 2, 130), {"bias": True, "sink": True, "cap": True}),  # odd sizes
         ((1, 2, 2, 9, 40, 64, 64), (1, 1, 1, 9, 40), {"sink": True}),  # a short chunk
         ((1, 1, 8, 1, 1, 8, 8), (1, 1, 1, 1, 1), {}),  # one slot
@@ -38,9 +38,9 @@ attentions = pytest.mark.parametrize(
             (2, 3, 1, 1, 70),
             {"rope": True, "interleaved": True, "own": True, "bias": True},
         ),  # in part
-        ((2, 2, 4, 1, 300, 32, 32), (2, 1, 1, 1, 300), {"empty": True}),  # nothing is there for one row
+        ((2, 2, 4, 1, 300, 32, 32), (2, 1, 1, 1, 300), {"empty": True}),  # the first row has no tokens
         ((2, 2, 4, 1, 300, 32, 32), (2, 1, 1, 1, 300), {"empty": True, "sink": True}),
-        ((1, 2, 2, 9, 40, 16, 16), (1, 1, 1, 9, 40), {"hidden": True}),  # everything is hidden, and some is not there
+        ((1, 2, 2, 9, 40, 16, 16), (1, 1, 1, 9, 40), {"hidden": True}),  # all slots are hidden, and some are empty
     ],
     ids=["decode", "single", "odd", "chunk", "one", "rotated", "interleaved", "empty", "sink-alone", "hidden"],
 )
@@ -100,9 +100,9 @@ def split_for(
     kv_dtype: KVDtype | None = None,
     interleaved: bool = False,
 ) -> Binary:
-    """`split` for 8 KV heads of 4,097 slots; `full` has a mask and a bias of its own for each query.
+    """Compile `split` for 8 KV heads of 4,097 slots; `full` has a mask and a bias for each query.
 
-    `rotated` is how many numbers of a key are; rows are stored as `kv_dtype` says.
+    `rotated` is the number of rotated dimensions of a key, and `kv_dtype` the storage format.
     """
     slots, heads, there = 4097, 8, torch.device("meta")
     key, value = (EncodedVectors.empty(format_of(kv_dtype, dim, dtype), (1, heads, slots), there) for _ in range(2))
@@ -175,7 +175,7 @@ def test_attention_to_codes_spills_nothing(
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(("kv_dtype", "rotated"), [(None, 0), (None, 128), ("int8", 0)])
 def test_rows_come_by_wide_copies_that_one_wait_is_for(target: str, kv_dtype: KVDtype | None, rotated: int) -> None:
-    """Of numbers 16 bytes a thread, each byte of K and V once; no other load of a turn is waited for in it."""
+    """Check copies of 16 bytes for each thread that read K and V once, without other waits in an iteration."""
     binary = split_for(target, torch.bfloat16, 128, 4, False, rotated=rotated, kv_dtype=kv_dtype)
     listing = binary.listing
     (loop,) = listing.loops
@@ -189,7 +189,7 @@ def test_rows_come_by_wide_copies_that_one_wait_is_for(target: str, kv_dtype: KV
     if kv_dtype is None:
         assert set(turn.widths("LDGSTS")) == {"LDGSTS.E.BYPASS.128"}
     assert turn.of("HMMA") > 0
-    assert listing.waits(loop) < 1.3  # what a product would have to wait for is asked for a turn ahead
+    assert listing.waits(loop) < 1.3  # operands of a product are requested one iteration ahead
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -200,7 +200,7 @@ def test_a_byte_of_two_codes_is_loaded_once(target: str, rotated: int) -> None:
     (loop,) = listing.loops
     turn = listing.inside(loop)
     widths = turn.widths("LDG", "LDGSTS")
-    assert sum(n for name, n in widths.items() if name.endswith("U8")) <= 8  # zero points and the mask alone
+    assert sum(n for name, n in widths.items() if name.endswith("U8")) <= 8  # only zero points and the mask
     block = int(binary.configuration.partition(" BLOCK=")[2].split()[0])
     wide = [n for name, n in widths.items() if name.endswith(".128")]
     assert sum(wide) * 32 * 16 * binary.warps == block * (2 * 64 + 2 * 2 * rotated)
@@ -213,7 +213,7 @@ def test_sums_of_a_prompt_are_products_of_warp_groups_and_compare_nothing_where_
     assert [launch.name for launch in both] == ["totals", "columns"]
     for launch in both:
         listing = launch.binary("sm_90").listing
-        assert len(listing.loops) == 2  # whole blocks, and those that some queries do not see
+        assert len(listing.loops) == 2  # complete blocks, and blocks that some queries do not see
         assert all(listing.inside(loop).of("HGMMA") == 128 // 16 for loop in listing.loops)
         whole, diagonal = listing.loops if launch.name == "totals" else reversed(listing.loops)
         assert listing.inside(whole).instructions < listing.inside(diagonal).instructions
@@ -232,7 +232,7 @@ def test_repairs_spill_nothing(target: str, dtype: torch.dtype, dim: int, hidden
     (launch,) = launched(align_kernel.repair_by_kernel, weights, key, value, made, made, made.bool())
     binary = launch.binary(target)
     assert binary.spills == 0
-    assert binary.shared <= 99 << 10  # what every GPU since sm_80 has
+    assert binary.shared <= 99 << 10  # the limit of every GPU since sm_80
 
 
 @pytest.mark.parametrize("target", TARGETS)

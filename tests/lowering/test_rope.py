@@ -1,4 +1,4 @@
-"""Rotary embeddings are seen to mix pairs, and applied as a kernel does it rotate as the model's code does."""
+"""Test that pairs of rotary embeddings are found, and that a kernel's rotation equals the model's."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def angles(width: int) -> tuple[Tensor, Tensor]:
 
 
 def halves(key: Tensor) -> Tensor:
-    """As Llama rotates keys."""
+    """Rotate keys like Llama."""
     cos, sin = (torch.cat([x, x], -1) for x in angles(WIDTH))
     return key * cos + torch.cat([-key[WIDTH // 2 :], key[: WIDTH // 2]], -1) * sin
 
 
 def neighbours(key: Tensor) -> Tensor:
-    """As GPT-J does, here in the first 8 numbers only."""
+    """Rotate keys like GPT-J, here only the first 8 dimensions."""
     cos, sin = angles(8)
     even, odd = key[:8:2], key[1:8:2]
     rotated = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
@@ -44,10 +44,10 @@ def test_pairs_found_in_a_rotation_rotate_as_the_model_does(rotate, pairs):
 @pytest.mark.parametrize(
     "matrix",
     [
-        torch.eye(6),  # nothing is mixed
-        torch.ones(6, 6),  # everything is
+        torch.eye(6),  # mixes nothing
+        torch.ones(6, 6),  # mixes everything
         torch.eye(6).roll(1, 0),  # neighbours, but in a ring
-        torch.block_diag(torch.eye(2), torch.ones(2, 2).kron(torch.eye(2))),  # the last four
+        torch.block_diag(torch.eye(2), torch.ones(2, 2).kron(torch.eye(2))),  # only the last four
     ],
 )
 def test_other_mixtures_are_left_to_the_plain_form(matrix):

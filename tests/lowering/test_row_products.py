@@ -1,4 +1,4 @@
-"""Products of a single row are spelled out, those of a few rows where it is faster, and nothing else is."""
+"""Test that products of one row, and of few rows where faster, are decomposed, and nothing else."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
 
 
 def spelled(function, *arguments):
-    """The graph of a function on these arguments, spelled out, and how many products are left in it."""
+    """Return a function's graph after decomposition, and the number of products left."""
     traced = make_fx(function, tracing_mode="fake")(*arguments)
     decompose_products(traced.graph)
     traced.graph.lint()
@@ -74,7 +74,7 @@ def test_a_few_rows_through_a_linear_layer(rows, columns, dtype):
     ("rows", "weight"),
     [
         (17, torch.randn(32, 48)),
-        (2, torch.randn(48, 32).t()),  # as in GPT-2: rows lie together, not columns
+        (2, torch.randn(48, 32).t()),  # as in GPT-2: rows are contiguous, not columns
         (2, torch.randn(32, 48).double()),
     ],
 )
@@ -88,7 +88,7 @@ def test_other_products_are_left_alone(rows, weight):
     [
         (torch.float32, False, 1, 512, 4),
         (torch.float32, False, 3, 512, 4),
-        (torch.float32, False, 4, 512, 2),  # the rows stay near
+        (torch.float32, False, 4, 512, 2),  # the rows stay in the cache
         (torch.float32, False, 4, 1536, 2),
         (torch.float32, False, 4, 1540, 4),
         (torch.float32, False, 8, 2048, 2),
@@ -101,7 +101,7 @@ def test_other_products_are_left_alone(rows, weight):
         (torch.bfloat16, True, 5, 2080, 0),
         (torch.bfloat16, True, 8, 512, 1),
         (torch.bfloat16, True, 9, 512, 0),
-        (torch.bfloat16, False, 8, 2048, 2),  # the library has to convert
+        (torch.bfloat16, False, 8, 2048, 2),  # the library must convert
         (torch.bfloat16, False, 9, 2048, 0),
         (torch.float16, False, 16, 2048, 2),
         (torch.float16, False, 17, 64, 0),
@@ -155,7 +155,7 @@ def test_products_of_attention(function, rows, dtype):
         (2, 64, torch.float32, 4),  # sixteen numbers are a cache line
         (2, 128, torch.float32, 8),
         (2, 64, torch.bfloat16, 2),
-        (8, 64, torch.float32, 2),  # no more sums than registers have room for
+        (8, 64, torch.float32, 2),  # limited by the number of registers for sums
         (17, 64, torch.float32, 1),
         (2, 96, torch.float32, 4),
         (2, 33, torch.float32, 1),
@@ -196,7 +196,7 @@ def test_products_with_anything_else_are_left_alone():
 
 @pytest.mark.parametrize(("layers", "left"), [(2, 0), (3, 3)])
 def test_values_go_through_loops_where_there_are_few_layers(layers, left, monkeypatch):
-    """What calls the library ends a kernel: else many layers would be one, which share nothing."""
+    """Check that models with many layers call the library: a call ends a kernel, so that layers stay separate."""
     monkeypatch.setattr(row_products.Processor, "here", lambda: Processor(32 << 10, frozenset(), "made up"))
     monkeypatch.setitem(
         row_products.LIMITS, ("made up", torch.float32, False), RowLimits(2, 2, 2, 2, scores=2, values=2)
@@ -229,7 +229,7 @@ def test_a_dynamic_number_of_slots(monkeypatch):
 
 
 def scaled(x, codes, scale):
-    """Codes times a scale for each column, as weight-only quantisation has it."""
+    """Multiply by codes and a scale for each column, like weight-only quantisation."""
     return torch.nn.functional.linear(x, codes.to(x.dtype)) * scale
 
 
@@ -238,7 +238,7 @@ def scaled_transposed(x, codes, scale):
 
 
 def compiled_in_int8(function, change, rows, dtype):
-    """The generated code of a product with random weights in int8; its result is checked."""
+    """Return the generated code of a product with random int8 weights, and check its result."""
     torch._dynamo.reset()
     x, scale = torch.randn(rows, 64).to(dtype), torch.rand(96).to(dtype)
     codes = torch.randint(-128, 128, (96, 64), dtype=torch.int8)
@@ -254,7 +254,7 @@ def compiled_in_int8(function, change, rows, dtype):
     ("rows", "dtype"), [(1, torch.float32), (4, torch.float32), (1, torch.bfloat16), (8, torch.bfloat16)]
 )
 def test_weights_in_int8_are_converted_in_registers(rows, dtype, function):
-    """They become float32 at once: on the way over bfloat16 a loop takes twice as long."""
+    """Check that codes become float32 directly: conversion through bfloat16 takes twice as long in a loop."""
     written = compiled_in_int8(function, decompose_products, rows, dtype)
     body = written[written.index("def call(") : written.index("def get_args")]
     assert "empty_strided_cpu" in body
@@ -266,7 +266,7 @@ def test_weights_in_int8_are_converted_in_registers(rows, dtype, function):
 @pytest.mark.parametrize("function", [scaled, scaled_transposed])
 @pytest.mark.parametrize("rows", [9, 40])
 def test_weights_in_int8_are_converted_for_many_rows(rows, function):
-    """Otherwise Inductor calls a product of torch's that is slow for many rows."""
+    """Check that Inductor does not call a product of torch that is slow for many rows."""
     written = compiled_in_int8(function, convert_weights, rows, torch.bfloat16)
     assert "extern_kernels.mm(" in written
     assert "int8pack" not in written
@@ -287,7 +287,7 @@ def test_not_on_a_gpu():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_are_read_in_their_own_dtype(dtype):
-    """Nothing is called, neither the library nor a conversion, and no matrix is made in float32."""
+    """Check that no call to the library or conversion remains, and that no float32 matrix is made."""
     x, weight = torch.randn(1, 64).to(dtype), torch.randn(96, 64).to(dtype)
     options = {"post_grad_custom_pre_pass": inductor.graph_pass(uuid.uuid4().bytes, decompose_products)}
     _, codes = run_and_get_code(torch.compile(torch.nn.functional.linear, options=options), x, weight)
@@ -318,7 +318,7 @@ def test_rows_are_stored_once():
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_every_new_node_has_metadata(rows):
-    """Of the strides too: the operators that follow were traced for those of the product."""
+    """Check strides too: later operators were traced for the strides of the product."""
     traced, left = spelled(torch.nn.functional.linear, torch.randn(rows, 48), torch.randn(32, 48))
     made = [node for node in traced.graph.nodes if node.op == "call_function"]
     assert left == 0

@@ -1,4 +1,4 @@
-"""Lookups that need no check are told from those that do."""
+"""Test which lookups need no bounds check."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ aten = torch.ops.aten
 
 
 def padding(mask: Tensor) -> Tensor:
-    """As masks of transformers look it up."""
+    """Look up a mask like transformers."""
     rows = torch.arange(mask.shape[0])[:, None, None, None]
     return mask[rows, (torch.arange(mask.shape[1]) + 0)[None, None, None, :]]
 
 
 def lowered(function: Callable[..., Tensor], *examples: Tensor, sizes: str) -> list[Any]:
-    """What a function calls afterwards; it gives the same."""
+    """Return the operators of a function after the pass, and check that its result is unchanged."""
     as_lowered = get_decompositions([aten.arange.start_step, aten.arange.start, aten.arange.default])
     gm = make_fx(function, as_lowered, tracing_mode=sizes)(*examples)
     look_up_unchecked(gm.graph)
@@ -34,7 +34,7 @@ def lowered(function: Callable[..., Tensor], *examples: Tensor, sizes: str) -> l
 
 
 def unchecked(function: Callable[..., Tensor], *examples: Tensor, sizes: str) -> bool:
-    """Whether the only lookup of a function is left without a check."""
+    """True if the only lookup of a function has no check."""
     (target,) = [target for target in lowered(function, *examples, sizes=sizes) if "index" in str(target)]
     return target is aten._unsafe_index.Tensor
 

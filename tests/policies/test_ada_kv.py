@@ -1,4 +1,4 @@
-"""AdaKV: budgets by hand, and what slots in classes of heads must never change."""
+"""Test AdaKV: budgets computed by hand, and invariants of slots in classes of heads."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SCORES = torch.tensor([[[.30, .20, .15, .10, .05, .05, .05, .05, .03, .02],
 
 @pytest.mark.parametrize(("safeguard", "wanted"), [(0.0, [7, 1]), (0.2, [7, 1]), (0.5, [6, 2]), (1.0, [4, 4])])
 def test_counts_by_hand(safeguard: float, wanted: list[int]) -> None:
-    """Eight tokens of two heads: the first head's seven best are above the second best of the other."""
+    """Test eight tokens of two heads: the first head's best seven exceed the other's second best."""
     position = torch.arange(10).expand(1, 2, -1)
     assert count_winners(SCORES, position, 4, safeguard).tolist() == [wanted]
     padded = position.clone()
@@ -46,7 +46,7 @@ def test_budgets_by_hand() -> None:
     assert AdaKV(shares=(1.0,)).head_classes(3, 90) == ()
     assert classes_of((0.5, 1.5), 40, 5) == (HeadClass(1, 28), HeadClass(1, 12))
     assert classes_of((2.0, 2.0, 1.0, 1.0, 1.0), 5 * 13, 4) == (HeadClass(2, 16), HeadClass(3, 11))
-    assert classes_of((2.0, 1.0), 8, 4) == ()  # no more than the least
+    assert classes_of((2.0, 1.0), 8, 4) == ()  # not more than the minimum
 
 
 @given(
@@ -65,7 +65,7 @@ def test_budgets_add_up_and_fall(heads: int, least: int, more: int, shares: list
 
 
 def layer(seed: int, rows: int = 2, heads: int = 4, tokens: int = 40) -> Stretch:
-    """Random tokens; each head attends more sharply than the one before."""
+    """Return random tokens; each head attends more sharply than the previous one."""
     drawn = torch.Generator().manual_seed(seed)
     sharpness = torch.arange(1, heads + 1).repeat_interleave(2)[:, None, None] * 0.8
     q = torch.randn(rows, 2 * heads, tokens, 8, generator=drawn) * sharpness
@@ -74,7 +74,7 @@ def layer(seed: int, rows: int = 2, heads: int = 4, tokens: int = 40) -> Stretch
 
 
 def parts(whole: Stretch, prompt: int) -> list[Stretch]:
-    """A prompt, a chunk of three tokens, and steps."""
+    """Split a conversation into a prompt, a chunk of three tokens, and steps."""
     ends = [0, prompt, prompt + 3, *range(prompt + 4, whole.q.shape[2] + 1)]
     fields = ("q", "k", "v")
     return [
@@ -91,7 +91,7 @@ def fed(policy: AdaKV, whole: Stretch, prompt: int = 24, budget: int = 9) -> tup
 
 @dataclasses.dataclass(frozen=True)
 class TwoEqualClasses(AdaKV):
-    """Classes of equal capacity, in the model's own order of heads."""
+    """A policy with classes of equal capacity, in the model's order of heads."""
 
     name = "_two_equal_classes"
 
@@ -117,7 +117,7 @@ COUNTS: list[Tensor] = []
 
 @dataclasses.dataclass(frozen=True)
 class Noting(AdaKV):
-    """Notes the counts of heads."""
+    """A policy that records the counts of heads."""
 
     name = "_noting"
 
@@ -128,7 +128,7 @@ class Noting(AdaKV):
 
 @pytest.mark.parametrize("order", [(2, 0, 3, 1), (3, 2, 1, 0)])
 def test_permuted_heads_give_permuted_results(order: tuple[int, ...]) -> None:
-    """Of heads whose counts differ; of equal counts the lower head comes first."""
+    """Test heads with different counts; among equal counts the lower head comes first."""
     whole = layer(1, rows=1)
     by_query = [2 * head + i for head in order for i in range(2)]
     other = Stretch(whole.q[:, by_query], whole.k[:, order], whole.v[:, order], whole.valid)
@@ -141,7 +141,7 @@ def test_permuted_heads_give_permuted_results(order: tuple[int, ...]) -> None:
 
 
 def test_classes_equal_one_rectangle_with_a_budget_for_each_head() -> None:
-    """The padded rectangle with masks holds as many tokens in more slots."""
+    """Compare with a padded rectangle with masks, which holds as many tokens in more slots."""
     policy, whole = AdaKV(window=3), layer(2)
     lowered, _ = fed(policy, whole, prompt=24)
     slots = lowered.slots
@@ -173,7 +173,7 @@ def ids(rows: int, tokens: int, seed: int = 0) -> Tensor:
 
 
 def sharp(architecture: str = "GPTNeoX") -> Any:
-    """A model whose heads attend unequally."""
+    """Return a model whose heads attend with different sharpness."""
     model, drawn = build(architecture), torch.Generator().manual_seed(1)
     with torch.no_grad():
         for weight in model.parameters():
@@ -186,7 +186,7 @@ def sharp(architecture: str = "GPTNeoX") -> Any:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kv_dtype", [None, "int8", "int4"])
 def test_bytes_are_those_of_equal_heads(kv_dtype: str | None) -> None:
-    """But for the order of the heads, and two counters of each class."""
+    """Compare bytes, except for the order of the heads and two counters of each class."""
     model, reports = sharp(), []
     for policy, more in (("ada_kv", {}), ("snapkv", {})):
         backend = kvpass.backend(policy, budget=12, window=3, inner="eager", kv_dtype=kv_dtype, **more)

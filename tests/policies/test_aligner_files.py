@@ -1,4 +1,4 @@
-"""Aligners in files: what is checked when one is read."""
+"""Test the checks on aligner files."""
 
 from __future__ import annotations
 

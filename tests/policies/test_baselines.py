@@ -1,4 +1,4 @@
-"""What window, streaming, h2o, tova, roco, knorm, snapkv and random say they keep."""
+"""Test which tokens window, streaming, h2o, tova, roco, knorm, snapkv and random keep."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def layer(tokens, heads=1, groups=1, dim=8, seed=0):
 
 
 def probabilities(q, k):
-    """[Hq, T, T] of full causal attention."""
+    """Return the probabilities [Hq, T, T] of full causal attention."""
     logits = q[0] @ k[0].repeat_interleave(q.shape[1] // k.shape[1], 0).transpose(1, 2) / q.shape[-1] ** 0.5
     ahead = torch.ones(logits.shape[1:], dtype=torch.bool).triu(1)
     return logits.masked_fill(ahead, -torch.inf).softmax(-1)
 
 
 def prompt_keeps(name, q, k, v, **options):
-    """The positions kept of a prompt, for each KV head."""
+    """Return the positions kept after a prompt, for each KV head."""
     trace = simulate(name, q, k, v, prompt=q.shape[2], compiled=True, **options)
     return [set(head.tolist()) - {-1} for head in trace.positions[0, 0]]
 
@@ -79,12 +79,13 @@ def test_knorm_keeps_the_smallest_of_all_keys_seen():
 @pytest.mark.parametrize("positions", ["absolute", "cache"])
 @pytest.mark.parametrize("theta", [100.0, 1e4, 1e6])
 def test_knorm_keeps_the_earlier_of_two_equal_keys(theta, positions):
-    """A word that comes again has one key in the first layer but for its rotation: norms differ by rounding alone.
+    """Check ties of a repeated word, whose keys in the first layer differ only by rotation.
 
-    Rounding to float16 is coarser than that by four orders of magnitude, so no such pair is told apart any more.
+    Their norms differ by rounding alone. Rounding to float16 is coarser by four orders of magnitude, so it makes them
+    equal.
     """
     q, k, v = layer(48, heads=2, dim=64)
-    k = k[:, :, :6].repeat(1, 1, 8, 1)  # six words, over and over
+    k = k[:, :, :6].repeat(1, 1, 8, 1)  # six words, repeated
     norms = k[0].norm(dim=-1).half()
     options = dict(prompt=24, budget=10, rope_theta=theta, positions=positions)
     ours, literal = (simulate("knorm", q, k, v, compiled=way, **options).positions[:, 0] for way in (True, False))
@@ -98,7 +99,7 @@ def test_roco_averages_and_protects_what_varies():
     q, k, v = layer(32, groups=2)
     rows, budget = probabilities(q, k), 8
     older = range(32 - budget // 2)
-    probs = {j: rows[:, j:, j].flatten() for j in older}  # by every query that saw it
+    probs = {j: rows[:, j:, j].flatten() for j in older}  # by every query that saw the token
     varied = sorted(older, key=lambda j: -probs[j].var(unbiased=False))[: budget // 4]
     means = sorted(set(older) - set(varied), key=lambda j: -probs[j].mean())[: budget // 4]
     assert prompt_keeps("roco", q, k, v, budget=budget) == [{*varied, *means, *range(28, 32)}]

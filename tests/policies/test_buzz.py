@@ -1,4 +1,4 @@
-"""BUZZ: the recursion of its sizes, the parameter theorem, and its errors."""
+"""Test BUZZ: the recursion of its sizes, the theorem on its parameters, and its errors."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_best_of_each_hive_stays():
 
 @pytest.mark.parametrize(("old_stride", "old"), [(None, [0]), (3, [0]), (2, [0, 10])])
 def test_old_tokens_are_sampled_at_their_own_stride(old_stride, old):
-    """By hand: the first thinning leaves 0, 5, 10; the second has them as old ones, and 12 to 20 as new ones."""
+    """Check by hand: the first thinning keeps 0, 5, 10, old in the second; 12 to 20 are new."""
     q, k, v = (torch.randn(1, 1, 22, 4, generator=torch.Generator().manual_seed(n)) for n in range(3))
     sizes = {"budget": 12, "sinks": 0, "window": 1, "threshold": 11, "old_stride": old_stride}
     held = simulate("buzz", q, k, v, prompt=1, variant="nomax", compiled=True, **sizes).positions[:, 0, 0].tolist()

@@ -1,4 +1,4 @@
-"""TriAttention and Expected Attention: the literal examples, what scores depend on, and files of calibrations."""
+"""Test TriAttention and Expected Attention: examples by hand, dependencies of scores, and calibration files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ POLICIES = (TriAttention, ExpectedAttention)
 
 
 def made_up(mean: list[list[float]], frequency: float, second: list[float], size: list[float]) -> Calibration:
-    """A calibration of one layer and KV head of dimension 2."""
+    """Return a calibration of one layer and KV head of dimension 2."""
     heads = len(mean)
     return Calibration(
         CalibratedModel("made up", 1, heads, 1, 2),
@@ -66,7 +66,7 @@ def test_tri_attention_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     for name, each in zip(("score_0", "score_1"), wanted, strict=True):
         torch.testing.assert_close(state[name][0, 0], torch.tensor(each), atol=6e-5, rtol=0)
-    after = tokens(10, 3, state)  # the prompt of three tokens is pinned, which takes it out of the others' sight
+    after = tokens(10, 3, state)  # the prompt of three tokens is pinned, so the policy does not see it
     after = dataclasses.replace(after, position=torch.where(after.position < 3, -1, after.position))
     highest = torch.tensor([1.4633, 0.7182, 0.7544, -0.4424, 1.2239, 1.0988, 0.0815])
     torch.testing.assert_close(policy.score(after)[0, 0, 3:], highest, atol=3e-4, rtol=0)  # scores are rounded
@@ -88,7 +88,7 @@ def test_expected_attention_by_hand(epsilon: float) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_scores_depend_on_relative_positions_alone(policy: Any) -> None:
-    """Keys that are rotated on, with the next position as far on, have the scores that they had."""
+    """Check that keys rotated further keep their scores if the next position moves as far."""
     calibration = random_calibration(1)
     chosen, drawn = policy(calibration=calibration, sinks=0), torch.Generator().manual_seed(3)
     key, value = torch.randn(2, 1, 2, 20, 8, generator=drawn)
@@ -116,7 +116,7 @@ def test_rows_of_free_slots_are_not_read(policy: Any) -> None:
 
 
 def test_pairs_anywhere_in_a_row() -> None:
-    """Dimensions in another order, with the pairs that say so, have the same scores."""
+    """Check that permuted dimensions with matching pairs have the same scores."""
     plain = random_calibration(1)
     order = torch.tensor([3, 1, 4, 0, 7, 5, 2, 6])
     moved = Calibration(plain.model, {**plain.tensors, "pairs": torch.argsort(order)[plain.tensors["pairs"]]})

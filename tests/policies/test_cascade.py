@@ -1,4 +1,4 @@
-"""Cascade: the closed form, the paper's small facts, and its errors."""
+"""Test Cascade: the closed form, facts from the paper, and its errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.strategies import ROWS, cases
 
 
 def literal(caches, width, accepts, number, score, eager, select=True):
-    """The paper's scan over sub-caches of token numbers, newest last."""
+    """Run the paper's scan over sub-caches of token numbers, newest last."""
     item = number
     for cache, interval in zip(caches, accepts, strict=True):
         taken = number % interval == 0 or eager
@@ -53,7 +53,7 @@ def test_the_closed_form_is_the_scan_over_sub_caches(growth, cascades, eager, se
         evicted = set(before) - set(held)
         assert evicted == (set() if rank == NO_VICTIM else {before[rank]})
         assert held == sorted((token for cache in caches for token in cache), reverse=True)
-        for i, cache in enumerate(caches):  # sub-cache i is the ranks [iW, (i + 1)W) from the newest
+        for i, cache in enumerate(caches):  # sub-cache i has the ranks [iW, (i + 1)W) from the newest
             assert held[i * width : (i + 1) * width] == cache[::-1]
 
 
@@ -75,7 +75,7 @@ def test_one_sub_cache_is_streaming(data, order):
 def test_a_prompt_that_fits_is_the_same_as_its_tokens_one_by_one(data, split):
     case = data.draw(cases(ROWS["cascade"], budget=19, prompt=10, steps=20, positions="cache"))
     if not case.options["eager_fill"]:
-        case.options.update(cascades=1, sinks=3)  # others drop tokens before they are full
+        case.options.update(cascades=1, sinks=3)  # other numbers drop tokens before the sub-caches are full
     case.options["cascades"], case.options["sinks"] = {1: (1, 3), 2: (2, 3)}.get(case.options["cascades"], (4, 3))
     q, k, v = case.layer()
     one = simulate("cascade", q, k, v, compiled=True, **{**case.settings, "prompt": 1})
@@ -91,7 +91,7 @@ def test_no_slot_moves():
 
 
 def held_after(tokens, **options):
-    """Positions held after single tokens, |C| = 4 in two sub-caches of W = 2, no sinks."""
+    """Return the positions held after single tokens: |C| = 4 in two sub-caches of W = 2, no sinks."""
     drawn = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, tokens, 4, generator=drawn) for _ in range(3))
     settings = {"prompt": 1, "budget": 4, "sinks": 0, "cascades": 2, "compiled": True}
@@ -101,7 +101,7 @@ def held_after(tokens, **options):
 
 @given(seed=st.integers(0, 99), sizes=st.lists(st.integers(1, 4), min_size=1, max_size=5), early=st.booleans())
 def test_blocks_of_rows_give_the_scores_of_whole_rows(seed, sizes, early):
-    """Blocks of rows that end with their last query give what whole rows give, spelled out token by token."""
+    """Compare blocks of rows that end with their last query with all rows, token by token."""
     drawn, count = torch.Generator().manual_seed(seed), sum(sizes)
     rows = torch.rand(1, 1, count, count, generator=drawn).tril()
     valid = torch.rand(1, count, generator=drawn) < 0.8
@@ -120,14 +120,14 @@ def test_blocks_of_rows_give_the_scores_of_whole_rows(seed, sizes, early):
 
 
 def test_without_selection_every_second_token_passes_on():
-    """By hand: sub-cache 1 takes what sub-cache 0 gives up at even token numbers; the rest is dropped."""
+    """Check by hand: sub-cache 1 takes evictions of sub-cache 0 at even token numbers; others are dropped."""
     expected = [[0], [0, 1], [0, 1, 2], [0, 2, 3], [0, 2, 3, 4], [0, 2, 4, 5], [2, 4, 5, 6], [2, 4, 6, 7]]
     assert held_after(8, select=False) == expected
     assert held_after(8, select=False, gamma=1.0) == expected
 
 
 def test_scores_that_never_change_let_the_arriving_token_stay():
-    """By hand: with gamma = 1 all scores are equal, and of equals the arriving one takes the newest's place."""
+    """Check by hand: with gamma = 1 all scores tie, and the arriving token replaces the newest."""
     expected = [[0], [0, 1], [0, 1, 2], [1, 2, 3], [1, 2, 3, 4], [1, 3, 4, 5], [3, 4, 5, 6], [3, 5, 6, 7]]
     assert held_after(8, gamma=1.0) == expected
 

@@ -1,4 +1,4 @@
-"""CriticalKV: the choice by hand, and the output projection that it reads."""
+"""Test CriticalKV: its choice by hand, and the output projection that it reads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NORMS = [1.0, 1, 1, 1, 9, 1, 1, 1, 8, 1]
 
 
 def kept(first: float) -> list[int]:
-    """Ten selected tokens, and one token of the window, which stays; four others may."""
+    """Return the tokens kept of ten selected tokens and one token of the window; four others may stay."""
     policy = CriticalKV(window=1, kernel=1, first=first)
     position = torch.arange(11)[None, None]
     state = {"score": torch.tensor([[[*SCORE, 0.0]]]), "selected": position < 10}
@@ -77,7 +77,7 @@ def test_another_projection_is_refused() -> None:
 
 @torch.no_grad()
 def test_heads_that_are_moved_before_the_projection_are_refused() -> None:
-    """A projection of outputs that are joined in another order is not the one of each head's own columns."""
+    """Reorder heads before the projection, whose columns then belong to other heads."""
     model = build("Llama")
     for layer in model.model.layers:
         inner = layer.self_attn.o_proj

@@ -1,4 +1,4 @@
-"""D2O: merging, layer budgets, nearest neighbours, and its errors."""
+"""Test D2O: merging, layer budgets, nearest neighbours, and its errors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_budget_of_everything_changes_nothing(data):
 
 
 def weights(merge, u):
-    """What the kept row and the one that goes are multiplied with, by the formulas."""
+    """Return the factors of the kept row and the evicted row, by the formulas."""
     total = math.e + math.exp(u)
     return {
         "paper": (math.e / total, math.exp(u) / total),
@@ -53,7 +53,7 @@ def test_one_step_merges_by_the_formula(merge):
     held = trace.positions[-1, 0, 0].tolist()
     (evicted,) = set(range(7)) - set(held)
     similar = torch.cosine_similarity(k[0, 0, evicted], k[0, 0, held], dim=-1)
-    # The first token that ever goes sets tau to its own u, and so is merged.
+    # The first evicted token sets tau to its own u, and so is merged.
     into, (own, other) = int(similar.argmax()), weights(merge, float(similar.max()))
     for rows, x in ((trace.keys, k), (trace.values, v)):
         expected = x[0, 0, held].clone()
@@ -63,9 +63,9 @@ def test_one_step_merges_by_the_formula(merge):
 
 @torch.no_grad()
 def test_the_threshold_starts_anew_with_each_prompt():
-    """A prompt behind another one, on the same graphs, is as alone.
+    """Check that a second prompt on the same graphs equals the prompt alone.
 
-    The first one repeats a token, so that it ends with a threshold above what the second merges at first.
+    The first prompt repeats a token, so that its final threshold exceeds the first merges of the second prompt.
     """
     model = Traced(different(layers=1))
     one = torch.full((1, 30), 5)
@@ -105,7 +105,7 @@ def test_a_layer_of_even_attention_gets_a_larger_budget():
 
 
 def test_the_gate_of_the_paper_does_not_scale():
-    """S above the gate of 100, alpha S up to it, whatever the prompt."""
+    """Check S above the gate of 100, and alpha S up to it, for any prompt length."""
     for prompt in (80, 1000):
         assert layer_budgets([[0.0], [100.0], [200.0]], 100, prompt, "paper", alpha=2.5) == [250, 250, 100]
     plan = D2O(layers="paper", gate=0.0).plan(attention(1.0, 0.0), torch.ones(1, 50, dtype=torch.bool), 20)
@@ -113,7 +113,7 @@ def test_the_gate_of_the_paper_does_not_scale():
 
 
 def test_variances_are_taken_of_kv_heads_or_of_query_heads():
-    """Two query heads that look at different tokens: 4, 4 together, and 1, 3 and 3, 1 by themselves."""
+    """Test two query heads with different tokens: 4, 4 together, and 1, 3 and 3, 1 alone."""
     total, real = torch.tensor([[[[1.0, 3.0], [3.0, 1.0]]]]), torch.ones(1, 2, dtype=torch.bool)
     assert column_variance(total, real).tolist() == [[0.0]]
     assert column_variance(total, real, "query").tolist() == [[1.0, 1.0]]
@@ -147,7 +147,7 @@ def test_a_plan_gives_every_layer_its_budget_and_a_slot_for_the_next_token():
 
 @st.composite
 def prompts(draw):
-    """Column sums of 1 to 5 layers for 2 to 4 rows, and which of their tokens are real."""
+    """Draw column sums of 1 to 5 layers for 2 to 4 rows, and the rows' real tokens."""
     rows, layers = draw(st.integers(2, 4)), draw(st.integers(1, 5))
     drawn = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
     totals = [scale * torch.rand(rows, 2, 2, 30, generator=drawn) for scale in torch.rand(layers, generator=drawn)]
@@ -156,7 +156,7 @@ def prompts(draw):
 
 @given(prompts(), st.integers(5, 40), st.sampled_from(["softmax", "gate", "paper"]), st.sampled_from(["kv", "query"]))
 def test_each_row_of_a_batch_gets_the_budgets_that_it_gets_alone(prompts, budget, layers, density):
-    """Without the others and without padding; slots are as many as the row needs that gets most."""
+    """Compare rows with the same rows alone and unpadded; slots suffice for the largest budget."""
     given, real = prompts
     policy = D2O(layers=layers, gate=0.05, density=density)
     plan = policy.plan(given, real, budget)
@@ -215,9 +215,9 @@ def test_ties_in_similarity_take_the_lower_position(count):
 
 
 def test_one_token_before_and_behind_an_evicted_one_ties_within_rounding():
-    """Rotated keys of equal tokens at equal distances have one cosine, so either may be the nearest.
+    """Check a tie: rotated keys of equal tokens at equal distances have equal cosines, up to rounding.
 
-    On the checkpoint, with answers of eight tokens, that is the whole difference of a third turn from the reference.
+    On the checkpoint this tie explains why the third turn, with answers of eight tokens, differs from the reference.
     """
     drawn, position = torch.Generator().manual_seed(0), torch.tensor([9, 35, 61])
     angle = torch.outer(position.double(), 1e4 ** (-torch.arange(32).double() / 32)).repeat(1, 2)
@@ -259,7 +259,7 @@ def test_zero_vectors_have_the_cosine_zero():
 
 
 def test_a_step_goes_through_the_slots_once():
-    """Products and norms are sums of one loop: no second one reads the keys."""
+    """Check that products and norms are sums of one loop, so that keys are read once."""
     key, held = torch.randn(1, 4, 1, 64), torch.randn(1, 4, 33, 64)
     position = torch.arange(33).expand(1, 4, 33)
     _, codes = run_and_get_code(torch.compile(nearest), key, held, position)
@@ -269,7 +269,7 @@ def test_a_step_goes_through_the_slots_once():
 
 
 def test_the_norm_of_the_evicted_key_is_computed_once():
-    """The key that goes is not scaled anew, nor its length taken again, for every slot."""
+    """Check that the evicted key is scaled and its norm computed once, not for every slot."""
     key, held = torch.randn(1, 4, 1, 64), torch.randn(1, 4, 33, 64)
     _, codes = run_and_get_code(torch.compile(nearest), key, held, torch.arange(33).expand(1, 4, 33))
     (over_slots,) = [loop for loop in codes[-1].split("#pragma GCC ivdep") if "tmp_acc1_vec" in loop]

@@ -1,4 +1,4 @@
-"""DefensiveKV: its scores and its safe tokens by hand, and the operator that computes the highest attention."""
+"""Test DefensiveKV: scores and safe tokens by hand, and the operator for the highest attention."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvpass.policies.types import Attention, Tokens
 from tests.models import build
 
 ROWS = torch.tensor([[0.5, 0.2, 0.1, 0.1, 0.05, 0.05, 0, 0], [0.1, 0.6, 0.1, 0.1, 0.05, 0.05, 0, 0]])
-"""The attention of two queries to six tokens before them, as one query head's: [2, 8]."""
+"""Attention of two queries to the six tokens before them, for one query head: [2, 8]."""
 
 
 def tokens(policy: SnapKV, heads: int = 1, count: int = 8, budget: int = 5) -> Tokens:
@@ -29,7 +29,7 @@ def tokens(policy: SnapKV, heads: int = 1, count: int = 8, budget: int = 5) -> T
 
 
 def observed(policy: SnapKV, rows: Tensor, budget: int = 5) -> Tokens:
-    """The tokens after a prompt whose last queries paid `rows` [h, n, N]."""
+    """Return the tokens after a prompt whose last queries have the attention `rows` [h, n, N]."""
     these, probs = tokens(policy, rows.shape[0], rows.shape[2], budget), rows[None, :, None]
     statistics = Attention(window=probs.mean(3), queries=torch.full((1, 1, 1), rows.shape[2]))
     if isinstance(policy, DefensiveKV):
@@ -39,7 +39,7 @@ def observed(policy: SnapKV, rows: Tensor, budget: int = 5) -> Tokens:
 
 
 def test_the_score_by_hand() -> None:
-    """The highest of both queries, .5 .6 .1 .1 .05 .05, is raised to the mean of these."""
+    """Check that the highest of both queries, .5 .6 .1 .1 .05 .05, is raised to its mean."""
     state = observed(DefensiveKV(window=2, kernel=1), ROWS[None]).state
     wanted = torch.tensor([0.5, 0.6, *[1.4 / 6] * 4])
     torch.testing.assert_close(state["score"][0, 0, :6], wanted)
@@ -48,12 +48,12 @@ def test_the_score_by_hand() -> None:
 
 
 def test_smoothing_by_hand() -> None:
-    """Means of three neighbours, in proportion 7 8 4 2.5 2 1, with the sum of the row."""
+    """Check the means of three neighbours, in proportion 7 8 4 2.5 2 1, with the sum of the row."""
     policy, valid = DefensiveKV(window=2, kernel=3), torch.ones(1, 8, dtype=torch.bool)
     made = policy.smoothed(ROWS[None, None, None, :1], valid, 0)[0, 0, 0, 0]
     torch.testing.assert_close(made, torch.tensor([7, 8, 4, 2.5, 2, 1, 0, 0]) / 24.5)
     padded = torch.cat([ROWS[:1, :2], torch.tensor([[9.0]]), ROWS[:1, 2:]], 1)[None, None, None]
-    valid = torch.arange(9)[None] != 2  # padding is no neighbour, and gets nothing
+    valid = torch.arange(9)[None] != 2  # padding is no neighbour and gets zero
     made = policy.smoothed(padded, valid, 0)[0, 0, 0, 0]
     torch.testing.assert_close(made[valid[0]], torch.tensor([7, 8, 4, 2.5, 2, 1, 0, 0]) / 24.5)
     assert made[2] == 0
@@ -84,7 +84,7 @@ def test_values_count_as_shares_of_the_heads() -> None:
 
 
 def test_a_token_that_one_query_needs_stays() -> None:
-    """One of eight queries pays token 5 most of its attention, and the others none."""
+    """Test eight queries of which one attends mostly to token 5, and the others do not."""
     rows = torch.tensor([0.14, 0.14, 0.14, 0.14, 0.14, 0.0, 0.1, 0.1, 0.1, 0.0]).repeat(8, 1)
     rows[3] = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 0.6, 0.1, 0.1, 0.1, 0.1])
     kept = {}
@@ -98,7 +98,7 @@ def test_a_token_that_one_query_needs_stays() -> None:
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_operator_takes_the_highest_of_the_last_queries(monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
-    """In blocks of few queries, with padding, and with keys before the queries."""
+    """Test blocks of few queries, padding, and keys before the queries."""
     monkeypatch.setattr(attention_blocks, "BLOCK", 50)
     drawn = torch.Generator().manual_seed(0)
     query, key = torch.randn(3, 4, 9, 8, generator=drawn), torch.randn(3, 2, 12, 8, generator=drawn)

@@ -1,4 +1,4 @@
-"""DuoAttention: which heads retrieve, what each head keeps, and files of gates."""
+"""Test DuoAttention: which heads retrieve, which tokens each head keeps, and gate files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def compiled(gates: Any, model: Any = None, **more: Any) -> Any:
 
 
 def held_after(run: Any, *pieces: Tensor) -> list[list[list[int]]]:
-    """The positions of each layer's heads in the first row, after a prompt and later calls."""
+    """Return the positions of each layer's heads in the first row, after a prompt and later calls."""
     cache = run(pieces[0], use_cache=True).past_key_values
     for piece in pieces[1:]:
         cache = run(piece, past_key_values=cache, use_cache=True).past_key_values
@@ -46,7 +46,10 @@ def held_after(run: Any, *pieces: Tensor) -> list[list[list[int]]]:
 
 @torch.no_grad()
 def test_the_heads_above_the_quantile_retrieve() -> None:
-    """Gates of .9 .1 .5 .3 have the quantile .4 at .5: heads 0 and 2 keep all, and the others 2 sinks and 4 tokens."""
+    """Check by hand: gates .9 .1 .5 .3 have the quantile .4 at .5.
+
+    Heads 0 and 2 keep all tokens, and the others 2 sinks and 4 recent tokens.
+    """
     run = compiled(gates_of([0.9, 0.1, 0.5, 0.3], [0.1, 0.9, 0.3, 0.5]))
     whole, streaming = [*range(16)], [0, 1, 12, 13, 14, 15]
     first, second = held_after(run, ids(1, 16))
@@ -63,7 +66,7 @@ def test_the_heads_above_the_quantile_retrieve() -> None:
         (4, 0.75, 12, [(1, 30), (3, 6)]),
         (4, 0.0, 12, [(3, 14), (1, 6)]),
         (3, 0.5, 12, [(1, 24), (2, 6)]),
-        (3, 0.0, 13, [(2, 16), (1, 7)]),  # one token more, so that two heads share the rest equally
+        (3, 0.0, 13, [(2, 16), (1, 7)]),  # one more token, so that two heads share the rest equally
         (8, 0.5, 6, []),
     ],
 )
@@ -83,7 +86,7 @@ def test_of_equal_gates_the_lower_head_retrieves() -> None:
 
 @torch.no_grad()
 def test_a_prompt_and_a_step_are_two_graphs() -> None:
-    """Layers have different heads in each class, which is data."""
+    """Check that one graph serves layers with different heads in each class, because the order is data."""
     graphs = list[Any]()
 
     def counting(gm: Any, examples: Any) -> Any:
@@ -155,7 +158,7 @@ def test_missing_and_mismatched_gates_are_refused() -> None:
 def test_measured_gates_are_the_share_of_far_attention() -> None:
     model, text = build("Llama"), ids(1, 60)[0]
     found = measure_gates(model, text, window=48, sinks=2, recent=8)
-    model.set_attn_implementation("eager")  # which returns probabilities
+    model.set_attn_implementation("eager")  # eager attention returns probabilities
     total = torch.zeros(2, 4)
     for part in (text[:24], text[24:48]):
         whole = torch.cat([part, part])[None]

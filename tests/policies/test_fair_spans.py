@@ -1,4 +1,4 @@
-"""Spans of the text that share the budget by their lengths."""
+"""Test spans of the text that share the budget by their lengths."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCORE = [0.05, 0.30, 0.02, 0.01, 0.20, 0.15, 0.10, 0.08, 0.06, 0.03]
 
 @dataclasses.dataclass(frozen=True)
 class ByScore(Policy):
-    """Keeps the highest of made-up scores."""
+    """A policy that keeps the highest of given scores."""
 
     name = "_by_score"
 
@@ -40,10 +40,10 @@ def kept(spans: tuple[int, ...], budget: int = 5, count: int = 10) -> list[int]:
 
 
 def test_the_literal_example() -> None:
-    """Spans [0, 4) and [4, 10) keep 2 and 3 of 5 tokens; without spans 1, 4, 5, 6 and 7 stay."""
+    """Check by hand that spans [0, 4) and [4, 10) share a budget of 5 as 2 and 3."""
     assert kept(()) == [1, 4, 5, 6, 7]
     assert kept((4,)) == [0, 1, 4, 5, 6]
-    assert kept((1, 2, 9)) == [1, 4, 5, 6, 9]  # none of the first token, half of which would stay
+    assert kept((1, 2, 9)) == [1, 4, 5, 6, 9]  # the share of the first token rounds to zero
     assert kept((20,)) == kept(())
     assert kept((4,), budget=7, count=7) == [*range(7)]  # nothing exceeds the budget
 
@@ -68,7 +68,7 @@ def ids(tokens: int) -> Tensor:
 @pytest.mark.slow
 @torch.no_grad()
 def test_both_instructions_of_a_prompt_are_held() -> None:
-    """A window of the last tokens has none of the first 12; with spans it has as many of these as of the others."""
+    """Check that spans keep as many of the first 12 tokens as of the others, while a window keeps none."""
     held = {}
     for spans in ((), (12,)):
         run = torch.compile(build("Llama"), backend=kvpass.backend("window", budget=8, spans=spans, inner="eager"))

@@ -1,4 +1,4 @@
-"""Mistakes in a policy of a user's own are reported by the hook and its line, wherever it runs."""
+"""Test that mistakes in a user's policy are reported with the hook and its line, wherever it runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STATE: dict[str, Any] = {"state": lambda self: {"sum": torch.float32}}
 
 
 def policy(**body: Any) -> type[base.Policy]:
-    """A class of a policy that ranks by position, with other hooks and attributes."""
+    """Return a policy class that ranks by position, with other hooks and attributes."""
     body = {"name": "mine", "score": lambda self, tokens: tokens.position, **body}
     return dataclasses.dataclass(frozen=True)(type("Mine", (base.Policy,), {"__module__": __name__, **body}))
 
@@ -117,7 +117,7 @@ def test_a_hook_that_another_attribute_asks_for_is_missed() -> None:
 
 
 class Merging:
-    """A hook for policies, in a class that is none."""
+    """A mixin with a hook that is not itself a policy."""
 
     def merge_evicted(self, tokens: Tokens, held: torch.Tensor, evicted: torch.Tensor, valid: torch.Tensor) -> Merge:
         raise NotImplementedError
@@ -130,7 +130,7 @@ def test_a_hook_that_the_base_class_hides_is_refused() -> None:
 
 
 def test_a_default_that_no_dataclass_reads_is_refused() -> None:
-    """The dataclass that it derives from would set its own default."""
+    """Check the error: the base dataclass would set its own default."""
     cls = type("Heavier", (H2O,), {"__module__": __name__, "__annotations__": {"heavy": "float"}, "heavy": 0.9})
     with pytest.raises(kvpass.PolicyError, match="Heavier: 'heavy' is no option, as the class is no dataclass"):
         cls()
@@ -157,7 +157,7 @@ class Named(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Unusual(base.Policy, Named):
-    """What Python allows: a field that is set later, one that is no part of the hash, and a property."""
+    """A class with a field that is set later, a field without a part in the hash, and a property."""
 
     last: bool = True
     table: Any = dataclasses.field(init=False)

@@ -1,4 +1,4 @@
-"""`interval`: a row that exceeds its budget is compacted, and tokens are appended until it exceeds it again."""
+"""Test `interval`: a row is compacted when it exceeds its budget, and then grows until it exceeds it again."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tests.strategies import OF_HEADS, TABLE
 from tests.test_invariants import settings
 from tests.traces import Traced
 
-PERIODIC = [row for row in TABLE if row.periodic and row.name not in OF_HEADS]  # one head here
+PERIODIC = [row for row in TABLE if row.periodic and row.name not in OF_HEADS]  # the model here has one head
 SLACK = [3, 4, 5, 6, 7, 8, 9, 6, 7, 8, 9, 6, 7, 8, 9]
-"""Held tokens after a prompt of 3 and each of 14 steps, with a budget of 9 and an interval of 4."""
+"""Tokens held after a prompt of 3 and each of 14 steps, with budget 9 and interval 4."""
 periodic = pytest.mark.parametrize("row", PERIODIC, ids=lambda row: row.name)
 
 
@@ -35,7 +35,7 @@ def layer(tokens: int, rows: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch
 
 
 def calibrated(name: str) -> dict[str, Any]:
-    """What a policy needs for such a layer."""
+    """Return the options that a policy needs for such a layer."""
     return made_for_model(name, 1, 1, 1, 8)
 
 
@@ -101,7 +101,7 @@ def test_a_prompt_that_stays_must_fit_what_a_compaction_leaves(compiled: bool) -
 
 @dataclasses.dataclass(frozen=True)
 class Ticking(Policy):
-    """A policy of a user's own that counts by itself."""
+    """A user's policy with its own counter."""
 
     name: ClassVar[str] = "ticking"
 
@@ -119,7 +119,7 @@ def test_a_policy_of_ones_own_with_a_schedule_is_refused() -> None:
 
 
 def test_rows_are_compacted_one_by_one(traced: Callable[..., Traced]) -> None:
-    """Rows of 12, 10 and 9 tokens exceed a budget of 14 in other steps."""
+    """Check rows of 12, 10 and 9 tokens, which exceed a budget of 14 in different steps."""
     padding = (0, 2, 3)
     ids, mask = prompt(3, 24, padding)
     run = force(
@@ -136,7 +136,7 @@ def test_rows_are_compacted_one_by_one(traced: Callable[..., Traced]) -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("positions", ["absolute", "cache"])
 def test_two_graphs_of_steps_and_no_more(positions: str) -> None:
-    """One that appends and one that compacts; what Dynamo traced is one graph."""
+    """Count the graphs: one appends and one compacts, from one graph of Dynamo."""
     compiled: list[int] = []
 
     def inner(gm: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
@@ -149,7 +149,7 @@ def test_two_graphs_of_steps_and_no_more(positions: str) -> None:
     before = len(compiled)
     assert model.graphs == 2
     force(model, ids, mask, [12, *[1] * 48], **given)
-    # The second conversation has its own backend, which compiles the same graphs again, and no more.
+    # The second conversation has its own backend, which compiles the same graphs again.
     assert len(compiled) == 2 * before
     assert model.graphs == 2
 

@@ -1,4 +1,4 @@
-"""KeyDiff: the literal example, scale of keys, and edges."""
+"""Test KeyDiff: the example by hand, the scale of keys, and edge cases."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_cosines_by_hand() -> None:
 
 @both
 def test_kept_tokens_by_hand(compiled: bool) -> None:
-    """Token 2 ties with token 9, up to the rounding of their cosines."""
+    """Check by hand; token 2 ties with token 9, up to the rounding of their cosines."""
     assert kept(KEYS, True) == [0, 1, 2, 5, 8]
     assert kept(KEYS, compiled, budget=4) == [0, 1, 5, 8]
     assert kept(KEYS, compiled, budget=6) == [0, 1, 2, 5, 8, 9]
@@ -54,7 +54,7 @@ def test_the_size_of_a_key_changes_nothing(compiled: bool) -> None:
 
 @both
 def test_keys_that_are_equal_or_zero(compiled: bool) -> None:
-    """Equal keys tie, and the earlier ones stay; a zero key has the cosine 0."""
+    """Check that of equal keys the earlier ones stay, and that a zero key has the cosine 0."""
     assert kept(torch.ones(1, 1, 9, 4), compiled) == [0, 1, 2, 3, 4]
     assert kept(torch.zeros(1, 1, 9, 4), compiled) == [0, 1, 2, 3, 4]
     key = KEYS.clone()

@@ -1,4 +1,4 @@
-"""KV-Align: renumbered positions, what is repaired and what is not, and its errors."""
+"""Test KV-Align: renumbered positions, which rows are repaired, and its errors."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_long_prompt_is_the_same_as_its_last_tokens(architecture):
 
 @pytest.mark.slow
 def test_a_table_that_starts_with_an_offset():
-    """OPT looks position p up at p + 2."""
+    """Test OPT, which looks up position p at p + 2."""
     torch.manual_seed(0)
     config = transformers.OPTConfig(
         vocab_size=128,
@@ -117,7 +117,7 @@ def test_a_prompt_and_a_stream_may_be_longer_than_the_table_of_positions():
 
 
 def test_the_next_query_stands_at_the_number_of_cached_tokens():
-    """Without any repair, a step is the model's own on the held entries at position min(t, M)."""
+    """Check that without repair a step is the model's own on the held entries at position min(t, M)."""
     model = build("GPT2")
     ids, mask = prompt(2, 14, ())
     run = force(model, ids, mask, [8, *[1] * 6], **options("GPT2", "nothing", budget=8))
@@ -152,7 +152,7 @@ def test_sinks_and_unmoved_vectors_are_not_repaired():
     assert torch.equal(paper.keys[:, :, :4], k[:, :, :4])
     assert (paper.keys[:, :, 4:] != k[:, :, held[4:]]).any(-1).all()
     direct = simulate("kv_align", q, k, v, prompt=6, budget=8, compiled=True, aligner=random_aligner("direct"))
-    assert torch.equal(direct.keys, k[:, :, held])  # the slots hold the originals
+    assert torch.equal(direct.keys, k[:, :, held])  # the slots hold the original keys
 
 
 def test_every_n_evicts_n_tokens_at_once():

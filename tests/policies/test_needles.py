@@ -1,4 +1,4 @@
-"""A planted-needle attention pattern: what is looked at must be kept more often than by chance."""
+"""Test planted needles: tokens that queries attend to must be kept more often than by chance."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OPTIONS = {
 
 
 def planted(seed: int, tokens: int):
-    """Queries that all look in one direction, four keys there, and larger keys beside it."""
+    """Return queries that share one direction, four keys in it, and larger keys in other directions."""
     drawn = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(1, heads, tokens, 16, generator=drawn) for heads in (4, 2, 2))
     q[..., 0], k[..., 0] = 6.0, 0.0
@@ -33,7 +33,7 @@ def planted(seed: int, tokens: int):
 
 
 def recall(name: str, steps: int) -> float:
-    """The share of needles that are held at the end."""
+    """Return the share of needles that are held at the end."""
     found = 0.0
     for seed in range(SEEDS):
         q, k, v, needles = planted(seed, PROMPT + steps)
@@ -45,7 +45,7 @@ def recall(name: str, steps: int) -> float:
 
 @pytest.mark.parametrize("name", [row.name for row in TABLE if row.scored])
 def test_scores_beat_chance(name):
-    steps = 0 if name == "buzz" else 12  # BUZZ thins out whatever has been through it once, needles or not
+    steps = 0 if name == "buzz" else 12  # BUZZ thins out all old tokens, needles or not
     assert recall(name, steps) > recall("random", steps) + 0.25
 
 

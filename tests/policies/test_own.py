@@ -1,4 +1,4 @@
-"""A policy of a user's own that looks at new tokens' values, in a screenful and without touching anything else."""
+"""Test a short policy of a user that reads new tokens' values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.strategies import TABLE
 
 @dataclasses.dataclass(frozen=True)
 class ValueNorm(base.Policy):
-    """Tokens whose values are small go first, for all heads of a layer together."""
+    """A policy that evicts tokens with small values first, for all heads of a layer together."""
 
     name: ClassVar[str] = "value_norm"
 
@@ -45,7 +45,7 @@ def rows(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("split", [24, 10])
 def test_a_policy_of_the_user_keeps_the_highest_scores(split: int) -> None:
-    """Of a prompt, and of a prompt and single tokens: the order of arrival does not matter to a norm."""
+    """Check a prompt, and a prompt with single tokens: a norm does not depend on the order of arrival."""
     q, k, v = rows(24)
     trace = simulate(ValueNorm(), q, k, v, prompt=split, budget=7, compiled=True)
     best = v[0].norm(dim=-1).sum(0).topk(7).indices
@@ -57,7 +57,7 @@ def test_a_model_runs_on_it_in_two_graphs() -> None:
     values = build("Llama", layers=1)(ids, attention_mask=mask, use_cache=True).past_key_values.layers[0].values
     run = force(build("Llama", layers=1), ids, mask, [9, *[1] * 11], policy=ValueNorm(), budget=6, inner="eager")
     assert (graphs(), breaks()) == (2, 0)
-    worth = values.norm(dim=-1).sum(1).masked_fill(mask == 0, -1)  # the first layer's do not depend on what is held
+    worth = values.norm(dim=-1).sum(1).masked_fill(mask == 0, -1)  # layer 0 does not depend on eviction
     for row in range(2):
         assert run.held[-1][0][row, 0].tolist() == sorted(worth[row].topk(6).indices.tolist())
 
@@ -106,7 +106,7 @@ def test_flags_follow_from_what_a_policy_has() -> None:
 
 
 def test_each_policy_names_its_paper() -> None:
-    controls = {"full", "window", "random"}  # of no paper
+    controls = {"full", "window", "random"}  # they have no paper
     private = {"kv_align"}  # its paper has no such number
     for name in set(names()) - controls - private - {ValueNorm.name}:
         module = __import__(kvpass.policies.get(name).__module__, fromlist=["_"])
@@ -115,7 +115,7 @@ def test_each_policy_names_its_paper() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class LayerByLayer(ValueNorm):
-    """Asks for a policy of another kind, or with other options, in the second layer."""
+    """A policy that returns another policy, or other options, for the second layer."""
 
     second: base.Policy | None = None
 
@@ -125,7 +125,7 @@ class LayerByLayer(ValueNorm):
 
 @pytest.mark.parametrize("second", [ValueNorm(interval=2), LayerByLayer(), H2O()], ids=lambda policy: policy.name)
 def test_another_policy_that_evicts_is_refused_for_a_layer(second: base.Policy) -> None:
-    """Budgets and plans are those of one policy: such a layer would get slots for all tokens, and no pins."""
+    """Check the error: such a layer would get slots for all tokens and no pins."""
     ids, mask = prompt(2, 20, ())
     with pytest.raises(kvpass.PolicyError, match=r"LayerByLayer.for_layer\(1, 2\) returned .* the policy itself"):
         force(build("Llama"), ids, mask, [20], policy=LayerByLayer(second=second), budget=6, inner="eager")
@@ -138,7 +138,7 @@ def test_a_layer_may_keep_every_token() -> None:
 
 
 def test_a_plan_that_takes_earlier_plans_works() -> None:
-    """Policies took them until 0.1."""
+    """Test the hook's signature before version 0.1."""
     body = {"plan": lambda self, attention, valid, budget, earlier=None: ValueNorm.plan(self, attention, valid, 5)}
     ids, mask = prompt(2, 9, ())
     policy = type("Old", (ValueNorm,), body)()
@@ -147,7 +147,7 @@ def test_a_plan_that_takes_earlier_plans_works() -> None:
 
 
 def test_policies_without_their_logit_changes_are_equal_if_the_policies_are() -> None:
-    """So that validation traces equal layers once."""
+    """Check equality, so that validation traces equal layers once."""
     a, b = (Sage(share="concat").with_plain_logits() for _ in range(2))
     assert a == b
     assert hash(a) == hash(b)

@@ -1,4 +1,4 @@
-"""Pins and `keep_prompt`: what is pinned stays, and every policy that can be asked about the others alone is."""
+"""Test pins and `keep_prompt`: pinned tokens stay, and policies rank only the other tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvpass.policies.pinned_tokens import Pins
 from kvpass.reference.random import draw
 from tests.aligners import random_aligner
 from tests.diagnostics.test_simulate import check
-from tests.layer import Literal, Lowered, Stretch, layout_for
+from tests.layer import Lowered, OnReference, Stretch, layout_for
 from tests.strategies import ROWS, Case, Row, cases
 from tests.test_chunks_and_padding import compare
 
@@ -30,7 +30,7 @@ keeping = pytest.mark.parametrize("row", [ROWS[name] for name in KEEPING], ids=K
 
 
 def kept(draw: st.DataObject, row: Row, given: int, **fixed: object) -> Case:
-    """A case with so many tokens that are given, and one to eight slots more than the policy needs for the others."""
+    """Draw a case with pinned tokens, and one to eight more slots than the policy needs for the others."""
     options = {**draw.draw(st.composite(row.drawn)()), "keep_prompt": True}
     policy = resolve(row.name, options)
     budget = given + policy.fitting_budget(1) + draw.draw(st.integers(0, 8))
@@ -56,7 +56,7 @@ def test_chunks_stay_as_the_reference_has_it(row: Row, data: st.DataObject) -> N
 
 
 class Marks:
-    """Draws pins for stretches of tokens: of each row at most `most` in all, and only real tokens."""
+    """Draws pins for parts of a conversation: at most `most` real tokens of each row."""
 
     def __init__(self, seed: int, rows: int, most: int, on_top: bool) -> None:
         self.drawn, self.on_top = torch.Generator().manual_seed(seed), on_top
@@ -73,7 +73,7 @@ class Marks:
 @keeping
 @given(data=st.data(), on_top=st.booleans())
 def test_pins_stay_as_the_reference_has_it(row: Row, data: st.DataObject, on_top: bool) -> None:
-    """Any tokens of prompts, chunks and steps, with padding, budgets of rows, and every storage format."""
+    """Test any tokens of prompts, chunks and steps, with padding, row budgets, and every storage format."""
     most = data.draw(st.integers(1, 9))
     options = data.draw(row.options)
     policy = resolve(row.name, options)
@@ -95,7 +95,7 @@ def test_pins_stay_as_the_reference_has_it(row: Row, data: st.DataObject, on_top
 
 @dataclasses.dataclass(frozen=True)
 class Given(Policy):
-    """Scores that were given for each position, in hundredths."""
+    """A policy with given scores for each position, in hundredths."""
 
     name: ClassVar[str] = "given"
     scores: tuple[int, ...] = (5, 30, 2, 1, 20, 15, 10, 8, 6, 3)
@@ -105,7 +105,7 @@ class Given(Policy):
 
 
 def selected(pinned: set[int], on_top: bool = False) -> list[int]:
-    """The positions that stay of ten with a budget of five."""
+    """Return the positions that stay of ten tokens with a budget of five."""
     q, k, v = layer(10)
     mask = torch.tensor([[position in pinned for position in range(10)]])
     pins = Pins(mask, on_top, torch.zeros(1, dtype=torch.int64))
@@ -117,7 +117,7 @@ def selected(pinned: set[int], on_top: bool = False) -> list[int]:
 
 
 def test_pins_count_inside_the_budget_or_on_top_of_it() -> None:
-    """The worked example: those of highest score stay beside the pinned ones."""
+    """Check by hand which tokens of highest score stay in addition to the pinned ones."""
     assert selected(set()) == [1, 4, 5, 6, 7]
     assert selected({0, 2}) == [0, 1, 2, 4, 5]
     assert selected({0, 2}, on_top=True) == [0, 1, 2, 4, 5, 6, 7]
@@ -129,7 +129,7 @@ def test_pins_must_leave_the_others_what_the_policy_needs(compiled: bool) -> Non
     pins = Pins(torch.ones(1, 8, dtype=torch.bool), False, torch.zeros(1, dtype=torch.int64))
     part = Stretch(q, k, v, torch.ones(1, 8, dtype=torch.bool), pins)
     layout = layout_for(resolve("h2o", {}), 9, part, ranked=False).with_pins()
-    driven = (Lowered if compiled else Literal)(layout, 1e4)
+    driven = (Lowered if compiled else OnReference)(layout, 1e4)
     with pytest.raises(BudgetError, match=r"8 tokens are to stay, which leaves 1 .* at least 2: raise .* on_top=True"):
         driven.feed(part)
 
@@ -147,7 +147,7 @@ def test_generated_tokens_of_the_highest_draws_stay() -> None:
 
 
 def test_half_of_the_unpinned_slots_are_recent() -> None:
-    """h2o with 10 slots and a prompt of 6: of the other 4 the last 2 are safe."""
+    """Check h2o with 10 slots and a prompt of 6: the last 2 of the other 4 are protected."""
     trace = simulate("h2o", *layer(30), prompt=6, budget=10, keep_prompt=True, compiled=True)
     for seen, held in enumerate(trace.positions[:, 0, 0].tolist(), start=6):
         if seen >= 10:
@@ -163,7 +163,7 @@ def test_no_token_is_merged_into_a_pinned_prompt() -> None:
     merged = [
         (trace.values[0, 0, slot] != v[0, 0, place]).any() for slot, place in enumerate(trace.positions[-1, 0, 0])
     ]
-    assert any(merged)  # but others are
+    assert any(merged)  # but other tokens are merged
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -193,7 +193,7 @@ def test_keep_prompt_must_be_a_bool(value: object) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Halves(Policy):
-    """The latest half of the budget is safe, and of the others the latest go first; its own `victim` is wrong."""
+    """A policy that protects the latest half of the budget and evicts the latest other token; its `victim` is wrong."""
 
     name: ClassVar[str] = "halves"
 
@@ -206,6 +206,6 @@ class Halves(Policy):
 
 
 def test_a_policy_of_ones_own_sees_the_rest_of_the_budget() -> None:
-    """Of 10 slots a prompt takes 4, and of the other 6 the latest 3 are safe; its own `victim` is not asked."""
+    """Check 10 slots and a prompt of 4: of the other 6 the latest 3 are protected; `victim` is unused."""
     trace = simulate(Halves(keep_prompt=True), *layer(20), prompt=4, budget=10, compiled=True)
     assert trace.positions[-1, 0, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, 17, 18, 19]

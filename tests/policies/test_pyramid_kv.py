@@ -1,4 +1,4 @@
-"""PyramidKV: the literal examples of layers' budgets, and what they always are."""
+"""Test PyramidKV: layer budgets by hand, and their invariants."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.models import build
 
 
 def test_budgets_by_hand() -> None:
-    """Of eight layers with a mean of 72 of which 8 are the window: from 125 to 3, or as many as the prompt has."""
+    """Check eight layers with a mean of 72, window 8: budgets from 125 to 3, limited by the prompt."""
     assert pyramid(8, 72, 8, 20, prompt=1000) == [count + 8 for count in (125, 108, 90, 73, 55, 38, 20, 3)]
     assert pyramid(8, 72, 8, 20, prompt=128) == [count + 8 for count in (120, 104, 88, 72, 56, 40, 24, 8)]
     for prompt in (60, 72, 127):
@@ -36,7 +36,7 @@ def test_budgets_add_up_and_fall(layers: int, more: int, window: int, beta: int,
 
 @torch.no_grad()
 def test_layers_keep_as_many_tokens_as_planned() -> None:
-    """Rows of a batch have budgets by their own prompts, under Inductor's static sizes and dynamic ones."""
+    """Check row budgets by the rows' own prompts, with static and dynamic sizes."""
     model = build("Llama", layers=4)
     compiled = torch.compile(model, backend=kvpass.backend("pyramid_kv", budget=24, window=4, inner="eager"))
     ids = torch.randint(3, 128, (2, 90), generator=torch.Generator().manual_seed(0))

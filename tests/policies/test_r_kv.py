@@ -1,4 +1,4 @@
-"""R-KV: the literal example with and without the fault of the public code, and edges."""
+"""Test R-KV: the example by hand, with and without the bug of the public code, and edge cases."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_kept_tokens_by_hand(official: bool, compiled: bool) -> None:
 
 
 def test_of_a_repeated_key_the_last_stays() -> None:
-    """Importance aside, every earlier copy is redundant, and the last one is forgiven."""
+    """Check that without importance every earlier copy is redundant, and the last one is exempt."""
     key = torch.eye(8)[[0, 1, 1, 2, 1, 3, 4, 5]][None, None]
     chosen = policy(weight=0.0, window=1)
     trace = simulate(chosen, torch.zeros_like(key), key, key, prompt=8, budget=6, compiled=True)
@@ -74,7 +74,7 @@ def test_of_a_repeated_key_the_last_stays() -> None:
 
 
 def test_the_highest_of_the_heads_counts_before_the_softmax() -> None:
-    """One head looks at token 0 and the other at token 1; `plain` averages what the two pay."""
+    """Test one head that attends to token 0 and another to token 1; `plain` averages their probabilities."""
     key = 4 * torch.eye(4)[[0, 1, 2, 3, 3, 3]][None, None]
     query = torch.zeros(1, 2, 6, 4)
     query[:, 0, -1, 0], query[:, 1, -1, 1] = 5.0, 3.0

@@ -1,4 +1,4 @@
-"""`random`: what is drawn anew, the law by which tokens then fade, and the last tokens that stay."""
+"""Test `random`: redrawn numbers, the law by which tokens disappear, and the last tokens that stay."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HEADS, PROMPT = 200, 20
 
 
 def survivors(rounds: int, **options: object) -> torch.Tensor:
-    """Return how many of the 20 tokens of a prompt each of many heads holds after compactions from 20 to 10 tokens."""
+    """Return how many of a prompt's 20 tokens many heads hold, after compactions from 20 to 10 tokens."""
     tokens = PROMPT + 10 * (rounds - 1)
     x = torch.zeros(1, HEADS, tokens, 2)
     positions = simulate("random", x, x, x, prompt=PROMPT, budget=19, interval=10, compiled=True, **options).positions
@@ -24,12 +24,12 @@ def survivors(rounds: int, **options: object) -> torch.Tensor:
 
 @pytest.mark.parametrize("rounds", [1, 2, 3])
 def test_tokens_fade_by_half_in_every_round(rounds: int) -> None:
-    """K / (K + n) is a half; the mean over 200 heads is within four of its deviations."""
+    """Check K / (K + n) = 1/2; the mean of 200 heads is within four standard deviations."""
     assert abs(float(survivors(rounds, redraw=True).mean()) - PROMPT / 2**rounds) < 0.5
 
 
 def test_drawn_once_the_sample_is_one_of_all_tokens() -> None:
-    """Of 40 tokens 10 stay, and so 5 of the first 20; redrawn it would be 2.5."""
+    """Check that 10 of 40 tokens stay, so 5 of the first 20; redrawing would leave 2.5."""
     assert abs(float(survivors(3).mean()) - 5) < 0.5
 
 

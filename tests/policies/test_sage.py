@@ -1,4 +1,4 @@
-"""SAGE: the selection, the three ways to share it, the ring, refreshing, and its errors."""
+"""Test SAGE: the selection, three ways to share it, the ring, refreshing, and its errors."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def test_the_split_adds_up(budget, groups):
 
 def test_the_split_of_the_paper():
     assert budget_split(8192, 4) == (2048, 1024, 2048)
-    assert budget_split(8192, 7, top=512) == (2048, 512, 2560)  # Qwen2.5, whose B / (2G) would be 585
+    assert budget_split(8192, 7, top=512) == (2048, 512, 2560)  # Qwen2.5, where B / (2G) would be 585
 
 
 def test_sinks_and_tokens_for_each_head_can_be_given():
-    """By hand: of a budget of 12 one sink and three taken tokens leave the last eight."""
+    """Check by hand: a budget of 12 with one sink and three selected tokens keeps the last eight."""
     q, k, v = layer(20)
     held = simulate("sage", q, k, v, prompt=20, budget=12, sinks=1, top=3, compiled=True).positions[0, 0, 0].tolist()
     took = [1 + int(j) for j in (q[0, 0, -1] @ k[0, 0].T)[1:11].topk(3).indices]
@@ -63,7 +63,7 @@ def test_a_budget_without_recent_tokens_is_refused():
 
 
 def overflowing(select_at):
-    """Held after each token from the eighth on; token 8 looks at 2 and 3 with one head, at 3 and 4 with the other."""
+    """Return the tokens held from the eighth on; heads of token 8 attend to 2, 3 and to 3, 4."""
     q, k, v = torch.zeros(1, 2, 11, 2), torch.zeros(1, 1, 11, 2), torch.ones(1, 1, 11, 2)
     q[0, 0, 8], q[0, 1, 8] = torch.eye(2)
     k[0, 0, 2:5] = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 1.0]])
@@ -73,7 +73,10 @@ def overflowing(select_at):
 
 
 def test_the_token_that_finds_no_room_selects():
-    """By hand: B = 8 and G = 2 make S = k = R = 2, and E = [2, 6) for the first token too many, number 8."""
+    """Check the selection by hand when token 8 exceeds the budget.
+
+    B = 8 and G = 2 give S = k = R = 2, and E = [2, 6).
+    """
     selected, block = overflowing("overflow"), overflowing("prompt_end")
     assert selected[0] == block[0] == list(range(8))
     assert selected[1:] == [[0, 1, 2, 3, 4, 6, 7, 8], [0, 1, 2, 3, 4, 7, 8, 9], [0, 1, 2, 3, 4, 8, 9, 10]]
@@ -97,7 +100,7 @@ def test_every_query_head_takes_its_top_k():
         logits = q[0, 2 * head : 2 * head + 2, -1] @ k[0, head].T  # [G, T]
         candidates = logits[:, sinks : 59 - recent]
         took = {int(j) + sinks for row in candidates for j in row.topk(top).indices}
-        saved = 2 * top - len(took)  # the slots that duplicates leave go to recent tokens
+        saved = 2 * top - len(took)  # slots that duplicates leave go to recent tokens
         expected = {*range(sinks), *took, *range(60 - recent, 60)}
         rest = [j for j in range(59, -1, -1) if j not in expected][:saved]
         assert kept[head].tolist() == sorted(expected | set(rest))
@@ -113,7 +116,7 @@ def test_the_selection_stays_and_the_recent_roll():
 
 def test_concat_counts_twice_and_private_only_once():
     q, k, v = layer(40, groups=2)
-    q[:, 1] = q[:, 0]  # both heads take the same tokens
+    q[:, 1] = q[:, 0]  # both heads select the same tokens
     union, concat, private = (
         simulate("sage", q, k, v, prompt=30, budget=16, share=share, compiled=True)
         for share in ("union", "concat", "private")
@@ -132,7 +135,7 @@ def test_a_refresh_that_never_comes_changes_nothing():
 
 def test_a_refresh_lets_new_tokens_stay():
     q, k, v = layer(200)
-    k[:, :, 70] = 5 * q[:, :, -1]  # what comes after the prompt is looked at ever after
+    k[:, :, 70] = 5 * q[:, :, -1]  # all later tokens attend to this one
     q[:, :, 60:] = q[:, :, -1:]
     never, often = (
         simulate("sage", q, k, v, prompt=60, budget=16, refresh_interval=every, compiled=True).positions[-1]

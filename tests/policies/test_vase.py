@@ -1,4 +1,4 @@
-"""VaSE: literal examples, the law of the sample, and what is refused."""
+"""Test VaSE: examples by hand, the law of the sample, and refusals."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DRAWS = [1, 0.2, 1, 2, 0.5, 0.5, 1, 1, 1, 1]
 
 
 def example(**options: Any) -> tuple[Vase, Tokens]:
-    """Ten tokens, of which six stay: the last two, and four of the others."""
+    """Return ten tokens of which six stay: the last two, and four others."""
     policy = Vase(sinks=1, recent=2, interval=1, **options)
     state = {"vote": torch.tensor(ATTENTION)[None, None]} | policy.init_token_state(
         KEYS[None, None], VALUES[None, None]
@@ -48,7 +48,7 @@ def kept_by_reference(policy: Vase) -> list[int]:
 
 
 def test_ranges_and_a_sample_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reserved are 0, 2 and 4, which ties with 7; the highest quotient of the others is that of 1."""
+    """Check that 0, 2 and 4 (tied with 7) are reserved, and that 1 has the highest quotient."""
     policy, tokens = example(large=0.5, kernel=1)
     assert tokens.state["range"][0, 0, :8].tolist() == [0, 1, 5, 0, 4, 1, 1, 4]
     monkeypatch.setattr(hashing, "to_uniform", lambda number: torch.tensor(DRAWS).neg().exp())
@@ -79,7 +79,7 @@ def test_tokens_without_attention_come_last_and_the_newest_of_them_first(monkeyp
 
 
 def test_the_sample_is_in_proportion_to_attention() -> None:
-    """One place beside the sink: each token gets it as often as its attention says, over 20,000 heads."""
+    """Check the slot that is left after the sink: tokens get it in proportion to attention, over 20,000 heads."""
     heads = 20_000
     policy, tokens = example(large=0.0, kernel=1)
     state = {name: entry.expand(1, heads, -1) for name, entry in tokens.state.items()}
@@ -104,7 +104,7 @@ def test_large_ranges_stay_whatever_they_are_attended_to() -> None:
     drawn = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, 40, 8, generator=drawn) for _ in range(3))
     v[:, :, 10] *= 100
-    k[:, :, 10] = -8 * q.mean((0, 1, 2))  # hardly attended to
+    k[:, :, 10] = -8 * q.mean((0, 1, 2))  # gets almost no attention
     options = dict(sinks=1, recent=3, interval=4, large=0.25)
     trace = simulate("vase", q, k, v, prompt=20, budget=12, compiled=True, **options)
     assert (trace.positions[-1] == 10).any(-1).all()

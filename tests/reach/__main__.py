@@ -1,8 +1,8 @@
-"""Examine every row and print what becomes of it.
+"""Examine every row and print its verdict.
 
 python -m tests.reach           # all rows
-python -m tests.reach torchao   # those whose name or heading has this in it
-python -m tests.reach --write   # write docs/reach.md, too; every package of constraints-reach.txt must be there
+python -m tests.reach torchao   # rows whose name or heading contains this text
+python -m tests.reach --write   # also write docs/reach.md; needs every package of constraints-reach.txt
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _told(row: Row) -> Verdict:
 
 
 def page(verdicts: Sequence[Verdict]) -> str:
-    """The tables as Markdown, one for each heading."""
+    """Format the tables as Markdown, one for each heading."""
     lines = list(_INTRODUCTION)
     for group, members in itertools.groupby(verdicts, operator.attrgetter("group")):
         lines += ["", f"## {group}", "", "| | | graphs | reason |", "|---|---|---|---|"]
@@ -62,7 +62,7 @@ def page(verdicts: Sequence[Verdict]) -> str:
 
 
 def read(text: str) -> dict[str, Verdict]:
-    """The verdicts on a page, by name."""
+    """Read the verdicts from a page, by name."""
     verdicts, group = {}, ""
     for line in text.splitlines():
         if line.startswith("## "):

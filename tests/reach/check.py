@@ -1,4 +1,4 @@
-"""What becomes of one row: it works, an error of ours says why not, or there is a defect."""
+"""Classify one row: it works, kvpass refuses it with a reason, or there is a defect."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from tests.switch import Switch
 
 STEPS, BUDGET = 8, 8
 TOLERANCE = 2e-4
-"""Of logits, in shares of the largest."""
+"""Largest accepted difference of logits, relative to the largest logit."""
 OF_ROUNDING = 2.0
-"""By how much more than under another kernel for attention a model that rounds may differ."""
+"""Factor on the difference between two attention kernels that a model with rounded activations may reach."""
 
 Word = Literal["works", "refused", "wrong", "error", "not built"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What became of a row.
+    """The result of examining one row.
 
     Attributes:
-        word: "works" when `full` equals the uncompiled model and `h2o` its reference; "refused" when an error of ours
-            says why not; "wrong" and "error" are defects; "not built" is no affair of ours.
-        graphs: Dynamo's, of both together.
+        word: "works" if `full` equals the uncompiled model and `h2o` its reference; "refused" if kvpass raised an error
+            with a reason; "wrong" and "error" are defects; "not built" if the model could not be built.
+        graphs: number of Dynamo's graphs under both policies together.
     """
 
     group: str
@@ -47,7 +47,7 @@ class Verdict:
 
 
 class Forced(transformers.LogitsProcessor):
-    """Lets `generate` choose tokens [B, n] whatever the logits are, so that runs can be compared."""
+    """Makes `generate` choose tokens [B, n] regardless of the logits, so that runs can be compared."""
 
     def __init__(self, tokens: Tensor) -> None:
         self.tokens, self.chosen = tokens, 0
@@ -60,7 +60,7 @@ class Forced(transformers.LogitsProcessor):
 
 @torch.no_grad()
 def generate(model: Any, row: Row) -> tuple[Tensor, Any]:
-    """Logits [B, steps, vocabulary] of a forced generation, and the cache after it."""
+    """Return the logits [B, steps, vocabulary] of a forced generation, and the cache after it."""
     given = row.given()
     rows = next(iter(given.values())).shape[0]
     tokens = torch.randint(3, 120, (rows, STEPS), generator=torch.Generator().manual_seed(5))
@@ -74,7 +74,7 @@ def generate(model: Any, row: Row) -> tuple[Tensor, Any]:
 
 
 def examine(row: Row) -> Verdict:
-    """Run a row uncompiled, under `full`, under `h2o`, and under that one's reference."""
+    """Run a row uncompiled, under `full`, under `h2o`, and under the reference of `h2o`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -99,7 +99,7 @@ def _against(row: Row, model: Any) -> Verdict:
 
 
 def _difference(row: Row, model: Any, switch: Switch, expected: Tensor | Exception, room: float) -> str | None:
-    """What is not as it must be."""
+    """Describe the first wrong result, or return None."""
     switch.to(kvpass.backend("full", inner="eager"))
     ours, cache = generate(model, row)
     kvpass.inspect(cache)
@@ -120,7 +120,7 @@ def _difference(row: Row, model: Any, switch: Switch, expected: Tensor | Excepti
 
 
 def _uncompiled(model: Any, row: Row) -> tuple[Tensor | Exception, float]:
-    """Logits of the uncompiled model, or what it raised, and how far from them others may be."""
+    """Return the uncompiled model's logits or its exception, and the tolerance for other logits."""
     try:
         expected, _ = generate(model, row)
     except Exception as error:
@@ -134,7 +134,7 @@ def _uncompiled(model: Any, row: Row) -> tuple[Tensor | Exception, float]:
 
 
 def apart(ours: Tensor, theirs: Tensor) -> float:
-    """The largest difference in shares of the largest number."""
+    """Return the largest difference, relative to the largest number."""
     return float(((ours - theirs).abs().max() / theirs.abs().max()).nan_to_num(nan=1e9))
 
 
@@ -143,7 +143,7 @@ def _brief(error: BaseException) -> str:
 
 
 def _cause(error: kvpass.KVPassError) -> str:
-    """An error's class and what it says, of several refusals the first, without the folders of packages."""
+    """Return an error's class and message without folders of packages; of several refusals the first."""
     lines = str(error).splitlines()
     said = " ".join(lines[1:3] if lines[0].endswith("cannot be rewritten:") else lines)
     return f"`{type(error).__name__}`: " + re.sub(r"[^\s(]*/site-packages/", "", " ".join(said.split()))

@@ -1,4 +1,4 @@
-"""Tiny vision-language models, and prompts with an image in each row, the first of them padded."""
+"""Build tiny vision-language models, and prompts with an image in each row and padding in the first."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 from tests.reach.model import TOKENS, VOCABULARY, WIDE, prompt, seeded
 
 IMAGE, VIDEO, BEGIN, END = 120, 121, 122, 123
-"""Token ids with a meaning of their own."""
+"""Token ids with special meanings."""
 SIDE, PATCH = 16, 8
-"""Of an image and of its patches, in pixels: 4 patches an image."""
+"""Pixels of an image and of its patches: 4 patches for each image."""
 TEXT = dict(WIDE, **TOKENS)
 TOWER = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
 SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
 
 
 def _with_image(tokens: int) -> dict[str, Tensor]:
-    """A prompt in which so many tokens stand for an image."""
+    """Return a prompt in which this many tokens stand for an image."""
     given = prompt(tokens=12)
     ids = given["input_ids"].clamp(max=IMAGE - 1)
     ids[:, 4 : 4 + tokens] = IMAGE
@@ -53,7 +53,7 @@ def _qwen(name: str, tower: dict[str, Any]) -> Any:
 
 
 def _qwen_prompt() -> dict[str, Any]:
-    """An image of 4 by 4 patches a row, which its tower merges to 4 tokens."""
+    """Return a prompt with 4 by 4 patches in each row, which the vision tower merges to 4 tokens."""
     given = _with_image(4)
     grid = torch.tensor([[1, 4, 4]] * 2)
     pixels = _pixels(32, 3 * 2 * PATCH * PATCH)

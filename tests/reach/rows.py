@@ -1,4 +1,4 @@
-"""What people do to a model other than decoding with its plain weights: one row of the page each."""
+"""List ways to prepare or call a model, other than decoding with plain weights: one for each row."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ Given = dict[str, Tensor | Any]
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One way to have or to call a model.
+    """One way to prepare or call a model.
 
     Attributes:
         group: heading on the page.
-        name: what is done, as its users would say.
+        name: the feature, as users call it.
         build: makes the model.
-        given: makes what `generate` is given; ids and a padding mask by default.
-        package: the module that it needs in addition to transformers, None for none.
-        rounds: activations are rounded to whole numbers, so that a change in the last place may become a larger one.
+        given: makes the arguments of `generate`; by default ids and a padding mask.
+        package: a module that it needs in addition to transformers, or None.
+        rounds: whether activations are rounded to integers, so that a difference in the last place can grow.
     """
 
     group: str
@@ -41,26 +41,26 @@ class Row:
 
     @property
     def missing(self) -> str | None:
-        """The package that it needs and that is not there."""
-        with contextlib.suppress(ModuleNotFoundError):  # of the parent
+        """Return the name of the required package if it is not installed, else None."""
+        with contextlib.suppress(ModuleNotFoundError):  # raised if the parent package is missing
             if self.package is None or importlib.util.find_spec(self.package):
                 return None
         return self.package
 
 
 def asking(**more: Any) -> Callable[[], Given]:
-    """A prompt, and further arguments of `generate`."""
+    """Return a function that makes a prompt with further arguments of `generate`."""
     return lambda: {**prompt(), **more}
 
 
 def with_static_cache() -> Given:
-    """A prompt with a preallocated cache."""
+    """Return a prompt with a preallocated cache."""
     cache = transformers.StaticCache(config=llama().config, max_cache_len=64)
     return {**prompt(), "past_key_values": cache}
 
 
 def spoken() -> Given:
-    """What is heard, for a model of speech: 16 bands in 40 frames."""
+    """Return the input of a speech model: 16 bands in 40 frames."""
     return {"input_features": torch.randn(2, 16, 40, generator=torch.Generator().manual_seed(0))}
 
 

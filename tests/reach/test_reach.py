@@ -1,4 +1,4 @@
-"""The page says what is: every row among the slow tests, where the package that it needs is there."""
+"""Compare every row with its verdict on the page, if the package that it needs is installed."""
 
 from __future__ import annotations
 

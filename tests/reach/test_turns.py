@@ -1,4 +1,4 @@
-"""A later turn with another image, on slots: held ones with the first image, and a chunk that looks at the second."""
+"""Test a later turn with another image on slots that hold the first image."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS = 3
 
 
 class Talk:
-    """A prompt with an image, steps, a turn with another image, and steps; the same tokens whatever the logits are."""
+    """A prompt with an image, steps, a turn with another image, and steps, with fixed tokens."""
 
     def __init__(self, model: Any, given: dict[str, Tensor]) -> None:
         said = torch.randint(3, 100, (2, STEPS), generator=torch.Generator().manual_seed(5))
@@ -33,7 +33,7 @@ class Talk:
         self.positions = self._positions()
 
     def _positions(self) -> Tensor | None:
-        """[3, B, T], where the model counts tokens along three axes: only who knows all images can say."""
+        """Return positions [3, B, T] for models that count tokens along three axes; they depend on all images."""
         if self.kinds is None or not hasattr(self.model.model, "get_rope_index"):
             return None
         grid = self.given["image_grid_thw"].repeat_interleave(2, 0)
@@ -42,13 +42,13 @@ class Talk:
         return places
 
     def kinds_of(self, chosen: slice) -> Tensor:
-        """Where an image stands among the tokens."""
+        """Mark the tokens that stand for an image."""
         assert self.kinds is not None
         return (self.ids[:, chosen] == images.IMAGE).to(self.given[self.kinds].dtype)
 
     @torch.no_grad()
     def logits(self) -> Tensor:
-        """[B, n, vocabulary], of all but the prompt's earlier tokens."""
+        """Return logits [B, n, vocabulary] from the prompt's last token on."""
         start, end = self.turn.start - STEPS, self.ids.shape[1]
         cache, found = None, []
         for part in [slice(0, start), *_singly(start, self.turn.start), self.turn, *_singly(self.turn.stop, end)]:
@@ -90,5 +90,5 @@ def test_a_later_turn_may_bring_another_image(name: str) -> None:
         switch.to(kvpass.backend("h2o", budget=BUDGET, inner=inner))
         runs.append(talk.logits())
     assert apart(*runs) < TOLERANCE
-    assert apart(runs[0], expected) > TOLERANCE  # tokens have gone
+    assert apart(runs[0], expected) > TOLERANCE  # tokens were evicted
     assert switch.graphs == graphs

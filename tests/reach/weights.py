@@ -1,4 +1,4 @@
-"""A tiny Llama with its weights as people have them; each builder imports what makes them so."""
+"""Build a tiny Llama with quantised, adapted or offloaded weights; each builder imports its package."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from tests.reach.model import llama
 
 GROUP = 32
-"""How many weights share a scale, where that is to be said."""
+"""Number of weights that share a scale, for formats with groups."""
 
 
 def _torchao(config: Any) -> Any:
@@ -48,7 +48,7 @@ def torchao_dynamic_intx() -> Any:
 
 
 def torchao_int4() -> Any:
-    """In the layout that torch has a kernel of for CPUs."""
+    """Quantise to the layout for which torch has a CPU kernel."""
     from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
 
     return _torchao(PrototypeInt4WeightOnlyConfig(group_size=GROUP))
@@ -78,7 +78,7 @@ def quanto_int4() -> Any:
 
 
 def _with_linears(make: Callable[[nn.Linear], nn.Module]) -> Any:
-    """With other layers in place of the linear ones, which quantise their weights when they are moved."""
+    """Replace the linear layers by layers that quantise their weights when they are moved."""
     model = llama()
     for module in list(model.model.modules()):
         for name, child in module.named_children():
@@ -104,7 +104,7 @@ def bitsandbytes_4bit() -> Any:
 
 
 def lora() -> Any:
-    """Adapters beside the weights, which are computed at every call; they start with an effect."""
+    """Add adapters that are computed at every call, with initial weights that have an effect."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(1)
@@ -117,7 +117,7 @@ def lora_merged() -> Any:
 
 
 def hooked() -> Any:
-    """With the hooks that `device_map` leaves, which move inputs before each module's call."""
+    """Add the hooks of `device_map`, which move inputs before each module's call."""
     from accelerate.hooks import attach_align_device_hook
 
     model = llama()

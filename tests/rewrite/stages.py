@@ -1,4 +1,4 @@
-"""One step of a small model, and its graph after every pass."""
+"""Record the step graph of a small model after every pass."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvpass.torch_private import fx_nodes
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A step graph after a pass: the program's lines, a copy that runs, and what the pass said."""
+    """A step graph after a pass: the lines of its program, a runnable copy, and the record of the pass."""
 
     lines: list[str]
     gm: fx.GraphModule
@@ -32,11 +32,12 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class Stages(Backend):
-    """A backend that keeps the step graphs of what it runs, pass by pass.
+    """A backend that records the step graphs it rewrites, pass by pass.
 
     Attributes:
-        calls, contexts: of each graph that is rewritten; slots: copies of all tensors as they were then.
-        stages: of the last one, by the name of the pass.
+        calls, contexts: one of each for every rewritten graph.
+        slots: copies of all slot tensors at the time of each rewrite.
+        stages: stages of the last graph, by the name of the pass.
     """
 
     calls: list[StepCall] = dataclasses.field(default_factory=list, compare=False, repr=False)
@@ -58,27 +59,27 @@ class Stages(Backend):
         return super().rewrite(call)
 
     def before(self, name: str) -> Stage:
-        """The graph as a pass finds it."""
+        """Return the stage before a pass."""
         names = [each.__name__ for each in STEP_PASSES]
         return self.stages[names[names.index(name) - 1]]
 
     def added(self, name: str) -> list[str]:
-        """The lines that are new after a pass, in order."""
+        """Return the lines that a pass added, in order."""
         old = set(self.before(name).lines)
         return [line for line in self.stages[name].lines if line not in old]
 
     def removed(self, name: str) -> list[str]:
-        """The lines that a pass took away."""
+        """Return the lines that a pass removed."""
         new = set(self.stages[name].lines)
         return [line for line in self.before(name).lines if line not in new]
 
     def inputs(self, name: str) -> list[str]:
-        """The names of the placeholders after a pass."""
+        """Return the names of the placeholders after a pass."""
         return [node.name for node in placeholders(self.stages[name].gm.graph)]
 
 
 def body(graph: fx.Graph) -> list[str]:
-    """The statements of a program, without what lets go of values."""
+    """Return the statements of a program, without those that release values."""
     return [
         line.split(";  ")[0].strip() for line in recorder.program(graph).splitlines() if not line.startswith("def ")
     ]
@@ -86,7 +87,7 @@ def body(graph: fx.Graph) -> list[str]:
 
 @torch.no_grad()
 def staged(model: torch.nn.Module, policy: str = "streaming", *, new: int = 1, **settings: Any) -> Stages:
-    """The stages of the first step, or chunk of `new` tokens, after a prompt of five."""
+    """Return the stages of the first step, or of a chunk of `new` tokens, after a prompt of five tokens."""
     torch._dynamo.reset()
     made = kvpass.backend(policy, **{"inner": "eager", **settings})
     stages = Stages(**{field.name: getattr(made, field.name) for field in dataclasses.fields(made)})
@@ -97,7 +98,7 @@ def staged(model: torch.nn.Module, policy: str = "streaming", *, new: int = 1, *
 
 
 def with_rows(call: StepCall) -> tuple[Any, ...]:
-    """The arguments of a call with random rows for the caches, of which handles hold none."""
+    """Return the arguments of a call with random keys and values in place of handles, which hold none."""
     drawn = torch.Generator().manual_seed(0)
     return tuple(
         torch.randn(tuple(argument.shape), generator=drawn) if isinstance(argument, Handle) else argument

@@ -1,4 +1,4 @@
-"""Each pass on its own: its graph before and after, what that gives, and when it must not fire."""
+"""Test each pass alone: its graph before and after, the graph's output, and when the pass must not apply."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.rewrite.stages import Stages, staged, with_rows
 
 @functools.cache
 def with_cache_positions() -> Stages:
-    """A step with positions by rank, after which one token is gone."""
+    """Return a step with positions by rank, after which one token is evicted."""
     return staged(Model().eval(), budget=8, sinks=1, positions="cache")
 
 
@@ -36,9 +36,9 @@ def with_absolute_positions() -> Stages:
 
 
 def on_own_arguments(stages: Stages, name: str) -> tuple[Any, Any]:
-    """What the first output is after a pass, and in the graph as it was, on the same past.
+    """Return the first output after a pass and in the original graph, on the same past.
 
-    Nothing may be gone and no cache may be read: slots hold other rows than the synthetic past.
+    No token may be evicted and no cache may be read, because slots hold other rows than the synthetic past.
     """
     call, stage, arguments = stages.calls[0], stages.stages[name], with_rows(stages.calls[0])
     given = [tensor.clone() for tensor in (*stages.slots[0], *stages.contexts[0].policy_weights.tensors)]
@@ -82,7 +82,7 @@ def test_key_indices_are_left_to_the_masks() -> None:
 
 
 class Looked(Small):
-    """Positions from a table, of which a slice is taken."""
+    """A model that slices a table of positions."""
 
     def forward(self, ids: torch.Tensor, past: Any = None, **inputs: Any) -> Any:
         seen = 0 if past is None else past[0][0].shape[-2]
@@ -102,8 +102,8 @@ def test_queries_stand_at_their_ranks() -> None:
     stages = with_cache_positions()
     made = stages.added("rotate_at_read")
     assert any("slots_0_position" in line for line in made)
-    assert len(stages.stages["rotate_at_read"].record.matched) == 4  # of the query and the key of two layers
-    ours, theirs = on_own_arguments(stages, "rotate_at_read")  # nothing is gone: ranks are positions
+    assert len(stages.stages["rotate_at_read"].record.matched) == 4  # query and key of two layers
+    ours, theirs = on_own_arguments(stages, "rotate_at_read")  # nothing is evicted, so ranks are positions
     torch.testing.assert_close(ours, theirs)
 
 
@@ -142,7 +142,7 @@ def test_layers_that_are_alike_are_traced_once(monkeypatch: pytest.MonkeyPatch) 
     name = "kvpass.rewrite.passes.attention.decode_step"
     monkeypatch.setattr(name, lambda *given: calls.append(given) or lowered(*given))
     staged(Small(plain, layers=4), budget=8, positions="absolute")
-    assert len(calls) == 2  # once for these stages, and once for what runs
+    assert len(calls) == 2  # once for these stages, and once for the code that runs
 
 
 def test_growing_outputs_are_removed() -> None:
@@ -156,12 +156,12 @@ def test_survivors_of_a_chunk_come_out() -> None:
     stages = staged(Small(plain), "h2o", budget=8, new=4)
     key, value, real, *sums = stages.contexts[0].outputs.chunks[0]
     assert [key, value, real] == [1, 2, 3]
-    assert sums  # h2o asks for column sums
+    assert sums  # h2o needs column sums
     assert "torch.ops.kvpass.append" not in "".join(stages.stages["settle_sizes"].lines)
 
 
 class Weighing(Small):
-    """Returns the weights of its attention, too."""
+    """A model that also returns its attention weights."""
 
     def forward(self, ids: torch.Tensor, past: Any = None, **inputs: Any) -> Any:
         output, present = super().forward(ids, past, **inputs)
@@ -188,7 +188,7 @@ def test_settle_sizes_inserts_numbers_and_removes_dead_code() -> None:
 
 
 class Long(Small):
-    """Makes something that is as long as its cache and is no mask."""
+    """A model with a tensor that is as long as its cache but is no mask."""
 
     def forward(self, ids: torch.Tensor, past: Any = None, **inputs: Any) -> Any:
         output, present = super().forward(ids, past, **inputs)
@@ -253,7 +253,7 @@ def test_a_cpu_copies_no_write_indices_and_keeps_counters() -> None:
 def test_every_pass_says_what_it_did(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("KVPASS_LOGS", "passes,graphs")
     for name in ("kvpass.passes", "kvpass.graphs"):
-        caplog.set_level(logging.INFO, name)  # is put back, as what `configure` sets would not be
+        caplog.set_level(logging.INFO, name)  # caplog restores this level, unlike the one that `configure` sets
     with caplog.at_level(logging.INFO, "kvpass"):
         staged(Small(plain), budget=8, positions="absolute")
     said = [entry.getMessage() for entry in caplog.records if entry.name == "kvpass.passes"]

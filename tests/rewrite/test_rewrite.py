@@ -1,4 +1,4 @@
-"""The passes on their own: what they find, what a step graph has left, and where they must not fire."""
+"""Test the passes on models: what they match, what a step graph still contains, and where they must not apply."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.models import ARCHITECTURES, build, force, prompt
 def compiled_graphs(
     architecture: str, steps: list[int], padding: tuple[int, ...] = (), **backend: Any
 ) -> list[fx.GraphModule]:
-    """The rewritten graphs, in the order in which they were compiled."""
+    """Return the rewritten graphs in the order of their compilation."""
     seen: list[fx.GraphModule] = []
 
     def inner(gm: fx.GraphModule, examples: Any) -> Any:
@@ -34,7 +34,7 @@ def compiled_graphs(
 
 
 def symbols(gm: fx.GraphModule) -> list[fx.Node]:
-    """Nodes whose recorded value is a symbolic size, or a tensor with one."""
+    """Return the nodes whose recorded value is a symbolic size, or a tensor with one."""
     found = []
     for node in gm.graph.nodes:
         recorded = walk.value(node)
@@ -58,7 +58,7 @@ def test_a_step_graph_is_static(architecture: str) -> None:
 
 @pytest.mark.parametrize("architecture", ["Llama", "GPTNeoX"])
 def test_layers_share_one_table_of_angles(architecture: str) -> None:
-    """Layers rotate keys by the same code, whose nodes have other names in each."""
+    """Check that equal rotation code in several layers is shared, although its nodes have different names."""
     _, step = compiled_graphs(architecture, [9, 1, 1], policy="streaming", budget=6, positions="cache")
     tables = [node for node in step.graph.nodes if node.target is torch.ops.aten.cos.default]
     assert len(tables) == 1
@@ -154,7 +154,7 @@ def test_sections_cut_and_join() -> None:
 
 
 class Rotated(torch.nn.Module):
-    """One layer with a rotary embedding; `apart` makes the angles anew for queries and for keys, `shape` positions."""
+    """One layer with a rotary embedding of positions in a given shape; `apart` computes angles separately for keys."""
 
     def __init__(self, apart: bool, shape: tuple[int, ...]) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 @torch.no_grad()
 def last_output(model: Any, padding: int) -> torch.Tensor:
-    """[3, 1, 32] after a prompt of ten tokens and ten steps; all rows but the last are padded."""
+    """Return the output [3, 1, 32] after a prompt of ten tokens and ten steps; two rows are padded."""
     ids = torch.randint(0, 50, (3, 20), generator=torch.Generator().manual_seed(0))
     mask = (torch.arange(20) >= padding * torch.tensor([[2], [1], [0]])).long()
     out, past = model(ids[:, :10], mask[:, :10])

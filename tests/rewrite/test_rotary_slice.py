@@ -1,4 +1,4 @@
-"""A model's rotary embedding on slots: seen to mix pairs, and to rotate rows and queries each by itself."""
+"""Test a model's rotary embedding on slots: which pairs it mixes, and that it treats rows and queries separately."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def sliced(
     rows: int = 2,
     queries: int = 1,
 ) -> RotarySlice:
-    """Keys [B, 3, q, 12] rotated by the model's own code, as it is cut out of a graph."""
+    """Cut the model's rotation of keys [B, 3, q, 12] out of a graph."""
 
     def of_positions(position, inverse):
         phase = position[..., None] * torch.cat([inverse, inverse])
@@ -59,8 +59,8 @@ def normed(key, cos, sin):
     [
         (normed, ()),  # not linear
         (lambda key, cos, sin: llama(key, cos, sin) + 1, ()),
-        (lambda key, cos, sin, scale: llama(key, cos, sin) * scale, ((3, 1, WIDTH),)),  # heads differ
-        (lambda key, cos, sin, scale: llama(key, cos, sin) * scale, ((2, 1, 1, 1),)),  # rows do
+        (lambda key, cos, sin, scale: llama(key, cos, sin) * scale, ((3, 1, WIDTH),)),  # different for each head
+        (lambda key, cos, sin, scale: llama(key, cos, sin) * scale, ((2, 1, 1, 1),)),  # different for each row
         (lambda key, cos, sin, matrix: llama(key, cos, sin) @ matrix, ((WIDTH, WIDTH),)),
     ],
     ids=["normed", "shifted", "heads", "rows", "multiplied"],
@@ -70,7 +70,7 @@ def test_other_operations_after_the_embedding_have_no_pairs(rotate, bound, dtype
 
 
 def on_slots(rotary: RotarySlice, groups: int, *bound: Tensor) -> Tensor:
-    """Keys of 5 slots at drawn positions, of each head its own or of all the same: [B, 3, 5, 12]."""
+    """Rotate keys of 5 slots at random positions, which all heads may share: [B, 3, 5, 12]."""
     drawn = torch.Generator().manual_seed(1)
     rows = 4
     keys = torch.randn(rows, 3, 5, WIDTH, generator=drawn)
@@ -101,12 +101,12 @@ def test_a_slice_for_one_key_includes_what_follows_the_embedding():
 @pytest.mark.parametrize(
     ("rotate", "bound"),
     [
-        (lambda key, cos, sin: llama(key, cos, sin) + key.mean(2, keepdim=True), ()),  # queries mix
-        (lambda key, cos, sin: llama(key, cos, sin) - key.flip(0), ()),  # rows mix
-        (lambda key, cos, sin, scale: llama(key, cos, sin) * scale, ((4, 1, 1, 1),)),  # rows differ
-        (lambda key, cos, sin, scale: llama(key, cos, sin) * scale, ((3, 3, 1),)),  # queries do
-        (lambda key, cos, sin: llama(key.reshape(4, 3, 3, WIDTH), cos, sin), ()),  # sizes are spelled out
-        (lambda key, cos, sin, size: llama(key, cos, sin) * size, ((),)),  # a size is open
+        (lambda key, cos, sin: llama(key, cos, sin) + key.mean(2, keepdim=True), ()),  # mixes queries
+        (lambda key, cos, sin: llama(key, cos, sin) - key.flip(0), ()),  # mixes rows
+        (lambda key, cos, sin, scale: llama(key, cos, sin) * scale, ((4, 1, 1, 1),)),  # different for each row
+        (lambda key, cos, sin, scale: llama(key, cos, sin) * scale, ((3, 3, 1),)),  # different for each query
+        (lambda key, cos, sin: llama(key.reshape(4, 3, 3, WIDTH), cos, sin), ()),  # has literal sizes
+        (lambda key, cos, sin, size: llama(key, cos, sin) * size, ((),)),  # has a dynamic size
     ],
     ids=["queries mix", "rows mix", "rows differ", "queries differ", "spelled out", "open"],
 )
@@ -117,7 +117,7 @@ def test_keys_that_are_not_rotated_alone_are_rotated_for_all(rotate, bound):
 
 @torch.no_grad()
 def test_keys_that_are_rotated_before_heads_come_first() -> None:
-    """In a prompt of as many tokens as heads their shape says nothing, and they were taken for unrotated keys."""
+    """Test a prompt with as many tokens as heads, where shapes are ambiguous: keys are already rotated."""
     sizes: dict[str, Any] = dict(vocab_size=128, n_embd=32, n_layer=1, n_head=4, n_positions=64, rotary_dim=8)
     model = transformers.GPTJForCausalLM(transformers.GPTJConfig(**sizes)).eval()
     ids = torch.randint(3, 128, (1, 7), generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""Attention and scores of a prompt from one operator, where that is the same computation."""
+"""Test prompts whose attention and scores come from one operator."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.models import ARCHITECTURES, build, force, prompt
 
 
 def counted(model: Any, count: int, **backend: Any) -> tuple[int, int, int]:
-    """In the graph of a prompt: calls of attention, of scores alone, and of both in one."""
+    """Count calls in a prompt's graph: of attention, of scores alone, and of both combined."""
     seen: list[fx.GraphModule] = []
 
     def inner(gm: fx.GraphModule, examples: Any) -> Any:
@@ -40,11 +40,11 @@ def spelled_out() -> Any:
 @pytest.mark.parametrize(
     ("policy", "expected"),
     [
-        ("window", (2, 0, 0)),  # asks for nothing
+        ("window", (2, 0, 0)),  # needs no scores
         ("h2o", (0, 0, 2)),
         ("roco", (0, 0, 2)),
         ("cascade", (0, 0, 2)),
-        ("tova", (2, 2, 0)),  # asks for the last rows alone
+        ("tova", (2, 2, 0)),  # needs scores of the last rows only
         ("snapkv", (2, 2, 0)),
     ],
 )
@@ -66,7 +66,7 @@ def test_attention_that_a_model_spells_out_is_kept() -> None:
 @pytest.mark.parametrize("policy", ["h2o", "cascade"])
 @pytest.mark.parametrize("architecture", ["Llama", "GPT2"])
 def test_a_prompt_gives_what_the_model_gives(architecture: str, policy: str, dtype: torch.dtype) -> None:
-    """Padding included: a row of it is told by the model's mask."""
+    """Compare outputs of padded prompts, whose padding is marked by the model's mask."""
     model = build(architecture, dtype)
     ids, mask = prompt()
     position = (mask.cumsum(-1) - 1).clamp(min=0)
@@ -78,7 +78,7 @@ def test_a_prompt_gives_what_the_model_gives(architecture: str, policy: str, dty
 
 
 class Masked(torch.nn.Module):
-    """Its mask is additive, of -inf, so that a token of padding sees nothing at all."""
+    """A model whose mask adds -inf, so that padding attends to nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Masked(torch.nn.Module):
 @pytest.mark.few(2)
 @pytest.mark.parametrize("policy", ["h2o", "roco", "tova", "cascade"])
 def test_padding_that_sees_nothing_makes_no_score_a_nan(policy: str) -> None:
-    """The library gives such a query zeros; a softmax of ours made them NaN, and with them the sums of all keys."""
+    """Check queries that attend to nothing: the library gives zeros, while a softmax would give NaN."""
     torch._dynamo.reset()
     compiled = torch.compile(Masked().eval(), backend=kvpass.backend(policy=policy, budget=8, inner="eager"))
     together, mask = torch.randint(3, 32, (2, 7), generator=torch.Generator().manual_seed(0)), torch.ones(2, 7).long()
@@ -120,7 +120,7 @@ def test_padding_that_sees_nothing_makes_no_score_a_nan(policy: str) -> None:
 
 
 class Bare(torch.nn.Module):
-    """Returns its attention as it is."""
+    """A model that returns the output of its attention."""
 
     def forward(self, rows: torch.Tensor, past: Any = None) -> Any:
         query, key, value = rows.unflatten(-1, (2, 12)).transpose(1, 2).chunk(3, -1)  # each [B, 2, q, 4]

@@ -1,4 +1,4 @@
-"""The decode step as a graph: static, in place, the same as the eager one."""
+"""Test the decode step as a graph: static, in place, and equal to the eager step."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def test_a_traced_step_is_static_in_place_and_the_same(row, data):
 
 
 def check_graph(graph, slots, rewrites=False):
-    """Nothing is read by the host; K and V are only written row by row, on the buffers themselves.
+    """Check that the host reads nothing, and that K and V are written row by row in their buffers.
 
-    A policy that stores aligned rows overwrites each buffer as a whole once more, with `copy_`.
+    A policy that stores aligned rows also overwrites each buffer once, with `copy_`.
     """
     rows = {torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default}
     for node in graph.nodes:
@@ -75,7 +75,7 @@ def check_graph(graph, slots, rewrites=False):
 
 
 def written(node):
-    """The buffer behind a chain of row writes."""
+    """Return the buffer at the start of a chain of row writes."""
     while node.target is torch.ops.aten.index_put_.default:
         node = node.args[0]
     return node
@@ -83,7 +83,7 @@ def written(node):
 
 @pytest.mark.slow
 def test_a_merging_step_is_compiled_without_a_copy_of_the_slots():
-    """Two row writes to one buffer, with reads in between, and still nothing of its size is made."""
+    """Check two row writes to one buffer with reads in between: no tensor of its size is allocated."""
     case = Case("d2o", {}, 0, 2, 2, 2, 16, 68, 70, 1, "absolute", None)
     prompt, last = stretches(case, [70, 1], 0.0, False)
     traced = Traced()

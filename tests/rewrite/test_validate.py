@@ -1,4 +1,4 @@
-"""Translation validation: a graph that is read wrongly is refused, and what is right is left as it was."""
+"""Test translation validation: misread graphs are refused, and correct graphs stay unchanged."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ POLICIES = {"full": None, "streaming": 12, "h2o": 12, "cascade": 12, "d2o": 12}
 
 @torch.no_grad()
 def run(model: Traced, recorder: Recorder | None = None, cache: Any = None, **settings: Any) -> Tensor:
-    """Logits of a padded prompt of nine tokens, two steps and a chunk of three, from an empty cache if one is given."""
+    """Return the logits of a padded prompt of nine tokens, two steps and a chunk of three.
+
+    An empty cache may be given.
+    """
     backend = kvpass.backend(**{"inner": "eager", **settings})
     backend = dataclasses.replace(backend, recorder=recorder) if recorder else backend
     compiled = model.under(backend)
@@ -60,7 +63,7 @@ def notes(recorder: Recorder) -> list[str]:
 def test_a_right_rewrite_passes_and_random_state_stays(
     traced: Callable[..., Traced], architecture: str, policy: str
 ) -> None:
-    model = traced(architecture)  # the first time seeds the generator
+    model = traced(architecture)  # the first call seeds the generator
     recorder, state = Recorder(), torch.get_rng_state()
     checked = run(model, recorder, policy=policy, budget=POLICIES[policy])
     assert torch.equal(torch.get_rng_state(), state)
@@ -107,7 +110,7 @@ def test_layers_that_store_their_last_tokens_only(name: str) -> None:
 
 @pytest.mark.slow
 def test_a_layers_own_window_may_be_longer_than_there_are_slots() -> None:
-    """Some tokens of the conversation are evicted, then."""
+    """Check that validation passes when tokens of its conversation are evicted."""
     recorder = Recorder()
     run(Traced(zoo.build("mistral")), recorder, DynamicCache(config=zoo.config("mistral")), policy="h2o", budget=5)
     assert len(notes(recorder)) >= 2
@@ -148,11 +151,11 @@ def test_a_call_that_is_read_wrongly_is_refused_by_its_line(
     monkeypatch.setattr(where, name, wrong(getattr(where, name)))
     with pytest.raises(kvpass.UnsupportedGraph, match=r"sdpa_attention\.py:\d+.*is not the model's"):
         run(model, policy="full")
-    run(model, policy="full", validate=False)  # nothing else notices
+    run(model, policy="full", validate=False)  # no other check notices
 
 
 class Rounded(torch.nn.Linear):
-    """Rounds its input to whole numbers, so that a change in the last place may become a larger one."""
+    """A linear layer that rounds its input to integers, so that a difference in the last place can grow."""
 
     def forward(self, x: Tensor) -> Tensor:
         scale = x.abs().amax(-1, keepdim=True) / 30
@@ -160,7 +163,7 @@ class Rounded(torch.nn.Linear):
 
 
 def rounding() -> Any:
-    """A model whose own outputs change by some thousandths if its past does in the last place."""
+    """Return a model whose outputs change by about 0.001 if its past changes in the last place."""
     model = build("Llama", layers=1)
     for module in list(model.model.modules()):
         for name, child in module.named_children():
@@ -174,7 +177,7 @@ def rounding() -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("wrong", [None, values_for_keys])
 def test_rounding_in_the_model_itself_is_no_difference(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All graphs go on with the model's own attention, so that what they round is equal to the last bit."""
+    """Check that all graphs continue with the model's own attention, so that rounding is equal to the last bit."""
     recorder = Recorder()
     if wrong is None:
         run(Traced(rounding()), recorder, policy="full")
@@ -191,7 +194,7 @@ def test_validate_is_a_setting_of_the_backend() -> None:
 
 
 def scaled_afterwards(past: Tensor, new: Tensor) -> Tensor:
-    """Stores the new tokens, and then writes to where they came from."""
+    """Append the new tokens, and then write to their source tensor."""
     grown = torch.cat([past, new], -2)
     new.mul_(2)
     return grown
@@ -210,7 +213,7 @@ def test_new_tokens_that_are_written_to_after_they_were_stored() -> None:
 def test_ranks_are_held_against_the_models_own_where_rows_are_padded_differently(
     shape: str, pieces: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even of a prompt of one token, if the rows' ranks are believed to go where one index serves them all."""
+    """Test a prompt of one token too, with ranks treated as if one index served all rows."""
     monkeypatch.setattr(Rotary, "counts_rows_alike", lambda *_: False)
     model = Small(sdpa(lambda i, j, p: (j <= i) & p[:, None, None].bool()), rotary=shape)
     padding = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1]])

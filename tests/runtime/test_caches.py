@@ -1,4 +1,4 @@
-"""What the host counts of the caches of a model's layers."""
+"""Test the host's counts for the caches of a model's layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvpass.runtime import caches
 
 
 def test_layers_with_other_classes_of_heads_are_due_at_other_times() -> None:
-    """Layers with 3 and with 5 KV heads have as many classes, with other budgets."""
+    """Test layers with 3 and 5 KV heads, which have as many classes with different budgets."""
     policy = kvpass.policies.get("ada_kv")(interval=4)
 
     def layer(*budgets: int) -> Any:

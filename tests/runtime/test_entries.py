@@ -1,7 +1,7 @@
-"""Whoever asks for a bound gets it, or an error: modules inside, wrappers, copies, and torch.compile turned off.
+"""Test that every way to call a model bounds its cache or raises: wrappers, copies, disabled compilation.
 
-Every case asks for a bound in a way in which the model's own call, compiled, is not what runs.  Each ends with handles
-in the cache or with an error of kvpass: an ordinary cache that grows is no third outcome.
+In every case the code that runs is not simply the compiled call of the model. Each case ends with handles in the cache
+or with an error of kvpass; an ordinary cache that grows is a failure.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ def tiny() -> Any:
     return build("Llama", layers=1)
 
 
-# -- modules inside, and wrappers ----------------------------------------------------------------------------------
+# -- inner modules and wrappers ----------------------------------------------------------------------------------------
 
 
 class Speaking(nn.Module):
-    """A model whose `generate` calls a child's, as those for images and speech do."""
+    """A model whose `generate` calls a child's `generate`, like models for images and speech."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class WithValues(nn.Module):
 
 
 class Distributed(nn.Module):
-    """What a wrapper of distributed training shows of itself."""
+    """Attributes of a wrapper for distributed training."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ def test_a_model_inside_is_bounded_wherever_generate_is_called(name: str) -> Non
 
 @pytest.mark.parametrize("around", [Speaking, Distributed])
 def test_a_wrapper_runs_as_one_graph(around: Callable[[Any], Any]) -> None:
-    """What is inside is compiled for calls of its own, and is part of the wrapper's graph in the wrapper's."""
+    """Check that an inner model is compiled for direct calls, and traced into the graph of its wrapper."""
     model, (ids, _) = kvpass.compile(around(tiny()), **POLICY), prompt(1, 12, ())
     with torch.no_grad():
         out = model(ids, use_cache=True)
@@ -136,7 +136,7 @@ def test_a_wrapper_runs_as_one_graph(around: Callable[[Any], Any]) -> None:
 
 
 class Loop(nn.Module):
-    """A hand-written model, whose `generate` calls a child without a `generate`."""
+    """A hand-written model whose `generate` calls a child that has no `generate`."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ BLIP: dict[str, Any] = dict(
 
 @pytest.mark.slow
 def test_blip_is_bounded() -> None:
-    """One of transformers' own whose `generate` calls its language model's."""
+    """Test a model of transformers whose `generate` calls that of its language model."""
     model = transformers.Blip2ForConditionalGeneration(transformers.Blip2Config(**BLIP)).eval()
     kvpass.compile(model, **POLICY)
     ids = torch.tensor([[5, 5, 5, 5, 7, 8, 9, 10, 11]])
@@ -234,7 +234,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.few(1)
 @pytest.mark.parametrize("way", COPIES)
 def test_a_copy_is_bounded(way: str) -> None:
-    """What compiles a module is part of its state, so no way to copy all of the state can lose it."""
+    """Check copies: the compiled call is part of a module's state, so copying the state copies it."""
     model = kvpass.compile(tiny(), **POLICY)
     copied = COPIES[way](model)
     expected = generate(model)
@@ -276,12 +276,12 @@ def test_a_backend_is_pickled_as_its_settings() -> None:
     assert copy.deepcopy(chosen) is chosen
 
 
-# -- torch.compile gives up, or is turned off -------------------------------------------------------------------------
+# -- torch.compile stops or is disabled --------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_a_sweep_of_policies_is_bounded() -> None:
-    """torch's limit counts the graphs of all backends of a function; that of kvpass's is another."""
+    """Check that kvpass has a recompile limit of its own; torch's counts the graphs of all backends."""
     model, (ids, _) = tiny(), prompt(1, 12, ())
     with torch._dynamo.config.patch(recompile_limit=3), torch.no_grad():
         for policy in ("window", "streaming", "h2o"):
@@ -293,7 +293,7 @@ def test_a_sweep_of_policies_is_bounded() -> None:
 
 @pytest.mark.slow
 def test_graphs_of_other_backends_leave_room() -> None:
-    """Also where others have filled the function's graphs up to the limit, in another thread's settings as well."""
+    """Check compilation after other backends reached the recompile limit, also with settings of another thread."""
     model, chosen = tiny(), kvpass.backend(**POLICY)
     with torch._dynamo.config.patch(recompile_limit=3), torch.no_grad():
         for rows in range(1, 4):
@@ -302,19 +302,19 @@ def test_graphs_of_other_backends_leave_room() -> None:
 
 
 def dynamo_settings() -> dict[str, Any]:
-    """All settings of Dynamo, and the type of each value."""
+    """Return all settings of Dynamo, with the type of each value."""
     return {name: (type(value), value) for name, value in torch._dynamo.config.get_config_copy().items()}
 
 
 def graphs_of_another_backend() -> int:
-    """The graphs that torch makes of a new function for twelve shapes."""
+    """Count the graphs that torch makes of a new function for twelve shapes."""
     graphs: list[Any] = []
 
     def backend(gm: torch.fx.GraphModule, _: Any) -> Any:
         graphs.append(gm)
         return gm.forward
 
-    function = eval("lambda x: x + 1")  # torch counts the graphs of a code object, which is a new one
+    function = eval("lambda x: x + 1")  # a new code object, because torch counts graphs for each
     compiled = torch.compile(function, backend=backend, dynamic=False)
     for size in range(1, 13):
         compiled(torch.ones(size))
@@ -324,7 +324,7 @@ def graphs_of_another_backend() -> int:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("limit", [8, 5])
 def test_settings_are_those_of_the_user_outside_of_compilations_for_kvpass(limit: int) -> None:
-    """After a compilation, a reset and a refusal; other functions have as many graphs as without kvpass."""
+    """Check settings after a compilation, a reset and a refusal; other functions keep their graph limit."""
     with torch._dynamo.config.patch(recompile_limit=limit), torch.no_grad():
         before = dynamo_settings()
         for _ in range(2):
@@ -356,7 +356,7 @@ def test_beyond_the_limit_there_is_an_error(way: str, monkeypatch: pytest.Monkey
 
 
 def test_settings_after_a_limit_that_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without `strict` torch runs what it does not compile, and ends no compilation."""
+    """Check settings if torch reaches the limit without `strict`, and so runs code uncompiled."""
     monkeypatch.setattr(dynamo, "MOST_GRAPHS", {"recompile_limit": 1})
     call, (ids, _) = kvpass.compile(tiny(), **POLICY, strict=False), prompt(2, 12, ())
     with torch._dynamo.config.patch(recompile_limit=1), torch.no_grad():
@@ -447,7 +447,7 @@ ELSEWHERE: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", ELSEWHERE)
 @pytest.mark.parametrize("compiled", [False, True], ids=["first call", "later call"])
 def test_modes_of_another_thread_do_not_apply_to_this_one(name: str, compiled: bool) -> None:
-    """torch decides by the modes of the calling thread; its flag of the process is up while any thread has one."""
+    """Check modes by thread: torch's process-wide flag is set while any thread has a mode."""
     model, entered, called = kvpass.compile(tiny(), **POLICY), threading.Event(), threading.Event()
     if compiled:
         generate(model)
@@ -494,11 +494,11 @@ def test_a_disabled_torch_compile_is_an_error_in_a_process_of_its_own(variable: 
     assert b"UnsupportedGraph: torch.compile is disabled" in run.stderr
 
 
-# -- inside of what another backend compiles --------------------------------------------------------------------------
+# -- inside functions that another backend compiles --------------------------------------------------------------------
 
 
 class Sampling(nn.Module):
-    """A user's module around a model, with operations of its own before and after the call."""
+    """A module with operations before and after its call of a model."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -566,7 +566,7 @@ def test_what_must_be_one_graph_of_another_backend_is_an_error_with_a_cache() ->
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["t5", "bart"])
 def test_an_encoder_decoder_without_a_cache_is_a_part_of_another_graph(name: str) -> None:
-    """Its encoder is not told to make none, and takes the name of one."""
+    """Test `use_cache=False`, which does not reach the encoder, although this accepts a cache argument."""
     (ids, _), model = prompt(1, 12, ()), kvpass.compile(zoo.build(name, "reading"), **POLICY)
     whole = torch.compile(
         lambda x: model(input_ids=x, decoder_input_ids=x, use_cache=False)[0] + 1, backend="eager", fullgraph=True
@@ -653,7 +653,7 @@ HOOKS: dict[str, Callable[[Any, list[int]], Any]] = {
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", HOOKS)
 def test_hooks_that_are_added_and_removed_later_count(name: str) -> None:
-    """Dynamo guards what hooks there are, as it does not by default."""
+    """Check that Dynamo guards on hooks, which it does not do by default."""
     model, ran = kvpass.compile(tiny(), **POLICY), list[int]()
     ids, _ = prompt(1, 12, ())
     with torch.no_grad():
@@ -675,10 +675,10 @@ def test_hooks_that_are_added_later_count_in_a_decode_loop() -> None:
     loop.prompt(ids)
     loop.generate(6)
     model.lm_head.register_forward_hook(lambda _, __, logits: logits.masked_fill(torch.arange(128) == 7, 1e4))
-    assert loop.generate(6)[0, 1:].tolist() == [7] * 5  # the first was chosen before
+    assert loop.generate(6)[0, 1:].tolist() == [7] * 5  # the first token was chosen before
 
 
-# -- what is refused early --------------------------------------------------------------------------------------------
+# -- early refusals ----------------------------------------------------------------------------------------------------
 
 
 def test_continuous_batching_is_refused_where_it_begins() -> None:
@@ -699,7 +699,7 @@ def test_attention_masks_of_the_new_tokens_alone_are_named() -> None:
 
 @pytest.mark.slow
 def test_the_mask_of_an_encoder_has_columns_of_its_own() -> None:
-    """A refusal of a decoder's step keeps its reason."""
+    """Check that the refusal of a decoder's step keeps its reason when the encoder has a mask."""
     model = kvpass.compile(zoo.build("t5", "reading"), **POLICY)
     ids = torch.randint(3, 128, (2, 12), generator=torch.Generator().manual_seed(0))
     given: dict[str, Any] = dict(attention_mask=torch.ones_like(ids), use_cache=True)
@@ -727,7 +727,7 @@ def test_chunks_are_traced_once_however_their_tokens_are_given() -> None:
 
 
 def test_several_steps_in_one_graph_say_what_to_do() -> None:
-    """A loop inside of a compiled function is unrolled, and the cache grows several times."""
+    """Check the error for a loop in a compiled function: it is unrolled, and the cache grows several times."""
 
     def two(model: Any, ids: Tensor, cache: Any) -> Tensor:
         for _ in range(2):
@@ -766,7 +766,7 @@ class Passing(torch.overrides.TorchFunctionMode):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("mode", [lambda: torch.device("cpu"), Passing], ids=["device", "mode"])
 def test_steps_run_under_a_function_mode(mode: Callable[[], Any]) -> None:
-    """A traced `__torch_function__` turns modes off as well, which Dynamo would ask again and again."""
+    """Check that a traced `__torch_function__` disables modes, which Dynamo would call repeatedly otherwise."""
     expected = generate(kvpass.compile(tiny(), **POLICY), num_beams=2)
     before = graphs()
     with mode():
@@ -790,7 +790,7 @@ def test_steps_run_under_a_default_device() -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_in_float32_run_under_autocast(dtype: torch.dtype) -> None:
-    """Values come in half precision beside rotated keys in float32, and a concatenation promotes them, exactly."""
+    """Test autocast: values in half precision are concatenated with float32 keys, and promoted exactly."""
     model, (ids, mask) = tiny(), prompt(2, 12, (2, 0))
     with torch.no_grad(), torch.autocast("cpu", dtype=dtype):
         expected = model(ids, attention_mask=mask).logits[:, -1]
@@ -813,7 +813,7 @@ JAMBA: dict[str, Any] = dict(
 
 @pytest.mark.slow
 def test_a_second_turn_of_a_model_that_maps_over_rows() -> None:
-    """Jamba scans a turn under vmap; what begins and ends the region stays in the graph."""
+    """Test Jamba, which scans a turn under vmap: the calls that enter and leave vmap stay in the graph."""
     model = transformers.JambaForCausalLM(transformers.JambaConfig(**JAMBA)).eval()
     ids, _ = prompt(1, 24, ())
 
@@ -833,7 +833,7 @@ def test_a_second_turn_of_a_model_that_maps_over_rows() -> None:
 
 
 def test_keys_of_all_layers_are_counted() -> None:
-    """A layer with few heads may grow beside a window with many."""
+    """Check that a layer with few heads may grow next to a window with many."""
     window, few = torch.zeros(1, 8, 16, 4), torch.zeros(1, 1, 17, 4)
     before = compiled_call.ordinary_keys([(window, window), (few, few)])
     longer = torch.zeros(1, 1, 18, 4)

@@ -1,4 +1,4 @@
-"""Layers traced once: equal results, weights of their own, and layers that cannot be traced so."""
+"""Test layers that are traced once: equal results, separate weights, and layers that cannot be regions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ needs_reuse = pytest.mark.skipif(not regions.are_supported(), reason="this versi
 
 
 class Counting:
-    """A backend of kvpass that counts the layers in Dynamo's graphs, and the traces that they share."""
+    """A backend of kvpass that counts the layers in Dynamo's graphs and their shared traces."""
 
     def __init__(self, policy: str = "h2o", budget: int | None = BUDGET) -> None:
         self.inner = kvpass.backend(policy, budget=budget, inner="eager")
@@ -40,7 +40,7 @@ class Counting:
 
 
 def talk(model: Any, ids: Tensor, parts: Sequence[int]) -> Tensor:
-    """Feed tokens in parts and return all logits."""
+    """Feed tokens in parts, and return all logits."""
     cache, logits = DynamicCache(config=model.config), []
     with torch.no_grad():
         for part in ids.split(list(parts), 1):
@@ -61,7 +61,7 @@ def layer_calls(model: torch.nn.Module) -> list[RegionForward]:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("architecture", ["Llama", "GPT2"])
 def test_results_are_those_of_layers_traced_one_by_one(architecture: str) -> None:
-    """Under two policies, which share what Dynamo traces."""
+    """Compare results under two policies, which share Dynamo's traces."""
     model, ids, parts = models.build(architecture, layers=LAYERS), ids_of(2, 24), (16, 1, 1, 5, 1)
     plain, once, one_by_one = copy.deepcopy(model), Switch(), Switch()
     compile_in_place(model, once, True)
@@ -88,7 +88,7 @@ def test_one_trace_serves_all_layers_of_each_graph(architecture: str) -> None:
 @needs_reuse
 @pytest.mark.parametrize("replaced", range(LAYERS))
 def test_each_layer_has_weights_of_its_own(replaced: int) -> None:
-    """Every layer's weights matter: a weight that is changed in one layer changes the result as in the plain model."""
+    """Change a weight in one layer, and compare the result with the plain model."""
     model, ids = models.build("Llama", layers=LAYERS), ids_of(1, 10)
     with torch.no_grad():
         model.model.layers[replaced].self_attn.v_proj.weight.mul_(-3)
@@ -142,7 +142,7 @@ def test_layers_that_no_region_can_hold_are_traced_one_by_one(
     assert torch.allclose(talk(model, ids, (8, 1, 1)), wanted, atol=1e-5)
     assert backend.layers[-1] == (0, 0)
     said = [record.getMessage() for record in caplog.records if record.name == "kvpass.regions"]
-    refused = not layer_calls(model)[0].regions.usable  # torch traces calls that change a number one by one by itself
+    refused = not layer_calls(model)[0].regions.usable  # torch itself retraces calls that change an integer
     assert [each.partition(" from now on")[0] for each in said] == [
         "LlamaForCausalLM: its layers are traced one by one"
     ] * refused
@@ -158,7 +158,7 @@ def test_a_layer_that_stores_under_the_index_of_another_is_no_region() -> None:
 
 @needs_reuse
 def test_an_index_that_is_computed_is_no_reason_to_reuse_a_trace() -> None:
-    """Two layers that share a cache by `layer_idx // 2` are traced one by one, and kvpass refuses what they do."""
+    """Check that layers that share a cache by `layer_idx // 2` are traced separately, and refused."""
     model = models.build("Llama", layers=LAYERS)
     for layer in model.model.layers:
         own, attention = type(layer.self_attn).forward, layer.self_attn
@@ -186,7 +186,7 @@ def test_an_index_that_is_computed_is_no_reason_to_reuse_a_trace() -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("refused", [1, 2])
 def test_a_refused_graph_leaves_the_others_as_they_are(refused: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dynamo does not guard on whether layers are regions, so nothing is compiled anew when one graph cannot be."""
+    """Check that a refused graph triggers no recompilation: Dynamo does not guard on regions."""
     model, backend, seen = models.build("Llama", layers=LAYERS), Counting(), 0
     parts = (16, 1, 5, 1)
     wanted = talk(copy.deepcopy(model), ids_of(1, 16), (16,))
@@ -208,7 +208,7 @@ def test_a_refused_graph_leaves_the_others_as_they_are(refused: int, monkeypatch
 
 
 def test_no_layer_is_a_region_where_dynamo_suppresses_errors() -> None:
-    """A region that fails would run uncompiled, layer by layer, and append to the cache before the second try."""
+    """Check that error suppression disables regions: a failed one would append to the cache twice."""
     compile_in_place(model := models.build("Llama", layers=LAYERS), backend := Counting(), True)
     with torch._dynamo.config.patch(suppress_errors=True):
         talk(model, ids_of(1, 18), (16, 1, 1))
@@ -216,7 +216,7 @@ def test_no_layer_is_a_region_where_dynamo_suppresses_errors() -> None:
 
 
 class Named:
-    """Gives a layer under a path that is not the model's."""
+    """Returns a layer under a path that is not the model's."""
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
@@ -227,7 +227,7 @@ class Named:
 
 @needs_reuse
 def test_a_reuse_with_the_weights_of_another_layer_is_seen() -> None:
-    """torch 2.13 stamps the first layer's weights into all calls if it met the layers under a second path."""
+    """Check against torch 2.13, which reuses the first layer's weights if layers have a second path."""
     model, ids = models.build("Llama", layers=LAYERS), ids_of(1, 10)
     with torch.no_grad():
         wanted = model(ids).logits
@@ -257,7 +257,7 @@ def test_uncompiled_layers_run_as_they_are() -> None:
     with torch.no_grad():
         wanted = model.model(ids).last_hidden_state
         kvpass.compile(model, "full", inner="eager")
-        model.compile(backend="eager")  # no backend of kvpass: the layers are not regions
+        model.compile(backend="eager")  # not a backend of kvpass, so layers are not regions
         assert torch.equal(model.model(ids, use_cache=False).last_hidden_state, wanted)
 
 

@@ -1,6 +1,6 @@
-"""What stays in memory once graphs are compiled, and the peak memory of long prompts.
+"""Test the memory that remains after compilation, and the peak memory of long prompts.
 
-The peaks are of processes of their own: nothing grows with queries times keys.  The default run has
+Peaks are measured in separate processes: no tensor grows with queries times keys. The default run has
 `tests/lowering/test_attention_statistics.py::test_no_block_is_larger_than_it_may_be` instead.
 """
 
@@ -66,8 +66,8 @@ print(peak() - now)
 
 @cache
 def peak(policy: str) -> float:
-    """MiB that a prompt of `TOKENS` needs at most beyond what the process held before it."""
-    # Blocks of 64 KiB and more go back to the system when they are freed: what is measured is what is alive.
+    """Return the peak memory in MiB of a prompt with `TOKENS` tokens, above the memory of the process before."""
+    # Freed blocks of 64 KiB and more return to the system, so that the peak measures live memory.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**16), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", SCRIPT, policy, str(TOKENS), str(HEADS)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
@@ -75,7 +75,7 @@ def peak(policy: str) -> float:
 
 
 def compiled_apart(gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-    """An inner compiler whose code holds a copy of the graph, and not the graph, as Inductor's does."""
+    """Compile a graph to code that holds a copy of the graph, not the graph itself, like Inductor."""
     return copy.deepcopy(gm).forward  # type: ignore[no-any-return]
 
 
@@ -94,11 +94,11 @@ def test_one_graph_stays_alive_to_rewrite_steps_from(monkeypatch: pytest.MonkeyP
     expected = model(ids).logits
     compiled = torch.compile(model, backend=kvpass.backend("h2o", budget=20, inner=compiled_apart))
     out = compiled(ids[:, :12], use_cache=True)
-    for start, end in ((12, 13), (13, 14), (14, 17)):  # the last needs another rewrite of the graph that is left
+    for start, end in ((12, 13), (13, 14), (14, 17)):  # the last call rewrites the remaining graph again
         if end == 17:
             gc.collect()
             (left,) = (gm for ref in made if (gm := ref()) is not None)
-            assert len(made) >= 5  # of the prompt and of the step, each as Dynamo's and canonical, and with outputs
+            assert len(made) >= 5  # prompt and step, each in Dynamo's form, in canonical form, and with outputs
             assert any(node.target is APPEND for node in left.graph.nodes)
         out = compiled(ids[:, start:end], past_key_values=out.past_key_values, use_cache=True)
     torch.testing.assert_close(out.logits, expected[:, -3:], atol=1e-4, rtol=1e-4)
@@ -122,7 +122,7 @@ def test_lines_of_source_files_are_let_go(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_source_lines_that_change_meanwhile_disturb_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph that is collected takes its code out of the cache, and the collector may run at any allocation."""
+    """Check iteration over linecache: a collected graph removes its entry, at any allocation."""
     lines = {f"<graph {number}>": (2, None, ["x"], __file__) for number in range(50)}
     monkeypatch.setattr(linecache, "cache", lines)
 
@@ -142,7 +142,7 @@ def test_source_lines_that_change_meanwhile_disturb_nothing(monkeypatch: pytest.
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="glibc's")
 def test_free_memory_goes_back_to_the_system() -> None:
-    """Blocks that are freed below one that is not stay with the process."""
+    """Check that free memory below a live block returns to the system."""
     libc, size, count = ctypes.CDLL(None), 50_000, 2000
     libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
     blocks = [libc.malloc(size) for _ in range(count)]
@@ -160,5 +160,5 @@ def test_free_memory_goes_back_to_the_system() -> None:
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads memory from /proc")
 @pytest.mark.parametrize("policy", ["h2o", "cascade", "d2o", "roco", "sage", "buzz"])
 def test_a_scored_prompt_needs_little_more_memory_than_a_full_cache(policy: str) -> None:
-    assert 10 * peak("full") < MATRIX  # a matrix would be noticed
+    assert 10 * peak("full") < MATRIX  # a full attention matrix would exceed this
     assert peak(policy) <= 1.2 * peak("full")

@@ -1,4 +1,4 @@
-"""Caches belong to layers, which are known by their tensors."""
+"""Test that caches belong to layers, which are identified by their tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_tensor_at_an_old_address_is_another_one(gone: bool) -> None:
 
 def test_a_cache_of_another_known_layer_is_recognised() -> None:
     here, there, known = torch.ones(1), torch.ones(1), TensorSet()
-    assert not belongs_to_other_layer(weak_references([there]), [here], known)  # a copy that ran the prompt alone
+    assert not belongs_to_other_layer(weak_references([there]), [here], known)  # a copy that ran only the prompt
     known.add([there])
     assert belongs_to_other_layer(weak_references([there]), [here], known)
     assert not belongs_to_other_layer(weak_references([there, here]), [here], known)  # an adapter

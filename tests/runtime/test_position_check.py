@@ -1,4 +1,4 @@
-"""Position ids of prompts with several rotary embeddings."""
+"""Test position ids of prompts with several rotary embeddings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VALID = torch.tensor([[True] * 4, [False, True, True, True]])
 
 
 def check_of(monkeypatch: pytest.MonkeyPatch, starts: list[int | None]) -> PositionCheck:
-    """A check of the caller's ids (None), and of a model's own, which begin at a number of theirs."""
+    """Return a check for the caller's ids (None) and for computed ids that start at a number."""
     graph = fx.Graph()
     ids = graph.placeholder("ids")
     nodes = [ids if start is None else graph.call_function(torch.add, (ids, start)) for start in starts]

@@ -1,4 +1,4 @@
-"""Tensors besides positions that enter the rotation of keys, and that may differ from call to call."""
+"""Test tensors other than positions that rotate keys and can differ between calls."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ PIECES = (9, 1, 1, 1, 3, 1)
 
 
 def scale_of(ids: Tensor) -> Tensor:
-    """A scale that follows from the tokens of a call, [1, 1]."""
+    """Return a scale [1, 1] that depends on the tokens of a call."""
     return 1 + ids.float().mean().reshape(1, 1) * 0.02
 
 
 class Scaled(nn.Module):
-    """A model of one layer that scales its rotated keys; `break_before` makes the scale in a graph of its own."""
+    """A model of one layer that scales its rotated keys; `break_before` computes the scale in a separate graph."""
 
     def __init__(self, break_before: bool = False) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ Before = Callable[[Scaled, Tensor], Any]
 def fed(
     call: Any, model: Scaled, before: Before, ids: Tensor, pieces: Sequence[int] = PIECES, cache: Any = None
 ) -> tuple[Tensor, Any]:
-    """Logits of all tokens and the cache; `before` runs before each call, and may return arguments by name."""
+    """Return the logits of all tokens and the cache; `before` runs before each call and may return arguments."""
     logits = []
     for piece in ids.split(list(pieces), 1):
         piece = piece.contiguous()
@@ -94,7 +94,7 @@ ATTRIBUTES: dict[str, Before] = {
 @pytest.mark.parametrize("positions", [None, "cache"])
 @pytest.mark.parametrize("name", ATTRIBUTES)
 def test_a_rotation_that_has_changed_is_an_error(name: str, positions: str | None) -> None:
-    """Also under default positions, as most models keep such tensors; the error says what to use."""
+    """Check the error, which suggests a setting, also under default positions: most models have such tensors."""
     model, ids = Scaled(), tokens(1, sum(PIECES))
     call = compiled(model, "streaming", budget=32, positions=positions)
     with pytest.raises(kvpass.UnsupportedGraph, match=r"rotates keys by other angles.*positions='absolute'"):
@@ -180,7 +180,7 @@ def test_a_thread_that_comes_while_another_one_rotates_a_key(monkeypatch: pytest
 
 
 def test_each_conversation_has_the_rotation_of_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if it is that of an earlier one again; a key is rotated once by each graph."""
+    """Check that each conversation has the rotation of its prompt, and that each graph rotates a key once."""
     model, ids, runs = Scaled(), tokens(1, sum(PIECES)), list[int]()
     call, run = compiled(model, "streaming", budget=32, positions="cache"), RotaryProbe.run
     monkeypatch.setattr(RotaryProbe, "run", lambda *given: runs.append(1) or run(*given))
@@ -189,7 +189,7 @@ def test_each_conversation_has_the_rotation_of_its_prompt(monkeypatch: pytest.Mo
         model.scale, before = scales[index], len(runs)
         ours, cache = fed(call, model, lambda *_: None, ids)
         assert torch.allclose(ours, fed(model, model, lambda *_: None, ids)[0], atol=1e-5)
-        assert len(runs) - before == 3  # of the graphs of prompts, steps and chunks
+        assert len(runs) - before == 3  # one for each graph: prompt, step and chunk
         caches.append(cache)
     model.scale = scales[0].clone()
     fed(call, model, lambda *_: None, ids[:, :2], (1, 1), caches[0])

@@ -1,4 +1,4 @@
-"""Rewritten models against the uncompiled model and against the eager reference, past evictions."""
+"""Compare rewritten models with the uncompiled model and the eager reference, beyond evictions."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_other_rotary_embeddings_equal_the_reference(architecture: str) -> None:
 
 @torch.no_grad()
 def bare(model: object, ids: torch.Tensor, **backend: object) -> torch.Tensor:
-    """Logits of a loop that gives the model nothing but ids and the cache."""
+    """Return the logits of a loop that passes only ids and the cache."""
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=kvpass.backend(**backend))
     out = compiled(ids[:, :5], use_cache=True)
@@ -66,7 +66,7 @@ def bare(model: object, ids: torch.Tensor, **backend: object) -> torch.Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["Llama", "GPT2"])
 def test_bare_loop_counts_tokens_seen(architecture: str) -> None:
-    """Without position ids the model derives them from the cache: they are the tokens seen, not the slots held."""
+    """Check derived position ids: the model counts the tokens seen, not the slots held."""
     model = build(architecture, layers=1)
     ids, mask = prompt(2, 24, ())
     ours = bare(model, ids, policy="window", budget=8, inner="eager")
@@ -100,7 +100,7 @@ def test_adopts_a_prompt_that_ran_uncompiled() -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("policy", ["streaming", "buzz"])
 def test_an_adopted_prompt_keeps_its_absolute_positions(policy: str) -> None:
-    """Its keys carry their rotary embedding already, so a policy that would number slots leaves it."""
+    """Check an adopted prompt: its keys are rotated already, so cache positions cannot apply."""
     model = build("Llama", layers=1)
     ids, _ = prompt(2, 20, ())
     with torch.no_grad():
@@ -145,7 +145,7 @@ def test_budget_as_a_share_of_the_prompt() -> None:
     model = build("Llama", layers=1)
     ids, mask = prompt(2, 26, ())
     run = force(model, ids, mask, [20, *[1] * 6], policy="window", budget=0.35, inner="eager")
-    assert run.held[-1][0][0, 0].tolist() == list(range(19, 26))  # 0.35 of 20 is 7, exactly
+    assert run.held[-1][0][0, 0].tolist() == list(range(19, 26))  # exactly 0.35 * 20 = 7 tokens
 
 
 @pytest.mark.slow
@@ -191,7 +191,7 @@ def test_memory_is_what_the_layout_says() -> None:
 
 
 def tail(ids: torch.Tensor, t: int) -> torch.Tensor:
-    """The last of the tokens so far: a slice whose strides and offset grow."""
+    """Return the last token so far, as a slice whose strides and offset grow."""
     return torch.cat([ids[:, :t], ids[:, t : t + 1]], 1)[:, -1:]
 
 
@@ -217,5 +217,5 @@ def test_the_strides_of_a_token_compile_nothing(take: Callable[[torch.Tensor, in
     for t in range(5, 20):
         out = compiled(take(ids, t), past_key_values=out.past_key_values, use_cache=True)
         logits.append(out.logits)
-    assert len(steps) == 2  # the prompt and the step
+    assert len(steps) == 2  # prompt and step
     assert torch.allclose(torch.cat(logits, 1), model(ids).logits, atol=1e-4)

@@ -1,4 +1,4 @@
-"""A budget that is a share is one of each row's real tokens: what a padded row keeps is what it keeps alone."""
+"""Test budgets that are shares of each row's real tokens: a padded row keeps the same tokens as alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.traces import Traced
 
 
 def held(run: Any, row: int = 0, padding: int = 0, step: int = -1) -> list[list[int]]:
-    """Return the positions, counted behind the padding, that a row holds in each layer after a step."""
+    """Return a row's positions in each layer after a step, counted from the end of the padding."""
     return [[place - padding for place in layer[row, 0].tolist() if place >= 0] for layer in run.held[step]]
 
 
@@ -29,7 +29,7 @@ def held(run: Any, row: int = 0, padding: int = 0, step: int = -1) -> list[list[
 @pytest.mark.parametrize("padding", [(6,), (6, 6)], ids=["one row", "two rows"])
 @pytest.mark.few(1)
 def test_a_share_counts_no_padding(traced: Callable[..., Traced], policy: str, padding: tuple[int, ...]) -> None:
-    """Rows of 14 tokens in 20 columns keep 7 of them, and not 10."""
+    """Check that rows of 14 tokens in 20 columns keep 7 tokens, not 10."""
     model, (ids, mask) = traced("Llama", len(padding), "is padded or not"), prompt(len(padding), 24, padding)
     padded = force(model, ids, mask, [20, 1, 1], policy=policy, budget=0.5, inner="eager")
     alone = force(model, ids[:1, 6:], mask[:1, 6:], [14, 1, 1], policy=policy, budget=0.5, inner="eager")
@@ -49,7 +49,7 @@ def test_rows_of_different_lengths_keep_their_own_share_under_d2o(inner: str) ->
 
 
 PADDING = (9, 0, 4)
-STEPS = [25, *[1] * 5, 3, *[1] * 4]  # past `every`, `refresh_interval` and the next compaction of buzz
+STEPS = [25, *[1] * 5, 3, *[1] * 4]  # beyond `every`, `refresh_interval` and the next compaction of buzz
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
     *((row.name, row.fixed) for row in TABLE if row.rows and row.name not in ("full", *OF_ONE_MODEL)),
     ("buzz", {"iterate_prompt": False, "log_n": True}),
@@ -74,7 +74,7 @@ every_policy = pytest.mark.parametrize(
 
 
 def settings(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return what `kvpass.backend` takes."""
+    """Return the arguments of `kvpass.backend`."""
     if name == "kv_align":
         every = options["every"]
         options = {"aligner": random_aligner(options["recipe"], layers=2, heads=2, dim=16, every=every), "every": every}
@@ -86,7 +86,7 @@ def settings(name: str, options: dict[str, Any]) -> dict[str, Any]:
 def test_a_row_keeps_its_own_share_beside_others(
     traced: Callable[..., Traced], name: str, options: dict[str, Any]
 ) -> None:
-    """As the reference does, and as it does alone."""
+    """Compare rows of a batch with the reference, and with the same rows alone."""
     model, (ids, mask) = traced("Llama", 3, "is fed a share"), prompt(3, sum(STEPS), PADDING)
     chosen = settings(name, options)
     together = force(model, ids, mask, STEPS, **chosen, inner="eager")
@@ -120,13 +120,13 @@ PICKED = [
 def test_budgets_go_with_the_rows_that_are_picked(
     traced: Callable[..., Traced], name: str, options: dict[str, Any]
 ) -> None:
-    """Reordered, dropped and repeated, and other ones at the next step, as beams are."""
+    """Reorder, drop and repeat rows in consecutive steps, as beam search does."""
     ids, mask = prompt(3, 40, PADDING)
     position = (mask.cumsum(-1) - 1).clamp(min=0)
     model = traced("Llama", 3, "is fed a share").under(kvpass.backend(**settings(name, options), inner="eager"))
 
     def run(picks: dict[int, list[int]]) -> tuple[torch.Tensor, list[list[int]], list[int]]:
-        """Return the last logits, what the first layer's first heads hold, and the row that each row was."""
+        """Return the last logits, the positions in the first layer's first heads, and the original rows."""
         out = model(ids[:, :25].contiguous(), attention_mask=mask[:, :25].contiguous(),
                     position_ids=position[:, :25].contiguous(), use_cache=True)  # fmt: skip
         rows = [0, 1, 2]
@@ -154,7 +154,7 @@ def test_budgets_go_with_the_rows_that_are_picked(
 @pytest.mark.few(1)
 @pytest.mark.parametrize("policy", ["h2o", "buzz", "d2o"])
 def test_budgets_are_remembered_by_row_where_they_differ_alone(traced: Callable[..., Traced], policy: str) -> None:
-    """d2o always does, as layers get budgets of their own."""
+    """Check which layouts store row budgets: those of padded batches, and all of d2o, whose layers differ."""
     model = traced("Llama", 2, "is fed two shares")
     for padding in ((6, 6), (6, 0)):
         run = force(model, *prompt(2, 21, padding), [20, 1], policy=policy, budget=0.5, inner="eager")
@@ -166,7 +166,7 @@ def test_budgets_are_remembered_by_row_where_they_differ_alone(traced: Callable[
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["h2o", "buzz", "cascade"])
 def test_compiled(policy: str) -> None:
-    """Of two prompts, whose slots are an open size from the second on."""
+    """Compare two prompts under Inductor and eager; slots have dynamic sizes from the second prompt on."""
     runs: dict[str, list[Any]] = {}
     for inner in ("inductor", "eager"):
         model = Traced(build("Llama"))
@@ -182,7 +182,7 @@ def test_compiled(policy: str) -> None:
 
 @torch.no_grad()
 def test_a_window_of_the_models_own_within_the_share_of_some_rows_is_refused() -> None:
-    """Eight tokens, which a row of twelve keeps six of and a row of twenty ten."""
+    """Test a window of eight tokens, with shares of six tokens for one row and ten for another."""
     ids, mask = prompt(2, 20, (8, 0))
     model = torch.compile(zoo.build("mistral"), backend=kvpass.backend("h2o", budget=0.5, inner="eager"))
     with pytest.raises(kvpass.BudgetError, match=r"gives rows \[6, 10\] tokens, .* stores its last 7"):
@@ -191,7 +191,7 @@ def test_a_window_of_the_models_own_within_the_share_of_some_rows_is_refused() -
 
 @pytest.mark.slow
 def test_a_share_for_an_aligner_is_no_larger_than_its_window() -> None:
-    """Positions of a long prompt too; rows are what they are alone."""
+    """Check an aligner's window with a long prompt; rows equal the same rows alone."""
     ids, mask = prompt(2, 90, (50, 0))
     chosen = settings("kv_align", {"recipe": "direct", "every": 1})
     window = chosen["aligner"].signature.window

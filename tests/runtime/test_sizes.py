@@ -1,4 +1,4 @@
-"""Sizes of inputs that happen to equal the tokens seen, and do not follow the cache."""
+"""Test input sizes that equal the number of tokens seen by coincidence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ENCODED = 9
 
 
 class Crossed(nn.Module):
-    """Self-attention with a cache beside cross-attention to keys and values of an encoder, which are inputs."""
+    """Self-attention with a cache, and cross-attention to an encoder's keys and values, which are inputs."""
 
     def __init__(self, dim: int = 16, heads: int = 2) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Crossed(nn.Module):
 
 @torch.no_grad()
 def decoded(model: Any, ids: Tensor, encoded: int, pieces: list[int], padded: bool, hides: bool) -> Tensor:
-    """Logits of ids, fed in pieces beside so many encoded tokens."""
+    """Return logits of ids that are fed in pieces, with this many encoder tokens."""
     generator = torch.Generator().manual_seed(encoded)
     rows = len(ids)
     keys, values = (torch.randn(rows, 2, encoded, 8, generator=generator) for _ in range(2))
@@ -67,7 +67,7 @@ def decoded(model: Any, ids: Tensor, encoded: int, pieces: list[int], padded: bo
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("pieces", [[8, *[1] * 6], [3, 3, 3, 5]], ids=str)
 def test_an_encoder_as_long_as_what_was_seen(pieces: list[int], padded: bool, hides: bool) -> None:
-    """The second encoder is of another length, so that its size is a symbol, and is met in the midst of decoding."""
+    """Vary the encoder's length: its size becomes a symbol, and equals the tokens seen during decoding."""
     torch.manual_seed(0)
     model, ids = Crossed().eval(), torch.randint(0, 64, (2, 14))
     compiled = torch.compile(model, backend=kvpass.backend("window", budget=32, inner="eager"))
@@ -79,7 +79,7 @@ def test_an_encoder_as_long_as_what_was_seen(pieces: list[int], padded: bool, hi
 @pytest.mark.slow
 @pytest.mark.parametrize(("rows", "beams"), [(2, 4), (3, 3)])
 def test_guidance_after_beams(rows: int, beams: int) -> None:
-    """Of two rows, a padding mask has as many as the second step has tokens."""
+    """Test two rows, for which a padding mask has as many rows as the second step has tokens."""
     ids, mask = prompt(rows, 9, (3, 1, 0))
     model, plain = (build("Llama") for _ in range(2))
     kvpass.compile(model, "h2o", budget=64, inner="eager")
@@ -95,4 +95,4 @@ def test_guards_are_evaluated_for_later_tokens() -> None:
     holds = guard_predicate([s < 8, sympy.Eq(t, 3), sympy.Max(0, s - 5) <= 1, sympy.Ne(s, 6)], {s: 4, t: 3}, {s})
     assert [holds(by) for by in range(5)] == [True, True, False, False, False]
     assert guard_predicate([], {}, set())(7)
-    assert not guard_predicate([u > 3], {s: 4}, {s})(0)  # nobody knows
+    assert not guard_predicate([u > 3], {s: 4}, {s})(0)  # the value of u is unknown

@@ -1,4 +1,4 @@
-"""Sizes that stay open: new lengths, batches, budgets and capacities run on code that is there."""
+"""Test dynamic sizes: new lengths, batches, budgets and capacities reuse compiled code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LENGTHS = (5, 7, 3, 11, 4, 6, 2, 9, 8, 10)
 
 @dataclasses.dataclass(frozen=True)
 class Counting(Backend):
-    """A backend that counts the step graphs that it compiles; with `numbers` none has dynamic sizes."""
+    """A backend that counts the step graphs it compiles; with `numbers` all sizes are static."""
 
     numbers: bool = False
     made: list[int] = dataclasses.field(default_factory=list, compare=False)
@@ -48,7 +48,7 @@ def counting(policy: str | policies.Policy, numbers: bool = False, inner: str = 
 
 @torch.no_grad()
 def logits(model: Any, rows: int, pieces: tuple[int, ...]) -> Iterator[Tensor]:
-    """Those of one conversation of so many rows, fed in pieces."""
+    """Yield the logits of one conversation with this many rows, fed in pieces."""
     ids = torch.randint(0, 60, (rows, sum(pieces)), generator=torch.Generator().manual_seed(rows))
     past = None
     for piece in ids.split(pieces, 1):
@@ -67,7 +67,7 @@ NAMES = [name for name in policies.names() if name not in OF_ONE_MODEL]
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", [name for name in NAMES if ROWS[name].rows])
 def test_dynamic_sizes_equal_numbers(policy: str) -> None:
-    """Rows, chunks of several lengths and budgets that are shares, past the first eviction."""
+    """Test rows, chunks of several lengths and budgets that are shares, beyond the first eviction."""
     budget = None if policy == "full" else 0.5
     ours, theirs = (counting(policy, numbers, budget=budget) for numbers in (False, True))
     with many_graphs():
@@ -79,7 +79,7 @@ def test_dynamic_sizes_equal_numbers(policy: str) -> None:
 
 
 def test_ten_lengths_are_one_compilation() -> None:
-    """Of a chunk, that is; the steps of one token between them are another."""
+    """Count the compilations of chunks; steps of one token between them need one more."""
     backend = counting("h2o", budget=24)
     pieces = (12, *(part for length in LENGTHS for part in (length, 1)))
     assert len(list(logits(compiled(backend), 1, pieces))) == len(pieces)
@@ -89,7 +89,7 @@ def test_ten_lengths_are_one_compilation() -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("first", [1, 2])
 def test_ten_batches_are_two_compilations(first: int) -> None:
-    """The first number of rows has code of its own, all others share theirs, which is of Dynamo's second graph."""
+    """Check that the first batch size is compiled alone, and all others share code for Dynamo's second graph."""
     backend = counting("h2o", budget=24)
     with many_graphs():
         model = compiled(backend)
@@ -101,10 +101,10 @@ def test_ten_batches_are_two_compilations(first: int) -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("policy", NAMES)
 def test_chunks_of_any_batch_are_one_compilation(policy: str) -> None:
-    """No code that is traced reads the number of rows as an int: `len` of a tensor would fix it."""
+    """Check that no traced code reads the number of rows as an int, as `len` of a tensor would."""
     backend = counting(policies.get(policy)(**ROWS[policy].fixed), budget=None if policy == "full" else 24)
     with many_graphs():
-        model = torch.compile(build("Llama", layers=1), backend=backend)  # d2o orders the sizes of layers
+        model = torch.compile(build("Llama", layers=1), backend=backend)  # d2o would order several
         for rows in (2, 3):
             list(logits(model, rows, (30, 5, 1, 1)))
         made = len(backend.made)
@@ -122,7 +122,7 @@ def test_ten_prompts_under_a_share_are_two_compilations() -> None:
 
 
 def test_growing_slots_are_two_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Policy full doubles its slots, three times here."""
+    """Test policy `full`, which doubles its slots three times here."""
     monkeypatch.setattr("kvpass.user_budget.SPARE", 1)
     backend = counting("full")
     model, plain = compiled(backend), build("Llama", layers=1)
@@ -134,12 +134,12 @@ def test_growing_slots_are_two_compilations(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.slow
 @torch.no_grad()
 def test_layers_with_slots_of_their_own_are_one_compilation() -> None:
-    """Whatever the prompt: it is traced for one layer, with sizes that any layer may have.  Memory is the budget."""
+    """Check that one graph with dynamic sizes serves all layers and prompts, with equal memory for the budget."""
     backend = counting("d2o", budget=12)
     numbers = counting("d2o", numbers=True, budget=12)
     one, other = (torch.compile(different(3), backend=each) for each in (backend, numbers))
     met = set()
-    for length in (30, 8, 37):  # one fits, and the budgets are equal
+    for length in (30, 8, 37):  # the prompt of 8 tokens fits, and the budgets are equal
         for got, wanted in zip(logits(one, 1, (length, 1, 1)), logits(other, 1, (length, 1, 1)), strict=True):
             assert torch.allclose(got, wanted, atol=1e-5)
         ids = torch.randint(0, 60, (1, length), generator=torch.Generator().manual_seed(1))
@@ -151,7 +151,7 @@ def test_layers_with_slots_of_their_own_are_one_compilation() -> None:
 
 
 class Counted(nn.Module):
-    """Attention whose logits or outputs depend on how many rows or new tokens there are."""
+    """Attention whose logits or outputs depend on the number of rows or new tokens."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class Counted(nn.Module):
 @pytest.mark.parametrize("how", ["mask by count", "times rows", "times count", "mean", "few", "padded"])
 @torch.no_grad()
 def test_models_that_look_at_their_sizes(how: str) -> None:
-    """Each answers as it does uncompiled, on shared code or on its own."""
+    """Compare each model with itself uncompiled, whether its sizes share code or not."""
     torch.manual_seed(0)
     model = Counted(how).eval()
     with many_graphs():
@@ -217,7 +217,7 @@ def test_a_guard_on_one_size_holds_for_all_alike_sizes() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["d2o", "h2o"])
 def test_generated_code_serves_other_sizes(policy: str) -> None:
-    """Inductor's, whose layers are compiled once; open are lengths alone, then rows and lengths."""
+    """Test Inductor's code: first only lengths are dynamic, then rows and lengths."""
     ours, theirs = counting(policy, inner="inductor", budget=24), counting(policy, numbers=True, budget=24)
     with many_graphs():
         one, other = compiled(ours), compiled(theirs)

@@ -1,4 +1,4 @@
-"""Threads that come to a graph at once compile and rewrite it once, and none disturbs another."""
+"""Test threads that reach a graph at the same time: they compile and rewrite it once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ THREADS = 4
 
 
 def in_threads(work: Callable[[], Any]) -> list[Any]:
-    """What each thread returned, or raised; all begin at once."""
+    """Start all threads at once, and return the result or exception of each."""
     start, found = threading.Barrier(THREADS), []
 
     def run() -> None:
@@ -47,7 +47,7 @@ def test_a_prompt_that_was_put_off_is_compiled_once() -> None:
     compiled = []
 
     def compile(_: Sequence[Any]) -> Callable[..., Any]:
-        assert not compiled  # as its graph is dropped
+        assert not compiled  # because its graph is dropped
         time.sleep(0.1)
         compiled.append(True)
         return lambda *_: "compiled"
@@ -59,7 +59,7 @@ def test_a_prompt_that_was_put_off_is_compiled_once() -> None:
 
 
 def test_a_step_is_rewritten_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the sizes: each kind of call gets numbers of its own where the compiler takes no dynamic ones."""
+    """Count the rewrites of each kind of call, whose sizes are static with this compiler."""
     model = kvpass.compile(build("Llama", layers=1), "h2o", budget=8, inner="eager")
     (ids, _), calls, rewrite = prompt(1, 12, ()), [], BackendBase.rewrite
 
@@ -76,7 +76,7 @@ def test_a_step_is_rewritten_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         caches = [model(ids, use_cache=True).past_key_values for _ in range(THREADS + 2)]
         step(caches.pop(), 2)
-        step(caches.pop(), 4)  # Dynamo has a graph for chunks of any length now
+        step(caches.pop(), 4)  # Dynamo has a graph for chunks of any length by now
         monkeypatch.setattr(BackendBase, "rewrite", slowly)
         found = in_threads(lambda: torch.no_grad()(step)(caches.pop(), 3))
     assert all(isinstance(each, torch.Tensor) and torch.equal(each, found[0]) for each in found), found
@@ -84,7 +84,7 @@ def test_a_step_is_rewritten_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_warm_step_does_not_wait_for_another_thread_that_compiles() -> None:
-    """Its code is run without the lock of the compiler."""
+    """Check that running compiled code takes no lock of the compiler."""
     variant: Any = object.__new__(CompiledVariant)
     variant.compiled, found = (lambda *_: "compiled"), []
     with dynamo.compile_lock():
@@ -95,7 +95,7 @@ def test_a_warm_step_does_not_wait_for_another_thread_that_compiles() -> None:
 
 
 class SlowCompiler:
-    """An inner compiler that traces, as Inductor does, until it is told to end."""
+    """An inner compiler that traces, like Inductor, until it is told to end."""
 
     def __init__(self) -> None:
         self.begun, self.may_end = threading.Event(), threading.Event()
@@ -121,7 +121,7 @@ OTHERS: dict[str, Callable[[Any], Callable[..., Any]]] = {
 
 @contextlib.contextmanager
 def compiling(other: str) -> Iterator[Callable[[], Any]]:
-    """Compile in another thread; what is given ends that, and returns what the thread returned."""
+    """Compile in another thread; yield a function that ends this and returns the thread's result."""
     inner, (ids, _) = SlowCompiler(), prompt(1, 12, ())
     function = OTHERS[other](inner)
     with ThreadPoolExecutor(1) as pool:
@@ -140,7 +140,7 @@ def compiling(other: str) -> Iterator[Callable[[], Any]]:
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_a_call_waits_while_another_thread_compiles(other: str) -> None:
-    """Or torch would refuse it, as it takes the call for one that FX traces."""
+    """Check that a call waits: torch would mistake it for a call that FX traces, and refuse it."""
     model = kvpass.compile(build("GPTNeoX", layers=1), "h2o", budget=8, inner="eager")
     ids, _ = prompt(1, 12, ())
 
@@ -208,7 +208,7 @@ def test_a_call_is_what_it_is_alone_while_another_thread_exports(strict: bool) -
 
 
 class Advised(torch.nn.Module):
-    """A model that waits for a call of another one in another thread, outside of any graph."""
+    """A model that waits for another model's call in another thread, outside any graph."""
 
     def __init__(self, adviser: Callable[[torch.Tensor], Any]) -> None:
         super().__init__()
@@ -237,7 +237,7 @@ def test_a_call_may_wait_for_a_call_in_another_thread(other: str) -> None:
 def test_a_call_that_torch_refuses_for_another_thread_is_tried_again() -> None:
     tried = []
 
-    def compile_wrapper() -> str:  # as torch's function that refuses
+    def compile_wrapper() -> str:  # named like the torch function that raises
         tried.append(True)
         if len(tried) < 3:
             raise RuntimeError("Detected that you are using FX to symbolically trace a dynamo-optimized function.")

@@ -1,1 +1,1 @@
-"""Every private name of torch that kvpass uses, by subsystem; no other room imports one."""
+"""Test the room of all private names of torch that kvpass uses."""

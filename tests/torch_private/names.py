@@ -36,7 +36,7 @@ METHODS = (
     "torch._inductor.config.realize_reads_threshold",
     "torch._inductor.config.reorder_for_locality",
 )
-"""Methods, fields and settings that appear nowhere in that room with their full names."""
+"""Methods, fields and settings whose full names do not appear in the source of that room."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ TRANSFORMERS = (
     Name("transformers.GenerationMixin._supports_default_dynamic_cache", "cache_names.empty_cache", "who takes it"),
     Name("transformers.cache_utils.DynamicLayer", "runtime.layer_regions", "equal layers are traced once"),
 )
-"""The names of transformers that kvpass uses; the rest goes by the structure of objects."""
+"""The names of transformers that kvpass uses; everything else relies on the structure of objects."""
 
 
 def used_names() -> list[Name]:
@@ -96,7 +96,7 @@ _UNITS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def _aliases(nodes: list[Any]) -> dict[str, str]:
-    """Return the names of torch that local names refer to: by imports of torch, and by variables for its modules."""
+    """Return the names of torch behind local names: imports from torch, and variables for its modules."""
     known = {"torch": "torch"}
     for node in (inner for each in nodes for inner in ast.walk(each)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
@@ -140,7 +140,7 @@ def exists(path: str) -> bool:
         inner = getattr(value, part, None)
         if inner is None and not hasattr(value, part):
             if isinstance(value, type) and part in getattr(value, "__annotations__", {}):
-                return True  # a field without a default is no attribute of its class
+                return True  # a field without a default is not an attribute of its class
             inner = _submodule(".".join([first, *rest[:index]])) if isinstance(value, ModuleType) else None
             if inner is None:
                 return False
@@ -156,7 +156,7 @@ def _submodule(name: str) -> ModuleType | None:
 
 
 def main() -> int:
-    """Print how many names there are, and each that is not found; return 1 if there is one."""
+    """Print the number of names found, and each missing one; return 1 if one is missing."""
     names = used_names()
     lost = [name for name in names if not exists(name.path)]
     count = len({name.path for name in names})

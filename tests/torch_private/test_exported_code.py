@@ -1,4 +1,4 @@
-"""Inductor's code for a CPU, taken apart and put together again."""
+"""Test Inductor's CPU code after export and reassembly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvpass.torch_private import exported_code, inductor
 
 
 class Computation(torch.nn.Module):
-    """A weight, a buffer and a constant, two kernels, a product of the library, and a view of the input."""
+    """A model with a weight, a buffer, a constant, two kernels, a library product, and a view of the input."""
 
     def __init__(self) -> None:
         super().__init__()

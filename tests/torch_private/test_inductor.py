@@ -1,4 +1,4 @@
-"""What kvpass asks of torch's inside."""
+"""Test the functions through which kvpass reads and patches Inductor."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ known = pytest.mark.skipif(not hasattr(config.cpp, "march"), reason="this Induct
 
 @known
 def test_vectors_are_copied_in_one_piece_where_the_compiler_can(avx2, monkeypatch):
-    monkeypatch.setattr(inductor, "MOVES", ("-O1",))  # which every compiler of C++ knows
+    monkeypatch.setattr(inductor, "MOVES", ("-O1",))  # every C++ compiler knows this option
     assert inductor.vector_move_flags() == {"cpp.march": "native -O1"}
     assert step_settings(kvpass.backend("h2o", budget=8))["cpp.march"] == "native -O1"
 
@@ -66,7 +66,7 @@ def test_a_missing_compiler_is_left_to_inductor(avx2):
 
 
 def wrapped(name: str, code: Any) -> Any:
-    """A wrapper of this name around code, as AOTAutograd makes them."""
+    """Wrap code in a function of this name, as AOTAutograd does."""
 
     def wrapper(arguments: list[Any]) -> Any:
         return code(arguments)
@@ -81,7 +81,7 @@ def wrapped_as(wrapper: Any, name: str, code: Any) -> Any:
 
 @pytest.mark.parametrize(("tokens", "random"), [(0, False), (2, False), (0, True)])
 def test_wrappers_of_torch_2_11_that_only_call_the_code_are_left_out(tokens: int, random: bool) -> None:
-    """Each of them gets the name of the one inside."""
+    """Give each wrapper the name of the function inside."""
 
     def effects(compiled_fn: Any, num_tokens: int) -> Any:
         return wrapped_as(lambda arguments: compiled_fn(arguments)[num_tokens:], "inner_fn", compiled_fn)

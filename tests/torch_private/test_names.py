@@ -1,4 +1,4 @@
-"""The names of torch and transformers that kvpass uses are those of the installed versions."""
+"""Check that the installed torch and transformers have every name that kvpass uses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def third():
 
 
 def test_a_lost_name_is_reported_with_what_it_was_for(monkeypatch, capsys) -> None:
-    """Imports, attributes and patched settings are read from the source, so that none has to be listed."""
+    """Check that imports, attributes and patched settings are read from the source, so that no list is needed."""
     monkeypatch.setattr(names, "sources", lambda: {"dynamo": USES})
     monkeypatch.setattr(names, "METHODS", ("torch.fx.Graph.no_such_method", "torch.fx.Graph.lint"))
     assert names.main() == 1

@@ -1,4 +1,4 @@
-"""The turns of a conversation, as the template writes them."""
+"""Test the turns of a conversation in the format of the template."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ END = 9
 
 
 class Words:
-    """A tokenizer of whole words that are numbers; its template writes 7 before a question and 8 before an answer."""
+    """A tokenizer of words that are numbers; its template writes 7 before a question and 8 before an answer."""
 
     eos_token_id = END
 
@@ -32,7 +32,7 @@ class Words:
 
 
 class Scripted:
-    """A loop that says what it is told to say, and notes what it is fed."""
+    """A loop with scripted answers, which records its input."""
 
     def __init__(self, answers: Sequence[Sequence[int]]) -> None:
         self.answers, self.fed, self.state = iter(answers), list[list[int]](), "old"

@@ -1,4 +1,4 @@
-"""The whole demo on a small random model, its fallback, and what it prints."""
+"""Test the complete demo on a small random model, its fallback, and its output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tiny checkpoint in a folder, as `from_pretrained` wants it."""
+"""Save a tiny checkpoint to a folder, for `from_pretrained`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ POSITIONS = 64
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a random Llama of 64 positions, of which one token follows the other clearly, and a tokenizer."""
+    """Return a folder with a random Llama of 64 positions, whose logits have clear maxima, and a tokenizer."""
     folder = tmp_path_factory.mktemp("checkpoint")
     tokenizer = transformers.AutoTokenizer.from_pretrained(TOKENIZER)
     torch.manual_seed(0)

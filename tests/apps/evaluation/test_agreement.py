@@ -1,4 +1,4 @@
-"""Agreement with a full cache: distributions, bins and intervals, by hand and against the uncompiled model."""
+"""Test agreement with a full cache: distributions, bins and intervals, by hand and with the uncompiled model."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_losses_are_those_of_the_tokens() -> None:
 
 
 def test_the_full_model_runs_once_for_each_batch_that_fits() -> None:
-    """Of two batches of equal size, the limit has room for the logits of one."""
+    """Check a limit that fits the logits of one of two equal batches."""
     found, calls = session("window", 8), []
     plain = Caller.of(found.subject.model)
     counted = dataclasses.replace(plain, call=lambda *given, **named: calls.append(1) or plain.call(*given, **named))
@@ -102,7 +102,7 @@ def test_divergence_is_that_of_the_definition() -> None:
 
 
 def test_rows_are_means_over_documents_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two documents of 6 tokens and 2 slots: columns are at distances -1, 0, 1, 2, 3."""
+    """Check two documents of 6 tokens and 2 slots by hand: columns are at distances -1, 0, 1, 2, 3."""
     monkeypatch.setattr(agreement, "DRAWS", 500)
     scores = AgreementScores(
         torch.tensor([[0.0, 1.0, 3.0, 5.0, 7.0], [0.0, 0.0, 0.0, 1.0, 1.0]]),
@@ -123,7 +123,7 @@ def test_rows_are_means_over_documents_by_hand(monkeypatch: pytest.MonkeyPatch) 
     columns = measure.columns([before, near, far, whole])
     assert columns["perplexity"] == pytest.approx(math.exp((12 / 4 + 4 / 4) / 2))
     assert columns["full perplexity"] == pytest.approx(math.exp(1.5))
-    # Of two documents a draw has one twice, the other twice, or both.
+    # A draw of two documents has one of them twice, or both.
     assert (far[f"{KL}, low"], far[f"{KL}, high"]) == (1.0, 6.0)
 
 

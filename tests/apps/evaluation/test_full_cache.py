@@ -1,4 +1,4 @@
-"""Bytes of full caches, and budgets in bytes, against caches that exist."""
+"""Compare computed bytes of full caches, and budgets in bytes, with real caches."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_full_cache_is_that_of_the_model() -> None:
 def test_a_budget_takes_at_most_its_share_and_one_more_slot_takes_more(
     model: Traced, policy: str, kv_dtype: KVDtype | None
 ) -> None:
-    """Against the bytes that `kvpass.inspect` counts in a cache that a compiled model has made."""
+    """Compare with the bytes that `kvpass.inspect` reports for a compiled model's cache."""
     tokens, share = 300, 0.6
     full, chosen = FullCache.of(model.model), resolve(policy, {})
     budget = full.budget(share, tokens, chosen, kv_dtype)
@@ -58,7 +58,7 @@ def test_shares_that_no_budget_can_have_are_refused() -> None:
 
 
 def test_no_budget_below_the_smallest_of_a_policy_is_tried() -> None:
-    """Streaming heads of `duo_attention` hold 320 tokens: with less a retrieving head would hold a negative number."""
+    """Check `duo_attention`, whose streaming heads hold 320 tokens: others would get a negative number."""
     full = FullCache((CacheLayer(2, 16, 16, torch.float32),))
     policy = resolve("duo_attention", {"gates": random_gates(1)})
     with pytest.raises(BudgetError, match="no budget of 'duo_attention'"):

@@ -1,6 +1,6 @@
-"""Under `full` the harness's own Hugging Face model and ours say the same; bounded, ours says what `generate` does.
+"""Compare with the harness's Hugging Face model under `full`, and with `generate` under a budget.
 
-These tests need the extra `lm-eval`, which is large; docs/evaluation.md says how to get it.
+These tests need the extra `lm-eval`, which is large; see docs/evaluation.md.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SAME = dict(device="cpu", dtype="float32", batch_size=3)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tasks, with their data beside them."""
+    """Return a folder with the tasks and their data."""
     made = tmp_path_factory.mktemp("tasks")
     for path in TASKS.iterdir():
         (made / path.name).write_text(path.read_text().replace("{folder}", str(made)))
@@ -76,7 +76,7 @@ def test_full_is_the_harness_own_model(
 
 
 def test_the_answers_are_not_all_alike(theirs: dict[str, Any]) -> None:
-    """What is compared above could differ."""
+    """Check that the compared answers vary."""
     for name in NAMES:
         assert len(set(responses(theirs, name))) > 3
 
@@ -96,7 +96,7 @@ def test_bounded_generation_is_that_of_a_compiled_model(checkpoint: Path) -> Non
     made = lm.model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
     assert said == lm.tok_decode(made)
     (free,) = bounded(checkpoint).generate_until(asked(text), disable_tqdm=True)
-    assert said != free  # something was evicted
+    assert said != free  # tokens were evicted
 
 
 def test_rows_end_each_at_its_text_and_no_length_is_compiled_for_itself(checkpoint: Path) -> None:

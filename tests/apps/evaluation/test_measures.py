@@ -1,4 +1,4 @@
-"""What measures feed and what they make of the answers; the model is a stand-in, the tokenizer is real."""
+"""Test the inputs of measures and their results, with a stand-in for the model and a real tokenizer."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def tokenizer() -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Standing(Session):
-    """A session that notes what it is asked to score, and answers by a function."""
+    """A session that records its inputs, and answers by a function."""
 
     scored: list[tuple[Tokens, Tokens]] = dataclasses.field(default_factory=list)
     prompts: list[Sequence[int]] = dataclasses.field(default_factory=list)
     answer: Callable[[Sequence[int]], str] = lambda prompt: ""
 
     def score(self, contexts: Tokens, continuations: Tokens) -> Scored:
-        """A token's loss is the token."""
+        """Return each token as its own loss."""
         self.scored.append((contexts, continuations))
         width = max(map(len, continuations))
         losses = torch.tensor([[*row, *[0] * (width - len(row))] for row in continuations]).float()
@@ -54,7 +54,7 @@ class Standing(Session):
         return [self.answer(prompt) for prompt in self.prompts]
 
     def share_of_heads(self, row: int, *spans: Sequence[int]) -> float:
-        """The first third of a prompt is held."""
+        """Return 1 if a span ends in the first third of the prompt, which counts as held."""
         return float(min(map(max, spans)) < len(self.prompts[row]) / 3)
 
 

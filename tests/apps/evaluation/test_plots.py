@@ -1,4 +1,4 @@
-"""Pictures show what they are given."""
+"""Test that plots show their inputs."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from kvpass.apps.models import load_memory
 from kvpass.decoding.loop import DecodeLoop
 from kvpass.errors import KVPassError
 
-WORDS = 400  # tokens there are
+WORDS = 400  # size of the vocabulary
 DISTANCES = (16, 32, 64, 128, 256)
 VOCABULARY = PairVocabulary(torch.arange(200, 300), mark=1, end=2)
 
@@ -21,7 +21,7 @@ def planted(length: int = 200, rows: int = 3):
 
 
 class Copier:
-    """Says what followed the last time that the last token came, if that is among the last `window` ones."""
+    """A model that repeats what followed the last token's previous occurrence in the last `window` tokens."""
 
     def __init__(self, window: int) -> None:
         self.window = window
@@ -60,7 +60,7 @@ def test_pairs_that_do_not_fit_the_text_are_refused(tokens, length, message):
 
 
 def test_a_measure_needs_no_context_manager():
-    """The bundled model recalls what its cache holds, and nothing of what a window has dropped."""
+    """Check that the bundled model recalls cached tokens, and none that a window evicted."""
     subject = load_memory(None)
     loop = DecodeLoop(subject.model, "window", budget=64, prefill_chunk=32, inner="eager")
     text = [token for each in subject.encode(corpus.read(corpus.held_out_files())[:2]) for token in each]

@@ -1,4 +1,4 @@
-"""RULER's tasks: the answers follow from the context, which has the length that was asked for."""
+"""Test RULER's tasks: answers follow from the context, which has the requested length."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Turns = Sequence[Sequence[int]]
 
 @dataclasses.dataclass(frozen=True)
 class Reader(Session):
-    """A session that answers by a function of the text of all turns, and notes the turns."""
+    """A session that answers by a function of the text of all turns, and records the turns."""
 
     reads: Callable[[str], str] = lambda text: ""
     turns: list[Turns] = dataclasses.field(default_factory=list)

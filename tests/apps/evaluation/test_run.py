@@ -1,4 +1,4 @@
-"""Cases, what is measured again and what is not, tables, and the command from end to end."""
+"""Test cases, reuse of measurements, tables, and the complete command."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_policy_that_evicts_nothing_is_measured_once() -> None:
 def test_a_budget_is_fitted_to_the_policy() -> None:
     full = FullCache((CacheLayer(2, 16, 16, torch.float32),))
     assert Case(Perplexity(tokens=99), "full", None).slots(Full(), full) == 99
-    assert Case(Perplexity(tokens=10**6), "full", None).slots(Full(), full) is None  # it grows
+    assert Case(Perplexity(tokens=10**6), "full", None).slots(Full(), full) is None  # a full cache grows
     assert Case(Perplexity(), "cascade", 65).slots(Cascade(), full) == 64
     assert Case(Perplexity(), "cascade", 0.3).slots(Cascade(), full) == 0.3
     assert Case(Perplexity(), "h2o", 0.25, of_bytes=True).slots(H2O(), full) == full.budget(0.25, 2048, H2O(), None)
@@ -173,7 +173,7 @@ def test_the_command_measures_what_the_folder_lacks(
 
 
 def perplexity(checkpoint: Path, path: Path, tokens: int) -> float:
-    """By one forward of the uncompiled model."""
+    """Return the perplexity from one forward of the uncompiled model."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     text = tokenizer(path.read_text(), add_special_tokens=False)["input_ids"][: tokens - 1]

@@ -1,4 +1,4 @@
-"""Continuations are scored as decoding would have seen them, whatever else is in their batch."""
+"""Check that continuations are scored as in decoding, regardless of the rest of their batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def caller(**backend: Any) -> tuple[Any, Caller]:
 
 
 def expected(model: Any, context: list[int], continuation: list[int]) -> torch.Tensor:
-    """From one forward of the uncompiled model."""
+    """Return log-likelihoods from one forward of the uncompiled model."""
     ids = torch.tensor([[*context, *continuation]])
     with torch.no_grad():
         every = model(ids).logits[0, :-1].log_softmax(-1)
@@ -63,7 +63,7 @@ def test_a_token_is_predicted_from_what_a_decode_step_would_have_held() -> None:
     decoded = run.logits[0, len(context) - 1 :].log_softmax(-1)
     torch.testing.assert_close(found.log_likelihoods[0], decoded[torch.arange(5), torch.tensor(continuation)])
     whole = expected(model, context, continuation)
-    torch.testing.assert_close(found.log_likelihoods[0, :1], whole[:1])  # by the prompt, in which nothing was evicted
+    torch.testing.assert_close(found.log_likelihoods[0, :1], whole[:1])  # from the prompt, in which nothing was evicted
     assert (found.log_likelihoods[0, 1:] - whole[1:]).abs().max() > 1e-2
 
 
@@ -94,7 +94,7 @@ def test_no_length_is_compiled_for_itself() -> None:
         batch = ScoringBatch.of([[5] * context, [6] * 3], [[7] * continuation, [8]], torch.device("cpu"))
         score(call, batch, 8)
 
-    for context, continuation in ((40, 3), (9, 4)):  # a prompt, chunks and steps; a prompt that runs whole
+    for context, continuation in ((40, 3), (9, 4)):  # a prompt, chunks and steps; a prompt in one call
         scored(context, continuation)
     before = graphs()
     for context, continuation in ((41, 7), (12, 2), (23, 1), (57, 5)):

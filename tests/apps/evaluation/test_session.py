@@ -1,4 +1,4 @@
-"""Decoding without kvpass, what a cache holds, and how much time and memory it takes."""
+"""Test decoding without kvpass, the contents of a cache, and measurements of time and memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IDS = torch.tensor([[5, 9, 77, 31, 8, 40, 41, 42, 43, 44, 50]])
 
 
 def greedy(model: Any, ids: torch.Tensor, count: int) -> list[int]:
-    """Without a cache."""
+    """Decode greedily without a cache."""
     made: list[int] = []
     with torch.no_grad():
         for _ in range(count):
@@ -83,7 +83,7 @@ def test_heads_that_hold_all_of_some_positions_are_counted(budget: int | None) -
     loop: Any = DecodeLoop(model, "streaming", budget=budget, inner="eager") if budget else PlainLoop(model, None)
     session = Session(LoadedModel("stub", None, None, None, False), loop, {}, "whole", None, budget)
     session.prompt([IDS[0].tolist(), IDS[0, 3:].tolist()])
-    # four sinks and the last two tokens, of 11 and of 8 with three of padding before them
+    # four sinks and the last two tokens, of 11 tokens, and of 8 after three of padding
     wanted = [(0, [0, 3]), (0, [3, 9]), (0, [3, 4]), (1, [3, 9]), (1, [6, 7])]
     assert [session.share_of_heads(row, span) for row, span in wanted] == ([1, 1, 0, 1, 0] if budget else [1] * 5)
 

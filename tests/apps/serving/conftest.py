@@ -1,4 +1,4 @@
-"""Fixtures of the tests that talk to a server, which are left out where the server's packages are not installed."""
+"""Fixtures of the tests that connect to a server; the tests are ignored if its packages are missing."""
 
 from importlib.util import find_spec
 

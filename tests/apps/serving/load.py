@@ -1,4 +1,4 @@
-"""Put a load on a server: clients that ask at the same time, close connections, and send requests that are wrong."""
+"""Put a load on a server: concurrent clients that ask, close connections, and send invalid requests."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ WRONG: tuple[tuple[str, bytes, int], ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A request, and the text that it is answered with when no other request is there."""
+    """A request, and its answer when no other request is running."""
 
     fields: dict[str, Any]
     text: str
 
 
 async def asked_alone(url: str, requests: Sequence[dict[str, Any]]) -> list[Question]:
-    """Ask one request after the other."""
+    """Send requests one after another, and return them with their answers."""
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client:
         return [Question(fields, await whole(client, fields)) for fields in requests]
 
 
 async def bombard(url: str, questions: Sequence[Question], clients: int, rounds: int) -> collections.Counter[str]:
-    """Let clients ask at the same time; return how often each thing happened.
+    """Let clients send requests at the same time, and count the outcomes.
 
-    Every answer must be the text that the request gets alone.
+    Every answer must equal the answer to the request alone.
     """
     tally: collections.Counter[str] = collections.Counter()
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client:
@@ -68,7 +68,7 @@ async def _ask(
 
 
 async def whole(client: httpx.AsyncClient, fields: dict[str, Any], tally: Any = None) -> str:
-    """The text of an answer; a request that is to come again comes again."""
+    """Return the text of an answer; a request that the server defers is sent again."""
     while True:
         found = await client.post("/v1/completions", json=fields)
         if found.status_code != 429:
@@ -80,7 +80,7 @@ async def whole(client: httpx.AsyncClient, fields: dict[str, Any], tally: Any = 
 
 
 async def stream(client: httpx.AsyncClient, fields: dict[str, Any], tally: Any) -> str:
-    """The text of an answer that comes in pieces."""
+    """Return the text of a streamed answer."""
     while True:
         async with client.stream("POST", "/v1/completions", json={**fields, "stream": True}) as response:
             if response.status_code == 429:
@@ -103,6 +103,6 @@ async def _closed(client: httpx.AsyncClient, question: Question, events: int) ->
 
 
 def resident(process: int) -> float:
-    """MiB that a process has in memory."""
+    """Return the MiB that a process has in memory."""
     pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
     return pages * 4096 / 2**20

@@ -1,4 +1,4 @@
-"""A small model behind a real server on the loopback, in threads of the test's own process."""
+"""Run a real server with a small model on the loopback interface, in threads of the test process."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ TEMPLATE = (
 
 @functools.cache
 def tokenizer() -> Any:
-    """The tokenizer of the bundled models, with a chat template."""
+    """Return the tokenizer of the bundled models, with a chat template."""
     made = transformers.AutoTokenizer.from_pretrained(models.BUNDLED)
     made.chat_template = TEMPLATE
     return made
 
 
 def model() -> Any:
-    """A random Llama with the vocabulary of the bundled models, whose attention differs from token to token."""
+    """Return a random Llama with the vocabulary of the bundled models and clearly uneven attention."""
     sizes = dict(vocab_size=2048, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2)
     config = transformers.LlamaConfig(**sizes, num_hidden_layers=1, max_position_embeddings=512, eos_token_id=0)
     made, drawn = transformers.LlamaForCausalLM(config).eval(), torch.Generator().manual_seed(3)
@@ -54,10 +54,10 @@ def model() -> Any:
 
 
 class OddLoop(kvpass.DecodeLoop):
-    """A loop whose steps can be made slower, and be made to fail.
+    """A loop whose steps can be slowed down or made to fail.
 
     Attributes:
-        pause: seconds that each step takes more.
+        pause: additional seconds for each step.
         broken: whether steps fail.
     """
 
@@ -72,7 +72,7 @@ class OddLoop(kvpass.DecodeLoop):
 
 @dataclasses.dataclass(frozen=True)
 class Running:
-    """A server that runs."""
+    """A running server."""
 
     service: Service
     url: str
@@ -80,7 +80,7 @@ class Running:
 
     @contextlib.contextmanager
     def slowly(self) -> Iterator[None]:
-        """Make the steps of the server take longer."""
+        """Slow down the steps of the server."""
         loop: Any = self.service.engine.loop
         loop.pause = 0.05
         try:
@@ -89,7 +89,7 @@ class Running:
             loop.pause = 0.0
 
     def client(self, **how: Any) -> Any:
-        """A client of HTTP, which waits as long as a shared machine may take."""
+        """Return an HTTP client with a timeout for a shared machine."""
         return httpx.Client(base_url=self.url, timeout=120, **how)
 
     def post(self, path: str, **fields: Any) -> Any:
@@ -97,13 +97,13 @@ class Running:
             return client.post(path, json={"model": NAME, **fields})
 
     def completion(self, prompt: Any, **fields: Any) -> Any:
-        """The body of a completion, greedy if nothing else is said."""
+        """Return the body of a completion, greedy by default."""
         found = self.post("/v1/completions", **{"prompt": prompt, "temperature": 0, **fields})
         assert found.status_code == 200, found.text
         return found.json()
 
     def wait_until_idle(self) -> None:
-        """Wait until the server has no requests, and its loop none."""
+        """Wait until neither the server nor its loop has requests."""
         end = time.monotonic() + 60
         while self.service.engine.jobs or self.service.engine.loop.pending:
             assert time.monotonic() < end
@@ -112,7 +112,7 @@ class Running:
 
 @contextlib.contextmanager
 def serving(subject: Any = None, warm: bool = True, loop: Any = None, **settings: Any) -> Iterator[Running]:
-    """A server of a model, which ends as after a signal."""
+    """Start a server of a model, and end it as after a signal."""
     subject = model() if subject is None else subject
     loop = loop or OddLoop(subject, **HOW, rows=ROWS, read_interval=4)
     loaded = models.LoadedModel(NAME, subject, tokenizer(), 512, False)
@@ -134,14 +134,14 @@ def serving(subject: Any = None, warm: bool = True, loop: Any = None, **settings
 
 @pytest.fixture(scope="module", autouse=True)
 def fresh_dynamo() -> Iterator[None]:
-    """In place of the fixture for all tests: those of a file share one server."""
+    """Override the fixture of the same name: tests of a file share one server."""
     with lasting():
         yield
 
 
 @pytest.fixture(scope="module")
 def running(fresh_dynamo: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """One server for the tests of a file, with room for one conversation in memory."""
+    """Start a server for the tests of a file, which keeps one conversation in memory."""
     folder: Path = tmp_path_factory.mktemp("conversations")
     limits = Limits(rows=1, nbytes=2**30, count=6)
     with serving(folder=folder, conversations=limits, waiting=3, largest_body=20_000) as found:

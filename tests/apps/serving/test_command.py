@@ -1,4 +1,4 @@
-"""The command line of the server."""
+"""Test the command line of the server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations whose slots stay between requests, in memory and in files."""
+"""Test conversations whose slots stay between requests, in memory and in files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ANSWER = 9
 
 @pytest.fixture(scope="module")
 def expected(fresh_dynamo: None) -> list[str]:
-    """What a loop of one conversation says in each turn."""
+    """Return the answer of a loop with one conversation in each turn."""
     loop = kvpass.DecodeLoop(model(), **HOW)
     said = []
     for turn in TURNS:
@@ -42,7 +42,7 @@ def say(running: Running, name: str, turn: list[int], **fields: Any) -> str:
 
 
 def test_a_conversation_goes_on_as_in_one_loop(running: Running, expected: list[str]) -> None:
-    """Two take turns, so that each is written to a file and read again in between: one fits into memory."""
+    """Alternate two conversations of which one fits in memory, so that each is saved and loaded between turns."""
     store = running.service.store
     for turn, said in zip(TURNS, expected, strict=True):
         for name in ("first", "second"):
@@ -70,7 +70,7 @@ def test_the_usage_of_a_turn_counts_what_was_there(running: Running) -> None:
 
 
 def test_messages_of_a_chat_are_the_new_ones(running: Running, fresh_dynamo: None) -> None:
-    """A turn is what the template adds behind the last answer, which gets its end if it was cut off."""
+    """Check that a turn is the template's text after the last answer, which is closed if it was cut off."""
     loop = kvpass.DecodeLoop(model(), **HOW)
     said = []
     for content in ("hello", "and then?"):
@@ -85,7 +85,7 @@ def test_messages_of_a_chat_are_the_new_ones(running: Running, fresh_dynamo: Non
 
 
 def test_another_server_goes_on_with_saved_conversations(tmp_path: Path, expected: list[str]) -> None:
-    """One with other settings refuses, and leaves the conversation as it is."""
+    """Check that a server with other settings refuses the conversation and leaves it unchanged."""
     with serving(warm=False, folder=tmp_path) as running:
         assert say(running, "c", TURNS[0]) == expected[0]
     with serving(warm=False, folder=tmp_path) as running:
@@ -131,7 +131,7 @@ def test_caches_without_notes_are_removed(tmp_path: Path, expected: list[str]) -
 
 
 def never_returns(call: Callable[..., Any], count: int) -> Callable[..., Any]:
-    """A function in whose call number `count` its process ends."""
+    """Return a function that ends the process in its call number `count`."""
     calls = itertools.count(1)
 
     def run(*given: Any, **more: Any) -> Any:
@@ -155,7 +155,7 @@ def never_returns(call: Callable[..., Any], count: int) -> Callable[..., Any]:
 def test_a_server_that_is_killed_while_it_writes(
     owner: Any, name: str, count: int, turns: int, tmp_path: Path, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The conversation goes on from the last state that was written whole: as before the turn, or after it."""
+    """Check that the conversation continues from a complete state, before the turn or after it."""
     with serving(warm=False, folder=tmp_path) as running:
         assert say(running, "c", TURNS[0]) == expected[0]
     with serving(warm=False, folder=tmp_path) as running:
@@ -189,7 +189,7 @@ def test_a_full_disk_costs_no_answer_and_no_other_conversation(
     error: type[Exception], tmp_path: Path, expected: list[str], monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    """What cannot be written stays in memory, and goes on from there; at the end the others are written."""
+    """Check that conversations stay in memory if they cannot be written, and that the others are written."""
     write, full = conversations._write, ["a", "b"]
 
     def refuse(cache: Any, notes: str, path: Path, notes_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_a_full_disk_costs_no_answer_and_no_other_conversation(
         assert "stays in memory: no space left on device" in caplog.text
         full.remove("b")
         assert say(running, "c", TURNS[0]) == expected[0]
-        assert running.service.store.in_memory == 1  # only a, which cannot go
+        assert running.service.store.in_memory == 1  # only a, which cannot be written
         assert say(running, "a", TURNS[2]) == say(running, "b", TURNS[2]) == expected[2]
     with serving(warm=False, folder=tmp_path) as running:
         assert len(running.service.store) == 2
@@ -217,13 +217,13 @@ def test_a_full_disk_costs_no_answer_and_no_other_conversation(
 
 
 def test_one_request_at_a_time_and_a_turn_whole_or_not_at_all(running: Running, expected: list[str]) -> None:
-    """A second request of a conversation is refused; a turn whose connection was closed has not happened."""
+    """Check that a second request is refused, and that a turn without a connection to answer is dropped."""
 
     async def both() -> list[int]:
         async with httpx.AsyncClient(base_url=running.url, timeout=120) as client:
             fields = {"prompt": TURNS[1], "conversation": "c", "max_tokens": 300, "ignore_eos": True, "stream": True}
             async with client.stream("POST", "/v1/completions", json=fields) as response:
-                lines = response.aiter_lines()  # which closes the connection when it goes
+                lines = response.aiter_lines()  # closes the connection when it is collected
                 await anext(lines)
                 other = await client.post("/v1/completions", json=fields)
                 deleted = await client.delete("/v1/conversations/c")
@@ -255,7 +255,7 @@ def test_as_many_conversations_as_the_server_keeps(fresh_dynamo: None) -> None:
     with serving(warm=False, conversations=Limits(rows=2, nbytes=1, count=2)) as running:
         for name in ("a", "b"):
             say(running, name, TURNS[1])
-        assert running.service.store.in_memory == 0  # no byte for any
+        assert running.service.store.in_memory == 0  # no memory for any conversation
         found = running.post("/v1/completions", prompt=TURNS[1], conversation="c")
         assert (found.status_code, found.json()["error"]["code"]) == (429, "too_many_conversations")
         with running.client() as client:

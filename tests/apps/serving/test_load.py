@@ -1,4 +1,4 @@
-"""Many clients at once: none is lost, none is mixed up with another, and nothing is left behind."""
+"""Test many clients at once: no request is lost or mixed up with another, and no cache remains."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.apps.serving.small import NAME, Running
 
 
 def requests() -> list[dict[str, Any]]:
-    """Requests of many lengths, greedy and sampled, before and after eviction."""
+    """Return requests of many lengths, greedy and sampled, before and after eviction."""
     lengths = ((1, 30), (3, 5), (17, 20), (40, 3), (60, 25), (25, 1), (33, 60))
     sampling = ({"temperature": 0}, {"temperature": 0.9, "seed": 5}, {"temperature": 1, "top_p": 0.8, "seed": 6})
     return [
@@ -48,6 +48,6 @@ def test_eight_clients(running: Running) -> None:
 
 
 def layer_caches() -> int:
-    """How many caches of layers there are."""
+    """Return the number of layer caches in memory."""
     gc.collect()
     return sum(isinstance(each, LayerCache) for each in gc.get_objects())

@@ -1,4 +1,4 @@
-"""Two replicas under Ray Serve, by the file in examples/; a process of its own, as Ray starts others."""
+"""Test two replicas under Ray Serve in a separate process, with the file in examples/."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.apps.serving.small import model, tokenizer
 
 ROOT = Path(__file__).parents[3]
 PATIENT = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "120"}
-"""On a machine that others share, Ray's proxy needs longer to start than Ray waits for it."""
+"""Longer timeouts, because Ray's proxy starts slowly on a shared machine."""
 SCRIPT = """
 import asyncio, json, sys
 import httpx, ray
@@ -66,7 +66,7 @@ ray.shutdown()
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed: pip install 'ray[serve]'")
 def test_two_replicas(tmp_path: Path) -> None:
-    """A request gets the same answer from either replica, and both have worked."""
+    """Check that either replica gives the same answer, and that both have worked."""
     model().save_pretrained(tmp_path / "small")
     tokenizer().save_pretrained(tmp_path / "small")
     script = tmp_path / "script.py"
@@ -83,4 +83,4 @@ def test_two_replicas(tmp_path: Path) -> None:
     assert found["together"] == found["alone"] * 4
     assert found["streamed"] == found["alone"]
     assert found["talk"] == 400
-    assert 0 < found["here"] < found["total"]  # prompt tokens of one replica; the other has read the rest
+    assert 0 < found["here"] < found["total"]  # prompt tokens of one replica; the other has processed the rest

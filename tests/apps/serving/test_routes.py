@@ -1,4 +1,4 @@
-"""The endpoints of a server with a small model: answers, streams, refusals, limits, and the end of connections."""
+"""Test the endpoints of a server with a small model: answers, streams, refusals, limits, disconnections."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ PROMPT = "def main(arguments):\n    parser ="
 
 @pytest.fixture(scope="module")
 def alone(fresh_dynamo: None) -> kvpass.DecodeLoop:
-    """A loop with the same settings, which serves one request at a time."""
+    """Return a loop with the same settings, which serves one request at a time."""
     return kvpass.DecodeLoop(model(), **HOW, rows=ROWS, read_interval=4)
 
 
 def events(response: Any) -> list[Any]:
-    """The events of a stream, which must end with `[DONE]`."""
+    """Return the events of a stream, which must end with `[DONE]`."""
     lines = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: ")]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
@@ -79,7 +79,7 @@ def test_a_chat_is_the_completion_of_its_template(running: Running) -> None:
 
 
 def test_several_choices_of_several_prompts(running: Running, alone: kvpass.DecodeLoop) -> None:
-    """Seeds follow each other, so that a choice can be had again by itself, in the batch of others or not."""
+    """Check that seeds are consecutive, so that each choice can be reproduced alone or in a batch."""
     how: dict[str, Any] = dict(max_tokens=9, temperature=0.8, top_p=0.9, top_k=40)
     found = running.completion(["one", "two"], n=2, seed=7, **how)["choices"]
     assert [each["index"] for each in found] == [0, 1, 2, 3]
@@ -121,7 +121,7 @@ def test_defaults_are_those_of_the_api(running: Running) -> None:
     found = running.post("/v1/completions", prompt=PROMPT).json()
     assert found["usage"]["completion_tokens"] <= 16
     texts = {running.post("/v1/completions", prompt=PROMPT).json()["choices"][0]["text"] for _ in range(3)}
-    assert len(texts) == 3  # at temperature 1, from seeds of their own
+    assert len(texts) == 3  # at temperature 1, each from its own seed
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ def test_messages_that_the_template_refuses(running: Running) -> None:
 
 
 def test_keys(fresh_dynamo: None) -> None:
-    """Conversations belong to their key."""
+    """Check that conversations belong to their API key."""
     with serving(warm=False, api_keys=("one", "two")) as running:
         for header in ({}, {"Authorization": "Bearer three"}, {"Authorization": "Basic one"}):
             with running.client(headers=header) as client:
@@ -193,11 +193,11 @@ def test_keys(fresh_dynamo: None) -> None:
             assert client.get("/health").status_code == 200
 
 
-# -- limits, and the end of connections --------------------------------------------------------------------------------
+# -- limits and disconnections -----------------------------------------------------------------------------------------
 
 
 def test_too_many_requests_are_told_to_come_again(running: Running) -> None:
-    """Of more requests than rows and places in the queue, some are refused, and the others answered."""
+    """Send more requests than rows and queue positions: some are refused, and the others answered."""
 
     async def all_at_once() -> list[Any]:
         async with httpx.AsyncClient(base_url=running.url, timeout=120) as client:
@@ -272,7 +272,7 @@ def test_the_slots_of_rows_in_use_are_counted(running: Running) -> None:
         running.client() as client,
         client.stream("POST", "/v1/completions", json=fields) as response,
     ):
-        lines = response.iter_lines()  # which closes the connection when it goes
+        lines = response.iter_lines()  # closes the connection when it is collected
         next(lines)
         with running.client() as other:
             found = metrics(other)
@@ -297,7 +297,7 @@ def test_a_failed_step_fails_its_requests_and_no_later_ones(fresh_dynamo: None) 
 
 
 def test_running_requests_are_finished_at_the_end(fresh_dynamo: None) -> None:
-    """Connections that come later are refused, and the server says that it drains."""
+    """Check that later connections are refused, and that the server reports that it drains."""
     with serving(warm=False, drain=60.0) as running:
         whole = running.completion(PROMPT, max_tokens=200, ignore_eos=True)["choices"][0]["text"]
         fields = {"prompt": PROMPT, "max_tokens": 200, "ignore_eos": True, "temperature": 0, "stream": True}
@@ -339,11 +339,11 @@ def test_a_model_that_cannot_be_compiled_ends_the_server(fresh_dynamo: None) -> 
 
 
 def test_steps_are_as_warm_as_they_say(running: Running) -> None:
-    """Nothing is traced after the start, whatever comes."""
+    """Check that nothing is traced after the start, for any request."""
     with torch.compiler.set_stance("fail_on_recompile"):
         for tokens in (2, 3, 17, 40, 60):
             found = running.completion([5] * tokens, max_tokens=3, ignore_eos=True)
             assert found["usage"]["completion_tokens"] == 3
-        for tokens in (30, 3, 16, 40):  # with the last token of the answer, 16 are a chunk and a token
+        for tokens in (30, 3, 16, 40):  # with the last token of the answer, 16 tokens are a chunk and a token
             found = running.completion([5] * tokens, max_tokens=3, ignore_eos=True, conversation="warm")
             assert found["usage"]["completion_tokens"] == 3

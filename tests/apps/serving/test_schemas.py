@@ -1,4 +1,4 @@
-"""Fields of requests: what is read, and what is refused by name."""
+"""Test fields of requests, and the refusals that name them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text of tokens that come one by one or together."""
+"""Test the text of tokens that arrive one by one or together."""
 
 from __future__ import annotations
 

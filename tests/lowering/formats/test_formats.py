@@ -1,4 +1,4 @@
-"""Rows in int8 and int4: how far they are from the model's, what the compiler makes of them, what they take."""
+"""Test rows in int8 and int4: their error, their compiled code, and their size."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvpass.lowering.formats.integers import transform
 from kvpass.policies import resolve
 from kvpass.reference.storing import store_and_read
 
-STEP = {"int8": 1 / 127, "int4": 2 / 15}  # at most, in shares of the largest number of a row as it is rounded
+STEP = {"int8": 1 / 127, "int4": 2 / 15}  # largest step, relative to the largest number of a row after rounding
 every_format = pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 
 
@@ -34,7 +34,7 @@ def layout(kv_dtype: KVDtype | None, dim: int, dtype: torch.dtype = torch.float3
 
 @st.composite
 def rows(draw: st.DrawFn) -> Tensor:
-    """Rows [2, 3, N, D] of many sizes, some of zeros, of one number, or all to one side of zero."""
+    """Draw rows [2, 3, N, D] of many magnitudes; some are constant, or have one sign."""
     dim = draw(st.sampled_from([2, 8, 24, 32, 40, 64, 80, 96, 128, 256]))
     drawn = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
     made = torch.randn(2, 3, draw(st.integers(1, 5)), dim, generator=drawn) * 10.0 ** draw(st.integers(-12, 6))
@@ -53,7 +53,7 @@ def test_decoded_codes_are_within_a_step_of_the_vectors(kv_dtype: KVDtype, given
     read = made.read()
     assert torch.equal(read, store_and_read(here, given_rows))
     rounded, exact = (transform(x.double()) if here.key_format.transforms else x for x in (read, given_rows))
-    half = STEP[base_of(kv_dtype)] * 0.57  # of a step, and that of a coarse scale
+    half = STEP[base_of(kv_dtype)] * 0.57  # half a step, plus the rounding of a coarse scale
     most = exact.abs().amax(-1, keepdim=True) * half
     assert ((rounded - exact).abs() <= most + most.amax() * 1e-6).all()
     assert [(part.shape[-1], part.dtype) for part in made.parts] == here.key_format.layout()
@@ -66,7 +66,7 @@ def test_decoded_codes_are_within_a_step_of_the_vectors(kv_dtype: KVDtype, given
 def test_products_and_mixtures_are_those_of_decoded_rows(
     kv_dtype: KVDtype, capability: str, given_rows: Tensor, seed: int, rotated: bool
 ) -> None:
-    """However codes are loaded, which is a matter of the processor, and however they lie for that."""
+    """Test each way to load codes, which depends on the processor, and the storage order for it."""
     here = format_of(kv_dtype, given_rows.shape[-1], torch.float32, rotated=rotated)
     with loading_as(capability):
         made = EncodedVectors.of(here, given_rows)
@@ -87,7 +87,7 @@ def test_products_and_mixtures_are_those_of_decoded_rows(
     [("int8", 64, 4), ("int8", 32, 4), ("int8", 80, 1), ("int4", 64, 8), ("int4", 256, 8), ("int4", 192, 1)],
 )
 def test_rows_that_are_rotated_when_read_come_in_sections(kv_dtype: KVDtype, dim: int, count: int) -> None:
-    """Where words are loaded: in planes, the same numbers in the same order as decoded whole, whoever wrote them."""
+    """Test planes: the same numbers in the same order as when decoded completely, for any writer."""
     x = torch.randn(2, 3, 5, dim)
     with loading_as("AVX2"):
         lying, plainly = (EncodedVectors.of(format_of(kv_dtype, dim, x.dtype, rotated=r), x) for r in (True, False))
@@ -101,7 +101,7 @@ def test_rows_that_are_rotated_when_read_come_in_sections(kv_dtype: KVDtype, dim
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4", "int4-hadamard"])
 def test_rows_that_are_moved_to_another_kind_of_device_lie_as_they_do_there(kv_dtype: KVDtype) -> None:
-    """Both ways, whether words are loaded on the one or on the other."""
+    """Move rows in both directions, whichever device loads words."""
     made = format_of(kv_dtype, 64, torch.float32, rotated=True)
     x = torch.randn(2, 3, 5, 64)
     for here, there in (("AVX2", "DEFAULT"), ("DEFAULT", "AVX2")):
@@ -127,7 +127,7 @@ def test_slots_move_keys_and_values_by_their_format() -> None:
 
 
 def loading_as(capability: str) -> Any:
-    """As a processor with such vectors loads codes."""
+    """Simulate a processor that loads codes with vectors of this kind."""
     return mock.patch.object(torch.backends.cpu, "get_cpu_capability", return_value=capability)
 
 
@@ -146,7 +146,7 @@ slow = pytest.mark.slow
     ],
 )
 def test_codes_that_fill_vectors_are_loaded_in_words(kv_dtype: KVDtype, dim: int, filling: bool) -> None:
-    """And however they are loaded, compiled products and mixtures sum nothing in a cascade."""
+    """Check that compiled products use no cascade sum, for each way to load codes."""
     made, count = format_of(kv_dtype, dim, torch.bfloat16), LONGEST_SUM + 1
     parts = EncodedVectors.of(made, torch.randn(1, 1, count, dim).to(torch.bfloat16)).parts
     query, probs = torch.randn(1, 1, 2, dim).to(torch.bfloat16), torch.randn(1, 1, 2, count).softmax(-1)
@@ -169,7 +169,7 @@ def test_codes_that_fill_vectors_are_loaded_in_words(kv_dtype: KVDtype, dim: int
 @every_format
 @pytest.mark.parametrize("dim", [pytest.param(16, marks=pytest.mark.slow), 64])
 def test_the_compiler_makes_the_same_codes(kv_dtype: KVDtype, dim: int) -> None:
-    """It may leave out roundings on the way to a narrow dtype and back: none is left to it."""
+    """Check that the compiler has no conversion to a narrow dtype and back that it could drop."""
     made, x = format_of(kv_dtype, dim, torch.bfloat16), torch.randn(2, 2, 50, dim).to(torch.bfloat16)
 
     def function(x: Tensor) -> tuple[Tensor, ...]:
@@ -197,7 +197,7 @@ def test_rows_take_the_share_of_bfloat16_that_they_should(kv_dtype: KVDtype, dim
     slots, wide = (Slots.empty(layout(x, dim, torch.bfloat16)) for x in (kv_dtype, None))
     size = [sum(part.nbytes for x in (each.key, each.value) for part in x.parts) for each in (slots, wide)]
     assert size[0] <= share * size[1]
-    assert slots.nbytes - size[0] == wide.nbytes - size[1]  # nothing else is larger
+    assert slots.nbytes - size[0] == wide.nbytes - size[1]  # no other tensor is larger
 
 
 @every_format

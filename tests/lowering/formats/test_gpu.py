@@ -1,4 +1,4 @@
-"""Decode graphs on slots in int8 and int4 for a GPU: emitted, compiled, and interpreted beside the CPU."""
+"""Test decode graphs on slots in int8 and int4 for a GPU: emitted, compiled, and interpreted."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ kinds = pytest.mark.parametrize(
 
 @functools.cache
 def emission(name: str, kv_dtype: KVDtype) -> Emission:
-    positions = None if name == "streaming" else "absolute"  # keys that are turned at read
+    positions = None if name == "streaming" else "absolute"  # streaming rotates keys at read
     steps = recorded(name, torch.float16, (1,) * STEPS, kv_dtype=kv_dtype, positions=positions)
     return cuda_emission.emit(next(step for step in steps if step.queries == 1 and not step.compact))
 
 
 def codes(stored: Tensor) -> list[Tensor]:
-    """Codes of int8, or both that are in each byte."""
+    """Return int8 codes, or both codes in each byte of int4."""
     return [stored] if stored.dtype == torch.int8 else [stored % 16, stored // 16]
 
 
 @kinds
 def test_the_interpreted_module_equals_the_cpu(name: str, kv_dtype: KVDtype) -> None:
-    """But for codes where a number lies between two: the products before it are not the CPU's to the last bit."""
+    """Compare except for codes of numbers near a rounding boundary, because earlier products differ in the last bit."""
     made = emission(name, kv_dtype)
     ran = run(made)
     for got, wanted in zip(ran.outputs, made.step.outputs, strict=False):
@@ -57,7 +57,7 @@ def test_attention_reads_codes_by_one_kernel_that_spills_nothing(name: str, kv_d
     for layer in range(2):
         first, *more = made.readers(ran, f"slots_{layer}_key")
         assert first.startswith("split")
-        assert not more or name == "d2o"  # which compares the token that goes with every key
+        assert not more or name == "d2o"  # d2o compares the evicted token with every key
     attention = [name for name in made.kernels if name.startswith(cuda_emission.ATTEND)]
     assert len(attention) == 1
     only = {name: made.kernels[name] for name in attention}

@@ -1,4 +1,4 @@
-"""Whole models on slots in int8 and int4: steps, chunks, generation, what is done to caches, reports and refusals."""
+"""Test models on slots in int8 and int4: steps, chunks, generation, cache operations, reports and refusals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ every_format = pytest.mark.parametrize(
     "kv_dtype", [pytest.param(kind, marks=[] if kind == "int4" else [pytest.mark.slow]) for kind in KV_DTYPES]
 )
 KINDS = {"streaming": "int4", "d2o": "int8", "kv_align": "int4", "h2o": "int4-hadamard", "buzz": "int8-hadamard"}
-"""Policies that turn, merge or repair rows, and keys that are transformed before they are stored."""
+"""Policies that rotate, merge or repair rows, and formats that transform keys before they store them."""
 GREEDY: dict[str, Any] = dict(do_sample=False, pad_token_id=0)
 
 
@@ -30,7 +30,7 @@ GREEDY: dict[str, Any] = dict(do_sample=False, pad_token_id=0)
     [pytest.param(*kind, marks=[] if kind[0] == "h2o" else [pytest.mark.slow]) for kind in KINDS.items()],
 )
 def test_a_model_equals_the_reference_at_every_step(name: str, kv_dtype: KVDtype) -> None:
-    """With padding, a chunk in the middle, and positions as the policy prefers them."""
+    """Compare with padding, a chunk in the middle, and the policy's default positions."""
     architecture = "GPT2" if name == "kv_align" else "Llama"
     steps, given = (
         [12, *[1] * 4, 4, *[1] * 3],
@@ -43,7 +43,7 @@ def test_a_model_equals_the_reference_at_every_step(name: str, kv_dtype: KVDtype
     for ours, theirs in zip(lowered.held, literal.held, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     real = mask.bool()
-    # A hidden state that differs in its last bit may fall on the other side of a code's edge.
+    # A hidden state that differs in its last bit may round to another code.
     torch.testing.assert_close(lowered.logits[real], literal.logits[real], atol=2e-3, rtol=2e-3)
 
 
@@ -51,7 +51,7 @@ def test_a_model_equals_the_reference_at_every_step(name: str, kv_dtype: KVDtype
 @pytest.mark.parametrize("kv_dtype", ["int4", "int8"])
 @pytest.mark.parametrize("architecture", HEADS_OF_64)
 def test_keys_in_planes_are_rotated_as_the_model_rotates(architecture: str, kv_dtype: KVDtype) -> None:
-    """Whether an embedding mixes halves of a row, which planes divide, or neighbours."""
+    """Test embeddings that mix halves of a row, which planes divide, or neighbours."""
     steps = [12, *[1] * 4, 4, *[1] * 3]
     model, (ids, mask) = Traced(build(architecture, layers=1)), prompt(2, sum(steps), (3, 0))
     given: dict[str, Any] = dict(policy="streaming", budget=8, kv_dtype=kv_dtype)
@@ -69,7 +69,7 @@ def test_the_model_but_for_the_rounding_until_something_is_evicted(kv_dtype: KVD
         force(model, ids, mask, [12, *[1] * 12], policy="h2o", budget=40, kv_dtype=kind, inner="eager")
         for kind in (None, kv_dtype)
     )
-    assert torch.equal(plain.logits[:, :12], stored.logits[:, :12])  # a prompt attends to what the model made
+    assert torch.equal(plain.logits[:, :12], stored.logits[:, :12])  # a prompt attends to exact keys and values
     apart = (plain.logits - stored.logits)[mask.bool()].abs().mean() / plain.logits.abs().mean()
     assert 0 < apart < {"int8": 0.005, "int4": 0.06}[base_of(kv_dtype)]
 
@@ -102,7 +102,7 @@ def test_reports_say_what_is_held(kv_dtype: KVDtype) -> None:
                 inner="eager")  # fmt: skip
     report = kvpass.inspect(run.cache)
     rows, heads, slots, layers = 2, 2, 17, 1
-    row = {"int8": 16 + 2, "int4": 8 + 2 + 1}[base_of(kv_dtype)]  # of 16 numbers
+    row = {"int8": 16 + 2, "int4": 8 + 2 + 1}[base_of(kv_dtype)]  # bytes of 16 numbers
     metadata = rows * slots * 3 * 8 + rows * 3 * 8
     assert report.nbytes == layers * (2 * rows * heads * slots * row + metadata)
     assert report.full_nbytes == layers * 2 * rows * heads * 40 * 16 * 2
@@ -163,7 +163,7 @@ def test_heads_of_an_odd_size_are_refused_in_int4() -> None:
 @pytest.mark.slow
 @every_format
 def test_layers_are_compiled_once_and_give_what_uncompiled_ones_do(kv_dtype: KVDtype) -> None:
-    """Scales are operands of a layer like others; a step has a segment before the layers, one of them, one behind."""
+    """Check that scales are operands of layers, and that a step has a prologue, one layer and an epilogue."""
     ids, mask = prompt(1, 14, ())
     given: dict[str, Any] = dict(policy="h2o", budget=8, kv_dtype=kv_dtype, inspect=False)
     expected = force(build("Llama", layers=4), ids, mask, [10, *[1] * 4], **given, inner="eager").logits

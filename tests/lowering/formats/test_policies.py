@@ -1,4 +1,4 @@
-"""Every policy on rows in int8 and int4: lowered operations against the references, step by step."""
+"""Compare every policy on rows in int8 and int4 with its reference, step by step."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from tests.calibrations import made_for_model
 from tests.strategies import TABLE, Case, Row, cases
 from tests.test_chunks_and_padding import EVICTING, compare
 
-EXACT = ("d2o", "kv_align")  # all others copy rows and never compute one
+EXACT = ("d2o", "kv_align")  # all others copy rows and compute none
 HADAMARD = [pytest.param(f"{kind}-hadamard", marks=pytest.mark.slow) for kind in ("int8", "int4")]
 every_format = pytest.mark.parametrize("kv_dtype", ["int8", "int4", *HADAMARD])
 
 
 def without_ties(row: Row) -> st.SearchStrategy[Case]:
-    """Cases in which no two rows are alike but for their last bit: rows of two numbers in a few bits have few
-    directions, of which d2o takes the nearest, and few lengths, which knorm orders."""
+    """Draw cases in which no two rows differ only in the last bit.
+
+    Rows of two numbers with few bits have few directions, among which d2o takes the nearest, and few lengths, which
+    knorm compares.
+    """
     return cases(row, dim=8) if row.name in ("d2o", "knorm") else cases(row)
 
 
@@ -32,7 +35,7 @@ def check(case: Case, kv_dtype: KVDtype) -> None:
     expected = simulate(case.name, q, k, v, kv_dtype=kv_dtype, **case.settings)
     got = simulate(case.name, q, k, v, kv_dtype=kv_dtype, compiled=True, **case.settings)
     assert torch.equal(got.positions, expected.positions)
-    # A computed row that is turned and rounded again may fall on the other side of an edge: a step of its scale.
+    # A computed row that is rotated and rounded again may round differently, by one step of its scale.
     near = 0.2 if case.name in EXACT and "-" in kv_dtype else 1e-4
     torch.testing.assert_close(got.output, expected.output, atol=near, rtol=near)
     close: dict[str, Any] = dict(atol=near, rtol=near) if case.name in EXACT else dict(atol=0, rtol=0)
@@ -70,7 +73,7 @@ def test_padded_prompts_and_chunks(row: Row, kv_dtype: KVDtype, data: st.DataObj
 @every_format
 @pytest.mark.parametrize("row", [row for row in TABLE if row.name not in EXACT], ids=lambda row: row.name)
 def test_nothing_else_than_the_rows_is_rounded(row: Row, kv_dtype: KVDtype) -> None:
-    """A prompt is attended to as the model made it; later outputs are those of plain rows, but for the rounding."""
+    """Check that a prompt attends to exact rows, and that later outputs differ from plain rows only by rounding."""
     more = made_for_model(row.name, 1, dim=32)
     case = Case(row.name, row.fixed | more, 3, 1, 2, 2, 32, None if row.name == "full" else 20, 16, 4, "absolute", None)
     exact, got = (

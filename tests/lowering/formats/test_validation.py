@@ -1,4 +1,4 @@
-"""Steps on stored vectors are held against the model's own, by way of the same steps on plain vectors."""
+"""Test validation of steps on stored vectors, which passes through the same steps on plain vectors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_step_is_validated_and_a_call_that_is_read_wrongly_refused(monkeypatch
 
 @pytest.mark.slow
 def test_a_format_that_multiplies_wrongly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which no comparison of plain rows with the model's would see."""
+    """Break a product of the format, which no comparison of plain rows with the model would show."""
     right = Int8.weighted_sum
 
     def wrong(self: Int8, probs: Tensor, parts: Parts, dtype: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Graphs whose layers share their code give what they give compiled whole."""
+"""Compare graphs whose layers share code with graphs that are compiled in one piece."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from tests.traces import Traced
 
 
 def compilations() -> int:
-    """Graphs that were given to Inductor since the last reset, found in its caches or not."""
+    """Return the number of graphs given to Inductor since the last reset, cached or not."""
     return sum(counters["aot_autograd"][f"autograd_cache_{how}"] for how in ("hit", "miss", "bypass"))
 
 
 @pytest.fixture
 def whole(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """What makes every later backend compile graphs whole."""
+    """Return a function that makes later backends compile each graph in one piece."""
 
     def switch() -> None:
         monkeypatch.setattr(layer_dedup, "compile_deduplicated", lambda *_: None)
@@ -42,15 +42,17 @@ def whole(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 def scaled(layers: int) -> Any:
-    """A Llama of which the second layer scales its logits in another way."""
+    """Return a Llama whose second layer scales its logits differently."""
     model = build("Llama", layers=layers)
     model.model.layers[1].self_attn.scaling /= 2
     return model
 
 
 def equal(model: Any, switch: Callable[[], None], **settings: Any) -> tuple[int, int]:
-    """Compare a prompt, steps and a chunk, whose length comes twice; gives how many graphs the compiler was given,
-    shared and whole."""
+    """Compare a prompt, steps and a chunk whose length comes twice, and count compiled graphs.
+
+    Return the number of graphs that the compiler gets, with layers shared and in one piece.
+    """
     ids, mask = prompt(2, 20, (3, 0))
     runs, counts = [], []
     for _ in range(2):
@@ -78,12 +80,12 @@ def test_gpt2_is_equal_to_whole_compilation(whole: Callable[[], None]) -> None:
 
 @pytest.mark.slow
 def test_two_kinds_of_layers_are_equal_to_whole_compilation(whole: Callable[[], None]) -> None:
-    """A prologue, two kinds and an epilogue, in each of three graphs."""
+    """Check for a prologue, two kinds of layers and an epilogue, in each of three graphs."""
     assert equal(scaled(4), whole, policy="h2o") == (12, 3)
 
 
 def counted(layers: int, policy: str = "h2o") -> tuple[int, Tensor, Tensor]:
-    """What the compiler is given for a prompt and a step, and the logits compiled and not."""
+    """Return the number of graphs that the compiler gets for a prompt and a step, and logits compiled and eager."""
     ids, mask = prompt(1, 12, ())
     model = Traced(build("Llama", layers=layers))
     counters.clear()
@@ -95,7 +97,7 @@ def counted(layers: int, policy: str = "h2o") -> tuple[int, Tensor, Tensor]:
 
 @pytest.mark.slow
 def test_four_layers_compile_what_one_does() -> None:
-    """A prologue, a layer and an epilogue, of the prompt and of a step."""
+    """Check for a prologue, a layer and an epilogue, of the prompt and of a step."""
     count, ours, plain = counted(4, "window")
     assert count == 6
     assert torch.allclose(ours, plain, atol=1e-4)
@@ -120,22 +122,22 @@ print(counters["aot_autograd"]["autograd_cache_miss"])
 
 @pytest.mark.slow
 def test_a_second_process_compiles_nothing_whatever_the_depth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces are found in the caches on disk, as names in them say nothing of where they were."""
+    """Check that pieces are found in the caches on disk, because their names do not depend on positions."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
     assert misses([(4, "streaming"), (4, "streaming"), (6, "streaming")], tmp_path) == [6, 0, 0]
 
 
 @pytest.mark.slow
 def test_of_another_policy_the_layers_alone_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is before them and behind them is found on disk, if the policies number tokens alike."""
+    """Check that prologue and epilogue are found on disk, if the policies number tokens equally."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
     first, other = misses([(4, "window"), (4, "tova")], tmp_path)
     assert first == 6
-    assert other <= 2  # a layer of the prompt, which makes what the policy asks for, and of the step
+    assert other <= 2  # a layer of the prompt, which computes the policy's scores, and a layer of the step
 
 
 def misses(calls: list[tuple[int, str]], folder: Path) -> list[int]:
-    """How many pieces are compiled for models of so many layers under policies, each in a process of its own."""
+    """Return the number of pieces that are compiled for each call, each in a separate process."""
     script, found = folder / "script.py", []
     for layers, policy in calls:
         script.write_text(SCRIPT.replace("{layers}", str(layers)).replace("{policy}", policy))
@@ -146,7 +148,7 @@ def misses(calls: list[tuple[int, str]], folder: Path) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["h2o", "streaming"])
 def test_a_prompt_of_another_length_compiles_nothing(policy: str) -> None:
-    """After the second length, as Dynamo has it; in what Dynamo traces and in what the compiler is given."""
+    """Check Dynamo's traces and the compiler's graphs after the second length, which makes sizes dynamic."""
     model = build("Llama", layers=4)
     compiled = torch.compile(model, backend=kvpass.backend(policy, budget=8))
     made = []
@@ -160,7 +162,7 @@ def test_a_prompt_of_another_length_compiles_nothing(policy: str) -> None:
 
 
 def test_four_equal_layers_are_one_graph_for_the_compiler() -> None:
-    """Versions of torch put different wrappers around its code."""
+    """Count graphs in each version of torch, because their wrappers around code differ."""
     gm, x = fx.symbolic_trace(lambda x: (test_segments.layers(x, lambda y, _: y),)), torch.randn(3)
     test_segments.Recorder(gm).run(x)
     anchors = [node for node in gm.graph.nodes if node.target is torch.tanh]
@@ -173,7 +175,7 @@ def test_four_equal_layers_are_one_graph_for_the_compiler() -> None:
 
 @pytest.mark.slow
 def test_values_are_let_go_of_before_their_last_reader_runs() -> None:
-    """What a segment reads last lives in the list that it is given, and nowhere else."""
+    """Check that a segment's last reads are only in its input list, which releases them."""
     gm = fx.symbolic_trace(lambda x: x.cos().sin().tan())
     first, *others = (node for node in gm.graph.nodes if node.op == "call_method")
     gm.graph.output_node().args = ((others[-1],),)

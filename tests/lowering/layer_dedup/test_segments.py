@@ -1,4 +1,4 @@
-"""Where graphs are cut, and which segments are taken for the same."""
+"""Test where graphs are cut, and which segments are equal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.models import build, force, prompt
 
 
 def steps_of(model: Any, policy: str, steps: list[int]) -> list[fx.GraphModule]:
-    """The rewritten graphs of a run, the prompt's left out."""
+    """Return the rewritten graphs of a run, without the prompt's."""
     graphs: list[fx.GraphModule] = []
 
     def keep(gm: fx.GraphModule, examples: Any) -> Callable[..., Any]:
@@ -32,7 +32,7 @@ def steps_of(model: Any, policy: str, steps: list[int]) -> list[fx.GraphModule]:
 
 
 def bodies(segments: list[Segment]) -> list[int]:
-    """The kind of each segment, as a number in the order in which kinds are met."""
+    """Return the kind of each segment, numbered in order of appearance."""
     kinds: dict[Any, int] = {}
     return [kinds.setdefault(segment.body, len(kinds)) for segment in segments]
 
@@ -76,7 +76,7 @@ def test_two_layers_are_compiled_whole() -> None:
 
 
 def whole(function: Callable[..., Any]) -> Segment:
-    """All nodes of a function as one segment."""
+    """Return all nodes of a function as one segment."""
     graph = fx.symbolic_trace(function).graph
     return Segment.of([node for node in graph.nodes if node.op not in ("placeholder", "output")])
 
@@ -128,7 +128,7 @@ def test_operands_are_keyed_by_layout_and_dtype_alone() -> None:
 
 
 class Pair(Tensor):
-    """Two tensors, and what a class may keep besides."""
+    """A tensor subclass with two tensors and other attributes."""
 
     parts: tuple[Tensor, Tensor]
     context: Any
@@ -163,7 +163,7 @@ def test_wrapper_tensors_are_keyed_by_the_wrapped_tensors() -> None:
         Pair(codes, one, {"block": [1, 2], "of": object()}),
         Pair(codes, one, {"block": [1, 2], "of": {1}}),  # a set cannot be hashed
         Pair(codes, one, {"block": [1, 2], "of": torch.ones(2).numpy()}),  # `==` gives no bool
-        Pair(codes, one, {"block": [1, 2], "of": Listed([1])}),  # says that it has a hash, and has none
+        Pair(codes, one, {"block": [1, 2], "of": Listed([1])}),  # claims to be hashable, but is not
     ]
     first, second, *rest = (segment.key([each]) for each in (*same, *others))
     assert first == second
@@ -171,7 +171,7 @@ def test_wrapper_tensors_are_keyed_by_the_wrapped_tensors() -> None:
 
 
 class Made(Pair):
-    """Its context is made anew whenever it is asked for."""
+    """A subclass whose context is created at every access."""
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["first", "second"], {self.context}
@@ -189,7 +189,10 @@ class Listed:
 
 
 def test_one_alike_size_may_replace_another() -> None:
-    """Nothing else may: two of them are told apart from one and from each other, as is one that is not among them."""
+    """Check that one of two interchangeable sizes may replace the other everywhere.
+
+    Segments that use both differ from those that use one, and other sizes differ from both.
+    """
     sizes = symbolic_shapes.SymbolicSizes([5, 6, 7], set(), alike=(0, 1))
     one, other, third = (sizes.size(symbol) for symbol in sizes.symbols)
     segment = whole(lambda x, y: x.sum() + y.sum())
@@ -216,14 +219,14 @@ def test_segments_are_equal_whatever_the_names() -> None:
 
 
 def cut_by_hand(function: Callable[..., Any], *examples: Tensor) -> list[Segment]:
-    """A traced function of which each call of `tanh` is the anchor of a layer."""
+    """Trace a function in which each call of `tanh` is the anchor of a layer."""
     gm = fx.symbolic_trace(function)
     Recorder(gm).run(*examples)
     return split(gm, [node for node in gm.graph.nodes if node.target is torch.tanh])
 
 
 class Recorder(fx.Interpreter):
-    """Notes what each node gives, as Dynamo does."""
+    """Records the value of each node, like Dynamo."""
 
     def run_node(self, n: fx.Node) -> Any:
         n.meta["example_value"] = super().run_node(n)
@@ -258,7 +261,7 @@ def test_values_read_by_all_layers_are_computed_before_the_first() -> None:
 
 
 def test_memory_that_is_written_to_keeps_a_graph_whole() -> None:
-    """The running total is written to in every layer, under the eyes of the compiler only if the graph is one."""
+    """Check a total that every layer writes in place, so that the compiler must see all layers in one graph."""
 
     def function(x: Tensor) -> Any:
         total = torch.zeros_like(x)

@@ -1,4 +1,4 @@
-"""The numbers of tokens at which a graph may begin to do something else."""
+"""Test the search for token counts at which a graph's behaviour may change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention in double precision, and the tolerance that follows from dtypes."""
+"""Test attention in double precision, and the tolerance that follows from dtypes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvpass.rewrite.validation.expected import ExactAttention, attend_exactly, e
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_the_tolerance_follows_from_the_dtype(dtype: torch.dtype) -> None:
-    """Attention in a dtype is within it, by any kernel, and a scale that is off by 200 units is not."""
+    """Check that attention by any kernel is within the tolerance, and a scale off by 200 units is not."""
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, heads, n, 16).to(dtype) for heads, n in ((4, 3), (2, 40), (2, 40)))
     call = dict(query=query, key=key, value=value, mask=None, scale=0.25)
@@ -38,7 +38,7 @@ HALF = dict.fromkeys(SPELLED, torch.bfloat16)
 @pytest.mark.parametrize("dtypes", [{}, SPELLED, HALF], ids=["library", "spelled", "spelled in half precision"])
 @pytest.mark.parametrize("fills", [False, True])
 def test_a_query_that_sees_no_key_is_compared_as_well(low: float | None, dtypes: Any, fills: bool) -> None:
-    """It attends to hidden keys, or its answer is zero; NaN of a softmax over nothing says nothing."""
+    """Check a query without visible keys: it attends to hidden keys or gives zero; NaN is not compared."""
     torch.manual_seed(1)
     dtype = dtypes.get("output_dtype", torch.float32)
     low = torch.finfo(dtype).min if low == LOWEST else low

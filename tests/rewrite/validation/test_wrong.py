@@ -1,8 +1,8 @@
-"""Validation in lockstep: wrong rewrites of every kind are refused, and a chaotic model in half precision is not.
+"""Test validation in lockstep: wrong rewrites of every kind are refused, and a chaotic model is not.
 
-A wrong mask, position, scale, head or row cannot pass again: attention of both graphs starts from equal inputs and is
-held against the same call in double precision, masks are compared bit by bit, and the conversations reach both sides
-of every constant of the graph.
+Attention of both graphs starts from equal inputs and is compared with the same call in double precision. Masks are
+compared bit by bit, and the conversations reach both sides of every constant of the graph. So no wrong mask, position,
+scale, head or row passes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PADDED = seen([[1] * 16, [0] + [1] * 15])
 
 
 def refused(model: Small, policy: str = "streaming", inputs: Any = None, pieces: Any = (5, 1), **settings: Any) -> bool:
-    """Whether a case is refused by validation."""
+    """True if validation refuses a case."""
     case = Case(model, inputs or {}, pieces=pieces, real=(inputs or {}).get("p"))
     verdict = judge(case, policy, **settings)
     assert verdict.kind == "held" or NOT_THE_MODELS in verdict.detail, verdict
@@ -73,7 +73,7 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 def changed_site(**change: Any) -> Patch:
-    """A part of an attention call is read wrongly, where steps are rewritten and not in the canonical graph."""
+    """Return a patch that misreads a part of an attention call in rewritten steps, but not in the canonical graph."""
 
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
         found = canonical._site
@@ -88,7 +88,7 @@ def mask_of_the_next_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def replace_mask(monkeypatch: pytest.MonkeyPatch, wrong: Callable[..., Any]) -> None:
-    """Let steps and chunks combine masks in a wrong way."""
+    """Replace the function that combines masks in steps and chunks."""
     for module in (layer_step, chunk_step):
         monkeypatch.setattr(module, "with_mask", wrong)
 
@@ -152,7 +152,7 @@ WRONG = [
 def test_a_wrong_step_is_refused(
     model: Small, patch: Patch, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And passes as it is, so that it is the change which is refused."""
+    """Check that the case passes without the patch and is refused with it."""
     assert not refused(model, **settings)
     patch(monkeypatch)
     assert refused(model, **settings)
@@ -166,7 +166,7 @@ def test_padding_that_is_attended_to_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_prompt_whose_heads_are_exchanged_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The operator of the canonical graph itself is wrong here, which no comparison of canonical graphs would show."""
+    """Break the operator of the canonical graph, which no comparison of canonical graphs would show."""
     monkeypatch.setattr(
         canonical, "_repeat_heads", lambda rows, query: rows.repeat(1, query.shape[1] // rows.shape[1], 1, 1)
     )
@@ -175,7 +175,7 @@ def test_a_prompt_whose_heads_are_exchanged_is_refused(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("name", ["scale", "cap"])
 def test_a_prompt_that_is_read_wrongly_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its canonical graph is held against Dynamo's."""
+    """Check that the canonical graph is compared with Dynamo's."""
     right = torch.ops.kvpass.attention.default
     from kvpass.capture import capture
 
@@ -189,7 +189,7 @@ def test_a_prompt_that_is_read_wrongly_is_refused(name: str, monkeypatch: pytest
 
 
 def test_a_window_that_is_wrong_behind_64_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of six tokens nothing would show: the conversation is longer than the constant, and than there are slots."""
+    """Check that the conversation is longer than the constant 64 and than the slots."""
     model = Small(sdpa(lambda i, j: ((j <= i) & (j > i - 64))[None, None]))
     assert not refused(model)
     right = MaskSlice.on_slots
@@ -205,7 +205,7 @@ def test_a_window_that_is_wrong_behind_64_tokens_is_refused(monkeypatch: pytest.
 
 
 def in_blocks(i: Tensor, j: Tensor, **_: Any) -> Tensor:
-    """Earlier tokens of the same three."""
+    """Mask for earlier tokens in the same block of three."""
     return (j < i) & (j // 3 == i // 3)
 
 
@@ -240,7 +240,7 @@ def by_library(allowed: Callable[..., Tensor], low: float | None = None) -> Any:
 
 
 def hidden_keys_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A query that sees nothing gets zeros, or NaN, where the model averages over hidden keys."""
+    """Return zeros or NaN for a query without visible keys, where the model averages over hidden keys."""
     right = layer_step.with_mask
 
     def wrong(live: Tensor, mask: Tensor | None, hidden: float | None) -> Any:
@@ -251,7 +251,7 @@ def hidden_keys_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def hidden_keys_are_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the other way round."""
+    """Average over hidden keys, where the model returns zeros or NaN."""
     right = layer_step.with_mask
 
     def wrong(live: Tensor, mask: Tensor | None, hidden: float | None) -> Any:
@@ -286,18 +286,18 @@ BLIND = [
 def test_a_wrong_answer_to_a_query_that_sees_no_key_is_refused(
     attend: Any, patch: Patch, inputs: Any, pieces: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before one comes up: in most cases the tokens behind the prompt see others."""
+    """Check the refusal before such a query occurs: usually tokens after the prompt see others."""
     model = Small(attend)
     assert not refused(model, "full", inputs=inputs, pieces=pieces)
     patch(monkeypatch)
     assert refused(model, "full", inputs=inputs, pieces=pieces)
 
 
-# -- right ones ----------------------------------------------------------------------------------------------------
+# -- right rewrites ------------------------------------------------------------------------------------------------
 
 
 def chaotic(dtype: torch.dtype, layers: int = 6) -> Any:
-    """A model whose activations are rounded to few numbers, and whose weights are large."""
+    """Return a model whose activations are rounded to few values, and whose weights are large."""
     model = build("Llama", layers=layers)
     for module in list(model.model.modules()):
         for name, child in module.named_children():
