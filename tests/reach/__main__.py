@@ -75,7 +75,7 @@ def read(text: str) -> dict[str, Verdict]:
 
 
 _INTRODUCTION = [
-    "# Reach",
+    "# Compatibility",
     "",
     "What people do to a model, or ask of it, other than decoding with its plain weights. Every row is a tiny random "
     "model",
