@@ -254,10 +254,10 @@ def test_the_tree_in_the_design_is_current() -> None:
     assert _parts_of_design()[1] == tree_of_rooms(), "write it anew: python -m tests.test_layout"
 
 
-@pytest.mark.parametrize("page", [DESIGN, DESIGN.with_name("glossary.md")], ids=["design", "glossary"])
-def test_a_page_names_files_and_definitions_that_exist(page: Path) -> None:
+@pytest.mark.parametrize("page", ["design", "glossary", "follow_a_call"])
+def test_a_page_names_files_and_definitions_that_exist(page: str) -> None:
     """Check files in backticks, relative to the root or the package, and `file::name` for definitions."""
-    named = re.findall(r"`([\w/]+\.(?:py|md))(?:::([\w.]+))?`", page.read_text())
+    named = re.findall(r"`([\w/]+\.(?:py|md))(?:::([\w.]+))?`", DESIGN.with_name(f"{page}.md").read_text())
     assert named
     wrong = []
     for name, inside in named:

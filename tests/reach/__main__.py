@@ -75,13 +75,12 @@ def read(text: str) -> dict[str, Verdict]:
 
 
 _INTRODUCTION = [
-    "# Reach",
+    "# Compatibility",
     "",
-    "What people do to a model, or ask of it, other than decoding with its plain weights. Every row is a tiny random "
-    "model",
-    f"that `generate` runs on a padded prompt and {STEPS} tokens that are given, so that all runs say the same. Under",
-    "`full` the logits must equal those of the uncompiled model; under `h2o` with a budget of",
-    f"{BUDGET} those of the policy's eager reference, and no layer may hold more. Written by `make reach`, with",
+    "This page lists changes to a model's weights, its cache and its inputs, and whether kvpass works with them. Every",
+    f"row is a tiny random model that `generate` runs on a padded prompt and {STEPS} fixed tokens. Under `full` the",
+    f"logits must equal those of the uncompiled model. Under `h2o` with a budget of {BUDGET} they must equal those of",
+    "the policy's eager reference, and no layer may hold more. Written by `make reach`, with",
     f'transformers {transformers.__version__}, torch {torch.__version__.split("+")[0]}, `inner="eager"`, and the',
     "packages that [constraints-reach.txt](../constraints-reach.txt) pins, on a CPU.",
     "",
@@ -93,7 +92,7 @@ _INTRODUCTION = [
     "- accelerate's hooks break graphs around every module. Attention and the update of its cache stay in one.",
     "- An adapted model of PEFT has to be compiled by `kvpass.compile`: its `generate` calls the model inside.",
     "- An offloaded cache is refused before torch traces it by models of `kvpass.compile` alone. Under",
-    "  `torch.compile(model, backend=...)` it is Dynamo that gives up, without asking a backend.",
+    "  `torch.compile(model, backend=...)` Dynamo gives up without asking a backend.",
     "",
     "[calling.md](calling.md) has the ways of calling a plain model, [architectures.md](architectures.md) every causal",
     "model type, [distributed.md](distributed.md) heads that are sharded over processes.",
