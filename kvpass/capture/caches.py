@@ -327,7 +327,7 @@ def _check_key_count(call: AttentionCall, key: Origin, val: Origin) -> None:
 
 def _check_unmodified(origin: Origin, memory: Memory) -> None:
     """Refuse writes in place to new tokens after they are stored; a step stores them only where the model attends."""
-    writer = None if origin.past is None else alias.overwriting_node({origin.new}, origin.grown, memory)
+    writer = None if origin.past is None else alias.overwriting_node({origin.new}, memory, origin.grown)
     if writer is not None:
         raise CacheRefused(f"new tokens are written to at {walk.source_line(writer)}, after they were stored")
 

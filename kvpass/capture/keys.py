@@ -58,14 +58,8 @@ def token_inputs(nodes: set[fx.Node], actual: dict[fx.Node, Any], sizes: shapes.
     Args:
         actual: the value of each placeholder in this call.
     """
-    found: dict[fx.Node, int] = {}
-    for node in nodes:
-        growing = (
-            [d for d, size in enumerate(value(node).shape) if sizes.grows(size)] if _is_input(node, actual) else []
-        )
-        if len(growing) == 1:
-            found[node] = growing[0]
-    return found
+    growing = {node: sizes.growing_dims(value(node)) for node in nodes if _is_input(node, actual)}
+    return {node: dims[0] for node, dims in growing.items() if len(dims) == 1}
 
 
 def _is_input(node: fx.Node, actual: dict[fx.Node, Any]) -> bool:
@@ -133,7 +127,7 @@ class KeyAxis:
         self.sizes, self.lengths, self.first = sizes, context.lengths, context.first
         self.padding = {node for node in context.padding if node in among}
         entries = {node: axis for node, axis in context.inputs.items() if node in among}
-        entries |= {node: value(node).ndim - 1 for node in self.padding if sizes.has_growing_dim(value(node))}
+        entries |= {node: value(node).ndim - 1 for node in self.padding if sizes.growing_dims(value(node))}
         integer_indices = [node for node in context.key_indices if op_table.holds_indices(value(node).dtype)]
         self.offsets: dict[fx.Node, sympy.Expr] = dict.fromkeys(integer_indices, sympy.Integer(0))
         roots = {**dict.fromkeys(context.key_indices, 0), **entries, **key_features}
@@ -150,10 +144,10 @@ class KeyAxis:
         return self.known.get(node, INDEPENDENT)
 
     def _follow(self, node: fx.Node) -> KeyDependence:
-        grows = self.sizes.has_growing_dim(value(node))
+        growing = self.sizes.growing_dims(value(node))
         dependences = {operand: self.of(operand).dependence for operand in node.all_input_nodes}
         followers = [operand for operand, dependence in dependences.items() if dependence not in ("free", "plain")]
-        if not followers and not grows:
+        if not followers and not growing:
             return PLAIN if "plain" in dependences.values() else INDEPENDENT
         axis = self._growing_axis(node)
         if node in self._overwritten:  # a slice of it would lack what other nodes write
@@ -164,17 +158,14 @@ class KeyAxis:
         if lookup is not None:
             return self._look_up(node, *lookup) or KeyDependence("host_precomputed", axis)
         propagated = self._propagate(node, followers) if followers else self._expanded_dim(node)
-        if propagated is None or (grows and self._growing_dims(node) != [propagated]):
+        if propagated is None or (growing and growing != [propagated]):
             return KeyDependence("host_precomputed", axis)
         return KeyDependence("sliced", propagated)
 
     def _growing_axis(self, node: fx.Node) -> int | None:
         """Return the one dimension that grows, if it has an entry for every key."""
-        growing = self._growing_dims(node)
+        growing = self.sizes.growing_dims(value(node))
         return growing[0] if len(growing) == 1 and self.sizes.is_total(value(node).shape[growing[0]]) else None
-
-    def _growing_dims(self, node: fx.Node) -> list[int]:
-        return [d for d, size in enumerate(value(node).shape) if self.sizes.grows(size)] if is_tensor(node) else []
 
     def _propagate(self, node: fx.Node, followers: list[fx.Node]) -> int | None:
         """Return the dimension of the result at which the key axes of all operands meet, or None."""
@@ -260,7 +251,7 @@ def is_lengthened(node: fx.Node, sizes: Sizes) -> bool:
     """Return whether a node pads a tensor that does not grow to the number of keys along its last dimension."""
     if walk.name_of(node) != "pad" or not is_tensor(node) or not sizes.is_total(value(node).shape[-1]):
         return False
-    return not sizes.has_growing_dim(value(operand_of(node)))
+    return not sizes.growing_dims(value(operand_of(node)))
 
 
 @dataclasses.dataclass(frozen=True)

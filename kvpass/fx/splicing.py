@@ -53,14 +53,11 @@ class Slice:
         return (*steps, *((n.name, str(value(n))) for n in self.bound))
 
 
-Resolve = Callable[[fx.Node], Any]
-
-
 def cut(
     gm: fx.GraphModule,
     results: list[fx.Node],
     replaced: list[fx.Node],
-    resolve: Resolve,
+    resolve: Callable[[fx.Node], Any],
     *,
     unpack: bool = False,
     reader: fx.Node | None = None,

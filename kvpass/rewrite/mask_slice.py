@@ -157,9 +157,9 @@ def cut_mask(gm: fx.GraphModule, mask: fx.Node, sizes: Sizes, context: MaskConte
     """
     sparse_indices = keys.sparse_indices(mask)
     subgraph = walk.ancestors(mask, [*context.stored, *(each.node for each in sparse_indices)])
-    index_nodes = [*context.key_indices, *context.inputs]
-    dependent = alias.dependents(subgraph, index_nodes)
-    check_not_overwritten(dependent, subgraph - set(context.inputs), mask)
+    index_nodes, memory = [*context.key_indices, *context.inputs], alias.Memory(gm.graph)
+    dependent = alias.dependents(subgraph, index_nodes, memory)
+    check_not_overwritten(dependent, subgraph - set(context.inputs), mask, memory)
     key_features = _key_features(gm.graph, mask, context.stored, index_nodes)
     cutter = _KeyCutter(gm, sizes, context, subgraph, key_features, sparse_indices)
     mask_slice = cutter.cut(mask)
@@ -178,21 +178,18 @@ def _key_features(graph: fx.Graph, mask: fx.Node, stored: list[fx.Node], index_n
     ]
 
 
-def check_not_overwritten(
-    moved: set[fx.Node], behind: set[fx.Node], result: fx.Node, memory: alias.Memory | None = None
-) -> None:
+def check_not_overwritten(moved: set[fx.Node], behind: set[fx.Node], result: fx.Node, memory: alias.Memory) -> None:
     """Refuse in-place writes that a copy of a subgraph would miss.
 
     Args:
         moved: the nodes that are copied.
         behind: all nodes that the result is computed from.
-        memory: of the graph, if the caller has it.
+        memory: that of the graph.
 
     Raises:
         UnsupportedGraph: another node writes to their memory, for `behind` only after `result`.
     """
-    memory = memory or alias.Memory(result.graph)
-    for writer in (alias.overwriting_node(moved, memory=memory), alias.overwriting_node(behind, result, memory)):
+    for writer in (alias.overwriting_node(moved, memory), alias.overwriting_node(behind, memory, result)):
         if writer is not None:
             raise UnsupportedGraph(
                 f"{walk.source_line(writer)}: {walk.name_of(writer)!r} writes in place to what an attention mask "
@@ -320,7 +317,7 @@ class _KeyCutter:
             if self.context.last is not None:
                 self._refuse(node, f"{problem}, in a layer that stores its last tokens only")
             return self._entry(node, axis)
-        if self.sizes.has_growing_dim(value(node)) or self.context.last is not None:
+        if self.sizes.growing_dims(value(node)) or self.context.last is not None:
             self._refuse(node, problem)
         self.host_inputs.append(node)
         return self._bind(node)

@@ -33,7 +33,7 @@ class Masks:
         step, window = self._step, self._step.windows[layer]
         if site.mask is None:
             return None, None
-        if window is None and not step.sizes.has_growing_dim(value(site.mask)):
+        if window is None and not step.sizes.growing_dims(value(site.mask)):
             return ColumnMask([site.mask], step.queries), "columns"
         padding = tuple(node for node in step.padding_inputs.sites[layer] if node in step.padding_inputs.known)
         above = walk.ancestors(site.mask)

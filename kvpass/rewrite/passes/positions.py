@@ -45,6 +45,7 @@ from kvpass.rewrite.rotary_slice import cut_rotary
 
 BOTH_WAYS = "a mask reads the positions through the same operation as the rotary embedding"
 _ARITHMETIC = op_table.tagged("compares", "adds") | {"mul", "clamp", "maximum", "minimum"}
+_FUNCTIONS = {"Add": operator.add, "Mul": operator.mul, "Max": torch.clamp_min, "Min": torch.clamp_max}
 
 
 def put_length_on_device(step: StepContext) -> PassRecord:
@@ -87,9 +88,27 @@ class _LengthArithmetic:
                     node.args = tuple(self._on_length(arg) if arg in growing else arg for arg in node.args)
 
     def _on_length(self, size: Any) -> Any:
-        result = self.sizes.emit_on_length(size, self.length, self.graph, self.number)
+        """Emit nodes that compute a size from the length, and record the last one; return it, or a number."""
+        expression = self.sizes.in_length(size)
+        result = self._emit(expression)
         if isinstance(result, fx.Node):
-            self.computed[result] = self.sizes.in_length(size)
+            self.computed[result] = expression
+        return result
+
+    def _emit(self, part: sympy.Expr) -> Any:
+        if part == shapes.LENGTH:
+            return self.length
+        if part.is_integer and shapes.LENGTH not in part.free_symbols:
+            return self.number(self.sizes.fixed_part(part))
+        function = _FUNCTIONS.get(part.func.__name__)
+        if function is None:
+            raise UnsupportedGraph(
+                f"position arithmetic {part} on the cache's length is no sum, product, maximum or minimum"
+            )
+        result, *terms = sorted(map(self._emit, part.args), key=lambda term: not walk.is_tensor(term))
+        for term in terms:
+            result = self.graph.call_function(function, (result, term))
+            result.meta["example_value"] = value(self.length)
         return result
 
     def slices(self) -> list[fx.Node]:
@@ -100,7 +119,7 @@ class _LengthArithmetic:
                 continue
             base, parts = node.args[0], op_table.subscript(node)
             growing = self._growing_slices(node, parts)
-            if not any(growing) or self.sizes.has_growing_dim(value(base)):
+            if not any(growing) or self.sizes.growing_dims(value(base)):
                 continue
             with self.graph.inserting_before(node):
                 for dim, part in enumerate(parts):
@@ -160,7 +179,7 @@ class _LengthArithmetic:
             steps = self.graph.call_function(
                 torch.arange, (self.number(self.sizes.fixed_part(count)),), {**node.kwargs, "dtype": torch.int64}
             )
-            offset = self.sizes.emit_on_length(start, self.length, self.graph, self.number)
+            offset = self._emit(self.sizes.in_length(start))
             shifted = self.graph.call_function(operator.add, (steps, offset))
             for new in (steps, shifted):
                 new.meta.update(node.meta, example_value=value(node).new_empty(value(node).shape, dtype=torch.int64))

@@ -156,7 +156,7 @@ def _new_outputs(step: StepContext) -> tuple[Outputs, list[Any]]:
         for index, output in enumerate(originals)
         if index not in caches | step.attention.dropped_outputs.keys()
         and walk.is_tensor(output)
-        and step.sizes.has_growing_dim(value(output))
+        and step.sizes.growing_dims(value(output))
     ]
     removed = {*caches, *lengths, *grown, *step.attention.dropped_outputs}
     kept = [output for index, output in enumerate(originals) if index not in removed]
@@ -234,7 +234,7 @@ def settle_sizes(step: StepContext) -> PassRecord:
     for argument in step.placeholders:
         if not argument.users and not step.size_nodes.has(argument):
             step.graph.erase_node(argument)
-        elif step.sizes.has_growing_dim(value(argument)):
+        elif step.sizes.growing_dims(value(argument)):
             step.refuse_growth(next(iter(argument.users)))
     return PassRecord([node.name for node in settled])
 

@@ -211,9 +211,8 @@ class Conversation:
             return argument - self.tokens_cut if sizes.grows(value(node)) else argument
         if not isinstance(argument, Tensor) or isinstance(argument, torch.nn.Parameter) or index in self._pasts:
             return argument
-        for dim, size in enumerate(value(node).shape):
-            if sizes.grows(size):
-                argument = argument.index_select(dim, self._sample_entries(argument.shape[dim]).to(argument.device))
+        for dim in sizes.growing_dims(value(node)):
+            argument = argument.index_select(dim, self._sample_entries(argument.shape[dim]).to(argument.device))
         return argument
 
     @property

@@ -131,16 +131,10 @@ def _tokens_of_interest(constants: list[int], count: int, queries: int) -> tuple
 
 
 def _has_ids(step: StepCase) -> bool:
-    placeholders = walk.placeholders(step.gm.graph)
-    marks = step.padding_inputs.values()
-    return any(
-        walk.is_tensor(node)
-        and not value(node).is_floating_point()
-        and i not in marks
-        and any(step.call.sizes.grows(size) for size in value(node).shape)
-        for i, node in enumerate(placeholders)
-        if all(i not in pair for pair in step.pasts)
-    )
+    others = {*step.padding_inputs.values(), *(index for pair in step.pasts for index in pair)}
+    inputs = [node for i, node in enumerate(walk.placeholders(step.gm.graph)) if i not in others]
+    ids = [node for node in inputs if walk.is_tensor(node) and not value(node).is_floating_point()]
+    return any(step.call.sizes.growing_dims(value(node)) for node in ids)
 
 
 def _capacity(step: StepCase) -> int:
