@@ -101,7 +101,7 @@ class _CacheSearch:
         self.graph, self.handles = gm.graph, handles
         self.outputs = {node: index for index, node in enumerate(walk.results(gm.graph)) if isinstance(node, fx.Node)}
         self.calls, self.unread = decomposed_attention.find(gm)
-        self.results = {result for call in self.calls for result in (call.node, call.lse) if result is not None}
+        self.results = {result for call in self.calls for result in call.results}
         self.updates = [node for node in gm.graph.nodes if self._grows_a_cache(node)]
         self.memory = alias.Memory(gm.graph)
         self.found: list[Verdict] = []
@@ -207,14 +207,12 @@ class _CacheSearch:
         """
         if expr(value(call.key).shape[-2]) == expr(value(call.query).shape[-2]):
             return []
-        of_keys, of_values = (
-            [
-                node
-                for node in origins.since_projection([attended], self.results)
-                if node in self.outputs and cat_parts(node) is None and origins.is_fixed_size_update(node)
-            ]
-            for attended in (call.key, call.value)
-        )
+
+        def is_update(node: fx.Node) -> bool:
+            return node in self.outputs and cat_parts(node) is None and origins.is_fixed_size_update(node)
+
+        sources = [origins.since_projection([attended], self.results) for attended in (call.key, call.value)]
+        of_keys, of_values = ([*filter(is_update, nodes)] for nodes in sources)
         return of_keys if of_values else []
 
     def _is_returned_rearranged(self, call: AttentionCall) -> bool:

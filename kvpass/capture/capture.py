@@ -168,10 +168,9 @@ def _attribute(node: fx.Node) -> str | None:
 
 def _insert_operators(graph: fx.Graph, readings: list[Reading]) -> None:
     """Replace every cache update and every attention call on a cache by a canonical operator."""
-    results = {node for r in readings for node in (r.call.node, r.call.lse, r.key.grown, r.value.grown) if node}
-    computed_from = alias.ancestors_with_writes(
-        list(results)
-    )  # writes in place to the logits among them: their results are unused
+    results = {node for r in readings for node in (*r.call.results, r.key.grown, r.value.grown)}
+    # Writes in place to the logits are among these nodes, although nothing uses their results.
+    computed_from = alias.ancestors_with_writes(list(results))
     appended: dict[fx.Node, fx.Node] = {}
     for reading in readings:
         for origin in (reading.key, reading.value):

@@ -63,6 +63,11 @@ class AttentionCall:
     hidden_logit: float | None = None
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype] | None = None
 
+    @property
+    def results(self) -> list[fx.Node]:
+        """The nodes of its results: the output, and the log-sum-exp if there is one."""
+        return [self.node] if self.lse is None else [self.node, self.lse]
+
     def with_operands(self, replacements: dict[fx.Node, fx.Node]) -> AttentionCall:
         """Return this call with some operands replaced by other nodes."""
         operands = {name: getattr(self, name) for name in ("query", "key", "value", "mask", "sink_logit")}

@@ -50,7 +50,7 @@ def find_tokens_first(gm: fx.GraphModule) -> set[str]:
     """Return the names of the outputs of a graph with normalized calls that are caches [B, S, H, D]."""
     outputs = {node: index for index, node in enumerate(walk.results(gm.graph)) if is_tensor(node)}
     calls, _ = decomposed_attention.find(gm)
-    results = {node for call in calls for node in (call.node, call.lse) if node is not None}
+    results = {node for call in calls for node in call.results}
     found = {node for node in outputs if origins.cat_parts(node, 1)}
     for call in calls:
         for attended in (call.key, call.value):

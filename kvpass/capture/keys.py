@@ -23,13 +23,13 @@ import torch.fx as fx
 
 from kvpass.capture.canonical import is_attention
 from kvpass.errors import UnsupportedGraph
-from kvpass.fx import alias, op_table, propagation, shapes, walk
+from kvpass.fx import alias, op_table, propagation, walk
 from kvpass.fx.op_table import tagged
 from kvpass.fx.shapes import Sizes, expr
 from kvpass.fx.walk import ancestors, is_tensor, name_of, operand_of, value
 
 
-def key_index_aranges(nodes: Iterable[fx.Node], sizes: shapes.Sizes, window: int | None = None) -> list[fx.Node]:
+def key_index_aranges(nodes: Iterable[fx.Node], sizes: Sizes, window: int | None) -> list[fx.Node]:
     """Return the aranges that index the keys, past and new, from zero.
 
     Args:
@@ -43,13 +43,13 @@ def key_index_aranges(nodes: Iterable[fx.Node], sizes: shapes.Sizes, window: int
     return [n for n in fixed if any(_adds_growing_size(user, sizes) for user in n.users)]
 
 
-def _adds_growing_size(node: fx.Node, sizes: shapes.Sizes) -> bool:
+def _adds_growing_size(node: fx.Node, sizes: Sizes) -> bool:
     """Return whether a node adds a size that grows with the cache."""
     growing = [arg for arg in node.args if walk.is_size(arg) and sizes.grows(arg)]
     return bool(growing) and walk.name_of(node) in ("add", "iadd")
 
 
-def token_inputs(nodes: set[fx.Node], actual: dict[fx.Node, Any], sizes: shapes.Sizes) -> dict[fx.Node, int]:
+def token_inputs(nodes: set[fx.Node], actual: dict[fx.Node, Any], sizes: Sizes) -> dict[fx.Node, int]:
     """Return the inputs that may have an entry for every token, each with its dimension over the tokens.
 
     An input qualifies if it grows along exactly one dimension.  The users prove whether entries belong to tokens: a
@@ -119,9 +119,7 @@ class KeyAxis:
     ) -> None:
         """
         Args:
-            graph: the canonical graph.
             among: the nodes that the mask is computed from.
-            sizes: the graph's sizes in terms of the cache's length.
             key_features: the tensors computed from stored vectors, each with its dimension over the tokens.
         """
         self.sizes, self.lengths, self.first = sizes, context.lengths, context.first
@@ -179,15 +177,11 @@ class KeyAxis:
         """Return the dimension along which a tensor that is equal for all keys is expanded to them, or None."""
         if not op_table.is_a(node, "expands", "fills"):
             return None
-        axis = self._growing_axis(node)
-        sources = [operand for operand in node.all_input_nodes if is_tensor(operand) and operand is node.args[0]]
-        if axis is None:
-            return None
-        for source in sources if op_table.is_a(node, "expands") else []:
-            source_dim = axis - value(node).ndim + value(source).ndim
-            if source_dim >= 0 and expr(value(source).shape[source_dim]) != 1:
-                return None
-        return axis
+        axis, source = self._growing_axis(node), node.args[0] if node.args else None
+        if axis is None or not op_table.is_a(node, "expands") or not is_tensor(source):
+            return axis
+        source_dim = axis - value(node).ndim + value(source).ndim
+        return axis if source_dim < 0 or expr(value(source).shape[source_dim]) == 1 else None
 
     # -- lookups -------------------------------------------------------------------------------------------------------
 
@@ -225,11 +219,7 @@ class KeyAxis:
     def _record_offset(self, node: fx.Node) -> None:
         """Record by how much a tensor exceeds the key index."""
         parents = [operand for operand in node.all_input_nodes if operand in self.offsets]
-        if (
-            len(parents) != 1
-            or self.known[node].dependence != "sliced"
-            or not op_table.holds_indices(value(node).dtype)
-        ):
+        if len(parents) != 1 or self.of(node).dependence != "sliced" or not op_table.holds_indices(value(node).dtype):
             return
         name, offset = op_table.known_name(node), self.offsets[parents[0]]
         if op_table.is_a(node, "moves", "keeps"):

@@ -166,8 +166,7 @@ def queries_of(calls: list[AttentionCall], memory: Memory) -> dict[fx.Node, fx.N
         result: call.query
         for call in calls
         if _call_inputs(alias.ancestors_with_writes([call.query], reader=call.node, memory=memory))
-        for result in (call.node, call.lse)
-        if result is not None
+        for result in call.results
     }
 
 

@@ -44,7 +44,7 @@ class Rotary:
         """
         position, queries = value(self.position), expr(value(site.query).shape[2])
         if position.ndim == 1:
-            return site.has_row_masks
+            return site.mask is not None and value(site.mask).ndim == 4 and expr(value(site.mask).shape[0]) != 1
         if sympy.simplify(expr(position.numel()) - queries) != 0:
             return False
         return bool(expr(position.shape[0]) != 1) or not rows_come_first(self.position, site.key)

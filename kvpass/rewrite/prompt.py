@@ -126,7 +126,7 @@ def rewrite_prompt(call: PromptCall) -> PromptRewrite:
         _renumber(call, copy.graph, moved, marks[0])
     copy.graph.output_node().args = ((*walk.results(copy.graph), *added),)
     copy.recompile()
-    results = [node for site in sites for each in site.all for node in (each.call, each.lse) if node is not None]
+    results = [node for site in sites for each in site.all for node in each.results]
     return PromptRewrite(copy, outputs, {node.name: moved[node] for node in results})
 
 

@@ -231,11 +231,9 @@ def _compare(prompt: PromptCase, call: _ComparedCall) -> None:
     rewrite = prompt.rewrite()
     visits: dict[fx.Node, Visit] = {}
     for _, site in lockstep.calls:
-        for node in (site.call, site.lse):
-            if node is not None:
-                visits[rewrite.calls[node.name]] = lockstep.at_call(
-                    site, node, "the prompt's attention is not the model's"
-                )
+        for node in site.results:
+            problem = "the prompt's attention is not the model's"
+            visits[rewrite.calls[node.name]] = lockstep.at_call(site, node, problem)
     end = None if last is None else rewrite.calls[last.name]
     try:
         assert rewrite.gm is not None

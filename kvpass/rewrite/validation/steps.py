@@ -167,11 +167,8 @@ def _serves(step: StepCase, count: int) -> bool:
     symbols = {symbol for length in lengths for symbol in shapes.expr(length).free_symbols}
     known = {symbol: sympy.Integer(count) for symbol in symbols if len(symbols) == 1}
     violated = any(guard.xreplace(known) == sympy.false for guard in shapes.guards(step.gm.graph))
-    return (
-        not violated
-        and all(symbolic_shapes.may_equal(length, count) for length in lengths)
-        and _inputs_serve(step, count)
-    )
+    in_range = all(symbolic_shapes.may_equal(length, count) for length in lengths)
+    return not violated and in_range and _inputs_serve(step, count)
 
 
 def _inputs_serve(step: StepCase, count: int) -> bool:
@@ -227,10 +224,9 @@ def _run_rewritten(step: StepCase, conversation: Conversation, lockstep: Lockste
             if mask in nodes and mask.op != "placeholder":
                 last_node = mask if bias is None or bias not in nodes or bias < mask else bias
                 visits[last_node] = _at_mask(slots, lockstep, (layer, part), site, mask, bias)
-        for node in (site.call, site.lse):
-            if node is not None:
-                problem = "attention to the slots is not attention to the cache"
-                visits[context.attention.replaced[node.name]] = lockstep.at_call(site, node, problem, padded)
+        for node in site.results:
+            problem = "attention to the slots is not attention to the cache"
+            visits[context.attention.replaced[node.name]] = lockstep.at_call(site, node, problem, padded)
         pairs = [(rewritten.query, site.query), (rewritten.key, site.key), (rewritten.value, site.value)]
         if not step.ranked or bool(conversation.valid.all()):
             visits |= {new: lockstep.at_input(site, old) for new, old in pairs if new in nodes and new not in visits}
