@@ -46,10 +46,6 @@ class PerTokenInput:
     def entry_shape(self) -> tuple[Any, ...]:
         return self.shape[: self.axis] + self.shape[self.axis + 1 :]
 
-    def as_traced(self, entry: Tensor) -> Tensor:
-        """Return one token's entry in the shape that the model's code expects."""
-        return entry.unsqueeze(self.axis)
-
 
 @dataclasses.dataclass(frozen=True)
 class MaskSlice:
@@ -105,7 +101,7 @@ class MaskSlice:
 
         def mask_of_slot(index: Tensor, position: Tensor, *values: Tensor) -> Tensor:
             index = index.clamp(min=0)[None]  # free slots look up something too
-            own_entries = [entry.as_traced(x) for entry, x in zip(self.entries, values[:count], strict=True)]
+            own_entries = [x.unsqueeze(entry.axis) for entry, x in zip(self.entries, values[:count], strict=True)]
             inputs = (index - first, position[None, None] + 1, *valid, *own_entries, *values[count:])
             mask: Tensor = self.slice.run(*inputs, *bound)
             if mask.shape[-1] != 1:
@@ -236,18 +232,13 @@ class _KeyCutter:
         return index if dtype == torch.int64 else self.graph.call_method("to", (index, dtype))
 
     def cut(self, mask: fx.Node) -> Slice:
-        result = self.copy(mask)
-        self._check_axis(mask)
-        self.graph.output(result)
+        self.graph.output(self.copy(mask))
+        axis = self.axes.of(mask).axis
+        if axis is not None and axis != value(mask).ndim - 1:
+            self._refuse(mask, "the keys are not the mask's last dimension")
         inputs = [*self.padding, *(entry.node for entry in self.entries), *self.key_features, *self.bound]
         splicing.put_first(self.graph, [*self.roots, *(self.env[node] for node in inputs)])
         return Slice(fx.GraphModule(self.gm, self.graph), tuple(self.bound))
-
-    def _check_axis(self, mask: fx.Node) -> None:
-        """Raise UnsupportedGraph unless the keys are the mask's last dimension."""
-        axis = self.axes.of(mask).axis
-        if axis is not None and axis != value(mask).ndim - 1:
-            raise UnsupportedGraph(f"{walk.source_line(mask)}: the keys are not the mask's last dimension")
 
     def copy(self, node: fx.Node) -> Any:
         """Return the node's copy for one key; each node is copied once."""
@@ -278,9 +269,9 @@ class _KeyCutter:
         if self.sizes.is_total(size) or (expr(size).free_symbols and expr(size) in self.totals):
             return 1
         fixed = None if self.sizes.grows(size) else self.sizes.fixed_size(size)
-        return (
-            fixed if isinstance(fixed, int) else self._refuse(node, "the mask depends on a shape that is not a number")
-        )
+        if not isinstance(fixed, int):
+            self._refuse(node, "the mask depends on a shape that is not a number")
+        return fixed
 
     def _number_or_bound(self, node: fx.Node) -> Any:
         if self.sizes.grows(node):
@@ -326,12 +317,8 @@ class _KeyCutter:
         raise UnsupportedGraph(f"{walk.source_line(node)}: {why}")
 
     def _copy_sliced(self, node: fx.Node, by_own_index: bool) -> fx.Node:
-        base = node.args[0]
-        if (
-            walk.name_of(node) == "getitem"
-            and isinstance(base, fx.Node)
-            and self.axes.of(base).dependence == "lengthened"
-        ):
+        base, is_item = node.args[0], walk.name_of(node) == "getitem"
+        if is_item and isinstance(base, fx.Node) and self.axes.of(base).dependence == "lengthened":
             return self._padded_lookup(node)
         for parent in node.all_input_nodes:
             self.copy(parent)

@@ -77,15 +77,12 @@ class RotarySlice:
 
     def with_numbers(self) -> RotarySlice:
         """Return the slice for this call alone, with numbers for dynamic sizes."""
-        position, *rest = (
-            tuple(map(symbolic_shapes.size_hint, shape))
-            for shape in (self.position, *(s for s, _ in (*self.angle_inputs, *self.rotate_inputs)))
+        (position, *angle_inputs), rotate_inputs = (
+            [(tuple(map(symbolic_shapes.size_hint, shape)), dtype) for shape, dtype in specs]
+            for specs in (((self.position, torch.int64), *self.angle_inputs), self.rotate_inputs)
         )
-        specs = list(zip(rest, (dtype for _, dtype in (*self.angle_inputs, *self.rotate_inputs)), strict=True))
-        count = len(self.angle_inputs)
-        return dataclasses.replace(
-            self, position=position, angle_inputs=tuple(specs[:count]), rotate_inputs=tuple(specs[count:])
-        )
+        inputs: dict[str, Any] = dict(angle_inputs=tuple(angle_inputs), rotate_inputs=tuple(rotate_inputs))
+        return dataclasses.replace(self, position=position[0], **inputs)
 
     def without_nodes(self) -> RotarySlice:
         """Return the slice without the nodes of the original graph, which would keep that graph alive."""

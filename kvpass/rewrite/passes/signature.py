@@ -182,32 +182,26 @@ def host_precomputed(step: StepContext, gather_from: list[fx.Node]) -> fx.GraphM
     read = [*step.inputs.host_inputs, *gather_from]
     if not step.outputs.grown and not read:
         return None
-    copy, moved = fx_nodes.copy_graph_module(step.call.gm)
-    copies = {node.name: node for node in moved.values()}
-    outputs = walk.results(copy.graph)
+    graph = step.call.gm.graph
+    originals, outputs, end = {node.name: node for node in graph.nodes}, walk.results(graph), graph.output_node()
     for node in read:
-        if node.name not in copies:
+        if node.name not in originals:
             step.refuse_growth(node)
-    wanted = [outputs[index] for index in step.outputs.grown] + [copies[node.name] for node in read]
-    copy.graph.output_node().args = (tuple(wanted),)
-    needed = alias.ancestors_with_writes(wanted, reader=copy.graph.output_node())
-    _check_reads_no_cache(step, wanted, {node.name for node in needed})
-    for node in reversed(list(copy.graph.nodes)):
-        if node not in needed and node.op not in ("placeholder", "output"):
-            copy.graph.erase_node(node)
+    wanted = [outputs[index] for index in step.outputs.grown] + [originals[node.name] for node in read]
+    needed = alias.ancestors_with_writes(wanted, reader=end)
+    _check_reads_no_cache(step, wanted, needed)
     for writer in alias.writers_to({node for node in needed if node.op in ("placeholder", "get_attr")}):
         step.refuse_growth(writer)  # both graphs would write
-    if {node.name for node in copy.graph.nodes} & {each.call.name for site in step.sites for each in site.all}:
+    if not needed.isdisjoint(each.call for site in step.call.sites for each in site.all):
         step.refuse_growth(wanted[0])
-    copy.recompile()
-    return copy
+    return splicing.extract(step.call.gm, wanted, end)
 
 
-def _check_reads_no_cache(step: StepContext, wanted: list[fx.Node], needed: set[str]) -> None:
-    pasts = {past.name for site in step.call.sites for past in site.pasts}
+def _check_reads_no_cache(step: StepContext, wanted: list[fx.Node], needed: set[fx.Node]) -> None:
+    pasts = {past for site in step.call.sites for past in site.pasts}
     if needed.isdisjoint(pasts):
         return
-    first = next(node for node in wanted if not pasts.isdisjoint(ancestor.name for ancestor in walk.ancestors(node)))
+    first = next(node for node in wanted if not pasts.isdisjoint(walk.ancestors(node)))
     raise UnsupportedGraph(
         f"{walk.source_line(first)}: {walk.name_of(first)!r} has an entry for every token seen and is computed "
         "from the cache, as attention probabilities are, and slots do not hold every token: leave output_attentions "

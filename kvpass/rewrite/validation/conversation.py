@@ -123,11 +123,8 @@ class Conversation:
         """Return which tokens are real: up to two on the left are padding, and one in the middle (`has_gap`)."""
         # Padding must be marked by an input, and explicit positions would not count it.  A gap would change ranks.
         valid = torch.ones(self.batch, self.count, dtype=torch.bool)
-        if (
-            self.plan.pads_left
-            and self.step.context.padding_inputs.known
-            and not (self.step.ranked and self.step.rewrite.positions)
-        ):
+        has_positions = self.step.ranked and self.step.rewrite.positions
+        if self.plan.pads_left and self.step.context.padding_inputs.known and not has_positions:
             for row in range(self.batch):
                 valid[row, : (row + 1) % (min(self.count, 2) + 1)] = False
                 if self.plan.has_gap and not self.step.ranked and self.count >= 6:
@@ -179,16 +176,14 @@ class Conversation:
         for i, argument in enumerate(arguments):
             if i not in marks and i not in self._pasts and self._is_ids(argument):
                 arguments[i] = self._continue_ids(argument)
+        known = {node.name for node in self.step.context.padding_inputs.known}
         for node, index in self.step.padding_inputs.items():
-            if node in self._known_padding_inputs():
+            if node.name in known:
                 arguments[index] = self._mark_padding(arguments[index])
         for index in self.step.rewrite.positions:
-            arguments[index] = self._count_positions(arguments[index])
+            counted = torch.arange(self.count, self.count + self.step.queries)
+            arguments[index] = counted.expand(arguments[index].shape).to(arguments[index])
         return tuple(arguments)
-
-    def _known_padding_inputs(self) -> set[fx.Node]:
-        names = {node.name for node in self.step.context.padding_inputs.known}
-        return {node for node in self.step.padding_inputs if node.name in names}
 
     def _is_ids(self, argument: Any) -> bool:
         whole = isinstance(argument, Tensor) and not isinstance(argument, torch.nn.Parameter) and argument.ndim > 0
@@ -233,9 +228,6 @@ class Conversation:
         valid = self.valid if column.ndim == 2 and column.shape[0] == self.batch else self.valid[-1:]
         marks[..., : self.count] = valid.view(*column.shape[:-1], self.count).to(column.device, column.dtype)
         return marks
-
-    def _count_positions(self, positions: Tensor) -> Tensor:
-        return torch.arange(self.count, self.count + self.step.queries).expand(positions.shape).to(positions)
 
     def argument(self, index: int, rotated: bool = True) -> Any:
         """Return an argument of the model's own graph; its keys may be left unrotated where no result depends on them.

@@ -62,13 +62,11 @@ class ExactAttention:
         comparable = self.sees | self.hidden | self.zero
         return _largest_share(difference, self.error, comparable if only is None else comparable & only)
 
-    def lse_excess(self, lse: Tensor, only: Tensor | None = None) -> float:
+    def lse_excess(self, lse: Tensor, only: Tensor) -> float:
         """Return the same for a log-sum-exp [B, Hq, q]; infinity if it is not low where all keys are hidden."""
-        difference = (lse.double() - self.lse).abs()
-        must_hide = self.hidden if only is None else self.hidden & only
-        if bool((must_hide & ~(lse <= HIDDEN / 2)).any()):
+        if bool((self.hidden & only & ~(lse <= HIDDEN / 2)).any()):
             return math.inf
-        return _largest_share(difference, self.lse_error, self.sees if only is None else self.sees & only)
+        return _largest_share((lse.double() - self.lse).abs(), self.lse_error, self.sees & only)
 
     def hides_new_keys(self) -> bool:
         """Return whether some query does not see its own key, and so may see no key at all."""
