@@ -67,7 +67,6 @@ def find(gm: fx.GraphModule, handles: set[fx.Node]) -> list[Verdict]:
     """Find every attention call of Dynamo's graph, and every cache update that feeds none.
 
     Args:
-        gm: Dynamo's graph, with arguments bound.
         handles: the placeholders whose value is a handle of a kvpass cache.
     """
     return _CacheSearch(gm, handles).run()
@@ -261,11 +260,8 @@ class _CacheSearch:
         _check_supported(call, key, shares_cache=keys_out in values_of)
         _check_unmodified(key, self.memory)
         _check_unmodified(val, self.memory)
-        if (
-            keys_out == values_out
-            or values_of.get(keys_out, values_out) != values_out
-            or keys_out in values_of.values()
-        ):
+        other_values = values_of.get(keys_out, values_out) != values_out
+        if keys_out == values_out or other_values or keys_out in values_of.values():
             raise CacheRefused("one cached tensor serves as keys and as values")
         return Reading(call, key, val, computed, keys_out, values_out)
 
@@ -299,16 +295,15 @@ class _CacheSearch:
 
     def _output_of(self, grown: fx.Node) -> tuple[int, int | None]:
         """Return the output index of a grown cache and the number of tokens stored."""
-        found = stored_output(grown, self.outputs)
-        if found is None:
-            again = next((user for user in grown.users if known_name(user) in ("cat", "concat")), None)
-            if again is None:
-                raise CacheRefused("the grown cache is not returned by the graph")
-            raise CacheRefused(
-                f"the grown cache grows again at {walk.source_line(again)}: compile a function that calls the model "
-                "once on a cache, and loop outside of it"
-            )
-        return found
+        if (found := stored_output(grown, self.outputs)) is not None:
+            return found
+        again = next((user for user in grown.users if known_name(user) in ("cat", "concat")), None)
+        if again is None:
+            raise CacheRefused("the grown cache is not returned by the graph")
+        raise CacheRefused(
+            f"the grown cache grows again at {walk.source_line(again)}: compile a function that calls the model once "
+            "on a cache, and loop outside of it"
+        )
 
 
 def _check_key_count(call: AttentionCall, key: Origin, val: Origin) -> None:

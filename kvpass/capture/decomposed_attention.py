@@ -143,11 +143,7 @@ class _DecompositionReader:
         self.at = softmax  # the current operation
 
     def read(self) -> AttentionCall:
-        """Read the call around the softmax.
-
-        Raises:
-            Unreadable: it is not attention; `at` is the operation that is not.
-        """
+        """Read the call around the softmax; raise Unreadable if it is not attention because of the operation `at`."""
         if not products.is_last(op_table.named_arguments(self.softmax).get("dim"), value(self.softmax)):
             raise Unreadable("it is not over the last dimension")
         self.at = product = self._first_product()

@@ -148,10 +148,9 @@ class LogitChanges:
     # -- one mask --------------------------------------------------------------------------------------
 
     def combine(self, sizes: Sequence[IntLike]) -> tuple[fx.Node | None, float | None]:
-        """Combine all changes to one mask of four dimensions; also return the number that a bool mask fills in.
+        """Combine all changes to one mask of four dimensions, and the number that a bool mask fills in.
 
-        Args:
-            sizes: B and Hq.
+        `sizes` are B and Hq.
         """
         changes = [self._align(change, sizes) for change in reversed(self._changes)]  # in the model's order
         fills = [change for change in changes if isinstance(change, FilledNumber)]
@@ -240,8 +239,7 @@ class LogitChanges:
     def _as_four_dimensional(self, mask: fx.Node, shape: torch.Size, sizes: Sequence[IntLike]) -> fx.Node:
         """Reshape a mask on logits to [B or 1, Hq or 1, q or 1, S or 1].
 
-        Args:
-            sizes: B and Hq.
+        `sizes` are B and Hq.
         """
         ndim = value(mask).ndim
         if ndim < len(shape):  # aligned from the right, as in any broadcasting

@@ -57,11 +57,7 @@ class Rotary:
 
 
 def find_obstacle(sites: Iterable[AttentionSite], memory: alias.Memory) -> tuple[AttentionSite, str] | None:
-    """Return the first layer whose keys cannot be stored before their rotary embedding, and why; None if all can.
-
-    Args:
-        memory: that of the graph.
-    """
+    """Return the first layer whose keys cannot be stored before their rotary embedding, and why; None if all can."""
     found = ((site, _obstacle(site, memory)) for site in sites)
     return next(((site, why) for site, why in found if why is not None), None)
 

@@ -101,8 +101,7 @@ class StepRewrite:
     ) -> list[Any]:
         """Return the rewritten graph's arguments, from slots, Dynamo's arguments and the results of `host_precomputed`.
 
-        Args:
-            seen: the number of tokens before this call.
+        `seen` is the number of tokens before this call.
         """
         return [*self.fixed_arguments(slots), *self.call_arguments(arguments, host_inputs, slots, seen)]
 

@@ -321,13 +321,7 @@ def renumber_ids(step: StepContext) -> PassRecord:
 
 
 def _count_cached(along: int, queries: int, last: int, ids: Tensor, position: Tensor, seen: Tensor) -> list[Tensor]:
-    """Subtract the number of evicted tokens from the ids of new tokens, and limit the result to `last`.
-
-    Args:
-        along, ids: as the model's code computes them; see `Reader`.
-        queries: the number of new tokens.
-        position: int64 [B, H', C], of the cached tokens; seen: int64 [B].
-    """
+    """Subtract the number of evicted tokens from the ids of new tokens (see `Reader`), and limit them to `last`."""
     held = (position[:, 0] >= 0).sum(-1)  # [B]
     index = held[:, None] + torch.arange(queries, device=ids.device)
     shift = (seen - held)[:, None] + (index - last).clamp(min=0)  # [B, q]

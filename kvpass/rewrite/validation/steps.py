@@ -245,11 +245,7 @@ def _at_mask(
     mask: fx.Node,
     bias: fx.Node | None,
 ) -> Visit:
-    """Return a visit that compares the mask and the bias on slots with the model's own mask of their tokens.
-
-    Args:
-        part: the layer, and the class of its heads.
-    """
+    """Return a visit that compares mask and bias with the model's; `part` is the layer and class of heads."""
 
     def visit(run: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
         run.env[node] = result
