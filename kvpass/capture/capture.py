@@ -134,12 +134,8 @@ def _capture_heads_first(gm: fx.GraphModule, is_handle: Sequence[bool]) -> Captu
 
 
 _ATTRIBUTES = {"mT": (-1, -2), "mH": (-1, -2), "T": (0, 1), "H": (0, 1)}
-_OPERATORS: dict[Any, str] = {
-    torch.ops.aten.mT: "mT",
-    torch.ops.aten.mH: "mH",
-    torch.ops.aten.numpy_T: "T",
-    torch.ops.aten.matrix_H: "H",
-}
+_ATEN = torch.ops.aten
+_OPERATORS: dict[Any, str] = {_ATEN.mT: "mT", _ATEN.mH: "mH", _ATEN.numpy_T: "T", _ATEN.matrix_H: "H"}
 """The operators that Dynamo records for these attributes since torch 2.14."""
 
 

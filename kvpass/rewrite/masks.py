@@ -14,7 +14,7 @@ from torch import Tensor
 from kvpass.capture import keys
 from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.keys import MaskContext
-from kvpass.fx import op_table, shapes, walk
+from kvpass.fx import op_table, shapes, splicing, walk
 from kvpass.fx.walk import value
 from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.mask_slice import MaskSlice, cut_mask
@@ -80,9 +80,7 @@ class Masks:
         if window not in self._firsts:
             step = self._step
             with step.graph.inserting_after(step.length):
-                node = step.graph.call_function(operator.sub, (step.length, window))
-            node.meta["example_value"] = value(step.length)
-            self._firsts[window] = node
+                self._firsts[window] = splicing.emit(step.graph, operator.sub, step.length, window)
         return self._firsts[window]
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvpass.capture import keys
 from kvpass.capture.rotary import find_rotary
-from kvpass.fx import walk
+from kvpass.fx import splicing, walk
 from kvpass.fx.walk import value
 from kvpass.lowering.formats import EncodedVectors, Sections, plain
 from kvpass.rewrite.computed_keys import split_heads
@@ -25,7 +25,7 @@ from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.pipeline import StepRewrite
 from kvpass.rewrite.rotary_slice import RotarySlice
 from kvpass.rewrite.step_graph import StepCall
-from kvpass.rewrite.validation.interpreter import GraphRun, copy_unless_parameter
+from kvpass.rewrite.validation.interpreter import copy_unless_parameter
 from kvpass.torch_private import symbolic_shapes
 
 
@@ -267,14 +267,7 @@ class Conversation:
 
     def _evaluate(self, nodes: list[fx.Node]) -> list[Any]:
         """Return the values of nodes that depend on no token, such as frequencies."""
-        values = {node.name: argument for node, argument in zip(self.placeholders, self.plain, strict=True)}
-        missing = [node for node in self.step.gm.graph.nodes if node.name in {n.name for n in nodes} - values.keys()]
-
-        def keep(_: GraphRun, node: fx.Node, result: Any) -> Any:
-            values[node.name] = copy_unless_parameter(result)
-            return result
-
-        if missing:
-            unrotated = functools.partial(self.argument, rotated=False)
-            GraphRun(self.step.gm, unrotated, dict.fromkeys(missing, keep)).run_to(missing[-1])
-        return [values[node.name] for node in nodes]
+        named = {node.name: node for node in self.step.gm.graph.nodes}
+        gm = splicing.extract(self.step.gm, [named[node.name] for node in nodes])
+        inputs = enumerate(walk.placeholders(gm.graph))
+        return list(gm.forward(*(self.argument(i, rotated=False) if node.users else None for i, node in inputs)))

@@ -92,9 +92,8 @@ def _further_plans(step: StepCase, first: ConversationPlan) -> Iterator[Conversa
     queries, constants = step.queries, length_constants(step.gm.graph)
     lengths = [number + 2 for number in constants]
     lengths += [number - queries for number in constants[:1]]
-    if step.context.device.type != "cpu":  # a lookup out of range cannot be caught there
-        lengths = [count for count in lengths if count + queries <= max(step.call.seen, smallest_table(step.gm.graph))]
-    lengths = [count for count in dict.fromkeys(lengths) if count > 1 and count != first.count and _fits(step, count)]
+    lengths = [count for count in dict.fromkeys(lengths) if 1 < count != first.count and _fits(step, count)]
+    lengths = [count for count in lengths if count + queries <= _most_tokens(step)]
     for count in sorted(lengths, reverse=True)[:MAX_LENGTHS]:
         yield ConversationPlan(count, _tokens_of_interest(constants, count, queries), has_gap=True)
     short = min(first.count, _capacity(step))
@@ -108,11 +107,9 @@ def _further_plans(step: StepCase, first: ConversationPlan) -> Iterator[Conversa
 def _blind_plans(step: StepCase, first: ConversationPlan) -> Iterator[ConversationPlan]:
     """Yield conversations at the beginning of a block, where a query may see no cached key."""
     renumbers = step.ranked or any(layout.policy.renumbers for layout in step.call.layouts)
-    on_cpu = step.context.device.type == "cpu"
-    max_tokens = math.inf if on_cpu else max(step.call.seen, smallest_table(step.gm.graph))
     for number in length_constants(step.gm.graph)[:MAX_BLOCKS]:
         for count, dropped in ((number, 0), (number + 2, 2)):
-            if count + step.queries <= max_tokens and _fits(step, count) and not (renumbers and dropped):
+            if count + step.queries <= _most_tokens(step) and _fits(step, count) and not (renumbers and dropped):
                 yield ConversationPlan(count, pads_left=False, dropped=dropped)
     short = min(first.count, _capacity(step))
     for count in (short - 1, short):  # one of these begins a block of two
@@ -122,6 +119,12 @@ def _blind_plans(step: StepCase, first: ConversationPlan) -> Iterator[Conversati
         yield ConversationPlan(short, ids="new", pads_left=False)
         if not renumbers:
             yield ConversationPlan(short, ids="changing", pads_left=False, dropped=short - short // 2)
+
+
+def _most_tokens(step: StepCase) -> float:
+    """Return the most tokens with lookups in range: any on a CPU, which raises an error otherwise."""
+    is_on_cpu = step.context.device.type == "cpu"
+    return math.inf if is_on_cpu else max(step.call.seen, smallest_table(step.gm.graph))
 
 
 def _tokens_of_interest(constants: list[int], count: int, queries: int) -> tuple[int, ...]:
