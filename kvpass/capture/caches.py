@@ -90,7 +90,7 @@ class _CacheSearch:
 
     Attributes:
         outputs: the output index of each returned node.
-        calls, unread: the attention calls, and each softmax that cannot be read as one.
+        calls, unread: the attention calls, and each softmax that cannot be read as one, with the reason.
         results: the results of all attention calls.
         updates: the nodes that grow a cache.
         found: the verdicts so far.
@@ -129,9 +129,9 @@ class _CacheSearch:
             if update in used or any(update in ancestors(call) for call in refused_at):
                 continue
             reason = "" if self.calls or self.unread else _NO_ATTENTION
-            following = next((each for each in self.unread if update in ancestors(each.softmax)), None)
-            if following:
-                reason = f"; the next softmax is not read as attention, for {following}"
+            why = next((why for softmax, why in self.unread.items() if update in ancestors(softmax)), None)
+            if why:
+                reason = f"; the next softmax is not read as attention, for {why}"
             self.found.append(Verdict(update, refusal=_UNREAD + reason))
 
     def _known_outputs(self) -> set[int]:

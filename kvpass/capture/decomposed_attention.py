@@ -74,31 +74,13 @@ class AttentionCall:
         return dataclasses.replace(self, **{name: replacements.get(node, node) for name, node in operands.items()})
 
 
-@dataclasses.dataclass(frozen=True)
-class UnreadSoftmax:
-    """A softmax around which no attention call can be read.
-
-    Attributes:
-        softmax: the node.
-        at: the operation that was not understood.
-        why: the reason.
-    """
-
-    softmax: fx.Node
-    at: fx.Node
-    why: str
-
-    def __str__(self) -> str:
-        return f"{name_of(self.at)!r} at {walk.source_line(self.at)}: {self.why}"
-
-
-def find(gm: fx.GraphModule) -> tuple[list[AttentionCall], list[UnreadSoftmax]]:
-    """Return every attention call, in order, and every softmax that cannot be read as one.
+def find(gm: fx.GraphModule) -> tuple[list[AttentionCall], dict[fx.Node, str]]:
+    """Return every attention call, in order, and every softmax that cannot be read as one, with the reason.
 
     Reading may add unused nodes to the graph, such as the sum of several masks.
     """
     found: list[AttentionCall] = []
-    unread: list[UnreadSoftmax] = []
+    unread: dict[fx.Node, str] = {}
     memory = alias.Memory(gm.graph)
     for node in list(gm.graph.nodes):
         if fx_nodes.is_sdpa(node):
@@ -108,7 +90,7 @@ def find(gm: fx.GraphModule) -> tuple[list[AttentionCall], list[UnreadSoftmax]]:
             try:
                 found.append(reader.read())
             except Unreadable as reason:
-                unread.append(UnreadSoftmax(node, reader.at, str(reason)))
+                unread[node] = f"{name_of(reader.at)!r} at {walk.source_line(reader.at)}: {reason}"
     return found, unread
 
 

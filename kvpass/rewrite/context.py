@@ -44,13 +44,11 @@ class PolicyWeights:
     """The policy's own tensors as inputs of the graph: the result of `take_slots`.
 
     Attributes:
-        tensors: on the device of the slots.
-        inputs: their placeholders.
-        of_layers: for each layer the placeholders that it reads.
+        tensors: on the device of the slots, in the order of their placeholders.
+        of_layers: for each layer the placeholders that it reads: those that all layers share, then its own.
     """
 
     tensors: list[Tensor]
-    inputs: list[fx.Node]
     of_layers: list[list[fx.Node]]
 
 

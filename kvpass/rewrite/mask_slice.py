@@ -248,7 +248,7 @@ class _KeyCutter:
 
     def _copy_node(self, node: fx.Node) -> Any:
         if walk.is_size(node):
-            return 1 if self.sizes.is_total(node) or self.is_key_count(node) else self._number_or_bound(node)
+            return 1 if self._counts_keys(node) else self._number_or_bound(node)
         if isinstance(value(node), torch.Size):
             return tuple(self._size(node, size) for size in value(node))
         axis_fact = self.axes.of(node)
@@ -264,9 +264,13 @@ class _KeyCutter:
             return self._refuse(node, "a padded tensor is not indexed by the key index")
         return self._copy_sliced(node, by_own_index=axis_fact.dependence == "own entry")
 
+    def _counts_keys(self, size: Any) -> bool:
+        """Return whether a size is the number of keys, which is constant if a layer stores its last tokens only."""
+        return self.sizes.is_total(size) or (bool(expr(size).free_symbols) and expr(size) in self.totals)
+
     def _size(self, node: fx.Node, size: Any) -> int:
         """Return one of the sizes of a shape, for one key."""
-        if self.sizes.is_total(size) or (expr(size).free_symbols and expr(size) in self.totals):
+        if self._counts_keys(size):
             return 1
         fixed = None if self.sizes.grows(size) else self.sizes.fixed_size(size)
         if not isinstance(fixed, int):
@@ -331,10 +335,6 @@ class _KeyCutter:
         if walk.name_of(node) == "expand":
             copied.args = _expand_arguments(node, copied)
         return copied
-
-    def is_key_count(self, node: fx.Node) -> bool:
-        """Return whether a size is the number of keys, which is constant if a layer stores its last tokens only."""
-        return bool(expr(node).free_symbols) and expr(node) in self.totals
 
     def _padded_lookup(self, node: fx.Node) -> fx.Node:
         """Emit a lookup in a tensor that was padded with a number at its end."""

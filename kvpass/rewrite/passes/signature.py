@@ -56,8 +56,7 @@ def _take_weights(step: StepContext, first: fx.Node) -> PolicyWeights:
         tensors += own
         names = [f"kvpass_weight_{layer}_{i}" for i in range(len(own))]
         of_layers.append([*nodes, *_inputs(step, names, own, first)])
-    inputs = [*nodes, *(node for each in of_layers for node in each[len(nodes) :])]
-    return PolicyWeights(tensors, inputs, of_layers)
+    return PolicyWeights(tensors, of_layers)
 
 
 def _with_dynamic_sizes(step: StepContext, layer: int, tensor: Tensor) -> Tensor:
@@ -243,7 +242,7 @@ def order_inputs(step: StepContext) -> PassRecord:
     """Put the placeholders in the order in which `StepRewrite.flat_arguments` returns their values."""
     new_inputs = [
         *(node for nodes in step.slot_inputs for node in nodes),
-        *step.policy_weights.inputs,
+        *dict.fromkeys(node for nodes in step.policy_weights.of_layers for node in nodes),
         *step.inputs.nodes,
     ]
     remaining = set(walk.placeholders(step.graph))
