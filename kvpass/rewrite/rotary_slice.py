@@ -317,15 +317,8 @@ def cut_rotary(
     rotate_inputs = tuple(_spec_of(node, sizes) for node in (rotary.raw, *rotate_slice.bound))
     found = tables_at(rotary.position, subgraph)
     counts = [count for table, dim in found.items() if isinstance(count := value(table).shape[dim], int)]
-    cut = RotarySlice(
-        angle_slice,
-        rotate_slice,
-        position[0],
-        tuple(value(node).dtype for node in angles),
-        tuple(angle_inputs),
-        rotate_inputs,
-        min(counts, default=None),
-    )
+    dtypes, inputs = tuple(value(node).dtype for node in angles), (tuple(angle_inputs), rotate_inputs)
+    cut = RotarySlice(angle_slice, rotate_slice, position[0], dtypes, *inputs, min(counts, default=None))
     return cut.for_one_key()
 
 

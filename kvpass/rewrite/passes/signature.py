@@ -103,13 +103,13 @@ def copy_write_indices(step: StepContext) -> PassRecord:
     if not step.decodes_on_gpu or not any(layout.policy.merges for layout in step.layouts):
         step.write_indices = []
         return PassRecord(left={"free": "nothing merges on a GPU"})
+
+    def function(*free_slots: Tensor) -> list[Tensor]:
+        return [materialize(index.clamp(min=0)) for index in free_slots]  # a plain copy would be optimized away
+
     free = [step.slot(layer, "free") for layer in range(len(step.sites))]
-    step.write_indices = step.compute(_write_indices, free, step.sites[0].call, "kvpass_write_indices")
+    step.write_indices = step.compute(function, free, step.sites[0].call, "kvpass_write_indices")
     return PassRecord([node.name for node in free])
-
-
-def _write_indices(*free_slots: Tensor) -> list[Tensor]:
-    return [materialize(index.clamp(min=0)) for index in free_slots]  # a plain copy would be optimized away
 
 
 def leave_counting(step: StepContext) -> PassRecord:
@@ -123,15 +123,11 @@ def leave_counting(step: StepContext) -> PassRecord:
         return PassRecord(left={"counters": "they are in the step's own kernels, or a chunk's"})
     counters = [step.slot(layer, name) for layer in range(len(step.sites)) for name in ("seen", "length")]
     for counter in counters:
-        for user in [user for user in counter.users if _writes(user, counter)]:
+        for user in [user for user in counter.users if fx_nodes.mutates(user) and user.args[0] is counter]:
             assert not user.users
             step.graph.erase_node(user)
     step.valid_output = step.inputs.some_valid
     return PassRecord([counter.name for counter in counters])
-
-
-def _writes(node: fx.Node, counter: fx.Node) -> bool:
-    return fx_nodes.mutates(node) and node.args[0] is counter
 
 
 def bound_outputs(step: StepContext) -> PassRecord:

@@ -109,6 +109,8 @@ class Conversation:
         self.step, self.plan, self.count = step, plan, plan.count
         self.batch = step.call.layouts[0].batch
         self.placeholders = walk.placeholders(step.gm.graph)
+        # For each argument that is a past, its layer, and 0 for keys or 1 for values.
+        self._pasts = {index: (i, kind) for i, pair in enumerate(step.pasts) for kind, index in enumerate(pair)}
         self.tokens_cut = step.call.seen - plan.count
         self.valid = self._valid()
         self.stored = [min(plan.count, window or plan.count) for window in step.context.windows]
@@ -209,11 +211,6 @@ class Conversation:
         for dim in sizes.growing_dims(value(node)):
             argument = argument.index_select(dim, self._sample_entries(argument.shape[dim]).to(argument.device))
         return argument
-
-    @property
-    def _pasts(self) -> dict[int, tuple[int, int]]:
-        """For each argument that is a past, its layer, and 0 for keys or 1 for values."""
-        return {index: (i, kind) for i, pair in enumerate(self.step.pasts) for kind, index in enumerate(pair)}
 
     def _sample_entries(self, size: int) -> Tensor:
         """Return indices into entries for all tokens: some earlier ones, repeated if too few, and all new ones."""
