@@ -249,8 +249,8 @@ def prompt_scores(
     names = attention_statistics.statistics_of(policy)
     request = StatisticsRequest(names, site.causal, site.scale, site.cap, heads)
     request = request.for_policy(policy, budget, site.sharding)
-    operator_of_statistics = torch.ops.kvpass.attention_statistics.default
-    results = graph.call_function(operator_of_statistics, (*tensors, present, None, request.text()))
+    target = torch.ops.kvpass.attention_statistics.default
+    results = graph.call_function(target, (*tensors, present, None, request.text()))
     if fused:
         _replace(site, moved, _item(graph, results, 0))
     return {name: _item(graph, results, i) for i, name in enumerate(names, int(fused))}

@@ -77,12 +77,13 @@ class RotarySlice:
 
     def with_numbers(self) -> RotarySlice:
         """Return the slice for this call alone, with numbers for dynamic sizes."""
-        (position, *angle_inputs), rotate_inputs = (
-            [(tuple(map(symbolic_shapes.size_hint, shape)), dtype) for shape, dtype in specs]
-            for specs in (((self.position, torch.int64), *self.angle_inputs), self.rotate_inputs)
-        )
-        inputs: dict[str, Any] = dict(angle_inputs=tuple(angle_inputs), rotate_inputs=tuple(rotate_inputs))
-        return dataclasses.replace(self, position=position[0], **inputs)
+
+        def numbers(spec: Spec) -> Spec:
+            return tuple(map(symbolic_shapes.size_hint, spec[0])), spec[1]
+
+        position, _ = numbers((self.position, torch.int64))
+        angle_inputs, rotate_inputs = (tuple(map(numbers, specs)) for specs in (self.angle_inputs, self.rotate_inputs))
+        return dataclasses.replace(self, position=position, angle_inputs=angle_inputs, rotate_inputs=rotate_inputs)
 
     def without_nodes(self) -> RotarySlice:
         """Return the slice without the nodes of the original graph, which would keep that graph alive."""

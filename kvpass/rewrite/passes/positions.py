@@ -45,7 +45,9 @@ from kvpass.rewrite.rotary_slice import cut_rotary
 
 BOTH_WAYS = "a mask reads the positions through the same operation as the rotary embedding"
 _ARITHMETIC = op_table.tagged("compares", "adds") | {"mul", "clamp", "maximum", "minimum"}
-_FUNCTIONS = {"Add": operator.add, "Mul": operator.mul, "Max": torch.clamp_min, "Min": torch.clamp_max}
+_FUNCTIONS: dict[str, Any] = {
+    "Add": operator.add, "Mul": operator.mul, "Max": torch.clamp_min, "Min": torch.clamp_max
+}  # fmt: skip
 
 
 def put_length_on_device(step: StepContext) -> PassRecord:
