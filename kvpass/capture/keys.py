@@ -25,7 +25,7 @@ from kvpass.capture.canonical import is_attention
 from kvpass.errors import UnsupportedGraph
 from kvpass.fx import alias, op_table, propagation, walk
 from kvpass.fx.op_table import tagged
-from kvpass.fx.shapes import Sizes, expr
+from kvpass.fx.shapes import LENGTH, Sizes, expr
 from kvpass.fx.walk import ancestors, is_tensor, name_of, operand_of, value
 
 
@@ -98,8 +98,7 @@ class MaskContext:
         padding: inputs that mark padding, if cached tokens are known to be real.
         stored: the grown keys and values of the site.
         lengths: nodes of arithmetic on the cache's length, see `rewrite.passes.positions`.
-        first: the index of the first key that the model stores.
-        last: how many tokens the model stores, None for all.
+        window: how many tokens the model stores, None for all.
     """
 
     key_indices: list[fx.Node]
@@ -107,8 +106,7 @@ class MaskContext:
     padding: list[fx.Node]
     stored: list[fx.Node]
     lengths: dict[fx.Node, sympy.Expr]
-    first: sympy.Expr
-    last: int | None
+    window: int | None
 
 
 class KeyAxis:
@@ -122,7 +120,8 @@ class KeyAxis:
             among: the nodes that the mask is computed from.
             key_features: the tensors computed from stored vectors, each with its dimension over the tokens.
         """
-        self.sizes, self.lengths, self.first = sizes, context.lengths, context.first
+        self.sizes, self.lengths = sizes, context.lengths
+        self.first = sympy.Integer(0) if context.window is None else LENGTH - context.window  # index of the first key
         self.padding = {node for node in context.padding if node in among}
         entries = {node: axis for node, axis in context.inputs.items() if node in among}
         entries |= {node: value(node).ndim - 1 for node in self.padding if sizes.growing_dims(value(node))}

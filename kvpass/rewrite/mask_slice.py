@@ -161,7 +161,7 @@ def cut_mask(gm: fx.GraphModule, mask: fx.Node, sizes: Sizes, context: MaskConte
     mask_slice = cutter.cut(mask)
     padding = tuple(cutter.entry_of(node, value(node).ndim - 1) for node in cutter.padding)
     parts = (tuple(cutter.entries), tuple(cutter.host_inputs), tuple(key_features))
-    return MaskSlice(mask_slice, padding, *parts, queries=sizes.queries, shifted=context.last is not None)
+    return MaskSlice(mask_slice, padding, *parts, queries=sizes.queries, shifted=context.window is not None)
 
 
 def _key_features(graph: fx.Graph, mask: fx.Node, stored: list[fx.Node], index_nodes: list[fx.Node]) -> list[fx.Node]:
@@ -309,10 +309,10 @@ class _KeyCutter:
         if node in self.on_features:
             self._refuse(node, f"{problem}, from cached vectors")
         if axis is not None:
-            if self.context.last is not None:
+            if self.context.window is not None:
                 self._refuse(node, f"{problem}, in a layer that stores its last tokens only")
             return self._entry(node, axis)
-        if self.sizes.growing_dims(value(node)) or self.context.last is not None:
+        if self.sizes.growing_dims(value(node)) or self.context.window is not None:
             self._refuse(node, problem)
         self.host_inputs.append(node)
         return self._bind(node)

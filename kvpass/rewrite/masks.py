@@ -6,7 +6,6 @@ import dataclasses
 import operator
 from typing import Any
 
-import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx as fx
 from torch import Tensor
@@ -14,7 +13,7 @@ from torch import Tensor
 from kvpass.capture import keys
 from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.keys import MaskContext
-from kvpass.fx import op_table, shapes, splicing, walk
+from kvpass.fx import op_table, splicing, walk
 from kvpass.fx.walk import value
 from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.mask_slice import MaskSlice, cut_mask
@@ -61,8 +60,7 @@ class Masks:
             padding=list(padding),
             stored=[site.grown_key, site.grown_value],
             lengths=step.lengths.nodes,
-            first=sympy.Integer(0) if window is None else shapes.LENGTH - window,
-            last=window,
+            window=window,
         )
 
     def _drop_sparse_indices(self, mask: fx.Node) -> None:
