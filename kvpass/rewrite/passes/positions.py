@@ -129,9 +129,8 @@ class _LengthArithmetic:
                         base, new_indices = self._lookup(base, dim, part.start or 0, value(node).shape[dim])
                         key_indices += new_indices
                     elif part != slice(None):
-                        base = splicing.emit(
-                            self.graph, operator.getitem, base, (slice(None),) * dim + (self._fixed_slice(part),)
-                        )
+                        subscript = (*[slice(None)] * dim, self._fixed_slice(part))
+                        base = splicing.emit(self.graph, operator.getitem, base, subscript)
             self.rewritten.append(node.name)
             node.replace_all_uses_with(base)
         return key_indices
@@ -152,9 +151,8 @@ class _LengthArithmetic:
     def _lookup(self, table: fx.Node, dim: int, start: Any, size: Any) -> tuple[fx.Node, list[fx.Node]]:
         """Replace x[..., start : start + size] by a lookup; return also the nodes that index keys."""
         counts_keys = self.sizes.is_total(size)
-        index = self.graph.call_function(
-            torch.arange, (1 if counts_keys else self.number(self.sizes.fixed_size(size)),)
-        )
+        count = 1 if counts_keys else self.number(self.sizes.fixed_size(size))
+        index = self.graph.call_function(torch.arange, (count,))
         index.meta["example_value"] = value(table).new_empty((size,), dtype=torch.int64)
         key_indices = [index] if counts_keys else []
         if start != 0:

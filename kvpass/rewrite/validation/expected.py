@@ -219,10 +219,8 @@ def _hidden_bias(call: dict[str, Any], logits: Tensor, error: Tensor, bias: Tens
     dtype = call.get("logit_dtype") or accumulate_dtype(call["query"].dtype)
     low, rounded, high = ((logits + sign * error + bias).to(dtype).double() for sign in (-1, 0, 1))
     change = torch.maximum(high - rounded, rounded - low).nan_to_num(0.0)
-    absorbed = (low == bias) & (high == bias)
-    return rounded, change + torch.where(
-        absorbed | (rounded == -torch.inf), 0.0, 2 * torch.finfo(dtype).eps * rounded.abs()
-    )
+    exact = ((low == bias) & (high == bias)) | (rounded == -torch.inf)  # the bias absorbs the logit
+    return rounded, change + torch.where(exact, 0.0, 2 * torch.finfo(dtype).eps * rounded.abs())
 
 
 def _exact_result(

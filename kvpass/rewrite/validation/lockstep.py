@@ -185,10 +185,8 @@ class Lockstep:
 
     def _check_append(self, site: AttentionSite, run: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
         """Visit an append: compare its new keys or values with the model's."""
-        new_vectors = self._model_values.get(_in_model(node))
-        if new_vectors is not None and not equal_up_to_rounding(
-            result[:, :, result.shape[2] - self.new_tokens :], new_vectors
-        ):
+        new_vectors, before = self._model_values.get(_in_model(node)), result.shape[2] - self.new_tokens
+        if new_vectors is not None and not equal_up_to_rounding(result[:, :, before:], new_vectors):
             self.refuse(site, NOT_APPENDED)
         return result
 
