@@ -67,7 +67,6 @@ def find(gm: fx.GraphModule, handles: set[fx.Node]) -> list[Verdict]:
     """Find every attention call of Dynamo's graph, and every cache update that feeds none.
 
     Args:
-        gm: Dynamo's graph, with arguments bound.
         handles: the placeholders whose value is a handle of a kvpass cache.
     """
     return _CacheSearch(gm, handles).run()
@@ -91,7 +90,7 @@ class _CacheSearch:
 
     Attributes:
         outputs: the output index of each returned node.
-        calls, unread: the attention calls, and each softmax that cannot be read as one.
+        calls, unread: the attention calls, and each softmax that cannot be read as one, with the reason.
         results: the results of all attention calls.
         updates: the nodes that grow a cache.
         found: the verdicts so far.
@@ -101,7 +100,7 @@ class _CacheSearch:
         self.graph, self.handles = gm.graph, handles
         self.outputs = {node: index for index, node in enumerate(walk.results(gm.graph)) if isinstance(node, fx.Node)}
         self.calls, self.unread = decomposed_attention.find(gm)
-        self.results = {result for call in self.calls for result in (call.node, call.lse) if result is not None}
+        self.results = {result for call in self.calls for result in call.results}
         self.updates = [node for node in gm.graph.nodes if self._grows_a_cache(node)]
         self.memory = alias.Memory(gm.graph)
         self.found: list[Verdict] = []
@@ -130,9 +129,9 @@ class _CacheSearch:
             if update in used or any(update in ancestors(call) for call in refused_at):
                 continue
             reason = "" if self.calls or self.unread else _NO_ATTENTION
-            following = next((each for each in self.unread if update in ancestors(each.softmax)), None)
-            if following:
-                reason = f"; the next softmax is not read as attention, for {following}"
+            why = next((why for softmax, why in self.unread.items() if update in ancestors(softmax)), None)
+            if why:
+                reason = f"; the next softmax is not read as attention, for {why}"
             self.found.append(Verdict(update, refusal=_UNREAD + reason))
 
     def _known_outputs(self) -> set[int]:
@@ -207,14 +206,12 @@ class _CacheSearch:
         """
         if expr(value(call.key).shape[-2]) == expr(value(call.query).shape[-2]):
             return []
-        of_keys, of_values = (
-            [
-                node
-                for node in origins.since_projection([attended], self.results)
-                if node in self.outputs and cat_parts(node) is None and origins.is_fixed_size_update(node)
-            ]
-            for attended in (call.key, call.value)
-        )
+
+        def is_update(node: fx.Node) -> bool:
+            return node in self.outputs and cat_parts(node) is None and origins.is_fixed_size_update(node)
+
+        sources = [origins.since_projection([attended], self.results) for attended in (call.key, call.value)]
+        of_keys, of_values = ([*filter(is_update, nodes)] for nodes in sources)
         return of_keys if of_values else []
 
     def _is_returned_rearranged(self, call: AttentionCall) -> bool:
@@ -263,11 +260,8 @@ class _CacheSearch:
         _check_supported(call, key, shares_cache=keys_out in values_of)
         _check_unmodified(key, self.memory)
         _check_unmodified(val, self.memory)
-        if (
-            keys_out == values_out
-            or values_of.get(keys_out, values_out) != values_out
-            or keys_out in values_of.values()
-        ):
+        other_values = values_of.get(keys_out, values_out) != values_out
+        if keys_out == values_out or other_values or keys_out in values_of.values():
             raise CacheRefused("one cached tensor serves as keys and as values")
         return Reading(call, key, val, computed, keys_out, values_out)
 
@@ -301,16 +295,15 @@ class _CacheSearch:
 
     def _output_of(self, grown: fx.Node) -> tuple[int, int | None]:
         """Return the output index of a grown cache and the number of tokens stored."""
-        found = stored_output(grown, self.outputs)
-        if found is None:
-            again = next((user for user in grown.users if known_name(user) in ("cat", "concat")), None)
-            if again is None:
-                raise CacheRefused("the grown cache is not returned by the graph")
-            raise CacheRefused(
-                f"the grown cache grows again at {walk.source_line(again)}: compile a function that calls the model "
-                "once on a cache, and loop outside of it"
-            )
-        return found
+        if (found := stored_output(grown, self.outputs)) is not None:
+            return found
+        again = next((user for user in grown.users if known_name(user) in ("cat", "concat")), None)
+        if again is None:
+            raise CacheRefused("the grown cache is not returned by the graph")
+        raise CacheRefused(
+            f"the grown cache grows again at {walk.source_line(again)}: compile a function that calls the model once "
+            "on a cache, and loop outside of it"
+        )
 
 
 def _check_key_count(call: AttentionCall, key: Origin, val: Origin) -> None:
@@ -327,7 +320,7 @@ def _check_key_count(call: AttentionCall, key: Origin, val: Origin) -> None:
 
 def _check_unmodified(origin: Origin, memory: Memory) -> None:
     """Refuse writes in place to new tokens after they are stored; a step stores them only where the model attends."""
-    writer = None if origin.past is None else alias.overwriting_node({origin.new}, origin.grown, memory)
+    writer = None if origin.past is None else alias.overwriting_node({origin.new}, memory, origin.grown)
     if writer is not None:
         raise CacheRefused(f"new tokens are written to at {walk.source_line(writer)}, after they were stored")
 

@@ -229,13 +229,9 @@ class AttentionSite:
         return {symbol for past in self.pasts for symbol in expr(value(past).shape[2]).free_symbols}
 
     @property
-    def has_row_masks(self) -> bool:
-        """True if each row of a batch has its own mask."""
-        return self.mask is not None and value(self.mask).ndim == 4 and expr(value(self.mask).shape[0]) != 1
-
-    def with_computed_keys(self) -> AttentionSite:
-        """Return this site with the keys and values that it reads declared as computed from the cache."""
-        return dataclasses.replace(self, computed=self.computed or (self.grown_key, self.grown_value))
+    def results(self) -> list[fx.Node]:
+        """The nodes of its results: `call`, and `lse` if there is one."""
+        return [self.call] if self.lse is None else [self.call, self.lse]
 
     @property
     def attended_key(self) -> fx.Node:
@@ -274,12 +270,10 @@ def sites(graph: fx.Graph) -> list[AttentionSite]:
         if call.target is ATTENTION:
             site = _site(call, outputs, calls)
             found.setdefault(site.keys_out, []).append(site)
-    computed = {index for index, group in found.items() if any(site.computed for site in group)}
-    groups = {
-        index: [site.with_computed_keys() if index in computed else site for site in group]
-        for index, group in found.items()
-    }
-    return [dataclasses.replace(first, shared_by=tuple(rest)) for first, *rest in groups.values()]
+    for group in found.values():
+        if any(site.computed for site in group):
+            group[:] = [dataclasses.replace(x, computed=x.computed or (x.grown_key, x.grown_value)) for x in group]
+    return [dataclasses.replace(first, shared_by=tuple(rest)) for first, *rest in found.values()]
 
 
 def _site(call: fx.Node, outputs: dict[fx.Node, int], calls: list[fx.Node]) -> AttentionSite:

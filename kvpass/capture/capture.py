@@ -134,12 +134,8 @@ def _capture_heads_first(gm: fx.GraphModule, is_handle: Sequence[bool]) -> Captu
 
 
 _ATTRIBUTES = {"mT": (-1, -2), "mH": (-1, -2), "T": (0, 1), "H": (0, 1)}
-_OPERATORS: dict[Any, str] = {
-    torch.ops.aten.mT: "mT",
-    torch.ops.aten.mH: "mH",
-    torch.ops.aten.numpy_T: "T",
-    torch.ops.aten.matrix_H: "H",
-}
+_ATEN = torch.ops.aten
+_OPERATORS: dict[Any, str] = {_ATEN.mT: "mT", _ATEN.mH: "mH", _ATEN.numpy_T: "T", _ATEN.matrix_H: "H"}
 """The operators that Dynamo records for these attributes since torch 2.14."""
 
 
@@ -168,10 +164,9 @@ def _attribute(node: fx.Node) -> str | None:
 
 def _insert_operators(graph: fx.Graph, readings: list[Reading]) -> None:
     """Replace every cache update and every attention call on a cache by a canonical operator."""
-    results = {node for r in readings for node in (r.call.node, r.call.lse, r.key.grown, r.value.grown) if node}
-    computed_from = alias.ancestors_with_writes(
-        list(results)
-    )  # writes in place to the logits among them: their results are unused
+    results = {node for r in readings for node in (*r.call.results, r.key.grown, r.value.grown)}
+    # Writes in place to the logits are among these nodes, although nothing uses their results.
+    computed_from = alias.ancestors_with_writes(list(results))
     appended: dict[fx.Node, fx.Node] = {}
     for reading in readings:
         for origin in (reading.key, reading.value):

@@ -63,37 +63,24 @@ class AttentionCall:
     hidden_logit: float | None = None
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype] | None = None
 
+    @property
+    def results(self) -> list[fx.Node]:
+        """The nodes of its results: the output, and the log-sum-exp if there is one."""
+        return [self.node] if self.lse is None else [self.node, self.lse]
+
     def with_operands(self, replacements: dict[fx.Node, fx.Node]) -> AttentionCall:
         """Return this call with some operands replaced by other nodes."""
         operands = {name: getattr(self, name) for name in ("query", "key", "value", "mask", "sink_logit")}
         return dataclasses.replace(self, **{name: replacements.get(node, node) for name, node in operands.items()})
 
 
-@dataclasses.dataclass(frozen=True)
-class UnreadSoftmax:
-    """A softmax around which no attention call can be read.
-
-    Attributes:
-        softmax: the node.
-        at: the operation that was not understood.
-        why: the reason.
-    """
-
-    softmax: fx.Node
-    at: fx.Node
-    why: str
-
-    def __str__(self) -> str:
-        return f"{name_of(self.at)!r} at {walk.source_line(self.at)}: {self.why}"
-
-
-def find(gm: fx.GraphModule) -> tuple[list[AttentionCall], list[UnreadSoftmax]]:
-    """Return every attention call, in order, and every softmax that cannot be read as one.
+def find(gm: fx.GraphModule) -> tuple[list[AttentionCall], dict[fx.Node, str]]:
+    """Return every attention call, in order, and every softmax that cannot be read as one, with the reason.
 
     Reading may add unused nodes to the graph, such as the sum of several masks.
     """
     found: list[AttentionCall] = []
-    unread: list[UnreadSoftmax] = []
+    unread: dict[fx.Node, str] = {}
     memory = alias.Memory(gm.graph)
     for node in list(gm.graph.nodes):
         if fx_nodes.is_sdpa(node):
@@ -103,7 +90,7 @@ def find(gm: fx.GraphModule) -> tuple[list[AttentionCall], list[UnreadSoftmax]]:
             try:
                 found.append(reader.read())
             except Unreadable as reason:
-                unread.append(UnreadSoftmax(node, reader.at, str(reason)))
+                unread[node] = f"{name_of(reader.at)!r} at {walk.source_line(reader.at)}: {reason}"
     return found, unread
 
 
@@ -138,11 +125,7 @@ class _DecompositionReader:
         self.at = softmax  # the current operation
 
     def read(self) -> AttentionCall:
-        """Read the call around the softmax.
-
-        Raises:
-            Unreadable: it is not attention; `at` is the operation that is not.
-        """
+        """Read the call around the softmax; raise Unreadable if it is not attention because of the operation `at`."""
         if not products.is_last(op_table.named_arguments(self.softmax).get("dim"), value(self.softmax)):
             raise Unreadable("it is not over the last dimension")
         self.at = product = self._first_product()

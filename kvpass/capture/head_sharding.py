@@ -53,7 +53,7 @@ def processes() -> int:
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
-def with_head_sharding(sites: list[AttentionSite], policy: Policy, supports_shards: bool = True) -> list[AttentionSite]:
+def with_head_sharding(sites: list[AttentionSite], policy: Policy, supports_shards: bool) -> list[AttentionSite]:
     """Return the sites of a graph with `sharding` set to the sharding of their heads.
 
     Args:
@@ -71,17 +71,14 @@ def with_head_sharding(sites: list[AttentionSite], policy: Policy, supports_shar
         return sites
     found = [_read_sharding(site, policy) for site in sites]
     first = found[0]
-    if (
-        len({sharding and (sharding.ranks, sharding.group) for sharding in found}) > 1
-    ):  # they have to agree on shared budgets
+    if len({sharding and (sharding.ranks, sharding.group) for sharding in found}) > 1:  # they agree on shared budgets
         raise _sharding_error(sites[0], policy, "its layers are sharded over different processes")
     if first is not None and declared == "never":
         share = f"each has {first.heads // first.ranks} of {first.heads} KV heads"
         raise _sharding_error(sites[0], policy, f"{share}, {NOT_DECLARED}")
     if first is not None and not supports_shards:
-        raise _sharding_error(
-            sites[0], policy, "inner='reference' sees the heads of its own process; run it in one process"
-        )
+        problem = "inner='reference' sees the heads of its own process; run it in one process"
+        raise _sharding_error(sites[0], policy, problem)
     return [dataclasses.replace(site, sharding=sharding) for site, sharding in zip(sites, found, strict=True)]
 
 
@@ -110,13 +107,10 @@ def _read_sharding(site: AttentionSite, policy: Policy) -> HeadSharding | None:
     if kinds == {"rows"} and len({origin.mesh for origin in all_origins}) == 1 and not site.computed:
         return _sharding(site, next(iter(all_origins)).mesh)
     communication = _communication(site.call.graph) or "weights that are sharded over processes"
-    description_of = {
-        name: " and ".join(sorted({o.description for o in origins})) for name, origins in origins_of.items()
-    }
-    described = "; ".join(f"its {name} by {description or 'no weight'}" for name, description in description_of.items())
-    raise _sharding_error(
-        site, policy, f"the sharding of its heads is unknown: the graph has {communication}, {described}"
-    )
+    weights_of = {name: " and ".join(sorted({o.description for o in each})) for name, each in origins_of.items()}
+    described = "; ".join(f"its {name} by {weights or 'no weight'}" for name, weights in weights_of.items())
+    problem = f"the sharding of its heads is unknown: the graph has {communication}, {described}"
+    raise _sharding_error(site, policy, problem)
 
 
 def _sharding(site: AttentionSite, mesh: Any) -> HeadSharding | None:
@@ -139,9 +133,9 @@ def _shard_origins(node: fx.Node) -> frozenset[_ShardOrigin]:
     """Return the origins of a query's, key's or value's heads: the last projections before it."""
 
     def following(each: fx.Node) -> list[fx.Node]:
-        return (
-            [] if _shard_origin(each) else [p for p in each.all_input_nodes if not (walk.is_size(p) or _is_vector(p))]
-        )
+        if _shard_origin(each):
+            return []
+        return [parent for parent in each.all_input_nodes if not (walk.is_size(parent) or _is_vector(parent))]
 
     found = {origin for origin in map(_shard_origin, walk.reach([node], following)) if origin}
     projections = {origin for origin in found if origin.kind != "input"}
@@ -164,9 +158,9 @@ def _shard_origin(node: fx.Node) -> _ShardOrigin | None:
         return _of_dtensor(node.all_input_nodes[0])
     weights = [weight for weight in map(_weight, node.all_input_nodes) if weight and value(weight).ndim > 1]
     found = {_of_weight(node, weight) for weight in weights}
-    return (
-        None if not found else found.pop() if len(found) == 1 else _ShardOrigin("else", description="several weights")
-    )
+    if len(found) > 1:
+        return _ShardOrigin("else", description="several weights")
+    return next(iter(found), None)
 
 
 def _weight(node: fx.Node) -> fx.Node | None:
@@ -178,53 +172,46 @@ def _weight(node: fx.Node) -> fx.Node | None:
 
 def _of_dtensor(node: fx.Node) -> _ShardOrigin:
     """Return the origin of features whose local part the graph takes from a DTensor that a module computes."""
-    producer, placement = node, _placement(value(node))
+    producer = node
     while walk.name_of(producer) == "redistribute":
         producer = producer.all_input_nodes[0]
-    if _is_whole(placement):
-        return _ShardOrigin("whole", description="weights that are replicated")
-    if walk.name_of(producer) == "linear" and _is_sharded(placement, value(node).ndim - 1, value(node)):
-        return _ShardOrigin("rows", placement[0], "weights that are sharded by rows")
-    return _ShardOrigin("else", description=f"a DTensor with placements {list(placement[1]) if placement else 'none'}")
+    return _of_placement(value(node), value(node).ndim - 1, walk.name_of(producer) == "linear", "a DTensor")
 
 
 def _of_weight(node: fx.Node, weight: fx.Node) -> _ShardOrigin:
     """Return the origin of features that a node computes with a weight."""
-    placement = _placement(value(weight))
-    if not placement:
+    if not _placement(value(weight)):
         return _ShardOrigin("plain", description="plain weights")
-    if _is_whole(placement):
+    factor = node.args[1] if walk.name_of(node) == "linear" else None
+    is_local = isinstance(factor, fx.Node) and walk.name_of(factor) == "to_local" and factor.all_input_nodes == [weight]
+    return _of_placement(value(weight), 0, is_local, f"weights of {tuple(value(weight).shape)}")
+
+
+def _of_placement(tensor: Any, dim: int, of_linear: bool, described: str) -> _ShardOrigin:
+    """Return the origin of features that a DTensor has, or that a product with it computes.
+
+    Args:
+        dim: the dimension of the features, or of the rows of a weight.
+        of_linear: whether a linear layer computes the features of all rows in order.
+        described: the tensor, for messages.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+
+    placement = _placement(tensor)
+    if placement is None:
+        return _ShardOrigin("else", description=f"{described} with placements none")
+    mesh, parts = placement
+    if all(type(part) is Replicate for part in parts):
         return _ShardOrigin("whole", description="weights that are replicated")
-    if walk.name_of(node) == "linear" and _is_local(node.args[1], weight) and _is_sharded(placement, 0, value(weight)):
-        return _ShardOrigin("rows", placement[0], "weights that are sharded by rows")
-    return _ShardOrigin(
-        "else", description=f"weights of {tuple(value(weight).shape)} with placements {list(placement[1])}"
-    )
+    # Exactly Shard: a derived placement may order the parts in another way.
+    by_rows = of_linear and mesh.ndim == 1 and type(parts[0]) is Shard and parts[0].dim % tensor.ndim == dim
+    if by_rows and tensor.shape[dim] % mesh.size() == 0:
+        return _ShardOrigin("rows", mesh, "weights that are sharded by rows")
+    return _ShardOrigin("else", description=f"{described} with placements {list(parts)}")
 
 
-def _is_local(node: object, weight: fx.Node) -> bool:
-    """Return whether a node is the local part of a weight, unchanged."""
-    return isinstance(node, fx.Node) and walk.name_of(node) == "to_local" and node.all_input_nodes == [weight]
-
-
-def _placement(tensor: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return the mesh and the placements of a DTensor, or () for any other tensor."""
+def _placement(tensor: Any) -> tuple[Any, tuple[Any, ...]] | None:
+    """Return the mesh and the placements of a DTensor, or None for any other tensor."""
     from torch.distributed.tensor import DTensor
 
-    return (tensor.device_mesh, tuple(tensor.placements)) if isinstance(tensor, DTensor) else ()  # type: ignore[return-value]
-
-
-def _is_whole(placement: tuple[Any, tuple[Any, ...]]) -> bool:
-    from torch.distributed.tensor import Replicate
-
-    return bool(placement) and all(type(part) is Replicate for part in placement[1])
-
-
-def _is_sharded(placement: tuple[Any, tuple[Any, ...]], dim: int, tensor: Any) -> bool:
-    """Return whether a DTensor is sharded along a dimension over a mesh of one dimension, in parts of equal size."""
-    from torch.distributed.tensor import Shard
-
-    # Exactly Shard: a derived placement may order the parts in another way.
-    if not placement or placement[0].ndim != 1 or type(placement[1][0]) is not Shard:
-        return False
-    return bool(placement[1][0].dim % tensor.ndim == dim and tensor.shape[dim] % placement[0].size() == 0)
+    return (tensor.device_mesh, tuple(tensor.placements)) if isinstance(tensor, DTensor) else None

@@ -50,14 +50,16 @@ def find_tokens_first(gm: fx.GraphModule) -> set[str]:
     """Return the names of the outputs of a graph with normalized calls that are caches [B, S, H, D]."""
     outputs = {node: index for index, node in enumerate(walk.results(gm.graph)) if is_tensor(node)}
     calls, _ = decomposed_attention.find(gm)
-    results = {node for call in calls for node in (call.node, call.lse) if node is not None}
+    results = {node for call in calls for node in call.results}
     found = {node for node in outputs if origins.cat_parts(node, 1)}
     for call in calls:
         for attended in (call.key, call.value):
-            node = None if _is_read(attended, outputs) else _cache_of(attended, outputs)
+            if _is_read(attended, outputs):
+                continue
+            node = _cache_of(attended, outputs)
             if node is not None:
                 found.add(node)
-            elif not _is_read(attended, outputs):  # it may be computed from what is cached
+            else:  # it may be computed from what is cached
                 computed_from = origins.since_projection([attended], results)
                 found |= {each for each in computed_from if each in outputs and _has_tokens_first(each, call)}
     return {node.name for node in found}

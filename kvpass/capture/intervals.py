@@ -74,13 +74,11 @@ def in_dtype(node: fx.Node, bounds: Interval) -> Interval:
         return _truth(bounds)
     if math.isnan(low) or math.isnan(high):
         return unknown_bounds(node)
-    if not dtype.is_floating_point:
-        return (
-            Interval(float(math.trunc(low)), float(math.trunc(high)))
-            if _holds(dtype, low, high)
-            else unknown_bounds(node)
-        )
-    return Interval(_round_towards(low, dtype, -math.inf), _round_towards(high, dtype, math.inf))
+    if dtype.is_floating_point:
+        return Interval(_round_towards(low, dtype, -math.inf), _round_towards(high, dtype, math.inf))
+    if not _holds(dtype, low, high):
+        return unknown_bounds(node)
+    return Interval(float(math.trunc(low)), float(math.trunc(high)))
 
 
 def _holds(dtype: torch.dtype, *numbers: float) -> bool:

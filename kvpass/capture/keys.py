@@ -23,13 +23,13 @@ import torch.fx as fx
 
 from kvpass.capture.canonical import is_attention
 from kvpass.errors import UnsupportedGraph
-from kvpass.fx import alias, op_table, propagation, shapes, walk
+from kvpass.fx import alias, op_table, propagation, walk
 from kvpass.fx.op_table import tagged
-from kvpass.fx.shapes import Sizes, expr
+from kvpass.fx.shapes import LENGTH, Sizes, expr
 from kvpass.fx.walk import ancestors, is_tensor, name_of, operand_of, value
 
 
-def key_index_aranges(nodes: Iterable[fx.Node], sizes: shapes.Sizes, window: int | None = None) -> list[fx.Node]:
+def key_index_aranges(nodes: Iterable[fx.Node], sizes: Sizes, window: int | None) -> list[fx.Node]:
     """Return the aranges that index the keys, past and new, from zero.
 
     Args:
@@ -43,13 +43,13 @@ def key_index_aranges(nodes: Iterable[fx.Node], sizes: shapes.Sizes, window: int
     return [n for n in fixed if any(_adds_growing_size(user, sizes) for user in n.users)]
 
 
-def _adds_growing_size(node: fx.Node, sizes: shapes.Sizes) -> bool:
+def _adds_growing_size(node: fx.Node, sizes: Sizes) -> bool:
     """Return whether a node adds a size that grows with the cache."""
     growing = [arg for arg in node.args if walk.is_size(arg) and sizes.grows(arg)]
     return bool(growing) and walk.name_of(node) in ("add", "iadd")
 
 
-def token_inputs(nodes: set[fx.Node], actual: dict[fx.Node, Any], sizes: shapes.Sizes) -> dict[fx.Node, int]:
+def token_inputs(nodes: set[fx.Node], actual: dict[fx.Node, Any], sizes: Sizes) -> dict[fx.Node, int]:
     """Return the inputs that may have an entry for every token, each with its dimension over the tokens.
 
     An input qualifies if it grows along exactly one dimension.  The users prove whether entries belong to tokens: a
@@ -58,14 +58,8 @@ def token_inputs(nodes: set[fx.Node], actual: dict[fx.Node, Any], sizes: shapes.
     Args:
         actual: the value of each placeholder in this call.
     """
-    found: dict[fx.Node, int] = {}
-    for node in nodes:
-        growing = (
-            [d for d, size in enumerate(value(node).shape) if sizes.grows(size)] if _is_input(node, actual) else []
-        )
-        if len(growing) == 1:
-            found[node] = growing[0]
-    return found
+    growing = {node: sizes.growing_dims(value(node)) for node in nodes if _is_input(node, actual)}
+    return {node: dims[0] for node, dims in growing.items() if len(dims) == 1}
 
 
 def _is_input(node: fx.Node, actual: dict[fx.Node, Any]) -> bool:
@@ -104,8 +98,7 @@ class MaskContext:
         padding: inputs that mark padding, if cached tokens are known to be real.
         stored: the grown keys and values of the site.
         lengths: nodes of arithmetic on the cache's length, see `rewrite.passes.positions`.
-        first: the index of the first key that the model stores.
-        last: how many tokens the model stores, None for all.
+        window: how many tokens the model stores, None for all.
     """
 
     key_indices: list[fx.Node]
@@ -113,8 +106,7 @@ class MaskContext:
     padding: list[fx.Node]
     stored: list[fx.Node]
     lengths: dict[fx.Node, sympy.Expr]
-    first: sympy.Expr
-    last: int | None
+    window: int | None
 
 
 class KeyAxis:
@@ -125,15 +117,14 @@ class KeyAxis:
     ) -> None:
         """
         Args:
-            graph: the canonical graph.
             among: the nodes that the mask is computed from.
-            sizes: the graph's sizes in terms of the cache's length.
             key_features: the tensors computed from stored vectors, each with its dimension over the tokens.
         """
-        self.sizes, self.lengths, self.first = sizes, context.lengths, context.first
+        self.sizes, self.lengths = sizes, context.lengths
+        self.first = sympy.Integer(0) if context.window is None else LENGTH - context.window  # index of the first key
         self.padding = {node for node in context.padding if node in among}
         entries = {node: axis for node, axis in context.inputs.items() if node in among}
-        entries |= {node: value(node).ndim - 1 for node in self.padding if sizes.has_growing_dim(value(node))}
+        entries |= {node: value(node).ndim - 1 for node in self.padding if sizes.growing_dims(value(node))}
         integer_indices = [node for node in context.key_indices if op_table.holds_indices(value(node).dtype)]
         self.offsets: dict[fx.Node, sympy.Expr] = dict.fromkeys(integer_indices, sympy.Integer(0))
         roots = {**dict.fromkeys(context.key_indices, 0), **entries, **key_features}
@@ -150,10 +141,10 @@ class KeyAxis:
         return self.known.get(node, INDEPENDENT)
 
     def _follow(self, node: fx.Node) -> KeyDependence:
-        grows = self.sizes.has_growing_dim(value(node))
+        growing = self.sizes.growing_dims(value(node))
         dependences = {operand: self.of(operand).dependence for operand in node.all_input_nodes}
         followers = [operand for operand, dependence in dependences.items() if dependence not in ("free", "plain")]
-        if not followers and not grows:
+        if not followers and not growing:
             return PLAIN if "plain" in dependences.values() else INDEPENDENT
         axis = self._growing_axis(node)
         if node in self._overwritten:  # a slice of it would lack what other nodes write
@@ -164,17 +155,14 @@ class KeyAxis:
         if lookup is not None:
             return self._look_up(node, *lookup) or KeyDependence("host_precomputed", axis)
         propagated = self._propagate(node, followers) if followers else self._expanded_dim(node)
-        if propagated is None or (grows and self._growing_dims(node) != [propagated]):
+        if propagated is None or (growing and growing != [propagated]):
             return KeyDependence("host_precomputed", axis)
         return KeyDependence("sliced", propagated)
 
     def _growing_axis(self, node: fx.Node) -> int | None:
         """Return the one dimension that grows, if it has an entry for every key."""
-        growing = self._growing_dims(node)
+        growing = self.sizes.growing_dims(value(node))
         return growing[0] if len(growing) == 1 and self.sizes.is_total(value(node).shape[growing[0]]) else None
-
-    def _growing_dims(self, node: fx.Node) -> list[int]:
-        return [d for d, size in enumerate(value(node).shape) if self.sizes.grows(size)] if is_tensor(node) else []
 
     def _propagate(self, node: fx.Node, followers: list[fx.Node]) -> int | None:
         """Return the dimension of the result at which the key axes of all operands meet, or None."""
@@ -188,15 +176,11 @@ class KeyAxis:
         """Return the dimension along which a tensor that is equal for all keys is expanded to them, or None."""
         if not op_table.is_a(node, "expands", "fills"):
             return None
-        axis = self._growing_axis(node)
-        sources = [operand for operand in node.all_input_nodes if is_tensor(operand) and operand is node.args[0]]
-        if axis is None:
-            return None
-        for source in sources if op_table.is_a(node, "expands") else []:
-            source_dim = axis - value(node).ndim + value(source).ndim
-            if source_dim >= 0 and expr(value(source).shape[source_dim]) != 1:
-                return None
-        return axis
+        axis, source = self._growing_axis(node), node.args[0] if node.args else None
+        if axis is None or not op_table.is_a(node, "expands") or not is_tensor(source):
+            return axis
+        source_dim = axis - value(node).ndim + value(source).ndim
+        return axis if source_dim < 0 or expr(value(source).shape[source_dim]) == 1 else None
 
     # -- lookups -------------------------------------------------------------------------------------------------------
 
@@ -234,11 +218,7 @@ class KeyAxis:
     def _record_offset(self, node: fx.Node) -> None:
         """Record by how much a tensor exceeds the key index."""
         parents = [operand for operand in node.all_input_nodes if operand in self.offsets]
-        if (
-            len(parents) != 1
-            or self.known[node].dependence != "sliced"
-            or not op_table.holds_indices(value(node).dtype)
-        ):
+        if len(parents) != 1 or self.of(node).dependence != "sliced" or not op_table.holds_indices(value(node).dtype):
             return
         name, offset = op_table.known_name(node), self.offsets[parents[0]]
         if op_table.is_a(node, "moves", "keeps"):
@@ -260,7 +240,7 @@ def is_lengthened(node: fx.Node, sizes: Sizes) -> bool:
     """Return whether a node pads a tensor that does not grow to the number of keys along its last dimension."""
     if walk.name_of(node) != "pad" or not is_tensor(node) or not sizes.is_total(value(node).shape[-1]):
         return False
-    return not sizes.has_growing_dim(value(operand_of(node)))
+    return not sizes.growing_dims(value(operand_of(node)))
 
 
 @dataclasses.dataclass(frozen=True)

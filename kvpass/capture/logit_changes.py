@@ -43,9 +43,9 @@ class AddedMask:
 
 @dataclasses.dataclass(frozen=True)
 class FilledNumber:
-    """A number that replaces the logits that are not allowed, with the logits' shape and dtype."""
+    """A number that replaces logits where a bool mask is false, with the logits' shape and dtype."""
 
-    allowed: fx.Node
+    mask: fx.Node
     number: float
     shape: torch.Size
     dtype: torch.dtype
@@ -104,12 +104,12 @@ class LogitChanges:
         dtype = self._rounding_dtype(value(node).dtype)
         if value(mask).dtype != dtype and HALF & {value(mask).dtype, dtype}:
             mask = self.emit("to", mask, dtype)
-        self._record(AddedMask(mask, value(node).shape, dtype), mask, logits)
+        self._record(AddedMask(mask, value(node).shape, dtype), logits)
 
     def fill(self, logits: fx.Node, allowed: fx.Node, filling: object, node: fx.Node) -> None:
         """Record a number that a node fills in where logits are not allowed."""
         number, dtype = self._hiding_number(filling, node), self._rounding_dtype(value(node).dtype)
-        self._record(FilledNumber(allowed, number, value(node).shape, dtype), allowed, logits)
+        self._record(FilledNumber(allowed, number, value(node).shape, dtype), logits)
 
     def clamp(self, bound: object, node: fx.Node) -> None:
         """Record a lower bound of the logits that is low enough to hide a token."""
@@ -124,13 +124,13 @@ class LogitChanges:
         later = [each for each in (*self.casts, value(self.softmax).dtype) if each in HALF]
         return later[-1] if later and dtype not in HALF else dtype
 
-    def _record(self, change: AddedMask | FilledNumber, mask: fx.Node, logits: fx.Node) -> None:
+    def _record(self, change: AddedMask | FilledNumber, logits: fx.Node) -> None:
         """Record a change by a mask, of logits that must keep their shape."""
         if self.cap:
             raise Unreadable("the mask is applied before the cap")
         if not same_shape(value(logits).shape, change.shape):
             raise Unreadable("the mask has dimensions that the logits do not have")
-        if self.has_sink and expr(value(mask).shape[-1]) != expr(change.shape[-1]):
+        if self.has_sink and expr(value(change.mask).shape[-1]) != expr(change.shape[-1]):
             raise Unreadable("the mask and the logits without the sink differ in width")
         self._changes.append(change)
 
@@ -148,10 +148,9 @@ class LogitChanges:
     # -- one mask --------------------------------------------------------------------------------------
 
     def combine(self, sizes: Sequence[IntLike]) -> tuple[fx.Node | None, float | None]:
-        """Combine all changes to one mask of four dimensions; also return the number that a bool mask fills in.
+        """Combine all changes to one mask of four dimensions, and the number that a bool mask fills in.
 
-        Args:
-            sizes: B and Hq.
+        `sizes` are B and Hq.
         """
         changes = [self._align(change, sizes) for change in reversed(self._changes)]  # in the model's order
         fills = [change for change in changes if isinstance(change, FilledNumber)]
@@ -160,7 +159,7 @@ class LogitChanges:
         allowed, hidden_logit = None, None
         for change in changes:
             if isinstance(change, FilledNumber):
-                allowed = change.allowed if allowed is None else self.emit(torch.logical_and, allowed, change.allowed)
+                allowed = change.mask if allowed is None else self.emit(torch.logical_and, allowed, change.mask)
                 hidden_logit = change.number
             elif isinstance(change, LowerBound) and hidden_logit is not None:
                 hidden_logit = max(hidden_logit, change.number)
@@ -188,9 +187,9 @@ class LogitChanges:
             number = self._check_absorbs(change.number, half)
             if isinstance(change, FilledNumber):
                 if total is None:
-                    total = self.emit(operator.mul, change.allowed, 0.0)
+                    total = self.emit(operator.mul, change.mask, 0.0)
                     total = total if half is None else self.emit("to", total, half)
-                hidden = self.emit(torch.logical_not, change.allowed)
+                hidden = self.emit(torch.logical_not, change.mask)
                 total = self.emit(torch.masked_fill, self._in_holding_dtype(total, number), hidden, number)
             elif total is not None:
                 total = self.emit(torch.clamp_min, self._in_holding_dtype(total, number), number)
@@ -231,17 +230,14 @@ class LogitChanges:
 
     def _align(self, change: Change, sizes: Sequence[IntLike]) -> Change:
         """Return a change with its mask in four dimensions."""
-        if isinstance(change, AddedMask):
-            return dataclasses.replace(change, mask=self._as_four_dimensional(change.mask, change.shape, sizes))
-        if isinstance(change, FilledNumber):
-            return dataclasses.replace(change, allowed=self._as_four_dimensional(change.allowed, change.shape, sizes))
-        return change
+        if isinstance(change, LowerBound):
+            return change
+        return dataclasses.replace(change, mask=self._as_four_dimensional(change.mask, change.shape, sizes))
 
     def _as_four_dimensional(self, mask: fx.Node, shape: torch.Size, sizes: Sequence[IntLike]) -> fx.Node:
         """Reshape a mask on logits to [B or 1, Hq or 1, q or 1, S or 1].
 
-        Args:
-            sizes: B and Hq.
+        `sizes` are B and Hq.
         """
         ndim = value(mask).ndim
         if ndim < len(shape):  # aligned from the right, as in any broadcasting

@@ -93,12 +93,8 @@ def _check_takes_all(node: fx.Node, grown: fx.Node, copies: float) -> None:
     """Refuse an operation that selects a part of the cache at the recorded size, though not at small sizes.
 
     Which elements a subscript selects depends on how a length compares with its bounds.  Dynamo has decided this
-    comparison, so the recorded size tells it for all lengths that the graph serves.
-
-    Args:
-        node: the operation.
-        grown: the cache.
-        copies: the number of elements of the result per element of the cache, at small sizes.
+    comparison, so the recorded size tells it for all lengths that the graph serves.  `copies` is the number of elements
+    of the result for each element of the cache, at small sizes.
     """
     size, whole = value(node).numel(), value(grown).numel()
     if copies.is_integer() and symbolic_shapes.known_equal(size, whole * int(copies)):
@@ -166,18 +162,14 @@ def queries_of(calls: list[AttentionCall], memory: Memory) -> dict[fx.Node, fx.N
         result: call.query
         for call in calls
         if _call_inputs(alias.ancestors_with_writes([call.query], reader=call.node, memory=memory))
-        for result in (call.node, call.lse)
-        if result is not None
+        for result in call.results
     }
 
 
 def has_fixed_keys(call: AttentionCall, queries: Mapping[fx.Node, fx.Node], memory: Memory) -> bool:
     """Return whether no input of the query's tokens takes part in any key or value.
 
-    In later layers a query also depends on earlier attention outputs.  Its tokens are found along the queries of these.
-
-    Args:
-        queries: see `queries_of`.
+    In later layers a query also depends on earlier attention outputs.  Its tokens are found along their `queries`.
     """
     query_inputs = _call_inputs(
         alias.ancestors_with_writes([call.query], reader=call.node, through=queries, memory=memory)
@@ -199,10 +191,7 @@ def refusal_of(call: AttentionCall, ends: set[fx.Node]) -> str | None:
 
     If queries, keys and values are all inputs, the cache grew before a graph break.  With as many keys as queries, as
     in a prompt or an encoder, that is harmless.  Queries that the graph itself computes may attend to an encoder's
-    output.
-
-    Args:
-        ends: the results of all attention calls, at which the search stops.
+    output.  The search stops at `ends`, the results of all attention calls.
     """
     if not (_is_input(call.key) and _is_input(call.value)):
         return None
@@ -228,18 +217,10 @@ _MIXING = tagged("projects", "contracts", "normalizes") | {
 
 
 def unread_caches(graph: fx.Graph, read: set[int]) -> list[tuple[fx.Node, str]]:
-    """Return the outputs that extend an input, each with the reason of the refusal.
-
-    Args:
-        read: the output indices of known caches.
-    """
-    outputs = [
-        node
-        for index, node in enumerate(walk.results(graph))
-        if index not in read and _is_state(node) and node.op != "placeholder"
-    ]
+    """Return the outputs that extend an input and are not `read` as caches, each with the reason of the refusal."""
+    others = [node for index, node in enumerate(walk.results(graph)) if index not in read and _is_state(node)]
     found = []
-    for node in dict.fromkeys(outputs):
+    for node in dict.fromkeys(node for node in others if node.op != "placeholder"):
         sources = _source_inputs(node)
         if any(shapes.same_shape(value(node).shape, value(source).shape) for source in sources):
             continue

@@ -9,6 +9,8 @@ enough to hide it, the input marks padding.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import torch
 import torch.fx as fx
@@ -64,25 +66,20 @@ def padding_inputs_of_sites(gm: fx.GraphModule, sites: list[AttentionSite], step
 
 def _zero_hides(order: list[fx.Node], mask: fx.Node, candidate: fx.Node, step: bool) -> bool:
     """Return whether a zero in an input hides its token in the mask."""
-    token_dim = value(candidate).ndim - 1
     dependent = {candidate}
     for node in order:
         if not dependent.isdisjoint(node.all_input_nodes):
             dependent.add(node)
     relevant = dependent.union(*(node.all_input_nodes for node in dependent)) | _indices(order)
-    order = [node for node in order if node in relevant]
-    row_dim = None if token_dim == 0 or expr(value(candidate).shape[0]) == 1 else 0
-    known = {candidate: TensorBounds(unknown_bounds(candidate), {token_dim: FALSE}, row_dim)}
-    axes: dict[fx.Node, int] = {}  # of tensors that hold the keys' indices
+    row_dim = None if value(candidate).ndim == 1 or expr(value(candidate).shape[0]) == 1 else 0
+    evaluation = _Evaluation(candidate, row_dim, step)
     for node in order:
-        if node not in known and not walk.is_size(node):
-            known[node] = _with_rows(node, _evaluate(node, known, axes), known, axes)
-        axis = _index_axis(node, step, axes)
-        if axis is not None:
-            axes[node] = axis
-    bounds = known[mask].at_token.get(value(mask).ndim - 1)
-    if row_dim is not None and (known[mask].row_dim != 0 or value(mask).ndim != 4):
+        if node in relevant:
+            evaluation.add(node)
+    found = evaluation.known[mask]
+    if row_dim is not None and (found.row_dim != 0 or value(mask).ndim != 4):
         return False
+    bounds = found.at_token.get(value(mask).ndim - 1)
     return bounds is not None and bounds.high <= (0.0 if value(mask).dtype == torch.bool else HIDDEN)
 
 
@@ -95,112 +92,111 @@ def _indices(order: list[fx.Node]) -> set[fx.Node]:
     return {node for node in found if is_tensor(node) and not value(node).is_floating_point()}
 
 
-def _index_axis(node: fx.Node, step: bool, axes: dict[fx.Node, int]) -> int | None:
-    """Return the dimension along which a tensor holds the keys' indices 0, 1, ... in the padded sequence, or None.
+class _Evaluation:
+    """The bounds of tensors that are computed from an input with a zero at a token.
 
-    In a step they may start at a size, for a layer that stores its last tokens only.  `KeyAxis` proves that this size
-    is the index of the first of them.
+    Attributes:
+        known: the bounds of each tensor.
+        axes: for tensors that hold the keys' indices, the dimension along which they count.
     """
-    name = op_table.known_name(node)
-    if is_tensor(node) and not op_table.holds_indices(value(node).dtype):
-        return None
-    if name == "arange":
-        start = node.args[0] if len(node.args) == 2 else 0
-        return 0 if len(node.args) < 3 and expr(start) == 0 else None
-    parents = [parent for parent in node.all_input_nodes if is_tensor(parent)]
-    if len(parents) != 1 or parents[0] not in axes or not is_tensor(node):
-        return None
-    if not op_table.is_a(node, "moves", "keeps") and not (name == "add" and _adds_offset(node, step)):
-        return None
-    return propagation.propagate_dim(node, parents[0], axes[parents[0]])
 
+    def __init__(self, candidate: fx.Node, row_dim: int | None, step: bool) -> None:
+        self.step, self.axes = step, dict[fx.Node, int]()
+        at_token = {value(candidate).ndim - 1: FALSE}
+        self.known = {candidate: TensorBounds(unknown_bounds(candidate), at_token, row_dim)}
 
-def _adds_offset(node: fx.Node, step: bool) -> bool:
-    offsets = [arg for arg in node.args if not is_tensor(arg)]
-    is_zero = bool(offsets) and isinstance(offsets[0], int) and offsets[0] == 0
-    return not node.kwargs and len(offsets) == 1 and ((step and walk.is_size(offsets[0])) or is_zero)
+    def add(self, node: fx.Node) -> None:
+        """Evaluate a node; its operands come before it."""
+        if node not in self.known and not walk.is_size(node):
+            self.known[node] = self._with_rows(node, self._evaluate(node))
+        axis = self._index_axis(node)
+        if axis is not None:
+            self.axes[node] = axis
 
+    def _index_axis(self, node: fx.Node) -> int | None:
+        """Return the dimension along which a tensor holds the keys' indices 0, 1, ... in the padded sequence, or None.
 
-def _evaluate(node: fx.Node, known: dict[fx.Node, TensorBounds], axes: dict[fx.Node, int]) -> TensorBounds:
-    constant = _constant(node)
-    if constant is not None:
-        return TensorBounds(in_dtype(node, Interval(constant, constant)), {})
-    lookup = propagation.lookup(node)
-    if lookup is not None:
-        return TensorBounds(unknown_bounds(node), _look_up_bounds(node, *lookup, known, axes))
-    if op_table.is_a(node, "moves"):
-        source = node.args[0] if node.args else None
-        if not isinstance(source, fx.Node) or source not in known:
-            return TensorBounds(unknown_bounds(node), {})
-        return TensorBounds(known[source].overall, _propagate_bounds(node, source, known))
-    if not has_rule(node):
-        return TensorBounds(unknown_bounds(node), {})
-    at_token = {operand: _propagate_bounds(node, operand, known) for operand in node.all_input_nodes}
+        In a step they may start at a size, for a layer that stores its last tokens only.  `KeyAxis` proves that this
+        size is the index of the first of them.
+        """
+        name = op_table.known_name(node)
+        if is_tensor(node) and not op_table.holds_indices(value(node).dtype):
+            return None
+        if name == "arange":
+            start = node.args[0] if len(node.args) == 2 else 0
+            return 0 if len(node.args) < 3 and expr(start) == 0 else None
+        parents = [parent for parent in node.all_input_nodes if is_tensor(parent)]
+        if len(parents) != 1 or parents[0] not in self.axes or not is_tensor(node):
+            return None
+        if not op_table.is_a(node, "moves", "keeps") and not (name == "add" and self._adds_offset(node)):
+            return None
+        return propagation.propagate_dim(node, parents[0], self.axes[parents[0]])
 
-    def bounds_at(dim: int | None) -> Interval:
-        """Evaluate the rule on all elements of the operands, or with those at the token along a dimension."""
+    def _adds_offset(self, node: fx.Node) -> bool:
+        offsets = [arg for arg in node.args if not is_tensor(arg)]
+        is_zero = bool(offsets) and isinstance(offsets[0], int) and offsets[0] == 0
+        return not node.kwargs and len(offsets) == 1 and ((self.step and walk.is_size(offsets[0])) or is_zero)
 
-        def bounds_of(operand: fx.Node) -> Interval:
-            overall = known[operand].overall if operand in known else unknown_bounds(operand)
-            return overall if dim is None else at_token[operand].get(dim, overall)
+    def _evaluate(self, node: fx.Node) -> TensorBounds:
+        constant, unknown = _constant(node), unknown_bounds(node)
+        if constant is not None:
+            return TensorBounds(in_dtype(node, Interval(constant, constant)), {})
+        if (lookup := propagation.lookup(node)) is not None:
+            base, indices = lookup
+            return TensorBounds(unknown, self._at_token(base, lambda dim: self._entry_axis(node, indices.get(dim))))
+        if op_table.is_a(node, "moves"):
+            source = node.args[0] if node.args else None
+            if not isinstance(source, fx.Node) or source not in self.known:
+                return TensorBounds(unknown, {})
+            return TensorBounds(self.known[source].overall, self._propagate(node, source))
+        if not has_rule(node):
+            return TensorBounds(unknown, {})
+        at_token = {operand: self._propagate(node, operand) for operand in node.all_input_nodes}
 
-        return evaluate(node, bounds_of)
+        def bounds_at(dim: int | None) -> Interval:
+            """Evaluate the rule on all elements of the operands, or with those at the token along a dimension."""
 
-    return TensorBounds(bounds_at(None), {dim: bounds_at(dim) for dims in at_token.values() for dim in dims})
+            def bounds_of(operand: fx.Node) -> Interval:
+                overall = self.known[operand].overall if operand in self.known else unknown_bounds(operand)
+                return overall if dim is None else at_token[operand].get(dim, overall)
 
+            return evaluate(node, bounds_of)
 
-def _with_rows(
-    node: fx.Node, bounds: TensorBounds, known: dict[fx.Node, TensorBounds], axes: dict[fx.Node, int]
-) -> TensorBounds:
-    """Add the dimension over rows to a result's bounds, and drop its bounds per token if rows may be mixed."""
-    rows: set[int | None] = set()
-    for parent in node.all_input_nodes:
-        if parent in known and (row_dim := known[parent].row_dim) is not None:
-            rows.add(_row_dim(node, parent, row_dim, axes))
-    if not rows:
-        return bounds
-    return (
-        TensorBounds(bounds.overall, {})
-        if None in rows or len(rows) > 1
-        else dataclasses.replace(bounds, row_dim=rows.pop())
-    )
+        return TensorBounds(bounds_at(None), {dim: bounds_at(dim) for dims in at_token.values() for dim in dims})
 
+    def _with_rows(self, node: fx.Node, bounds: TensorBounds) -> TensorBounds:
+        """Add the dimension over rows to a result's bounds, and drop its bounds per token if rows may be mixed."""
+        rows: set[int | None] = set()
+        for parent in node.all_input_nodes:
+            if parent in self.known and (row_dim := self.known[parent].row_dim) is not None:
+                rows.add(self._row_dim(node, parent, row_dim))
+        if not rows:
+            return bounds
+        if None in rows or len(rows) > 1:
+            return TensorBounds(bounds.overall, {})
+        return dataclasses.replace(bounds, row_dim=rows.pop())
 
-def _row_dim(node: fx.Node, parent: fx.Node, row_dim: int, axes: dict[fx.Node, int]) -> int | None:
-    """Return the dimension over rows of a node, given that of an operand; None if rows may be mixed."""
-    lookup = propagation.lookup(node)
-    if lookup is None or lookup[0] is not parent:
-        return propagation.propagate_dim(node, parent, row_dim)
-    index = lookup[1].get(row_dim)
-    if not isinstance(index, fx.Node) or index not in axes:
-        return None
-    return propagation.index_axis(node, index, axes[index])
+    def _row_dim(self, node: fx.Node, parent: fx.Node, row_dim: int) -> int | None:
+        """Return the dimension over rows of a node, given that of an operand; None if rows may be mixed."""
+        lookup = propagation.lookup(node)
+        if lookup is None or lookup[0] is not parent:
+            return propagation.propagate_dim(node, parent, row_dim)
+        return self._entry_axis(node, lookup[1].get(row_dim))
 
+    def _propagate(self, node: fx.Node, operand: fx.Node) -> dict[int, Interval]:
+        return self._at_token(operand, functools.partial(propagation.propagate_dim, node, operand))
 
-def _propagate_bounds(node: fx.Node, operand: fx.Node, known: dict[fx.Node, TensorBounds]) -> dict[int, Interval]:
-    """Return the bounds of an operand's elements at the token, by the dimensions of the result."""
-    if operand not in known:
-        return {}
-    indices = {propagation.propagate_dim(node, operand, dim): bounds for dim, bounds in known[operand].at_token.items()}
-    return {dim: bounds for dim, bounds in indices.items() if dim is not None}
+    def _at_token(self, operand: fx.Node, follow: Callable[[int], int | None]) -> dict[int, Interval]:
+        """Return the bounds of an operand's elements at the token, by the dimensions of the result."""
+        at_token = self.known[operand].at_token if operand in self.known else {}
+        found = {follow(dim): bounds for dim, bounds in at_token.items()}
+        return {dim: bounds for dim, bounds in found.items() if dim is not None}
 
-
-def _look_up_bounds(
-    node: fx.Node,
-    base: fx.Node,
-    indices: dict[int, object],
-    known: dict[fx.Node, TensorBounds],
-    axes: dict[fx.Node, int],
-) -> dict[int, Interval]:
-    """Return the bounds of a lookup's elements at the token: an index over the keys reads each token's own entry."""
-    found: dict[int, Interval] = {}
-    for dim, bounds in known[base].at_token.items() if base in known else ():
-        index = indices.get(dim)
-        if isinstance(index, fx.Node) and index in axes:
-            axis = propagation.index_axis(node, index, axes[index])
-            if axis is not None:
-                found[axis] = bounds
-    return found
+    def _entry_axis(self, node: fx.Node, index: object) -> int | None:
+        """Return the dimension along which a lookup reads each token's own entry; None if the index is no key index."""
+        if not isinstance(index, fx.Node) or index not in self.axes:
+            return None
+        return propagation.index_axis(node, index, self.axes[index])
 
 
 def _constant(node: fx.Node) -> float | None:

@@ -44,7 +44,7 @@ class Rotary:
         """
         position, queries = value(self.position), expr(value(site.query).shape[2])
         if position.ndim == 1:
-            return site.has_row_masks
+            return site.mask is not None and value(site.mask).ndim == 4 and expr(value(site.mask).shape[0]) != 1
         if sympy.simplify(expr(position.numel()) - queries) != 0:
             return False
         return bool(expr(position.shape[0]) != 1) or not rows_come_first(self.position, site.key)
@@ -57,11 +57,7 @@ class Rotary:
 
 
 def find_obstacle(sites: Iterable[AttentionSite], memory: alias.Memory) -> tuple[AttentionSite, str] | None:
-    """Return the first layer whose keys cannot be stored before their rotary embedding, and why; None if all can.
-
-    Args:
-        memory: that of the graph.
-    """
+    """Return the first layer whose keys cannot be stored before their rotary embedding, and why; None if all can."""
     found = ((site, _obstacle(site, memory)) for site in sites)
     return next(((site, why) for site, why in found if why is not None), None)
 
@@ -212,8 +208,7 @@ def _is_followed(root: fx.Node, dim: int, among: set[fx.Node]) -> bool:
             continue
         if is_tensor(node) and expr(value(node).numel()) == 0:  # such as the unrotated features of a key without any
             continue
-        follow = _follow_one if single else _follow
-        found = {follow(node, parent, dims[parent]) for parent in parents}
+        found = {_follow(node, parent, dims[parent], single) for parent in parents}
         followed = found.pop() if len(found) == 1 else None
         if followed is None and (not single or is_a(node, "reduces", "along")):
             return False
@@ -221,17 +216,15 @@ def _is_followed(root: fx.Node, dim: int, among: set[fx.Node]) -> bool:
     return True
 
 
-def _follow_one(node: fx.Node, parent: fx.Node, dim: int | None) -> int | None:
-    """Follow a dimension of size 1, which a pointwise operation may broadcast without mixing."""
-    if dim is not None and op_table.is_pointwise(node):
-        return _aligned_dim(node, parent, dim)
-    return _follow(node, parent, dim)
+def _follow(node: fx.Node, parent: fx.Node, dim: int | None, single: bool) -> int | None:
+    """Return the dimension of a result whose slices are computed from an operand's slices alone, or None.
 
-
-def _follow(node: fx.Node, parent: fx.Node, dim: int | None) -> int | None:
-    """Return the dimension of a result whose slices are computed from an operand's slices alone, or None."""
+    A pointwise operation may broadcast a dimension of a `single` slice without mixing.
+    """
     if dim is None:
         return None
+    if single and op_table.is_pointwise(node):
+        return _aligned_dim(node, parent, dim)
     propagated = propagation.propagate_dim(node, parent, dim)
     lookup = propagation.lookup(node) if propagated is None and is_tensor(parent) else None
     return propagation.index_axis(node, parent, dim) if lookup and parent is not lookup[0] else propagated

@@ -55,18 +55,10 @@ def leave_disabled_regions(graph: fx.Graph) -> None:
         leaving = [user for user in enter.users if fx_nodes.sets_a_mode(user)]
         if len(leaving) != 1:
             continue
-        inside = _nodes_between(enter, leaving[0])
-        if all(map(_is_independent, inside)):
+        order = list(graph.nodes)
+        if all(map(_is_independent, order[order.index(enter) + 1 : order.index(leaving[0])])):
             graph.erase_node(leaving[0])
             graph.erase_node(enter)
-
-
-def _nodes_between(first: fx.Node, last: fx.Node) -> list[fx.Node]:
-    found, node = [], first.next
-    while node is not last:
-        found.append(node)
-        node = node.next
-    return found
 
 
 def _is_outer_product(node: fx.Node) -> bool:
@@ -141,11 +133,7 @@ class _Broadcaster:
         self.results: dict[fx.Node, fx.Node] = {}
 
     def rewrite(self, node: fx.Node) -> None:
-        """Rewrite a node if it is mapped.
-
-        Raises:
-            _NotBroadcastable: the node cannot be rewritten.
-        """
+        """Rewrite a node if it is mapped, or raise `_NotBroadcastable`."""
         if _is_batching_call(node, "_add_batch_dim"):
             self._enter(node)
         elif _is_batching_call(node, "_remove_batch_dim"):

@@ -28,10 +28,6 @@ def index_sliced_tables(graph: fx.Graph, sites: Sequence[AttentionSite]) -> None
 
     A slice is replaced if it has one entry for each new token, and these lie along the tokens of a query or key.  In a
     prompt it must start at the first entry, because nothing shows which positions another start would mean.
-
-    Args:
-        graph: the canonical graph.
-        sites: its attention calls on caches.
     """
     dims = {node: dim for node in graph.nodes if (dim := _sliced_dim(node, sites[0])) is not None}
     if not dims:

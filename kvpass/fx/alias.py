@@ -82,25 +82,21 @@ def writes(node: fx.Node) -> bool:
     return name in tagged("augments") or (name.endswith("_") and not name.endswith("__") and not of_operators)
 
 
-def writers_to(nodes: set[fx.Node], memory: Memory | None = None) -> list[fx.Node]:
+def writers_to(nodes: set[fx.Node]) -> list[fx.Node]:
     """Return the nodes that write in place to the memory of any of `nodes`, views included, in order."""
     if not nodes:
         return []
-    memory = memory or Memory(next(iter(nodes)).graph)
+    memory = Memory(next(iter(nodes)).graph)
     return sorted({writer for node in nodes for writer in memory.writers(node)})
 
 
-def overwriting_node(nodes: set[fx.Node], since: fx.Node | None = None, memory: Memory | None = None) -> fx.Node | None:
-    """Return a node outside `nodes` that writes to their memory, or None.
+def overwriting_node(nodes: set[fx.Node], memory: Memory, since: fx.Node | None = None) -> fx.Node | None:
+    """Return the first node outside `nodes` that writes to their memory, after `since` if that is given, or None.
 
     Such a write means that `nodes` alone do not determine what is computed.
-
-    Args:
-        since: consider only writes after this node.
-        memory: of the graph, if the caller has it.
     """
-    late = [writer for writer in writers_to(nodes, memory) if writer not in nodes]
-    return next((writer for writer in late if since is None or since < writer), None)
+    others = {writer for node in nodes for writer in memory.writers(node)} - nodes
+    return min((writer for writer in others if since is None or since < writer), default=None)
 
 
 def eliminate_dead(graph: fx.Graph, among: set[fx.Node] | None = None) -> None:
@@ -179,11 +175,7 @@ def may_alias(node: fx.Node, parent: fx.Node) -> bool:
 
 
 def dependents(among: set[fx.Node], roots: Sequence[fx.Node], memory: Memory | None = None) -> set[fx.Node]:
-    """Return the roots and the nodes of `among` computed from them, including memory that these nodes write to.
-
-    Args:
-        memory: of the graph, if the caller has it.
-    """
+    """Return the roots and the nodes of `among` computed from them, including memory that these nodes write to."""
     found, todo = set(roots), list(roots)
     while todo:
         following = [user for user in todo.pop().users if user in among and user not in found]

@@ -77,9 +77,8 @@ def _propagate_by_running(node: fx.Node, operand: fx.Node, dim: int) -> int | No
         result = run_on(node, {operand: coordinates(tuple(shape), dim)})
     except (RuntimeError, IndexError, ValueError, TypeError):
         return None
-    parts = (
-        list(zip(result, value(node), strict=True)) if isinstance(result, (tuple, list)) else [(result, value(node))]
-    )
+    several = isinstance(result, (tuple, list))
+    parts = [*zip(result, value(node), strict=True)] if several else [(result, value(node))]
     found = {_dim_of_coordinates(part, known, shape[dim], size) for part, known in parts}
     return found.pop() if len(found) == 1 else None
 
@@ -99,12 +98,10 @@ def swaps_last_two(node: fx.Node) -> bool:
         result = run_on(node, {node.args[0]: operand})  # type: ignore[dict-item]
     except (RuntimeError, IndexError, ValueError, TypeError):
         return False
-    return isinstance(result, torch.Tensor) and operand.ndim > 1 and _lies_like(result, operand.transpose(-1, -2))
-
-
-def _lies_like(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Check whether two views of one tensor have the same shape, strides and offset."""
-    return (one.shape, one.stride(), one.storage_offset()) == (other.shape, other.stride(), other.storage_offset())
+    if not isinstance(result, torch.Tensor) or operand.ndim < 2:
+        return False
+    one, other = ((x.shape, x.stride(), x.storage_offset()) for x in (result, operand.transpose(-1, -2)))
+    return one == other
 
 
 def coordinates(shape: tuple[int, ...], dim: int) -> torch.Tensor:
@@ -190,12 +187,8 @@ def concrete_shape(shape: Any) -> tuple[int, ...]:
 
 def _number(size: Any) -> int:
     """Return a size with a small number in place of each symbol; a symbol always gets the same number."""
-    return number(size, {symbol: _number_for(symbol) for symbol in expr(size).free_symbols})
-
-
-def _number_for(symbol: Any) -> int:
-    digits = "".join(letter for letter in str(symbol) if letter.isdigit()) or "0"
-    return 3 + int(digits) % 5
+    digits = {symbol: "".join(filter(str.isdigit, str(symbol))) for symbol in expr(size).free_symbols}
+    return number(size, {symbol: 3 + int(text or 0) % 5 for symbol, text in digits.items()})
 
 
 def run_on(node: fx.Node, operands: dict[fx.Node, Any]) -> Any:

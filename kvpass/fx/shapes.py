@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -83,7 +82,7 @@ def replace_by(node: fx.Node, argument: Any) -> None:
         user.args, user.kwargs = map_arg((user.args, user.kwargs), lambda each: argument if each is node else each)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Sizes:
     """The rules for reading the symbolic sizes of a step graph.
 
@@ -102,16 +101,14 @@ class Sizes:
     least: int = 0
     totals: tuple[Any, ...] = ()
     dynamic: symbolic_shapes.SymbolicSizes | None = None
-    _simplified: dict[sympy.Expr, sympy.Expr] = dataclasses.field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
 
     def __post_init__(self) -> None:
         symbols = [length for length in self.lengths if length.is_Symbol]
         above = {s: sympy.Symbol(f"{s}_above", integer=True, nonnegative=True) for s in symbols}
-        object.__setattr__(self, "_bounds", {s: self.least + t for s, t in above.items()})
-        object.__setattr__(self, "_back", {t: s - self.least for s, t in above.items()})
-        object.__setattr__(self, "_dynamic", frozenset(self.dynamic.symbols if self.dynamic else ()))
+        self._bounds = {s: self.least + t for s, t in above.items()}
+        self._back = {t: s - self.least for s, t in above.items()}
+        self._dynamic = frozenset(self.dynamic.symbols if self.dynamic else ())
+        self._simplified: dict[sympy.Expr, sympy.Expr] = {}
 
     def _simplified_size(self, size: Any) -> sympy.Expr:
         """Simplify a size, once for all equal sizes: a graph has thousands of them, and sympy is slow."""
@@ -127,8 +124,8 @@ class Sizes:
         for name, function in (("Max", sympy.Max), ("Min", sympy.Min)):  # torch has its own
             theirs = {part.func for part in sympy.preorder_traversal(whole) if part.func.__name__ == name}
             for kind in theirs:
-                whole = whole.replace(kind, lambda *args, f=function: f(*(a.subs(self._bounds) for a in args)))  # type: ignore[attr-defined]
-        return whole.subs(self._back).subs(self.known)  # type: ignore[attr-defined]
+                whole = whole.replace(kind, lambda *args, f=function: f(*(a.subs(self._bounds) for a in args)))
+        return whole.subs(self._back).subs(self.known)
 
     def grows(self, size: Any) -> bool:
         """Check whether a size changes from step to step."""
@@ -136,11 +133,12 @@ class Sizes:
 
     def grows_in(self, expression: sympy.Expr) -> bool:
         """Check whether an expression has symbols that grow."""
-        return bool(expression.free_symbols - self._dynamic)  # type: ignore[attr-defined]
+        return bool(expression.free_symbols - self._dynamic)
 
-    def has_growing_dim(self, tensor: Any) -> bool:
-        """Check whether any dimension of a fake tensor changes from step to step."""
-        return isinstance(tensor, torch.Tensor) and any(self.grows(size) for size in tensor.shape)
+    def growing_dims(self, tensor: Any) -> list[int]:
+        """Return the dimensions of a fake tensor whose sizes change from step to step; [] for any other value."""
+        shape = tensor.shape if isinstance(tensor, torch.Tensor) else ()
+        return [dim for dim, size in enumerate(shape) if self.grows(size)]
 
     def is_dynamic(self, size: Any) -> bool:
         """Check whether a size depends on symbols that stay dynamic, and on no others."""
@@ -200,39 +198,5 @@ class Sizes:
         """Return an expression in which lengths have cancelled out, as a number or a dynamic size."""
         return self.dynamic.size(expression) if self.dynamic else int(expression)
 
-    def emit_on_length(self, size: Any, length: fx.Node, graph: fx.Graph, number: Callable[[Any], Any]) -> Any:
-        """Emit nodes that compute a size from the length, a tensor; return the node or a number.
-
-        Args:
-            number: maps a number or a dynamic size to its value in the graph.
-
-        Raises:
-            UnsupportedGraph: the size is no sum, product, maximum or minimum.
-        """
-
-        def emit(part: sympy.Expr) -> Any:
-            if part == LENGTH:
-                return length
-            if part.is_integer and LENGTH not in part.free_symbols:
-                return number(self.fixed_part(part))
-            function = _ON_TENSORS.get(part.func.__name__)
-            if function is None:
-                raise UnsupportedGraph(
-                    f"position arithmetic {part} on the cache's length is no sum, product, maximum or minimum"
-                )
-            terms = sorted((emit(term) for term in part.args), key=lambda term: not is_tensor(term))
-            result = terms[0]
-            for term in terms[1:]:
-                result = graph.call_function(function, (result, term))
-                result.meta["example_value"] = value(length)
-            return result
-
-        return emit(self.in_length(size))
-
 
 LENGTH = sympy.Symbol("length", integer=True, nonnegative=True)
-
-
-_ON_TENSORS: dict[str, Callable[..., Any]] = {
-    "Add": operator.add, "Mul": operator.mul, "Max": torch.clamp_min, "Min": torch.clamp_max
-}  # fmt: skip

@@ -53,14 +53,11 @@ class Slice:
         return (*steps, *((n.name, str(value(n))) for n in self.bound))
 
 
-Resolve = Callable[[fx.Node], Any]
-
-
 def cut(
     gm: fx.GraphModule,
     results: list[fx.Node],
     replaced: list[fx.Node],
-    resolve: Resolve,
+    resolve: Callable[[fx.Node], Any],
     *,
     unpack: bool = False,
     reader: fx.Node | None = None,
@@ -106,10 +103,14 @@ def cut(
     return Slice(fx.GraphModule(gm, graph), tuple(bound))
 
 
-def extract(gm: fx.GraphModule, wanted: list[fx.Node]) -> fx.GraphModule:
-    """Return a graph with the same arguments that returns the wanted nodes and computes nothing else."""
+def extract(gm: fx.GraphModule, wanted: list[fx.Node], reader: fx.Node | None = None) -> fx.GraphModule:
+    """Return a graph with the same arguments that returns the wanted nodes and computes nothing else.
+
+    Args:
+        reader: see `ancestors_with_writes`.
+    """
     graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
-    needed = ancestors_with_writes(wanted) if wanted else set()
+    needed = ancestors_with_writes(wanted, reader=reader) if wanted else set()
     for node in gm.graph.nodes:
         if node.op == "placeholder" or node in needed:
             env[node] = graph.node_copy(node, env.__getitem__)

@@ -44,9 +44,8 @@ def is_inexact(tensor: Tensor) -> bool:
 
 def is_size(node: object) -> TypeGuard[fx.Node]:
     """Check whether a node stands for a size and not for a tensor."""
-    return (
-        isinstance(node, fx.Node) and isinstance(value(node), (torch.SymInt, int)) and not isinstance(value(node), bool)
-    )
+    recorded = value(node) if isinstance(node, fx.Node) else None
+    return isinstance(recorded, (torch.SymInt, int)) and not isinstance(recorded, bool)
 
 
 def constant(gm: fx.GraphModule, argument: Any) -> float | None:

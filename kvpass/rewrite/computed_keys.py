@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
@@ -79,8 +78,8 @@ def cut_computed_keys(
     """
     if site.computed is None:
         return None
-    tokens = _TokenAxis.of(site)
-    if not tokens.growing:
+    tokens = _TokenAxis({expr(value(node).shape[2]) for node in (site.grown_key, site.grown_value)}, sizes)
+    if not site.length_symbols:
         raise UnsupportedGraph(
             f"{walk.source_line(site.call)}: the model's code compares the cache's length with a number, so its "
             "graph serves only one length; a sparse index and a window over such a cache do that"
@@ -99,30 +98,21 @@ def cut_computed_keys(
 
 @dataclasses.dataclass(frozen=True)
 class _TokenAxis:
-    """The sizes that count tokens in the grown keys and values, and the symbols that grow."""
+    """The sizes that count tokens in the grown keys and values, and all sizes of the graph."""
 
     totals: set[sympy.Expr]
-    growing: set[sympy.Symbol]
-
-    @staticmethod
-    def of(site: AttentionSite) -> _TokenAxis:
-        grown = {expr(value(node).shape[2]) for node in (site.grown_key, site.grown_value)}
-        return _TokenAxis(grown, site.length_symbols)
+    sizes: Sizes
 
     def has(self, node: fx.Node) -> bool:
         """Return whether a node is a tensor, or several tensors, with entries for the tokens."""
         parts = value(node) if isinstance(value(node), (tuple, list)) else [value(node)]
-        return any(isinstance(x, torch.Tensor) and any(map(self.grows, x.shape)) for x in parts)
+        return any(map(self.sizes.growing_dims, parts))
 
     def axis(self, node: fx.Node) -> int | None:
         """Return the one dimension that runs over the tokens, or None."""
         first = value(node)[0] if isinstance(value(node), (tuple, list)) else value(node)
-        growing = [d for d, size in enumerate(first.shape) if self.grows(size)]
+        growing = self.sizes.growing_dims(first)
         return growing[0] if len(growing) == 1 and expr(first.shape[growing[0]]) in self.totals else None
-
-    def grows(self, size: Any) -> bool:
-        """Return whether a size depends on the number of cached tokens."""
-        return not expr(size).free_symbols.isdisjoint(self.growing)
 
 
 def _check_per_token(node: fx.Node, tokens: _TokenAxis) -> None:
@@ -131,14 +121,12 @@ def _check_per_token(node: fx.Node, tokens: _TokenAxis) -> None:
         return  # a size, or a tuple whose items are checked
     axis = tokens.axis(node)
     parents = [p for p in node.all_input_nodes if tokens.has(p)]
-    if axis is not None and (
-        op_table.is_a(node, "creates") or all(_propagate_dim(node, p, tokens.axis(p)) == axis for p in parents)
-    ):
-        return
-    raise UnsupportedGraph(
-        f"{walk.source_line(node)}: keys or values are computed from the cache by {walk.name_of(node)!r}, which "
-        "may mix tokens, so it cannot be evaluated for one slot"
-    )
+    alike = op_table.is_a(node, "creates") or all(_propagate_dim(node, p, tokens.axis(p)) == axis for p in parents)
+    if axis is None or not alike:
+        raise UnsupportedGraph(
+            f"{walk.source_line(node)}: keys or values are computed from the cache by {walk.name_of(node)!r}, which "
+            "may mix tokens, so it cannot be evaluated for one slot"
+        )
 
 
 def _check_rows(nodes: list[fx.Node], stored: list[fx.Node]) -> None:

@@ -44,13 +44,11 @@ class PolicyWeights:
     """The policy's own tensors as inputs of the graph: the result of `take_slots`.
 
     Attributes:
-        tensors: on the device of the slots.
-        inputs: their placeholders.
-        of_layers: for each layer the placeholders that it reads.
+        tensors: on the device of the slots, in the order of their placeholders.
+        of_layers: for each layer the placeholders that it reads: those that all layers share, then its own.
     """
 
     tensors: list[Tensor]
-    inputs: list[fx.Node]
     of_layers: list[list[fx.Node]]
 
 
@@ -230,13 +228,9 @@ class FurtherInputs:
 
     def valid(self, layer: int) -> fx.Node:
         """Return the node bool [B, q], false where a new token is padding, for a layer."""
-        padding_inputs = self._step.padding_inputs.sites[layer]
-        if padding_inputs not in self._valid:
-            self._valid[padding_inputs] = self._emit_valid([self.column(argument) for argument in padding_inputs])
-        return self._valid[padding_inputs]
-
-    def _emit_valid(self, columns: list[fx.Node]) -> fx.Node:
-        step = self._step
+        step, padding_inputs = self._step, self._step.padding_inputs.sites[layer]
+        if padding_inputs in self._valid:
+            return self._valid[padding_inputs]
         shape, device = (step.batch, step.queries), step.device
 
         def function(*columns: Tensor) -> list[Tensor]:
@@ -245,8 +239,10 @@ class FurtherInputs:
                 valid = valid & (column != 0)
             return [valid]
 
-        node = step.compute(function, columns, step.length.next, f"kvpass_valid_{len(self._valid)}")[0]
+        inputs = [self.column(argument) for argument in padding_inputs]
+        node = step.compute(function, inputs, step.length.next, f"kvpass_valid_{len(self._valid)}")[0]
         node.meta["example_value"] = step.empty_of_shape(shape, torch.bool)
+        self._valid[padding_inputs] = node
         return node
 
     @property

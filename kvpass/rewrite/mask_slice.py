@@ -46,10 +46,6 @@ class PerTokenInput:
     def entry_shape(self) -> tuple[Any, ...]:
         return self.shape[: self.axis] + self.shape[self.axis + 1 :]
 
-    def as_traced(self, entry: Tensor) -> Tensor:
-        """Return one token's entry in the shape that the model's code expects."""
-        return entry.unsqueeze(self.axis)
-
 
 @dataclasses.dataclass(frozen=True)
 class MaskSlice:
@@ -105,7 +101,7 @@ class MaskSlice:
 
         def mask_of_slot(index: Tensor, position: Tensor, *values: Tensor) -> Tensor:
             index = index.clamp(min=0)[None]  # free slots look up something too
-            own_entries = [entry.as_traced(x) for entry, x in zip(self.entries, values[:count], strict=True)]
+            own_entries = [x.unsqueeze(entry.axis) for entry, x in zip(self.entries, values[:count], strict=True)]
             inputs = (index - first, position[None, None] + 1, *valid, *own_entries, *values[count:])
             mask: Tensor = self.slice.run(*inputs, *bound)
             if mask.shape[-1] != 1:
@@ -157,15 +153,15 @@ def cut_mask(gm: fx.GraphModule, mask: fx.Node, sizes: Sizes, context: MaskConte
     """
     sparse_indices = keys.sparse_indices(mask)
     subgraph = walk.ancestors(mask, [*context.stored, *(each.node for each in sparse_indices)])
-    index_nodes = [*context.key_indices, *context.inputs]
-    dependent = alias.dependents(subgraph, index_nodes)
-    check_not_overwritten(dependent, subgraph - set(context.inputs), mask)
+    index_nodes, memory = [*context.key_indices, *context.inputs], alias.Memory(gm.graph)
+    dependent = alias.dependents(subgraph, index_nodes, memory)
+    check_not_overwritten(dependent, subgraph - set(context.inputs), mask, memory)
     key_features = _key_features(gm.graph, mask, context.stored, index_nodes)
     cutter = _KeyCutter(gm, sizes, context, subgraph, key_features, sparse_indices)
     mask_slice = cutter.cut(mask)
     padding = tuple(cutter.entry_of(node, value(node).ndim - 1) for node in cutter.padding)
     parts = (tuple(cutter.entries), tuple(cutter.host_inputs), tuple(key_features))
-    return MaskSlice(mask_slice, padding, *parts, queries=sizes.queries, shifted=context.last is not None)
+    return MaskSlice(mask_slice, padding, *parts, queries=sizes.queries, shifted=context.window is not None)
 
 
 def _key_features(graph: fx.Graph, mask: fx.Node, stored: list[fx.Node], index_nodes: list[fx.Node]) -> list[fx.Node]:
@@ -178,21 +174,18 @@ def _key_features(graph: fx.Graph, mask: fx.Node, stored: list[fx.Node], index_n
     ]
 
 
-def check_not_overwritten(
-    moved: set[fx.Node], behind: set[fx.Node], result: fx.Node, memory: alias.Memory | None = None
-) -> None:
+def check_not_overwritten(moved: set[fx.Node], behind: set[fx.Node], result: fx.Node, memory: alias.Memory) -> None:
     """Refuse in-place writes that a copy of a subgraph would miss.
 
     Args:
         moved: the nodes that are copied.
         behind: all nodes that the result is computed from.
-        memory: of the graph, if the caller has it.
+        memory: that of the graph.
 
     Raises:
         UnsupportedGraph: another node writes to their memory, for `behind` only after `result`.
     """
-    memory = memory or alias.Memory(result.graph)
-    for writer in (alias.overwriting_node(moved, memory=memory), alias.overwriting_node(behind, result, memory)):
+    for writer in (alias.overwriting_node(moved, memory), alias.overwriting_node(behind, memory, result)):
         if writer is not None:
             raise UnsupportedGraph(
                 f"{walk.source_line(writer)}: {walk.name_of(writer)!r} writes in place to what an attention mask "
@@ -239,18 +232,13 @@ class _KeyCutter:
         return index if dtype == torch.int64 else self.graph.call_method("to", (index, dtype))
 
     def cut(self, mask: fx.Node) -> Slice:
-        result = self.copy(mask)
-        self._check_axis(mask)
-        self.graph.output(result)
+        self.graph.output(self.copy(mask))
+        axis = self.axes.of(mask).axis
+        if axis is not None and axis != value(mask).ndim - 1:
+            self._refuse(mask, "the keys are not the mask's last dimension")
         inputs = [*self.padding, *(entry.node for entry in self.entries), *self.key_features, *self.bound]
         splicing.put_first(self.graph, [*self.roots, *(self.env[node] for node in inputs)])
         return Slice(fx.GraphModule(self.gm, self.graph), tuple(self.bound))
-
-    def _check_axis(self, mask: fx.Node) -> None:
-        """Raise UnsupportedGraph unless the keys are the mask's last dimension."""
-        axis = self.axes.of(mask).axis
-        if axis is not None and axis != value(mask).ndim - 1:
-            raise UnsupportedGraph(f"{walk.source_line(mask)}: the keys are not the mask's last dimension")
 
     def copy(self, node: fx.Node) -> Any:
         """Return the node's copy for one key; each node is copied once."""
@@ -260,7 +248,7 @@ class _KeyCutter:
 
     def _copy_node(self, node: fx.Node) -> Any:
         if walk.is_size(node):
-            return 1 if self.sizes.is_total(node) or self.is_key_count(node) else self._number_or_bound(node)
+            return 1 if self._counts_keys(node) else self._number_or_bound(node)
         if isinstance(value(node), torch.Size):
             return tuple(self._size(node, size) for size in value(node))
         axis_fact = self.axes.of(node)
@@ -276,14 +264,18 @@ class _KeyCutter:
             return self._refuse(node, "a padded tensor is not indexed by the key index")
         return self._copy_sliced(node, by_own_index=axis_fact.dependence == "own entry")
 
+    def _counts_keys(self, size: Any) -> bool:
+        """Return whether a size is the number of keys, which is constant if a layer stores its last tokens only."""
+        return self.sizes.is_total(size) or (bool(expr(size).free_symbols) and expr(size) in self.totals)
+
     def _size(self, node: fx.Node, size: Any) -> int:
         """Return one of the sizes of a shape, for one key."""
-        if self.sizes.is_total(size) or (expr(size).free_symbols and expr(size) in self.totals):
+        if self._counts_keys(size):
             return 1
         fixed = None if self.sizes.grows(size) else self.sizes.fixed_size(size)
-        return (
-            fixed if isinstance(fixed, int) else self._refuse(node, "the mask depends on a shape that is not a number")
-        )
+        if not isinstance(fixed, int):
+            self._refuse(node, "the mask depends on a shape that is not a number")
+        return fixed
 
     def _number_or_bound(self, node: fx.Node) -> Any:
         if self.sizes.grows(node):
@@ -317,10 +309,10 @@ class _KeyCutter:
         if node in self.on_features:
             self._refuse(node, f"{problem}, from cached vectors")
         if axis is not None:
-            if self.context.last is not None:
+            if self.context.window is not None:
                 self._refuse(node, f"{problem}, in a layer that stores its last tokens only")
             return self._entry(node, axis)
-        if self.sizes.has_growing_dim(value(node)) or self.context.last is not None:
+        if self.sizes.growing_dims(value(node)) or self.context.window is not None:
             self._refuse(node, problem)
         self.host_inputs.append(node)
         return self._bind(node)
@@ -329,12 +321,8 @@ class _KeyCutter:
         raise UnsupportedGraph(f"{walk.source_line(node)}: {why}")
 
     def _copy_sliced(self, node: fx.Node, by_own_index: bool) -> fx.Node:
-        base = node.args[0]
-        if (
-            walk.name_of(node) == "getitem"
-            and isinstance(base, fx.Node)
-            and self.axes.of(base).dependence == "lengthened"
-        ):
+        base, is_item = node.args[0], walk.name_of(node) == "getitem"
+        if is_item and isinstance(base, fx.Node) and self.axes.of(base).dependence == "lengthened":
             return self._padded_lookup(node)
         for parent in node.all_input_nodes:
             self.copy(parent)
@@ -347,10 +335,6 @@ class _KeyCutter:
         if walk.name_of(node) == "expand":
             copied.args = _expand_arguments(node, copied)
         return copied
-
-    def is_key_count(self, node: fx.Node) -> bool:
-        """Return whether a size is the number of keys, which is constant if a layer stores its last tokens only."""
-        return bool(expr(node).free_symbols) and expr(node) in self.totals
 
     def _padded_lookup(self, node: fx.Node) -> fx.Node:
         """Emit a lookup in a tensor that was padded with a number at its end."""

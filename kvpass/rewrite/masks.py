@@ -6,7 +6,6 @@ import dataclasses
 import operator
 from typing import Any
 
-import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx as fx
 from torch import Tensor
@@ -14,7 +13,7 @@ from torch import Tensor
 from kvpass.capture import keys
 from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.keys import MaskContext
-from kvpass.fx import op_table, shapes, walk
+from kvpass.fx import op_table, splicing, walk
 from kvpass.fx.walk import value
 from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.mask_slice import MaskSlice, cut_mask
@@ -33,7 +32,7 @@ class Masks:
         step, window = self._step, self._step.windows[layer]
         if site.mask is None:
             return None, None
-        if window is None and not step.sizes.has_growing_dim(value(site.mask)):
+        if window is None and not step.sizes.growing_dims(value(site.mask)):
             return ColumnMask([site.mask], step.queries), "columns"
         padding = tuple(node for node in step.padding_inputs.sites[layer] if node in step.padding_inputs.known)
         above = walk.ancestors(site.mask)
@@ -61,8 +60,7 @@ class Masks:
             padding=list(padding),
             stored=[site.grown_key, site.grown_value],
             lengths=step.lengths.nodes,
-            first=sympy.Integer(0) if window is None else shapes.LENGTH - window,
-            last=window,
+            window=window,
         )
 
     def _drop_sparse_indices(self, mask: fx.Node) -> None:
@@ -80,9 +78,7 @@ class Masks:
         if window not in self._firsts:
             step = self._step
             with step.graph.inserting_after(step.length):
-                node = step.graph.call_function(operator.sub, (step.length, window))
-            node.meta["example_value"] = value(step.length)
-            self._firsts[window] = node
+                self._firsts[window] = splicing.emit(step.graph, operator.sub, step.length, window)
         return self._firsts[window]
 
 

@@ -101,8 +101,7 @@ class StepRewrite:
     ) -> list[Any]:
         """Return the rewritten graph's arguments, from slots, Dynamo's arguments and the results of `host_precomputed`.
 
-        Args:
-            seen: the number of tokens before this call.
+        `seen` is the number of tokens before this call.
         """
         return [*self.fixed_arguments(slots), *self.call_arguments(arguments, host_inputs, slots, seen)]
 
@@ -136,17 +135,16 @@ class StepRewrite:
         return not (self.host_graph or self.entries)
 
 
-Watch = Callable[[PassRecord, fx.Graph], None]
-"""Called after each pass with its record and the graph as the pass left it."""
-
-
-def rewrite_step(step: StepContext, passes: Sequence[Pass] = STEP_PASSES, watch: Watch | None = None) -> StepRewrite:
-    """Rewrite a step graph by a sequence of passes, and describe the result.
+def rewrite_step(
+    step: StepContext,
+    passes: Sequence[Pass] = STEP_PASSES,
+    watch: Callable[[PassRecord, fx.Graph], None] = lambda record, graph: None,
+) -> StepRewrite:
+    """Rewrite a step graph in place by a sequence of passes, and describe the result.
 
     Args:
-        step: the context with the graph, which is rewritten in place.
         passes: run in this order; each may read what earlier ones recorded in the context.
-        watch: called after each pass.
+        watch: called after each pass with its record and the graph as the pass left it.
 
     Raises:
         UnsupportedGraph: a pass cannot express an operation on slots; the message names the line.
@@ -155,8 +153,7 @@ def rewrite_step(step: StepContext, passes: Sequence[Pass] = STEP_PASSES, watch:
         start = time.perf_counter()
         record = _with_line(each, step)
         record.name, record.milliseconds = each.__name__, 1000 * (time.perf_counter() - start)
-        if watch is not None:
-            watch(record, step.graph)
+        watch(record, step.graph)
         step.records.append(record)
     step.gm.recompile()
     return _result(step)

@@ -20,6 +20,7 @@ from kvpass.fx.walk import value
 from kvpass.lowering import attention_statistics
 from kvpass.lowering.attention_statistics import StatisticsRequest
 from kvpass.policies.base import Policy
+from kvpass.policies.budgets import window_starts
 from kvpass.policies.types import Statistic
 from kvpass.rewrite import renumber
 from kvpass.torch_private import fx_nodes
@@ -126,7 +127,7 @@ def rewrite_prompt(call: PromptCall) -> PromptRewrite:
         _renumber(call, copy.graph, moved, marks[0])
     copy.graph.output_node().args = ((*walk.results(copy.graph), *added),)
     copy.recompile()
-    results = [node for site in sites for each in site.all for node in (each.call, each.lse) if node is not None]
+    results = [node for site in sites for each in site.all for node in each.results]
     return PromptRewrite(copy, outputs, {node.name: moved[node] for node in results})
 
 
@@ -140,13 +141,7 @@ def _operands(
 
 
 def _renumber(call: PromptCall, graph: fx.Graph, moved: dict[fx.Node, fx.Node], marks: tuple[fx.Node, ...]) -> None:
-    """Make position ids and masks count tokens in windows; only the last window is cached.
-
-    Args:
-        graph: the copy of the call's graph.
-        moved: from the nodes of the call's graph to those of the copy.
-        marks: the inputs of the copy that mark padding.
-    """
+    """Make position ids and masks of the copy count tokens in windows; only the last window is cached."""
     policy, budget = call.policies[0], call.budget
 
     def valid_of(valid: Tensor | None, count: int, device: torch.device) -> Tensor:
@@ -154,8 +149,8 @@ def _renumber(call: PromptCall, graph: fx.Graph, moved: dict[fx.Node, fx.Node], 
 
     def ids_of(ids: Tensor, along: int, valid: Tensor | None) -> Tensor:
         count = ids.shape[along]
-        known_valid = valid_of(valid, count, ids.device)
-        return renumber.count_in_windows(ids, along, known_valid, window_for(policy, budget, count, valid))
+        starts = window_starts(valid_of(valid, count, ids.device), window_for(policy, budget, count, valid))
+        return renumber.subtract_by_row(ids, along, starts)
 
     def mask_of(mask: Tensor | None, query: Tensor, valid: Tensor | None, causal: bool) -> Tensor:
         count = query.shape[2]
@@ -224,9 +219,6 @@ def _scale_queries(
     moved[site.query] = scaled
 
 
-STATISTICS = torch.ops.kvpass.attention_statistics.default
-
-
 def prompt_scores(
     graph: fx.Graph,
     site: AttentionSite,
@@ -257,7 +249,8 @@ def prompt_scores(
     names = attention_statistics.statistics_of(policy)
     request = StatisticsRequest(names, site.causal, site.scale, site.cap, heads)
     request = request.for_policy(policy, budget, site.sharding)
-    results = graph.call_function(STATISTICS, (*tensors, present, None, request.text()))
+    target = torch.ops.kvpass.attention_statistics.default
+    results = graph.call_function(target, (*tensors, present, None, request.text()))
     if fused:
         _replace(site, moved, _item(graph, results, 0))
     return {name: _item(graph, results, i) for i, name in enumerate(names, int(fused))}
@@ -269,17 +262,12 @@ def _fuses_attention(site: AttentionSite, policy: Policy) -> bool:
     Attention that the model spells out keeps its own roundings. Causal attention must be causal from the first key on.
     """
     call = op_table.named_arguments(site.call)
-    tensors = [value(node) for node in (site.query, call["key"], call["value"])]
+    query, key, values = (value(node) for node in (site.query, call["key"], call["value"]))
     by_library = call["product_dtype"] is None and call["hidden_logit"] is None and site.lse is None
     whole = not site.causal or expr(site.queries) == expr(value(site.attended_key).shape[2])
     plain_mask = site.mask is None or (value(site.mask).ndim == 4 and not site.causal)
-    fits = by_library and whole and plain_mask and not policy.renumbers
-    query, key, values = tensors
-    return (
-        fits
-        and query.dtype == value(site.call).dtype
-        and attention_statistics.fuses_attention(policy, query, key, values)
-    )
+    fits = by_library and whole and plain_mask and not policy.renumbers and query.dtype == value(site.call).dtype
+    return fits and attention_statistics.fuses_attention(policy, query, key, values)
 
 
 def _item(graph: fx.Graph, results: fx.Node, index: int) -> fx.Node:

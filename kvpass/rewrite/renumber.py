@@ -131,11 +131,6 @@ def fits_step(seen: Tensor, length: Tensor) -> Plausible:
     return fits
 
 
-def count_in_windows(ids: Tensor, along: int, valid: Tensor, size: int | Tensor) -> Tensor:
-    """Return ids of a prompt, counted from the start of each token's window; see `window_starts`."""
-    return subtract_by_row(ids, along, window_starts(valid, size))
-
-
 def subtract_by_row(ids: Tensor, along: int, shift: Tensor) -> Tensor:
     """Return the ids minus [B, q]; ids without a dimension for rows use row 0."""
     if ids.ndim == 1:

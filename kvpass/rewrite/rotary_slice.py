@@ -77,15 +77,13 @@ class RotarySlice:
 
     def with_numbers(self) -> RotarySlice:
         """Return the slice for this call alone, with numbers for dynamic sizes."""
-        position, *rest = (
-            tuple(map(symbolic_shapes.size_hint, shape))
-            for shape in (self.position, *(s for s, _ in (*self.angle_inputs, *self.rotate_inputs)))
-        )
-        specs = list(zip(rest, (dtype for _, dtype in (*self.angle_inputs, *self.rotate_inputs)), strict=True))
-        count = len(self.angle_inputs)
-        return dataclasses.replace(
-            self, position=position, angle_inputs=tuple(specs[:count]), rotate_inputs=tuple(specs[count:])
-        )
+
+        def numbers(spec: Spec) -> Spec:
+            return tuple(map(symbolic_shapes.size_hint, spec[0])), spec[1]
+
+        position, _ = numbers((self.position, torch.int64))
+        angle_inputs, rotate_inputs = (tuple(map(numbers, specs)) for specs in (self.angle_inputs, self.rotate_inputs))
+        return dataclasses.replace(self, position=position, angle_inputs=angle_inputs, rotate_inputs=rotate_inputs)
 
     def without_nodes(self) -> RotarySlice:
         """Return the slice without the nodes of the original graph, which would keep that graph alive."""
@@ -320,15 +318,8 @@ def cut_rotary(
     rotate_inputs = tuple(_spec_of(node, sizes) for node in (rotary.raw, *rotate_slice.bound))
     found = tables_at(rotary.position, subgraph)
     counts = [count for table, dim in found.items() if isinstance(count := value(table).shape[dim], int)]
-    cut = RotarySlice(
-        angle_slice,
-        rotate_slice,
-        position[0],
-        tuple(value(node).dtype for node in angles),
-        tuple(angle_inputs),
-        rotate_inputs,
-        min(counts, default=None),
-    )
+    dtypes, inputs = tuple(value(node).dtype for node in angles), (tuple(angle_inputs), rotate_inputs)
+    cut = RotarySlice(angle_slice, rotate_slice, position[0], dtypes, *inputs, min(counts, default=None))
     return cut.for_one_key()
 
 

@@ -106,9 +106,8 @@ class StepGraph:
         self.placeholders = walk.placeholders(self.graph)
         self.argument_of = dict(zip(self.placeholders, call.arguments, strict=True))
         self.padding_inputs = call.padding_inputs.in_copy(moved)
-        self.batch = (
-            call.sizes.fixed_size(value(call.sites[0].key).shape[0]) if call.sizes.dynamic else call.layouts[0].batch
-        )
+        rows = value(call.sites[0].key).shape[0]
+        self.batch = call.sizes.fixed_size(rows) if call.sizes.dynamic else call.layouts[0].batch
         self.queries = call.sizes.queries
         self.capacities = [
             slots.capacity if isinstance(layout.capacity, int) else layout.capacity
@@ -151,7 +150,7 @@ class StepGraph:
 
     def shape(self, node: fx.Node) -> tuple[Any, ...]:
         """Return the shape of a node's tensor in this call; it must not grow."""
-        if self.sizes.has_growing_dim(value(node)):
+        if self.sizes.growing_dims(value(node)):
             self.refuse_growth(node)
         return tuple(size if isinstance(size, int) else self.sizes.fixed_size(size) for size in value(node).shape)
 
@@ -196,7 +195,7 @@ class StepGraph:
         Dynamic sizes become inputs as well, because the function may read them elsewhere: those of `layer` if it is
         given.
         """
-        count, inputs = len(nodes), [*nodes, *self._size_nodes_of(layer)]
+        count, inputs = len(nodes), [*nodes, *self.size_nodes.for_layer(layer)]
         with tensors.fake_mode(self.sizes.dynamic) as fake:
             examples = [fake(self.example(node)) for node in inputs]
             return tensors.trace(lambda *values: function(*values[:count]), examples)
@@ -205,10 +204,7 @@ class StepGraph:
         self, traced: fx.GraphModule, nodes: list[fx.Node], before: fx.Node, name: str, layer: int | None = None
     ) -> list[fx.Node]:
         """Splice a traced function in before a node; return its result nodes.  Equal layers may share a trace."""
-        return splicing.splice(self.gm, traced, [*nodes, *self._size_nodes_of(layer)], before, name)
-
-    def _size_nodes_of(self, layer: int | None) -> list[fx.Node]:
-        return self.size_nodes.all if layer is None else self.size_nodes.for_layer(layer)
+        return splicing.splice(self.gm, traced, [*nodes, *self.size_nodes.for_layer(layer)], before, name)
 
 
 _FUNCTIONS = {"Add": operator.add, "Mul": operator.mul}
@@ -222,15 +218,13 @@ class SizeNodes:
         self._made: dict[sympy.Expr, fx.Node] = {}
         self._emitted: list[fx.Node] = []  # in the order of the graph
 
-    @functools.cached_property
-    def all(self) -> list[fx.Node]:
-        """The nodes of all symbols that an argument or a tensor of the graph has."""
-        return [self._node(symbol) for symbol in self._symbols]
+    def for_layer(self, layer: int | None) -> list[fx.Node]:
+        """Return the nodes of all symbols that an argument or a tensor of the graph has.
 
-    def for_layer(self, layer: int) -> list[fx.Node]:
-        """Return these nodes without other layers' own capacities; their order is the same for all layers."""
-        layer_of = self.layer_of
-        return [self._node(symbol) for symbol in self._symbols if layer_of.get(symbol, layer) == layer]
+        If a layer is given, other layers' own capacities are left out; the order is the same for all layers.
+        """
+        owner = self.layer_of
+        return [self._node(x) for x in self._symbols if layer is None or owner.get(x, layer) == layer]
 
     @functools.cached_property
     def layer_of(self) -> dict[sympy.Symbol, int]:
@@ -241,7 +235,7 @@ class SizeNodes:
 
     @functools.cached_property
     def _symbols(self) -> list[sympy.Symbol]:
-        """The symbols of `all`: budgets are left out, because no tensor has a budget for a size."""
+        """The symbols of `for_layer`: budgets are left out, because no tensor has a budget for a size."""
         step = self._step
         if step.sizes.dynamic is None:
             return []
@@ -249,11 +243,7 @@ class SizeNodes:
         return [symbol for symbol in step.sizes.dynamic.symbols if symbol not in budgets]
 
     def of(self, size: Any) -> Any:
-        """Return the number or the node of a size that does not grow.
-
-        Raises:
-            UnsupportedGraph: it is neither a sum nor a product of sizes, or no argument has it.
-        """
+        """Return the number or the node of a size that does not grow; refuse one that arguments do not determine."""
         return size if isinstance(size, int) else self._number(shapes.expr(size))
 
     def has(self, node: fx.Node) -> bool:
@@ -284,9 +274,9 @@ class SizeNodes:
         function = _FUNCTIONS.get(expression.func.__name__)
         if function is None:
             raise UnsupportedGraph(f"the size {expression} is neither a sum nor a product")
-        terms = [self._number(term) for term in expression.args]
-        node, part = terms[0], expression.args[0]
-        for term, addend in zip(terms[1:], expression.args[1:], strict=True):
+        part, *others = expression.args
+        node, *terms = map(self._number, expression.args)
+        for term, addend in zip(terms, others, strict=True):
             part = expression.func(part, addend)
             node = self._call(function, node, term, size=self._step.sizes.fixed_part(part))
         result: fx.Node = node

@@ -64,11 +64,7 @@ def export_code(run: Any) -> ExportedCode | None:
 
 
 def _needed_statements(tree: ast.Module, given: set[str]) -> tuple[list[ast.stmt], set[str]]:
-    """Return the statements that `call` needs, in order, and the names that none of them binds.
-
-    Args:
-        given: names whose statements are left out.
-    """
+    """Return the statements that `call` needs, in order, without those of `given` names, and the names left unbound."""
     bound = {name: statement for statement in tree.body for name in _bindings(statement) if name not in given}
     wanted, seen, kept = ["call"], set[str](), set[int]()
     while wanted:
@@ -114,10 +110,7 @@ def _are_torch_functions(kept: Sequence[ast.stmt], library: Any) -> bool:
 
 
 def import_code(code: ExportedCode, name: str) -> Boxed:
-    """Return the function `call` of exported code.
-
-    Args:
-        name: of the code, for tracebacks.
+    """Return the function `call` of exported code; `name` is that of the code in tracebacks.
 
     Raises:
         ImportError, OSError: a library cannot be loaded.

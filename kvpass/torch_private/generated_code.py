@@ -14,7 +14,6 @@ import torch
 KERNEL = "kernel"
 """Inductor's name for the function of a CPU kernel."""
 
-
 _LIBRARIES: dict[str, str] = {}
 """The file of each C++ library that was built or that another process has built, by the digest of its source."""
 

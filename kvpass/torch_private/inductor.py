@@ -25,10 +25,7 @@ from kvpass.torch_private.tensors import inner_names, is_distributed, is_fake, i
 from kvpass.versions import untested_version
 
 Compiled = Callable[..., Sequence[Any]]
-
-
 Boxed = Callable[[list[Any]], Sequence[Any]]
-
 
 FUSE_INTO_REDUCTIONS = {
     # A rotary embedding at read is one long pointwise expression over the slots.  Below these thresholds Inductor
@@ -38,20 +35,17 @@ FUSE_INTO_REDUCTIONS = {
     "realize_reads_threshold": 32,
 }
 
-
 FEWER_LAUNCHES = {
     # A step of one token is many small kernels, whose launches cost more than their work.  Independent kernels, such as
     # the rotations of query and key, become one.  Only generated Triton supports this.
     "combo_kernels": True,
 }
 
-
 KEEP_THE_ORDER = {
     # Inductor moves a computation to its first use.  Attention would then read the values after a merge has rewritten
     # one of them, and Inductor would copy all values to avoid this.
     "reorder_for_locality": False,
 }
-
 
 MOVES = ("-mmove-max=256", "-mstore-max=256")
 """g++ flags that copy an AVX2 vector in one piece.
@@ -109,8 +103,7 @@ def to_buffer(x: Tensor) -> Tensor:
     strides = [1]
     for size in reversed(x.shape[1:]):
         strides.insert(0, size * strides[0])
-    written: Tensor = force_stride_order(x, strides)
-    return written
+    return cast(Tensor, force_stride_order(x, strides))
 
 
 def materialize(x: Tensor) -> Tensor:
@@ -123,8 +116,7 @@ def materialize(x: Tensor) -> Tensor:
 
     x = x.contiguous()
     if symbols(x):  # the compiler's strides are unknown then, and a strided view would apply to them
-        forced: Tensor = force_stride_order(x, list(x.stride()))
-        return forced
+        return cast(Tensor, force_stride_order(x, list(x.stride())))
     return x.as_strided(x.shape, x.stride())
 
 
@@ -208,8 +200,7 @@ def inductor_mode(mode: str) -> dict[str, Any]:
     """Return the configuration of a torch.compile mode; raise RuntimeError for an unknown mode."""
     from torch._inductor import list_mode_options
 
-    options: dict[str, Any] = list_mode_options(mode)
-    return options
+    return dict(list_mode_options(mode))
 
 
 def inductor_options() -> set[str]:

@@ -190,10 +190,7 @@ class UnwrappedSubclasses:
     """
 
     def __init__(self, handles: Iterable[int] = ()) -> None:
-        """
-        Args:
-            handles: the indices of arguments that are handles, which never reach the graph.
-        """
+        """Prepare the conversion; `handles` are the indices of arguments that are handles and never reach the graph."""
         self._handles = set(handles)
         self._inlined: list[int] | None = None
 

@@ -210,7 +210,7 @@ def splice_point(site: AttentionSite, needed: list[fx.Node]) -> fx.Node:
 
 def replace_outputs(step: StepContext, site: AttentionSite, outputs: list[fx.Node]) -> list[fx.Node]:
     """Replace the model's own outputs by the step's, in the order of `Attended`; return the step's further outputs."""
-    originals = [node for node in (site.call, site.lse) if node is not None]
+    originals = site.results
     for old, new in zip(originals, outputs[: len(originals)], strict=True):
         step.attention.replaced[old.name] = new
         new.meta["example_value"] = value(old)

@@ -45,6 +45,9 @@ from kvpass.rewrite.rotary_slice import cut_rotary
 
 BOTH_WAYS = "a mask reads the positions through the same operation as the rotary embedding"
 _ARITHMETIC = op_table.tagged("compares", "adds") | {"mul", "clamp", "maximum", "minimum"}
+_FUNCTIONS: dict[str, Any] = {
+    "Add": operator.add, "Mul": operator.mul, "Max": torch.clamp_min, "Min": torch.clamp_max
+}  # fmt: skip
 
 
 def put_length_on_device(step: StepContext) -> PassRecord:
@@ -87,9 +90,27 @@ class _LengthArithmetic:
                     node.args = tuple(self._on_length(arg) if arg in growing else arg for arg in node.args)
 
     def _on_length(self, size: Any) -> Any:
-        result = self.sizes.emit_on_length(size, self.length, self.graph, self.number)
+        """Emit nodes that compute a size from the length, and record the last one; return it, or a number."""
+        expression = self.sizes.in_length(size)
+        result = self._emit(expression)
         if isinstance(result, fx.Node):
-            self.computed[result] = self.sizes.in_length(size)
+            self.computed[result] = expression
+        return result
+
+    def _emit(self, part: sympy.Expr) -> Any:
+        if part == shapes.LENGTH:
+            return self.length
+        if part.is_integer and shapes.LENGTH not in part.free_symbols:
+            return self.number(self.sizes.fixed_part(part))
+        function = _FUNCTIONS.get(part.func.__name__)
+        if function is None:
+            raise UnsupportedGraph(
+                f"position arithmetic {part} on the cache's length is no sum, product, maximum or minimum"
+            )
+        result, *terms = sorted(map(self._emit, part.args), key=lambda term: not walk.is_tensor(term))
+        for term in terms:
+            result = self.graph.call_function(function, (result, term))
+            result.meta["example_value"] = value(self.length)
         return result
 
     def slices(self) -> list[fx.Node]:
@@ -100,7 +121,7 @@ class _LengthArithmetic:
                 continue
             base, parts = node.args[0], op_table.subscript(node)
             growing = self._growing_slices(node, parts)
-            if not any(growing) or self.sizes.has_growing_dim(value(base)):
+            if not any(growing) or self.sizes.growing_dims(value(base)):
                 continue
             with self.graph.inserting_before(node):
                 for dim, part in enumerate(parts):
@@ -108,9 +129,8 @@ class _LengthArithmetic:
                         base, new_indices = self._lookup(base, dim, part.start or 0, value(node).shape[dim])
                         key_indices += new_indices
                     elif part != slice(None):
-                        base = splicing.emit(
-                            self.graph, operator.getitem, base, (slice(None),) * dim + (self._fixed_slice(part),)
-                        )
+                        subscript = (*[slice(None)] * dim, self._fixed_slice(part))
+                        base = splicing.emit(self.graph, operator.getitem, base, subscript)
             self.rewritten.append(node.name)
             node.replace_all_uses_with(base)
         return key_indices
@@ -131,9 +151,8 @@ class _LengthArithmetic:
     def _lookup(self, table: fx.Node, dim: int, start: Any, size: Any) -> tuple[fx.Node, list[fx.Node]]:
         """Replace x[..., start : start + size] by a lookup; return also the nodes that index keys."""
         counts_keys = self.sizes.is_total(size)
-        index = self.graph.call_function(
-            torch.arange, (1 if counts_keys else self.number(self.sizes.fixed_size(size)),)
-        )
+        count = 1 if counts_keys else self.number(self.sizes.fixed_size(size))
+        index = self.graph.call_function(torch.arange, (count,))
         index.meta["example_value"] = value(table).new_empty((size,), dtype=torch.int64)
         key_indices = [index] if counts_keys else []
         if start != 0:
@@ -160,7 +179,7 @@ class _LengthArithmetic:
             steps = self.graph.call_function(
                 torch.arange, (self.number(self.sizes.fixed_part(count)),), {**node.kwargs, "dtype": torch.int64}
             )
-            offset = self.sizes.emit_on_length(start, self.length, self.graph, self.number)
+            offset = self._emit(self.sizes.in_length(start))
             shifted = self.graph.call_function(operator.add, (steps, offset))
             for new in (steps, shifted):
                 new.meta.update(node.meta, example_value=value(node).new_empty(value(node).shape, dtype=torch.int64))
@@ -302,13 +321,7 @@ def renumber_ids(step: StepContext) -> PassRecord:
 
 
 def _count_cached(along: int, queries: int, last: int, ids: Tensor, position: Tensor, seen: Tensor) -> list[Tensor]:
-    """Subtract the number of evicted tokens from the ids of new tokens, and limit the result to `last`.
-
-    Args:
-        along, ids: as the model's code computes them; see `Reader`.
-        queries: the number of new tokens.
-        position: int64 [B, H', C], of the cached tokens; seen: int64 [B].
-    """
+    """Subtract the number of evicted tokens from the ids of new tokens (see `Reader`), and limit them to `last`."""
     held = (position[:, 0] >= 0).sum(-1)  # [B]
     index = held[:, None] + torch.arange(queries, device=ids.device)
     shift = (seen - held)[:, None] + (index - last).clamp(min=0)  # [B, q]

@@ -56,8 +56,7 @@ def _take_weights(step: StepContext, first: fx.Node) -> PolicyWeights:
         tensors += own
         names = [f"kvpass_weight_{layer}_{i}" for i in range(len(own))]
         of_layers.append([*nodes, *_inputs(step, names, own, first)])
-    inputs = [*nodes, *(node for each in of_layers for node in each[len(nodes) :])]
-    return PolicyWeights(tensors, inputs, of_layers)
+    return PolicyWeights(tensors, of_layers)
 
 
 def _with_dynamic_sizes(step: StepContext, layer: int, tensor: Tensor) -> Tensor:
@@ -104,13 +103,13 @@ def copy_write_indices(step: StepContext) -> PassRecord:
     if not step.decodes_on_gpu or not any(layout.policy.merges for layout in step.layouts):
         step.write_indices = []
         return PassRecord(left={"free": "nothing merges on a GPU"})
+
+    def function(*free_slots: Tensor) -> list[Tensor]:
+        return [materialize(index.clamp(min=0)) for index in free_slots]  # a plain copy would be optimized away
+
     free = [step.slot(layer, "free") for layer in range(len(step.sites))]
-    step.write_indices = step.compute(_write_indices, free, step.sites[0].call, "kvpass_write_indices")
+    step.write_indices = step.compute(function, free, step.sites[0].call, "kvpass_write_indices")
     return PassRecord([node.name for node in free])
-
-
-def _write_indices(*free_slots: Tensor) -> list[Tensor]:
-    return [materialize(index.clamp(min=0)) for index in free_slots]  # a plain copy would be optimized away
 
 
 def leave_counting(step: StepContext) -> PassRecord:
@@ -124,15 +123,11 @@ def leave_counting(step: StepContext) -> PassRecord:
         return PassRecord(left={"counters": "they are in the step's own kernels, or a chunk's"})
     counters = [step.slot(layer, name) for layer in range(len(step.sites)) for name in ("seen", "length")]
     for counter in counters:
-        for user in [user for user in counter.users if _writes(user, counter)]:
+        for user in [user for user in counter.users if fx_nodes.mutates(user) and user.args[0] is counter]:
             assert not user.users
             step.graph.erase_node(user)
     step.valid_output = step.inputs.some_valid
     return PassRecord([counter.name for counter in counters])
-
-
-def _writes(node: fx.Node, counter: fx.Node) -> bool:
-    return fx_nodes.mutates(node) and node.args[0] is counter
 
 
 def bound_outputs(step: StepContext) -> PassRecord:
@@ -156,7 +151,7 @@ def _new_outputs(step: StepContext) -> tuple[Outputs, list[Any]]:
         for index, output in enumerate(originals)
         if index not in caches | step.attention.dropped_outputs.keys()
         and walk.is_tensor(output)
-        and step.sizes.has_growing_dim(value(output))
+        and step.sizes.growing_dims(value(output))
     ]
     removed = {*caches, *lengths, *grown, *step.attention.dropped_outputs}
     kept = [output for index, output in enumerate(originals) if index not in removed]
@@ -182,32 +177,26 @@ def host_precomputed(step: StepContext, gather_from: list[fx.Node]) -> fx.GraphM
     read = [*step.inputs.host_inputs, *gather_from]
     if not step.outputs.grown and not read:
         return None
-    copy, moved = fx_nodes.copy_graph_module(step.call.gm)
-    copies = {node.name: node for node in moved.values()}
-    outputs = walk.results(copy.graph)
+    graph = step.call.gm.graph
+    originals, outputs, end = {node.name: node for node in graph.nodes}, walk.results(graph), graph.output_node()
     for node in read:
-        if node.name not in copies:
+        if node.name not in originals:
             step.refuse_growth(node)
-    wanted = [outputs[index] for index in step.outputs.grown] + [copies[node.name] for node in read]
-    copy.graph.output_node().args = (tuple(wanted),)
-    needed = alias.ancestors_with_writes(wanted, reader=copy.graph.output_node())
-    _check_reads_no_cache(step, wanted, {node.name for node in needed})
-    for node in reversed(list(copy.graph.nodes)):
-        if node not in needed and node.op not in ("placeholder", "output"):
-            copy.graph.erase_node(node)
+    wanted = [outputs[index] for index in step.outputs.grown] + [originals[node.name] for node in read]
+    needed = alias.ancestors_with_writes(wanted, reader=end)
+    _check_reads_no_cache(step, wanted, needed)
     for writer in alias.writers_to({node for node in needed if node.op in ("placeholder", "get_attr")}):
         step.refuse_growth(writer)  # both graphs would write
-    if {node.name for node in copy.graph.nodes} & {each.call.name for site in step.sites for each in site.all}:
+    if not needed.isdisjoint(each.call for site in step.call.sites for each in site.all):
         step.refuse_growth(wanted[0])
-    copy.recompile()
-    return copy
+    return splicing.extract(step.call.gm, wanted, end)
 
 
-def _check_reads_no_cache(step: StepContext, wanted: list[fx.Node], needed: set[str]) -> None:
-    pasts = {past.name for site in step.call.sites for past in site.pasts}
+def _check_reads_no_cache(step: StepContext, wanted: list[fx.Node], needed: set[fx.Node]) -> None:
+    pasts = {past for site in step.call.sites for past in site.pasts}
     if needed.isdisjoint(pasts):
         return
-    first = next(node for node in wanted if not pasts.isdisjoint(ancestor.name for ancestor in walk.ancestors(node)))
+    first = next(node for node in wanted if not pasts.isdisjoint(walk.ancestors(node)))
     raise UnsupportedGraph(
         f"{walk.source_line(first)}: {walk.name_of(first)!r} has an entry for every token seen and is computed "
         "from the cache, as attention probabilities are, and slots do not hold every token: leave output_attentions "
@@ -234,7 +223,7 @@ def settle_sizes(step: StepContext) -> PassRecord:
     for argument in step.placeholders:
         if not argument.users and not step.size_nodes.has(argument):
             step.graph.erase_node(argument)
-        elif step.sizes.has_growing_dim(value(argument)):
+        elif step.sizes.growing_dims(value(argument)):
             step.refuse_growth(next(iter(argument.users)))
     return PassRecord([node.name for node in settled])
 
@@ -249,7 +238,7 @@ def order_inputs(step: StepContext) -> PassRecord:
     """Put the placeholders in the order in which `StepRewrite.flat_arguments` returns their values."""
     new_inputs = [
         *(node for nodes in step.slot_inputs for node in nodes),
-        *step.policy_weights.inputs,
+        *dict.fromkeys(node for nodes in step.policy_weights.of_layers for node in nodes),
         *step.inputs.nodes,
     ]
     remaining = set(walk.placeholders(step.graph))

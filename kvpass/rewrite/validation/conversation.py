@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvpass.capture import keys
 from kvpass.capture.rotary import find_rotary
-from kvpass.fx import walk
+from kvpass.fx import splicing, walk
 from kvpass.fx.walk import value
 from kvpass.lowering.formats import EncodedVectors, Sections, plain
 from kvpass.rewrite.computed_keys import split_heads
@@ -25,7 +25,7 @@ from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.pipeline import StepRewrite
 from kvpass.rewrite.rotary_slice import RotarySlice
 from kvpass.rewrite.step_graph import StepCall
-from kvpass.rewrite.validation.interpreter import GraphRun, copy_unless_parameter
+from kvpass.rewrite.validation.interpreter import copy_unless_parameter
 from kvpass.torch_private import symbolic_shapes
 
 
@@ -109,6 +109,8 @@ class Conversation:
         self.step, self.plan, self.count = step, plan, plan.count
         self.batch = step.call.layouts[0].batch
         self.placeholders = walk.placeholders(step.gm.graph)
+        # For each argument that is a past, its layer, and 0 for keys or 1 for values.
+        self._pasts = {index: (i, kind) for i, pair in enumerate(step.pasts) for kind, index in enumerate(pair)}
         self.tokens_cut = step.call.seen - plan.count
         self.valid = self._valid()
         self.stored = [min(plan.count, window or plan.count) for window in step.context.windows]
@@ -123,11 +125,8 @@ class Conversation:
         """Return which tokens are real: up to two on the left are padding, and one in the middle (`has_gap`)."""
         # Padding must be marked by an input, and explicit positions would not count it.  A gap would change ranks.
         valid = torch.ones(self.batch, self.count, dtype=torch.bool)
-        if (
-            self.plan.pads_left
-            and self.step.context.padding_inputs.known
-            and not (self.step.ranked and self.step.rewrite.positions)
-        ):
+        has_positions = self.step.ranked and self.step.rewrite.positions
+        if self.plan.pads_left and self.step.context.padding_inputs.known and not has_positions:
             for row in range(self.batch):
                 valid[row, : (row + 1) % (min(self.count, 2) + 1)] = False
                 if self.plan.has_gap and not self.step.ranked and self.count >= 6:
@@ -179,16 +178,14 @@ class Conversation:
         for i, argument in enumerate(arguments):
             if i not in marks and i not in self._pasts and self._is_ids(argument):
                 arguments[i] = self._continue_ids(argument)
+        known = {node.name for node in self.step.context.padding_inputs.known}
         for node, index in self.step.padding_inputs.items():
-            if node in self._known_padding_inputs():
+            if node.name in known:
                 arguments[index] = self._mark_padding(arguments[index])
         for index in self.step.rewrite.positions:
-            arguments[index] = self._count_positions(arguments[index])
+            counted = torch.arange(self.count, self.count + self.step.queries)
+            arguments[index] = counted.expand(arguments[index].shape).to(arguments[index])
         return tuple(arguments)
-
-    def _known_padding_inputs(self) -> set[fx.Node]:
-        names = {node.name for node in self.step.context.padding_inputs.known}
-        return {node for node in self.step.padding_inputs if node.name in names}
 
     def _is_ids(self, argument: Any) -> bool:
         whole = isinstance(argument, Tensor) and not isinstance(argument, torch.nn.Parameter) and argument.ndim > 0
@@ -211,15 +208,9 @@ class Conversation:
             return argument - self.tokens_cut if sizes.grows(value(node)) else argument
         if not isinstance(argument, Tensor) or isinstance(argument, torch.nn.Parameter) or index in self._pasts:
             return argument
-        for dim, size in enumerate(value(node).shape):
-            if sizes.grows(size):
-                argument = argument.index_select(dim, self._sample_entries(argument.shape[dim]).to(argument.device))
+        for dim in sizes.growing_dims(value(node)):
+            argument = argument.index_select(dim, self._sample_entries(argument.shape[dim]).to(argument.device))
         return argument
-
-    @property
-    def _pasts(self) -> dict[int, tuple[int, int]]:
-        """For each argument that is a past, its layer, and 0 for keys or 1 for values."""
-        return {index: (i, kind) for i, pair in enumerate(self.step.pasts) for kind, index in enumerate(pair)}
 
     def _sample_entries(self, size: int) -> Tensor:
         """Return indices into entries for all tokens: some earlier ones, repeated if too few, and all new ones."""
@@ -234,9 +225,6 @@ class Conversation:
         valid = self.valid if column.ndim == 2 and column.shape[0] == self.batch else self.valid[-1:]
         marks[..., : self.count] = valid.view(*column.shape[:-1], self.count).to(column.device, column.dtype)
         return marks
-
-    def _count_positions(self, positions: Tensor) -> Tensor:
-        return torch.arange(self.count, self.count + self.step.queries).expand(positions.shape).to(positions)
 
     def argument(self, index: int, rotated: bool = True) -> Any:
         """Return an argument of the model's own graph; its keys may be left unrotated where no result depends on them.
@@ -276,14 +264,7 @@ class Conversation:
 
     def _evaluate(self, nodes: list[fx.Node]) -> list[Any]:
         """Return the values of nodes that depend on no token, such as frequencies."""
-        values = {node.name: argument for node, argument in zip(self.placeholders, self.plain, strict=True)}
-        missing = [node for node in self.step.gm.graph.nodes if node.name in {n.name for n in nodes} - values.keys()]
-
-        def keep(_: GraphRun, node: fx.Node, result: Any) -> Any:
-            values[node.name] = copy_unless_parameter(result)
-            return result
-
-        if missing:
-            unrotated = functools.partial(self.argument, rotated=False)
-            GraphRun(self.step.gm, unrotated, dict.fromkeys(missing, keep)).run_to(missing[-1])
-        return [values[node.name] for node in nodes]
+        named = {node.name: node for node in self.step.gm.graph.nodes}
+        gm = splicing.extract(self.step.gm, [named[node.name] for node in nodes])
+        inputs = enumerate(walk.placeholders(gm.graph))
+        return list(gm.forward(*(self.argument(i, rotated=False) if node.users else None for i, node in inputs)))

@@ -62,13 +62,11 @@ class ExactAttention:
         comparable = self.sees | self.hidden | self.zero
         return _largest_share(difference, self.error, comparable if only is None else comparable & only)
 
-    def lse_excess(self, lse: Tensor, only: Tensor | None = None) -> float:
+    def lse_excess(self, lse: Tensor, only: Tensor) -> float:
         """Return the same for a log-sum-exp [B, Hq, q]; infinity if it is not low where all keys are hidden."""
-        difference = (lse.double() - self.lse).abs()
-        must_hide = self.hidden if only is None else self.hidden & only
-        if bool((must_hide & ~(lse <= HIDDEN / 2)).any()):
+        if bool((self.hidden & only & ~(lse <= HIDDEN / 2)).any()):
             return math.inf
-        return _largest_share(difference, self.lse_error, self.sees if only is None else self.sees & only)
+        return _largest_share((lse.double() - self.lse).abs(), self.lse_error, self.sees & only)
 
     def hides_new_keys(self) -> bool:
         """Return whether some query does not see its own key, and so may see no key at all."""
@@ -221,10 +219,8 @@ def _hidden_bias(call: dict[str, Any], logits: Tensor, error: Tensor, bias: Tens
     dtype = call.get("logit_dtype") or accumulate_dtype(call["query"].dtype)
     low, rounded, high = ((logits + sign * error + bias).to(dtype).double() for sign in (-1, 0, 1))
     change = torch.maximum(high - rounded, rounded - low).nan_to_num(0.0)
-    absorbed = (low == bias) & (high == bias)
-    return rounded, change + torch.where(
-        absorbed | (rounded == -torch.inf), 0.0, 2 * torch.finfo(dtype).eps * rounded.abs()
-    )
+    exact = ((low == bias) & (high == bias)) | (rounded == -torch.inf)  # the bias absorbs the logit
+    return rounded, change + torch.where(exact, 0.0, 2 * torch.finfo(dtype).eps * rounded.abs())
 
 
 def _exact_result(

@@ -62,8 +62,8 @@ class GraphRun(fx.Interpreter):
                 dropped.setdefault(user, []).append(node)
         return dropped
 
-    def run_to(self, last: fx.Node | None = None) -> list[Any]:
-        """Run up to a node, by default to the end; return the results that exist by then, else None.
+    def run_to(self, last: fx.Node | None) -> list[Any]:
+        """Run up to a node, or to the end for None; return the results that exist by then, else None.
 
         Raises:
             DoesNotRun: a node fails.

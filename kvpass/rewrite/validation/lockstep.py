@@ -125,9 +125,7 @@ class Lockstep:
         named = {node.name: node for node in self.gm.graph.nodes}
         visits: dict[fx.Node, Visit] = {}
         for _, site in self.calls:
-            for node in (site.call, site.lse):
-                if node is not None:
-                    visits[named[_in_model(node)]] = self._keep_result
+            visits |= {named[_in_model(node)]: self._keep_result for node in site.results}
             for node, past in ((site.grown_key, site.past_key), (site.grown_value, site.past_value)):
                 visits[named[_in_model(node)]] = functools.partial(self._keep_new_vectors, site, past)
         try:
@@ -170,7 +168,7 @@ class Lockstep:
         visits: dict[fx.Node, Visit] = {}
         for layer, site in self.calls:
             at_call = functools.partial(self._compare_with_model, site, columns(layer), rounding is None)
-            visits |= {node: at_call for node in (site.call, site.lse) if node is not None}
+            visits |= dict.fromkeys(site.results, at_call)
             if rounding is None:
                 at_append = functools.partial(self._check_append, site)
                 visits |= dict.fromkeys((site.grown_key, site.grown_value), at_append)
@@ -187,10 +185,8 @@ class Lockstep:
 
     def _check_append(self, site: AttentionSite, run: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
         """Visit an append: compare its new keys or values with the model's."""
-        new_vectors = self._model_values.get(_in_model(node))
-        if new_vectors is not None and not equal_up_to_rounding(
-            result[:, :, result.shape[2] - self.new_tokens :], new_vectors
-        ):
+        new_vectors, before = self._model_values.get(_in_model(node)), result.shape[2] - self.new_tokens
+        if new_vectors is not None and not equal_up_to_rounding(result[:, :, before:], new_vectors):
             self.refuse(site, NOT_APPENDED)
         return result
 
@@ -207,9 +203,8 @@ class Lockstep:
         if compares:
             self.blind = self.blind or exact.hides_new_keys()
             self.check(self._excess(node, exact, model_value), site, "attention differs from the canonical form")
-        self.exact_results[node.name] = (
-            exact if columns is None or not compares else attend_exactly(call, columns, self.queries)
-        )
+            exact = exact if columns is None else attend_exactly(call, columns, self.queries)
+        self.exact_results[node.name] = exact
         return model_value.clone()
 
     # -- the third graph ---------------------------------------------------------------------------------------------

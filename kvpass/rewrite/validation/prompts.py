@@ -110,9 +110,8 @@ def _make_prompts(
 ) -> Iterator[_ComparedCall]:
     """Yield prompts of some lengths, if the graph serves them."""
     inputs = walk.placeholders(prompt.canonical.graph)
-    for sizes in _other_sizes(
-        prompt, inputs, shapes.measure_symbols(prompt.canonical.graph, arguments), lengths, most_rows
-    ):
+    current = shapes.measure_symbols(prompt.canonical.graph, arguments)
+    for sizes in _other_sizes(prompt, inputs, current, lengths, most_rows):
         changed = tuple(_resize(node, x, sizes) for node, x in zip(inputs, arguments, strict=True))
         call = _prompt_call(prompt, _with_padding(prompt, changed), sizes, "on a synthetic prompt")
         if call is not None:
@@ -143,9 +142,8 @@ def _other_sizes(
             }
             sizes = {**current, **new_rows, **longer, **({rows: count} if variable else {})}
             allowed = _satisfies(guards, sizes) and all(_in_range(node, sizes) for node in inputs)
-            if allowed and all(
-                _marks_rows(inputs[index], value(site.key).shape[0], sizes) for index in prompt.padding_inputs
-            ):
+            marks = [inputs[index] for index in prompt.padding_inputs]
+            if allowed and all(_marks_rows(node, value(site.key).shape[0], sizes) for node in marks):
                 yield sizes
                 break
 
@@ -231,11 +229,9 @@ def _compare(prompt: PromptCase, call: _ComparedCall) -> None:
     rewrite = prompt.rewrite()
     visits: dict[fx.Node, Visit] = {}
     for _, site in lockstep.calls:
-        for node in (site.call, site.lse):
-            if node is not None:
-                visits[rewrite.calls[node.name]] = lockstep.at_call(
-                    site, node, "the prompt's attention is not the model's"
-                )
+        for node in site.results:
+            problem = "the prompt's attention is not the model's"
+            visits[rewrite.calls[node.name]] = lockstep.at_call(site, node, problem)
     end = None if last is None else rewrite.calls[last.name]
     try:
         assert rewrite.gm is not None

@@ -92,9 +92,8 @@ def _further_plans(step: StepCase, first: ConversationPlan) -> Iterator[Conversa
     queries, constants = step.queries, length_constants(step.gm.graph)
     lengths = [number + 2 for number in constants]
     lengths += [number - queries for number in constants[:1]]
-    if step.context.device.type != "cpu":  # a lookup out of range cannot be caught there
-        lengths = [count for count in lengths if count + queries <= max(step.call.seen, smallest_table(step.gm.graph))]
-    lengths = [count for count in dict.fromkeys(lengths) if count > 1 and count != first.count and _fits(step, count)]
+    lengths = [count for count in dict.fromkeys(lengths) if 1 < count != first.count and _fits(step, count)]
+    lengths = [count for count in lengths if count + queries <= _most_tokens(step)]
     for count in sorted(lengths, reverse=True)[:MAX_LENGTHS]:
         yield ConversationPlan(count, _tokens_of_interest(constants, count, queries), has_gap=True)
     short = min(first.count, _capacity(step))
@@ -108,11 +107,9 @@ def _further_plans(step: StepCase, first: ConversationPlan) -> Iterator[Conversa
 def _blind_plans(step: StepCase, first: ConversationPlan) -> Iterator[ConversationPlan]:
     """Yield conversations at the beginning of a block, where a query may see no cached key."""
     renumbers = step.ranked or any(layout.policy.renumbers for layout in step.call.layouts)
-    on_cpu = step.context.device.type == "cpu"
-    max_tokens = math.inf if on_cpu else max(step.call.seen, smallest_table(step.gm.graph))
     for number in length_constants(step.gm.graph)[:MAX_BLOCKS]:
         for count, dropped in ((number, 0), (number + 2, 2)):
-            if count + step.queries <= max_tokens and _fits(step, count) and not (renumbers and dropped):
+            if count + step.queries <= _most_tokens(step) and _fits(step, count) and not (renumbers and dropped):
                 yield ConversationPlan(count, pads_left=False, dropped=dropped)
     short = min(first.count, _capacity(step))
     for count in (short - 1, short):  # one of these begins a block of two
@@ -124,6 +121,12 @@ def _blind_plans(step: StepCase, first: ConversationPlan) -> Iterator[Conversati
             yield ConversationPlan(short, ids="changing", pads_left=False, dropped=short - short // 2)
 
 
+def _most_tokens(step: StepCase) -> float:
+    """Return the most tokens with lookups in range: any on a CPU, which raises an error otherwise."""
+    is_on_cpu = step.context.device.type == "cpu"
+    return math.inf if is_on_cpu else max(step.call.seen, smallest_table(step.gm.graph))
+
+
 def _tokens_of_interest(constants: list[int], count: int, queries: int) -> tuple[int, ...]:
     """Return the tokens that constants refer to, counted from the first or from the new tokens."""
     tokens = [token for number in constants for token in (number, count - number, count + queries - 1 - number)]
@@ -131,16 +134,10 @@ def _tokens_of_interest(constants: list[int], count: int, queries: int) -> tuple
 
 
 def _has_ids(step: StepCase) -> bool:
-    placeholders = walk.placeholders(step.gm.graph)
-    marks = step.padding_inputs.values()
-    return any(
-        walk.is_tensor(node)
-        and not value(node).is_floating_point()
-        and i not in marks
-        and any(step.call.sizes.grows(size) for size in value(node).shape)
-        for i, node in enumerate(placeholders)
-        if all(i not in pair for pair in step.pasts)
-    )
+    others = {*step.padding_inputs.values(), *(index for pair in step.pasts for index in pair)}
+    inputs = [node for i, node in enumerate(walk.placeholders(step.gm.graph)) if i not in others]
+    ids = [node for node in inputs if walk.is_tensor(node) and not value(node).is_floating_point()]
+    return any(step.call.sizes.growing_dims(value(node)) for node in ids)
 
 
 def _capacity(step: StepCase) -> int:
@@ -173,11 +170,8 @@ def _serves(step: StepCase, count: int) -> bool:
     symbols = {symbol for length in lengths for symbol in shapes.expr(length).free_symbols}
     known = {symbol: sympy.Integer(count) for symbol in symbols if len(symbols) == 1}
     violated = any(guard.xreplace(known) == sympy.false for guard in shapes.guards(step.gm.graph))
-    return (
-        not violated
-        and all(symbolic_shapes.may_equal(length, count) for length in lengths)
-        and _inputs_serve(step, count)
-    )
+    in_range = all(symbolic_shapes.may_equal(length, count) for length in lengths)
+    return not violated and in_range and _inputs_serve(step, count)
 
 
 def _inputs_serve(step: StepCase, count: int) -> bool:
@@ -233,10 +227,9 @@ def _run_rewritten(step: StepCase, conversation: Conversation, lockstep: Lockste
             if mask in nodes and mask.op != "placeholder":
                 last_node = mask if bias is None or bias not in nodes or bias < mask else bias
                 visits[last_node] = _at_mask(slots, lockstep, (layer, part), site, mask, bias)
-        for node in (site.call, site.lse):
-            if node is not None:
-                problem = "attention to the slots is not attention to the cache"
-                visits[context.attention.replaced[node.name]] = lockstep.at_call(site, node, problem, padded)
+        for node in site.results:
+            problem = "attention to the slots is not attention to the cache"
+            visits[context.attention.replaced[node.name]] = lockstep.at_call(site, node, problem, padded)
         pairs = [(rewritten.query, site.query), (rewritten.key, site.key), (rewritten.value, site.value)]
         if not step.ranked or bool(conversation.valid.all()):
             visits |= {new: lockstep.at_input(site, old) for new, old in pairs if new in nodes and new not in visits}
@@ -255,11 +248,7 @@ def _at_mask(
     mask: fx.Node,
     bias: fx.Node | None,
 ) -> Visit:
-    """Return a visit that compares the mask and the bias on slots with the model's own mask of their tokens.
-
-    Args:
-        part: the layer, and the class of its heads.
-    """
+    """Return a visit that compares mask and bias with the model's; `part` is the layer and class of heads."""
 
     def visit(run: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
         run.env[node] = result
