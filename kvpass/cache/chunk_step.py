@@ -43,21 +43,21 @@ def chunk_step(layout: Layout, call: CachedAttention, slots: Slots, new: NewToke
     if call.compute_keys is not None:
         keys, values, key_features = call.compute_keys(keys, values)
     mask, bias = _chunk_mask(layout, call, slots, valid, key_features)
-    dtype = _dtype_of_bias(call, bias, query.dtype)
+    dtype = query.dtype
+    if dtype == torch.float16 and bias is not None and (call.decomposed or bias.dtype != dtype):
+        dtype = torch.float32  # half precision cannot hold the numbers that hide
     full_mask = _per_head(_combined_mask(mask, bias, dtype), query, keys, layout.heads)
     spec = chunk_spec(layout, call.scale, call.cap, query, keys, full_mask, call.sink_logit)
     policy_bias = policy.bias(held, query.shape[1] // layout.heads)
-    by_library = call.cap is None and call.sink_logit is None and not call.lse
     lse, computed = None, None
-    if policy_bias is None and by_library and fuses_attention(policy, query, keys, values):
+    if policy_bias is None and _by_library(call) and fuses_attention(policy, query, keys, values):
         output, *computed = statistics(policy, spec, valid, held.budget, values)
     else:
         attention_mask = full_mask
         if policy_bias is not None:
             policy_bias = torch.nn.functional.pad(policy_bias, (0, chunk))[..., None, :]  # [B, ., ., 1, C + q]
-            attention_mask = _per_head(
-                _combined_mask(mask, add_biases(bias, policy_bias), dtype), query, keys, layout.heads
-            )
+            both = add_biases(bias, policy_bias)
+            attention_mask = _per_head(_combined_mask(mask, both, dtype), query, keys, layout.heads)
         output, lse = _attend_chunk(call, query, keys, values, attention_mask)
     output = _with_unknown_outputs(call, slots, output, (full_mask, bias), valid)
     if computed is None:
@@ -66,38 +66,30 @@ def chunk_step(layout: Layout, call: CachedAttention, slots: Slots, new: NewToke
     return Attended(output, ((mask, bias),), lse, (*computed, *(x for x in inputs if x is not None)))
 
 
-def chunk_spec(
-    layout: Layout,
-    scale: float,
-    cap: float | None,
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor,
-    sink_logit: Tensor | None = None,
-) -> StatisticsSpec:
-    """Return the attention of a chunk to [slots, chunk], whose statistics the policy reads."""
-    options: dict[str, Any] = dict(causal=False, scale=scale, cap=cap, heads=layout.heads, sharding=layout.sharding)
-    return StatisticsSpec(query=query, key=key, mask=mask, sink_logit=sink_logit, **options)
+def chunk_spec(layout: Layout, scale: float, cap: float | None, *operands: Any) -> StatisticsSpec:
+    """Return the attention of a chunk to [slots, chunk] from its query, keys, mask and, if it has one, sink."""
+    named = dict(zip(("query", "key", "mask", "sink_logit"), operands, strict=False))
+    return StatisticsSpec(**named, causal=False, scale=scale, cap=cap, heads=layout.heads, sharding=layout.sharding)
+
+
+def _by_library(call: CachedAttention) -> bool:
+    """Return whether scaled_dot_product_attention computes all that the model reads."""
+    return call.cap is None and call.sink_logit is None and not call.lse
 
 
 def _attend_chunk(
     call: CachedAttention, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend with a chunk; `mask` is bool or additive [B, Hq, Ha or 1, q, N].
-
-    Returns:
-        The output [B, Hq, q, Dv], and the log-sum-exp if the model reads it.
-    """
+    """Return the output [B, Hq, q, Dv] under a mask [B, Hq, Ha or 1, q, N], and the log-sum-exp if it is read."""
     heads = keys.shape[1]
     grouped = torch.unflatten(query, 1, (heads, -1))
-    if call.cap is None and call.sink_logit is None and not call.lse and not by_kernel(grouped):
+    if _by_library(call) and not by_kernel(grouped):
         return _library_attention(call.scale, grouped, keys, values, mask), None
     heads_mask = mask[:, :, None] if mask.shape[1] == 1 else torch.unflatten(mask, 1, (heads, -1))
     allowed, bias = (heads_mask, None) if heads_mask.dtype == torch.bool else (heads_mask != -torch.inf, heads_mask)
-    options: dict[str, Any] = dict(
-        mask=allowed, bias=bias, cap=call.cap, sink_logit=call.sink_logits(heads), with_logits=call.lse
-    )
-    output, _, logits = attend(grouped, plain(keys), plain(values), scale=call.scale, **options)
+    options: dict[str, Any] = dict(scale=call.scale, cap=call.cap, sink_logit=call.sink_logits(heads))
+    options |= dict(mask=allowed, bias=bias, with_logits=call.lse)
+    output, _, logits = attend(grouped, plain(keys), plain(values), **options)
     return output.flatten(1, 2), log_sum_exp(call, logits)
 
 
@@ -132,12 +124,6 @@ def _chunk_mask(
 def _combined_mask(mask: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Combine a mask and a bias to one mask, bool or additive."""
     return mask if bias is None else torch.where(mask, bias.to(dtype), -torch.inf)
-
-
-def _dtype_of_bias(call: CachedAttention, bias: Tensor | None, dtype: torch.dtype) -> torch.dtype:
-    """Return a dtype that can hold the numbers that hide, the queries' if possible."""
-    too_narrow = dtype == torch.float16 and bias is not None and (call.decomposed or bias.dtype != dtype)
-    return torch.float32 if too_narrow else dtype
 
 
 def _with_unknown_outputs(

@@ -172,7 +172,7 @@ class LayerCache:
     absent: Tensor = dataclasses.field(default_factory=lambda: torch.empty(0, 0, dtype=torch.int64))
     first: Tensor | None = None
     rotated_key: Tensor | None = None
-    deferred_checks: DeferredChecks = dataclasses.field(default_factory=lambda: DeferredChecks())
+    deferred_checks: DeferredChecks = dataclasses.field(default_factory=DeferredChecks)
     key_projections: tuple[weakref.ref[Any], ...] = ()
     output_projection: weakref.ref[Any] | None = None
     model: tuple[weakref.ref[Any], ...] = ()

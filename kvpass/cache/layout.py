@@ -65,11 +65,10 @@ class Layout:
     @property
     def by_class(self) -> tuple[Layout, ...]:
         """The layout of each class of heads; this layout for equal heads."""
-        return tuple(self._of_class(*each) for each in self.classes) or (self,)
-
-    def _of_class(self, heads: int, budget: int) -> Layout:
-        capacity = self.policy.capacity(budget)
-        return dataclasses.replace(self, heads=heads, budget=budget, capacity=capacity, classes=())
+        return tuple(
+            dataclasses.replace(self, heads=heads, budget=budget, capacity=self.policy.capacity(budget), classes=())
+            for heads, budget in self.classes
+        ) or (self,)
 
     @property
     def head_slices(self) -> tuple[slice, ...]:

@@ -99,30 +99,24 @@ class PastCall:
         token_count: the number of its tokens.
         snapshot: the slots before the call; None before a prompt, which has none.
         repeat: admits a part of its tokens; None for a single token.
-        layout, seen, clocks, absent, row_budgets: see `LayerCache`.
+        state: the fields of `LayerCache` that calls change, with their values before the call.
     """
 
     token_count: int
     snapshot: SlotSnapshot | None
     repeat: AdmitAgain | None
-    layout: Layout
-    seen: int
-    clocks: tuple[Any, ...]
-    absent: Tensor
-    row_budgets: tuple[int, ...]
+    state: dict[str, Any]
 
-    @property
-    def croppable_tokens(self) -> int:
-        """The number of its tokens that can be cropped; the first token of a prompt stays."""
-        return self.token_count if self.snapshot is not None else self.token_count - 1
+    @staticmethod
+    def on(cache: Any, token_count: int, snapshot: SlotSnapshot | None, repeat: AdmitAgain | None = None) -> PastCall:
+        """Return the record of a call on a layer's cache in its present state."""
+        names = ("layout", "seen", "clocks", "absent", "row_budgets")
+        return PastCall(token_count, snapshot, repeat, {name: getattr(cache, name) for name in names})
 
     def undo(self, cache: Any) -> Any:
         """Return the cache as it was before the call."""
         slots = cache.slots if self.snapshot is None else self.snapshot.restore()
-        fields: dict[str, Any] = dict(
-            layout=self.layout, seen=self.seen, clocks=self.clocks, row_budgets=self.row_budgets
-        )
-        return dataclasses.replace(cache, slots=slots, calls=(), absent=self.absent, **fields)
+        return dataclasses.replace(cache, slots=slots, calls=(), **self.state)
 
 
 Calls = tuple[PastCall, ...]
@@ -148,7 +142,8 @@ def check_croppable(calls: Sequence[PastCall], count: int, max_tokens: int) -> N
     Raises:
         CacheHandleError: only fewer can; the message says how many and what to change.
     """
-    croppable = min(max_tokens, sum(call.croppable_tokens for call in calls))
+    # The first token of a prompt, which has no snapshot, stays.
+    croppable = min(max_tokens, sum(call.token_count - (call.snapshot is None) for call in calls))
     if count <= croppable:
         return
     if not max_tokens:

@@ -76,9 +76,7 @@ class Slots:
     def on_meta(self, layout: Layout) -> Slots:
         """Return these slots with vectors in a layout's formats on the meta device."""
         shape, meta = (*self.key.shape[:2], self.capacity), torch.device("meta")
-        key, value = (
-            EncodedVectors.empty(row_format, shape, meta) for row_format in (layout.key_format, layout.value_format)
-        )
+        key, value = (EncodedVectors.empty(each, shape, meta) for each in (layout.key_format, layout.value_format))
         return dataclasses.replace(self, key=key, value=value)
 
     def tokens(self, layout: Layout) -> Tokens:
@@ -168,11 +166,6 @@ class Slots:
         """The slots of each class of heads: these."""
         return (self,)
 
-    @property
-    def least_capacity(self) -> int:
-        """The number of slots of the head with the fewest."""
-        return self.capacity
-
     def as_rectangle(self, layout: Layout) -> Slots:
         """Return the slots of all heads in one rectangle: these."""
         return self
@@ -202,7 +195,7 @@ class Slots:
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors())
+        return sum(tensor.nbytes for tensor in self.tensors())
 
 
 NAMES = ("key", "value", "position", "index", "free", "seen", "length", "rank")
@@ -241,11 +234,6 @@ class ClassedSlots:
     def capacity(self) -> int:
         """The number of slots of the head with the most."""
         return max(part.capacity for part in self.by_class)
-
-    @property
-    def least_capacity(self) -> int:
-        """The number of slots of the head with the fewest."""
-        return min(part.capacity for part in self.by_class)
 
     @property
     def length(self) -> Tensor:
@@ -314,7 +302,7 @@ class ClassedSlots:
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors())
+        return sum(tensor.nbytes for tensor in self.tensors())
 
 
 AnySlots = Slots | ClassedSlots
@@ -337,9 +325,8 @@ def empty_state(layout: Layout) -> State:
         PolicyError: an entry has the name of another tensor of the slots.
     """
     own, taken = {**layout.policy.state(), **layout.policy.row_state()}, {*READ_ONLY_STATE, *Slots.__annotations__}
-    taken |= {f"key_{part}" for part in layout.key_format.names} | {
-        f"value_{part}" for part in layout.value_format.names
-    }
+    formats = {"key": layout.key_format, "value": layout.value_format}
+    taken |= {f"{name}_{part}" for name, each in formats.items() for part in each.names}
     if used := sorted(own.keys() & taken):
         raise PolicyError(f"{type(layout.policy).__qualname__}: its state cannot have an entry {used[0]!r}: rename it")
     shape, device = (layout.batch, layout.groups), layout.device
@@ -348,9 +335,7 @@ def empty_state(layout: Layout) -> State:
         for name, dtype in layout.eviction.state().items()
     }
     rows = {
-        name: torch.full(
-            (*shape, 1), initial, dtype=torch.float32 if isinstance(initial, float) else None, device=device
-        )
+        name: torch.full((*shape, 1), initial, dtype=torch.float32 if isinstance(initial, float) else None).to(device)
         for name, initial in layout.row_state().items()
     }
     return {**tokens, **rows}

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,12 +35,10 @@ def decode_step(layout: Layout, call: CachedAttention, slots: Slots, new: NewTok
     policy, valid = layout.policy, new.valid
     vectors = (EncodedVectors.of(layout.key_format, new.key), EncodedVectors.of(layout.value_format, new.value))
     tokens, index = _with_new_token(layout, slots, vectors, valid)
-    _write(
-        slots,
-        vectors,
-        slots.free if call.write_index is None else call.write_index,
-        valid if policy.overwrites else None,
-    )
+    written = row_indices(slots.free if call.write_index is None else call.write_index, layout.heads)
+    rows = valid[:, None, None] if policy.overwrites else None
+    for buffer, vector in zip((slots.key, slots.value), vectors, strict=True):
+        buffer.write_vector(written, vector, rows)
     view = _QueryView.of(layout, call, slots, tokens, index, new)
     attended, probs, logits = view.attend(with_logits=bool(policy.statistics))
     attention = _single_query_statistics(layout, probs, valid)
@@ -99,7 +96,11 @@ class _QueryView:
         grouped = query.view(query.shape[0], layout.heads, -1, *query.shape[2:])  # [B, Hkv, G, 1, D]
         grouped = with_logit_scale(layout.policy, grouped, tokens.live.sum(-1)[:, :1])
         live = tokens.live[:, :, None, None]  # [B, H', 1, 1, C]
-        key, value, key_features = _attended_vectors(layout, call, *stored_vectors(layout, call, slots, tokens))
+        key, value = stored_vectors(layout, call, slots, tokens)
+        key_features: list[Tensor] = []
+        if call.compute_keys is not None:
+            keys, values, key_features = call.compute_keys(key.read_as(layout.dtype), value.read_as(layout.dtype))
+            key, value = plain(keys), plain(values)
         mask = call.mask(index, tokens.position, key_features) if call.mask else None
         mask, bias = with_mask(live, mask, call.hidden_logit)
         policy_bias = layout.policy.bias(tokens, grouped.shape[2])
@@ -118,17 +119,20 @@ class _QueryView:
         Probabilities and logits are [B, Ha, ., 1, C] in the dtype of `upcast`.
         """
         call = self.call
-        with_logits = with_logits or call.lse
-        options: dict[str, Any] = dict(
-            scale=call.scale, mask=self.mask, rotate=self.rotate, cap=call.cap, with_logits=with_logits
-        )
-        options |= dict(
+        output, probs, logits = attend(
+            self.query,
+            self.key,
+            self.value,
+            scale=call.scale,
+            mask=self.mask,
             bias=add_biases(self.bias, self.policy_bias),
+            rotate=self.rotate,
+            cap=call.cap,
             sink_logit=call.sink_logits(self.key.shape[1]),
+            with_logits=with_logits or call.lse,
             rope=self.rope,
             unknown_queries=self.unknown_queries,
         )
-        output, probs, logits = attend(self.query, self.key, self.value, **options)
         output = output.flatten(1, 2)  # not later: the compiler moves a product to its first user
         return Attended(output, ((self.mask, self.bias),), log_sum_exp(call, logits)), probs, logits
 
@@ -176,14 +180,6 @@ def _ranks_without(rank: Tensor, evicted: Tensor) -> Tensor:
     """Return ranks [B, H', C] without the token at `evicted`, at most one per head."""
     evicted_rank = torch.where(evicted, rank, INT64_MAX).amin(-1, keepdim=True)
     return torch.where(rank > evicted_rank, rank - 1, rank)
-
-
-def _write(slots: Slots, new: tuple[EncodedVectors, EncodedVectors], index: Tensor, selection: Tensor | None) -> None:
-    """Write one vector of K and V at slot `index` [B, H'] of each head, in the rows `selection` [B]."""
-    indices = row_indices(index, new[0].shape[1])
-    selected = None if selection is None else selection[:, None, None]
-    slots.key.write_vector(indices, new[0], selected)
-    slots.value.write_vector(indices, new[1], selected)
 
 
 def with_logit_scale(policy: Policy, query: Tensor, count: Tensor) -> Tensor:
@@ -245,9 +241,8 @@ def _evict(
         rank=None if tokens.rank is None else _ranks_without(tokens.rank, evicted & tokens.live),
     )
     if policy.merges:
-        rest = rest.with_state(
-            _merge_victim(layout, slots, rest, victim, (evicted & tokens.live).any(-1, keepdim=True))
-        )
+        valid = (evicted & tokens.live).any(-1, keepdim=True)
+        rest = rest.with_state(_merge_victim(layout, slots, rest, victim, valid))
     return rest, victim
 
 
@@ -288,16 +283,6 @@ def stored_vectors(
     stored = slots.key.read_as(layout.dtype), slots.value.read_as(layout.dtype)
     key, value, _ = layout.policy.align(tokens, *stored, layout.layer, policy_weights, 0)
     return plain(key), plain(value)
-
-
-def _attended_vectors(
-    layout: Layout, call: CachedAttention, key: EncodedVectors, value: EncodedVectors
-) -> tuple[EncodedVectors, EncodedVectors, list[Tensor]]:
-    """Return the keys, values and key features that attention and its mask read, from stored vectors."""
-    if call.compute_keys is None:
-        return key, value, []
-    keys, values, key_features = call.compute_keys(key.read_as(layout.dtype), value.read_as(layout.dtype))
-    return plain(keys), plain(values), key_features
 
 
 def _commit(slots: Slots, tokens: Tokens, index: Tensor, victim: Tensor) -> None:

@@ -91,8 +91,7 @@ def calls_before(caches: list[LayerCache], queries: int) -> list[PastCall]:
 def _record_call(cache: LayerCache, queries: int, chunk: bool) -> PastCall:
     """Return the record of one call; with `chunk` the graph leaves the slots unchanged, so they are not copied."""
     owner: Any = cache.backend  # a `BackendBase`, whose module imports this one
-    kept = owner.kv_store.snapshot(cache, chunk)
-    return PastCall(queries, kept, None, cache.layout, cache.seen, cache.clocks, cache.absent, cache.row_budgets)
+    return PastCall.on(cache, queries, owner.kv_store.snapshot(cache, chunk))
 
 
 def record_calls(

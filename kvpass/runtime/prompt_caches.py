@@ -100,8 +100,7 @@ class AdmittedPrompt:
         layers = list(self.layers) if crop else self.layers
         for index, cache in enumerate(self._store_layers(layers)):
             if crop:
-                was = (cache.layout, cache.seen, cache.clocks, cache.absent, cache.row_budgets)
-                cache.calls = (PastCall(self.new, None, functools.partial(self._caches_of_first, index), *was),)
+                cache.calls = (PastCall.on(cache, self.new, None, functools.partial(self._caches_of_first, index)),)
             yield cache
 
     @torch.no_grad()

@@ -136,7 +136,8 @@ class Conversation:
     def _choose_kept(self, layer: int) -> Tensor:
         """Return all stored tokens if they fit, else tokens at both ends, near tokens of interest, and random ones."""
         stored = self.stored[layer]
-        first, capacity = self.count - stored, self.step.call.slots[layer].least_capacity - self.step.context.decodes
+        capacity = min(part.capacity for part in self.step.call.slots[layer].by_class) - self.step.context.decodes
+        first = self.count - stored
         if self.plan.dropped:  # at least one token is held
             last = max(self.count - self.plan.dropped, first + 1)
             return torch.arange(max(first, last - capacity), last)

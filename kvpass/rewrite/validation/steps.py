@@ -143,7 +143,7 @@ def _has_ids(step: StepCase) -> bool:
 def _capacity(step: StepCase) -> int:
     """Return the number of tokens that fit into the slots of each layer whose whole past is cached."""
     by_layer = zip(step.call.slots, step.context.windows, strict=True)
-    sizes = (slots.least_capacity for slots, window in by_layer if window is None)
+    sizes = (part.capacity for slots, window in by_layer if window is None for part in slots.by_class)
     return min(sizes, default=step.call.seen + 1) - step.context.decodes
 
 
