@@ -22,11 +22,6 @@ from kvpass.policies.types import Attention, Merge, State, Tokens
 MERGE_BLOCK = 1024  # evicted rows that are merged at a time
 
 
-def initial_state(policy: Policy, key: EncodedVectors, value: EncodedVectors) -> State:
-    """Return the policy's initial state of new tokens, each [B, H', n], from their stored vectors."""
-    return policy.init_token_state(key.read(), value.read()) if policy.reads_new_keys else {}
-
-
 def rescore(
     layout: Layout, tokens: Tokens, key: EncodedVectors, value: EncodedVectors, policy_weights: Sequence[Tensor] = ()
 ) -> Tokens:
@@ -101,11 +96,11 @@ class _Candidates:
         state = {name: select_heads(entry, heads) for name, entry in self.tokens.state.items()}
         position = select_heads(self.tokens.position, heads)
         tokens = dataclasses.replace(self.tokens, position=position, state=state, budget=layout.budget, rank=None)
-        key, value = (
+        vectors = [
             EncodedVectors(x.format, tuple(select_heads(part, heads) for part in x.parts))
             for x in (self.key, self.value)
-        )
-        return _Candidates(tokens, select_heads(self.index, heads), key, value)
+        ]
+        return _Candidates(tokens, select_heads(self.index, heads), *vectors)
 
 
 def _score_candidates(layout: Layout, past: Slots, chunk: Chunk, budgets: Sequence[int], prompt: bool) -> _Candidates:
@@ -175,23 +170,19 @@ def align(layout: Layout, slots: Slots, tokens: Tokens, policy_weights: Sequence
 
 
 def _prompt_layout(layout: Layout, chunk: Chunk, budget: int) -> Layout:
-    """Return the layout for a prompt, which a policy that defers caches whole, with one spare slot.
-
-    A prompt that exceeds the budget, the least of any row, gets more slots than the layout has, even if it would fit.
-    The next step recognises by them that all surplus tokens are due, and not one token per new one.
-    """
-    prompt, capacity = chunk.valid.shape[1], layout.capacity
-    whole = layout.policy.defers and prompt > budget
-    return dataclasses.replace(layout, capacity=max(capacity, prompt) + 1 if whole else capacity)
+    """Return the layout for a prompt, which a policy that defers caches whole, with one spare slot."""
+    prompt = chunk.valid.shape[1]
+    if not layout.policy.defers or prompt <= budget:
+        return layout
+    # More slots than the layout has, even if the prompt would fit: the next step recognises by them that all surplus
+    # tokens are due, and not one token per new one.
+    return dataclasses.replace(layout, capacity=max(layout.capacity, prompt) + 1)
 
 
 def _join_candidates(
     layout: Layout, past: Slots, chunk: Chunk, key: EncodedVectors, value: EncodedVectors, prompt: bool
 ) -> tuple[Tokens, Tensor]:
-    """Return the tokens of [slots, chunk], N = C + q, and their indices in the padded sequence.
-
-    `key` and `value` are the chunk's rows as stored.
-    """
+    """Return the tokens of [slots, chunk], N = C + q, and their indices; `key` and `value` are the chunk's rows."""
     policy, valid = layout.policy, chunk.valid
     count = valid.cumsum(-1)  # [B, q]
     new_position = past.seen[:, None] + count - 1
@@ -201,7 +192,8 @@ def _join_candidates(
         new = new.expand(-1, layout.groups, -1)
         return new if prompt else torch.cat([cached, new], -1)
 
-    initial, state = initial_state(policy, key, value), dict(past.state)
+    initial = policy.init_token_state(key.read(), value.read()) if policy.reads_new_keys else {}
+    state = dict(past.state)
     initial[PINNED] = chunk.pin_mask(policy)[:, None]
     if layout.row_budgets:
         state[ROW_BUDGET] = state[ROW_BUDGET] + chunk.pins_on_top(policy)[:, None, None]
@@ -270,12 +262,9 @@ def _merge_into(buffer: EncodedVectors, rows: EncodedVectors, indices: Tensor, m
 
 def attention_of_chunk(layout: Layout, results: list[list[Tensor]], valid: Tensor) -> Attention | tuple[Attention, ...]:
     """Return `Chunk.attention` from the results of `split_by_class`; valid is bool [B, q]."""
-    policy = layout.policy
-    if not policy.statistics:
-        return Attention()
-    return attention_of_classes(
-        [as_attention(policy, x[: len(policy.statistics)], valid, layout.sharding) for x in results]
-    )
+    policy, count = layout.policy, len(layout.policy.statistics)
+    found = [as_attention(policy, each[:count], valid, layout.sharding) for each in results if count]
+    return attention_of_classes(found)
 
 
 def attention_of_classes(attention: list[Attention]) -> Attention | tuple[Attention, ...]:
@@ -311,10 +300,9 @@ class Chunk:
 
     def of_heads(self, heads: Tensor, attention: Attention) -> Chunk:
         """Return the rows of some heads, int64 [B, h], with their statistics and weights."""
-        rows = select_heads(self.key, heads), select_heads(self.value, heads)
-        output = self.output_projection
+        key, value, output = select_heads(self.key, heads), select_heads(self.value, heads), self.output_projection
         output = None if output is None else select_heads(output.expand(len(heads), -1, -1, -1, -1), heads)
-        return dataclasses.replace(self, key=rows[0], value=rows[1], attention=attention, output_projection=output)
+        return dataclasses.replace(self, key=key, value=value, attention=attention, output_projection=output)
 
     def first(self, count: int) -> Chunk:
         """Return the first tokens of the chunk, without statistics."""

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from kvpass import cache_names
 from kvpass.cache.layer_cache import CacheOwner, LayerCache, Part, check_usable
-from kvpass.cache.layout import Layout
 from kvpass.errors import CacheHandleError
 from kvpass.torch_private import dynamo, tensors
 
@@ -37,10 +36,12 @@ class Handle(Tensor):
     @staticmethod
     def of(cache: LayerCache, part: Part, token_dim: int) -> Handle:
         """Return the current handle of a layer's keys or values, a view of one NaN."""
+        dynamo.never_compile_alone(Handle.__torch_function__)
         dim = {"keys": cache.layout.key_dim, "values": cache.layout.value_dim}[part]
         dim = dim * cache.layout.heads // cache.heads  # a layout may have all heads joined to one
         # Dynamo refuses a region whose inputs share memory, so each handle has a NaN of its own.
-        handle = _nan_of(cache.layout).expand(*_shape_of(cache, token_dim), dim).as_subclass(Handle)
+        nan = torch.full((1,), torch.nan, dtype=cache.layout.dtype, device=cache.layout.device)
+        handle = nan.expand(*_shape_of(cache, token_dim), dim).as_subclass(Handle)
         handle.cache, handle.seen, handle.part, handle.token_dim = cache, cache.seen, part, token_dim
         if cache.stored_tokens == cache.seen:
             dynamo.mark_growing(handle, token_dim)
@@ -49,14 +50,14 @@ class Handle(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not dynamo.is_traced():
-            action = _ACTIONS.get(getattr(func, "__name__", ""))
-            if action is not None:
-                return action(*args, **(kwargs or {}))
-            if not _reads_metadata(func):
+            name = getattr(func, "__name__", "")
+            if name in _ACTIONS:
+                return _ACTIONS[name](*args, **(kwargs or {}))
+            if name not in _METADATA:
                 given: Any = (args, kwargs)
                 seen = next(each.seen for each in optree.tree_leaves(given) if isinstance(each, Handle))
                 raise CacheHandleError(
-                    f"{getattr(func, '__name__', func)} on a cache of kvpass: its {seen} tokens live in slots and not "
+                    f"{name or func} on a cache of kvpass: its {seen} tokens live in slots and not "
                     "in this tensor. Reordering rows, copying and moving work; anything else needs "
                     "kvpass.inspect(cache) or an uncompiled model. If the model does this, torch ran it uncompiled: "
                     "see why with TORCH_LOGS=graph_breaks."
@@ -107,22 +108,8 @@ def _shape_of(cache: LayerCache, token_dim: int) -> tuple[int, int, int]:
     return (cache.layout.batch, heads, stored) if token_dim == 2 else (cache.layout.batch, stored, heads)
 
 
-def _nan_of(layout: Layout) -> Tensor:
-    """Return the NaN [1] of which a layer's handles are views."""
-    dynamo.never_compile_alone(Handle.__torch_function__)
-    return torch.full((1,), torch.nan, dtype=layout.dtype, device=layout.device)
-
-
-def _reads_metadata(func: Any) -> bool:
-    """Return whether a function reads only shape, dtype and the like."""
-    name = getattr(func, "__name__", "")
-    return name in tensors.QUESTIONS or name in (
-        "__get__",
-        "__set__",
-        "__delete__",
-        "as_subclass",
-        "requires_grad_",
-    )
+_METADATA = tensors.QUESTIONS | {"__get__", "__set__", "__delete__", "as_subclass", "requires_grad_"}
+"""Names of functions that read only shape, dtype and the like."""
 
 
 def handle_like(handle: Handle, cache: LayerCache) -> Handle:
@@ -174,19 +161,14 @@ def _kept_tokens(handle: Handle, index: Any) -> int | None:
     """Return how many tokens a subscript keeps, if it keeps the first ones of all rows and heads, else None."""
     if not isinstance(index, tuple) or any(part is not Ellipsis and not isinstance(part, slice) for part in index):
         return None
-    slices = _slices_by_dimension(index, handle.ndim)
+    slices = [part for part in index if part is not Ellipsis]
+    ellipsis_index = index.index(Ellipsis) if Ellipsis in index else len(index)
+    slices[ellipsis_index:ellipsis_index] = [slice(None)] * (handle.ndim - len(slices))
     tokens = slices.pop(handle.token_dim)
     if tokens == slice(None) or slices != [slice(None)] * (handle.ndim - 1):
         return None
     start, stop, step = tokens.indices(handle.shape[handle.token_dim])
     return stop if (start, step) == (0, 1) else None
-
-
-def _slices_by_dimension(index: tuple[Any, ...], ndim: int) -> list[slice]:
-    """Return a subscript of slices with one slice per dimension."""
-    ellipsis_index = index.index(Ellipsis) if Ellipsis in index else len(index)
-    slices = [part for part in index if part is not Ellipsis]
-    return [*slices[:ellipsis_index], *[slice(None)] * (ndim - len(slices)), *slices[ellipsis_index:]]
 
 
 def _crop(handle: Handle, kept: int) -> Handle:
@@ -208,10 +190,6 @@ def _repeat_interleave(handle: Handle, repeats: Any, dim: int | None = None, **_
     if dim != 0:
         raise CacheHandleError("repeat_interleave of a cache: only rows (dim=0) can be repeated")
     return _select_rows("repeat_interleave", handle, repeats, lambda tensor: tensor.repeat_interleave(repeats, 0))
-
-
-def _return_unchanged(handle: Handle, *_: Any, **__: Any) -> Handle:
-    return handle
 
 
 def _to(handle: Handle, *args: Any, **kwargs: Any) -> Handle:
@@ -244,8 +222,8 @@ _ACTIONS: dict[str, Callable[..., Any]] = {
     "__getitem__": _getitem,
     "repeat_interleave": _repeat_interleave,
     "clone": lambda handle, **_: _select_rows("clone", handle, None, torch.clone),
-    "contiguous": _return_unchanged,
-    "detach": _return_unchanged,
+    "contiguous": lambda handle, *_, **__: handle,
+    "detach": lambda handle, *_, **__: handle,
     "to": _to,
     "type": _type,
     "cpu": lambda handle, **_: _to(handle, "cpu"),
@@ -362,11 +340,7 @@ def _adds_nothing(parts: Sequence[Tensor], *_: Any) -> bool:
 
 
 def refuse_row_operation(operation: str) -> None:
-    """Refuse an operation on a row.
-
-    Raises:
-        CacheHandleError: always.
-    """
+    """Raise CacheHandleError for an operation on a row."""
     raise CacheHandleError(
         f"{operation} on a row that was taken out of a cache of kvpass, as Whisper's generate does: its tokens live in "
         "slots that it no longer has. Continue from the cache that the model returns, or generate again"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import weakref
@@ -55,11 +56,6 @@ def _equal_arguments(one: Any, other: Any) -> bool:
     if isinstance(one, list) and isinstance(other, list):
         return len(one) == len(other) and all(_equal_arguments(a, b) for a, b in zip(one, other, strict=True))
     return type(one) is type(other) and bool(one == other)  # True == 1, and they select differently
-
-
-def _copy_of_lists(argument: Any) -> Any:
-    """Return an argument with its lists copied, because callers may change them later."""
-    return [_copy_of_lists(part) for part in argument] if isinstance(argument, list) else argument
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,9 +202,8 @@ class LayerCache:
                 del self._selections[i]  # the next equal selection for this part makes another copy
                 return result
         result = self.map_rows(operation, apply)
-        self._selections.append(
-            _RowSelection(operation, _copy_of_lists(argument), self.seen, part, weakref.ref(result))
-        )
+        kept = copy.deepcopy(argument) if isinstance(argument, list) else argument  # callers may change their lists
+        self._selections.append(_RowSelection(operation, kept, self.seen, part, weakref.ref(result)))
         return result
 
     def crop(self, tokens: int, part: Part) -> LayerCache:

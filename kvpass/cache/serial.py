@@ -40,7 +40,9 @@ def entry_of(cache: LayerCache, prefix: str, tensors: dict[str, Tensor]) -> dict
         raise CacheHandleError("a cache that runs with inner='reference' cannot be saved")
     if layout.sharding is not None:
         raise CacheHandleError("a cache whose heads are sharded over processes cannot be saved")
-    found = {**_slot_tensors(slots), "absent": cache.absent}
+    # Codes are in the order of the numbers, which no device changes.
+    parts = _convert_vectors(slots, Format.to_number_order).tensors()
+    found = {**dict(zip(slots.names, parts, strict=True)), "absent": cache.absent}
     found |= {name: value for name in _OPTIONAL if (value := getattr(cache, name)) is not None}
     tensors.update({f"{prefix}{name}": tensor for name, tensor in found.items()})
     entry = {name: getattr(layout, name) for name in _LAYOUT_FIELDS}
@@ -64,33 +66,17 @@ def cache_of(
         CacheFileError: the file has other sizes than its header says, or numbers that cannot be.
     """
     layout = _layout_of(entry, backend, policy, device).with_head_classes()
-    capacity, seen = _read_count(entry, "slots"), _read_count(entry, "seen")
+    capacity, seen, heads = (_read_count(entry, name) for name in ("slots", "seen", "model_heads"))
+    window = None if entry["window"] is None else _read_count(entry, "window")
     row_budgets, clocks = _host_counts(entry, layout)
     slots = _slots_of(tensors, layout, capacity, seen, row_budgets)
-    fields: dict[str, Any] = {name: tensors[name].to(device) for name in _OPTIONAL if name in entry["optional"]}
     absent = tensors["absent"]
     if absent.dtype != torch.int64 or absent.ndim != 2 or len(absent) != layout.batch or bool((absent >= seen).any()):
         raise CacheFileError("its record of padding does not fit its rows")
-    window = entry["window"]
-    return LayerCache(
-        backend,
-        next(backend.layers),
-        layout,
-        slots,
-        seen,
-        _read_count(entry, "model_heads"),
-        None if window is None else _read_count(entry, "window"),
-        row_budgets,
-        clocks,
-        notes=tuple(map(str, entry["notes"])),
-        absent=absent.to(device),
-        **fields,
-    )
-
-
-def _slot_tensors(slots: AnySlots) -> dict[str, Tensor]:
-    """Return the tensors of slots by name, with codes in the order of the numbers, which no device changes."""
-    return dict(zip(slots.names, _convert_vectors(slots, Format.to_number_order).tensors(), strict=True))
+    fields: dict[str, Any] = {name: tensors[name].to(device) for name in _OPTIONAL if name in entry["optional"]}
+    fields |= dict(notes=tuple(map(str, entry["notes"])), absent=absent.to(device))
+    counts = (seen, heads, window, row_budgets, clocks)
+    return LayerCache(backend, next(backend.layers), layout, slots, *counts, **fields)
 
 
 def _convert_vectors(slots: AnySlots, change: Callable[[Format, Parts], Parts]) -> Any:
@@ -104,15 +90,7 @@ def _convert_vectors(slots: AnySlots, change: Callable[[Format, Parts], Parts]) 
 def _slots_of(
     tensors: Mapping[str, Tensor], layout: Layout, capacity: int, seen: int, row_budgets: tuple[int, ...]
 ) -> Any:
-    """Return the slots of a layout with other capacity, from `_slot_tensors` on the CPU.
-
-    Args:
-        seen: the tokens seen, padding included.
-        row_budgets: the budgets of the rows.
-
-    Raises:
-        CacheFileError: sizes or numbers cannot be those of such slots.
-    """
+    """Return the slots of a layout with other capacity, from checked tensors on the CPU."""
     like = empty_slots(dataclasses.replace(layout, capacity=capacity, device=torch.device("meta")))
     given = [_check_tensor(tensors, name, tensor) for name, tensor in zip(like.names, like.tensors(), strict=True)]
     found = like.with_tensors(given)
@@ -120,10 +98,8 @@ def _slots_of(
         _check_classes(found, layout, seen)
     else:
         _check_numbers(found, layout, seen, capacity, row_budgets)
-    # Codes are in the order of the numbers until here.
-    return _convert_vectors(
-        found.map_tensors(lambda tensor: tensor.to(layout.device, copy=True)), Format.to_device_layout
-    )
+    found = found.map_tensors(lambda tensor: tensor.to(layout.device, copy=True))
+    return _convert_vectors(found, Format.to_device_layout)
 
 
 def _check_classes(slots: ClassedSlots, layout: Layout, seen: int) -> None:

@@ -10,7 +10,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from kvpass.cache.admission import align, initial_state, rescore
+from kvpass.cache.admission import align, rescore
 from kvpass.cache.cached_attention import Attended, CachedAttention, NewTokens, class_by_class
 from kvpass.cache.layout import Layout
 from kvpass.cache.slots import FREE, READ_ONLY_STATE, Slots, row_indices
@@ -159,12 +159,13 @@ def _with_new_token(
     is_new = _one_hot(slots.free, layout.capacity) & valid[:, None, None]  # [B, H', C]
     position = torch.where(is_new, slots.seen[:, None, None], slots.position)
     index = torch.where(is_new, slots.length[:, None, None], slots.index)
-    initial, state = initial_state(layout.policy, *new), dict(slots.state)
-    for name in layout.policy.state():
+    policy, state = layout.policy, dict(slots.state)
+    initial = policy.init_token_state(*(vectors.read() for vectors in new)) if policy.reads_new_keys else {}
+    for name in policy.state():
         state[name] = torch.where(is_new, initial.get(name, torch.zeros_like(state[name])), state[name])
     rank = None
     if layout.tracks_rank:
-        rank = _ranks_without(slots.rank, is_new & (slots.position >= 0)) if layout.policy.overwrites else slots.rank
+        rank = _ranks_without(slots.rank, is_new & (slots.position >= 0)) if policy.overwrites else slots.rank
         rank = torch.where(is_new, (position >= 0).sum(-1, keepdim=True) - 1, rank)
     seen = (slots.seen + valid)[:, None, None]
     budget = layout.budget_in(state)
