@@ -19,7 +19,7 @@ import optree
 import torch
 from torch import Tensor
 
-from kvpass.cache.handle import Handle, caches_in, handle_like
+from kvpass.cache.handle import Handle, caches_in
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.slots import AnySlots, empty_slots
 from kvpass.decoding.requests import MOST_STOPS, Request
@@ -67,11 +67,7 @@ class RequestBatch(LoopState):
                 f"rows={rows}: their slots take {needed / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB are free"
             )
         wide = {id(layer): _with_rows(layer, rows) for layer in one}
-
-        def widen(value: Any) -> Any:
-            return handle_like(value, wide[id(value.cache)]) if isinstance(value, Handle) else value
-
-        return RequestBatch(loop, refresh_handles(cache, 0, widen), rows)
+        return RequestBatch(loop, refresh_handles(cache, 0, wide), rows)
 
     def fit_slots(self, caches: Sequence[LayerCache]) -> None:
         """Give a prompt's caches and the rows equally many slots, where that is possible.
@@ -121,15 +117,11 @@ class RequestBatch(LoopState):
         """Return a model's cache object with a copy of one row, which has seen `seen` tokens."""
         self.settle()
         one = {id(layer): _row_of(layer, row, seen) for layer in self.caches}
-
-        def narrow(value: Any) -> Any:
-            return handle_like(value, one[id(value.cache)]) if isinstance(value, Handle) else value
-
         # shallow, since only the handles are replaced, and the batch keeps its own
         cache = copy.copy(self.cache)
         if hasattr(cache, "layers"):
             cache.layers = [copy.copy(layer) for layer in cache.layers]
-        return refresh_handles(cache, seen - self.length, narrow)
+        return refresh_handles(cache, seen - self.length, one)
 
     @property
     def length(self) -> int:

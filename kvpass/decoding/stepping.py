@@ -360,26 +360,20 @@ def is_same_tensor(made: Any, wanted: Tensor) -> bool:
     )
 
 
-def refresh_handles(cache: Any, steps: int, function: Callable[[Any], Any] | None = None) -> Any:
-    """Return a model's cache object, or nested tuples of tensors, with handles for a later number of seen tokens.
+def refresh_handles(cache: Any, steps: int, become: Mapping[int, LayerCache] | None = None) -> Any:
+    """Return a model's cache object, or nested tuples of tensors, with handles at the present number of seen tokens.
 
     Args:
         steps: the number of tokens that a layer's own count advances by.
-        function: maps a layer's keys and values to new ones; None for handles with the present count.
+        become: other caches for the handles, by the id of a handle's present one; None to keep these.
     """
-    become = function or _current_handle
-    layers = getattr(cache, "layers", None)
-    if layers is None:
-        nested = isinstance(cache, (tuple, list))
-        return tuple(refresh_handles(part, steps, function) for part in cache) if nested else become(cache)
-    for layer in layers:
+    if isinstance(cache, Handle):
+        return handle_like(cache, cache.cache if become is None else become[id(cache.cache)])
+    if isinstance(cache, (tuple, list)):
+        return tuple(refresh_handles(part, steps, become) for part in cache)
+    for layer in getattr(cache, "layers", ()):
         for name in ("keys", "values"):
-            setattr(layer, name, become(getattr(layer, name, None)))
+            setattr(layer, name, refresh_handles(getattr(layer, name, None), steps, become))
         if isinstance(getattr(layer, "cumulative_length", None), int):
             layer.cumulative_length += steps
     return cache
-
-
-def _current_handle(value: Any) -> Any:
-    """Return a handle at the present length of its cache, which has gone on without it; other values unchanged."""
-    return handle_like(value, value.cache) if isinstance(value, Handle) else value

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,6 @@ from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.layout import Layout
 from kvpass.cache.slots import AnySlots
 from kvpass.errors import BudgetError, CacheHandleError
-from kvpass.policies.base import Policy
 from kvpass.policies.pinned_tokens import Pins
 from kvpass.policies.types import Clock
 from kvpass.torch_private import dynamo
@@ -86,22 +86,15 @@ def tick(
         return False, [()] * len(caches)
     known: dict[Any, list[tuple[bool, Any]]] = {}  # most layers have equal clocks, so compute each case once
     ticked = []
-    for cache, rows in zip(caches, valid or [None] * len(caches), strict=True):
-        policy, classes = id(cache.layout.policy), cache.layout.classes
-        alike = (policy, classes, cache.row_budgets, cache.clocks, None if rows is None else tuple(rows))
-        known[alike] = known.get(alike) or _tick_rows(cache, rows)
+    for cache, counts in zip(caches, valid or [None] * len(caches), strict=True):
+        layout, real_rows = cache.layout, counts or itertools.repeat(True)
+        rows = tuple(zip(cache.clocks, cache.row_budgets, real_rows, strict=False))  # none without a clock
+        alike = (id(layout.policy), layout.classes, rows)
+        if alike not in known:
+            known[alike] = [tick_of(layout, clock, limit) if real else (False, clock) for clock, limit, real in rows]
         ticked.append(known[alike])
     compact = any(due for layer in ticked for due, _ in layer)
     return compact, [tuple(clock for _, clock in layer) for layer in ticked]
-
-
-def _tick_rows(cache: LayerCache, valid: Sequence[bool] | None) -> list[tuple[bool, Any]]:
-    """Return for each row whether its compaction is due and its next clock; empty for the eager reference."""
-    if not cache.clocks:
-        return []
-    counts = valid or [True] * len(cache.clocks)
-    rows = zip(cache.clocks, cache.row_budgets, counts, strict=True)
-    return [tick_of(cache.layout, clock, limit) if new else (False, clock) for clock, limit, new in rows]
 
 
 def clock_of(layout: Layout, clock: Clock, new: int, budget: int) -> Clock:
@@ -156,25 +149,22 @@ def advance_counts(caches: list[LayerCache], queries: int, clocks: Sequence[tupl
             cache.clocks = clock
 
 
-def valid_counts(policy: Policy, valid: Tensor) -> list[int]:
-    """Return the number of real tokens of each row for policies with a clock, else an empty list.
+def clocks_after(layout: Layout, clocks: Iterable[Clock], valid: Tensor, budgets: Sequence[int]) -> tuple[Clock, ...]:
+    """Return the clocks of rows after a chunk, of which `valid` marks the real tokens; none without a clock."""
+    if not layout.policy.keeps_clock:
+        return ()
+    rows = zip(clocks, valid.sum(-1).tolist(), budgets, strict=False)  # waits for the device
+    return tuple(clock_of(layout, *row) for row in rows)
 
-    Reading the counts waits for the device.
-    """
-    counts: list[int] = valid.sum(-1).tolist() if policy.keeps_clock else []
-    return counts
 
-
-def admit_chunk(cache: LayerCache, chunk: Chunk, into: AnySlots | None = None) -> None:
+def admit_chunk(cache: LayerCache, chunk: Chunk, into: AnySlots | None) -> None:
     """Admit a chunk to the cache's slots, and update its clocks; see `admit`."""
-    policy, before = cache.layout.policy, cache.slots
+    before = cache.slots
     cache.slots = admit(cache.layout, before, chunk, cache.row_budgets, into)
     if cache.slots is not before:
         mark_addresses_static(cache.slots)
-    cache.row_budgets = chunk.raised_budgets(policy, cache.row_budgets)
-    counts = valid_counts(policy, chunk.valid)
-    rows = zip(cache.clocks, counts, cache.row_budgets, strict=False)  # no clocks and counts for most policies
-    cache.clocks = tuple(clock_of(cache.layout, clock, new, limit) for clock, new, limit in rows)
+    cache.row_budgets = chunk.raised_budgets(cache.layout.policy, cache.row_budgets)
+    cache.clocks = clocks_after(cache.layout, cache.clocks, chunk.valid, cache.row_budgets)
 
 
 def longer_placeholder(past: Tensor, dim: int, count: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +28,10 @@ from kvpass.runtime.caches import (
     admit_chunk,
     call_pins_for,
     change_layout,
-    clock_of,
+    clocks_after,
     mark_addresses_static,
     output_projection_of,
     pinned_headroom,
-    valid_counts,
 )
 from kvpass.runtime.checks import true_indices
 
@@ -132,8 +132,7 @@ class KVStore:
         slots = admit(layout, None, chunk, row_budgets)
         mark_addresses_static(slots)
         row_budgets = chunk.raised_budgets(layout.policy, row_budgets)
-        counts = zip(valid_counts(layout.policy, chunk.valid), row_budgets, strict=False)  # none without a clock
-        return slots, row_budgets, tuple(clock_of(layout, (), *row) for row in counts)
+        return slots, row_budgets, clocks_after(layout, itertools.repeat(()), chunk.valid, row_budgets)
 
     def make_room_for_pins(self, cache: LayerCache, pins: Pins) -> None:
         """Prepare a cache for a call that pins some of its new tokens, before anything of the call runs.
