@@ -170,12 +170,7 @@ class DecodeLoop:
     @check_arguments
     @in_mode_of_weights
     def prompt(
-        self,
-        ids: TokenIds,
-        attention_mask: PaddingMask | None = None,
-        *,
-        pin: Pin | None = None,
-        on_top: bool = False,
+        self, ids: TokenIds, attention_mask: PaddingMask | None = None, *, pin: Pin | None = None, on_top: bool = False
     ) -> None:
         """Feed a prompt: the first prompt, or the next turn of the conversations.
 

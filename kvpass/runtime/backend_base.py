@@ -110,11 +110,7 @@ class BackendBase:
             return self._compile_inner(gm, examples, {}, _prepare_prompt_graph, layers)
 
     def compile_step(
-        self,
-        gm: fx.GraphModule,
-        examples: Sequence[Any],
-        ranked: bool,
-        sizes: symbolic_shapes.SymbolicSizes | None,
+        self, gm: fx.GraphModule, examples: Sequence[Any], ranked: bool, sizes: symbolic_shapes.SymbolicSizes | None
     ) -> Callable[..., Any]:
         """Compile a rewritten step graph; `sizes` are its dynamic sizes, None if all are static."""
         layers, alike = layer_dedup.readers_of_slots(gm), sizes.alike if sizes else frozenset()

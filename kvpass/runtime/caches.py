@@ -200,11 +200,6 @@ def call_pins() -> Pins | None:
     return _CALL_PINS.get()
 
 
-def call_pins_for(cache: LayerCache) -> Pins | None:
-    """Return the pins of the running call for a layer that the backend's policy governs, else None."""
-    return _CALL_PINS.get() if cache.layout.policy is cache.backend.policy else None
-
-
 def output_weight_by_head(weight: Tensor, heads: int, dim: int) -> Tensor:
     """Return the weight [E, Hq Dv] of an output projection as `Chunk.output_projection`, [1, Hkv, G, Dv, E]."""
     return torch.unflatten(weight.T, 0, (1, heads, -1, dim))

@@ -26,7 +26,7 @@ from kvpass.rewrite.context import Pass
 from kvpass.rewrite.passes import STEP_PASSES
 from kvpass.runtime.caches import (
     admit_chunk,
-    call_pins_for,
+    call_pins,
     change_layout,
     clocks_after,
     mark_addresses_static,
@@ -191,7 +191,8 @@ class KVStore:
             if operands:  # query, keys, mask and sink, see `cache.chunk_step.chunk_step`
                 specs.append(chunk_spec(part, site.scale, site.cap, *operands))
         attention = attention_of_chunk(layout, divided, valid)
-        chunk = Chunk(key, value, valid, attention, call_pins_for(cache), output_projection_of(cache))
+        pins = call_pins() if policy is cache.backend.policy else None
+        chunk = Chunk(key, value, valid, attention, pins, output_projection_of(cache))
         admit_chunk(cache, chunk, _spare_slots(cache) if cache.backend.crop else None)
         return AdmittedChunk(dataclasses.replace(chunk, attention=Attention()), tuple(specs), cache.slots)
 

@@ -25,16 +25,6 @@ from kvpass.torch_private import dynamo
 Weights = tuple["weakref.ref[Any]", ...]
 
 
-def module_input_indices(gm: fx.GraphModule) -> list[int]:
-    """Return the argument indices of inputs that are tensors of modules."""
-    return [index for index, node in enumerate(walk.placeholders(gm.graph)) if dynamo.is_of_module(node)]
-
-
-def module_constants(gm: fx.GraphModule) -> list[Tensor]:
-    """Return the module tensors that are attributes of a graph, where Dynamo does not make them inputs."""
-    return [*gm.parameters(), *gm.buffers()]
-
-
 def key_projection_indices(site: AttentionSite) -> tuple[int, ...]:
     """Return the argument indices of the module tensors that project a site's new keys."""
     indices = {node: index for index, node in enumerate(walk.placeholders(site.call.graph))}

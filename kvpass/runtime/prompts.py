@@ -55,7 +55,7 @@ class PromptGraph:
         output_projections: for each site the argument index of the weight that projects its output, if the policy
             reads it.
         adopted_past: the argument index of the first layer's past keys, if the graph adopts an uncompiled prompt.
-        constants: module tensors that are attributes of the graph.
+        constants: module tensors that are attributes of the graph, where Dynamo does not make them inputs.
         sparse_indices: the sparse indices of masks.
         scoring_outputs: the output index of each cache of scoring keys, and the dimension along which it grows.
         tokens_first: see `Capture`; what follows gets arguments with heads first.
@@ -99,11 +99,7 @@ def _check_policy(policy: Policy, policies: list[Policy], sites: list[AttentionS
 
 
 def _output_projection(site: AttentionSite, policy: Policy) -> int | None:
-    """Return the argument index of the weight that projects a site's output, for a policy that reads it.
-
-    Raises:
-        UnsupportedGraph: it cannot be proven which weight that is.
-    """
+    """Return the argument index of the weight that projects a site's output, for a policy that reads it."""
     found = model_identity.output_projection_index(site) if policy.projects else None
     if policy.projects and found is None:
         raise UnsupportedGraph(
@@ -153,7 +149,7 @@ def policies_by_layer(policy: Policy, layers: int) -> list[Policy]:
 
 
 class PromptRunner:
-    """Runner of a prompt graph, which computes the model's own attention and then admits the prompt to slots.
+    """Runner of a prompt graph.
 
     Attributes:
         graph: the facts about the graph.
@@ -204,11 +200,11 @@ class PromptRunner:
             ranked=ranked,
             rewrite=rewrite_prompt(call),
             outputs=len(outputs),
-            module_inputs=model_identity.module_input_indices(gm),
+            module_inputs=[index for index, node in enumerate(holders) if dynamo.is_of_module(node)],
             key_projections=[model_identity.key_projection_indices(site) for site in sites],
             output_projections=[_output_projection(site, each) for site, each in zip(sites, policies, strict=True)],
             adopted_past=holders.index(sites[0].past_key) if sites[0].past_key else None,
-            constants=model_identity.module_constants(gm),
+            constants=[*gm.parameters(), *gm.buffers()],
             sparse_indices=sparse_indices,
             scoring_outputs=[(outputs.index(node), dim) for node, dim in grown],
             tokens_first=captured.tokens_first,
@@ -332,19 +328,10 @@ class PromptRunner:
             key, value = join_heads(key), join_heads(value)
         spec = None
         if outputs.operands:
-            query, attended, *others = outputs.operands
-            mask, sink_logit = (None if index is None else results[index] for index in others)
-            spec = StatisticsSpec(
-                query=results[query],
-                key=results[attended],
-                mask=mask,
-                sink_logit=sink_logit,
-                causal=site.causal,
-                scale=site.scale,
-                cap=site.cap,
-                heads=key.shape[1],
-                sharding=site.sharding,
-            )
+            operands: list[Any] = [None if index is None else results[index] for index in outputs.operands]
+            query, attended, mask, sink_logit = operands
+            how = (site.causal, site.scale, site.cap, sink_logit)
+            spec = StatisticsSpec(query, attended, mask, *how, heads=key.shape[1], sharding=site.sharding)
         index = self.graph.output_projections[i]
         by_head = None if index is None else output_weight_by_head(traced[index], key.shape[1], value.shape[3])
         return PromptLayer(

@@ -118,7 +118,7 @@ class StepSizes(TokenCounters):
         return self._new_token_count(self.numbers(arguments))
 
     def _new_token_count(self, numbers: tuple[int, ...]) -> int:
-        count = self._new_tokens.get(numbers)
+        count = self._new_tokens.find(numbers)
         if count is None:
             known = dict(zip(self.sources, numbers, strict=True))
             count = self._new_tokens.put(numbers, shapes.number(self._sites[0].queries, known))
@@ -161,7 +161,7 @@ class StepSizes(TokenCounters):
     ) -> Sizes:
         """Return the meaning of the graph's symbols in a call, perhaps with some sizes dynamic."""
         key = call, other_sizes, dynamic
-        return self._resolved.get(key) or self._resolved.put(key, self._resolve(call, other_sizes, dynamic))
+        return self._resolved.find(key) or self._resolved.put(key, self._resolve(call, other_sizes, dynamic))
 
     def _resolve(
         self, call: CallSizes, other_sizes: tuple[int | SizeTie | None, ...], dynamic: DynamicDims | None

@@ -21,16 +21,7 @@ from kvpass.rewrite.validation.conversation import StepCase
 from kvpass.rewrite.validation.lockstep import Validation
 from kvpass.rewrite.validation.steps import validate
 from kvpass.runtime.backend_base import BackendBase
-from kvpass.runtime.caches import (
-    StepKey,
-    advance_counts,
-    call_pins,
-    call_pins_for,
-    grow_for,
-    longer_placeholder,
-    step_key,
-    tick,
-)
+from kvpass.runtime.caches import StepKey, advance_counts, call_pins, grow_for, longer_placeholder, step_key, tick
 from kvpass.runtime.checks import PaddingTracker, StepVerifier, describe_wrong_mask
 from kvpass.runtime.kv_store import calls_before, record_calls
 from kvpass.runtime.recorder import announce
@@ -123,21 +114,12 @@ class StepExecutor:
         ]
         advance_counts(caches, queries, clocks)
         record_calls(caches, calls, taken)
-        return StepResult(
-            runner=self,
-            inputs=inputs,
-            results=results,
-            host_inputs=step.host_inputs,
-            key=key,
-            rewrite=step.rewrite,
-            seen_before=before,
-        )
+        return StepResult(self, inputs, results, step.host_inputs, key, step.rewrite, seen_before=before)
 
     def _caches_with_pins(self, caches: list[LayerCache]) -> list[tuple[LayerCache, Pins]]:
         """Return the caches in which the running call pins tokens, each with its pins."""
-        if call_pins() is None:  # as in almost all steps
-            return []
-        return [(cache, pins) for cache in caches if (pins := call_pins_for(cache)) is not None]
+        pins = call_pins()
+        return [(cache, pins) for cache in caches if pins is not None and cache.layout.policy is cache.backend.policy]
 
     def tick(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> tuple[bool, list[tuple[Any, ...]]]:
         """Return whether a decode step with these arguments compacts, and the policy clocks after the step."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch.fx as fx
 
@@ -70,11 +70,6 @@ class ShapeKey:
         """Indices in `dynamic_indices` that belong to `numbers`, and not to capacities and the budget."""
         return tuple(index for index in self.dynamic_indices if index < len(self.numbers))
 
-    @property
-    def exact_capacity_indices(self) -> tuple[int, ...]:
-        """Indices in `all_numbers` of the capacities of `exact_layers`."""
-        return tuple(range(len(self.numbers), len(self.numbers) + len(self.exact_layers)))
-
     def dynamic_layout(self, layer: int, layout: Layout, sizes: dict[int, Any]) -> Layout:
         """Return a layer's layout with dynamic sizes, by index in `all_numbers`, as capacity and budget."""
         first = len(self.numbers)
@@ -112,28 +107,21 @@ class DynamicDims:
         return {index: self.sizes.size(symbol) for index, symbol in self.symbols.items()}
 
 
-class LruCache(Generic[Key, Value]):
+class LruCache(collections.OrderedDict[Key, Value]):
     """A dictionary that drops the least recently used entry beyond `MOST_ENTRIES`."""
 
-    def __init__(self) -> None:
-        self._entries: collections.OrderedDict[Key, Value] = collections.OrderedDict()
-
-    def get(self, key: Key) -> Value | None:
+    def find(self, key: Key) -> Value | None:
         """Return the value of a key, which counts as used; None for an unknown key."""
-        if key in self._entries:
-            self._entries.move_to_end(key)
-        return self._entries.get(key)
+        if key in self:
+            self.move_to_end(key)
+        return self.get(key)
 
     def put(self, key: Key, value: Value) -> Value:
         """Set the value of a key, and return it."""
-        self._entries[key] = value
-        if len(self._entries) > MOST_ENTRIES:
-            self._entries.popitem(last=False)
+        self[key] = value
+        if len(self) > MOST_ENTRIES:
+            self.popitem(last=False)
         return value
-
-    def values(self) -> Iterable[Value]:
-        """Return the values, the least recently used first."""
-        return self._entries.values()
 
 
 Rewrite = Callable[[DynamicDims | None], StepRewrite]
@@ -156,7 +144,7 @@ class CompiledVariant:
 
     def rewrite_for(self, key: ShapeKey) -> StepRewrite:
         """Return the rewrite with numbers for its dynamic sizes, for a call with this shape key."""
-        known = self._by_key.get(key)
+        known = self._by_key.find(key)
         numbers = [key.all_numbers[index] for index in self._dynamic_indices]
         return known or self._by_key.put(key, self._rewrite.with_numbers(numbers))
 
@@ -227,7 +215,7 @@ class VariantCache:
         Args:
             call_key: all that the variant depends on, including the shape key.
         """
-        variant = self._by_call.get(call_key)
+        variant = self._by_call.find(call_key)
         return variant if variant is not None and variant.serves(key) else None
 
     def variant_of(self, rewrite: StepRewrite) -> CompiledVariant:
@@ -253,8 +241,9 @@ class VariantCache:
         first = fixed and self._first_keys.setdefault(kind, key) == key
         if known or (first and not key.exact_layers) or len(variants) == MOST_DYNAMIC:
             return known
+        exact = range(len(key.numbers), len(key.numbers) + len(key.exact_layers))
         for indices in dict.fromkeys((key.dynamic_indices, key.dynamic_number_indices)):
-            alike = [indices.index(index) for index in key.exact_capacity_indices if index in indices]
+            alike = [i for i, index in enumerate(indices) if index in exact]
             if indices:
                 numbers = [key.all_numbers[index] for index in indices]
                 sizes = symbolic_shapes.SymbolicSizes(numbers, self._symbols, alike)
