@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
 
@@ -30,13 +31,13 @@ from kvpass.user_budget import Budget
 Logits = Literal["last", "all"]
 
 
+def _has_values(x: Tensor) -> bool:
+    return x.layout == torch.strided and not x.is_meta
+
+
 def are_token_ids(x: Tensor) -> bool:
     """Return whether a tensor holds readable integers: it is strided, not on meta, and not bool."""
     return _has_values(x) and not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
-
-
-def _has_values(x: Tensor) -> bool:
-    return x.layout == torch.strided and not x.is_meta
 
 
 TokenIds = Annotated[
@@ -80,9 +81,10 @@ class Caller:
         """Return the caller of a compiled model; `model` is the original, if it cannot be found from `call`."""
         model = dynamo.before_compilation(call) if model is None else model
         takes, name = cache_names.parameter_names(model), cache_names.cache_keyword(model)
-        return Caller(
-            call, takes, name, type(model).__name__, lambda: cache_names.empty_cache(model), _vocabulary(model)
-        )
+        count = getattr(input_embedding(model), "num_embeddings", None)  # packed weights have another number of rows
+        vocabulary = count if isinstance(count, int) else None
+        empty_cache = functools.partial(cache_names.empty_cache, model)
+        return Caller(call, takes, name, type(model).__name__, empty_cache, vocabulary)
 
     def __call__(
         self,
@@ -115,20 +117,16 @@ class Caller:
         cache = self.empty_cache() if cache is None else cache
         with pinning(pins):
             out = self.call(ids, **{self.cache_name: cache}, use_cache=True, **named)
-        self._check_count(cache_names.cache_of_output(out), ids.shape[1], mask.shape[1])
-        if pins is not None and not caches_in(cache_names.cache_of_output(out)):
-            raise CacheHandleError(f"pin: {self.name} returned no cache of kvpass: compile it with kvpass")
-        return out
-
-    def _check_count(self, cache: Any, fed: int, total: int) -> None:
-        """Raise CacheHandleError if a cache of kvpass has not seen `total` tokens."""
-        found = caches_in(cache)
+        found, fed, total = caches_in(cache_names.cache_of_output(out)), ids.shape[1], mask.shape[1]
         if found and found[0].seen != total:
             raise CacheHandleError(
                 f"{self.name} was fed {fed} tokens behind {total - fed}, and the cache that it returned counts "
                 f"{found[0].seen} tokens instead of {total}: the model does not continue the cache passed as "
                 f"`{self.cache_name}`; let its forward take the cache under this name and return it"
             )
+        if pins is not None and not found:
+            raise CacheHandleError(f"pin: {self.name} returned no cache of kvpass: compile it with kvpass")
+        return out
 
     def check_padding(self, mask: Tensor) -> None:
         """Raise PolicyError if the mask [B, T] has padding and the model takes no attention mask."""
@@ -158,12 +156,6 @@ def input_embedding(model: Any) -> torch.nn.Module | None:
     except (AttributeError, NotImplementedError):
         return None
     return embedding
-
-
-def _vocabulary(model: Any) -> int | None:
-    """Return the number of tokens that a model knows; None if the model does not report it."""
-    count = getattr(input_embedding(model), "num_embeddings", None)  # packed weights have another number of rows
-    return count if isinstance(count, int) else None
 
 
 @check_arguments
@@ -218,15 +210,11 @@ def prefill(
     caller.check_padding(mask)
     caller.check_vocabulary(ids)
     pinned = pin_mask(pin, on_top, mask[:, seen:])
-    result = chunks(caller, ids, mask, cache, chunk, int(logits == "last"), pinned, on_top)
-    if logits == "last":
-        last = last_of(result)
-        last.logits = last.logits[:, -1:]
-        return last
     parts: list[Tensor] = []
-    last = last_of(_collect_logits(result, parts))
-    last.logits = torch.cat(parts, 1)
-    return last
+    for out in chunks(caller, ids, mask, cache, chunk, int(logits == "last"), pinned, on_top):
+        parts = [*parts, out.logits] if logits == "all" else [out.logits[:, -1:]]
+    out.logits = torch.cat(parts, 1)
+    return out
 
 
 def chunks(
@@ -254,14 +242,9 @@ def chunks(
     position = (mask.cumsum(-1) - 1).clamp(min=0)[:, before:]
     for count in chunk_lengths(ids.shape[1], chunk, before == 0):
         part, upto = slice(done, done + count), before + done + count
-        given = (
-            with_dynamic_length(ids[:, part]),
-            with_dynamic_length(mask[:, :upto]),
-            with_dynamic_length(position[:, part]),
-            cache,
-        )
+        given = map(with_dynamic_length, (ids[:, part], mask[:, :upto], position[:, part]))
         pins = None if pinned is None else Pins.of(pinned, done, done + count, on_top)
-        out = caller(*given, logits_to_keep, plain and done == 0, pins)
+        out = caller(*given, cache, logits_to_keep, plain and done == 0, pins)
         cache, done = cache_names.cache_of_output(out), done + count
         # A cache to continue has the slots that its prompt came to, so only a new cache needs the check of its budget.
         for layer in caches_in(cache)[:1] if chunk is not None and before == 0 else []:
@@ -272,13 +255,6 @@ def chunks(
 def last_of(outputs: Iterator[Any]) -> Any:
     """Return the last output once all are made; earlier outputs are released on the way."""
     return collections.deque(outputs, maxlen=1).pop()
-
-
-def _collect_logits(outputs: Iterator[Any], logits: list[Tensor]) -> Iterator[Any]:
-    """Yield the same outputs, and append their logits to the list."""
-    for output in outputs:
-        logits.append(output.logits)
-        yield output
 
 
 def chunk_lengths(tokens: int, chunk: int | None, first: bool) -> list[int]:
@@ -322,11 +298,7 @@ def prefix_mask(cache: Any, cache_settings: Any) -> Tensor:
 
 
 def _tokens_seen(cache: Any) -> int:
-    """Return the number of tokens that a cache has seen.
-
-    Raises:
-        CacheHandleError: a cache that has no handles of kvpass.
-    """
+    """Return the number of tokens that a cache has seen, or raise CacheHandleError for one without handles."""
     if cache is None:
         return 0
     found = caches_in(cache)
