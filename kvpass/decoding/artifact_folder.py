@@ -123,13 +123,10 @@ class ExportFiles:
 
     def add_library(self, path: str) -> str:
         """Add a library, and return its name in the artifact."""
-        return self._add(Path(path).read_bytes(), ".so")
+        return self.add(Path(path).read_bytes(), ".so")
 
-    def add_text(self, text: str) -> str:
-        """Add Python text, and return its name in the artifact."""
-        return self._add(text.encode(), ".py")
-
-    def _add(self, content: bytes, suffix: str) -> str:
+    def add(self, content: bytes, suffix: str) -> str:
+        """Add a file, and return its name in the artifact."""
         found = digest(content)
         name = found[:32] + suffix
         if name not in self.digests:
@@ -161,21 +158,18 @@ def code_entry(run: Any, files: ExportFiles) -> dict[str, Any] | None:
         run: what `kvpass.backend.Backend` compiled: linked segments or a whole graph.
         files: get the code's files.
     """
-    linked = isinstance(run, LinkedSegments)
-    parts = {name: exported_code.export_code(part) for name, part in (run.runs if linked else {"run_0": run}).items()}
-    if not all(parts.values()):
-        return None
-    entries = {name: _segment_entry(part, files) for name, part in parts.items() if part is not None}
+    linked, entries = isinstance(run, LinkedSegments), {}
+    for name, segment in (run.runs if linked else {"run_0": run}).items():
+        part = exported_code.export_code(segment)
+        if part is None:
+            return None
+        entries[name] = {
+            "text": files.add(part.text.encode(), ".py"),
+            "kernels": {kernel: files.add_library(path) for kernel, path in part.kernels.items()},
+            "constants": {constant: files.add_tensor(tensor) for constant, tensor in part.constants.items()},
+            "leading": [files.add_tensor(tensor) for tensor in part.leading],
+        }
     return {"source": run.source if linked else WHOLE, "runs": entries}
-
-
-def _segment_entry(part: ExportedCode, files: ExportFiles) -> dict[str, Any]:
-    return {
-        "text": files.add_text(part.text),
-        "kernels": {name: files.add_library(path) for name, path in part.kernels.items()},
-        "constants": {name: files.add_tensor(tensor) for name, tensor in part.constants.items()},
-        "leading": [files.add_tensor(tensor) for tensor in part.leading],
-    }
 
 
 def code_of_entry(entry: Mapping[str, Any], folder: Path, tensors: Mapping[str, Tensor]) -> inductor.Compiled:

@@ -28,11 +28,11 @@ from torch import Tensor
 from kvpass import versions
 from kvpass.arguments import Positive, check_arguments, require
 from kvpass.cache.handle import Handle, caches_in, usable_caches_in
-from kvpass.decoding import artifact_folder
-from kvpass.decoding.artifact_folder import TENSORS, ExportFiles, read_manifest, write_folder, write_manifest
+from kvpass.decoding import artifact_folder, recording
+from kvpass.decoding.artifact_folder import TENSORS, ExportFiles, code_of_entry, read_manifest, write_folder
 from kvpass.decoding.cache_files import CacheObjectReader, FilePath, policy_of, settings_entry
 from kvpass.decoding.loop import DecodeLoop
-from kvpass.decoding.recording import RecordedCall, graph_entries, named_tensors, recording_calls, tensor_names
+from kvpass.decoding.recording import RecordedCall, named_tensors
 from kvpass.decoding.stepping import refresh_handles
 from kvpass.decoding.warmup import synthetic_tokens, visit_graphs
 from kvpass.errors import ArtifactError, BudgetError, KVPassError, PolicyError, UnsupportedGraph
@@ -94,17 +94,17 @@ def export(
         raise UnsupportedGraph("this model cannot be exported: weights of it wrap other tensors, as quantised ones do")
     if not isinstance(loop.backend.budget, int):
         raise BudgetError(f"budget={loop.backend.budget}: an artifact has code for fixed slots; give their number")
-    with recording_calls(loop) as result:
+    with recording.recording_calls(loop) as result:
         visit_graphs(loop, batch, prefixes=True)
     with write_folder(Path(path)) as files:
-        found = write_manifest(files, _manifest(loop, result.calls, batch, files))
+        found = artifact_folder.write_manifest(files, _manifest(loop, result.calls, batch, files))
         _check_equal(loop, load(files.folder, model, digest=found), batch)
     return found
 
 
 def _manifest(loop: DecodeLoop, calls: Sequence[RecordedCall], batch: int, files: ExportFiles) -> dict[str, Any]:
     """Return the manifest of a loop's graphs, and add their code and constants to the files."""
-    graphs = graph_entries(loop.model, calls, files)
+    graphs = recording.graph_entries(loop.model, calls, files)
     libraries = {name: files.add_library(file) for name, file in generated_code.built_libraries().items()}
     files.write_tensors()
     rows = None if loop.requests is None else loop.requests.count
@@ -147,7 +147,9 @@ def load(path: FilePath, model: torch.nn.Module, *, digest: str | None = None, *
     folder = Path(path)
     try:
         manifest = read_manifest(folder, digest)
-        _check_manifest(manifest, model)
+        _check_same(manifest["made_by"], _versions_here(), "was exported with", "this process has")
+        _check_processor(manifest["processor"])
+        _check_model(manifest["model"], model)
         return LoadedLoop(model, manifest, folder, how)
     except ArtifactError as error:
         raise ArtifactError(f"{os.fspath(path)}: {error}") from error.__cause__
@@ -209,8 +211,10 @@ class ExportedCall:
         kind = "prompt" if not layers else "step" if new == 1 else "chunk"
         graph = self._graph(kind, rows, attention_mask is not None, new)
         inputs = {"ids": ids, "mask": attention_mask, "positions": position_ids}
-        counts = {"seen": layers[0].seen if layers else 0, "new": new, "rows": rows}
-        arguments = graph.arguments(inputs, counts | {"total": counts["seen"] + new}, self._module_tensors())
+        counts = recording.token_counts(layers[0].seen if layers else 0, rows, new)
+        tensors = dict(named_tensors(self.model))  # which the user may have replaced
+        _check_tensors(self.shapes, tensors)
+        arguments = graph.arguments(inputs, counts, tensors)
         if isinstance(graph.runner, ExportedStep):
             ran = graph.runner.call(layers, arguments)
             return types.SimpleNamespace(logits=ran.results[graph.logits], **{name: refresh_handles(before, new)})
@@ -235,12 +239,6 @@ class ExportedCall:
             f"{call}: the artifact has code for {known or 'no'} row(s): export with another `batch` or `rows`"
         )
 
-    def _module_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of the model by name, which the user may have replaced."""
-        found = dict(named_tensors(self.model))
-        _check_tensors(self.shapes, found)
-        return found
-
 
 class ExportedGraph:
     """The code of an artifact for one kind of call.
@@ -255,14 +253,10 @@ class ExportedGraph:
         self.runner: PromptRunner | ExportedStep
         try:
             if entry["kind"] == "prompt":
-                self.runner = exported_prompt(
-                    backend, entry, artifact_folder.code_of_entry(entry["code"], folder, tensors)
-                )
+                self.runner = exported_prompt(backend, entry, code_of_entry(entry["code"], folder, tensors))
             else:
-                runs = {
-                    compact: (each, artifact_folder.code_of_entry(each["code"], folder, tensors))
-                    for compact, each in entry["variants"]
-                }
+                variants = entry["variants"]
+                runs = {compact: (each, code_of_entry(each["code"], folder, tensors)) for compact, each in variants}
                 self.runner = ExportedStep(backend, entry, runs)
         except (ImportError, OSError) as error:
             raise ArtifactError(f"a library cannot be loaded: {error}") from error
@@ -299,9 +293,8 @@ def _check_equal(loop: DecodeLoop, loaded: DecodeLoop, batch: int) -> None:
     for each in (loop, loaded):
         if each.requests is not None:
             each.requests = type(each.requests).of(each, each.requests.count)
-            done = each.generate_batch(
-                list(synthetic_tokens(each, length, each.requests.count)), max_new_tokens=6, stop=[]
-            )
+            prompts = list(synthetic_tokens(each, length, each.requests.count))
+            done = each.generate_batch(prompts, max_new_tokens=6, stop=[])
             result.append((torch.tensor([output.generated_tokens for output in done.values()]), each.cache))
         else:
             each.state = None
@@ -315,13 +308,6 @@ def _check_equal(loop: DecodeLoop, loaded: DecodeLoop, batch: int) -> None:
 
 
 # What an export depends on, and whether it is the same here.
-
-
-def _check_manifest(manifest: Mapping[str, Any], model: torch.nn.Module) -> None:
-    """Raise ArtifactError unless this process and this model can run the code of an artifact."""
-    _check_same(manifest["made_by"], _versions_here(), "was exported with", "this process has")
-    _check_processor(manifest["processor"])
-    _check_model(manifest["model"], model)
 
 
 def _versions_here() -> dict[str, str | None]:
@@ -379,7 +365,7 @@ def _model_entry(model: torch.nn.Module) -> dict[str, Any]:
     return {
         "class": type(model).__name__,
         "config": model_identity.settings_of(model),
-        "weights": {tensor_names(model)[id(x)]: model_identity.digest(x) for x in model.parameters()},
+        "weights": {recording.tensor_names(model)[id(x)]: model_identity.digest(x) for x in model.parameters()},
         "tensors": {name: _shape(tensor) for name, tensor in named_tensors(model)},
     }
 

@@ -47,13 +47,15 @@ class RecordedCall:
         what = "prompt" if isinstance(self.result, prompts.PromptResult) else "step" if new == 1 else "chunk"
         return what, rows, len(self.inputs) > 1
 
-    def count(self, name: str) -> int:
-        """Return a count by its name in an argument's entry."""
-        rows, new = self.inputs["ids"].shape
-        return {"seen": self.before, "new": new, "total": self.before + new, "rows": rows}[name]
+    @property
+    def counts(self) -> dict[str, int]:
+        """The counts that an argument may be, by name."""
+        return token_counts(self.before, *self.inputs["ids"].shape)
 
 
-COUNTS = ("seen", "new", "total", "rows")
+def token_counts(seen: int, rows: int, new: int) -> dict[str, int]:
+    """Return the counts of a call of `new` tokens in each row, by their names in an artifact."""
+    return {"seen": seen, "new": new, "total": seen + new, "rows": rows}
 
 
 class RecordedModel:
@@ -207,7 +209,8 @@ class _GraphWriter:
             return self._tensor(index, values, calls)
         if all(type(value) is type(first) and value == first for value in values):  # 1 == 1.0 == True
             return {"value": first}
-        counted = [n for n in COUNTS if all(call.count(n) == x for call, x in zip(calls, values, strict=True))]
+        pairs = [*zip(values, calls, strict=True)]
+        counted = [name for name in calls[0].counts if all(call.counts[name] == value for value, call in pairs)]
         return {"count": counted[0]} if counted else self._unknown(index, values)
 
     def _tensor(self, index: int, values: Sequence[Tensor], calls: Sequence[RecordedCall]) -> dict[str, Any]:
