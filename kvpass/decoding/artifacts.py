@@ -362,10 +362,11 @@ def _check_processor(saved: Mapping[str, Any]) -> None:
 
 def _model_entry(model: torch.nn.Module) -> dict[str, Any]:
     """Return what an artifact's manifest has about the model."""
+    names = recording.tensor_names(model)
     return {
         "class": type(model).__name__,
         "config": model_identity.settings_of(model),
-        "weights": {recording.tensor_names(model)[id(x)]: model_identity.digest(x) for x in model.parameters()},
+        "weights": {names[id(x)]: model_identity.digest(x) for x in model.parameters()},
         "tensors": {name: _shape(tensor) for name, tensor in named_tensors(model)},
     }
 

@@ -81,10 +81,7 @@ def save_cache(cache: Any, path: FilePath) -> None:
         weights=sorted(digests(weights)),
         config={} if loop is None else settings_of(loop.model),
         object=CacheObjectWriter(layers, chosen, tensors).encode(found, "cache"),
-        layers=[
-            {**entry_of(layer, f"{index}.", tensors), "policy": _layer_policy(layer)}
-            for index, layer in enumerate(layers)
-        ],
+        layers=[_layer_entry(layer, f"{index}.", tensors) for index, layer in enumerate(layers)],
     )
     if loop is not None and loop.state is not None:
         header["loop"], parts = loop.state.to_saved()
@@ -174,9 +171,10 @@ def settings_entry(backend: Backend) -> dict[str, Any]:
     return {name: policy_entry(backend.policy) if name == "policy" else getattr(backend, name) for name in _SETTINGS}
 
 
-def _layer_policy(layer: LayerCache) -> Any:
-    """Return None for a layer that the backend's policy governs, else the policy of the layer."""
-    return None if layer.layout.policy is layer.backend.policy else policy_entry(layer.layout.policy)
+def _layer_entry(layer: LayerCache, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Return the entry of a layer, with its policy if that is not the backend's."""
+    policy = None if layer.layout.policy is layer.backend.policy else policy_entry(layer.layout.policy)
+    return {**entry_of(layer, prefix, tensors), "policy": policy}
 
 
 def policy_of(entry: Any) -> Policy:
@@ -187,11 +185,7 @@ def policy_of(entry: Any) -> Policy:
 
 
 def _backend_for(saved: Mapping[str, Any], compiled: Any) -> Backend:
-    """Return the backend that continues the cache: the one that compiled the model, or one with the file's settings.
-
-    Raises:
-        CacheFileError: the model was compiled with other settings.
-    """
+    """Return the backend that continues the cache: the one that compiled the model, or one with the file's settings."""
     found = compiled if isinstance(compiled, Backend) else dynamo.backend_of(compiled)
     if not isinstance(found, Backend):
         others: dict[str, Any] = {name: saved[name] for name in _SETTINGS if name != "policy"}
@@ -277,17 +271,15 @@ class CacheObjectWriter:
             return {"dict": [[key, self.encode(each, f"{where}.{key}")] for key, each in value.items()]}
         layers = getattr(value, "layers", None)
         if isinstance(layers, list) and where == "cache":
-            return {
-                "object": type(value).__name__,
-                "layers": [self._layer(x, f"layer.{i}") for i, x in enumerate(layers)],
-            }
+            parts = [
+                [type(x).__name__, {name: self.encode(part, f"layer.{i}.{name}") for name, part in vars(x).items()}]
+                for i, x in enumerate(layers)
+            ]
+            return {"object": type(value).__name__, "layers": parts}
         raise CacheHandleError(
             f"the model's cache holds a {type(value).__name__} ({where}), which is no tensor and no plain value: it "
             "cannot be saved; keep the conversation in one process, or save the text"
         )
-
-    def _layer(self, layer: Any, where: str) -> Any:
-        return [type(layer).__name__, {name: self.encode(x, f"{where}.{name}") for name, x in vars(layer).items()}]
 
 
 class CacheObjectReader:

@@ -104,13 +104,11 @@ class RequestBatch(LoopState):
         self.done[row] = ended
         return first
 
-    def free(self, row: int) -> None:
-        """Mark a row as free, so that steps leave it unchanged."""
-        self.done[row] = True
-
     def held_tokens(self, row: int) -> float:
         """Return how many tokens a row's slots hold, the mean over layers and heads."""
-        return float(torch.stack([_held_tokens(layer, row) for layer in self.caches]).mean())
+        held = [[(part.position[row] >= 0).sum() for part in layer.slots.by_class] for layer in self.caches]
+        counts = [torch.stack(parts).sum() / x.layout.groups for x, parts in zip(self.caches, held, strict=True)]
+        return float(torch.stack(counts).mean())
 
     @torch.inference_mode(False)  # as slots are made, which steps outside of inference mode also write to
     def extract(self, row: int, seen: int) -> Any:
@@ -263,12 +261,6 @@ def _row_of(layer: LayerCache, row: int, seen: int) -> LayerCache:
     one.row_budgets, one.clocks = layer.row_budgets[row : row + 1], layer.clocks[row : row + 1]
     mark_addresses_static(one.slots)
     return one
-
-
-def _held_tokens(layer: LayerCache, row: int) -> Tensor:
-    """Return how many tokens a row's slots hold, the mean over the heads."""
-    counts = [(class_slots.position[row] >= 0).sum() for class_slots in layer.slots.by_class]
-    return torch.stack(counts).sum() / layer.layout.groups
 
 
 def _write_row(layer: LayerCache, row: int, one: LayerCache) -> None:

@@ -216,7 +216,7 @@ class RequestScheduler:
         request.held_tokens = self.batch.held_tokens(row)
         if request.keep and request.status is RequestStatus.FINISHED:
             request.cache = self.batch.extract(row, request.seen_tokens)
-        self.batch.free(row)
+        self.batch.done[row] = True  # steps leave a free row unchanged
 
     def _prefill(self) -> bool:
         """Prefill one chunk of a prompt if there is a free row; return whether a prefill has ended or failed."""

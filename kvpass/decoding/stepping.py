@@ -110,14 +110,11 @@ class LoopState:
 
     def mask(self) -> Tensor:
         """Return the padding mask of the tokens that the cache has seen, [B, tokens seen]."""
-        count = self._tokens_seen() - self.prompt_mask.shape[1]
+        count = 0 if self.step is None else self.step.caches[0].seen - self.prompt_mask.shape[1]
         steps = torch.arange(count, device=self.prompt_mask.device)
         # A row's real tokens are those of its prompts and then one per step, up to the step where it stopped.
         generated = self.position + self.done[:, None] - self.prompt_mask.sum(-1, keepdim=True)
         return torch.cat([self.prompt_mask, (steps < generated).to(self.prompt_mask.dtype)], 1)
-
-    def _tokens_seen(self) -> int:
-        return self.prompt_mask.shape[1] if self.step is None else self.step.caches[0].seen
 
     @in_mode_of_weights
     def to_saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -139,10 +136,8 @@ class LoopState:
         """
         layer, wanted = caches_in(cache)[0], torch.int64
         rows, seen = layer.layout.batch, layer.seen
-        shapes: dict[str, Any] = dict(
-            ids=((rows, 1), wanted), position=((rows, 1), wanted), mask=((rows, seen), wanted)
-        )
-        shapes |= dict(done=((rows,), torch.bool), finished=((rows,), torch.bool))
+        shapes: dict[str, Any] = dict.fromkeys(("ids", "position"), ((rows, 1), wanted))
+        shapes |= {"mask": ((rows, seen), wanted)} | dict.fromkeys(("done", "finished"), ((rows,), torch.bool))
         wrong = [name for name, how in shapes.items() if (tuple(tensors[name].shape), tensors[name].dtype) != how]
         if wrong or tensors["ready"].dtype != wanted or tensors["ready"].shape[1:] != (rows,):
             raise CacheFileError(f"its {', '.join(wrong) or 'ready'} are not those of {rows} conversations")

@@ -81,8 +81,8 @@ def longest_prompt(runner: PromptRunner, arguments: Sequence[Any], ids_index: in
         arguments: of a prompt that has run.
         ids_index: the index of the token ids [B, T] among them.
     """
-    assert runner.inputs is not None
     graph = runner.inputs
+    assert graph is not None
     now = shapes.measure_symbols(graph, arguments)
     length = arguments[ids_index].shape[1]
     moving = {symbol for symbol, number in now.items() if number == length}
@@ -98,11 +98,7 @@ class ExportedSizes(TokenCounters):
     """The sizes of a step, without its graph."""
 
     def __init__(self, counters: Sequence[int], ids: int) -> None:
-        """
-        Args:
-            counters: the indices of the arguments that count tokens.
-            ids: the index of the token ids [B, q] among the arguments.
-        """
+        """Take the indices of the arguments that count tokens, and that of the token ids [B, q]."""
         super().__init__(dict(enumerate(counters)))
         self._ids = ids
 
@@ -172,9 +168,12 @@ class ExportedStep(StepExecutor):
         return PreparedStep(rewrite, [], flat, run)
 
 
+_VARIANT_FIELDS = ("inputs", "columns", "chunks", "valid")
+
+
 def _rewrite_of(entry: Mapping[str, Any]) -> StepRewrite:
     """Return a rewrite without its graph; a loop needs only its outputs for the chunk."""
-    fields: dict[str, Any] = {name: entry[name] for name in ("inputs", "columns", "chunks", "valid")}
+    fields: dict[str, Any] = {name: entry[name] for name in _VARIANT_FIELDS}
     return StepRewrite(gm=None, loose_inputs=set(entry["loose_inputs"]), queries=1, **fields)
 
 
@@ -190,8 +189,8 @@ def variant_entry(rewrite: StepRewrite) -> dict[str, Any]:
             "a mask that is made from all tokens anew in every call": not rewrite.is_repeatable,
         }
     )
-    fields = dict(inputs=rewrite.inputs, loose_inputs=sorted(rewrite.loose_inputs), columns=rewrite.columns)
-    return dict(**fields, chunks=rewrite.chunks, valid=rewrite.valid)
+    fields = {name: getattr(rewrite, name) for name in _VARIANT_FIELDS}
+    return {**fields, "loose_inputs": sorted(rewrite.loose_inputs)}
 
 
 def check_layouts(caches: Sequence[LayerCache]) -> None:
@@ -210,12 +209,7 @@ def check_layouts(caches: Sequence[LayerCache]) -> None:
 
 
 def step_entry(runner: StepRunner, result: StepResult, ids_index: int) -> dict[str, Any]:
-    """Return the entry of a step graph that has run in an artifact's manifest.
-
-    Args:
-        ids_index: the index of the token ids among its arguments.
-
-    """
+    """Return the entry of a step graph that has run in an artifact's manifest; `ids_index` is of the token ids."""
     return dict(
         padding_inputs=[[runner.padding.indices[node] for node in nodes] for nodes in runner.padding.inputs],
         counters=list(runner.sizes.counters.values()),
@@ -228,22 +222,16 @@ def step_entry(runner: StepRunner, result: StepResult, ids_index: int) -> dict[s
 def chunk_length_range(runner: StepRunner, result: StepResult, ids_index: int) -> tuple[int, int]:
     """Return the smallest and the largest number of tokens that a chunk's code serves, up to `MOST_IN_A_CHUNK`."""
     graph, variant, queries = runner.gm.graph, runner.variants.variant_of(result.rewrite), int(result.rewrite.queries)
-    places = {symbol: at == (ids_index, 1) for symbol, at in runner.sizes.sources.items()}
-    new = {symbol for symbol, counts in places.items() if counts}
-    all_tokens = {
-        symbol
-        for symbol, size in zip(runner.sizes.other_sources, result.inputs.other_sizes, strict=True)
-        if size is None
-    }
-    now = (
-        shapes.measure_symbols(graph, result.arguments)
-        | dict.fromkeys(new, 2)
-        | dict.fromkeys(all_tokens, result.seen_before + 2)
-    )
+    counts_new = {symbol: source == (ids_index, 1) for symbol, source in runner.sizes.sources.items()}
+    new = {symbol for symbol, counts in counts_new.items() if counts}
+    others = zip(runner.sizes.other_sources, result.inputs.other_sizes, strict=True)
+    all_tokens = {symbol for symbol, size in others if size is None}
+    now = shapes.measure_symbols(graph, result.arguments) | dict.fromkeys(new, 2)
+    now |= dict.fromkeys(all_tokens, result.seen_before + 2)
     holds = guard_predicate(shapes.guards(graph), now, new | all_tokens)
 
     def serves(length: int) -> bool:
-        pairs = zip(places.values(), variant.key.numbers, strict=True)
+        pairs = zip(counts_new.values(), variant.key.numbers, strict=True)
         numbers = tuple(length if counts else number for counts, number in pairs)
         return holds(length - 2) and variant.serves(dataclasses.replace(variant.key, numbers=numbers))
 
