@@ -148,12 +148,9 @@ class Backend(BackendBase):
             self.recorder.sites.append(AttentionReport(*where, outcome, reason))
 
     def _left_alone(self, refused: list[Verdict], carried: bool) -> bool:
-        """Raise an error for refused cache updates, or with strict=False warn and leave the whole graph unchanged.
+        """Return whether a graph stays unchanged, with a warning, or raise an error for refused cache updates.
 
         The graph is never rewritten in part, because a graph in which one cache grows cannot be static.
-
-        Returns:
-            Whether the graph stays unchanged.
         """
         if not refused:
             return False
@@ -186,11 +183,7 @@ class Backend(BackendBase):
             attention_tiles.start_builds(weight.dtype, bool(self.policy.statistics))
 
     def _stores_raw_keys(self, captured: Capture) -> bool:
-        """Return whether keys are stored before their rotary embedding, which must be found in every layer.
-
-        Raises:
-            UnsupportedGraph: the user asked for cache positions, and they are not possible.
-        """
+        """Return whether keys are stored before their rotary embedding, which must be found in every layer."""
         if not self.prefers_ranks:
             return False
         obstacle = rotary.find_obstacle(captured.sites, alias.Memory(captured.gm.graph))
@@ -260,12 +253,8 @@ def backend(
     """
     chosen = policies.resolve(policy, policy_options)
     check_budget(chosen, budget)
-    require(
-        positions != "cache" or not chosen.cache_positions_refusal,
-        "positions",
-        positions,
-        chosen.cache_positions_refusal,
-    )
+    refusal = chosen.cache_positions_refusal
+    require(positions != "cache" or not refusal, "positions", positions, refusal)
     _check_settings(inner, mode, options)
     _check_enabled(strict)
     configure_logs()
@@ -286,16 +275,12 @@ def _check_enabled(strict: bool) -> None:
 
 
 def _check_crop(crop: int, policy: Policy) -> None:
-    """Raise PolicyError if `crop` is set and the policy makes a token depend on the others of its call.
-
-    Removing some tokens of such a call would change the remaining ones.
-    """
+    """Raise PolicyError if `crop` is set and the policy makes a token depend on the others of its call."""
     if not crop:
         return
     why = "so none can be taken back from a call without a change to the others"
-    require(
-        not policy.renumbers, "crop", crop, f"{policy.name} numbers the tokens of a call by how many they are, {why}"
-    )
+    numbered = f"{policy.name} numbers the tokens of a call by how many they are, {why}"
+    require(not policy.renumbers, "crop", crop, numbered)
     require(not policy.scales_logits, "crop", crop, f"{policy} weighs the tokens of a call by how many they are, {why}")
 
 

@@ -26,15 +26,12 @@ def _parameter_kinds(forward: Callable[..., Any]) -> Mapping[str, Any]:
     """Return the kinds of a function's parameters by name, those of a method with its first."""
     if inspect.ismethod(forward) and "forward" not in getattr(forward.__self__, "__dict__", {}):
         return _kinds_in_class(forward.__func__)
-    return _read_kinds(forward)
+    return _kinds_in_class.__wrapped__(forward)  # a function that is made for one model, and would keep it alive
 
 
-def _read_kinds(function: Callable[..., Any]) -> Mapping[str, Any]:
+@functools.lru_cache(maxsize=256)
+def _kinds_in_class(function: Callable[..., Any]) -> Mapping[str, Any]:
     return {name: parameter.kind for name, parameter in inspect.signature(function).parameters.items()}
-
-
-# Of functions in classes alone: what is made for one model would keep it alive.
-_kinds_in_class = functools.lru_cache(maxsize=256)(_read_kinds)
 
 
 def cache_keyword(model: Any) -> str:

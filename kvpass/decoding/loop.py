@@ -20,17 +20,9 @@ from torch import Tensor
 from kvpass import cache_names
 from kvpass.arguments import Natural, Positive, check_arguments, require
 from kvpass.backend import backend
+from kvpass.decoding import prefill
 from kvpass.decoding.pin_masks import Pin, pin_mask
-from kvpass.decoding.prefill import (
-    Caller,
-    PaddingMask,
-    TokenIds,
-    check_budget,
-    chunks,
-    last_of,
-    padding_mask,
-    prefix_mask,
-)
+from kvpass.decoding.prefill import Caller, PaddingMask, TokenIds, last_of, padding_mask, prefix_mask
 from kvpass.decoding.requests import RAISES_REQUEST_ERROR, GenerationOutput, Prompt
 from kvpass.decoding.sampling import Sampling, Seed, Temperature, TopK, TopP
 from kvpass.decoding.scheduler import RequestScheduler
@@ -112,11 +104,10 @@ class DecodeLoop:
         mode, options, crop = self.backend.mode, dict(self.backend.options), self.backend.crop
         require(mode not in CAPTURING, "mode", mode, "a DecodeLoop captures its steps itself; leave the mode out")
         require("triton.cudagraphs" not in options, "options", options, "a DecodeLoop captures its steps itself")
-        require(
-            not crop, "crop", crop, "nothing takes tokens back in a DecodeLoop, whose steps are repeated as they are"
-        )
+        repeated = "nothing takes tokens back in a DecodeLoop, whose steps are repeated as they are"
+        require(not crop, "crop", crop, repeated)
         if prefill_chunk is not None:
-            check_budget(self.backend.budget)
+            prefill.check_budget(self.backend.budget)
         self.compiled = self._compile_model()
         self.parts = ModelParts(model)
         weight = next(itertools.chain(model.parameters(), model.buffers(), [torch.empty(0)]))
@@ -208,8 +199,8 @@ class DecodeLoop:
             if len(seen) != len(mask):
                 raise CacheHandleError(f"a prompt of {len(mask)} rows behind a prefix of {len(seen)}")
             whole = torch.cat([seen, mask], 1)
-        given = (ids, whole, before, self.prefill_chunk)
-        out = last_of(chunks(self.caller, *given, pinned=pinned, on_top=on_top))
+        given = (self.caller, ids, whole, before, self.prefill_chunk)
+        out = last_of(prefill.chunks(*given, pinned=pinned, on_top=on_top))
         first = self.sampling.choose(out.logits[:, -1], self.generator)
         self.state = LoopState(self, cache_names.cache_of_output(out), first, whole.sum(-1, keepdim=True), whole)
         self.prefix = None

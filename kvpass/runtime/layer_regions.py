@@ -83,7 +83,9 @@ class RegionForward:
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         layer = self.layers[self.index]
-        where, own = self._own_cache(args, named) if self._is_region() else (None, None)
+        # Dynamo guards on the one mark that it reads, so marks of other calls' graphs cause no recompilation.
+        is_region = regions.are_traced() and getattr(self.regions.marks, regions.mark())
+        where, own = self._own_cache(args, named) if is_region else (None, None)
         if own is None:
             return type(layer).forward(layer, *args, **named)
         past = (own.keys, own.values) if own.is_initialized else (None, None)
@@ -91,11 +93,6 @@ class RegionForward:
             out, keys, values = _run_layer(layer, *past, where, *_flatten_arguments(args, named, where))
         _set_keys_and_values(own, keys, values)
         return out
-
-    def _is_region(self) -> bool:
-        """Return whether the current call traces the layer as a region."""
-        # Dynamo guards on the one mark that it reads, so marks of other calls' graphs cause no recompilation.
-        return regions.are_traced() and getattr(self.regions.marks, regions.mark())
 
     def _own_cache(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[int | str | None, Any]:
         """Return the index or name of the cache among the arguments, and the layer's part of it, or None."""
@@ -132,12 +129,7 @@ class OneLayerCache:
 def _run_layer(
     layer: torch.nn.Module, keys: Tensor | None, values: Tensor | None, where: int | str, *flat: Any
 ) -> tuple[Any, Tensor, Tensor]:
-    """Run a layer on its own cached keys and values; return its output and the longer keys and values.
-
-    Args:
-        where: the index or name of the cache among the layer's arguments.
-        flat: the layer's arguments, see `_flatten_arguments`.
-    """
+    """Run a layer, with its cache at index or name `where`; return its output and the longer keys and values."""
     own = layer.forward.kinds[1]()  # type: ignore[attr-defined]  # the forward is a RegionForward
     if keys is not None and values is not None:
         _set_keys_and_values(own, keys, values)
@@ -157,13 +149,9 @@ def _set_keys_and_values(own: Any, keys: Tensor, values: Tensor) -> None:
 
 
 def _flatten_arguments(args: tuple[Any, ...], named: dict[str, Any], left_out: int | str | None) -> list[Any]:
-    """Return arguments as one list without nested ones: tuples become their length and their members.
+    """Return arguments as one list without nested ones, and None for the one at index or name `left_out`.
 
-    Dynamo compares the arguments of a region one by one, and traces torch's pytree functions for nested ones, which
-    takes longer than the layer.
-
-    Args:
-        left_out: the index or name of an argument that becomes None.
+    Dynamo traces torch's pytree functions for nested ones, which takes longer than the layer.
     """
     flat: list[Any] = [len(args)]
     for where, value in [*enumerate(args), *named.items()]:
