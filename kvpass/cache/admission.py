@@ -25,11 +25,7 @@ MERGE_BLOCK = 1024  # evicted rows that are merged at a time
 def rescore(
     layout: Layout, tokens: Tokens, key: EncodedVectors, value: EncodedVectors, policy_weights: Sequence[Tensor] = ()
 ) -> Tokens:
-    """Apply the policy's `rescore`, if it has one, to rows [B, Hkv, N, D] and [B, Hkv, N, Dv].
-
-    Args:
-        policy_weights: the policy's weights for the layer; if there are none, they are read from the policy.
-    """
+    """Apply the policy's `rescore`, if it has one, to rows [B, Hkv, N, D]; by default with the policy's own weights."""
     policy = layout.policy
     if not policy.rescores:
         return tokens

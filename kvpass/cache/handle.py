@@ -232,11 +232,7 @@ _ACTIONS: dict[str, Callable[..., Any]] = {
 
 
 def current_cache(value: Any, part: Part, backend: CacheOwner) -> LayerCache:
-    """Return the layer's cache from the handle that a graph receives for keys or values.
-
-    Raises:
-        CacheHandleError: the argument is no handle, or its cache cannot be continued.
-    """
+    """Return the cache of a layer from its handle, or raise CacheHandleError if the cache cannot be continued."""
     if not isinstance(value, Handle):
         raise CacheHandleError("a layer's cache was replaced by an ordinary tensor in the middle of a conversation")
     if value.part != part:
@@ -257,11 +253,7 @@ def current_cache(value: Any, part: Part, backend: CacheOwner) -> LayerCache:
 
 
 def check_layers(caches: list[LayerCache]) -> None:
-    """Check that the caches that a graph receives, in the order of its layers, belong to these layers.
-
-    Raises:
-        CacheHandleError: one cache stands in two layers, layers are exchanged, or their lengths differ.
-    """
+    """Raise CacheHandleError if a graph's caches, in the order of its layers, are exchanged or differ in length."""
     if len({cache.number for cache in caches}) < len(caches):
         raise CacheHandleError("one layer's cache was given back for two layers: every layer has a cache of its own")
     for index, (cache, following) in enumerate(itertools.pairwise(caches)):
@@ -281,11 +273,7 @@ def caches_in(cache: Any) -> list[LayerCache]:
 
 
 def usable_caches_in(cache: Any, backend: CacheOwner) -> list[LayerCache]:
-    """Return the caches of all layers, as `caches_in`, which a call is about to continue.
-
-    Raises:
-        CacheHandleError: one of them cannot be continued, or not under this backend.
-    """
+    """Return the caches of all layers as `caches_in`, or raise CacheHandleError if one cannot be continued."""
     return list({id(each): each for each in (current_cache(x, x.part, backend) for x in _handles(cache))}.values())
 
 
@@ -322,11 +310,7 @@ class Row(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation that only moves the row.
-
-        Raises:
-            CacheHandleError: the operation reads or grows the row.
-        """
+        """Run an operation that only moves the row, or raise CacheHandleError for one that reads or grows it."""
         name = getattr(func, "__name__", "")
         allowed = name in _MOVES | tensors.QUESTIONS or (name == "cat" and _adds_nothing(*args))
         if not dynamo.is_traced() and not allowed:

@@ -25,14 +25,7 @@ Part = Literal["keys", "values"]
 
 @dataclasses.dataclass(frozen=True)
 class _RowSelection:
-    """A cache with selected rows, made for one of K and V and found by the other.
-
-    Attributes:
-        operation, argument: the selection of rows.
-        seen: tokens seen at the selection.
-        part: the part that was selected first.
-        result: the cache with the selected rows.
-    """
+    """A cache with selected rows, made for one part of K and V and found by the other."""
 
     operation: str
     argument: Any
@@ -60,13 +53,7 @@ def _equal_arguments(one: Any, other: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Crop:
-    """The cache that replaced another one when its last tokens were cropped.
-
-    Attributes:
-        tokens: the number of cropped tokens.
-        left: the part of K and V that is still to be cropped.
-        result: the cache that continues, on the same slots.
-    """
+    """The cache that continues after a crop; `left` is the part of K and V that is still to be cropped."""
 
     tokens: int
     left: Part | None
@@ -88,11 +75,7 @@ class DeferredChecks:
         self.pending.append((event, answer))
 
     def settle(self) -> None:
-        """Read the conditions that are computed.
-
-        Raises:
-            CacheHandleError: one of them is false.
-        """
+        """Read the conditions that are computed, and raise CacheHandleError if one of them is false."""
         computed = itertools.takewhile(lambda check: check[0].query(), self.pending)  # type: ignore[no-untyped-call]
         answers = [answer for _, answer in computed]
         self.pending = self.pending[len(answers) :]
@@ -207,11 +190,7 @@ class LayerCache:
         return result
 
     def crop(self, tokens: int, part: Part) -> LayerCache:
-        """Return the cache without its last tokens.  The same crop of K and then of V gives one cache.
-
-        Raises:
-            CacheHandleError: so many tokens cannot be cropped.
-        """
+        """Return the cache without its last tokens.  The same crop of K and then of V gives one cache."""
         last = self.cropped
         if last is not None and (last.tokens, last.left, last.result.seen) == (tokens, part, self.seen - tokens):
             self.cropped = dataclasses.replace(last, left=None)

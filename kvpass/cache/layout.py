@@ -77,11 +77,7 @@ class Layout:
         return tuple(slice(end - part.heads, end) for part, end in zip(self.by_class, ends, strict=True))
 
     def with_head_classes(self) -> Layout:
-        """Return the layout with the classes of heads that the policy wants.
-
-        Raises:
-            PolicyError: the layer cannot have them.
-        """
+        """Return the layout with the classes of heads that the policy wants."""
         classes = self.policy.head_classes(self.heads, self.budget)
         if not classes:
             return self

@@ -137,11 +137,7 @@ def append_call(calls: Calls, call: PastCall, max_tokens: int) -> Calls:
 
 
 def check_croppable(calls: Sequence[PastCall], count: int, max_tokens: int) -> None:
-    """Check that `count` tokens can be cropped, of at most the backend's `crop`.
-
-    Raises:
-        CacheHandleError: only fewer can; the message says how many and what to change.
-    """
+    """Raise CacheHandleError if fewer than `count` tokens can be cropped; `max_tokens` is the backend's `crop`."""
     # The first token of a prompt, which has no snapshot, stays.
     croppable = min(max_tokens, sum(call.token_count - (call.snapshot is None) for call in calls))
     if count <= croppable:

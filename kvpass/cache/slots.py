@@ -319,11 +319,7 @@ def empty_slots(layout: Layout) -> AnySlots:
 
 
 def empty_state(layout: Layout) -> State:
-    """Return the policy's state for slots without tokens.
-
-    Raises:
-        PolicyError: an entry has the name of another tensor of the slots.
-    """
+    """Return the policy's state for slots without tokens; its entries may not have names of other tensors."""
     own, taken = {**layout.policy.state(), **layout.policy.row_state()}, {*READ_ONLY_STATE, *Slots.__annotations__}
     formats = {"key": layout.key_format, "value": layout.value_format}
     taken |= {f"{name}_{part}" for name, each in formats.items() for part in each.names}

@@ -59,12 +59,7 @@ def token_counts(seen: int, rows: int, new: int) -> dict[str, int]:
 
 
 class RecordedModel:
-    """The model as a loop calls it, which records each call.
-
-    Attributes:
-        call: of the loop's `Caller`.
-        calls: the last calls of each kind, oldest first.
-    """
+    """The model as a loop calls it, which records each call, oldest first."""
 
     def __init__(self, call: Callable[..., Any], backend: Any) -> None:
         self.call, self.backend = call, backend
@@ -113,11 +108,7 @@ def recording_calls(loop: DecodeLoop) -> Iterator[RecordedModel]:
 
 
 def graph_entries(model: torch.nn.Module, calls: Sequence[RecordedCall], files: ExportFiles) -> list[dict[str, Any]]:
-    """Return the entries of the graphs of each kind of call in an artifact's manifest.
-
-    Raises:
-        UnsupportedGraph: a graph cannot be exported.
-    """
+    """Return the entries of the graphs of each kind of call in an artifact's manifest."""
     by_kind: dict[Any, list[RecordedCall]] = {}
     for call in calls:
         by_kind.setdefault(call.kind, []).append(call)

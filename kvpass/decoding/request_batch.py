@@ -70,11 +70,7 @@ class RequestBatch(LoopState):
         return RequestBatch(loop, refresh_handles(cache, 0, wide), rows)
 
     def fit_slots(self, caches: Sequence[LayerCache]) -> None:
-        """Give a prompt's caches and the rows equally many slots, where that is possible.
-
-        Raises:
-            CacheHandleError: the caches do not fit into a row.
-        """
+        """Give a prompt's caches and the rows equally many slots, or raise CacheHandleError if they do not fit."""
         for layer, one in zip(self.caches, caches, strict=True):
             equalize_layouts(layer, one)
             found, here = (one.layout.capacity, one.slots.capacity), (layer.layout.capacity, layer.slots.capacity)

@@ -283,11 +283,7 @@ class RequestScheduler:
         self.queue.appendleft(request)
 
     def _admit(self, request: Request, out: Any) -> None:
-        """Copy the slots of a prompt into a free row.
-
-        Raises:
-            BudgetError: there is no memory for the rows; the request stays in the queue.
-        """
+        """Copy the slots of a prompt into a free row; without memory for the rows it stays in the queue."""
         row = next(row for row in range(self.count) if row not in self.rows)
         cache = cache_names.cache_of_output(out)
         caches = caches_in(cache)

@@ -101,11 +101,7 @@ class BackendBase:
     def compile_prompt(
         self, gm: fx.GraphModule, examples: Sequence[Any], layers: Sequence[fx.Node] = ()
     ) -> Callable[..., Any]:
-        """Compile a prompt graph.
-
-        Args:
-            layers: one node of each layer, for the deduplication of layers; empty to compile the graph whole.
-        """
+        """Compile a prompt graph; `layers` has one node of each layer, or none to compile the graph whole."""
         with self.time_section("compiler"):
             return self._compile_inner(gm, examples, {}, _prepare_prompt_graph, layers)
 
@@ -139,11 +135,7 @@ class BackendBase:
         return inductor.FEWER_LAUNCHES | in_order | (inductor.FUSE_INTO_REDUCTIONS if ranked else {})
 
     def rewrite(self, call: StepCall) -> tuple[StepContext, StepRewrite]:
-        """Rewrite a step graph onto slots, or onto the eager reference.
-
-        Raises:
-            UnsupportedGraph: the graph has an operation that cannot be computed on slots.
-        """
+        """Rewrite a step graph onto slots, or onto the eager reference."""
         with self.time_section("kvpass"):
             context = StepContext(call, gathers_all_tokens=self.kv_store.is_reference)
             return context, rewrite_step(context, self.kv_store.passes, self.record_pass)

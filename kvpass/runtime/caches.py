@@ -30,11 +30,7 @@ def mark_addresses_static(slots: AnySlots) -> None:
 
 
 def grow_for(cache: LayerCache, queries: int) -> None:
-    """Double the slots of a policy that never evicts when `queries` new tokens do not fit.
-
-    Raises:
-        BudgetError: the user gave a budget and it is spent.
-    """
+    """Double the slots of a policy that never evicts when `queries` new tokens exceed slots without a budget."""
     layout, backend = cache.layout, cache.backend
     if layout.policy.evicts or cache.seen + queries <= layout.capacity:
         return
@@ -116,21 +112,12 @@ def tick_of(layout: Layout, clock: Clock, budget: int) -> tuple[bool, Clock]:
 
 
 class StepKey(NamedTuple):
-    """A key that is equal for two decode steps with the same code and the same buffers.
-
-    It holds all that a step depends on except the contents of tensors.
-
-    Attributes:
-        compacts: whether the step compacts the slots, see `Policy.compact`.
-        windows: whether each layer with a window of its own is full.
-        slots: the id of each layer's slots.
-        hooks: the number of hooks that were registered so far, on any module.
-    """
+    """A key that is equal for two decode steps with the same code and the same buffers."""
 
     compacts: bool
-    windows: tuple[bool, ...]
-    slots: tuple[int, ...]
-    hooks: int
+    windows: tuple[bool, ...]  # whether each layer with a window of its own is full
+    slots: tuple[int, ...]  # the id of each layer's
+    hooks: int  # registered so far, on any module
 
 
 def step_key(caches: list[LayerCache]) -> StepKey:
@@ -206,11 +193,7 @@ def output_weight_by_head(weight: Tensor, heads: int, dim: int) -> Tensor:
 
 
 def output_projection_of(cache: LayerCache) -> Tensor | None:
-    """Return `Chunk.output_projection` for a chunk of a layer; None for a policy that does not read it.
-
-    Raises:
-        CacheHandleError: the weight is not known.
-    """
+    """Return `Chunk.output_projection` for a chunk of a layer; None for a policy that does not read it."""
     if not cache.layout.policy.projects:
         return None
     weight = None if cache.output_projection is None else cache.output_projection()

@@ -49,11 +49,7 @@ def exported_prompt(backend: BackendBase, entry: Mapping[str, Any], run: inducto
 
 
 def prompt_entry(runner: PromptRunner) -> dict[str, Any]:
-    """Return what an artifact's manifest has about a prompt graph.
-
-    Raises:
-        UnsupportedGraph: the prompt needs its graph.
-    """
+    """Return what an artifact's manifest has about a prompt graph, or refuse a prompt that needs its graph."""
     graph = runner.graph
     _refuse(
         {
@@ -107,22 +103,12 @@ class ExportedSizes(TokenCounters):
 
 
 class ExportedStep(StepExecutor):
-    """A runner of steps of one token, or of chunks, on exported code.
-
-    Attributes:
-        variants_by_compact: the rewrite without its graph and the compiled code, by whether the step compacts.
-        most_seen: the largest number of tokens seen before a step.
-        layouts: the sizes of the layers' slots that the code is for.
-    """
+    """A runner of steps of one token, or of chunks, on exported code for up to `most_seen` earlier tokens."""
 
     def __init__(
         self, backend: BackendBase, entry: Mapping[str, Any], runs: Mapping[bool, tuple[Mapping[str, Any], Any]]
     ) -> None:
-        """
-        Args:
-            entry: of `step_entry`.
-            runs: for each variant by whether it compacts, the entry of `variant_entry` and the compiled code.
-        """
+        """Take an entry of `step_entry`, and by whether it compacts each `variant_entry` with its compiled code."""
         marks = [tuple(each) for each in entry["padding_inputs"]]
         padding = PaddingTracker(marks, {index: index for each in marks for index in each})
         sites = [SiteFacts(-1, -1, False) for _ in marks]
@@ -131,11 +117,7 @@ class ExportedStep(StepExecutor):
         self.variants_by_compact = {compact: (_rewrite_of(variant), run) for compact, (variant, run) in runs.items()}
 
     def call(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> StepResult:
-        """Run new tokens on caches, for a `DecodeLoop`, and announce it to the loop.
-
-        Raises:
-            ArtifactError: the code is for other sizes.
-        """
+        """Run new tokens on caches, for a `DecodeLoop`, and announce it to the loop."""
         queries = self.sizes.queries(arguments)
         for cache in caches:
             grow_for(cache, queries)
@@ -178,11 +160,7 @@ def _rewrite_of(entry: Mapping[str, Any]) -> StepRewrite:
 
 
 def variant_entry(rewrite: StepRewrite) -> dict[str, Any]:
-    """Return the entry of a rewritten step graph in an artifact's manifest.
-
-    Raises:
-        UnsupportedGraph: the step needs more than compiled code.
-    """
+    """Return the entry of a rewritten step graph in an artifact's manifest, or refuse to export it."""
     _refuse(
         {
             "a policy with trained weights": bool(rewrite.policy_weights),
@@ -194,11 +172,7 @@ def variant_entry(rewrite: StepRewrite) -> dict[str, Any]:
 
 
 def check_layouts(caches: Sequence[LayerCache]) -> None:
-    """Check that steps on these caches can be exported.
-
-    Raises:
-        UnsupportedGraph: the layers' slots depend on the prompt, or differ among heads, or a layer has a window.
-    """
+    """Refuse to export steps on caches whose slots depend on the prompt, or differ among heads or layers."""
     _refuse(
         {
             "slots whose number depends on the prompt": any(cache.layout.exact_capacity for cache in caches),

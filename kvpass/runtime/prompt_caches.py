@@ -105,10 +105,7 @@ class AdmittedPrompt:
 
     @torch.no_grad()
     def _caches_of_first(self, layer: int, _: LayerCache, count: int) -> LayerCache:
-        """Return a layer's cache of the first `count` tokens: a `cache.past_calls.AdmitAgain` for each layer.
-
-        All layers are shortened at once, because a policy may plan them together.
-        """
+        """Return a layer's cache of the first `count` tokens; a policy may plan all layers together."""
         if count not in self._shorter:
             layers = [each.crop(self.new - count, self.backend.budget) for each in self.layers]
             self._shorter[count] = list(dataclasses.replace(self, layers=layers, new=count).caches())

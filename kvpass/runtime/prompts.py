@@ -178,11 +178,7 @@ class PromptRunner:
 
     @staticmethod
     def of(backend: BackendBase, captured: Capture, examples: Sequence[Any], ranked: bool) -> PromptRunner:
-        """Return the runner of a graph of Dynamo.
-
-        Raises:
-            UnsupportedGraph: the policy cannot run on this prompt.
-        """
+        """Return the runner of a graph of Dynamo."""
         gm, sites, policy = captured.gm, captured.sites, backend.policy
         policies = policies_by_layer(policy, len(sites))
         _check_policy(policy, policies, sites)

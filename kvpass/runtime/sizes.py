@@ -28,16 +28,10 @@ SizeInterpretation = tuple[int | None, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Counter:
-    """Meaning of an integer argument of a graph in one call.
+    """Meaning of an integer argument of a graph in one call."""
 
-    Attributes:
-        counts: "seen" for the tokens seen, "new" for the new tokens, as in the number of wanted logits; None for
-            neither.
-        number: the difference to that count.
-    """
-
-    counts: Literal["seen", "new"] | None
-    number: int
+    counts: Literal["seen", "new"] | None  # tokens seen or new tokens, as the number of wanted logits does, or neither
+    number: int  # the difference to that count
 
     @staticmethod
     def of(number: int, seen: int, new: int) -> Counter:
@@ -197,11 +191,7 @@ class StepSizes(TokenCounters):
     def holds_after(
         self, other_sizes: SizeInterpretation, arguments: tuple[Any, ...], seen: int
     ) -> Callable[[int], bool]:
-        """Return a predicate: whether this graph's guards still hold that many tokens after a call.
-
-        Args:
-            other_sizes, arguments, seen: of that call.
-        """
+        """Return a predicate: whether this graph's guards still hold that many tokens after a call."""
         following = {symbol for symbol, size in zip(self.other_sources, other_sizes, strict=True) if size is None}
         counting = {symbol for symbol, index in self.counters.items() if arguments[index] == seen}
         now = shapes.measure_symbols(self._gm.graph, arguments)

@@ -33,47 +33,26 @@ from kvpass.torch_private.tensors import UnwrappedSubclasses
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepInputs:
-    """The inputs of one run of a step graph.
+    """The inputs of one run of a step graph."""
 
-    Attributes:
-        caches: the caches of the layers, with capacity for the new tokens.
-        arguments: Dynamo's arguments.
-        other_sizes: the sizes of other inputs, see `StepSizes.size_interpretations`.
-        known_padding: argument indices, see `PaddingTracker.unchanged_inputs`.
-        compact: whether the step compacts the slots.
-    """
-
-    caches: list[LayerCache]
-    arguments: tuple[Any, ...]
+    caches: list[LayerCache]  # with capacity for the new tokens
+    arguments: tuple[Any, ...]  # Dynamo's
     other_sizes: SizeInterpretation = ()
-    known_padding: frozenset[int] = frozenset()
-    compact: bool = False
+    known_padding: frozenset[int] = frozenset()  # see `PaddingTracker.unchanged_inputs`
+    compact: bool = False  # whether the step compacts the slots
 
 
 class PreparedStep(NamedTuple):
-    """A step that is ready to run.
-
-    Attributes:
-        rewrite: the rewrite of the graph.
-        host_inputs: the results of `StepRewrite.host_precomputed`.
-        flat: the arguments of the compiled code.
-        run: the compiled code.
-    """
+    """A step that is ready to run."""
 
     rewrite: StepRewrite
-    host_inputs: list[Any]
-    flat: list[Any]
+    host_inputs: list[Any]  # the results of `StepRewrite.host_precomputed`
+    flat: list[Any]  # the arguments of the compiled code
     run: inductor.Compiled
 
 
 class StepExecutor:
-    """Run the new tokens of a call on the slots of caches, and update the caches.
-
-    Attributes:
-        backend: the settings of the backend.
-        sites: the attention calls on caches.
-        sizes, padding: read sizes and padding from a call's arguments.
-    """
+    """Run the new tokens of a call on the slots of caches, and update the caches."""
 
     def __init__(
         self,
@@ -348,25 +327,15 @@ class StepRunner(StepExecutor):
 
 @dataclasses.dataclass(frozen=True)
 class StepResult:
-    """One run of a step graph.
-
-    Attributes:
-        runner: the runner of the graph.
-        inputs: the inputs of the run.
-        results: the results of the rewritten graph.
-        host_inputs: the results of `StepRewrite.host_precomputed`.
-        key: a key that is equal for two decode steps with the same code and the same buffers.
-        rewrite: the rewrite of the graph.
-        seen_before: the tokens seen before the run.
-    """
+    """One run of a step graph."""
 
     runner: StepExecutor
     inputs: StepInputs
-    results: Sequence[Any]
+    results: Sequence[Any]  # of the rewritten graph
     host_inputs: list[Any]
     key: StepKey
     rewrite: StepRewrite
-    seen_before: int
+    seen_before: int  # tokens
 
     @property
     def caches(self) -> list[LayerCache]:

@@ -200,10 +200,7 @@ class VariantCache:
     """
 
     def __init__(self, symbols: set[str]) -> None:
-        """
-        Args:
-            symbols: the names of all symbols in the graph.
-        """
+        """Take the names of all symbols in the graph."""
         self._symbols = symbols
         self._by_call = LruCache[Any, CompiledVariant]()
         self._dynamic: dict[Any, list[CompiledVariant]] = {}
