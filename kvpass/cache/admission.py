@@ -25,7 +25,7 @@ MERGE_BLOCK = 1024  # evicted rows that are merged at a time
 def rescore(
     layout: Layout, tokens: Tokens, key: EncodedVectors, value: EncodedVectors, policy_weights: Sequence[Tensor] = ()
 ) -> Tokens:
-    """Apply the policy's `rescore`, if it has one, to rows [B, Hkv, N, D]; by default with the policy's own weights."""
+    """Apply the policy's `rescore`, if it has one, to rows [B, Hkv, N, D], by default with its own weights."""
     policy = layout.policy
     if not policy.rescores:
         return tokens
@@ -178,7 +178,7 @@ def _prompt_layout(layout: Layout, chunk: Chunk, budget: int) -> Layout:
 def _join_candidates(
     layout: Layout, past: Slots, chunk: Chunk, key: EncodedVectors, value: EncodedVectors, prompt: bool
 ) -> tuple[Tokens, Tensor]:
-    """Return the tokens of [slots, chunk], N = C + q, and their indices; `key` and `value` are the chunk's rows."""
+    """Return the tokens of [slots, chunk], and their indices; `key` and `value` are the chunk's."""
     policy, valid = layout.policy, chunk.valid
     count = valid.cumsum(-1)  # [B, q]
     new_position = past.seen[:, None] + count - 1

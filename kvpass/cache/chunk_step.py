@@ -80,7 +80,7 @@ def _by_library(call: CachedAttention) -> bool:
 def _attend_chunk(
     call: CachedAttention, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the output [B, Hq, q, Dv] under a mask [B, Hq, Ha or 1, q, N], and the log-sum-exp if it is read."""
+    """Return the output under a mask [B, Hq, Ha or 1, q, N], and the log-sum-exp if it is read."""
     heads = keys.shape[1]
     grouped = torch.unflatten(query, 1, (heads, -1))
     if _by_library(call) and not by_kernel(grouped):

@@ -53,7 +53,7 @@ def _equal_arguments(one: Any, other: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Crop:
-    """The cache that continues after a crop; `left` is the part of K and V that is still to be cropped."""
+    """The cache that continues after a crop; `left` is the part that is still to be cropped."""
 
     tokens: int
     left: Part | None

@@ -23,18 +23,12 @@ from kvpass.lowering.formats.base import Parts, SlotIndices
 
 @dataclasses.dataclass(frozen=True)
 class SavedContent:
-    """A copy of the content that a decode step overwrites in the slots of a layer.
+    """A copy of the content that a decode step overwrites in the slots of a layer."""
 
-    Attributes:
-        slot_index: the saved vector of each head, None if all slots are saved.
-        key, value: the saved vectors as stored, each [B, Hkv, ...] or [B, Hkv, C, ...].
-        others: all metadata, in the order of `Slots.metadata`.
-    """
-
-    slot_index: SlotIndices | None
+    slot_index: SlotIndices | None  # of each head's vector; None if all slots are saved
     key: Parts
     value: Parts
-    others: tuple[Tensor, ...]
+    others: tuple[Tensor, ...]  # all metadata, in the order of `Slots.metadata`
 
     @staticmethod
     def of(layout: Layout, slots: Slots) -> SavedContent:

@@ -152,12 +152,7 @@ class ExportFiles:
 
 
 def code_entry(run: Any, files: ExportFiles) -> dict[str, Any] | None:
-    """Return what an artifact's manifest has about compiled code; None if it cannot be exported.
-
-    Args:
-        run: what `kvpass.backend.Backend` compiled: linked segments or a whole graph.
-        files: get the code's files.
-    """
+    """Return what a manifest has about linked segments or a whole graph; None if it cannot be exported."""
     linked, entries = isinstance(run, LinkedSegments), {}
     for name, segment in (run.runs if linked else {"run_0": run}).items():
         part = exported_code.export_code(segment)
@@ -173,15 +168,7 @@ def code_entry(run: Any, files: ExportFiles) -> dict[str, Any] | None:
 
 
 def code_of_entry(entry: Mapping[str, Any], folder: Path, tensors: Mapping[str, Tensor]) -> inductor.Compiled:
-    """Return the compiled code that `code_entry` has described.
-
-    Args:
-        folder: of the artifact, whose files have been checked.
-        tensors: of the artifact, by name.
-
-    Raises:
-        ImportError, OSError: a library cannot be loaded.
-    """
+    """Return the compiled code that `code_entry` has described, from files that have been checked."""
     runs: dict[str, inductor.Boxed] = {}
     for name, part in entry["runs"].items():
         kernels = {kernel: str(folder / file) for kernel, file in part["kernels"].items()}

@@ -167,11 +167,7 @@ class LoadedLoop(DecodeLoop):
     def __init__(
         self, model: torch.nn.Module, manifest: Mapping[str, Any], folder: Path, how: Mapping[str, Any]
     ) -> None:
-        """
-        Args:
-            manifest: of the artifact, which has been checked.
-            how: the further arguments of `DecodeLoop`.
-        """
+        """Take a manifest that has been checked, and further arguments of `DecodeLoop`."""
         self._manifest, self._folder = manifest, folder
         settings = dict(manifest["settings"])
         policy = policy_of(settings.pop("policy"))

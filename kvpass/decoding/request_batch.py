@@ -81,12 +81,7 @@ class RequestBatch(LoopState):
                 )
 
     def insert(self, row: int, caches: Sequence[LayerCache], request: Request, logits: Tensor) -> int:
-        """Put a request into a row and return its first token.
-
-        Args:
-            caches: the cache of each layer, with one row.
-            logits: [1, vocabulary], of the prompt's last token.
-        """
+        """Put a request, from caches of one row and its last logits [1, vocabulary], into a row; return its token."""
         seen = caches[0].seen
         self.set_length(max(seen, self.length))
         for layer, one in zip(self.caches, caches, strict=True):

@@ -120,11 +120,7 @@ class RowSampling:
         return any(row.top_k is not None or row.top_p is not None for row in self.rows)
 
     def choose(self, logits: Tensor, made: Tensor) -> Tensor:
-        """Return the next tokens, int64 [R], from logits [R, vocabulary].
-
-        Args:
-            made: int64 [R], the number of tokens that each row has generated.
-        """
+        """Return the next tokens, int64 [R], from logits [R, vocabulary]; `made` counts each row's earlier tokens."""
         likeliest = logits.argmax(-1)
         if not self.draws:
             return likeliest

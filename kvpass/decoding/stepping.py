@@ -129,11 +129,7 @@ class LoopState:
     @staticmethod
     @in_mode_of_weights
     def of_saved(loop: LoopSettings, cache: Any, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LoopState:
-        """Return the state that `to_saved` has described, for a loop whose generator gets the saved state.
-
-        Raises:
-            CacheFileError: the tensors are not those of one batch, or hold a token that the model does not know.
-        """
+        """Return the state that `to_saved` has described, for a loop whose generator gets the saved state."""
         layer, wanted = caches_in(cache)[0], torch.int64
         rows, seen = layer.layout.batch, layer.seen
         shapes: dict[str, Any] = dict.fromkeys(("ids", "position"), ((rows, 1), wanted))
@@ -156,11 +152,7 @@ class LoopState:
 
     @in_mode_of_weights
     def next(self, wanted: int) -> Tensor | None:
-        """Return the next token of each row, [B]; None if all conversations have stopped.
-
-        Args:
-            wanted: the number of tokens that the caller is likely to need.
-        """
+        """Return the next token of each row, [B], of about `wanted`; None if all conversations have stopped."""
         if not self.ready and not self.ended:
             self.ready.extend(self._decode_tokens(min(wanted, self.loop.read_interval)))
         return self.ready.popleft() if self.ready else None

@@ -71,12 +71,7 @@ def prompt_entry(runner: PromptRunner) -> dict[str, Any]:
 
 
 def longest_prompt(runner: PromptRunner, arguments: Sequence[Any], ids_index: int) -> int:
-    """Return the largest number of tokens in a prompt that a graph's guards allow; at most `MOST_TOKENS`.
-
-    Args:
-        arguments: of a prompt that has run.
-        ids_index: the index of the token ids [B, T] among them.
-    """
+    """Return the largest number of tokens, up to `MOST_TOKENS`, in a prompt that a graph's guards allow."""
     graph = runner.inputs
     assert graph is not None
     now = shapes.measure_symbols(graph, arguments)

@@ -41,17 +41,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class AdmittedChunk:
-    """A chunk that was admitted to slots.
-
-    Attributes:
-        chunk: the keys and values of the chunk.
-        specs: for each class of heads the tensors from which its attention statistics are computed; () if the policy
-            needs no statistics.
-        into: the slots that the chunk was admitted to.
-    """
+    """A chunk that was admitted to slots."""
 
     chunk: Chunk
-    specs: tuple[StatisticsSpec, ...]
+    specs: tuple[StatisticsSpec, ...]  # for each class of heads; () if the policy needs no statistics
     into: AnySlots
 
     def first(self, count: int) -> AdmittedChunk:
@@ -127,7 +120,7 @@ class KVStore:
     def admit_prompt(
         self, layout: Layout, chunk: Chunk, spec: StatisticsSpec | None, site: SiteFacts, plan: Plan
     ) -> tuple[Any, tuple[int, ...], tuple[Clock, ...]]:
-        """Return the storage of a prompt's tokens (`LayerCache.slots`), and the host's `row_budgets` and `clocks`."""
+        """Return the storage of a prompt's tokens (`LayerCache.slots`), the rows' budgets, and their clocks."""
         row_budgets = plan.budgets_of_rows(layout.batch)
         slots = admit(layout, None, chunk, row_budgets)
         mark_addresses_static(slots)
@@ -135,11 +128,7 @@ class KVStore:
         return slots, row_budgets, clocks_after(layout, itertools.repeat(()), chunk.valid, row_budgets)
 
     def make_room_for_pins(self, cache: LayerCache, pins: Pins) -> None:
-        """Prepare a cache for a call that pins some of its new tokens, before anything of the call runs.
-
-        Raises:
-            BudgetError: the pinned tokens leave less of the budget than the policy needs.
-        """
+        """Prepare a cache for a call that pins tokens, or raise BudgetError if they leave too little of the budget."""
         layout, slots = cache.layout, cache.slots
         policy, capacity = layout.policy, layout.capacity
         new = torch.full_like(pins.later, pins.mask.shape[1]) if policy.keep_prompt else pins.mask.sum(-1) + pins.later
@@ -163,11 +152,7 @@ class KVStore:
             )
 
     def prepare(self, cache: LayerCache, valid: Callable[[], Tensor]) -> None:
-        """Prepare a cache for a step; the graph of a step on slots frees a slot itself.
-
-        Args:
-            valid: returns bool [B, q], False for padding among the new tokens.
-        """
+        """Do nothing: the graph of a step on slots frees a slot itself."""
 
     def snapshot(self, cache: LayerCache, chunk: bool) -> SlotSnapshot:
         """Return the record that restores the cache after a step, or after a chunk, that is about to run."""
@@ -176,11 +161,7 @@ class KVStore:
     def admit_step(
         self, cache: LayerCache, site: AttentionSite, results: list[Tensor]
     ) -> AdmittedChunk | ReferenceChunk | None:
-        """Admit the new tokens that a step graph returned (`StepRewrite.chunks`).
-
-        Returns:
-            The admitted chunk, or None for a single token on slots, which the graph itself has written.
-        """
+        """Admit the chunk that a step graph returned; None for a single token, which the graph itself has written."""
         if not results:
             return None
         layout, policy = cache.layout, cache.layout.policy

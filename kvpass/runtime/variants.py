@@ -132,11 +132,7 @@ class CompiledVariant:
     """A rewritten step graph and its compiled code."""
 
     def __init__(self, rewrite: StepRewrite, key: ShapeKey, dynamic_indices: tuple[int, ...] = ()) -> None:
-        """
-        Args:
-            key: that of the call that the graph was rewritten for.
-            dynamic_indices: the indices in `key.all_numbers` that are dynamic in the graph.
-        """
+        """Take the key of the call that the graph was rewritten for, and its indices that are dynamic."""
         self._rewrite, self.key, self._dynamic_indices = rewrite, key, dynamic_indices
         self.compiled: inductor.Compiled | None = None
         self._ran_uncompiled = False
@@ -207,11 +203,7 @@ class VariantCache:
         self._first_keys: dict[Any, ShapeKey] = {}
 
     def find(self, call_key: Any, key: ShapeKey) -> CompiledVariant | None:
-        """Return the variant that served an equal call, if it still does: compiling may have added guards on sizes.
-
-        Args:
-            call_key: all that the variant depends on, including the shape key.
-        """
+        """Return the variant that served an equal call, if it still does: compiling may have added guards on sizes."""
         variant = self._by_call.find(call_key)
         return variant if variant is not None and variant.serves(key) else None
 
@@ -223,7 +215,7 @@ class VariantCache:
         """Return a variant for a call, from an existing one with dynamic sizes or from a new rewrite.
 
         Args:
-            call_key: see `find`.
+            call_key: all that the variant depends on, including the shape key.
             shared: the key of what the variant depends on besides its shape key; None for static sizes only.
             decodes: whether the call has a single new token.
         """
@@ -259,22 +251,12 @@ class FastStep:
     """
 
     def __init__(self, caches: list[LayerCache], rewrite: StepRewrite, run: inductor.Compiled) -> None:
-        """
-        Args:
-            rewrite: the rewrite of a step of one token, whose `StepRewrite.is_repeatable` is true.
-            run: the compiled code of the rewrite.
-        """
         self.caches, self.rewrite, self.run = caches, rewrite, run
         self.slots = [cache.slots for cache in caches]
         self.fixed = rewrite.fixed_arguments(self.slots)
 
     def __call__(self, arguments: tuple[Any, ...], clocks: Sequence[tuple[Any, ...]]) -> Sequence[Any]:
-        """Run the step and return the results of the graph.
-
-        Args:
-            arguments: Dynamo's arguments for this token.
-            clocks: the policy clocks of each layer after this token.
-        """
+        """Run the step and return the results of the graph; `clocks` are those of each layer after this token."""
         given = self.rewrite.call_arguments(arguments, [], self.slots, self.caches[0].seen)
         for cache in self.caches:
             cache.interrupted = True  # until the counts follow: an error in between leaves slots and counts apart
