@@ -288,7 +288,7 @@ def _check_equal(loop: DecodeLoop, loaded: DecodeLoop, batch: int) -> None:
     result = []
     for each in (loop, loaded):
         if each.requests is not None:
-            each.requests = type(each.requests).of(each, each.requests.count)
+            each.requests = type(each.requests)(each, each.requests.count)
             prompts = list(synthetic_tokens(each, length, each.requests.count))
             done = each.generate_batch(prompts, max_new_tokens=6, stop=[])
             result.append((torch.tensor([output.generated_tokens for output in done.values()]), each.cache))

@@ -118,7 +118,7 @@ class DecodeLoop:
         self.stop = torch.tensor(list(stop), dtype=torch.int64, device=self.device)
         self.state: LoopState | None = None
         self.prefix: Any = None
-        self.requests = None if rows is None else RequestScheduler.of(self, rows)
+        self.requests = None if rows is None else RequestScheduler(self, rows)
 
     def _compile_model(self) -> Callable[..., Any]:
         """Return the callable that the loop runs as its model."""

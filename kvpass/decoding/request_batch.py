@@ -43,8 +43,9 @@ class RequestBatch(LoopState):
     def __init__(self, loop: LoopSettings, cache: Any, rows: int) -> None:
         none = torch.zeros(rows, dtype=torch.int64, device=loop.device)
         self.stops = torch.full((rows, MOST_STOPS), -1, device=loop.device)
+        self.generated, self.max_new_tokens = torch.zeros_like(none), torch.ones_like(none)
         super().__init__(loop, cache, none, none[:, None], none[:, None])
-        self.generated, self.max_new_tokens = torch.zeros_like(none), torch.zeros_like(none)
+        self.may_end = True
         self.sampling = RowSampling.of(rows, loop.device)
         self.caches = caches_in(cache)
         self.done.fill_(True)
@@ -129,10 +130,7 @@ class RequestBatch(LoopState):
         if self.step is not None:
             self.step.shift_counts(by)
         for layer in self.caches:
-            for class_slots in layer.slots.by_class:
-                index = class_slots.index
-                index.copy_(torch.where(class_slots.position >= 0, (index + by).clamp(min=0), index))
-                class_slots.length.add_(by)
+            _pad_left(layer.slots, by)
             layer.seen += by
         if self.step is None:
             self.cache = refresh_handles(self.cache, by)
@@ -179,18 +177,14 @@ class RequestBatch(LoopState):
         mask.copy_((~self.done)[:, None].expand_as(mask))
 
     def _stops(self, tokens: Tensor) -> Tensor:
-        """Return bool [R], true where a token is a stop token of its row."""
-        return (tokens[:, None] == self.stops).any(-1)
+        """Return bool [R], true where a token is a stop token of its row, or its last one."""
+        return (tokens[:, None] == self.stops).any(-1) | (self.generated >= self.max_new_tokens)
 
     def choose(self, logits: Tensor) -> None:
         """Sample the next tokens from logits [R, 1, vocabulary] and advance the state, all on the device."""
-        drawn, running = self.sampling.choose(logits[:, -1], self.generated), ~self.done
-        self.generated.add_(running)
-        self.token_buffer.index_copy_(0, self.cursor, torch.where(running, drawn, self.loop.pad)[None])
-        self.ids.copy_(torch.where(running[:, None], drawn[:, None], self.ids))
-        self.done.logical_or_(self._stops(drawn) | (self.generated >= self.max_new_tokens))
-        self.position.add_((~self.done)[:, None])
-        self.cursor.add_(1)
+        drawn = self.sampling.choose(logits[:, -1], self.generated)
+        self.generated.add_(~self.done)
+        self._record(drawn)
 
 
 def check_holds_only_slots(cache: Any, empty: Any) -> None:
@@ -241,13 +235,17 @@ def _with_rows(one: LayerCache, rows: int) -> LayerCache:
     return dataclasses.replace(one, layout=layout, slots=slots, **fresh)
 
 
+def _pad_left(slots: AnySlots, by: int) -> None:
+    """Add padding, or take it away if `by` is negative, to the left of all rows."""
+    for part in slots.by_class:
+        part.index.copy_(torch.where(part.position >= 0, (part.index + by).clamp(min=0), part.index))
+        part.length.add_(by)
+
+
 def _row_of(layer: LayerCache, row: int, seen: int) -> LayerCache:
     """Return a copy of one row of a cache, which has seen `seen` tokens; `_write_row` is the inverse."""
     one = layer.map_rows("getitem", lambda tensor: tensor[row : row + 1].clone())
-    for class_slots in one.slots.by_class:
-        index = class_slots.index
-        index.copy_(torch.where(class_slots.position >= 0, index - (layer.seen - seen), index))
-        class_slots.length.fill_(seen)
+    _pad_left(one.slots, seen - layer.seen)
     one.seen, one.absent = seen, layer.absent.new_zeros(1, 0)
     one.row_budgets, one.clocks = layer.row_budgets[row : row + 1], layer.clocks[row : row + 1]
     mark_addresses_static(one.slots)
@@ -255,13 +253,9 @@ def _row_of(layer: LayerCache, row: int, seen: int) -> LayerCache:
 
 
 def _write_row(layer: LayerCache, row: int, one: LayerCache) -> None:
-    """Copy the only row of a cache into a row of a wider cache, replacing all of that row."""
-    shift = layer.seen - one.seen
+    """Move the only row of a cache into a row of a wider cache, replacing all of that row."""
+    _pad_left(one.slots, layer.seen - one.seen)
     for there, here in zip(layer.slots.tensors(), one.slots.tensors(), strict=True):
         there[row].copy_(here[0])
-    for class_slots in layer.slots.by_class:
-        index, position = class_slots.index[row], class_slots.position[row]
-        index.copy_(torch.where(position >= 0, index + shift, index))
-        class_slots.length[row] = layer.seen
     layer.row_budgets = (*layer.row_budgets[:row], *one.row_budgets, *layer.row_budgets[row + 1 :])
     layer.clocks = (*layer.clocks[:row], *one.clocks, *layer.clocks[row + 1 :])

@@ -44,19 +44,8 @@ class RequestScheduler:
         number: how many requests have been added.
     """
 
-    def __init__(self, loop: LoopSettings, rows: int, budget: int) -> None:
-        self.loop, self.count, self.budget = loop, rows, budget
-        self.queue: collections.deque[Request] = collections.deque()
-        self.rows: dict[int, Request] = {}
-        self.known: dict[str, Request] = {}
-        self.prefilling: tuple[Request, Iterator[Any], int] | None = None
-        self.undelivered: list[GenerationOutput] = []
-        self.batch: RequestBatch | None = None
-        self.number = 0
-
-    @staticmethod
-    def of(loop: LoopSettings, rows: int) -> RequestScheduler:
-        """Return the requests of a loop, which must give every request the same number of slots.
+    def __init__(self, loop: LoopSettings, rows: int) -> None:
+        """Check that the loop gives every request the same number of slots.
 
         Raises:
             BudgetError: no budget, or a budget that is a share of each prompt.
@@ -66,7 +55,14 @@ class RequestScheduler:
         if not isinstance(budget, int):
             raise BudgetError(f"budget={budget}: rows have as many slots for every request; give their number")
         require(not policy.defers, "policy", policy, "holds a prompt whole at first, which no row has slots for")
-        return RequestScheduler(loop, rows, budget)
+        self.loop, self.count, self.budget = loop, rows, budget
+        self.queue: collections.deque[Request] = collections.deque()
+        self.rows: dict[int, Request] = {}
+        self.known: dict[str, Request] = {}
+        self.prefilling: tuple[Request, Iterator[Any], int] | None = None
+        self.undelivered: list[GenerationOutput] = []
+        self.batch: RequestBatch | None = None
+        self.number = 0
 
     # -- from outside ------------------------------------------------------------------------------------------------
 
@@ -127,9 +123,8 @@ class RequestScheduler:
             raise RequestError(f"{name}: {len(request.stop)} tokens to stop at; at most {MOST_STOPS} are possible")
         unknown = self.loop.caller.unknown_token(torch.tensor(prompt))
         if unknown is not None:
-            raise RequestError(
-                f"{name}: ids: token {unknown} is not in the vocabulary of {self.loop.caller.vocabulary}"
-            )
+            known = self.loop.caller.vocabulary
+            raise RequestError(f"{name}: ids: token {unknown} is not in the vocabulary of {known}")
         policy, budget = self.loop.backend.policy, self.budget
         tokens = request.prefix_length + len(prompt)
         if not policy.evicts and tokens + most - 1 > budget:
@@ -277,7 +272,7 @@ class RequestScheduler:
         for other in self.queue:
             other.runs_alone_until = 0
 
-    def _requeue(self, request: Request, suspect: int = 0) -> None:
+    def _requeue(self, request: Request, suspect: int) -> None:
         """Put a request at the head of the queue."""
         request.status, request.runs_alone_until = RequestStatus.PENDING, suspect
         self.queue.appendleft(request)

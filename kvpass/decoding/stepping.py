@@ -105,7 +105,7 @@ class LoopState:
         self.step: RepeatedStep | None = None
 
     def _stops(self, tokens: Tensor) -> Tensor:
-        """Return bool [B], true where a token is a stop token."""
+        """Return bool [B], true where a conversation ends with its token."""
         return (tokens[:, None] == self.loop.stop).any(-1)
 
     def mask(self) -> Tensor:
@@ -217,12 +217,15 @@ class LoopState:
 
     def choose(self, logits: Tensor) -> None:
         """Sample the next tokens from logits [B, 1, vocabulary] and advance the state, all on the device."""
-        drawn = self.loop.sampling.choose(logits[:, -1], self.loop.generator)
+        self._record(self.loop.sampling.choose(logits[:, -1], self.loop.generator))
+
+    def _record(self, drawn: Tensor) -> None:
+        """Record the next tokens [B] of rows that have not stopped, and advance the state."""
         if self.may_end:
             running = ~self.done
             self.token_buffer.index_copy_(0, self.cursor, torch.where(running, drawn, self.loop.pad)[None])
             self.ids.copy_(torch.where(running[:, None], drawn[:, None], self.ids))
-            self.done.logical_or_((self.ids == self.loop.stop).any(-1))
+            self.done.logical_or_(self._stops(drawn))
             self.position.add_((~self.done)[:, None])
         else:
             self.position.add_(1)

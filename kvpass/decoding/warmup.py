@@ -188,7 +188,7 @@ def _parts(loop: Any, length: int) -> list[tuple[int, int]]:
 
 def _request(loop: Any, length: int, steps: int) -> None:
     """Run two requests, and raise the error with which one failed: a loop of requests reports it in the output."""
-    loop.requests = type(loop.requests).of(loop, loop.requests.count)
+    loop.requests = type(loop.requests)(loop, loop.requests.count)
     made = loop.generate_batch(list(synthetic_tokens(loop, length, 2)), max_new_tokens=max(1, steps))
     for output in made.values():
         if output.cause is not None:

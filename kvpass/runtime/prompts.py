@@ -148,6 +148,7 @@ def policies_by_layer(policy: Policy, layers: int) -> list[Policy]:
     return chosen
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class PromptRunner:
     """Runner of a prompt graph.
 
@@ -161,20 +162,15 @@ class PromptRunner:
         rotated_key: that of the last call; see `LayerCache`.
     """
 
-    def __init__(
-        self,
-        backend: BackendBase,
-        graph: PromptGraph,
-        inner: Callable[..., Any] | None = None,
-        inputs: fx.Graph | None = None,
-        positions: PositionCheck | None = None,
-        rotation: RotationCheck | None = None,
-        unchecked: PromptCase | None = None,
-    ) -> None:
-        self.backend, self.graph, self.inner, self.inputs = backend, graph, inner, inputs
-        self.positions, self.rotation, self.unchecked = positions, rotation, unchecked
-        self.rotated_key: Tensor | None = None
-        self.as_traced = UnwrappedSubclasses()
+    backend: BackendBase
+    graph: PromptGraph
+    inner: Callable[..., Any] | None = None
+    inputs: fx.Graph | None = None
+    positions: PositionCheck | None = None
+    rotation: RotationCheck | None = None
+    unchecked: PromptCase | None = None
+    rotated_key: Tensor | None = None
+    as_traced: UnwrappedSubclasses = dataclasses.field(default_factory=UnwrappedSubclasses)
 
     @staticmethod
     def of(backend: BackendBase, captured: Capture, examples: Sequence[Any], ranked: bool) -> PromptRunner:

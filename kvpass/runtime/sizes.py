@@ -141,9 +141,7 @@ class StepSizes(TokenCounters):
             tuple(None if index in unclear and index not in kept else size for index, size in enumerate(sizes))
             for kept in fixed
         ]
-        worked = [
-            interpretation for interpretation in interpretations if interpretation in self.rewritten_interpretations
-        ]
+        worked = [each for each in interpretations if each in self.rewritten_interpretations]
         return worked[-1:] or interpretations
 
     def tie_sizes(self, other_sizes: SizeInterpretation, numbers: tuple[int, ...]) -> tuple[int | SizeTie | None, ...]:
