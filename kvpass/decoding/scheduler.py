@@ -304,20 +304,19 @@ class RequestScheduler:
 
     def _restart_batch(self, error: Exception) -> None:
         """Drop the batch, whose tensors a failed step has left in an unknown state, and restart its requests."""
-        there = list(self.rows.values())
-        self.batch, self.rows = None, {}
-        self._retry(there, error)
+        requests, self.batch, self.rows = list(self.rows.values()), None, {}
+        self._retry(requests, error)
 
     def _decode(self) -> None:
         """Decode tokens for all rows until the host reads them next."""
-        there = list(self.rows.values())
-        if self.batch is None or not there:
+        requests = self.rows.values()
+        if self.batch is None or not requests:
             return
-        left = [request.max_new_tokens - len(request.tokens) for request in there]
+        left = [request.max_new_tokens - len(request.tokens) for request in requests]
         try:
-            self.batch.set_length(max(request.seen_tokens for request in there))
+            self.batch.set_length(max(request.seen_tokens for request in requests))
             soon = self.queue or not self.loop.backend.policy.evicts  # without eviction, slots fit the longest row only
-            exact = any(request.keep for request in there)
+            exact = any(request.keep for request in requests)
             columns = self.batch.run(min(self.loop.read_interval, min(left) if soon else max(left)), exact)
         except Exception as error:
             self._restart_batch(error)

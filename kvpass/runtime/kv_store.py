@@ -62,12 +62,10 @@ class AdmittedChunk:
 
 def _admit_first(admitted: AdmittedChunk | ReferenceChunk, cache: LayerCache, count: int) -> LayerCache:
     """Return the cache after the first `count` tokens of an admitted chunk, from the cache before it."""
-    taken, before = admitted.first(count), cache.seen
+    taken = admitted.first(count)
     call = _record_call(cache, count, chunk=True)
     taken.admit_again(cache)
-    padding = ~taken.chunk.valid
-    if bool(padding.any()):
-        cache.absent = torch.cat([cache.absent, true_indices(padding, before)], 1)
+    cache.absent = torch.cat([cache.absent, true_indices(~taken.chunk.valid, cache.seen)], 1)
     cache.seen += count
     cache.calls = (dataclasses.replace(call, repeat=functools.partial(_admit_first, taken)),)
     return cache
@@ -147,9 +145,8 @@ class KVStore:
         """Pin the token of a decode step, before the step writes it to the free slot."""
         cache.slots.pin_next(pins)
         if pins.on_top:
-            cache.row_budgets = tuple(
-                limit + int(more) for limit, more in zip(cache.row_budgets, pins.mask[:, 0], strict=True)
-            )
+            pinned = pins.mask[:, 0].tolist()
+            cache.row_budgets = tuple(limit + more for limit, more in zip(cache.row_budgets, pinned, strict=True))
 
     def prepare(self, cache: LayerCache, valid: Callable[[], Tensor]) -> None:
         """Do nothing: the graph of a step on slots frees a slot itself."""
@@ -181,6 +178,6 @@ class KVStore:
 def _spare_slots(cache: LayerCache) -> AnySlots:
     """Return slots for a chunk: those from before the last chunk, whose record is dropped now, or new ones."""
     known = [call.snapshot.slots for call in cache.calls if call.snapshot and not call.snapshot.saved]
-    alike = [slots for slots in known if slots.names == cache.slots.names and slots is not cache.slots]
-    fitting = [slots for slots in alike if slots.capacity == cache.layout.capacity]
-    return fitting[0] if fitting else empty_slots(cache.layout)
+    form = (cache.slots.names, cache.layout.capacity)
+    fitting = (slots for slots in known if slots is not cache.slots and (slots.names, slots.capacity) == form)
+    return next(fitting, None) or empty_slots(cache.layout)

@@ -22,23 +22,11 @@ MOST_UNCLEAR = 4  # sizes that may or may not follow the cache, of which all com
 SizeSources = dict[Any, tuple[int, int]]
 """For each symbol, the index of an argument and its dimension of this size."""
 
+Counted = Literal["seen", "new"] | int
+"""What an integer argument counts: tokens seen, or new tokens, as the number of wanted logits; or its number."""
+
 SizeInterpretation = tuple[int | None, ...]
 """An interpretation of the sizes of other inputs, None for sizes that follow the cache."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Counter:
-    """Meaning of an integer argument of a graph in one call."""
-
-    counts: Literal["seen", "new"] | None  # tokens seen or new tokens, as the number of wanted logits does, or neither
-    number: int  # the difference to that count
-
-    @staticmethod
-    def of(number: int, seen: int, new: int) -> Counter:
-        """Classify an integer argument; a single new token is a constant to Dynamo, so the number 1 counts nothing."""
-        if number == seen:
-            return Counter("seen", 0)
-        return Counter("new", 0) if number == new > 1 else Counter(None, number)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,12 +45,12 @@ class CallSizes:
 
     Attributes:
         numbers: the values of `StepSizes.sources`, such as rows and new tokens.
-        counters: the meaning of each of `StepSizes.counters`.
+        counters: what each of `StepSizes.counters` counts.
         windows: for each layer, the window if it is full, else None.
     """
 
     numbers: tuple[int, ...]
-    counters: tuple[Counter, ...]
+    counters: tuple[Counted, ...]
     windows: tuple[int | None, ...]
 
 
@@ -123,7 +111,10 @@ class StepSizes(TokenCounters):
         windows = tuple(cache.window if cache.stored_tokens < cache.seen else None for cache in caches)
         numbers, seen = self.numbers(arguments), caches[0].seen
         new = self._new_token_count(numbers)
-        return CallSizes(numbers, tuple(Counter.of(arguments[i], seen, new) for i in self.counters.values()), windows)
+        # A single new token is a constant to Dynamo, so the number 1 counts nothing.
+        counted: dict[int, Counted] = {**({new: "new"} if new > 1 else {}), seen: "seen"}
+        counters = (arguments[index] for index in self.counters.values())
+        return CallSizes(numbers, tuple(counted.get(number, number) for number in counters), windows)
 
     def size_interpretations(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> list[SizeInterpretation]:
         """Return the possible interpretations of `other_sources` in a call; one if a graph has been rewritten for it.
@@ -165,11 +156,11 @@ class StepSizes(TokenCounters):
             known.update({symbol: symbols[index] for index, symbol in enumerate(self.sources) if index in symbols})
             new = shapes.expr(self._sites[0].queries).subs(known)
         tied_to, lengths = tuple(known.values()), []
-        for symbol, counter in zip(self.counters, call.counters, strict=True):
-            if counter.counts == "seen":
-                lengths.append(symbol - counter.number)
+        for symbol, counted in zip(self.counters, call.counters, strict=True):
+            if counted == "seen":
+                lengths.append(symbol)
             else:
-                known[symbol] = counter.number + (new if counter.counts == "new" else 0)
+                known[symbol] = new if counted == "new" else counted
         for symbol, size in zip(self.other_sources, other_sizes, strict=True):
             if size is not None:
                 known[symbol] = tied_to[size.arg_index] if isinstance(size, SizeTie) else size

@@ -65,11 +65,6 @@ class ShapeKey:
         """Indices in `all_numbers` that can be dynamic: compilers specialise on a size of 1."""
         return tuple(index for index, number in enumerate(self.all_numbers) if number > 1)
 
-    @property
-    def dynamic_number_indices(self) -> tuple[int, ...]:
-        """Indices in `dynamic_indices` that belong to `numbers`, and not to capacities and the budget."""
-        return tuple(index for index in self.dynamic_indices if index < len(self.numbers))
-
     def dynamic_layout(self, layer: int, layout: Layout, sizes: dict[int, Any]) -> Layout:
         """Return a layer's layout with dynamic sizes, by index in `all_numbers`, as capacity and budget."""
         first = len(self.numbers)
@@ -226,12 +221,13 @@ class VariantCache:
         """Return a variant with dynamic sizes; None if the call gets a static one."""
         variants = self._dynamic.setdefault(kind, [])
         known = next((variant for variant in variants if variant.serves(key)), None)
-        fixed = decodes and not key.dynamic_number_indices  # only capacities and the budget can be dynamic
+        in_numbers = tuple(index for index in key.dynamic_indices if index < len(key.numbers))
+        fixed = decodes and not in_numbers  # only capacities and the budget can be dynamic
         first = fixed and self._first_keys.setdefault(kind, key) == key
         if known or (first and not key.exact_layers) or len(variants) == MOST_DYNAMIC:
             return known
         exact = range(len(key.numbers), len(key.numbers) + len(key.exact_layers))
-        for indices in dict.fromkeys((key.dynamic_indices, key.dynamic_number_indices)):
+        for indices in dict.fromkeys((key.dynamic_indices, in_numbers)):
             alike = [i for i, index in enumerate(indices) if index in exact]
             if indices:
                 numbers = [key.all_numbers[index] for index in indices]
