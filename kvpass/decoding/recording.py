@@ -192,8 +192,7 @@ class _GraphWriter:
 
     def _argument(self, index: int, calls: Sequence[RecordedCall]) -> dict[str, Any]:
         """Return how to find one of Dynamo's arguments in a later call, which must hold for all recorded ones."""
-        values = [call.result.arguments[index] for call in calls]
-        first = values[0]
+        first, *_ = values = [call.result.arguments[index] for call in calls]
         if isinstance(first, Handle):
             return {"value": None}
         if isinstance(first, Tensor):
@@ -201,8 +200,10 @@ class _GraphWriter:
         if all(type(value) is type(first) and value == first for value in values):  # 1 == 1.0 == True
             return {"value": first}
         pairs = [*zip(values, calls, strict=True)]
-        counted = [name for name in calls[0].counts if all(call.counts[name] == value for value, call in pairs)]
-        return {"count": counted[0]} if counted else self._unknown(index, values)
+        for name in calls[0].counts:
+            if all(call.counts[name] == value for value, call in pairs):
+                return {"count": name}
+        return self._unknown(index, values)
 
     def _tensor(self, index: int, values: Sequence[Tensor], calls: Sequence[RecordedCall]) -> dict[str, Any]:
         first = values[0]

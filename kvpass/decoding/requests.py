@@ -86,11 +86,6 @@ class Request:
     """A request and its state on the host.
 
     Attributes:
-        request_id: the name of the request.
-        prompt: the tokens of the prompt.
-        max_new_tokens: the largest number of tokens to generate.
-        stop: the stop tokens.
-        sampling: the settings of sampling.
         pinned: bool [1, T] on the CPU, the tokens of the prompt to pin; None for none.
         on_top: whether pinned tokens are in addition to the budget.
         prefix: the cache that the prompt continues, which is copied; None for an empty one.

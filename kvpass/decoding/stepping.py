@@ -277,20 +277,18 @@ class RepeatedStep:
         self.holds_after, self.seen_at_start = result.runner.holds_after(result), result.caches[0].seen - 1
         self.other_sizes, self.known_padding = result.inputs.other_sizes, result.inputs.known_padding
         self.logits_index = next(i for i, result in enumerate(result.results) if is_same_tensor(result, logits))
-        self._forget_other_hooks(result.key.hooks)
+        if any(key.hooks != result.key.hooks for key in self.slots_by_key):  # their keys never come again
+            self._drop_steps()
         self.slots_by_key[result.key] = [cache.slots for cache in self.caches]
 
     def forget(self) -> None:
         """Drop all earlier steps and the tensors that were passed to them."""
         self.settled, self.arguments = False, ()
+        self._drop_steps()
+
+    def _drop_steps(self) -> None:
         for kinds in (self.slots_by_key, self.callables, self.graphs):
             kinds.clear()
-
-    def _forget_other_hooks(self, hooks: int) -> None:
-        """Drop steps that ran before a hook was registered: none of their keys comes again."""
-        self.slots_by_key = {key: slots for key, slots in self.slots_by_key.items() if key.hooks == hooks}
-        self.callables = {key: run for key, run in self.callables.items() if key[0].hooks == hooks}
-        self.graphs = {key: graph for key, graph in self.graphs.items() if key[0].hooks == hooks}
 
     def run(self) -> bool:
         """Run one step, by replay on a GPU; return False if no step of this key has run yet."""

@@ -214,20 +214,14 @@ def _converse(loop: Any, rows: int, parts: Sequence[tuple[int, int]], padded: bo
 
 @dataclasses.dataclass
 class SyntheticConversation:
-    """A conversation of synthetic tokens, which are fed to a model call by call.
-
-    Attributes:
-        padded: whether the first row begins with padding.
-        cache: the model's cache after the calls so far.
-        seen: the number of tokens so far.
-    """
+    """A conversation of synthetic tokens, which are fed to a model call by call."""
 
     caller: Caller
     device: torch.device
     rows: int = 1
-    padded: bool = False
+    padded: bool = False  # whether the first row begins with padding
     cache: Any = None
-    seen: int = 0
+    seen: int = 0  # tokens so far
 
     @torch.no_grad()
     def feed(self, *counts: int, chunk: int | None = None) -> None:

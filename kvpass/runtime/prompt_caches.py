@@ -44,9 +44,7 @@ class PromptLayer:
     """The result of a prompt in one layer.
 
     Attributes:
-        policy: the policy of the layer.
         heads: the KV heads of the model's cache.
-        site: the attention call on the layer's cache.
         chunk: all tokens of the prompt.
         spec: the query, the attended keys, the mask and the sink logit, if the reference or a later crop needs them.
         key_projections, output_projection: see `LayerCache`.
@@ -76,7 +74,6 @@ class AdmittedPrompt:
     """A prompt that has run.
 
     Attributes:
-        backend: the backend that ran it.
         ranked: whether keys are stored before their rotary embedding.
         notes, first, rotated_key, model: see `LayerCache`.
         layers: the results of the prompt in each layer; the list is emptied as they are stored, unless the cache can be

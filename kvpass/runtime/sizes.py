@@ -41,17 +41,11 @@ class SizeTie:
 
 @dataclasses.dataclass(frozen=True)
 class CallSizes:
-    """The sizes of one call.
+    """The sizes of one call."""
 
-    Attributes:
-        numbers: the values of `StepSizes.sources`, such as rows and new tokens.
-        counters: what each of `StepSizes.counters` counts.
-        windows: for each layer, the window if it is full, else None.
-    """
-
-    numbers: tuple[int, ...]
-    counters: tuple[Counted, ...]
-    windows: tuple[int | None, ...]
+    numbers: tuple[int, ...]  # the values of `StepSizes.sources`, such as rows and new tokens
+    counters: tuple[Counted, ...]  # what each of `StepSizes.counters` counts
+    windows: tuple[int | None, ...]  # for each layer, the window if it is full
 
 
 class TokenCounters:

@@ -241,9 +241,7 @@ class StepRunner(StepExecutor):
 
         def rewrite_for(dynamic: DynamicDims | None) -> StepRewrite:
             by_index = dynamic.by_index if dynamic else {}
-            layouts = (
-                [key.dynamic_layout(i, cache.layout, by_index) for i, cache in enumerate(caches)] if dynamic else []
-            )
+            layouts = [key.dynamic_layout(i, cache.layout, by_index) for i, cache in enumerate(caches) if dynamic]
             step = StepCall(
                 gm=self.gm,
                 sites=self.sites,
