@@ -22,6 +22,7 @@ from kvpass.decoding.prefill import Caller
 from kvpass.decoding.warmup import LeftOut, Room, SyntheticConversation, prompt_lengths, steps_until_compaction
 from kvpass.errors import PolicyError
 from kvpass.policies.base import Policy
+from kvpass.runtime.caches import clock_by_class
 from kvpass.torch_private import dynamo
 
 M = TypeVar("M", bound=torch.nn.Module)
@@ -135,9 +136,8 @@ def _until_compaction(caches: Sequence[LayerCache]) -> int:
     if not caches or not caches[0].clocks:
         return 0
     layout, clock, limit = caches[0].layout, caches[0].clocks[0], caches[0].row_budgets[0]
-    pairs = zip(clock, layout.classes, strict=bool(layout.classes))
-    counts = [((own,), each.budget) for own, each in pairs] or [(clock, limit)]
-    return min(steps_until_compaction(layout.policy, budget, own) for own, budget in counts)
+    parts = clock_by_class(layout, clock, limit)
+    return min(steps_until_compaction(layout.policy, budget, own) for own, budget in parts)
 
 
 class _Conversation(SyntheticConversation):

@@ -93,21 +93,20 @@ def tick(
     return compact, [tuple(clock for _, clock in layer) for layer in ticked]
 
 
+def clock_by_class(layout: Layout, clock: Clock, budget: int) -> list[tuple[Clock, int]]:
+    """Return the count, if any, and the budget of each class of heads in a row; for equal heads those of the row."""
+    return [(clock[i : i + 1], each.budget) for i, each in enumerate(layout.classes)] or [(clock, budget)]
+
+
 def clock_of(layout: Layout, clock: Clock, new: int, budget: int) -> Clock:
-    """Return `Policy.clock` of a row with a budget; classes of heads count for themselves, one number each."""
-    policy, classes = layout.policy, layout.classes
-    if not classes:
-        return policy.clock(clock, new, budget)
-    result = [policy.clock(clock[i : i + 1], new, each.budget) for i, each in enumerate(classes)]
-    return tuple(count for own in result for count in own)
+    """Return `Policy.clock` of a row with a budget; classes of heads count for themselves."""
+    parts = clock_by_class(layout, clock, budget)
+    return tuple(count for own, limit in parts for count in layout.policy.clock(own, new, limit))
 
 
 def tick_of(layout: Layout, clock: Clock, budget: int) -> tuple[bool, Clock]:
     """Return `Policy.tick` of a row, see `clock_of`; a step compacts if it is due in a class."""
-    policy, classes = layout.policy, layout.classes
-    if not classes or not clock:
-        return policy.tick(clock, budget)
-    ticked = [policy.tick((own,), each.budget) for own, each in zip(clock, classes, strict=True)]
+    ticked = [layout.policy.tick(own, limit) for own, limit in clock_by_class(layout, clock, budget)]
     return any(due for due, _ in ticked), tuple(count for _, after in ticked for count in after)
 
 
