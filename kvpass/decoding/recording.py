@@ -173,9 +173,9 @@ class _GraphWriter:
         chunk = ran.rewrite.queries > 1
         lengths = exported_graphs.chunk_length_range(runner, ran, ids) if chunk else (1, 1)
         for each in [ran] if chunk else [call.result for call in alike]:
-            assert isinstance(each, steps.StepResult)
+            assert isinstance(each, steps.StepResult) and each.variant is not None
             if each.inputs.compact not in variants:
-                code = self._code(runner.variants.variant_of(each.rewrite).compiled)
+                code = self._code(each.variant.compiled)
                 variants[each.inputs.compact] = {**exported_graphs.variant_entry(each.rewrite), "code": code}
         read = {ids, *entry["counters"], *(index for indices in entry["padding_inputs"] for index in indices)}
         read |= {index for each in variants.values() for index in (*each["inputs"], *each["columns"])}
@@ -228,7 +228,6 @@ class _GraphWriter:
 def _code_of_chunk(call: RecordedCall) -> Any:
     """Return the compiled code of a chunk; None for other calls, and for a chunk that ran uncompiled."""
     ran = call.result
-    if not isinstance(ran, steps.StepResult) or ran.rewrite.queries == 1:
+    if not isinstance(ran, steps.StepResult) or ran.rewrite.queries == 1 or ran.variant is None:
         return None
-    assert isinstance(ran.runner, steps.StepRunner)
-    return ran.runner.variants.variant_of(ran.rewrite).compiled
+    return ran.variant.compiled

@@ -94,7 +94,7 @@ def tick(
 
 
 def clock_by_class(layout: Layout, clock: Clock, budget: int) -> list[tuple[Clock, int]]:
-    """Return the count, if any, and the budget of each class of heads in a row; for equal heads those of the row."""
+    """Return the count, if any, and the budget of each class of heads; for equal heads those of the row."""
     return [(clock[i : i + 1], each.budget) for i, each in enumerate(layout.classes)] or [(clock, budget)]
 
 

@@ -190,7 +190,8 @@ def step_entry(runner: StepRunner, result: StepResult, ids_index: int) -> dict[s
 
 def chunk_length_range(runner: StepRunner, result: StepResult, ids_index: int) -> tuple[int, int]:
     """Return the smallest and the largest number of tokens that a chunk's code serves, up to `MOST_IN_A_CHUNK`."""
-    graph, variant, queries = runner.gm.graph, runner.variants.variant_of(result.rewrite), int(result.rewrite.queries)
+    graph, variant, queries = runner.gm.graph, result.variant, int(result.rewrite.queries)
+    assert variant is not None
     counts_new = {symbol: source == (ids_index, 1) for symbol, source in runner.sizes.sources.items()}
     new = {symbol for symbol, counts in counts_new.items() if counts}
     others = zip(runner.sizes.other_sources, result.inputs.other_sizes, strict=True)

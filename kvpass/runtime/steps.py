@@ -49,6 +49,7 @@ class PreparedStep(NamedTuple):
     host_inputs: list[Any]  # the results of `StepRewrite.host_precomputed`
     flat: list[Any]  # the arguments of the compiled code
     run: inductor.Compiled
+    variant: CompiledVariant | None = None  # None for code of an artifact
 
 
 class StepExecutor:
@@ -93,7 +94,7 @@ class StepExecutor:
         ]
         advance_counts(caches, queries, clocks)
         record_calls(caches, calls, taken)
-        return StepResult(self, inputs, results, step.host_inputs, key, step.rewrite, seen_before=before)
+        return StepResult(self, inputs, results, step.host_inputs, key, step.rewrite, before, step.variant)
 
     def _caches_with_pins(self, caches: list[LayerCache]) -> list[tuple[LayerCache, Pins]]:
         """Return the caches in which the running call pins tokens, each with its pins."""
@@ -224,7 +225,7 @@ class StepRunner(StepExecutor):
         flat = rewrite.flat_arguments([cache.slots for cache in caches], arguments, host_inputs, caches[0].seen)
         run = variant.code_for(self.backend, flat, caches[0].layout.ranked, rewrite.queries > 1)
         if variant.serves(key):
-            return PreparedStep(rewrite, host_inputs, flat, run)
+            return PreparedStep(rewrite, host_inputs, flat, run, variant)
         # Compiling has added guards that this call does not meet.
         return self._prepare(inputs)
 
@@ -334,6 +335,7 @@ class StepResult:
     key: StepKey
     rewrite: StepRewrite
     seen_before: int  # tokens
+    variant: CompiledVariant | None
 
     @property
     def caches(self) -> list[LayerCache]:

@@ -139,10 +139,6 @@ class CompiledVariant:
         numbers = [key.all_numbers[index] for index in self._dynamic_indices]
         return known or self._by_key.put(key, self._rewrite.with_numbers(numbers))
 
-    def owns(self, rewrite: StepRewrite) -> bool:
-        """Return whether `rewrite_for` has returned this object."""
-        return any(each is rewrite for each in self._by_key.values())
-
     def serves(self, key: ShapeKey) -> bool:
         """Return whether the graph is valid for a call with this shape key."""
         if key == self.key:
@@ -201,10 +197,6 @@ class VariantCache:
         """Return the variant that served an equal call, if it still does: compiling may have added guards on sizes."""
         variant = self._by_call.find(call_key)
         return variant if variant is not None and variant.serves(key) else None
-
-    def variant_of(self, rewrite: StepRewrite) -> CompiledVariant:
-        """Return the variant that a rewrite of a call belongs to."""
-        return next(variant for variant in self._by_call.values() if variant.owns(rewrite))
 
     def make(self, call_key: Any, shared: Any, key: ShapeKey, decodes: bool, rewrite: Rewrite) -> CompiledVariant:
         """Return a variant for a call, from an existing one with dynamic sizes or from a new rewrite.
