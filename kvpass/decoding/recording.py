@@ -173,7 +173,8 @@ class _GraphWriter:
         chunk = ran.rewrite.queries > 1
         lengths = exported_graphs.chunk_length_range(runner, ran, ids) if chunk else (1, 1)
         for each in [ran] if chunk else [call.result for call in alike]:
-            assert isinstance(each, steps.StepResult) and each.variant is not None
+            assert isinstance(each, steps.StepResult)
+            assert each.variant is not None
             if each.inputs.compact not in variants:
                 code = self._code(each.variant.compiled)
                 variants[each.inputs.compact] = {**exported_graphs.variant_entry(each.rewrite), "code": code}
