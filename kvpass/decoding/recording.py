@@ -193,7 +193,8 @@ class _GraphWriter:
 
     def _argument(self, index: int, calls: Sequence[RecordedCall]) -> dict[str, Any]:
         """Return how to find one of Dynamo's arguments in a later call, which must hold for all recorded ones."""
-        first, *_ = values = [call.result.arguments[index] for call in calls]
+        values = [call.result.arguments[index] for call in calls]
+        first = values[0]
         if isinstance(first, Handle):
             return {"value": None}
         if isinstance(first, Tensor):

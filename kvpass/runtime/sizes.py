@@ -105,8 +105,9 @@ class StepSizes(TokenCounters):
         windows = tuple(cache.window if cache.stored_tokens < cache.seen else None for cache in caches)
         numbers, seen = self.numbers(arguments), caches[0].seen
         new = self._new_token_count(numbers)
-        # A single new token is a constant to Dynamo, so the number 1 counts nothing.
-        counted: dict[int, Counted] = {**({new: "new"} if new > 1 else {}), seen: "seen"}
+        counted: dict[int, Counted] = {seen: "seen"}
+        if new > 1:  # a single new token is a constant to Dynamo, so the number 1 counts nothing
+            counted.setdefault(new, "new")
         counters = (arguments[index] for index in self.counters.values())
         return CallSizes(numbers, tuple(counted.get(number, number) for number in counters), windows)
 
