@@ -94,10 +94,6 @@ class Sage(Policy):
         sinks, top = self._sinks(budget), budget // (2 * groups) if self.top is None else self.top
         return sinks, top, budget - sinks - groups * top
 
-    def _check_split(self, budget: int | Tensor, groups: int) -> None:
-        for slots in set(budget.flatten().tolist()) if isinstance(budget, Tensor) else {budget}:
-            budget_split(slots, groups, self.sinks, self.top)
-
     def _max_unselected(self, budget: Count) -> Count:
         """Return the length of the longest prompt from which nothing is selected at its end."""
         return budget if self.select_at == "overflow" else budget + 1  # type: ignore[return-value]
@@ -121,13 +117,17 @@ class Sage(Policy):
     def observe_chunk(self, tokens: Tokens, attention: Attention) -> State:
         groups, step = attention.logits.shape[2], tokens.held == tokens.position.shape[-1]
         since = tokens.state["since"] + attention.queries
-        if not step:
-            self._check_split(tokens.budget, groups)
+        if not step and isinstance(tokens.budget, Tensor):
+            for budget in set(tokens.budget.flatten().tolist()):
+                budget_split(budget, groups, self.sinks, self.top)  # may raise an error, as does `_split` for a number
         due, size = attention.queries > 0, self._split(tokens.budget, groups)[2]
         recent = size.expand_as(since) if isinstance(size, Tensor) else torch.full_like(since, size)
         if step:
             overflows, refreshes = self._selection_due(tokens, since)
-            due, recent = (due & (overflows | refreshes), torch.where(overflows, recent, self._without_leaving(recent)))
+            due = due & (overflows | refreshes)
+            # Without the tokens that would leave the ring before the next selection.
+            staying = recent if self.refresh_interval is None else (recent - self.refresh_interval).clamp(min=0)
+            recent = torch.where(overflows, recent, staying)
         selects = due & (tokens.seen > self._max_unselected(tokens.budget))
         takers = torch.where(
             selects,
@@ -141,10 +141,6 @@ class Sage(Policy):
         never = torch.zeros_like(since, dtype=torch.bool)  # [B, H', 1]
         overflows = (tokens.seen == tokens.budget + 1) | never if self.select_at == "overflow" else never
         return overflows, never if self.refresh_interval is None else since >= self.refresh_interval
-
-    def _without_leaving(self, recent: Tensor) -> Tensor:
-        """Return `recent` without the tokens that would leave the ring before the next selection."""
-        return recent if self.refresh_interval is None else (recent - self.refresh_interval).clamp(min=0)
 
     def _selecting_heads(self, tokens: Tokens, logits: Tensor, recent: Tensor) -> Tensor:
         """Return which heads select each token, [B, Hkv, N]: every query head its top k; recent is [B, Hkv, 1]."""
