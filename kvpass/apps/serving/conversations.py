@@ -86,11 +86,7 @@ class ConversationStore:
     """
 
     def __init__(self, loop: DecodeLoop, folder: Path, limits: Limits) -> None:
-        """
-        Args:
-            loop: the decode loop whose caches they have.
-            folder: where files are; conversations that are there already can be continued.
-            limits: how many are kept.
+        """Make the folder, or read the conversations that are there, which can be continued.
 
         Raises:
             KVPassError: the folder cannot be made or read.
@@ -204,8 +200,7 @@ class ConversationStore:
     async def _make_room(self) -> None:
         """Write conversations to files, the least recently used first, until memory is within the limits.
 
-        Those that cannot be written stay in memory until there is another attempt after the next turn, as do all others
-        after `MOST_FAILURES`: the disk may be full.
+        Those that cannot be written stay in memory, as do all others after `MOST_FAILURES`: the disk may be full.
         """
         failures = 0
         for conversation in list(self._all.values()):
@@ -241,10 +236,7 @@ class ConversationStore:
                 conversation.cache = None
 
     def _cache_of(self, conversation: KeptConversation) -> Path:
-        """Return the file of the cache after as many tokens as the conversation has seen.
-
-        A cache of more tokens is another file, so that notes are those of their cache whenever the server ends.
-        """
+        """Return the file of a cache; one of more tokens is another, so that notes are those of their cache."""
         return self.folder / f"{conversation.key}.{conversation.seen}.safetensors"
 
     def _notes_of(self, conversation: KeptConversation) -> Path:

@@ -51,12 +51,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Fields of OpenAI's API that are not supported, with the values, in addition to null, that change nothing."""
 
-_GENERATION = {
-    "max_new_tokens": "max_tokens",
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-}
+_GENERATION = {"max_new_tokens": "max_tokens"} | {name: name for name in ("temperature", "top_k", "top_p")}
 """Entries of a `generation_config` that are read, and the fields that they stand for."""
 _IGNORED = ("transformers_version", "_from_model_config", "do_sample", "eos_token_id", "bos_token_id", "pad_token_id")
 
@@ -209,11 +204,7 @@ def _object(given: Any, param: str | None) -> dict[str, Any]:
 
 
 def _supported_fields(given: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
-    """Return the supported fields, under their own names.
-
-    Raises:
-        ApiError: a field that is not supported has a value that asks for something.
-    """
+    """Return the supported fields, under their own names, or raise ApiError if another one asks for something."""
     fields = {name: value for name, value in given.items() if value is not None}
     for name, value in _generation(fields.pop("generation_config", None)).items():
         fields.setdefault(name, value)
