@@ -110,7 +110,8 @@ class AgreementMeasure:
         found: Row = {}
         for name, short in ((self.up, "KL"), (SAME, "same")):
             if whole is not None:
-                found |= {name: whole[name], f"{short}, 95 %": _range(whole[f"{name}, low"], whole[f"{name}, high"])}
+                low, high = whole[f"{name}, low"], whole[f"{name}, high"]
+                found |= {name: whole[name], f"{short}, 95 %": None if low is None else f"{low:.3g} to {high:.3g}"}
             found |= {f"{short}, {row['tokens after eviction']}": row[name] for row in bins}
         if whole is not None:
             found |= {"perplexity": math.exp(whole[LOSS]), "full perplexity": math.exp(whole[FULL_LOSS])}
@@ -118,18 +119,10 @@ class AgreementMeasure:
 
 
 def interval(means: Tensor, seed: int) -> tuple[float | None, float | None]:
-    """Return the bootstrap percentile interval of the mean of values float64 [documents], resampled by document.
-
-    Returns:
-        The lower and the upper limit; None for a single document, which says nothing about others.
-    """
+    """Return the bootstrap percentile interval of the mean of values [documents]; two None for a single document."""
     if len(means) == 1:
         return None, None
     drawn = torch.randint(len(means), (DRAWS, len(means)), generator=torch.Generator().manual_seed(seed))
     tails = torch.tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2], dtype=torch.float64)
     low, high = means.double()[drawn].mean(1).quantile(tails).tolist()
     return low, high
-
-
-def _range(low: float | None, high: float | None) -> str | None:
-    return None if low is None else f"{low:.3g} to {high:.3g}"

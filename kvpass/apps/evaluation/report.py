@@ -30,19 +30,13 @@ def section(measure: Measure, results: Sequence[Result]) -> str:
     if not found:
         return ""
     lines: list[Row] = [
-        {
-            "policy": result.key["policy"],
-            "budget": result.key["budget"],
-            **_tokens_after_compaction(result),
-            **result.columns,
-        }
+        {name: result.key[name] for name in ("policy", "budget")} | _tokens_after_compaction(result) | result.columns
         for result in found
         if result.error is None
     ]
     refused = "".join(f"\n\n{result.label}: {result.error}" for result in found if result.error is not None)
-    return (
-        f"## {measure.name}\n\n{describe_case(found[0].key)}\n\n{markdown(lines) if lines else 'Nothing ran.'}{refused}"
-    )
+    table = markdown(lines) if lines else "Nothing ran."
+    return f"## {measure.name}\n\n{describe_case(found[0].key)}\n\n{table}{refused}"
 
 
 def _tokens_after_compaction(result: Result) -> Row:

@@ -148,11 +148,7 @@ class FullPredictions:
     """Bytes that are stored at most."""
 
     def __init__(self, caller: Caller) -> None:
-        """
-        Args:
-            caller: the model without kvpass.
-        """
-        self._caller = caller
+        self._caller = caller  # of the model without kvpass
         self._stored: dict[tuple[Any, ...], list[Tensor]] = {}
 
     def of(self, batch: ScoringBatch, chunk: int | None, feed: Feed) -> Iterator[Tensor]:
@@ -181,19 +177,10 @@ def agreement(
     full: FullPredictions,
     batch: ScoringBatch,
     chunk: int | None,
-    feed: Feed = "token",
-    tick: Callable[[int], object] = lambda tokens: None,
+    feed: Feed,
+    tick: Callable[[int], object],
 ) -> AgreementScores:
-    """Compare the predictions of continuations with those of the model with a full cache, on the same tokens.
-
-    Args:
-        caller: the model under a policy.
-        full: of the same model; it is fed in the same pieces.
-        chunk, feed, tick: see `score`.
-
-    Raises:
-        PolicyError: see `score`.
-    """
+    """Compare predictions with those of the same model with a full cache, on the same tokens; see `score`."""
     found = []
     for (position, logits, _), expected in zip(
         pieces(caller, batch, chunk, feed), full.of(batch, chunk, feed), strict=True

@@ -26,17 +26,11 @@ class EvaluationSettings:
     """The settings of an evaluation: every measure runs under every policy and budget.
 
     Attributes:
-        measures: what to measure.
         policies: names, optionally with options, as `kvpass.policies.parse` reads them.
         budgets: tokens kept, or shares of the prompt, or of the bytes of a full cache.
         of_bytes: whether budgets are shares of the bytes that a full cache of a measure's tokens has.
-        prefill: how prompts and texts are fed: "whole", in chunks of `chunk`, or token by token.
         model: name or path for transformers; None is the bundled model.
-        device, dtype: of the model; dtype "auto" is that of the checkpoint.
         texts: UTF-8 files; without any, see `kvpass.apps.corpus.texts_of`.
-        kv_dtype: how keys and values are stored.
-        inner: what compiles the rewritten graphs.
-        out: the folder for results.
     """
 
     measures: tuple[Measure, ...]
