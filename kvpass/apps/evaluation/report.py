@@ -50,15 +50,12 @@ def _tokens_after_compaction(result: Result) -> Row:
 def describe_case(key: Mapping[str, Any]) -> str:
     """Return how a case was measured, in a line."""
     fed = f"chunks of {key['chunk']}" if key["prefill"] == "chunk" else key["prefill"]
-    fields = ", ".join(f"{name} {_join_words(value)}" for name, value in key["settings"].items())
+    words = {name: value if isinstance(value, list) else [value] for name, value in key["settings"].items()}
+    fields = ", ".join(f"{name} {'/'.join(map(str, values))}" for name, values in words.items())
     stored = f", rows in {key['kv_dtype']}" if key["kv_dtype"] else ""
     return (
         f"{key['model'] or 'the bundled model'}, {key['dtype']} on {key['device']}{stored}; prefill: {fed}; {fields}."
     )
-
-
-def _join_words(value: Any) -> str:
-    return "/".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def draw(folder: Path, measures: Sequence[Measure], results: Sequence[Result]) -> None:

@@ -182,7 +182,7 @@ class ConversationStore:
     async def save(self) -> None:
         """Write all conversations in memory to files; one that cannot be written is logged, and does not stop it."""
         for conversation in [each for each in self._all.values() if each.cache is not None]:
-            await self._try_to_put_away(conversation)
+            await self._put_away(conversation)
 
     async def _bring(self, conversation: KeptConversation) -> None:
         """Read the cache of a conversation, if it is in a file."""
@@ -208,32 +208,28 @@ class ConversationStore:
             if within or failures == MOST_FAILURES:
                 return
             if conversation.cache is not None and not conversation.busy:
-                failures += not await self._try_to_put_away(conversation)
+                failures += not await self._put_away(conversation)
 
-    async def _try_to_put_away(self, conversation: KeptConversation) -> bool:
+    async def _put_away(self, conversation: KeptConversation) -> bool:
         """Write a conversation to its files; log a failure and return False, after which its cache stays in memory."""
-        try:
-            await self._put_away(conversation)
-            return True
-        except (KVPassError, OSError) as error:
-            log.error(
-                "a conversation of %d tokens cannot be written to %s and stays in memory: %s; free space there, or "
-                "give the server another folder",
-                *(conversation.seen, self.folder, error),
-            )
-            return False
-
-    async def _put_away(self, conversation: KeptConversation) -> None:
-        """Write a conversation to its files; its cache stays in memory if a request has come for it meanwhile."""
         async with self._writing:
             cache = conversation.cache
             if cache is None or self._all.get(conversation.key) is not conversation:
-                return
+                return True
             notes = json.dumps({name: getattr(conversation, name) for name in _NOTES})
             files = self._cache_of(conversation), self._notes_of(conversation)
-            await asyncio.to_thread(_write, cache, notes, *files)
-            if not conversation.busy and conversation.cache is cache:
+            try:
+                await asyncio.to_thread(_write, cache, notes, *files)
+            except (KVPassError, OSError) as error:
+                log.error(
+                    "a conversation of %d tokens cannot be written to %s and stays in memory: %s; free space there, or "
+                    "give the server another folder",
+                    *(conversation.seen, self.folder, error),
+                )
+                return False
+            if not conversation.busy and conversation.cache is cache:  # else a request has come for it meanwhile
                 conversation.cache = None
+            return True
 
     def _cache_of(self, conversation: KeptConversation) -> Path:
         """Return the file of a cache; one of more tokens is another, so that notes are those of their cache."""
