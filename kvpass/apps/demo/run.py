@@ -77,7 +77,6 @@ class Contender:
     """One policy, or the uncompiled model, with what it has shown so far.
 
     Attributes:
-        name: as in the tables.
         loop: decodes; or the reason why kvpass refuses the policy.
         budget: slots; None if nothing is evicted.
         held: what the cache held along the book.
@@ -92,13 +91,7 @@ class Contender:
 
 @dataclasses.dataclass(frozen=True)
 class PartResult:
-    """A part of the demo.
-
-    Attributes:
-        caption: the measure and the model.
-        rows: the table.
-        figure: the picture, if there is one.
-    """
+    """A part of the demo: its caption with the measure and the model, its table, and its picture if it has one."""
 
     caption: str
     rows: list[Row]

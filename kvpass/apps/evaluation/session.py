@@ -122,19 +122,12 @@ class Session:
 
 @dataclasses.dataclass
 class PlainState:
-    """A conversation of `PlainLoop`.
-
-    Attributes:
-        cache: the model's own cache.
-        mask: int64 [B, tokens in the cache], 0 for padding.
-        token: int64 [B, 1], the likeliest next token.
-        handed_out: whether `generate` has returned `token`, so it is a part of the conversation.
-    """
+    """A conversation of `PlainLoop`: the model's own cache, and the likeliest next token."""
 
     cache: Any
-    mask: Tensor
-    token: Tensor
-    handed_out: bool = False
+    mask: Tensor  # int64 [B, tokens in the cache], 0 for padding
+    token: Tensor  # int64 [B, 1]
+    handed_out: bool = False  # whether `generate` has returned the token, so it is a part of the conversation
 
 
 class PlainLoop:
@@ -207,23 +200,14 @@ class Measure(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class HeldSnapshot:
-    """The positions that one head of row 0 held in one layer.
-
-    Attributes:
-        step: tokens that the cache had seen.
-        positions: ascending.
-    """
+    """The positions, ascending, that one head of row 0 held in one layer when the cache had seen `step` tokens."""
 
     step: int
     positions: list[int]
 
 
 class HeldRecorder:
-    """Takes snapshots of one layer and KV head of a cache; call it with the cache.
-
-    Attributes:
-        snapshots: what was held, in order.
-    """
+    """Takes snapshots of one layer and KV head of a cache; call it with the cache."""
 
     def __init__(self, layer: int = 0, head: int = 0) -> None:
         self.layer, self.head = layer, head

@@ -55,12 +55,7 @@ class EvaluationSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One measure under one policy and budget, which is None for a policy that evicts nothing.
-
-    Attributes:
-        kv_dtype: how keys and values are stored.
-        of_bytes: whether the budget is a share of the bytes of a full cache.
-    """
+    """One measure under one policy and budget, which is None for a policy that evicts nothing."""
 
     measure: Measure
     policy: str
@@ -70,9 +65,6 @@ class Case:
 
     def slots(self, policy: Policy, full: FullCache | None) -> Budget:
         """Return the nearest budget that the policy can have; for one that evicts nothing, room or None.
-
-        Args:
-            full: what the model caches; None if the budget is not in bytes.
 
         Raises:
             BudgetError: no budget of the policy has so few bytes.
@@ -85,11 +77,7 @@ class Case:
         return policy.fitting_budget(self.budget) if isinstance(self.budget, int) else self.budget
 
     def key(self, settings: EvaluationSettings, texts: str) -> dict[str, Any]:
-        """Return everything except the machine that a result depends on; equal keys are the same measurement.
-
-        Args:
-            texts: a digest of the texts.
-        """
+        """Return everything except the machine that a result depends on, with a digest of the texts."""
         names = ("prefill", "model", "device", "dtype", "kv_dtype", "inner")
         read = {name: getattr(settings, name) for name in names}
         fields: dict[str, Any] = dataclasses.asdict(self.measure)  # type: ignore[call-overload]
@@ -116,18 +104,11 @@ def cases(settings: EvaluationSettings) -> Iterator[Case]:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The outcome of one case.
+    """The outcome of one case: what was measured, or why kvpass refused."""
 
-    Attributes:
-        key: see `Case.key`.
-        rows: what was measured; empty if there is an error.
-        columns: the rows as one line of a table.
-        error: why kvpass refused; None if it did not.
-    """
-
-    key: dict[str, Any]
+    key: dict[str, Any]  # see `Case.key`
     rows: list[Row]
-    columns: Row
+    columns: Row  # the rows as one line of a table
     error: str | None = None
 
     @property

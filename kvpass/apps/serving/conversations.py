@@ -66,13 +66,7 @@ class KeptConversation:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """How many conversations are kept.
-
-    Attributes:
-        rows: conversations in memory.
-        nbytes: bytes of their slots in memory.
-        count: conversations in all.
-    """
+    """How many conversations are kept: `rows` in memory, of `nbytes` of slots, and `count` in all."""
 
     rows: int = 16
     nbytes: int = 2**30

@@ -38,8 +38,6 @@ class ServeSettings:
         max_tokens: tokens of an answer if the request does not say.
         context: the most tokens of a request, or of a conversation, with the answer; None for no limit.
         drain: seconds that running requests have to finish when the server shuts down.
-        largest_body: bytes of a request.
-        conversations: how many conversations are kept.
         folder: where conversations are saved, for later servers too; None for a temporary folder.
     """
 
