@@ -112,11 +112,7 @@ def texts_of(paths: Sequence[Path], bundled: bool) -> dict[str, str]:
 
 
 def read_file(path: Path) -> str:
-    """Return the text of a file.
-
-    Raises:
-        KVPassError: the file cannot be read as UTF-8 text.
-    """
+    """Return the text of a file, or raise KVPassError if it cannot be read as UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -134,9 +130,6 @@ def documents(texts: list[list[int]], number: int, length: int, bos: int) -> lis
 
     They are the first piece of every text, then the second piece of every text, and so on, so a few documents come from
     many texts.
-
-    Raises:
-        KVPassError: the texts are too short.
     """
     body, tokens = length - 1, sum(map(len, texts))
     starts = range(0, max(map(len, texts), default=0), body)
@@ -150,11 +143,7 @@ def documents(texts: list[list[int]], number: int, length: int, bos: int) -> lis
 
 
 def concatenate_texts(texts: list[list[int]], length: int, bos: int) -> list[int]:
-    """Return the texts one after the other, with `bos` before each, cut off after `length` tokens.
-
-    Raises:
-        KVPassError: the texts are too short.
-    """
+    """Return the texts one after the other, with `bos` before each, cut off after `length` tokens."""
     tokens = list(chain.from_iterable([bos, *text] for text in texts))
     if len(tokens) < length:
         raise KVPassError(f"a text of {len(tokens)} tokens is too short for a stream of {length}; give more text")

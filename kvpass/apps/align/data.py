@@ -40,9 +40,6 @@ def windows(stream: Tensor, count: int, tokens: int, sinks: int, generator: torc
     """Return random windows int64 [count, tokens] of a text int64 [T].
 
     In every second window the sinks come from elsewhere in the text, as in a long stream.
-
-    Raises:
-        AlignerError: the text is too short.
     """
     if len(stream) <= tokens:
         raise AlignerError(f"a text of {len(stream)} tokens has no window of {tokens}: give more text")

@@ -41,7 +41,6 @@ class TrainingSettings:
     Attributes:
         window: the largest window M that the aligner is for.
         recipe: "direct", or "paper" for rows that move by `every` positions at a time.
-        steps: of the optimiser.
         tokens: of a step, before any deletion.
         parts: of "paper": parts of a step's rows, each for an update of its own.
         deletions: how many numbers of deleted tokens a step of "direct" draws.
@@ -54,7 +53,6 @@ class TrainingSettings:
             the paper's on DistilGPT2.
         hidden_values: of "paper", those in the network of values; None for `hidden`, or else the paper's.
         embedding: of "direct", how many numbers say a position.
-        seed: of the weights and of the windows.
     """
 
     window: int = 255

@@ -58,11 +58,7 @@ class AgreementMeasure:
         return self.tokens
 
     def rows(self, session: Session) -> Iterator[Row]:
-        """Yield a row for tokens before the first eviction, for each bin of distances, and for all bins.
-
-        Raises:
-            KVPassError: the texts are too short.
-        """
+        """Yield a row for tokens before the first eviction, for each bin of distances, and for all bins."""
         texts = list(session.texts.values())
         documents = corpus.documents(texts, self.documents, self.tokens, session.subject.bos)
         context = self.tokens // 2 if session.feed == "whole" else 1

@@ -50,11 +50,7 @@ class PairVocabulary:
         return PairVocabulary(torch.tensor(words, dtype=torch.long), mark, end)
 
     def pairs(self, number: int, value: int, generator: torch.Generator) -> Tensor:
-        """Return lines int64 [number, 3 + value]: mark, key, `value` words, end.  No word occurs twice in them.
-
-        Raises:
-            KVPassError: the tokenizer has too few words.
-        """
+        """Return lines int64 [number, 3 + value]: mark, key, `value` words, end.  No word occurs twice in them."""
         needed = number * (1 + value)
         if needed > len(self.words):
             raise KVPassError(
@@ -141,12 +137,7 @@ class RecallMeasure:
         return max(self.distances) + 64  # a pair, what is before it, and a question
 
     def rows(self, session: Session) -> Iterator[Row]:
-        """Yield for each distance the share of values that are entirely right, and the share of right words.
-
-        Raises:
-            PolicyError: distances that are too close together for the pairs.
-            KVPassError: the tokenizer has too few words that are one token.
-        """
+        """Yield for each distance the share of values that are entirely right, and the share of right words."""
         text, device = self.planted(session), session.loop.device
         text = dataclasses.replace(text, text=text.text.to(device), pairs=text.pairs.to(device))
         cache = session.read(text.text)

@@ -73,11 +73,7 @@ class RetrievalMeasure(abc.ABC):
         """Return `count` tokens in which the statement is hidden."""
 
     def rows(self, session: Session) -> Iterator[Row]:
-        """Yield a row for each length and depth.
-
-        Raises:
-            PolicyError: a length that has no room for statement and question.
-        """
+        """Yield a row for each length and depth; PolicyError for a length without room for the prompt."""
         for length in self.lengths:
             for depth in self.depths:
                 answers = self._answers(session, length, depth)

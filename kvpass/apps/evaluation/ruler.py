@@ -173,11 +173,7 @@ class RulerMeasure:
         return max(self.lengths) + ANSWER + 16
 
     def rows(self, session: Session) -> Iterator[Row]:
-        """Yield a row for each task and length.
-
-        Raises:
-            PolicyError: a length that has no room for the task.
-        """
+        """Yield a row for each task and length; PolicyError for a length without room for the task."""
         for task in self.tasks:
             for length in self.lengths:
                 scores = [self._score(session, *self.problem(session, task, length, n)) for n in range(self.trials)]

@@ -38,11 +38,7 @@ class ScoringBatch:
     def of(
         contexts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]], device: torch.device
     ) -> ScoringBatch:
-        """Return a batch with one context of at least one token id, and one continuation, in each row.
-
-        Raises:
-            PolicyError: a context is empty, so nothing can be predicted from it.
-        """
+        """Return a batch with one context of at least one token id, and one continuation, in each row."""
         require(all(map(len, contexts)), "context", [], "must have at least one token")
         before, behind = max(map(len, contexts)), max(map(len, continuations))
         ids = torch.zeros(len(contexts), before + behind, dtype=torch.int64)

@@ -64,11 +64,7 @@ class Case:
     of_bytes: bool = False
 
     def slots(self, policy: Policy, full: FullCache | None) -> Budget:
-        """Return the nearest budget that the policy can have; for one that evicts nothing, room or None.
-
-        Raises:
-            BudgetError: no budget of the policy has so few bytes.
-        """
+        """Return the nearest budget that the policy can have; for one that evicts nothing, room or None."""
         if self.budget is None:
             return self.measure.room if self.measure.room <= MOST_ROOM else None
         if self.of_bytes:
@@ -91,9 +87,6 @@ def cases(settings: EvaluationSettings) -> Iterator[Case]:
     """Yield all cases, budget by budget, because measures of one policy and budget share compiled code.
 
     A policy that evicts nothing has one case for all budgets.
-
-    Raises:
-        PolicyError: there is no such policy or option.
     """
     evicting = {text: policies.parse(text).evicts for text in settings.policies}
     for policy, evicts in evicting.items():
@@ -122,11 +115,7 @@ class Results:
     """All results in a folder; every addition is written at once."""
 
     def __init__(self, folder: Path) -> None:
-        """Read or make a folder.
-
-        Raises:
-            KVPassError: the folder or its file cannot be read or made.
-        """
+        """Read or make a folder; KVPassError if neither works."""
         self.path = folder / FILE
         try:
             folder.mkdir(parents=True, exist_ok=True)

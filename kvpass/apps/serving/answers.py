@@ -58,22 +58,14 @@ class Answer:
         self._before = 0 if conversation is None else conversation.seen
 
     async def begin(self) -> None:
-        """Hand the jobs to the engine, and wait until it has accepted them.
-
-        Raises:
-            ApiError: one of them is refused.
-        """
+        """Hand the jobs to the engine, and wait until it has accepted them; ApiError if it refuses one."""
         self.engine.check_room(len(self.jobs))
         for job in self.jobs:
             self.engine.submit(job)
         await asyncio.gather(*(job.added for job in self.jobs))
 
     async def pieces(self) -> AsyncIterator[TextPiece]:
-        """Yield the text of all choices as it comes.
-
-        Raises:
-            ApiError: a choice has failed.
-        """
+        """Yield the text of all choices as it comes; ApiError if one fails."""
         outputs, left = self.jobs[0].outputs, len(self.jobs)
         while left:
             job, output = await outputs.get()

@@ -149,22 +149,14 @@ class ConversationStore:
             await self._make_room()
 
     def find(self, name: str, owner: str) -> KeptConversation:
-        """Return a conversation.
-
-        Raises:
-            ApiError: there is none of that id.
-        """
+        """Return a conversation, or raise ApiError if there is none of that id."""
         conversation = self._all.get(_key(name, owner))
         if conversation is None:
             raise ApiError(f"there is no conversation {name!r}", 404, param="conversation", code="not_found")
         return conversation
 
     async def delete(self, name: str, owner: str) -> None:
-        """Forget a conversation, and delete its files.
-
-        Raises:
-            ApiError: there is none of that id, or a request goes on with it.
-        """
+        """Forget a conversation, and delete its files; ApiError if there is none or a request goes on with it."""
         async with self._writing:
             conversation = self.find(name, owner)
             if conversation.busy:

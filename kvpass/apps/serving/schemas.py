@@ -23,7 +23,6 @@ LONGEST_NAME = 256  # characters of a conversation's id
 ROLES = ("system", "developer", "user", "assistant")
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "audio": (),
     "best_of": (1,),
     "echo": (False,),
     "frequency_penalty": (0,),
@@ -34,21 +33,17 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "metadata": ({},),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
-    "prediction": (),
     "presence_penalty": (0,),
-    "prompt_cache_key": (),
-    "reasoning_effort": (),
     "response_format": ({"type": "text"},),
-    "safety_identifier": (),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "top_logprobs": (0,),
-    "verbosity": (),
-    "web_search_options": (),
 }
+NEUTRAL |= dict.fromkeys(("audio", "prediction", "prompt_cache_key", "reasoning_effort", "safety_identifier"), ())
+NEUTRAL |= dict.fromkeys(("verbosity", "web_search_options"), ())
 """Fields of OpenAI's API that are not supported, with the values, in addition to null, that change nothing."""
 
 _GENERATION = {"max_new_tokens": "max_tokens"} | {name: name for name in ("temperature", "top_k", "top_p")}

@@ -123,11 +123,7 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def answer(self, name: str, fields: SamplingFields, owner: str) -> AsyncIterator[Answer]:
-        """Give a request its answer, whose tokens are then made; at the end what is left of it is cancelled.
-
-        Raises:
-            ApiError: the request is refused.
-        """
+        """Give a request its answer, whose tokens are then made; at the end what is left of it is cancelled."""
         async with contextlib.AsyncExitStack() as stack:
             conversation = None
             if fields.conversation is not None:
