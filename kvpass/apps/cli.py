@@ -330,11 +330,11 @@ def lm_eval(parsed: argparse.Namespace) -> None:
 def align(parsed: argparse.Namespace) -> None:
     """Train an aligner; the imports need the extra `align`."""
     with needing_extra("align", "training an aligner"):
-        from kvpass.apps.align import command
+        from kvpass.apps.align import command, train
     names = ("window", "recipe", "every", "steps", "tokens", "rate", "seed")
     sizes = {name: tuple(getattr(parsed, name) or ()) or None for name in ("hidden", "hidden_values")}
     chosen: dict[str, Any] = {name: getattr(parsed, name) for name in names}
-    settings = command.TrainingSettings(**chosen, **sizes)
+    settings = train.TrainingSettings(**chosen, **sizes)
     command.train(parsed.model, parsed.text, parsed.out, settings, parsed.dtype, parsed.device)
 
 

@@ -160,18 +160,12 @@ def _frequencies(keys: dict[int, Tensor], pairs: Tensor) -> Tensor:
 
 
 class RecordedAttention(NamedTuple):
-    """The arguments of one attention call on a cache.
+    """The arguments of one attention call on a cache, as attention reads them."""
 
-    Attributes:
-        query: [B, Hq, n, D]; key: [B, Ha, n, D], both as attention reads them.
-        scale: the factor on their products.
-        heads: Hkv, of the cache.
-    """
-
-    query: Tensor
-    key: Tensor
-    scale: float
-    heads: int
+    query: Tensor  # [B, Hq, n, D]
+    key: Tensor  # [B, Ha, n, D]
+    scale: float  # the factor on their products
+    heads: int  # Hkv, of the cache
 
 
 class AttentionReader:

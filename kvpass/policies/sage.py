@@ -79,10 +79,8 @@ class Sage(Policy):
 
     def minimum_budget(self) -> int:
         """Return the least budget for one query head per KV head; only a model tells how many there are."""
-        return next(budget for budget in itertools.count(1) if self._leaves_recent(budget))
-
-    def _leaves_recent(self, budget: int) -> bool:
-        return self._sinks(budget) + (budget // 2 if self.top is None else self.top) < budget
+        selected = (self._sinks(budget) + (self.top or budget // 2) for budget in itertools.count(1))
+        return next(budget for budget, count in enumerate(selected, start=1) if count < budget)
 
     def _sinks(self, budget: Count) -> Count:
         return budget // 4 if self.sinks is None else self.sinks  # type: ignore[return-value]

@@ -15,8 +15,6 @@ from kvpass.apps.align.train import train as train_aligner
 from kvpass.errors import KVPassError
 from kvpass.policies import aligners
 
-__all__ = ["TrainingSettings", "train"]
-
 
 def train(model: str, text: Path | None, out: Path, settings: TrainingSettings, dtype: str, device: str | None) -> None:
     """Train an aligner and write `out` and, with the same name, a json of every figure; see `kvpass align train`.

@@ -15,20 +15,14 @@ from kvpass.policies.aligners.signature import cached_vectors, device_of, rows_o
 
 @dataclasses.dataclass(frozen=True)
 class TrainingPairs:
-    """N rows of every layer, as the model made them and as a repair must return them.
+    """N rows of every layer, as the model made them in whole windows and as it makes them in shortened ones."""
 
-    Attributes:
-        key, value: float32 [L, N, H, D] and [L, N, H, Dv], from the whole windows.
-        wanted_key, wanted_value: likewise, of the same tokens in the shortened windows.
-        made, rank: int64 [N], their positions in the whole and in the shortened windows.
-    """
-
-    key: Tensor
-    value: Tensor
+    key: Tensor  # float32 [L, N, H, D]
+    value: Tensor  # float32 [L, N, H, Dv]
     wanted_key: Tensor
     wanted_value: Tensor
-    made: Tensor
-    rank: Tensor
+    made: Tensor  # int64 [N], the positions in the whole windows
+    rank: Tensor  # int64 [N], those in the shortened windows
 
     def select(self, rows: Tensor) -> TrainingPairs:
         """Return the pairs of some rows, int64 [n]."""
@@ -59,18 +53,12 @@ def lengths(window: int, sinks: int, generator: torch.Generator) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class WholeRows:
-    """Complete windows [B, M + 1 + n], of which the last n tokens are not held.
+    """Complete windows [B, M + 1 + n], of which the last n tokens are not held."""
 
-    Attributes:
-        ids: int64 [B, M + 1 + n].
-        key, value: float32 [L, B, H, M + 1, D] and [L, B, H, M + 1, Dv].
-        logits: of the n tokens, [B, n, V]; None without any.
-    """
-
-    ids: Tensor
-    key: Tensor
-    value: Tensor
-    logits: Tensor | None
+    ids: Tensor  # int64 [B, M + 1 + n]
+    key: Tensor  # float32 [L, B, H, M + 1, D]
+    value: Tensor  # float32 [L, B, H, M + 1, Dv]
+    logits: Tensor | None  # [B, n, V] of the n tokens; None without any
 
 
 @torch.no_grad()

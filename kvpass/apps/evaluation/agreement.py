@@ -31,7 +31,7 @@ class AgreementMeasure:
     over documents, which all have the same weight, and intervals are bootstrapped over documents.
 
     Attributes:
-        documents: number of documents, cut from the texts in turn.
+        documents: how many, cut from the texts in turn.
         tokens: of each document, the token that begins it included.
         batch: documents that are rows of one batch.
         edges: first distance of each bin.

@@ -152,7 +152,6 @@ class RulerMeasure:
     """The share of the strings asked for that greedy decoding gives, for each task.
 
     Attributes:
-        tasks: names of `TASKS`.
         lengths: tokens of context and question together.
         trials: problems for each task and length.
         agnostic: whether the question comes as a turn of its own.

@@ -91,16 +91,10 @@ class AgreementScores:
 
 
 class Piece(NamedTuple):
-    """The model's output for tokens that were fed together.
+    """The model's output for tokens that were fed together, and its cache after them."""
 
-    Attributes:
-        position: column of the first of these tokens.
-        logits: [B, q, V]; row i predicts the token in column `position + i + 1`.
-        cache: the model's cache after these tokens.
-    """
-
-    position: int
-    logits: Tensor
+    position: int  # column of the first of these tokens
+    logits: Tensor  # [B, q, V]; row i predicts the token in column `position + i + 1`
     cache: Any
 
 

@@ -27,8 +27,6 @@ class Session:
     """A model under one policy and budget, as measures use it.
 
     Attributes:
-        subject: the model and its tokenizer.
-        loop: decodes with the bounded cache.
         texts: token ids of each file, by its name.
         feed: how prompts and texts are fed.
         chunk: tokens of a chunk, 1 for feed="token", None for whole prompts.

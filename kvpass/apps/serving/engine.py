@@ -35,7 +35,6 @@ class Job:
 
     Attributes:
         name: the request's id.
-        prompt: token ids.
         options: the other arguments of `DecodeLoop.add`.
         before: the number of tokens of its prefix.
         evicted: how many tokens of its prefix, and at its end of all that it has seen, were evicted.
@@ -61,7 +60,6 @@ class Engine:
     """A thread that steps a `DecodeLoop`, and the requests that it has.
 
     Attributes:
-        loop: the decode loop, with rows.
         rows: the number of requests that are decoded together.
         slots: the number of tokens that all rows can hold.
         most: the number of requests, those that wait included, above which others are refused.

@@ -13,7 +13,6 @@ class Metrics:
     """The metrics of one server, in a registry of their own.
 
     Attributes:
-        prompt_tokens, generated_tokens: tokens read and made.
         requests: requests by how they ended: "stop", "length", "cancelled", "error", "refused" or "rejected".
         evicted: tokens that left the slots of requests that have ended, the mean over layers and heads.
         first_token: seconds from a request to its first token.

@@ -98,7 +98,6 @@ class SamplingFields:
     """Fields that chat completions and completions share; None stands for the default of the server.
 
     Attributes:
-        model: the name of the model.
         n: the number of choices for each prompt.
         stop: texts at which a choice ends; they are not part of it.
         seed: of sampling; None for a random one.  Choice i of a request has the seed `seed + i`.
