@@ -332,9 +332,9 @@ def align(parsed: argparse.Namespace) -> None:
     with needing_extra("align", "training an aligner"):
         from kvpass.apps.align import command, train
     names = ("window", "recipe", "every", "steps", "tokens", "rate", "seed")
-    sizes = {name: tuple(getattr(parsed, name) or ()) or None for name in ("hidden", "hidden_values")}
     chosen: dict[str, Any] = {name: getattr(parsed, name) for name in names}
-    settings = train.TrainingSettings(**chosen, **sizes)
+    chosen |= {name: tuple(getattr(parsed, name) or ()) or None for name in ("hidden", "hidden_values")}
+    settings = train.TrainingSettings(**chosen)
     command.train(parsed.model, parsed.text, parsed.out, settings, parsed.dtype, parsed.device)
 
 

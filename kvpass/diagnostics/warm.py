@@ -76,7 +76,8 @@ def warm(
     chosen, budget, left_out = compiler.policy, compiler.budget, LeftOut()
     lengths = prompt_lengths(budget, chosen, model)
     *_, longest = prompt_lengths(budget, chosen, model, prefill_chunk)
-    batches = [(size, padded) for size in rows for padded in _paddings(size)]
+    # `generate` omits arguments for a batch without padding, so larger ones run without and with it.
+    batches = [(size, padded) for size in rows for padded in ((False, True) if size > 1 else (False,))]
     batches += [(size, True) for size in _third(rows)]
     prompts = [(size, padded, length) for size, padded in batches for length in lengths if length > 1 or not padded]
     has_encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)  # it reads the prompt
@@ -92,11 +93,6 @@ def warm(
                 _feed_chunks(_Conversation(model, size, padded), longest, prefill_chunk, tick)
     left_out.check()
     return model
-
-
-def _paddings(rows: int) -> tuple[bool, ...]:
-    """Return whether to run a batch without and with padding; `generate` omits arguments for a batch without it."""
-    return (False, True) if rows > 1 else (False,)
 
 
 def _third(rows: Sequence[int]) -> list[int]:
