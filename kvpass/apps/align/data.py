@@ -26,8 +26,8 @@ class TrainingPairs:
 
     def select(self, rows: Tensor) -> TrainingPairs:
         """Return the pairs of some rows, int64 [n]."""
-        selected = [x[:, rows] for x in (self.key, self.value, self.wanted_key, self.wanted_value)]
-        return TrainingPairs(*selected, self.made[rows], self.rank[rows])
+        old, new = (self.key[:, rows], self.value[:, rows]), (self.wanted_key[:, rows], self.wanted_value[:, rows])
+        return TrainingPairs(*old, *new, self.made[rows], self.rank[rows])
 
 
 def windows(stream: Tensor, count: int, tokens: int, sinks: int, generator: torch.Generator) -> Tensor:
@@ -80,7 +80,7 @@ def pair(model: Any, windows: WholeRows, dropped: int, sinks: int) -> TrainingPa
     old = [_flat(rows[:, :, :, sinks + dropped :]) for rows in (windows.key, windows.value)]
     new = [_flat(rows[:, :, :, sinks:]) for rows in shortened]
     made = torch.arange(sinks + dropped, ids.shape[1], device=ids.device).repeat(len(ids))
-    return TrainingPairs(*old, *new, made, made - dropped)
+    return TrainingPairs(old[0], old[1], new[0], new[1], made, made - dropped)
 
 
 @torch.no_grad()

@@ -88,7 +88,7 @@ class RetrievalMeasure(abc.ABC):
         count = max(len(session.encode(f" {secret}")) for secret in secrets) + SPARE
         found: list[tuple[bool, float]] = []
         for start in range(0, len(prompts), self.batch):
-            group, asked = (each[start : start + self.batch] for each in (prompts, secrets))
+            group, asked = prompts[start : start + self.batch], secrets[start : start + self.batch]
             session.prompt([ids for ids, _ in group])
             held = [session.share_of_heads(row, *spans) for row, (_, spans) in enumerate(group)]
             said = [secret in text for secret, text in zip(asked, session.generate(count), strict=True)]

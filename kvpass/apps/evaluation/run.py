@@ -132,7 +132,9 @@ class _Runner:
         )
 
     def _result(self, case: Case, key: Row, loop: DecodeLoop | KVPassError, tick: Tick) -> Result:
-        rows = loop if isinstance(loop, KVPassError) else unless_refused(partial(self._rows, case, loop, tick))
+        if isinstance(loop, KVPassError):
+            return Result(key, [], {}, str(loop))
+        rows = unless_refused(partial(self._rows, case, loop, tick))
         if isinstance(rows, KVPassError):
             return Result(key, [], {}, str(rows))
         slots = {"slots": loop.backend.budget} if case.of_bytes else {}
