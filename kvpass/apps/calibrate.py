@@ -40,7 +40,7 @@ def write_calibration(model: str, text: Path | None, out: Path, window: int, dty
 
 
 def write_gates(model: str, text: Path | None, table: Path | None, out: Path, window: int, dtype: str) -> None:
-    """Measure the gates of a model's KV heads, or convert a table of trained ones, and write `out`; see `kvpass gates`.
+    """Measure gates of a model's KV heads, or convert a table of trained ones, and write `out`; see `kvpass gates`.
 
     Raises:
         KVPassError: a model, text, table or folder that cannot be used; see also `measure_gates`.
@@ -59,7 +59,7 @@ def write_gates(model: str, text: Path | None, table: Path | None, out: Path, wi
 
 
 def _model_and_tokens(model: str, text: Path | None, dtype: str, most: int) -> tuple[Any, Tensor]:
-    """Return a model and up to `most` token ids int64 [T] of a text, by default of the prose of Python's manual."""
+    """Return a model and up to `most` token ids int64 [T] of a text, by default of Python's manual."""
     chosen = models.load(model, dtype)
     texts = [*corpus.prose().values()] if text is None else [corpus.read_file(text)]
     tokens = [token for each in chosen.encode(texts) for token in (chosen.bos, *each)]

@@ -76,8 +76,7 @@ def warm(
     chosen, budget, left_out = compiler.policy, compiler.budget, LeftOut()
     lengths = prompt_lengths(budget, chosen, model)
     *_, longest = prompt_lengths(budget, chosen, model, prefill_chunk)
-    # `generate` omits arguments for a batch without padding, so larger ones run without and with it.
-    batches = [(size, padded) for size in rows for padded in ((False, True) if size > 1 else (False,))]
+    batches = [(size, padded) for size in rows for padded in _paddings(size)]
     batches += [(size, True) for size in _third(rows)]
     prompts = [(size, padded, length) for size, padded in batches for length in lengths if length > 1 or not padded]
     has_encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)  # it reads the prompt
@@ -95,6 +94,11 @@ def warm(
     return model
 
 
+def _paddings(rows: int) -> tuple[bool, ...]:
+    """Return whether to run a batch without and with padding; `generate` omits arguments for a batch without it."""
+    return (False, True) if rows > 1 else (False,)
+
+
 def _third(rows: Sequence[int]) -> list[int]:
     """Return a third batch size for padded rows if there are two sizes above one, else none."""
     # The first graph with a padding mask has a static mask size, so Dynamo needs one more size to make it dynamic.
@@ -103,7 +107,7 @@ def _third(rows: Sequence[int]) -> list[int]:
 
 
 def _run_turns(conversation: _Conversation, lengths: Sequence[int], room: Room, tick: Tick) -> None:
-    """Run a prompt, decode steps up to the next compaction in what the turns leave of the room, and further turns."""
+    """Run a prompt, decode steps up to the next compaction if there is room, and further turns."""
     (length, steps), *turns = room.parts(lengths[0], STEPS, lengths[1:], STEPS)
     conversation.converse(length, steps)
     conversation.converse(0, int(min(_until_compaction(caches_in(conversation.cache)), room.tokens)))

@@ -95,7 +95,7 @@ class DefensiveKV(AdaKV):
         return tokens.live & tokens.state["selected"] & ~tokens.newest(self.window)
 
     def _safe_tokens(self, tokens: Tokens, most: int | Tensor) -> Tensor:
-        """Mark the tokens of highest mean attention up to a share `mass`, `most` of them at most: bool [B, H, N]."""
+        """Mark the tokens of highest mean attention up to a share `mass`, but at most `most`: bool [B, H, N]."""
         among = self._competes(tokens)
         mean = torch.where(among, tokens.state["mean"], 0.0).double()
         order = torch.where(among, tokens.position, INT64_MAX).argsort(dim=-1)

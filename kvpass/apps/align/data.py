@@ -15,7 +15,7 @@ from kvpass.policies.aligners.signature import cached_vectors, device_of, rows_o
 
 @dataclasses.dataclass(frozen=True)
 class TrainingPairs:
-    """N rows of every layer, as the model made them in whole windows and as it makes them in shortened ones."""
+    """N rows of every layer, as the model makes them in whole windows and in shortened ones."""
 
     key: Tensor  # float32 [L, N, H, D]
     value: Tensor  # float32 [L, N, H, Dv]
@@ -85,7 +85,7 @@ def pair(model: Any, windows: WholeRows, dropped: int, sinks: int) -> TrainingPa
 
 @torch.no_grad()
 def mean_rows(model: Any, block: Tensor) -> Tensor:
-    """Return the mean row at each position of a block of text int64 [n], float32 [L, n, H * (D + Dv)].
+    """Return the mean row at each position of a block int64 [n]: float32 [L, n, H * (D + Dv)].
 
     The mean is over rotations of the block by every number of tokens, or by 512 numbers.  So each position sees the
     same tokens, and the means differ by the position alone.

@@ -91,7 +91,7 @@ class Contender:
 
 @dataclasses.dataclass(frozen=True)
 class PartResult:
-    """A part of the demo: its caption with the measure and the model, its table, and its picture if it has one."""
+    """A part of the demo: a caption with the measure and the model, a table, and perhaps a picture."""
 
     caption: str
     rows: list[Row]

@@ -149,7 +149,7 @@ class PlainLoop:
 
     @torch.no_grad()
     def prompt(self, ids: Tensor, attention_mask: Tensor | None = None) -> None:
-        """Feed a prompt or the next turn, int64 [B, T]; the mask has 0 for padding, which is on the left."""
+        """Feed a prompt or the next turn, int64 [B, T]; the mask has 0 for padding, on the left."""
         mask = torch.ones_like(ids) if attention_mask is None else attention_mask
         old = self.state
         if old is not None and old.handed_out:
