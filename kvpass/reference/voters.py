@@ -16,7 +16,7 @@ class VotingReference(Reference):
         return probabilities
 
     def rate(self, tokens: list[Token], stream: HeadStream) -> None:
-        """Give each token what `evict` compares, before any is evicted."""
+        """Give each token what `Reference.evict` compares, before any is evicted."""
         raise NotImplementedError
 
     def take(self, stream: HeadStream, new: list[Token], probabilities: Tensor, logits: Tensor) -> None:
