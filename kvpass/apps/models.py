@@ -22,7 +22,6 @@ class LoadedModel:
     """A causal language model with its tokenizer.
 
     Attributes:
-        name: the name or path that was given.
         trained: positions that it was trained on; None if its configuration does not say.
         tabled: whether positions come from a table, so the model has none beyond `trained`.
     """

@@ -212,7 +212,6 @@ class HeldRecorder:
         self.snapshots: list[HeldSnapshot] = []
 
     def __call__(self, cache: Any) -> None:
-        """Take a snapshot of a cache of kvpass."""
         report = kvpass.inspect(cache).layers[self.layer]
         row = report.positions[0]
         held: list[int] = row[min(self.head, len(row) - 1)].tolist()
