@@ -22,13 +22,7 @@ MOST_FOR_GATES = 8_192
 
 
 def write_calibration(model: str, text: Path | None, out: Path, window: int, dtype: str) -> None:
-    """Calibrate a model and write `out`.
-
-    Args:
-        model: name or path for transformers.
-        text: a UTF-8 file, or None for the English prose of Python's language reference.
-        window: the tokens that are run at once.
-        dtype: of the weights while the model runs.
+    """Calibrate a model and write `out`; see `kvpass calibrate`.
 
     Raises:
         KVPassError: a model, text or folder that cannot be used; see also `kvpass.calibrate`.
@@ -46,11 +40,7 @@ def write_calibration(model: str, text: Path | None, out: Path, window: int, dty
 
 
 def write_gates(model: str, text: Path | None, table: Path | None, out: Path, window: int, dtype: str) -> None:
-    """Measure the gates of a model's KV heads, or convert a table of trained ones, and write `out`.
-
-    Args:
-        model, text, window, dtype: see `write_calibration`.
-        table: a table of gates to convert; None to measure them.
+    """Measure gates of a model's KV heads, or convert a table of trained ones, and write `out`; see `kvpass gates`.
 
     Raises:
         KVPassError: a model, text, table or folder that cannot be used; see also `measure_gates`.
@@ -69,7 +59,7 @@ def write_gates(model: str, text: Path | None, table: Path | None, out: Path, wi
 
 
 def _model_and_tokens(model: str, text: Path | None, dtype: str, most: int) -> tuple[Any, Tensor]:
-    """Return a model and up to `most` token ids of a text, int64 [T]; see `write_calibration`."""
+    """Return a model and up to `most` token ids int64 [T] of a text, by default of Python's manual."""
     chosen = models.load(model, dtype)
     texts = [*corpus.prose().values()] if text is None else [corpus.read_file(text)]
     tokens = [token for each in chosen.encode(texts) for token in (chosen.bos, *each)]

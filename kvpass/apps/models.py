@@ -22,7 +22,6 @@ class LoadedModel:
     """A causal language model with its tokenizer.
 
     Attributes:
-        name: the name or path that was given.
         trained: positions that it was trained on; None if its configuration does not say.
         tabled: whether positions come from a table, so the model has none beyond `trained`.
     """
@@ -35,11 +34,7 @@ class LoadedModel:
 
     @property
     def bos(self) -> int:
-        """The token id that introduces a document.
-
-        Raises:
-            KVPassError: the tokenizer has neither a first nor an end-of-text token.
-        """
+        """The token id that introduces a document; KVPassError if the tokenizer has none."""
         first = self.tokenizer.bos_token_id
         token: int | None = self.tokenizer.eos_token_id if first is None else first
         if token is None:
@@ -73,11 +68,7 @@ def load(name: str | None, dtype: torch.dtype | str = torch.float32, device: str
 
 
 def load_memory(name: str | None) -> LoadedModel:
-    """Load the model that is asked for planted pairs: by default the bundled one that has learnt to recall.
-
-    Raises:
-        KVPassError: see `load`.
-    """
+    """Load the model that is asked for planted pairs: by default the bundled one that has learnt to recall."""
     if name is None:
         return _load(_bundled(MEMORY, "python -m examples.train_recall"), MEMORY.name)
     return load(name)
@@ -105,11 +96,7 @@ def _load(source: str, name: str, dtype: torch.dtype | str = torch.float32, devi
 
 
 def to_device(model: Any, device: str) -> Any:
-    """Move a model to a device.
-
-    Raises:
-        KVPassError: torch has no such device here, or not enough memory on it.
-    """
+    """Move a model to a device; KVPassError if torch has none here, or not enough memory on it."""
     try:
         return model.to(device)
     except (AssertionError, RuntimeError) as error:

@@ -193,7 +193,7 @@ def _join_candidates(
     initial[PINNED] = chunk.pin_mask(policy)[:, None]
     if layout.row_budgets:
         state[ROW_BUDGET] = state[ROW_BUDGET] + chunk.pins_on_top(policy)[:, None, None]
-    for name, dtype in layout.eviction.state().items():
+    for name, dtype in layout.state().items():
         state[name] = join(past.state[name], initial.get(name, torch.zeros_like(new_position, dtype=dtype)[:, None]))
     position = join(past.position, new_position.masked_fill(~valid, FREE)[:, None])
     tokens = Tokens(
@@ -220,7 +220,7 @@ def _fill(layout: Layout, slots: Slots, scored: _Candidates, keep: Tensor) -> No
         compacted = values.gather(-1, kept)
         buffer.fill_(FREE)
         buffer[..., :count] = compacted
-    for name in layout.eviction.state():
+    for name in layout.state():
         compacted = tokens.state[name].gather(-1, kept)
         slots.state[name].zero_()
         slots.state[name][..., :count] = compacted

@@ -14,7 +14,7 @@ from kvpass.policies.budgets import HeadClass
 from kvpass.policies.fair_spans import FairSpans
 from kvpass.policies.heads import HeadSharding
 from kvpass.policies.periodic import PeriodicEviction
-from kvpass.policies.pinned_tokens import PinnedTokens
+from kvpass.policies.pinned_tokens import PINNED, PinnedTokens
 from kvpass.policies.types import State
 
 ROW_BUDGET = "row_budget"
@@ -113,6 +113,10 @@ class Layout:
     @property
     def value_format(self) -> Format:
         return format_of(self.kv_dtype, self.value_dim, self.dtype, keys=False)
+
+    def state(self) -> dict[str, torch.dtype]:
+        """Return names and dtypes of the state per token: the policy's, and the entry that marks pinned tokens."""
+        return {**self.policy.state(), **({PINNED: torch.bool} if self.pinned_tokens else {})}
 
     def row_state(self) -> dict[str, int | float]:
         """Return names and initial values of the state per row and head: the policy's, and the row's budget."""

@@ -184,7 +184,7 @@ class Slots:
         slots.value.fill(self.value)
         for name in ("position", "index", "rank"):
             getattr(slots, name)[..., :count] = getattr(self, name)
-        for name in layout.eviction.state():
+        for name in layout.state():
             slots.state[name][..., :count] = self.state[name]
         for name in layout.row_state():
             slots.state[name].copy_(self.state[name])
@@ -327,8 +327,7 @@ def empty_state(layout: Layout) -> State:
         raise PolicyError(f"{type(layout.policy).__qualname__}: its state cannot have an entry {used[0]!r}: rename it")
     shape, device = (layout.batch, layout.groups), layout.device
     tokens = {
-        name: torch.zeros(*shape, layout.capacity, dtype=dtype, device=device)
-        for name, dtype in layout.eviction.state().items()
+        name: torch.zeros(*shape, layout.capacity, dtype=dtype, device=device) for name, dtype in layout.state().items()
     }
     rows = {
         name: torch.full((*shape, 1), initial, dtype=torch.float32 if isinstance(initial, float) else None).to(device)

@@ -53,14 +53,34 @@ def calibrate(model: torch.nn.Module, ids: Tensor, *, window: Positive = 1024) -
             f"a text of shape {tuple(ids.shape)} has no window of {window} tokens: give int64 [T] with T of at least "
             f"window, and a window above {FIRST}"
         )
+    name, windows = architecture_of(model), len(ids) // window
     probed = _probe_keys(model, torch.unique(ids)[:PROBES], window)
-    rotations = [_Rotation.measure(keys, architecture_of(model), layer) for layer, keys in enumerate(probed)]
-    sums: list[_QuerySums] = []
-    reader = AttentionReader(model)
-    for part in torch.split(ids.to(device_of(model)), window):
-        if len(part) == window:
-            _add(sums, reader.calls(part[None]), rotations, architecture_of(model))
-    return _calibration(architecture_of(model), probed[0][0].shape[1], rotations, sums)
+    rotations = [_Rotation.measure(keys, name, layer) for layer, keys in enumerate(probed)]
+    reader, sums = AttentionReader(model), list[Tensor]()
+    for part in torch.split(ids[: windows * window].to(device_of(model)), window):
+        calls = reader.calls(part[None])
+        if len(calls) != len(rotations):
+            raise CalibrationError(f"{name} has {len(rotations)} caches and {len(calls)} attention calls on caches")
+        found = [torch.stack(parts) for parts in zip(*map(_query_sums, rotations, calls), strict=True)]
+        sums = [total + more for total, more in zip(sums, found, strict=True)] if sums else found
+    mean, product, size = (total / (windows * (window - FIRST)) for total in sums)
+    tensors = dict(
+        mean=mean.float(),
+        second=(product - mean[..., None] * mean[..., None, :]).float(),
+        size=size.float(),
+        frequency=torch.stack([rotation.frequency for rotation in rotations]),
+        pairs=torch.stack([rotation.pairs for rotation in rotations]),
+        scale=torch.tensor([call.scale for call in reader.found]),
+    )
+    shape = CalibratedModel(name, mean.shape[0], mean.shape[1], probed[0][0].shape[1], mean.shape[2])
+    return Calibration(shape, {name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
+
+
+def _query_sums(rotation: _Rotation, call: RecordedAttention) -> tuple[Tensor, Tensor, Tensor]:
+    """Return sums of rows [Hq, D] before their rotation, of their outer products, and of sizes of pairs [Hq, P]."""
+    positions = torch.arange(call.query.shape[2], device=call.query.device)
+    rows = rotation.undo(call.query, positions)[0, :, FIRST:]
+    return rows.sum(1), rows.mT @ rows, pair_norms(rows).sum(1)
 
 
 def _probe_keys(model: torch.nn.Module, tokens: Tensor, window: int) -> list[dict[int, Tensor]]:
@@ -79,24 +99,15 @@ def _probe_keys(model: torch.nn.Module, tokens: Tensor, window: int) -> list[dic
     return layers
 
 
-class _Rotation:
-    """The rotary embedding of one layer.
+class _Rotation(NamedTuple):
+    """The rotary embedding of one layer: the dimensions of its pairs, int64 [2, P], and frequencies float64 [P]."""
 
-    Attributes:
-        pairs: int64 [2, P], the dimensions of the pairs.
-        frequency: float64 [P].
-    """
-
-    def __init__(self, pairs: Tensor, frequency: Tensor) -> None:
-        self.pairs, self.frequency = pairs, frequency
+    pairs: Tensor
+    frequency: Tensor
 
     @staticmethod
     def measure(keys: dict[int, Tensor], name: str, layer: int) -> _Rotation:
-        """Return the rotation, with the pairs of dimensions that explain the keys best.
-
-        Raises:
-            CalibrationError: no rotation explains the keys.
-        """
+        """Return the rotation whose pairs explain the keys best; CalibrationError if none explains them."""
         dim, dtype = keys[0].shape[-1], keys[0].dtype
         found = [_Rotation(pairs, _frequencies(keys, pairs)) for pairs in _pairings(dim)]
         errors = [max(rotation.error(keys, position) for position in keys) for rotation in found]
@@ -124,10 +135,8 @@ class _Rotation:
 
 
 def _pairings(dim: int) -> list[Tensor]:
-    """Return the pairs of dimensions, int64 [2, P] each, that rotary embeddings are known to use.
-
-    All dimensions are rotated, or the first or last half, quarter or three quarters, in halves or next to each other.
-    """
+    """Return the pairs of dimensions, int64 [2, P] each, that rotary embeddings are known to use."""
+    # All dimensions are rotated, or the first or last half, quarter or three quarters, in halves or next to each other.
     parts = sorted({dim * quarters // 4 for quarters in (4, 3, 2, 1)}, reverse=True)
     found = []
     for part in (part for part in parts if part % 2 == 0 and part > 0):
@@ -141,53 +150,22 @@ def _pairings(dim: int) -> list[Tensor]:
 
 def _frequencies(keys: dict[int, Tensor], pairs: Tensor) -> Tensor:
     """Return the frequency of each pair that explains keys best, float64 [P]; each position makes it more exact."""
-    first = torch.complex(*(keys[0].double()[..., half] for half in pairs)).flatten(0, -2)  # [n, P]
     frequency = torch.zeros(pairs.shape[1], dtype=torch.float64)
     for position in sorted(keys)[1:]:
-        last = torch.complex(*(keys[position].double()[..., half] for half in pairs)).flatten(0, -2)
-        angle = (last * first.conj()).sum(0).angle().cpu()
+        first, last = (torch.complex(*(keys[p].double()[..., half] for half in pairs)) for p in (0, position))
+        angle = (last * first.conj()).flatten(0, -2).sum(0).angle().cpu()
         revolutions = ((frequency * position - angle) / (2 * torch.pi)).round()
         frequency = (angle + 2 * torch.pi * revolutions) / position
     return frequency.to(keys[0].device)
 
 
-class _QuerySums:
-    """Sums over the queries of one layer.
-
-    Attributes:
-        rows: of the queries, [Hq, D].
-        products: of their outer products, [Hq, D, D].
-        sizes: of the sizes of their pairs, [Hq, P].
-    """
-
-    def __init__(self, rows: Tensor, scale: float) -> None:
-        heads, dim = rows.shape[1], rows.shape[3]
-        self.scale, self.count = scale, 0
-        self.rows = rows.new_zeros(heads, dim)
-        self.products, self.sizes = rows.new_zeros(heads, dim, dim), rows.new_zeros(heads, dim // 2)
-
-    def add(self, rows: Tensor) -> None:
-        """Add queries float64 [1, Hq, n, D] before their rotation, in the layout of pairs."""
-        rows = rows[0, :, FIRST:]
-        self.count += rows.shape[1]
-        self.rows += rows.sum(1)
-        self.products += rows.mT @ rows
-        self.sizes += pair_norms(rows).sum(1)
-
-
 class RecordedAttention(NamedTuple):
-    """The arguments of one attention call on a cache.
+    """The arguments of one attention call on a cache, as attention reads them."""
 
-    Attributes:
-        query: [B, Hq, n, D]; key: [B, Ha, n, D], both as attention reads them.
-        scale: the factor on their products.
-        heads: Hkv, of the cache.
-    """
-
-    query: Tensor
-    key: Tensor
-    scale: float
-    heads: int
+    query: Tensor  # [B, Hq, n, D]
+    key: Tensor  # [B, Ha, n, D]
+    scale: float  # the factor on their products
+    heads: int  # Hkv, of the cache
 
 
 class AttentionReader:
@@ -233,26 +211,3 @@ class _Recorder(fx.Interpreter):
             heads = int(walk.value(site.grown_key).shape[1])
             self.found.append(RecordedAttention(arguments[0], arguments[1], site.scale, heads))
         return super().run_node(n)
-
-
-def _add(sums: list[_QuerySums], calls: list[RecordedAttention], rotations: list[_Rotation], name: str) -> None:
-    if len(calls) != len(rotations):
-        raise CalibrationError(f"{name} has {len(rotations)} caches and {len(calls)} attention calls on caches")
-    sums.extend(_QuerySums(call.query.double(), call.scale) for call in calls[len(sums) :])
-    for each, rotation, call in zip(sums, rotations, calls, strict=True):
-        each.add(rotation.undo(call.query, torch.arange(call.query.shape[2], device=call.query.device)))
-
-
-def _calibration(name: str, heads: int, rotations: list[_Rotation], sums: list[_QuerySums]) -> Calibration:
-    mean = torch.stack([each.rows / each.count for each in sums])
-    second = torch.stack([each.products / each.count for each in sums]) - mean[..., None] * mean[..., None, :]
-    tensors = dict(
-        mean=mean.float(),
-        second=second.float(),
-        size=torch.stack([each.sizes / each.count for each in sums]).float(),
-        frequency=torch.stack([rotation.frequency for rotation in rotations]),
-        pairs=torch.stack([rotation.pairs for rotation in rotations]),
-        scale=torch.tensor([each.scale for each in sums]),
-    )
-    shape = CalibratedModel(name, mean.shape[0], mean.shape[1], heads, mean.shape[2])
-    return Calibration(shape, {name: tensor.cpu().contiguous() for name, tensor in tensors.items()})

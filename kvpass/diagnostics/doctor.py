@@ -23,14 +23,7 @@ PROBE = "#include <Python.h>\n#include <omp.h>\n#include <vector>\n"
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One line of the report on an installation.
-
-    Attributes:
-        subject: what was checked.
-        state: the result of the check.
-        meaning: the consequence of the result, "" if there is none.
-        missing: whether kvpass needs something that is missing.
-    """
+    """One line of the report on an installation: what was checked, the result, and its consequence."""
 
     subject: str
     state: str

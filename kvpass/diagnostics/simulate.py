@@ -102,17 +102,12 @@ def simulate(
     """
     settings = dict(budget=budget, positions=positions, kv_dtype=kv_dtype, **policy_options)
     _check_shapes(q, k, v, prompt, rope_theta)
-    chosen = _without_settings(policy, settings) if isinstance(policy, Backend) else backend(policy, **settings)
+    given = [name for name, value in settings.items() if value is not None]
+    if isinstance(policy, Backend) and given:
+        raise PolicyError(f"{', '.join(given)}: must be set in the backend {policy}, and not in addition to it")
+    chosen = policy if isinstance(policy, Backend) else backend(policy, **settings)
     layer = _Layer(chosen, q, k, v, prompt, rope_theta, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     return _run_compiled(layer) if compiled else _run_reference(layer)
-
-
-def _without_settings(chosen: Backend, settings: dict[str, Any]) -> Backend:
-    """Return the backend, or raise PolicyError for settings that it has itself."""
-    given = [name for name, value in settings.items() if value is not None]
-    if given:
-        raise PolicyError(f"{', '.join(given)}: must be set in the backend {chosen}, and not in addition to it")
-    return chosen
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, prompt: int, theta: float | None) -> None:
@@ -188,10 +183,6 @@ class _Layer:
     def rotated(self, x: Tensor, position: Tensor) -> Tensor:
         return x if self.theta is None else rotary(x, position, self.theta)
 
-    @property
-    def rotate(self) -> Rotate | None:
-        return (lambda keys, rank: [self.rotated(keys.join(), rank)]) if self.ranked else None
-
     def tokens(self, chosen: slice, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries and keys at positions first, first + 1, ... (`first` is [B, 1, 1 or n]), and values."""
         q, k = self.q[:, :, chosen], self.k[:, :, chosen]
@@ -245,15 +236,13 @@ def _run_compiled(layer: _Layer) -> Trace:
         new, slots = _compiled_step(layer, layout, slots, t, compact)
         outputs.append(new)
         held.append(_positions(layout, slots))
-    width = max(layout.budget, *(int((p >= 0).sum(-1).max()) for p in held))
-    positions = torch.stack([_fit_width(p, width, FREE) for p in held])
     whole = slots.as_rectangle(layout)
-    keys, values = (_fit_rows(_in_order(whole, rows), width) for rows in (whole.key, whole.value))
-    return Trace(positions, torch.cat(outputs, 2), keys, values)
+    return _trace(layer, held, outputs, [_in_order(whole, rows) for rows in (whole.key, whole.value)])
 
 
 def _compiled_step(layer: _Layer, layout: Layout, slots: AnySlots, t: int, compact: bool) -> tuple[Tensor, AnySlots]:
-    site, valid = CachedAttention(layer.scale, None, layer.rotate), layer.valid(1)
+    rotate: Rotate | None = (lambda keys, rank: [layer.rotated(keys.join(), rank)]) if layer.ranked else None
+    site, valid = CachedAttention(layer.scale, None, rotate), layer.valid(1)
     q, k, v, stored = layer.step(t, slots.as_rectangle(layout).next_rank())
     if slots.capacity == layout.capacity:
         return decode_step(layout, site, slots, NewTokens(q, stored, v, valid[:, 0]), compact).output, slots
@@ -263,9 +252,9 @@ def _compiled_step(layer: _Layer, layout: Layout, slots: AnySlots, t: int, compa
 
 
 def _positions(layout: Layout, slots: AnySlots) -> Tensor:
-    """Return the positions of cached tokens, [B, Hkv, C], sorted, -1 after the last."""
+    """Return the positions of cached tokens, [B, H', C], sorted, -1 after the last."""
     position = slots.as_rectangle(layout).position
-    return position.gather(-1, slots_by_position(position)).expand(-1, layout.heads, -1).clone()
+    return position.gather(-1, slots_by_position(position))
 
 
 def _in_order(slots: Slots, rows: EncodedVectors) -> Tensor:
@@ -278,27 +267,17 @@ def _in_order(slots: Slots, rows: EncodedVectors) -> Tensor:
 def _run_reference(layer: _Layer) -> Trace:
     q, k, v, stored = _prompt(layer)
     valid, rule = layer.valid(layer.prompt), reference_of(layer.policy)
-    factor = rule.logit_scale(layer.prompt)
-    logits = attention_logits(q * factor, k, _prompt_mask(layer), None, layer.scale)
-    plan = _plan(layer, logits.softmax(-1), valid)
+    logits = attention_logits(q * rule.logit_scale(layer.prompt), k, _prompt_mask(layer), None, layer.scale)
+    probabilities = logits.softmax(-1)
+    total = torch.unflatten(probabilities.sum(2), 1, (k.shape[1], -1))  # [B, Hkv, G, P]
+    plan = layer.policy.plan([Attention(total=total)], valid, layer.budget)[0]
     reference = ReferenceLayer(layer.layout(plan), rule, plan.budgets_of_rows(len(q)))
-    reference.take(Chunk(stored, v, valid, Attention()), logits.softmax(-1), logits)
-    outputs, held = [_weighted_sum(logits.softmax(-1), v)], [reference.positions()]
+    reference.take(Chunk(stored, v, valid, Attention()), probabilities, logits)
+    outputs, held = [_weighted_sum(probabilities, v)], [reference.positions()]
     for t in range(layer.prompt, layer.q.shape[2]):
         outputs.append(_reference_step(layer, reference, t))
         held.append(reference.positions())
-    width = max(layer.budget, *(p.shape[-1] for p in held))
-    positions = torch.stack([_fit_width(p, width, FREE).expand(-1, layer.k.shape[1], -1) for p in held])
-    keys, values = (_fit_rows(reference.held_vectors(name, stored=True), width) for name in ("key", "value"))
-    return Trace(positions, torch.cat(outputs, 2), keys, values)
-
-
-def _plan(layer: _Layer, probabilities: Tensor, valid: Tensor) -> Plan:
-    """Return the policy's plan for the layer after a prompt with these probabilities, [B, Hq, P, P]."""
-    total = probabilities.sum(2).view(
-        probabilities.shape[0], layer.k.shape[1], -1, probabilities.shape[3]
-    )  # [B, Hkv, G, P]
-    return layer.policy.plan([Attention(total=total)], valid, layer.budget)[0]
+    return _trace(layer, held, outputs, [reference.held_vectors(name, stored=True) for name in ("key", "value")])
 
 
 def _reference_step(layer: _Layer, reference: ReferenceLayer, t: int) -> Tensor:
@@ -328,10 +307,9 @@ def _weighted_sum(probabilities: Tensor, values: Tensor) -> Tensor:
     return probabilities.to(values.dtype) @ values.repeat_interleave(probabilities.shape[1] // values.shape[1], 1)
 
 
-def _fit_width(x: Tensor, width: int, fill: float) -> Tensor:
-    """Cut or pad the last dimension to `width`."""
-    return torch.nn.functional.pad(x, (0, width - x.shape[-1]), value=fill)
-
-
-def _fit_rows(x: Tensor, width: int) -> Tensor:
-    return _fit_width(x.transpose(2, 3), width, 0.0).transpose(2, 3)
+def _trace(layer: _Layer, held: list[Tensor], outputs: list[Tensor], rows: list[Tensor]) -> Trace:
+    """Return the trace for positions [B, H', n] after each step and final rows, cut or padded to equal lengths."""
+    width, pad = max(layer.budget, *(int((p >= 0).sum(-1).max()) for p in held)), torch.nn.functional.pad
+    fitted = [pad(p, (0, width - p.shape[-1]), value=FREE).expand(-1, layer.k.shape[1], -1) for p in held]
+    keys, values = (pad(x, (0, 0, 0, width - x.shape[2])) for x in rows)
+    return Trace(torch.stack(fitted), torch.cat(outputs, 2), keys, values)

@@ -101,21 +101,14 @@ def _paddings(rows: int) -> tuple[bool, ...]:
 
 
 def _third(rows: Sequence[int]) -> list[int]:
-    """Return a third batch size for padded rows if there are two sizes above one, else none.
-
-    The first graph with a padding mask has a static mask size, so Dynamo needs one more size to make it dynamic.
-    """
+    """Return a third batch size for padded rows if there are two sizes above one, else none."""
+    # The first graph with a padding mask has a static mask size, so Dynamo needs one more size to make it dynamic.
     several = {size for size in rows if size > 1}
     return [max(several) + 1] if len(several) == 2 else []
 
 
 def _run_turns(conversation: _Conversation, lengths: Sequence[int], room: Room, tick: Tick) -> None:
-    """Run a prompt, decode steps up to the next compaction, and further turns.
-
-    Args:
-        lengths: of the prompt and of the turns.
-        room: for all of them; what they leave is for the steps up to the compaction.
-    """
+    """Run a prompt, decode steps up to the next compaction if there is room, and further turns."""
     (length, steps), *turns = room.parts(lengths[0], STEPS, lengths[1:], STEPS)
     conversation.converse(length, steps)
     conversation.converse(0, int(min(_until_compaction(caches_in(conversation.cache)), room.tokens)))

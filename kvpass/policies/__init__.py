@@ -1,15 +1,7 @@
 """Look up eviction policies by name, register new ones, and read their options.
 
 `get` imports the module of one policy alone, so that `import kvpass` stays light.
-
-To add a policy to kvpass: a file here, its name in `_BUILT_IN`, a file in kvpass/reference, a row in
-tests/strategies.py, and a page in docs/policies with its picture (docs/pictures.py).  Start from the class attributes
-and `Policy.score`.  Override `Policy.victim` or `Policy.compact` only if the paper has a rule of its own for them.
-Say in the docstring what a chunk does.  Write the reference from the paper and not from the policy, or both have the
-same mistake.
-
-To add a statistic: a field of `policies.types.Attention`, its computation in kvpass/lowering/attention_statistics.py,
-and its form for a single query in `cache.step._single_query_statistics`.
+CONTRIBUTING.md says how to add a policy, or a statistic of attention.
 """
 
 from __future__ import annotations

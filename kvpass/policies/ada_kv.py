@@ -115,13 +115,10 @@ def classes_of(shares: tuple[float, ...], total: int, least: int) -> tuple[HeadC
 
 def merge_equal_classes(counts: list[int], budgets: list[int]) -> tuple[HeadClass, ...]:
     """Return classes of these numbers of heads and budgets, in order, those of equal budgets as one; () for one."""
-    result = [
-        HeadClass(sum(count for count, _ in group), budget)
-        for budget, group in (
-            (budget, [*group]) for budget, group in itertools.groupby(zip(counts, budgets, strict=True), lambda x: x[1])
-        )
-    ]
-    return tuple(result) if len(result) > 1 else ()
+    heads = dict.fromkeys(budgets, 0)
+    for count, budget in zip(counts, budgets, strict=True):
+        heads[budget] += count
+    return tuple(HeadClass(count, budget) for budget, count in heads.items()) if len(heads) > 1 else ()
 
 
 def count_winners(score: Tensor, position: Tensor, count: int, safeguard: float) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple, TypeVar
@@ -85,3 +86,12 @@ def share_of(count: Count, fraction: float) -> Count:
     share = Fraction(str(fraction))
     whole = count * share.numerator // share.denominator  # integers, because the count may be symbolic
     return whole  # type: ignore[return-value]  # of what the count is
+
+
+def whole_shares(exact: Sequence[float | Fraction], total: int, most: float = math.inf) -> list[int]:
+    """Return the shares rounded so that they add up to `total`: those of the largest rests are rounded up."""
+    shares = [math.floor(share) for share in exact]
+    by_rest = sorted(range(len(exact)), key=lambda i: (shares[i] - exact[i], i))
+    for i in [i for i in by_rest if shares[i] < most][: total - sum(shares)]:
+        shares[i] += 1
+    return shares

@@ -107,12 +107,7 @@ class Buzz(Policy):
         return counts[0] <= clock[0], counts
 
     def _counts(self, stored: int, old: int, budget: int, iterate: bool) -> tuple[int, int]:
-        """Return the tokens stored, and the old ones among them, after a thinning if the middle exceeds the threshold.
-
-        Args:
-            stored, old: the numbers before it.
-            iterate: sample again at the interval s' until the middle fits.
-        """
+        """Return the tokens stored and the old ones after a thinning, which is repeated until they fit if `iterate`."""
         window, threshold = self.sizes(budget)
         middle = stored - self.sinks - window
         if middle <= threshold:

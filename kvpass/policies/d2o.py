@@ -31,7 +31,7 @@ from torch import Tensor
 
 from kvpass.arguments import Natural, Share, at_least
 from kvpass.policies.base import Policy
-from kvpass.policies.budgets import Plan, share_of
+from kvpass.policies.budgets import Plan, share_of, whole_shares
 from kvpass.policies.full import Full
 from kvpass.policies.heads import HeadSharding, gather_heads, reduce_heads
 from kvpass.policies.ranking import INT64_MAX, slots_by_position
@@ -223,12 +223,7 @@ def _shared_out(weights: list[float], total: int, minimum: int, maximum: int) ->
         middle = (low + high) / 2
         full = sum(min(max(middle * weight, minimum), maximum) for weight in weights)
         low, high = (middle, high) if full < total else (low, middle)
-    exact = [min(max(high * weight, minimum), maximum) for weight in weights]
-    shares = [math.floor(share) for share in exact]
-    by_rest = sorted(range(len(exact)), key=lambda i: (shares[i] - exact[i], i))
-    for i in [i for i in by_rest if shares[i] < maximum][: total - sum(shares)]:
-        shares[i] += 1
-    return shares
+    return whole_shares([min(max(high * weight, minimum), maximum) for weight in weights], total, maximum)
 
 
 def largest_layer_budget(count: int, budget: int, layers: str = "softmax", alpha: float = 3.0) -> int:

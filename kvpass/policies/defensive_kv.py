@@ -26,7 +26,7 @@ from torch import Tensor
 from kvpass.arguments import Positive, Share
 from kvpass.policies.ada_kv import AdaKV, count_winners
 from kvpass.policies.critical_kv import output_norms
-from kvpass.policies.ranking import keep_highest
+from kvpass.policies.ranking import INT64_MAX, keep_highest
 from kvpass.policies.types import Attention, State, Tokens
 from kvpass.policies.voting import TINY
 
@@ -95,14 +95,10 @@ class DefensiveKV(AdaKV):
         return tokens.live & tokens.state["selected"] & ~tokens.newest(self.window)
 
     def _safe_tokens(self, tokens: Tokens, most: int | Tensor) -> Tensor:
-        """Mark the tokens of highest mean attention up to a share `mass`: bool [B, H, N].
-
-        Args:
-            most: a number, or int64 [B, H, 1].
-        """
+        """Mark the tokens of highest mean attention up to a share `mass`, but at most `most`: bool [B, H, N]."""
         among = self._competes(tokens)
         mean = torch.where(among, tokens.state["mean"], 0.0).double()
-        order = torch.where(among, tokens.position, torch.iinfo(torch.int64).max).argsort(dim=-1)
+        order = torch.where(among, tokens.position, INT64_MAX).argsort(dim=-1)
         order = order.gather(-1, mean.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
         share = mean.gather(-1, order).cumsum(-1) / mean.sum(-1, keepdim=True).clamp(min=TINY)
         below = (share < self.mass).scatter(-1, order, share < self.mass)

@@ -29,9 +29,6 @@ class FairSpans:
 
     policy: Policy
 
-    def state(self) -> dict[str, torch.dtype]:
-        return self.policy.state()
-
     def victim(self, tokens: Tokens) -> Tensor:
         return self.policy.victim(tokens)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from kvpass.arguments import Share
 from kvpass.policies.base import Policy
 from kvpass.policies.budgets import share_of
-from kvpass.policies.types import Attention, Tokens
+from kvpass.policies.types import Attention, State, Tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class H2O(Policy):
     def state(self) -> dict[str, torch.dtype]:
         return {"score": torch.float32}
 
-    def observe(self, tokens: Tokens, attention: Attention) -> dict[str, Tensor]:
+    def observe(self, tokens: Tokens, attention: Attention) -> State:
         return {"score": tokens.state["score"] + attention.total.sum(2)}  # [B, Hkv, N]
 
     def score(self, tokens: Tokens) -> Tensor:

@@ -90,11 +90,11 @@ def _is_hashable(value: Any) -> bool:
 
 def _checked(title: str, name: str, hook: Hook) -> Hook:
     """Return a hook that raises PolicyError for its own errors, for wrong results, and for writes to its arguments."""
-    versions = _no_versions if name in _ON_HOST else _versions
+    on_host = name in _ON_HOST
 
     @functools.wraps(hook)
     def call(policy: Any, *given: Any, **named: Any) -> Any:
-        before = versions(given, named)
+        before = [] if on_host else _versions(given, named)
         try:
             result = hook(policy, *given, **named)
         except (KVPassError, MemoryError, torch.OutOfMemoryError):
@@ -107,8 +107,8 @@ def _checked(title: str, name: str, hook: Hook) -> Hook:
             elif "NoneType" in str(error):
                 why += " (a field of Attention is None unless `statistics` lists it)"
             raise PolicyError(f"{title}: {_line(hook, error)}: {why}") from error
-        wrong = "it writes to a tensor that it was given" if versions(given, named) != before else ""
-        wrong = wrong or _wrong_result(policy, name, given, result)
+        writes = not on_host and _versions(given, named) != before
+        wrong = "it writes to a tensor that it was given" if writes else _wrong_result(policy, name, given, result)
         if wrong:
             raise PolicyError(f"{title}: {_line(hook)}: {wrong}")
         return result
@@ -123,10 +123,6 @@ def _line(hook: Any, error: Exception | None = None) -> str:
     frames = traceback.extract_tb(error.__traceback__) if error is not None else []
     lines = [frame.lineno for frame in frames if frame.filename == code.co_filename]
     return f"{code.co_filename}:{lines[-1] if lines else code.co_firstlineno}"
-
-
-def _no_versions(given: Sequence[Any], named: Mapping[str, Any]) -> list[int]:
-    return []
 
 
 def _versions(given: Sequence[Any], named: Mapping[str, Any]) -> list[int]:

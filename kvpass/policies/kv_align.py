@@ -110,9 +110,7 @@ class KVAlign(PolicyWithWeights[Aligner]):
     # State.
 
     def state(self) -> dict[str, torch.dtype]:
-        return {
-            "made": torch.int64
-        }  # the position at which the stored vector was computed, or to which it was repaired
+        return {"made": torch.int64}  # the position at which the stored vector was computed or to which it was repaired
 
     def row_state(self) -> dict[str, int | float]:
         return {"start": 0}  # the position of the first sink, where the window starts

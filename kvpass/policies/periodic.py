@@ -25,9 +25,6 @@ class PeriodicEviction:
     hooks: Policy | PinnedTokens | FairSpans
     policy: Policy
 
-    def state(self) -> dict[str, torch.dtype]:
-        return self.hooks.state()
-
     def victim(self, tokens: Tokens) -> Tensor:
         """Return a free slot [B, H'].
 

@@ -73,10 +73,6 @@ class PinnedTokens:
 
     policy: Policy
 
-    def state(self) -> dict[str, torch.dtype]:
-        """Return the policy's state, and the entry for pinned tokens."""
-        return {**self.policy.state(), PINNED: torch.bool}
-
     def check(self, tokens: Tokens) -> None:
         """Check that the pinned tokens of each row leave the policy what it needs.
 

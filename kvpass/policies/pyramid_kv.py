@@ -12,14 +12,13 @@ average, twice as many for a small budget of many layers; here the budgets' mean
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from fractions import Fraction
 
 from torch import Tensor
 
 from kvpass.arguments import Positive
-from kvpass.policies.budgets import Plan
+from kvpass.policies.budgets import Plan, whole_shares
 from kvpass.policies.snapkv import SnapKV
 from kvpass.policies.types import Attention
 
@@ -53,9 +52,5 @@ def pyramid(layers: int, budget: int, window: int, beta: int, prompt: int) -> li
         return [budget] * layers
     first = min(2 * mean - max(mean // beta, 1), prompt - window)
     fall = Fraction(2 * (first - mean), layers - 1)
-    exact = [first - layer * fall for layer in range(layers)]
-    shares = [math.floor(share) for share in exact]
-    by_rest = sorted(range(layers), key=lambda layer: (shares[layer] - exact[layer], layer))
-    for layer in by_rest[: layers * mean - sum(shares)]:
-        shares[layer] += 1
+    shares = whole_shares([first - layer * fall for layer in range(layers)], layers * mean)
     return [share + window for share in shares]

@@ -107,9 +107,8 @@ class RKV(Policy):
             forgiven = last.clamp(min=0)
             cosine = (unit * unit.gather(2, forgiven[..., None].expand_as(unit))).sum(-1)
             index = torch.arange(unit.shape[2], device=unit.device)
-            counts = (
-                forgiven != index if self.official else last >= 0
-            )  # without a similar one the official code takes 0
+            # Without a similar one the official code takes 0.
+            counts = forgiven != index if self.official else last >= 0
             total = total.scatter_add(-1, forgiven, torch.where(counts, -cosine, 0.0))
         mean = total / live.sum(-1, keepdim=True).clamp(min=1)
         return voting.masked_softmax(mean, live)

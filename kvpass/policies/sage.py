@@ -79,10 +79,8 @@ class Sage(Policy):
 
     def minimum_budget(self) -> int:
         """Return the least budget for one query head per KV head; only a model tells how many there are."""
-        return next(budget for budget in itertools.count(1) if self._leaves_recent(budget))
-
-    def _leaves_recent(self, budget: int) -> bool:
-        return self._sinks(budget) + (budget // 2 if self.top is None else self.top) < budget
+        selected = (self._sinks(budget) + (self.top or budget // 2) for budget in itertools.count(1))
+        return next(budget for budget, count in enumerate(selected, start=1) if count < budget)
 
     def _sinks(self, budget: Count) -> Count:
         return budget // 4 if self.sinks is None else self.sinks  # type: ignore[return-value]
@@ -93,10 +91,6 @@ class Sage(Policy):
             return budget_split(budget, groups, self.sinks, self.top)
         sinks, top = self._sinks(budget), budget // (2 * groups) if self.top is None else self.top
         return sinks, top, budget - sinks - groups * top
-
-    def _check_split(self, budget: int | Tensor, groups: int) -> None:
-        for slots in set(budget.flatten().tolist()) if isinstance(budget, Tensor) else {budget}:
-            budget_split(slots, groups, self.sinks, self.top)
 
     def _max_unselected(self, budget: Count) -> Count:
         """Return the length of the longest prompt from which nothing is selected at its end."""
@@ -121,13 +115,17 @@ class Sage(Policy):
     def observe_chunk(self, tokens: Tokens, attention: Attention) -> State:
         groups, step = attention.logits.shape[2], tokens.held == tokens.position.shape[-1]
         since = tokens.state["since"] + attention.queries
-        if not step:
-            self._check_split(tokens.budget, groups)
+        if not step and isinstance(tokens.budget, Tensor):
+            for budget in set(tokens.budget.flatten().tolist()):
+                budget_split(budget, groups, self.sinks, self.top)  # may raise an error, as does `_split` for a number
         due, size = attention.queries > 0, self._split(tokens.budget, groups)[2]
         recent = size.expand_as(since) if isinstance(size, Tensor) else torch.full_like(since, size)
         if step:
             overflows, refreshes = self._selection_due(tokens, since)
-            due, recent = (due & (overflows | refreshes), torch.where(overflows, recent, self._without_leaving(recent)))
+            due = due & (overflows | refreshes)
+            # Without the tokens that would leave the ring before the next selection.
+            staying = recent if self.refresh_interval is None else (recent - self.refresh_interval).clamp(min=0)
+            recent = torch.where(overflows, recent, staying)
         selects = due & (tokens.seen > self._max_unselected(tokens.budget))
         takers = torch.where(
             selects,
@@ -141,10 +139,6 @@ class Sage(Policy):
         never = torch.zeros_like(since, dtype=torch.bool)  # [B, H', 1]
         overflows = (tokens.seen == tokens.budget + 1) | never if self.select_at == "overflow" else never
         return overflows, never if self.refresh_interval is None else since >= self.refresh_interval
-
-    def _without_leaving(self, recent: Tensor) -> Tensor:
-        """Return `recent` without the tokens that would leave the ring before the next selection."""
-        return recent if self.refresh_interval is None else (recent - self.refresh_interval).clamp(min=0)
 
     def _selecting_heads(self, tokens: Tokens, logits: Tensor, recent: Tensor) -> Tensor:
         """Return which heads select each token, [B, Hkv, N]: every query head its top k; recent is [B, Hkv, 1]."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -86,6 +86,11 @@ def highest_scored(tokens: list[Token], count: int, score: Callable[[Token], flo
     return in_order(sorted(tokens, key=lambda token: (-score(token), token.position))[:count])
 
 
+def neighbours(values: Sequence[float], kernel: int) -> list[Sequence[float]]:
+    """Return for each value the values around it, `kernel` of them except at either end."""
+    return [values[max(0, n - kernel // 2) : n + kernel // 2 + 1] for n in range(len(values))]
+
+
 class Reference:
     """The reference of a policy; one object serves all streams of a layer."""
 
@@ -112,7 +117,7 @@ class Reference:
         """Update scores from new probabilities, float32 [queries, heads, tokens], without padding queries."""
 
     def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
-        """Return the tokens to keep in a stream.
+        """Return the tokens to keep in a stream that has more than its budget.
 
         Args:
             head: the KV head, 0 if the heads share their tokens.
@@ -133,27 +138,49 @@ class Reference:
 
     def keep_tokens(self, tokens: list[Token], stream: HeadStream) -> list[Token]:
         """Return all tokens if the budget is not exceeded; else the pinned ones, and others that `evict` keeps."""
-        if stream.interval > 1 and len(tokens) <= stream.budget:
+        if len(tokens) <= stream.budget:
             return tokens
         if stream.spans and (stream.interval > 1 or not stream.step):
             return self._kept_of_spans(tokens, stream)
         pinned, others = [t for t in tokens if t.pinned], [t for t in tokens if not t.pinned]
-        kept = self.evict(others, stream.head, stream.seen, stream.kept - len(pinned))
-        return in_order([*pinned, *kept])
+        return in_order([*pinned, *self._kept(others, stream, stream.kept - len(pinned))])
+
+    def _kept(self, tokens: list[Token], stream: HeadStream, count: int) -> list[Token]:
+        if len(tokens) <= count:
+            return tokens
+        return self.evict(tokens, stream.head, stream.seen, count) if count > 0 else []
 
     def _kept_of_spans(self, tokens: list[Token], stream: HeadStream) -> list[Token]:
         """Return the tokens that stay if each span of the text has a share of the budget by its length."""
-        if len(tokens) <= stream.kept:
-            return tokens
         kept, starts = list[Token](), (*stream.spans, stream.seen)
         first, before = 0, 0
         for stop in (min(start, stream.seen) for start in starts):
             share = stream.kept * stop // stream.seen
             span = [token for token in tokens if first <= token.position < stop]
-            kept += self.evict(span, stream.head, stream.seen, share - before) if share > before else []
+            kept += self._kept(span, stream, share - before)
             first, before = stop, share
-        rest, missing = [token for token in tokens if token not in kept], stream.kept - len(kept)
-        return in_order([*kept, *(self.evict(rest, stream.head, stream.seen, missing) if missing > 0 else [])])
+        rest = [token for token in tokens if token not in kept]
+        return in_order([*kept, *self._kept(rest, stream, stream.kept - len(kept))])
 
     def settle(self, row: list[HeadStream]) -> None:
         """Finish a call after all KV heads of a row have added their tokens."""
+
+
+class DividedBudgets(Reference):
+    """The reference of a policy that divides a layer's budget among its heads at the end of the first prompt."""
+
+    def head_counts(self, row: list[HeadStream]) -> list[float]:
+        """Return how much each head of a row deserves of the budgets of its heads."""
+        raise NotImplementedError
+
+    def keep_tokens(self, tokens: list[Token], stream: HeadStream) -> list[Token]:
+        return super().keep_tokens(tokens, stream) if "divided" in stream.notes else tokens
+
+    def settle(self, row: list[HeadStream]) -> None:
+        if "divided" in row[0].notes:
+            return
+        counts, budgets = self.head_counts(row), sorted((stream.budget for stream in row), reverse=True)
+        by_count = sorted(row, key=lambda stream: (-counts[stream.head], stream.head))
+        for stream, budget in zip(by_count, budgets, strict=True):
+            stream.budget, stream.notes["divided"] = budget, True
+            stream.tokens = self.keep_tokens(stream.tokens, stream)

@@ -12,12 +12,6 @@ from torch import Tensor
 from kvpass.policies.cascade import Cascade
 from kvpass.reference.base import HeadStream, Reference, Token, in_order
 
-GROWTH: dict[str, Callable[[int], int]] = {
-    "pow2": lambda i: 2**i,
-    "pow3": lambda i: 3**i,
-    "pow4": lambda i: 4**i,
-    "linear": lambda i: i + 1,
-}
 REDUCE: dict[str, Callable[[list[float]], float]] = {
     "mean": lambda probs: sum(probs) / len(probs),
     "max": max,
@@ -41,22 +35,22 @@ class CascadeReference(Reference):
             stream.notes.setdefault("sinks", []).append(item)
             return
         number, width = item.position - policy.sinks, (stream.budget - policy.sinks) // policy.cascades
+        base = None if policy.growth == "linear" else int(policy.growth.removeprefix("pow"))
         eager = policy.eager_fill and item.position <= stream.budget  # t <= |C| + s
         for i, cache in enumerate(caches):
-            accepts = eager or number % GROWTH[policy.growth](i) == 0
+            accepts = eager or number % (i + 1 if base is None else base**i) == 0
             if accepts and len(cache) < width:
                 cache.append(item)
                 return
             if accepts:
                 cache.append(item)
                 item = cache.pop(0)
-            elif not cache:
+                continue
+            if not cache:
                 cache.append(item)
-                return
-            else:
-                if policy.select and item.score >= cache[-1].score:
-                    cache[-1] = item
-                return
+            elif policy.select and item.score >= cache[-1].score:
+                cache[-1] = item
+            return
 
     def held(self, stream: HeadStream) -> list[Token]:
         tokens = stream.notes.get("sinks", []) + [token for cache in self.caches(stream) for token in cache]

@@ -28,8 +28,6 @@ class CriticalKVReference(AdaKVReference):
         return sum(float((value @ head.float()).abs().sum()) for head in output) / len(output)
 
     def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
-        if len(tokens) <= budget:
-            return tokens
         window, selected, ring = self.parts(tokens, seen)
         by_attention = sorted(selected, key=lambda token: (-token.score, token.position))
         count = math.floor(Fraction(str(self.policy.first)) * (budget - self.policy.window))

@@ -8,7 +8,7 @@ from fractions import Fraction
 from torch import Tensor
 
 from kvpass.policies.defensive_kv import DefensiveKV
-from kvpass.reference.base import HeadStream, Token, in_order
+from kvpass.reference.base import HeadStream, Token, in_order, neighbours
 from kvpass.reference.critical_kv import CriticalKVReference
 
 
@@ -31,11 +31,10 @@ class DefensiveKVReference(CriticalKVReference):
 
     def smooth(self, row: list[float]) -> list[float]:
         """Return a row averaged over neighbours, with the sum that it had."""
-        side = self.policy.kernel // 2
-        averaged = [sum(row[max(0, n - side) : n + side + 1]) / self.policy.kernel for n in range(len(row))]
+        averaged = [sum(some) / self.policy.kernel for some in neighbours(row, self.policy.kernel)]
         return [x * sum(row) / sum(averaged) if sum(averaged) else 0.0 for x in averaged]
 
-    def count_wins(self, row: list[HeadStream]) -> list[int]:
+    def head_counts(self, row: list[HeadStream]) -> list[float]:
         for same in zip(*(stream.tokens for stream in row), strict=True):
             whole = sum(token.notes["norm"] for token in same)
             for token in same:
@@ -66,8 +65,6 @@ class DefensiveKVReference(CriticalKVReference):
         return found
 
     def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
-        if len(tokens) <= budget:
-            return tokens
         window, selected, ring = self.parts(tokens, seen)
         safe = self.safe_tokens(selected, budget - self.policy.window)
         rest = [token for token in selected if token not in safe]

@@ -82,7 +82,8 @@ class KVAlignReference(Reference):
 
     def paper(self, part: str, row: Tensor, rank: int, layer: int) -> Tensor:
         """Apply the network of all layers and heads: x + fc3(relu(fc2(relu(fc1[x; E_pos; E_layer; E_head]))))."""
-        weights = {name: self.aligner.tensors[f"{part}.{name}"] for name in _PAPER}
+        tensors = self.aligner.tensors.items()
+        weights = {name.partition(".")[2]: tensor for name, tensor in tensors if name.startswith(part)}
         out = []
         for head, x in enumerate(row.float()):
             index = weights["position"][min(rank, self.window)]
@@ -91,11 +92,6 @@ class KVAlignReference(Reference):
             hidden = torch.relu(weights["fc2.weight"] @ hidden + weights["fc2.bias"])
             out.append(weights["fc3.weight"] @ hidden + weights["fc3.bias"])
         return _plus(row, torch.stack(out))
-
-
-_PAPER = (
-    "position", "layer", "head", "fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias", "fc3.weight", "fc3.bias",
-)  # fmt: skip
 
 
 def _plus(row: Tensor, change: Tensor) -> Tensor:

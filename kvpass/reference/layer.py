@@ -48,8 +48,10 @@ class ReferenceLayer:
         self.reference = reference
         self.stored = functools.partial(store_and_read, layout)
         of_heads = [each.budget for each in layout.classes for _ in range(each.heads)]
+        same: dict[str, Any] = dict(layer=layout.layer, stored=self.stored)
+        same |= dict(interval=layout.policy.interval, spans=layout.policy.spans)
         self.streams = [
-            [self._stream(head, of_heads[head] if of_heads else budget) for head in range(layout.groups)]
+            [HeadStream(head, of_heads[head] if of_heads else budget, **same) for head in range(layout.groups)]
             for budget in row_budgets or (layout.budget,) * layout.batch
         ]
         self.length = 0
@@ -71,11 +73,6 @@ class ReferenceLayer:
             for stream in row:
                 pinned = sum(token.pinned for token in stream.tokens) + more
                 check_pinned(self.layout.policy, pinned, stream.budget - pinned)
-
-    def _stream(self, head: int, budget: int) -> HeadStream:
-        layout = self.layout
-        stream = HeadStream(head, budget, layer=layout.layer, stored=self.stored, interval=layout.policy.interval)
-        return dataclasses.replace(stream, spans=layout.policy.spans)
 
     def copy(self) -> ReferenceLayer:
         """Return an independent copy of the layer with the same tokens."""

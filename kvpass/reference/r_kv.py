@@ -8,35 +8,30 @@ import torch
 from torch import Tensor
 
 from kvpass.policies.r_kv import RKV
-from kvpass.reference import voters
-from kvpass.reference.base import HeadStream, Reference, Token, highest_scored, in_order, split_at
+from kvpass.reference.base import HeadStream, Token, highest_scored, in_order, neighbours, split_at
+from kvpass.reference.voters import VotingReference, ballots
 
 
-class RKVReference(Reference):
+class RKVReference(VotingReference):
     policy: RKV
 
-    def take(self, stream: HeadStream, new: list[Token], probabilities: Tensor, logits: Tensor) -> None:
-        tokens, policy = stream.tokens + new, self.policy
-        rows = probabilities if policy.plain else logits.amax(1, keepdim=True)
-        voters.remember(stream, tokens, new, rows)
-        exceeds = len(tokens) > stream.budget
-        if exceeds:
-            importance, redundancy = self.importance(tokens, stream), self.redundancy(tokens)
-            for token, one, other in zip(tokens, importance, redundancy, strict=True):
-                token.notes["importance"], token.notes["redundancy"] = one, other
-        voters.forget(stream, exceeds)
-        stream.tokens = self.keep_tokens(tokens, stream)
+    def rows(self, probabilities: Tensor, logits: Tensor) -> Tensor:
+        return probabilities if self.policy.plain else logits.amax(1, keepdim=True)
+
+    def rate(self, tokens: list[Token], stream: HeadStream) -> None:
+        importance, redundancy = self.importance(tokens, stream), self.redundancy(tokens)
+        for token, one, other in zip(tokens, importance, redundancy, strict=True):
+            token.notes["importance"], token.notes["redundancy"] = one, other
 
     def importance(self, tokens: list[Token], stream: HeadStream) -> list[float]:
         """Return the mean vote for each token, zero for the last ones."""
-        votes, chosen = {token.position: 0.0 for token in tokens}, voters.voters(stream, self.policy.window)
-        for query in chosen:
-            places = voters.eligible(query, stream, self.policy.window, chosen)
-            rows = list(zip(*(query.seen[position] for position in places), strict=True))  # of each query head
+        votes, found = {token.position: 0.0 for token in tokens}, ballots(stream, self.policy.window)
+        for ballot in found:
+            rows = list(zip(*ballot.values(), strict=True))  # of each query head
             for row in rows:
                 powers = row if self.policy.plain else [math.exp(logit - max(row)) for logit in row]
-                for position, power in zip(places, powers, strict=True):
-                    votes[position] += power / sum(powers) / len(rows) / len(chosen)
+                for position, power in zip(ballot, powers, strict=True):
+                    votes[position] += power / sum(powers) / len(rows) / len(found)
         return [votes[token.position] for token in tokens]
 
     def redundancy(self, tokens: list[Token]) -> list[float]:
@@ -51,8 +46,6 @@ class RKVReference(Reference):
         return means.softmax(0).tolist()
 
     def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
-        if len(tokens) <= budget:
-            return tokens
         older, newer = split_at(tokens, seen - self.policy.window)
         weight, pooled = self.policy.weight, self.pool([token.notes["importance"] for token in older])
         score = {
@@ -63,6 +56,5 @@ class RKVReference(Reference):
         return in_order(newer + highest_scored(older, budget - len(newer), lambda token: score[id(token)]))
 
     def pool(self, values: list[float]) -> list[float]:
-        side, kernel = self.policy.kernel // 2, self.policy.kernel
-        neighbours = [values[max(0, n - side) : n + side + 1] for n in range(len(values))]
-        return [sum(some) / kernel if self.policy.plain else max(some) for some in neighbours]
+        kernel = self.policy.kernel
+        return [sum(some) / kernel if self.policy.plain else max(some) for some in neighbours(values, kernel)]

@@ -24,8 +24,6 @@ class RoCoReference(Reference):
                     token.notes.setdefault("probs", []).extend(values)
 
     def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
-        if len(tokens) <= budget:
-            return tokens
         recent = budget - budget // 2
         older, newer = split_at(tokens, seen - recent)
         spread = highest_scored(older, budget // 4, lambda token: variance(token.notes["probs"]))

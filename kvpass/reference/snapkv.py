@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvpass.policies.snapkv import SnapKV
-from kvpass.reference.base import HeadStream, Reference, Token, in_order
+from kvpass.reference.base import HeadStream, Reference, Token, in_order, neighbours
 
 
 class SnapKVReference(Reference):
@@ -20,19 +20,18 @@ class SnapKVReference(Reference):
     def vote(self, tokens: list[Token], probabilities: Tensor, seen: int) -> None:
         prefix = [n for n, token in enumerate(tokens) if token.position < seen - self.policy.window]
         votes = probabilities[-self.policy.window :].mean((0, 1))[prefix].tolist()  # over queries and query heads
-        side = self.policy.kernel // 2
-        for index, n in enumerate(prefix):
-            neighbours = votes[max(0, index - side) : index + side + 1]
-            tokens[n].score = sum(neighbours) / self.policy.kernel  # positions beyond either end count as zero
+        for n, some in zip(prefix, neighbours(votes, self.policy.kernel), strict=True):
+            tokens[n].score = sum(some) / self.policy.kernel  # positions beyond either end count as zero
             tokens[n].notes["selected"] = True
 
-    def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
-        if len(tokens) <= budget:
-            return tokens
+    def parts(self, tokens: list[Token], seen: int) -> tuple[list[Token], list[Token], list[Token]]:
+        """Return the window, the selected tokens before it, and others of the ring, the latest first."""
         window = [token for token in tokens if token.position >= seen - self.policy.window]
-        selected = [token for token in tokens if "selected" in token.notes]
-        ring = [token for token in tokens if "selected" not in token.notes and token not in window]
+        others = [token for token in tokens if token not in window]
+        ring = sorted((token for token in others if "selected" not in token.notes), key=lambda token: -token.position)
+        return window, [token for token in others if "selected" in token.notes], ring
+
+    def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
+        window, selected, ring = self.parts(tokens, seen)
         selected.sort(key=lambda token: (-token.score, token.position))
-        ring.sort(key=lambda token: -token.position)
-        kept = (window + selected + ring)[:budget]
-        return in_order(kept)
+        return in_order((window + selected + ring)[:budget])

@@ -10,7 +10,5 @@ class StreamingReference(Reference):
     policy: Streaming
 
     def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
-        if len(tokens) <= budget:
-            return tokens
         sinks = [token for token in tokens if token.position < self.policy.sinks][:budget]
         return sinks + tokens[len(tokens) - (budget - len(sinks)) :]

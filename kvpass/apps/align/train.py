@@ -11,30 +11,24 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
-from kvpass.apps.align.data import (
-    TrainingPairs,
-    WholeRows,
-    lengths,
-    logits_after_repair,
-    mean_rows,
-    pair,
-    run_windows,
-    windows,
-)
+from kvpass.apps.align import data
+from kvpass.apps.align.data import TrainingPairs, WholeRows
 from kvpass.apps.evaluation.scoring import divergence
 from kvpass.errors import AlignerError
 from kvpass.policies.aligners.aligner import Aligner, Recipe
 from kvpass.policies.aligners.networks import DirectNetwork, Hidden, PaperNetwork
 from kvpass.policies.aligners.signature import Signature, device_of, signature_of
-from kvpass.versions import needing_extra
 
+Drawn = tuple[WholeRows, list[TrainingPairs]]
+"""The windows of one step, and their pairs for each number of deleted tokens."""
 SAVE_EVERY = 100
 HELD_OUT = 0.05
 KEYS_OF_THE_PAPER, VALUES_OF_THE_PAPER = (256, 64), (64, 128)  # hidden numbers, for DistilGPT2
@@ -47,7 +41,6 @@ class TrainingSettings:
     Attributes:
         window: the largest window M that the aligner is for.
         recipe: "direct", or "paper" for rows that move by `every` positions at a time.
-        steps: of the optimiser.
         tokens: of a step, before any deletion.
         parts: of "paper": parts of a step's rows, each for an update of its own.
         deletions: how many numbers of deleted tokens a step of "direct" draws.
@@ -60,7 +53,6 @@ class TrainingSettings:
             the paper's on DistilGPT2.
         hidden_values: of "paper", those in the network of values; None for `hidden`, or else the paper's.
         embedding: of "direct", how many numbers say a position.
-        seed: of the weights and of the windows.
     """
 
     window: int = 255
@@ -188,7 +180,8 @@ class _Trainer:
 
     def run(self) -> float:
         settings, start = self.settings, time.perf_counter() - self.spent
-        bar = _bar(range(self.done, settings.steps), self.done, settings.steps)
+        steps, shown = range(self.done, settings.steps), dict[str, Any](unit="step", desc="align", dynamic_ncols=True)
+        bar = tqdm(steps, initial=self.done, total=settings.steps, mininterval=2, **shown)
         for step in bar:
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate(settings, step)
@@ -200,9 +193,7 @@ class _Trainer:
                 self._save(step + 1, time.perf_counter() - start)
         return time.perf_counter() - start
 
-    def _parts(
-        self, drawn: tuple[WholeRows, list[TrainingPairs]], seed: int
-    ) -> list[tuple[WholeRows, list[TrainingPairs]]]:
+    def _parts(self, drawn: Drawn, seed: int) -> list[Drawn]:
         """Return the drawn pairs; for "paper" random parts of their rows, as an update costs less than the model."""
         windows, sets = drawn
         if self.settings.recipe != "paper":
@@ -211,7 +202,7 @@ class _Trainer:
         order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).to(sets[0].made.device)
         return [(windows, [made.select(rows) for made in sets]) for rows in order.chunk(self.settings.parts)]
 
-    def _update(self, drawn: tuple[WholeRows, list[TrainingPairs]]) -> Tensor:
+    def _update(self, drawn: Drawn) -> Tensor:
         """Make a step of the optimiser, and return the loss before it."""
         loss = self._loss(drawn)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -223,23 +214,22 @@ class _Trainer:
     def _seed(self, step: int) -> int:
         return self.settings.seed * 1_000_003 + step + 1
 
-    def _loss(self, drawn: tuple[WholeRows, list[TrainingPairs]]) -> Tensor:
+    def _loss(self, drawn: Drawn) -> Tensor:
         windows, sets = drawn
         repaired = [self.network(made.key, made.value, made.made, made.rank) for made in sets]
         errors = [self._error(rows, made) for rows, made in zip(repaired, sets, strict=True)]
         loss = torch.stack(errors).mean()
         if windows.logits is None:
             return loss
-        logits = logits_after_repair(self.model, windows, repaired[0][0], repaired[0][1], self.settings.sinks)
+        logits = data.logits_after_repair(self.model, windows, repaired[0][0], repaired[0][1], self.settings.sinks)
         return loss + self.settings.distil * divergence(logits, windows.logits).mean()
 
     def _error(self, repaired: tuple[Tensor, Tensor], made: TrainingPairs) -> Tensor:
         """Return the mean squared error over layers, keys and values, as a share of that without repair."""
+        scales = self.scale
         errors = [_per_layer(repaired[0], made.wanted_key), _per_layer(repaired[1], made.wanted_value)]
         if self.settings.recipe == "paper":  # a plain mean squared error
-            errors, scales = [error.mean() for error in errors], [scale.mean() for scale in self.scale]
-        else:
-            scales = self.scale
+            errors, scales = [error.mean() for error in errors], [scale.mean() for scale in scales]
         return torch.stack([error / scale for error, scale in zip(errors, scales, strict=True)]).mean()
 
     def _samples(self) -> list[TrainingPairs]:
@@ -247,10 +237,7 @@ class _Trainer:
         return [made for _, sets in drawn for made in sets]
 
     def _errors_of_nothing(self) -> list[Tensor]:
-        """Return the errors without repair, [L] each for keys and values.
-
-        Rows that no deletion changes, as the values of a first layer under rotary embeddings, get the largest error.
-        """
+        """Return the errors without repair, [L] each for keys and values; the largest for rows that never change."""
         sets = self._samples()
         keys = torch.stack([_per_layer(x.key, x.wanted_key) for x in sets]).mean(0)
         values = torch.stack([_per_layer(x.value, x.wanted_value) for x in sets]).mean(0)
@@ -261,7 +248,7 @@ class _Trainer:
         rows = torch.cat([torch.cat([x.key.flatten(2), x.value.flatten(2)], -1) for x in sets], 1)
         wanted = torch.cat([torch.cat([x.wanted_key.flatten(2), x.wanted_value.flatten(2)], -1) for x in sets], 1)
         network.fit_scales(rows, wanted)
-        network.fit_positions(mean_rows(self.model, self.stream[: self.settings.window + 1]))
+        network.fit_positions(data.mean_rows(self.model, self.stream[: self.settings.window + 1]))
 
     def _resume(self) -> None:
         if self.checkpoint is None or not self.checkpoint.exists():
@@ -283,18 +270,18 @@ class _Trainer:
         torch.save(state | about, self.checkpoint)
 
 
-def draw(model: Any, stream: Tensor, settings: TrainingSettings, seed: int) -> tuple[WholeRows, list[TrainingPairs]]:
+def draw(model: Any, stream: Tensor, settings: TrainingSettings, seed: int) -> Drawn:
     """Return the windows of one step, and their pairs."""
     generator = torch.Generator().manual_seed(seed)
     sinks, window = settings.sinks, settings.window
     if settings.recipe == "paper":
         dropped, ahead = [settings.every], 0
     else:
-        window, ahead = lengths(window, sinks, generator), settings.ahead
+        window, ahead = data.lengths(window, sinks, generator), settings.ahead
         dropped = torch.randint(1, window - sinks + 1, (settings.deletions,), generator=generator).tolist()
     rows = max(1, settings.tokens // (window + 1))
-    drawn = run_windows(model, windows(stream, rows, window + 1 + ahead, sinks, generator), ahead)
-    return drawn, [pair(model, drawn, count, sinks) for count in dropped]
+    drawn = data.run_windows(model, data.windows(stream, rows, window + 1 + ahead, sinks, generator), ahead)
+    return drawn, [data.pair(model, drawn, count, sinks) for count in dropped]
 
 
 def learning_rate(settings: TrainingSettings, step: int) -> float:
@@ -308,10 +295,9 @@ def _per_layer(rows: Tensor, wanted: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def measure(
-    aligner: Aligner, model: Any, stream: Tensor, settings: TrainingSettings, rounds: int = 20
-) -> AlignmentErrors:
+def measure(aligner: Aligner, model: Any, stream: Tensor, settings: TrainingSettings) -> AlignmentErrors:
     """Return an aligner's errors on pairs that are drawn as in training from another text int64 [T]."""
+    rounds = 20
     weights = [tensor.to(device_of(model)) for tensor in aligner.weights()]
     total = torch.zeros(4, dtype=torch.float64)
     for seed in range(rounds):
@@ -333,9 +319,3 @@ def _repair(aligner: Aligner, weights: list[Tensor], made: TrainingPairs) -> tup
         keys.append(key[0].transpose(0, 1))
         values.append(value[0].transpose(0, 1))
     return torch.stack(keys), torch.stack(values)
-
-
-def _bar(steps: Iterable[int], done: int, total: int) -> Any:
-    with needing_extra("align", "the progress bar of training"):
-        from tqdm import tqdm
-    return tqdm(steps, initial=done, total=total, unit="step", desc="align", mininterval=2, dynamic_ncols=True)

@@ -37,7 +37,6 @@ def talk(session: Session, answer: int, questions: tuple[str, ...] = QUESTIONS) 
 
     Args:
         session: of a model whose tokenizer has a chat template; its loop ends at `stop_tokens`.
-        answer: tokens of an answer at most.
     """
     tokenizer, loop = session.subject.tokenizer, session.loop
     stops = stop_tokens(session.subject.model, tokenizer)

@@ -77,13 +77,13 @@ class Contender:
     """One policy, or the uncompiled model, with what it has shown so far.
 
     Attributes:
-        name: as in the tables.
         loop: decodes; or the reason why kvpass refuses the policy.
         budget: slots; None if nothing is evicted.
         held: what the cache held along the book.
     """
 
     name: str
+    subject: LoadedModel
     loop: Loop | KVPassError
     budget: int | None
     held: HeldRecorder
@@ -91,13 +91,7 @@ class Contender:
 
 @dataclasses.dataclass(frozen=True)
 class PartResult:
-    """A part of the demo.
-
-    Attributes:
-        caption: the measure and the model.
-        rows: the table.
-        figure: the picture, if there is one.
-    """
+    """A part of the demo: a caption with the measure and the model, a table, and perhaps a picture."""
 
     caption: str
     rows: list[Row]
@@ -122,17 +116,12 @@ class Demo:
         for text in dict.fromkeys(self.settings.policies):
             policy = policies.parse(text)
             budget = policy.fitting_budget(self.settings.budget) if policy.evicts else None
-            settings: dict[str, Any] = dict(
-                budget=budget,
-                kv_dtype=self.settings.kv_dtype,
-                inner=self.settings.inner,
-                prefill_chunk=self.sizes.chunk,
-                stop=stop,
-            )
-            loop = unless_refused(functools.partial(DecodeLoop, subject.model, policy, **settings))
-            every.append(Contender(text, loop, budget, HeldRecorder(middle)))
+            how: dict[str, Any] = dict(kv_dtype=self.settings.kv_dtype, inner=self.settings.inner, stop=stop)
+            how |= dict(budget=budget, prefill_chunk=self.sizes.chunk)
+            loop = unless_refused(functools.partial(DecodeLoop, subject.model, policy, **how))
+            every.append(Contender(text, subject, loop, budget, HeldRecorder(middle)))
         plain = PlainLoop(subject.model, self.sizes.chunk, stop)
-        return [*every, Contender(FULL, plain, None, HeldRecorder(middle))]
+        return [*every, Contender(FULL, subject, plain, None, HeldRecorder(middle))]
 
     def _tokens(self) -> int:
         """Return about how many tokens are fed in all parts."""
@@ -255,7 +244,7 @@ class Demo:
             f"{what}, {sizes.trials} prompts each, fed in chunks of {sizes.chunk}, so the policy evicts before it sees "
             f"the question; {subject.name}, budget {budget}."
         )
-        rows = self._table("retrieval", caption, measure, columns, contenders, subject)
+        rows = self._table("retrieval", caption, measure, columns, contenders)
         found = {row["policy"]: {name: row[name] for name in [*row][1:]} for row in rows if "error" not in row}
         title = f"{'Pairs' if self.bundled else 'Passkeys'} by {across}"
         return PartResult(caption, rows, plots.shares({title: found}, across) if found else None)
@@ -298,17 +287,13 @@ class Demo:
         measure: Measure,
         columns: Callable[[Contender, Sequence[Row]], Row],
         contenders: Sequence[Contender] | None = None,
-        subject: LoadedModel | None = None,
         watched: bool = False,
     ) -> list[Row]:
         """Measure every contender, and print a row for each as soon as it is there."""
         table, rows = PrintedTable(len(FULL)), list[Row]()
         self.head(caption)
 
-        def action(session: Session) -> list[Row]:
-            return list(measure.rows(session))
-
-        for contender, found in self._each(part, action, contenders, subject, watched):
+        for contender, found in self._each(part, lambda session: list(measure.rows(session)), contenders, watched):
             row = {"error": str(found)} if isinstance(found, KVPassError) else columns(contender, found)
             rows.append({"policy": contender.name, **row})
             self.say(*table.lines(rows[-1]))
@@ -319,7 +304,6 @@ class Demo:
         part: str,
         action: Callable[[Session], Any],
         contenders: Sequence[Contender] | None = None,
-        subject: LoadedModel | None = None,
         watched: bool = False,
     ) -> Iterator[tuple[Contender, Any]]:
         """Yield every contender with what the action gives for it, or the reason why kvpass refuses."""
@@ -330,7 +314,7 @@ class Demo:
                 continue
             watch = contender.held if watched and contender.name != FULL else lambda cache: None
             session = Session(
-                subject or self.subject, contender.loop, self.texts, "chunk", self.sizes.chunk, contender.budget,
+                contender.subject, contender.loop, self.texts, "chunk", self.sizes.chunk, contender.budget,
                 self.bar.update, watch,
             )  # fmt: skip
             yield contender, unless_refused(functools.partial(action, session))

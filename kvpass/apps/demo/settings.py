@@ -48,13 +48,7 @@ class DemoSettings:
         model: name or path for transformers; None for the packaged checkpoint, or for the bundled models where the
             package is missing.
         policies: names, with options as `kvpass.policies.parse` reads them; the uncompiled model is shown too.
-        parts: of `PARTS`.
-        budget: tokens kept, for every policy that evicts.
         text: a UTF-8 file to read as the book; None for `kvpass.apps.corpus.prose`.
-        out: the folder for tables and pictures.
-        kv_dtype: how keys and values are stored, see `kvpass.backend`.
-        inner: what compiles the rewritten graphs.
-        sizes: how much of everything.
     """
 
     model: str | None = None

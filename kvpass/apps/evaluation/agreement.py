@@ -31,7 +31,7 @@ class AgreementMeasure:
     over documents, which all have the same weight, and intervals are bootstrapped over documents.
 
     Attributes:
-        documents: number of documents, cut from the texts in turn.
+        documents: how many, cut from the texts in turn.
         tokens: of each document, the token that begins it included.
         batch: documents that are rows of one batch.
         edges: first distance of each bin.
@@ -58,11 +58,7 @@ class AgreementMeasure:
         return self.tokens
 
     def rows(self, session: Session) -> Iterator[Row]:
-        """Yield a row for tokens before the first eviction, for each bin of distances, and for all bins.
-
-        Raises:
-            KVPassError: the texts are too short.
-        """
+        """Yield a row for tokens before the first eviction, for each bin of distances, and for all bins."""
         texts = list(session.texts.values())
         documents = corpus.documents(texts, self.documents, self.tokens, session.subject.bos)
         context = self.tokens // 2 if session.feed == "whole" else 1
@@ -110,7 +106,8 @@ class AgreementMeasure:
         found: Row = {}
         for name, short in ((self.up, "KL"), (SAME, "same")):
             if whole is not None:
-                found |= {name: whole[name], f"{short}, 95 %": _range(whole[f"{name}, low"], whole[f"{name}, high"])}
+                low, high = whole[f"{name}, low"], whole[f"{name}, high"]
+                found |= {name: whole[name], f"{short}, 95 %": None if low is None else f"{low:.3g} to {high:.3g}"}
             found |= {f"{short}, {row['tokens after eviction']}": row[name] for row in bins}
         if whole is not None:
             found |= {"perplexity": math.exp(whole[LOSS]), "full perplexity": math.exp(whole[FULL_LOSS])}
@@ -118,18 +115,10 @@ class AgreementMeasure:
 
 
 def interval(means: Tensor, seed: int) -> tuple[float | None, float | None]:
-    """Return the bootstrap percentile interval of the mean of values float64 [documents], resampled by document.
-
-    Returns:
-        The lower and the upper limit; None for a single document, which says nothing about others.
-    """
+    """Return the bootstrap percentile interval of the mean of values [documents]; two None for a single document."""
     if len(means) == 1:
         return None, None
     drawn = torch.randint(len(means), (DRAWS, len(means)), generator=torch.Generator().manual_seed(seed))
     tails = torch.tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2], dtype=torch.float64)
     low, high = means.double()[drawn].mean(1).quantile(tails).tolist()
     return low, high
-
-
-def _range(low: float | None, high: float | None) -> str | None:
-    return None if low is None else f"{low:.3g} to {high:.3g}"

@@ -85,12 +85,8 @@ class BoundedLM(HFLM):  # type: ignore[misc]
         """
         known = ("full", *(feed for feed in FEEDS if feed != "whole"))
         require(scoring in known, "scoring", scoring, f"must be one of {', '.join(known)}")
-        require(
-            scoring != "chunk" or prefill_chunk is not None,
-            "prefill_chunk",
-            None,
-            "must be a number of tokens for scoring=chunk",
-        )
+        fits = scoring != "chunk" or prefill_chunk is not None
+        require(fits, "prefill_chunk", None, "must be a number of tokens for scoring=chunk")
         require(not harness.get("parallelize"), "parallelize", True, "is not supported: a loop is on one device")
         self._loop = functools.partial(
             DecodeLoop,
@@ -117,33 +113,15 @@ class BoundedLM(HFLM):  # type: ignore[misc]
                 temperature=temperature,
                 top_k=top_k,
                 top_p=top_p,
-                stop=self._stop_tokens(),
+                stop=sorted({*stop_tokens(self.model, self.tokenizer), self.eot_token_id} - {None}),
                 pad=self.tokenizer.pad_token_id,
             )
         return self._loops[how]
 
-    def _stop_tokens(self) -> list[int]:
-        """Return the tokens that end a text, of the tokenizer and of the model's generation config."""
-        ends = stop_tokens(self.model, self.tokenizer)
-        return sorted({*ends, *([] if self.eot_token_id is None else [self.eot_token_id])})
-
     def _model_generate(
         self, context: Tensor, max_length: int, stop: list[str], *, attention_mask: Tensor, **how: Any
     ) -> Tensor:
-        """Generate in the place of the harness's call of `model.generate`.
-
-        Args:
-            context, attention_mask: int64 [B, T], padded on the left.
-            max_length: T and the tokens to make.
-            stop: texts that end a row.
-            how: `do_sample`, `temperature`, `top_k`, `top_p`, and settings that change nothing.
-
-        Returns:
-            int64 [B, T + n], up to the token that ends the last row.
-
-        Raises:
-            PolicyError: another setting of `generate`.
-        """
+        """Generate in place of the harness's call of `model.generate`: int64 [B, T + n], until the last row ends."""
         loop = self.loop(**_sampling(how))
         loop.state = None  # a new conversation
         loop.prompt(context, attention_mask)

@@ -38,11 +38,7 @@ class Perplexity:
         return self.tokens
 
     def rows(self, session: Session) -> Iterator[Row]:
-        """Yield a row for each file of three tokens or more, and one for all of their tokens together.
-
-        Raises:
-            KVPassError: no file is long enough.
-        """
+        """Yield a row for each file of three tokens or more, and one for all of their tokens together."""
         losses: list[float] = []
         files = ((name, text[: self.tokens - 1]) for name, text in session.texts.items() if len(text) > 2)
         while group := list(islice(files, self.batch)):
@@ -96,12 +92,7 @@ class StreamMeasure:
         return self.restart or self.tokens
 
     def rows(self, session: Session) -> Iterator[Row]:
-        """Yield a row for each part: the tokens up to its end, and its perplexity.
-
-        Raises:
-            PolicyError: feed="whole", as a stream is not a prompt.
-            KVPassError: the texts are too short.
-        """
+        """Yield a row for each part: the tokens up to its end, and its perplexity."""
         if session.feed == "whole":
             raise PolicyError("prefill='whole': a stream is not one prompt; use --prefill chunk or token")
         first = session.subject.bos

@@ -27,16 +27,14 @@ def lines(
     *,
     logarithmic: bool = False,
     log_up: bool = False,
-    columns: int = 2,
 ) -> Figure:
     """Draw a panel for each title, with a line for each name; a name has one style in all panels.
 
     Args:
         across, up: what the axes show.
         logarithmic: whether both axes are logarithmic; with `log_up` only the upward one is.
-        columns: the largest number of panels in a row.
     """
-    columns = min(columns, len(panels))
+    columns = min(2, len(panels))
     down = -(-len(panels) // columns)
     figure = Figure(figsize=(5.5 * columns + 2.5, 4.2 * down), layout="constrained")
     names = list(dict.fromkeys(name for panel in panels.values() for name in panel))

@@ -50,11 +50,7 @@ class PairVocabulary:
         return PairVocabulary(torch.tensor(words, dtype=torch.long), mark, end)
 
     def pairs(self, number: int, value: int, generator: torch.Generator) -> Tensor:
-        """Return lines int64 [number, 3 + value]: mark, key, `value` words, end.  No word occurs twice in them.
-
-        Raises:
-            KVPassError: the tokenizer has too few words.
-        """
+        """Return lines int64 [number, 3 + value]: mark, key, `value` words, end.  No word occurs twice in them."""
         needed = number * (1 + value)
         if needed > len(self.words):
             raise KVPassError(
@@ -105,11 +101,8 @@ def plant(
 ) -> PlantedPairs:
     """Plant a pair for each distance into every row of documents int64 [B, T]; the text stays T tokens long.
 
-    Args:
-        distances: tokens from the end of a line to the end of the text, far enough apart for the lines.
-        value: words of a value.
-        times: how often each line is said.  At the second time a model that recalls attends to the first, so a policy
-            can see that the pair is of use.
+    Each line is said `times` times.  At the second time a model that recalls attends to the first, so a policy can see
+    that the pair is of use.
     """
     generator = torch.Generator().manual_seed(seed)
     rows = [vocabulary.pairs(len(distances), value, generator) for _ in documents]
@@ -144,12 +137,7 @@ class RecallMeasure:
         return max(self.distances) + 64  # a pair, what is before it, and a question
 
     def rows(self, session: Session) -> Iterator[Row]:
-        """Yield for each distance the share of values that are entirely right, and the share of right words.
-
-        Raises:
-            PolicyError: distances that are too close together for the pairs.
-            KVPassError: the tokenizer has too few words that are one token.
-        """
+        """Yield for each distance the share of values that are entirely right, and the share of right words."""
         text, device = self.planted(session), session.loop.device
         text = dataclasses.replace(text, text=text.text.to(device), pairs=text.pairs.to(device))
         cache = session.read(text.text)
@@ -186,9 +174,6 @@ def plant_pairs(
 
     Args:
         tokens: int64 [N] of text; the rows begin at even distances in it, and may overlap if it is short.
-        bos: the first token of each row.
-        seed: of the pairs.
-        times: how often each pair is said.
 
     Raises:
         KVPassError: the text is too short, there is no room for a pair, or the tokenizer has too few words.
@@ -211,11 +196,7 @@ def plant_pairs(
 
 
 def right_words(caller: Caller, planted: PlantedPairs, number: int, cache: Any) -> Tensor:
-    """Return which words of a value are the likeliest after its key and the right words before, bool [B, V].
-
-    Args:
-        cache: the cache after the text, which goes on with the question.
-    """
+    """Return which words of a value are the likeliest after its key and the right words before, bool [B, V]."""
     answer = planted.answer(number)
     said = likeliest(caller, torch.cat([planted.question(number), answer[:, :-1]], 1), cache)
     return said[:, 1:] == answer

@@ -30,19 +30,13 @@ def section(measure: Measure, results: Sequence[Result]) -> str:
     if not found:
         return ""
     lines: list[Row] = [
-        {
-            "policy": result.key["policy"],
-            "budget": result.key["budget"],
-            **_tokens_after_compaction(result),
-            **result.columns,
-        }
+        {name: result.key[name] for name in ("policy", "budget")} | _tokens_after_compaction(result) | result.columns
         for result in found
         if result.error is None
     ]
     refused = "".join(f"\n\n{result.label}: {result.error}" for result in found if result.error is not None)
-    return (
-        f"## {measure.name}\n\n{describe_case(found[0].key)}\n\n{markdown(lines) if lines else 'Nothing ran.'}{refused}"
-    )
+    table = markdown(lines) if lines else "Nothing ran."
+    return f"## {measure.name}\n\n{describe_case(found[0].key)}\n\n{table}{refused}"
 
 
 def _tokens_after_compaction(result: Result) -> Row:
@@ -56,15 +50,12 @@ def _tokens_after_compaction(result: Result) -> Row:
 def describe_case(key: Mapping[str, Any]) -> str:
     """Return how a case was measured, in a line."""
     fed = f"chunks of {key['chunk']}" if key["prefill"] == "chunk" else key["prefill"]
-    fields = ", ".join(f"{name} {_join_words(value)}" for name, value in key["settings"].items())
+    words = {name: value if isinstance(value, list) else [value] for name, value in key["settings"].items()}
+    fields = ", ".join(f"{name} {'/'.join(map(str, values))}" for name, values in words.items())
     stored = f", rows in {key['kv_dtype']}" if key["kv_dtype"] else ""
     return (
         f"{key['model'] or 'the bundled model'}, {key['dtype']} on {key['device']}{stored}; prefill: {fed}; {fields}."
     )
-
-
-def _join_words(value: Any) -> str:
-    return "/".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def draw(folder: Path, measures: Sequence[Measure], results: Sequence[Result]) -> None:

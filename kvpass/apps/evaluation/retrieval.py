@@ -17,6 +17,9 @@ SPARE = 4  # tokens of an answer in addition to the number's own
 NOISE = "The road is long. The hills are low. The river runs on. We walk for a while, and then we rest. "
 PLACES = ("Aldermoor", "Brackwater", "Cindervale", "Dunmere", "Eastholm", "Farrowby", "Glenmarsh", "Hollowford")
 
+Planted = tuple[list[int], list[list[int]]]
+"""The token ids of a prompt, and the positions of each place where it says the number."""
+
 
 def noise(session: Session, count: int) -> list[int]:
     """Return `count` tokens of sentences that say nothing."""
@@ -27,21 +30,6 @@ def noise(session: Session, count: int) -> list[int]:
 def lighthouse(place: str, number: str) -> tuple[str, str]:
     """Return a statement about a place, and the question for its number."""
     return f"\nThe lighthouse of {place} has {number} steps.\n", f"\nThe lighthouse of {place} has"
-
-
-@dataclasses.dataclass(frozen=True)
-class PlantedPrompt:
-    """A prompt with a number.
-
-    Attributes:
-        ids: of the whole prompt.
-        secret: the number.
-        spans: the positions of each place where the prompt says the number.
-    """
-
-    ids: list[int]
-    secret: str
-    spans: list[list[int]]
 
 
 def mentions(statement: Sequence[int], secret: Sequence[int]) -> list[list[int]]:
@@ -85,11 +73,7 @@ class RetrievalMeasure(abc.ABC):
         """Return `count` tokens in which the statement is hidden."""
 
     def rows(self, session: Session) -> Iterator[Row]:
-        """Yield a row for each length and depth.
-
-        Raises:
-            PolicyError: a length that has no room for statement and question.
-        """
+        """Yield a row for each length and depth; PolicyError for a length without room for the prompt."""
         for length in self.lengths:
             for depth in self.depths:
                 answers = self._answers(session, length, depth)
@@ -99,18 +83,19 @@ class RetrievalMeasure(abc.ABC):
     def _answers(self, session: Session, length: int, depth: float) -> list[tuple[bool, float]]:
         """Return for each prompt whether its number is said, and the share of heads that hold it before the answer."""
         draws = [random.Random(f"{self.name} {self.seed} {length} {depth} {trial}") for trial in range(self.trials)]
-        prompts = [self._prompt(session, length, depth, str(draw.randrange(10_000, 100_000)), draw) for draw in draws]
-        count = max(len(session.encode(f" {prompt.secret}")) for prompt in prompts) + SPARE
+        secrets = [str(draw.randrange(10_000, 100_000)) for draw in draws]
+        prompts = [self._prompt(session, length, depth, *each) for each in zip(secrets, draws, strict=True)]
+        count = max(len(session.encode(f" {secret}")) for secret in secrets) + SPARE
         found: list[tuple[bool, float]] = []
         for start in range(0, len(prompts), self.batch):
-            group = prompts[start : start + self.batch]
-            session.prompt([prompt.ids for prompt in group])
-            held = [session.share_of_heads(row, *prompt.spans) for row, prompt in enumerate(group)]
-            said = [prompt.secret in text for prompt, text in zip(group, session.generate(count), strict=True)]
+            group, asked = prompts[start : start + self.batch], secrets[start : start + self.batch]
+            session.prompt([ids for ids, _ in group])
+            held = [session.share_of_heads(row, *spans) for row, (_, spans) in enumerate(group)]
+            said = [secret in text for secret, text in zip(asked, session.generate(count), strict=True)]
             found += zip(said, held, strict=True)
         return found
 
-    def _prompt(self, session: Session, length: int, depth: float, secret: str, draw: random.Random) -> PlantedPrompt:
+    def _prompt(self, session: Session, length: int, depth: float, secret: str, draw: random.Random) -> Planted:
         """Return a prompt of exactly `length` tokens."""
         statement, question = (session.encode(text) for text in self.planted(secret, draw))
         count = length - 1 - len(statement) - len(question)
@@ -119,7 +104,7 @@ class RetrievalMeasure(abc.ABC):
         hay, position = self.around(session, count, draw), round(depth * count)
         ids = [session.subject.bos, *hay[:position], *statement, *hay[position:], *question]
         spans = [[position + 1 + index for index in span] for span in mentions(statement, session.encode(secret))]
-        return PlantedPrompt(ids, secret, spans)
+        return ids, spans
 
     def columns(self, rows: Sequence[Row]) -> Row:
         """Return means, then the accuracy for each length and depth."""

@@ -152,7 +152,6 @@ class RulerMeasure:
     """The share of the strings asked for that greedy decoding gives, for each task.
 
     Attributes:
-        tasks: names of `TASKS`.
         lengths: tokens of context and question together.
         trials: problems for each task and length.
         agnostic: whether the question comes as a turn of its own.
@@ -173,11 +172,7 @@ class RulerMeasure:
         return max(self.lengths) + ANSWER + 16
 
     def rows(self, session: Session) -> Iterator[Row]:
-        """Yield a row for each task and length.
-
-        Raises:
-            PolicyError: a length that has no room for the task.
-        """
+        """Yield a row for each task and length; PolicyError for a length without room for the task."""
         for task in self.tasks:
             for length in self.lengths:
                 scores = [self._score(session, *self.problem(session, task, length, n)) for n in range(self.trials)]

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import groupby
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -36,10 +37,8 @@ MEASURE_FACTORIES: dict[str, Callable[[argparse.Namespace], Measure]] = {
     "perplexity": lambda parsed: Perplexity(parsed.tokens, parsed.rows),
     "stream": lambda parsed: StreamMeasure(parsed.tokens, parsed.restart),
     "agreement": lambda parsed: AgreementMeasure(parsed.documents, parsed.tokens, parsed.rows, seed=parsed.seed),
-    "passkey": lambda parsed: Passkey(
-        tuple(parsed.length), tuple(parsed.depth), parsed.trials, parsed.rows, parsed.seed
-    ),
-    "needle": lambda parsed: Needle(tuple(parsed.length), tuple(parsed.depth), parsed.trials, parsed.rows, parsed.seed),
+    "passkey": lambda parsed: Passkey(*_retrieval_settings(parsed)),
+    "needle": lambda parsed: Needle(*_retrieval_settings(parsed)),
     "ruler": lambda parsed: RulerMeasure(
         tuple(parsed.task), tuple(parsed.length), parsed.trials, parsed.question == "after", parsed.seed
     ),
@@ -49,22 +48,20 @@ MEASURE_FACTORIES: dict[str, Callable[[argparse.Namespace], Measure]] = {
 """Constructors of the measures from the arguments; `kvpass.apps.cli.MEASURES` has the names."""
 
 
+def _retrieval_settings(parsed: argparse.Namespace) -> tuple[Any, ...]:
+    return tuple(parsed.length), tuple(parsed.depth), parsed.trials, parsed.rows, parsed.seed
+
+
 def settings_of(parsed: argparse.Namespace) -> EvaluationSettings:
     """Return the settings that the arguments describe."""
+    names = ("prefill", "chunk", "model", "device", "dtype", "kv_dtype", "inner", "out")
     return EvaluationSettings(
         measures=tuple(MEASURE_FACTORIES[name](parsed) for name in dict.fromkeys(parsed.measure)),
         policies=tuple(dict.fromkeys(parsed.policy)),
         budgets=tuple(dict.fromkeys(parsed.bytes or parsed.budget)),
         of_bytes=parsed.bytes is not None,
-        prefill=parsed.prefill,
-        chunk=parsed.chunk,
-        model=parsed.model,
-        device=parsed.device,
-        dtype=parsed.dtype,
         texts=tuple(parsed.text),
-        kv_dtype=parsed.kv_dtype,
-        inner=parsed.inner,
-        out=parsed.out,
+        **{name: getattr(parsed, name) for name in names},
     )
 
 

@@ -38,11 +38,7 @@ class ScoringBatch:
     def of(
         contexts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]], device: torch.device
     ) -> ScoringBatch:
-        """Return a batch with one context of at least one token id, and one continuation, in each row.
-
-        Raises:
-            PolicyError: a context is empty, so nothing can be predicted from it.
-        """
+        """Return a batch with one context of at least one token id, and one continuation, in each row."""
         require(all(map(len, contexts)), "context", [], "must have at least one token")
         before, behind = max(map(len, contexts)), max(map(len, continuations))
         ids = torch.zeros(len(contexts), before + behind, dtype=torch.int64)
@@ -95,16 +91,10 @@ class AgreementScores:
 
 
 class Piece(NamedTuple):
-    """The model's output for tokens that were fed together.
+    """The model's output for tokens that were fed together, and its cache after them."""
 
-    Attributes:
-        position: column of the first of these tokens.
-        logits: [B, q, V]; row i predicts the token in column `position + i + 1`.
-        cache: the model's cache after these tokens.
-    """
-
-    position: int
-    logits: Tensor
+    position: int  # column of the first of these tokens
+    logits: Tensor  # [B, q, V]; row i predicts the token in column `position + i + 1`
     cache: Any
 
 
@@ -148,11 +138,7 @@ class FullPredictions:
     """Bytes that are stored at most."""
 
     def __init__(self, caller: Caller) -> None:
-        """
-        Args:
-            caller: the model without kvpass.
-        """
-        self._caller = caller
+        self._caller = caller  # of the model without kvpass
         self._stored: dict[tuple[Any, ...], list[Tensor]] = {}
 
     def of(self, batch: ScoringBatch, chunk: int | None, feed: Feed) -> Iterator[Tensor]:
@@ -181,19 +167,10 @@ def agreement(
     full: FullPredictions,
     batch: ScoringBatch,
     chunk: int | None,
-    feed: Feed = "token",
-    tick: Callable[[int], object] = lambda tokens: None,
+    feed: Feed,
+    tick: Callable[[int], object],
 ) -> AgreementScores:
-    """Compare the predictions of continuations with those of the model with a full cache, on the same tokens.
-
-    Args:
-        caller: the model under a policy.
-        full: of the same model; it is fed in the same pieces.
-        chunk, feed, tick: see `score`.
-
-    Raises:
-        PolicyError: see `score`.
-    """
+    """Compare predictions with those of the same model with a full cache, on the same tokens; see `score`."""
     found = []
     for (position, logits, _), expected in zip(
         pieces(caller, batch, chunk, feed), full.of(batch, chunk, feed), strict=True

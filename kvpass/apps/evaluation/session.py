@@ -27,8 +27,6 @@ class Session:
     """A model under one policy and budget, as measures use it.
 
     Attributes:
-        subject: the model and its tokenizer.
-        loop: decodes with the bounded cache.
         texts: token ids of each file, by its name.
         feed: how prompts and texts are fed.
         chunk: tokens of a chunk, 1 for feed="token", None for whole prompts.
@@ -85,11 +83,7 @@ class Session:
         return [self.subject.tokenizer.decode(row, skip_special_tokens=True) for row in result]
 
     def share_of_heads(self, row: int, *spans: Sequence[int]) -> float:
-        """Return the largest share of KV heads that hold one of the spans of a row completely.
-
-        Args:
-            spans: positions, which count from the beginning of the batch, with padding.
-        """
+        """Return the largest share of KV heads that hold one of the spans of a row completely; padding counts too."""
         if isinstance(self.loop, PlainLoop):
             return 1.0
         heads = [held for layer in kvpass.inspect(self.loop.cache).layers for held in layer.positions[row].cpu()]
@@ -126,35 +120,24 @@ class Session:
 
 @dataclasses.dataclass
 class PlainState:
-    """A conversation of `PlainLoop`.
-
-    Attributes:
-        cache: the model's own cache.
-        mask: int64 [B, tokens in the cache], 0 for padding.
-        token: int64 [B, 1], the likeliest next token.
-        handed_out: whether `generate` has returned `token`, so it is a part of the conversation.
-    """
+    """A conversation of `PlainLoop`: the model's own cache, and the likeliest next token."""
 
     cache: Any
-    mask: Tensor
-    token: Tensor
-    handed_out: bool = False
+    mask: Tensor  # int64 [B, tokens in the cache], 0 for padding
+    token: Tensor  # int64 [B, 1]
+    handed_out: bool = False  # whether `generate` has returned the token, so it is a part of the conversation
 
 
 class PlainLoop:
     """Greedy decoding with the uncompiled model and its own growing cache, to compare with.
 
     Attributes:
+        chunk: tokens of a prompt that are fed together; None for whole prompts.
+        stop: tokens that end an answer once every row has come to one.
         state: the conversation; set it to None for a new one.
     """
 
     def __init__(self, model: Any, chunk: int | None, stop: Sequence[int] = ()) -> None:
-        """
-        Args:
-            model: a causal language model.
-            chunk: tokens of a prompt that are fed together; None for whole prompts.
-            stop: tokens that end an answer once every row has come to one.
-        """
         self.caller, self.chunk = Caller.of(model), chunk
         self.device = next(model.parameters()).device
         self.stop = torch.tensor(list(stop), dtype=torch.int64)
@@ -166,12 +149,7 @@ class PlainLoop:
 
     @torch.no_grad()
     def prompt(self, ids: Tensor, attention_mask: Tensor | None = None) -> None:
-        """Feed a prompt, or the next turn of the conversation.
-
-        Args:
-            ids: int64 [B, T].
-            attention_mask: [B, T], 0 for padding, which is on the left.
-        """
+        """Feed a prompt or the next turn, int64 [B, T]; the mask has 0 for padding, on the left."""
         mask = torch.ones_like(ids) if attention_mask is None else attention_mask
         old = self.state
         if old is not None and old.handed_out:
@@ -182,11 +160,7 @@ class PlainLoop:
         self.state = PlainState(cache_names.cache_of_output(out), mask, out.logits[:, -1:].argmax(-1))
 
     def generate(self, tokens: int) -> Tensor:
-        """Return up to `tokens` new tokens, int64 [B, n] on the CPU.
-
-        Raises:
-            CacheHandleError: there was no prompt.
-        """
+        """Return up to `tokens` new tokens, int64 [B, n] on the CPU; CacheHandleError before a prompt."""
         result: list[Tensor] = []
         while len(result) < tokens and not (result and bool(torch.isin(result[-1], self.stop).all())):
             if self.state is None:
@@ -224,35 +198,20 @@ class Measure(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class HeldSnapshot:
-    """The positions that one head of row 0 held in one layer.
-
-    Attributes:
-        step: tokens that the cache had seen.
-        positions: ascending.
-    """
+    """The positions, ascending, that one head of row 0 held in one layer when the cache had seen `step` tokens."""
 
     step: int
     positions: list[int]
 
 
 class HeldRecorder:
-    """Takes snapshots of a cache; call it with the cache.
-
-    Attributes:
-        snapshots: what was held, in order.
-    """
+    """Takes snapshots of one layer and KV head of a cache; call it with the cache."""
 
     def __init__(self, layer: int = 0, head: int = 0) -> None:
-        """
-        Args:
-            layer: index of the layer, from the end if negative.
-            head: index of the KV head; 0 where all heads of a layer hold the same tokens.
-        """
         self.layer, self.head = layer, head
         self.snapshots: list[HeldSnapshot] = []
 
     def __call__(self, cache: Any) -> None:
-        """Take a snapshot of a cache of kvpass."""
         report = kvpass.inspect(cache).layers[self.layer]
         row = report.positions[0]
         held: list[int] = row[min(self.head, len(row) - 1)].tolist()

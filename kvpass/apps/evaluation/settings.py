@@ -26,17 +26,11 @@ class EvaluationSettings:
     """The settings of an evaluation: every measure runs under every policy and budget.
 
     Attributes:
-        measures: what to measure.
         policies: names, optionally with options, as `kvpass.policies.parse` reads them.
         budgets: tokens kept, or shares of the prompt, or of the bytes of a full cache.
         of_bytes: whether budgets are shares of the bytes that a full cache of a measure's tokens has.
-        prefill: how prompts and texts are fed: "whole", in chunks of `chunk`, or token by token.
         model: name or path for transformers; None is the bundled model.
-        device, dtype: of the model; dtype "auto" is that of the checkpoint.
         texts: UTF-8 files; without any, see `kvpass.apps.corpus.texts_of`.
-        kv_dtype: how keys and values are stored.
-        inner: what compiles the rewritten graphs.
-        out: the folder for results.
     """
 
     measures: tuple[Measure, ...]
@@ -61,12 +55,7 @@ class EvaluationSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One measure under one policy and budget, which is None for a policy that evicts nothing.
-
-    Attributes:
-        kv_dtype: how keys and values are stored.
-        of_bytes: whether the budget is a share of the bytes of a full cache.
-    """
+    """One measure under one policy and budget, which is None for a policy that evicts nothing."""
 
     measure: Measure
     policy: str
@@ -75,14 +64,7 @@ class Case:
     of_bytes: bool = False
 
     def slots(self, policy: Policy, full: FullCache | None) -> Budget:
-        """Return the nearest budget that the policy can have; for one that evicts nothing, room or None.
-
-        Args:
-            full: what the model caches; None if the budget is not in bytes.
-
-        Raises:
-            BudgetError: no budget of the policy has so few bytes.
-        """
+        """Return the nearest budget that the policy can have; for one that evicts nothing, room or None."""
         if self.budget is None:
             return self.measure.room if self.measure.room <= MOST_ROOM else None
         if self.of_bytes:
@@ -91,11 +73,7 @@ class Case:
         return policy.fitting_budget(self.budget) if isinstance(self.budget, int) else self.budget
 
     def key(self, settings: EvaluationSettings, texts: str) -> dict[str, Any]:
-        """Return everything except the machine that a result depends on; equal keys are the same measurement.
-
-        Args:
-            texts: a digest of the texts.
-        """
+        """Return everything except the machine that a result depends on, with a digest of the texts."""
         names = ("prefill", "model", "device", "dtype", "kv_dtype", "inner")
         read = {name: getattr(settings, name) for name in names}
         fields: dict[str, Any] = dataclasses.asdict(self.measure)  # type: ignore[call-overload]
@@ -109,9 +87,6 @@ def cases(settings: EvaluationSettings) -> Iterator[Case]:
     """Yield all cases, budget by budget, because measures of one policy and budget share compiled code.
 
     A policy that evicts nothing has one case for all budgets.
-
-    Raises:
-        PolicyError: there is no such policy or option.
     """
     evicting = {text: policies.parse(text).evicts for text in settings.policies}
     for policy, evicts in evicting.items():
@@ -122,18 +97,11 @@ def cases(settings: EvaluationSettings) -> Iterator[Case]:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The outcome of one case.
+    """The outcome of one case: what was measured, or why kvpass refused."""
 
-    Attributes:
-        key: see `Case.key`.
-        rows: what was measured; empty if there is an error.
-        columns: the rows as one line of a table.
-        error: why kvpass refused; None if it did not.
-    """
-
-    key: dict[str, Any]
+    key: dict[str, Any]  # see `Case.key`
     rows: list[Row]
-    columns: Row
+    columns: Row  # the rows as one line of a table
     error: str | None = None
 
     @property
@@ -147,11 +115,7 @@ class Results:
     """All results in a folder; every addition is written at once."""
 
     def __init__(self, folder: Path) -> None:
-        """Read or make a folder.
-
-        Raises:
-            KVPassError: the folder or its file cannot be read or made.
-        """
+        """Read or make a folder; KVPassError if neither works."""
         self.path = folder / FILE
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -46,7 +46,8 @@ class Speed:
     def rows(self, session: Session) -> Iterator[Row]:
         """Yield one row."""
         loop = session.loop
-        _forget_peak(loop.device)
+        if loop.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(loop.device)
         ids = torch.tensor([session.filler(row * self.length, self.length) for row in range(self.batch)])
         first: list[float] = []
         for _ in range(self.times + COMPILING):
@@ -90,13 +91,8 @@ def _timed_prompt(loop: Loop, ids: Tensor) -> float:
     return time.perf_counter() - start
 
 
-def _forget_peak(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
 def _peak(device: torch.device) -> Row:
-    """Return the most memory that the device held since `_forget_peak`; nothing on a CPU."""
+    """Return the most memory that the device held in this measurement; nothing on a CPU."""
     if device.type != "cuda":
         return {}
     return {"peak of the device, MiB": torch.cuda.max_memory_allocated(device) / MEBIBYTE}

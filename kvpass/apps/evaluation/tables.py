@@ -31,15 +31,12 @@ class PrintedTable:
 
     Attributes:
         rows: the rows so far, without errors.
+        first: characters of the first column at least.
     """
 
     def __init__(self, first: int) -> None:
-        """
-        Args:
-            first: characters of the first column.
-        """
         self.rows: list[Mapping[str, Any]] = []
-        self._first = first
+        self.first = first
 
     def lines(self, row: Mapping[str, Any]) -> list[str]:
         """Return the lines to print for a further row; one with an "error" has its first cell and the error."""
@@ -50,7 +47,7 @@ class PrintedTable:
         return [self._line(cells) for cells in [*head, [cell(row.get(name)) for name in self.rows[0]]]]
 
     def _widths(self) -> list[int]:
-        return [max(self._first if number == 0 else 6, len(name)) for number, name in enumerate(self.rows[0])]
+        return [max(self.first if number == 0 else 6, len(name)) for number, name in enumerate(self.rows[0])]
 
     def _line(self, cells: Sequence[str]) -> str:
         first, *others = [

@@ -36,7 +36,13 @@ class Choice:
 
 
 class Answer:
-    """The choices of one HTTP request."""
+    """The choices of one HTTP request.
+
+    Attributes:
+        jobs: one for each choice; they share one queue for their outputs.
+        prompts: the prompts, each of which several choices may have.
+        conversation: the conversation that the only choice continues; it changes when the choice has ended.
+    """
 
     def __init__(
         self,
@@ -44,39 +50,22 @@ class Answer:
         jobs: Sequence[Job],
         texts: Sequence[TextStream],
         prompts: Sequence[Sequence[int]],
-        conversation: KeptConversation | None = None,
+        conversation: KeptConversation | None,
     ) -> None:
-        """
-        Args:
-            engine: runs the jobs.
-            jobs: one for each choice; they share one queue for their outputs.
-            texts: the text of each choice.
-            prompts: the prompts, each of which several choices may have.
-            conversation: the conversation that the only choice continues; it changes when the choice has ended.
-        """
         self.engine, self.jobs, self.conversation, self.prompts = engine, jobs, conversation, prompts
-        self.choices = {
-            job.name: Choice(index, text) for index, (job, text) in enumerate(zip(jobs, texts, strict=True))
-        }
+        pairs = zip(jobs, texts, strict=True)
+        self.choices = {job.name: Choice(index, text) for index, (job, text) in enumerate(pairs)}
         self._before = 0 if conversation is None else conversation.seen
 
     async def begin(self) -> None:
-        """Hand the jobs to the engine, and wait until it has accepted them.
-
-        Raises:
-            ApiError: one of them is refused.
-        """
+        """Hand the jobs to the engine, and wait until it has accepted them; ApiError if it refuses one."""
         self.engine.check_room(len(self.jobs))
         for job in self.jobs:
             self.engine.submit(job)
         await asyncio.gather(*(job.added for job in self.jobs))
 
     async def pieces(self) -> AsyncIterator[TextPiece]:
-        """Yield the text of all choices as it comes.
-
-        Raises:
-            ApiError: a choice has failed.
-        """
+        """Yield the text of all choices as it comes; ApiError if one fails."""
         outputs, left = self.jobs[0].outputs, len(self.jobs)
         while left:
             job, output = await outputs.get()
@@ -84,9 +73,8 @@ class Answer:
                 raise output
             if output.finish_reason == "error":
                 raise ApiError(f"the request has failed: {output.error}", 500, "server_error")
-            choice, piece = self.choices[job.name], None
-            if choice.reason is None:
-                piece = self._piece(job, choice, output)
+            choice = self.choices[job.name]
+            piece = self._piece(job, choice, output) if choice.reason is None else None
             if output.is_finished():
                 left -= 1
                 self._remember(job, output)

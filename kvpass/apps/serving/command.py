@@ -74,28 +74,18 @@ def config_of(parsed: argparse.Namespace, service: Service) -> uvicorn.Config:
 def service_of(parsed: argparse.Namespace) -> Service:
     """Return the service that a command line describes."""
     policy = policies.parse(parsed.policy)
-    settings: dict[str, Any] = dict(budget=parsed.budget, kv_dtype=parsed.kv_dtype, inner=parsed.inner)
+    names = ("budget", "kv_dtype", "inner", "rows", "read_interval", "prefill_chunk")
+    settings: dict[str, Any] = {name: getattr(parsed, name) for name in names}
     subject = models.load(parsed.model, parsed.dtype, parsed.device)
-    loop = DecodeLoop(
-        subject.model,
-        policy,
-        rows=parsed.rows,
-        read_interval=parsed.read_interval,
-        prefill_chunk=parsed.prefill_chunk,
-        **settings,
-    )
+    loop = DecodeLoop(subject.model, policy, **settings)
     chosen = ServeSettings(
         api_keys=tuple(filter(None, [*parsed.api_key, os.environ.get(KEY)])),
         waiting=parsed.queue,
         max_tokens=parsed.max_tokens,
-        context=parsed.context if parsed.context is not None else _context(subject, loop),
+        # None where the policy numbers the cached tokens anew, so that a text may be longer than the trained range.
+        context=parsed.context or (None if loop.backend.prefers_ranks else subject.trained),
         drain=parsed.drain,
         conversations=Limits(parsed.kept_rows or 2 * parsed.rows, parsed.kept_bytes, parsed.conversations),
         folder=parsed.folder,
     )
     return Service(subject, parsed.name or Path(subject.name).name, loop, parsed.rows, chosen)
-
-
-def _context(subject: models.LoadedModel, loop: DecodeLoop) -> int | None:
-    """Return the positions that a model was trained on; None if the policy numbers the cached tokens anew."""
-    return None if loop.backend.prefers_ranks else subject.trained

@@ -66,13 +66,7 @@ class KeptConversation:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """How many conversations are kept.
-
-    Attributes:
-        rows: conversations in memory.
-        nbytes: bytes of their slots in memory.
-        count: conversations in all.
-    """
+    """How many conversations are kept: `rows` in memory, of `nbytes` of slots, and `count` in all."""
 
     rows: int = 16
     nbytes: int = 2**30
@@ -86,11 +80,7 @@ class ConversationStore:
     """
 
     def __init__(self, loop: DecodeLoop, folder: Path, limits: Limits) -> None:
-        """
-        Args:
-            loop: the decode loop whose caches they have.
-            folder: where files are; conversations that are there already can be continued.
-            limits: how many are kept.
+        """Make the folder, or read the conversations that are there, which can be continued.
 
         Raises:
             KVPassError: the folder cannot be made or read.
@@ -159,22 +149,14 @@ class ConversationStore:
             await self._make_room()
 
     def find(self, name: str, owner: str) -> KeptConversation:
-        """Return a conversation.
-
-        Raises:
-            ApiError: there is none of that id.
-        """
+        """Return a conversation, or raise ApiError if there is none of that id."""
         conversation = self._all.get(_key(name, owner))
         if conversation is None:
             raise ApiError(f"there is no conversation {name!r}", 404, param="conversation", code="not_found")
         return conversation
 
     async def delete(self, name: str, owner: str) -> None:
-        """Forget a conversation, and delete its files.
-
-        Raises:
-            ApiError: there is none of that id, or a request goes on with it.
-        """
+        """Forget a conversation, and delete its files; ApiError if there is none or a request goes on with it."""
         async with self._writing:
             conversation = self.find(name, owner)
             if conversation.busy:
@@ -186,7 +168,7 @@ class ConversationStore:
     async def save(self) -> None:
         """Write all conversations in memory to files; one that cannot be written is logged, and does not stop it."""
         for conversation in [each for each in self._all.values() if each.cache is not None]:
-            await self._try_to_put_away(conversation)
+            await self._put_away(conversation)
 
     async def _bring(self, conversation: KeptConversation) -> None:
         """Read the cache of a conversation, if it is in a file."""
@@ -204,8 +186,7 @@ class ConversationStore:
     async def _make_room(self) -> None:
         """Write conversations to files, the least recently used first, until memory is within the limits.
 
-        Those that cannot be written stay in memory until there is another attempt after the next turn, as do all others
-        after `MOST_FAILURES`: the disk may be full.
+        Those that cannot be written stay in memory, as do all others after `MOST_FAILURES`: the disk may be full.
         """
         failures = 0
         for conversation in list(self._all.values()):
@@ -213,38 +194,31 @@ class ConversationStore:
             if within or failures == MOST_FAILURES:
                 return
             if conversation.cache is not None and not conversation.busy:
-                failures += not await self._try_to_put_away(conversation)
+                failures += not await self._put_away(conversation)
 
-    async def _try_to_put_away(self, conversation: KeptConversation) -> bool:
+    async def _put_away(self, conversation: KeptConversation) -> bool:
         """Write a conversation to its files; log a failure and return False, after which its cache stays in memory."""
-        try:
-            await self._put_away(conversation)
-            return True
-        except (KVPassError, OSError) as error:
-            log.error(
-                "a conversation of %d tokens cannot be written to %s and stays in memory: %s; free space there, or "
-                "give the server another folder",
-                *(conversation.seen, self.folder, error),
-            )
-            return False
-
-    async def _put_away(self, conversation: KeptConversation) -> None:
-        """Write a conversation to its files; its cache stays in memory if a request has come for it meanwhile."""
         async with self._writing:
             cache = conversation.cache
             if cache is None or self._all.get(conversation.key) is not conversation:
-                return
+                return True
             notes = json.dumps({name: getattr(conversation, name) for name in _NOTES})
             files = self._cache_of(conversation), self._notes_of(conversation)
-            await asyncio.to_thread(_write, cache, notes, *files)
-            if not conversation.busy and conversation.cache is cache:
+            try:
+                await asyncio.to_thread(_write, cache, notes, *files)
+            except (KVPassError, OSError) as error:
+                log.error(
+                    "a conversation of %d tokens cannot be written to %s and stays in memory: %s; free space there, or "
+                    "give the server another folder",
+                    *(conversation.seen, self.folder, error),
+                )
+                return False
+            if not conversation.busy and conversation.cache is cache:  # else a request has come for it meanwhile
                 conversation.cache = None
+            return True
 
     def _cache_of(self, conversation: KeptConversation) -> Path:
-        """Return the file of the cache after as many tokens as the conversation has seen.
-
-        A cache of more tokens is another file, so that notes are those of their cache whenever the server ends.
-        """
+        """Return the file of a cache; one of more tokens is another, so that notes are those of their cache."""
         return self.folder / f"{conversation.key}.{conversation.seen}.safetensors"
 
     def _notes_of(self, conversation: KeptConversation) -> Path:

@@ -26,7 +26,6 @@ log = logging.getLogger("kvpass.serve")
 
 SHORTEST, LONGEST = 1, 60  # seconds of Retry-After
 
-
 Outputs: TypeAlias = "asyncio.Queue[tuple[Job, GenerationOutput | ApiError]]"
 
 
@@ -36,7 +35,6 @@ class Job:
 
     Attributes:
         name: the request's id.
-        prompt: token ids.
         options: the other arguments of `DecodeLoop.add`.
         before: the number of tokens of its prefix.
         evicted: how many tokens of its prefix, and at its end of all that it has seen, were evicted.
@@ -62,7 +60,6 @@ class Engine:
     """A thread that steps a `DecodeLoop`, and the requests that it has.
 
     Attributes:
-        loop: the decode loop, with rows.
         rows: the number of requests that are decoded together.
         slots: the number of tokens that all rows can hold.
         most: the number of requests, those that wait included, above which others are refused.
@@ -78,7 +75,7 @@ class Engine:
         self.on_failure: Callable[[], None] = lambda: None
         self.jobs: dict[str, Job] = {}  # of the event loop, until their last output
         self._known: dict[str, Job] = {}  # of the thread
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._stopped = threading.Event()
         self._events: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="kvpass-engine", daemon=True)
@@ -88,12 +85,8 @@ class Engine:
 
     # -- in the event loop -------------------------------------------------------------------------------------------
 
-    def start(self, warm: bool = True) -> None:
-        """Start the thread, which compiles first; called in the running event loop.
-
-        Args:
-            warm: whether to compile before the first request comes.
-        """
+    def start(self, warm: bool) -> None:
+        """Start the thread, which with `warm` compiles first; called in the running event loop."""
         self._events, self._warm = asyncio.get_running_loop(), warm
         self._thread.start()
 
@@ -131,7 +124,7 @@ class Engine:
     def cancel(self, job: Job) -> None:
         """End a request whose outputs nobody waits for any more."""
         if not job.finished:
-            self._commands.put(functools.partial(self._cancel, job.name))
+            self._commands.put(functools.partial(self.loop.cancel, job.name))
 
     async def slots_held(self) -> float:
         """Return how many slots of rows in use hold a token, the mean over layers and heads; counted between steps."""
@@ -189,9 +182,6 @@ class Engine:
         else:
             self._known[job.name] = job
             self._call_in_event_loop(_settle, job.added, None)
-
-    def _cancel(self, name: str) -> None:
-        self.loop.cancel(name)
 
     def _step(self) -> None:
         begun = time.perf_counter()

@@ -13,7 +13,6 @@ class Metrics:
     """The metrics of one server, in a registry of their own.
 
     Attributes:
-        prompt_tokens, generated_tokens: tokens read and made.
         requests: requests by how they ended: "stop", "length", "cancelled", "error", "refused" or "rejected".
         evicted: tokens that left the slots of requests that have ended, the mean over layers and heads.
         first_token: seconds from a request to its first token.
@@ -37,25 +36,14 @@ class Metrics:
         Gauge(name, text, registry=self.registry).set_function(value)
 
     def watch(self, rows: int, slots: int, requests: Callable[[], int]) -> None:
-        """Report the rows and the queue whenever the metrics are read.
-
-        Args:
-            rows: requests that are decoded together.
-            slots: tokens that all rows can hold.
-            requests: returns the number of requests that have not finished.
-        """
+        """Report the rows, their slots, and the queue of requests that have not finished when metrics are read."""
         self._gauge("kvpass_rows", "Rows for requests.", lambda: rows)
         self._gauge("kvpass_rows_used", "Rows with a request.", lambda: min(requests(), rows))
         self._gauge("kvpass_queue", "Requests that wait for a row.", lambda: max(0, requests() - rows))
         self._gauge("kvpass_slots", "Tokens that the rows can hold.", lambda: slots)
 
     def watch_conversations(self, every: Callable[[], int], rows: Callable[[], int], nbytes: Callable[[], int]) -> None:
-        """Report the conversations that are kept whenever the metrics are read.
-
-        Args:
-            every: returns the number of conversations.
-            rows, nbytes: return the number of those in memory, and their bytes.
-        """
+        """Report all conversations, those in memory, and the bytes of these whenever the metrics are read."""
         self._gauge("kvpass_conversations", "Conversations, in memory and in files.", every)
         self._gauge("kvpass_conversations_in_memory", "Conversations in memory.", rows)
         self._gauge("kvpass_conversation_bytes", "Bytes of conversations in memory.", nbytes)

@@ -183,11 +183,7 @@ async def _disconnection(request: Request) -> Any:
 
 
 async def _body(service: Service, request: Request) -> bytes:
-    """Return the body of a request.
-
-    Raises:
-        ApiError: it is larger than the server takes.
-    """
+    """Return the body of a request, or raise ApiError if it is larger than the server takes."""
     found, most = bytearray(), service.settings.largest_body
     try:
         async for part in request.stream():

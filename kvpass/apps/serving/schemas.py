@@ -23,7 +23,6 @@ LONGEST_NAME = 256  # characters of a conversation's id
 ROLES = ("system", "developer", "user", "assistant")
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "audio": (),
     "best_of": (1,),
     "echo": (False,),
     "frequency_penalty": (0,),
@@ -34,29 +33,20 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "metadata": ({},),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
-    "prediction": (),
     "presence_penalty": (0,),
-    "prompt_cache_key": (),
-    "reasoning_effort": (),
     "response_format": ({"type": "text"},),
-    "safety_identifier": (),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "top_logprobs": (0,),
-    "verbosity": (),
-    "web_search_options": (),
 }
+NEUTRAL |= dict.fromkeys(("audio", "prediction", "prompt_cache_key", "reasoning_effort", "safety_identifier"), ())
+NEUTRAL |= dict.fromkeys(("verbosity", "web_search_options"), ())
 """Fields of OpenAI's API that are not supported, with the values, in addition to null, that change nothing."""
 
-_GENERATION = {
-    "max_new_tokens": "max_tokens",
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-}
+_GENERATION = {"max_new_tokens": "max_tokens"} | {name: name for name in ("temperature", "top_k", "top_p")}
 """Entries of a `generation_config` that are read, and the fields that they stand for."""
 _IGNORED = ("transformers_version", "_from_model_config", "do_sample", "eos_token_id", "bos_token_id", "pad_token_id")
 
@@ -108,7 +98,6 @@ class SamplingFields:
     """Fields that chat completions and completions share; None stands for the default of the server.
 
     Attributes:
-        model: the name of the model.
         n: the number of choices for each prompt.
         stop: texts at which a choice ends; they are not part of it.
         seed: of sampling; None for a random one.  Choice i of a request has the seed `seed + i`.
@@ -209,11 +198,7 @@ def _object(given: Any, param: str | None) -> dict[str, Any]:
 
 
 def _supported_fields(given: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
-    """Return the supported fields, under their own names.
-
-    Raises:
-        ApiError: a field that is not supported has a value that asks for something.
-    """
+    """Return the supported fields, under their own names, or raise ApiError if another one asks for something."""
     fields = {name: value for name, value in given.items() if value is not None}
     for name, value in _generation(fields.pop("generation_config", None)).items():
         fields.setdefault(name, value)

@@ -38,8 +38,6 @@ class ServeSettings:
         max_tokens: tokens of an answer if the request does not say.
         context: the most tokens of a request, or of a conversation, with the answer; None for no limit.
         drain: seconds that running requests have to finish when the server shuts down.
-        largest_body: bytes of a request.
-        conversations: how many conversations are kept.
         folder: where conversations are saved, for later servers too; None for a temporary folder.
     """
 
@@ -63,17 +61,7 @@ class Service:
     """
 
     def __init__(self, subject: LoadedModel, name: str, loop: DecodeLoop, rows: int, settings: ServeSettings) -> None:
-        """
-        Args:
-            subject: the model and its tokenizer.
-            name: the name of the model in requests.
-            loop: decodes with the model; it has `rows`.
-            rows: the rows of the loop.
-            settings: of the endpoints.
-
-        Raises:
-            KVPassError: the folder of conversations cannot be read.
-        """
+        """Make the engine for a loop with so many rows; KVPassError if the conversations cannot be read."""
         self.subject, self.name, self.settings = subject, name, settings
         self.metrics = Metrics()
         self.engine = Engine(loop, rows, settings.waiting, self.metrics)
@@ -135,15 +123,7 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def answer(self, name: str, fields: SamplingFields, owner: str) -> AsyncIterator[Answer]:
-        """Give a request its answer, whose tokens are then made; at the end what is left of it is cancelled.
-
-        Args:
-            name: the id of the request.
-            owner: the API key.
-
-        Raises:
-            ApiError: the request is refused.
-        """
+        """Give a request its answer, whose tokens are then made; at the end what is left of it is cancelled."""
         async with contextlib.AsyncExitStack() as stack:
             conversation = None
             if fields.conversation is not None:
@@ -168,11 +148,7 @@ class Service:
         return ids
 
     def _render(self, fields: ChatFields, conversation: KeptConversation | None) -> str:
-        """Return the text of a chat's messages.
-
-        Raises:
-            ApiError: the model has no chat template, or the template refuses the messages.
-        """
+        """Return the text of a chat's messages, or raise ApiError if a chat template is missing or refuses them."""
         tokenizer, messages = self.subject.tokenizer, [dict(each) for each in fields.messages]
         if not getattr(tokenizer, "chat_template", None):
             raise ApiError(f"{self.name} has no chat template: use /v1/completions", param="messages")
@@ -193,7 +169,7 @@ class Service:
         for prompt in prompts:
             for _ in range(fields.choices):
                 options = self._options(fields, prompt, 0 if conversation is None else conversation.seen)
-                options |= dict(seed=(first + len(jobs)) % 2**62)
+                options["seed"] = (first + len(jobs)) % 2**62
                 job = Job(f"{name}-{len(jobs)}", prompt, options, outputs)
                 if conversation is not None:
                     job.options |= dict(keep=True, prefix=conversation.cache)
@@ -203,11 +179,7 @@ class Service:
         return Answer(self.engine, jobs, texts, prompts, conversation)
 
     def _options(self, fields: SamplingFields, prompt: list[int], before: int) -> dict[str, Any]:
-        """Return the arguments of `DecodeLoop.add` for one choice.
-
-        Raises:
-            ApiError: the prompt, or the prompt and the answer, are longer than the context.
-        """
+        """Return the arguments of `DecodeLoop.add` for one choice, or raise ApiError if they exceed the context."""
         chat, context, length = isinstance(fields, ChatFields), self.settings.context, before + len(prompt)
         most = fields.max_tokens or (self.settings.max_tokens if chat else COMPLETION_TOKENS)
         if not prompt:

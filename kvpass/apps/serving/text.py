@@ -49,11 +49,7 @@ class TextStream:
         return text
 
     def _new(self, whole: bool = False) -> str:
-        """Return the text of the tokens since the last call; none while they end inside of a character.
-
-        Args:
-            whole: return an unfinished character as it is.
-        """
+        """Return the text of the tokens since the last call, with an unfinished character only if `whole`."""
         text = self._decode(self._ids)
         if text.endswith(UNFINISHED) and not whole:
             return ""

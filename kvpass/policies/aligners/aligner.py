@@ -93,8 +93,12 @@ class Aligner(Weights):
         """
         made, rank = (index.clamp(0, self.signature.window) for index in (made, rank))
         if self.recipe == "direct":
-            change = _direct_by_kernel if _fits_kernel(weights, key) else _direct
-            return change([w[layer] for w in weights], key, value, made, rank, moves)
+            of_layer = [w[layer] for w in weights]
+            if not _fits_kernel(weights, key):
+                return _direct(of_layer, key, value, made, rank, moves)
+            from kvpass.lowering.aligner_kernel import repair_by_kernel  # needs triton, which not every machine has
+
+            return repair_by_kernel(of_layer, key, value, made, rank, moves)
         if self.recipe == "paper":
             half = len(weights) // 2
             by_rank = (layer, rank, moves)
@@ -149,14 +153,6 @@ def _direct_weights(tensors: Mapping[str, Tensor]) -> list[Tensor]:
 def _fits_kernel(weights: list[Tensor], key: Tensor) -> bool:
     inner = weights[-4]  # [L, h1, h2]
     return key.device.type == "cuda" and max(inner.shape[1:]) <= MAX_HIDDEN
-
-
-def _direct_by_kernel(
-    weights: list[Tensor], key: Tensor, value: Tensor, made: Tensor, rank: Tensor, moves: Tensor
-) -> tuple[Tensor, Tensor]:
-    from kvpass.lowering.aligner_kernel import repair_by_kernel  # needs triton, which not every machine has
-
-    return repair_by_kernel(weights, key, value, made, rank, moves)
 
 
 def _direct(
