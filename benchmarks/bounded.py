@@ -122,11 +122,11 @@ def move_on(talk: Conversation, seen: int) -> None:
     all tokens.
     """
     for layer in layers(talk.cache):
-        by = seen - layer.seen
+        by = seen - layer.length
         slots = layer.slots
         for places in (slots.position, slots.index):
             places.copy_(torch.where(places >= SINKS, places + by, places))
         slots.seen.add_(by)
         slots.length.add_(by)
-        layer.seen += by
+        layer.length += by
     talk.cache = refresh_handles(talk.cache, 0)

@@ -32,7 +32,7 @@ from kvpass.apps import corpus
 from kvpass.apps.evaluation.recall import right_words
 from kvpass.apps.evaluation.scoring import ScoringBatch, score
 from kvpass.apps.models import ALIGNER, load, load_memory
-from kvpass.decoding.prefill import Caller
+from kvpass.decoding.model_call import ModelCall
 from kvpass.errors import KVPassError
 from kvpass.lowering.formats import KVDtype
 from kvpass.policies import Policy
@@ -121,7 +121,9 @@ def _texts(documents: int) -> tuple[Any, Ask]:
     batch = ScoringBatch.of([text[:1] for text in texts], [text[1:] for text in texts], torch.device("cpu"))
 
     def ask(model: Any) -> list[float]:
-        losses: list[float] = (-score(Caller.of(model, model), batch, CHUNK, "chunk").log_likelihoods).mean(1).tolist()
+        losses: list[float] = (
+            (-score(ModelCall.of(model, model), batch, CHUNK, "chunk").log_likelihoods).mean(1).tolist()
+        )
         return losses
 
     return subject.model, ask
@@ -133,7 +135,7 @@ def _pairs(documents: int) -> tuple[Any, Ask]:
     planted = planted_in(subject, documents, LENGTH[RECALL])
 
     def ask(model: Any) -> list[float]:
-        caller = Caller.of(model)
+        caller = ModelCall.of(model)
         cache = read(caller, planted.text, int)
         numbers = range(len(planted.distances))
         words = [right_words(caller, planted, number, copy.deepcopy(cache)) for number in numbers]

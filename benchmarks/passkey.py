@@ -22,7 +22,7 @@ from kvpass import cache_names
 from kvpass.apps.evaluation.recall import LINE, TIMES, VALUE, PairVocabulary, PlantedPairs, likeliest, plant
 from kvpass.apps.evaluation.retrieval import NOISE
 from kvpass.apps.models import LoadedModel, load_memory
-from kvpass.decoding.prefill import Caller
+from kvpass.decoding.model_call import ModelCall
 from kvpass.errors import KVPassError
 
 TITLE = "Passkey retrieval"
@@ -43,7 +43,7 @@ def rows(policies: Sequence[str], trials: int = TRIALS, length: int = LENGTH, bu
     """Return the share of right values for every policy, way of asking and depth."""
     subject, found = load_memory(None), []
     planted = [planted_at(subject, depth, trials, length) for depth in DEPTHS]
-    ask = functools.partial(accuracies, Caller.of(subject.model), planted)
+    ask = functools.partial(accuracies, ModelCall.of(subject.model), planted)
     for name, outcome in outcomes("passkey", policies, piece_count(planted[0].text), subject.model, budget, ask):
         found += _rows(name, outcome)
     return found
@@ -59,7 +59,7 @@ def planted_at(subject: LoadedModel, depth: float, trials: int, length: int) -> 
     return plant(documents, PairVocabulary.of(subject.tokenizer), (distance,), VALUE, SEED, TIMES)
 
 
-def accuracies(caller: Caller, planted: Sequence[PlantedPairs], tick: Any) -> dict[str, list[float]]:
+def accuracies(caller: ModelCall, planted: Sequence[PlantedPairs], tick: Any) -> dict[str, list[float]]:
     """Return accuracies by way of asking and depth; the texts of all depths are rows of one batch."""
     text, asked, answer = (
         torch.cat(parts)

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from benchmarks import apart
 from benchmarks.report import Row, Table, Target
 from benchmarks.settings import Settings
-from kvpass.lowering.attention_statistics import StatisticsRequest, attention_statistics
+from kvpass.lowering.attention_statistics import StatisticsArguments, attention_statistics
 
 TITLE = "Column sums of one layer"
 QUERY_HEADS, HEADS, DIM = 9, 3, 64
@@ -45,7 +45,7 @@ def _row(dtype: str, rows: int, count: int, masked: bool) -> Row:
     key, value = (torch.randn(rows, HEADS, count, DIM).to(DTYPES[dtype]) for _ in range(2))
     mask = torch.ones(1, 1, count, count, dtype=torch.bool).tril() if masked else None
     valid = torch.ones(rows, count, dtype=torch.bool)
-    request = StatisticsRequest(("total",), not masked, DIM**-0.5, None, HEADS).text()
+    request = StatisticsArguments(("total",), not masked, DIM**-0.5, None, HEADS).text()
 
     def attention() -> Tensor:
         attend = torch.nn.functional.scaled_dot_product_attention

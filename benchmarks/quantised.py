@@ -36,7 +36,7 @@ from kvpass.apps import corpus
 from kvpass.apps.evaluation.perplexity import exponential
 from kvpass.apps.evaluation.scoring import ScoringBatch, score
 from kvpass.apps.models import load
-from kvpass.decoding.prefill import Caller
+from kvpass.decoding.model_call import ModelCall
 from kvpass.errors import KVPassError
 from kvpass.lowering.formats import KV_DTYPES, EncodedVectors, KVDtype, code_products, format_of
 
@@ -65,7 +65,7 @@ class Documents:
 
     def _streamed(self) -> float:
         batch = ScoringBatch(self.tokens, torch.ones_like(self.tokens), self.prompt)
-        scored = score(Caller.of(self.model, self.model), batch, None).log_likelihoods
+        scored = score(ModelCall.of(self.model, self.model), batch, None).log_likelihoods
         return exponential((-scored[:, 1:]).flatten().tolist())  # the prompt, which sees all, predicts the first
 
 

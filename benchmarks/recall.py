@@ -26,7 +26,7 @@ from kvpass.apps import corpus
 from kvpass.apps.evaluation import plots
 from kvpass.apps.evaluation.recall import PairVocabulary, PlantedPairs, likeliest, plant_pairs, right_words
 from kvpass.apps.models import LoadedModel, load_memory
-from kvpass.decoding.prefill import Caller
+from kvpass.decoding.model_call import ModelCall
 from kvpass.errors import KVPassError
 from kvpass.torch_private import dynamo
 
@@ -73,7 +73,7 @@ def rows(policies: Sequence[str], documents: int = DOCUMENTS, length: int = LENG
     """Return the share of recalled words for every policy, way of asking and distance."""
     subject, found = load_memory(None), []
     planted = planted_in(subject, documents, length)
-    ask = functools.partial(asked, Caller.of(subject.model), planted, turns=TURNS)
+    ask = functools.partial(asked, ModelCall.of(subject.model), planted, turns=TURNS)
     for name, outcome in outcomes("recall", policies, piece_count(planted.text), subject.model, budget, ask):
         found += _rows(name, outcome)
     return found
@@ -95,7 +95,7 @@ def outcomes(
             yield name, with_policy(model, name, slots, "eager", lambda: ask(tick=bar.update))
 
 
-def asked(caller: Caller, planted: PlantedPairs, tick: Callable[[], object], turns: int) -> RecallOutcome:
+def asked(caller: ModelCall, planted: PlantedPairs, tick: Callable[[], object], turns: int) -> RecallOutcome:
     """Ask a model, compiled or not, about every pair.
 
     Args:
@@ -108,7 +108,7 @@ def asked(caller: Caller, planted: PlantedPairs, tick: Callable[[], object], tur
 
 
 @torch.no_grad()
-def read(caller: Caller, text: Tensor, tick: Callable[[], object]) -> Any:
+def read(caller: ModelCall, text: Tensor, tick: Callable[[], object]) -> Any:
     """Return the cache after text int64 [B, T], fed in pieces of one length; a shorter prompt precedes them."""
     first = text[:, : text.shape[1] - piece_count(text) * PIECE]
     dynamo.mark_growing(first, 1)  # prompts with a question are longer
@@ -125,12 +125,12 @@ def piece_count(text: Tensor) -> int:
     return (text.shape[1] - PROMPT) // PIECE
 
 
-def share_of_right_words(caller: Caller, planted: PlantedPairs, number: int, cache: Any) -> float:
+def share_of_right_words(caller: ModelCall, planted: PlantedPairs, number: int, cache: Any) -> float:
     """Return the share of a value's words that follow its key, each after the right ones before it."""
     return right_words(caller, planted, number, cache).float().mean().item()
 
 
-def right_at_once(caller: Caller, planted: PlantedPairs, turns: int) -> tuple[float, ...]:
+def right_at_once(caller: ModelCall, planted: PlantedPairs, turns: int) -> tuple[float, ...]:
     """Return the share of a value's words but the first, by distance, when a question ends the prompt."""
     rows, count = len(planted.text), len(planted.distances)
     shares: list[list[float]] = [[] for _ in range(count)]
@@ -141,7 +141,7 @@ def right_at_once(caller: Caller, planted: PlantedPairs, turns: int) -> tuple[fl
     return tuple(sum(each) / len(each) for each in shares)
 
 
-def _right_in_turn(caller: Caller, planted: PlantedPairs, numbers: Tensor) -> list[float]:
+def _right_in_turn(caller: ModelCall, planted: PlantedPairs, numbers: Tensor) -> list[float]:
     """Return each row's share of right words if the prompt ends with the question of that number."""
     lines = planted.pairs[torch.arange(len(numbers)), numbers]  # [B, 3 + V]
     question, answer = lines[:, :2], lines[:, 2:-1]

@@ -19,7 +19,7 @@ from kvpass.apps.evaluation import plots
 from kvpass.apps.evaluation.scoring import ScoringBatch, score
 from kvpass.apps.evaluation.session import HeldRecorder
 from kvpass.apps.models import load
-from kvpass.decoding.prefill import Caller
+from kvpass.decoding.model_call import ModelCall
 
 BUDGET, PROMPT, LENGTH, EVERY = 68, 128, 512, 2
 OPTIONS: dict[str, dict[str, Any]] = {  # defaults would leave few tokens for the selection, or none
@@ -43,7 +43,7 @@ def draw(model: Any, tokens: Tensor, name: str) -> None:
     batch = ScoringBatch(tokens, torch.ones_like(tokens), PROMPT)
     torch.compiler.reset()
     kvpass.compile(model, policy=policy, budget=budget, inner="eager")
-    score(Caller.of(model), batch, None, watch=held)
+    score(ModelCall.of(model), batch, None, watch=held)
     snapshots = [snapshot for snapshot in held.snapshots if snapshot.step > PROMPT and snapshot.step % EVERY == 0]
     figure = plots.kept({name: snapshots}, LENGTH, band=2)
     figure.savefig(Path(__file__).parent / "policies" / f"{name}.png", dpi=80, metadata={"Software": None})

@@ -16,7 +16,7 @@ from kvpass import policies, versions
 from kvpass.arguments import Natural, check_arguments, require
 from kvpass.cache.handle import Handle, Row, refuse_row_operation
 from kvpass.capture import decomposed_attention, origins, rotary
-from kvpass.capture.caches import Verdict
+from kvpass.capture.cache_search import Verdict
 from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.capture import Capture, capture
 from kvpass.capture.head_sharding import with_head_sharding
@@ -31,7 +31,7 @@ from kvpass.runtime.prompts import PromptRunner
 from kvpass.runtime.recorder import AttentionReport, configure_logs
 from kvpass.runtime.steps import StepRunner
 from kvpass.torch_private import dynamo, inductor, regions
-from kvpass.user_budget import Budget, check_budget
+from kvpass.user_budget import Budget, check_user_budget
 
 LAST_GRAPH = (
     "this is the last graph that torch.compile makes of this function: called in yet another way it is refused, or "
@@ -184,9 +184,9 @@ class Backend(BackendBase):
 
     def _stores_raw_keys(self, captured: Capture) -> bool:
         """Return whether keys are stored before their rotary embedding, which must be found in every layer."""
-        if not self.prefers_ranks:
+        if not self.prefers_cache_positions:
             return False
-        obstacle = rotary.find_obstacle(captured.sites, alias.Memory(captured.gm.graph))
+        obstacle = rotary.find_obstacle(captured.sites, alias.AliasSets(captured.gm.graph))
         if obstacle is None:
             return True
         site, why = obstacle
@@ -252,7 +252,7 @@ def backend(
         UnsupportedGraph: torch.compile is disabled, and `strict` is true.
     """
     chosen = policies.resolve(policy, policy_options)
-    check_budget(chosen, budget)
+    check_user_budget(chosen, budget)
     refusal = chosen.cache_positions_refusal
     require(positions != "cache" or not refusal, "positions", positions, refusal)
     _check_settings(inner, mode, options)

@@ -100,7 +100,7 @@ def keys_and_values(cache: Any) -> list[tuple[Any, Any]]:
 
 
 def call_model(model: Any, ids: Any, cache: Any = None, **named: Any) -> Any:
-    """Return a model's output for tokens behind a cache, None for an empty one."""
+    """Return a model's output for tokens that follow a cache, None for an empty one."""
     return model(ids, **arguments(model, cache), use_cache=True, **named)
 
 

@@ -20,11 +20,11 @@ class UnsupportedGraph(KVPassError):
 
 
 class ShardingError(UnsupportedGraph):
-    """Heads that are sharded over processes in a way in which a policy would choose otherwise than in one process."""
+    """Heads sharded over processes such that the policy might evict other tokens than in a single process."""
 
 
 class UnreadableGraph(UnsupportedGraph):
-    """A graph that kvpass failed to read or to rewrite with an error that it does not foresee."""
+    """A graph on which reading or rewriting failed with an error that kvpass does not foresee."""
 
 
 class CacheHandleError(KVPassError):
@@ -60,4 +60,4 @@ class CheckpointError(KVPassError):
 
 
 class KVPassWarning(UserWarning):
-    """A warning of kvpass: something works otherwise than asked for, or is not tested."""
+    """A warning of kvpass: something differs from what was asked for, or was not tested."""

@@ -25,7 +25,7 @@ Budget = Annotated[
 SPARE = 256  # slots that an unbounded cache can grow by before it is compiled again
 
 
-def check_budget(policy: Policy, budget: Budget) -> None:
+def check_user_budget(policy: Policy, budget: Budget) -> None:
     """Raise BudgetError for a budget that can never work with the policy."""
     if budget is None:
         if policy.evicts:

@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from kvpass.cache.admission import Chunk, admit, attention_of_chunk, split_by_class
+from kvpass.cache.admission import NewRows, admit, attention_of_chunk, split_by_class
 from kvpass.cache.cached_attention import CachedAttention, Mask, NewTokens
 from kvpass.cache.chunk_step import chunk_step
 from kvpass.cache.layout import Layout
 from kvpass.cache.slots import Slots
 from kvpass.cache.step import decode_step, with_logit_scale
 from kvpass.diagnostics.simulate import rotary
-from kvpass.lowering.attention_statistics import StatisticsSpec, statistics
+from kvpass.lowering.attention_statistics import StatisticsOperands, statistics
 from kvpass.lowering.formats import KVDtype
 from kvpass.policies import Policy
 from kvpass.policies.budgets import window_starts
@@ -23,7 +23,7 @@ from kvpass.policies.pinned_tokens import Pins
 from kvpass.policies.types import Attention
 from kvpass.reference import ReferenceLayer, reference_of
 from kvpass.reference.layer import attention_logits
-from kvpass.runtime.caches import clock_of, tick_of
+from kvpass.runtime.clocks import clock_of, tick_of
 
 Step = Callable[..., Tensor]
 
@@ -75,7 +75,7 @@ class Lowered:
         return rotary(keys, position, self.theta)
 
     def feed(self, new: Stretch) -> Tensor:
-        policy, slots, ranked = self.layout.policy, self.slots, self.layout.ranked
+        policy, slots, ranked = self.layout.policy, self.slots, self.layout.stores_raw_keys
         limits = tuple(self.limits) or (self.layout.budget,) * self.layout.batch
         budget = torch.tensor(limits)[:, None]
         call = CachedAttention(
@@ -88,7 +88,7 @@ class Lowered:
             first = slots.next_rank(new.valid.shape[1]) if counted else slots.seen[:, None, None]
         at = positions_for(policy, budget, first, new.valid, slots is None)
         q, k = self.rotate(new.q, at), self.rotate(new.k, at)
-        chunk = Chunk(new.k if ranked else k, new.v, new.valid, Attention(), new.pins)
+        chunk = NewRows(new.k if ranked else k, new.v, new.valid, Attention(), new.pins)
         if slots is not None and new.valid.shape[1] == 1 and slots.capacity == self.layout.capacity:
             counted = new.valid[:, 0].tolist() if self.knows_padding else [True] * len(limits)
             if new.pins is not None:
@@ -108,7 +108,7 @@ class Lowered:
             )
             sums: Sequence[Tensor] = []
             if policy.statistics:
-                spec = StatisticsSpec(q, k, mask, False, self.scale, heads=k.shape[1], sharding=None)
+                spec = StatisticsOperands(q, k, mask, False, self.scale, heads=k.shape[1], sharding=None)
                 scanned = budget[..., None] if self.limits else self.layout.budget
                 sums = statistics(policy, spec, new.valid, scanned)
         else:
@@ -126,7 +126,7 @@ class Lowered:
 
     def positions(self) -> list[list[list[int]]]:
         assert self.slots is not None
-        position = self.slots.as_rectangle(self.layout).position.tolist()
+        position = self.slots.joined_classes(self.layout).position.tolist()
         return [[sorted(p for p in head if p >= 0) for head in row] for row in position]
 
 
@@ -139,9 +139,9 @@ class OnReference:
         self.scale = layout.key_dim**-0.5
 
     def feed(self, new: Stretch) -> Tensor:
-        layer, ranked = self.layer, self.layout.ranked
+        layer, ranked = self.layer, self.layout.stores_raw_keys
         layer.prepare(new.valid)
-        held = layer.positions() if layer.length else torch.zeros(len(new.q), self.layout.groups, 0).long()
+        held = layer.positions() if layer.length else torch.zeros(len(new.q), self.layout.metadata_heads, 0).long()
         live = held >= 0
         seen = torch.tensor([[[row[0].seen]] for row in layer.streams])
         policy, budget = self.layout.policy, torch.tensor([[row[0].budget] for row in layer.streams])
@@ -159,7 +159,7 @@ class OnReference:
             attended = torch.cat([rotary(rows, layer.ranks().clamp(min=0), self.theta) if ranked else rows, k], 2)
             values = torch.cat([layer.held_vectors("value"), values], 2)
             bias = layer.bias(q.shape[1] // k.shape[1])
-        groups = q.shape[1] // self.layout.groups
+        groups = q.shape[1] // self.layout.metadata_heads
         count = new.valid.shape[1]
         old = live[:, :, None].expand(-1, -1, count, -1).repeat_interleave(groups, 1)
         own = prompt_mask(new.valid) if layer.length else prompt_mask(new.valid, policy, budget)
@@ -167,7 +167,7 @@ class OnReference:
         logits = attention_logits(q, attended, mask, None, self.scale)
         biased = logits if bias is None else logits + torch.nn.functional.pad(bias, (0, count))
         rows = torch.nan_to_num(biased.softmax(-1))
-        layer.take(Chunk(original, new.v, new.valid, Attention(), new.pins), rows, logits)
+        layer.take(NewRows(original, new.v, new.valid, Attention(), new.pins), rows, logits)
         return rows @ values.repeat_interleave(q.shape[1] // k.shape[1], 1)
 
     def positions(self) -> list[list[list[int]]]:

@@ -184,7 +184,7 @@ def fails(*_: Any, **__: Any) -> Any:
     raise Odd("of a new kind")
 
 
-READERS = ["kvpass.capture.caches.find", "kvpass.runtime.prompts.rewrite_prompt", "kvpass.rewrite.masks.Masks.of"]
+READERS = ["kvpass.capture.cache_search.find", "kvpass.runtime.prompts.rewrite_prompt", "kvpass.rewrite.masks.Masks.of"]
 
 
 @pytest.mark.parametrize("reader", READERS)

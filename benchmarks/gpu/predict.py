@@ -22,7 +22,7 @@ from benchmarks.gpu.layer import Case
 from benchmarks.gpu.roofline import Gpu, Time, Work
 from kvpass.lowering import aligner_kernel as align_kernel
 from kvpass.lowering import attend_kernel, column_kernel
-from kvpass.lowering.attention_blocks import ScoredAttention
+from kvpass.lowering.attention_blocks import AttentionInputs
 from tests.gpu.binaries import Binary
 from tests.gpu.launches import Launched, launched
 from tests.gpu.listing import ASYNCHRONOUS, GLOBAL_LOADS, GLOBAL_STORES, SHARED, TENSOR, WARP
@@ -97,7 +97,7 @@ def prompt(powers: int, compiler: Compiler) -> list[Kernel]:
     query = torch.empty(1, layer.HEADS * layer.GROUPS, layer.PROMPT, layer.DIM, **kind)
     key = torch.empty(1, layer.HEADS, layer.PROMPT, layer.DIM, **kind)
     weight = torch.ones(1, layer.PROMPT, device=THERE)
-    made = launched(column_kernel.column_sums, ScoredAttention(query, key, None, True, 0.1), weight, powers)
+    made = launched(column_kernel.column_sums, AttentionInputs(query, key, None, True, 0.1), weight, powers)
     size = _bytes([query, key])  # in the cache after the first program of a head
     return [Kernel(launch, compiler(launch), _mean_turns(launch), size, near=True) for launch in made]
 

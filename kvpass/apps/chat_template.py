@@ -8,7 +8,7 @@ from typing import Any
 Message = dict[str, str]
 
 _EARLIER: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-"""A conversation that stands for any earlier one: what a template adds behind an answer does not depend on it."""
+"""A conversation that stands for any earlier one: what a template adds after an answer does not depend on it."""
 
 
 def first_turn(tokenizer: Any, messages: Sequence[Message], answers: bool = True) -> str:
@@ -21,7 +21,7 @@ def next_turn(tokenizer: Any, messages: Sequence[Message], ends: Sequence[str], 
     """Return the text of messages that follow the model's last answer, up to where it answers again.
 
     Args:
-        ends: the texts of the tokens that end an answer; the template puts one of them behind an answer.
+        ends: the texts of the tokens that end an answer; the template puts one of them after an answer.
         ended: see `added_text`.
     """
     before = first_turn(tokenizer, _EARLIER, answers=False)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpass.cache.layout import ROW_BUDGET, Layout
-from kvpass.cache.slots import FREE, ClassedSlots, Slots, next_free, select_heads
+from kvpass.cache.slots import FREE, ClassedSlots, Slots, hold_whole_prompt, next_free, select_heads
 from kvpass.fx.precision import upcast
 from kvpass.lowering.attention_statistics import as_attention
 from kvpass.lowering.formats import EncodedVectors
@@ -33,38 +33,38 @@ def rescore(
     return tokens.with_state(policy.rescore(tokens, key.read(), value.read(), weights))
 
 
-def admit(layout: Layout, held: Any, chunk: Chunk, budgets: Sequence[int] = (), into: Any = None) -> Any:
+def admit(layout: Layout, before: Any, chunk: NewRows, budgets: Sequence[int] = (), into: Any = None) -> Any:
     """Admit a chunk: the policy selects which cached and new tokens stay.
 
-    Survivors are written to slots 0, 1, ... in the order of their positions.  `held` is overwritten in place if it has
-    the layout's capacity and `into` is None.  Runs once per prompt or turn, uncompiled.
+    Survivors are written to slots 0, 1, ... in the order of their positions.  `before` is overwritten in place if it
+    has the layout's capacity and `into` is None.  Runs once per prompt or turn, uncompiled.
 
     Args:
-        held: the `Slots` before the chunk, `ClassedSlots` if the layout has classes; None for a prompt.
+        before: the `Slots` before the chunk, `ClassedSlots` if the layout has classes; None for a prompt.
         budgets: for a prompt, the budget of each row, if it differs from the layout's, without pinned tokens that
             count in addition to it.  The slots store them if the layout has `row_budgets`.
-        into: slots of the layout's capacity to write to; `held` then stays unchanged.
+        into: slots of the layout's capacity to write to; `before` then stays unchanged.
 
     Returns:
-        Slots of the layout's capacity, of the kind of `held`; more after a prompt if the policy defers.
+        Slots of the layout's capacity, of the kind of `before`; more after a prompt if the policy defers.
 
     Raises:
         BudgetError: pinned tokens leave less of the budget than the policy needs.
     """
-    if layout.classes and held is None:
+    if layout.classes and before is None:
         return _admit_prompt_by_class(layout, chunk)
     if layout.classes:
-        return _admit_by_class(layout, held, chunk, into)
+        return _admit_by_class(layout, before, chunk, into)
     budgets = tuple(budgets) or (layout.budget,) * layout.batch
     least = min(chunk.raised_budgets(layout.policy, budgets))
-    past = Slots.empty(_prompt_layout(layout, chunk, least)) if held is None else held
-    if held is None and layout.row_budgets:
+    past = Slots.empty(_prompt_layout(layout, chunk, least)) if before is None else before
+    if before is None and layout.row_budgets:
         past.state[ROW_BUDGET].copy_(torch.tensor(budgets).view(-1, 1, 1))
-    scored = _score_candidates(layout, past, chunk, budgets, held is None)
-    in_place = held is None or held.capacity == layout.capacity
+    scored = _score_candidates(layout, past, chunk, budgets, before is None)
+    in_place = before is None or not hold_whole_prompt(before, layout)
     slots = into or (past if in_place else Slots.empty(layout))
     _select_and_store(layout, slots, scored)
-    if held is not None and layout.policy.aligns in ("step", "compact"):
+    if before is not None and layout.policy.aligns in ("step", "compact"):
         policy_weights = [tensor.to(layout.device) for tensor in layout.policy.weights()]
         changes = align(layout, slots, slots.tokens(layout), policy_weights, chunk.valid.shape[1])
         for name, changed in changes.items():
@@ -99,7 +99,7 @@ class _Candidates:
         return _Candidates(tokens, select_heads(self.index, heads), *vectors)
 
 
-def _score_candidates(layout: Layout, past: Slots, chunk: Chunk, budgets: Sequence[int], prompt: bool) -> _Candidates:
+def _score_candidates(layout: Layout, past: Slots, chunk: NewRows, budgets: Sequence[int], prompt: bool) -> _Candidates:
     """Let the policy observe a chunk."""
     assert isinstance(chunk.attention, Attention)
     key, value = EncodedVectors.of(layout.key_format, chunk.key), EncodedVectors.of(layout.value_format, chunk.value)
@@ -129,7 +129,7 @@ def _select_and_store(layout: Layout, slots: Slots, scored: _Candidates) -> None
     slots.free.copy_(next_free(layout, slots))
 
 
-def _admit_prompt_by_class(layout: Layout, chunk: Chunk) -> ClassedSlots:
+def _admit_prompt_by_class(layout: Layout, chunk: NewRows) -> ClassedSlots:
     """Admit a prompt: the policy orders the heads, and each class of them selects among its tokens."""
     whole = dataclasses.replace(layout, classes=(), capacity=1)
     scored = _score_candidates(whole, Slots.empty(whole), chunk, (layout.budget,), True)
@@ -140,7 +140,7 @@ def _admit_prompt_by_class(layout: Layout, chunk: Chunk) -> ClassedSlots:
     return slots
 
 
-def _admit_by_class(layout: Layout, held: ClassedSlots, chunk: Chunk, into: ClassedSlots | None) -> ClassedSlots:
+def _admit_by_class(layout: Layout, held: ClassedSlots, chunk: NewRows, into: ClassedSlots | None) -> ClassedSlots:
     """Admit a chunk on slots in classes: heads stay in their classes."""
     targets = [None] * len(held.by_class) if into is None else into.by_class
     rows = zip(layout.by_class, held.by_class, layout.head_slices, targets, strict=True)
@@ -165,7 +165,7 @@ def align(layout: Layout, slots: Slots, tokens: Tokens, policy_weights: Sequence
     return changes
 
 
-def _prompt_layout(layout: Layout, chunk: Chunk, budget: int) -> Layout:
+def _prompt_layout(layout: Layout, chunk: NewRows, budget: int) -> Layout:
     """Return the layout for a prompt, which a policy that defers caches whole, with one spare slot."""
     prompt = chunk.valid.shape[1]
     if not layout.policy.defers or prompt <= budget:
@@ -176,7 +176,7 @@ def _prompt_layout(layout: Layout, chunk: Chunk, budget: int) -> Layout:
 
 
 def _join_candidates(
-    layout: Layout, past: Slots, chunk: Chunk, key: EncodedVectors, value: EncodedVectors, prompt: bool
+    layout: Layout, past: Slots, chunk: NewRows, key: EncodedVectors, value: EncodedVectors, prompt: bool
 ) -> tuple[Tokens, Tensor]:
     """Return the tokens of [slots, chunk], and their indices; `key` and `value` are the chunk's."""
     policy, valid = layout.policy, chunk.valid
@@ -185,7 +185,7 @@ def _join_candidates(
     new_index = past.length[:, None] + torch.arange(valid.shape[1], device=layout.device)
 
     def join(cached: Tensor, new: Tensor) -> Tensor:
-        new = new.expand(-1, layout.groups, -1)
+        new = new.expand(-1, layout.metadata_heads, -1)
         return new if prompt else torch.cat([cached, new], -1)
 
     initial = policy.init_token_state(key.read(), value.read()) if policy.reads_new_keys else {}
@@ -201,8 +201,8 @@ def _join_candidates(
         seen=(past.seen + count[:, -1])[:, None, None],
         state=state,
         budget=layout.budget_in(state),
-        held=0 if prompt else past.capacity,
-        rank=rank_of(position) if policy.ranks else None,
+        cached_columns=0 if prompt else past.capacity,
+        rank=rank_of(position) if policy.reads_rank else None,
         sharding=layout.sharding,
     )
     return tokens, join(past.index, new_index[:, None])
@@ -257,14 +257,14 @@ def _merge_into(buffer: EncodedVectors, rows: EncodedVectors, indices: Tensor, m
 
 
 def attention_of_chunk(layout: Layout, results: list[list[Tensor]], valid: Tensor) -> Attention | tuple[Attention, ...]:
-    """Return `Chunk.attention` from the results of `split_by_class`; valid is bool [B, q]."""
+    """Return `NewRows.attention` from the results of `split_by_class`; valid is bool [B, q]."""
     policy, count = layout.policy, len(layout.policy.statistics)
     found = [as_attention(policy, each[:count], valid, layout.sharding) for each in results if count]
     return attention_of_classes(found)
 
 
 def attention_of_classes(attention: list[Attention]) -> Attention | tuple[Attention, ...]:
-    """Return `Chunk.attention` from that of each class of heads, none without statistics."""
+    """Return `NewRows.attention` from that of each class of heads, none without statistics."""
     return tuple(attention) if len(attention) > 1 else attention[0] if attention else Attention()
 
 
@@ -275,7 +275,7 @@ def split_by_class(layout: Layout, results: Sequence[Tensor]) -> list[list[Tenso
 
 
 @dataclasses.dataclass(frozen=True)
-class Chunk:
+class NewRows:
     """New tokens of a prompt or of a later turn.
 
     Attributes:
@@ -294,16 +294,16 @@ class Chunk:
     pins: Pins | None = None
     output_projection: Tensor | None = None
 
-    def of_heads(self, heads: Tensor, attention: Attention) -> Chunk:
+    def of_heads(self, heads: Tensor, attention: Attention) -> NewRows:
         """Return the rows of some heads, int64 [B, h], with their statistics and weights."""
         key, value, output = select_heads(self.key, heads), select_heads(self.value, heads), self.output_projection
         output = None if output is None else select_heads(output.expand(len(heads), -1, -1, -1, -1), heads)
         return dataclasses.replace(self, key=key, value=value, attention=attention, output_projection=output)
 
-    def first(self, count: int) -> Chunk:
+    def first(self, count: int) -> NewRows:
         """Return the first tokens of the chunk, without statistics."""
         key, value, valid = self.key[:, :, :count], self.value[:, :, :count], self.valid[:, :count]
-        return Chunk(key, value, valid, Attention(), self.pins and self.pins.first(count), self.output_projection)
+        return NewRows(key, value, valid, Attention(), self.pins and self.pins.first(count), self.output_projection)
 
     def pin_mask(self, policy: Policy) -> Tensor:
         """Return bool [B, q]: the tokens to pin."""

@@ -1,4 +1,4 @@
-"""Define what a step of one attention layer takes and returns, and divide it among classes of heads."""
+"""Define the operands and results of one layer's step, and run a step for each class of heads."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class NewTokens(NamedTuple):
     valid: Tensor
 
 
-class Attended(NamedTuple):
+class AttentionOutput(NamedTuple):
     """The results of attention, and the mask that it ran under.
 
     Attributes:
@@ -133,7 +133,7 @@ class Attended(NamedTuple):
     statistics: tuple[Tensor, ...] = ()
 
 
-Step = Callable[..., Attended]
+Step = Callable[..., AttentionOutput]
 """A step of a layer: it takes a layout, an attention call, slots, the new tokens, and further arguments."""
 
 
@@ -141,7 +141,9 @@ def class_by_class(step: Step) -> Step:
     """Let a step run once for each class of heads, as if each class were a layer."""
 
     @functools.wraps(step)
-    def divided(layout: Layout, call: CachedAttention, slots: AnySlots, new: NewTokens, *further: Any) -> Attended:
+    def divided(
+        layout: Layout, call: CachedAttention, slots: AnySlots, new: NewTokens, *further: Any
+    ) -> AttentionOutput:
         if isinstance(slots, Slots):
             return step(layout, call, slots, new, *further)
         attended = []
@@ -163,7 +165,7 @@ def _select_query_heads(x: Tensor, heads: Tensor, count: int) -> Tensor:
     return select_heads(torch.unflatten(x, 1, (count, -1)), heads).flatten(1, 2)
 
 
-def _join_classes(layout: Layout, slots: ClassedSlots, attended: list[Attended]) -> Attended:
+def _join_classes(layout: Layout, slots: ClassedSlots, attended: list[AttentionOutput]) -> AttentionOutput:
     """Join the results of all classes, with the heads in the model's order."""
 
     def joined(results: list[Tensor]) -> Tensor:
@@ -173,4 +175,6 @@ def _join_classes(layout: Layout, slots: ClassedSlots, attended: list[Attended])
     sums = [each.lse for each in attended if each.lse is not None]
     masks = tuple(mask for each in attended for mask in each.masks)
     statistics = tuple(x for each in attended for x in each.statistics)
-    return Attended(joined([each.output for each in attended]), masks, joined(sums) if sums else None, statistics)
+    return AttentionOutput(
+        joined([each.output for each in attended]), masks, joined(sums) if sums else None, statistics
+    )

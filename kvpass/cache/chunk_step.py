@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.cache.cached_attention import Attended, CachedAttention, NewTokens, class_by_class
+from kvpass.cache.cached_attention import AttentionOutput, CachedAttention, NewTokens, class_by_class
 from kvpass.cache.layout import Layout
 from kvpass.cache.slots import Slots
 from kvpass.cache.step import add_biases, log_sum_exp, stored_vectors, with_logit_scale, with_mask
 from kvpass.lowering.attend import attend, by_kernel
-from kvpass.lowering.attention_statistics import StatisticsSpec, fuses_attention, statistics
+from kvpass.lowering.attention_statistics import StatisticsOperands, fuses_attention, statistics
 from kvpass.lowering.formats import Sections, plain
 
 
 @class_by_class
-def chunk_step(layout: Layout, call: CachedAttention, slots: Slots, new: NewTokens) -> Attended:
+def chunk_step(layout: Layout, call: CachedAttention, slots: Slots, new: NewTokens) -> AttentionOutput:
     """Attend with a chunk of queries to [slots, chunk], under the model's own mask.
 
     Args:
@@ -30,7 +30,7 @@ def chunk_step(layout: Layout, call: CachedAttention, slots: Slots, new: NewToke
     Returns:
         The results of attention with the statistics of the chunk (`kvpass.lowering.attention_statistics`), over columns
         [slots, chunk].  These leave out the policy's own bias.  If the layout crops, their inputs follow: the query,
-        keys, mask and sink of a `StatisticsSpec`.  Slots in classes have these of every class.
+        keys, mask and sink of a `StatisticsOperands`.  Slots in classes have these of every class.
     """
     policy, (query, key, value, valid) = layout.policy, new
     chunk = query.shape[2]
@@ -63,13 +63,13 @@ def chunk_step(layout: Layout, call: CachedAttention, slots: Slots, new: NewToke
     if computed is None:
         computed = statistics(policy, spec, valid, held.budget) if policy.statistics else []
     inputs = (spec.query, spec.key, spec.mask, spec.sink_logit) if layout.crops and policy.statistics else ()
-    return Attended(output, ((mask, bias),), lse, (*computed, *(x for x in inputs if x is not None)))
+    return AttentionOutput(output, ((mask, bias),), lse, (*computed, *(x for x in inputs if x is not None)))
 
 
-def chunk_spec(layout: Layout, scale: float, cap: float | None, *operands: Any) -> StatisticsSpec:
+def chunk_spec(layout: Layout, scale: float, cap: float | None, *operands: Any) -> StatisticsOperands:
     """Return the attention of a chunk to [slots, chunk] from its query, keys, mask and, if it has one, sink."""
     named = dict(zip(("query", "key", "mask", "sink_logit"), operands, strict=False))
-    return StatisticsSpec(**named, causal=False, scale=scale, cap=cap, heads=layout.heads, sharding=layout.sharding)
+    return StatisticsOperands(**named, causal=False, scale=scale, cap=cap, heads=layout.heads, sharding=layout.sharding)
 
 
 def _by_library(call: CachedAttention) -> bool:
@@ -111,12 +111,12 @@ def _chunk_mask(
 ) -> tuple[Tensor, Tensor | None]:
     """Return mask [B, H', 1 or G, q, C + q] and bias of a chunk on [slots, chunk]."""
     count = valid.shape[1]
-    new = valid[:, None, None, None].expand(-1, layout.groups, -1, -1, -1)  # [B, H', 1, 1, q]
+    new = valid[:, None, None, None].expand(-1, layout.metadata_heads, -1, -1, -1)  # [B, H', 1, 1, q]
     new_index = slots.length[:, None] + torch.arange(count, device=valid.device)
-    index = torch.cat([slots.index, new_index[:, None].expand(-1, layout.groups, -1)], -1)
+    index = torch.cat([slots.index, new_index[:, None].expand(-1, layout.metadata_heads, -1)], -1)
     mask = torch.cat([(slots.position >= 0)[:, :, None, None], new], -1)  # the same for all queries
     new_position = slots.seen[:, None] + valid.cumsum(-1) - 1
-    position = torch.cat([slots.position, new_position[:, None].expand(-1, layout.groups, -1)], -1)
+    position = torch.cat([slots.position, new_position[:, None].expand(-1, layout.metadata_heads, -1)], -1)
     mask, bias = with_mask(mask, call.mask(index, position, key_features) if call.mask else None, call.hidden_logit)
     return mask.expand(-1, -1, -1, count, -1), bias
 

@@ -29,7 +29,7 @@ class Handle(Tensor):
     """NaN that carries a `LayerCache`, with its stored tokens along `token_dim`; see the module's docstring."""
 
     cache: LayerCache
-    seen: int
+    length: int
     part: Part
     token_dim: int
 
@@ -42,8 +42,8 @@ class Handle(Tensor):
         # Dynamo refuses a region whose inputs share memory, so each handle has a NaN of its own.
         nan = torch.full((1,), torch.nan, dtype=cache.layout.dtype, device=cache.layout.device)
         handle = nan.expand(*_shape_of(cache, token_dim), dim).as_subclass(Handle)
-        handle.cache, handle.seen, handle.part, handle.token_dim = cache, cache.seen, part, token_dim
-        if cache.stored_tokens == cache.seen:
+        handle.cache, handle.length, handle.part, handle.token_dim = cache, cache.length, part, token_dim
+        if cache.stored_tokens == cache.length:
             dynamo.mark_growing(handle, token_dim)
         return handle
 
@@ -55,7 +55,7 @@ class Handle(Tensor):
                 return _ACTIONS[name](*args, **(kwargs or {}))
             if name not in _METADATA:
                 given: Any = (args, kwargs)
-                seen = next(each.seen for each in optree.tree_leaves(given) if isinstance(each, Handle))
+                seen = next(each.length for each in optree.tree_leaves(given) if isinstance(each, Handle))
                 raise CacheHandleError(
                     f"{name or func} on a cache of kvpass: its {seen} tokens live in slots and not "
                     "in this tensor. Reordering rows, copying and moving work; anything else needs "
@@ -98,7 +98,7 @@ def _exchanged(x: Tensor) -> Tensor:
         result = x.transpose(1, 2)
         if isinstance(x, Handle):
             result = result.as_subclass(Handle)
-            result.cache, result.seen, result.part, result.token_dim = x.cache, x.seen, x.part, 3 - x.token_dim
+            result.cache, result.length, result.part, result.token_dim = x.cache, x.length, x.part, 3 - x.token_dim
     return result
 
 
@@ -120,9 +120,9 @@ def handle_like(handle: Handle, cache: LayerCache) -> Handle:
 def _check_current(handle: Handle) -> None:
     if handle.cache.cropped is not None:
         check_usable(handle.cache)
-    if handle.seen != handle.cache.seen:
+    if handle.length != handle.cache.length:
         raise CacheHandleError(
-            f"this cache stood at {handle.seen} tokens and has since gone on to {handle.cache.seen}: "
+            f"this cache stood at {handle.length} tokens and has since gone on to {handle.cache.length}: "
             "copy a cache (copy.deepcopy) before continuing it in two ways"
         )
 
@@ -178,10 +178,10 @@ def _crop(handle: Handle, kept: int) -> Handle:
         return handle
     if cache.cropped is None:
         _check_current(handle)
-    if stored < handle.seen:
+    if stored < handle.length:
         raise CacheHandleError(
             f"{stored - kept} tokens were to be cropped from a layer with a sliding window of its own, which stores "
-            f"{stored} of the {handle.seen} that it has seen"
+            f"{stored} of the {handle.length} that it has seen"
         )
     return handle_like(handle, cache.crop(stored - kept, handle.part))
 
@@ -241,7 +241,7 @@ def current_cache(value: Any, part: Part, backend: CacheOwner) -> LayerCache:
         )
     _check_current(value)
     cache = value.cache
-    cache.deferred_checks.settle()
+    cache.deferred_checks.raise_if_failed()
     check_usable(cache)
     with tensors.without_torch_function():
         shape = tuple(value.shape)
@@ -262,7 +262,7 @@ def check_layers(caches: list[LayerCache]) -> None:
                 f"the caches of layers were exchanged: the cache for layer {index} of the graph is of a later layer "
                 f"than the cache for layer {index + 1}"
             )
-    counts = sorted({cache.seen for cache in caches})
+    counts = sorted({cache.length for cache in caches})
     if len(counts) > 1:
         raise CacheHandleError(f"the layers' caches stand at {counts} tokens: they come from different conversations")
 

@@ -29,13 +29,13 @@ class _RowSelection:
 
     operation: str
     argument: Any
-    seen: int
+    length: int
     part: Part
     result: weakref.ref[LayerCache]
 
     def serves(self, operation: str, argument: Any, seen: int, part: Part) -> bool:
         """Return whether the other part of K and V makes the same selection."""
-        same = (self.operation, self.seen) == (operation, seen) and self.part != part
+        same = (self.operation, self.length) == (operation, seen) and self.part != part
         return same and _equal_arguments(self.argument, argument)
 
 
@@ -74,7 +74,7 @@ class DeferredChecks:
         event.record()
         self.pending.append((event, answer))
 
-    def settle(self) -> None:
+    def raise_if_failed(self) -> None:
         """Read the conditions that are computed, and raise CacheHandleError if one of them is false."""
         computed = itertools.takewhile(lambda check: check[0].query(), self.pending)  # type: ignore[no-untyped-call]
         answers = [answer for _, answer in computed]
@@ -119,7 +119,7 @@ class LayerCache:
         backend: the backend that made the cache; a backend of other settings refuses it.
         number: increases from layer to layer of a conversation in the order of the prompt's layers, also in copies.
         layout, slots: the buffers; `slots` is a ReferenceLayer with `inner="reference"`.
-        seen: tokens seen, padding included; the host's copy of `slots.length`.
+        length: tokens seen, padding included; the host's copy of `slots.length`.
         heads: the KV heads of the model's cache; if keys are computed from the cache, the layout joins them to one.
         window: the number of last tokens that the model's cache stores, None for all.
         row_budgets: the layer's budget of each row; empty with `inner="reference"`.
@@ -141,7 +141,7 @@ class LayerCache:
     number: int
     layout: Layout
     slots: Any
-    seen: int
+    length: int
     heads: int
     window: int | None = None
     row_budgets: tuple[int, ...] = ()
@@ -168,7 +168,7 @@ class LayerCache:
     @property
     def stored_tokens(self) -> int:
         """The number of tokens that the model's cache stores."""
-        return self.seen if self.window is None else min(self.seen, self.window)
+        return self.length if self.window is None else min(self.length, self.window)
 
     def select(self, operation: str, argument: Any, part: Part, apply: Callable[[Tensor], Tensor]) -> LayerCache:
         """Return the cache with other rows.  The same selection for K and then for V gives one cache.
@@ -181,18 +181,18 @@ class LayerCache:
         self._selections = [picked for picked in self._selections if picked.result() is not None]
         for i, picked in enumerate(self._selections):
             result = picked.result()
-            if result is not None and picked.serves(operation, argument, self.seen, part):
+            if result is not None and picked.serves(operation, argument, self.length, part):
                 del self._selections[i]  # the next equal selection for this part makes another copy
                 return result
         result = self.map_rows(operation, apply)
         kept = copy.deepcopy(argument) if isinstance(argument, list) else argument  # callers may change their lists
-        self._selections.append(_RowSelection(operation, kept, self.seen, part, weakref.ref(result)))
+        self._selections.append(_RowSelection(operation, kept, self.length, part, weakref.ref(result)))
         return result
 
     def crop(self, tokens: int, part: Part) -> LayerCache:
         """Return the cache without its last tokens.  The same crop of K and then of V gives one cache."""
         last = self.cropped
-        if last is not None and (last.tokens, last.left, last.result.seen) == (tokens, part, self.seen - tokens):
+        if last is not None and (last.tokens, last.left, last.result.length) == (tokens, part, self.length - tokens):
             self.cropped = dataclasses.replace(last, left=None)
             return last.result
         check_usable(self)

@@ -104,7 +104,7 @@ class PastCall:
     @staticmethod
     def on(cache: Any, token_count: int, snapshot: SlotSnapshot | None, repeat: AdmitAgain | None = None) -> PastCall:
         """Return the record of a call on a layer's cache in its present state."""
-        names = ("layout", "seen", "clocks", "absent", "row_budgets")
+        names = ("layout", "length", "clocks", "absent", "row_budgets")
         return PastCall(token_count, snapshot, repeat, {name: getattr(cache, name) for name in names})
 
     def undo(self, cache: Any) -> Any:

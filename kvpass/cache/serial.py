@@ -22,10 +22,12 @@ from kvpass.lowering.formats.base import Parts
 from kvpass.policies.base import Policy
 
 _LAYOUT_FIELDS = {
-    "budget": int, "capacity": int, "batch": int, "heads": int, "key_dim": int, "value_dim": int, "ranked": bool,
-    "layer": int, "exact_capacity": bool, "row_budgets": bool, "pins": bool,
+    "budget": int, "capacity": int, "batch": int, "heads": int, "key_dim": int, "value_dim": int,
+    "stores_raw_keys": bool, "layer": int, "exact_capacity": bool, "row_budgets": bool, "pins": bool,
 }  # fmt: skip
 """The fields of a layout that a file holds unchanged."""
+_NAMES_IN_FILES = {"stores_raw_keys": "ranked"}
+"""Their names in a file, where these differ."""
 _OPTIONAL = ("first", "rotated_key")
 
 
@@ -45,8 +47,8 @@ def entry_of(cache: LayerCache, prefix: str, tensors: dict[str, Tensor]) -> dict
     found = {**dict(zip(slots.names, parts, strict=True)), "absent": cache.absent}
     found |= {name: value for name in _OPTIONAL if (value := getattr(cache, name)) is not None}
     tensors.update({f"{prefix}{name}": tensor for name, tensor in found.items()})
-    entry = {name: getattr(layout, name) for name in _LAYOUT_FIELDS}
-    counts = dict(seen=cache.seen, model_heads=cache.heads, window=cache.window, slots=slots.capacity)
+    entry = {_NAMES_IN_FILES.get(name, name): getattr(layout, name) for name in _LAYOUT_FIELDS}
+    counts = dict(seen=cache.length, model_heads=cache.heads, window=cache.window, slots=slots.capacity)
     host = dict(limits=list(cache.row_budgets), clocks=[list(clock) for clock in cache.clocks], notes=list(cache.notes))
     kinds = dict(dtype=str(layout.dtype).removeprefix("torch."), optional=[name for name in _OPTIONAL if name in found])
     return {**entry, **counts, **host, **kinds}
@@ -112,7 +114,7 @@ def _check_classes(slots: ClassedSlots, layout: Layout, seen: int) -> None:
 
 
 def _layout_of(entry: Mapping[str, Any], backend: CacheOwner, policy: Policy, device: torch.device) -> Layout:
-    fields = {name: entry[name] for name in _LAYOUT_FIELDS}
+    fields = {name: entry[_NAMES_IN_FILES.get(name, name)] for name in _LAYOUT_FIELDS}
     for name, kind in _LAYOUT_FIELDS.items():
         # isinstance() would take `true` in a file for 1.
         if type(fields[name]) is not kind or not 0 <= fields[name] < 2**31:

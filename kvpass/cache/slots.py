@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,7 +56,7 @@ class Slots:
     @torch.inference_mode(False)  # steps outside of inference mode also write to them
     def empty(layout: Layout) -> Slots:
         """Return slots without tokens."""
-        rows, groups, capacity = layout.batch, layout.groups, layout.capacity
+        rows, groups, capacity = layout.batch, layout.metadata_heads, layout.capacity
         meta = (rows, groups, capacity)
 
         def integers(*shape: int, fill: int = 0) -> Tensor:
@@ -166,7 +167,7 @@ class Slots:
         """The slots of each class of heads: these."""
         return (self,)
 
-    def as_rectangle(self, layout: Layout) -> Slots:
+    def joined_classes(self, layout: Layout) -> Slots:
         """Return the slots of all heads in one rectangle: these."""
         return self
 
@@ -258,7 +259,7 @@ class ClassedSlots:
 
     @property
     def names(self) -> list[str]:
-        """The names of the tensors: those of the first class, those of the others with a prefix, and the order."""
+        """The names of the tensors: those of class 0, those of the others with a prefix, `order` and `inverse`."""
         return [*_prefix_names([part.names for part in self.by_class]), "order", "inverse"]
 
     @property
@@ -277,7 +278,7 @@ class ClassedSlots:
         pairs = zip(self.by_class, layout.by_class, strict=True)
         return dataclasses.replace(self, by_class=tuple(part.on_meta(each) for part, each in pairs))
 
-    def as_rectangle(self, layout: Layout) -> Slots:
+    def joined_classes(self, layout: Layout) -> Slots:
         """Return copies of the slots of all heads in one rectangle, the heads in the model's order."""
         rectangle = dataclasses.replace(layout, classes=(), capacity=self.capacity)
         slots = Slots.empty(rectangle)
@@ -298,7 +299,7 @@ class ClassedSlots:
 
     def cached_indices(self, layout: Layout, pinned: bool = False) -> Tensor:
         """Return the indices of cached tokens as `Slots.cached_indices` does."""
-        return self.as_rectangle(layout).cached_indices(dataclasses.replace(layout, classes=()), pinned)
+        return self.joined_classes(layout).cached_indices(dataclasses.replace(layout, classes=()), pinned)
 
     @property
     def nbytes(self) -> int:
@@ -306,6 +307,14 @@ class ClassedSlots:
 
 
 AnySlots = Slots | ClassedSlots
+
+
+def hold_whole_prompt(slots: Any, layout: Layout) -> bool:
+    """Return whether slots still hold every token of a prompt, for policies that evict at the first step.
+
+    The next token is then admitted as a chunk, to slots of the layout's capacity.
+    """
+    return bool(slots.capacity != layout.capacity)
 
 
 def _prefix_names(names: Sequence[Sequence[str]]) -> list[str]:
@@ -325,7 +334,7 @@ def empty_state(layout: Layout) -> State:
     taken |= {f"{name}_{part}" for name, each in formats.items() for part in each.names}
     if used := sorted(own.keys() & taken):
         raise PolicyError(f"{type(layout.policy).__qualname__}: its state cannot have an entry {used[0]!r}: rename it")
-    shape, device = (layout.batch, layout.groups), layout.device
+    shape, device = (layout.batch, layout.metadata_heads), layout.device
     tokens = {
         name: torch.zeros(*shape, layout.capacity, dtype=dtype, device=device) for name, dtype in layout.state().items()
     }

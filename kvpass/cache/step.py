@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from kvpass.cache.admission import align, rescore
-from kvpass.cache.cached_attention import Attended, CachedAttention, NewTokens, class_by_class
+from kvpass.cache.cached_attention import AttentionOutput, CachedAttention, NewTokens, class_by_class
 from kvpass.cache.layout import Layout
 from kvpass.cache.slots import FREE, READ_ONLY_STATE, Slots, row_indices
 from kvpass.fx.precision import FILLED, upcast
-from kvpass.lowering.attend import LOWEST, Rope, Rotation, UnknownQueries, attend, capped, scores
+from kvpass.lowering.attend import LOWEST, Rope, Rotation, UnknownQueries, attend, capped, query_key_logits
 from kvpass.lowering.attention_statistics import regrouped
 from kvpass.lowering.formats import EncodedVectors, plain
 from kvpass.policies.base import Policy
@@ -24,7 +24,9 @@ from kvpass.policies.types import Attention, State, Tokens
 
 
 @class_by_class
-def decode_step(layout: Layout, call: CachedAttention, slots: Slots, new: NewTokens, compact: bool = False) -> Attended:
+def decode_step(
+    layout: Layout, call: CachedAttention, slots: Slots, new: NewTokens, compact: bool = False
+) -> AttentionOutput:
     """Write one token to the free slot, attend, let the policy observe, and free the next slot.
 
     Args:
@@ -55,7 +57,7 @@ def decode_step(layout: Layout, call: CachedAttention, slots: Slots, new: NewTok
 
 
 @class_by_class
-def read_step(layout: Layout, call: CachedAttention, slots: Slots, new: NewTokens) -> Attended:
+def read_step(layout: Layout, call: CachedAttention, slots: Slots, new: NewTokens) -> AttentionOutput:
     """Attend to the tokens of an earlier `decode_step`, for a layer that shares its cache.
 
     Args:
@@ -113,7 +115,7 @@ class _QueryView:
         unknown = call.unknown_queries(slots, new.valid[:, None], None if bias is None else bias.dtype)
         return _QueryView(call, grouped, key, value, mask, bias, policy_bias, _rotation(call, tokens), rope, unknown)
 
-    def attend(self, with_logits: bool) -> tuple[Attended, Tensor | None, Tensor | None]:
+    def attend(self, with_logits: bool) -> tuple[AttentionOutput, Tensor | None, Tensor | None]:
         """Attend with the query; return also probabilities and logits if `with_logits` or the model needs them.
 
         Probabilities and logits are [B, Ha, ., 1, C] in the dtype of `upcast`.
@@ -134,11 +136,13 @@ class _QueryView:
             unknown_queries=self.unknown_queries,
         )
         output = output.flatten(1, 2)  # not later: the compiler moves a product to its first user
-        return Attended(output, ((self.mask, self.bias),), log_sum_exp(call, logits)), probs, logits
+        return AttentionOutput(output, ((self.mask, self.bias),), log_sum_exp(call, logits)), probs, logits
 
     def logits(self) -> Tensor:
         """Return the logits of the keys before the softmax, [B, Ha, ., 1, C] in the dtype of `upcast`."""
-        logits = capped(scores(self.query, self.key, scale=self.call.scale, rotate=self.rotate), self.call.cap)
+        logits = capped(
+            query_key_logits(self.query, self.key, scale=self.call.scale, rotate=self.rotate), self.call.cap
+        )
         return torch.where(self.mask, logits if self.bias is None else logits + self.bias.to(logits.dtype), -torch.inf)
 
 

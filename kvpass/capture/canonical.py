@@ -214,7 +214,7 @@ class AttentionSite:
     token_dims: tuple[int, int] = (2, 2)
 
     @property
-    def all(self) -> tuple[AttentionSite, ...]:
+    def attention_calls(self) -> tuple[AttentionSite, ...]:
         """This site and the sites that share its cache."""
         return (self, *self.shared_by)
 

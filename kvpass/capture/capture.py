@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from kvpass.capture import caches, heads_first, simplify, sliced_tables
-from kvpass.capture.caches import Reading, Verdict
+from kvpass.capture import cache_search, heads_first, simplify, sliced_tables
+from kvpass.capture.cache_search import Reading, Verdict
 from kvpass.capture.canonical import APPEND, ATTENTION, LOG_SUM_EXP, AttentionSite, sites
 from kvpass.capture.decomposed_attention import AttentionCall
 from kvpass.capture.origins import Origin
@@ -49,7 +49,7 @@ class Capture:
 
     @property
     def is_certain(self) -> bool:
-        """True if caches were found, and none is one whose order of heads and tokens only a step can show."""
+        """Whether the order of heads and tokens is known: a cache was found, and its keys show their heads."""
         return bool(self.sites) and not any(site.computed and site.past_key is None for site in self.sites)
 
     @property
@@ -82,7 +82,7 @@ def capture(gm: fx.GraphModule, is_handle: Sequence[bool]) -> Capture:
 def _capture_as_it_is(gm: fx.GraphModule, is_handle: Sequence[bool]) -> Capture:
     copy = _normalized(gm)
     handles = {node for node, flag in zip(walk.placeholders(copy.graph), is_handle, strict=True) if flag}
-    found = caches.find(copy, handles)
+    found = cache_search.find(copy, handles)
     readings = [verdict.reading for verdict in found if verdict.reading]
     if any(verdict.refusal for verdict in found) or not readings:
         return Capture(gm, gm, [], found)
@@ -94,7 +94,7 @@ def _capture_as_it_is(gm: fx.GraphModule, is_handle: Sequence[bool]) -> Capture:
 
 
 def _normalized(gm: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of a graph with arguments bound, in which few spellings are left."""
+    """Return a copy of a graph with calls normalized: positional arguments, products for einsum, no vmap."""
     copy, _ = fx_nodes.copy_graph_module(gm)
     _replace_transposed_attributes(copy.graph)
     op_table.normalize_calls(copy.graph)

@@ -81,7 +81,7 @@ def find(gm: fx.GraphModule) -> tuple[list[AttentionCall], dict[fx.Node, str]]:
     """
     found: list[AttentionCall] = []
     unread: dict[fx.Node, str] = {}
-    memory = alias.Memory(gm.graph)
+    memory = alias.AliasSets(gm.graph)
     for node in list(gm.graph.nodes):
         if fx_nodes.is_sdpa(node):
             found.append(_sdpa_call(node))
@@ -117,7 +117,7 @@ class _DecompositionReader:
     It accounts for every operation on the way with all arguments, or the call is unreadable.
     """
 
-    def __init__(self, gm: fx.GraphModule, softmax: fx.Node, memory: alias.Memory) -> None:
+    def __init__(self, gm: fx.GraphModule, softmax: fx.Node, memory: alias.AliasSets) -> None:
         self.softmax, self.memory = softmax, memory
         self.changes = LogitChanges(gm, softmax)
         self.sink_logit: fx.Node | None = None

@@ -71,10 +71,12 @@ def with_head_sharding(sites: list[AttentionSite], policy: Policy, supports_shar
         return sites
     found = [_read_sharding(site, policy) for site in sites]
     first = found[0]
-    if len({sharding and (sharding.ranks, sharding.group) for sharding in found}) > 1:  # they agree on shared budgets
+    if (
+        len({sharding and (sharding.world_size, sharding.group) for sharding in found}) > 1
+    ):  # they agree on shared budgets
         raise _sharding_error(sites[0], policy, "its layers are sharded over different processes")
     if first is not None and declared == "never":
-        share = f"each has {first.heads // first.ranks} of {first.heads} KV heads"
+        share = f"each has {first.heads // first.world_size} of {first.heads} KV heads"
         raise _sharding_error(sites[0], policy, f"{share}, {NOT_DECLARED}")
     if first is not None and not supports_shards:
         problem = "inner='reference' sees the heads of its own process; run it in one process"

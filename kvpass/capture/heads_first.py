@@ -1,6 +1,6 @@
 """Rewrite Dynamo's graph so that heads come before tokens, in caches [B, S, H, D] and in torch.einsum.
 
-A cache [B, S, H, D] enters and leaves the new graph as [B, H, S, D], and nothing behind capture knows of another order:
+A cache [B, S, H, D] enters and leaves the new graph as [B, H, S, D], and nothing after capture knows of another order:
 
     before    k = cat([past_k, key], 1)              after    grown = cat([past_k, key.transpose(1, 2)], 2)
               out = attend(q, k.transpose(1, 2))              k = grown.transpose(1, 2)

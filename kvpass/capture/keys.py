@@ -1,4 +1,4 @@
-"""Prove which dimension of each tensor behind a mask runs over the keys.
+"""Prove which dimension of each tensor of a mask runs over the keys.
 
 The rewritten step evaluates a mask for one slot at a time.  This is exact for tensors that are computed *slice by
 slice*: the part of a key from the parts of the operands of the same key.  `KeyAxis` follows the keys' dimension through
@@ -67,7 +67,7 @@ def _is_input(node: fx.Node, actual: dict[fx.Node, Any]) -> bool:
     return node.op == "placeholder" and isinstance(tensor, torch.Tensor) and not isinstance(tensor, torch.nn.Parameter)
 
 
-Dependence = Literal["free", "plain", "sliced", "own entry", "lengthened", "host_precomputed"]
+Dependence = Literal["independent", "independent_of_padded", "per_key", "per_key_lookup", "padded", "needs_all_tokens"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +75,14 @@ class KeyDependence:
     """The dependence of a tensor on the keys.
 
     Attributes:
-        dependence: "free": independent of the keys; "plain": independent, and computed from a lengthened tensor;
-            "sliced": computed slice by slice; "own entry": a lookup of each key's own entry; "lengthened": a tensor
-            without keys, padded to the number of keys; "host_precomputed": not proven to be any of these.
+        dependence: one of
+
+            - "independent": it does not depend on the keys;
+            - "independent_of_padded": likewise, and it is computed from a "padded" tensor;
+            - "per_key": one slice for each key, computed from that key alone;
+            - "per_key_lookup": the entry of a table at each key's own index;
+            - "padded": a tensor without keys, padded to the number of keys;
+            - "needs_all_tokens": not proven to be any of these.
         axis: the dimension that follows the keys, None if there is none.
     """
 
@@ -85,7 +90,7 @@ class KeyDependence:
     axis: int | None
 
 
-INDEPENDENT, PLAIN = KeyDependence("free", None), KeyDependence("plain", None)
+INDEPENDENT, INDEPENDENT_OF_PADDED = KeyDependence("independent", None), KeyDependence("independent_of_padded", None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +102,7 @@ class MaskContext:
         inputs: inputs with an entry for every token, and its dimension, see `token_inputs`.
         padding: inputs that mark padding, if cached tokens are known to be real.
         stored: the grown keys and values of the site.
-        lengths: nodes of arithmetic on the cache's length, see `rewrite.passes.positions`.
+        length_nodes: nodes of arithmetic on the cache's length, see `rewrite.passes.positions`.
         window: how many tokens the model stores, None for all.
     """
 
@@ -105,7 +110,7 @@ class MaskContext:
     inputs: dict[fx.Node, int]
     padding: list[fx.Node]
     stored: list[fx.Node]
-    lengths: dict[fx.Node, sympy.Expr]
+    length_nodes: dict[fx.Node, sympy.Expr]
     window: int | None
 
 
@@ -120,7 +125,7 @@ class KeyAxis:
             among: the nodes that the mask is computed from.
             key_features: the tensors computed from stored vectors, each with its dimension over the tokens.
         """
-        self.sizes, self.lengths = sizes, context.lengths
+        self.sizes, self.lengths = sizes, context.length_nodes
         self.first = sympy.Integer(0) if context.window is None else LENGTH - context.window  # index of the first key
         self.padding = {node for node in context.padding if node in among}
         entries = {node: axis for node, axis in context.inputs.items() if node in among}
@@ -128,8 +133,8 @@ class KeyAxis:
         integer_indices = [node for node in context.key_indices if op_table.holds_indices(value(node).dtype)]
         self.offsets: dict[fx.Node, sympy.Expr] = dict.fromkeys(integer_indices, sympy.Integer(0))
         roots = {**dict.fromkeys(context.key_indices, 0), **entries, **key_features}
-        self.known = {node: KeyDependence("sliced", axis) for node, axis in roots.items()}
-        memory = alias.Memory(graph)
+        self.known = {node: KeyDependence("per_key", axis) for node, axis in roots.items()}
+        memory = alias.AliasSets(graph)
         self._overwritten = {node for node in among if not among.issuperset(memory.writers(node))}
         for node in graph.nodes:
             if node in among and node not in self.known and not walk.is_size(node):
@@ -143,21 +148,25 @@ class KeyAxis:
     def _follow(self, node: fx.Node) -> KeyDependence:
         growing = self.sizes.growing_dims(value(node))
         dependences = {operand: self.of(operand).dependence for operand in node.all_input_nodes}
-        followers = [operand for operand, dependence in dependences.items() if dependence not in ("free", "plain")]
+        followers = [
+            operand
+            for operand, dependence in dependences.items()
+            if dependence not in ("independent", "independent_of_padded")
+        ]
         if not followers and not growing:
-            return PLAIN if "plain" in dependences.values() else INDEPENDENT
+            return INDEPENDENT_OF_PADDED if "independent_of_padded" in dependences.values() else INDEPENDENT
         axis = self._growing_axis(node)
         if node in self._overwritten:  # a slice of it would lack what other nodes write
-            return KeyDependence("host_precomputed", axis)
+            return KeyDependence("needs_all_tokens", axis)
         if is_lengthened(node, self.sizes):
-            return KeyDependence("lengthened", axis)
+            return KeyDependence("padded", axis)
         lookup = propagation.lookup(node)
         if lookup is not None:
-            return self._look_up(node, *lookup) or KeyDependence("host_precomputed", axis)
+            return self._look_up(node, *lookup) or KeyDependence("needs_all_tokens", axis)
         propagated = self._propagate(node, followers) if followers else self._expanded_dim(node)
         if propagated is None or (growing and growing != [propagated]):
-            return KeyDependence("host_precomputed", axis)
-        return KeyDependence("sliced", propagated)
+            return KeyDependence("needs_all_tokens", axis)
+        return KeyDependence("per_key", propagated)
 
     def _growing_axis(self, node: fx.Node) -> int | None:
         """Return the one dimension that grows, if it has an entry for every key."""
@@ -167,7 +176,7 @@ class KeyAxis:
     def _propagate(self, node: fx.Node, followers: list[fx.Node]) -> int | None:
         """Return the dimension of the result at which the key axes of all operands meet, or None."""
         axes = {operand: axis for operand in followers if (axis := self.of(operand).axis) is not None}
-        if len(axes) < len(followers) or any(self.of(operand).dependence == "lengthened" for operand in followers):
+        if len(axes) < len(followers) or any(self.of(operand).dependence == "padded" for operand in followers):
             return None
         dims = {propagation.propagate_dim(node, operand, axis) for operand, axis in axes.items()}
         return dims.pop() if len(dims) == 1 else None
@@ -187,17 +196,19 @@ class KeyAxis:
     def _look_up(self, node: fx.Node, base: fx.Node, index_of_dim: dict[int, object]) -> KeyDependence | None:
         """Follow a lookup by an index that follows the keys, or of each key's own entry; else return None."""
         indices = {index for index in index_of_dim.values() if isinstance(index, fx.Node) and is_tensor(index)}
-        followers = [index for index in indices if self.of(index).dependence not in ("free", "plain")]
+        followers = [
+            index for index in indices if self.of(index).dependence not in ("independent", "independent_of_padded")
+        ]
         following = {index: axis for index in followers if (axis := self.of(index).axis) is not None}
         if len(following) < len(followers):
             return None
         dims = {propagation.index_axis(node, index, axis) for index, axis in following.items()}
         base_keys = self.of(base)
-        if base_keys.dependence == "lengthened" and not following:
-            return PLAIN
-        if base_keys.dependence in ("free", "plain", "lengthened"):
+        if base_keys.dependence == "padded" and not following:
+            return INDEPENDENT_OF_PADDED
+        if base_keys.dependence in ("independent", "independent_of_padded", "padded"):
             dim = dims.pop() if len(dims) == 1 else None
-            return None if dim is None else KeyDependence("sliced", dim)
+            return None if dim is None else KeyDependence("per_key", dim)
         index = None if base_keys.axis is None else index_of_dim.get(base_keys.axis)
         if not isinstance(index, fx.Node):
             return None
@@ -207,7 +218,7 @@ class KeyAxis:
             )
         if self.is_key_index(index) and set(following) == {index}:
             dim = dims.pop()
-            return None if dim is None else KeyDependence("own entry", dim)
+            return None if dim is None else KeyDependence("per_key_lookup", dim)
         return None
 
     def is_key_index(self, index: fx.Node) -> bool:
@@ -218,7 +229,7 @@ class KeyAxis:
     def _record_offset(self, node: fx.Node) -> None:
         """Record by how much a tensor exceeds the key index."""
         parents = [operand for operand in node.all_input_nodes if operand in self.offsets]
-        if len(parents) != 1 or self.of(node).dependence != "sliced" or not op_table.holds_indices(value(node).dtype):
+        if len(parents) != 1 or self.of(node).dependence != "per_key" or not op_table.holds_indices(value(node).dtype):
             return
         name, offset = op_table.known_name(node), self.offsets[parents[0]]
         if op_table.is_a(node, "moves", "keeps"):

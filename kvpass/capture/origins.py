@@ -12,7 +12,7 @@ and the graph returns them.  The inputs tell the difference: its keys are comput
 none of the tokens of its queries.  The number of keys proves nothing, because it may equal the number of queries.  A
 cache that grows in a later step is examined there again.
 
-A cache may be updated outside of the graph: behind a graph break, or in an uncompiled function.  Or it may grow in a
+A cache may be updated outside of the graph: after a graph break, or in an uncompiled function.  Or it may grow in a
 way that capture does not read.  Whatever the code and layout, a model takes a tensor and returns a longer one.  So an
 output is refused if it is computed from an input without a projection in between and is longer along exactly one
 dimension.  A tensor of constant length, such as the last states of a convolution, is bounded.
@@ -32,7 +32,7 @@ from kvpass.capture.decomposed_attention import AttentionCall
 from kvpass.capture.products import is_as_wide
 from kvpass.capture.rotary import follow_to
 from kvpass.fx import alias, op_table, propagation, shapes, walk
-from kvpass.fx.alias import Memory
+from kvpass.fx.alias import AliasSets
 from kvpass.fx.op_table import is_a, known_name, tagged
 from kvpass.fx.shapes import expr
 from kvpass.fx.walk import is_tensor, name_of, value
@@ -153,7 +153,7 @@ def _check_order(attended: fx.Node, grown: fx.Node) -> None:
 DOES_NOT_GROW = "its keys and values do not grow: they are computed from other inputs than its queries"
 
 
-def queries_of(calls: list[AttentionCall], memory: Memory) -> dict[fx.Node, fx.Node]:
+def queries_of(calls: list[AttentionCall], memory: AliasSets) -> dict[fx.Node, fx.Node]:
     """Map the results of each attention call to its query, if the query depends on inputs.
 
     A query of parameters alone, as in attention over layers, is left out: there the tokens arrive as keys and values.
@@ -166,7 +166,7 @@ def queries_of(calls: list[AttentionCall], memory: Memory) -> dict[fx.Node, fx.N
     }
 
 
-def has_fixed_keys(call: AttentionCall, queries: Mapping[fx.Node, fx.Node], memory: Memory) -> bool:
+def has_fixed_keys(call: AttentionCall, queries: Mapping[fx.Node, fx.Node], memory: AliasSets) -> bool:
     """Return whether no input of the query's tokens takes part in any key or value.
 
     In later layers a query also depends on earlier attention outputs.  Its tokens are found along their `queries`.
@@ -247,7 +247,7 @@ def is_fixed_size_update(node: fx.Node) -> bool:
 
 
 def since_projection(nodes: Iterable[fx.Node], results: set[fx.Node]) -> set[fx.Node]:
-    """Return what keys and values are computed from, up to projections of hidden states and results of attention."""
+    """Return the ancestors of keys and values, ending at linear layers and attention outputs."""
     ends = tagged("projects") | {"layer_norm"}
     return set(walk.reach(nodes, lambda each: [] if name_of(each) in ends else each.all_input_nodes, results))
 

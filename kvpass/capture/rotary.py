@@ -56,13 +56,13 @@ class Rotary:
         return bool(sympy.simplify(count - queries) == 0 or sympy.simplify(count - rows * queries) == 0)
 
 
-def find_obstacle(sites: Iterable[AttentionSite], memory: alias.Memory) -> tuple[AttentionSite, str] | None:
+def find_obstacle(sites: Iterable[AttentionSite], memory: alias.AliasSets) -> tuple[AttentionSite, str] | None:
     """Return the first layer whose keys cannot be stored before their rotary embedding, and why; None if all can."""
     found = ((site, _obstacle(site, memory)) for site in sites)
     return next(((site, why) for site, why in found if why is not None), None)
 
 
-def _obstacle(site: AttentionSite, memory: alias.Memory) -> str | None:
+def _obstacle(site: AttentionSite, memory: alias.AliasSets) -> str | None:
     if site.past_key is not None:
         return "the prompt ran uncompiled, so its keys are rotated to absolute positions already"
     if site.window is not None:
@@ -156,7 +156,7 @@ def positions_of(rotary: Rotary, site: AttentionSite) -> list[fx.Node]:
     """
     key_positions = strip_reshapes(rotary.position)
     found = [rotary.position]
-    for call in site.all:
+    for call in site.attention_calls:
         computed_from = nodes_behind(call.query)
         angles = [node for node in computed_from if _is_converted_to_angle(node, computed_from)]
         same = [node for node in angles if _is_same_computation(strip_reshapes(node), key_positions)]
@@ -171,7 +171,7 @@ def strip_reshapes(node: fx.Node) -> fx.Node:
     return walk.chain(node, lambda n: is_a(n, "moves", "keeps", "keeps_integers") and _takes_all(n))[-1]
 
 
-def rotates_each_token_alone(rotary: Rotary, site: AttentionSite, memory: alias.Memory) -> bool:
+def rotates_each_token_alone(rotary: Rotary, site: AttentionSite, memory: alias.AliasSets) -> bool:
     """Return whether the rotation of a token's key depends on that token's position alone.
 
     Each dimension over rows or tokens, of the positions and the raw key, is followed to the rotated key through

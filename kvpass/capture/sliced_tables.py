@@ -32,8 +32,8 @@ def index_sliced_tables(graph: fx.Graph, sites: Sequence[AttentionSite]) -> None
     dims = {node: dim for node in graph.nodes if (dim := _sliced_dim(node, sites[0])) is not None}
     if not dims:
         return
-    memory, positions = alias.Memory(graph), dict[Any, fx.Node]()
-    rotated = [node for site in sites for node in (site.key, *(each.query for each in site.all))]
+    memory, positions = alias.AliasSets(graph), dict[Any, fx.Node]()
+    rotated = [node for site in sites for node in (site.key, *(each.query for each in site.attention_calls))]
     behind = [(node, rotary.nodes_behind(node)) for node in rotated]
     for node, dim in dims.items():
         first = next((each for each, computed_from in behind if node in computed_from), None)

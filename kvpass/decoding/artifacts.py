@@ -39,7 +39,7 @@ from kvpass.errors import ArtifactError, BudgetError, KVPassError, PolicyError, 
 from kvpass.policies import tensor_files
 from kvpass.policies.base import Policy
 from kvpass.runtime import model_identity
-from kvpass.runtime.caches import call_pins
+from kvpass.runtime.call_pins import call_pins
 from kvpass.runtime.exported_graphs import ExportedStep, exported_prompt
 from kvpass.runtime.prompts import PromptRunner
 from kvpass.torch_private import exported_code, generated_code
@@ -198,7 +198,7 @@ class ExportedCall:
         logits_to_keep: int = 1,
         **cache: Any,
     ) -> Any:
-        """Run tokens ids [B, q] as the model does; see `Caller`."""
+        """Run tokens ids [B, q] as the model does; see `ModelCall`."""
         if call_pins() is not None:
             raise PolicyError(f"pin: {PINS}")
         ((name, before),) = cache.items()
@@ -207,7 +207,7 @@ class ExportedCall:
         kind = "prompt" if not layers else "step" if new == 1 else "chunk"
         graph = self._graph(kind, rows, attention_mask is not None, new)
         inputs = {"ids": ids, "mask": attention_mask, "positions": position_ids}
-        counts = recording.token_counts(layers[0].seen if layers else 0, rows, new)
+        counts = recording.token_counts(layers[0].length if layers else 0, rows, new)
         tensors = dict(named_tensors(self.model))  # which the user may have replaced
         _check_tensors(self.shapes, tensors)
         arguments = graph.arguments(inputs, counts, tensors)

@@ -25,7 +25,7 @@ from kvpass.decoding.stepping import LoopState
 from kvpass.errors import CacheFileError, CacheHandleError, KVPassError
 from kvpass.policies import tensor_files
 from kvpass.policies.base import Policy
-from kvpass.runtime.caches import mark_addresses_static
+from kvpass.runtime.cache_changes import mark_addresses_static
 from kvpass.runtime.model_identity import differences, digests, settings_of, weak_references
 from kvpass.torch_private import dynamo
 

@@ -21,12 +21,14 @@ from kvpass import cache_names
 from kvpass.arguments import Natural, Positive, check_arguments, require
 from kvpass.backend import backend
 from kvpass.decoding import prefill
+from kvpass.decoding.model_call import ModelCall
 from kvpass.decoding.pin_masks import Pin, pin_mask
-from kvpass.decoding.prefill import Caller, PaddingMask, TokenIds, last_of, padding_mask, prefix_mask
+from kvpass.decoding.prefill import last_of, prefix_mask
 from kvpass.decoding.requests import RAISES_REQUEST_ERROR, GenerationOutput, Prompt
 from kvpass.decoding.sampling import Sampling, Seed, Temperature, TopK, TopP
 from kvpass.decoding.scheduler import RequestScheduler
 from kvpass.decoding.stepping import LoopState, ModelParts, in_mode_of_weights
+from kvpass.decoding.token_inputs import PaddingMask, TokenIds, padding_mask
 from kvpass.decoding.warmup import visit_graphs
 from kvpass.errors import CacheHandleError, PolicyError
 from kvpass.policies.base import Policy
@@ -107,14 +109,14 @@ class DecodeLoop:
         repeated = "nothing takes tokens back in a DecodeLoop, whose steps are repeated as they are"
         require(not crop, "crop", crop, repeated)
         if prefill_chunk is not None:
-            prefill.check_budget(self.backend.budget)
+            prefill.refuse_share(self.backend.budget)
         self.compiled = self._compile_model()
         self.parts = ModelParts(model)
         weight = next(itertools.chain(model.parameters(), model.buffers(), [torch.empty(0)]))
         self.device, self.in_inference_mode = weight.device, weight.is_inference()
         require(self.device.type != "meta", "model", type(model).__name__, "has no weights: it is on the device meta")
         self.generator = self.sampling.generator(self.device)
-        self.caller = Caller.of(self.compiled, model)
+        self.caller = ModelCall.of(self.compiled, model)
         self.stop = torch.tensor(list(stop), dtype=torch.int64, device=self.device)
         self.state: LoopState | None = None
         self.prefix: Any = None
@@ -150,7 +152,7 @@ class DecodeLoop:
         state = self.state if self.requests is None else self.requests.batch
         if state is None:
             return self.prefix
-        state.settle()
+        state.refresh_cache_object()
         return state.cache
 
     @property
@@ -189,7 +191,7 @@ class DecodeLoop:
         if old is not None:
             if len(ids) != len(old.ids):
                 raise CacheHandleError(f"a further prompt of {len(ids)} rows for a loop of {len(old.ids)}")
-            old.settle()
+            old.refresh_cache_object()
             ids, mask = torch.cat([old.ids, ids], 1), torch.cat([torch.ones_like(old.ids), mask], 1)
             pinned = None if pinned is None else torch.nn.functional.pad(pinned, (1, 0))
         self.caller.check_padding(mask)
@@ -200,14 +202,14 @@ class DecodeLoop:
                 raise CacheHandleError(f"a prompt of {len(mask)} rows behind a prefix of {len(seen)}")
             whole = torch.cat([seen, mask], 1)
         given = (self.caller, ids, whole, before, self.prefill_chunk)
-        out = last_of(prefill.chunks(*given, pinned=pinned, on_top=on_top))
+        out = last_of(prefill.run_chunks(*given, pinned=pinned, on_top=on_top))
         first = self.sampling.choose(out.logits[:, -1], self.generator)
         self.state = LoopState(self, cache_names.cache_of_output(out), first, whole.sum(-1, keepdim=True), whole)
         self.prefix = None
 
     @check_arguments
     def branch(self, cache: Any) -> None:
-        """Begin a conversation behind a prefilled prefix, which the next `prompt` continues.
+        """Begin a conversation with a prefilled prefix, which the next `prompt` continues.
 
         The prefix is copied, so that any number of conversations can begin with it.
 
@@ -299,7 +301,7 @@ class DecodeLoop:
             pin: the tokens of the prompt that are never evicted: a mask, bool [T] or [1, T], or spans (start, stop).
             on_top: hold them in addition to the budget, see `kvpass.prefill`; all rows get the slots of the largest
                 request.
-            prefix: a prefilled cache of one row, see `branch`, behind which the request begins; it is copied when the
+            prefix: a prefilled cache of one row, see `branch`, which the request continues; it is copied when the
                 request starts, and must not go on until then.
             keep: copy its slots when it ends into the `cache` of its last output, which may be the `prefix` of a later
                 request.  The cache has not seen the last generated token: a prompt that continues begins with it.

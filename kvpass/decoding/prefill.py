@@ -9,153 +9,25 @@ its own.
 from __future__ import annotations
 
 import collections
-import dataclasses
-import functools
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from kvpass import cache_names
-from kvpass.arguments import Condition, Positive, check_arguments, require
+from kvpass.arguments import Positive, check_arguments, require
 from kvpass.cache.handle import caches_in
+from kvpass.decoding.model_call import ModelCall
 from kvpass.decoding.pin_masks import Pin, pin_mask
-from kvpass.errors import BudgetError, CacheHandleError, PolicyError
+from kvpass.decoding.token_inputs import PaddingMask, TokenIds, padding_mask
+from kvpass.errors import BudgetError, CacheHandleError
 from kvpass.policies.pinned_tokens import Pins
-from kvpass.runtime.caches import pinning
 from kvpass.runtime.compiled_call import as_contiguous_tokens
 from kvpass.torch_private import dynamo
 from kvpass.user_budget import Budget
 
 Logits = Literal["last", "all"]
-
-
-def _has_values(x: Tensor) -> bool:
-    return x.layout == torch.strided and not x.is_meta
-
-
-def are_token_ids(x: Tensor) -> bool:
-    """Return whether a tensor holds readable integers: it is strided, not on meta, and not bool."""
-    return _has_values(x) and not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
-
-
-TokenIds = Annotated[
-    Tensor,
-    Condition(
-        holds=lambda ids: ids.ndim == 2 and ids.numel() > 0 and are_token_ids(ids),
-        message="must be an integer tensor of token ids, [rows, tokens], with one token at least",
-    ),
-]
-PaddingMask = Annotated[
-    Tensor,
-    Condition(
-        holds=lambda mask: mask.ndim == 2 and _has_values(mask) and bool(((mask == 0) | (mask == 1)).all()),
-        message="must be a tensor [rows, tokens] of 1 for tokens and 0 for padding",
-    ),
-]
-
-
-@dataclasses.dataclass(frozen=True)
-class Caller:
-    """Caller of a model, with those arguments of a prompt or a step that the model's forward takes.
-
-    Attributes:
-        call: the model or its compiled version.
-        parameter_names: the names of the parameters of its forward.
-        cache_name: the keyword under which it takes its cache.
-        name: its class, for errors.
-        empty_cache: makes an empty cache; returns None for a model that makes its cache itself.
-        vocabulary: the number of tokens that the model knows; None if the model does not report it.
-    """
-
-    call: Callable[..., Any]
-    parameter_names: frozenset[str]
-    cache_name: str
-    name: str
-    empty_cache: Callable[[], Any]
-    vocabulary: int | None
-
-    @staticmethod
-    def of(call: Callable[..., Any], model: Any = None) -> Caller:
-        """Return the caller of a compiled model; `model` is the original, if it cannot be found from `call`."""
-        model = dynamo.before_compilation(call) if model is None else model
-        takes, name = cache_names.parameter_names(model), cache_names.cache_keyword(model)
-        count = getattr(input_embedding(model), "num_embeddings", None)  # packed weights have another number of rows
-        vocabulary = count if isinstance(count, int) else None
-        empty_cache = functools.partial(cache_names.empty_cache, model)
-        return Caller(call, takes, name, type(model).__name__, empty_cache, vocabulary)
-
-    def __call__(
-        self,
-        ids: Tensor,
-        mask: Tensor,
-        position: Tensor,
-        cache: Any,
-        logits_to_keep: int = 1,
-        plain: bool = False,
-        pins: Pins | None = None,
-    ) -> Any:
-        """Call the model and return its output.
-
-        Args:
-            ids: int64 [B, q].
-            mask: [B, tokens seen + q], 0 for padding.
-            position: int64 [B, q], counted over the real tokens.
-            cache: the cache to continue; None for an empty one.
-            logits_to_keep: the number of last tokens for which to compute logits, 0 for all.
-            plain: do not pass mask and positions, for a prompt without padding.
-            pins: the new tokens to pin.
-
-        Raises:
-            CacheHandleError: the returned cache does not count these tokens after those that it had seen, or it is not
-                of kvpass and tokens were to be pinned in it.
-        """
-        given: dict[str, Any] = {} if plain else dict(attention_mask=mask, position_ids=position)
-        given["logits_to_keep"] = logits_to_keep
-        named = {name: value for name, value in given.items() if name in self.parameter_names}
-        cache = self.empty_cache() if cache is None else cache
-        with pinning(pins):
-            out = self.call(ids, **{self.cache_name: cache}, use_cache=True, **named)
-        found, fed, total = caches_in(cache_names.cache_of_output(out)), ids.shape[1], mask.shape[1]
-        if found and found[0].seen != total:
-            raise CacheHandleError(
-                f"{self.name} was fed {fed} tokens behind {total - fed}, and the cache that it returned counts "
-                f"{found[0].seen} tokens instead of {total}: the model does not continue the cache passed as "
-                f"`{self.cache_name}`; let its forward take the cache under this name and return it"
-            )
-        if pins is not None and not found:
-            raise CacheHandleError(f"pin: {self.name} returned no cache of kvpass: compile it with kvpass")
-        return out
-
-    def check_padding(self, mask: Tensor) -> None:
-        """Raise PolicyError if the mask [B, T] has padding and the model takes no attention mask."""
-        if "attention_mask" not in self.parameter_names and not bool(mask.all()):
-            raise PolicyError(f"attention_mask: {self.name} takes none, so prompts cannot be padded")
-
-    def check_vocabulary(self, ids: Tensor) -> None:
-        """Raise PolicyError for a token id outside of the vocabulary, which compiled code would read beyond a table.
-
-        The check waits for the device, so prompts are checked and steps are not.
-        """
-        unknown = self.unknown_token(ids)
-        if unknown is not None:
-            raise PolicyError(f"ids: token {unknown} is not in the vocabulary of {self.vocabulary}")
-
-    def unknown_token(self, ids: Tensor) -> int | None:
-        """Return the lowest or highest of these token ids if it is outside of the vocabulary, else None."""
-        low, high = (int(end) for end in ids.aminmax())
-        above = self.vocabulary is not None and high >= self.vocabulary
-        return low if low < 0 else high if above else None
-
-
-def input_embedding(model: Any) -> torch.nn.Module | None:
-    """Return the module that embeds a model's token ids; None if the model does not report it."""
-    try:
-        embedding: torch.nn.Module | None = model.get_input_embeddings()
-    except (AttributeError, NotImplementedError):
-        return None
-    return embedding
 
 
 @check_arguments
@@ -201,7 +73,7 @@ def prefill(
         CacheHandleError: the cache is not of kvpass, or the model does not continue it.
         BudgetError: an empty cache and a budget that is a share of the prompt, or pins that leave too little budget.
     """
-    caller = Caller.of(compiled)
+    caller = ModelCall.of(compiled)
     require(cache is None or past_key_values is None, "past_key_values", "a cache", "is another name for `cache`")
     cache = past_key_values if cache is None else cache
     seen = _tokens_seen(cache)
@@ -211,14 +83,14 @@ def prefill(
     caller.check_vocabulary(ids)
     pinned = pin_mask(pin, on_top, mask[:, seen:])
     parts: list[Tensor] = []
-    for out in chunks(caller, ids, mask, cache, chunk, int(logits == "last"), pinned, on_top):
+    for out in run_chunks(caller, ids, mask, cache, chunk, int(logits == "last"), pinned, on_top):
         parts = [*parts, out.logits] if logits == "all" else [out.logits[:, -1:]]
     out.logits = torch.cat(parts, 1)
     return out
 
 
-def chunks(
-    caller: Caller,
+def run_chunks(
+    caller: ModelCall,
     ids: Tensor,
     mask: Tensor,
     cache: Any,
@@ -233,7 +105,7 @@ def chunks(
         ids: int64 [B, T].
         mask: [B, tokens seen before + T], 0 for padding.
         chunk: the number of tokens in a chunk; None for the whole prompt at once.
-        logits_to_keep: see `Caller`.
+        logits_to_keep: see `ModelCall`.
         pinned: bool [B, T], the tokens to pin; None for none.
         on_top: see `prefill`.
     """
@@ -248,7 +120,7 @@ def chunks(
         cache, done = cache_names.cache_of_output(out), done + count
         # A cache to continue has the slots that its prompt came to, so only a new cache needs the check of its budget.
         for layer in caches_in(cache)[:1] if chunk is not None and before == 0 else []:
-            check_budget(layer.backend.budget)
+            refuse_share(layer.backend.budget)
         yield out
 
 
@@ -304,31 +176,13 @@ def _tokens_seen(cache: Any) -> int:
     found = caches_in(cache)
     if not found:
         raise CacheHandleError(f"there is no kvpass cache in this {type(cache).__name__}; pass none for an empty one")
-    return found[0].seen
+    return found[0].length
 
 
-def check_budget(budget: Budget) -> None:
+def refuse_share(budget: Budget) -> None:
     """Raise BudgetError for a budget that is a share of the prompt, which chunks of a prompt cannot have."""
     if isinstance(budget, float):
         raise BudgetError(
             f"budget={budget}: a share of the prompt is not known before all of it is; give a number of slots to "
             "prompts that come in chunks"
         )
-
-
-def padding_mask(ids: Tensor, mask: Tensor | None, seen: int) -> Tensor:
-    """Return the padding mask, int64 [B, seen + T], of prompts [B, T] after `seen` tokens.
-
-    Raises:
-        PolicyError: a mask of another shape, or padding that is not on the left of its row.
-    """
-    wanted = (len(ids), seen + ids.shape[1])
-    if mask is None:
-        return torch.ones(wanted, dtype=torch.int64, device=ids.device)
-    require(tuple(mask.shape) == wanted, "attention_mask", tuple(mask.shape), f"must be {wanted}: all tokens so far")
-    mask = mask.to(ids.device, torch.int64, copy=True)
-    behind = (mask[:, seen:].diff(dim=-1) < 0).any(-1).tolist()
-    if any(behind):
-        row = behind.index(True)
-        raise PolicyError(f"attention_mask: row {row} has padding behind a token; pad prompts on the left")
-    return mask

@@ -19,7 +19,7 @@ from kvpass.decoding.loop import DecodeLoop
 from kvpass.decoding.stepping import is_same_tensor
 from kvpass.errors import UnsupportedGraph
 from kvpass.runtime import exported_graphs, prompts, steps
-from kvpass.runtime.recorder import announce, listening
+from kvpass.runtime.run_events import collect_runs, publish_run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,10 +67,10 @@ class RecordedModel:
 
     def __call__(self, ids: Tensor, **named: Any) -> Any:
         cache = next(named[name] for name in (cache_names.OLD, cache_names.NEW) if name in named)
-        before = caches_in(cache)[0].seen if caches_in(cache) else 0
-        with listening() as ran:
+        before = caches_in(cache)[0].length if caches_in(cache) else 0
+        with collect_runs() as ran:
             out = self.call(ids, **named)
-        announce(*ran)
+        publish_run(*ran)
         exported_graphs.check_layouts(caches_in(cache_names.cache_of_output(out)))  # before steps are compiled
         if len(ran) != 1:
             raise UnsupportedGraph(

@@ -26,7 +26,7 @@ from kvpass.decoding.requests import MOST_STOPS, Request
 from kvpass.decoding.sampling import RowSampling
 from kvpass.decoding.stepping import LoopSettings, LoopState, refresh_handles
 from kvpass.errors import BudgetError, CacheHandleError
-from kvpass.runtime.caches import equalize_layouts, free_bytes, mark_addresses_static
+from kvpass.runtime.cache_changes import equalize_layouts, free_bytes, mark_addresses_static
 
 
 class RequestBatch(LoopState):
@@ -48,7 +48,7 @@ class RequestBatch(LoopState):
         self.may_end = True
         self.sampling = RowSampling.of(rows, loop.device)
         self.caches = caches_in(cache)
-        self.done.fill_(True)
+        self.stopped.fill_(True)
         self.pending = 0
         self.cursor.zero_()
 
@@ -83,7 +83,7 @@ class RequestBatch(LoopState):
 
     def insert(self, row: int, caches: Sequence[LayerCache], request: Request, logits: Tensor) -> int:
         """Put a request, from caches of one row and its last logits [1, vocabulary], into a row; return its token."""
-        seen = caches[0].seen
+        seen = caches[0].length
         self.set_length(max(seen, self.length))
         for layer, one in zip(self.caches, caches, strict=True):
             _write_row(layer, row, one)
@@ -93,19 +93,21 @@ class RequestBatch(LoopState):
         self.ids[row], self.position[row] = first, seen - ended
         self.generated[row], self.max_new_tokens[row] = 1, request.max_new_tokens
         self.stops[row] = torch.tensor([*request.stop, *[-1] * (MOST_STOPS - len(request.stop))])
-        self.done[row] = ended
+        self.stopped[row] = ended
         return first
 
     def held_tokens(self, row: int) -> float:
         """Return how many tokens a row's slots hold, the mean over layers and heads."""
         held = [[(part.position[row] >= 0).sum() for part in layer.slots.by_class] for layer in self.caches]
-        counts = [torch.stack(parts).sum() / x.layout.groups for x, parts in zip(self.caches, held, strict=True)]
+        counts = [
+            torch.stack(parts).sum() / x.layout.metadata_heads for x, parts in zip(self.caches, held, strict=True)
+        ]
         return float(torch.stack(counts).mean())
 
     @torch.inference_mode(False)  # as slots are made, which steps outside of inference mode also write to
     def extract(self, row: int, seen: int) -> Any:
         """Return a model's cache object with a copy of one row, which has seen `seen` tokens."""
-        self.settle()
+        self.refresh_cache_object()
         one = {id(layer): _row_of(layer, row, seen) for layer in self.caches}
         # shallow, since only the handles are replaced, and the batch keeps its own
         cache = copy.copy(self.cache)
@@ -116,7 +118,7 @@ class RequestBatch(LoopState):
     @property
     def length(self) -> int:
         """Number of tokens that all rows have seen, padding included."""
-        return self.caches[0].seen
+        return self.caches[0].length
 
     def set_length(self, length: int) -> None:
         """Give all rows the same length by padding them on the left.
@@ -131,7 +133,7 @@ class RequestBatch(LoopState):
             self.step.shift_counts(by)
         for layer in self.caches:
             _pad_left(layer.slots, by)
-            layer.seen += by
+            layer.length += by
         if self.step is None:
             self.cache = refresh_handles(self.cache, by)
 
@@ -142,26 +144,26 @@ class RequestBatch(LoopState):
         """
         self.follow_model()
         exact = exact and bool(self.caches[0].clocks)
-        ended = int(self.done.sum()) if exact or self.done.device.type == "cpu" else None
+        ended = int(self.stopped.sum()) if exact or self.stopped.device.type == "cpu" else None
         for _ in range(count):
             self._advance()
             self.pending += 1
-            if ended is not None and int(self.done.sum()) > ended:
+            if ended is not None and int(self.stopped.sum()) > ended:
                 break
         columns: list[list[int]] = self.token_buffer[: self.pending].tolist()  # waits for the device
         self.cursor.zero_()
         self.pending = 0
         return columns
 
-    def settle(self) -> None:
+    def refresh_cache_object(self) -> None:
         """Update the cache object as `LoopState` does, without positions of padding, as requests change in a row."""
-        super().settle()
+        super().refresh_cache_object()
         for layer in self.caches:
             layer.absent = layer.absent[:, :0]
 
     def mask(self) -> Tensor:
         """Return the padding mask [R, tokens seen]; a row's own tokens are at its end, and free rows are arbitrary."""
-        indices = torch.arange(self.length, device=self.done.device)
+        indices = torch.arange(self.length, device=self.stopped.device)
         return (indices >= self.length - self.caches[0].valid_seen[:, None]).to(torch.int64)
 
     @property
@@ -174,7 +176,7 @@ class RequestBatch(LoopState):
 
         The column that the graph reads depends on the length.
         """
-        mask.copy_((~self.done)[:, None].expand_as(mask))
+        mask.copy_((~self.stopped)[:, None].expand_as(mask))
 
     def _stops(self, tokens: Tensor) -> Tensor:
         """Return bool [R], true where a token is a stop token of its row, or its last one."""
@@ -183,7 +185,7 @@ class RequestBatch(LoopState):
     def choose(self, logits: Tensor) -> None:
         """Sample the next tokens from logits [R, 1, vocabulary] and advance the state, all on the device."""
         drawn = self.sampling.choose(logits[:, -1], self.generated)
-        self.generated.add_(~self.done)
+        self.generated.add_(~self.stopped)
         self._record(drawn)
 
 
@@ -228,7 +230,7 @@ def _with_rows(one: LayerCache, rows: int) -> LayerCache:
     slots = empty_slots(layout)
     mark_addresses_static(slots)
     for class_slots in slots.by_class:
-        class_slots.length.fill_(one.seen)
+        class_slots.length.fill_(one.length)
     none = one.absent.new_zeros(rows, 0)
     fresh: dict[str, Any] = dict(absent=none, first=None, _selections=[])
     fresh |= dict(row_budgets=one.row_budgets * rows, clocks=one.clocks * rows)
@@ -245,8 +247,8 @@ def _pad_left(slots: AnySlots, by: int) -> None:
 def _row_of(layer: LayerCache, row: int, seen: int) -> LayerCache:
     """Return a copy of one row of a cache, which has seen `seen` tokens; `_write_row` is the inverse."""
     one = layer.map_rows("getitem", lambda tensor: tensor[row : row + 1].clone())
-    _pad_left(one.slots, seen - layer.seen)
-    one.seen, one.absent = seen, layer.absent.new_zeros(1, 0)
+    _pad_left(one.slots, seen - layer.length)
+    one.length, one.absent = seen, layer.absent.new_zeros(1, 0)
     one.row_budgets, one.clocks = layer.row_budgets[row : row + 1], layer.clocks[row : row + 1]
     mark_addresses_static(one.slots)
     return one
@@ -254,7 +256,7 @@ def _row_of(layer: LayerCache, row: int, seen: int) -> LayerCache:
 
 def _write_row(layer: LayerCache, row: int, one: LayerCache) -> None:
     """Move the only row of a cache into a row of a wider cache, replacing all of that row."""
-    _pad_left(one.slots, layer.seen - one.seen)
+    _pad_left(one.slots, layer.length - one.length)
     for there, here in zip(layer.slots.tensors(), one.slots.tensors(), strict=True):
         there[row].copy_(here[0])
     layer.row_budgets = (*layer.row_budgets[:row], *one.row_budgets, *layer.row_budgets[row + 1 :])

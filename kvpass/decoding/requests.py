@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 from torch import Tensor
 
 from kvpass.arguments import Condition
-from kvpass.decoding.prefill import are_token_ids
 from kvpass.decoding.sampling import Sampling
+from kvpass.decoding.token_inputs import are_token_ids
 from kvpass.errors import RequestError
 
 Reason = Literal["stop", "length", "cancelled", "error"]
@@ -59,7 +59,7 @@ class GenerationOutput:
         finish_reason: "stop" for a stop token, "length" for the largest number of tokens, "cancelled" or "error"; None
             for a request that has not finished.
         error: the error message, if the status is `RequestStatus.FAILED`.
-        cause: the exception behind it, without a traceback.
+        cause: the exception that caused it, without a traceback.
         held: the tokens in its slots at its end, the mean over layers and heads; None before its end, and for a request
             that ended without a row.
         cache: its cache at its end, if `DecodeLoop.add` was to keep it; it has seen all tokens but the last one.

@@ -19,7 +19,7 @@ from kvpass import cache_names
 from kvpass.arguments import require
 from kvpass.cache.handle import caches_in
 from kvpass.decoding.pin_masks import Pin, pin_mask
-from kvpass.decoding.prefill import chunk_lengths, chunks, prefix_mask
+from kvpass.decoding.prefill import chunk_lengths, prefix_mask, run_chunks
 from kvpass.decoding.request_batch import RequestBatch, check_holds_only_slots
 from kvpass.decoding.requests import MOST_STOPS, GenerationOutput, Request, RequestStatus
 from kvpass.decoding.sampling import Sampling
@@ -211,7 +211,7 @@ class RequestScheduler:
         request.held_tokens = self.batch.held_tokens(row)
         if request.keep and request.status is RequestStatus.FINISHED:
             request.cache = self.batch.extract(row, request.seen_tokens)
-        self.batch.done[row] = True  # steps leave a free row unchanged
+        self.batch.stopped[row] = True  # steps leave a free row unchanged
 
     def _prefill(self) -> bool:
         """Prefill one chunk of a prompt if there is a free row; return whether a prefill has ended or failed."""
@@ -249,7 +249,7 @@ class RequestScheduler:
         mask = torch.ones(1, request.prefix_length + ids.shape[1], dtype=torch.int64, device=ids.device)
         how = (self.loop.caller, ids, mask, copy.deepcopy(request.prefix), self.loop.prefill_chunk)
         pinned = None if request.pinned is None else request.pinned.to(self.loop.device)
-        result = chunks(*how, pinned=pinned, on_top=request.on_top)
+        result = run_chunks(*how, pinned=pinned, on_top=request.on_top)
         return request, result, len(chunk_lengths(ids.shape[1], self.loop.prefill_chunk, not request.prefix_length))
 
     def _retry(self, requests: Sequence[Request], error: Exception) -> None:

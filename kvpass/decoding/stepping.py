@@ -16,12 +16,13 @@ from kvpass import cache_names
 from kvpass.backend import Backend
 from kvpass.cache.handle import Handle, caches_in, handle_like
 from kvpass.cache.layer_cache import LayerCache
-from kvpass.decoding.prefill import Caller, with_dynamic_length
+from kvpass.decoding.model_call import ModelCall
+from kvpass.decoding.prefill import with_dynamic_length
 from kvpass.decoding.sampling import Sampling
 from kvpass.errors import CacheFileError, CacheHandleError
-from kvpass.runtime import caches, steps
-from kvpass.runtime.caches import StepKey
-from kvpass.runtime.recorder import listening
+from kvpass.runtime import cache_changes, clocks, steps
+from kvpass.runtime.clocks import StepKey
+from kvpass.runtime.run_events import collect_runs
 from kvpass.torch_private import dynamo
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -60,7 +61,7 @@ class LoopSettings(Protocol):
     stop: Tensor
     sampling: Sampling
     generator: torch.Generator
-    caller: Caller
+    caller: ModelCall
 
 
 def in_mode_of_weights(function: F) -> F:
@@ -84,24 +85,26 @@ class LoopState:
         ids: int64 [B, 1], the last token of each row, which the model has not seen yet.
         position: int64 [B, 1], its position among the real tokens; in a row that has stopped, the position of the token
             before it, as a model may have no further positions.
-        done: bool [B], whether each row has stopped.
+        stopped: bool [B], whether each row has stopped.
         token_buffer: int64 [read_interval, B], the tokens since the host read them last.
         ready: tokens that the host has read and not handed out.
-        ended: whether all conversations had stopped when the host read the tokens last.
+        all_stopped: whether all conversations had stopped when the host read the tokens last.
     """
 
     def __init__(self, loop: LoopSettings, cache: Any, first: Tensor, position: Tensor, mask: Tensor) -> None:
         self.loop, self.cache, self.prompt_mask = loop, cache, mask
         self.may_end = len(loop.stop) > 0  # without stop tokens no conversation ends
-        self.done = self._stops(first)
-        self.ids, self.position = first[:, None].clone(), position - self.done[:, None].to(position.dtype)
+        self.stopped = self._stops(first)
+        self.ids, self.position = first[:, None].clone(), position - self.stopped[:, None].to(position.dtype)
         self.token_buffer = torch.full((loop.read_interval, len(first)), loop.pad, device=first.device)
         self.token_buffer[0] = first
         self.cursor = torch.ones(1, dtype=torch.int64, device=first.device)
         self.pending = 1  # tokens in `token_buffer` that the host has not read
         self.ready: collections.deque[Tensor] = collections.deque()
-        self.ended = False
-        self.finished = torch.zeros(len(first), dtype=torch.bool)  # on the host: rows that stopped in tokens read
+        self.all_stopped = False
+        self.stopped_on_host = torch.zeros(
+            len(first), dtype=torch.bool
+        )  # on the host: rows that stopped in tokens read
         self.step: RepeatedStep | None = None
 
     def _stops(self, tokens: Tensor) -> Tensor:
@@ -110,10 +113,10 @@ class LoopState:
 
     def mask(self) -> Tensor:
         """Return the padding mask of the tokens that the cache has seen, [B, tokens seen]."""
-        count = 0 if self.step is None else self.step.caches[0].seen - self.prompt_mask.shape[1]
+        count = 0 if self.step is None else self.step.caches[0].length - self.prompt_mask.shape[1]
         steps = torch.arange(count, device=self.prompt_mask.device)
         # A row's real tokens are those of its prompts and then one per step, up to the step where it stopped.
-        generated = self.position + self.done[:, None] - self.prompt_mask.sum(-1, keepdim=True)
+        generated = self.position + self.stopped[:, None] - self.prompt_mask.sum(-1, keepdim=True)
         return torch.cat([self.prompt_mask, (steps < generated).to(self.prompt_mask.dtype)], 1)
 
     @in_mode_of_weights
@@ -122,16 +125,16 @@ class LoopState:
         if self.pending:
             self.ready.extend(self._read_tokens())
         ready = torch.stack(list(self.ready)) if self.ready else torch.zeros(0, len(self.ids), dtype=torch.int64)
-        tensors = dict(ids=self.ids, position=self.position, done=self.done, mask=self.mask(), ready=ready)
-        tensors |= dict(finished=self.finished, random=self.loop.generator.get_state())
-        return {"ended": self.ended}, tensors
+        tensors = dict(ids=self.ids, position=self.position, done=self.stopped, mask=self.mask(), ready=ready)
+        tensors |= dict(finished=self.stopped_on_host, random=self.loop.generator.get_state())
+        return {"ended": self.all_stopped}, tensors
 
     @staticmethod
     @in_mode_of_weights
     def of_saved(loop: LoopSettings, cache: Any, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LoopState:
         """Return the state that `to_saved` has described, for a loop whose generator gets the saved state."""
         layer, wanted = caches_in(cache)[0], torch.int64
-        rows, seen = layer.layout.batch, layer.seen
+        rows, seen = layer.layout.batch, layer.length
         shapes: dict[str, Any] = dict.fromkeys(("ids", "position"), ((rows, 1), wanted))
         shapes |= {"mask": ((rows, seen), wanted)} | dict.fromkeys(("done", "finished"), ((rows,), torch.bool))
         wrong = [name for name, how in shapes.items() if (tuple(tensors[name].shape), tensors[name].dtype) != how]
@@ -142,18 +145,18 @@ class LoopState:
             raise CacheFileError(f"its last tokens or their positions cannot be those of {seen} tokens of this model")
         here = {name: tensor.to(loop.stop.device) for name, tensor in tensors.items()}
         state = LoopState(loop, cache, here["ids"][:, 0], here["position"], here["mask"])
-        state.done, state.position = here["done"], here["position"].clone()
-        state.pending, state.ended = 0, bool(values["ended"])
+        state.stopped, state.position = here["done"], here["position"].clone()
+        state.pending, state.all_stopped = 0, bool(values["ended"])
         state.cursor.zero_()
         state.ready.extend(tensors["ready"])
-        state.finished = tensors["finished"]
+        state.stopped_on_host = tensors["finished"]
         loop.generator.set_state(tensors["random"])
         return state
 
     @in_mode_of_weights
     def next(self, wanted: int) -> Tensor | None:
         """Return the next token of each row, [B], of about `wanted`; None if all conversations have stopped."""
-        if not self.ready and not self.ended:
+        if not self.ready and not self.all_stopped:
             self.ready.extend(self._decode_tokens(min(wanted, self.loop.read_interval)))
         return self.ready.popleft() if self.ready else None
 
@@ -174,10 +177,10 @@ class LoopState:
 
     def _count_used(self, columns: Tensor) -> int:
         """Return how many of the steps [n, B] have a token for a row that had not stopped before."""
-        stops = torch.isin(columns, self.loop.stop.cpu()) | self.finished
+        stops = torch.isin(columns, self.loop.stop.cpu()) | self.stopped_on_host
         over = stops.cumsum(0) > 0
-        self.finished = over[-1]
-        self.ended = bool(over[-1].all())
+        self.stopped_on_host = over[-1]
+        self.all_stopped = bool(over[-1].all())
         return 1 + int((~over[:-1]).any(-1).sum())
 
     def follow_model(self) -> None:
@@ -195,10 +198,10 @@ class LoopState:
 
     def _run_model(self) -> None:
         """Run a decode step through the model: Dynamo traces it or the runtime specialises it, for repeated steps."""
-        mask = torch.cat([self.mask(), (~self.done)[:, None].to(self.prompt_mask.dtype)], 1)
-        self.settle()
+        mask = torch.cat([self.mask(), (~self.stopped)[:, None].to(self.prompt_mask.dtype)], 1)
+        self.refresh_cache_object()
         self.loop.parts.record()
-        with listening() as found:
+        with collect_runs() as found:
             out = self.loop.caller(self.ids, with_dynamic_length(mask), self.position, self.cache)
         ran = [each for each in found if isinstance(each, steps.StepResult)]
         if len(ran) != 1:
@@ -222,11 +225,11 @@ class LoopState:
     def _record(self, drawn: Tensor) -> None:
         """Record the next tokens [B] of rows that have not stopped, and advance the state."""
         if self.may_end:
-            running = ~self.done
+            running = ~self.stopped
             self.token_buffer.index_copy_(0, self.cursor, torch.where(running, drawn, self.loop.pad)[None])
             self.ids.copy_(torch.where(running[:, None], drawn[:, None], self.ids))
-            self.done.logical_or_(self._stops(drawn))
-            self.position.add_((~self.done)[:, None])
+            self.stopped.logical_or_(self._stops(drawn))
+            self.position.add_((~self.stopped)[:, None])
         else:
             self.position.add_(1)
             self.token_buffer.index_copy_(0, self.cursor, drawn[None])
@@ -236,14 +239,14 @@ class LoopState:
     def mark_new_tokens(self, mask: Tensor) -> None:
         """Write into a padding mask [B, tokens seen] which of the new tokens are real; needless without stop tokens."""
         if self.may_end:
-            mask[:, -1:] = (~self.done)[:, None]
+            mask[:, -1:] = (~self.stopped)[:, None]
 
     @property
     def variant(self) -> Any:
         """Facts on which a CUDA graph of a step depends, in addition to the key of the step."""
         return None
 
-    def settle(self) -> None:
+    def refresh_cache_object(self) -> None:
         """Update the model's own cache object to the present count of tokens."""
         if self.step is not None:
             self.cache = refresh_handles(self.cache, self.step.steps_since_refresh)
@@ -274,7 +277,7 @@ class RepeatedStep:
         if not self.settled:
             self.forget()
         self.runner, self.caches, self.arguments, self.mask = result.runner, result.caches, result.arguments, mask
-        self.holds_after, self.seen_at_start = result.runner.holds_after(result), result.caches[0].seen - 1
+        self.holds_after, self.seen_at_start = result.runner.holds_after(result), result.caches[0].length - 1
         self.other_sizes, self.known_padding = result.inputs.other_sizes, result.inputs.known_padding
         self.logits_index = next(i for i, result in enumerate(result.results) if is_same_tensor(result, logits))
         if any(key.hooks != result.key.hooks for key in self.slots_by_key):  # their keys never come again
@@ -295,9 +298,9 @@ class RepeatedStep:
         if not self.settled:
             return False
         for cache in self.caches:
-            caches.grow_for(cache, 1)
-        key = caches.step_key(self.caches)
-        if key not in self.slots_by_key or not self.holds_after(self.caches[0].seen - self.seen_at_start):
+            cache_changes.grow_for(cache, 1)
+        key = clocks.step_key(self.caches)
+        if key not in self.slots_by_key or not self.holds_after(self.caches[0].length - self.seen_at_start):
             return False
         if self.mask.device.type == "cuda":
             self._replay(key)
@@ -316,18 +319,18 @@ class RepeatedStep:
         """Run the device work of a step."""
         self.state.mark_new_tokens(self.mask)
         self.arguments = self.runner.arguments_after(self.caches, self.arguments, 1)
-        compact, clocks = self.runner.tick(self.caches, self.arguments)
+        compact, ticked = self.runner.tick(self.caches, self.arguments)
         if (key, compact) not in self.callables:
             inputs = steps.StepInputs(self.caches, self.arguments, self.other_sizes, self.known_padding, compact)
             self.callables[key, compact] = self.runner.bind_fast_step(inputs)
-        results = self.callables[key, compact](self.arguments, clocks)
+        results = self.callables[key, compact](self.arguments, ticked)
         self.state.choose(results[self.logits_index])
 
     def _replay(self, key: StepKey) -> None:
         graph_key = (key, self.state.variant)
         if graph_key in self.graphs:
-            _, clocks = caches.tick(self.caches)
-            caches.advance_counts(self.caches, 1, clocks)
+            _, ticked = clocks.tick(self.caches)
+            clocks.advance_counts(self.caches, 1, ticked)
         else:
             self.graphs[graph_key] = self._capture(key)  # the capture itself advances the host's counts
         self.graphs[graph_key].replay()

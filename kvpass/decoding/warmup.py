@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from kvpass import cache_names
-from kvpass.decoding.prefill import Caller, chunks, input_embedding, last_of
+from kvpass.decoding.model_call import ModelCall, input_embedding
+from kvpass.decoding.prefill import last_of, run_chunks
 from kvpass.errors import BudgetError, RequestError
 from kvpass.policies.base import Policy
 from kvpass.policies.types import Clock
@@ -153,7 +154,7 @@ def visit_graphs(loop: Any, rows: int, prefixes: bool = False) -> None:
     Args:
         loop: the loop.
         rows: the number of rows in prompts; requests have the loop's own.
-        prefixes: whether requests will begin behind prefixes.
+        prefixes: whether requests will continue prefixes.
 
     Raises:
         BudgetError: the budget holds none of the prompts.
@@ -179,7 +180,7 @@ def visit_graphs(loop: Any, rows: int, prefixes: bool = False) -> None:
 
 
 def _parts(loop: Any, length: int) -> list[tuple[int, int]]:
-    """Return the new tokens and the steps of a prompt and of the turns behind it."""
+    """Return the new tokens and the steps of a prompt and of the turns after it."""
     policy, budget = loop.backend.policy, loop.backend.budget
     slots = budget if isinstance(budget, int) else length
     steps = loop.read_interval + 1 + steps_until_compaction(policy, slots, policy.clock((), length, slots))
@@ -216,7 +217,7 @@ def _converse(loop: Any, rows: int, parts: Sequence[tuple[int, int]], padded: bo
 class SyntheticConversation:
     """A conversation of synthetic tokens, which are fed to a model call by call."""
 
-    caller: Caller
+    caller: ModelCall
     device: torch.device
     rows: int = 1
     padded: bool = False  # whether the first row begins with padding
@@ -228,7 +229,7 @@ class SyntheticConversation:
         """Feed so many tokens, one count after the other; each in chunks of `chunk` tokens if that is given."""
         for count in counts:
             self.seen += count
-            outputs = chunks(self.caller, self.tokens(count), self.mask(self.seen), self.cache, chunk)
+            outputs = run_chunks(self.caller, self.tokens(count), self.mask(self.seen), self.cache, chunk)
             self.cache = cache_names.cache_of_output(last_of(outputs))
 
     def tokens(self, count: int) -> Tensor:

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from kvpass.arguments import Condition, check_arguments, short_text
 from kvpass.backend import Backend, backend
-from kvpass.cache.admission import Chunk, admit, attention_of_chunk, split_by_class
+from kvpass.cache.admission import NewRows, admit, attention_of_chunk, split_by_class
 from kvpass.cache.cached_attention import CachedAttention, NewTokens, Rotate
 from kvpass.cache.chunk_step import chunk_step
 from kvpass.cache.layout import Layout
-from kvpass.cache.slots import FREE, AnySlots, Slots
+from kvpass.cache.slots import FREE, AnySlots, Slots, hold_whole_prompt
 from kvpass.cache.step import decode_step, with_logit_scale
 from kvpass.errors import BudgetError, KVPassError, PolicyError
-from kvpass.lowering.attention_statistics import StatisticsSpec
+from kvpass.lowering.attention_statistics import StatisticsOperands
 from kvpass.lowering.formats import EncodedVectors, KVDtype
 from kvpass.policies.base import Policy
 from kvpass.policies.budgets import Plan, window_starts
@@ -27,7 +27,7 @@ from kvpass.policies.types import Attention
 from kvpass.reference import ReferenceLayer, reference_of
 from kvpass.reference.layer import attention_logits
 from kvpass.runtime.backend_base import Positions
-from kvpass.runtime.caches import clock_of, tick_of
+from kvpass.runtime.clocks import clock_of, tick_of
 from kvpass.user_budget import Budget, slots_for
 
 Heads = Annotated[
@@ -150,8 +150,8 @@ class _Layer:
         return self.backend.policy.for_layer(0, 1)
 
     @property
-    def ranked(self) -> bool:
-        return self.theta is not None and self.backend.prefers_ranks
+    def stores_raw_keys(self) -> bool:
+        return self.theta is not None and self.backend.prefers_cache_positions
 
     @property
     def budget(self) -> int:
@@ -175,7 +175,7 @@ class _Layer:
             value_dim=self.v.shape[-1],
             dtype=self.k.dtype,
             device=self.k.device,
-            ranked=self.ranked,
+            stores_raw_keys=self.stores_raw_keys,
             kv_dtype=self.backend.kv_dtype,
             row_budgets=plan.differs(self.budget),
         ).with_head_classes()
@@ -191,9 +191,9 @@ class _Layer:
 
     def step(self, t: int, rank: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return query, attended key, value and stored key of token t, whose cache position is `rank` [B, 1, 1]."""
-        counted = self.ranked or self.policy.renumbers
+        counted = self.stores_raw_keys or self.policy.renumbers
         q, k, v = self.tokens(slice(t, t + 1), rank if counted else torch.full_like(rank, t))
-        return q, k, v, self.k[:, :, t : t + 1] if self.ranked else k
+        return q, k, v, self.k[:, :, t : t + 1] if self.stores_raw_keys else k
 
     def valid(self, count: int) -> Tensor:
         return torch.ones(self.q.shape[0], count, dtype=torch.bool, device=self.q.device)
@@ -202,7 +202,7 @@ class _Layer:
 def _prompt(layer: _Layer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return queries, attended keys, values and stored keys of the prompt."""
     q, k, v = layer.tokens(slice(0, layer.prompt), -_window_starts(layer)[:, None])
-    return q, k, v, layer.k[:, :, : layer.prompt] if layer.ranked else k
+    return q, k, v, layer.k[:, :, : layer.prompt] if layer.stores_raw_keys else k
 
 
 def _window_starts(layer: _Layer) -> Tensor:
@@ -224,11 +224,11 @@ def _run_compiled(layer: _Layer) -> Trace:
     output = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, attn_mask=_prompt_mask(layer), scale=layer.scale, enable_gqa=True
     )
-    spec = StatisticsSpec(q, k, None, True, layer.scale, heads=k.shape[1], sharding=None)
+    spec = StatisticsOperands(q, k, None, True, layer.scale, heads=k.shape[1], sharding=None)
     attention = spec.attention(policy, valid, layer.budget)
     plan = policy.plan([attention], valid, layer.budget)[0]
     layout = layer.layout(plan)
-    slots = admit(layout, None, Chunk(stored, v, valid, attention), plan.budgets_of_rows(len(q)))
+    slots = admit(layout, None, NewRows(stored, v, valid, attention), plan.budgets_of_rows(len(q)))
     clock = clock_of(layout, (), layer.prompt, plan.budget)
     outputs, held = [output], [_positions(layout, slots)]
     for t in range(layer.prompt, layer.q.shape[2]):
@@ -236,24 +236,24 @@ def _run_compiled(layer: _Layer) -> Trace:
         new, slots = _compiled_step(layer, layout, slots, t, compact)
         outputs.append(new)
         held.append(_positions(layout, slots))
-    whole = slots.as_rectangle(layout)
+    whole = slots.joined_classes(layout)
     return _trace(layer, held, outputs, [_in_order(whole, rows) for rows in (whole.key, whole.value)])
 
 
 def _compiled_step(layer: _Layer, layout: Layout, slots: AnySlots, t: int, compact: bool) -> tuple[Tensor, AnySlots]:
-    rotate: Rotate | None = (lambda keys, rank: [layer.rotated(keys.join(), rank)]) if layer.ranked else None
+    rotate: Rotate | None = (lambda keys, rank: [layer.rotated(keys.join(), rank)]) if layer.stores_raw_keys else None
     site, valid = CachedAttention(layer.scale, None, rotate), layer.valid(1)
-    q, k, v, stored = layer.step(t, slots.as_rectangle(layout).next_rank())
-    if slots.capacity == layout.capacity:
+    q, k, v, stored = layer.step(t, slots.joined_classes(layout).next_rank())
+    if not hold_whole_prompt(slots, layout):
         return decode_step(layout, site, slots, NewTokens(q, stored, v, valid[:, 0]), compact).output, slots
     attended = chunk_step(layout, site, slots, NewTokens(q, k, v, valid))
-    chunk = Chunk(stored, v, valid, attention_of_chunk(layout, split_by_class(layout, attended.statistics), valid))
+    chunk = NewRows(stored, v, valid, attention_of_chunk(layout, split_by_class(layout, attended.statistics), valid))
     return attended.output, admit(layout, slots, chunk)
 
 
 def _positions(layout: Layout, slots: AnySlots) -> Tensor:
     """Return the positions of cached tokens, [B, H', C], sorted, -1 after the last."""
-    position = slots.as_rectangle(layout).position
+    position = slots.joined_classes(layout).position
     return position.gather(-1, slots_by_position(position))
 
 
@@ -272,7 +272,7 @@ def _run_reference(layer: _Layer) -> Trace:
     total = torch.unflatten(probabilities.sum(2), 1, (k.shape[1], -1))  # [B, Hkv, G, P]
     plan = layer.policy.plan([Attention(total=total)], valid, layer.budget)[0]
     reference = ReferenceLayer(layer.layout(plan), rule, plan.budgets_of_rows(len(q)))
-    reference.take(Chunk(stored, v, valid, Attention()), probabilities, logits)
+    reference.take(NewRows(stored, v, valid, Attention()), probabilities, logits)
     outputs, held = [_weighted_sum(probabilities, v)], [reference.positions()]
     for t in range(layer.prompt, layer.q.shape[2]):
         outputs.append(_reference_step(layer, reference, t))
@@ -288,17 +288,17 @@ def _reference_step(layer: _Layer, reference: ReferenceLayer, t: int) -> Tensor:
     q, k, v, stored = layer.step(t, rank)
     if reference.attends_to_stored(1):
         kept, v = reference.stored(stored), reference.stored(v, key=False)
-        k = layer.rotated(kept, rank) if layer.ranked else kept
+        k = layer.rotated(kept, rank) if layer.stores_raw_keys else kept
     q = q * reference.logit_scale(valid)
     keys = reference.held_vectors("key")
-    attended = torch.cat([layer.rotated(keys, ranks) if layer.ranked else keys, k], 2)
+    attended = torch.cat([layer.rotated(keys, ranks) if layer.stores_raw_keys else keys, k], 2)
     live = torch.nn.functional.pad(held >= 0, (0, 1), value=True)[:, :, None]
     mask = live.repeat_interleave(q.shape[1] // live.shape[1], 1)
     logits = attention_logits(q, attended, mask, None, layer.scale)  # [B, Hq, 1, N + 1]
     bias = reference.bias(q.shape[1] // k.shape[1])
     probabilities = (logits if bias is None else logits + torch.nn.functional.pad(bias, (0, 1))).softmax(-1)
     output = _weighted_sum(probabilities, torch.cat([reference.held_vectors("value"), v], 2)).to(layer.q.dtype)
-    reference.take(Chunk(stored, layer.v[:, :, t : t + 1], valid, Attention()), probabilities, logits)
+    reference.take(NewRows(stored, layer.v[:, :, t : t + 1], valid, Attention()), probabilities, logits)
     return output
 
 

@@ -18,11 +18,11 @@ from kvpass.backend import Backend
 from kvpass.backend import compile as compile_model
 from kvpass.cache.handle import caches_in
 from kvpass.cache.layer_cache import LayerCache
-from kvpass.decoding.prefill import Caller
+from kvpass.decoding.model_call import ModelCall
 from kvpass.decoding.warmup import LeftOut, Room, SyntheticConversation, prompt_lengths, steps_until_compaction
 from kvpass.errors import PolicyError
 from kvpass.policies.base import Policy
-from kvpass.runtime.caches import clock_by_class
+from kvpass.runtime.clocks import clock_by_class
 from kvpass.torch_private import dynamo
 
 M = TypeVar("M", bound=torch.nn.Module)
@@ -137,7 +137,7 @@ class _Conversation(SyntheticConversation):
     """A conversation through `generate` if the model has it, else by calls."""
 
     def __init__(self, model: Any, rows: int, padded: bool) -> None:
-        super().__init__(Caller.of(model), next(model.parameters()).device, rows, padded)
+        super().__init__(ModelCall.of(model), next(model.parameters()).device, rows, padded)
         self.model = model
 
     def converse(self, new: int, answer: int) -> None:

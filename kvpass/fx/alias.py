@@ -13,7 +13,7 @@ from kvpass.fx.walk import name_of, reach, value
 from kvpass.torch_private import fx_nodes, tensors
 
 
-class Memory:
+class AliasSets:
     """Groups of nodes that may share memory, as a graph was when this object was made.
 
     Args:
@@ -52,7 +52,7 @@ def ancestors_with_writes(
     stop: Iterable[fx.Node] = (),
     reader: fx.Node | None = None,
     through: Mapping[fx.Node, fx.Node] | None = None,
-    memory: Memory | None = None,
+    memory: AliasSets | None = None,
 ) -> set[fx.Node]:
     """Return the results and all nodes that they are computed from, in-place writes included.
 
@@ -62,7 +62,7 @@ def ancestors_with_writes(
         through: for some nodes, the one operand that the walk follows.
         memory: of the graph, if the caller has it.
     """
-    memory = memory or Memory(results[0].graph)
+    memory = memory or AliasSets(results[0].graph)
     last = reader or max(results)
 
     def following(node: fx.Node) -> list[fx.Node]:
@@ -86,11 +86,11 @@ def writers_to(nodes: set[fx.Node]) -> list[fx.Node]:
     """Return the nodes that write in place to the memory of any of `nodes`, views included, in order."""
     if not nodes:
         return []
-    memory = Memory(next(iter(nodes)).graph)
+    memory = AliasSets(next(iter(nodes)).graph)
     return sorted({writer for node in nodes for writer in memory.writers(node)})
 
 
-def overwriting_node(nodes: set[fx.Node], memory: Memory, since: fx.Node | None = None) -> fx.Node | None:
+def overwriting_node(nodes: set[fx.Node], memory: AliasSets, since: fx.Node | None = None) -> fx.Node | None:
     """Return the first node outside `nodes` that writes to their memory, after `since` if that is given, or None.
 
     Such a write means that `nodes` alone do not determine what is computed.
@@ -108,7 +108,7 @@ def eliminate_dead(graph: fx.Graph, among: set[fx.Node] | None = None) -> None:
     Args:
         among: the nodes that may be removed; all nodes by default.
     """
-    memory = Memory(graph)
+    memory = AliasSets(graph)
     needed: set[fx.Node] = set()
     read: set[fx.Node] = set()
     mapped = _MappedRegions()
@@ -174,13 +174,13 @@ def may_alias(node: fx.Node, parent: fx.Node) -> bool:
     return tensors.share_memory(result, taken) or (not recorded and (writes(node) or name_of(node) in tagged("view")))
 
 
-def dependents(among: set[fx.Node], roots: Sequence[fx.Node], memory: Memory | None = None) -> set[fx.Node]:
+def dependents(among: set[fx.Node], roots: Sequence[fx.Node], memory: AliasSets | None = None) -> set[fx.Node]:
     """Return the roots and the nodes of `among` computed from them, including memory that these nodes write to."""
     found, todo = set(roots), list(roots)
     while todo:
         following = [user for user in todo.pop().users if user in among and user not in found]
         for node in filter(writes, list(following)):
-            memory = memory or Memory(node.graph)
+            memory = memory or AliasSets(node.graph)
             owner = memory.of(node)
             following += [owner] if owner in among and owner not in found else []
         found.update(following)

@@ -87,7 +87,7 @@ class Sizes:
     """The rules for reading the symbolic sizes of a step graph.
 
     Attributes:
-        lengths: each layer's cache length, as an expression.
+        cache_lengths: each layer's cache length, as an expression.
         known: the values in this call of the symbols that do not grow.
         queries: q, the number of new tokens.
         least: a lower bound of the lengths.
@@ -95,7 +95,7 @@ class Sizes:
         dynamic: dynamic sizes that do not grow; `known` has their symbols.
     """
 
-    lengths: tuple[sympy.Expr, ...]
+    cache_lengths: tuple[sympy.Expr, ...]
     known: dict[sympy.Symbol, Any]
     queries: Any
     least: int = 0
@@ -103,7 +103,7 @@ class Sizes:
     dynamic: symbolic_shapes.SymbolicSizes | None = None
 
     def __post_init__(self) -> None:
-        symbols = [length for length in self.lengths if length.is_Symbol]
+        symbols = [length for length in self.cache_lengths if length.is_Symbol]
         above = {s: sympy.Symbol(f"{s}_above", integer=True, nonnegative=True) for s in symbols}
         self._bounds = {s: self.least + t for s, t in above.items()}
         self._back = {t: s - self.least for s, t in above.items()}
@@ -158,7 +158,7 @@ class Sizes:
         return any(
             sympy.expand(self._simplified_size(size) - length).subs(self.known) == expr(self.queries)
             and length.free_symbols
-            for length in self.lengths
+            for length in self.cache_lengths
         )
 
     def _must_be_total(self, size: Any) -> bool:
@@ -176,7 +176,7 @@ class Sizes:
             UnsupportedGraph: the size depends on more than the cache's length.
         """
         expression = self._simplified_size(size)
-        for length in self.lengths:
+        for length in self.cache_lengths:
             for symbol in length.free_symbols:
                 expression = expression.subs(symbol, LENGTH - (length - symbol))
         if self.grows_in(expression.subs(LENGTH, 0)):

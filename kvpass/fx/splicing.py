@@ -10,7 +10,7 @@ import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
 
-from kvpass.fx.alias import Memory, ancestors_with_writes, dependents
+from kvpass.fx.alias import AliasSets, ancestors_with_writes, dependents
 from kvpass.fx.walk import arguments_text, is_size, placeholders, value
 from kvpass.torch_private import fx_nodes, tensors
 
@@ -61,7 +61,7 @@ def cut(
     *,
     unpack: bool = False,
     reader: fx.Node | None = None,
-    memory: Memory | None = None,
+    memory: AliasSets | None = None,
 ) -> Slice:
     """Cut out the computation of `results` from `replaced`; nodes independent of `replaced` become bound inputs.
 

@@ -107,7 +107,7 @@ def ancestors(
 
 
 def chain(node: fx.Node, through: Callable[[fx.Node], bool]) -> list[fx.Node]:
-    """Return a node, and one behind another the tensors that are first operands, as long as `through` holds."""
+    """Follow first operands from a node while `through(node)` is true, and return the path."""
     found = [node]
     while found[-1].args and is_tensor(first := found[-1].args[0]) and through(found[-1]):
         found.append(first)

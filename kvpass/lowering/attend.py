@@ -150,7 +150,7 @@ def attend(
             cap=cap, sink_logit=sink_logit, with_logits=with_logits, rope=rope, unknown_queries=unknown_queries
         )
         return attend_by_kernel(query, key, value, scale=scale, mask=mask, bias=bias, **options)
-    logits = capped(scores(query, key, scale=scale, rotate=rotate), cap)
+    logits = capped(query_key_logits(query, key, scale=scale, rotate=rotate), cap)
     if bias is not None:
         logits = logits + bias.to(logits.dtype)
     logits = torch.where(mask, logits, -torch.inf)
@@ -213,7 +213,7 @@ def softmax_with_sink(logits: Tensor, sink_logit: Tensor | None) -> Tensor:
     return probs / (total.clamp_min(1) if sink_logit is None else total + torch.exp(sink_logit - most))
 
 
-def scores(query: Tensor, key: EncodedVectors, *, scale: float, rotate: Rotation | None = None) -> Tensor:
+def query_key_logits(query: Tensor, key: EncodedVectors, *, scale: float, rotate: Rotation | None = None) -> Tensor:
     """Return the logits before mask and bias, [B, Hkv, G, q, C] in the dtype of `upcast`.
 
     The products are in the model's dtype.

@@ -33,7 +33,7 @@ class _Workspace:
 
 
 @dataclasses.dataclass(frozen=True)
-class ScoredAttention:
+class AttentionInputs:
     """The attention of queries whose statistics are computed.
 
     Attributes:
@@ -52,7 +52,7 @@ class ScoredAttention:
     cap: float | None = None
     sink_logit: Tensor | None = None
 
-    def pieces(self, whole_rows: bool = False) -> Iterator[tuple[tuple[slice, slice], ScoredAttention]]:
+    def pieces(self, whole_rows: bool = False) -> Iterator[tuple[tuple[slice, slice], AttentionInputs]]:
         """Split into pieces of few rows and KV heads, with about as many matrices as threads.
 
         All rows and heads at once would leave only a few queries of each in a block.  On a CPU the pieces are float32:
@@ -90,14 +90,14 @@ class ScoredAttention:
         """Return the keys up to the last that causal queries see, or all keys."""
         return slice(0, self.key.shape[2] - self.query.shape[2] + span.stop if self.causal else self.key.shape[2])
 
-    def sliced(self, span: slice, keys: slice) -> ScoredAttention:
+    def sliced(self, span: slice, keys: slice) -> AttentionInputs:
         """Return the attention of some queries to some keys."""
         mask = None if self.mask is None else _slice_queries(self.mask, span)[..., keys]
         sink_logit = None if self.sink_logit is None else _slice_queries(self.sink_logit, span)
         query, key = self.query[:, :, span], self.key[:, :, keys]
         return dataclasses.replace(self, query=query, key=key, mask=mask, sink_logit=sink_logit)
 
-    def gathered(self, index: Tensor) -> ScoredAttention:
+    def gathered(self, index: Tensor) -> AttentionInputs:
         """Return the attention of the queries at indices int64 [B, w], with an explicit causal mask."""
         batch, count, keys = len(index), self.query.shape[2], self.key.shape[2]
         mask, sink_logit = _gather_queries(self.mask, index), _gather_queries(self.sink_logit, index)
@@ -181,7 +181,7 @@ def by_group(x: Tensor, heads: int) -> Tensor:
     return torch.unflatten(x, 1, (heads, -1)) if x.shape[1] > 1 else x[:, :, None]
 
 
-def zeros(attention: ScoredAttention) -> Tensor:
+def zeros(attention: AttentionInputs) -> Tensor:
     """Return float32 zeros [B, Hkv, G, S]."""
     (batch, heads, keys), query = attention.key.shape[:3], attention.query
     return query.new_zeros(batch, heads, query.shape[1] // heads, keys, dtype=torch.float32)
@@ -198,11 +198,11 @@ class Block(NamedTuple):
 
     queries: slice
     keys: slice
-    attention: ScoredAttention
+    attention: AttentionInputs
     logits: Tensor
 
 
-def blocks(attention: ScoredAttention, size: int | None = None) -> Iterator[Block]:
+def blocks(attention: AttentionInputs, size: int | None = None) -> Iterator[Block]:
     """Yield the logits of consecutive queries.
 
     Args:
@@ -222,14 +222,14 @@ def blocks(attention: ScoredAttention, size: int | None = None) -> Iterator[Bloc
         yield Block(span, keys, part, logits)
 
 
-def probs_in_blocks(attention: ScoredAttention, size: int | None = None) -> Iterator[tuple[Block, Tensor]]:
+def probs_in_blocks(attention: AttentionInputs, size: int | None = None) -> Iterator[tuple[Block, Tensor]]:
     """Yield the blocks of `blocks`, each with its probabilities [B, Hkv, G, n, s], which may be overwritten."""
     workspace = attention.workspace(attention.spans(size or BLOCK), accumulate_dtype(attention.query.dtype))
     for block in blocks(attention, size):
         yield block, block.attention.probs(block.logits, workspace)
 
 
-def column_sums(attention: ScoredAttention, weight: Tensor, powers: int) -> list[Tensor]:
+def column_sums(attention: AttentionInputs, weight: Tensor, powers: int) -> list[Tensor]:
     """Sum probabilities to the power of 1, ..., `powers` over queries with weights [B, q]: float32 [B, Hkv, G, S]."""
     sums = [zeros(attention) for _ in range(powers)]
     for part, piece in attention.pieces():

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvpass import policies
 from kvpass.lowering import attention_sums, attention_tiles
-from kvpass.lowering.attention_blocks import ScoredAttention
+from kvpass.lowering.attention_blocks import AttentionInputs
 from kvpass.lowering.attention_sums import highest_probs, late_statistics, votes_for_older
 from kvpass.policies import to_json
 from kvpass.policies.base import Policy
@@ -32,7 +32,7 @@ OLDER = ("older", "older_peak")
 
 
 @dataclasses.dataclass(frozen=True)
-class StatisticsRequest:
+class StatisticsArguments:
     """The arguments of `attention_statistics` that are no tensors; operators take no objects, so they become text.
 
     Policies that read the same statistics have the same request, but for a scan, and so the same prompt graph.
@@ -63,12 +63,12 @@ class StatisticsRequest:
         return urllib.parse.quote(json.dumps(dataclasses.asdict(self), sort_keys=True), safe="{}[]:, ")
 
     @staticmethod
-    def parse(text: str) -> StatisticsRequest:
+    def parse(text: str) -> StatisticsArguments:
         """Return the request of a text that `text` returned."""
         fields = json.loads(urllib.parse.unquote(text))
-        return StatisticsRequest(**{**fields, "names": tuple(fields["names"])})
+        return StatisticsArguments(**{**fields, "names": tuple(fields["names"])})
 
-    def for_policy(self, policy: Policy, budget: Budget | None, sharding: HeadSharding | None) -> StatisticsRequest:
+    def for_policy(self, policy: Policy, budget: Budget | None, sharding: HeadSharding | None) -> StatisticsArguments:
         """Return the request with the window or the scan of a policy, whose statistics it names.
 
         Args:
@@ -110,17 +110,17 @@ def attention_statistics(
         sink_logit: a further logit of each row, [B or 1, Hq, q or 1, 1], or None.
         valid: bool [B, q], false for padding queries, which no statistic counts.
         row_budgets: of a scan, int64 [B, H', 1], the slots of each row, in place of the request's budget.
-        request: the text of a `StatisticsRequest`.
+        request: the text of a `StatisticsArguments`.
 
     Returns:
         The output [B, Hq, q, D] in the memory of [B, q, Hq, D] if there are values, then the statistics: each float32
         [B, Hc, Hq / Hc, S], peaks [B, Hc, 1, S], a scan [B, H', S].
     """
-    parsed = StatisticsRequest.parse(request)
+    parsed = StatisticsArguments.parse(request)
     dtype = torch.promote_types(query.dtype, key.dtype)  # they differ under autocast
     query, key = query.to(dtype), key.to(dtype)
     mask = None if mask is None else mask.expand(*mask.shape[:-1], key.shape[2])
-    attention = ScoredAttention(query, key, mask, parsed.causal, parsed.scale, parsed.cap, sink_logit)
+    attention = AttentionInputs(query, key, mask, parsed.causal, parsed.scale, parsed.cap, sink_logit)
     policy = None if parsed.scan is None else policies.from_json(parsed.scan)
     smooths = policy is not None and policy.smooths
     means = policy is not None and policy.scans_means and not smooths
@@ -147,7 +147,7 @@ def _(
     row_budgets: Tensor | None,
     request: str,
 ) -> list[Tensor]:
-    parsed = StatisticsRequest.parse(request)
+    parsed = StatisticsArguments.parse(request)
     batch, groups, keys = key.shape[0], query.shape[1] // parsed.heads, key.shape[2]
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(parsed.names, (batch, parsed.heads, groups, keys))
     if "older_peak" in shapes:
@@ -163,7 +163,7 @@ def _(
 
 
 def _attended(
-    attention: ScoredAttention, value: Tensor | None, valid: Tensor, powers: int, means: bool
+    attention: AttentionInputs, value: Tensor | None, valid: Tensor, powers: int, means: bool
 ) -> tuple[Tensor | None, list[Tensor], Iterator[Iterator[Tensor]]]:
     """Return the output of attention if there are values, its column sums, and its probabilities for a scan.
 
@@ -182,7 +182,7 @@ def _attended(
 
 
 def _statistics(
-    attention: ScoredAttention, request: StatisticsRequest, valid: Tensor, sums: list[Tensor]
+    attention: AttentionInputs, request: StatisticsArguments, valid: Tensor, sums: list[Tensor]
 ) -> dict[str, Tensor]:
     """Return the statistics of a request, but for a scan.
 
@@ -200,7 +200,7 @@ def _statistics(
     return results
 
 
-def _highest_probs(attention: ScoredAttention, request: StatisticsRequest, policy: Policy, valid: Tensor) -> Tensor:
+def _highest_probs(attention: AttentionInputs, request: StatisticsArguments, policy: Policy, valid: Tensor) -> Tensor:
     """Return the highest smoothed probability of each key among the last queries, float32 [B, H', S]."""
     smoothed = functools.partial(policy.smoothed, held=attention.key.shape[2] - attention.query.shape[2])
     peaks = highest_probs(attention, valid, policy.observation_window, smoothed)
@@ -208,8 +208,8 @@ def _highest_probs(attention: ScoredAttention, request: StatisticsRequest, polic
 
 
 def _scanned(
-    attention: ScoredAttention,
-    request: StatisticsRequest,
+    attention: AttentionInputs,
+    request: StatisticsArguments,
     policy: Policy,
     valid: Tensor,
     row_budgets: Tensor | None,
@@ -265,21 +265,21 @@ def fuses_attention(policy: Policy, query: Tensor, key: Tensor, value: Tensor) -
 
 
 @dataclasses.dataclass(frozen=True)
-class StatisticsSpec(ScoredAttention):
+class StatisticsOperands(AttentionInputs):
     """The attention of a prompt or chunk whose statistics a policy reads.
 
     Keys are those that are attended to, [B, Ha, N, D].
 
     Attributes:
-        heads: see `StatisticsRequest`.
+        heads: see `StatisticsArguments`.
         sharding: where the other heads of the layer are.
     """
 
     heads: int = dataclasses.field(kw_only=True)
     sharding: HeadSharding | None = dataclasses.field(kw_only=True)
 
-    def first(self, count: int) -> StatisticsSpec:
-        """Return the specification for the first `count` queries, without the keys behind them."""
+    def first(self, count: int) -> StatisticsOperands:
+        """Return the specification for the first `count` queries, without the keys after them."""
         total = self.key.shape[2] - self.query.shape[2] + count
         mask = None if self.mask is None else self.mask[..., :count, :total]
         sink_logit = None if self.sink_logit is None else self.sink_logit[:, :, :count]
@@ -296,7 +296,7 @@ class StatisticsSpec(ScoredAttention):
 
 
 def statistics(
-    policy: Policy, spec: StatisticsSpec, valid: Tensor, budget: Budget | Tensor, value: Tensor | None = None
+    policy: Policy, spec: StatisticsOperands, valid: Tensor, budget: Budget | Tensor, value: Tensor | None = None
 ) -> list[Tensor]:
     """Compute the tensors that the policy reads.
 
@@ -309,7 +309,7 @@ def statistics(
         The output [B, Hq, q, Dv] of attention if there are values, then those of `statistics_of`.
     """
     by_row = budget if isinstance(budget, Tensor) and "scan" in policy.statistics else None
-    request = StatisticsRequest(statistics_of(policy), spec.causal, spec.scale, spec.cap, spec.heads)
+    request = StatisticsArguments(statistics_of(policy), spec.causal, spec.scale, spec.cap, spec.heads)
     request = request.for_policy(policy, None if isinstance(budget, Tensor) else budget, spec.sharding)
     results: list[Tensor] = attention_statistics(
         spec.query, spec.key, value, spec.mask, spec.sink_logit, valid, by_row, request.text()

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from kvpass.lowering import attention_blocks, attention_tiles
-from kvpass.lowering.attention_blocks import LOWEST, ScoredAttention, blocks, zeros
-from kvpass.torch_private.fx_nodes import attend_with_lse
+from kvpass.lowering.attention_blocks import LOWEST, AttentionInputs, blocks, zeros
+from kvpass.torch_private.operators import attend_with_lse
 
 SCAN_BLOCK = 4 * attention_blocks.BLOCK
 """Logits in memory at a time for a scan, which needs all heads of a query at once."""
@@ -23,19 +23,19 @@ Smooth = Callable[[Tensor, Tensor], Tensor]
 """A function that changes probabilities [B, Hkv, G, n, S], given which queries are real, bool [B, q]."""
 
 
-def uses_kernel(attention: ScoredAttention) -> bool:
+def uses_kernel(attention: AttentionInputs) -> bool:
     """Check whether a kernel computes the sums, in float32."""
     return attention.query.device.type == "cuda" and attention.query.dtype != torch.float64
 
 
-def uses_tiles(attention: ScoredAttention) -> bool:
+def uses_tiles(attention: AttentionInputs) -> bool:
     """Check whether the loops in C++ compute the sums."""
     query = attention.query
     return query.device.type == "cpu" and attention_tiles.dtype_of_products(query.dtype, query.shape[3]) is not None
 
 
 def column_sums(
-    attention: ScoredAttention, weight: Tensor, powers: int, log_sum_exp: Tensor | None = None
+    attention: AttentionInputs, weight: Tensor, powers: int, log_sum_exp: Tensor | None = None
 ) -> list[Tensor]:
     """Sum probabilities to the power of 1, ..., `powers` over queries with weights [B, q]: float32 [B, Hkv, G, S].
 
@@ -53,7 +53,7 @@ def column_sums(
     return column_kernel.column_sums(attention, weight, powers)
 
 
-def probabilities(attention: ScoredAttention, log_sum_exp: Tensor | None = None) -> Iterator[Iterator[Tensor]]:
+def probabilities(attention: AttentionInputs, log_sum_exp: Tensor | None = None) -> Iterator[Iterator[Tensor]]:
     """Yield for each row of the batch the probabilities of consecutive queries, [1, Hkv, G, n, s].
 
     They are of the first s keys: all keys, or those up to the last query if causal.
@@ -70,7 +70,7 @@ def probabilities(attention: ScoredAttention, log_sum_exp: Tensor | None = None)
 
 
 def _by_span(
-    attention: ScoredAttention, probs_of: Callable[[int, slice, int], Tensor], heads: int, least: int = 1
+    attention: AttentionInputs, probs_of: Callable[[int, slice, int], Tensor], heads: int, least: int = 1
 ) -> Iterator[Iterator[Tensor]]:
     """Call a function of `attention_tiles` for consecutive queries of each row of the batch.
 
@@ -89,7 +89,7 @@ def _by_span(
 
 
 def attend(
-    attention: ScoredAttention, value: Tensor, weight: Tensor, powers: int
+    attention: AttentionInputs, value: Tensor, weight: Tensor, powers: int
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Compute attention without a cap and a sink on a CPU, and what `column_sums` returns.
 
@@ -98,7 +98,7 @@ def attend(
         weight, powers: as of `column_sums`.
 
     Returns:
-        As `kvpass.torch_private.fx_nodes.attend_with_lse`, and the sums.
+        As `kvpass.torch_private.operators.attend_with_lse`, and the sums.
     """
     query, key = attention.query, attention.key
     if attends_in_tiles(attention):
@@ -107,7 +107,7 @@ def attend(
     return output, log_sum_exp, column_sums(attention, weight, powers, log_sum_exp)
 
 
-def attend_with_means(attention: ScoredAttention, value: Tensor) -> tuple[Tensor, Iterator[Iterator[Tensor]]]:
+def attend_with_means(attention: AttentionInputs, value: Tensor) -> tuple[Tensor, Iterator[Iterator[Tensor]]]:
     """Compute attention that `attends_in_tiles`, and what `probabilities` yields as means over all heads.
 
     Returns:
@@ -117,7 +117,7 @@ def attend_with_means(attention: ScoredAttention, value: Tensor) -> tuple[Tensor
     return output, _by_span(attention, means_of, heads=1, least=attention.query.shape[1])
 
 
-def attends_in_tiles(attention: ScoredAttention) -> bool:
+def attends_in_tiles(attention: AttentionInputs) -> bool:
     """Check whether the loops in C++ compute attention without a cap and a sink."""
     query = attention.query
     assert attention.cap is None
@@ -128,12 +128,12 @@ def attends_in_tiles(attention: ScoredAttention) -> bool:
 
 
 def _last_indices(valid: Tensor, window: int) -> Tensor:
-    """Return the indices of the last `window` real queries [B, w], the last one first, and -1 behind the earliest."""
+    """Return the indices of the last `window` real queries [B, w], the last one first, and -1 after the earliest."""
     count = valid.shape[1]
     return torch.where(valid, torch.arange(count, device=valid.device), -1).topk(min(window, count)).values
 
 
-def late_statistics(attention: ScoredAttention, valid: Tensor, window: int) -> tuple[Tensor, Tensor, Tensor]:
+def late_statistics(attention: AttentionInputs, valid: Tensor, window: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the last row, mean row and last logits of the last `window` real queries, [B, Hkv, G, S]."""
     index = _last_indices(valid, window)
     latest, weight, count = (
@@ -155,7 +155,7 @@ def late_statistics(attention: ScoredAttention, valid: Tensor, window: int) -> t
     return last, mean.div_(count[:, :, None, None]), logits
 
 
-def _late_by_kernel(latest: ScoredAttention, weight: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _late_by_kernel(latest: AttentionInputs, weight: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `late_statistics` of the last queries by the kernel.
 
     Args:
@@ -170,7 +170,7 @@ def _late_by_kernel(latest: ScoredAttention, weight: Tensor, count: Tensor) -> t
     return last, mean, torch.where(first > 0, logits, 0)[..., 0, :]
 
 
-def votes_for_older(attention: ScoredAttention, valid: Tensor, window: int, heads: int | None = None) -> Tensor:
+def votes_for_older(attention: AttentionInputs, valid: Tensor, window: int, heads: int | None = None) -> Tensor:
     """Return the mean softmax of the last `window` real queries over the keys before the first of these queries.
 
     Args:
@@ -199,7 +199,7 @@ def votes_for_older(attention: ScoredAttention, valid: Tensor, window: int, head
     return votes.div_(valid.sum(-1).clamp(1, window)[:, None, None, None])
 
 
-def highest_probs(attention: ScoredAttention, valid: Tensor, window: int, smoothed: Smooth) -> Tensor:
+def highest_probs(attention: AttentionInputs, valid: Tensor, window: int, smoothed: Smooth) -> Tensor:
     """Return the highest of the smoothed probabilities of the last `window` real queries, float32 [B, Hkv, G, S]."""
     index = _last_indices(valid, window)
     latest, real, peaks = attention.gathered(index.clamp(min=0)), index >= 0, zeros(attention)

@@ -1,6 +1,6 @@
 """Attention of prompts and its column sums on a CPU, by `attention_tiles.cpp`.
 
-Products come from the library behind torch's own attention: in bfloat16 where it multiplies bfloat16 on this processor,
+Products come from the library of torch's own attention: in bfloat16 where it multiplies bfloat16 on this processor,
 else in float32. Where it does neither, `attention_sums` computes in blocks.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.lowering.attention_blocks import ScoredAttention, by_group
+from kvpass.lowering.attention_blocks import AttentionInputs, by_group
 from kvpass.torch_private import generated_code, inductor, tensors
 
 QUERIES, KEYS = 64, 128  # of a tile, whose logits take 32 KB
@@ -72,7 +72,7 @@ class TiledResults:
 
     Attributes:
         operands: the values and the results, as addresses.
-        tensors: the tensors behind the addresses.
+        tensors: the tensors at the addresses.
         output, log_sum_exp: [B, Hq, q, D] and [B, Hq, q].
         sums: one for each power, [B, Hkv, G, parts, S], with S rounded up to blocks of keys.
     """
@@ -92,7 +92,7 @@ class TiledAttention:
         operands: the operands and the totals of each query, as addresses.
         dtype: of the products.
         mask: dtype of the mask, or None.
-        tensors: the tensors behind the addresses.
+        tensors: the tensors at the addresses.
         shape: B, Hkv, G, q, S.
     """
 
@@ -104,7 +104,7 @@ class TiledAttention:
 
     @staticmethod
     def of(
-        attention: ScoredAttention, log_sum_exp: Tensor | None = None, dtype: torch.dtype | None = None
+        attention: AttentionInputs, log_sum_exp: Tensor | None = None, dtype: torch.dtype | None = None
     ) -> TiledAttention:
         """Describe the attention of queries to keys in a dtype with products here; nothing is computed yet.
 
@@ -273,7 +273,7 @@ def _is_right(dtype: torch.dtype) -> bool:
     x = torch.arange(-6.0, 6.0, **FLOAT32_ON_CPU).view(1, 1, 3, 4).div(4)
     future = torch.ones(3, 3, dtype=torch.bool, device="cpu").triu(1)
     probs = (x @ x.mT).masked_fill(future, -torch.inf).softmax(-1)
-    computed = TiledAttention.of(ScoredAttention(x, x, None, True, 1.0), dtype=dtype)
+    computed = TiledAttention.of(AttentionInputs(x, x, None, True, 1.0), dtype=dtype)
     weight = torch.ones(1, 3, **FLOAT32_ON_CPU)
     [sums] = computed.with_totals().column_sums(weight, 1)
     output, _, [same_sums] = computed.attend(x, weight, 1)

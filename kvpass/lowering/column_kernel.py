@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpass.lowering.attention_blocks import ScoredAttention
+from kvpass.lowering.attention_blocks import AttentionInputs
 
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 TWOS = tl.constexpr(1.4426950408889634)  # log2(e): probabilities are powers of two, which have an instruction
@@ -218,7 +218,7 @@ def columns(
         tl.store(squares + which * KEYS + j, tl.sum(squared, 0), mask=j < KEYS)
 
 
-def column_sums(attention: ScoredAttention, weight: Tensor, powers: int) -> list[Tensor]:
+def column_sums(attention: AttentionInputs, weight: Tensor, powers: int) -> list[Tensor]:
     """Sum the probabilities over the queries, and with two `powers` also their squares.
 
     Args:

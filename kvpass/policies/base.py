@@ -56,6 +56,7 @@ RENAMED_HOOKS = {
     "sees_rows": "reads_new_keys",
     "spreads": "shardable",
     "observation": "observation_window",
+    "ranks": "reads_rank",
 }
 """Hooks by their earlier names, which policies may use until 0.2."""
 
@@ -69,7 +70,7 @@ class Policy:
             evicted (`kvpass.policies.pinned_tokens`).
         interval: how many tokens are evicted at once.  A row that exceeds its budget is compacted to budget + 1 -
             interval tokens, and the next `interval` tokens are appended (`kvpass.policies.periodic`).
-        spans: positions at which spans of the text begin, behind the first.  At prompts, chunks and compactions each
+        spans: positions at which spans of the text begin, after the first.  At prompts, chunks and compactions each
             span keeps tokens in proportion to its length (`kvpass.policies.fair_spans`); () for no spans.
 
     Class attributes:
@@ -78,7 +79,7 @@ class Policy:
         positions: the default of `positions=`; "cache" numbers the cached tokens 0..n-1 when keys are read.
         statistics: the fields of `Attention` that the policy reads.
         evicts: False for a policy that never evicts a token.
-        ranks: maintain `Tokens.rank` in decode steps; costs two passes over the metadata.
+        reads_rank: maintain `Tokens.rank` in decode steps; costs two passes over the metadata.
         overwrites: choose the victim before the next token is written; the victim keeps its slot until then.
         renumbers: the model's position ids count cached tokens only; a prompt longer than the budget restarts its
             ids for its last tokens (`window_starts`).
@@ -100,7 +101,7 @@ class Policy:
     positions: ClassVar[Literal["absolute", "cache"]] = "absolute"
     statistics: ClassVar[frozenset[Statistic]] = frozenset()
     evicts: ClassVar[bool] = True
-    ranks: ClassVar[bool] = False
+    reads_rank: ClassVar[bool] = False
     renumbers: ClassVar[bool] = False
     shardable: ClassVar[Literal["never", "heads", "always"]] = "never"
     keep_prompt_refusal: ClassVar[str] = ""

@@ -57,7 +57,7 @@ class Plan:
 
 
 def by_rows(plans: Mapping[int, Plan], budgets: Sequence[int]) -> Plan:
-    """Combine plans for different budgets into one in which each row has the budget of its own plan."""
+    """Merge one plan for each budget into a plan with a budget for each row."""
     if len(plans) == 1:
         return next(iter(plans.values()))
     rows = tuple(plans[budget].budgets_of_rows(len(budgets))[row] for row, budget in enumerate(budgets))

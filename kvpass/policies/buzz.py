@@ -71,7 +71,7 @@ class Buzz(Policy):
     heads = "kv"
     positions = "cache"
     statistics = frozenset({"total"})
-    ranks = True
+    reads_rank = True
 
     @property
     def sampling(self) -> int:
@@ -162,7 +162,7 @@ class Buzz(Policy):
     def _further_interval(self, tokens: Tokens, size: Tensor, interval: int, threshold: int | Tensor) -> Tensor:
         """Return the product of the intervals of further passes over the middle of a prompt or chunk; 1 for none."""
         product, count = torch.ones_like(size), tokens.position.shape[-1]
-        if tokens.held == count or (tokens.held == 0 and not self.iterate_prompt):
+        if tokens.cached_columns == count or (tokens.cached_columns == 0 and not self.iterate_prompt):
             return product
         for _ in range(count.bit_length()):
             product = torch.where((size + product - 1) // product > threshold, product * interval, product)

@@ -72,7 +72,7 @@ class Cascade(Policy):
     shardable = "heads"
     positions = "cache"
     statistics = frozenset({"scan"})
-    ranks = True
+    reads_rank = True
 
     @property
     def overwrites(self) -> bool:
@@ -160,7 +160,7 @@ class Cascade(Policy):
 
     def observe_chunk(self, tokens: Tokens, attention: Attention) -> State:
         score = attention.scan
-        if tokens.held:
+        if tokens.cached_columns:
             score = score + self._decays(tokens.budget)[0] ** attention.queries * tokens.state["score"]
             number = tokens.position - self.sinks  # negative for sinks and padding
             score = torch.where(number < 0, 0, self._insert_chunk(tokens, number, score))
@@ -169,9 +169,11 @@ class Cascade(Policy):
     def _insert_chunk(self, tokens: Tokens, number: Tensor, score: Tensor) -> Tensor:
         """Return `CascadeRule.insert_chunk` with the budget of each row."""
         if not isinstance(tokens.budget, Tensor):
-            return self._rule(tokens.budget).insert_chunk(number, tokens.held, score)
+            return self._rule(tokens.budget).insert_chunk(number, tokens.cached_columns, score)
         rows = zip(tokens.budget[:, 0, 0].tolist(), torch.split(number, 1), torch.split(score, 1), strict=True)
-        return torch.cat([self._rule(budget).insert_chunk(n, tokens.held, row_score) for budget, n, row_score in rows])
+        return torch.cat(
+            [self._rule(budget).insert_chunk(n, tokens.cached_columns, row_score) for budget, n, row_score in rows]
+        )
 
     def compact(self, tokens: Tokens) -> tuple[Tensor, State]:
         return tokens.live & (tokens.state["score"] >= 0), {}

@@ -125,7 +125,7 @@ class D2O(Policy):
         return torch.where(safe, torch.inf, tokens.state["score"])
 
     def compact(self, tokens: Tokens) -> tuple[Tensor, State]:
-        if self.defers and tokens.held == 0:
+        if self.defers and tokens.cached_columns == 0:
             return tokens.live, {}
         return super().compact(tokens)
 
@@ -172,7 +172,7 @@ def column_variances(
         totals: of each layer, as in `column_variance`.
     """
     local = [column_variance(total, valid, density) for total in totals]
-    ranks = 1 if sharding is None else sharding.ranks
+    ranks = 1 if sharding is None else sharding.world_size
     flat = gather_heads(torch.cat([layer.flatten() for layer in local]), sharding).view(ranks, -1)
     parts = torch.split(flat, [layer.numel() for layer in local], 1)  # of each layer [ranks, B * h]
     all_heads = [part.view(ranks, *layer.shape).transpose(0, 1) for part, layer in zip(parts, local, strict=True)]

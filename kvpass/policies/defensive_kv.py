@@ -74,7 +74,7 @@ class DefensiveKV(AdaKV):
 
     def project(self, tokens: Tokens, value: Tensor, output: Tensor | None) -> State:
         norms = output_norms(value, output)
-        if not tokens.held:  # a prompt, whose tokens all heads have
+        if not tokens.cached_columns:  # a prompt, whose tokens all heads have
             norms = norms / norms.sum(1, keepdim=True).clamp(min=TINY)
         return {"impact": torch.where(tokens.live & tokens.state["selected"], tokens.state["score"] * norms, 0.0)}
 

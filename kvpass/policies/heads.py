@@ -16,25 +16,25 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvpass.torch_private import fx_nodes
+from kvpass.torch_private import operators
 
 Reduce = Literal["mean", "max", "median"]
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadSharding:
-    """Describe which heads each process has; all processes have equally many, in the order of their ranks.
+    """Describe which heads each process has; all processes have equally many, in the order of the processes' ranks.
 
     Attributes:
         first: the index of this process's first KV head.
         heads: KV heads of the layer.
-        ranks: the number of processes.
+        world_size: the number of processes.
         group: the name of their process group.
     """
 
     first: int
     heads: int
-    ranks: int
+    world_size: int
     group: str
 
     def to_text(self) -> str:
@@ -59,18 +59,18 @@ def reduce_heads(x: Tensor, reduction: Reduce, sharding: HeadSharding | None) ->
     if sharding is None:
         return local
     if reduction == "max":
-        return fx_nodes.all_reduce(local, "max", sharding.group)
-    return fx_nodes.all_reduce(local, "sum", sharding.group) / sharding.ranks
+        return operators.all_reduce(local, "max", sharding.group)
+    return operators.all_reduce(local, "sum", sharding.group) / sharding.world_size
 
 
 def gather_heads(x: Tensor, sharding: HeadSharding | None, dim: int = 0) -> Tensor:
     """Concatenate the tensors of all processes along a dimension of heads; one collective if heads are sharded."""
     if sharding is None:
         return x
-    rank, size = sharding.first // (sharding.heads // sharding.ranks), x.shape[dim]
-    whole = x.new_zeros((*x.shape[:dim], size * sharding.ranks, *x.shape[dim + 1 :]))
+    rank, size = sharding.first // (sharding.heads // sharding.world_size), x.shape[dim]
+    whole = x.new_zeros((*x.shape[:dim], size * sharding.world_size, *x.shape[dim + 1 :]))
     whole.narrow(dim, rank * size, size).copy_(x)
-    return fx_nodes.all_reduce(whole, "sum", sharding.group)
+    return operators.all_reduce(whole, "sum", sharding.group)
 
 
 def head_indices(position: Tensor, sharding: HeadSharding | None) -> Tensor:

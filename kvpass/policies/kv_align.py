@@ -125,12 +125,12 @@ class KVAlign(PolicyWithWeights[Aligner]):
 
     def observe_chunk(self, tokens: Tokens, attention: Attention) -> State:
         count = tokens.position.shape[-1]
-        if tokens.held == count:
+        if tokens.cached_columns == count:
             return self.observe(tokens, attention)
-        if tokens.held == 0:
+        if tokens.cached_columns == 0:
             start = (tokens.seen - tokens.budget).clamp(min=0)
             return {"made": tokens.position - start, "start": start.expand_as(tokens.state["start"])}
-        is_new = torch.arange(count, device=tokens.position.device) >= tokens.held
+        is_new = torch.arange(count, device=tokens.position.device) >= tokens.cached_columns
         cached = (tokens.live & ~is_new).sum(-1, keepdim=True)
         index = cached + (is_new & tokens.live).long().cumsum(-1) - 1
         return {"made": torch.where(is_new, index.clamp(max=self.last_position()), tokens.state["made"])}
@@ -145,7 +145,7 @@ class KVAlign(PolicyWithWeights[Aligner]):
         return (tokens.position >= start) & (tokens.position < start + self.sinks)
 
     def compact(self, tokens: Tokens) -> tuple[Tensor, State]:
-        if tokens.held < tokens.position.shape[-1]:
+        if tokens.cached_columns < tokens.position.shape[-1]:
             return super().compact(tokens)
         full = tokens.live.sum(-1, keepdim=True) > tokens.budget
         evictable = ~self._is_sink(tokens) & (self._rank(tokens) < self.sinks + self.every)

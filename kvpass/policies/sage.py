@@ -113,7 +113,7 @@ class Sage(Policy):
         return torch.where(first_tokens & tokens.live, -1, tokens.state["takers"])
 
     def observe_chunk(self, tokens: Tokens, attention: Attention) -> State:
-        groups, step = attention.logits.shape[2], tokens.held == tokens.position.shape[-1]
+        groups, step = attention.logits.shape[2], tokens.cached_columns == tokens.position.shape[-1]
         since = tokens.state["since"] + attention.queries
         if not step and isinstance(tokens.budget, Tensor):
             for budget in set(tokens.budget.flatten().tolist()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from typing import Any, Literal
 
 import torch
@@ -62,7 +63,8 @@ class Tokens:
         seen: int64 [B, 1, 1], the number of real tokens so far, the newest included.
         state: the policy's values by name: each [B, H', N], or [B, H', 1] for `Policy.row_state`.
         budget: tokens to keep between steps: a number, or int64 [B, H', 1] if rows or layers have different budgets.
-        held: how many of the N entries are slots; the others are the new tokens of a prompt (held = 0) or chunk.
+        cached_columns: how many of the N entries are slots; the others are new tokens.  It is 0 for a prompt, C for a
+            chunk and N for a decode step.
         rank: int64 [B, H', N], the index among the live tokens by position, if it is maintained.
         sharding: see `Attention`.
     """
@@ -71,9 +73,15 @@ class Tokens:
     seen: Tensor
     state: State
     budget: int | Tensor
-    held: int = 0
+    cached_columns: int = 0
     rank: Tensor | None = None
     sharding: HeadSharding | None = None
+
+    @property
+    def held(self) -> int:
+        """The earlier name of `cached_columns`, which policies may use until 0.2."""
+        warnings.warn("Tokens.held is called 'cached_columns' now", DeprecationWarning, stacklevel=2)
+        return self.cached_columns
 
     @property
     def live(self) -> Tensor:

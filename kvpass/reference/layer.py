@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.cache.admission import Chunk
+from kvpass.cache.admission import NewRows
 from kvpass.cache.layout import Layout
 from kvpass.cache.slots import FREE, NAMES
 from kvpass.fx.precision import accumulate_dtype
@@ -21,18 +21,18 @@ from kvpass.reference.storing import store_and_read
 
 
 @dataclasses.dataclass(frozen=True)
-class ReferenceChunk:
+class ReferenceRows:
     """The last tokens that a layer received; see `ReferenceLayer.take`."""
 
-    chunk: Chunk
+    chunk: NewRows
     probabilities: Tensor
     logits: Tensor
 
-    def first(self, count: int) -> ReferenceChunk:
+    def first(self, count: int) -> ReferenceRows:
         """Return the first `count` tokens."""
         total = self.probabilities.shape[-1] - self.probabilities.shape[2] + count
         probabilities, logits = (part[:, :, :count, :total] for part in (self.probabilities, self.logits))
-        return ReferenceChunk(self.chunk.first(count), probabilities, logits)
+        return ReferenceRows(self.chunk.first(count), probabilities, logits)
 
     def admit_again(self, cache: Any) -> None:
         """Add the tokens again to a cache in its earlier state."""
@@ -51,13 +51,13 @@ class ReferenceLayer:
         same: dict[str, Any] = dict(layer=layout.layer, stored=self.stored)
         same |= dict(interval=layout.policy.interval, spans=layout.policy.spans)
         self.streams = [
-            [HeadStream(head, of_heads[head] if of_heads else budget, **same) for head in range(layout.groups)]
+            [HeadStream(head, of_heads[head] if of_heads else budget, **same) for head in range(layout.metadata_heads)]
             for budget in row_budgets or (layout.budget,) * layout.batch
         ]
         self.length = 0
         self.fed = 0  # number of calls of `take`
         self.view: Any = None  # keys and values that the last tokens attended to, for layers that share the cache
-        self.taken: ReferenceChunk | None = None
+        self.taken: ReferenceRows | None = None
         self.pins: Pins | None = None  # those of the next call of `take`
 
     def expect_pins(self, pins: Pins) -> None:
@@ -168,16 +168,16 @@ class ReferenceLayer:
                     out[b, self._heads(h), n] = key if name == "key" else value
         return out
 
-    def take(self, chunk: Chunk, probabilities: Tensor, logits: Tensor, part: bool = False) -> None:
+    def take(self, chunk: NewRows, probabilities: Tensor, logits: Tensor, part: bool = False) -> None:
         """Add new tokens and evict.
 
         Args:
-            chunk: the new tokens, with keys as they are stored; its `Chunk.attention` is ignored.
+            chunk: the new tokens, with keys as they are stored; its `NewRows.attention` is ignored.
             probabilities: float32 [B, Hq, q, N + q] of the chunk's queries over [cached, chunk].
             logits: likewise, before the softmax and the policy's bias.
             part: the chunk is the first part of a longer one, so a single token is no decode step.
         """
-        self.taken, self.pins = ReferenceChunk(chunk, probabilities, logits), None
+        self.taken, self.pins = ReferenceRows(chunk, probabilities, logits), None
         policy, count = self.layout.policy, chunk.valid.shape[1]
         first_new = probabilities.shape[-1] - count
         for b, row in enumerate(self.streams):
@@ -197,7 +197,7 @@ class ReferenceLayer:
                     check_pinned(policy, pinned, stream.kept - pinned)
                 stream.seen += len(new)
                 self.reference.take(stream, tokens, *seen)
-            self.reference.settle(row)
+            self.reference.finish_row(row)
         self.length += count
         self.fed += 1
 
@@ -210,7 +210,7 @@ class ReferenceLayer:
         defers = self.layout.policy.defers and self.fed == 1 and self.length > budget
         return count == 1 and self.layout.kv_dtype is not None and self.fed > 0 and not defers
 
-    def _token(self, stream: HeadStream, chunk: Chunk, b: int, index: int, chunk_index: int) -> Token:
+    def _token(self, stream: HeadStream, chunk: NewRows, b: int, index: int, chunk_index: int) -> Token:
         heads = self._heads(stream.head)
         key = self.stored(chunk.key[b, heads, chunk_index].clone())
         value = self.stored(chunk.value[b, heads, chunk_index].clone(), key=False)
@@ -224,7 +224,7 @@ class ReferenceLayer:
         return slice(heads.start * group, heads.stop * group)
 
     def _heads(self, group: int) -> slice:
-        return slice(0, self.layout.heads) if self.layout.groups == 1 else slice(group, group + 1)
+        return slice(0, self.layout.heads) if self.layout.metadata_heads == 1 else slice(group, group + 1)
 
     def _of_tokens(self, number: Callable[[int, Token], int], pinned: bool = False) -> Tensor:
         """Return a number for each cached or pinned token: int64 [B, H', N], padded with -1."""
@@ -235,7 +235,7 @@ class ReferenceLayer:
         ]
         longest = max(len(entry) for entry in lists)
         filled = [entry + [FREE] * (longest - len(entry)) for entry in lists]
-        shape = (self.layout.batch, self.layout.groups, longest)
+        shape = (self.layout.batch, self.layout.metadata_heads, longest)
         return torch.tensor(filled, dtype=torch.int64, device=self.layout.device).view(shape)
 
 

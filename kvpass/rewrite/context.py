@@ -67,7 +67,7 @@ class Lengths:
 
 @dataclasses.dataclass(frozen=True)
 class Rotations:
-    """The rotary embeddings of keys: the result of `rotate_at_read`, empty if keys are stored as they are attended to.
+    """The rotary embeddings of keys: the result of `rank_positions`, empty if keys are stored as they are attended to.
 
     Attributes:
         slices, raw_keys: for each layer, its embedding as a function, and the keys before it.
@@ -87,25 +87,25 @@ class AttentionResults:
         replaced: the node that replaces the model's attention, by the name of its node.
         masks: for each attention call, by its name, the slots that it sees and the bias on them, if any, of each class
             of heads.
-        chunks: for each layer, stored key, value, valid and statistics of a chunk.
+        admitted_outputs: for each layer, stored key, value, valid and statistics of a chunk.
         dropped_outputs: outputs that grow and that nothing reads on slots: the index of the argument that each
             extends, and the dimension.
     """
 
     replaced: dict[str, fx.Node] = dataclasses.field(default_factory=dict)
     masks: dict[str, list[tuple[fx.Node, fx.Node | None]]] = dataclasses.field(default_factory=dict)
-    chunks: list[list[fx.Node]] = dataclasses.field(default_factory=list)
+    admitted_outputs: list[list[fx.Node]] = dataclasses.field(default_factory=list)
     dropped_outputs: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
 class Outputs:
-    """The outputs of a rewritten graph, with the names that `StepRewrite` uses: the result of `bound_outputs`."""
+    """The outputs of a rewritten graph, by the names of `StepRewrite`: the result of `drop_growing_outputs`."""
 
     outputs: list[int | None]
-    lengths: dict[int, Any]
+    length_outputs: dict[int, Any]
     grown: list[int]
-    chunks: list[list[int]]
+    admitted_outputs: list[list[int]]
     valid: int | None
 
 
@@ -120,11 +120,11 @@ class StepContext(StepGraph):
         policy_weights, lengths, rotations, attention, outputs: see their classes.
         write_indices: of `copy_write_indices`, for each layer a copy of the index of the slot that it writes to; empty
             if none is needed.
-        valid_output: of `leave_counting`, bool [B, 1], which tokens are real; None if the graph counts tokens itself.
+        valid_output: of `move_counters_to_caller`, bool [B, 1], which tokens are real; None if the graph counts tokens.
     """
 
     policy_weights: PolicyWeights
-    lengths: Lengths
+    length_nodes: Lengths
     rotations: Rotations
     write_indices: list[fx.Node]
     attention: AttentionResults
@@ -133,7 +133,7 @@ class StepContext(StepGraph):
 
     def __init__(self, call: StepCall, gathers_all_tokens: bool = False) -> None:
         super().__init__(call, gathers_all_tokens)
-        self.inputs = FurtherInputs(self)
+        self.inputs = AddedInputs(self)
         self.records: list[PassRecord] = []
 
     def copy_slots(self, layer: int) -> list[fx.Node]:
@@ -150,7 +150,7 @@ class StepContext(StepGraph):
 
 
 class Pass(Protocol):
-    """A step of the rewrite: it changes the graph of a context and records there what later passes need."""
+    """A graph pass: it changes the graph of a context, and records there what later passes need."""
 
     __name__: str
 
@@ -164,13 +164,13 @@ class GatheredInput:
     Attributes:
         layer: the layer whose slots select the entries; None for the whole tensor, from which a reference gathers.
         is_argument: whether the tensor is one of Dynamo's arguments; otherwise it is precomputed on the host.
-        arg_index: its index among Dynamo's arguments or among the precomputed tensors.
+        tensor_index: its index among Dynamo's arguments or among the precomputed tensors.
     """
 
     layer: int | None
     entry: PerTokenInput
     is_argument: bool
-    arg_index: int
+    tensor_index: int
 
     def gather(self, tensor: Tensor, slots: AnySlots, queries: int) -> Tensor:
         """Return the entries [B, H', C + q, ...]: of the slots, then of the new tokens."""
@@ -180,7 +180,7 @@ class GatheredInput:
         return self.entry.gather(tensor, indices.to(tensor.device))
 
 
-class FurtherInputs:
+class AddedInputs:
     """Create the further placeholders of a step graph on demand, each once.
 
     Attributes:
@@ -216,7 +216,7 @@ class FurtherInputs:
             return self.entries[None, entry]
         if (layer, entry) not in self.entries:
             count = step.capacities[layer] + step.queries
-            shape = (step.batch, step.layouts[layer].groups, count, *entry.entry_shape)
+            shape = (step.batch, step.layouts[layer].metadata_heads, count, *entry.entry_shape)
             self.entries[layer, entry] = self._new(f"{name}_at_{layer}", shape, value(entry.node).dtype)
         return self.entries[layer, entry]
 

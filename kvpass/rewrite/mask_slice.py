@@ -153,7 +153,7 @@ def cut_mask(gm: fx.GraphModule, mask: fx.Node, sizes: Sizes, context: MaskConte
     """
     sparse_indices = keys.sparse_indices(mask)
     subgraph = walk.ancestors(mask, [*context.stored, *(each.node for each in sparse_indices)])
-    index_nodes, memory = [*context.key_indices, *context.inputs], alias.Memory(gm.graph)
+    index_nodes, memory = [*context.key_indices, *context.inputs], alias.AliasSets(gm.graph)
     dependent = alias.dependents(subgraph, index_nodes, memory)
     check_not_overwritten(dependent, subgraph - set(context.inputs), mask, memory)
     key_features = _key_features(gm.graph, mask, context.stored, index_nodes)
@@ -174,7 +174,7 @@ def _key_features(graph: fx.Graph, mask: fx.Node, stored: list[fx.Node], index_n
     ]
 
 
-def check_not_overwritten(moved: set[fx.Node], behind: set[fx.Node], result: fx.Node, memory: alias.Memory) -> None:
+def check_not_overwritten(moved: set[fx.Node], behind: set[fx.Node], result: fx.Node, memory: alias.AliasSets) -> None:
     """Refuse in-place writes that a copy of a subgraph would miss.
 
     Args:
@@ -254,15 +254,15 @@ class _KeyCutter:
         axis_fact = self.axes.of(node)
         if op_table.known_name(node) == "cumsum" and self._counts_valid(node):
             return self._index_in(value(node).dtype, self.count)
-        if axis_fact.dependence == "free":
+        if axis_fact.dependence == "independent":
             return self._bind(node)
         if node in self.context.inputs:
             return self._entry(node, self.context.inputs[node])
-        if axis_fact.dependence == "host_precomputed":
+        if axis_fact.dependence == "needs_all_tokens":
             return self._precompute(node, axis_fact.axis)
-        if axis_fact.dependence == "lengthened":
+        if axis_fact.dependence == "padded":
             return self._refuse(node, "a padded tensor is not indexed by the key index")
-        return self._copy_sliced(node, by_own_index=axis_fact.dependence == "own entry")
+        return self._copy_sliced(node, by_own_index=axis_fact.dependence == "per_key_lookup")
 
     def _counts_keys(self, size: Any) -> bool:
         """Return whether a size is the number of keys, which is constant if a layer stores its last tokens only."""
@@ -322,7 +322,7 @@ class _KeyCutter:
 
     def _copy_sliced(self, node: fx.Node, by_own_index: bool) -> fx.Node:
         base, is_item = node.args[0], walk.name_of(node) == "getitem"
-        if is_item and isinstance(base, fx.Node) and self.axes.of(base).dependence == "lengthened":
+        if is_item and isinstance(base, fx.Node) and self.axes.of(base).dependence == "padded":
             return self._padded_lookup(node)
         for parent in node.all_input_nodes:
             self.copy(parent)

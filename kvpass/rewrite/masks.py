@@ -54,12 +54,14 @@ class Masks:
         inputs = keys.token_inputs(nodes - pasts, step.argument_of, step.sizes)
         return MaskContext(
             key_indices=[
-                n for n in step.lengths.key_indices[window] if n in nodes and op_table.counts_exactly(value(n).dtype)
+                n
+                for n in step.length_nodes.key_indices[window]
+                if n in nodes and op_table.counts_exactly(value(n).dtype)
             ],
             inputs={node: axis for node, axis in inputs.items() if node not in padding},
             padding=list(padding),
             stored=[site.grown_key, site.grown_value],
-            lengths=step.lengths.nodes,
+            length_nodes=step.length_nodes.nodes,
             window=window,
         )
 

@@ -16,8 +16,8 @@ from kvpass.cache.slots import AnySlots
 from kvpass.errors import UnsupportedGraph
 from kvpass.fx import shapes, walk
 from kvpass.rewrite.context import GatheredInput, Pass, PassRecord, StepContext
+from kvpass.rewrite.host_graph import build_host_graph
 from kvpass.rewrite.passes import STEP_PASSES
-from kvpass.rewrite.passes.signature import host_precomputed
 from kvpass.rewrite.step_graph import has_loose_strides
 from kvpass.torch_private import symbolic_shapes
 
@@ -46,8 +46,8 @@ class StepRewrite:
         queries: q; it and `lengths` may be dynamic sizes, see `with_numbers`.
         entries: inputs with an entry for each slot's token.
         outputs: for each output of the original graph, its index in the rewritten one; None for a cache.
-        lengths: outputs of the original graph that are the tokens seen before plus a number, with that number.
-        chunks: for each site of a chunk graph, the output indices of stored key, value, valid and statistics.
+        length_outputs: outputs of the original graph that are the tokens seen before plus a number, with that number.
+        admitted_outputs: for each site of a chunk graph, the output indices of stored key, value, valid and statistics.
         host_graph: runs uncompiled on Dynamo's arguments and computes the values that need all tokens: the outputs
             `grown`, then the host inputs, then the tensors that entries are gathered from.
         grown: outputs of the original graph that grow, such as a mask that another graph reads.
@@ -63,13 +63,13 @@ class StepRewrite:
     loose_inputs: set[int]
     columns: list[int]
     queries: Any
-    chunks: list[list[int]]
+    admitted_outputs: list[list[int]]
     dynamic: symbolic_shapes.SymbolicSizes | None = None
     examples: list[Any] | None = None
     policy_weights: list[Tensor] = dataclasses.field(default_factory=list)
     entries: list[GatheredInput] = dataclasses.field(default_factory=list)
     outputs: list[int | None] = dataclasses.field(default_factory=list)
-    lengths: dict[int, Any] = dataclasses.field(default_factory=dict)
+    length_outputs: dict[int, Any] = dataclasses.field(default_factory=dict)
     host_graph: fx.GraphModule | None = None
     grown: list[int] = dataclasses.field(default_factory=list)
     host_input_count: int = 0
@@ -82,24 +82,24 @@ class StepRewrite:
         if self.dynamic is None:
             return self
         known = dict(zip(self.dynamic.symbols, numbers, strict=True))
-        lengths = {index: shapes.number(size, known) for index, size in self.lengths.items()}
-        return dataclasses.replace(self, queries=shapes.number(self.queries, known), lengths=lengths)
+        lengths = {index: shapes.number(size, known) for index, size in self.length_outputs.items()}
+        return dataclasses.replace(self, queries=shapes.number(self.queries, known), length_outputs=lengths)
 
     def count_tokens(self, slots: list[AnySlots], results: Sequence[Any]) -> None:
-        """Count the tokens of a step if its graph leaves that to its caller, see `leave_counting`."""
+        """Count the tokens of a step if its graph leaves that to its caller, see `move_counters_to_caller`."""
         if self.valid is not None:
             new = results[self.valid][:, 0].long()
             torch._foreach_add_([layer.seen for layer in slots], [new] * len(slots))
             torch._foreach_add_([layer.length for layer in slots], 1)
 
-    def host_precomputed(self, arguments: tuple[Any, ...]) -> list[Any]:
+    def run_host_graph(self, arguments: tuple[Any, ...]) -> list[Any]:
         """Return the results of `host_graph`."""
         return list(self.host_graph(*arguments)) if self.host_graph else []
 
     def flat_arguments(
         self, slots: list[AnySlots], arguments: tuple[Any, ...], host_inputs: list[Any], seen: int
     ) -> list[Any]:
-        """Return the rewritten graph's arguments, from slots, Dynamo's arguments and the results of `host_precomputed`.
+        """Return the rewritten graph's arguments, from slots, Dynamo's arguments and the results of `run_host_graph`.
 
         `seen` is the number of tokens before this call.
         """
@@ -119,7 +119,7 @@ class StepRewrite:
         further = host_inputs[len(self.grown) :]
         gathered = further[self.host_input_count :]
         for entry in self.entries:
-            tensor = arguments[entry.arg_index] if entry.is_argument else gathered[entry.arg_index]
+            tensor = arguments[entry.tensor_index] if entry.is_argument else gathered[entry.tensor_index]
             flat.append(tensor if entry.layer is None else entry.gather(tensor, slots[entry.layer], self.queries))
         flat += further[: self.host_input_count]
         first = len(flat)
@@ -186,7 +186,7 @@ def _result(step: StepContext) -> StepRewrite:
         columns=[step.placeholders.index(argument) for argument in step.inputs.columns],
         entries=entries,
         queries=step.queries,
-        host_graph=host_precomputed(step, precomputed),
+        host_graph=build_host_graph(step, precomputed),
         host_input_count=len(step.inputs.host_inputs),
         dropped_outputs=step.attention.dropped_outputs,
         positions=step.rotations.positions,

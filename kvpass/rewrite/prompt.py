@@ -18,7 +18,7 @@ from kvpass.fx import op_table, shapes, walk
 from kvpass.fx.shapes import expr
 from kvpass.fx.walk import value
 from kvpass.lowering import attention_statistics
-from kvpass.lowering.attention_statistics import StatisticsRequest
+from kvpass.lowering.attention_statistics import StatisticsArguments
 from kvpass.policies.base import Policy
 from kvpass.policies.budgets import window_starts
 from kvpass.policies.types import Statistic
@@ -69,7 +69,7 @@ class PromptCall:
         gm: the graph, which is not modified.
         sites, policies: the attention calls on caches, and the policy of each.
         budget: the user's budget.
-        ranked: whether keys are stored before their rotary embedding.
+        stores_raw_keys: whether keys are stored before their rotary embedding.
         with_operands: whether `LayerOutputs.operands` are needed.
         examples: Dynamo's arguments.
         padding_inputs: for each site, the inputs that mark padding, see `kvpass.capture.padding_analysis`.
@@ -79,7 +79,7 @@ class PromptCall:
     sites: list[AttentionSite]
     policies: list[Policy]
     budget: Budget
-    ranked: bool
+    stores_raw_keys: bool
     with_operands: bool
     examples: Sequence[Any]
     padding_inputs: list[tuple[fx.Node, ...]]
@@ -109,15 +109,15 @@ def rewrite_prompt(call: PromptCall) -> PromptRewrite:
                 valid_outputs[site_marks] = emit(all_valid)
             valid = _valid_of_new(copy.graph, site, moved, all_valid)
             if policy.scales_logits:
-                for each in site.all:
+                for each in site.attention_calls:
                     _scale_queries(copy.graph, each, moved, policy, valid)
         with copy.graph.inserting_before(moved[site.call].next):  # not at the end: queries would outlive their layer
-            rotary = find_rotary(site) if call.ranked else None
+            rotary = find_rotary(site) if call.stores_raw_keys else None
             keys, values = site.keys_out, site.values_out
             if site.window is not None:
                 keys, values = emit(moved[site.grown_key]), emit(moved[site.grown_value])
             stored_key = emit(moved[rotary.raw]) if rotary else keys
-            scores = prompt_scores(copy.graph, site, moved, valid, policy, call.budget)
+            scores = insert_statistics(copy.graph, site, moved, valid, policy, call.budget)
             statistics_outputs = {name: emit(node) for name, node in scores.items()}
             operands = _operands(site, keys, lambda node: emit(moved[node])) if call.with_operands else None
         valid_output = None if all_valid is None else valid_outputs[site_marks]
@@ -127,7 +127,7 @@ def rewrite_prompt(call: PromptCall) -> PromptRewrite:
         _renumber(call, copy.graph, moved, marks[0])
     copy.graph.output_node().args = ((*walk.results(copy.graph), *added),)
     copy.recompile()
-    results = [node for site in sites for each in site.all for node in each.results]
+    results = [node for site in sites for each in site.attention_calls for node in each.results]
     return PromptRewrite(copy, outputs, {node.name: moved[node] for node in results})
 
 
@@ -165,7 +165,7 @@ def _renumber(call: PromptCall, graph: fx.Graph, moved: dict[fx.Node, fx.Node], 
             new_ids = graph.call_function(ids_of, (ids, reader.along, valid))
         new_ids.meta["example_value"] = value(reader.ids)
         node.replace_input_with(ids, new_ids)
-    for site in (each for owner in call.sites for each in owner.all):
+    for site in (each for owner in call.sites for each in owner.attention_calls):
         node = moved[site.call]
         with graph.inserting_before(node):
             mask = None if site.mask is None else moved[site.mask]
@@ -219,7 +219,7 @@ def _scale_queries(
     moved[site.query] = scaled
 
 
-def prompt_scores(
+def insert_statistics(
     graph: fx.Graph,
     site: AttentionSite,
     moved: dict[fx.Node, fx.Node],
@@ -247,7 +247,7 @@ def prompt_scores(
     values = moved[op_table.named_arguments(site.call)["value"]] if fused else None
     tensors = query, moved[site.attended_key], values, mask, sink_logit
     names = attention_statistics.statistics_of(policy)
-    request = StatisticsRequest(names, site.causal, site.scale, site.cap, heads)
+    request = StatisticsArguments(names, site.causal, site.scale, site.cap, heads)
     request = request.for_policy(policy, budget, site.sharding)
     target = torch.ops.kvpass.attention_statistics.default
     results = graph.call_function(target, (*tensors, present, None, request.text()))

@@ -227,7 +227,7 @@ class RotaryProbe:
 
     def __init__(self, gm: fx.GraphModule, sites: Sequence[AttentionSite], sizes: Sizes) -> None:
         cuts: dict[Any, RotarySlice] = {}
-        memory, holders = alias.Memory(gm.graph), walk.placeholders(gm.graph)
+        memory, holders = alias.AliasSets(gm.graph), walk.placeholders(gm.graph)
         for site in sites:
             if (rotary := find_rotary(site)) is None:
                 continue
@@ -294,7 +294,7 @@ def _narrow_results(original: Slice, dims_of: list[list[int]]) -> Slice:
 
 
 def cut_rotary(
-    gm: fx.GraphModule, site: AttentionSite, rotary: Rotary, sizes: Sizes, memory: alias.Memory
+    gm: fx.GraphModule, site: AttentionSite, rotary: Rotary, sizes: Sizes, memory: alias.AliasSets
 ) -> RotarySlice:
     """Cut out the rotary embedding of a site's key; `memory` is that of the graph.
 
@@ -330,7 +330,7 @@ def _spec_of(node: fx.Node, sizes: Sizes) -> Spec:
     return tuple(sizes.fixed_size(size) for size in tensor.shape), tensor.dtype
 
 
-def _angles(key: fx.Node, rotary: Rotary, memory: alias.Memory) -> list[fx.Node]:
+def _angles(key: fx.Node, rotary: Rotary, memory: alias.AliasSets) -> list[fx.Node]:
     """Return the tensors that depend on positions alone and with which the key is rotated."""
     rest = alias.ancestors_with_writes([key], {rotary.raw}, memory=memory)
     on_position = alias.dependents(rest, [rotary.position], memory)

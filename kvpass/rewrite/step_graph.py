@@ -14,7 +14,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass.cache.layout import Layout
-from kvpass.cache.slots import AnySlots
+from kvpass.cache.slots import AnySlots, hold_whole_prompt
 from kvpass.capture.canonical import AttentionSite
 from kvpass.errors import UnsupportedGraph
 from kvpass.fx import shapes, splicing, walk
@@ -50,11 +50,11 @@ class StepCall:
         layouts, slots: of each layer.
         arguments: Dynamo's arguments.
         sizes: the values of the graph's symbols in this call.
-        seen: the number of tokens before this call.
+        length: the number of tokens before this call, padding included.
         windows: for each layer, how many tokens the model stores, None for all.
         padding_inputs: the inputs that mark padding.
         compact: whether the policy compacts the slots in this step.
-        dynamic_dims: the layouts with symbols for the sizes that differ between calls; empty if there are none.
+        dynamic_layouts: the layouts with symbols for the sizes that differ between calls; empty if there are none.
     """
 
     gm: fx.GraphModule
@@ -63,17 +63,17 @@ class StepCall:
     slots: list[AnySlots]
     arguments: tuple[Any, ...]
     sizes: Sizes
-    seen: int
+    length: int
     windows: tuple[int | None, ...]
     padding_inputs: PaddingInputs
     compact: bool = False
-    dynamic_dims: list[Layout] = dataclasses.field(default_factory=list)
+    dynamic_layouts: list[Layout] = dataclasses.field(default_factory=list)
 
     def with_layouts(self, change: Callable[[Layout], Layout]) -> StepCall:
         """Return the call with changed layouts; its slots then hold no data."""
-        layouts, dynamic_dims = [change(each) for each in self.layouts], [change(each) for each in self.dynamic_dims]
+        layouts, dynamic_dims = [change(each) for each in self.layouts], [change(each) for each in self.dynamic_layouts]
         slots = [each.on_meta(layout) for each, layout in zip(self.slots, layouts, strict=True)]
-        return dataclasses.replace(self, layouts=layouts, dynamic_dims=dynamic_dims, slots=slots)
+        return dataclasses.replace(self, layouts=layouts, dynamic_layouts=dynamic_dims, slots=slots)
 
 
 class StepGraph:
@@ -88,7 +88,7 @@ class StepGraph:
         batch, queries: B and q, which may be dynamic sizes.
         layouts, capacities: for each layer, its layout and its number of slots; capacities and budgets may be dynamic.
         decodes: whether one token is written to a free slot; a chunk is not written by the graph.
-        ranked: whether keys are stored before their rotary embedding and numbered by rank.
+        stores_raw_keys: whether keys are stored before their rotary embedding and numbered by rank.
         gathers_all_tokens: whether masks gather entries from tensors with all tokens; by default the graph gets the
             entries of its slots.
         slot_inputs: for each layer, the placeholders of its slots' tensors, in the order of `Slots.names`.
@@ -102,7 +102,7 @@ class StepGraph:
         self.call, self.gm, self.graph = call, copy, copy.graph
         self.sites = [site.in_copy(moved) for site in call.sites]
         self.slots, self.sizes, self.windows = call.slots, call.sizes, call.windows
-        self.layouts = call.dynamic_dims or call.layouts
+        self.layouts = call.dynamic_layouts or call.layouts
         self.placeholders = walk.placeholders(self.graph)
         self.argument_of = dict(zip(self.placeholders, call.arguments, strict=True))
         self.padding_inputs = call.padding_inputs.in_copy(moved)
@@ -113,10 +113,9 @@ class StepGraph:
             slots.capacity if isinstance(layout.capacity, int) else layout.capacity
             for layout, slots in zip(self.layouts, call.slots, strict=True)
         ]
-        # A prompt that is still held whole adds its first token as a chunk.
-        has_all_slots = all(s.capacity == x.capacity for s, x in zip(call.slots, call.layouts, strict=True))
-        self.decodes = bool(self.queries == 1) and has_all_slots
-        self.ranked = call.layouts[0].ranked
+        as_chunk = any(hold_whole_prompt(*each) for each in zip(call.slots, call.layouts, strict=True))
+        self.decodes = bool(self.queries == 1) and not as_chunk
+        self.stores_raw_keys = call.layouts[0].stores_raw_keys
         self.gathers_all_tokens = gathers_all_tokens
         self.slot_inputs: list[list[fx.Node]] = []
         self.new_inputs: set[fx.Node] = set()

@@ -80,7 +80,7 @@ class BackendBase:
         return self.validate and not self.kv_store.is_reference
 
     @property
-    def prefers_ranks(self) -> bool:
+    def prefers_cache_positions(self) -> bool:
         """True if positions are to be by cache, 0..n-1 over the cached tokens, where the model allows it."""
         return (self.positions or self.policy.positions) == "cache"
 
@@ -106,12 +106,18 @@ class BackendBase:
             return self._compile_inner(gm, examples, {}, _prepare_prompt_graph, layers)
 
     def compile_step(
-        self, gm: fx.GraphModule, examples: Sequence[Any], ranked: bool, sizes: symbolic_shapes.SymbolicSizes | None
+        self,
+        gm: fx.GraphModule,
+        examples: Sequence[Any],
+        stores_raw_keys: bool,
+        sizes: symbolic_shapes.SymbolicSizes | None,
     ) -> Callable[..., Any]:
         """Compile a rewritten step graph; `sizes` are its dynamic sizes, None if all are static."""
         layers, alike = layer_dedup.readers_of_slots(gm), sizes.alike if sizes else frozenset()
         with self.time_section("compiler"):
-            return self._compile_inner(gm, examples, self._step_settings(ranked), _prepare_step_graph, layers, alike)
+            return self._compile_inner(
+                gm, examples, self._step_settings(stores_raw_keys), _prepare_step_graph, layers, alike
+            )
 
     @property
     def compiles_at_once(self) -> bool:
@@ -130,9 +136,9 @@ class BackendBase:
         """Return whether the inner compiler supports dynamic sizes for a device; they are untested on GPUs."""
         return self.inner in ("inductor", "eager") and device.type == "cpu"
 
-    def _step_settings(self, ranked: bool) -> dict[str, Any]:
+    def _step_settings(self, stores_raw_keys: bool) -> dict[str, Any]:
         in_order = inductor.KEEP_THE_ORDER if self.policy.merges else {}
-        return inductor.FEWER_LAUNCHES | in_order | (inductor.FUSE_INTO_REDUCTIONS if ranked else {})
+        return inductor.FEWER_LAUNCHES | in_order | (inductor.FUSE_INTO_REDUCTIONS if stores_raw_keys else {})
 
     def rewrite(self, call: StepCall) -> tuple[StepContext, StepRewrite]:
         """Rewrite a step graph onto slots, or onto the eager reference."""

@@ -47,8 +47,8 @@ BATCHES = (
     "use kvpass.DecodeLoop(model, ..., rows=N) and its add(), or an uncompiled model"
 )
 
-_RUNNING: contextvars.ContextVar[bool] = contextvars.ContextVar("_RUNNING", default=False)
-"""True if a compiled model runs in this context, in which case its own call checks the cache."""
+_RUNNING: contextvars.ContextVar[Any] = contextvars.ContextVar("_RUNNING", default=None)
+"""The backend of the compiled model that runs in this context, whose own call checks the cache; None without one."""
 
 
 class CompiledCall:
@@ -57,7 +57,7 @@ class CompiledCall:
     Attributes:
         call: the callable from torch.compile; None before the first call of a copied or unpickled model.
         strict: whether an ordinary cache that grows is an error.
-        model: the module behind `call`; None for other callables.
+        model: the module that `call` runs; None for other callables.
         backend: the backend of `model`, set only if `model` was compiled in place.
         regions: the regions of the model's layers, which are active while the model is called.
         parameter_names: the parameter names of the model's forward, or of `call` if `model` is None.
@@ -108,7 +108,7 @@ class CompiledCall:
         values = (*arguments, *named.values())
         cache = next((value for value in values if _has_handles(value)), None)
         before = _ordinary_caches(values) if self.strict else []
-        with _length_context(cache, values), _counter_context(cache), _running():
+        with _length_context(cache, values), _counter_context(cache), _running(self.backend):
             result = self.regions.run(dynamo.between_compilations(self.call), arguments, named)
         if self.strict and (_have_grown(before) or returns_growing_cache(result)):
             raise UnsupportedGraph(UNCOMPILED)
@@ -183,7 +183,7 @@ def _is_part_of_trace(model: Any, arguments: tuple[Any, ...], named: dict[str, A
         return False
     if _has_no_cache(model, arguments, named):
         return True
-    if torch.compiler.is_dynamo_compiling() and dynamo.is_kvpass_backend_traced():
+    if torch.compiler.is_dynamo_compiling() and _is_traced_for_kvpass():
         return True
     dynamo.break_graph(APART)
     return False
@@ -197,6 +197,11 @@ def _has_no_cache(model: Any, arguments: tuple[Any, ...], named: dict[str, Any])
     if use_cache or any(x is True for x in arguments):  # one of them may be `use_cache`
         return False
     return all(x is None or isinstance(x, (Tensor, int, float, str)) for x in (*arguments, *named.values()))
+
+
+@dynamo.constant_in_traces
+def _is_traced_for_kvpass() -> bool:
+    return dynamo.is_traced_for(_RUNNING.get())
 
 
 class _GetState:
@@ -259,13 +264,13 @@ def _install_caller(model: torch.nn.Module, caller: CompiledCall | WatchedCall) 
 
 
 @contextlib.contextmanager
-def _running() -> Iterator[None]:
+def _running(backend: Any) -> Iterator[None]:
     """Mark that a compiled model runs inside, and turn torch's recompile limit error into `UnsupportedGraph`.
 
     A compilation that torch refuses to begin has no end at which Dynamo's settings would be restored.
     """
     outermost = not _RUNNING.get()
-    token = _RUNNING.set(True)
+    token = _RUNNING.set(backend or True)
     try:
         yield
     except Exception as error:
@@ -313,10 +318,10 @@ def _counter_names(layer: Any) -> list[str]:
     because one of them may be the window, which does not change.
     """
     keys = getattr(layer, "keys", None)
-    if not isinstance(keys, Handle) or keys.shape[keys.token_dim] == keys.seen:
+    if not isinstance(keys, Handle) or keys.shape[keys.token_dim] == keys.length:
         return []
     # type() instead of isinstance(), because True equals 1
-    names = [name for name, value in vars(layer).items() if type(value) is int and value == keys.seen]
+    names = [name for name, value in vars(layer).items() if type(value) is int and value == keys.length]
     return names if len(names) == 1 else []
 
 

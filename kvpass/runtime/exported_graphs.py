@@ -18,10 +18,10 @@ from kvpass.fx import shapes
 from kvpass.rewrite.pipeline import StepRewrite
 from kvpass.rewrite.prompt import LayerOutputs, PromptRewrite
 from kvpass.runtime.backend_base import BackendBase
-from kvpass.runtime.caches import grow_for
-from kvpass.runtime.checks import PaddingTracker
+from kvpass.runtime.cache_changes import grow_for
+from kvpass.runtime.padding_tracker import PaddingTracker
 from kvpass.runtime.prompts import PromptGraph, PromptRunner, policies_by_layer
-from kvpass.runtime.recorder import announce
+from kvpass.runtime.run_events import publish_run
 from kvpass.runtime.sizes import TokenCounters, guard_predicate
 from kvpass.runtime.steps import PreparedStep, StepExecutor, StepInputs, StepResult, StepRunner
 from kvpass.torch_private import inductor
@@ -38,7 +38,7 @@ def exported_prompt(backend: BackendBase, entry: Mapping[str, Any], run: inducto
     graph = PromptGraph(
         sites=[SiteFacts(**site) for site in entry["sites"]],
         policies=policies_by_layer(backend.policy, count),
-        ranked=entry["ranked"],
+        stores_raw_keys=entry["ranked"],
         rewrite=PromptRewrite(gm=None, outputs=outputs, calls={}),
         outputs=entry["outputs"],
         module_inputs=entry["owned"],
@@ -61,7 +61,7 @@ def prompt_entry(runner: PromptRunner) -> dict[str, Any]:
         }
     )
     return dict(
-        ranked=graph.ranked,
+        ranked=graph.stores_raw_keys,
         sites=[dict(keys_out=s.keys_out, values_out=s.values_out, computed=s.computed) for s in graph.sites],
         results=[dict(key=o.key, value=o.value, valid=o.valid, statistics=o.statistics) for o in graph.rewrite.outputs],
         owned=list(graph.module_inputs),
@@ -124,15 +124,15 @@ class ExportedStep(StepExecutor):
                 "DecodeLoop that is not loaded"
             )
         result = self.advance(StepInputs(caches, arguments))
-        self.padding.record_padding(caches, arguments, result.seen_before, queries)
-        announce(result)
+        self.padding.record_padding(caches, arguments, result.length_before, queries)
+        publish_run(result)
         return result
 
     def holds_after(self, result: StepResult) -> Callable[[int], bool]:
-        return lambda more: result.seen_before + more <= self.most_seen
+        return lambda more: result.length_before + more <= self.most_seen
 
     def _prepare(self, inputs: StepInputs) -> PreparedStep:
-        variant, seen = self.variants_by_compact.get(inputs.compact), inputs.caches[0].seen
+        variant, seen = self.variants_by_compact.get(inputs.compact), inputs.caches[0].length
         if variant is None or seen > self.most_seen:
             reason = (
                 "with a compaction" if variant is None else f"behind {seen} tokens instead of {self.most_seen} at most"
@@ -145,7 +145,7 @@ class ExportedStep(StepExecutor):
         return PreparedStep(rewrite, [], flat, run)
 
 
-_VARIANT_FIELDS = ("inputs", "columns", "chunks", "valid")
+_VARIANT_FIELDS = ("inputs", "columns", "admitted_outputs", "valid")
 
 
 def _rewrite_of(entry: Mapping[str, Any]) -> StepRewrite:
@@ -182,7 +182,7 @@ def step_entry(runner: StepRunner, result: StepResult, ids_index: int) -> dict[s
     return dict(
         padding_inputs=[[runner.padding.indices[node] for node in nodes] for nodes in runner.padding.inputs],
         counters=list(runner.sizes.counters.values()),
-        last=result.seen_before + _largest(runner.holds_after(result), MOST_TOKENS - result.seen_before),
+        last=result.length_before + _largest(runner.holds_after(result), MOST_TOKENS - result.length_before),
         ids=ids_index,
         layouts=layout_entries(result.caches),
     )
@@ -197,7 +197,7 @@ def chunk_length_range(runner: StepRunner, result: StepResult, ids_index: int) -
     others = zip(runner.sizes.other_sources, result.inputs.other_sizes, strict=True)
     all_tokens = {symbol for symbol, size in others if size is None}
     now = shapes.measure_symbols(graph, result.arguments) | dict.fromkeys(new, 2)
-    now |= dict.fromkeys(all_tokens, result.seen_before + 2)
+    now |= dict.fromkeys(all_tokens, result.length_before + 2)
     holds = guard_predicate(shapes.guards(graph), now, new | all_tokens)
 
     def serves(length: int) -> bool:
@@ -211,7 +211,7 @@ def chunk_length_range(runner: StepRunner, result: StepResult, ids_index: int) -
 
 def layout_entries(caches: list[LayerCache]) -> list[dict[str, Any]]:
     """Return the sizes of the layers' slots, one entry for each kind of layer."""
-    names = ("budget", "batch", "heads", "key_dim", "value_dim", "ranked", "row_budgets", "pins")
+    names = ("budget", "batch", "heads", "key_dim", "value_dim", "stores_raw_keys", "row_budgets", "pins")
     result = [
         {name: getattr(cache.layout, name) for name in names} | {"slots": cache.slots.capacity} for cache in caches
     ]

@@ -11,45 +11,44 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvpass.cache.admission import Chunk, admit, attention_of_chunk, attention_of_classes, split_by_class
+from kvpass.cache.admission import NewRows, admit, attention_of_chunk, attention_of_classes, split_by_class
 from kvpass.cache.chunk_step import chunk_spec
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.layout import Layout
 from kvpass.cache.past_calls import PastCall, SlotSnapshot, append_call
-from kvpass.cache.slots import AnySlots, empty_slots
+from kvpass.cache.slots import AnySlots, empty_slots, hold_whole_prompt
 from kvpass.capture.canonical import AttentionSite, SiteFacts
-from kvpass.lowering.attention_statistics import StatisticsSpec
+from kvpass.lowering.attention_statistics import StatisticsOperands
 from kvpass.policies.budgets import Plan
 from kvpass.policies.pinned_tokens import PINNED, Pins, check_pinned
 from kvpass.policies.types import Attention, Clock
 from kvpass.rewrite.context import Pass
 from kvpass.rewrite.passes import STEP_PASSES
-from kvpass.runtime.caches import (
+from kvpass.runtime.cache_changes import (
     admit_chunk,
-    call_pins,
     change_layout,
     clocks_after,
     mark_addresses_static,
     output_projection_of,
-    pinned_headroom,
 )
-from kvpass.runtime.checks import true_indices
+from kvpass.runtime.call_pins import call_pins, pinned_headroom
+from kvpass.runtime.padding_tracker import true_indices
 
 if TYPE_CHECKING:
-    from kvpass.reference.layer import ReferenceChunk
+    from kvpass.reference.layer import ReferenceRows
 
 
 @dataclasses.dataclass(frozen=True)
-class AdmittedChunk:
+class AdmittedRows:
     """A chunk that was admitted to slots."""
 
-    chunk: Chunk
-    specs: tuple[StatisticsSpec, ...]  # for each class of heads; () if the policy needs no statistics
+    chunk: NewRows
+    specs: tuple[StatisticsOperands, ...]  # for each class of heads; () if the policy needs no statistics
     into: AnySlots
 
-    def first(self, count: int) -> AdmittedChunk:
+    def first(self, count: int) -> AdmittedRows:
         """Return the first `count` tokens of the chunk."""
-        return AdmittedChunk(self.chunk.first(count), tuple(spec.first(count) for spec in self.specs), self.into)
+        return AdmittedRows(self.chunk.first(count), tuple(spec.first(count) for spec in self.specs), self.into)
 
     @torch.no_grad()
     def admit_again(self, cache: LayerCache) -> None:
@@ -60,13 +59,13 @@ class AdmittedChunk:
         admit_chunk(cache, dataclasses.replace(self.chunk, attention=attention_of_classes(found)), self.into)
 
 
-def _admit_first(admitted: AdmittedChunk | ReferenceChunk, cache: LayerCache, count: int) -> LayerCache:
+def _admit_first(admitted: AdmittedRows | ReferenceRows, cache: LayerCache, count: int) -> LayerCache:
     """Return the cache after the first `count` tokens of an admitted chunk, from the cache before it."""
     taken = admitted.first(count)
     call = _record_call(cache, count, chunk=True)
     taken.admit_again(cache)
-    cache.absent = torch.cat([cache.absent, true_indices(~taken.chunk.valid, cache.seen)], 1)
-    cache.seen += count
+    cache.absent = torch.cat([cache.absent, true_indices(~taken.chunk.valid, cache.length)], 1)
+    cache.length += count
     cache.calls = (dataclasses.replace(call, repeat=functools.partial(_admit_first, taken)),)
     return cache
 
@@ -75,8 +74,8 @@ def calls_before(caches: list[LayerCache], queries: int) -> list[PastCall]:
     """Return a record of the call about to run for each layer; an empty list if cropping is off."""
     if not caches[0].backend.crop:
         return []
-    roomy = all(cache.slots.capacity == cache.layout.capacity for cache in caches)
-    return [_record_call(cache, queries, chunk=queries > 1 or not roomy) for cache in caches]
+    as_chunk = queries > 1 or any(hold_whole_prompt(cache.slots, cache.layout) for cache in caches)
+    return [_record_call(cache, queries, as_chunk) for cache in caches]
 
 
 def _record_call(cache: LayerCache, queries: int, chunk: bool) -> PastCall:
@@ -86,7 +85,7 @@ def _record_call(cache: LayerCache, queries: int, chunk: bool) -> PastCall:
 
 
 def record_calls(
-    caches: list[LayerCache], calls: list[PastCall], taken: Sequence[AdmittedChunk | ReferenceChunk | None]
+    caches: list[LayerCache], calls: list[PastCall], taken: Sequence[AdmittedRows | ReferenceRows | None]
 ) -> None:
     """Store the records of calls that have run, together with the chunks that they admitted."""
     if not calls:  # cropping is off
@@ -116,7 +115,7 @@ class KVStore:
         return STEP_PASSES
 
     def admit_prompt(
-        self, layout: Layout, chunk: Chunk, spec: StatisticsSpec | None, site: SiteFacts, plan: Plan
+        self, layout: Layout, chunk: NewRows, spec: StatisticsOperands | None, site: SiteFacts, plan: Plan
     ) -> tuple[Any, tuple[int, ...], tuple[Clock, ...]]:
         """Return the storage of a prompt's tokens (`LayerCache.slots`), the rows' budgets, and their clocks."""
         row_budgets = plan.budgets_of_rows(layout.batch)
@@ -157,22 +156,22 @@ class KVStore:
 
     def admit_step(
         self, cache: LayerCache, site: AttentionSite, results: list[Tensor]
-    ) -> AdmittedChunk | ReferenceChunk | None:
+    ) -> AdmittedRows | ReferenceRows | None:
         """Admit the chunk that a step graph returned; None for a single token, which the graph itself has written."""
         if not results:
             return None
         layout, policy = cache.layout, cache.layout.policy
         key, value, valid, *others = results
-        divided, specs = split_by_class(layout, others), list[StatisticsSpec]()
+        divided, specs = split_by_class(layout, others), list[StatisticsOperands]()
         for part, own in zip(layout.by_class, divided, strict=True):
             operands = own[len(policy.statistics) :]
             if operands:  # query, keys, mask and sink, see `cache.chunk_step.chunk_step`
                 specs.append(chunk_spec(part, site.scale, site.cap, *operands))
         attention = attention_of_chunk(layout, divided, valid)
         pins = call_pins() if policy is cache.backend.policy else None
-        chunk = Chunk(key, value, valid, attention, pins, output_projection_of(cache))
+        chunk = NewRows(key, value, valid, attention, pins, output_projection_of(cache))
         admit_chunk(cache, chunk, _spare_slots(cache) if cache.backend.crop else None)
-        return AdmittedChunk(dataclasses.replace(chunk, attention=Attention()), tuple(specs), cache.slots)
+        return AdmittedRows(dataclasses.replace(chunk, attention=Attention()), tuple(specs), cache.slots)
 
 
 def _spare_slots(cache: LayerCache) -> AnySlots:

@@ -15,20 +15,20 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.cache.admission import Chunk
+from kvpass.cache.admission import NewRows
 from kvpass.cache.cached_attention import NewTokens
 from kvpass.cache.layout import Layout
 from kvpass.cache.past_calls import SlotSnapshot
 from kvpass.cache.step import with_mask
 from kvpass.capture.canonical import AttentionSite, SiteFacts
 from kvpass.fx.walk import value
-from kvpass.lowering.attention_statistics import StatisticsSpec
+from kvpass.lowering.attention_statistics import StatisticsOperands
 from kvpass.lowering.formats import Sections
 from kvpass.policies.budgets import Plan
 from kvpass.policies.pinned_tokens import Pins
 from kvpass.policies.types import Attention, Clock
 from kvpass.reference import reference_of
-from kvpass.reference.layer import ReferenceChunk, ReferenceLayer, attention_logits
+from kvpass.reference.layer import ReferenceLayer, ReferenceRows, attention_logits
 from kvpass.rewrite.computed_keys import ComputedKeys, cut_computed_keys
 from kvpass.rewrite.context import AttentionResults, Pass, PassRecord, StepContext
 from kvpass.rewrite.masks import MaskOnSlots, Masks
@@ -39,7 +39,7 @@ from kvpass.runtime.kv_store import KVStore
 
 
 def prefill_reference(
-    layout: Layout, chunk: Chunk, spec: StatisticsSpec, site: SiteFacts, row_budgets: Sequence[int]
+    layout: Layout, chunk: NewRows, spec: StatisticsOperands, site: SiteFacts, row_budgets: Sequence[int]
 ) -> ReferenceLayer:
     """Return the reference's layer after a prompt, from its keys, values and operands of attention."""
     query, keys, mask, sink_logit = spec.query, spec.key, spec.mask, spec.sink_logit
@@ -66,11 +66,11 @@ def attend_on_reference(step: StepContext) -> PassRecord:
     step.attention, masks = AttentionResults(), Masks(step)
     for layer, site in enumerate(step.sites):
         key, new_value = (as_cached(step.graph, site, node) for node in (site.key, site.value))
-        stored_key = step.rotations.raw_keys[layer] if step.ranked else key
-        for site_call in site.all:
+        stored_key = step.rotations.raw_keys[layer] if step.stores_raw_keys else key
+        for site_call in site.attention_calls:
             _replace(step, masks, layer, site_call, (key, stored_key, new_value))
-        step.attention.chunks.append([])
-    return PassRecord([site_call.call.name for site in step.sites for site_call in site.all])
+        step.attention.admitted_outputs.append([])
+    return PassRecord([site_call.call.name for site in step.sites for site_call in site.attention_calls])
 
 
 REFERENCE_PASSES: tuple[Pass, ...] = tuple(
@@ -169,7 +169,7 @@ class _ReferenceCall:
         biased = logits if view.bias is None else logits + torch.nn.functional.pad(view.bias, (0, queries))
         probabilities = _softmax(biased, sink_logit)  # [B, Hq, q, N + q]
         if self.stores:
-            store.take(Chunk(stored, value, valid, Attention(), store.pins), probabilities, logits)
+            store.take(NewRows(stored, value, valid, Attention(), store.pins), probabilities, logits)
         output: Tensor = probabilities.to(values.dtype) @ values.repeat_interleave(query.shape[1] // values.shape[1], 1)
         output, lse = output.to(layout.dtype), biased.logsumexp(-1).to(layout.dtype)
         return output, lse[..., None] if self.lse_has_dim else lse
@@ -179,7 +179,7 @@ class _ReferenceCall:
     ) -> ReferenceView:
         """Return the cached and new tokens; `stored` is the key of a token that is read as stored, else None."""
         query, key, value, valid = new
-        groups, count, held_values = self.layout.groups, query.shape[2], store.held_vectors("value")
+        groups, count, held_values = self.layout.metadata_heads, query.shape[2], store.held_vectors("value")
         keys, ranks = store.held_vectors("key"), store.ranks().clamp(min=0)
         if stored is not None:
             keys, value = torch.cat([keys, store.stored(stored)], 2), store.stored(value, key=False)
@@ -215,7 +215,7 @@ def _mask_and_bias(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the mask, bool, and the model's bias, [B, Hq, q, N + q], of queries over [cached, new]."""
     count = valid.shape[1]
-    groups = layout.groups
+    groups = layout.metadata_heads
     cached = live[:, :, None].expand(-1, -1, count, -1)  # [B, H', q, N]
     visible = torch.cat([cached, valid[:, None, None].expand(-1, groups, count, -1)], -1)
     visible = visible.repeat_interleave(query_heads // groups, 1)
@@ -236,7 +236,7 @@ class ReferenceStore(KVStore):
         return REFERENCE_PASSES
 
     def admit_prompt(
-        self, layout: Layout, chunk: Chunk, spec: StatisticsSpec | None, site: SiteFacts, plan: Plan
+        self, layout: Layout, chunk: NewRows, spec: StatisticsOperands | None, site: SiteFacts, plan: Plan
     ) -> tuple[ReferenceLayer, tuple[int, ...], tuple[Clock, ...]]:
         assert spec is not None  # `is_reference`
         return prefill_reference(layout, chunk, spec, site, plan.budgets_of_rows(layout.batch)), (), ()
@@ -253,6 +253,6 @@ class ReferenceStore(KVStore):
     def snapshot(self, cache: Any, chunk: bool) -> SlotSnapshot:
         return SlotSnapshot(cache.slots.copy())
 
-    def admit_step(self, cache: Any, site: AttentionSite, results: list[Tensor]) -> ReferenceChunk:
-        taken: ReferenceChunk = cache.slots.taken
+    def admit_step(self, cache: Any, site: AttentionSite, results: list[Tensor]) -> ReferenceRows:
+        taken: ReferenceRows = cache.slots.taken
         return taken

@@ -12,7 +12,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.cache.admission import Chunk
+from kvpass.cache.admission import NewRows
 from kvpass.cache.handle import handles_of, with_heads_first
 from kvpass.capture import keys
 from kvpass.capture.canonical import AttentionSite, SiteFacts
@@ -21,7 +21,7 @@ from kvpass.capture.padding_analysis import padding_inputs_of_sites
 from kvpass.errors import PolicyError, UnsupportedGraph
 from kvpass.fx import shapes, splicing, walk
 from kvpass.fx.shapes import Sizes
-from kvpass.lowering.attention_statistics import StatisticsSpec, as_attention
+from kvpass.lowering.attention_statistics import StatisticsOperands, as_attention
 from kvpass.policies.base import Policy
 from kvpass.policies.pinned_tokens import Pins
 from kvpass.policies.types import Attention
@@ -30,10 +30,11 @@ from kvpass.rewrite.prompt import PromptCall, PromptRewrite, rewrite_prompt
 from kvpass.rewrite.validation.prompts import PromptCase, validate_prompt
 from kvpass.runtime import model_identity
 from kvpass.runtime.backend_base import BackendBase
-from kvpass.runtime.caches import call_pins, longer_placeholder, output_weight_by_head
+from kvpass.runtime.cache_changes import longer_placeholder, output_weight_by_head
+from kvpass.runtime.call_pins import call_pins
 from kvpass.runtime.checks import PositionCheck, RotationCheck
-from kvpass.runtime.prompt_caches import AdmittedPrompt, PromptLayer
-from kvpass.runtime.recorder import announce
+from kvpass.runtime.prompt_admission import AdmittedPrompt, PromptLayer
+from kvpass.runtime.run_events import publish_run
 from kvpass.torch_private import dynamo, fx_nodes, regions, symbolic_shapes, tensors
 from kvpass.torch_private.tensors import UnwrappedSubclasses
 
@@ -47,7 +48,7 @@ class PromptGraph:
     Attributes:
         sites: the attention calls on caches.
         policies: the policy of each layer.
-        ranked: whether keys are stored before their rotary embedding.
+        stores_raw_keys: whether keys are stored before their rotary embedding.
         rewrite: the rewritten graph.
         outputs: the number of outputs of Dynamo's graph.
         module_inputs: the argument indices of module tensors.
@@ -63,7 +64,7 @@ class PromptGraph:
 
     sites: list[SiteFacts]
     policies: list[Policy]
-    ranked: bool
+    stores_raw_keys: bool
     rewrite: PromptRewrite
     outputs: int
     module_inputs: list[int]
@@ -173,7 +174,7 @@ class PromptRunner:
     as_traced: UnwrappedSubclasses = dataclasses.field(default_factory=UnwrappedSubclasses)
 
     @staticmethod
-    def of(backend: BackendBase, captured: Capture, examples: Sequence[Any], ranked: bool) -> PromptRunner:
+    def of(backend: BackendBase, captured: Capture, examples: Sequence[Any], stores_raw_keys: bool) -> PromptRunner:
         """Return the runner of a graph of Dynamo."""
         gm, sites, policy = captured.gm, captured.sites, backend.policy
         policies = policies_by_layer(policy, len(sites))
@@ -183,13 +184,13 @@ class PromptRunner:
         padding = padding_inputs_of_sites(gm, sites, step=False)
         holders, outputs = walk.placeholders(gm.graph), walk.results(gm.graph)
         relaid = with_heads_first(examples, captured.tokens_first)
-        call = PromptCall(gm, sites, policies, backend.budget, ranked, extras, relaid, padding)
+        call = PromptCall(gm, sites, policies, backend.budget, stores_raw_keys, extras, relaid, padding)
         sparse_indices = [each for site in sites for each in keys.sparse_indices(site.mask)]
         grown = [pair for each in sparse_indices for pair in keys.cached_scoring_keys(each, outputs)]
         graph = PromptGraph(
             sites=[site.facts for site in sites],
             policies=policies,
-            ranked=ranked,
+            stores_raw_keys=stores_raw_keys,
             rewrite=rewrite_prompt(call),
             outputs=len(outputs),
             module_inputs=[index for index, node in enumerate(holders) if dynamo.is_of_module(node)],
@@ -207,8 +208,8 @@ class PromptRunner:
             rewritten = functools.partial(rewrite_prompt, dataclasses.replace(call, policies=plain))
             marks = [holders.index(node) for node in padding[0]]
             unchecked = PromptCase(captured.model, gm, sites, None if policy.renumbers else rewritten, marks)
-        positions = PositionCheck(gm, sites) if ranked else None
-        rotation = RotationCheck(gm, sites) if ranked else None
+        positions = PositionCheck(gm, sites) if stores_raw_keys else None
+        rotation = RotationCheck(gm, sites) if stores_raw_keys else None
         return PromptRunner(backend, graph, None, splicing.extract(gm, []).graph, positions, rotation, unchecked)
 
     def compile(self, examples: Sequence[Any]) -> None:
@@ -262,7 +263,7 @@ class PromptRunner:
         model = [arguments[index] for index in graph.module_inputs] or graph.constants
         admitted = AdmittedPrompt(
             backend=self.backend,
-            ranked=graph.ranked,
+            stores_raw_keys=graph.stores_raw_keys,
             notes=() if graph.adopted_past is None else (ADOPTED,),
             first=first,
             rotated_key=self.rotated_key,
@@ -273,7 +274,7 @@ class PromptRunner:
         del layers  # so that the keys and values of each layer are freed once they are stored
         for site, cache in zip(graph.sites, admitted.caches(), strict=True):
             results[site.keys_out], results[site.values_out] = handles_of(cache, site.token_dims)
-        announce(PromptResult(self, arguments, tuple(results)))
+        publish_run(PromptResult(self, arguments, tuple(results)))
         return tuple(results)
 
     def _validate(self, arguments: tuple[Any, ...]) -> None:
@@ -323,14 +324,14 @@ class PromptRunner:
             operands: list[Any] = [None if index is None else results[index] for index in outputs.operands]
             query, attended, mask, sink_logit = operands
             how = (site.causal, site.scale, site.cap, sink_logit)
-            spec = StatisticsSpec(query, attended, mask, *how, heads=key.shape[1], sharding=site.sharding)
+            spec = StatisticsOperands(query, attended, mask, *how, heads=key.shape[1], sharding=site.sharding)
         index = self.graph.output_projections[i]
         by_head = None if index is None else output_weight_by_head(traced[index], key.shape[1], value.shape[3])
         return PromptLayer(
             policy=self.graph.policies[i],
             heads=heads,
             site=site,
-            chunk=Chunk(key, value, valid, attention, pins, by_head),
+            chunk=NewRows(key, value, valid, attention, pins, by_head),
             spec=spec,
             key_projections=model_identity.weak_references(arguments[index] for index in self.graph.key_projections[i]),
             output_projection=None if index is None else weakref.ref(arguments[index]),

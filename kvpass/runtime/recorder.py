@@ -10,13 +10,11 @@ The loggers are `kvpass.passes` and `kvpass.graphs`; a program may set their lev
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
 import logging
 import os
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import torch.fx as fx
 
@@ -178,24 +176,3 @@ def note_program(title: str, graph: fx.Graph) -> None:
 def program(graph: fx.Graph) -> str:
     """Return a graph as Python code, a line for every node."""
     return graph.python_code("self").src.strip()
-
-
-_LISTENER: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("kvpass_listener", default=None)
-
-
-@contextlib.contextmanager
-def listening() -> Iterator[list[Any]]:
-    """Return a context that collects the prompts and steps that run inside it, see `PromptResult` and `StepResult`."""
-    ran: list[Any] = []
-    token = _LISTENER.set(ran)
-    try:
-        yield ran
-    finally:
-        _LISTENER.reset(token)
-
-
-def announce(*ran: Any) -> None:
-    """Tell the context of `listening`, if there is one, of prompts and steps that ran."""
-    listener = _LISTENER.get()
-    if listener is not None:
-        listener.extend(ran)

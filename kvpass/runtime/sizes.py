@@ -36,7 +36,7 @@ class SizeTie:
     Dynamo gives the rows of a padding mask a symbol of their own if the graph does not relate them to the tokens' rows.
     """
 
-    arg_index: int
+    source_index: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,8 +102,8 @@ class StepSizes(TokenCounters):
 
     def call_sizes(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> CallSizes:
         """Return the sizes of a call."""
-        windows = tuple(cache.window if cache.stored_tokens < cache.seen else None for cache in caches)
-        numbers, seen = self.numbers(arguments), caches[0].seen
+        windows = tuple(cache.window if cache.stored_tokens < cache.length else None for cache in caches)
+        numbers, seen = self.numbers(arguments), caches[0].length
         new = self._new_token_count(numbers)
         counted: dict[int, Counted] = {seen: "seen"}
         if new > 1:  # a single new token is a constant to Dynamo, so the number 1 counts nothing
@@ -118,7 +118,7 @@ class StepSizes(TokenCounters):
         input, may equal them by chance.  Interpretations in which more sizes follow the cache come first.
         """
         sizes = [int(arguments[index].shape[dim]) for index, dim in self.other_sources.values()]
-        lengths = {cache.seen for cache in caches} | {cache.stored_tokens for cache in caches}
+        lengths = {cache.length for cache in caches} | {cache.stored_tokens for cache in caches}
         lengths |= {length + self.queries(arguments) for length in lengths}
         unclear = [index for index, size in enumerate(sizes) if size in lengths]
         counts = range(len(unclear) + 1) if len(unclear) <= MOST_UNCLEAR else (0, len(unclear))
@@ -131,7 +131,7 @@ class StepSizes(TokenCounters):
         return worked[-1:] or interpretations
 
     def tie_sizes(self, other_sizes: SizeInterpretation, numbers: tuple[int, ...]) -> tuple[int | SizeTie | None, ...]:
-        """Replace each size of an interpretation by a tie to the first equal one of `numbers`, if there is one."""
+        """Tie each size that equals one of `numbers` to it, so that dynamic code keeps both equal."""
         return tuple(SizeTie(numbers.index(size)) if size in numbers else size for size in other_sizes)
 
     def resolve(
@@ -158,7 +158,7 @@ class StepSizes(TokenCounters):
                 known[symbol] = new if counted == "new" else counted
         for symbol, size in zip(self.other_sources, other_sizes, strict=True):
             if size is not None:
-                known[symbol] = tied_to[size.arg_index] if isinstance(size, SizeTie) else size
+                known[symbol] = tied_to[size.source_index] if isinstance(size, SizeTie) else size
         for site, window in zip(self._sites, call.windows, strict=True):
             for stored in (shapes.expr(walk.value(past).shape[2]) for past in site.pasts):
                 if window is None:

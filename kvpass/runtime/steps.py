@@ -21,10 +21,13 @@ from kvpass.rewrite.validation.conversation import StepCase
 from kvpass.rewrite.validation.lockstep import Validation
 from kvpass.rewrite.validation.steps import validate
 from kvpass.runtime.backend_base import BackendBase
-from kvpass.runtime.caches import StepKey, advance_counts, call_pins, grow_for, longer_placeholder, step_key, tick
-from kvpass.runtime.checks import PaddingTracker, StepVerifier, describe_wrong_mask
+from kvpass.runtime.cache_changes import grow_for, longer_placeholder
+from kvpass.runtime.call_pins import call_pins
+from kvpass.runtime.checks import StepVerifier, describe_wrong_mask
+from kvpass.runtime.clocks import StepKey, advance_counts, step_key, tick
 from kvpass.runtime.kv_store import calls_before, record_calls
-from kvpass.runtime.recorder import announce
+from kvpass.runtime.padding_tracker import PaddingTracker
+from kvpass.runtime.run_events import publish_run
 from kvpass.runtime.sizes import SizeInterpretation, StepSizes, TokenCounters
 from kvpass.runtime.variants import CompiledVariant, DynamicDims, FastStep, ShapeKey, VariantCache
 from kvpass.torch_private import dynamo, inductor, regions, symbolic_shapes, tensors
@@ -46,7 +49,7 @@ class PreparedStep(NamedTuple):
     """A step that is ready to run."""
 
     rewrite: StepRewrite
-    host_inputs: list[Any]  # the results of `StepRewrite.host_precomputed`
+    host_inputs: list[Any]  # the results of `StepRewrite.run_host_graph`
     flat: list[Any]  # the arguments of the compiled code
     run: inductor.Compiled
     variant: CompiledVariant | None = None  # None for code of an artifact
@@ -71,7 +74,7 @@ class StepExecutor:
         queries = self.sizes.queries(arguments)
         for cache in caches:
             grow_for(cache, queries)
-        key, before = step_key(caches), caches[0].seen
+        key, before = step_key(caches), caches[0].length
         calls, kv_store = calls_before(caches, queries), self.backend.kv_store
         for layer, cache in enumerate(caches):
             kv_store.prepare(cache, functools.partial(self.padding.valid_tokens, layer, cache, arguments, queries))
@@ -90,7 +93,7 @@ class StepExecutor:
         step.rewrite.count_tokens([cache.slots for cache in caches], results)
         taken = [
             kv_store.admit_step(cache, site, [results[index] for index in indices])
-            for cache, site, indices in zip(caches, self.sites, step.rewrite.chunks, strict=True)
+            for cache, site, indices in zip(caches, self.sites, step.rewrite.admitted_outputs, strict=True)
         ]
         advance_counts(caches, queries, clocks)
         record_calls(caches, calls, taken)
@@ -119,7 +122,7 @@ class StepExecutor:
 
     def arguments_after(self, caches: list[LayerCache], arguments: tuple[Any, ...], by: int) -> tuple[Any, ...]:
         """Return the arguments of the last step as they would be `by` tokens later."""
-        return self.sizes.shift_counts(arguments, caches[0].seen - 1, by)
+        return self.sizes.shift_counts(arguments, caches[0].length - 1, by)
 
     def holds_after(self, result: StepResult) -> Callable[[int], bool]:
         """Return a predicate: whether the code still serves a step that many tokens after one that ran."""
@@ -169,7 +172,7 @@ class StepRunner(StepExecutor):
             try:
                 return self._run(arguments)
             except UnsupportedGraph as refusal:
-                tokens = arguments[self.pasts[0][0]].seen + self.sizes.queries(arguments)
+                tokens = arguments[self.pasts[0][0]].length + self.sizes.queries(arguments)
                 if wrong := describe_wrong_mask(self.gm, self.sites, arguments, tokens):
                     raise UnsupportedGraph(f"{wrong}. With this mask: {refusal}") from None
                 raise
@@ -193,8 +196,8 @@ class StepRunner(StepExecutor):
             first, arguments, lambda: self.sizes.resolve(self.sizes.call_sizes(caches, arguments), others)
         )
         result = self.advance(StepInputs(caches, arguments, others, known))
-        self.padding.record_padding(caches, arguments, result.seen_before, queries)
-        announce(result)
+        self.padding.record_padding(caches, arguments, result.length_before, queries)
+        publish_run(result)
         return self._dynamo_outputs(result)
 
     def _cache_of_layer(self, arguments: tuple[Any, ...], indices: tuple[int, int]) -> LayerCache:
@@ -212,7 +215,7 @@ class StepRunner(StepExecutor):
 
     def holds_after(self, result: StepResult) -> Callable[[int], bool]:
         """Return a predicate: whether this graph's guards still hold that many tokens after a step that ran."""
-        return self.sizes.holds_after(result.inputs.other_sizes, result.arguments, result.seen_before)
+        return self.sizes.holds_after(result.inputs.other_sizes, result.arguments, result.length_before)
 
     # -- variants ---------------------------------------------------------------------------------------------------
 
@@ -221,9 +224,9 @@ class StepRunner(StepExecutor):
         key = ShapeKey.of(caches, self.sizes.numbers(arguments))
         variant = self._find_variant(inputs, key)
         rewrite = variant.rewrite_for(key)
-        host_inputs = rewrite.host_precomputed(arguments)
-        flat = rewrite.flat_arguments([cache.slots for cache in caches], arguments, host_inputs, caches[0].seen)
-        run = variant.code_for(self.backend, flat, caches[0].layout.ranked, rewrite.queries > 1)
+        host_inputs = rewrite.run_host_graph(arguments)
+        flat = rewrite.flat_arguments([cache.slots for cache in caches], arguments, host_inputs, caches[0].length)
+        run = variant.code_for(self.backend, flat, caches[0].layout.stores_raw_keys, rewrite.queries > 1)
         if variant.serves(key):
             return PreparedStep(rewrite, host_inputs, flat, run, variant)
         # Compiling has added guards that this call does not meet.
@@ -250,11 +253,11 @@ class StepRunner(StepExecutor):
                 slots=[cache.slots for cache in caches],
                 arguments=arguments,
                 sizes=self.sizes.resolve(sizes, tied if dynamic else other_sizes, dynamic),
-                seen=caches[0].seen,
+                length=caches[0].length,
                 windows=sizes.windows,
                 padding_inputs=self.padding.as_padding_inputs(inputs.known_padding),
                 compact=inputs.compact,
-                dynamic_dims=layouts,
+                dynamic_layouts=layouts,
             )
             return self._rewrite(step)
 
@@ -315,8 +318,8 @@ class StepRunner(StepExecutor):
         outputs = [None if index is None else done.results[index] for index in rewrite.outputs]
         for index, result in zip(rewrite.grown, done.host_inputs, strict=False):  # further ones are inputs of the graph
             outputs[index] = result
-        for index, beyond in rewrite.lengths.items():
-            outputs[index] = caches[0].seen - rewrite.queries + beyond
+        for index, beyond in rewrite.length_outputs.items():
+            outputs[index] = caches[0].length - rewrite.queries + beyond
         for index, (past, dim) in rewrite.dropped_outputs.items():
             outputs[index] = longer_placeholder(arguments[past], dim, rewrite.queries)
         for site, cache in zip(self.sites, caches, strict=True):
@@ -334,7 +337,7 @@ class StepResult:
     host_inputs: list[Any]
     key: StepKey
     rewrite: StepRewrite
-    seen_before: int  # tokens
+    length_before: int  # tokens
     variant: CompiledVariant | None
 
     @property

@@ -11,11 +11,12 @@ import torch.fx as fx
 
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.layout import Layout
+from kvpass.cache.slots import hold_whole_prompt
 from kvpass.errors import PolicyError, UnsupportedGraph
 from kvpass.fx import splicing
 from kvpass.rewrite.pipeline import StepRewrite
 from kvpass.runtime.backend_base import BackendBase
-from kvpass.runtime.caches import advance_counts
+from kvpass.runtime.clocks import advance_counts
 from kvpass.torch_private import dynamo, fx_nodes, inductor, symbolic_shapes
 
 MOST_ENTRIES = 512
@@ -44,7 +45,7 @@ class ShapeKey:
 
     @staticmethod
     def of(caches: list[LayerCache], numbers: tuple[int, ...]) -> ShapeKey:
-        if any(cache.slots.capacity != cache.layout.capacity or cache.layout.classes for cache in caches):
+        if any(hold_whole_prompt(cache.slots, cache.layout) or cache.layout.classes for cache in caches):
             return ShapeKey(numbers)
         exact_layers = tuple(index for index, cache in enumerate(caches) if cache.layout.exact_capacity)
         if exact_layers:
@@ -156,7 +157,7 @@ class CompiledVariant:
         dynamo.release_source_lines()
         inductor.return_free_memory()
 
-    def code_for(self, backend: BackendBase, flat: list[Any], ranked: bool, chunk: bool) -> inductor.Compiled:
+    def code_for(self, backend: BackendBase, flat: list[Any], stores_raw_keys: bool, chunk: bool) -> inductor.Compiled:
         """Return the code to run on these arguments; it compiles the graph if necessary.
 
         A chunk may be the only one, as the rest of a prompt or a turn often is, and compiling takes half a minute.  So
@@ -171,7 +172,7 @@ class CompiledVariant:
                 return fx_nodes.code_of(gm)
             if self.compiled is None:
                 assert gm is not None
-                self.compiled = backend.compile_step(gm, rewrite.examples or flat, ranked, rewrite.dynamic)
+                self.compiled = backend.compile_step(gm, rewrite.examples or flat, stores_raw_keys, rewrite.dynamic)
                 self._release_graph(gm.graph)
         return self.compiled
 
@@ -245,7 +246,7 @@ class FastStep:
 
     def __call__(self, arguments: tuple[Any, ...], clocks: Sequence[tuple[Any, ...]]) -> Sequence[Any]:
         """Run the step and return the results of the graph; `clocks` are those of each layer after this token."""
-        given = self.rewrite.call_arguments(arguments, [], self.slots, self.caches[0].seen)
+        given = self.rewrite.call_arguments(arguments, [], self.slots, self.caches[0].length)
         for cache in self.caches:
             cache.interrupted = True  # until the counts follow: an error in between leaves slots and counts apart
         results = self.run(*self.fixed, *given)

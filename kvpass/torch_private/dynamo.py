@@ -74,12 +74,12 @@ def constant_in_traces(function: F) -> F:
     return function
 
 
-@constant_in_traces
-def is_kvpass_backend_traced() -> bool:
-    """Return whether Dynamo traces for a backend of kvpass, to be asked while it traces."""
+def is_traced_for(backend: Any) -> bool:
+    """Return whether Dynamo traces for this backend or one of kvpass; for functions that are `constant_in_traces`."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    return _strictness(InstructionTranslator.current_tx().output.compiler_fn) is not None
+    traced_for = InstructionTranslator.current_tx().output.compiler_fn
+    return _strictness(traced_for) is not None or any(each is backend for each in _wrapped_backends(traced_for))
 
 
 def break_graph(reason: str) -> None:
@@ -162,7 +162,7 @@ MOST_TRIES = 100
 
 
 def between_compilations(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what calls a function of torch.compile while no other thread compiles.
+    """Wrap a function of torch.compile so that its calls wait until no other thread compiles.
 
     While one thread compiles, torch takes the calls of all threads for calls that FX traces, and refuses them before
     anything has run.

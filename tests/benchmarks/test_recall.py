@@ -8,12 +8,12 @@ import torch
 pytest.importorskip("matplotlib")
 
 from benchmarks import recall
-from kvpass.decoding.prefill import Caller
+from kvpass.decoding.model_call import ModelCall
 from tests.apps.evaluation.test_recall import Copier, planted
 
 
-def copying(window: int) -> Caller:
-    return Caller.of(Copier(window))
+def copying(window: int) -> ModelCall:
+    return ModelCall.of(Copier(window))
 
 
 def test_a_window_recalls_what_lies_in_it():
@@ -40,7 +40,7 @@ def test_every_token_is_fed_once_and_every_piece_ticks_once(length):
         fed.append(tokens.shape[1])
         return Copier(1000)(tokens, **more)
 
-    assert torch.equal(recall.read(Caller.of(model), text, lambda: ticks.append(1)), text)
+    assert torch.equal(recall.read(ModelCall.of(model), text, lambda: ticks.append(1)), text)
     assert fed[0] in range(2, 2 + recall.PIECE)
     assert fed[1:] == [recall.PIECE] * len(ticks) == [recall.PIECE] * recall.piece_count(text)
 
@@ -61,6 +61,6 @@ def test_every_distance_is_asked_of_some_row_at_the_end_of_a_prompt(rows, turns)
             asked.extend((row, text.pairs[row, :, 1].tolist().index(key)) for row, key in enumerate(tokens[:, -1]))
         return Copier(1000)(tokens, past_key_values, **more)
 
-    assert recall.right_at_once(Caller.of(model), text, turns) == (1.0,) * 4
+    assert recall.right_at_once(ModelCall.of(model), text, turns) == (1.0,) * 4
     assert {number for _, number in asked} == set(range(4))
     assert len(set(asked)) == len(asked) == rows * max(turns, 5 - rows)

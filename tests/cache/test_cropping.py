@@ -71,7 +71,7 @@ class Talk:
         """Return positions and other contents of every layer, ordered by position."""
         found = []
         for cache in caches_in(self.cache):
-            slots = cache.slots.as_rectangle(cache.layout)
+            slots = cache.slots.joined_classes(cache.layout)
             order, live = slots_by_position(slots.position), (slots.position >= 0).sum(-1)
             found += [slots.seen, slots.length, live, torch.tensor([[*clock] for clock in cache.clocks])]
             for tensor in (slots.position, slots.index, *(slots.state[x] for x in cache.layout.policy.state())):

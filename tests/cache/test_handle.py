@@ -136,11 +136,11 @@ def test_deferred_conditions_are_read_in_order_and_none_is_left_out() -> None:
     checks, computed = layer_cache.DeferredChecks(), [False, True]
     events = [SimpleNamespace(query=lambda number=number: computed[number]) for number in range(2)]
     checks.pending = [(events[0], torch.tensor(False)), (events[1], torch.tensor(True))]  # type: ignore[list-item]
-    checks.settle()
+    checks.raise_if_failed()
     assert len(checks.pending) == 2
     computed[0] = True
     with pytest.raises(kvpass.CacheHandleError, match="mask of earlier tokens has changed"):
-        checks.settle()
+        checks.raise_if_failed()
     assert not checks.pending
 
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 import kvpass
-from kvpass.cache.admission import Chunk, admit
-from kvpass.cache.cached_attention import Attended, CachedAttention, Mask, NewTokens
+from kvpass.cache.admission import NewRows, admit
+from kvpass.cache.cached_attention import AttentionOutput, CachedAttention, Mask, NewTokens
 from kvpass.cache.chunk_step import chunk_step
 from kvpass.cache.slots import Slots
 from kvpass.cache.step import decode_step, read_step
-from kvpass.lowering.attention_statistics import StatisticsSpec, as_attention, statistics
+from kvpass.lowering.attention_statistics import StatisticsOperands, as_attention, statistics
 from kvpass.policies import Policy, resolve
 from kvpass.policies.types import Attention
 from tests.adversary.models import Small, keys, logits, queries, sdpa
@@ -54,12 +54,12 @@ def slots_of(policy: Policy, dtype: torch.dtype) -> tuple[Any, Slots]:
     layout = layout_for(policy, BUDGET, new, False)
     attention = Attention()
     if policy.statistics:
-        spec = StatisticsSpec(new.q, new.k, prompt_mask(PROMPT), False, 0.3, heads=HEADS, sharding=None)
+        spec = StatisticsOperands(new.q, new.k, prompt_mask(PROMPT), False, 0.3, heads=HEADS, sharding=None)
         attention = as_attention(policy, statistics(policy, spec, PROMPT, BUDGET), PROMPT)
-    return layout, admit(layout, None, Chunk(new.k, new.v, PROMPT, attention), ())
+    return layout, admit(layout, None, NewRows(new.k, new.v, PROMPT, attention), ())
 
 
-def check(attended: Attended, valid: Tensor, sums: list[Tensor]) -> None:
+def check(attended: AttentionOutput, valid: Tensor, sums: list[Tensor]) -> None:
     """Check that outputs for padding and sums over queries are finite."""
     padding = ~valid[:, None, :, None].expand_as(attended.output)
     assert attended.output[padding].isfinite().all()

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kvpass
-from kvpass.capture import caches
-from kvpass.capture.caches import Verdict
+from kvpass.capture import cache_search
+from kvpass.capture.cache_search import Verdict
 from tests.capture.traced import query_graph
 
 WIDTH = 16
@@ -122,7 +122,7 @@ def found(made: Made, *arguments: Any) -> list[Verdict]:
     answer: list[Verdict] = []
 
     def question(gm: fx.GraphModule) -> None:
-        answer.extend(caches.find(gm, set()))
+        answer.extend(cache_search.find(gm, set()))
 
     with torch.no_grad():
         query_graph(Decoder(made).eval(), arguments, question)

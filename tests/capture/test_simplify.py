@@ -12,7 +12,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass.capture.simplify import leave_disabled_regions, multiply_equations, multiply_outer_products
-from kvpass.torch_private import fx_nodes
+from kvpass.torch_private import fx_nodes, operators
 
 ENTER, EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 A, B = torch.randn(2, 4, 1), torch.randn(2, 1, 5)
@@ -83,7 +83,7 @@ def test_other_regions_stay(inside: Any, one: Tensor, other: Tensor, enabled: bo
 
 
 def fails_inside(depth: int) -> None:
-    with fx_nodes.preserving_autocast():
+    with operators.preserving_autocast():
         for _ in range(depth):
             ENTER("cpu", torch.bfloat16, True, None)
         raise ZeroDivisionError

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvpass.apps.demo.chat import talk
-from kvpass.apps.evaluation.session import PlainLoop, Session
+from kvpass.apps.evaluation.session import Session, UncompiledLoop
 from kvpass.apps.models import LoadedModel
 from kvpass.decoding.loop import DecodeLoop
 from tests.checkpoint.subject import first_layers, loaded
@@ -40,7 +40,7 @@ def test_a_chat_feeds_the_template_and_evicting_nothing_answers_as_the_uncompile
     subject = LoadedModel("checkpoint", model, tokenizer, None, False)
     stop = [tokenizer.eos_token_id]
     loops = {
-        "plain": PlainLoop(model, 16, stop),
+        "plain": UncompiledLoop(model, 16, stop),
         "window": DecodeLoop(model, "window", budget=400, prefill_chunk=16, inner="eager", stop=stop),
     }
     answers, fed = {}, {}

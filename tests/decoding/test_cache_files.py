@@ -43,7 +43,7 @@ def model(shared_traces: None) -> Traced:
 @torch.no_grad()
 def talked(model: Any, cache: Any, pieces: list[int], mask: Tensor, ids: Tensor) -> tuple[Tensor, Any]:
     """Return the logits of further tokens, fed in pieces, and the cache."""
-    logits, done = [], 0 if cache is None else caches_in(cache)[0].seen
+    logits, done = [], 0 if cache is None else caches_in(cache)[0].length
     position = (mask.cumsum(-1) - 1).clamp(min=0)
     for count in pieces:
         here = slice(done, done + count)
@@ -70,8 +70,8 @@ def check_a_loaded_cache_goes_on(
     got, loaded = talked(under, loaded, after, mask, ids)
     assert torch.equal(got, expected)
     for ours, theirs in zip(caches_in(loaded), caches_in(cache), strict=True):
-        assert (ours.layout, ours.seen, ours.row_budgets, ours.clocks) == (
-            theirs.layout, theirs.seen, theirs.row_budgets, theirs.clocks
+        assert (ours.layout, ours.length, ours.row_budgets, ours.clocks) == (
+            theirs.layout, theirs.length, theirs.row_budgets, theirs.clocks
         )  # fmt: skip
         assert all(torch.equal(a, b) for a, b in zip(ours.slots.tensors(), theirs.slots.tensors(), strict=True))
 

@@ -52,7 +52,7 @@ def held(cache: Any) -> Tensor:
 @torch.no_grad()
 def stepped(model: Any, cache: Any, count: int, mask: Tensor | None = None) -> Any:
     """Run this many steps with fixed tokens, and return the last output."""
-    rows, seen = caches_in(cache)[0].layout.batch, caches_in(cache)[0].seen
+    rows, seen = caches_in(cache)[0].layout.batch, caches_in(cache)[0].length
     mask = torch.ones(rows, seen, dtype=torch.int64) if mask is None else mask
     for step in range(count):
         mask = torch.nn.functional.pad(mask, (0, 1), value=1)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvpass
 from kvpass.decoding.prefill import chunk_lengths
-from kvpass.runtime import caches, kv_store
+from kvpass.runtime import cache_changes, kv_store
 from tests.models import breaks, build, graphs, prompt
 from tests.strategies import OF_ONE_MODEL, ROWS
 from tests.test_invariants import settings
@@ -150,7 +150,7 @@ def watching(function: Callable[..., Any], watched: Largest) -> Callable[..., An
 
 def test_memory_is_that_of_the_budget_and_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     watched, most = Largest(), []
-    for module in (kv_store, caches):
+    for module in (kv_store, cache_changes):
         monkeypatch.setattr(module, "admit", watching(module.admit, watched))
     run = compiled("h2o", lambda gm, examples: watching(gm.forward, watched))
     for tokens in (48, 640):

@@ -309,8 +309,8 @@ def test_a_thousand_requests_are_neither_lost_nor_mixed_up(monkeypatch: pytest.M
     loop, wanted, done = serving_loop(model), {}, {}
     fail, run = faulty(0.03, count), stepping.RepeatedStep.run
     monkeypatch.setattr(stepping.RepeatedStep, "run", lambda step: (fail(), run(step))[1])
-    read = scheduler.chunks
-    monkeypatch.setattr(scheduler, "chunks", lambda *how, **named: (fail(), read(*how, **named))[1])
+    read = scheduler.run_chunks
+    monkeypatch.setattr(scheduler, "run_chunks", lambda *how, **named: (fail(), read(*how, **named))[1])
     while len(wanted) < count or loop.pending:
         for _ in range(drawn.randint(0, 3) if len(wanted) < count else 0):
             kind = drawn.choice(kinds)

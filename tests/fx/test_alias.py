@@ -16,12 +16,12 @@ def test_memory_is_analysed_as_often_for_many_layers(policy: str, monkeypatch: p
     """Count analyses: one for each layer would take time quadratic in the number of layers."""
     analysed = []
 
-    class Counted(alias.Memory):
+    class Counted(alias.AliasSets):
         def __init__(self, graph: torch.fx.Graph, *given: object) -> None:
             analysed.append(graph)
             super().__init__(graph, *given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(alias, "Memory", Counted)
+    monkeypatch.setattr(alias, "AliasSets", Counted)
 
     def count(layers: int) -> int:
         torch._dynamo.reset()

@@ -65,7 +65,7 @@ class Recording(Backend):
                 padding_inputs=call.padding_inputs.in_copy(copies),
             )
             rewrite = rewrite_step(StepContext(there))
-        patches = step_settings(self, call.layouts[0].ranked)
+        patches = step_settings(self, call.layouts[0].stores_raw_keys)
         names = [node.name for node in walk.placeholders(rewrite.gm.graph)]
         self.steps.append(Step(rewrite.gm, names, patches, call.compact, rewrite.queries, len(call.sites)))
         return super().rewrite(call)

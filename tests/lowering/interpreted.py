@@ -13,7 +13,7 @@ from torch import Tensor
 from kvpass.lowering import aligner_kernel as align_kernel
 from kvpass.lowering import attend_kernel, attention_blocks, attention_sums, column_kernel
 from kvpass.lowering.attend import Rope, RotaryPairs, attend
-from kvpass.lowering.attention_blocks import ScoredAttention
+from kvpass.lowering.attention_blocks import AttentionInputs
 from kvpass.lowering.formats import EncodedVectors, KVDtype, format_of, plain
 from kvpass.policies.aligners import Signature, aligner
 from kvpass.policies.aligners.networks import DirectNetwork
@@ -120,7 +120,7 @@ def column_sums(seed: int, dtype: torch.dtype, kind: str, causal: bool, sink: bo
     mask = {"none": None, "bool": shown, "additive": draw(1, heads * groups, count, keys).float()}[kind]
     sinks = draw(1, heads * groups, 1, 1).float() if sink else None
     real = draw(rows, count).float() > -0.8
-    plain = ScoredAttention(query.float(), key.float(), mask, causal, 0.3, 3.0 if cap else None, sinks)
+    plain = AttentionInputs(query.float(), key.float(), mask, causal, 0.3, 3.0 if cap else None, sinks)
     expected = [*attention_blocks.column_sums(plain, real, 2), *attention_sums.late_statistics(plain, real, window)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_sums, "column_sums", column_kernel.column_sums)

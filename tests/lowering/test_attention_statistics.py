@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import tests.strategies  # noqa: F401  loads the Hypothesis profile
 from kvpass.lowering import attention_blocks, attention_tiles
-from kvpass.lowering.attention_statistics import StatisticsRequest, attention_statistics
+from kvpass.lowering.attention_statistics import StatisticsArguments, attention_statistics
 from kvpass.policies import resolve, to_json
 
 NAMES = ("total", "squares", "last", "window", "logits", "older", "older_peak")
@@ -17,14 +17,14 @@ NAMES = ("total", "squares", "last", "window", "logits", "older", "older_peak")
 
 def operands(query, key, mask, real, causal, scale, window=1, powers=2, value=None):
     """Return arguments of the operator for sums of `powers` and statistics of the last `window` queries."""
-    request = StatisticsRequest(NAMES[:powers] + NAMES[2:], causal, scale, None, key.shape[1], window)
+    request = StatisticsArguments(NAMES[:powers] + NAMES[2:], causal, scale, None, key.shape[1], window)
     return query, key, value, mask, None, real, None, request.text()
 
 
 def scan_operands(query, key, mask, real, causal, scale, value=None):
     """Return arguments of the operator for the scan of a cascade with one sub-cache in 5 slots."""
     policy = to_json(resolve("cascade", {"sinks": 1, "cascades": 1}))
-    request = StatisticsRequest(("scan",), causal, scale, None, key.shape[1], scan=policy, budget=5)
+    request = StatisticsArguments(("scan",), causal, scale, None, key.shape[1], scan=policy, budget=5)
     return query, key, value, mask, None, real, None, request.text()
 
 
@@ -92,7 +92,7 @@ def test_peaks_of_heads_that_the_cache_joins():
     drawn = torch.Generator().manual_seed(0)
     query, key = torch.randn(2, 4, 6, 4, generator=drawn), torch.randn(2, 2, 6, 4, generator=drawn)
     real = torch.ones(2, 6, dtype=torch.bool)
-    request = StatisticsRequest(("older_peak",), True, 0.5, None, 1, 2).text()
+    request = StatisticsArguments(("older_peak",), True, 0.5, None, 1, 2).text()
     [made] = attention_statistics(query, key, None, None, None, real, None, request)
     logits = (query[:, :, 4:] @ key[:, :, :4].repeat_interleave(2, 1).transpose(2, 3) * 0.5).amax(1)
     assert made.shape == (2, 1, 1, 6)
@@ -139,7 +139,7 @@ def test_a_scan_beside_attention_in_tiles_is_the_scan_of_all_rows(options, padde
     drawn = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, heads, 200, 8, generator=drawn) for heads in (4, 2, 2))
     policy = to_json(resolve("cascade", {"cascades": 4, "sinks": 4, **options}))
-    request = StatisticsRequest(("scan",), not padded, 0.5, None, 2, scan=policy, budget=44).text()
+    request = StatisticsArguments(("scan",), not padded, 0.5, None, 2, scan=policy, budget=44).text()
     real = torch.ones(2, 200, dtype=torch.bool)
     real[1, :30] = not padded
     mask = (torch.ones(200, 200, dtype=torch.bool).tril() & real[:, None, None]) if padded else None
@@ -198,8 +198,8 @@ def test_fake_results_have_the_shapes_and_strides_of_real_ones(make, attends, ca
 
 
 def test_a_request_is_its_text():
-    request = StatisticsRequest(("scan",), True, 0.3, None, 2, scan=to_json(resolve("cascade", {})), budget=0.5)
-    assert StatisticsRequest.parse(request.text()) == request
+    request = StatisticsArguments(("scan",), True, 0.3, None, 2, scan=to_json(resolve("cascade", {})), budget=0.5)
+    assert StatisticsArguments.parse(request.text()) == request
     assert not {*request.text()} & {*'"\\\n'}  # C++ string literals take the text unescaped
 
 
@@ -212,14 +212,14 @@ def in_blocks(monkeypatch):
 def test_no_block_is_larger_than_it_may_be(monkeypatch, in_blocks):
     """Check that no [queries x keys] matrix is computed, for any length of the prompt."""
     sizes = []
-    made = attention_blocks.ScoredAttention.logits
+    made = attention_blocks.AttentionInputs.logits
 
     def spied(*args):
         logits = made(*args)
         sizes.append(logits.numel())
         return logits
 
-    monkeypatch.setattr(attention_blocks.ScoredAttention, "logits", spied)
+    monkeypatch.setattr(attention_blocks.AttentionInputs, "logits", spied)
     query, key = torch.randn(1, 4, 3000, 8), torch.randn(1, 2, 3000, 8)
     statistics(query, key, None, torch.ones(1, 3000, dtype=torch.bool), True, 0.5, 64, 2)
     assert max(sizes) <= attention_blocks.BLOCK
@@ -229,9 +229,9 @@ def test_no_block_is_larger_than_it_may_be(monkeypatch, in_blocks):
 def test_a_block_has_queries_of_few_rows_and_heads(rows, monkeypatch, in_blocks):
     """Check the number of queries in a block, which must not shrink with more rows."""
     shapes = []
-    made = attention_blocks.ScoredAttention.logits
+    made = attention_blocks.AttentionInputs.logits
     monkeypatch.setattr(
-        attention_blocks.ScoredAttention, "logits", lambda *args: shapes.append(out := made(*args)) or out
+        attention_blocks.AttentionInputs, "logits", lambda *args: shapes.append(out := made(*args)) or out
     )
     monkeypatch.setattr(attention_blocks, "BLOCK", 2 * 40 * 8)
     query, key = torch.randn(rows, 4, 40, 8), torch.randn(rows, 2, 40, 8)

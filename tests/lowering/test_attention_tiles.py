@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 import tests.strategies  # noqa: F401  loads the Hypothesis profile
 from kvpass.lowering import attention_blocks, attention_sums, attention_tiles
-from kvpass.lowering.attention_blocks import ScoredAttention
+from kvpass.lowering.attention_blocks import AttentionInputs
 from kvpass.torch_private import generated_code
-from kvpass.torch_private.fx_nodes import attend_with_lse
+from kvpass.torch_private.operators import attend_with_lse
 
 pytestmark = pytest.mark.skipif(
     attention_tiles.dtype_of_products(torch.float32, 64) is None,
@@ -30,14 +30,14 @@ def in_float64(query: Any, key: Any, mask: Any, weight: Any, *rest: Any) -> list
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.double()
     sink_logit = None if sink_logit is None else sink_logit.double()
-    wide = ScoredAttention(query.double(), key.double(), mask, causal, scale, cap, sink_logit)
+    wide = AttentionInputs(query.double(), key.double(), mask, causal, scale, cap, sink_logit)
     return attention_blocks.column_sums(wide, weight, powers)
 
 
 def sums_of(query: Any, key: Any, mask: Any, weight: Any, *rest: Any) -> list[torch.Tensor]:
     """Return the sums by the C++ loops; a log-sum-exp may follow the arguments of `in_float64`."""
     *common, powers = rest[:5]
-    attention = ScoredAttention(query, key, mask, *common)
+    attention = AttentionInputs(query, key, mask, *common)
     return attention_tiles.TiledAttention.of(attention, *rest[5:]).with_totals().column_sums(weight, powers)
 
 
@@ -91,7 +91,7 @@ def test_sums_are_those_of_float64(data):
     sink_logit = draw(st.sampled_from([None, torch.randn(1, heads * groups, 1, 1, generator=drawn)]))
     given = (query, key, mask, weight, draw(st.booleans()), 0.3, cap, sink_logit, powers)
     assert_equal(sums_of(*given), in_float64(*given))
-    computed = attention_tiles.TiledAttention.of(ScoredAttention(query, key, mask, *given[4:8])).with_totals()
+    computed = attention_tiles.TiledAttention.of(AttentionInputs(query, key, mask, *given[4:8])).with_totals()
     total = torch.zeros(rows, heads, groups, count + before)
     step = draw(st.integers(1, 200))
     for row in range(rows):
@@ -108,7 +108,7 @@ def test_attention_is_that_of_float64(data):
     query, key, value, mask = data.draw(operands())
     causal, cap = data.draw(st.booleans()), data.draw(st.sampled_from([None, 5.0]))
     sink_logit = data.draw(st.sampled_from([None, torch.full((1, query.shape[1], 1, 1), 0.5)]))
-    rows = attention_tiles.TiledAttention.of(ScoredAttention(query, key, mask, causal, 0.3, cap, sink_logit))
+    rows = attention_tiles.TiledAttention.of(AttentionInputs(query, key, mask, causal, 0.3, cap, sink_logit))
     output, log_sum_exp, _ = rows.attend(value)
     logits, expected = attention_in_float64(query, key, value, mask, causal, 0.3, cap, sink_logit)
     near = dict(atol=4e-5, rtol=1e-4) if rows.dtype == torch.float32 else dict(atol=2e-2, rtol=2e-2)
@@ -147,7 +147,7 @@ def test_sums_beside_attention_are_those_of_float64(data):
     weight, powers = (torch.rand(rows, count, generator=drawn) < 0.8).float(), draw(st.integers(1, 2))
     cap, causal = draw(st.sampled_from([None, 5.0])), draw(st.booleans())
     sink_logit = draw(st.sampled_from([None, torch.randn(1, q_heads, 1, 1, generator=drawn)]))
-    attention = ScoredAttention(query, key, mask, causal, 0.3, cap, sink_logit)
+    attention = AttentionInputs(query, key, mask, causal, 0.3, cap, sink_logit)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_tiles, "TASKS_WITH_SUMS", draw(st.sampled_from([1, 128])))
         computed = attention_tiles.TiledAttention.of(attention)
@@ -169,7 +169,7 @@ def test_means_beside_attention_are_those_of_float64(data):
     rows, q_heads, count, _ = query.shape
     causal, cap = data.draw(st.booleans()), data.draw(st.sampled_from([None, 5.0]))
     sink_logit = data.draw(st.sampled_from([None, torch.full((1, q_heads, 1, 1), 0.5)]))
-    attention = ScoredAttention(query, key, mask, causal, 0.3, cap, sink_logit)
+    attention = AttentionInputs(query, key, mask, causal, 0.3, cap, sink_logit)
     computed = attention_tiles.TiledAttention.of(attention)
     output, means_of = computed.attend_with_means(value.to(computed.dtype))
     exact = attention_in_float64(query, key, value, mask, causal, 0.3, cap, sink_logit)[0]
@@ -188,7 +188,7 @@ def test_means_beside_attention_are_those_of_float64(data):
 @pytest.mark.parametrize("threads", [1, 2])
 def test_attention_with_rows_does_not_depend_on_how_many_come_at_once(monkeypatch, means, threads):
     query, key = torch.randn(2, 4, 300, 16).bfloat16(), torch.randn(2, 2, 300, 16).bfloat16()
-    attention, before, made = ScoredAttention(query, key, None, True, 0.25), torch.get_num_threads(), []
+    attention, before, made = AttentionInputs(query, key, None, True, 0.25), torch.get_num_threads(), []
     try:
         for size, count in ((1, threads), (1, 3), (attention_sums.SCAN_BLOCK, threads)):
             torch.set_num_threads(count)
@@ -214,7 +214,7 @@ def test_logits_that_rise_from_tile_to_tile_count_with_their_final_totals():
     query, weight = torch.full((1, 1, 40, 1), 1.0), torch.ones(1, 40)
     query[..., 7, :] = 0.001
     given = query, key, None, weight, False, 1.0, None, None, 2
-    attention = ScoredAttention(query, key, None, False, 1.0, None, None)
+    attention = AttentionInputs(query, key, None, False, 1.0, None, None)
     assert_equal(attention_tiles.TiledAttention.of(attention).attend(key, weight, 2)[2], in_float64(*given))
 
 
@@ -223,7 +223,7 @@ def test_a_cap_bounds_logits_of_any_size(size):
     """Test logits beyond 128 in base two, whose powers exceed float32."""
     query, key = torch.ones(1, 1, 40, 1), torch.tensor([1.0, -1.0, 0.5]).view(1, 1, 3, 1)
     operands = query, key, key, None, False, size * 5, 5.0, None
-    rows = attention_tiles.TiledAttention.of(ScoredAttention(query, key, None, False, size * 5, 5.0))
+    rows = attention_tiles.TiledAttention.of(AttentionInputs(query, key, None, False, size * 5, 5.0))
     output, *_ = rows.attend(key)
     torch.testing.assert_close(output.double(), attention_in_float64(*operands)[1], atol=1e-5, rtol=1e-5)
     assert_equal(
@@ -242,7 +242,7 @@ def test_a_query_that_sees_no_key_gets_zeros(dtype, hides, causal):
     blind = torch.arange(140)[(torch.arange(140) % 3 == 0) | (torch.arange(140) > 63)]
     seen[..., blind, :] = False
     mask = seen if hides == "bool" else torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
-    rows = attention_tiles.TiledAttention.of(ScoredAttention(query, key, mask, causal, 0.5))
+    rows = attention_tiles.TiledAttention.of(AttentionInputs(query, key, mask, causal, 0.5))
     output, log_sum_exp, _ = rows.attend(value)
     assert not output[:, :, blind].any()
     assert (log_sum_exp[:, :, blind] == -torch.inf).all()
@@ -262,14 +262,14 @@ def test_not_a_number_stays_in_its_query(kind, cap):
     seen[..., 3] = False
     added = torch.zeros(seen.shape).masked_fill(~seen, LOWEST)
     mask = seen if kind == torch.bool else None if kind is None else added.to(kind)
-    output, *_ = attention_tiles.TiledAttention.of(ScoredAttention(query, key, mask, True, 0.5, cap)).attend(value)
+    output, *_ = attention_tiles.TiledAttention.of(AttentionInputs(query, key, mask, True, 0.5, cap)).attend(value)
     assert output[0, 0].isnan().any(-1).nonzero().flatten().tolist() == [5]
     assert output[0, 0, 5].isnan().all()
 
 
 def test_attention_is_the_librarys_where_it_has_matrix_tiles(monkeypatch):
     query, key = torch.randn(1, 4, 70, 8), torch.randn(1, 2, 70, 8)
-    attention = ScoredAttention(query, key, None, True, 0.5, None, None)
+    attention = AttentionInputs(query, key, None, True, 0.5, None, None)
     here = attention_tiles.is_faster(torch.float32, 8)
     monkeypatch.setattr(attention_tiles.inductor, "has_matrix_tiles", lambda: True)
     assert not attention_tiles.is_faster(torch.float32, 8)
@@ -311,7 +311,7 @@ def test_a_query_that_sees_no_key_adds_nothing(hides):
         expected = sums_of(query, key, mask, without, False, 0.5, None, None, 2)
         for one, other in zip(made, expected, strict=True):
             torch.testing.assert_close(one, other)
-    rows = attention_tiles.TiledAttention.of(ScoredAttention(query, key, mask, False, 0.5, None, None))
+    rows = attention_tiles.TiledAttention.of(AttentionInputs(query, key, mask, False, 0.5, None, None))
     for one, other in zip(rows.attend(key, weight, 2)[2], expected, strict=True):
         torch.testing.assert_close(one, other)
 
@@ -319,7 +319,7 @@ def test_a_query_that_sees_no_key_adds_nothing(hides):
 def test_sums_do_not_depend_on_the_number_of_threads():
     query, key = torch.randn(2, 4, 300, 16).bfloat16(), torch.randn(2, 2, 300, 16).bfloat16()
     given = (query, key, None, torch.ones(2, 300), True, 0.25, None, None, 2)
-    attention = ScoredAttention(query, key, None, True, 0.25, None, None)
+    attention = AttentionInputs(query, key, None, True, 0.25, None, None)
     before, made = torch.get_num_threads(), []
     try:
         for threads in (1, 2):
@@ -337,7 +337,7 @@ def test_nothing_to_sum_gives_zeros(shape):
     rows, heads, count, keys = shape
     query, key = torch.randn(rows, heads, count, 4), torch.randn(rows, heads, keys, 4)
     made = sums_of(query, key, None, torch.ones(rows, count), False, 1.0, None, None, 2)
-    made += attention_tiles.TiledAttention.of(ScoredAttention(query, key, None, False, 1.0, None, None)).attend(
+    made += attention_tiles.TiledAttention.of(AttentionInputs(query, key, None, False, 1.0, None, None)).attend(
         key, torch.ones(rows, count), 2
     )[2]
     assert [x.shape for x in made] == [(rows, heads, 1, keys)] * 4
@@ -347,7 +347,7 @@ def test_nothing_to_sum_gives_zeros(shape):
 def test_a_processor_without_the_products_has_the_blocks(monkeypatch):
     """Compare scores in float32, for every reason that disables the loops."""
     query, key = torch.randn(1, 4, 70, 8), torch.randn(1, 2, 70, 8)
-    attention, weight = ScoredAttention(query, key, None, True, 0.5, None, None), torch.ones(1, 70)
+    attention, weight = AttentionInputs(query, key, None, True, 0.5, None, None), torch.ones(1, 70)
     expected = attention_sums.column_sums(attention, weight, 2)
 
     def fails(*_: Any) -> Any:
@@ -385,15 +385,15 @@ def test_float64_and_odd_heads_have_the_products_that_exist():
 def test_a_mask_of_any_true_bytes_hides_nothing_that_it_shows():
     query, key = torch.randn(1, 1, 40, 8), torch.randn(1, 1, 40, 8)
     mask = torch.full((1, 1, 40, 40), 2, dtype=torch.uint8).view(torch.bool)
-    output, *_ = attention_tiles.TiledAttention.of(ScoredAttention(query, key, mask, False, 0.5)).attend(key)
-    expected, *_ = attention_tiles.TiledAttention.of(ScoredAttention(query, key, None, False, 0.5)).attend(key)
+    output, *_ = attention_tiles.TiledAttention.of(AttentionInputs(query, key, mask, False, 0.5)).attend(key)
+    expected, *_ = attention_tiles.TiledAttention.of(AttentionInputs(query, key, None, False, 0.5)).attend(key)
     torch.testing.assert_close(output, expected)
 
 
 def test_an_expanded_query_is_copied():
     query, key = torch.randn(1, 1, 1, 8).expand(1, 1, 90, 8), torch.randn(1, 1, 90, 8)
-    output, *_ = attention_tiles.TiledAttention.of(ScoredAttention(query, key, None, True, 0.5)).attend(key)
-    expected, *_ = attention_tiles.TiledAttention.of(ScoredAttention(query.contiguous(), key, None, True, 0.5)).attend(
+    output, *_ = attention_tiles.TiledAttention.of(AttentionInputs(query, key, None, True, 0.5)).attend(key)
+    expected, *_ = attention_tiles.TiledAttention.of(AttentionInputs(query.contiguous(), key, None, True, 0.5)).attend(
         key
     )
     assert torch.equal(output, expected)
@@ -438,7 +438,7 @@ FAILURES = {  # a line of the source, and its replacement in the test's build
 
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_failure_in_a_thread_is_an_error_and_does_not_end_the_process(failure, monkeypatch):
-    attention = ScoredAttention(*(torch.randn(2, heads, 300, 16) for heads in (4, 2)), None, True, 0.25, None, None)
+    attention = AttentionInputs(*(torch.randn(2, heads, 300, 16) for heads in (4, 2)), None, True, 0.25, None, None)
     source = attention_tiles.source(torch.float32, None)
     before, after = FAILURES[failure]
     assert source.count(before) == 1
@@ -454,7 +454,7 @@ def test_a_failure_in_a_thread_is_an_error_and_does_not_end_the_process(failure,
         torch.set_num_threads(threads)
 
 
-def compute_all(attention: ScoredAttention) -> None:
+def compute_all(attention: AttentionInputs) -> None:
     attention_sums.attend(attention, attention.key, torch.ones(2, 300), 2)
     for row in attention_sums.probabilities(attention):
         list(row)

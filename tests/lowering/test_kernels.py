@@ -10,7 +10,7 @@ import torch
 from kvpass.lowering import aligner_kernel as align_kernel
 from kvpass.lowering import attend_kernel, column_kernel
 from kvpass.lowering.attend import MOST_ROWS, WIDEST_ROTATED, Rope, RotaryPairs, by_kernel
-from kvpass.lowering.attention_blocks import ScoredAttention
+from kvpass.lowering.attention_blocks import AttentionInputs
 from kvpass.lowering.formats import EncodedVectors, KVDtype, format_of
 from kvpass.policies.aligners.aligner import MAX_HIDDEN
 from tests.gpu.cuda_emission import TARGETS, Binary, compiled
@@ -209,7 +209,7 @@ def test_a_byte_of_two_codes_is_loaded_once(target: str, rotated: int) -> None:
 def test_sums_of_a_prompt_are_products_of_warp_groups_and_compare_nothing_where_all_is_seen() -> None:
     query, key = (torch.empty(1, heads, 8192, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8))
     weight = torch.ones(1, 8192, device="meta")
-    both = launched(column_kernel.column_sums, ScoredAttention(query, key, None, True, 0.1), weight, 1)
+    both = launched(column_kernel.column_sums, AttentionInputs(query, key, None, True, 0.1), weight, 1)
     assert [launch.name for launch in both] == ["totals", "columns"]
     for launch in both:
         listing = launch.binary("sm_90").listing

@@ -147,7 +147,7 @@ def test_classes_equal_one_rectangle_with_a_budget_for_each_head() -> None:
     slots = lowered.slots
     assert isinstance(slots, ClassedSlots)
     plain = dataclasses.replace(lowered.layout, classes=(), row_budgets=True)
-    rectangle = slots.as_rectangle(lowered.layout).with_state_of(plain, [0, 0])
+    rectangle = slots.joined_classes(lowered.layout).with_state_of(plain, [0, 0])
     budgets = torch.tensor([part.budget for part in lowered.layout.by_class])
     rectangle.state[ROW_BUDGET].copy_(budgets[slots.inverse][..., None])
     new = layer(3, tokens=12)
@@ -159,7 +159,7 @@ def test_classes_equal_one_rectangle_with_a_budget_for_each_head() -> None:
             for layout, held in ((lowered.layout, slots), (plain, rectangle))
         )
         torch.testing.assert_close(ours, theirs)
-        one, other = slots.as_rectangle(lowered.layout).position, rectangle.position
+        one, other = slots.joined_classes(lowered.layout).position, rectangle.position
         assert torch.equal(one.sort(-1).values, other.sort(-1).values)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import kvpass
 from kvpass.errors import UnsupportedGraph
 from kvpass.lowering import attention_blocks
-from kvpass.lowering.attention_blocks import ScoredAttention
+from kvpass.lowering.attention_blocks import AttentionInputs
 from kvpass.lowering.attention_sums import highest_probs
 from kvpass.policies.defensive_kv import DefensiveKV
 from kvpass.policies.snapkv import SnapKV
@@ -78,7 +78,7 @@ def test_values_count_as_shares_of_the_heads() -> None:
     value = torch.tensor([1.0, 3.0]).view(1, 2, 1, 1).expand(1, 2, 8, 1)
     impact = policy.project(these, value, None)["impact"]
     torch.testing.assert_close(impact[0, :, :6], these.state["score"][0, :, :6] * torch.tensor([[0.25], [0.75]]))
-    chunk = dataclasses.replace(these, held=4)
+    chunk = dataclasses.replace(these, cached_columns=4)
     impact = policy.project(chunk, value, None)["impact"]
     torch.testing.assert_close(impact[0, :, :6], these.state["score"][0, :, :6] * torch.tensor([[1.0], [3.0]]))
 
@@ -104,7 +104,7 @@ def test_the_operator_takes_the_highest_of_the_last_queries(monkeypatch: pytest.
     query, key = torch.randn(3, 4, 9, 8, generator=drawn), torch.randn(3, 2, 12, 8, generator=drawn)
     valid = torch.ones(3, 9, dtype=torch.bool)
     valid[0, :4], valid[1, 6], valid[2] = False, False, False
-    attention = ScoredAttention(query, key, None, causal, 0.5, None, None)
+    attention = AttentionInputs(query, key, None, causal, 0.5, None, None)
     made = highest_probs(attention, valid, 4, lambda probs, valid: probs * (1 + valid.sum(-1).view(-1, 1, 1, 1, 1)))
     logits = query @ key.repeat_interleave(2, 1).mT * 0.5
     if causal:

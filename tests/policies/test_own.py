@@ -93,6 +93,12 @@ def test_a_policy_of_old_names_keeps_the_same_tokens() -> None:
     assert torch.equal(traces[0].positions, traces[1].positions)
 
 
+def test_tokens_tell_by_the_old_name_how_many_are_cached() -> None:
+    tokens = base.Tokens(torch.zeros(1, 1, 3).long(), torch.zeros(1, 1, 1).long(), {}, 3, cached_columns=2)
+    with pytest.warns(DeprecationWarning, match="cached_columns"):
+        assert tokens.held == 2
+
+
 def test_flags_follow_from_what_a_policy_has() -> None:
     for name in names():
         policy = kvpass.policies.get(name)

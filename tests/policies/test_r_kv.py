@@ -9,7 +9,7 @@ import torch
 
 from kvpass.diagnostics.simulate import simulate
 from kvpass.errors import BudgetError, PolicyError
-from kvpass.lowering.attention_statistics import StatisticsSpec
+from kvpass.lowering.attention_statistics import StatisticsOperands
 from kvpass.policies import resolve
 from kvpass.policies.r_kv import RKV
 from kvpass.policies.types import Tokens
@@ -35,7 +35,7 @@ def policy(**options: Any) -> RKV:
 def scored(chosen: RKV) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return importance before pooling, redundancy and scores of the ten tokens."""
     valid = torch.ones(1, 10, dtype=torch.bool)
-    spec = StatisticsSpec(QUERIES, KEYS, None, True, 2**-0.5, heads=1, sharding=None)
+    spec = StatisticsOperands(QUERIES, KEYS, None, True, 2**-0.5, heads=1, sharding=None)
     tokens = Tokens(torch.arange(10)[None, None], torch.full((1, 1, 1), 10), {"vote": torch.zeros(1, 1, 10)}, 6)
     tokens = tokens.with_state(chosen.observe_chunk(tokens, spec.attention(chosen, valid, 6)))
     tokens = tokens.with_state(chosen.rescore(tokens, KEYS, KEYS))

@@ -100,16 +100,16 @@ def test_slices_of_tables_become_lookups() -> None:
 
 def test_queries_stand_at_their_ranks() -> None:
     stages = with_cache_positions()
-    made = stages.added("rotate_at_read")
+    made = stages.added("rank_positions")
     assert any("slots_0_position" in line for line in made)
-    assert len(stages.stages["rotate_at_read"].record.matched) == 4  # query and key of two layers
-    ours, theirs = on_own_arguments(stages, "rotate_at_read")  # nothing is evicted, so ranks are positions
+    assert len(stages.stages["rank_positions"].record.matched) == 4  # query and key of two layers
+    ours, theirs = on_own_arguments(stages, "rank_positions")  # nothing is evicted, so ranks are positions
     torch.testing.assert_close(ours, theirs)
 
 
 def test_positions_stay_where_keys_are_stored_as_they_are() -> None:
     stages = with_absolute_positions()
-    assert stages.added("rotate_at_read") == stages.removed("rotate_at_read") == []
+    assert stages.added("rank_positions") == stages.removed("rank_positions") == []
     assert stages.contexts[0].rotations.slices == []
 
 
@@ -147,17 +147,17 @@ def test_layers_that_are_alike_are_traced_once(monkeypatch: pytest.MonkeyPatch) 
 
 def test_growing_outputs_are_removed() -> None:
     stages = with_absolute_positions()
-    assert len(kvpass.fx.walk.results(stages.before("bound_outputs").gm.graph)) == 1 + 2 * 2
-    assert len(kvpass.fx.walk.results(stages.stages["bound_outputs"].gm.graph)) == 1
+    assert len(kvpass.fx.walk.results(stages.before("drop_growing_outputs").gm.graph)) == 1 + 2 * 2
+    assert len(kvpass.fx.walk.results(stages.stages["drop_growing_outputs"].gm.graph)) == 1
     assert stages.contexts[0].outputs.outputs == [0, None, None, None, None]
 
 
 def test_survivors_of_a_chunk_come_out() -> None:
     stages = staged(Small(plain), "h2o", budget=8, new=4)
-    key, value, real, *sums = stages.contexts[0].outputs.chunks[0]
+    key, value, real, *sums = stages.contexts[0].outputs.admitted_outputs[0]
     assert [key, value, real] == [1, 2, 3]
     assert sums  # h2o needs column sums
-    assert "torch.ops.kvpass.append" not in "".join(stages.stages["settle_sizes"].lines)
+    assert "torch.ops.kvpass.append" not in "".join(stages.stages["resolve_sizes"].lines)
 
 
 class Weighing(Small):
@@ -181,9 +181,9 @@ def test_weights_over_all_tokens_are_refused_by_their_line(layers: int) -> None:
 
 def test_settle_sizes_inserts_numbers_and_removes_dead_code() -> None:
     stages = with_absolute_positions()
-    removed = stages.removed("settle_sizes")
+    removed = stages.removed("resolve_sizes")
     assert any("torch.ops.kvpass.append" in line for line in removed)
-    left = stages.stages["settle_sizes"].gm.graph.nodes
+    left = stages.stages["resolve_sizes"].gm.graph.nodes
     assert not [node for node in left if kvpass.fx.walk.is_size(node)]
 
 
@@ -245,7 +245,7 @@ def test_a_gpu_copies_write_indices_for_merging_and_leaves_counters(policy: str,
 
 
 def test_a_cpu_copies_no_write_indices_and_keeps_counters() -> None:
-    for name in ("copy_write_indices", "leave_counting"):
+    for name in ("copy_write_indices", "move_counters_to_caller"):
         assert with_absolute_positions().added(name) == with_absolute_positions().removed(name) == []
         assert with_absolute_positions().stages[name].record.left
 

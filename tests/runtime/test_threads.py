@@ -88,7 +88,7 @@ def test_a_warm_step_does_not_wait_for_another_thread_that_compiles() -> None:
     variant: Any = object.__new__(CompiledVariant)
     variant.compiled, found = (lambda *_: "compiled"), []
     with dynamo.compile_lock():
-        thread = threading.Thread(target=lambda: found.append(variant.code_for(None, [], ranked=False, chunk=False)))
+        thread = threading.Thread(target=lambda: found.append(variant.code_for(None, [], False, chunk=False)))
         thread.start()
         thread.join(timeout=5)
     assert found == [variant.compiled]

@@ -74,7 +74,7 @@ def run_windows(model: Any, ids: Tensor, ahead: int = 0) -> WholeRows:
 
 
 def pair(model: Any, windows: WholeRows, dropped: int, sinks: int) -> TrainingPairs:
-    """Return the rows behind a deletion after the sinks, as they were and as the model makes them without it."""
+    """Return the rows after a deletion after the sinks, as they were and as the model makes them without it."""
     ids = windows.ids[:, : windows.key.shape[3]]  # of the tokens that are held
     shortened = _stack_layers(cached_vectors(model, torch.cat([ids[:, :sinks], ids[:, sinks + dropped :]], 1)))
     old = [_flat(rows[:, :, :, sinks + dropped :]) for rows in (windows.key, windows.value)]

@@ -44,7 +44,7 @@ class TrainingSettings:
         tokens: of a step, before any deletion.
         parts: of "paper": parts of a step's rows, each for an update of its own.
         deletions: how many numbers of deleted tokens a step of "direct" draws.
-        ahead: tokens behind each window of "direct" whose predictions on repaired rows are compared with those
+        ahead: tokens after each window of "direct" whose predictions on repaired rows are compared with those
             of the model that has lost nothing; 0 for rows only.
         distil: the weight of that comparison, a Kullback-Leibler divergence in nats, in the sum with the rows' error.
         rate: the highest learning rate; it falls to a hundredth along a cosine.

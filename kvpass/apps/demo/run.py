@@ -30,9 +30,9 @@ from kvpass.apps.evaluation.session import (
     HeldSnapshot,
     Loop,
     Measure,
-    PlainLoop,
     Row,
     Session,
+    UncompiledLoop,
     unless_refused,
 )
 from kvpass.apps.evaluation.speed import Speed
@@ -120,7 +120,7 @@ class Demo:
             how |= dict(budget=budget, prefill_chunk=self.sizes.chunk)
             loop = unless_refused(functools.partial(DecodeLoop, subject.model, policy, **how))
             every.append(Contender(text, subject, loop, budget, HeldRecorder(middle)))
-        plain = PlainLoop(subject.model, self.sizes.chunk, stop)
+        plain = UncompiledLoop(subject.model, self.sizes.chunk, stop)
         return [*every, Contender(FULL, subject, plain, None, HeldRecorder(middle))]
 
     def _tokens(self) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor
 from kvpass import cache_names
 from kvpass.apps.evaluation.session import Row, Session
 from kvpass.arguments import require
-from kvpass.decoding.prefill import Caller
+from kvpass.decoding.model_call import ModelCall
 from kvpass.errors import KVPassError
 
 VALUE = 4  # words of a value
@@ -195,7 +195,7 @@ def plant_pairs(
     return plant(documents, vocabulary, fitting, VALUE, seed, times)
 
 
-def right_words(caller: Caller, planted: PlantedPairs, number: int, cache: Any) -> Tensor:
+def right_words(caller: ModelCall, planted: PlantedPairs, number: int, cache: Any) -> Tensor:
     """Return which words of a value are the likeliest after its key and the right words before, bool [B, V]."""
     answer = planted.answer(number)
     said = likeliest(caller, torch.cat([planted.question(number), answer[:, :-1]], 1), cache)
@@ -203,7 +203,7 @@ def right_words(caller: Caller, planted: PlantedPairs, number: int, cache: Any) 
 
 
 @torch.no_grad()
-def likeliest(caller: Caller, tokens: Tensor, cache: Any) -> Tensor:
+def likeliest(caller: ModelCall, tokens: Tensor, cache: Any) -> Tensor:
     """Return the likeliest token after each of tokens int64 [B, n], which are fed one by one."""
     said = []
     for column in torch.split(tokens, 1, 1):

@@ -27,7 +27,7 @@ from kvpass.apps.evaluation.settings import Case, EvaluationSettings, Result, Re
 from kvpass.apps.evaluation.speed import Speed
 from kvpass.apps.models import LoadedModel, load
 from kvpass.decoding.loop import DecodeLoop
-from kvpass.decoding.prefill import Caller
+from kvpass.decoding.model_call import ModelCall
 from kvpass.errors import KVPassError
 from kvpass.policies import Policy
 from kvpass.user_budget import Budget
@@ -94,7 +94,7 @@ class _Runner:
 
     def __init__(self, settings: EvaluationSettings, subject: LoadedModel, texts: dict[str, list[int]]) -> None:
         self.settings, self.subject, self.texts = settings, subject, texts
-        self.predictions = FullPredictions(Caller.of(subject.model))
+        self.predictions = FullPredictions(ModelCall.of(subject.model))
 
     @cached_property
     def _full_cache(self) -> FullCache:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from kvpass import cache_names
 from kvpass.arguments import require
-from kvpass.decoding.prefill import Caller, chunks, last_of
+from kvpass.decoding.model_call import ModelCall
+from kvpass.decoding.prefill import last_of, run_chunks
 from kvpass.fx.walk import tensor_bytes
 
 Feed = Literal["whole", "chunk", "token"]
@@ -100,7 +101,7 @@ class Piece(NamedTuple):
 
 @torch.no_grad()
 def score(
-    caller: Caller,
+    caller: ModelCall,
     batch: ScoringBatch,
     chunk: int | None,
     feed: Feed = "token",
@@ -137,7 +138,7 @@ class FullPredictions:
     LIMIT: ClassVar[int] = 2**30
     """Bytes that are stored at most."""
 
-    def __init__(self, caller: Caller) -> None:
+    def __init__(self, caller: ModelCall) -> None:
         self._caller = caller  # of the model without kvpass
         self._stored: dict[tuple[Any, ...], list[Tensor]] = {}
 
@@ -163,7 +164,7 @@ class FullPredictions:
 
 @torch.no_grad()
 def agreement(
-    caller: Caller,
+    caller: ModelCall,
     full: FullPredictions,
     batch: ScoringBatch,
     chunk: int | None,
@@ -186,7 +187,7 @@ def agreement(
     return AgreementScores(divergences, same | ~batch.scored, loss, full_loss)
 
 
-def pieces(caller: Caller, batch: ScoringBatch, chunk: int | None, feed: Feed) -> Iterator[Piece]:
+def pieces(caller: ModelCall, batch: ScoringBatch, chunk: int | None, feed: Feed) -> Iterator[Piece]:
     """Feed a batch from an empty cache and yield every output that predicts a token; arguments as in `score`."""
     require(feed in FEEDS, "feed", feed, f"must be one of {', '.join(FEEDS)}")
     require(feed != "chunk" or chunk is not None, "chunk", chunk, "must be a number of tokens for feed='chunk'")
@@ -194,22 +195,22 @@ def pieces(caller: Caller, batch: ScoringBatch, chunk: int | None, feed: Feed) -
     return _score_in_steps(caller, batch, chunk) if feed == "token" else _score_together(caller, batch, chunk, feed)
 
 
-def _score_in_steps(caller: Caller, batch: ScoringBatch, chunk: int | None) -> Iterator[Piece]:
+def _score_in_steps(caller: ModelCall, batch: ScoringBatch, chunk: int | None) -> Iterator[Piece]:
     """Yield the output for the last token of the contexts, then for each token of the continuations."""
     ids, mask, context = batch.ids, batch.mask, batch.context
-    last = last_of(chunks(caller, ids[:, :context], mask[:, :context], None, chunk))
+    last = last_of(run_chunks(caller, ids[:, :context], mask[:, :context], None, chunk))
     cache = cache_names.cache_of_output(last)
     yield Piece(context - 1, last.logits[:, -1:], cache)
     if ids.shape[1] > context + 1:
-        steps = chunks(caller, ids[:, context:-1], mask[:, :-1], cache, 1)
+        steps = run_chunks(caller, ids[:, context:-1], mask[:, :-1], cache, 1)
         for position, out in enumerate(steps, context):
             yield Piece(position, out.logits[:, -1:], cache_names.cache_of_output(out))
 
 
-def _score_together(caller: Caller, batch: ScoringBatch, chunk: int | None, feed: Feed) -> Iterator[Piece]:
+def _score_together(caller: ModelCall, batch: ScoringBatch, chunk: int | None, feed: Feed) -> Iterator[Piece]:
     """Yield the outputs for contexts and continuations; the last token predicts nothing and is not fed."""
     size, position = chunk if feed == "chunk" else None, 0
-    for out in chunks(caller, batch.ids[:, :-1], batch.mask[:, :-1], None, size, logits_to_keep=0):
+    for out in run_chunks(caller, batch.ids[:, :-1], batch.mask[:, :-1], None, size, logits_to_keep=0):
         yield Piece(position, out.logits, cache_names.cache_of_output(out))
         position += out.logits.shape[1]
 

@@ -15,7 +15,8 @@ from kvpass.apps.evaluation import scoring
 from kvpass.apps.evaluation.scoring import AgreementScores, Feed, FullPredictions, Scored, ScoringBatch
 from kvpass.apps.models import LoadedModel
 from kvpass.decoding.loop import DecodeLoop
-from kvpass.decoding.prefill import Caller, chunks, last_of
+from kvpass.decoding.model_call import ModelCall
+from kvpass.decoding.prefill import last_of, run_chunks
 from kvpass.errors import CacheHandleError, KVPassError
 
 Row = dict[str, Any]
@@ -47,7 +48,7 @@ class Session:
     full: FullPredictions | None = None
 
     @property
-    def caller(self) -> Caller:
+    def caller(self) -> ModelCall:
         return self.loop.caller
 
     def slots(self, tokens: int) -> int | None:
@@ -62,7 +63,7 @@ class Session:
     def agree(self, contexts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]) -> AgreementScores:
         """Compare predictions of continuations with those of the model with a full cache, fed in the same way."""
         batch = ScoringBatch.of(contexts, continuations, self.loop.device)
-        full = self.full or FullPredictions(Caller.of(self.subject.model))
+        full = self.full or FullPredictions(ModelCall.of(self.subject.model))
         return scoring.agreement(self.caller, full, batch, self.chunk, self._feed, self.tick)
 
     @property
@@ -84,7 +85,7 @@ class Session:
 
     def share_of_heads(self, row: int, *spans: Sequence[int]) -> float:
         """Return the largest share of KV heads that hold one of the spans of a row completely; padding counts too."""
-        if isinstance(self.loop, PlainLoop):
+        if isinstance(self.loop, UncompiledLoop):
             return 1.0
         heads = [held for layer in kvpass.inspect(self.loop.cache).layers for held in layer.positions[row].cpu()]
         whole = [[torch.isin(torch.tensor(list(span)), held).all() for held in heads] for span in spans]
@@ -102,7 +103,9 @@ class Session:
     @torch.no_grad()
     def read(self, ids: Tensor) -> Any:
         """Return the cache after tokens int64 [B, T]."""
-        cache = cache_names.cache_of_output(last_of(chunks(self.caller, ids, torch.ones_like(ids), None, self.chunk)))
+        cache = cache_names.cache_of_output(
+            last_of(run_chunks(self.caller, ids, torch.ones_like(ids), None, self.chunk))
+        )
         self.tick(ids.shape[1])
         return cache
 
@@ -120,7 +123,7 @@ class Session:
 
 @dataclasses.dataclass
 class PlainState:
-    """A conversation of `PlainLoop`: the model's own cache, and the likeliest next token."""
+    """A conversation of `UncompiledLoop`: the model's own cache, and the likeliest next token."""
 
     cache: Any
     mask: Tensor  # int64 [B, tokens in the cache], 0 for padding
@@ -128,7 +131,7 @@ class PlainState:
     handed_out: bool = False  # whether `generate` has returned the token, so it is a part of the conversation
 
 
-class PlainLoop:
+class UncompiledLoop:
     """Greedy decoding with the uncompiled model and its own growing cache, to compare with.
 
     Attributes:
@@ -138,7 +141,7 @@ class PlainLoop:
     """
 
     def __init__(self, model: Any, chunk: int | None, stop: Sequence[int] = ()) -> None:
-        self.caller, self.chunk = Caller.of(model), chunk
+        self.caller, self.chunk = ModelCall.of(model), chunk
         self.device = next(model.parameters()).device
         self.stop = torch.tensor(list(stop), dtype=torch.int64)
         self.state: PlainState | None = None
@@ -156,7 +159,7 @@ class PlainLoop:
             ids, mask = torch.cat([old.token, ids], 1), torch.cat([torch.ones_like(old.token), mask], 1)
         if old is not None:
             mask = torch.cat([old.mask, mask], 1)
-        out = last_of(chunks(self.caller, ids, mask, self.cache, self.chunk))
+        out = last_of(run_chunks(self.caller, ids, mask, self.cache, self.chunk))
         self.state = PlainState(cache_names.cache_of_output(out), mask, out.logits[:, -1:].argmax(-1))
 
     def generate(self, tokens: int) -> Tensor:
@@ -172,7 +175,7 @@ class PlainLoop:
         return torch.cat(result, 1)
 
 
-Loop = DecodeLoop | PlainLoop
+Loop = DecodeLoop | UncompiledLoop
 """Greedy decoding of a conversation, with and without kvpass."""
 
 

@@ -115,5 +115,5 @@ class Answer:
         if self.conversation is None or output.cache is None:
             return
         self.conversation.cache, self.conversation.tail = output.cache, output.generated_tokens[-1:]
-        self.conversation.seen, self.conversation.evicted = caches_in(output.cache)[0].seen, job.evicted
+        self.conversation.seen, self.conversation.evicted = caches_in(output.cache)[0].length, job.evicted
         self.conversation.ended = output.finish_reason == "stop"

@@ -83,7 +83,7 @@ def service_of(parsed: argparse.Namespace) -> Service:
         waiting=parsed.queue,
         max_tokens=parsed.max_tokens,
         # None where the policy numbers the cached tokens anew, so that a text may be longer than the trained range.
-        context=parsed.context or (None if loop.backend.prefers_ranks else subject.trained),
+        context=parsed.context or (None if loop.backend.prefers_cache_positions else subject.trained),
         drain=parsed.drain,
         conversations=Limits(parsed.kept_rows or 2 * parsed.rows, parsed.kept_bytes, parsed.conversations),
         folder=parsed.folder,

@@ -52,7 +52,7 @@ class ServeSettings:
 
 
 class Service:
-    """One model behind the endpoints.
+    """The model that the endpoints serve.
 
     Attributes:
         name: the name of the model in requests.
@@ -135,7 +135,7 @@ class Service:
             yield answer
 
     def _prompts(self, fields: SamplingFields, conversation: KeptConversation | None) -> list[list[int]]:
-        """Return the token ids of the prompts of a request, behind those that its conversation has not seen."""
+        """Return the token ids of the prompts of a request, after those that its conversation has not seen."""
         before = [] if conversation is None else conversation.tail
         if isinstance(fields, ChatFields):
             return [[*before, *self.subject.encode([self._render(fields, conversation)])[0]]]

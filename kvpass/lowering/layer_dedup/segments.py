@@ -263,13 +263,13 @@ def _writes(node: fx.Node) -> bool:
     return fx_nodes.mutates(node) or alias.writes(node)
 
 
-def _memory(graph: fx.Graph) -> alias.Memory:
+def _memory(graph: fx.Graph) -> alias.AliasSets:
     """Return the nodes that may share memory, by schemas and recorded storage, which tell more than names."""
 
     def aliased(node: fx.Node) -> list[fx.Node]:
         return [p for p in node.all_input_nodes if node.op.startswith("call_") and alias.may_alias(node, p)]
 
-    return alias.Memory(graph, aliased)
+    return alias.AliasSets(graph, aliased)
 
 
 def _is_sound(gm: fx.GraphModule, segments: list[Segment]) -> bool:

@@ -20,7 +20,7 @@ import sympy  # type: ignore[import-untyped]
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.cache.cached_attention import Attended, CachedAttention, NewTokens
+from kvpass.cache.cached_attention import AttentionOutput, CachedAttention, NewTokens
 from kvpass.cache.chunk_step import chunk_step
 from kvpass.cache.layout import Layout
 from kvpass.cache.step import decode_step, read_step
@@ -33,6 +33,7 @@ from kvpass.rewrite.computed_keys import ComputedKeys, cut_computed_keys
 from kvpass.rewrite.context import AttentionResults, PassRecord, StepContext
 from kvpass.rewrite.masks import MaskOnSlots, Masks
 from kvpass.rewrite.rotary_slice import RotarySlice
+from kvpass.rewrite.rotary_tables import RotaryTables
 
 
 def attend_on_slots(step: StepContext) -> PassRecord:
@@ -44,7 +45,7 @@ def attend_on_slots(step: StepContext) -> PassRecord:
     step.attention, replacement = AttentionResults(), _AttentionReplacement(step)
     for layer in range(len(step.sites)):
         replacement.replace(layer)
-    return PassRecord([each.call.name for site in step.sites for each in site.all])
+    return PassRecord([each.call.name for site in step.sites for each in site.attention_calls])
 
 
 class _AttentionReplacement:
@@ -52,7 +53,7 @@ class _AttentionReplacement:
 
     def __init__(self, step: StepContext) -> None:
         self.step = step
-        self.masks, self.tables = Masks(step), Tables(step)
+        self.masks, self.tables = Masks(step), RotaryTables(step)
         self._traced: dict[Any, fx.GraphModule] = {}
 
     def replace(self, layer: int) -> None:
@@ -64,8 +65,10 @@ class _AttentionReplacement:
         sums = self._splice(layer, site, slots, new, first=True)
         for sharing in site.shared_by:
             self._splice(layer, sharing, slots_before, new, first=False)
-        stored_key = step.rotations.raw_keys[layer] if step.ranked and not site.computed else new[0]
-        step.attention.chunks.append([] if step.decodes else [stored_key, new[1], step.inputs.valid(layer), *sums])
+        stored_key = step.rotations.raw_keys[layer] if step.stores_raw_keys and not site.computed else new[0]
+        step.attention.admitted_outputs.append(
+            [] if step.decodes else [stored_key, new[1], step.inputs.valid(layer), *sums]
+        )
 
     def _splice(
         self, layer: int, site: AttentionSite, slots: list[fx.Node], new: list[fx.Node], first: bool
@@ -130,7 +133,7 @@ class _AttentionReplacement:
         template = step.slots[layer]
         lse_like = None if lse is None else (step.shape(lse), value(lse).dtype)
 
-        def results(attended: Attended) -> list[Tensor]:
+        def results(attended: AttentionOutput) -> list[Tensor]:
             lse = []
             if lse_like is not None and attended.lse is not None:
                 shape, dtype = lse_like
@@ -183,7 +186,7 @@ def _signature(step: StepContext, node: fx.Node, symbols: dict[sympy.Symbol, sym
 def new_vectors(step: StepContext, layer: int) -> list[fx.Node]:
     """Return the new tokens' key and value; the key of a single token as it is stored, rotated or not."""
     site = step.sites[layer]
-    key = step.rotations.raw_keys[layer] if step.ranked and step.decodes else site.key
+    key = step.rotations.raw_keys[layer] if step.stores_raw_keys and step.decodes else site.key
     return [as_cached(step.graph, site, node) for node in (key, site.value)]
 
 
@@ -209,7 +212,7 @@ def splice_point(site: AttentionSite, needed: list[fx.Node]) -> fx.Node:
 
 
 def replace_outputs(step: StepContext, site: AttentionSite, outputs: list[fx.Node]) -> list[fx.Node]:
-    """Replace the model's own outputs by the step's, in the order of `Attended`; return the step's further outputs."""
+    """Replace the model's outputs by the step's, in the order of `AttentionOutput`; return the further ones."""
     originals = site.results
     for old, new in zip(originals, outputs[: len(originals)], strict=True):
         step.attention.replaced[old.name] = new
@@ -256,48 +259,3 @@ class _LayerStepParts:
 def _group_operands(tensors: tuple[Tensor, ...], counts: dict[str, int]) -> dict[str, list[Tensor]]:
     rest = iter(tensors)
     return {name: list(itertools.islice(rest, count)) for name, count in counts.items()}
-
-
-class Tables:
-    """The tables of a step graph, each emitted once."""
-
-    def __init__(self, step: StepContext) -> None:
-        self._step = step
-        self._tables: dict[Any, list[fx.Node]] = {}
-        self._pairs: dict[Any, RotaryPairs | None] = {}
-
-    def angles(self, rotary: RotarySlice, capacity: int) -> list[fx.Node]:
-        """Return the nodes of the table of angles for ranks 0 .. capacity - 1."""
-        key = (rotary.angles.key, str(rotary.position), str(capacity))
-        if key not in self._tables:
-            step, first = self._step, self._step.sites[0].call
-            nodes = [step.length, *rotary.angles.bound]  # the length only gives the device
-            for node in rotary.angles.bound:  # a later module of the model may make it
-                walk.move_before(first, node)
-
-            def function(length: Tensor, *bound: Tensor) -> list[Tensor]:
-                return rotary.table(capacity, list(bound), length.device)
-
-            self._tables[key] = step.compute(function, nodes, first, f"kvpass_table_{len(self._tables)}")
-        return self._tables[key]
-
-    def pairs(self, rotary: RotarySlice | None) -> RotaryPairs | None:
-        """Return the dimensions that an embedding mixes, if a kernel can rotate the keys itself; else None."""
-        if rotary is None or not self._step.decodes_on_gpu:
-            return None
-        if rotary.key not in self._pairs:
-            self._pairs[rotary.key] = rotary.pairs()
-        return self._pairs[rotary.key]
-
-    def mixing(self, rotary: RotarySlice, pairs: RotaryPairs, capacity: int, before: fx.Node) -> list[fx.Node]:
-        """Return the nodes of a `Rope`'s weights for ranks 0 .. capacity - 1."""
-        key = (rotary.key, rotary.rotate.bound, str(capacity))
-        if key not in self._tables:
-            table = self.angles(rotary, capacity)
-
-            def function(*tensors: Tensor) -> list[Tensor]:
-                return list(rotary.mixing_weights(pairs, list(tensors[: len(table)]), list(tensors[len(table) :])))
-
-            nodes = [*table, *rotary.rotate.bound]
-            self._tables[key] = self._step.compute(function, nodes, before, f"kvpass_mixed_{len(self._tables)}")
-        return self._tables[key]

@@ -56,7 +56,7 @@ def put_length_on_device(step: StepContext) -> PassRecord:
     lookups = arithmetic.slices()
     key_indices = {w: [*keys.key_index_aranges(step.graph.nodes, step.sizes, w), *lookups] for w in set(step.windows)}
     arithmetic.positions()
-    step.lengths = Lengths(arithmetic.computed, key_indices)
+    step.length_nodes = Lengths(arithmetic.computed, key_indices)
     unchanged = {node.name: "it counts the keys" for nodes in key_indices.values() for node in nodes}
     return PassRecord(arithmetic.rewritten, unchanged)
 
@@ -190,16 +190,16 @@ class _LengthArithmetic:
         node.replace_all_uses_with(shifted)
 
 
-def rotate_at_read(step: StepContext) -> PassRecord:
+def rank_positions(step: StepContext) -> PassRecord:
     """Replace positions by ranks, and record keys before their rotation.
 
     Raises:
         UnsupportedGraph: a layer has no rotary embedding, or its positions cannot be replaced.
     """
-    if not step.ranked:
+    if not step.stores_raw_keys:
         step.rotations = Rotations()
         return PassRecord(left={"keys": "they are stored as they are attended to"})
-    memory = alias.Memory(step.gm.graph)
+    memory = alias.AliasSets(step.gm.graph)
     found = [_rotary(step, layer, memory) for layer in range(len(step.sites))]
     slices = [
         cut_rotary(step.gm, site, rotary, step.sizes, memory) for site, rotary in zip(step.sites, found, strict=True)
@@ -214,7 +214,7 @@ def rotate_at_read(step: StepContext) -> PassRecord:
     return PassRecord([position.name for position in positions])
 
 
-def _rotary(step: StepContext, layer: int, memory: alias.Memory) -> Rotary:
+def _rotary(step: StepContext, layer: int, memory: alias.AliasSets) -> Rotary:
     rotary = find_rotary(step.sites[layer])
     if rotary is None:
         raise UnsupportedGraph(
@@ -280,13 +280,13 @@ def _replace_by_ranks(step: StepContext, position: fx.Node, first: fx.Node) -> N
 
 def _may_differ_by_row(step: StepContext, position: fx.Node) -> bool:
     """Return whether positions have, or may have, a dimension for the rows of what they rotate."""
-    rotated = [node for site in step.sites for each in site.all for node in (each.query, each.key)]
+    rotated = [node for site in step.sites for each in site.attention_calls for node in (each.query, each.key)]
     return value(position).ndim > 1 and all(rows_come_first(position, node) for node in rotated)
 
 
 def _rotating_users(step: StepContext, position: fx.Node) -> list[fx.Node]:
     """Return the nodes that read positions to rotate queries and keys; masks still compare positions with indices."""
-    sites = [each for site in step.sites for each in site.all]
+    sites = [each for site in step.sites for each in site.attention_calls]
     calls = {site.call for site in sites}
     masks = {node for site in sites if site.mask for node in walk.ancestors(site.mask, calls)}
     rotating = {node for site in sites for node in walk.ancestors(site.query, calls)}

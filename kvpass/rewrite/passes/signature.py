@@ -8,9 +8,9 @@
                  ...
                  return logits, key_0, value_0, real_0, sums_0, ...
 
-The slots and the policy's weights become inputs.  On a GPU, writes of small tensors move out of the layers.  Outputs
-that grow, such as caches, lengths and masks, are removed: the caller returns handles, numbers from the host's count,
-and precomputed values in their place.  A chunk's keys, values and statistics are added.
+The slots and the policy's weights become inputs.  Outputs that grow, such as caches, lengths and masks, are removed:
+the caller returns handles, numbers from the host's count, and precomputed values in their place.  A chunk's keys,
+values and statistics are added.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from kvpass.fx import alias, shapes, splicing, walk
 from kvpass.fx.walk import value
 from kvpass.rewrite.context import Outputs, PassRecord, PolicyWeights, StepContext
 from kvpass.torch_private import dynamo, fx_nodes
-from kvpass.torch_private.inductor import materialize
 
 
 def take_slots(step: StepContext) -> PassRecord:
@@ -94,43 +93,7 @@ def _length(step: StepContext) -> fx.Node:
     return length
 
 
-def copy_write_indices(step: StepContext) -> PassRecord:
-    """Copy the indices of all layers' free slots before any write, in one kernel.
-
-    A policy that merges writes to K and V twice, and for the compiler the second write depends on all that the first
-    has read.  Without the copies, a kernel of its own would overwrite the index of the free slot after the second.
-    """
-    if not step.decodes_on_gpu or not any(layout.policy.merges for layout in step.layouts):
-        step.write_indices = []
-        return PassRecord(left={"free": "nothing merges on a GPU"})
-
-    def function(*free_slots: Tensor) -> list[Tensor]:
-        return [materialize(index.clamp(min=0)) for index in free_slots]  # a plain copy would be optimized away
-
-    free = [step.slot(layer, "free") for layer in range(len(step.sites))]
-    step.write_indices = step.compute(function, free, step.sites[0].call, "kvpass_write_indices")
-    return PassRecord([node.name for node in free])
-
-
-def leave_counting(step: StepContext) -> PassRecord:
-    """Remove the updates of token counters from every layer; `StepRewrite.count_tokens` does them in two launches.
-
-    Counting for all layers by `_foreach_copy_` inside the graph is wrong: Inductor may run a kernel that reads a
-    counter after the kernel that overwrites it.
-    """
-    if not step.decodes_on_gpu:
-        step.valid_output = None
-        return PassRecord(left={"counters": "they are in the step's own kernels, or a chunk's"})
-    counters = [step.slot(layer, name) for layer in range(len(step.sites)) for name in ("seen", "length")]
-    for counter in counters:
-        for user in [user for user in counter.users if fx_nodes.mutates(user) and user.args[0] is counter]:
-            assert not user.users
-            step.graph.erase_node(user)
-    step.valid_output = step.inputs.some_valid
-    return PassRecord([counter.name for counter in counters])
-
-
-def bound_outputs(step: StepContext) -> PassRecord:
+def drop_growing_outputs(step: StepContext) -> PassRecord:
     """Remove the outputs that grow with the cache, and add those of a chunk."""
     step.outputs, kept = _new_outputs(step)
     step.graph.output_node().args = (tuple(kept),)
@@ -157,54 +120,15 @@ def _new_outputs(step: StepContext) -> tuple[Outputs, list[Any]]:
     kept = [output for index, output in enumerate(originals) if index not in removed]
     order = iter(range(len(kept)))
     outputs = [None if index in removed else next(order) for index in range(len(originals))]
-    starts = [*itertools.accumulate(map(len, step.attention.chunks), initial=len(kept))]
+    starts = [*itertools.accumulate(map(len, step.attention.admitted_outputs), initial=len(kept))]
     chunks = [list(range(start, stop)) for start, stop in itertools.pairwise(starts)]
-    kept += [node for chunk in step.attention.chunks for node in chunk]
+    kept += [node for chunk in step.attention.admitted_outputs for node in chunk]
     valid = None if step.valid_output is None else len(kept)
     kept += [] if step.valid_output is None else [step.valid_output]
     return Outputs(outputs, lengths, grown, chunks, valid), kept
 
 
-def host_precomputed(step: StepContext, gather_from: list[fx.Node]) -> fx.GraphModule | None:
-    """Return a graph of the outputs that grow and the inputs that read all tokens, or None.
-
-    Args:
-        gather_from: further nodes to compute, from which entries are gathered.
-
-    Raises:
-        UnsupportedGraph: such a value needs attention or the cache, or its computation writes to an input.
-    """
-    read = [*step.inputs.host_inputs, *gather_from]
-    if not step.outputs.grown and not read:
-        return None
-    graph = step.call.gm.graph
-    originals, outputs, end = {node.name: node for node in graph.nodes}, walk.results(graph), graph.output_node()
-    for node in read:
-        if node.name not in originals:
-            step.refuse_growth(node)
-    wanted = [outputs[index] for index in step.outputs.grown] + [originals[node.name] for node in read]
-    needed = alias.ancestors_with_writes(wanted, reader=end)
-    _check_reads_no_cache(step, wanted, needed)
-    for writer in alias.writers_to({node for node in needed if node.op in ("placeholder", "get_attr")}):
-        step.refuse_growth(writer)  # both graphs would write
-    if not needed.isdisjoint(each.call for site in step.call.sites for each in site.all):
-        step.refuse_growth(wanted[0])
-    return splicing.extract(step.call.gm, wanted, end)
-
-
-def _check_reads_no_cache(step: StepContext, wanted: list[fx.Node], needed: set[fx.Node]) -> None:
-    pasts = {past for site in step.call.sites for past in site.pasts}
-    if needed.isdisjoint(pasts):
-        return
-    first = next(node for node in wanted if not pasts.isdisjoint(walk.ancestors(node)))
-    raise UnsupportedGraph(
-        f"{walk.source_line(first)}: {walk.name_of(first)!r} has an entry for every token seen and is computed "
-        "from the cache, as attention probabilities are, and slots do not hold every token: leave output_attentions "
-        "out, or run the model uncompiled"
-    )
-
-
-def settle_sizes(step: StepContext) -> PassRecord:
+def resolve_sizes(step: StepContext) -> PassRecord:
     """Remove dead code, and leave no size that follows the cache.
 
     Raises:

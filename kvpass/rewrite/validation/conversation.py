@@ -52,8 +52,8 @@ class StepCase:
         return self.context.call
 
     @property
-    def ranked(self) -> bool:
-        return self.context.ranked
+    def stores_raw_keys(self) -> bool:
+        return self.context.stores_raw_keys
 
     @property
     def queries(self) -> int:
@@ -63,7 +63,7 @@ class StepCase:
     @functools.cached_property
     def most_keys(self) -> float:
         """The most keys that sparse indices select without leaving one out; on slots a sparse index hides no key."""
-        masks = dict.fromkeys(each.mask for site in self.call.sites for each in site.all)
+        masks = dict.fromkeys(each.mask for site in self.call.sites for each in site.attention_calls)
         indices = [index.limit for mask in masks for index in keys.sparse_indices(mask)]
         return min((most for most in indices if most is not None), default=math.inf)
 
@@ -102,7 +102,7 @@ class Conversation:
         valid: bool [B, L], false for padding.
         stored: for each layer, how many of the last tokens the model's cache stores.
         kept: for each layer, the sorted indices of the tokens in its slots.
-        plain: the arguments without the past.
+        arguments_without_past: the arguments without the past.
     """
 
     def __init__(self, step: StepCase, plan: ConversationPlan) -> None:
@@ -111,25 +111,25 @@ class Conversation:
         self.placeholders = walk.placeholders(step.gm.graph)
         # For each argument that is a past, its layer, and 0 for keys or 1 for values.
         self._pasts = {index: (i, kind) for i, pair in enumerate(step.pasts) for kind, index in enumerate(pair)}
-        self.tokens_cut = step.call.seen - plan.count
+        self.tokens_cut = step.call.length - plan.count
         self.valid = self._valid()
         self.stored = [min(plan.count, window or plan.count) for window in step.context.windows]
         self.kept = [self._choose_kept(layer) for layer in range(len(step.call.layouts))]
-        numbers = {index: symbolic_shapes.size_hint(size) for index, size in step.rewrite.lengths.items()}
-        self.rewrite = dataclasses.replace(step.rewrite, queries=step.queries, lengths=numbers)
+        numbers = {index: symbolic_shapes.size_hint(size) for index, size in step.rewrite.length_outputs.items()}
+        self.rewrite = dataclasses.replace(step.rewrite, queries=step.queries, length_outputs=numbers)
         self._rows: dict[Any, tuple[EncodedVectors, EncodedVectors]] = {}
         self._rotated: dict[Any, Tensor] = {}
-        self.plain = self._plain_arguments()
+        self.arguments_without_past = self._plain_arguments()
 
     def _valid(self) -> Tensor:
         """Return which tokens are real: up to two on the left are padding, and one in the middle (`has_gap`)."""
         # Padding must be marked by an input, and explicit positions would not count it.  A gap would change ranks.
         valid = torch.ones(self.batch, self.count, dtype=torch.bool)
-        has_positions = self.step.ranked and self.step.rewrite.positions
+        has_positions = self.step.stores_raw_keys and self.step.rewrite.positions
         if self.plan.pads_left and self.step.context.padding_inputs.known and not has_positions:
             for row in range(self.batch):
                 valid[row, : (row + 1) % (min(self.count, 2) + 1)] = False
-                if self.plan.has_gap and not self.step.ranked and self.count >= 6:
+                if self.plan.has_gap and not self.step.stores_raw_keys and self.count >= 6:
                     valid[row, self.count // 2 + row % 2] = False
         return valid
 
@@ -195,7 +195,7 @@ class Conversation:
     def _continue_ids(self, ids: Tensor) -> Tensor:
         """Make positions continue this conversation, and change token ids if the plan says so."""
         new, total = self.step.queries, self.count + self.step.queries
-        if ids.shape[-1] == new and bool((ids.amax(-1) == self.step.call.seen + new - 1).all()):
+        if ids.shape[-1] == new and bool((ids.amax(-1) == self.step.call.length + new - 1).all()):
             return (ids - self.tokens_cut).clamp(min=0)
         if self.plan.ids is None or ids.shape[-1] != total or ids.is_cuda:
             return ids
@@ -215,7 +215,7 @@ class Conversation:
 
     def _sample_entries(self, size: int) -> Tensor:
         """Return indices into entries for all tokens: some earlier ones, repeated if too few, and all new ones."""
-        seen, generator = self.step.call.seen, torch.Generator().manual_seed(size)
+        seen, generator = self.step.call.length, torch.Generator().manual_seed(size)
         times = -(-self.count // seen)
         before = torch.cat([torch.randperm(seen, generator=generator) for _ in range(times)])[: self.count]
         return torch.cat([before.sort().values, torch.arange(seen, size)])
@@ -234,10 +234,10 @@ class Conversation:
             index: among Dynamo's arguments.
         """
         if index not in self._pasts:
-            return copy_unless_parameter(self.plain[index])
+            return copy_unless_parameter(self.arguments_without_past[index])
         layer, kind = self._pasts[index]
         rows = self.rows(layer)[kind].read_as(self.step.call.layouts[layer].dtype)
-        if kind == 0 and self.step.ranked and rotated:
+        if kind == 0 and self.step.stores_raw_keys and rotated:
             rows = self._as_cached(layer, rows)
         return split_heads(rows, self.step.call.arguments[index].shape[1])
 

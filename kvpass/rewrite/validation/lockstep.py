@@ -25,7 +25,7 @@ from kvpass.fx import op_table, walk
 from kvpass.fx.walk import source_line
 from kvpass.rewrite.validation.expected import ExactAttention, attend_exactly, equal_up_to_rounding, in_result_dtype
 from kvpass.rewrite.validation.interpreter import DoesNotRun, GraphRun, Visit
-from kvpass.torch_private import fx_nodes
+from kvpass.torch_private import operators
 
 NOT_APPENDED = "the cache is not the past and the new tokens, one after the other"
 
@@ -112,7 +112,7 @@ class Lockstep:
     def __post_init__(self) -> None:
         self._indices = {node: index for index, node in enumerate(walk.placeholders(self.canonical.graph))}
         self.caches = [index for site in self.sites for index in (site.keys_out, site.values_out)]
-        self.calls = [(i, each) for i, site in enumerate(self.sites) for each in site.all]
+        self.calls = [(i, each) for i, site in enumerate(self.sites) for each in site.attention_calls]
 
     # -- Dynamo's graph ----------------------------------------------------------------------------------------------
 
@@ -304,7 +304,7 @@ def run_validation(
     start, left_out = time.perf_counter(), list[str]()
     # The caller's random numbers and autocast stay as they are: a graph that fails between the nodes that enter and
     # exit a region of autocast leaves it entered.
-    with fx_nodes.preserving_autocast(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with operators.preserving_autocast(), torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
             with errors_as_not_comparable(f"on {kind}"):
                 for label, call in calls:

@@ -31,9 +31,9 @@ class SyntheticSlots:
     def argument_factory(self) -> Callable[[int], Any]:
         """Return a function that creates an argument of the rewritten graph: slots are copied on demand."""
         conversation = self.conversation
-        arguments = tuple(map(copy_unless_parameter, conversation.plain))
+        arguments = tuple(map(copy_unless_parameter, conversation.arguments_without_past))
         slots = [self.of(layer) for layer in range(len(self.step.call.layouts))]
-        host_inputs = conversation.rewrite.host_precomputed(arguments)
+        host_inputs = conversation.rewrite.run_host_graph(arguments)
         others = conversation.rewrite.call_arguments(arguments, host_inputs, slots, conversation.count)
         shared = [set() if self._rewrites_vectors(layer) else set(x.kv_names) for layer, x in enumerate(slots)]
         of_slots = [

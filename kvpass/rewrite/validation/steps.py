@@ -75,12 +75,12 @@ def _first_plans(step: StepCase) -> Iterator[ConversationPlan]:
     """Yield conversations that fit into the slots, if there are any, then one that does not."""
     windows = [window for window in step.context.windows if window is not None]
     if windows:
-        counts = [min(step.call.seen, max(windows) + MIN_TOKENS), step.call.seen]
+        counts = [min(step.call.length, max(windows) + MIN_TOKENS), step.call.length]
     else:
         counts = [
-            min(max(step.call.seen, MIN_TOKENS), _capacity(step), MAX_FIRST),
-            min(step.call.seen, _capacity(step), MAX_FIRST),
-            step.call.seen,
+            min(max(step.call.length, MIN_TOKENS), _capacity(step), MAX_FIRST),
+            min(step.call.length, _capacity(step), MAX_FIRST),
+            step.call.length,
         ]
     for count in dict.fromkeys(counts):
         if count >= 1 and _fits(step, count):
@@ -106,7 +106,7 @@ def _further_plans(step: StepCase, first: ConversationPlan) -> Iterator[Conversa
 
 def _blind_plans(step: StepCase, first: ConversationPlan) -> Iterator[ConversationPlan]:
     """Yield conversations at the beginning of a block, where a query may see no cached key."""
-    renumbers = step.ranked or any(layout.policy.renumbers for layout in step.call.layouts)
+    renumbers = step.stores_raw_keys or any(layout.policy.renumbers for layout in step.call.layouts)
     for number in length_constants(step.gm.graph)[:MAX_BLOCKS]:
         for count, dropped in ((number, 0), (number + 2, 2)):
             if count + step.queries <= _most_tokens(step) and _fits(step, count) and not (renumbers and dropped):
@@ -124,7 +124,7 @@ def _blind_plans(step: StepCase, first: ConversationPlan) -> Iterator[Conversati
 def _most_tokens(step: StepCase) -> float:
     """Return the most tokens with lookups in range: any on a CPU, which raises an error otherwise."""
     is_on_cpu = step.context.device.type == "cpu"
-    return math.inf if is_on_cpu else max(step.call.seen, smallest_table(step.gm.graph))
+    return math.inf if is_on_cpu else max(step.call.length, smallest_table(step.gm.graph))
 
 
 def _tokens_of_interest(constants: list[int], count: int, queries: int) -> tuple[int, ...]:
@@ -144,7 +144,7 @@ def _capacity(step: StepCase) -> int:
     """Return the number of tokens that fit into the slots of each layer whose whole past is cached."""
     by_layer = zip(step.call.slots, step.context.windows, strict=True)
     sizes = (part.capacity for slots, window in by_layer if window is None for part in slots.by_class)
-    return min(sizes, default=step.call.seen + 1) - step.context.decodes
+    return min(sizes, default=step.call.length + 1) - step.context.decodes
 
 
 def _fits(step: StepCase, count: int) -> bool:
@@ -153,14 +153,14 @@ def _fits(step: StepCase, count: int) -> bool:
     If cached tokens are renumbered, all must be cached.  If layers store their last tokens only, there must be enough
     to fill their windows.  A sparse index must select all keys, as it does on the slots.
     """
-    renumbers = step.ranked or any(layout.policy.renumbers for layout in step.call.layouts)
+    renumbers = step.stores_raw_keys or any(layout.policy.renumbers for layout in step.call.layouts)
     if renumbers and count > _capacity(step):
         return False
     if count < max((window for window in step.context.windows if window is not None), default=1):
         return False
     if count + step.queries > step.most_keys:
         return False
-    return count == step.call.seen or _serves(step, count)
+    return count == step.call.length or _serves(step, count)
 
 
 def _serves(step: StepCase, count: int) -> bool:
@@ -184,7 +184,7 @@ def _inputs_serve(step: StepCase, count: int) -> bool:
         return False
     for index, (node, argument) in enumerate(zip(placeholders, step.call.arguments, strict=True)):
         growing = [] if index in pasts else [p for p in shapes.pairs(node, argument) if step.call.sizes.grows(p[0])]
-        if not all(symbolic_shapes.may_equal(size, current - step.call.seen + count) for size, current in growing):
+        if not all(symbolic_shapes.may_equal(size, current - step.call.length + count) for size, current in growing):
             return False
     return True
 
@@ -202,9 +202,9 @@ def _compare(step: StepCase, conversation: Conversation, last: fx.Node | None) -
     actual, rewrite = _run_rewritten(step, conversation, lockstep), conversation.rewrite
     outputs = [None if index is None else actual[index] for index in rewrite.outputs]
     if last is None:
-        for index, beyond in rewrite.lengths.items():
+        for index, beyond in rewrite.length_outputs.items():
             outputs[index] = conversation.count + beyond
-        precomputed = rewrite.host_precomputed(conversation.plain)  # outputs, then inputs of the graph
+        precomputed = rewrite.run_host_graph(conversation.arguments_without_past)  # outputs, then inputs of the graph
         for index, grown in zip(rewrite.grown, precomputed, strict=False):
             outputs[index] = grown
     lockstep.compare_outputs(outputs, wanted, rewrite.dropped_outputs)
@@ -217,7 +217,7 @@ def _run_rewritten(step: StepCase, conversation: Conversation, lockstep: Lockste
     gm = step.rewrite.gm
     assert gm is not None
     context, nodes = step.context, set(gm.graph.nodes)
-    rewritten_sites = [each for site in context.sites for each in site.all]
+    rewritten_sites = [each for site in context.sites for each in site.attention_calls]
     padded = (~conversation.valid.all(-1)).to(step.call.layouts[0].device)
     for (layer, site), rewritten in zip(lockstep.calls, rewritten_sites, strict=True):
         call = op_table.named_arguments(site.call)
@@ -231,7 +231,7 @@ def _run_rewritten(step: StepCase, conversation: Conversation, lockstep: Lockste
             problem = "attention to the slots is not attention to the cache"
             visits[context.attention.replaced[node.name]] = lockstep.at_call(site, node, problem, padded)
         pairs = [(rewritten.query, site.query), (rewritten.key, site.key), (rewritten.value, site.value)]
-        if not step.ranked or bool(conversation.valid.all()):
+        if not step.stores_raw_keys or bool(conversation.valid.all()):
             visits |= {new: lockstep.at_input(site, old) for new, old in pairs if new in nodes and new not in visits}
     try:
         end = None if lockstep.last_call is None else context.attention.replaced[lockstep.last_call.name]

@@ -16,7 +16,7 @@ from kvpass.apps.evaluation.scoring import AgreementScores, Feed, FullPrediction
 from kvpass.apps.evaluation.session import Session
 from kvpass.apps.models import LoadedModel
 from kvpass.decoding.loop import DecodeLoop
-from kvpass.decoding.prefill import Caller
+from kvpass.decoding.model_call import ModelCall
 from kvpass.errors import KVPassError, PolicyError
 from tests.models import build
 
@@ -79,7 +79,7 @@ def test_losses_are_those_of_the_tokens() -> None:
 def test_the_full_model_runs_once_for_each_batch_that_fits() -> None:
     """Check a limit that fits the logits of one of two equal batches."""
     found, calls = session("window", 8), []
-    plain = Caller.of(found.subject.model)
+    plain = ModelCall.of(found.subject.model)
     counted = dataclasses.replace(plain, call=lambda *given, **named: calls.append(1) or plain.call(*given, **named))
     full = FullPredictions(counted)
     full.LIMIT = 20 * 128 * 4  # type: ignore[misc]  # bytes of 20 tokens' logits over 128 words in float32

@@ -9,7 +9,7 @@ import torch
 
 import kvpass
 from kvpass.apps.evaluation.scoring import Feed, ScoringBatch, score
-from kvpass.decoding.prefill import Caller
+from kvpass.decoding.model_call import ModelCall
 from kvpass.errors import PolicyError
 from tests.models import build, force, graphs
 
@@ -18,9 +18,9 @@ CONTINUATIONS = [[9, 12], [99, 98, 97, 96, 95], [33, 34, 35]]
 BATCH = ScoringBatch.of(CONTEXTS, CONTINUATIONS, torch.device("cpu"))
 
 
-def caller(**backend: Any) -> tuple[Any, Caller]:
+def caller(**backend: Any) -> tuple[Any, ModelCall]:
     model = build("Llama", layers=1)
-    return model, Caller.of(torch.compile(model, backend=kvpass.backend(inner="eager", **backend)))
+    return model, ModelCall.of(torch.compile(model, backend=kvpass.backend(inner="eager", **backend)))
 
 
 def expected(model: Any, context: list[int], continuation: list[int]) -> torch.Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kvpass
-from kvpass.apps.evaluation.session import HeldRecorder, PlainLoop, Session
+from kvpass.apps.evaluation.session import HeldRecorder, Session, UncompiledLoop
 from kvpass.apps.evaluation.speed import Speed, cache_bytes
 from kvpass.apps.models import LoadedModel
 from kvpass.decoding.loop import DecodeLoop
@@ -32,7 +32,7 @@ def greedy(model: Any, ids: torch.Tensor, count: int) -> list[int]:
 @pytest.mark.parametrize("chunk", [None, 4])
 def test_a_plain_loop_says_what_the_model_says_in_every_turn(chunk: int | None) -> None:
     model = build("Llama", layers=1)
-    loop = PlainLoop(model, chunk)
+    loop = UncompiledLoop(model, chunk)
     loop.prompt(IDS)
     first = loop.generate(3)[0].tolist()
     assert first == greedy(model, IDS, 3)
@@ -50,17 +50,17 @@ def test_a_plain_loop_keeps_rows_apart_and_ends_when_all_have_stopped() -> None:
     alone = greedy(model, IDS[:, 4:], 4)
     ids, mask = torch.cat([IDS, IDS]), torch.ones(2, 11, dtype=torch.int64)
     ids[1, :4], mask[1, :4] = 0, 0
-    loop = PlainLoop(model, None)
+    loop = UncompiledLoop(model, None)
     loop.prompt(ids, mask)
     assert loop.generate(4)[1].tolist() == alone
-    ending = PlainLoop(model, None, stop=[alone[1]])
+    ending = UncompiledLoop(model, None, stop=[alone[1]])
     ending.prompt(IDS[:, 4:])
     assert ending.generate(4)[0].tolist() == alone[: alone.index(alone[1]) + 1]
 
 
 def test_a_plain_loop_without_a_prompt_says_what_to_do() -> None:
     with pytest.raises(CacheHandleError, match=r"call prompt\(ids\)"):
-        PlainLoop(build("Llama", layers=1), None).generate(1)
+        UncompiledLoop(build("Llama", layers=1), None).generate(1)
 
 
 def session(loop: Any, model: Any) -> Session:
@@ -80,7 +80,7 @@ def test_cached_positions_are_recorded_while_a_text_is_scored() -> None:
 @pytest.mark.parametrize("budget", [None, 6])
 def test_heads_that_hold_all_of_some_positions_are_counted(budget: int | None) -> None:
     model = build("Llama", layers=2)
-    loop: Any = DecodeLoop(model, "streaming", budget=budget, inner="eager") if budget else PlainLoop(model, None)
+    loop: Any = DecodeLoop(model, "streaming", budget=budget, inner="eager") if budget else UncompiledLoop(model, None)
     session = Session(LoadedModel("stub", None, None, None, False), loop, {}, "whole", None, budget)
     session.prompt([IDS[0].tolist(), IDS[0, 3:].tolist()])
     # four sinks and the last two tokens, of 11 tokens, and of 8 after three of padding
@@ -90,7 +90,7 @@ def test_heads_that_hold_all_of_some_positions_are_counted(budget: int | None) -
 
 def test_bytes_are_those_of_the_slots_and_of_a_growing_cache() -> None:
     model = build("Llama", layers=2)
-    plain, loop = PlainLoop(model, None), DecodeLoop(model, "window", budget=8, inner="eager")
+    plain, loop = UncompiledLoop(model, None), DecodeLoop(model, "window", budget=8, inner="eager")
     for each in (plain, loop):
         each.prompt(IDS)
     keys = plain.cache.layers[0].keys
@@ -102,7 +102,7 @@ def test_bytes_are_those_of_the_slots_and_of_a_growing_cache() -> None:
 @pytest.mark.parametrize("plain", [True, False])
 def test_speed_times_no_prompt_in_which_something_was_compiled(plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("Llama", layers=1)
-    loop = PlainLoop(model, 8) if plain else DecodeLoop(model, "window", budget=12, prefill_chunk=8, inner="eager")
+    loop = UncompiledLoop(model, 8) if plain else DecodeLoop(model, "window", budget=12, prefill_chunk=8, inner="eager")
     seconds = iter([2.0] if plain else [100.0, 50.0, 50.0, 50.0])
 
     def timed(loop: Any, ids: torch.Tensor) -> float:

@@ -21,7 +21,7 @@ from kvpass.capture.canonical import stored_output
 from kvpass.capture.decomposed_attention import AttentionCall
 from kvpass.capture.origins import CacheRefused, Origin, cat_parts, origin_of
 from kvpass.fx import alias, walk
-from kvpass.fx.alias import Memory
+from kvpass.fx.alias import AliasSets
 from kvpass.fx.op_table import is_a, known_name
 from kvpass.fx.shapes import expr
 from kvpass.fx.walk import ancestors, is_tensor, operand_of, value
@@ -102,7 +102,7 @@ class _CacheSearch:
         self.calls, self.unread = decomposed_attention.find(gm)
         self.results = {result for call in self.calls for result in call.results}
         self.updates = [node for node in gm.graph.nodes if self._grows_a_cache(node)]
-        self.memory = alias.Memory(gm.graph)
+        self.memory = alias.AliasSets(gm.graph)
         self.found: list[Verdict] = []
 
     @property
@@ -318,7 +318,7 @@ def _check_key_count(call: AttentionCall, key: Origin, val: Origin) -> None:
             )
 
 
-def _check_unmodified(origin: Origin, memory: Memory) -> None:
+def _check_unmodified(origin: Origin, memory: AliasSets) -> None:
     """Refuse writes in place to new tokens after they are stored; a step stores them only where the model attends."""
     writer = None if origin.past is None else alias.overwriting_node({origin.new}, memory, origin.grown)
     if writer is not None:

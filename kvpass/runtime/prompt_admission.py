@@ -11,21 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.cache.admission import Chunk
+from kvpass.cache.admission import NewRows
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.layout import Layout
 from kvpass.cache.past_calls import PastCall
 from kvpass.capture.canonical import SiteFacts
 from kvpass.errors import BudgetError, PolicyError
-from kvpass.lowering.attention_statistics import StatisticsSpec
+from kvpass.lowering.attention_statistics import StatisticsOperands
 from kvpass.policies.base import Policy
 from kvpass.policies.budgets import Plan, by_rows
 from kvpass.policies.types import Attention
 from kvpass.policies.window import Window
 from kvpass.runtime import model_identity
 from kvpass.runtime.backend_base import BackendBase
-from kvpass.runtime.caches import pinned_headroom
-from kvpass.runtime.checks import true_indices
+from kvpass.runtime.call_pins import pinned_headroom
+from kvpass.runtime.padding_tracker import true_indices
 from kvpass.user_budget import Budget, slots_for, slots_of_rows, window_for
 
 RENUMBERED = (
@@ -53,8 +53,8 @@ class PromptLayer:
     policy: Policy
     heads: int
     site: SiteFacts
-    chunk: Chunk
-    spec: StatisticsSpec | None
+    chunk: NewRows
+    spec: StatisticsOperands | None
     key_projections: model_identity.Weights
     output_projection: weakref.ref[Any] | None
 
@@ -74,7 +74,7 @@ class AdmittedPrompt:
     """A prompt that has run.
 
     Attributes:
-        ranked: whether keys are stored before their rotary embedding.
+        stores_raw_keys: whether keys are stored before their rotary embedding.
         notes, first, rotated_key, model: see `LayerCache`.
         layers: the results of the prompt in each layer; the list is emptied as they are stored, unless the cache can be
             cropped.
@@ -82,7 +82,7 @@ class AdmittedPrompt:
     """
 
     backend: BackendBase
-    ranked: bool
+    stores_raw_keys: bool
     notes: tuple[str, ...]
     first: Tensor | None
     rotated_key: Tensor | None
@@ -137,7 +137,9 @@ class AdmittedPrompt:
             )
         rows = len(layers[0].chunk.valid)
         result = self._policy_plans(governed, shares)
-        if self.ranked and (len(governed) < len(layers) or len({plan.budgets_of_rows(rows) for plan in result}) > 1):
+        if self.stores_raw_keys and (
+            len(governed) < len(layers) or len({plan.budgets_of_rows(rows) for plan in result}) > 1
+        ):
             raise PolicyError(
                 f"positions='cache': {self.backend.policy} gives the layers different budgets, and a query has one "
                 "position among the cached tokens; use positions='absolute'"
@@ -187,7 +189,7 @@ class AdmittedPrompt:
             value_dim=chunk.value.shape[-1],
             dtype=chunk.key.dtype,
             device=chunk.key.device,
-            ranked=self.ranked,
+            stores_raw_keys=self.stores_raw_keys,
             layer=number if layer.policy.reads_layer else 0,
             kv_dtype=self.backend.kv_dtype,
             sharding=layer.site.sharding,
@@ -206,7 +208,7 @@ class AdmittedPrompt:
             next(self.backend.layers),
             layout,
             slots,
-            seen=count,
+            length=count,
             heads=layer.heads,
             window=layer.site.window,
             row_budgets=row_budgets,

@@ -1,0 +1,120 @@
+"""Call a model with the arguments that its forward takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpass import cache_names
+from kvpass.cache.handle import caches_in
+from kvpass.errors import CacheHandleError, PolicyError
+from kvpass.policies.pinned_tokens import Pins
+from kvpass.runtime.call_pins import pinning
+from kvpass.torch_private import dynamo
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelCall:
+    """A model and the arguments of a prompt or a step that its forward takes.
+
+    Attributes:
+        call: the model or its compiled version.
+        parameter_names: the names of the parameters of its forward.
+        cache_name: the keyword under which it takes its cache.
+        name: its class, for errors.
+        empty_cache: makes an empty cache; returns None for a model that makes its cache itself.
+        vocabulary: the number of tokens that the model knows; None if the model does not report it.
+    """
+
+    call: Callable[..., Any]
+    parameter_names: frozenset[str]
+    cache_name: str
+    name: str
+    empty_cache: Callable[[], Any]
+    vocabulary: int | None
+
+    @staticmethod
+    def of(call: Callable[..., Any], model: Any = None) -> ModelCall:
+        """Return the call of a compiled model; `model` is the original, if it cannot be found from `call`."""
+        model = dynamo.before_compilation(call) if model is None else model
+        takes, name = cache_names.parameter_names(model), cache_names.cache_keyword(model)
+        count = getattr(input_embedding(model), "num_embeddings", None)  # packed weights have another number of rows
+        vocabulary = count if isinstance(count, int) else None
+        empty_cache = functools.partial(cache_names.empty_cache, model)
+        return ModelCall(call, takes, name, type(model).__name__, empty_cache, vocabulary)
+
+    def __call__(
+        self,
+        ids: Tensor,
+        mask: Tensor,
+        position: Tensor,
+        cache: Any,
+        logits_to_keep: int = 1,
+        omit_mask: bool = False,
+        pins: Pins | None = None,
+    ) -> Any:
+        """Call the model and return its output.
+
+        Args:
+            ids: int64 [B, q].
+            mask: [B, tokens seen + q], 0 for padding.
+            position: int64 [B, q], counted over the real tokens.
+            cache: the cache to continue; None for an empty one.
+            logits_to_keep: the number of last tokens for which to compute logits, 0 for all.
+            omit_mask: do not pass mask and positions, for a prompt without padding.
+            pins: the new tokens to pin.
+
+        Raises:
+            CacheHandleError: the returned cache does not count these tokens after those that it had seen, or it is not
+                of kvpass and tokens were to be pinned in it.
+        """
+        given: dict[str, Any] = {} if omit_mask else dict(attention_mask=mask, position_ids=position)
+        given["logits_to_keep"] = logits_to_keep
+        named = {name: value for name, value in given.items() if name in self.parameter_names}
+        cache = self.empty_cache() if cache is None else cache
+        with pinning(pins):
+            out = self.call(ids, **{self.cache_name: cache}, use_cache=True, **named)
+        found, fed, total = caches_in(cache_names.cache_of_output(out)), ids.shape[1], mask.shape[1]
+        if found and found[0].length != total:
+            raise CacheHandleError(
+                f"{self.name} was fed {fed} tokens behind {total - fed}, and the cache that it returned counts "
+                f"{found[0].length} tokens instead of {total}: the model does not continue the cache passed as "
+                f"`{self.cache_name}`; let its forward take the cache under this name and return it"
+            )
+        if pins is not None and not found:
+            raise CacheHandleError(f"pin: {self.name} returned no cache of kvpass: compile it with kvpass")
+        return out
+
+    def check_padding(self, mask: Tensor) -> None:
+        """Raise PolicyError if the mask [B, T] has padding and the model takes no attention mask."""
+        if "attention_mask" not in self.parameter_names and not bool(mask.all()):
+            raise PolicyError(f"attention_mask: {self.name} takes none, so prompts cannot be padded")
+
+    def check_vocabulary(self, ids: Tensor) -> None:
+        """Raise PolicyError for a token id outside of the vocabulary, which compiled code would read beyond a table.
+
+        The check waits for the device, so prompts are checked and steps are not.
+        """
+        unknown = self.unknown_token(ids)
+        if unknown is not None:
+            raise PolicyError(f"ids: token {unknown} is not in the vocabulary of {self.vocabulary}")
+
+    def unknown_token(self, ids: Tensor) -> int | None:
+        """Return the lowest or highest of these token ids if it is outside of the vocabulary, else None."""
+        low, high = (int(end) for end in ids.aminmax())
+        above = self.vocabulary is not None and high >= self.vocabulary
+        return low if low < 0 else high if above else None
+
+
+def input_embedding(model: Any) -> torch.nn.Module | None:
+    """Return the module that embeds a model's token ids; None if the model does not report it."""
+    try:
+        embedding: torch.nn.Module | None = model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+    return embedding

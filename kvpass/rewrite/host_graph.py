@@ -1,0 +1,48 @@
+"""Cut out the graph of the values that the host computes from all tokens."""
+
+from __future__ import annotations
+
+import torch.fx as fx
+
+from kvpass.errors import UnsupportedGraph
+from kvpass.fx import alias, splicing, walk
+from kvpass.rewrite.context import StepContext
+
+
+def build_host_graph(step: StepContext, gather_from: list[fx.Node]) -> fx.GraphModule | None:
+    """Return a graph of the outputs that grow and the inputs that read all tokens, or None.
+
+    Args:
+        gather_from: further nodes to compute, from which entries are gathered.
+
+    Raises:
+        UnsupportedGraph: such a value needs attention or the cache, or its computation writes to an input.
+    """
+    read = [*step.inputs.host_inputs, *gather_from]
+    if not step.outputs.grown and not read:
+        return None
+    graph = step.call.gm.graph
+    originals, outputs, end = {node.name: node for node in graph.nodes}, walk.results(graph), graph.output_node()
+    for node in read:
+        if node.name not in originals:
+            step.refuse_growth(node)
+    wanted = [outputs[index] for index in step.outputs.grown] + [originals[node.name] for node in read]
+    needed = alias.ancestors_with_writes(wanted, reader=end)
+    _check_reads_no_cache(step, wanted, needed)
+    for writer in alias.writers_to({node for node in needed if node.op in ("placeholder", "get_attr")}):
+        step.refuse_growth(writer)  # both graphs would write
+    if not needed.isdisjoint(each.call for site in step.call.sites for each in site.attention_calls):
+        step.refuse_growth(wanted[0])
+    return splicing.extract(step.call.gm, wanted, end)
+
+
+def _check_reads_no_cache(step: StepContext, wanted: list[fx.Node], needed: set[fx.Node]) -> None:
+    pasts = {past for site in step.call.sites for past in site.pasts}
+    if needed.isdisjoint(pasts):
+        return
+    first = next(node for node in wanted if not pasts.isdisjoint(walk.ancestors(node)))
+    raise UnsupportedGraph(
+        f"{walk.source_line(first)}: {walk.name_of(first)!r} has an entry for every token seen and is computed "
+        "from the cache, as attention probabilities are, and slots do not hold every token: leave output_attentions "
+        "out, or run the model uncompiled"
+    )

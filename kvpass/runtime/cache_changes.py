@@ -1,0 +1,118 @@
+"""Change the layer caches between graphs: more slots, other layouts, the admission of a chunk."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpass.cache.admission import NewRows, admit
+from kvpass.cache.layer_cache import LayerCache
+from kvpass.cache.layout import Layout
+from kvpass.cache.slots import AnySlots
+from kvpass.errors import BudgetError, CacheHandleError
+from kvpass.policies.types import Clock
+from kvpass.runtime.clocks import clock_of
+from kvpass.torch_private import dynamo
+from kvpass.user_budget import slots_for
+
+
+def mark_addresses_static(slots: AnySlots) -> None:
+    for tensor in slots.tensors():
+        dynamo.mark_in_place(tensor)
+
+
+def grow_for(cache: LayerCache, queries: int) -> None:
+    """Double the slots of a policy that never evicts when `queries` new tokens exceed slots without a budget."""
+    layout, backend = cache.layout, cache.backend
+    if layout.policy.evicts or cache.length + queries <= layout.capacity:
+        return
+    if layout.policy is backend.policy and backend.budget is not None:
+        raise BudgetError(
+            f"policy {layout.policy.name!r} keeps every token and its budget of {layout.budget} is full; "
+            "give it more, or none, or choose a policy that evicts"
+        )
+    capacity = slots_for(layout.policy, None, cache.length + queries)
+    change_layout(cache, budget=capacity, capacity=capacity)
+    cache.row_budgets = (capacity,) * layout.batch
+
+
+def equalize_layouts(one: LayerCache, other: LayerCache) -> None:
+    """Give one layer of two conversations the same state, and the larger of both capacities if that may vary."""
+    layouts = (one.layout, other.layout)
+    pins, rows = any(layout.pins for layout in layouts), any(layout.row_budgets for layout in layouts)
+    most = max(layout.capacity for layout in layouts)
+    for cache in (one, other):
+        grows = cache.layout.exact_capacity or rows
+        change_layout(cache, pins=pins, row_budgets=rows, capacity=most if grows else cache.layout.capacity)
+
+
+def change_layout(cache: LayerCache, **changes: Any) -> None:
+    """Change fields of a cache's layout: its capacity, which may only grow, or what its state holds."""
+    layout, slots = dataclasses.replace(cache.layout, **changes), cache.slots
+    if layout == cache.layout:
+        return
+    slots = slots.with_state_of(layout, cache.row_budgets)
+    cache.layout, cache.slots = layout, slots.enlarge(layout) if slots.capacity < layout.capacity else slots
+    mark_addresses_static(cache.slots)
+
+
+def clocks_after(layout: Layout, clocks: Iterable[Clock], valid: Tensor, budgets: Sequence[int]) -> tuple[Clock, ...]:
+    """Return the clocks of rows after a chunk, of which `valid` marks the real tokens; none without a clock."""
+    if not layout.policy.keeps_clock:
+        return ()
+    rows = zip(clocks, valid.sum(-1).tolist(), budgets, strict=False)  # waits for the device
+    return tuple(clock_of(layout, *row) for row in rows)
+
+
+def admit_chunk(cache: LayerCache, chunk: NewRows, into: AnySlots | None) -> None:
+    """Admit a chunk to the cache's slots, and update its clocks; see `admit`."""
+    before = cache.slots
+    cache.slots = admit(cache.layout, before, chunk, cache.row_budgets, into)
+    if cache.slots is not before:
+        mark_addresses_static(cache.slots)
+    cache.row_budgets = chunk.raised_budgets(cache.layout.policy, cache.row_budgets)
+    cache.clocks = clocks_after(cache.layout, cache.clocks, chunk.valid, cache.row_budgets)
+
+
+def longer_placeholder(past: Tensor, dim: int, count: int) -> Tensor:
+    """Return a NaN placeholder for `past` that is `count` longer along `dim`.
+
+    The placeholder is an expanded scalar without storage of its own, because no graph may read its values.
+    """
+    shape = list(past.shape)
+    shape[dim] += count
+    empty = past.new_full((), torch.nan).expand(shape)
+    dynamo.mark_growing(empty, dim)
+    return empty
+
+
+def output_weight_by_head(weight: Tensor, heads: int, dim: int) -> Tensor:
+    """Return the weight [E, Hq Dv] of an output projection as `NewRows.output_projection`, [1, Hkv, G, Dv, E]."""
+    return torch.unflatten(weight.T, 0, (1, heads, -1, dim))
+
+
+def output_projection_of(cache: LayerCache) -> Tensor | None:
+    """Return `NewRows.output_projection` for a chunk of a layer; None for a policy that does not read it."""
+    if not cache.layout.policy.projects:
+        return None
+    weight = None if cache.output_projection is None else cache.output_projection()
+    if weight is None:
+        raise CacheHandleError(
+            f"{cache.layout.policy.name!r} weighs the tokens of a turn by the model's output projection, which is not "
+            "known of a cache from a file or of a model that is gone: start again with the whole conversation"
+        )
+    return output_weight_by_head(weight.detach(), cache.layout.heads, cache.layout.value_dim)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return the bytes of memory that a device has free; None if the system does not report them."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    file = Path("/proc/meminfo")
+    lines = file.read_text(encoding="ascii").splitlines() if device.type == "cpu" and file.is_file() else []
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)

@@ -1,0 +1,83 @@
+"""Count the tokens of each row on the host, and say when a decode step compacts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from kvpass.cache.layer_cache import LayerCache
+from kvpass.cache.layout import Layout
+from kvpass.policies.types import Clock
+from kvpass.torch_private import dynamo
+
+
+def tick(
+    caches: list[LayerCache], valid: Sequence[Sequence[bool] | None] | None = None
+) -> tuple[bool, list[tuple[Any, ...]]]:
+    """Return whether the policy compacts at this decode step, and the policy clocks after the step.
+
+    The answer follows from counts on the host, so the host does not wait for the device.
+
+    Args:
+        valid: for each layer, one bool per row that is False where the token is padding, which the clocks do not
+            count; None if no row has padding.
+
+    Returns:
+        Whether any row of any layer is due for compaction, and for each layer the clocks of its rows.
+    """
+    if not any(cache.clocks for cache in caches):
+        return False, [()] * len(caches)
+    known: dict[Any, list[tuple[bool, Any]]] = {}  # most layers have equal clocks, so compute each case once
+    ticked = []
+    for cache, counts in zip(caches, valid or [None] * len(caches), strict=True):
+        layout, real_rows = cache.layout, counts or itertools.repeat(True)
+        rows = tuple(zip(cache.clocks, cache.row_budgets, real_rows, strict=False))  # none without a clock
+        alike = (id(layout.policy), layout.classes, rows)
+        if alike not in known:
+            known[alike] = [tick_of(layout, clock, limit) if real else (False, clock) for clock, limit, real in rows]
+        ticked.append(known[alike])
+    compact = any(due for layer in ticked for due, _ in layer)
+    return compact, [tuple(clock for _, clock in layer) for layer in ticked]
+
+
+def clock_of(layout: Layout, clock: Clock, new: int, budget: int) -> Clock:
+    """Return `Policy.clock` of a row with a budget; classes of heads count for themselves."""
+    parts = clock_by_class(layout, clock, budget)
+    return tuple(count for own, limit in parts for count in layout.policy.clock(own, new, limit))
+
+
+def tick_of(layout: Layout, clock: Clock, budget: int) -> tuple[bool, Clock]:
+    """Return `Policy.tick` of a row, see `clock_of`; a step compacts if it is due in a class."""
+    ticked = [layout.policy.tick(own, limit) for own, limit in clock_by_class(layout, clock, budget)]
+    return any(due for due, _ in ticked), tuple(count for _, after in ticked for count in after)
+
+
+class StepKey(NamedTuple):
+    """A key that is equal for two decode steps with the same code and the same buffers."""
+
+    compacts: bool
+    windows: tuple[bool, ...]  # whether each layer with a window of its own is full
+    slots: tuple[int, ...]  # the id of each layer's
+    hooks: int  # registered so far, on any module
+
+
+def step_key(caches: list[LayerCache]) -> StepKey:
+    """Return the key of the next decode step."""
+    compact, _ = tick(caches)
+    windows = tuple(cache.stored_tokens < cache.length for cache in caches if cache.window is not None)
+    return StepKey(compact, windows, tuple(id(cache.slots) for cache in caches), dynamo.registered_hooks())
+
+
+def advance_counts(caches: list[LayerCache], queries: int, clocks: Sequence[tuple[Any, ...]]) -> None:
+    """Advance the host's counts of a conversation by `queries` tokens and set the policy clocks."""
+    for cache, clock in zip(caches, clocks, strict=True):
+        cache.interrupted = False
+        cache.length += queries
+        if queries == 1:
+            cache.clocks = clock
+
+
+def clock_by_class(layout: Layout, clock: Clock, budget: int) -> list[tuple[Clock, int]]:
+    """Return the count, if any, and the budget of each class of heads; for equal heads those of the row."""
+    return [(clock[i : i + 1], each.budget) for i, each in enumerate(layout.classes)] or [(clock, budget)]

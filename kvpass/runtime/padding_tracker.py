@@ -1,0 +1,164 @@
+"""Find the padding among the new tokens of a call, and compare the mask of earlier tokens with the caches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from kvpass.cache.layer_cache import LayerCache
+from kvpass.capture.canonical import AttentionSite
+from kvpass.capture.padding_analysis import padding_inputs_of_sites
+from kvpass.errors import CacheHandleError, UnsupportedGraph
+from kvpass.fx import walk
+from kvpass.policies.ranking import INT64_MAX
+from kvpass.rewrite.pipeline import new_columns
+from kvpass.rewrite.step_graph import PaddingInputs
+
+SHOWN_AGAIN = (
+    "the mask shows a token that it hid before, and that is therefore not in the cache; leave the mask of earlier "
+    "tokens unchanged, or pass the whole conversation again"
+)
+
+
+HIDDEN_BEFORE = (
+    "earlier masks hid padding, which is therefore not in the cache, and nothing proves that the mask of this call "
+    "hides it too; pass rows of equal length, or one row at a time"
+)
+
+
+class PaddingTracker:
+    """The padding among the new tokens of a step graph's calls.
+
+    Attributes:
+        inputs: for each site the inputs that mark padding: nodes, or argument indices for code of an artifact.
+        indices: the argument index of each of these inputs.
+    """
+
+    def __init__(
+        self, inputs: list[tuple[Any, ...]], indices: dict[Any, int], sites: Sequence[AttentionSite] = ()
+    ) -> None:
+        self.inputs, self.indices, self._sites = inputs, indices, sites
+
+    @staticmethod
+    def of(gm: fx.GraphModule, sites: list[AttentionSite]) -> PaddingTracker:
+        """Return the tracker of a step graph."""
+        holders, inputs = walk.placeholders(gm.graph), padding_inputs_of_sites(gm, sites, step=True)
+        return PaddingTracker([*inputs], {node: holders.index(node) for nodes in inputs for node in nodes}, sites)
+
+    def check_hidden(self, caches: list[LayerCache]) -> None:
+        """Check that this step's mask can hide padding, which is not cached; some models mask only their prompts.
+
+        Raises:
+            UnsupportedGraph: padding was left out, and no input is known to mark padding in this graph.
+        """
+        for site, cache, nodes in zip(self._sites, caches, self.inputs, strict=True):
+            if cache.absent.shape[1] and not nodes:
+                raise UnsupportedGraph(f"{walk.source_line(site.call)}: {HIDDEN_BEFORE}")
+
+    def unchanged_inputs(self, caches: list[LayerCache], arguments: tuple[Any, ...], queries: int) -> frozenset[int]:
+        """Return the argument indices of the padding inputs that agree with their earlier values for all cached tokens.
+
+        The rewritten graph takes these inputs to be one for every cached token; of other inputs, it looks up the entry
+        of each slot.  On a GPU the host does not wait for the comparison: if it fails, a later step raises the error.
+
+        Raises:
+            CacheHandleError: the mask shows a token that was left out of the cache as padding.
+        """
+        known = set()
+        for node, index in self.indices.items():
+            cache = next(cache for cache, nodes in zip(caches, self.inputs, strict=True) if node in nodes)
+            same, hides_absent = compare_with_cache(cache, arguments[index])
+            if same.is_cuda and queries == 1:
+                cache.deferred_checks.add(same & hides_absent)
+                known.add(index)
+                continue
+            if not bool(hides_absent):
+                raise CacheHandleError(SHOWN_AGAIN)
+            if bool(same):
+                known.add(index)
+        return frozenset(known)
+
+    def as_padding_inputs(self, known: frozenset[int]) -> PaddingInputs:
+        """Return the inputs for a rewrite; `known` is a result of `unchanged_inputs`."""
+        return PaddingInputs(tuple(self.inputs), frozenset(n for n, index in self.indices.items() if index in known))
+
+    def valid_tokens(self, layer: int, cache: LayerCache, arguments: tuple[Any, ...], queries: int) -> Tensor:
+        """Return bool [B, q] for a layer, False for padding among the new tokens."""
+        columns = self._columns(self.inputs[layer], arguments, cache.length, queries)
+        return ~padding_from_columns(columns, cache.layout.batch, queries, cache.layout.device)
+
+    def valid_rows(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> list[list[bool] | None]:
+        """Return for each layer which rows of a single token are not padding, for policies with a clock.
+
+        The entry of a layer is None if no row has padding.
+        """
+        if not any(cache.clocks for cache in caches):
+            return [None] * len(caches)
+        found = self._padding(caches, arguments, caches[0].length, 1)
+        return [None if padding is None else (~padding[:, 0]).tolist() for padding in found]
+
+    def record_padding(self, caches: list[LayerCache], arguments: tuple[Any, ...], before: int, queries: int) -> None:
+        """Add the positions of new padding to the caches, except for one token on a GPU, which the device counts.
+
+        Args:
+            before: the number of tokens seen before the call.
+        """
+        for cache, padding in zip(caches, self._padding(caches, arguments, before, queries), strict=True):
+            if padding is not None:
+                cache.absent = torch.cat([cache.absent, true_indices(padding, before)], 1)
+
+    def _padding(
+        self, caches: list[LayerCache], arguments: tuple[Any, ...], before: int, queries: int
+    ) -> list[Tensor | None]:
+        """Return for each layer bool [B, q], True for padding; None without padding, or if the host would wait."""
+        found: dict[tuple[Any, ...], Tensor | None] = {}
+        for cache, nodes in zip(caches, self.inputs, strict=True):
+            if nodes not in found:
+                columns = self._columns(nodes, arguments, before, queries)
+                waits = queries == 1 and bool(columns) and columns[0].is_cuda
+                if waits or all(bool(column.all()) for column in columns):
+                    found[nodes] = None
+                else:
+                    found[nodes] = padding_from_columns(columns, cache.layout.batch, queries, columns[0].device)
+        return [found[nodes] for nodes in self.inputs]
+
+    def _columns(self, nodes: tuple[Any, ...], arguments: tuple[Any, ...], before: int, queries: int) -> list[Tensor]:
+        """Return the new tokens' entries in the inputs that mark padding, each [B or 1, q] or [q]."""
+        return [new_columns(arguments[self.indices[node]], before, queries) for node in nodes]
+
+
+def true_indices(mask: Tensor, start: int = 0) -> Tensor:
+    """Return the indices where bool [B, n] is true: int64 [B, P], padded with -1."""
+    most = int(mask.sum(-1).max())
+    indices = torch.arange(start, start + mask.shape[1], device=mask.device)
+    ordered = torch.where(mask, indices, INT64_MAX).sort(-1).values[:, :most]
+    return torch.where(ordered == INT64_MAX, -1, ordered)
+
+
+def compare_with_cache(cache: LayerCache, column: Tensor) -> tuple[Tensor, Tensor]:
+    """Compare the earlier tokens' entries in an input that marks padding with the contents of the cache.
+
+    Args:
+        column: the input, [B or 1, S] or [S].
+
+    Returns:
+        Two bools on the device: whether the input has one for every real token and zero for all others, and whether it
+        has zero for every token that was left out of the cache as padding.
+    """
+    before, absent = column.reshape(-1, column.shape[-1])[:, : cache.length], cache.absent
+    shown = torch.zeros((), dtype=torch.bool, device=absent.device)
+    if absent.shape[1]:
+        row = torch.arange(absent.shape[0], device=absent.device)[:, None].clamp(max=before.shape[0] - 1)
+        shown = ((before[row, absent.clamp(min=0)] != 0) & (absent >= 0)).any()
+    same = ((before == 1).sum(-1) == cache.valid_seen) & ((before != 0).sum(-1) == cache.valid_seen)
+    return same.all(), ~shown
+
+
+def padding_from_columns(columns: list[Tensor], rows: int, queries: int, device: torch.device) -> Tensor:
+    """Mark the tokens that are zero in any of the columns: bool [B, q]."""
+    none = torch.zeros(rows, queries, dtype=torch.bool, device=device)
+    return torch.stack([none, *((column == 0).expand(rows, -1) for column in columns)]).any(0)
