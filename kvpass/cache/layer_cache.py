@@ -21,6 +21,12 @@ from kvpass.policies.base import Policy
 from kvpass.policies.types import Clock
 
 Part = Literal["keys", "values"]
+PROBED = (1, 5, 500)
+"""Positions at which the rotations of two graphs are compared.
+
+At the last one, frequencies that differ by 3e-5 rotate a key by two roundings of bfloat16, and two roundings of one
+frequency in float32 by less than 1e-4.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +135,7 @@ class LayerCache:
         deferred_checks: conditions on the device that the host has not read.
         absent: int64 [B, P], the indices in the padded sequence of padding that is not cached, -1 after the last.
         first: int64 [B], the position id of each row's first real token, if keys are rotated by rank and it is known.
-        rotated_key: one key rotated to a few positions, if keys are rotated by rank; see `RotarySlice.probe`.
+        rotated_key: one key rotated to the positions `PROBED`, if keys are rotated by rank; see `RotarySlice.probe`.
         key_projections: the weights that computed the layer's keys.
         output_projection: its weight [E, Hq Dv], for policies that read it.
         model: the tensors of the model that made the cache, as far as its graph had them as inputs.

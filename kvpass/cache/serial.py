@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.cache.layer_cache import CacheOwner, LayerCache
+from kvpass.cache.layer_cache import PROBED, CacheOwner, LayerCache
 from kvpass.cache.layout import ROW_BUDGET, Layout
 from kvpass.cache.slots import AnySlots, ClassedSlots, Slots, empty_slots
 from kvpass.errors import CacheFileError, CacheHandleError
@@ -51,7 +51,7 @@ def entry_of(cache: LayerCache, prefix: str, tensors: dict[str, Tensor]) -> dict
     counts = dict(seen=cache.length, model_heads=cache.heads, window=cache.window, slots=slots.capacity)
     host = dict(limits=list(cache.row_budgets), clocks=[list(clock) for clock in cache.clocks], notes=list(cache.notes))
     kinds = dict(dtype=str(layout.dtype).removeprefix("torch."), optional=[name for name in _OPTIONAL if name in found])
-    return {**entry, **counts, **host, **kinds}
+    return {**entry, **counts, **host, **kinds, "probed": list(PROBED)}
 
 
 def cache_of(
@@ -76,6 +76,8 @@ def cache_of(
     if absent.dtype != torch.int64 or absent.ndim != 2 or len(absent) != layout.batch or bool((absent >= seen).any()):
         raise CacheFileError("its record of padding does not fit its rows")
     fields: dict[str, Any] = {name: tensors[name].to(device) for name in _OPTIONAL if name in entry["optional"]}
+    if entry.get("probed") != list(PROBED):  # rotated to other positions, by which nothing can be compared
+        fields.pop("rotated_key", None)
     fields |= dict(notes=tuple(map(str, entry["notes"])), absent=absent.to(device))
     counts = (seen, heads, window, row_budgets, clocks)
     return LayerCache(backend, next(backend.layers), layout, slots, *counts, **fields)

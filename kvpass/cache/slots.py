@@ -335,14 +335,13 @@ def empty_state(layout: Layout) -> State:
     if used := sorted(own.keys() & taken):
         raise PolicyError(f"{type(layout.policy).__qualname__}: its state cannot have an entry {used[0]!r}: rename it")
     shape, device = (layout.batch, layout.metadata_heads), layout.device
-    tokens = {
+    state = {
         name: torch.zeros(*shape, layout.capacity, dtype=dtype, device=device) for name, dtype in layout.state().items()
     }
-    rows = {
-        name: torch.full((*shape, 1), initial, dtype=torch.float32 if isinstance(initial, float) else None).to(device)
-        for name, initial in layout.row_state().items()
-    }
-    return {**tokens, **rows}
+    for name, initial in layout.row_state().items():
+        dtype = torch.float32 if isinstance(initial, float) else None
+        state[name] = torch.full((*shape, 1), initial, dtype=dtype, device=device)
+    return state
 
 
 def row_indices(slot: Tensor, heads: int) -> SlotIndices:

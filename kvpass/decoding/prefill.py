@@ -110,13 +110,13 @@ def run_chunks(
         on_top: see `prefill`.
     """
     done, before = 0, mask.shape[1] - ids.shape[1]
-    plain = before == 0 and bool(mask.all())  # attention with a mask takes twice the time in a prompt
+    without_mask = before == 0 and bool(mask.all())  # attention with a mask takes twice the time in a prompt
     position = (mask.cumsum(-1) - 1).clamp(min=0)[:, before:]
     for count in chunk_lengths(ids.shape[1], chunk, before == 0):
         part, upto = slice(done, done + count), before + done + count
         new_ids, seen_mask, new_position = map(with_dynamic_length, (ids[:, part], mask[:, :upto], position[:, part]))
         pins = None if pinned is None else Pins.of(pinned, done, done + count, on_top)
-        out = caller(new_ids, seen_mask, new_position, cache, logits_to_keep, plain and done == 0, pins)
+        out = caller(new_ids, seen_mask, new_position, cache, logits_to_keep, without_mask and done == 0, pins)
         cache, done = cache_names.cache_of_output(out), done + count
         # A cache to continue has the slots that its prompt came to, so only a new cache needs the check of its budget.
         for layer in caches_in(cache)[:1] if chunk is not None and before == 0 else []:

@@ -102,9 +102,7 @@ class LoopState:
         self.pending = 1  # tokens in `token_buffer` that the host has not read
         self.ready: collections.deque[Tensor] = collections.deque()
         self.all_stopped = False
-        self.stopped_on_host = torch.zeros(
-            len(first), dtype=torch.bool
-        )  # on the host: rows that stopped in tokens read
+        self.stopped_on_host = torch.zeros(len(first), dtype=torch.bool)  # rows that stopped in the tokens read
         self.step: RepeatedStep | None = None
 
     def _stops(self, tokens: Tensor) -> Tensor:

@@ -161,7 +161,11 @@ class LayerReport:
 
 @dataclasses.dataclass(frozen=True)
 class CacheReport:
-    """Report on the contents of a cache, layer by layer; `str` formats it as a table."""
+    """Report on the contents of a cache; `str` formats it as a table.
+
+    Attributes:
+        layers: the report on each layer.
+    """
 
     layers: tuple[LayerReport, ...]
 

@@ -47,7 +47,7 @@ class HeadStream:
         layer: the index of the layer, for policies that need it.
         stored: returns a key [h, D], or with `key=False` a value, as attention reads it back from storage.
         notes: state of the policy for the stream, by name.
-        evicted: tokens just evicted, for `Reference.finish_row`.
+        evicted: tokens just evicted, for `Reference.settle`.
         output_projection: the weights of the head's output projection, [G, Dv, E]; None if the output is not projected.
         spans: positions at which spans of the text begin that share the budget, see `kvpass.policies.fair_spans`.
     """
@@ -162,7 +162,7 @@ class Reference:
         rest = [token for token in tokens if token not in kept]
         return in_order([*kept, *self._kept(rest, stream, stream.kept - len(kept))])
 
-    def finish_row(self, row: list[HeadStream]) -> None:
+    def settle(self, row: list[HeadStream]) -> None:
         """Finish a call after all KV heads of a row have added their tokens."""
 
 
@@ -176,7 +176,7 @@ class DividedBudgets(Reference):
     def keep_tokens(self, tokens: list[Token], stream: HeadStream) -> list[Token]:
         return super().keep_tokens(tokens, stream) if "divided" in stream.notes else tokens
 
-    def finish_row(self, row: list[HeadStream]) -> None:
+    def settle(self, row: list[HeadStream]) -> None:
         if "divided" in row[0].notes:
             return
         counts, budgets = self.head_counts(row), sorted((stream.budget for stream in row), reverse=True)

@@ -39,7 +39,7 @@ class D2OReference(Reference):
         middle = [token for token in tokens if token not in safe]
         return in_order(safe + highest_scored(middle, max(0, budget - len(safe)), lambda token: token.score))
 
-    def finish_row(self, row: list[HeadStream]) -> None:
+    def settle(self, row: list[HeadStream]) -> None:
         if not row[0].evicted or self.policy.merge == "none":
             return
         found = [[closest(token, stream) for token in stream.evicted] for stream in row]

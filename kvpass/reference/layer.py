@@ -197,7 +197,7 @@ class ReferenceLayer:
                     check_pinned(policy, pinned, stream.kept - pinned)
                 stream.seen += len(new)
                 self.reference.take(stream, tokens, *seen)
-            self.reference.finish_row(row)
+            self.reference.settle(row)
         self.length += count
         self.fed += 1
 

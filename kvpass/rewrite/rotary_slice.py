@@ -15,6 +15,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from kvpass.cache.layer_cache import PROBED
 from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.rotary import Rotary, find_rotary, tables_at
 from kvpass.errors import UnsupportedGraph
@@ -29,13 +30,6 @@ from kvpass.rewrite.mask_slice import check_not_overwritten
 from kvpass.rewrite.sections import PaddedSections, SectionInterpreter
 from kvpass.torch_private import symbolic_shapes
 from kvpass.torch_private.inductor import materialize
-
-PROBED = (1, 5, 500)
-"""Positions at which the rotations of two graphs are compared.
-
-At the last one, frequencies that differ by 3e-5 rotate a key by two roundings of bfloat16, and two roundings of one
-frequency in float32 by less than 1e-4.
-"""
 
 Spec = tuple[tuple[Any, ...], torch.dtype]
 """The shape and dtype of a tensor, or of a size, which may be dynamic."""

@@ -71,9 +71,12 @@ class StepCall:
 
     def with_layouts(self, change: Callable[[Layout], Layout]) -> StepCall:
         """Return the call with changed layouts; its slots then hold no data."""
-        layouts, dynamic_dims = [change(each) for each in self.layouts], [change(each) for each in self.dynamic_layouts]
+        layouts, dynamic_layouts = (
+            [change(each) for each in self.layouts],
+            [change(each) for each in self.dynamic_layouts],
+        )
         slots = [each.on_meta(layout) for each, layout in zip(self.slots, layouts, strict=True)]
-        return dataclasses.replace(self, layouts=layouts, dynamic_layouts=dynamic_dims, slots=slots)
+        return dataclasses.replace(self, layouts=layouts, dynamic_layouts=dynamic_layouts, slots=slots)
 
 
 class StepGraph:

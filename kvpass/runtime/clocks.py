@@ -31,12 +31,12 @@ def tick(
     known: dict[Any, list[tuple[bool, Any]]] = {}  # most layers have equal clocks, so compute each case once
     ticked = []
     for cache, counts in zip(caches, valid or [None] * len(caches), strict=True):
-        layout, real_rows = cache.layout, counts or itertools.repeat(True)
-        rows = tuple(zip(cache.clocks, cache.row_budgets, real_rows, strict=False))  # none without a clock
-        alike = (id(layout.policy), layout.classes, rows)
-        if alike not in known:
-            known[alike] = [tick_of(layout, clock, limit) if real else (False, clock) for clock, limit, real in rows]
-        ticked.append(known[alike])
+        layout, budgets = cache.layout, cache.row_budgets
+        case = (id(layout.policy), layout.classes, budgets, cache.clocks, counts and tuple(counts))
+        if case not in known:
+            rows = zip(cache.clocks, budgets, counts or itertools.repeat(True), strict=False)  # none without a clock
+            known[case] = [tick_of(layout, clock, budget) if real else (False, clock) for clock, budget, real in rows]
+        ticked.append(known[case])
     compact = any(due for layer in ticked for due, _ in layer)
     return compact, [tuple(clock for _, clock in layer) for layer in ticked]
 

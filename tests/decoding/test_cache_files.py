@@ -124,6 +124,27 @@ def test_tokens_from_before_a_cache_was_loaded_cannot_be_cropped(model: Traced, 
         assert torch.equal(got, expected[:, 1:])
 
 
+def test_a_key_that_was_rotated_to_other_positions_is_not_compared(model: Traced, tmp_path: Path) -> None:
+    """Check a file from before a position was added to those at which rotations are compared."""
+    path, (ids, mask) = tmp_path / "talk", prompt(1, 24, ())
+    chosen = kvpass.backend(**settings("streaming", "Llama", 8, layers=1), inner="eager", positions="cache")
+    under = model.under(chosen)
+    _, cache = talked(under, None, [12, 1], mask, ids)
+    kvpass.save_cache(cache, path)
+
+    def change(header: Any, tensors: Any) -> None:
+        del header["layers"][0]["probed"]
+        [name] = [name for name in tensors if name.endswith("rotated_key")]
+        tensors[name] = tensors[name][:-8].clone()
+
+    older = changed(path, change, tmp_path / "older")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dynamo, "backend_of", lambda _: chosen)
+        kept, loaded = (kvpass.load_cache(each, under) for each in (path, older))
+    (expected, _), (got, _) = (talked(under, each, [1, 3], mask, ids) for each in (kept, loaded))
+    assert torch.equal(got, expected)
+
+
 def test_a_loop_goes_on_with_equal_tokens(tmp_path: Path) -> None:
     """Test sampled tokens, stopped rows, tokens decoded ahead, and a further prompt."""
     ids, mask = prompt(3, 14, (3, 1, 0))
