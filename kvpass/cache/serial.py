@@ -156,6 +156,8 @@ def _host_counts(entry: Mapping[str, Any], layout: Layout) -> tuple[tuple[int, .
 def _check_numbers(slots: Slots, layout: Layout, seen: int, capacity: int, row_budgets: tuple[int, ...]) -> None:
     """Raise CacheFileError for indices outside of the slots, or counts that contradict each other."""
     rows_seen, length = slots.seen[:, None, None], slots.length[:, None, None]
+    most = max(row_budgets)
+    most_slots = min(most, layout.policy.capacity(most))  # `buzz` may have fewer slots than its budget
     right = {
         "position": (slots.position >= -1) & (slots.position < rows_seen),
         "index": (slots.index >= -1) & (slots.index < length),
@@ -163,7 +165,7 @@ def _check_numbers(slots: Slots, layout: Layout, seen: int, capacity: int, row_b
         "rank": (slots.rank >= 0) & (slots.rank < capacity),
         "seen": (slots.seen >= 0) & (slots.seen <= slots.length),
         "length": slots.length == seen,
-        "capacity": torch.tensor(capacity >= layout.capacity and max(row_budgets) <= capacity),
+        "capacity": torch.tensor(capacity >= layout.capacity and most_slots <= capacity),
     }
     if layout.row_budgets:
         right[ROW_BUDGET] = slots.state[ROW_BUDGET][:, :, 0] == torch.tensor(row_budgets)[:, None]

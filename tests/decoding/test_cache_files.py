@@ -124,6 +124,20 @@ def test_tokens_from_before_a_cache_was_loaded_cannot_be_cropped(model: Traced, 
         assert torch.equal(got, expected[:, 1:])
 
 
+def test_slots_may_be_fewer_than_the_budget(model: Traced, tmp_path: Path) -> None:
+    """Check `buzz`, which keeps a window and fewer of the tokens before it than its budget allows."""
+    path, (ids, mask) = tmp_path / "talk", prompt(1, 40, ())
+    chosen = kvpass.backend("buzz", budget=14, inner="eager", sinks=1, window=4, threshold=6, stride=3)
+    under = model.under(chosen)
+    _, cache = talked(under, None, [24, 1], mask, ids)
+    kvpass.save_cache(cache, path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dynamo, "backend_of", lambda _: chosen)
+        loaded = kvpass.load_cache(path, under)
+    (expected, _), (got, _) = (talked(under, each, [1, 3], mask, ids) for each in (cache, loaded))
+    assert torch.equal(got, expected)
+
+
 def test_a_key_that_was_rotated_to_other_positions_is_not_compared(model: Traced, tmp_path: Path) -> None:
     """Check a file from before a position was added to those at which rotations are compared."""
     path, (ids, mask) = tmp_path / "talk", prompt(1, 24, ())
