@@ -165,7 +165,7 @@ class Backend(BackendBase):
 
     @property
     def _refuses(self) -> bool:
-        """True if a graph that cannot be rewritten is an error: always with regions, without which it may be read."""
+        """True if a graph that cannot be rewritten is an error, as always with regions, before a retry without."""
         return self.strict or regions.are_traced()
 
     def _check_inference(self, sites: list[AttentionSite], examples: Sequence[Any]) -> None:

@@ -31,7 +31,7 @@ frequency in float32 by less than 1e-4.
 
 @dataclasses.dataclass(frozen=True)
 class _RowSelection:
-    """A cache with selected rows, made for one part of K and V and found by the other."""
+    """Rows selected by the handle of K or V, kept until the other handle asks for the same selection."""
 
     operation: str
     argument: Any

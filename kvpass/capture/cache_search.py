@@ -160,7 +160,7 @@ class _CacheSearch:
         return parts is not None and (value(parts[0]).ndim == 1 or stored_output(node, self.outputs) is not None)
 
     def _read_fixed_cache(self, call: AttentionCall, queries: Mapping[fx.Node, fx.Node]) -> Verdict | None:
-        """Read a call on keys and values that are returned without a past and that its tokens do not extend."""
+        """Read a call on keys and values that are stored once and never grow, as in cross-attention."""
         try:
             found = origin_of(call.key, self.outputs), origin_of(call.value, self.outputs)
         except CacheRefused:

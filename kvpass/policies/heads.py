@@ -23,7 +23,9 @@ Reduce = Literal["mean", "max", "median"]
 
 @dataclasses.dataclass(frozen=True)
 class HeadSharding:
-    """Describe which heads each process has; all processes have equally many, in the order of the processes' ranks.
+    """The KV heads of this process, and the group of processes that share a layer.
+
+    All processes have equally many heads, in the order of their ranks.
 
     Attributes:
         first: the index of this process's first KV head.

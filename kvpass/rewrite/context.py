@@ -159,7 +159,7 @@ class Pass(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class GatheredInput:
-    """Describe an input with one entry for each slot of a layer, see `PerTokenInput`.
+    """An input with one entry for each slot of a layer, see `PerTokenInput`.
 
     Attributes:
         layer: the layer whose slots select the entries; None for the whole tensor, from which a reference gathers.

@@ -25,7 +25,7 @@ from kvpass.torch_private import fx_nodes, symbolic_shapes, tensors
 
 @dataclasses.dataclass(frozen=True)
 class PaddingInputs:
-    """Name the inputs that mark padding, see `kvpass.capture.padding_analysis`.
+    """The inputs that mark padding, see `kvpass.capture.padding_analysis`.
 
     Attributes:
         sites: for each site, the inputs that mark padding in all masks on its cache.
@@ -43,7 +43,7 @@ class PaddingInputs:
 
 @dataclasses.dataclass(frozen=True)
 class StepCall:
-    """Combine a canonical step graph with the call that it is rewritten for.
+    """A canonical step graph and the call that it is rewritten for.
 
     Attributes:
         gm, sites: the graph, which is not modified, and its attention on caches.

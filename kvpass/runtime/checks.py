@@ -1,4 +1,4 @@
-"""Check that a call continues the conversation in its caches, and read the padding of its tokens."""
+"""Check that a call continues the conversation in its caches: layers, position ids and the rotation of keys."""
 
 from __future__ import annotations
 
