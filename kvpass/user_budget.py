@@ -79,7 +79,7 @@ def slots_for(policy: Policy, budget: Budget, prompt: int) -> int:
 
 
 def slots_of_rows(policy: Policy, budget: Budget, valid: Tensor) -> list[int]:
-    """Return the tokens to keep for each row of a prompt, of which bool [B, S] marks the real tokens."""
+    """Return the tokens to keep for each row of a prompt, whose real tokens bool [B, S] marks."""
     rows, padded = valid.shape
     lengths = valid.sum(-1).tolist() if isinstance(budget, float) else [padded] * rows
     return [slots_for(policy, budget, length) for length in lengths]

@@ -84,7 +84,10 @@ def prefill(
     pinned = pin_mask(pin, on_top, mask[:, seen:])
     parts: list[Tensor] = []
     for out in run_chunks(caller, ids, mask, cache, chunk, int(logits == "last"), pinned, on_top):
-        parts = [*parts, out.logits] if logits == "all" else [out.logits[:, -1:]]
+        if logits == "last":
+            parts = [out.logits[:, -1:]]
+        else:
+            parts.append(out.logits)
     out.logits = torch.cat(parts, 1)
     return out
 

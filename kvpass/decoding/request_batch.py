@@ -13,6 +13,7 @@ import copy
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import optree
@@ -26,7 +27,7 @@ from kvpass.decoding.requests import MOST_STOPS, Request
 from kvpass.decoding.sampling import RowSampling
 from kvpass.decoding.stepping import LoopSettings, LoopState, refresh_handles
 from kvpass.errors import BudgetError, CacheHandleError
-from kvpass.runtime.cache_changes import equalize_layouts, free_bytes, mark_addresses_static
+from kvpass.runtime.cache_changes import equalize_layouts, mark_addresses_static
 
 
 class RequestBatch(LoopState):
@@ -62,7 +63,7 @@ class RequestBatch(LoopState):
         """
         one = caches_in(cache)
         needed = rows * sum(layer.slots.nbytes for layer in one)
-        free = free_bytes(loop.device)
+        free = _free_bytes(loop.device)
         if free is not None and needed > free:
             raise BudgetError(
                 f"rows={rows}: their slots take {needed / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB are free"
@@ -261,3 +262,12 @@ def _write_row(layer: LayerCache, row: int, one: LayerCache) -> None:
         there[row].copy_(here[0])
     layer.row_budgets = (*layer.row_budgets[:row], *one.row_budgets, *layer.row_budgets[row + 1 :])
     layer.clocks = (*layer.clocks[:row], *one.clocks, *layer.clocks[row + 1 :])
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    """Return the bytes of memory that a device has free; None if the system does not report them."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    file = Path("/proc/meminfo")
+    lines = file.read_text(encoding="ascii").splitlines() if device.type == "cpu" and file.is_file() else []
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,11 +10,9 @@ from torch import Tensor
 
 from kvpass.cache.admission import NewRows, admit
 from kvpass.cache.layer_cache import LayerCache
-from kvpass.cache.layout import Layout
 from kvpass.cache.slots import AnySlots
 from kvpass.errors import BudgetError, CacheHandleError
-from kvpass.policies.types import Clock
-from kvpass.runtime.clocks import clock_of
+from kvpass.runtime.clocks import clocks_after
 from kvpass.torch_private import dynamo
 from kvpass.user_budget import slots_for
 
@@ -61,14 +57,6 @@ def change_layout(cache: LayerCache, **changes: Any) -> None:
     mark_addresses_static(cache.slots)
 
 
-def clocks_after(layout: Layout, clocks: Iterable[Clock], valid: Tensor, budgets: Sequence[int]) -> tuple[Clock, ...]:
-    """Return the clocks of rows after a chunk, of which `valid` marks the real tokens; none without a clock."""
-    if not layout.policy.keeps_clock:
-        return ()
-    rows = zip(clocks, valid.sum(-1).tolist(), budgets, strict=False)  # waits for the device
-    return tuple(clock_of(layout, *row) for row in rows)
-
-
 def admit_chunk(cache: LayerCache, chunk: NewRows, into: AnySlots | None) -> None:
     """Admit a chunk to the cache's slots, and update its clocks; see `admit`."""
     before = cache.slots
@@ -107,12 +95,3 @@ def output_projection_of(cache: LayerCache) -> Tensor | None:
             "known of a cache from a file or of a model that is gone: start again with the whole conversation"
         )
     return output_weight_by_head(weight.detach(), cache.layout.heads, cache.layout.value_dim)
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Return the bytes of memory that a device has free; None if the system does not report them."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    file = Path("/proc/meminfo")
-    lines = file.read_text(encoding="ascii").splitlines() if device.type == "cpu" and file.is_file() else []
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)

@@ -30,5 +30,5 @@ def call_pins() -> Pins | None:
 
 
 def pinned_headroom(tokens: int) -> int:
-    """Return the slots for `tokens` pinned tokens beside the budget: a power of two, so that prompts share graphs."""
+    """Return the slots for `tokens` pinned tokens above the budget: a power of two, so that prompts share graphs."""
     return 1 << (tokens - 1).bit_length() if tokens > 0 else 0

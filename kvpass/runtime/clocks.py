@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.layout import Layout
@@ -81,3 +83,11 @@ def advance_counts(caches: list[LayerCache], queries: int, clocks: Sequence[tupl
 def clock_by_class(layout: Layout, clock: Clock, budget: int) -> list[tuple[Clock, int]]:
     """Return the count, if any, and the budget of each class of heads; for equal heads those of the row."""
     return [(clock[i : i + 1], each.budget) for i, each in enumerate(layout.classes)] or [(clock, budget)]
+
+
+def clocks_after(layout: Layout, clocks: Iterable[Clock], valid: Tensor, budgets: Sequence[int]) -> tuple[Clock, ...]:
+    """Return the clocks of rows after a chunk whose real tokens `valid` marks; none without a clock."""
+    if not layout.policy.keeps_clock:
+        return ()
+    rows = zip(clocks, valid.sum(-1).tolist(), budgets, strict=False)  # waits for the device
+    return tuple(clock_of(layout, *row) for row in rows)

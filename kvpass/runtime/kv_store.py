@@ -24,14 +24,9 @@ from kvpass.policies.pinned_tokens import PINNED, Pins, check_pinned
 from kvpass.policies.types import Attention, Clock
 from kvpass.rewrite.context import Pass
 from kvpass.rewrite.passes import STEP_PASSES
-from kvpass.runtime.cache_changes import (
-    admit_chunk,
-    change_layout,
-    clocks_after,
-    mark_addresses_static,
-    output_projection_of,
-)
+from kvpass.runtime.cache_changes import admit_chunk, change_layout, mark_addresses_static, output_projection_of
 from kvpass.runtime.call_pins import call_pins, pinned_headroom
+from kvpass.runtime.clocks import clocks_after
 from kvpass.runtime.padding_tracker import true_indices
 
 if TYPE_CHECKING:

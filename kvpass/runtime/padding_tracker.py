@@ -22,8 +22,6 @@ SHOWN_AGAIN = (
     "the mask shows a token that it hid before, and that is therefore not in the cache; leave the mask of earlier "
     "tokens unchanged, or pass the whole conversation again"
 )
-
-
 HIDDEN_BEFORE = (
     "earlier masks hid padding, which is therefore not in the cache, and nothing proves that the mask of this call "
     "hides it too; pass rows of equal length, or one row at a time"

@@ -53,7 +53,7 @@ def lengths(window: int, sinks: int, generator: torch.Generator) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class WholeRows:
-    """Complete windows [B, M + 1 + n], of which the last n tokens are not held."""
+    """Complete windows [B, M + 1 + n], whose last n tokens are not cached."""
 
     ids: Tensor  # int64 [B, M + 1 + n]
     key: Tensor  # float32 [L, B, H, M + 1, D]

@@ -40,7 +40,7 @@ class Answer:
 
     Attributes:
         jobs: one for each choice; they share one queue for their outputs.
-        prompts: the prompts, each of which several choices may have.
+        prompts: the prompts; several choices may have the same one.
         conversation: the conversation that the only choice continues; it changes when the choice has ended.
     """
 
