@@ -1,7 +1,8 @@
-"""Time products of a few rows, and of attention: torch's library and the loops of `lowering.row_products`.
+"""Time products of a few rows, and of attention: by torch's library, and as `lowering.row_products` writes them.
 
-Each matrix is one of many, so it is read from memory, as in a step of a model larger than the processor's caches.
-`LIMITS` of `kvpass.lowering.row_products` are derived from the results.
+The kernel is that of `lowering.row_kernel`, where the processor has what it needs.  Each matrix is one of many, so it
+is read from memory, as in a step of a model larger than the processor's caches.  `LIMITS` of
+`kvpass.lowering.row_products` and `MOST_ROWS` of the kernel are derived from the results.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from kvpass.lowering.row_products import Processor, decompose_products
 from kvpass.torch_private import inductor
 
 TITLE = "Products of a few rows"
-LIBRARY, ONE, TWO, FOUR = "library", "loops", "loops over halves", "loops over quarters"
-PARTS = {LIBRARY: 0, ONE: 1, TWO: 2, FOUR: 4}
+LIBRARY, ONE, TWO, FOUR, KERNEL = "library", "loops", "loops over halves", "loops over quarters", "kernel"
+PARTS = {LIBRARY: 0, ONE: 1, TWO: 2, FOUR: 4, KERNEL: None}
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
 SIZES = ((512, 512), (512, 1408), (1408, 512), (2048, 2048), (2048, 8192))  # [K, N]
 HEADS, SLOTS, DIM = 4, 1025, 64  # of attention
@@ -58,7 +59,8 @@ def rows(dtype: str, count: int, plan: Row, counts: Sequence[int], sizes: Sequen
     for height, (wide, columns) in tqdm(cases, unit="case", desc=f"row products, {under(about)}", dynamic_ncols=True):
         torch._dynamo.reset()
         given = _Given.random(height, wide, columns, getattr(torch, dtype))
-        found.append({**about, "rows": height, "what": f"{wide:,} x {columns:,}", **given.timed(PARTS, Plan(**plan))})
+        ways = [name for name in PARTS if name != KERNEL or Processor.here().has_row_kernel]
+        found.append({**about, "rows": height, "what": f"{wide:,} x {columns:,}", **given.timed(ways, Plan(**plan))})
     for height, what in itertools.product(counts, (SCORES, VALUES)):
         torch._dynamo.reset()
         attended = _Given.of_attention(height, what, getattr(torch, dtype))
@@ -118,8 +120,8 @@ def _mixture(probabilities: Tensor, value: Tensor) -> Tensor:
     return probabilities @ value
 
 
-def compiled(function: Callable[[Tensor, Tensor], Tensor], parts: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """Compile a product into one loop over `parts` ranges of the columns; 0 selects torch's library."""
+def compiled(function: Callable[[Tensor, Tensor], Tensor], parts: int | None) -> Callable[[Tensor, Tensor], Tensor]:
+    """Compile a product into one loop over `parts` ranges of the columns; 0 is torch's library, None the kernel."""
     spelled = inductor.graph_pass(uuid.uuid4().bytes, functools.partial(decompose_products, parts=parts))
 
     def product(x: Tensor, matrix: Tensor) -> Tensor:
@@ -150,6 +152,7 @@ def limits(rows: Sequence[Row]) -> list[Row]:
             "over quarters, of the loops": _most(cases, lambda row: row.get(FOUR, math.inf) <= _fastest(row, ONE, TWO)),
             "over halves, of the others": _most(cases, lambda row: row.get(TWO, math.inf) <= row[ONE]),
             "any, of all": _most(cases, lambda row: _fastest(row, ONE, TWO, FOUR) <= row[LIBRARY]),
+            "the kernel, of all": _most(cases, lambda row: row.get(KERNEL, math.inf) <= _fastest(row, *PARTS)),
         }
         for (title, what), cases in products.items()
     ]

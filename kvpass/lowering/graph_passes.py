@@ -184,7 +184,9 @@ def _sources(module: str) -> bytes:
     """Return a digest of the sources of `HASHED` and of one more module, by its name."""
     result = hashlib.sha256()
     root = Path(__file__).parents[1]
-    for path in [path for name in HASHED for path in sorted((root / name).rglob("*.py"))]:
+    for path in [
+        path for name in HASHED for path in sorted([*(root / name).rglob("*.py"), *(root / name).rglob("*.cpp")])
+    ]:
         result.update(str(path.relative_to(root)).encode())
         result.update(path.read_bytes())
     with contextlib.suppress(OSError):  # of a package in an archive, which has no such files

@@ -8,7 +8,7 @@ memory bandwidth, and fuse the operations that follow.  Sums are in float32 for 
 A batch has one sum per row.  The compiler puts the sums into one loop, so weights are still read once and multiplied in
 registers with every row.  A loop over two halves or four quarters of the columns has more loads in flight, because a
 processor prefetches within a page of each.  The library keeps its rows in tiles and is faster from some number of rows
-on; `LIMITS` has that number.  The same holds for attention's products of queries and keys, and of probabilities and
+on; `LIMITS` has that number.  On processors with AVX-512, `row_kernel` computes most products with weights instead.  The same holds for attention's products of queries and keys, and of probabilities and
 values.
 """
 
@@ -24,6 +24,7 @@ import torch
 import torch.fx as fx
 
 from kvpass.fx import splicing
+from kvpass.lowering import row_kernel
 from kvpass.torch_private import inductor, symbolic_shapes, tensors
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -103,6 +104,11 @@ class Processor:
     dots: frozenset[torch.dtype]
     vectors: str = DEFAULT_VECTORS
 
+    @property
+    def has_row_kernel(self) -> bool:
+        """Whether `row_kernel` runs here."""
+        return self.vectors == "AVX512" and inductor.targets_this_processor()
+
     @staticmethod
     def here() -> Processor:
         """Return the properties of this machine's processor."""
@@ -132,6 +138,10 @@ def decompose_products(graph: fx.Graph, parts: int | None = None) -> None:
                 continue
             stored_matrix = _unconverted(matrix)
             tensors_read = rows.meta["val"], stored_matrix.meta["val"]
+            if parts is None and processor.has_row_kernel and row_kernel.fits(*tensors_read):
+                function = _bind(_row_kernel, node.meta["val"].dtype)
+                replacement.replace(node, function, rows, stored_matrix, *bias)
+                continue
             count = column_part_count(*tensors_read, processor) if parts is None else parts
             if count:
                 if rows not in stored:
@@ -315,6 +325,14 @@ def _sums(
     each = [rows.select(0, index).unsqueeze(1) for index in range(rows.shape[0])]  # [K, 1]
     joined = torch.cat([(part * row).sum(0) for row in each for part in parts])
     product = joined.view(rows.shape[0], joined.shape[0] // rows.shape[0])
+    return _convert(functools.reduce(torch.add, [_convert(x, torch.float32) for x in bias], product), dtype)
+
+
+def _row_kernel(dtype: torch.dtype, rows: torch.Tensor, matrix: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
+    """Multiply rows [R, K] with a matrix [K, N] by the C++ kernel."""
+    if not row_kernel.uses_dot_products(rows.dtype, matrix.dtype):
+        rows = _convert(rows, torch.float32)
+    product = row_kernel.multiply(rows, matrix)
     return _convert(functools.reduce(torch.add, [_convert(x, torch.float32) for x in bias], product), dtype)
 
 

@@ -68,6 +68,13 @@ def vector_move_flags() -> dict[str, str]:
     return {"cpp.march": " ".join(["native", *MOVES])}
 
 
+def targets_this_processor() -> bool:
+    """Check that Inductor compiles C++ for all instructions of this processor, as it does by default."""
+    from torch._inductor import config
+
+    return getattr(config.cpp, "march", None) in (None, "native")
+
+
 @functools.cache
 def _compiler_accepts(flags: tuple[str, ...]) -> bool:
     """Check whether Inductor's C++ compiler knows these flags."""

@@ -11,7 +11,7 @@ from torch._inductor.inductor_prims import force_stride_order
 from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from kvpass.lowering import row_products
+from kvpass.lowering import row_kernel, row_products
 from kvpass.lowering.row_products import (
     DTYPES,
     Processor,
@@ -26,6 +26,12 @@ from kvpass.torch_private import inductor
 
 aten = torch.ops.aten
 PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
+
+
+@pytest.fixture(autouse=True)
+def without_kernel(monkeypatch):
+    """Test the loops where the kernel of `row_kernel` would be used."""
+    monkeypatch.setattr(row_kernel, "fits", lambda rows, matrix: False)
 
 
 def spelled(function, *arguments):

@@ -1,0 +1,80 @@
+"""Multiply a few rows with a matrix by a C++ kernel that reads each weight once.
+
+It serves decode steps of up to `MOST_ROWS` rows on processors with AVX-512.  It keeps several columns of sums in
+registers, where the compiler's loops have one sum per row.  Inductor compiles it as a template, so operations on the
+product, such as a bias, an activation or a residual sum, run on each block while it is in the cache.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.resources
+
+import torch
+from torch import Tensor
+
+from kvpass.torch_private import cpp_templates, inductor, symbolic_shapes
+
+MOST_ROWS = {torch.float32: 12, torch.bfloat16: 16, torch.float16: 16, torch.int8: 16, torch.uint8: 16}
+"""The largest number of rows for which the kernel is used, by the dtype of the matrix.
+
+They come from `python -m benchmarks row_products`, like `row_products.LIMITS`; with more rows the library is faster.
+"""
+
+CACHE_LINE = 64  # bytes
+NAMES = {
+    torch.float32: "float",
+    torch.bfloat16: "at::BFloat16",
+    torch.float16: "at::Half",
+    torch.int8: "int8_t",
+    torch.uint8: "uint8_t",
+}
+"""The dtypes of matrices, and their names in C++."""
+
+torch.library.define("kvpass::row_products", "(Tensor rows, Tensor matrix) -> Tensor")
+
+
+@torch.library.impl("kvpass::row_products", "CPU")
+def row_products(rows: Tensor, matrix: Tensor) -> Tensor:
+    """Multiply rows [R, K] with the rows of a matrix [N, K], with sums in float32.
+
+    Inductor does not call this function: it compiles the kernel instead.
+
+    Returns:
+        The products, float32 [R, N].
+    """
+    return torch.nn.functional.linear(rows.float(), matrix.float())
+
+
+@functools.partial(torch.library.register_fake, "kvpass::row_products")
+def _fake(rows: Tensor, matrix: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], matrix.shape[0], dtype=torch.float32)
+
+
+def fits(rows: Tensor, matrix: Tensor) -> bool:
+    """Return whether the kernel can multiply rows [R, K] with a matrix [K, N] whose columns are contiguous."""
+    if rows.device.type != "cpu" or matrix.dtype not in NAMES or not rows.is_floating_point():
+        return False
+    if symbolic_shapes.symbols(rows) or symbolic_shapes.symbols(matrix):
+        return False
+    is_stored_by_columns = matrix.stride(0) == 1 and matrix.stride(1) >= matrix.shape[0]
+    is_whole = rows.shape[1] * matrix.element_size() % CACHE_LINE == 0
+    return is_stored_by_columns and is_whole and rows.shape[0] <= MOST_ROWS[matrix.dtype]
+
+
+def multiply(rows: Tensor, matrix: Tensor) -> Tensor:
+    """Multiply rows [R, K] with a matrix [K, N] for which `fits`, to float32 [R, N]; traceable."""
+    cpp_templates.use_row_template(torch.ops.kvpass.row_products.default, _template)
+    product: Tensor = torch.ops.kvpass.row_products(rows, matrix.permute(1, 0))
+    return product
+
+
+def uses_dot_products(rows: torch.dtype, matrix: torch.dtype) -> bool:
+    """Return whether the processor multiplies pairs of these dtypes; otherwise rows must be in float32."""
+    return rows == matrix == torch.bfloat16 and torch.bfloat16 in inductor.dot_products()
+
+
+def _template(rows: torch.dtype, matrix: torch.dtype) -> tuple[str, str]:
+    """Return C++ source, and the kind of products in it for rows and a matrix of these dtypes."""
+    source = importlib.resources.files(__package__).joinpath("row_kernel.cpp").read_text()
+    return source, "DotProducts" if rows == torch.bfloat16 else f"Products<{NAMES[matrix]}>"

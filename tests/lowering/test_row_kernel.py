@@ -1,0 +1,200 @@
+"""Test products of few rows by the C++ kernel: any shape, what is fused into it, and where it is used."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.functional import linear, silu
+
+from kvpass.lowering import row_kernel
+from kvpass.lowering.row_products import Processor, decompose_products
+from kvpass.torch_private import generated_code, inductor
+
+pytestmark = pytest.mark.skipif(not Processor.here().has_row_kernel, reason="the kernel needs AVX-512")
+
+OPERATOR = torch.ops.kvpass.row_products.default
+CALL = "kvpass::multiply<"  # in generated code
+MATRICES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8]
+
+
+@functools.cache
+def library(rows: torch.dtype, matrix: torch.dtype) -> ctypes.CDLL:
+    """Return the kernel's inner loops for every number of rows, as a function."""
+    source, kind = row_kernel._template(rows, matrix)
+    cases = "".join(
+        f"case {count}: return kvpass::multiply<kvpass::{kind}, {count}>(x, m, stride, size, columns, y, to);\n"
+        for count in range(1, 17)
+    )
+    inputs = "int64_t count, const void* x, const void* m, int64_t stride, int64_t size, int64_t columns"
+    include = "#include <c10/util/BFloat16.h>\n#include <c10/util/Half.h>\n"
+    wrapper = f'extern "C" void product({inputs}, float* y, int64_t to) {{ switch (count) {{ {cases} }} }}'
+    return generated_code.cpp_library(include + source + wrapper)
+
+
+def product(rows: Tensor, matrix: Tensor) -> Tensor:
+    """Multiply rows [R, K] with a matrix [N, K] by the inner loops, to [R, N] in a larger memory."""
+    (count, size), columns = rows.shape, matrix.shape[0]
+    memory = torch.full((count, columns + 3), torch.nan)
+    sizes = matrix.stride(0), size, columns
+    numbers = [count, rows.data_ptr(), matrix.data_ptr(), *sizes, memory.data_ptr(), memory.stride(0)]
+    library(rows.dtype, matrix.dtype).product(*map(ctypes.c_int64, numbers))
+    assert memory[:, columns:].isnan().all()
+    return memory[:, :columns]
+
+
+def random_matrix(columns: int, size: int, dtype: torch.dtype, seed: int) -> Tensor:
+    x = torch.randn(columns, size, generator=torch.Generator().manual_seed(seed))
+    return (
+        x.to(dtype) if dtype.is_floating_point else (40 * x).round().clamp(-128 * (dtype == torch.int8), 127).to(dtype)
+    )
+
+
+@pytest.mark.parametrize("dtype", MATRICES)
+@settings(deadline=None)  # the first example compiles
+@given(data=st.data())
+def test_products_of_any_shape(dtype: torch.dtype, data: st.DataObject) -> None:
+    """Check the numbers, gaps between the matrix's rows, and that a row does not depend on the rows beside it."""
+    count, columns = data.draw(st.integers(1, 16)), data.draw(st.integers(1, 70))
+    size = data.draw(st.integers(1, 9)) * row_kernel.CACHE_LINE // dtype.itemsize
+    left = torch.bfloat16 if row_kernel.uses_dot_products(torch.bfloat16, dtype) else torch.float32
+    rows = random_matrix(count, size, left, 0)
+    matrix = random_matrix(columns, size + data.draw(st.sampled_from([0, 8])), dtype, 1)[:, :size]
+    made, exact = product(rows, matrix), rows.double() @ matrix.double().mT
+    bound = rows.double().abs() @ matrix.double().abs().mT
+    assert ((made - exact).abs() <= 1e-5 * bound).all()
+    row = data.draw(st.integers(0, count - 1))
+    assert torch.equal(product(rows[row : row + 1], matrix)[0], made[row])
+
+
+def compiled(function: Callable[..., Any], *arguments: Tensor) -> tuple[Any, str]:
+    """Return the result of a compiled function, and its generated code."""
+    torch._dynamo.reset()
+    options = {"post_grad_custom_pre_pass": inductor.graph_pass(uuid.uuid4().bytes, decompose_products)}
+    made, (*_, code) = run_and_get_code(torch.compile(function, dynamic=False, options=options), *arguments)
+    return made, code
+
+
+def weights(*shapes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(shape, generator=generator) / shape[-1] ** 0.5).to(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 96), (3, 50), (8, 33)])
+def test_bias_activation_and_residual_sum_are_fused(rows, columns, dtype):
+    """Check that a layer is a kernel, for numbers of columns with and without a rest."""
+
+    def mlp(x, gate, up, bias, down):
+        return x + linear(silu(linear(x, gate)) * linear(x, up, bias), down)
+
+    shapes = (rows, 1, 64), (columns, 64), (columns, 64), (columns,), (64, columns)
+    x, gate, up, bias, down = weights(*shapes, dtype=dtype)
+    made, code = compiled(mlp, x, gate, up, bias, down)
+    if columns % 32:  # the last matrix has no whole cache lines
+        assert code.count(CALL) == 2
+    else:
+        assert code.count(CALL) == 3
+        assert code.count("pybinding(") == (4 if dtype == torch.float16 else 3)  # one converts the rows to float32
+    exact = mlp(*(tensor.double() for tensor in (x, gate, up, bias, down)))
+    assert (made.double() - exact).abs().max() <= 8 * torch.finfo(dtype).eps * exact.abs().max()
+
+
+def test_a_product_with_further_readers_is_stored():
+    def function(x, weight, residual):
+        made = linear(x, weight)
+        return made, residual + made, made.sum(-1)
+
+    arguments = weights((2, 64), (40, 64), (2, 40), dtype=torch.float32)
+    made, code = compiled(function, *arguments)
+    assert code.count(CALL) == 1
+    for found, expected in zip(made, function(*arguments), strict=True):
+        assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_a_result_in_another_order_of_dimensions():
+    def function(x, weight, scale):
+        return linear(x, weight).view(2, 4, 16).transpose(0, 1) * scale, linear(x, weight).t().contiguous()
+
+    arguments = weights((2, 64), (64, 64), (4, 2, 16), dtype=torch.float32)
+    made, _ = compiled(function, *arguments)
+    for found, expected in zip(made, function(*arguments), strict=True):
+        assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_weights_that_are_parts_of_a_tensor():
+    def function(x, joined):
+        query, key = joined.narrow(0, 8, 40), joined[48:, :32]
+        return linear(x, query), linear(x[:, :32], key)
+
+    arguments = weights((3, 64), (80, 64), dtype=torch.float32)
+    made, code = compiled(function, *arguments)
+    assert code.count(CALL) == 2
+    for found, expected in zip(made, function(*arguments), strict=True):
+        assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_weights_in_int8_are_converted_in_registers():
+    def function(x, codes, scale):
+        return linear(x, codes.to(x.dtype)) * scale
+
+    x, scale = weights((4, 64), (96,), dtype=torch.bfloat16)
+    codes = random_matrix(96, 64, torch.int8, 0)
+    made, code = compiled(function, x, codes, scale)
+    assert "kvpass::Products<int8_t>" in code
+    exact = function(x.double(), codes, scale.double())
+    assert (made.double() - exact).abs().max() <= 0.01 * exact.abs().max()
+
+
+def test_code_with_a_wrapper_in_cpp():
+    x, weight = weights((2, 64), (40, 64), dtype=torch.bfloat16)
+    with torch._inductor.config.patch(cpp_wrapper=True):
+        made, code = compiled(linear, x, weight)
+    assert CALL in code
+    assert torch.allclose(made.float(), linear(x.float(), weight.float()), atol=0.02)
+
+
+def uses_kernel(x: Tensor, weight: Tensor) -> bool:
+    traced = make_fx(linear, tracing_mode="fake")(x, weight)
+    decompose_products(traced.graph)
+    return bool(traced.graph.find_nodes(op="call_function", target=OPERATOR))
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "expected"),
+    [
+        (torch.randn(16, 64).bfloat16(), torch.randn(32, 64).bfloat16(), True),
+        (torch.randn(17, 64).bfloat16(), torch.randn(32, 64).bfloat16(), False),
+        (torch.randn(12, 64), torch.randn(32, 64), True),
+        (torch.randn(13, 64), torch.randn(32, 64), False),
+        (torch.randn(2, 64), torch.randn(64, 32).t(), False),  # as in GPT-2: columns are not contiguous
+        (torch.randn(2, 72), torch.randn(32, 72), False),  # a row of the matrix ends within a cache line
+        (torch.randn(2, 64).double(), torch.randn(32, 64).double(), False),
+    ],
+)
+def test_which_products_it_computes(x, weight, expected):
+    assert uses_kernel(x, weight) == expected
+
+
+@pytest.mark.parametrize("march", ["", "x86-64-v3"])
+def test_not_for_another_processor(march, monkeypatch):
+    x, weight = torch.randn(2, 64), torch.randn(32, 64)
+    with torch._inductor.config.patch({"cpp.march": march}):
+        assert not uses_kernel(x, weight)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert not uses_kernel(x, weight)
+
+
+def test_the_operator_without_a_compiler():
+    x, weight = torch.randn(2, 64).bfloat16(), torch.randn(32, 64).bfloat16()
+    assert torch.allclose(OPERATOR(x, weight), x.float() @ weight.float().mT, atol=1e-5)
