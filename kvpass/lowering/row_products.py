@@ -8,8 +8,10 @@ memory bandwidth, and fuse the operations that follow.  Sums are in float32 for 
 A batch has one sum per row.  The compiler puts the sums into one loop, so weights are still read once and multiplied in
 registers with every row.  A loop over two halves or four quarters of the columns has more loads in flight, because a
 processor prefetches within a page of each.  The library keeps its rows in tiles and is faster from some number of rows
-on; `LIMITS` has that number.  On processors with AVX-512, `row_kernel` computes most products with weights instead.  The same holds for attention's products of queries and keys, and of probabilities and
+on; `LIMITS` has that number.  The same holds for attention's products of queries and keys, and of probabilities and
 values.
+
+On processors with AVX-512 `row_kernel` multiplies with weights faster than both, and is used where it fits.
 """
 
 from __future__ import annotations
