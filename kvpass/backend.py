@@ -93,11 +93,11 @@ class Backend(BackendBase):
         merged = {**(options or {}), **dict(self.options)}
         return dataclasses.replace(self, mode=self.mode or mode, options=tuple(sorted(merged.items())))
 
-    def _compile(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+    def _compile(self, dynamo_gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         carried = any(isinstance(example, Handle) for example in examples)
         if any(isinstance(example, Row) for example in examples):
             refuse_row_operation("attention")
-        copy = regions.inline_regions(gm)
+        copy = regions.inline_regions(dynamo_gm)
         try:
             runner = self._runner(copy, examples)
         except UnreadableGraph as failure:
@@ -106,7 +106,7 @@ class Backend(BackendBase):
             warnings.warn(
                 f"kvpass leaves a graph as it was, and its caches grow: {failure}", KVPassWarning, stacklevel=2
             )
-            runner, copy = None, regions.inline_regions(gm)
+            runner, copy = None, regions.inline_regions(dynamo_gm)
         if runner is not None and dynamo.is_at_recompile_limit():
             warnings.warn(LAST_GRAPH, KVPassWarning, stacklevel=2)
         if isinstance(runner, PromptRunner):
@@ -116,17 +116,17 @@ class Backend(BackendBase):
         # Dynamo copies the attributes of a callable object, and would keep what the runner drops.
         return runner.__call__
 
-    def _runner(self, gm: fx.GraphModule, examples: Sequence[Any]) -> PromptRunner | StepRunner | None:
+    def _runner(self, dynamo_gm: fx.GraphModule, examples: Sequence[Any]) -> PromptRunner | StepRunner | None:
         """Return the runner that replaces a graph; None if the graph stays unchanged."""
-        with walk.converting_errors(node for node in gm.graph.nodes if decomposed_attention.is_boundary(node)):
-            if any(decomposed_attention.is_boundary(node) for node in gm.graph.nodes):
-                shapes.fix_floats(gm.graph)
+        with walk.converting_errors(node for node in dynamo_gm.graph.nodes if decomposed_attention.is_boundary(node)):
+            if any(decomposed_attention.is_boundary(node) for node in dynamo_gm.graph.nodes):
+                shapes.fix_floats(dynamo_gm.graph)
             carried = [isinstance(example, Handle) for example in examples]
-            self.note_program("dynamo's graph", gm.graph)
-            captured = capture(gm, carried)
+            self.note_program("dynamo's graph", dynamo_gm.graph)
+            captured = capture(dynamo_gm, carried)
             self._record(captured, any(carried))
             if captured.sites:
-                self.note_program("canonical", captured.gm.graph)
+                self.note_program("canonical", captured.canonical_gm.graph)
             if self._left_alone(captured.refusals, any(carried)) or not captured.sites:
                 return None
             self._check_inference(captured.sites, examples)
@@ -186,7 +186,7 @@ class Backend(BackendBase):
         """Return whether keys are stored before their rotary embedding, which must be found in every layer."""
         if not self.prefers_cache_positions:
             return False
-        obstacle = rotary.find_obstacle(captured.sites, alias.AliasSets(captured.gm.graph))
+        obstacle = rotary.find_obstacle(captured.sites, alias.AliasSets(captured.canonical_gm.graph))
         if obstacle is None:
             return True
         site, why = obstacle

@@ -63,13 +63,13 @@ class Verdict:
     fixed: tuple[fx.Node, ...] = ()
 
 
-def find(gm: fx.GraphModule, handles: set[fx.Node]) -> list[Verdict]:
+def find(dynamo_gm: fx.GraphModule, handles: set[fx.Node]) -> list[Verdict]:
     """Find every attention call of Dynamo's graph, and every cache update that feeds none.
 
     Args:
         handles: the placeholders whose value is a handle of a kvpass cache.
     """
-    return _CacheSearch(gm, handles).run()
+    return _CacheSearch(dynamo_gm, handles).run()
 
 
 _UNREAD = "the cache that is grown here feeds no attention call that can be followed"
@@ -96,13 +96,15 @@ class _CacheSearch:
         found: the verdicts so far.
     """
 
-    def __init__(self, gm: fx.GraphModule, handles: set[fx.Node]) -> None:
-        self.graph, self.handles = gm.graph, handles
-        self.outputs = {node: index for index, node in enumerate(walk.results(gm.graph)) if isinstance(node, fx.Node)}
-        self.calls, self.unread = decomposed_attention.find(gm)
+    def __init__(self, dynamo_gm: fx.GraphModule, handles: set[fx.Node]) -> None:
+        self.graph, self.handles = dynamo_gm.graph, handles
+        self.outputs = {
+            node: index for index, node in enumerate(walk.results(dynamo_gm.graph)) if isinstance(node, fx.Node)
+        }
+        self.calls, self.unread = decomposed_attention.find(dynamo_gm)
         self.results = {result for call in self.calls for result in call.results}
-        self.updates = [node for node in gm.graph.nodes if self._grows_a_cache(node)]
-        self.memory = alias.AliasSets(gm.graph)
+        self.updates = [node for node in dynamo_gm.graph.nodes if self._grows_a_cache(node)]
+        self.memory = alias.AliasSets(dynamo_gm.graph)
         self.found: list[Verdict] = []
 
     @property

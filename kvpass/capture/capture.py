@@ -34,15 +34,15 @@ class Capture:
     """A graph in canonical form.
 
     Attributes:
-        model: Dynamo's graph, with heads before tokens, see `kvpass.capture.heads_first`.
-        gm: a graph with the results of `model`.
-        sites: its attention calls on caches; empty if any call was refused, and `gm` is then `model`.
+        dynamo_gm: Dynamo's graph, with heads before tokens, see `kvpass.capture.heads_first`.
+        canonical_gm: a graph with the results of `dynamo_gm`.
+        sites: its attention calls on caches; empty if any call was refused, and `canonical_gm` is then `dynamo_gm`.
         verdicts: the verdict on each attention call and cache update.
         tokens_first: the indices of the arguments [B, S, H, D] that are [B, H, S, D] in both graphs.
     """
 
-    model: fx.GraphModule
-    gm: fx.GraphModule
+    dynamo_gm: fx.GraphModule
+    canonical_gm: fx.GraphModule
     sites: list[AttentionSite]
     verdicts: list[Verdict]
     tokens_first: frozenset[int] = frozenset()
@@ -58,7 +58,7 @@ class Capture:
         return [verdict for verdict in self.verdicts if verdict.refusal]
 
 
-def capture(gm: fx.GraphModule, is_handle: Sequence[bool]) -> Capture:
+def capture(dynamo_gm: fx.GraphModule, is_handle: Sequence[bool]) -> Capture:
     """Convert a graph to canonical form, in a copy.
 
     A graph that is refused, or in which no cache is found, is read again with equations in the order that capture
@@ -68,34 +68,34 @@ def capture(gm: fx.GraphModule, is_handle: Sequence[bool]) -> Capture:
     Args:
         is_handle: for each placeholder, whether its value is a handle of a kvpass cache.
     """
-    plain = _capture_as_it_is(gm, is_handle)
+    plain = _capture_as_it_is(dynamo_gm, is_handle)
     if plain.is_certain:
         return plain
-    ordered = heads_first.order_equations(gm)
-    found = plain if ordered is gm or plain.sites else _capture_as_it_is(ordered, is_handle)
-    if found.is_certain:
-        return found
+    ordered = heads_first.order_equations(dynamo_gm)
+    captured = plain if ordered is dynamo_gm or plain.sites else _capture_as_it_is(ordered, is_handle)
+    if captured.is_certain:
+        return captured
     relaid = _capture_heads_first(ordered, is_handle)
-    return found if relaid is None or (found.sites and not relaid.sites) else relaid
+    return captured if relaid is None or (captured.sites and not relaid.sites) else relaid
 
 
-def _capture_as_it_is(gm: fx.GraphModule, is_handle: Sequence[bool]) -> Capture:
-    copy = _normalized(gm)
-    handles = {node for node, flag in zip(walk.placeholders(copy.graph), is_handle, strict=True) if flag}
-    found = cache_search.find(copy, handles)
-    readings = [verdict.reading for verdict in found if verdict.reading]
-    if any(verdict.refusal for verdict in found) or not readings:
-        return Capture(gm, gm, [], found)
-    _insert_operators(copy.graph, readings)
-    known = sites(copy.graph)
-    sliced_tables.index_sliced_tables(copy.graph, known)
-    copy.recompile()
-    return Capture(gm, copy, known, found)
+def _capture_as_it_is(dynamo_gm: fx.GraphModule, is_handle: Sequence[bool]) -> Capture:
+    canonical_gm = _normalized(dynamo_gm)
+    handles = {node for node, flag in zip(walk.placeholders(canonical_gm.graph), is_handle, strict=True) if flag}
+    verdicts = cache_search.find(canonical_gm, handles)
+    readings = [verdict.reading for verdict in verdicts if verdict.reading]
+    if any(verdict.refusal for verdict in verdicts) or not readings:
+        return Capture(dynamo_gm, dynamo_gm, [], verdicts)
+    _insert_operators(canonical_gm.graph, readings)
+    attention_sites = sites(canonical_gm.graph)
+    sliced_tables.index_sliced_tables(canonical_gm.graph, attention_sites)
+    canonical_gm.recompile()
+    return Capture(dynamo_gm, canonical_gm, attention_sites, verdicts)
 
 
-def _normalized(gm: fx.GraphModule) -> fx.GraphModule:
+def _normalized(dynamo_gm: fx.GraphModule) -> fx.GraphModule:
     """Return a copy of a graph with calls normalized: positional arguments, products for einsum, no vmap."""
-    copy, _ = fx_nodes.copy_graph_module(gm)
+    copy, _ = fx_nodes.copy_graph_module(dynamo_gm)
     _replace_transposed_attributes(copy.graph)
     op_table.normalize_calls(copy.graph)
     simplify.multiply_equations(copy.graph)
@@ -105,19 +105,19 @@ def _normalized(gm: fx.GraphModule) -> fx.GraphModule:
     return copy
 
 
-def _capture_heads_first(gm: fx.GraphModule, is_handle: Sequence[bool]) -> Capture | None:
+def _capture_heads_first(dynamo_gm: fx.GraphModule, is_handle: Sequence[bool]) -> Capture | None:
     """Convert a graph with caches [B, S, H, D]; None if there are none.
 
     Outputs in that order that are no caches of attention calls, such as fixed keys, reach the model as they are.
     """
-    names, returned = heads_first.find_tokens_first(_normalized(gm)), walk.results(gm.graph)
+    names, returned = heads_first.find_tokens_first(_normalized(dynamo_gm)), walk.results(dynamo_gm.graph)
     for _ in range(2):
         if not names:
             return None
-        relaid = heads_first.transpose_caches(gm, names)
-        captured, known = _capture_as_it_is(relaid.gm, is_handle), list[AttentionSite]()
+        relaid = heads_first.transpose_caches(dynamo_gm, names)
+        captured, relaid_sites = _capture_as_it_is(relaid.dynamo_gm, is_handle), list[AttentionSite]()
         if captured.refusals:
-            return Capture(gm, gm, [], captured.verdicts)
+            return Capture(dynamo_gm, dynamo_gm, [], captured.verdicts)
         stray = relaid.outputs - {index for site in captured.sites for index in (site.keys_out, site.values_out)}
         if not stray:
             break
@@ -126,11 +126,11 @@ def _capture_heads_first(gm: fx.GraphModule, is_handle: Sequence[bool]) -> Captu
         return None
     for site in captured.sites:
         key_dim, value_dim = (1 if index in relaid.outputs else 2 for index in (site.keys_out, site.values_out))
-        known.append(dataclasses.replace(site, token_dims=(key_dim, value_dim)))
+        relaid_sites.append(dataclasses.replace(site, token_dims=(key_dim, value_dim)))
         if key_dim == 1:
             heads_first.separate_rotary(site)
-    captured.gm.recompile()
-    return dataclasses.replace(captured, sites=known, tokens_first=relaid.inputs)
+    captured.canonical_gm.recompile()
+    return dataclasses.replace(captured, sites=relaid_sites, tokens_first=relaid.inputs)
 
 
 _ATTRIBUTES = {"mT": (-1, -2), "mH": (-1, -2), "T": (0, 1), "H": (0, 1)}

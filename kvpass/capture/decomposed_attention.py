@@ -74,19 +74,19 @@ class AttentionCall:
         return dataclasses.replace(self, **{name: replacements.get(node, node) for name, node in operands.items()})
 
 
-def find(gm: fx.GraphModule) -> tuple[list[AttentionCall], dict[fx.Node, str]]:
+def find(dynamo_gm: fx.GraphModule) -> tuple[list[AttentionCall], dict[fx.Node, str]]:
     """Return every attention call, in order, and every softmax that cannot be read as one, with the reason.
 
     Reading may add unused nodes to the graph, such as the sum of several masks.
     """
     found: list[AttentionCall] = []
     unread: dict[fx.Node, str] = {}
-    memory = alias.AliasSets(gm.graph)
-    for node in list(gm.graph.nodes):
+    memory = alias.AliasSets(dynamo_gm.graph)
+    for node in list(dynamo_gm.graph.nodes):
         if fx_nodes.is_sdpa(node):
             found.append(_sdpa_call(node))
         elif known_name(node) == "softmax" and is_tensor(node):
-            reader = _DecompositionReader(gm, node, memory)
+            reader = _DecompositionReader(dynamo_gm, node, memory)
             try:
                 found.append(reader.read())
             except Unreadable as reason:
@@ -117,9 +117,9 @@ class _DecompositionReader:
     It accounts for every operation on the way with all arguments, or the call is unreadable.
     """
 
-    def __init__(self, gm: fx.GraphModule, softmax: fx.Node, memory: alias.AliasSets) -> None:
+    def __init__(self, dynamo_gm: fx.GraphModule, softmax: fx.Node, memory: alias.AliasSets) -> None:
         self.softmax, self.memory = softmax, memory
-        self.changes = LogitChanges(gm, softmax)
+        self.changes = LogitChanges(dynamo_gm, softmax)
         self.sink_logit: fx.Node | None = None
         self.shifted = False
         self.at = softmax  # the current operation

@@ -37,19 +37,19 @@ class HeadsFirst:
     """A graph with heads first.
 
     Attributes:
-        gm: the graph.
+        dynamo_gm: the graph.
         inputs, outputs: the indices of the arguments and of the results that are transposed.
     """
 
-    gm: fx.GraphModule
+    dynamo_gm: fx.GraphModule
     inputs: frozenset[int]
     outputs: frozenset[int]
 
 
-def find_tokens_first(gm: fx.GraphModule) -> set[str]:
+def find_tokens_first(dynamo_gm: fx.GraphModule) -> set[str]:
     """Return the names of the outputs of a graph with normalized calls that are caches [B, S, H, D]."""
-    outputs = {node: index for index, node in enumerate(walk.results(gm.graph)) if is_tensor(node)}
-    calls, _ = decomposed_attention.find(gm)
+    outputs = {node: index for index, node in enumerate(walk.results(dynamo_gm.graph)) if is_tensor(node)}
+    calls, _ = decomposed_attention.find(dynamo_gm)
     results = {node for call in calls for node in call.results}
     found = {node for node in outputs if origins.cat_parts(node, 1)}
     for call in calls:
@@ -95,9 +95,9 @@ def _has_tokens_first(node: fx.Node, call: AttentionCall) -> bool:
     return bool(first == expr(value(call.query).shape[2]) != second)
 
 
-def transpose_caches(gm: fx.GraphModule, names: Collection[str]) -> HeadsFirst:
+def transpose_caches(dynamo_gm: fx.GraphModule, names: Collection[str]) -> HeadsFirst:
     """Return a copy of Dynamo's graph in which outputs, given by name, and their pasts have heads first."""
-    copy, _ = fx_nodes.copy_graph_module(gm)
+    copy, _ = fx_nodes.copy_graph_module(dynamo_gm)
     graph, returned = copy.graph, walk.results(copy.graph)
     inputs, outputs, shown = dict[fx.Node, fx.Node](), dict[int, fx.Node](), list[fx.Node]()
     for node in [each for each in graph.nodes if each.name in names]:
@@ -138,14 +138,14 @@ def separate_rotary(site: AttentionSite) -> None:
         _replace_uses(raw, _emit(before, raw, torch.transpose, transposed, 1, 2), transposed)
 
 
-def order_equations(gm: fx.GraphModule) -> fx.GraphModule:
+def order_equations(dynamo_gm: fx.GraphModule) -> fx.GraphModule:
     """Return Dynamo's graph with "bqhd,bshd->bhqs" as "bhqd,bhsd->bhqs" of transposed operands, and all such ones.
 
     Attention is read from equations in which rows and heads come first.
     """
-    if not any(known_name(node) == "einsum" for node in gm.graph.nodes):
-        return gm
-    copy, _ = fx_nodes.copy_graph_module(gm)
+    if not any(known_name(node) == "einsum" for node in dynamo_gm.graph.nodes):
+        return dynamo_gm
+    copy, _ = fx_nodes.copy_graph_module(dynamo_gm)
     for node in [each for each in copy.graph.nodes if known_name(each) == "einsum"]:
         _order_equation(node)
     return copy

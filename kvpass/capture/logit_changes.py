@@ -72,8 +72,8 @@ class LogitChanges:
         has_sink: whether a column of sinks is concatenated to the logits.
     """
 
-    def __init__(self, gm: fx.GraphModule, softmax: fx.Node) -> None:
-        self.gm, self.softmax = gm, softmax
+    def __init__(self, dynamo_gm: fx.GraphModule, softmax: fx.Node) -> None:
+        self.dynamo_gm, self.softmax = dynamo_gm, softmax
         self.factor, self.cap, self.has_sink = 1.0, 0.0, False
         self.casts: list[torch.dtype] = []
         self._changes: list[Change] = []  # from the softmax back
@@ -136,7 +136,7 @@ class LogitChanges:
 
     def _hiding_number(self, filling: object, node: fx.Node) -> float:
         """Return a filled-in number as the softmax sees it, and check that it hides its token."""
-        literal, dtype = walk.constant(self.gm, filling), value(node).dtype
+        literal, dtype = walk.constant(self.dynamo_gm, filling), value(node).dtype
         if literal is None:
             raise Unreadable("the fill value must be a literal number in the code")
         filled = torch.tensor(literal, dtype=torch.float64).to(dtype)

@@ -56,10 +56,12 @@ def hiding_inputs(gm: fx.GraphModule, mask: fx.Node | None, step: bool) -> list[
     return [node for node in candidates if _zero_hides(order, mask, node, step)]
 
 
-def padding_inputs_of_sites(gm: fx.GraphModule, sites: list[AttentionSite], step: bool) -> list[tuple[fx.Node, ...]]:
+def padding_inputs_of_sites(
+    canonical_gm: fx.GraphModule, sites: list[AttentionSite], step: bool
+) -> list[tuple[fx.Node, ...]]:
     """Return for each site the inputs that mark padding: those that hide tokens in all masks on its cache."""
     masks = dict.fromkeys(each.mask for site in sites for each in site.attention_calls)
-    hiding = {mask: hiding_inputs(gm, mask, step) for mask in masks}
+    hiding = {mask: hiding_inputs(canonical_gm, mask, step) for mask in masks}
     found = [[hiding[each.mask] for each in site.attention_calls] for site in sites]
     return [tuple(node for node in first if all(node in other for other in others)) for first, *others in found]
 

@@ -180,11 +180,11 @@ class AttentionReader:
 
         self.compiled = torch.compile(run, backend=self, dynamic=False)
 
-    def __call__(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        captured = capture(gm, [False] * len(examples))
+    def __call__(self, dynamo_gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        captured = capture(dynamo_gm, [False] * len(examples))
         for reading in captured.refusals:
             raise UnsupportedGraph(f"a cache of the model cannot be read: {reading.refusal}")
-        return _Recorder(captured.gm, {site.call: site for site in captured.sites}, self.found).run
+        return _Recorder(captured.canonical_gm, {site.call: site for site in captured.sites}, self.found).run
 
     def calls(self, ids: Tensor) -> list[RecordedAttention]:
         """Return the attention call of each layer on the token ids, int64 [B, n].
@@ -200,8 +200,10 @@ class AttentionReader:
 class _Recorder(fx.Interpreter):
     """Runs a canonical graph and records its attention calls."""
 
-    def __init__(self, gm: fx.GraphModule, sites: dict[fx.Node, AttentionSite], found: list[RecordedAttention]) -> None:
-        super().__init__(gm)
+    def __init__(
+        self, canonical_gm: fx.GraphModule, sites: dict[fx.Node, AttentionSite], found: list[RecordedAttention]
+    ) -> None:
+        super().__init__(canonical_gm)
         self.sites, self.found = sites, found
 
     def run_node(self, n: fx.Node) -> Any:

@@ -69,7 +69,7 @@ class ComputedKeys:
 
 
 def cut_computed_keys(
-    gm: fx.GraphModule, site: AttentionSite, sizes: Sizes, key_features: Sequence[fx.Node]
+    step_gm: fx.GraphModule, site: AttentionSite, sizes: Sizes, key_features: Sequence[fx.Node]
 ) -> ComputedKeys | None:
     """Cut out the computation of a site's keys, values and features; None if it attends to the cached vectors.
 
@@ -88,12 +88,14 @@ def cut_computed_keys(
     subgraph = alias.dependents(alias.ancestors_with_writes(results, stored, site.call), stored) - set(stored)
     for node in subgraph:
         _check_per_token(node, tokens)
-    _check_rows([node for node in gm.graph.nodes if node in subgraph], stored)
+    _check_rows([node for node in step_gm.graph.nodes if node in subgraph], stored)
 
     def resolve(node: fx.Node) -> int:
         return 1 if expr(node) in tokens.totals else sizes.fixed_size(node)
 
-    return ComputedKeys(splicing.cut(gm, results, stored, resolve, reader=site.call), value(site.grown_key).shape[1])
+    return ComputedKeys(
+        splicing.cut(step_gm, results, stored, resolve, reader=site.call), value(site.grown_key).shape[1]
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ def build_host_graph(step: StepContext, gather_from: list[fx.Node]) -> fx.GraphM
     read = [*step.inputs.host_inputs, *gather_from]
     if not step.outputs.grown and not read:
         return None
-    graph = step.call.gm.graph
+    graph = step.call.canonical_gm.graph
     originals, outputs, end = {node.name: node for node in graph.nodes}, walk.results(graph), graph.output_node()
     for node in read:
         if node.name not in originals:
@@ -33,7 +33,7 @@ def build_host_graph(step: StepContext, gather_from: list[fx.Node]) -> fx.GraphM
         step.refuse_growth(writer)  # both graphs would write
     if not needed.isdisjoint(each.call for site in step.call.sites for each in site.attention_calls):
         step.refuse_growth(wanted[0])
-    return splicing.extract(step.call.gm, wanted, end)
+    return splicing.extract(step.call.canonical_gm, wanted, end)
 
 
 def _check_reads_no_cache(step: StepContext, wanted: list[fx.Node], needed: set[fx.Node]) -> None:

@@ -145,7 +145,7 @@ def _own_masks(masks: Tensor, heads: int) -> Tensor:
     return masks.diagonal(0, 1, 3).movedim(-1, 1)
 
 
-def cut_mask(gm: fx.GraphModule, mask: fx.Node, sizes: Sizes, context: MaskContext) -> MaskSlice:
+def cut_mask(step_gm: fx.GraphModule, mask: fx.Node, sizes: Sizes, context: MaskContext) -> MaskSlice:
     """Cut the mask out as a function of the key index and of the entries of the key's token.
 
     Raises:
@@ -153,11 +153,11 @@ def cut_mask(gm: fx.GraphModule, mask: fx.Node, sizes: Sizes, context: MaskConte
     """
     sparse_indices = keys.sparse_indices(mask)
     subgraph = walk.ancestors(mask, [*context.stored, *(each.node for each in sparse_indices)])
-    index_nodes, memory = [*context.key_indices, *context.inputs], alias.AliasSets(gm.graph)
+    index_nodes, memory = [*context.key_indices, *context.inputs], alias.AliasSets(step_gm.graph)
     dependent = alias.dependents(subgraph, index_nodes, memory)
     check_not_overwritten(dependent, subgraph - set(context.inputs), mask, memory)
-    key_features = _key_features(gm.graph, mask, context.stored, index_nodes)
-    cutter = _KeyCutter(gm, sizes, context, subgraph, key_features, sparse_indices)
+    key_features = _key_features(step_gm.graph, mask, context.stored, index_nodes)
+    cutter = _KeyCutter(step_gm, sizes, context, subgraph, key_features, sparse_indices)
     mask_slice = cutter.cut(mask)
     padding = tuple(cutter.entry_of(node, value(node).ndim - 1) for node in cutter.padding)
     parts = (tuple(cutter.entries), tuple(cutter.host_inputs), tuple(key_features))
@@ -202,14 +202,14 @@ class _KeyCutter:
 
     def __init__(
         self,
-        gm: fx.GraphModule,
+        step_gm: fx.GraphModule,
         sizes: Sizes,
         context: MaskContext,
         subgraph: set[fx.Node],
         key_features: list[fx.Node],
         sparse_indices: list[keys.SparseIndex],
     ) -> None:
-        self.gm, self.sizes, self.context = gm, sizes, context
+        self.step_gm, self.sizes, self.context = step_gm, sizes, context
         self.totals = {expr(value(node).shape[2]) for node in context.stored}
         self.graph = fx.Graph()
         index, self.count = self.roots = (self.graph.placeholder("index"), self.graph.placeholder("count"))
@@ -223,7 +223,7 @@ class _KeyCutter:
             for node in key_features
         }
         axes |= {each.node: value(each.node).ndim - 1 for each in sparse_indices}
-        self.axes = KeyAxis(gm.graph, subgraph, sizes, context, axes)
+        self.axes = KeyAxis(step_gm.graph, subgraph, sizes, context, axes)
         self.on_features = set(key_features) | alias.dependents(subgraph, [*key_features, *context.stored])
         self.bound, self.host_inputs = list[fx.Node](), list[fx.Node]()
 
@@ -238,7 +238,7 @@ class _KeyCutter:
             self._refuse(mask, "the keys are not the mask's last dimension")
         inputs = [*self.padding, *(entry.node for entry in self.entries), *self.key_features, *self.bound]
         splicing.put_first(self.graph, [*self.roots, *(self.env[node] for node in inputs)])
-        return Slice(fx.GraphModule(self.gm, self.graph), tuple(self.bound))
+        return Slice(fx.GraphModule(self.step_gm, self.graph), tuple(self.bound))
 
     def copy(self, node: fx.Node) -> Any:
         """Return the node's copy for one key; each node is copied once."""

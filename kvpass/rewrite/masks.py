@@ -39,7 +39,7 @@ class Masks:
         key = site.mask, padding, window, *(node for node in (site.grown_key, site.grown_value) if node in above)
         if key not in self._cut:
             self._drop_sparse_indices(site.mask)
-            self._cut[key] = cut_mask(step.gm, site.mask, step.sizes, self._context(site, window, padding))
+            self._cut[key] = cut_mask(step.step_gm, site.mask, step.sizes, self._context(site, window, padding))
         sliced = self._cut[key]
         bound = [step.inputs.host_input(node) if node in sliced.host_inputs else node for node in sliced.slice.bound]
         first = [] if window is None else [self._first_stored(window)]

@@ -36,8 +36,8 @@ class StepRewrite:
     """A step graph on slots.
 
     Attributes:
-        gm: takes the slots' tensors of every layer, the `policy_weights`, then `columns`, `entries`, the `host_inputs`,
-            and the `inputs`; None once it is compiled.
+        rewritten_gm: takes the slots' tensors of every layer, the `policy_weights`, then `columns`, `entries`, the
+            `host_inputs`, and the `inputs`; None once it is compiled.
         dynamic, examples: sizes that may differ between calls, and fake arguments with them; None if there are none.
         policy_weights: the policy's own tensors, on the device of the slots.
         inputs: indices of Dynamo's arguments that the graph still takes.
@@ -58,7 +58,7 @@ class StepRewrite:
         positions: indices of Dynamo's arguments that are positions, which ranks replaced.
     """
 
-    gm: fx.GraphModule | None
+    rewritten_gm: fx.GraphModule | None
     inputs: list[int]
     loose_inputs: set[int]
     columns: list[int]
@@ -155,7 +155,7 @@ def rewrite_step(
         record.name, record.milliseconds = each.__name__, 1000 * (time.perf_counter() - start)
         watch(record, step.graph)
         step.records.append(record)
-    step.gm.recompile()
+    step.step_gm.recompile()
     return _result(step)
 
 
@@ -177,7 +177,7 @@ def _result(step: StepContext) -> StepRewrite:
     remaining = set(walk.placeholders(step.graph))
     inputs = [index for index, argument in enumerate(step.placeholders) if argument in remaining]
     return StepRewrite(
-        gm=step.gm,
+        rewritten_gm=step.step_gm,
         dynamic=step.sizes.dynamic,
         examples=[step.example(node) for node in walk.placeholders(step.graph)] if step.sizes.dynamic else None,
         policy_weights=step.policy_weights.tensors,

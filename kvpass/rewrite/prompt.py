@@ -51,12 +51,12 @@ class PromptRewrite:
     """A prompt graph with further outputs.
 
     Attributes:
-        gm: the rewritten graph; None once it is compiled.
+        rewritten_gm: the rewritten graph; None once it is compiled.
         outputs: of each layer.
         calls: for each attention call and each log-sum-exp, by its name, the node of its result.
     """
 
-    gm: fx.GraphModule | None
+    rewritten_gm: fx.GraphModule | None
     outputs: list[LayerOutputs]
     calls: dict[str, fx.Node]
 
@@ -66,7 +66,7 @@ class PromptCall:
     """A canonical prompt graph with the call that it is rewritten for.
 
     Attributes:
-        gm: the graph, which is not modified.
+        canonical_gm: the graph, which is not modified.
         sites, policies: the attention calls on caches, and the policy of each.
         budget: the user's budget.
         stores_raw_keys: whether keys are stored before their rotary embedding.
@@ -75,7 +75,7 @@ class PromptCall:
         padding_inputs: for each site, the inputs that mark padding, see `kvpass.capture.padding_analysis`.
     """
 
-    gm: fx.GraphModule
+    canonical_gm: fx.GraphModule
     sites: list[AttentionSite]
     policies: list[Policy]
     budget: Budget
@@ -91,8 +91,8 @@ def rewrite_prompt(call: PromptCall) -> PromptRewrite:
     A policy that renumbers also changes the computation, for prompts beyond its budget.
     """
     sites, policies = call.sites, call.policies
-    copy, moved = fx_nodes.copy_graph_module(call.gm)
-    model_outputs = len(walk.results(copy.graph))
+    rewritten_gm, moved = fx_nodes.copy_graph_module(call.canonical_gm)
+    model_outputs = len(walk.results(rewritten_gm.graph))
     added: list[fx.Node] = []  # the model's own outputs are read at the end: they may include replaced attention
     outputs: list[LayerOutputs] = []
     valid_outputs: dict[tuple[fx.Node, ...], int] = {}
@@ -103,32 +103,34 @@ def rewrite_prompt(call: PromptCall) -> PromptRewrite:
         return model_outputs + len(added) - 1
 
     for site, policy, site_marks in zip(sites, policies, marks, strict=True):
-        with copy.graph.inserting_before(moved[site.call]):
-            all_valid = _valid_tokens(copy.graph, moved[site.grown_key], site_marks)
+        with rewritten_gm.graph.inserting_before(moved[site.call]):
+            all_valid = _valid_tokens(rewritten_gm.graph, moved[site.grown_key], site_marks)
             if all_valid is not None and site_marks not in valid_outputs:
                 valid_outputs[site_marks] = emit(all_valid)
-            valid = _valid_of_new(copy.graph, site, moved, all_valid)
+            valid = _valid_of_new(rewritten_gm.graph, site, moved, all_valid)
             if policy.scales_logits:
                 for each in site.attention_calls:
-                    _scale_queries(copy.graph, each, moved, policy, valid)
-        with copy.graph.inserting_before(moved[site.call].next):  # not at the end: queries would outlive their layer
+                    _scale_queries(rewritten_gm.graph, each, moved, policy, valid)
+        with rewritten_gm.graph.inserting_before(
+            moved[site.call].next
+        ):  # not at the end: queries would outlive their layer
             rotary = find_rotary(site) if call.stores_raw_keys else None
             keys, values = site.keys_out, site.values_out
             if site.window is not None:
                 keys, values = emit(moved[site.grown_key]), emit(moved[site.grown_value])
             stored_key = emit(moved[rotary.raw]) if rotary else keys
-            scores = insert_statistics(copy.graph, site, moved, valid, policy, call.budget)
+            scores = insert_statistics(rewritten_gm.graph, site, moved, valid, policy, call.budget)
             statistics_outputs = {name: emit(node) for name, node in scores.items()}
             operands = _operands(site, keys, lambda node: emit(moved[node])) if call.with_operands else None
         valid_output = None if all_valid is None else valid_outputs[site_marks]
         in_order = [statistics_outputs[name] for name in attention_statistics.statistics_of(policy)]
         outputs.append(LayerOutputs(stored_key, values, valid_output, in_order, operands))
     if policies[0].renumbers and shapes.expr(sites[0].queries) != 1:
-        _renumber(call, copy.graph, moved, marks[0])
-    copy.graph.output_node().args = ((*walk.results(copy.graph), *added),)
-    copy.recompile()
+        _renumber(call, rewritten_gm.graph, moved, marks[0])
+    rewritten_gm.graph.output_node().args = ((*walk.results(rewritten_gm.graph), *added),)
+    rewritten_gm.recompile()
     results = [node for site in sites for each in site.attention_calls for node in each.results]
-    return PromptRewrite(copy, outputs, {node.name: moved[node] for node in results})
+    return PromptRewrite(rewritten_gm, outputs, {node.name: moved[node] for node in results})
 
 
 def _operands(
@@ -157,8 +159,8 @@ def _renumber(call: PromptCall, graph: fx.Graph, moved: dict[fx.Node, fx.Node], 
         size = window_for(policy, budget, count, valid)
         return renumber.window_mask(mask, causal, valid_of(valid, count, query.device), size)
 
-    argument_of = dict(zip(walk.placeholders(call.gm.graph), call.examples, strict=True))
-    for reader in renumber.find_readers(call.gm, call.sites, argument_of, renumber.fits_prompt):
+    argument_of = dict(zip(walk.placeholders(call.canonical_gm.graph), call.examples, strict=True))
+    for reader in renumber.find_readers(call.canonical_gm, call.sites, argument_of, renumber.fits_prompt):
         node, ids = moved[reader.node], moved[reader.ids]
         with graph.inserting_before(node):
             valid = _valid_tokens(graph, moved[reader.ids], marks, reader.along)

@@ -219,21 +219,21 @@ class RotaryProbe:
         indices: the arguments that the rotation reads, besides positions.
     """
 
-    def __init__(self, gm: fx.GraphModule, sites: Sequence[AttentionSite], sizes: Sizes) -> None:
+    def __init__(self, canonical_gm: fx.GraphModule, sites: Sequence[AttentionSite], sizes: Sizes) -> None:
         cuts: dict[Any, RotarySlice] = {}
-        memory, holders = alias.AliasSets(gm.graph), walk.placeholders(gm.graph)
+        memory, holders = alias.AliasSets(canonical_gm.graph), walk.placeholders(canonical_gm.graph)
         for site in sites:
             if (rotary := find_rotary(site)) is None:
                 continue
             rest = alias.ancestors_with_writes([site.key], {rotary.raw, rotary.position}, memory=memory)
             key = tuple(_angles(site.key, rotary, memory)), frozenset(rest.intersection(holders))
             if key not in cuts:
-                cuts[key] = cut_rotary(gm, site, rotary, sizes, memory)
+                cuts[key] = cut_rotary(canonical_gm, site, rotary, sizes, memory)
         slices = [part for cut in cuts.values() for part in (cut.angles, cut.rotate)]
         bound = [node for part in slices for node in part.bound]
         read = alias.ancestors_with_writes(bound, memory=memory) if bound else set()
         self.indices = [index for index, node in enumerate(holders) if node in read and walk.is_tensor(node)]
-        self._inputs, self._counts = splicing.extract(gm, bound), [len(part.bound) for part in slices]
+        self._inputs, self._counts = splicing.extract(canonical_gm, bound), [len(part.bound) for part in slices]
         self._cuts = [cut.without_nodes() for cut in cuts.values()]
 
     def run(self, arguments: Sequence[Any], device: torch.device) -> Tensor | None:

@@ -46,7 +46,7 @@ class StepCall:
     """A canonical step graph and the call that it is rewritten for.
 
     Attributes:
-        gm, sites: the graph, which is not modified, and its attention on caches.
+        canonical_gm, sites: the graph, which is not modified, and its attention on caches.
         layouts, slots: of each layer.
         arguments: Dynamo's arguments.
         sizes: the values of the graph's symbols in this call.
@@ -57,7 +57,7 @@ class StepCall:
         dynamic_layouts: the layouts with symbols for the sizes that differ between calls; empty if there are none.
     """
 
-    gm: fx.GraphModule
+    canonical_gm: fx.GraphModule
     sites: list[AttentionSite]
     layouts: list[Layout]
     slots: list[AnySlots]
@@ -84,7 +84,7 @@ class StepGraph:
 
     Attributes:
         call: the call that the graph is rewritten for.
-        gm, graph: the copy.
+        step_gm, graph: the copy.
         sites, placeholders, padding_inputs: the call's sites, its placeholders and the inputs that mark padding, in the
             copy.
         argument_of: Dynamo's argument for each placeholder.
@@ -101,8 +101,9 @@ class StepGraph:
     """
 
     def __init__(self, call: StepCall, gathers_all_tokens: bool = False) -> None:
-        copy, moved = fx_nodes.copy_graph_module(call.gm)
-        self.call, self.gm, self.graph = call, copy, copy.graph
+        self.call = call
+        self.step_gm, moved = fx_nodes.copy_graph_module(call.canonical_gm)
+        self.graph = self.step_gm.graph
         self.sites = [site.in_copy(moved) for site in call.sites]
         self.slots, self.sizes, self.windows = call.slots, call.sizes, call.windows
         self.layouts = call.dynamic_layouts or call.layouts
@@ -206,7 +207,7 @@ class StepGraph:
         self, traced: fx.GraphModule, nodes: list[fx.Node], before: fx.Node, name: str, layer: int | None = None
     ) -> list[fx.Node]:
         """Splice a traced function in before a node; return its result nodes.  Equal layers may share a trace."""
-        return splicing.splice(self.gm, traced, [*nodes, *self.size_nodes.for_layer(layer)], before, name)
+        return splicing.splice(self.step_gm, traced, [*nodes, *self.size_nodes.for_layer(layer)], before, name)
 
 
 _FUNCTIONS = {"Add": operator.add, "Mul": operator.mul}

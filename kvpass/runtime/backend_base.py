@@ -99,24 +99,24 @@ class BackendBase:
             self.recorder.notes.append(f"validation of the {graph}, {done.seconds:.2f} s: {result}")
 
     def compile_prompt(
-        self, gm: fx.GraphModule, examples: Sequence[Any], layers: Sequence[fx.Node] = ()
+        self, rewritten_gm: fx.GraphModule, examples: Sequence[Any], layers: Sequence[fx.Node] = ()
     ) -> Callable[..., Any]:
         """Compile a prompt graph; `layers` has one node of each layer, or none to compile the graph whole."""
         with self.time_section("compiler"):
-            return self._compile_inner(gm, examples, {}, _prepare_prompt_graph, layers)
+            return self._compile_inner(rewritten_gm, examples, {}, _prepare_prompt_graph, layers)
 
     def compile_step(
         self,
-        gm: fx.GraphModule,
+        rewritten_gm: fx.GraphModule,
         examples: Sequence[Any],
         stores_raw_keys: bool,
         sizes: symbolic_shapes.SymbolicSizes | None,
     ) -> Callable[..., Any]:
         """Compile a rewritten step graph; `sizes` are its dynamic sizes, None if all are static."""
-        layers, alike = layer_dedup.readers_of_slots(gm), sizes.alike if sizes else frozenset()
+        layers, alike = layer_dedup.readers_of_slots(rewritten_gm), sizes.alike if sizes else frozenset()
         with self.time_section("compiler"):
             return self._compile_inner(
-                gm, examples, self._step_settings(stores_raw_keys), _prepare_step_graph, layers, alike
+                rewritten_gm, examples, self._step_settings(stores_raw_keys), _prepare_step_graph, layers, alike
             )
 
     @property
@@ -161,7 +161,7 @@ class BackendBase:
 
     def _compile_inner(
         self,
-        gm: fx.GraphModule,
+        rewritten_gm: fx.GraphModule,
         examples: Sequence[Any],
         patches: dict[str, Any],
         reshape: GraphChange,
@@ -169,18 +169,18 @@ class BackendBase:
         alike: Collection[Any] = (),
     ) -> Callable[..., Any]:
         if callable(self.inner):
-            return self.inner(gm, examples)
+            return self.inner(rewritten_gm, examples)
         if self.inner in ("eager", "reference"):
-            return fx_nodes.code_of(gm)
+            return fx_nodes.code_of(rewritten_gm)
         if self.inner != "inductor":
-            return dynamo.registered_backend(self.inner)(gm, examples)
+            return dynamo.registered_backend(self.inner)(rewritten_gm, examples)
         if layers:
             shared = layer_dedup.compile_deduplicated(
-                gm, examples, layers, lambda part: self._patches(patches, reshape, part), alike
+                rewritten_gm, examples, layers, lambda part: self._patches(patches, reshape, part), alike
             )
             if shared is not None:
                 return shared
-        return inductor.inductor(gm, examples, self._patches(patches, reshape, gm))
+        return inductor.inductor(rewritten_gm, examples, self._patches(patches, reshape, rewritten_gm))
 
     def _patches(self, patches: dict[str, Any], reshape: GraphChange, gm: fx.GraphModule | None) -> dict[str, Any]:
         modes = inductor.inductor_mode(self.mode) if self.mode else {}

@@ -50,11 +50,11 @@ class PositionCheck:
     increase by one, from any first id.
     """
 
-    def __init__(self, gm: fx.GraphModule, sites: list[AttentionSite]) -> None:
+    def __init__(self, canonical_gm: fx.GraphModule, sites: list[AttentionSite]) -> None:
         rotaries = [find_rotary(site) for site in sites]
         nodes = list(dict.fromkeys(strip_reshapes(rotary.position) for rotary in rotaries if rotary))
         self._are_arguments = [node.op == "placeholder" for node in nodes]
-        self._module = splicing.extract(gm, nodes)
+        self._module = splicing.extract(canonical_gm, nodes)
 
     def first_ids(self, arguments: tuple[Any, ...], valid: Tensor) -> Tensor | None:
         """Return the position id of each row's first real token, int64 [B]; None if no ids rotate keys.
@@ -122,8 +122,8 @@ class RotationCheck:
     A tensor has changed if it was replaced or written to in place.  Tensors of inference mode do not count writes.
     """
 
-    def __init__(self, gm: fx.GraphModule, sites: Sequence[AttentionSite]) -> None:
-        self._make: Callable[[Sizes], RotaryProbe] | None = functools.partial(RotaryProbe, gm, sites)
+    def __init__(self, canonical_gm: fx.GraphModule, sites: Sequence[AttentionSite]) -> None:
+        self._make: Callable[[Sizes], RotaryProbe] | None = functools.partial(RotaryProbe, canonical_gm, sites)
         self._probe: RotaryProbe | None = None
         self._last: tuple[list[tuple[int, weakref.ref[Tensor], int]], Tensor | None] | None = None
 
@@ -157,15 +157,17 @@ def _version(tensor: Tensor) -> int:
 class StepVerifier:
     """The checks of one step graph."""
 
-    def __init__(self, gm: fx.GraphModule, sites: list[AttentionSite], key_weights_of_steps: TensorSet) -> None:
+    def __init__(
+        self, canonical_gm: fx.GraphModule, sites: list[AttentionSite], key_weights_of_steps: TensorSet
+    ) -> None:
         """
         Args:
             key_weights_of_steps: the key projections of all layers that have run a step.
         """
-        self._gm, self._sites, self._key_weights_of_steps = gm, sites, key_weights_of_steps
+        self._canonical_gm, self._sites, self._key_weights_of_steps = canonical_gm, sites, key_weights_of_steps
         self._projection_indices = [model_identity.key_projection_indices(site) for site in sites]
         self._positions: PositionCheck | None = None
-        self._rotation = RotationCheck(gm, sites)
+        self._rotation = RotationCheck(canonical_gm, sites)
 
     def check_layers(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> None:
         """Check that each cache belongs to the layer that reads it, and has the prompt's window.
@@ -209,7 +211,7 @@ class StepVerifier:
         """
         if not cache.layout.stores_raw_keys:
             return
-        self._positions = self._positions or PositionCheck(self._gm, self._sites)
+        self._positions = self._positions or PositionCheck(self._canonical_gm, self._sites)
         fits = self._positions.continues(arguments, valid(), cache.first, cache.valid_seen)
         if fits.is_cuda:
             cache.deferred_checks.add(fits)
@@ -240,7 +242,7 @@ def _are_equal_rotations(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool
 
 
 def describe_wrong_mask(
-    gm: fx.GraphModule, sites: Sequence[AttentionSite], arguments: Sequence[Any], tokens: int
+    canonical_gm: fx.GraphModule, sites: Sequence[AttentionSite], arguments: Sequence[Any], tokens: int
 ) -> str | None:
     """Describe what is wrong with an attention mask that does not have `tokens` columns; None if none is wrong.
 
@@ -248,7 +250,7 @@ def describe_wrong_mask(
     """
     masks = {each.mask for site in sites for each in site.attention_calls if isinstance(each.mask, fx.Node)}
     reads = {node for mask in masks for node in walk.ancestors(mask)}
-    for node, given in zip(walk.placeholders(gm.graph), arguments, strict=True):
+    for node, given in zip(walk.placeholders(canonical_gm.graph), arguments, strict=True):
         if node not in reads or "attention_mask" not in node.name:
             continue
         if isinstance(given, Tensor) and given.ndim == 2 and given.shape[1] != tokens:

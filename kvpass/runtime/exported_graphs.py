@@ -39,7 +39,7 @@ def exported_prompt(backend: BackendBase, entry: Mapping[str, Any], run: inducto
         sites=[SiteFacts(**site) for site in entry["sites"]],
         policies=policies_by_layer(backend.policy, count),
         stores_raw_keys=entry["ranked"],
-        rewrite=PromptRewrite(gm=None, outputs=outputs, calls={}),
+        rewrite=PromptRewrite(rewritten_gm=None, outputs=outputs, calls={}),
         outputs=entry["outputs"],
         module_inputs=entry["owned"],
         key_projections=[tuple(indices) for indices in entry["projecting"]],
@@ -151,7 +151,7 @@ _VARIANT_FIELDS = ("inputs", "columns", "admitted_outputs", "valid")
 def _rewrite_of(entry: Mapping[str, Any]) -> StepRewrite:
     """Return a rewrite without its graph; a loop needs only its outputs for the chunk."""
     fields: dict[str, Any] = {name: entry[name] for name in _VARIANT_FIELDS}
-    return StepRewrite(gm=None, loose_inputs=set(entry["loose_inputs"]), queries=1, **fields)
+    return StepRewrite(rewritten_gm=None, loose_inputs=set(entry["loose_inputs"]), queries=1, **fields)
 
 
 def variant_entry(rewrite: StepRewrite) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def step_entry(runner: StepRunner, result: StepResult, ids_index: int) -> dict[s
 
 def chunk_length_range(runner: StepRunner, result: StepResult, ids_index: int) -> tuple[int, int]:
     """Return the smallest and the largest number of tokens that a chunk's code serves, up to `MOST_IN_A_CHUNK`."""
-    graph, variant, queries = runner.gm.graph, result.variant, int(result.rewrite.queries)
+    graph, variant, queries = runner.canonical_gm.graph, result.variant, int(result.rewrite.queries)
     assert variant is not None
     counts_new = {symbol: source == (ids_index, 1) for symbol, source in runner.sizes.sources.items()}
     new = {symbol for symbol, counts in counts_new.items() if counts}

@@ -84,7 +84,7 @@ def _replace(
     """Replace one attention call on a layer's cache; `new` are the rotated key, the stored key, and the value."""
     mask, _ = masks.of(site, layer)
     rotary = step.rotations.slices[layer] if step.rotations.slices else None
-    computed = cut_computed_keys(step.gm, site, step.sizes, mask.key_features if mask else ())
+    computed = cut_computed_keys(step.step_gm, site, step.sizes, mask.key_features if mask else ())
     bound = {
         "mask": mask.nodes if mask else [],
         "angles": list(rotary.angles.bound) if rotary else [],

@@ -42,9 +42,9 @@ class PaddingTracker:
         self.inputs, self.indices, self._sites = inputs, indices, sites
 
     @staticmethod
-    def of(gm: fx.GraphModule, sites: list[AttentionSite]) -> PaddingTracker:
+    def of(canonical_gm: fx.GraphModule, sites: list[AttentionSite]) -> PaddingTracker:
         """Return the tracker of a step graph."""
-        holders, inputs = walk.placeholders(gm.graph), padding_inputs_of_sites(gm, sites, step=True)
+        holders, inputs = walk.placeholders(canonical_gm.graph), padding_inputs_of_sites(canonical_gm, sites, step=True)
         return PaddingTracker([*inputs], {node: holders.index(node) for nodes in inputs for node in nodes}, sites)
 
     def check_hidden(self, caches: list[LayerCache]) -> None:

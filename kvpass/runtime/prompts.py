@@ -176,15 +176,15 @@ class PromptRunner:
     @staticmethod
     def of(backend: BackendBase, captured: Capture, examples: Sequence[Any], stores_raw_keys: bool) -> PromptRunner:
         """Return the runner of a graph of Dynamo."""
-        gm, sites, policy = captured.gm, captured.sites, backend.policy
+        canonical_gm, sites, policy = captured.canonical_gm, captured.sites, backend.policy
         policies = policies_by_layer(policy, len(sites))
         _check_policy(policy, policies, sites)
         scored = any(each.statistics for each in policies)
         extras = backend.kv_store.is_reference or (backend.crop > 0 and scored)
-        padding = padding_inputs_of_sites(gm, sites, step=False)
-        holders, outputs = walk.placeholders(gm.graph), walk.results(gm.graph)
+        padding = padding_inputs_of_sites(canonical_gm, sites, step=False)
+        holders, outputs = walk.placeholders(canonical_gm.graph), walk.results(canonical_gm.graph)
         relaid = with_heads_first(examples, captured.tokens_first)
-        call = PromptCall(gm, sites, policies, backend.budget, stores_raw_keys, extras, relaid, padding)
+        call = PromptCall(canonical_gm, sites, policies, backend.budget, stores_raw_keys, extras, relaid, padding)
         sparse_indices = [each for site in sites for each in keys.sparse_indices(site.mask)]
         grown = [pair for each in sparse_indices for pair in keys.cached_scoring_keys(each, outputs)]
         graph = PromptGraph(
@@ -197,7 +197,7 @@ class PromptRunner:
             key_projections=[model_identity.key_projection_indices(site) for site in sites],
             output_projections=[_output_projection(site, each) for site, each in zip(sites, policies, strict=True)],
             adopted_past=holders.index(sites[0].past_key) if sites[0].past_key else None,
-            constants=[*gm.parameters(), *gm.buffers()],
+            constants=[*canonical_gm.parameters(), *canonical_gm.buffers()],
             sparse_indices=sparse_indices,
             scoring_outputs=[(outputs.index(node), dim) for node, dim in grown],
             tokens_first=captured.tokens_first,
@@ -207,10 +207,14 @@ class PromptRunner:
             plain = [each.with_plain_logits() if each.scales_logits else each for each in policies]
             rewritten = functools.partial(rewrite_prompt, dataclasses.replace(call, policies=plain))
             marks = [holders.index(node) for node in padding[0]]
-            unchecked = PromptCase(captured.model, gm, sites, None if policy.renumbers else rewritten, marks)
-        positions = PositionCheck(gm, sites) if stores_raw_keys else None
-        rotation = RotationCheck(gm, sites) if stores_raw_keys else None
-        return PromptRunner(backend, graph, None, splicing.extract(gm, []).graph, positions, rotation, unchecked)
+            unchecked = PromptCase(
+                captured.dynamo_gm, canonical_gm, sites, None if policy.renumbers else rewritten, marks
+            )
+        positions = PositionCheck(canonical_gm, sites) if stores_raw_keys else None
+        rotation = RotationCheck(canonical_gm, sites) if stores_raw_keys else None
+        return PromptRunner(
+            backend, graph, None, splicing.extract(canonical_gm, []).graph, positions, rotation, unchecked
+        )
 
     def compile(self, examples: Sequence[Any]) -> None:
         """Compile the rewritten graph by the inner compiler, whose errors are passed on.
@@ -220,24 +224,24 @@ class PromptRunner:
         another length gets a graph of its own, for all lengths.
         """
         may_come_once = all(_is_static_on_cpu(example) for example in examples)
-        assert self.graph.rewrite.gm is not None
+        assert self.graph.rewrite.rewritten_gm is not None
         if may_come_once and not self.backend.compiles_prompts_at_once:
-            self.inner = _DeferredPrompt(fx_nodes.code_of(self.graph.rewrite.gm), self._compile_graph)
+            self.inner = _DeferredPrompt(fx_nodes.code_of(self.graph.rewrite.rewritten_gm), self._compile_graph)
         else:
             # A transposed tensor would be new to the compiler, with sizes of its own.
-            holders = enumerate(walk.placeholders(self.graph.rewrite.gm.graph))
+            holders = enumerate(walk.placeholders(self.graph.rewrite.rewritten_gm.graph))
             shown = {index: walk.value(node) for index, node in holders if index in self.graph.tokens_first}
             self.inner = self._compile_graph([shown.get(index, x) for index, x in enumerate(examples)])
 
     def _compile_graph(self, examples: Sequence[Any]) -> Callable[..., Any]:
         rewrite = self.graph.rewrite
-        assert rewrite.gm is not None
-        returned = walk.results(rewrite.gm.graph)
+        assert rewrite.rewritten_gm is not None
+        returned = walk.results(rewrite.rewritten_gm.graph)
         layers = [returned[site.keys_out] for site in self.graph.sites]
         with dynamo.compile_lock():
-            run = self.backend.compile_prompt(rewrite.gm, examples, layers)
+            run = self.backend.compile_prompt(rewrite.rewritten_gm, examples, layers)
         # Nothing reads the graph once it is compiled.
-        self.graph = dataclasses.replace(self.graph, rewrite=dataclasses.replace(rewrite, gm=None, calls={}))
+        self.graph = dataclasses.replace(self.graph, rewrite=dataclasses.replace(rewrite, rewritten_gm=None, calls={}))
         return run
 
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:

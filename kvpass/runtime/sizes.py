@@ -78,10 +78,10 @@ class StepSizes(TokenCounters):
         rewritten_interpretations: interpretations of `other_sources` for which the graph has been rewritten.
     """
 
-    def __init__(self, gm: fx.GraphModule, sites: list[AttentionSite]) -> None:
-        super().__init__(_counters(gm))
-        self._gm, self._sites = gm, sites
-        self.sources, self.other_sources = _free_sizes(gm, sites)
+    def __init__(self, canonical_gm: fx.GraphModule, sites: list[AttentionSite]) -> None:
+        super().__init__(_counters(canonical_gm))
+        self._canonical_gm, self._sites = canonical_gm, sites
+        self.sources, self.other_sources = _free_sizes(canonical_gm, sites)
         self.rewritten_interpretations: set[SizeInterpretation] = set()
         self._new_tokens = LruCache[tuple[int, ...], int]()
         self._resolved = LruCache[Any, Sizes]()
@@ -178,15 +178,15 @@ class StepSizes(TokenCounters):
         """Return a predicate: whether this graph's guards still hold that many tokens after a call."""
         following = {symbol for symbol, size in zip(self.other_sources, other_sizes, strict=True) if size is None}
         counting = {symbol for symbol, index in self.counters.items() if arguments[index] == seen}
-        now = shapes.measure_symbols(self._gm.graph, arguments)
+        now = shapes.measure_symbols(self._canonical_gm.graph, arguments)
         growing = {symbol for site in self._sites for symbol in site.length_symbols if now.get(symbol) == seen}
-        return guard_predicate(shapes.guards(self._gm.graph), now, following | counting | growing)
+        return guard_predicate(shapes.guards(self._canonical_gm.graph), now, following | counting | growing)
 
 
-def _free_sizes(gm: fx.GraphModule, sites: list[AttentionSite]) -> tuple[SizeSources, SizeSources]:
+def _free_sizes(canonical_gm: fx.GraphModule, sites: list[AttentionSite]) -> tuple[SizeSources, SizeSources]:
     """Return `StepSizes.sources` and `other_sources`; the sizes of the past keys and values are in neither."""
     known: SizeSources = {}
-    for index, node in enumerate(walk.placeholders(gm.graph)):
+    for index, node in enumerate(walk.placeholders(canonical_gm.graph)):
         for dim, size in enumerate(walk.value(node).shape if walk.is_tensor(node) else ()):
             if isinstance(size, torch.SymInt):
                 known.setdefault(shapes.expr(size), (index, dim))
@@ -198,14 +198,14 @@ def _free_sizes(gm: fx.GraphModule, sites: list[AttentionSite]) -> tuple[SizeSou
     return {symbol: index for symbol, index in known.items() if symbol in wanted}, others
 
 
-def _counters(gm: fx.GraphModule) -> dict[Any, int]:
+def _counters(canonical_gm: fx.GraphModule) -> dict[Any, int]:
     """Return the symbols that are arguments but no tensor's size, with their argument indices.
 
     A cache's own token count is one of them.  Dynamo also passes the strides and the offset of a tensor that is a slice
     of a growing tensor.  No node computes with those: the tensor that they belong to is copied where that matters, see
     `StepRewrite.flat_arguments`.
     """
-    holders = walk.placeholders(gm.graph)
+    holders = walk.placeholders(canonical_gm.graph)
     tensors = [walk.value(node) for node in holders if walk.is_tensor(node)]
     sized = {symbol for tensor in tensors for size in tensor.shape for symbol in shapes.expr(size).free_symbols}
     found: dict[Any, int] = {}

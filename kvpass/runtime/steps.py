@@ -140,8 +140,8 @@ class StepRunner(StepExecutor):
     `CompiledVariant`.
 
     Attributes:
-        model: Dynamo's graph until the first rewrite is validated, then None.
-        gm, sites: the canonical graph and its attention sites.
+        dynamo_gm: Dynamo's graph until the first rewrite is validated, then None.
+        canonical_gm, sites: the canonical graph and its attention sites.
         tokens_first: see `Capture`; what follows gets arguments with heads first.
         pasts: for each site the argument indices of the past keys and values.
         sizes, verifier: read sizes from a call's arguments, and check the call.
@@ -153,16 +153,20 @@ class StepRunner(StepExecutor):
     sizes: StepSizes
 
     def __init__(self, backend: BackendBase, captured: Capture) -> None:
-        gm, sites = captured.gm, captured.sites
-        super().__init__(backend, sites, StepSizes(gm, sites), PaddingTracker.of(gm, sites))
-        self.gm, self.model = gm, captured.model if backend.validates else None
+        canonical_gm, sites = captured.canonical_gm, captured.sites
+        super().__init__(backend, sites, StepSizes(canonical_gm, sites), PaddingTracker.of(canonical_gm, sites))
+        self.canonical_gm, self.dynamo_gm = canonical_gm, captured.dynamo_gm if backend.validates else None
         self.tokens_first = captured.tokens_first
-        holders = walk.placeholders(self.gm.graph)
+        holders = walk.placeholders(self.canonical_gm.graph)
         self.pasts = [(holders.index(s.past_key), holders.index(s.past_value)) for s in self.sites]  # type: ignore[arg-type]
         self.as_traced = UnwrappedSubclasses(index for pair in self.pasts for index in pair)
-        self.verifier = StepVerifier(self.gm, self.sites, backend.key_weights_of_steps)
+        self.verifier = StepVerifier(self.canonical_gm, self.sites, backend.key_weights_of_steps)
         self.variants = VariantCache(
-            {str(symbol) for node in self.gm.graph.nodes for symbol in symbolic_shapes.symbols(walk.value(node))}
+            {
+                str(symbol)
+                for node in self.canonical_gm.graph.nodes
+                for symbol in symbolic_shapes.symbols(walk.value(node))
+            }
         )
         self.validation: Validation | None = None
 
@@ -173,7 +177,7 @@ class StepRunner(StepExecutor):
                 return self._run(arguments)
             except UnsupportedGraph as refusal:
                 tokens = arguments[self.pasts[0][0]].length + self.sizes.queries(arguments)
-                if wrong := describe_wrong_mask(self.gm, self.sites, arguments, tokens):
+                if wrong := describe_wrong_mask(self.canonical_gm, self.sites, arguments, tokens):
                     raise UnsupportedGraph(f"{wrong}. With this mask: {refusal}") from None
                 raise
 
@@ -247,7 +251,7 @@ class StepRunner(StepExecutor):
             by_index = dynamic.by_index if dynamic else {}
             layouts = [key.dynamic_layout(i, cache.layout, by_index) for i, cache in enumerate(caches) if dynamic]
             step = StepCall(
-                gm=self.gm,
+                canonical_gm=self.canonical_gm,
                 sites=self.sites,
                 layouts=[cache.layout for cache in caches],
                 slots=[cache.slots for cache in caches],
@@ -307,10 +311,10 @@ class StepRunner(StepExecutor):
             plain = context.call.with_layouts(lambda x: dataclasses.replace(x, policy=x.policy.with_plain_logits()))
             context = StepContext(plain)
             rewrite = rewrite_step(context)
-        assert self.model is not None
-        self.validation = validate(StepCase(self.model, context, rewrite, self.pasts, self.padding.indices))
+        assert self.dynamo_gm is not None
+        self.validation = validate(StepCase(self.dynamo_gm, context, rewrite, self.pasts, self.padding.indices))
         self.backend.note_validation("step", self.validation)
-        self.model = None
+        self.dynamo_gm = None
 
     def _dynamo_outputs(self, done: StepResult) -> tuple[Any, ...]:
         """Return the outputs of Dynamo's graph from the results of the rewritten one."""

@@ -153,7 +153,7 @@ class CompiledVariant:
         """Drop the graph, which nothing reads once it is compiled; code that runs it keeps no example tensors."""
         splicing.release_example_data(graph)
         for rewrite in (self._rewrite, *self._by_key.values()):
-            rewrite.gm = None
+            rewrite.rewritten_gm = None
         dynamo.release_source_lines()
         inductor.return_free_memory()
 
@@ -166,14 +166,16 @@ class CompiledVariant:
         if self.compiled is not None:  # without the lock, which another thread may hold while it compiles
             return self.compiled
         with dynamo.compile_lock():
-            rewrite, gm = self._rewrite, self._rewrite.gm
-            if chunk and gm is not None and not self._ran_uncompiled and not backend.compiles_at_once:
+            rewrite, rewritten_gm = self._rewrite, self._rewrite.rewritten_gm
+            if chunk and rewritten_gm is not None and not self._ran_uncompiled and not backend.compiles_at_once:
                 self._ran_uncompiled = True
-                return fx_nodes.code_of(gm)
+                return fx_nodes.code_of(rewritten_gm)
             if self.compiled is None:
-                assert gm is not None
-                self.compiled = backend.compile_step(gm, rewrite.examples or flat, stores_raw_keys, rewrite.dynamic)
-                self._release_graph(gm.graph)
+                assert rewritten_gm is not None
+                self.compiled = backend.compile_step(
+                    rewritten_gm, rewrite.examples or flat, stores_raw_keys, rewrite.dynamic
+                )
+                self._release_graph(rewritten_gm.graph)
         return self.compiled
 
 

@@ -169,7 +169,7 @@ class Beside:
 
         def run(*arguments: Any) -> Any:
             own = [x.clone() if type(x) is Tensor else x for x in arguments]  # graphs may write to their inputs
-            ours, theirs = captured.gm(*own), copy(*arguments)
+            ours, theirs = captured.canonical_gm(*own), copy(*arguments)
             self.worst = max([self.worst, *map(_apart, ours, theirs)])
             return theirs
 

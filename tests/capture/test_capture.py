@@ -32,7 +32,7 @@ class Beside:
         self.captured.append((copy, captured))
 
         def run(*given: Any) -> Any:
-            theirs, ours = gm(*given), captured.gm(*given)
+            theirs, ours = gm(*given), captured.canonical_gm(*given)
             pairs = [(a, b) for a, b in zip(theirs, ours, strict=True) if a.is_floating_point()]
             self.apart += [float((a - b).abs().max()) for a, b in pairs]
             return theirs
@@ -40,7 +40,9 @@ class Beside:
         return run
 
     def calls(self, target: Any) -> list[fx.Node]:
-        return [node for _, captured in self.captured for node in captured.gm.graph.nodes if node.target is target]
+        return [
+            node for _, captured in self.captured for node in captured.canonical_gm.graph.nodes if node.target is target
+        ]
 
 
 def run(model: Callable[..., Any], *calls: tuple[Any, ...]) -> Beside:
@@ -63,7 +65,7 @@ def test_the_canonical_graph_equals_the_models_graph(spelling: Spelling) -> None
     assert len(beside.calls(ATTENTION)) == len(beside.captured) >= 2
     assert len(beside.calls(APPEND)) == 2 * len(beside.captured)
     for _, captured in beside.captured:
-        left = {walk.name_of(node) for node in captured.gm.graph.nodes}
+        left = {walk.name_of(node) for node in captured.canonical_gm.graph.nodes}
         assert not left & {"softmax", "scaled_dot_product_attention", "cat", "bmm", "baddbmm"}
 
 
@@ -81,7 +83,7 @@ def test_a_literal_graph_before_and_after() -> None:
     (_, captured), *_ = beside.captured
     shown = [
         f"{node.name} = {node.target}({', '.join(map(str, node.args))})"
-        for node in captured.gm.graph.nodes
+        for node in captured.canonical_gm.graph.nodes
         if node.op != "placeholder" and node.op != "output"
     ]
     assert shown == [

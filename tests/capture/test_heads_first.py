@@ -63,8 +63,12 @@ def test_the_graph_is_the_same_but_for_the_order() -> None:
         named = {"l_q_": 0, "l_k_": 1, "l_v_": 2, "l_past_0_": 3, "l_past_1_": 4}
         order = [named[node.name] for node in walk.placeholders(gm.graph)]
         ours = [given[i].transpose(1, 2) if at in captured.tokens_first else given[i] for at, i in enumerate(order)]
-        appends = [node.args[0].name for node in captured.gm.graph.nodes if node.target is APPEND]
-        return [graph(*ours) for graph in (captured.model, captured.gm)], appends, captured.sites[0].token_dims
+        appends = [node.args[0].name for node in captured.canonical_gm.graph.nodes if node.target is APPEND]
+        return (
+            [graph(*ours) for graph in (captured.dynamo_gm, captured.canonical_gm)],
+            appends,
+            captured.sites[0].token_dims,
+        )
 
     results, appended, dims = query_graph(attend, arguments, question)
     out, grown, doubled = attend(*arguments)

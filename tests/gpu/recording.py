@@ -55,19 +55,19 @@ class Recording(Backend):
 
     def rewrite(self, call: StepCall) -> tuple[StepContext, StepRewrite]:
         with torch_private.pretended_gpu():
-            moved, copies = on_gpu(call.gm)
+            moved, copies = on_gpu(call.canonical_gm)
             device = torch.device("cuda", 0)
             there = dataclasses.replace(
                 call,
-                gm=moved,
+                canonical_gm=moved,
                 sites=[site.in_copy(copies) for site in call.sites],
                 layouts=[dataclasses.replace(layout, device=device) for layout in call.layouts],
                 padding_inputs=call.padding_inputs.in_copy(copies),
             )
             rewrite = rewrite_step(StepContext(there))
         patches = step_settings(self, call.layouts[0].stores_raw_keys)
-        names = [node.name for node in walk.placeholders(rewrite.gm.graph)]
-        self.steps.append(Step(rewrite.gm, names, patches, call.compact, rewrite.queries, len(call.sites)))
+        names = [node.name for node in walk.placeholders(rewrite.rewritten_gm.graph)]
+        self.steps.append(Step(rewrite.rewritten_gm, names, patches, call.compact, rewrite.queries, len(call.sites)))
         return super().rewrite(call)
 
     @property

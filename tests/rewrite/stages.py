@@ -52,7 +52,7 @@ class Stages(Backend):
         self.contexts.append(context)
 
         def keep(record: PassRecord, graph: fx.Graph) -> None:
-            copy, _ = fx_nodes.copy_graph_module(context.gm)
+            copy, _ = fx_nodes.copy_graph_module(context.step_gm)
             self.stages[record.name] = Stage(body(graph), copy, record)
 
         rewrite_step(context, watch=keep)

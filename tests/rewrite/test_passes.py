@@ -43,7 +43,7 @@ def on_own_arguments(stages: Stages, name: str) -> tuple[Any, Any]:
     call, stage, arguments = stages.calls[0], stages.stages[name], with_rows(stages.calls[0])
     given = [tensor.clone() for tensor in (*stages.slots[0], *stages.contexts[0].policy_weights.tensors)]
     with torch.no_grad():
-        return stage.gm(*given, *arguments)[0], call.gm(*arguments)[0]
+        return stage.gm(*given, *arguments)[0], call.canonical_gm(*arguments)[0]
 
 
 def test_take_slots_adds_inputs_alone() -> None:
@@ -52,7 +52,7 @@ def test_take_slots_adds_inputs_alone() -> None:
     names = [f"slots_{layer}_{name}" for layer in (0, 1) for name in call.slots[layer].names]
     assert stages.inputs("take_slots")[: len(names)] == names
     assert sorted(after.record.matched) == sorted(names)
-    kept = {node.name for node in call.gm.graph.nodes}
+    kept = {node.name for node in call.canonical_gm.graph.nodes}
     new = [node.target for node in after.gm.graph.nodes if node.name not in kept]
     assert new == [*names, operator.getitem, "clone"]  # and the counter
 

@@ -80,7 +80,7 @@ class _AttentionReplacement:
             _check_classes(site, layout, mask)
         rotary = step.rotations.slices[layer] if step.rotations.slices else None
         pairs = self.tables.pairs(rotary)
-        computed = cut_computed_keys(step.gm, site, step.sizes, mask.key_features if mask else ())
+        computed = cut_computed_keys(step.step_gm, site, step.sizes, mask.key_features if mask else ())
         rope_weights = self.tables.mixing(rotary, pairs, layout.capacity, site.call) if rotary and pairs else []
         operands = {
             "slots": slots,

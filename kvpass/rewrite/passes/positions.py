@@ -199,10 +199,11 @@ def rank_positions(step: StepContext) -> PassRecord:
     if not step.stores_raw_keys:
         step.rotations = Rotations()
         return PassRecord(left={"keys": "they are stored as they are attended to"})
-    memory = alias.AliasSets(step.gm.graph)
+    memory = alias.AliasSets(step.step_gm.graph)
     found = [_rotary(step, layer, memory) for layer in range(len(step.sites))]
     slices = [
-        cut_rotary(step.gm, site, rotary, step.sizes, memory) for site, rotary in zip(step.sites, found, strict=True)
+        cut_rotary(step.step_gm, site, rotary, step.sizes, memory)
+        for site, rotary in zip(step.sites, found, strict=True)
     ]
     positions = list(dict.fromkeys(p for layer, rotary in enumerate(found) for p in _positions(step, layer, rotary)))
     given = [origin for origin in map(strip_reshapes, positions) if origin in step.placeholders]
@@ -306,7 +307,7 @@ def renumber_ids(step: StepContext) -> PassRecord:
         return PassRecord(left={"position ids": "the policy does not renumber"})
     names, tensors = step.slots[0].names, step.slots[0].tensors()
     seen, length = (tensors[names.index(name)] for name in ("seen", "length"))
-    found = find_readers(step.gm, step.sites, step.argument_of, fits_step(seen, length))
+    found = find_readers(step.step_gm, step.sites, step.argument_of, fits_step(seen, length))
     # The first layer's step writes to its slots.
     late = any(step.sites[0].call < reader.node for reader in found)
     nodes = step.copy_slots(0) if late else step.slot_inputs[0]

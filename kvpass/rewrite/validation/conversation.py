@@ -34,13 +34,13 @@ class StepCase:
     """A step graph, the result of its rewrite, and the current call.
 
     Attributes:
-        gm: the model's own graph.
+        dynamo_gm: the model's own graph.
         context, rewrite: the context that the passes shared, and the result.
         pasts: for each layer, the indices of its keys and values among the arguments.
         padding_inputs: the inputs that mark padding, and their indices.
     """
 
-    gm: fx.GraphModule
+    dynamo_gm: fx.GraphModule
     context: StepContext
     rewrite: StepRewrite
     pasts: Sequence[tuple[int, int]]
@@ -108,7 +108,7 @@ class Conversation:
     def __init__(self, step: StepCase, plan: ConversationPlan) -> None:
         self.step, self.plan, self.count = step, plan, plan.count
         self.batch = step.call.layouts[0].batch
-        self.placeholders = walk.placeholders(step.gm.graph)
+        self.placeholders = walk.placeholders(step.dynamo_gm.graph)
         # For each argument that is a past, its layer, and 0 for keys or 1 for values.
         self._pasts = {index: (i, kind) for i, pair in enumerate(step.pasts) for kind, index in enumerate(pair)}
         self.tokens_cut = step.call.length - plan.count
@@ -265,7 +265,7 @@ class Conversation:
 
     def _evaluate(self, nodes: list[fx.Node]) -> list[Any]:
         """Return the values of nodes that depend on no token, such as frequencies."""
-        named = {node.name: node for node in self.step.gm.graph.nodes}
-        gm = splicing.extract(self.step.gm, [named[node.name] for node in nodes])
-        inputs = enumerate(walk.placeholders(gm.graph))
-        return list(gm.forward(*(self.argument(i, rotated=False) if node.users else None for i, node in inputs)))
+        named = {node.name: node for node in self.step.dynamo_gm.graph.nodes}
+        cut_gm = splicing.extract(self.step.dynamo_gm, [named[node.name] for node in nodes])
+        inputs = enumerate(walk.placeholders(cut_gm.graph))
+        return list(cut_gm.forward(*(self.argument(i, rotated=False) if node.users else None for i, node in inputs)))

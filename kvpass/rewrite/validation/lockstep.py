@@ -82,7 +82,7 @@ class Lockstep:
     """Run Dynamo's graph and its canonical form on the same arguments, and compare a third graph with them.
 
     Attributes:
-        gm, canonical, sites: the two graphs, and the attention calls of the canonical one.
+        dynamo_gm, canonical_gm, sites: the two graphs, and the attention calls of the canonical one.
         argument: creates the argument of an index.
         new_tokens: q, the number of new tokens.
         label: describes the arguments, for an error.
@@ -94,8 +94,8 @@ class Lockstep:
         blind: whether in some call a query does not see its own key, so that it may see none.
     """
 
-    gm: fx.GraphModule
-    canonical: fx.GraphModule
+    dynamo_gm: fx.GraphModule
+    canonical_gm: fx.GraphModule
     sites: Sequence[AttentionSite]
     argument: Callable[[int], Any]
     new_tokens: int
@@ -110,7 +110,7 @@ class Lockstep:
     _finite: dict[str, Tensor] = dataclasses.field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self._indices = {node: index for index, node in enumerate(walk.placeholders(self.canonical.graph))}
+        self._indices = {node: index for index, node in enumerate(walk.placeholders(self.canonical_gm.graph))}
         self.caches = [index for site in self.sites for index in (site.keys_out, site.values_out)]
         self.calls = [(i, each) for i, site in enumerate(self.sites) for each in site.attention_calls]
 
@@ -122,7 +122,7 @@ class Lockstep:
         Raises:
             NotComparable: it does not run.
         """
-        named = {node.name: node for node in self.gm.graph.nodes}
+        named = {node.name: node for node in self.dynamo_gm.graph.nodes}
         visits: dict[fx.Node, Visit] = {}
         for _, site in self.calls:
             visits |= {named[_in_model(node)]: self._keep_result for node in site.results}
@@ -130,7 +130,7 @@ class Lockstep:
                 visits[named[_in_model(node)]] = functools.partial(self._keep_new_vectors, site, past)
         try:
             last = None if self.last_call is None else named[_in_model(self.last_call)]
-            return GraphRun(self.gm, self.argument, visits, self.caches).run_to(last)
+            return GraphRun(self.dynamo_gm, self.argument, visits, self.caches).run_to(last)
         except DoesNotRun as error:
             raise NotComparable(f"the model's own graph does not run {self.label}: {error}") from error
 
@@ -175,7 +175,9 @@ class Lockstep:
             for node in (site.query, site.key, site.value):
                 visits.setdefault(node, self._keep_input)
         try:
-            GraphRun(self.canonical, self.argument, {**visits, **(rounding or {})}, self.caches).run_to(self.last_call)
+            GraphRun(self.canonical_gm, self.argument, {**visits, **(rounding or {})}, self.caches).run_to(
+                self.last_call
+            )
         except DoesNotRun as error:
             self.refuse(self.sites[0], f"the canonical graph does not run: {error}")
 

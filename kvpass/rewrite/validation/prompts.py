@@ -44,14 +44,14 @@ class PromptCase:
     """A prompt graph, the result of its rewrite, and the current call.
 
     Attributes:
-        gm: the model's own graph.
-        canonical, sites: its canonical form, and the attention calls on caches.
+        dynamo_gm: the model's own graph.
+        canonical_gm, sites: its canonical form, and the attention calls on caches.
         rewrite: creates the rewritten graph, with the model's own logits; None if the policy also changes positions.
         padding_inputs: the indices of the inputs that mark padding.
     """
 
-    gm: fx.GraphModule
-    canonical: fx.GraphModule
+    dynamo_gm: fx.GraphModule
+    canonical_gm: fx.GraphModule
     sites: Sequence[AttentionSite]
     rewrite: Callable[[], PromptRewrite] | None
     padding_inputs: Sequence[int]
@@ -74,9 +74,11 @@ def validate_prompt(prompt: PromptCase, arguments: tuple[Any, ...]) -> Validatio
 
 def _try_longer(prompt: PromptCase, arguments: tuple[Any, ...], left_out: list[str]) -> None:
     """Compare on prompts beyond the constants of the graph; note those on which the model's own graph does not run."""
-    lengths = [number + 2 for number in length_constants(prompt.gm.graph) if LENGTHS[0] < number <= MAX_LENGTH][-MORE:]
+    lengths = [number + 2 for number in length_constants(prompt.dynamo_gm.graph) if LENGTHS[0] < number <= MAX_LENGTH][
+        -MORE:
+    ]
     if value(prompt.sites[0].query).device.type != "cpu":  # a lookup out of range cannot be caught there
-        lengths = [number for number in lengths if number <= smallest_table(prompt.gm.graph)]
+        lengths = [number for number in lengths if number <= smallest_table(prompt.dynamo_gm.graph)]
     for call in _make_prompts(prompt, arguments, lengths, 2):
         with noting_skipped(left_out, call.label):
             _compare(prompt, call)
@@ -99,7 +101,7 @@ class _ComparedCall:
 def _calls(prompt: PromptCase, arguments: tuple[Any, ...]) -> Iterator[_ComparedCall]:
     """Yield synthetic prompts, if the graph serves other sizes, then the current call."""
     yield from _make_prompts(prompt, arguments, LENGTHS, max(ROWS))
-    current = shapes.measure_symbols(prompt.canonical.graph, arguments)
+    current = shapes.measure_symbols(prompt.canonical_gm.graph, arguments)
     call = _prompt_call(prompt, arguments, current, "on a prompt")
     if call is not None:
         yield call
@@ -109,8 +111,8 @@ def _make_prompts(
     prompt: PromptCase, arguments: tuple[Any, ...], lengths: Sequence[int], most_rows: int
 ) -> Iterator[_ComparedCall]:
     """Yield prompts of some lengths, if the graph serves them."""
-    inputs = walk.placeholders(prompt.canonical.graph)
-    current = shapes.measure_symbols(prompt.canonical.graph, arguments)
+    inputs = walk.placeholders(prompt.canonical_gm.graph)
+    current = shapes.measure_symbols(prompt.canonical_gm.graph, arguments)
     for sizes in _other_sizes(prompt, inputs, current, lengths, most_rows):
         changed = tuple(_resize(node, x, sizes) for node, x in zip(inputs, arguments, strict=True))
         call = _prompt_call(prompt, _with_padding(prompt, changed), sizes, "on a synthetic prompt")
@@ -130,7 +132,7 @@ def _other_sizes(
     length, rows = expr(site.queries), expr(value(site.key).shape[0])
     if not length.is_Symbol or length not in current or site.past_key is not None:
         return
-    guards = shapes.guards(prompt.canonical.graph)
+    guards = shapes.guards(prompt.canonical_gm.graph)
     taken = {size for node in (site.query, site.key, site.value) for size in value(node).shape if isinstance(size, int)}
     variable = rows.is_Symbol and rows in current
     counts = [x for x in ROWS if x not in taken and x <= most_rows] + [current[rows]] if variable else [0]
@@ -215,12 +217,12 @@ def _prompt_call(
 def _compare(prompt: PromptCase, call: _ComparedCall) -> None:
     """Run the three graphs on one prompt and compare them."""
     device = value(prompt.sites[0].query).device
-    last = last_new_kind(prompt.canonical.graph, prompt.sites) if call.rows * call.queries > MAX_TOKENS else None
+    last = last_new_kind(prompt.canonical_gm.graph, prompt.sites) if call.rows * call.queries > MAX_TOKENS else None
     queries = None
     if call.queries > MAX_QUERIES:
         sampled = torch.randperm(call.queries, generator=torch.Generator().manual_seed(0))[: MAX_QUERIES - 2].tolist()
         queries = torch.tensor(sorted({*sampled, 0, call.queries - 1}), device=device)
-    arguments = (prompt.gm, prompt.canonical, prompt.sites, call.argument, call.queries, call.label)
+    arguments = (prompt.dynamo_gm, prompt.canonical_gm, prompt.sites, call.argument, call.queries, call.label)
     lockstep = Lockstep(*arguments, last, queries, call.real.to(device))
     wanted = lockstep.run_model()
     lockstep.run_canonical()
@@ -234,8 +236,8 @@ def _compare(prompt: PromptCase, call: _ComparedCall) -> None:
             visits[rewrite.calls[node.name]] = lockstep.at_call(site, node, problem)
     end = None if last is None else rewrite.calls[last.name]
     try:
-        assert rewrite.gm is not None
-        actual = GraphRun(rewrite.gm, call.argument, visits, lockstep.caches).run_to(end)
+        assert rewrite.rewritten_gm is not None
+        actual = GraphRun(rewrite.rewritten_gm, call.argument, visits, lockstep.caches).run_to(end)
     except DoesNotRun as error:
         lockstep.refuse(prompt.sites[0], f"the rewritten graph does not run: {error}")
     lockstep.compare_outputs(actual[: len(wanted)], wanted, ())

@@ -60,7 +60,7 @@ def validate(step: StepCase) -> Validation:
 
 def _try_others(step: StepCase, first: ConversationPlan, left_out: list[str]) -> None:
     """Compare one layer of each kind on further conversations; note those that cannot be compared."""
-    last = last_new_kind(step.call.gm.graph, step.call.sites)
+    last = last_new_kind(step.call.canonical_gm.graph, step.call.sites)
     may_see_none = False
     for plan in _further_plans(step, first):
         with noting_skipped(left_out, plan.label):
@@ -89,7 +89,7 @@ def _first_plans(step: StepCase) -> Iterator[ConversationPlan]:
 
 def _further_plans(step: StepCase, first: ConversationPlan) -> Iterator[ConversationPlan]:
     """Yield conversations around the constants of a graph, with evicted tokens, inner padding, and other ids."""
-    queries, constants = step.queries, length_constants(step.gm.graph)
+    queries, constants = step.queries, length_constants(step.dynamo_gm.graph)
     lengths = [number + 2 for number in constants]
     lengths += [number - queries for number in constants[:1]]
     lengths = [count for count in dict.fromkeys(lengths) if 1 < count != first.count and _fits(step, count)]
@@ -107,7 +107,7 @@ def _further_plans(step: StepCase, first: ConversationPlan) -> Iterator[Conversa
 def _blind_plans(step: StepCase, first: ConversationPlan) -> Iterator[ConversationPlan]:
     """Yield conversations at the beginning of a block, where a query may see no cached key."""
     renumbers = step.stores_raw_keys or any(layout.policy.renumbers for layout in step.call.layouts)
-    for number in length_constants(step.gm.graph)[:MAX_BLOCKS]:
+    for number in length_constants(step.dynamo_gm.graph)[:MAX_BLOCKS]:
         for count, dropped in ((number, 0), (number + 2, 2)):
             if count + step.queries <= _most_tokens(step) and _fits(step, count) and not (renumbers and dropped):
                 yield ConversationPlan(count, pads_left=False, dropped=dropped)
@@ -124,7 +124,7 @@ def _blind_plans(step: StepCase, first: ConversationPlan) -> Iterator[Conversati
 def _most_tokens(step: StepCase) -> float:
     """Return the most tokens with lookups in range: any on a CPU, which raises an error otherwise."""
     is_on_cpu = step.context.device.type == "cpu"
-    return math.inf if is_on_cpu else max(step.call.length, smallest_table(step.gm.graph))
+    return math.inf if is_on_cpu else max(step.call.length, smallest_table(step.dynamo_gm.graph))
 
 
 def _tokens_of_interest(constants: list[int], count: int, queries: int) -> tuple[int, ...]:
@@ -135,7 +135,7 @@ def _tokens_of_interest(constants: list[int], count: int, queries: int) -> tuple
 
 def _has_ids(step: StepCase) -> bool:
     others = {*step.padding_inputs.values(), *(index for pair in step.pasts for index in pair)}
-    inputs = [node for i, node in enumerate(walk.placeholders(step.gm.graph)) if i not in others]
+    inputs = [node for i, node in enumerate(walk.placeholders(step.dynamo_gm.graph)) if i not in others]
     ids = [node for node in inputs if walk.is_tensor(node) and not value(node).is_floating_point()]
     return any(step.call.sizes.growing_dims(value(node)) for node in ids)
 
@@ -169,7 +169,7 @@ def _serves(step: StepCase, count: int) -> bool:
     lengths = [value(past).shape[2] for site in sites for past in site.pasts]
     symbols = {symbol for length in lengths for symbol in shapes.expr(length).free_symbols}
     known = {symbol: sympy.Integer(count) for symbol in symbols if len(symbols) == 1}
-    violated = any(guard.xreplace(known) == sympy.false for guard in shapes.guards(step.gm.graph))
+    violated = any(guard.xreplace(known) == sympy.false for guard in shapes.guards(step.dynamo_gm.graph))
     in_range = all(symbolic_shapes.may_equal(length, count) for length in lengths)
     return not violated and in_range and _inputs_serve(step, count)
 
@@ -179,7 +179,7 @@ def _inputs_serve(step: StepCase, count: int) -> bool:
 
     An input that marks padding has an entry for each token.  If its size is a number, the graph serves one length.
     """
-    placeholders, pasts = walk.placeholders(step.gm.graph), {index for pair in step.pasts for index in pair}
+    placeholders, pasts = walk.placeholders(step.dynamo_gm.graph), {index for pair in step.pasts for index in pair}
     if not all(step.call.sizes.grows(value(placeholders[index]).shape[-1]) for index in step.padding_inputs.values()):
         return False
     for index, (node, argument) in enumerate(zip(placeholders, step.call.arguments, strict=True)):
@@ -192,7 +192,13 @@ def _inputs_serve(step: StepCase, count: int) -> bool:
 def _compare(step: StepCase, conversation: Conversation, last: fx.Node | None) -> bool:
     """Compare the three graphs on one conversation, up to a canonical call; return whether a query may see no key."""
     lockstep = Lockstep(
-        step.gm, step.call.gm, step.call.sites, conversation.argument, step.queries, conversation.plan.label, last
+        step.dynamo_gm,
+        step.call.canonical_gm,
+        step.call.sites,
+        conversation.argument,
+        step.queries,
+        conversation.plan.label,
+        last,
     )
     wanted = lockstep.run_model()
     lockstep.run_canonical(conversation.columns)
@@ -214,9 +220,9 @@ def _compare(step: StepCase, conversation: Conversation, last: fx.Node | None) -
 def _run_rewritten(step: StepCase, conversation: Conversation, lockstep: Lockstep) -> list[Any]:
     visits: dict[fx.Node, Visit] = {}
     slots = SyntheticSlots(conversation)
-    gm = step.rewrite.gm
-    assert gm is not None
-    context, nodes = step.context, set(gm.graph.nodes)
+    rewritten_gm = step.rewrite.rewritten_gm
+    assert rewritten_gm is not None
+    context, nodes = step.context, set(rewritten_gm.graph.nodes)
     rewritten_sites = [each for site in context.sites for each in site.attention_calls]
     padded = (~conversation.valid.all(-1)).to(step.call.layouts[0].device)
     for (layer, site), rewritten in zip(lockstep.calls, rewritten_sites, strict=True):
@@ -235,7 +241,7 @@ def _run_rewritten(step: StepCase, conversation: Conversation, lockstep: Lockste
             visits |= {new: lockstep.at_input(site, old) for new, old in pairs if new in nodes and new not in visits}
     try:
         end = None if lockstep.last_call is None else context.attention.replaced[lockstep.last_call.name]
-        return GraphRun(gm, slots.argument_factory(), visits).run_to(end)
+        return GraphRun(rewritten_gm, slots.argument_factory(), visits).run_to(end)
     except DoesNotRun as error:
         lockstep.refuse(step.call.sites[0], f"the rewritten graph does not run: {error}")
 
@@ -264,7 +270,7 @@ def _at_mask(
 
 def _rounding(step: StepCase) -> dict[fx.Node, Visit]:
     """Return visits of the nodes of new keys and values, which round them as the storage format does."""
-    nodes = {node.name: node for node in step.call.gm.graph.nodes}
+    nodes = {node.name: node for node in step.call.canonical_gm.graph.nodes}
     raw_keys = [nodes[node.name] for node in step.context.rotations.raw_keys] or [site.key for site in step.call.sites]
     visits: dict[fx.Node, Visit] = {}
     for site, key, layout in zip(step.call.sites, raw_keys, step.call.layouts, strict=True):

@@ -20,5 +20,5 @@ def test_constants_are_found_in_comparisons_slices_tables_and_narrow_dtypes() ->
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask[None, None])
 
     calls = staged(Small(attend, tables={"table": torch.zeros(501)}), budget=12).calls
-    found = coverage.length_constants(calls[-1].gm.graph)
+    found = coverage.length_constants(calls[-1].canonical_gm.graph)
     assert {33, 77, 256, 501} <= set(found)
