@@ -140,7 +140,7 @@ class OnReference:
 
     def feed(self, new: Stretch) -> Tensor:
         layer, ranked = self.layer, self.layout.stores_raw_keys
-        layer.prepare(new.valid)
+        layer.evict_before_step(new.valid)
         held = layer.positions() if layer.length else torch.zeros(len(new.q), self.layout.metadata_heads, 0).long()
         live = held >= 0
         seen = torch.tensor([[[row[0].seen]] for row in layer.streams])
@@ -155,9 +155,9 @@ class OnReference:
             k = rotary(kept, at, self.theta) if ranked else kept
         attended = k
         if layer.length:
-            rows = layer.held_vectors("key")
+            rows = layer.cached_vectors("key")
             attended = torch.cat([rotary(rows, layer.ranks().clamp(min=0), self.theta) if ranked else rows, k], 2)
-            values = torch.cat([layer.held_vectors("value"), values], 2)
+            values = torch.cat([layer.cached_vectors("value"), values], 2)
             bias = layer.bias(q.shape[1] // k.shape[1])
         groups = q.shape[1] // self.layout.metadata_heads
         count = new.valid.shape[1]

@@ -140,19 +140,19 @@ def _admit_prompt_by_class(layout: Layout, chunk: NewRows) -> ClassedSlots:
     return slots
 
 
-def _admit_by_class(layout: Layout, held: ClassedSlots, chunk: NewRows, into: ClassedSlots | None) -> ClassedSlots:
+def _admit_by_class(layout: Layout, classed: ClassedSlots, chunk: NewRows, into: ClassedSlots | None) -> ClassedSlots:
     """Admit a chunk on slots in classes: heads stay in their classes."""
-    targets = [None] * len(held.by_class) if into is None else into.by_class
-    rows = zip(layout.by_class, held.by_class, layout.head_slices, targets, strict=True)
+    targets = [None] * len(classed.by_class) if into is None else into.by_class
+    rows = zip(layout.by_class, classed.by_class, layout.head_slices, targets, strict=True)
     by_class = []
     for index, (class_layout, class_slots, heads, target) in enumerate(rows):
         attention = chunk.attention[index] if isinstance(chunk.attention, tuple) else chunk.attention
-        class_chunk = chunk.of_heads(held.order[:, heads], attention)
+        class_chunk = chunk.of_heads(classed.order[:, heads], attention)
         by_class.append(admit(class_layout, class_slots, class_chunk, (), target))
     if into is None:
-        return dataclasses.replace(held, by_class=tuple(by_class))
-    into.order.copy_(held.order)
-    into.inverse.copy_(held.inverse)
+        return dataclasses.replace(classed, by_class=tuple(by_class))
+    into.order.copy_(classed.order)
+    into.inverse.copy_(classed.inverse)
     return into
 
 
@@ -233,9 +233,9 @@ def _merge_evicted(layout: Layout, slots: Slots, scored: _Candidates, evicted: T
     """Let the policy merge evicted tokens into the filled slots."""
     count = int(evicted.sum(-1).max())
     indices = slots_by_position(torch.where(evicted, scored.tokens.position, FREE))[..., :count]  # [B, H', E]
-    held, evicted_keys = slots.key.read(), scored.key.gather(indices).read()
+    cached_keys, evicted_keys = slots.key.read(), scored.key.gather(indices).read()
     merging = layout.pinned_tokens or layout.policy
-    merge = merging.merge_evicted(slots.tokens(layout), held, evicted_keys, evicted.gather(-1, indices))
+    merge = merging.merge_evicted(slots.tokens(layout), cached_keys, evicted_keys, evicted.gather(-1, indices))
     for buffer, rows in ((slots.key, scored.key), (slots.value, scored.value)):
         _merge_into(buffer, rows, indices, merge)
     for name, changed in merge.state.items():
@@ -244,16 +244,16 @@ def _merge_evicted(layout: Layout, slots: Slots, scored: _Candidates, evicted: T
 
 def _merge_into(buffer: EncodedVectors, rows: EncodedVectors, indices: Tensor, merge: Merge) -> None:
     """Merge rows [B, Hkv, N, D] at `indices` [B, H', E] into a buffer [B, Hkv, C, D]."""
-    heads, held = buffer.shape[1], upcast(buffer.read())
+    heads, cached = buffer.shape[1], upcast(buffer.read())
     into = merge.into.expand(-1, heads, -1)
     share = torch.zeros(buffer.shape[:3], device=buffer.device)
     share = share.scatter_add(-1, into, merge.share.expand(-1, heads, -1))[..., None]
-    total = merge.own * held
+    total = merge.own * cached
     for start in range(0, indices.shape[-1], MERGE_BLOCK):
         block = slice(start, start + MERGE_BLOCK)
         weighted = upcast(rows.gather(indices[..., block]).read()) * merge.weight[..., block, None]
         total.scatter_add_(2, into[..., block, None].expand_as(weighted), weighted)
-    buffer.replace(torch.where(share > 0, total / (merge.own + share), held), share[..., 0] > 0)
+    buffer.replace(torch.where(share > 0, total / (merge.own + share), cached), share[..., 0] > 0)
 
 
 def attention_of_chunk(layout: Layout, results: list[list[Tensor]], valid: Tensor) -> Attention | tuple[Attention, ...]:

@@ -34,9 +34,9 @@ def chunk_step(layout: Layout, call: CachedAttention, slots: Slots, new: NewToke
     """
     policy, (query, key, value, valid) = layout.policy, new
     chunk = query.shape[2]
-    held, rotate = slots.tokens(layout), call.rotate
-    query = with_logit_scale(policy, query, held.live.sum(-1)[:, :1] + valid.sum(-1, keepdim=True))
-    stored, rows = (part.read_as(layout.dtype) for part in stored_vectors(layout, call, slots, held))
+    tokens, rotate = slots.tokens(layout), call.rotate
+    query = with_logit_scale(policy, query, tokens.live.sum(-1)[:, :1] + valid.sum(-1, keepdim=True))
+    stored, rows = (part.read_as(layout.dtype) for part in stored_vectors(layout, call, slots, tokens))
     rotated = stored if rotate is None else torch.cat(rotate(Sections((stored,)), slots.rank), -1)
     keys = torch.cat([rotated, key.to(rotated.dtype)], 2)
     values, key_features = torch.cat([rows, value.to(rows.dtype)], 2), list[Tensor]()
@@ -48,10 +48,10 @@ def chunk_step(layout: Layout, call: CachedAttention, slots: Slots, new: NewToke
         dtype = torch.float32  # half precision cannot hold the numbers that hide
     full_mask = _per_head(_combined_mask(mask, bias, dtype), query, keys, layout.heads)
     spec = chunk_spec(layout, call.scale, call.cap, query, keys, full_mask, call.sink_logit)
-    policy_bias = policy.bias(held, query.shape[1] // layout.heads)
+    policy_bias = policy.bias(tokens, query.shape[1] // layout.heads)
     lse, computed = None, None
     if policy_bias is None and _by_library(call) and fuses_attention(policy, query, keys, values):
-        output, *computed = statistics(policy, spec, valid, held.budget, values)
+        output, *computed = statistics(policy, spec, valid, tokens.budget, values)
     else:
         attention_mask = full_mask
         if policy_bias is not None:
@@ -61,7 +61,7 @@ def chunk_step(layout: Layout, call: CachedAttention, slots: Slots, new: NewToke
         output, lse = _attend_chunk(call, query, keys, values, attention_mask)
     output = _with_unknown_outputs(call, slots, output, (full_mask, bias), valid)
     if computed is None:
-        computed = statistics(policy, spec, valid, held.budget) if policy.statistics else []
+        computed = statistics(policy, spec, valid, tokens.budget) if policy.statistics else []
     inputs = (spec.query, spec.key, spec.mask, spec.sink_logit) if layout.crops and policy.statistics else ()
     return AttentionOutput(output, ((mask, bias),), lse, (*computed, *(x for x in inputs if x is not None)))
 

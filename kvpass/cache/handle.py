@@ -252,7 +252,7 @@ def current_cache(value: Any, part: Part, backend: CacheOwner) -> LayerCache:
     return cache
 
 
-def check_layers(caches: list[LayerCache]) -> None:
+def check_order_and_lengths(caches: list[LayerCache]) -> None:
     """Raise CacheHandleError if a graph's caches, in the order of its layers, are exchanged or differ in length."""
     if len({cache.number for cache in caches}) < len(caches):
         raise CacheHandleError("one layer's cache was given back for two layers: every layer has a cache of its own")

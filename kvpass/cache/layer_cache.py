@@ -100,7 +100,7 @@ class CacheOwner(Protocol):
         cache_settings: settings that another backend must share to continue the cache.
         crop: how many of the last tokens can be cropped.
         kv_dtype: the storage format of keys and values; None for the model's dtype.
-        layers: numbers the caches in the order in which they are made.
+        cache_numbers: numbers the caches in the order in which they are made.
     """
 
     @property
@@ -114,7 +114,7 @@ class CacheOwner(Protocol):
     @property
     def kv_dtype(self) -> KVDtype | None: ...
     @property
-    def layers(self) -> Iterator[int]: ...
+    def cache_numbers(self) -> Iterator[int]: ...
 
 
 @dataclasses.dataclass

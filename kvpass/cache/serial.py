@@ -80,7 +80,7 @@ def cache_of(
         fields.pop("rotated_key", None)
     fields |= dict(notes=tuple(map(str, entry["notes"])), absent=absent.to(device))
     counts = (seen, heads, window, row_budgets, clocks)
-    return LayerCache(backend, next(backend.layers), layout, slots, *counts, **fields)
+    return LayerCache(backend, next(backend.cache_numbers), layout, slots, *counts, **fields)
 
 
 def _convert_vectors(slots: AnySlots, change: Callable[[Format, Parts], Parts]) -> Any:

@@ -97,8 +97,8 @@ class Slots:
         A chunk attends to all cached tokens; a single token not to the one that it overwrites, if any.
         """
         live = self.position >= 0
-        held = live.sum(-1, keepdim=True)
-        return (held - live.gather(-1, self.free[..., None]).long() if count == 1 else held)[:, :1]
+        live_count = live.sum(-1, keepdim=True)
+        return (live_count - live.gather(-1, self.free[..., None]).long() if count == 1 else live_count)[:, :1]
 
     @property
     def metadata(self) -> list[Tensor]:

@@ -156,7 +156,7 @@ class _GraphWriter:
         ran = last.result
         assert isinstance(ran, prompts.PromptResult)
         entry = exported_graphs.prompt_entry(ran.runner)
-        code = self._code(ran.runner.inner)
+        code = self._code(ran.runner.compiled)
         read = artifact_folder.read_arguments(code)
         most = exported_graphs.longest_prompt(ran.runner, ran.arguments, ids)
         needed = set(range(len(ran.arguments))) if read is None else read

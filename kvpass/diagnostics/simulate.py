@@ -277,12 +277,12 @@ def _run_reference(layer: _Layer) -> Trace:
     for t in range(layer.prompt, layer.q.shape[2]):
         outputs.append(_reference_step(layer, reference, t))
         held.append(reference.positions())
-    return _trace(layer, held, outputs, [reference.held_vectors(name, stored=True) for name in ("key", "value")])
+    return _trace(layer, held, outputs, [reference.cached_vectors(name, stored=True) for name in ("key", "value")])
 
 
 def _reference_step(layer: _Layer, reference: ReferenceLayer, t: int) -> Tensor:
     valid = layer.valid(1)
-    reference.prepare(valid)
+    reference.evict_before_step(valid)
     held, ranks = reference.positions(), reference.ranks()
     rank = ranks.amax(-1)[:, :1, None] + 1
     q, k, v, stored = layer.step(t, rank)
@@ -290,14 +290,14 @@ def _reference_step(layer: _Layer, reference: ReferenceLayer, t: int) -> Tensor:
         kept, v = reference.stored(stored), reference.stored(v, key=False)
         k = layer.rotated(kept, rank) if layer.stores_raw_keys else kept
     q = q * reference.logit_scale(valid)
-    keys = reference.held_vectors("key")
+    keys = reference.cached_vectors("key")
     attended = torch.cat([layer.rotated(keys, ranks) if layer.stores_raw_keys else keys, k], 2)
     live = torch.nn.functional.pad(held >= 0, (0, 1), value=True)[:, :, None]
     mask = live.repeat_interleave(q.shape[1] // live.shape[1], 1)
     logits = attention_logits(q, attended, mask, None, layer.scale)  # [B, Hq, 1, N + 1]
     bias = reference.bias(q.shape[1] // k.shape[1])
     probabilities = (logits if bias is None else logits + torch.nn.functional.pad(bias, (0, 1))).softmax(-1)
-    output = _weighted_sum(probabilities, torch.cat([reference.held_vectors("value"), v], 2)).to(layer.q.dtype)
+    output = _weighted_sum(probabilities, torch.cat([reference.cached_vectors("value"), v], 2)).to(layer.q.dtype)
     reference.take(NewRows(stored, layer.v[:, :, t : t + 1], valid, Attention()), probabilities, logits)
     return output
 

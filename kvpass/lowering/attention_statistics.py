@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import json
 import urllib.parse
 from collections.abc import Iterator
@@ -202,7 +201,11 @@ def _statistics(
 
 def _highest_probs(attention: AttentionInputs, request: StatisticsArguments, policy: Policy, valid: Tensor) -> Tensor:
     """Return the highest smoothed probability of each key among the last queries, float32 [B, H', S]."""
-    smoothed = functools.partial(policy.smoothed, held=attention.key.shape[2] - attention.query.shape[2])
+    cached_columns = attention.key.shape[2] - attention.query.shape[2]
+
+    def smoothed(probs: Tensor, real: Tensor) -> Tensor:
+        return policy.smoothed(probs, real, cached_columns)
+
     peaks = highest_probs(attention, valid, policy.observation_window, smoothed)
     return regrouped(peaks, request.heads).amax(2)
 
@@ -216,13 +219,14 @@ def _scanned(
     probs: Iterator[Iterator[Tensor]],
 ) -> Tensor:
     """Return the policy's scan over the probabilities of all queries, in order, float32 [B, H', S]."""
-    sharding, held = HeadSharding.from_text(request.sharding), attention.key.shape[2] - attention.query.shape[2]
+    cached_columns = attention.key.shape[2] - attention.query.shape[2]
+    sharding = HeadSharding.from_text(request.sharding)
     slots = _slots(policy, request.budget, row_budgets, valid)
     results = []
     for row, blocks in enumerate(probs):
         by_head = (block if policy.scans_means else regrouped(block, request.heads) for block in blocks)
         in_float32 = (block.float() for block in by_head)
-        results.append(policy.scan(in_float32, valid[row : row + 1], held, slots[row], sharding))
+        results.append(policy.scan(in_float32, valid[row : row + 1], cached_columns, slots[row], sharding))
         collections.deque(in_float32, maxlen=0)  # what is not read is not computed, the output included
     return torch.cat(results)
 

@@ -274,8 +274,8 @@ class Policy:
         """Return a row's counts after a prompt or chunk with `new` real tokens; () without an interval."""
         if self.interval == 1:
             return ()
-        held = sum(clock) + new
-        return (held if held <= budget else self.compacted(budget),)
+        cached = sum(clock) + new
+        return (cached if cached <= budget else self.compacted(budget),)
 
     def tick(self, clock: Clock, budget: int) -> tuple[bool, Clock]:
         """Return whether the row's next token needs the decode graph that compacts, and the counts after it."""
@@ -321,15 +321,15 @@ class Policy:
         """True if the statistic "scan" is the highest smoothed probability: the policy has a `smoothed`."""
         return self._defines("smoothed")
 
-    def smoothed(self, probs: Tensor, valid: Tensor, held: int) -> Tensor:
+    def smoothed(self, probs: Tensor, valid: Tensor, cached_columns: int) -> Tensor:
         """Return probabilities as the policy compares them; never traced.
 
         `Attention.scan` is the highest over the last `observation_window` real queries and the G query heads.
 
         Args:
-            probs: float32 [b, h, G, n, held + q], of n of the last queries.
+            probs: float32 [b, h, G, n, cached_columns + q], of n of the last queries.
             valid: bool [b, q], false for padding.
-            held: how many of the columns are slots.
+            cached_columns: how many of the columns are slots.
         """
         raise self._lacks("smoothed")
 
@@ -339,16 +339,21 @@ class Policy:
         return False
 
     def scan(
-        self, probs: Iterable[Tensor], valid: Tensor, held: int, budget: int, sharding: HeadSharding | None = None
+        self,
+        probs: Iterable[Tensor],
+        valid: Tensor,
+        cached_columns: int,
+        budget: int,
+        sharding: HeadSharding | None = None,
     ) -> Tensor:
         """Return `Attention.scan` from the attention of every query, where sums are not enough; never traced.
 
         Args:
             probs: blocks of consecutive queries, float32 [B, Hkv, G, n, s]; all blocks together have q queries.  The
-                first s of the held + q keys are all that the block's queries see; s never decreases, and the last
-                block has all keys.  If `scans_means`, they may be [B, 1, 1, n, s].
+                first s of the cached_columns + q keys are all that the block's queries see; s never decreases, and
+                the last block has all keys.  If `scans_means`, they may be [B, 1, 1, n, s].
             valid: bool [B, q], false for padding.
-            held: how many of the columns are slots.
+            cached_columns: how many of the columns are slots.
             sharding: see `Attention`.
         """
         raise self._lacks("scan")
@@ -460,12 +465,12 @@ class Policy:
         """True if evicted tokens are merged into others, that is, if the policy has a `merge_evicted`."""
         return self._defines("merge_evicted")
 
-    def merge_evicted(self, tokens: Tokens, held: Tensor, evicted: Tensor, valid: Tensor) -> Merge:
+    def merge_evicted(self, tokens: Tokens, cached_keys: Tensor, evicted: Tensor, valid: Tensor) -> Merge:
         """Return how evicted tokens are merged into the slots that stay.
 
         Args:
             tokens: the slots, those of evicted tokens already free.
-            held: the stored keys of the slots, [B, Hkv, C, D].
+            cached_keys: the stored keys of the slots, [B, Hkv, C, D].
             evicted: the stored keys of the evicted tokens, [B, Hkv, E, D], by position.
             valid: bool [B, H', E], false for entries without a token.
         """

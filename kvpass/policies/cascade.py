@@ -147,12 +147,17 @@ class Cascade(Policy):
         return CascadeRule(budget - self.sinks, intervals(self.cascades, self.growth), self.eager_fill, self.select)
 
     def scan(
-        self, probs: Iterable[Tensor], valid: Tensor, held: int, budget: int, sharding: HeadSharding | None = None
+        self,
+        probs: Iterable[Tensor],
+        valid: Tensor,
+        cached_columns: int,
+        budget: int,
+        sharding: HeadSharding | None = None,
     ) -> Tensor:
         """Return the scores at the end of a prompt, DROPPED for dropped tokens; for a chunk what its queries add."""
         reduced = (self._reduce(block, sharding) for block in probs)
         blocks = moving_averages(reduced, valid, self._decay(budget))
-        if held:
+        if cached_columns:
             return [scores[:, :, -1] for scores in blocks][-1]
         number = torch.where(valid, valid.cumsum(-1) - 1 - self.sinks, -1)  # [B, q]
         score = self._rule(budget).insert_prompt(blocks, number, self.overwrites)
@@ -201,26 +206,26 @@ class CascadeRule:
     eager: bool
     select: bool = True
 
-    def boundary_ranks(self, number: Tensor, held: Tensor) -> Tensor:
-        """Return the rank b W at which token `number` stops pushing; `held` if every sub-cache accepts.
+    def boundary_ranks(self, number: Tensor, line_length: Tensor) -> Tensor:
+        """Return the rank b W at which token `number` stops pushing; `line_length` if every sub-cache accepts.
 
         Args:
             number: int64, counted from the first token that is no sink.
-            held: int64, tokens in the line.
+            line_length: int64, tokens in the line.
         """
-        rank = held
+        rank = line_length
         for i in reversed(range(1, len(self.accepts))):
             start = i * self.size // len(self.accepts)
-            refuses = (number % self.accepts[i] != 0) & (start < held)
+            refuses = (number % self.accepts[i] != 0) & (start < line_length)
             rank = torch.where(refuses & (number > self.size) if self.eager else refuses, start, rank)
         return rank
 
-    def victim_rank(self, number: Tensor, held: Tensor, score_at: Callable[[Tensor], Tensor]) -> Tensor:
+    def victim_rank(self, number: Tensor, line_length: Tensor, score_at: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the rank, from the newest, of the token that is evicted for token `number`, or NO_VICTIM."""
-        rank = self.boundary_ranks(number, held)
+        rank = self.boundary_ranks(number, line_length)
         newer = rank - 1
         loser = torch.where(score_at(newer) >= score_at(rank), rank, newer) if self.select else newer
-        return torch.where(rank < held, loser, torch.where(held < self.size, NO_VICTIM, held - 1))
+        return torch.where(rank < line_length, loser, torch.where(line_length < self.size, NO_VICTIM, line_length - 1))
 
     def insert(self, line: list[int], token: int, number: int, score: Sequence[float]) -> None:
         """Insert a token into a line, unless its number is negative.
@@ -231,11 +236,11 @@ class CascadeRule:
         """
         if number < 0:
             return
-        rank, held = self._boundary_rank(number, len(line)), len(line)
-        if rank < held:
+        rank, line_length = self._boundary_rank(number, len(line)), len(line)
+        if rank < line_length:
             keeps_old = self.select and score[line[rank - 1]] >= score[line[rank]]
             del line[rank if keeps_old else rank - 1]
-        elif held == self.size:
+        elif line_length == self.size:
             line.pop()
         line.insert(0, token)
 
@@ -245,15 +250,15 @@ class CascadeRule:
         assert not isinstance(self.size, Tensor)
         return self.size
 
-    def _boundary_rank(self, number: int, held: int) -> int:
+    def _boundary_rank(self, number: int, line_length: int) -> int:
         """Return the entry of `boundary_ranks` for one row, on the host."""
         if self.eager and number <= self.size:
-            return held
+            return line_length
         for i, accepts in enumerate(self.accepts):
             start = i * self.slots // len(self.accepts)
-            if i and number % accepts and start < held:
+            if i and number % accepts and start < line_length:
                 return start
-        return held
+        return line_length
 
     def insert_prompt(self, blocks: Iterable[Tensor], number: Tensor, early: bool) -> Tensor:
         """Return the scores [B, H', N] after a prompt whose tokens were inserted one by one; DROPPED for dropped ones.
@@ -280,19 +285,21 @@ class CascadeRule:
             last, token = scores[:, :, -1], token + scores.shape[2]
         return mark_survivors(self._as_tensor(lines, last), last)
 
-    def insert_chunk(self, number: Tensor, held: int, score: Tensor) -> Tensor:
-        """Return the scores [B, H', N] after inserting tokens `held` and later one by one; DROPPED for dropped ones.
+    def insert_chunk(self, number: Tensor, cached_columns: int, score: Tensor) -> Tensor:
+        """Return the scores [B, H', N] after inserting the tokens behind the cached ones one by one.
+
+        The score of a dropped token is DROPPED.
 
         Args:
             number: int64 [B, H', N], negative for sinks and free slots.
         """
-        by_age = torch.where(number < 0, -1, number)[..., :held].sort(dim=-1, descending=True)
+        by_age = torch.where(number < 0, -1, number)[..., :cached_columns].sort(dim=-1, descending=True)
         ordered = torch.where(by_age.values < 0, -1, by_age.indices)[..., : self.slots].tolist()
         lines = [[[token for token in line if token >= 0] for line in row] for row in ordered]
         scores, numbers = score.cpu().numpy(), number.tolist()
         for row, row_lines in enumerate(lines):
             for head, line in enumerate(row_lines):
-                for token in range(held, number.shape[-1]):
+                for token in range(cached_columns, number.shape[-1]):
                     self.insert(line, token, numbers[row][head][token], scores[row, head])
         return mark_survivors(self._as_tensor(lines, score), score)
 

@@ -129,8 +129,8 @@ class D2O(Policy):
             return tokens.live, {}
         return super().compact(tokens)
 
-    def merge_evicted(self, tokens: Tokens, held: Tensor, evicted: Tensor, valid: Tensor) -> Merge:
-        similar, into = nearest(evicted, held, tokens.position)  # [B, Hkv, E]
+    def merge_evicted(self, tokens: Tokens, cached_keys: Tensor, evicted: Tensor, valid: Tensor) -> Merge:
+        similar, into = nearest(evicted, cached_keys, tokens.position)  # [B, Hkv, E]
         official = self.merge == "official"
         similarity = reduce_heads(similar[:, :, None], "mean", tokens.sharding) if official else similar
         mean = torch.where(valid, similarity, 0).sum(-1, keepdim=True) / valid.sum(-1, keepdim=True).clamp(min=1)
@@ -234,30 +234,32 @@ def largest_layer_budget(count: int, budget: int, layers: str = "softmax", alpha
     return math.ceil(count * budget / (1 + others))
 
 
-def nearest(key: Tensor, held: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+def nearest(key: Tensor, cached_keys: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
     """Return for each key its most similar live slot; of equals the one of lowest position.
 
     Args:
-        key: [B, Hkv, E, D]; held: [B, Hkv, C, D].
+        key: [B, Hkv, E, D]; cached_keys: [B, Hkv, C, D].
         position: int64 [B, Hkv, C], negative for free slots.
 
     Returns:
         The cosines, float32 [B, Hkv, E], and the slots, int64 [B, Hkv, E].
     """
     if key.shape[2] != 1:
-        return _nearest_of_many(key, held, position)
-    cosine = _cosines_on_cpu(key, held) if key.device.type == "cpu" else _cosines_on_gpu(key, held)  # [B, Hkv, 1, C]
+        return _nearest_of_many(key, cached_keys, position)
+    cosine = (
+        _cosines_on_cpu(key, cached_keys) if key.device.type == "cpu" else _cosines_on_gpu(key, cached_keys)
+    )  # [B, Hkv, 1, C]
     cosine = torch.where(position[:, :, None] < 0, -torch.inf, cosine)
     best = cosine.amax(-1, keepdim=True)
     return best[..., 0], torch.where(cosine == best, position[:, :, None], INT64_MAX).argmin(-1)
 
 
-def _nearest_of_many(key: Tensor, held: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+def _nearest_of_many(key: Tensor, cached_keys: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
     """Return `nearest` for evicted keys of prompts and chunks, in blocks and uncompiled."""
     batch, heads, count, _ = key.shape
     # Slots are sorted by position, free ones last, because `max` finds the first of equals.
     order = slots_by_position(position)[..., : max(1, int((position >= 0).sum(-1).max()))]
-    sorted_rows = held.gather(2, order[..., None].expand(*order.shape, held.shape[3]))
+    sorted_rows = cached_keys.gather(2, order[..., None].expand(*order.shape, cached_keys.shape[3]))
     unit_slots = _unit(sorted_rows).flatten(0, 1).transpose(1, 2)  # [B * Hkv, D, n]
     free = (position.gather(-1, order) < 0).flatten(0, 1)[:, None]
     hidden = torch.zeros(free.shape, dtype=torch.float32, device=free.device).masked_fill(free, -torch.inf)
@@ -271,20 +273,20 @@ def _unit(key: Tensor) -> Tensor:
     return key.float() / _norm(key)[..., None]
 
 
-def _cosines_on_gpu(key: Tensor, held: Tensor) -> Tensor:
+def _cosines_on_gpu(key: Tensor, cached_keys: Tensor) -> Tensor:
     """Return cosines [B, Hkv, 1, C] on a GPU, in one launch with the norms and without a converted copy."""
-    product = (key[..., None, :].float() * held[:, :, None].float()).sum(-1)
-    return product / (_norm(key)[..., None] * _norm(held)[:, :, None])
+    product = (key[..., None, :].float() * cached_keys[:, :, None].float()).sum(-1)
+    return product / (_norm(key)[..., None] * _norm(cached_keys)[:, :, None])
 
 
-def _cosines_on_cpu(key: Tensor, held: Tensor) -> Tensor:
+def _cosines_on_cpu(key: Tensor, cached_keys: Tensor) -> Tensor:
     """Return cosines [B, Hkv, 1, C] on a CPU, in one pass over the slots and without a converted copy.
 
     On a CPU, products and norms share one loop over the slots only if both read values of the head.  A compiler would
     run norms alone in a loop of their own, over all slots as one long row.  On a GPU this would cost two more launches.
     """
     inverse_norm = materialize(1 / _norm(key)[..., None])  # [B, Hkv, 1, 1]
-    slots = held.float() * inverse_norm
+    slots = cached_keys.float() * inverse_norm
     product = (slots * materialize(key.float() * inverse_norm)).sum(-1)  # [B, Hkv, C]
     norm = torch.maximum(slots.square().sum(-1).sqrt(), MIN_NORM * inverse_norm[..., 0])
     return (product / norm)[:, :, None]

@@ -49,18 +49,18 @@ class DefensiveKV(AdaKV):
     def state(self) -> dict[str, torch.dtype]:
         return {**super().state(), "mean": torch.float32, "impact": torch.float32}
 
-    def smoothed(self, probs: Tensor, valid: Tensor, held: int) -> Tensor:
+    def smoothed(self, probs: Tensor, valid: Tensor, cached_columns: int) -> Tensor:
         """Return attention averaged over neighbours among the new tokens that are older than the window."""
         older = valid & (valid.cumsum(-1) <= valid.sum(-1, keepdim=True) - self.window)  # [B, q]
-        order = (~older).int().argsort(dim=-1, stable=True)[:, None, None, None].expand_as(probs[..., held:])
+        order = (~older).int().argsort(dim=-1, stable=True)[:, None, None, None].expand_as(probs[..., cached_columns:])
         among = older[:, None, None, None]
-        rows = torch.where(among, probs[..., held:], 0.0)
+        rows = torch.where(among, probs[..., cached_columns:], 0.0)
         pooled = torch.nn.functional.avg_pool1d(
             rows.gather(-1, order).flatten(0, 3)[:, None], self.kernel, stride=1, padding=self.kernel // 2
         )
         pooled = torch.where(among, torch.zeros_like(rows).scatter(-1, order, pooled.view_as(rows)), 0.0)
         pooled = pooled * (rows.sum(-1, keepdim=True) / pooled.sum(-1, keepdim=True).clamp(min=TINY))
-        return torch.cat([probs[..., :held], pooled], -1)
+        return torch.cat([probs[..., :cached_columns], pooled], -1)
 
     def observe_chunk(self, tokens: Tokens, attention: Attention) -> State:
         scored = (attention.queries > 0) & tokens.live & ~tokens.newest(self.window)

@@ -71,12 +71,14 @@ class DuoAttention(PolicyWithWeights[HeadGates], Streaming):
         self.loaded.check(heads=heads)
         below = math.floor((heads - 1) * Fraction(str(self.quantile)))
         retrieving = heads - 1 - below
-        streaming, held = heads - retrieving, self.fitting_budget(0)
+        streaming, streaming_budget = heads - retrieving, self.fitting_budget(0)
         # a few more tokens, so that what they leave is divisible by the number of retrieval heads
-        held += (budget - held) % (retrieving // math.gcd(retrieving, streaming))
-        if held == budget:
+        streaming_budget += (budget - streaming_budget) % (retrieving // math.gcd(retrieving, streaming))
+        if streaming_budget == budget:
             return ()
-        return HeadClass(retrieving, (heads * budget - streaming * held) // retrieving), HeadClass(streaming, held)
+        return HeadClass(retrieving, (heads * budget - streaming * streaming_budget) // retrieving), HeadClass(
+            streaming, streaming_budget
+        )
 
     def head_counts(self, tokens: Tokens, layer: int) -> Tensor:
         gates = self.loaded.gates[layer].to(tokens.position.device)

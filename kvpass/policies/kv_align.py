@@ -103,9 +103,9 @@ class KVAlign(PolicyWithWeights[Aligner]):
     def tick(self, clock: Clock, budget: int) -> tuple[bool, Clock]:
         if self.every == 1:
             return False, clock
-        held = clock[0] + 1
-        due = held > budget
-        return due, (held - self.every if due else held,)
+        cached = clock[0] + 1
+        due = cached > budget
+        return due, (cached - self.every if due else cached,)
 
     # State.
 
@@ -153,8 +153,8 @@ class KVAlign(PolicyWithWeights[Aligner]):
 
     def _rank(self, tokens: Tokens) -> Tensor:
         """Return the index among the cached tokens, sinks and a gapless recent window: int64 [B, H', N]."""
-        held = tokens.live.sum(-1, keepdim=True)
-        recent = tokens.position - tokens.seen + held
+        cached = tokens.live.sum(-1, keepdim=True)
+        recent = tokens.position - tokens.seen + cached
         return torch.where(self._is_sink(tokens), tokens.position - tokens.state["start"], recent)
 
     # Repair.

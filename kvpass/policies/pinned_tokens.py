@@ -96,9 +96,9 @@ class PinnedTokens:
         keep, changes = self.policy.compact(_without_pinned(tokens))
         return keep | _pinned(tokens), changes
 
-    def merge_evicted(self, tokens: Tokens, held: Tensor, evicted: Tensor, valid: Tensor) -> Merge:
+    def merge_evicted(self, tokens: Tokens, cached_keys: Tensor, evicted: Tensor, valid: Tensor) -> Merge:
         """Return the policy's merge, in which no token is merged into a pinned one."""
-        return self.policy.merge_evicted(_without_pinned(tokens), held, evicted, valid)
+        return self.policy.merge_evicted(_without_pinned(tokens), cached_keys, evicted, valid)
 
 
 def _pinned(tokens: Tokens) -> Tensor:

@@ -52,7 +52,7 @@ class CascadeReference(Reference):
                 cache[-1] = item
             return
 
-    def held(self, stream: HeadStream) -> list[Token]:
+    def cached_tokens(self, stream: HeadStream) -> list[Token]:
         tokens = stream.notes.get("sinks", []) + [token for cache in self.caches(stream) for token in cache]
         return in_order(tokens)
 
@@ -61,7 +61,7 @@ class CascadeReference(Reference):
             no_row = torch.zeros(0)
             stream.notes["next"] = Token(stream.seen, -1, no_row, no_row)
             self.insert(stream, stream.notes["next"])
-            stream.tokens = [token for token in self.held(stream) if token is not stream.notes["next"]]
+            stream.tokens = [token for token in self.cached_tokens(stream) if token is not stream.notes["next"]]
 
     def score(self, tokens: list[Token], row: Tensor, decay: float) -> None:
         """Update scores: mu <- gamma mu + (1 - gamma) sbar, for probabilities `row` [heads, tokens]."""
@@ -89,11 +89,11 @@ class CascadeReference(Reference):
                 self.score(tokens, row, decay)
             for token in new:
                 self.insert(stream, token)
-        stream.tokens = self.held(stream)
+        stream.tokens = self.cached_tokens(stream)
 
     def replace_placeholder(self, stream: HeadStream, token: Token) -> None:
         """Replace the token that `prepare` inserted as a placeholder."""
         for tokens in [stream.notes.get("sinks", []), *self.caches(stream)]:
-            for n, held in enumerate(tokens):
-                if held is stream.notes["next"]:
+            for n, cached in enumerate(tokens):
+                if cached is stream.notes["next"]:
                     tokens[n] = token

@@ -16,9 +16,9 @@ class DefensiveKVReference(CriticalKVReference):
     policy: DefensiveKV  # type: ignore[assignment]  # norms are computed alike, and all else differs
 
     def vote(self, tokens: list[Token], probabilities: Tensor, seen: int) -> None:
-        held, last = len(tokens) - len(probabilities), seen - self.policy.window
+        cached, last = len(tokens) - len(probabilities), seen - self.policy.window
         before = [n for n, token in enumerate(tokens) if token.position < last]
-        old, new = [n for n in before if n < held], [n for n in before if n >= held]
+        old, new = [n for n in before if n < cached], [n for n in before if n >= cached]
         late = probabilities[-self.policy.window :].double()
         rows = [self.smooth(row[new].tolist()) for row in late.flatten(0, 1)]
         peaks = dict(zip(old, late[..., old].amax((0, 1)).tolist(), strict=True)) if old else {}

@@ -108,16 +108,16 @@ class ReferenceLayer:
         The first is the layer itself; positions are computed from the others.
         """
         length = torch.full((self.layout.batch,), self.length, device=self.layout.device)
-        held = torch.nn.functional.pad(self.positions(), (0, 1), value=FREE)
-        free = torch.full((self.layout.batch, 1), held.shape[-1] - 1, device=self.layout.device)
-        return [self, None, held, None, free, self.seen, length, None]
+        positions = torch.nn.functional.pad(self.positions(), (0, 1), value=FREE)
+        free = torch.full((self.layout.batch, 1), positions.shape[-1] - 1, device=self.layout.device)
+        return [self, None, positions, None, free, self.seen, length, None]
 
     @property
     def seen(self) -> Tensor:
         """The number of real tokens seen, int64 [B]."""
         return torch.tensor([row[0].seen for row in self.streams], device=self.layout.device)
 
-    def prepare(self, valid: Tensor) -> None:
+    def evict_before_step(self, valid: Tensor) -> None:
         """Let the policy evict before a single token attends; call before the tokens `valid` [B, q] attend."""
         if valid.shape[1] > 1 or not self.length:
             return
@@ -127,8 +127,8 @@ class ReferenceLayer:
 
     def bias(self, groups: int) -> Tensor | None:
         """Return the bias of queries on the cached tokens, float32 [B, Hq, 1, N], or None."""
-        held = self.positions()
-        out = torch.zeros(self.layout.batch, self.layout.heads, groups, held.shape[-1])
+        positions = self.positions()
+        out = torch.zeros(self.layout.batch, self.layout.heads, groups, positions.shape[-1])
         has_bias = False
         for b, row in enumerate(self.streams):
             for stream in row:
@@ -155,7 +155,7 @@ class ReferenceLayer:
         """Return the cache positions 0, 1, 2, ... of the cached tokens, int64 [B, H', N], padded with -1."""
         return self._of_tokens(lambda rank, token: rank)
 
-    def held_vectors(self, name: str, stored: bool = False) -> Tensor:
+    def cached_vectors(self, name: str, stored: bool = False) -> Tensor:
         """Return the cached keys or values [B, Hkv, N, D], padded with zeros, as attention sees them or as stored."""
         dim = self.layout.key_dim if name == "key" else self.layout.value_dim
         longest = max(len(stream.tokens) for row in self.streams for stream in row)

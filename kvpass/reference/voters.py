@@ -37,7 +37,7 @@ def remember(stream: HeadStream, tokens: list[Token], new: list[Token], rows: Te
         queries.clear()
     for token, row in zip(new, rows, strict=True):
         by_token = zip(tokens, row.T.tolist(), strict=True)
-        queries[token.position] = {held.position: numbers for held, numbers in by_token}
+        queries[token.position] = {cached.position: numbers for cached, numbers in by_token}
 
 
 def ballots(stream: HeadStream, window: int) -> list[Ballot]:

@@ -106,7 +106,7 @@ class Outputs:
     length_outputs: dict[int, Any]
     grown: list[int]
     admitted_outputs: list[list[int]]
-    valid: int | None
+    valid_output: int | None
 
 
 class StepContext(StepGraph):

@@ -54,7 +54,8 @@ class StepRewrite:
         host_input_count: the number of inputs that `host_graph` computes.
         dropped_outputs: outputs of the original graph that grow and that nothing reads on slots: the index of the
             argument that each extends, and the dimension.
-        valid: the output index of bool [B, 1], which tokens are real, if the graph leaves counting to its caller.
+        valid_output: the index of the output bool [B, 1], which tokens are real, if the graph leaves counting to its
+            caller.
         positions: indices of Dynamo's arguments that are positions, which ranks replaced.
     """
 
@@ -74,7 +75,7 @@ class StepRewrite:
     grown: list[int] = dataclasses.field(default_factory=list)
     host_input_count: int = 0
     dropped_outputs: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
-    valid: int | None = None
+    valid_output: int | None = None
     positions: tuple[int, ...] = ()
 
     def with_numbers(self, numbers: Sequence[int]) -> StepRewrite:
@@ -87,8 +88,8 @@ class StepRewrite:
 
     def count_tokens(self, slots: list[AnySlots], results: Sequence[Any]) -> None:
         """Count the tokens of a step if its graph leaves that to its caller, see `move_counters_to_caller`."""
-        if self.valid is not None:
-            new = results[self.valid][:, 0].long()
+        if self.valid_output is not None:
+            new = results[self.valid_output][:, 0].long()
             torch._foreach_add_([layer.seen for layer in slots], [new] * len(slots))
             torch._foreach_add_([layer.length for layer in slots], 1)
 

@@ -33,7 +33,7 @@ class LayerOutputs:
 
     Attributes:
         key, value: its keys as stored, rotated or not, and its values.
-        valid: bool [B, q], or None if no token is padding.
+        valid_output: bool [B, q], or None if no token is padding.
         statistics: the results of `kvpass.lowering.attention_statistics`; empty if none are needed.
         operands: its query, its attended keys, its mask and its sink (None if it has none), which the eager reference
             and a cache that can be cropped need; None if they are not needed.
@@ -41,7 +41,7 @@ class LayerOutputs:
 
     key: int
     value: int
-    valid: int | None
+    valid_output: int | None
     statistics: list[int]
     operands: tuple[int, int, int | None, int | None] | None
 

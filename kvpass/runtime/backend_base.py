@@ -57,7 +57,7 @@ class BackendBase:
     recorder: Recorder | None = dataclasses.field(default=None, compare=False, repr=False)
     key_weights_of_steps: TensorSet = dataclasses.field(default_factory=TensorSet, compare=False, repr=False)
     """The tensors that make the keys of layers which have run a step."""
-    layers: Iterator[int] = dataclasses.field(default_factory=itertools.count, compare=False, repr=False)
+    cache_numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count, compare=False, repr=False)
     """A counter that numbers the layer caches in the order in which they are made."""
 
     @property

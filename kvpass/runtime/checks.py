@@ -169,7 +169,7 @@ class StepVerifier:
         self._positions: PositionCheck | None = None
         self._rotation = RotationCheck(canonical_gm, sites)
 
-    def check_layers(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> None:
+    def check_caches_match_layers(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> None:
         """Check that each cache belongs to the layer that reads it, and has the prompt's window.
 
         A layer is known by the tensors that project its keys, for models whose layers are graphs of their own.

@@ -34,7 +34,7 @@ MOST_IN_A_CHUNK = 1 << 13
 
 def exported_prompt(backend: BackendBase, entry: Mapping[str, Any], run: inductor.Compiled) -> PromptRunner:
     """Return a runner of prompts on compiled code; `entry` is of `prompt_entry`."""
-    count, outputs = len(entry["sites"]), [LayerOutputs(**each, operands=None) for each in entry["results"]]
+    count, outputs = len(entry["sites"]), [_layer_outputs(**each) for each in entry["results"]]
     graph = PromptGraph(
         sites=[SiteFacts(**site) for site in entry["sites"]],
         policies=policies_by_layer(backend.policy, count),
@@ -45,7 +45,12 @@ def exported_prompt(backend: BackendBase, entry: Mapping[str, Any], run: inducto
         key_projections=[tuple(indices) for indices in entry["projecting"]],
         output_projections=[None] * count,
     )
-    return PromptRunner(backend, graph, inner=run)
+    return PromptRunner(backend, graph, compiled=run)
+
+
+def _layer_outputs(key: int, value: int, valid: int | None, statistics: list[int]) -> LayerOutputs:
+    """Return the outputs of a layer; the arguments have the names of a manifest."""
+    return LayerOutputs(key, value, valid, statistics, operands=None)
 
 
 def prompt_entry(runner: PromptRunner) -> dict[str, Any]:
@@ -63,7 +68,9 @@ def prompt_entry(runner: PromptRunner) -> dict[str, Any]:
     return dict(
         ranked=graph.stores_raw_keys,
         sites=[dict(keys_out=s.keys_out, values_out=s.values_out, computed=s.computed) for s in graph.sites],
-        results=[dict(key=o.key, value=o.value, valid=o.valid, statistics=o.statistics) for o in graph.rewrite.outputs],
+        results=[
+            dict(key=o.key, value=o.value, valid=o.valid_output, statistics=o.statistics) for o in graph.rewrite.outputs
+        ],
         owned=list(graph.module_inputs),
         projecting=[list(indices) for indices in graph.key_projections],
         outputs=graph.outputs,
@@ -131,7 +138,7 @@ class ExportedStep(StepExecutor):
     def holds_after(self, result: StepResult) -> Callable[[int], bool]:
         return lambda more: result.length_before + more <= self.most_seen
 
-    def _prepare(self, inputs: StepInputs) -> PreparedStep:
+    def _prepare_step(self, inputs: StepInputs) -> PreparedStep:
         variant, seen = self.variants_by_compact.get(inputs.compact), inputs.caches[0].length
         if variant is None or seen > self.most_seen:
             reason = (
@@ -145,12 +152,18 @@ class ExportedStep(StepExecutor):
         return PreparedStep(rewrite, [], flat, run)
 
 
-_VARIANT_FIELDS = ("inputs", "columns", "admitted_outputs", "valid")
+_VARIANT_FIELDS = {
+    "inputs": "inputs",
+    "columns": "columns",
+    "admitted_outputs": "admitted_outputs",
+    "valid_output": "valid",
+}
+"""The name in a manifest of each field of a `StepRewrite` that is stored there."""
 
 
 def _rewrite_of(entry: Mapping[str, Any]) -> StepRewrite:
     """Return a rewrite without its graph; a loop needs only its outputs for the chunk."""
-    fields: dict[str, Any] = {name: entry[name] for name in _VARIANT_FIELDS}
+    fields: dict[str, Any] = {name: entry[key] for name, key in _VARIANT_FIELDS.items()}
     return StepRewrite(rewritten_gm=None, loose_inputs=set(entry["loose_inputs"]), queries=1, **fields)
 
 
@@ -162,7 +175,7 @@ def variant_entry(rewrite: StepRewrite) -> dict[str, Any]:
             "a mask that is made from all tokens anew in every call": not rewrite.is_repeatable,
         }
     )
-    fields = {name: getattr(rewrite, name) for name in _VARIANT_FIELDS}
+    fields = {key: getattr(rewrite, name) for name, key in _VARIANT_FIELDS.items()}
     return {**fields, "loose_inputs": sorted(rewrite.loose_inputs)}
 
 

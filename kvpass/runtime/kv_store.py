@@ -128,8 +128,10 @@ class KVStore:
             most = max(limit + more for limit, more in zip(cache.row_budgets, new.tolist(), strict=True))
             capacity = max(capacity, policy.capacity(layout.budget + pinned_headroom(most - layout.budget)))
         elif PINNED in slots.state or bool(new.any()):
-            held = (slots.state[PINNED] & (slots.position >= 0)).sum(-1).amax(-1) if PINNED in slots.state else 0
-            counts = (held + new).tolist()
+            pinned_before = (
+                (slots.state[PINNED] & (slots.position >= 0)).sum(-1).amax(-1) if PINNED in slots.state else 0
+            )
+            counts = (pinned_before + new).tolist()
             rest, pinned = min((limit - count, count) for limit, count in zip(cache.row_budgets, counts, strict=True))
             check_pinned(policy, pinned, rest)
         wanted = layout.with_pins(pins.on_top)
@@ -142,7 +144,7 @@ class KVStore:
             pinned = pins.mask[:, 0].tolist()
             cache.row_budgets = tuple(limit + more for limit, more in zip(cache.row_budgets, pinned, strict=True))
 
-    def prepare(self, cache: LayerCache, valid: Callable[[], Tensor]) -> None:
+    def evict_before_step(self, cache: LayerCache, valid: Callable[[], Tensor]) -> None:
         """Do nothing: the graph of a step on slots frees a slot itself."""
 
     def snapshot(self, cache: LayerCache, chunk: bool) -> SlotSnapshot:

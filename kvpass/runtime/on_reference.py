@@ -179,8 +179,8 @@ class _ReferenceCall:
     ) -> ReferenceView:
         """Return the cached and new tokens; `stored` is the key of a token that is read as stored, else None."""
         query, key, value, valid = new
-        groups, count, held_values = self.layout.metadata_heads, query.shape[2], store.held_vectors("value")
-        keys, ranks = store.held_vectors("key"), store.ranks().clamp(min=0)
+        groups, count, held_values = self.layout.metadata_heads, query.shape[2], store.cached_vectors("value")
+        keys, ranks = store.cached_vectors("key"), store.ranks().clamp(min=0)
         if stored is not None:
             keys, value = torch.cat([keys, store.stored(stored)], 2), store.stored(value, key=False)
             ranks = torch.cat([ranks, (store.positions() >= 0).sum(-1, keepdim=True)], -1)
@@ -247,8 +247,8 @@ class ReferenceStore(KVStore):
     def pin(self, cache: Any, pins: Pins) -> None:
         """Do nothing: a step of the reference stores the pin together with the token."""
 
-    def prepare(self, cache: Any, valid: Callable[[], Tensor]) -> None:
-        cache.slots.prepare(valid())
+    def evict_before_step(self, cache: Any, valid: Callable[[], Tensor]) -> None:
+        cache.slots.evict_before_step(valid())
 
     def snapshot(self, cache: Any, chunk: bool) -> SlotSnapshot:
         return SlotSnapshot(cache.slots.copy())

@@ -70,14 +70,14 @@ class PromptLayer:
 
 
 @dataclasses.dataclass(frozen=True)
-class AdmittedPrompt:
-    """A prompt that has run.
+class PendingPrompt:
+    """A prompt that has run and is not yet admitted to caches.
 
     Attributes:
         stores_raw_keys: whether keys are stored before their rotary embedding.
         notes, first, rotated_key, model: see `LayerCache`.
-        layers: the results of the prompt in each layer; the list is emptied as they are stored, unless the cache can be
-            cropped.
+        layers: the results of the prompt in each layer; the list is emptied as they are admitted, unless the cache can
+            be cropped.
         new: the number of tokens, without those of an adopted past.
     """
 
@@ -91,11 +91,11 @@ class AdmittedPrompt:
     new: int
     _shorter: dict[int, list[LayerCache]] = dataclasses.field(default_factory=dict, init=False)
 
-    def caches(self) -> Iterator[LayerCache]:
-        """Yield a cache for each layer."""
+    def admit_layers(self) -> Iterator[LayerCache]:
+        """Admit the prompt layer by layer, and yield the cache of each."""
         crop = self.backend.crop
         layers = list(self.layers) if crop else self.layers
-        for index, cache in enumerate(self._store_layers(layers)):
+        for index, cache in enumerate(self._plan_and_admit(layers)):
             if crop:
                 cache.calls = (PastCall.on(cache, self.new, None, functools.partial(self._caches_of_first, index)),)
             yield cache
@@ -105,11 +105,11 @@ class AdmittedPrompt:
         """Return a layer's cache of the first `count` tokens; a policy may plan all layers together."""
         if count not in self._shorter:
             layers = [each.crop(self.new - count, self.backend.budget) for each in self.layers]
-            self._shorter[count] = list(dataclasses.replace(self, layers=layers, new=count).caches())
+            self._shorter[count] = list(dataclasses.replace(self, layers=layers, new=count).admit_layers())
         return self._shorter[count][layer]
 
-    def _store_layers(self, layers: list[PromptLayer]) -> Iterator[LayerCache]:
-        """Yield the cache of each layer of a prompt, and release its keys and values once they are stored."""
+    def _plan_and_admit(self, layers: list[PromptLayer]) -> Iterator[LayerCache]:
+        """Plan all layers, then admit each: yield its cache, and release its keys and values."""
         valid = layers[0].chunk.valid
         prompt, shares = valid.shape[1], slots_of_rows(self.backend.policy, self.backend.budget, valid)
         budget, policy = max(shares), self.backend.policy
@@ -124,7 +124,7 @@ class AdmittedPrompt:
             plan.differs(budget) for layer, (_, plan) in zip(layers, plans, strict=True) if layer.policy is policy
         )
         for i, plan in enumerate(plans):
-            yield self._store_layer(i, layers[i], plan, by_row)
+            yield self._admit_layer(i, layers[i], plan, by_row)
             layers[i] = None  # type: ignore[call-overload]
 
     def _plan_layers(self, layers: list[PromptLayer], shares: list[int], prompt: int) -> list[tuple[int, Plan]]:
@@ -151,8 +151,8 @@ class AdmittedPrompt:
             if layer.policy is self.backend.policy:
                 planned.append((budget, next(mine)))
             else:  # it holds its window, or every token
-                held = whole if layer.site.window is None else layer.site.window
-                planned.append((held, Plan(held, layer.policy.capacity(held))))
+                tokens = whole if layer.site.window is None else layer.site.window
+                planned.append((tokens, Plan(tokens, layer.policy.capacity(tokens))))
         return planned
 
     def _policy_plans(self, layers: list[PromptLayer], shares: list[int]) -> list[Plan]:
@@ -172,7 +172,7 @@ class AdmittedPrompt:
             if min(shares) < window <= max(shares):
                 raise BudgetError(MIXED.format(budget=self.backend.budget, shares=shares, window=window))
 
-    def _store_layer(self, number: int, layer: PromptLayer, planned: tuple[int, Plan], by_row: bool) -> LayerCache:
+    def _admit_layer(self, number: int, layer: PromptLayer, planned: tuple[int, Plan], by_row: bool) -> LayerCache:
         budget, plan = planned
         chunk, governed = layer.chunk, layer.policy is self.backend.policy
         if not governed:
@@ -205,7 +205,7 @@ class AdmittedPrompt:
         slots, row_budgets, clocks = kv_store.admit_prompt(layout, chunk, layer.spec, layer.site, plan)
         return LayerCache(
             self.backend,
-            next(self.backend.layers),
+            next(self.backend.cache_numbers),
             layout,
             slots,
             length=count,

@@ -33,7 +33,7 @@ from kvpass.runtime.backend_base import BackendBase
 from kvpass.runtime.cache_changes import longer_placeholder, output_weight_by_head
 from kvpass.runtime.call_pins import call_pins
 from kvpass.runtime.checks import PositionCheck, RotationCheck
-from kvpass.runtime.prompt_admission import AdmittedPrompt, PromptLayer
+from kvpass.runtime.prompt_admission import PendingPrompt, PromptLayer
 from kvpass.runtime.run_events import publish_run
 from kvpass.torch_private import dynamo, fx_nodes, regions, symbolic_shapes, tensors
 from kvpass.torch_private.tensors import UnwrappedSubclasses
@@ -155,7 +155,7 @@ class PromptRunner:
 
     Attributes:
         graph: the facts about the graph.
-        inner: the compiled graph.
+        compiled: the compiled graph.
         inputs: the inputs of the canonical graph, by which sizes are measured; None for code of an artifact.
         positions: the check of position ids, if keys are stored before their rotary embedding.
         rotation: computes `rotated_key`; None if keys are stored rotated.
@@ -165,7 +165,7 @@ class PromptRunner:
 
     backend: BackendBase
     graph: PromptGraph
-    inner: Callable[..., Any] | None = None
+    compiled: Callable[..., Any] | None = None
     inputs: fx.Graph | None = None
     positions: PositionCheck | None = None
     rotation: RotationCheck | None = None
@@ -226,12 +226,12 @@ class PromptRunner:
         may_come_once = all(_is_static_on_cpu(example) for example in examples)
         assert self.graph.rewrite.rewritten_gm is not None
         if may_come_once and not self.backend.compiles_prompts_at_once:
-            self.inner = _DeferredPrompt(fx_nodes.code_of(self.graph.rewrite.rewritten_gm), self._compile_graph)
+            self.compiled = _DeferredPrompt(fx_nodes.code_of(self.graph.rewrite.rewritten_gm), self._compile_graph)
         else:
             # A transposed tensor would be new to the compiler, with sizes of its own.
             holders = enumerate(walk.placeholders(self.graph.rewrite.rewritten_gm.graph))
             shown = {index: walk.value(node) for index, node in holders if index in self.graph.tokens_first}
-            self.inner = self._compile_graph([shown.get(index, x) for index, x in enumerate(examples)])
+            self.compiled = self._compile_graph([shown.get(index, x) for index, x in enumerate(examples)])
 
     def _compile_graph(self, examples: Sequence[Any]) -> Callable[..., Any]:
         rewrite = self.graph.rewrite
@@ -253,8 +253,8 @@ class PromptRunner:
         """Run the graph; `arguments` are Dynamo's, `traced` are the same with tensor subclasses unwrapped."""
         self._validate(traced)
         regions.note_run()
-        assert self.inner is not None  # compiled, or of an artifact
-        graph, results = self.graph, list(self.inner(*traced))
+        assert self.compiled is not None  # compiled, or of an artifact
+        graph, results = self.graph, list(self.compiled(*traced))
         adopted = 0 if graph.adopted_past is None else traced[graph.adopted_past].shape[2]
         first, pins = self._first_ids(results, traced), self._call_pins(results, adopted)
         layers = [self._prompt_layer(results, i, adopted, pins, arguments, traced) for i in range(len(graph.sites))]
@@ -265,7 +265,7 @@ class PromptRunner:
         for index, dim in graph.scoring_outputs:
             results[index] = longer_placeholder(results[index], dim, 0)
         model = [arguments[index] for index in graph.module_inputs] or graph.constants
-        admitted = AdmittedPrompt(
+        pending = PendingPrompt(
             backend=self.backend,
             stores_raw_keys=graph.stores_raw_keys,
             notes=() if graph.adopted_past is None else (ADOPTED,),
@@ -276,7 +276,7 @@ class PromptRunner:
             new=prompt - adopted,
         )
         del layers  # so that the keys and values of each layer are freed once they are stored
-        for site, cache in zip(graph.sites, admitted.caches(), strict=True):
+        for site, cache in zip(graph.sites, pending.admit_layers(), strict=True):
             results[site.keys_out], results[site.values_out] = handles_of(cache, site.token_dims)
         publish_run(PromptResult(self, arguments, tuple(results)))
         return tuple(results)
@@ -352,7 +352,7 @@ class PromptRunner:
     def _valid(self, results: list[Any], i: int, key: Tensor) -> Tensor:
         """Return bool [B, S], False for padding."""
         rows, _, count, _ = key.shape
-        index = self.graph.rewrite.outputs[i].valid
+        index = self.graph.rewrite.outputs[i].valid_output
         if index is None:
             return torch.ones(rows, count, dtype=torch.bool, device=key.device)
         valid: Tensor = results[index].expand(rows, -1)

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from kvpass.cache.handle import check_layers, current_cache, handles_of, with_heads_first
+from kvpass.cache.handle import check_order_and_lengths, current_cache, handles_of, with_heads_first
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.capture.canonical import AttentionSite, SiteFacts
 from kvpass.capture.capture import Capture
@@ -77,12 +77,14 @@ class StepExecutor:
         key, before = step_key(caches), caches[0].length
         calls, kv_store = calls_before(caches, queries), self.backend.kv_store
         for layer, cache in enumerate(caches):
-            kv_store.prepare(cache, functools.partial(self.padding.valid_tokens, layer, cache, arguments, queries))
+            kv_store.evict_before_step(
+                cache, functools.partial(self.padding.valid_tokens, layer, cache, arguments, queries)
+            )
         clocks: Sequence[tuple[Any, ...]] = [cache.clocks for cache in caches]
         if queries == 1:
             compact, clocks = self.tick(caches, arguments)
             inputs = dataclasses.replace(inputs, compact=compact)
-        step = self._prepare(inputs)
+        step = self._prepare_step(inputs)
         for cache in caches:
             cache.interrupted = True
         if queries == 1:
@@ -117,7 +119,7 @@ class StepExecutor:
         """
         if self.backend.kv_store.is_reference:  # the reference needs the preparation that `FastStep` skips
             return lambda arguments, _: self.advance(dataclasses.replace(inputs, arguments=arguments)).results
-        step = self._prepare(inputs)
+        step = self._prepare_step(inputs)
         return FastStep(inputs.caches, step.rewrite, step.run)
 
     def arguments_after(self, caches: list[LayerCache], arguments: tuple[Any, ...], by: int) -> tuple[Any, ...]:
@@ -128,7 +130,7 @@ class StepExecutor:
         """Return a predicate: whether the code still serves a step that many tokens after one that ran."""
         raise NotImplementedError
 
-    def _prepare(self, inputs: StepInputs) -> PreparedStep:
+    def _prepare_step(self, inputs: StepInputs) -> PreparedStep:
         """Return the code and the arguments of a step."""
         raise NotImplementedError
 
@@ -183,8 +185,8 @@ class StepRunner(StepExecutor):
 
     def _run(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         caches = [self._cache_of_layer(arguments, indices) for indices in self.pasts]
-        check_layers(caches)
-        self.verifier.check_layers(caches, arguments)
+        check_order_and_lengths(caches)
+        self.verifier.check_caches_match_layers(caches, arguments)
         self.padding.check_hidden(caches)
         arguments = self.as_traced(arguments)
         queries = self.sizes.queries(arguments)
@@ -223,18 +225,18 @@ class StepRunner(StepExecutor):
 
     # -- variants ---------------------------------------------------------------------------------------------------
 
-    def _prepare(self, inputs: StepInputs) -> PreparedStep:
+    def _prepare_step(self, inputs: StepInputs) -> PreparedStep:
         caches, arguments = inputs.caches, inputs.arguments
         key = ShapeKey.of(caches, self.sizes.numbers(arguments))
         variant = self._find_variant(inputs, key)
-        rewrite = variant.rewrite_for(key)
+        rewrite = variant.rewrite_with_numbers(key)
         host_inputs = rewrite.run_host_graph(arguments)
         flat = rewrite.flat_arguments([cache.slots for cache in caches], arguments, host_inputs, caches[0].length)
         run = variant.code_for(self.backend, flat, caches[0].layout.stores_raw_keys, rewrite.queries > 1)
         if variant.serves(key):
             return PreparedStep(rewrite, host_inputs, flat, run, variant)
         # Compiling has added guards that this call does not meet.
-        return self._prepare(inputs)
+        return self._prepare_step(inputs)
 
     def _find_variant(self, inputs: StepInputs, key: ShapeKey) -> CompiledVariant:
         """Return a variant of the graph for inputs with this key."""
@@ -247,7 +249,7 @@ class StepRunner(StepExecutor):
         if variant is not None:
             return variant
 
-        def rewrite_for(dynamic: DynamicDims | None) -> StepRewrite:
+        def rewrite_for_call(dynamic: DynamicDims | None) -> StepRewrite:
             by_index = dynamic.by_index if dynamic else {}
             layouts = [key.dynamic_layout(i, cache.layout, by_index) for i, cache in enumerate(caches) if dynamic]
             step = StepCall(
@@ -272,7 +274,7 @@ class StepRunner(StepExecutor):
             if variant is not None:  # another thread has rewritten it meanwhile
                 return variant
             shared = (*kind, tied, headroom) if has_dynamic_sizes else None
-            variant = self.variants.make(call, shared, key, self.sizes.queries(arguments) == 1, rewrite_for)
+            variant = self.variants.make(call, shared, key, self.sizes.queries(arguments) == 1, rewrite_for_call)
             self.sizes.rewritten_interpretations.add(other_sizes)
         return variant
 

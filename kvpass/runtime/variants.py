@@ -134,7 +134,7 @@ class CompiledVariant:
         self._ran_uncompiled = False
         self._by_key = LruCache[ShapeKey, StepRewrite]()
 
-    def rewrite_for(self, key: ShapeKey) -> StepRewrite:
+    def rewrite_with_numbers(self, key: ShapeKey) -> StepRewrite:
         """Return the rewrite with numbers for its dynamic sizes, for a call with this shape key."""
         known = self._by_key.find(key)
         numbers = [key.all_numbers[index] for index in self._dynamic_indices]

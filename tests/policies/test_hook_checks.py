@@ -119,7 +119,9 @@ def test_a_hook_that_another_attribute_asks_for_is_missed() -> None:
 class Merging:
     """A mixin with a hook that is not itself a policy."""
 
-    def merge_evicted(self, tokens: Tokens, held: torch.Tensor, evicted: torch.Tensor, valid: torch.Tensor) -> Merge:
+    def merge_evicted(
+        self, tokens: Tokens, cached_keys: torch.Tensor, evicted: torch.Tensor, valid: torch.Tensor
+    ) -> Merge:
         raise NotImplementedError
 
 

@@ -123,9 +123,9 @@ def _new_outputs(step: StepContext) -> tuple[Outputs, list[Any]]:
     starts = [*itertools.accumulate(map(len, step.attention.admitted_outputs), initial=len(kept))]
     chunks = [list(range(start, stop)) for start, stop in itertools.pairwise(starts)]
     kept += [node for chunk in step.attention.admitted_outputs for node in chunk]
-    valid = None if step.valid_output is None else len(kept)
+    valid_output = None if step.valid_output is None else len(kept)
     kept += [] if step.valid_output is None else [step.valid_output]
-    return Outputs(outputs, lengths, grown, chunks, valid), kept
+    return Outputs(outputs, lengths, grown, chunks, valid_output), kept
 
 
 def resolve_sizes(step: StepContext) -> PassRecord:
