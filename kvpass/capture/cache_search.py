@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import torch
 import torch.fx as fx
 
-from kvpass.capture import decomposed_attention, keys, origins
+from kvpass.capture import decomposed_attention, origins, sparse_index
 from kvpass.capture.canonical import stored_output
 from kvpass.capture.decomposed_attention import AttentionCall
 from kvpass.capture.origins import CacheRefused, Origin, cat_parts, origin_of
@@ -138,9 +138,9 @@ class _CacheSearch:
 
     def _known_outputs(self) -> set[int]:
         """Return the output indices of caches that were read, those of sparse indices among them."""
-        indices = [index for reading in self.readings for index in keys.sparse_indices(reading.call.mask)]
+        indices = [index for reading in self.readings for index in sparse_index.sparse_indices(reading.call.mask)]
         returned = list(self.outputs)
-        scoring_keys = [node for index in indices for node, _ in keys.cached_scoring_keys(index, returned)]
+        scoring_keys = [node for index in indices for node, _ in sparse_index.cached_scoring_keys(index, returned)]
         caches = {index for reading in self.readings for index in (reading.keys_out, reading.values_out)}
         return caches | {self.outputs[node] for node in scoring_keys}
 

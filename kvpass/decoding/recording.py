@@ -18,7 +18,7 @@ from kvpass.decoding.cache_files import CacheObjectWriter
 from kvpass.decoding.loop import DecodeLoop
 from kvpass.decoding.stepping import is_same_tensor
 from kvpass.errors import UnsupportedGraph
-from kvpass.runtime import exported_graphs, prompts, steps
+from kvpass.runtime import exported_graphs, prompts, step_execution, steps
 from kvpass.runtime.run_events import collect_runs, publish_run
 
 
@@ -36,7 +36,7 @@ class RecordedCall:
 
     inputs: dict[str, Tensor]
     before: int
-    result: prompts.PromptResult | steps.StepResult
+    result: prompts.PromptResult | step_execution.StepResult
     logits: Tensor
     cache: Any
 
@@ -166,14 +166,14 @@ class _GraphWriter:
 
     def _step(self, last: RecordedCall, alike: Sequence[RecordedCall], ids: int) -> tuple[dict[str, Any], set[int]]:
         ran, variants = last.result, {}
-        assert isinstance(ran, steps.StepResult)
+        assert isinstance(ran, step_execution.StepResult)
         runner = ran.runner
         assert isinstance(runner, steps.StepRunner)
         entry = exported_graphs.step_entry(runner, ran, ids)
         chunk = ran.rewrite.queries > 1
         lengths = exported_graphs.chunk_length_range(runner, ran, ids) if chunk else (1, 1)
         for each in [ran] if chunk else [call.result for call in alike]:
-            assert isinstance(each, steps.StepResult)
+            assert isinstance(each, step_execution.StepResult)
             assert each.variant is not None
             if each.inputs.compact not in variants:
                 code = self._code(each.variant.compiled)
@@ -230,6 +230,6 @@ class _GraphWriter:
 def _code_of_chunk(call: RecordedCall) -> Any:
     """Return the compiled code of a chunk; None for other calls, and for a chunk that ran uncompiled."""
     ran = call.result
-    if not isinstance(ran, steps.StepResult) or ran.rewrite.queries == 1 or ran.variant is None:
+    if not isinstance(ran, step_execution.StepResult) or ran.rewrite.queries == 1 or ran.variant is None:
         return None
     return ran.variant.compiled

@@ -20,9 +20,10 @@ from kvpass.decoding.model_call import ModelCall
 from kvpass.decoding.prefill import with_dynamic_length
 from kvpass.decoding.sampling import Sampling
 from kvpass.errors import CacheFileError, CacheHandleError
-from kvpass.runtime import cache_changes, clocks, steps
+from kvpass.runtime import cache_changes, clocks
 from kvpass.runtime.clocks import StepKey
 from kvpass.runtime.run_events import collect_runs
+from kvpass.runtime.step_execution import StepExecutor, StepInputs, StepResult
 from kvpass.torch_private import dynamo
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -201,7 +202,7 @@ class LoopState:
         self.loop.parts.record()
         with collect_runs() as found:
             out = self.loop.caller(self.ids, with_dynamic_length(mask), self.position, self.cache)
-        ran = [each for each in found if isinstance(each, steps.StepResult)]
+        ran = [each for each in found if isinstance(each, StepResult)]
         if len(ran) != 1:
             raise CacheHandleError("the model ran its decode step in several graphs, or in none of kvpass")
         if not ran[0].rewrite.is_repeatable:
@@ -258,7 +259,7 @@ class RepeatedStep:
     the first on its number of tokens.  It repeats them only as long as all guards on sizes hold.
     """
 
-    runner: steps.StepExecutor
+    runner: StepExecutor
 
     def __init__(self, state: LoopState) -> None:
         self.state = state
@@ -269,7 +270,7 @@ class RepeatedStep:
         self.graphs: dict[tuple[StepKey, Any], torch.cuda.CUDAGraph] = {}  # and `LoopState.variant`
         self.caches: list[LayerCache] = []
 
-    def repeat(self, result: steps.StepResult, logits: Tensor, mask: Tensor) -> None:
+    def repeat(self, result: StepResult, logits: Tensor, mask: Tensor) -> None:
         """Take over from a step that ran through the model, with its logits and padding mask."""
         self.settled = bool(self.caches) and result.runner is self.runner
         if not self.settled:
@@ -319,7 +320,7 @@ class RepeatedStep:
         self.arguments = self.runner.arguments_after(self.caches, self.arguments, 1)
         compact, ticked = self.runner.tick(self.caches, self.arguments)
         if (key, compact) not in self.callables:
-            inputs = steps.StepInputs(self.caches, self.arguments, self.other_sizes, self.known_padding, compact)
+            inputs = StepInputs(self.caches, self.arguments, self.other_sizes, self.known_padding, compact)
             self.callables[key, compact] = self.runner.bind_fast_step(inputs)
         results = self.callables[key, compact](self.arguments, ticked)
         self.state.choose(results[self.logits_index])

@@ -14,8 +14,8 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.capture import keys
-from kvpass.capture.keys import KeyAxis, MaskContext
+from kvpass.capture import sparse_index
+from kvpass.capture.key_axis import KeyAxis, MaskContext
 from kvpass.errors import UnsupportedGraph
 from kvpass.fx import alias, op_table, splicing, walk
 from kvpass.fx.shapes import Sizes, expr
@@ -151,7 +151,7 @@ def cut_mask(step_gm: fx.GraphModule, mask: fx.Node, sizes: Sizes, context: Mask
     Raises:
         UnsupportedGraph: an operation cannot be evaluated for one key; the message names it and its line.
     """
-    sparse_indices = keys.sparse_indices(mask)
+    sparse_indices = sparse_index.sparse_indices(mask)
     subgraph = walk.ancestors(mask, [*context.stored, *(each.node for each in sparse_indices)])
     index_nodes, memory = [*context.key_indices, *context.inputs], alias.AliasSets(step_gm.graph)
     dependent = alias.dependents(subgraph, index_nodes, memory)
@@ -196,7 +196,7 @@ def check_not_overwritten(moved: set[fx.Node], behind: set[fx.Node], result: fx.
 class _KeyCutter:
     """Copy the mask's subgraph for one key: the key index and the cache's length take the values of one key.
 
-    Nodes that are proven to compute slice by slice are copied (`kvpass.capture.keys`).  The host precomputes the
+    Nodes that are proven to compute slice by slice are copied (`kvpass.capture.key_axis`).  The host precomputes the
     others.
     """
 
@@ -207,7 +207,7 @@ class _KeyCutter:
         context: MaskContext,
         subgraph: set[fx.Node],
         key_features: list[fx.Node],
-        sparse_indices: list[keys.SparseIndex],
+        sparse_indices: list[sparse_index.SparseIndex],
     ) -> None:
         self.step_gm, self.sizes, self.context = step_gm, sizes, context
         self.totals = {expr(value(node).shape[2]) for node in context.stored}
@@ -217,7 +217,7 @@ class _KeyCutter:
         self.env: dict[fx.Node, Any] = {node: self._index_in(value(node).dtype, index) for node in context.key_indices}
         self.padding, self.entries = [n for n in context.padding if n in subgraph], list[PerTokenInput]()
         self.env.update({node: self.graph.placeholder(node.name) for node in [*self.padding, *key_features]})
-        self.env.update({each.node: keys.select_all(each, self.graph) for each in sparse_indices})
+        self.env.update({each.node: sparse_index.select_all(each, self.graph) for each in sparse_indices})
         axes = {
             node: next(d for d, size in enumerate(value(node).shape) if expr(size) in self.totals)
             for node in key_features

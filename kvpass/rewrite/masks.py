@@ -10,9 +10,9 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.capture import keys
+from kvpass.capture import key_axis, sparse_index
 from kvpass.capture.canonical import AttentionSite
-from kvpass.capture.keys import MaskContext
+from kvpass.capture.key_axis import MaskContext
 from kvpass.fx import op_table, splicing, walk
 from kvpass.fx.walk import value
 from kvpass.rewrite.context import StepContext
@@ -51,7 +51,7 @@ class Masks:
         step = self._step
         nodes = walk.ancestors(site.mask, [site.grown_key, site.grown_value])  # type: ignore[arg-type]
         pasts = {past for each in step.sites for past in each.pasts}
-        inputs = keys.token_inputs(nodes - pasts, step.argument_of, step.sizes)
+        inputs = key_axis.token_inputs(nodes - pasts, step.argument_of, step.sizes)
         return MaskContext(
             key_indices=[
                 n
@@ -69,9 +69,9 @@ class Masks:
         """Take a mask's sparse indices as selecting all slots, and drop the outputs of the keys by which they score."""
         step = self._step
         capacity, outputs = max(step.capacities), walk.results(step.graph)
-        for index in keys.sparse_indices(mask):
+        for index in sparse_index.sparse_indices(mask):
             index.check(capacity if step.decodes else capacity + step.queries)
-            for node, dim in keys.cached_scoring_keys(index, outputs):
+            for node, dim in sparse_index.cached_scoring_keys(index, outputs):
                 past = step.placeholders.index(node.all_input_nodes[0])
                 step.attention.dropped_outputs[outputs.index(node)] = (past, dim)
 

@@ -23,7 +23,8 @@ from kvpass.runtime.padding_tracker import PaddingTracker
 from kvpass.runtime.prompts import PromptGraph, PromptRunner, policies_by_layer
 from kvpass.runtime.run_events import publish_run
 from kvpass.runtime.sizes import TokenCounters, guard_predicate
-from kvpass.runtime.steps import PreparedStep, StepExecutor, StepInputs, StepResult, StepRunner
+from kvpass.runtime.step_execution import PreparedStep, StepExecutor, StepInputs, StepResult
+from kvpass.runtime.steps import StepRunner
 from kvpass.torch_private import inductor
 
 MOST_TOKENS = 1 << 20

@@ -8,7 +8,6 @@ another process a model is recognised by samples of its weights (`digests`) and 
 from __future__ import annotations
 
 import hashlib
-import math
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -18,7 +17,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass.capture.canonical import AttentionSite
-from kvpass.fx import op_table, propagation, walk
+from kvpass.fx import walk
 from kvpass.fx.walk import tensor_bytes
 from kvpass.torch_private import dynamo
 
@@ -38,31 +37,6 @@ def key_projection_indices(site: AttentionSite) -> tuple[int, ...]:
         return [parent for parent in node.all_input_nodes if not dynamo.is_of_module(parent)]
 
     return tuple(sorted({indices[p] for node in walk.reach([site.key], following) for p in of_module(node)}))
-
-
-def output_projection_index(site: AttentionSite) -> int | None:
-    """Return the argument index of a site's output projection [E, Hq Dv]; None if not proven.
-
-    The operations between attention and a linear layer run on numbered elements, which shows that each query head's
-    part of the output meets its own columns of the weight.
-    """
-    shape, node = propagation.concrete_shape(walk.value(site.call).shape), site.call
-    numbered = torch.arange(math.prod(shape)).view(shape)
-    wanted, moved = numbered.transpose(1, 2).flatten(2), numbered
-    while True:
-        users = [user for user in node.users if not walk.is_size(user)]
-        if len(users) == 1 and walk.name_of(users[0]) == "linear" and users[0].args[:1] == (node,):
-            break
-        if len(users) != 1 or not op_table.is_a(users[0], "moves", "keeps"):
-            return None
-        try:
-            moved = propagation.run_on(users[0], {node: moved}) if op_table.is_a(users[0], "moves") else moved
-        except (RuntimeError, TypeError, IndexError):
-            return None
-        node = users[0]
-    weight, holders = [*users[0].args, *users[0].kwargs.values()][1], walk.placeholders(site.call.graph)
-    proven = moved.shape[-1] == wanted.shape[-1] and torch.equal(moved.flatten(), wanted.flatten())
-    return holders.index(weight) if proven and isinstance(weight, fx.Node) and weight in holders else None
 
 
 def weak_references(tensors: Iterable[Any]) -> Weights:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvpass.cache.admission import NewRows
 from kvpass.cache.handle import handles_of, with_heads_first
-from kvpass.capture import keys
+from kvpass.capture import sparse_index
 from kvpass.capture.canonical import AttentionSite, SiteFacts
 from kvpass.capture.capture import Capture
 from kvpass.capture.padding_analysis import padding_inputs_of_sites
@@ -30,9 +30,10 @@ from kvpass.rewrite.prompt import PromptCall, PromptRewrite, rewrite_prompt
 from kvpass.rewrite.validation.prompts import PromptCase, validate_prompt
 from kvpass.runtime import model_identity
 from kvpass.runtime.backend_base import BackendBase
-from kvpass.runtime.cache_changes import longer_placeholder, output_weight_by_head
+from kvpass.runtime.cache_changes import longer_placeholder
 from kvpass.runtime.call_pins import call_pins
 from kvpass.runtime.checks import PositionCheck, RotationCheck
+from kvpass.runtime.output_projection import output_weight_by_head, required_projection_index
 from kvpass.runtime.prompt_admission import PendingPrompt, PromptLayer
 from kvpass.runtime.run_events import publish_run
 from kvpass.torch_private import dynamo, fx_nodes, regions, symbolic_shapes, tensors
@@ -72,7 +73,7 @@ class PromptGraph:
     output_projections: list[int | None]
     adopted_past: int | None = None
     constants: list[Tensor] = dataclasses.field(default_factory=list)
-    sparse_indices: list[keys.SparseIndex] = dataclasses.field(default_factory=list)
+    sparse_indices: list[sparse_index.SparseIndex] = dataclasses.field(default_factory=list)
     scoring_outputs: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     tokens_first: frozenset[int] = frozenset()
 
@@ -97,17 +98,6 @@ def _check_policy(policy: Policy, policies: list[Policy], sites: list[AttentionS
             f"{walk.source_line(sliding.call)}: {policy.name} numbers the tokens of all layers alike, and this layer "
             "has a sliding window of its own"
         )
-
-
-def _output_projection(site: AttentionSite, policy: Policy) -> int | None:
-    """Return the argument index of the weight that projects a site's output, for a policy that reads it."""
-    found = model_identity.output_projection_index(site) if policy.projects else None
-    if policy.projects and found is None:
-        raise UnsupportedGraph(
-            f"{walk.source_line(site.call)}: {policy.name!r} weighs tokens by the projection of the output, and "
-            "attention's output is not seen to enter one linear layer, head after head: use policy='ada_kv'"
-        )
-    return found
 
 
 def _is_static_on_cpu(example: Any) -> bool:
@@ -185,8 +175,8 @@ class PromptRunner:
         holders, outputs = walk.placeholders(canonical_gm.graph), walk.results(canonical_gm.graph)
         relaid = with_heads_first(examples, captured.tokens_first)
         call = PromptCall(canonical_gm, sites, policies, backend.budget, stores_raw_keys, extras, relaid, padding)
-        sparse_indices = [each for site in sites for each in keys.sparse_indices(site.mask)]
-        grown = [pair for each in sparse_indices for pair in keys.cached_scoring_keys(each, outputs)]
+        sparse_indices = [each for site in sites for each in sparse_index.sparse_indices(site.mask)]
+        grown = [pair for each in sparse_indices for pair in sparse_index.cached_scoring_keys(each, outputs)]
         graph = PromptGraph(
             sites=[site.facts for site in sites],
             policies=policies,
@@ -195,7 +185,9 @@ class PromptRunner:
             outputs=len(outputs),
             module_inputs=[index for index, node in enumerate(holders) if dynamo.is_of_module(node)],
             key_projections=[model_identity.key_projection_indices(site) for site in sites],
-            output_projections=[_output_projection(site, each) for site, each in zip(sites, policies, strict=True)],
+            output_projections=[
+                required_projection_index(site, each) for site, each in zip(sites, policies, strict=True)
+            ],
             adopted_past=holders.index(sites[0].past_key) if sites[0].past_key else None,
             constants=[*canonical_gm.parameters(), *canonical_gm.buffers()],
             sparse_indices=sparse_indices,

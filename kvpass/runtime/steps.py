@@ -1,19 +1,17 @@
-"""Runner of step graphs: a step graph processes one token, or a chunk, on slots."""
+"""Runner of step graphs: check the caches of a call, choose the compiled variant, and return Dynamo's outputs."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 from kvpass.cache.handle import check_order_and_lengths, current_cache, handles_of, with_heads_first
 from kvpass.cache.layer_cache import LayerCache
-from kvpass.capture.canonical import AttentionSite, SiteFacts
+from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.capture import Capture
 from kvpass.errors import CacheHandleError, UnsupportedGraph
 from kvpass.fx import walk
-from kvpass.policies.pinned_tokens import Pins
 from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.pipeline import StepRewrite, rewrite_step
 from kvpass.rewrite.step_graph import StepCall
@@ -22,117 +20,15 @@ from kvpass.rewrite.validation.lockstep import Validation
 from kvpass.rewrite.validation.steps import validate
 from kvpass.runtime.backend_base import BackendBase
 from kvpass.runtime.cache_changes import grow_for, longer_placeholder
-from kvpass.runtime.call_pins import call_pins
 from kvpass.runtime.checks import StepVerifier, describe_wrong_mask
-from kvpass.runtime.clocks import StepKey, advance_counts, step_key, tick
-from kvpass.runtime.kv_store import calls_before, record_calls
+from kvpass.runtime.clocks import tick
 from kvpass.runtime.padding_tracker import PaddingTracker
 from kvpass.runtime.run_events import publish_run
-from kvpass.runtime.sizes import SizeInterpretation, StepSizes, TokenCounters
-from kvpass.runtime.variants import CompiledVariant, DynamicDims, FastStep, ShapeKey, VariantCache
-from kvpass.torch_private import dynamo, inductor, regions, symbolic_shapes, tensors
+from kvpass.runtime.sizes import SizeInterpretation, StepSizes
+from kvpass.runtime.step_execution import PreparedStep, StepExecutor, StepInputs, StepResult
+from kvpass.runtime.variants import CompiledVariant, DynamicDims, ShapeKey, VariantCache
+from kvpass.torch_private import dynamo, symbolic_shapes, tensors
 from kvpass.torch_private.tensors import UnwrappedSubclasses
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class StepInputs:
-    """The inputs of one run of a step graph."""
-
-    caches: list[LayerCache]  # with capacity for the new tokens
-    arguments: tuple[Any, ...]  # Dynamo's
-    other_sizes: SizeInterpretation = ()
-    known_padding: frozenset[int] = frozenset()  # see `PaddingTracker.unchanged_inputs`
-    compact: bool = False  # whether the step compacts the slots
-
-
-class PreparedStep(NamedTuple):
-    """A step that is ready to run."""
-
-    rewrite: StepRewrite
-    host_inputs: list[Any]  # the results of `StepRewrite.run_host_graph`
-    flat: list[Any]  # the arguments of the compiled code
-    run: inductor.Compiled
-    variant: CompiledVariant | None = None  # None for code of an artifact
-
-
-class StepExecutor:
-    """Run the new tokens of a call on the slots of caches, and update the caches."""
-
-    def __init__(
-        self,
-        backend: BackendBase,
-        sites: Sequence[AttentionSite] | Sequence[SiteFacts],
-        sizes: TokenCounters,
-        padding: PaddingTracker,
-    ) -> None:
-        self.backend, self.sizes, self.padding = backend, sizes, padding
-        self.sites: Sequence[Any] = sites
-
-    def advance(self, inputs: StepInputs) -> StepResult:
-        """Run the new tokens in Dynamo's arguments, and update the caches; the policies say whether to compact."""
-        caches, arguments = inputs.caches, inputs.arguments
-        queries = self.sizes.queries(arguments)
-        for cache in caches:
-            grow_for(cache, queries)
-        key, before = step_key(caches), caches[0].length
-        calls, kv_store = calls_before(caches, queries), self.backend.kv_store
-        for layer, cache in enumerate(caches):
-            kv_store.evict_before_step(
-                cache, functools.partial(self.padding.valid_tokens, layer, cache, arguments, queries)
-            )
-        clocks: Sequence[tuple[Any, ...]] = [cache.clocks for cache in caches]
-        if queries == 1:
-            compact, clocks = self.tick(caches, arguments)
-            inputs = dataclasses.replace(inputs, compact=compact)
-        step = self._prepare_step(inputs)
-        for cache in caches:
-            cache.interrupted = True
-        if queries == 1:
-            for cache, pins in self._caches_with_pins(caches):
-                kv_store.pin(cache, pins)
-        regions.note_run()
-        results = step.run(*step.flat)
-        step.rewrite.count_tokens([cache.slots for cache in caches], results)
-        taken = [
-            kv_store.admit_step(cache, site, [results[index] for index in indices])
-            for cache, site, indices in zip(caches, self.sites, step.rewrite.admitted_outputs, strict=True)
-        ]
-        advance_counts(caches, queries, clocks)
-        record_calls(caches, calls, taken)
-        return StepResult(self, inputs, results, step.host_inputs, key, step.rewrite, before, step.variant)
-
-    def _caches_with_pins(self, caches: list[LayerCache]) -> list[tuple[LayerCache, Pins]]:
-        """Return the caches in which the running call pins tokens, each with its pins."""
-        pins = call_pins()
-        return [(cache, pins) for cache in caches if pins is not None and cache.layout.policy is cache.backend.policy]
-
-    def tick(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> tuple[bool, list[tuple[Any, ...]]]:
-        """Return whether a decode step with these arguments compacts, and the policy clocks after the step."""
-        return tick(caches, self.padding.valid_rows(caches, arguments))
-
-    def bind_fast_step(
-        self, inputs: StepInputs
-    ) -> Callable[[tuple[Any, ...], Sequence[tuple[Any, ...]]], Sequence[Any]]:
-        """Return a callable that does what `advance` does for one token while the caches keep their slots.
-
-        It is a `FastStep` for slots; for the eager reference it calls `advance`.
-        """
-        if self.backend.kv_store.is_reference:  # the reference needs the preparation that `FastStep` skips
-            return lambda arguments, _: self.advance(dataclasses.replace(inputs, arguments=arguments)).results
-        step = self._prepare_step(inputs)
-        return FastStep(inputs.caches, step.rewrite, step.run)
-
-    def arguments_after(self, caches: list[LayerCache], arguments: tuple[Any, ...], by: int) -> tuple[Any, ...]:
-        """Return the arguments of the last step as they would be `by` tokens later."""
-        return self.sizes.shift_counts(arguments, caches[0].length - 1, by)
-
-    def holds_after(self, result: StepResult) -> Callable[[int], bool]:
-        """Return a predicate: whether the code still serves a step that many tokens after one that ran."""
-        raise NotImplementedError
-
-    def _prepare_step(self, inputs: StepInputs) -> PreparedStep:
-        """Return the code and the arguments of a step."""
-        raise NotImplementedError
 
 
 class StepRunner(StepExecutor):
@@ -331,25 +227,3 @@ class StepRunner(StepExecutor):
         for site, cache in zip(self.sites, caches, strict=True):
             outputs[site.keys_out], outputs[site.values_out] = handles_of(cache, site.token_dims)
         return tuple(outputs)
-
-
-@dataclasses.dataclass(frozen=True)
-class StepResult:
-    """One run of a step graph."""
-
-    runner: StepExecutor
-    inputs: StepInputs
-    results: Sequence[Any]  # of the rewritten graph
-    host_inputs: list[Any]
-    key: StepKey
-    rewrite: StepRewrite
-    length_before: int  # tokens
-    variant: CompiledVariant | None
-
-    @property
-    def caches(self) -> list[LayerCache]:
-        return self.inputs.caches
-
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        return self.inputs.arguments

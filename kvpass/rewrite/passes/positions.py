@@ -24,7 +24,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.capture import keys
+from kvpass.capture.key_axis import key_index_aranges
 from kvpass.capture.rotary import (
     KEY_ROTATED_BY_OTHERS,
     QUERY_ROTATED_BY_OTHERS,
@@ -54,7 +54,7 @@ def put_length_on_device(step: StepContext) -> PassRecord:
     """Rewrite the tensors computed from the length, and record the nodes that hold key indices, which masks rewrite."""
     arithmetic = _LengthArithmetic(step)
     lookups = arithmetic.slices()
-    key_indices = {w: [*keys.key_index_aranges(step.graph.nodes, step.sizes, w), *lookups] for w in set(step.windows)}
+    key_indices = {w: [*key_index_aranges(step.graph.nodes, step.sizes, w), *lookups] for w in set(step.windows)}
     arithmetic.positions()
     step.length_nodes = Lengths(arithmetic.computed, key_indices)
     unchanged = {node.name: "it counts the keys" for nodes in key_indices.values() for node in nodes}

@@ -15,7 +15,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.capture import keys
+from kvpass.capture import sparse_index
 from kvpass.capture.rotary import find_rotary
 from kvpass.fx import splicing, walk
 from kvpass.fx.walk import value
@@ -64,7 +64,7 @@ class StepCase:
     def most_keys(self) -> float:
         """The most keys that sparse indices select without leaving one out; on slots a sparse index hides no key."""
         masks = dict.fromkeys(each.mask for site in self.call.sites for each in site.attention_calls)
-        indices = [index.limit for mask in masks for index in keys.sparse_indices(mask)]
+        indices = [index.limit for mask in masks for index in sparse_index.sparse_indices(mask)]
         return min((most for most in indices if most is not None), default=math.inf)
 
 

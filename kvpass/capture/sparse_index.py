@@ -1,0 +1,96 @@
+"""Find masks that select the keys of highest score, and leave them out where they select all keys.
+
+A *sparse index* is a mask that lets each query see the keys of highest score in a small attention.  While there are no
+more keys than such a mask selects, it hides nothing.  A layer with at most that many slots is rewritten as if all keys
+were selected, and the scoring keys, which the model caches as a third tensor, are dropped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.fx as fx
+
+from kvpass.capture.canonical import is_attention
+from kvpass.errors import UnsupportedGraph
+from kvpass.fx import op_table, walk
+from kvpass.fx.op_table import tagged
+from kvpass.fx.shapes import expr
+from kvpass.fx.walk import ancestors, name_of, operand_of, value
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseIndex:
+    """A selection among the keys.
+
+    Attributes:
+        node: the mask of selected keys, a number scattered to their indices.
+        number: the mask's value at a selected key.
+        topk: the topk that selects.
+        limit: the number of keys that it selects at most; None if it selects all keys of this graph.
+    """
+
+    node: fx.Node
+    number: bool | int | float
+    topk: fx.Node
+    limit: int | None
+
+    def check(self, keys: int) -> None:
+        """Check that the mask selects all of `keys` keys.
+
+        Raises:
+            UnsupportedGraph: there are more keys than it selects.
+        """
+        if self.limit is not None and keys > self.limit:
+            raise UnsupportedGraph(
+                f"{walk.source_line(self.topk)}: a sparse index selects {self.limit} of the tokens, and here it would "
+                f"have to select among {keys}; kvpass can only leave it out where it selects all of them"
+            )
+
+
+def sparse_indices(mask: fx.Node | None) -> list[SparseIndex]:
+    """Return the sparse indices that a mask is computed from in its own layer."""
+    if mask is None:
+        return []
+    candidates = [_read_sparse_index(node) for node in ancestors(mask) if name_of(node) == "scatter"]
+    return [index for index in candidates if index is not None and index.node in ancestors(mask, until=_ends_layer)]
+
+
+def _ends_layer(node: fx.Node) -> bool:
+    """Return whether a node projects hidden states or attends, so that nodes before it belong to other computations."""
+    return name_of(node) in tagged("projects") | {"softmax", "scaled_dot_product_attention"} or is_attention(node)
+
+
+def _read_sparse_index(node: fx.Node) -> SparseIndex | None:
+    """Read a number that is scattered along the last dimension to the indices of a topk."""
+    if len(node.args) != 4 or not isinstance(node.args[3], (bool, int, float)):
+        return None
+    topk = node.args[2]
+    while isinstance(topk, fx.Node) and name_of(topk) in ("to", "long", "int", "getitem"):
+        topk = topk.args[0]
+    if not isinstance(topk, fx.Node) or name_of(topk) != "topk" or node.args[1] not in (-1, value(node).ndim - 1):
+        return None
+    return SparseIndex(node, node.args[3], topk, _selection_limit(topk))
+
+
+def _selection_limit(topk: fx.Node) -> int | None:
+    """Return how many keys a topk selects at most: 0 if unknown, None if it selects all."""
+    count, keys = expr(op_table.named_arguments(topk)["k"]), expr(value(operand_of(topk)).shape[-1])
+    if count == keys:
+        return None
+    numbers = [part for part in (*count.args, count) if part.is_Integer]
+    return int(numbers[0]) if count.is_Integer or count.func.__name__ == "Min" else 0
+
+
+def cached_scoring_keys(index: SparseIndex, outputs: list[fx.Node]) -> list[tuple[fx.Node, int]]:
+    """Return the grown scoring keys [B, S, D] that the graph returns, each with the dimension along which they grow."""
+    ancestor_nodes = ancestors(index.topk, until=_ends_layer)
+    returned = [node for node in outputs if node in ancestor_nodes and walk.is_tensor(node) and value(node).ndim == 3]
+    return [(node, 1) for node in returned if node.target is torch.cat]
+
+
+def select_all(index: SparseIndex, graph: fx.Graph) -> fx.Node:
+    """Emit a mask in which all keys are selected."""
+    options = {"dtype": value(index.node).dtype, "device": value(index.node).device}
+    return graph.call_function(torch.full, ((1,) * value(index.node).ndim, index.number), options)
