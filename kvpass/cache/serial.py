@@ -44,13 +44,15 @@ def entry_of(cache: LayerCache, prefix: str, tensors: dict[str, Tensor]) -> dict
         raise CacheHandleError("a cache whose heads are sharded over processes cannot be saved")
     # Codes are in the order of the numbers, which no device changes.
     parts = _convert_vectors(slots, Format.to_number_order).tensors()
-    found = {**dict(zip(slots.names, parts, strict=True)), "absent": cache.absent}
-    found |= {name: value for name in _OPTIONAL if (value := getattr(cache, name)) is not None}
-    tensors.update({f"{prefix}{name}": tensor for name, tensor in found.items()})
+    stored = {**dict(zip(slots.names, parts, strict=True)), "absent": cache.absent}
+    stored |= {name: value for name in _OPTIONAL if (value := getattr(cache, name)) is not None}
+    tensors.update({f"{prefix}{name}": tensor for name, tensor in stored.items()})
     entry = {_NAMES_IN_FILES.get(name, name): getattr(layout, name) for name in _LAYOUT_FIELDS}
     counts = dict(seen=cache.length, model_heads=cache.heads, window=cache.window, slots=slots.capacity)
     host = dict(limits=list(cache.row_budgets), clocks=[list(clock) for clock in cache.clocks], notes=list(cache.notes))
-    kinds = dict(dtype=str(layout.dtype).removeprefix("torch."), optional=[name for name in _OPTIONAL if name in found])
+    kinds = dict(
+        dtype=str(layout.dtype).removeprefix("torch."), optional=[name for name in _OPTIONAL if name in stored]
+    )
     return {**entry, **counts, **host, **kinds, "probed": list(PROBED)}
 
 
@@ -96,14 +98,14 @@ def _slots_of(
 ) -> Any:
     """Return the slots of a layout with other capacity, from checked tensors on the CPU."""
     like = empty_slots(dataclasses.replace(layout, capacity=capacity, device=torch.device("meta")))
-    given = [_check_tensor(tensors, name, tensor) for name, tensor in zip(like.names, like.tensors(), strict=True)]
-    found = like.with_tensors(given)
-    if isinstance(found, ClassedSlots):
-        _check_classes(found, layout, seen)
+    checked = [_check_tensor(tensors, name, tensor) for name, tensor in zip(like.names, like.tensors(), strict=True)]
+    slots = like.with_tensors(checked)
+    if isinstance(slots, ClassedSlots):
+        _check_classes(slots, layout, seen)
     else:
-        _check_numbers(found, layout, seen, capacity, row_budgets)
-    found = found.map_tensors(lambda tensor: tensor.to(layout.device, copy=True))
-    return _convert_vectors(found, Format.to_device_layout)
+        _check_numbers(slots, layout, seen, capacity, row_budgets)
+    slots = slots.map_tensors(lambda tensor: tensor.to(layout.device, copy=True))
+    return _convert_vectors(slots, Format.to_device_layout)
 
 
 def _check_classes(slots: ClassedSlots, layout: Layout, seen: int) -> None:
@@ -137,11 +139,11 @@ def _read_count(entry: Mapping[str, Any], name: str) -> int:
 
 
 def _check_tensor(tensors: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
-    found = tensors.get(name)
-    if found is None or found.shape != like.shape or found.dtype != like.dtype:
-        has = "nothing" if found is None else f"{found.dtype} {list(found.shape)}"
+    tensor = tensors.get(name)
+    if tensor is None or tensor.shape != like.shape or tensor.dtype != like.dtype:
+        has = "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
         raise CacheFileError(f"it has {has} for {name!r}, where its header describes {like.dtype} {list(like.shape)}")
-    return found
+    return tensor
 
 
 def _host_counts(entry: Mapping[str, Any], layout: Layout) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:

@@ -93,7 +93,7 @@ class _CacheSearch:
         calls, unread: the attention calls, and each softmax that cannot be read as one, with the reason.
         results: the results of all attention calls.
         updates: the nodes that grow a cache.
-        found: the verdicts so far.
+        verdicts: the verdicts so far.
     """
 
     def __init__(self, dynamo_gm: fx.GraphModule, handles: set[fx.Node]) -> None:
@@ -105,28 +105,28 @@ class _CacheSearch:
         self.results = {result for call in self.calls for result in call.results}
         self.updates = [node for node in dynamo_gm.graph.nodes if self._grows_a_cache(node)]
         self.memory = alias.AliasSets(dynamo_gm.graph)
-        self.found: list[Verdict] = []
+        self.verdicts: list[Verdict] = []
 
     @property
     def readings(self) -> list[Reading]:
-        return [each.reading for each in self.found if each.reading]
+        return [each.reading for each in self.verdicts if each.reading]
 
     def run(self) -> list[Verdict]:
         queries = origins.queries_of(self.calls, self.memory)
         for call in self.calls:
-            self.found.append(self._read_fixed_cache(call, queries) or self._examine_call(call))
+            self.verdicts.append(self._read_fixed_cache(call, queries) or self._examine_call(call))
         self._refuse_unread_updates()
-        if not any(each.refusal for each in self.found):
+        if not any(each.refusal for each in self.verdicts):
             unread = origins.unread_caches(self.graph, self._known_outputs())
-            self.found += [Verdict(node, refusal=reason) for node, reason in unread]
+            self.verdicts += [Verdict(node, refusal=reason) for node, reason in unread]
         self._refuse_mixed_caches()
-        return self.found
+        return self.verdicts
 
     def _refuse_unread_updates(self) -> None:
         """Refuse cache updates that feed no attention call, unless a call that they feed is refused already."""
         used = {origin.grown for reading in self.readings for origin in (reading.key, reading.value)}
-        used |= {node for each in self.found for node in each.fixed}
-        refused_at = {each.node for each in self.found if each.refusal}
+        used |= {node for each in self.verdicts for node in each.fixed}
+        refused_at = {each.node for each in self.verdicts if each.refusal}
         for update in self.updates:
             if update in used or any(update in ancestors(call) for call in refused_at):
                 continue
@@ -134,7 +134,7 @@ class _CacheSearch:
             why = next((why for softmax, why in self.unread.items() if update in ancestors(softmax)), None)
             if why:
                 reason = f"; the next softmax is not read as attention, for {why}"
-            self.found.append(Verdict(update, refusal=_UNREAD + reason))
+            self.verdicts.append(Verdict(update, refusal=_UNREAD + reason))
 
     def _known_outputs(self) -> set[int]:
         """Return the output indices of caches that were read, those of sparse indices among them."""
@@ -149,10 +149,10 @@ class _CacheSearch:
         pasts = {origin.past: each.call.node for each in self.readings for origin in (each.key, each.value)}
         stray = [user for node in self.handles - pasts.keys() for user in node.users if is_tensor(user)]
         ordinary = [call for past, call in pasts.items() if self.handles and past not in self.handles]
-        if stray and not any(each.refusal for each in self.found):
-            self.found.append(Verdict(stray[0], refusal="a kvpass cache is used here outside of an attention call"))
+        if stray and not any(each.refusal for each in self.verdicts):
+            self.verdicts.append(Verdict(stray[0], refusal="a kvpass cache is used here outside of an attention call"))
         if ordinary:
-            self.found.append(Verdict(ordinary[0], refusal=_ORDINARY))
+            self.verdicts.append(Verdict(ordinary[0], refusal=_ORDINARY))
 
     # -- one attention call -----------------------------------------------------------------------------------------
 
@@ -164,12 +164,12 @@ class _CacheSearch:
     def _read_fixed_cache(self, call: AttentionCall, queries: Mapping[fx.Node, fx.Node]) -> Verdict | None:
         """Read a call on keys and values that are stored once and never grow, as in cross-attention."""
         try:
-            found = origin_of(call.key, self.outputs), origin_of(call.value, self.outputs)
+            origins_of_call = origin_of(call.key, self.outputs), origin_of(call.value, self.outputs)
         except CacheRefused:
             return None
-        has_no_past = all(origin.past is None for origin in found)
+        has_no_past = all(origin.past is None for origin in origins_of_call)
         if has_no_past and origins.has_fixed_keys(call, queries, self.memory):
-            return Verdict(call.node, fixed=tuple(origin.grown for origin in found))
+            return Verdict(call.node, fixed=tuple(origin.grown for origin in origins_of_call))
         return None
 
     def _examine_call(self, call: AttentionCall) -> Verdict:
@@ -271,10 +271,10 @@ class _CacheSearch:
         """Return the inputs that bring tokens: ids that embeddings look up, and hidden states [B, q, D]."""
         nodes = alias.ancestors_with_writes([node], reader=call.node, memory=self.memory)
         ids = [n.args[0] for n in nodes if n.target is torch.nn.functional.embedding and is_tensor(n.args[0])]
-        found = {p for n in ids for p in ancestors(n) if p.op == "placeholder" and is_tensor(p)}
+        index_inputs = {p for n in ids for p in ancestors(n) if p.op == "placeholder" and is_tensor(p)}
         states = [p for p in nodes if p.op == "placeholder" and is_tensor(p) and value(p).ndim == 3]
         tensors = [p for p in states if not isinstance(value(p), torch.nn.Parameter)]
-        return found | {p for p in tensors if value(p).is_floating_point()}
+        return index_inputs | {p for p in tensors if value(p).is_floating_point()}
 
     def _source_caches(self, call: AttentionCall) -> tuple[Origin, Origin] | None:
         """Return the two caches that key and value are computed from, in the order in which the graph grows them."""

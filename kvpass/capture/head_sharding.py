@@ -69,10 +69,10 @@ def with_head_sharding(sites: list[AttentionSite], policy: Policy, supports_shar
     declared = vars(type(policy)).get("shardable", "never")  # not inherited: a derived class may read more
     if declared == "always":
         return sites
-    found = [_read_sharding(site, policy) for site in sites]
-    first = found[0]
+    shardings = [_read_sharding(site, policy) for site in sites]
+    first = shardings[0]
     if (
-        len({sharding and (sharding.world_size, sharding.group) for sharding in found}) > 1
+        len({sharding and (sharding.world_size, sharding.group) for sharding in shardings}) > 1
     ):  # they agree on shared budgets
         raise _sharding_error(sites[0], policy, "its layers are sharded over different processes")
     if first is not None and declared == "never":
@@ -81,7 +81,7 @@ def with_head_sharding(sites: list[AttentionSite], policy: Policy, supports_shar
     if first is not None and not supports_shards:
         problem = "inner='reference' sees the heads of its own process; run it in one process"
         raise _sharding_error(sites[0], policy, problem)
-    return [dataclasses.replace(site, sharding=sharding) for site, sharding in zip(sites, found, strict=True)]
+    return [dataclasses.replace(site, sharding=sharding) for site, sharding in zip(sites, shardings, strict=True)]
 
 
 def _sharding_error(site: AttentionSite, policy: Policy, description: str) -> ShardingError:
@@ -139,9 +139,9 @@ def _shard_origins(node: fx.Node) -> frozenset[_ShardOrigin]:
             return []
         return [parent for parent in each.all_input_nodes if not (walk.is_size(parent) or _is_vector(parent))]
 
-    found = {origin for origin in map(_shard_origin, walk.reach([node], following)) if origin}
-    projections = {origin for origin in found if origin.kind != "input"}
-    return frozenset(projections or found)  # inputs that only multiply heads, such as cosines, are no origin
+    shard_origins = {origin for origin in map(_shard_origin, walk.reach([node], following)) if origin}
+    projections = {origin for origin in shard_origins if origin.kind != "input"}
+    return frozenset(projections or shard_origins)  # inputs that only multiply heads, such as cosines, are no origin
 
 
 def _is_vector(node: fx.Node) -> bool:
@@ -159,10 +159,10 @@ def _shard_origin(node: fx.Node) -> _ShardOrigin | None:
     if walk.name_of(node) == "to_local":
         return _of_dtensor(node.all_input_nodes[0])
     weights = [weight for weight in map(_weight, node.all_input_nodes) if weight and value(weight).ndim > 1]
-    found = {_of_weight(node, weight) for weight in weights}
-    if len(found) > 1:
+    weight_origins = {_of_weight(node, weight) for weight in weights}
+    if len(weight_origins) > 1:
         return _ShardOrigin("else", description="several weights")
-    return next(iter(found), None)
+    return next(iter(weight_origins), None)
 
 
 def _weight(node: fx.Node) -> fx.Node | None:

@@ -51,18 +51,18 @@ def find_tokens_first(dynamo_gm: fx.GraphModule) -> set[str]:
     outputs = {node: index for index, node in enumerate(walk.results(dynamo_gm.graph)) if is_tensor(node)}
     calls, _ = decomposed_attention.find(dynamo_gm)
     results = {node for call in calls for node in call.results}
-    found = {node for node in outputs if origins.cat_parts(node, 1)}
+    tokens_first = {node for node in outputs if origins.cat_parts(node, 1)}
     for call in calls:
         for attended in (call.key, call.value):
             if _is_read(attended, outputs):
                 continue
             node = _cache_of(attended, outputs)
             if node is not None:
-                found.add(node)
+                tokens_first.add(node)
             else:  # it may be computed from what is cached
                 computed_from = origins.since_projection([attended], results)
-                found |= {each for each in computed_from if each in outputs and _has_tokens_first(each, call)}
-    return {node.name for node in found}
+                tokens_first |= {each for each in computed_from if each in outputs and _has_tokens_first(each, call)}
+    return {node.name for node in tokens_first}
 
 
 def _is_read(attended: fx.Node, outputs: dict[fx.Node, int]) -> bool:
@@ -131,9 +131,9 @@ def _transpose_input(past: fx.Node) -> fx.Node:
 
 def separate_rotary(site: AttentionSite) -> None:
     """Add the unrotated key with heads first to the graph of a model that rotates it with tokens first."""
-    found = find_rotary(site, token_dim=1)
-    if found is not None:
-        raw, before = found.raw, found.raw.next
+    rotary = find_rotary(site, token_dim=1)
+    if rotary is not None:
+        raw, before = rotary.raw, rotary.raw.next
         transposed = _emit(before, raw, torch.transpose, raw, 1, 2)
         _replace_uses(raw, _emit(before, raw, torch.transpose, transposed, 1, 2), transposed)
 

@@ -62,8 +62,10 @@ def padding_inputs_of_sites(
     """Return for each site the inputs that mark padding: those that hide tokens in all masks on its cache."""
     masks = dict.fromkeys(each.mask for site in sites for each in site.attention_calls)
     hiding = {mask: hiding_inputs(canonical_gm, mask, step) for mask in masks}
-    found = [[hiding[each.mask] for each in site.attention_calls] for site in sites]
-    return [tuple(node for node in first if all(node in other for other in others)) for first, *others in found]
+    inputs_by_mask = [[hiding[each.mask] for each in site.attention_calls] for site in sites]
+    return [
+        tuple(node for node in first if all(node in other for other in others)) for first, *others in inputs_by_mask
+    ]
 
 
 def _zero_hides(order: list[fx.Node], mask: fx.Node, candidate: fx.Node, step: bool) -> bool:
@@ -78,39 +80,39 @@ def _zero_hides(order: list[fx.Node], mask: fx.Node, candidate: fx.Node, step: b
     for node in order:
         if node in relevant:
             evaluation.add(node)
-    found = evaluation.known[mask]
-    if row_dim is not None and (found.row_dim != 0 or value(mask).ndim != 4):
+    mask_bounds = evaluation.bounds[mask]
+    if row_dim is not None and (mask_bounds.row_dim != 0 or value(mask).ndim != 4):
         return False
-    bounds = found.at_token.get(value(mask).ndim - 1)
+    bounds = mask_bounds.at_token.get(value(mask).ndim - 1)
     return bounds is not None and bounds.high <= (0.0 if value(mask).dtype == torch.bool else HIDDEN)
 
 
 def _indices(order: list[fx.Node]) -> set[fx.Node]:
     """Return the tensors of integers and bools that depend on aranges."""
-    found: set[fx.Node] = set()
+    counting: set[fx.Node] = set()
     for node in order:
-        if op_table.known_name(node) == "arange" or (is_tensor(node) and not found.isdisjoint(node.all_input_nodes)):
-            found.add(node)
-    return {node for node in found if is_tensor(node) and not value(node).is_floating_point()}
+        if op_table.known_name(node) == "arange" or (is_tensor(node) and not counting.isdisjoint(node.all_input_nodes)):
+            counting.add(node)
+    return {node for node in counting if is_tensor(node) and not value(node).is_floating_point()}
 
 
 class _Evaluation:
     """The bounds of tensors that are computed from an input with a zero at a token.
 
     Attributes:
-        known: the bounds of each tensor.
+        bounds: the bounds of each tensor.
         axes: for tensors that hold the keys' indices, the dimension along which they count.
     """
 
     def __init__(self, candidate: fx.Node, row_dim: int | None, step: bool) -> None:
         self.step, self.axes = step, dict[fx.Node, int]()
         at_token = {value(candidate).ndim - 1: FALSE}
-        self.known = {candidate: TensorBounds(unknown_bounds(candidate), at_token, row_dim)}
+        self.bounds = {candidate: TensorBounds(unknown_bounds(candidate), at_token, row_dim)}
 
     def add(self, node: fx.Node) -> None:
         """Evaluate a node; its operands come before it."""
-        if node not in self.known and not walk.is_size(node):
-            self.known[node] = self._with_rows(node, self._evaluate(node))
+        if node not in self.bounds and not walk.is_size(node):
+            self.bounds[node] = self._with_rows(node, self._evaluate(node))
         axis = self._index_axis(node)
         if axis is not None:
             self.axes[node] = axis
@@ -148,9 +150,9 @@ class _Evaluation:
             return TensorBounds(unknown, self._at_token(base, lambda dim: self._entry_axis(node, indices.get(dim))))
         if op_table.is_a(node, "moves"):
             source = node.args[0] if node.args else None
-            if not isinstance(source, fx.Node) or source not in self.known:
+            if not isinstance(source, fx.Node) or source not in self.bounds:
                 return TensorBounds(unknown, {})
-            return TensorBounds(self.known[source].overall, self._propagate(node, source))
+            return TensorBounds(self.bounds[source].overall, self._propagate(node, source))
         if not has_rule(node):
             return TensorBounds(unknown, {})
         at_token = {operand: self._propagate(node, operand) for operand in node.all_input_nodes}
@@ -159,7 +161,7 @@ class _Evaluation:
             """Evaluate the rule on all elements of the operands, or with those at the token along a dimension."""
 
             def bounds_of(operand: fx.Node) -> Interval:
-                overall = self.known[operand].overall if operand in self.known else unknown_bounds(operand)
+                overall = self.bounds[operand].overall if operand in self.bounds else unknown_bounds(operand)
                 return overall if dim is None else at_token[operand].get(dim, overall)
 
             return evaluate(node, bounds_of)
@@ -170,7 +172,7 @@ class _Evaluation:
         """Add the dimension over rows to a result's bounds, and drop its bounds per token if rows may be mixed."""
         rows: set[int | None] = set()
         for parent in node.all_input_nodes:
-            if parent in self.known and (row_dim := self.known[parent].row_dim) is not None:
+            if parent in self.bounds and (row_dim := self.bounds[parent].row_dim) is not None:
                 rows.add(self._row_dim(node, parent, row_dim))
         if not rows:
             return bounds
@@ -190,9 +192,9 @@ class _Evaluation:
 
     def _at_token(self, operand: fx.Node, follow: Callable[[int], int | None]) -> dict[int, Interval]:
         """Return the bounds of an operand's elements at the token, by the dimensions of the result."""
-        at_token = self.known[operand].at_token if operand in self.known else {}
-        found = {follow(dim): bounds for dim, bounds in at_token.items()}
-        return {dim: bounds for dim, bounds in found.items() if dim is not None}
+        at_token = self.bounds[operand].at_token if operand in self.bounds else {}
+        followed = {follow(dim): bounds for dim, bounds in at_token.items()}
+        return {dim: bounds for dim, bounds in followed.items() if dim is not None}
 
     def _entry_axis(self, node: fx.Node, index: object) -> int | None:
         """Return the dimension along which a lookup reads each token's own entry; None if the index is no key index."""

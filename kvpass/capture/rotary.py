@@ -69,16 +69,16 @@ def _obstacle(site: AttentionSite, memory: alias.AliasSets) -> str | None:
         return "the layer has a sliding window of its own, so layers differ in how many tokens they hold"
     if site.computed:
         return "the keys are computed from what is cached, which holds rotated ones already"
-    found = find_rotary(site)
-    if found is None:
+    rotary = find_rotary(site)
+    if rotary is None:
         return "the keys carry no rotary embedding that can be separated"
-    if not found.counts_tokens(site):
+    if not rotary.counts_tokens(site):
         return "a token has several positions at once"
-    if not positions_of(found, site):
+    if not positions_of(rotary, site):
         return QUERY_ROTATED_BY_OTHERS
-    if not rotates_each_token_alone(found, site, memory):
+    if not rotates_each_token_alone(rotary, site, memory):
         return KEY_ROTATED_BY_OTHERS
-    return ROWS_SHARE_POSITIONS if found.counts_rows_alike(site) else None
+    return ROWS_SHARE_POSITIONS if rotary.counts_rows_alike(site) else None
 
 
 def rows_come_first(position: fx.Node, rotated: fx.Node) -> bool:
@@ -96,8 +96,8 @@ def follow_to(root: fx.Node, dim: int, result: fx.Node) -> int | None:
     for node in root.graph.nodes:
         parents = {parent: along for parent in node.all_input_nodes if (along := dims.get(parent)) is not None}
         if parents and node not in dims and node in computed_from:
-            found = {_aligned_dim(node, parent, along) for parent, along in parents.items()}
-            dims[node] = found.pop() if len(found) == 1 else None
+            aligned_dims = {_aligned_dim(node, parent, along) for parent, along in parents.items()}
+            dims[node] = aligned_dims.pop() if len(aligned_dims) == 1 else None
     return dims.get(result)
 
 
@@ -155,15 +155,15 @@ def positions_of(rotary: Rotary, site: AttentionSite) -> list[fx.Node]:
     A model that rotates queries and keys separately computes the same positions twice.
     """
     key_positions = strip_reshapes(rotary.position)
-    found = [rotary.position]
+    positions = [rotary.position]
     for call in site.attention_calls:
         computed_from = nodes_behind(call.query)
         angles = [node for node in computed_from if _is_converted_to_angle(node, computed_from)]
         same = [node for node in angles if _is_same_computation(strip_reshapes(node), key_positions)]
         if not same:
             return []
-        found += same
-    return list(dict.fromkeys(found))
+        positions += same
+    return list(dict.fromkeys(positions))
 
 
 def strip_reshapes(node: fx.Node) -> fx.Node:
@@ -208,8 +208,8 @@ def _is_followed(root: fx.Node, dim: int, among: set[fx.Node]) -> bool:
             continue
         if is_tensor(node) and expr(value(node).numel()) == 0:  # such as the unrotated features of a key without any
             continue
-        found = {_follow(node, parent, dims[parent], single) for parent in parents}
-        followed = found.pop() if len(found) == 1 else None
+        followed_dims = {_follow(node, parent, dims[parent], single) for parent in parents}
+        followed = followed_dims.pop() if len(followed_dims) == 1 else None
         if followed is None and (not single or is_a(node, "reduces", "along")):
             return False
         dims[node] = followed

@@ -67,9 +67,9 @@ def save_cache(cache: Any, path: FilePath) -> None:
             "a DecodeLoop is saved after a prompt, and not while it serves requests (`rows`): save the tokens of each "
             "GenerationOutput, to add them again as prompts, and the cache of a `prefix` that requests share"
         )
-    found = cache_names.cache_of_output(cache)
-    found = cache if found is None else found
-    layers = caches_in(found)
+    cache_object = cache_names.cache_of_output(cache)
+    cache_object = cache if cache_object is None else cache_object
+    layers = caches_in(cache_object)
     if not layers:
         raise CacheHandleError(f"there is no kvpass cache in this {type(cache).__name__}: nothing can be saved")
     tensors: dict[str, Tensor] = {}
@@ -80,7 +80,7 @@ def save_cache(cache: Any, path: FilePath) -> None:
         settings=settings_entry(chosen),
         weights=sorted(digests(weights)),
         config={} if loop is None else settings_of(loop.model),
-        object=CacheObjectWriter(layers, chosen, tensors).encode(found, "cache"),
+        object=CacheObjectWriter(layers, chosen, tensors).encode(cache_object, "cache"),
         layers=[_layer_entry(layer, f"{index}.", tensors) for index, layer in enumerate(layers)],
     )
     if loop is not None and loop.state is not None:
@@ -163,8 +163,8 @@ def policy_entry(policy: Policy) -> list[Any]:
     if not policy.spans:
         del options["spans"]  # as files from before this option
     plain = {name: {"digest": x.digest} if hasattr(x, "digest") else x for name, x in options.items()}
-    found: list[Any] = json.loads(json.dumps([policy.name, plain]))
-    return found
+    entry: list[Any] = json.loads(json.dumps([policy.name, plain]))
+    return entry
 
 
 def settings_entry(backend: Backend) -> dict[str, Any]:
@@ -186,17 +186,17 @@ def policy_of(entry: Any) -> Policy:
 
 def _backend_for(saved: Mapping[str, Any], compiled: Any) -> Backend:
     """Return the backend that continues the cache: the one that compiled the model, or one with the file's settings."""
-    found = compiled if isinstance(compiled, Backend) else dynamo.backend_of(compiled)
-    if not isinstance(found, Backend):
+    own_backend = compiled if isinstance(compiled, Backend) else dynamo.backend_of(compiled)
+    if not isinstance(own_backend, Backend):
         others: dict[str, Any] = {name: saved[name] for name in _SETTINGS if name != "policy"}
         return backend(policy_of(saved["policy"]), **others)
-    here = settings_entry(found)
+    here = settings_entry(own_backend)
     wrong = [
         f"{name} {saved[name]!r} in the file and {here[name]!r} here" for name in _SETTINGS if saved[name] != here[name]
     ]
     if wrong:
         raise CacheFileError(f"it was made under other settings: {'; '.join(wrong)}")
-    return found
+    return own_backend
 
 
 def _module_of(compiled_or_model: Any) -> torch.nn.Module:
@@ -210,9 +210,9 @@ def _module_of(compiled_or_model: Any) -> torch.nn.Module:
 
 def _check_model(header: Mapping[str, Any], model: torch.nn.Module) -> None:
     """Raise CacheFileError unless the model has the configuration and the weights that made the cache."""
-    found = differences(header["config"], settings_of(model))
-    if found:
-        raise CacheFileError(f"it was made by a model of another configuration: {', '.join(found[:5])}")
+    differing = differences(header["config"], settings_of(model))
+    if differing:
+        raise CacheFileError(f"it was made by a model of another configuration: {', '.join(differing[:5])}")
     missing = set(header["weights"]) - digests(model.parameters())
     if missing:
         raise CacheFileError(

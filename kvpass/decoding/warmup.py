@@ -190,16 +190,16 @@ def _parts(loop: Any, length: int) -> list[tuple[int, int]]:
 def _request(loop: Any, length: int, steps: int) -> None:
     """Run two requests, and raise the error with which one failed: a loop of requests reports it in the output."""
     loop.requests = type(loop.requests)(loop, loop.requests.count)
-    made = loop.generate_batch(list(synthetic_tokens(loop, length, 2)), max_new_tokens=max(1, steps))
-    for output in made.values():
+    outputs = loop.generate_batch(list(synthetic_tokens(loop, length, 2)), max_new_tokens=max(1, steps))
+    for output in outputs.values():
         if output.cause is not None:
             raise output.cause
 
 
 def synthetic_tokens(loop: Any, count: int, rows: int = 1) -> Tensor:
     """Return different token ids of the model of a loop, int64 [rows, count]."""
-    known = loop.caller.vocabulary or TOKEN + 1
-    return (torch.arange(rows * count, device=loop.device) * 7919 % known).view(rows, count)
+    vocabulary = loop.caller.vocabulary or TOKEN + 1
+    return (torch.arange(rows * count, device=loop.device) * 7919 % vocabulary).view(rows, count)
 
 
 def _converse(loop: Any, rows: int, parts: Sequence[tuple[int, int]], padded: bool) -> None:

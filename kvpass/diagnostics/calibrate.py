@@ -61,8 +61,8 @@ def calibrate(model: torch.nn.Module, ids: Tensor, *, window: Positive = 1024) -
         calls = reader.calls(part[None])
         if len(calls) != len(rotations):
             raise CalibrationError(f"{name} has {len(rotations)} caches and {len(calls)} attention calls on caches")
-        found = [torch.stack(parts) for parts in zip(*map(_query_sums, rotations, calls), strict=True)]
-        sums = [total + more for total, more in zip(sums, found, strict=True)] if sums else found
+        sums_of_text = [torch.stack(parts) for parts in zip(*map(_query_sums, rotations, calls), strict=True)]
+        sums = [total + more for total, more in zip(sums, sums_of_text, strict=True)] if sums else sums_of_text
     mean, product, size = (total / (windows * (window - FIRST)) for total in sums)
     tensors = dict(
         mean=mean.float(),
@@ -70,7 +70,7 @@ def calibrate(model: torch.nn.Module, ids: Tensor, *, window: Positive = 1024) -
         size=size.float(),
         frequency=torch.stack([rotation.frequency for rotation in rotations]),
         pairs=torch.stack([rotation.pairs for rotation in rotations]),
-        scale=torch.tensor([call.scale for call in reader.found]),
+        scale=torch.tensor([call.scale for call in reader.recorded]),
     )
     shape = CalibratedModel(name, mean.shape[0], mean.shape[1], probed[0][0].shape[1], mean.shape[2])
     return Calibration(shape, {name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
@@ -109,15 +109,15 @@ class _Rotation(NamedTuple):
     def measure(keys: dict[int, Tensor], name: str, layer: int) -> _Rotation:
         """Return the rotation whose pairs explain the keys best; CalibrationError if none explains them."""
         dim, dtype = keys[0].shape[-1], keys[0].dtype
-        found = [_Rotation(pairs, _frequencies(keys, pairs)) for pairs in _pairings(dim)]
-        errors = [max(rotation.error(keys, position) for position in keys) for rotation in found]
+        rotations = [_Rotation(pairs, _frequencies(keys, pairs)) for pairs in _pairings(dim)]
+        errors = [max(rotation.error(keys, position) for position in keys) for rotation in rotations]
         least = min(errors)
         if not least <= TOLERANCE.get(dtype, 0.0):
             raise CalibrationError(
                 f"the keys of layer {layer} of {name} do not rotate with their position (the best rotation is off by "
                 f"{least:.2g} of their size): only models with rotary embeddings can be calibrated"
             )
-        return next(rotation for rotation, error in zip(found, errors, strict=True) if error <= 2 * least)
+        return next(rotation for rotation, error in zip(rotations, errors, strict=True) if error <= 2 * least)
 
     def undo(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Return rows [..., n, D] at positions [n] before the rotation, float64 in the layout of pairs."""
@@ -138,14 +138,14 @@ def _pairings(dim: int) -> list[Tensor]:
     """Return the pairs of dimensions, int64 [2, P] each, that rotary embeddings are known to use."""
     # All dimensions are rotated, or the first or last half, quarter or three quarters, in halves or next to each other.
     parts = sorted({dim * quarters // 4 for quarters in (4, 3, 2, 1)}, reverse=True)
-    found = []
+    pairings = []
     for part in (part for part in parts if part % 2 == 0 and part > 0):
         for begin in sorted({0, dim - part}):
             inside, rest = torch.arange(begin, begin + part), torch.arange(dim)
             rest = rest[(rest < begin) | (rest >= begin + part)]
             for order in (inside.view(2, -1), inside.view(-1, 2).T):
-                found.append(torch.cat([order, rest.view(-1, 2).T], 1))
-    return found
+                pairings.append(torch.cat([order, rest.view(-1, 2).T], 1))
+    return pairings
 
 
 def _frequencies(keys: dict[int, Tensor], pairs: Tensor) -> Tensor:
@@ -172,7 +172,7 @@ class AttentionReader:
     """Runs a model and returns its attention calls; the backend that compiles it to record them."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self.found: list[RecordedAttention] = []
+        self.recorded: list[RecordedAttention] = []
         dynamo.register_settings()
 
         def run(ids: Tensor) -> Any:
@@ -184,7 +184,7 @@ class AttentionReader:
         captured = capture(dynamo_gm, [False] * len(examples))
         for reading in captured.refusals:
             raise UnsupportedGraph(f"a cache of the model cannot be read: {reading.refusal}")
-        return _Recorder(captured.canonical_gm, {site.call: site for site in captured.sites}, self.found).run
+        return _Recorder(captured.canonical_gm, {site.call: site for site in captured.sites}, self.recorded).run
 
     def calls(self, ids: Tensor) -> list[RecordedAttention]:
         """Return the attention call of each layer on the token ids, int64 [B, n].
@@ -192,24 +192,24 @@ class AttentionReader:
         Raises:
             UnsupportedGraph: the attention of the model cannot be read.
         """
-        self.found.clear()
+        self.recorded.clear()
         self.compiled(ids)
-        return self.found
+        return self.recorded
 
 
 class _Recorder(fx.Interpreter):
     """Runs a canonical graph and records its attention calls."""
 
     def __init__(
-        self, canonical_gm: fx.GraphModule, sites: dict[fx.Node, AttentionSite], found: list[RecordedAttention]
+        self, canonical_gm: fx.GraphModule, sites: dict[fx.Node, AttentionSite], recorded: list[RecordedAttention]
     ) -> None:
         super().__init__(canonical_gm)
-        self.sites, self.found = sites, found
+        self.sites, self.recorded = sites, recorded
 
     def run_node(self, n: fx.Node) -> Any:
         if n in self.sites:
             arguments, _ = self.fetch_args_kwargs_from_env(n)
             site = self.sites[n]
             heads = int(walk.value(site.grown_key).shape[1])
-            self.found.append(RecordedAttention(arguments[0], arguments[1], site.scale, heads))
+            self.recorded.append(RecordedAttention(arguments[0], arguments[1], site.scale, heads))
         return super().run_node(n)

@@ -53,7 +53,7 @@ def measure_gates(
             sums = [total + share for total, share in zip(sums, shares, strict=True)] if sums else shares
             count += 1
     gates = torch.stack(sums) / count  # [L, Hq]
-    return HeadGates(architecture_of(model), torch.unflatten(gates, 1, (reader.found[0].heads, -1)).amax(-1))
+    return HeadGates(architecture_of(model), torch.unflatten(gates, 1, (reader.recorded[0].heads, -1)).amax(-1))
 
 
 def _far_share(call: RecordedAttention, sinks: int, recent: int) -> Tensor:

@@ -79,8 +79,8 @@ def _propagate_by_running(node: fx.Node, operand: fx.Node, dim: int) -> int | No
         return None
     several = isinstance(result, (tuple, list))
     parts = [*zip(result, value(node), strict=True)] if several else [(result, value(node))]
-    found = {_dim_of_coordinates(part, known, shape[dim], size) for part, known in parts}
-    return found.pop() if len(found) == 1 else None
+    dims = {_dim_of_coordinates(part, known, shape[dim], size) for part, known in parts}
+    return dims.pop() if len(dims) == 1 else None
 
 
 def _dim_of_coordinates(made: Any, known: Any, count: int, size: Any) -> int | None:

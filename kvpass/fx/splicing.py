@@ -97,8 +97,8 @@ def cut(
             index(node)
     for result in results:
         index(result)
-    made = tuple(env[result] for result in results)
-    graph.output(made[0] if unpack else made)
+    output_nodes = tuple(env[result] for result in results)
+    graph.output(output_nodes[0] if unpack else output_nodes)
     put_first(graph, placeholders(graph))
     return Slice(fx.GraphModule(gm, graph), tuple(bound))
 

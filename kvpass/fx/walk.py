@@ -108,10 +108,10 @@ def ancestors(
 
 def chain(node: fx.Node, through: Callable[[fx.Node], bool]) -> list[fx.Node]:
     """Follow first operands from a node while `through(node)` is true, and return the path."""
-    found = [node]
-    while found[-1].args and is_tensor(first := found[-1].args[0]) and through(found[-1]):
-        found.append(first)
-    return found
+    nodes = [node]
+    while nodes[-1].args and is_tensor(first := nodes[-1].args[0]) and through(nodes[-1]):
+        nodes.append(first)
+    return nodes
 
 
 def move_before(node: fx.Node, needed: fx.Node) -> None:
@@ -146,9 +146,9 @@ def source_line(node: fx.Node) -> str:
     """Return the innermost line outside of kvpass that made a node, as `file:line: code`."""
     trace = (node.meta.get("stack_trace") or node.stack_trace or "").strip().splitlines()
     for index, code in zip(reversed(trace[:-1]), reversed(trace[1:]), strict=True):
-        found = _FRAME.match(index)
-        if found:
-            file, line = found.groups()
+        frame = _FRAME.match(index)
+        if frame:
+            file, line = frame.groups()
             if file.startswith(_PACKAGE):
                 continue  # Dynamo traces into the handles of caches
             return f"{file}:{line}: {code.strip()}"

@@ -226,7 +226,7 @@ def query_key_logits(query: Tensor, key: EncodedVectors, *, scale: float, rotate
     query = materialize(upcast(query.flatten(2, 3)))  # otherwise the queries would be converted anew for each key
     rows = query.shape[2]
     if isinstance(rows, int) and rows <= code_products.MOST_ROWS_IN_LOOP:  # a key is rotated once for all rows
-        made = code_products.row_by_row(query, sections)
+        products = code_products.row_by_row(query, sections)
     else:
-        made = code_products.multiply_sections(query[:, :, :, None], [section[:, :, None] for section in sections])
-    return made.view(*shape, key.shape[2]) * scale
+        products = code_products.multiply_sections(query[:, :, :, None], [section[:, :, None] for section in sections])
+    return products.view(*shape, key.shape[2]) * scale

@@ -40,7 +40,7 @@ def check_hooks(cls: Any, policy: Any) -> None:
             setattr(cls, name, _checked(f"{cls.__qualname__}.{name}", name, hook))
 
 
-def check_policy(made: Any, policy: Any) -> None:
+def check_policy(instance: Any, policy: Any) -> None:
     """Check the attributes of a policy's class, and that its options are fields whose values are hashable.
 
     Args:
@@ -49,7 +49,7 @@ def check_policy(made: Any, policy: Any) -> None:
     Raises:
         PolicyError: an attribute or an option is missing, or has a value that is not allowed.
     """
-    cls = type(made)
+    cls = type(instance)
     for name in ("name", "heads", "positions", "statistics", "shardable"):
         if not isinstance(getattr(cls, name, None), (property, functools.cached_property)):
             check_class_attribute(cls, name, policy)
@@ -76,7 +76,7 @@ def check_policy(made: Any, policy: Any) -> None:
                 )
     for field in dataclasses.fields(cls):
         if field.init and (field.compare if field.hash is None else field.hash):
-            value = getattr(made, field.name)
+            value = getattr(instance, field.name)
             require(_is_hashable(value), field.name, value, "must be hashable: a tuple in place of a list or a dict")
 
 
@@ -93,10 +93,10 @@ def _checked(title: str, name: str, hook: Hook) -> Hook:
     on_host = name in _ON_HOST
 
     @functools.wraps(hook)
-    def call(policy: Any, *given: Any, **named: Any) -> Any:
-        before = [] if on_host else _versions(given, named)
+    def call(policy: Any, *hook_arguments: Any, **named: Any) -> Any:
+        before = [] if on_host else _versions(hook_arguments, named)
         try:
-            result = hook(policy, *given, **named)
+            result = hook(policy, *hook_arguments, **named)
         except (KVPassError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -107,8 +107,10 @@ def _checked(title: str, name: str, hook: Hook) -> Hook:
             elif "NoneType" in str(error):
                 why += " (a field of Attention is None unless `statistics` lists it)"
             raise PolicyError(f"{title}: {_line(hook, error)}: {why}") from error
-        writes = not on_host and _versions(given, named) != before
-        wrong = "it writes to a tensor that it was given" if writes else _wrong_result(policy, name, given, result)
+        writes = not on_host and _versions(hook_arguments, named) != before
+        wrong = (
+            "it writes to a tensor that it was given" if writes else _wrong_result(policy, name, hook_arguments, result)
+        )
         if wrong:
             raise PolicyError(f"{title}: {_line(hook)}: {wrong}")
         return result
@@ -125,14 +127,16 @@ def _line(hook: Any, error: Exception | None = None) -> str:
     return f"{code.co_filename}:{lines[-1] if lines else code.co_firstlineno}"
 
 
-def _versions(given: Sequence[Any], named: Mapping[str, Any]) -> list[int]:
+def _versions(hook_arguments: Sequence[Any], named: Mapping[str, Any]) -> list[int]:
     """Return counters of the writes to tensors, also in fields of dataclasses; those of inference mode have none."""
-    values: Any = [vars(each) if dataclasses.is_dataclass(each) else each for each in (*given, *named.values())]
+    values: Any = [
+        vars(each) if dataclasses.is_dataclass(each) else each for each in (*hook_arguments, *named.values())
+    ]
     leaves = optree.tree_leaves(values)
     return [each._version for each in leaves if isinstance(each, Tensor) and not each.is_inference()]
 
 
-def _wrong_result(policy: Any, name: str, given: tuple[Any, ...], result: Any) -> str:
+def _wrong_result(policy: Any, name: str, hook_arguments: tuple[Any, ...], result: Any) -> str:
     """Describe what is wrong with the result of a hook; return "" if nothing is."""
     if name == "state":
         return "" if _maps(result, torch.dtype) else f"it returned {result!r}, not a dict of names and dtypes of torch"
@@ -140,17 +144,17 @@ def _wrong_result(policy: Any, name: str, given: tuple[Any, ...], result: Any) -
         return "" if _maps(result, (int, float)) else f"it returned {result!r}, not a dict of names and numbers"
     if name == "minimum_budget":
         return "" if isinstance(result, numbers.Real) else f"it returned {result!r}, not a number of tokens"
-    if name == "init_token_state" and given:
-        batch, heads, count, _ = given[0].shape
+    if name == "init_token_state" and hook_arguments:
+        batch, heads, count, _ = hook_arguments[0].shape
         return _wrong_changes(policy, (batch, 1 if policy.heads == "shared" else heads, count), result)
-    if not given or not isinstance(given[0], Tokens):
+    if not hook_arguments or not isinstance(hook_arguments[0], Tokens):
         return ""
-    shape = tuple(given[0].position.shape)
+    shape = tuple(hook_arguments[0].position.shape)
     if name in _CHANGES:
         return _wrong_changes(policy, shape, result)
     if name == "score":
         wrong = _wrong_tensor(result, "int64 or float32 [B, H', N]", shape, lambda dtype: dtype != torch.bool)
-        live = given[0].live
+        live = hook_arguments[0].live
         return wrong or _wrong_values(live, lambda: result.isnan() & live, "NaN as the score of a token")
     if name == "victim":
         wrong = _wrong_tensor(result, "int64 [B, H']", shape[:-1], lambda dtype: dtype == torch.int64)
@@ -172,13 +176,13 @@ def _wrong_changes(policy: Any, shape: tuple[Any, ...], changes: Any) -> str:
     dtypes = policy.state()
     of_rows = {name: torch.tensor(number).dtype for name, number in policy.row_state().items()}
     for name, value in changes.items():
-        known = dtypes.get(name, of_rows.get(name))
-        if known is None:
+        dtype = dtypes.get(name, of_rows.get(name))
+        if dtype is None:
             return f"it changes {name!r}, and the entries of the state are {[*dtypes, *of_rows]}"
         size = (*shape[:-1], 1) if name in of_rows else shape
         if isinstance(value, Tensor) and value.ndim == 3 and value.shape[1] == 1:
             size = (size[0], 1, size[2])  # the same for all heads
-        if wrong := _wrong_tensor(value, f"{known} for {name!r}", size, functools.partial(_can_become, known)):
+        if wrong := _wrong_tensor(value, f"{dtype} for {name!r}", size, functools.partial(_can_become, dtype)):
             return wrong
     return ""
 

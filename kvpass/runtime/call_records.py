@@ -38,8 +38,12 @@ class AdmittedRows:
         """Admit the chunk again to a cache in the state from before the chunk."""
         policy, valid = cache.layout.policy, self.chunk.valid
         parts = zip(self.specs, cache.layout.by_class, cache.slots.by_class, strict=bool(self.specs))
-        found = [spec.attention(policy, valid, layout.budget_in(slots.state)) for spec, layout, slots in parts]
-        admit_chunk(cache, dataclasses.replace(self.chunk, attention=attention_of_classes(found)), self.into)
+        attention_by_class = [
+            spec.attention(policy, valid, layout.budget_in(slots.state)) for spec, layout, slots in parts
+        ]
+        admit_chunk(
+            cache, dataclasses.replace(self.chunk, attention=attention_of_classes(attention_by_class)), self.into
+        )
 
 
 def _admit_first(admitted: AdmittedRows | ReferenceRows, cache: LayerCache, count: int) -> LayerCache:

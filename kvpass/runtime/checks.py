@@ -250,12 +250,12 @@ def describe_wrong_mask(
     """
     masks = {each.mask for site in sites for each in site.attention_calls if isinstance(each.mask, fx.Node)}
     reads = {node for mask in masks for node in walk.ancestors(mask)}
-    for node, given in zip(walk.placeholders(canonical_gm.graph), arguments, strict=True):
+    for node, argument in zip(walk.placeholders(canonical_gm.graph), arguments, strict=True):
         if node not in reads or "attention_mask" not in node.name:
             continue
-        if isinstance(given, Tensor) and given.ndim == 2 and given.shape[1] != tokens:
+        if isinstance(argument, Tensor) and argument.ndim == 2 and argument.shape[1] != tokens:
             return (
-                f"attention_mask has {given.shape[1]} columns, {tokens} are needed: one for each token that the cache "
-                "has seen and for each new one"
+                f"attention_mask has {argument.shape[1]} columns, {tokens} are needed: one for each token that the "
+                "cache has seen and for each new one"
             )
     return None

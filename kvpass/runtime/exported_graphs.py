@@ -124,9 +124,9 @@ class ExportedStep(StepExecutor):
         queries = self.sizes.queries(arguments)
         for cache in caches:
             grow_for(cache, queries)
-        found = layout_entries(caches)
-        if found != self.layouts:
-            needed, exported = _describe_difference(found, self.layouts), _describe_difference(self.layouts, found)
+        entries = layout_entries(caches)
+        if entries != self.layouts:
+            needed, exported = _describe_difference(entries, self.layouts), _describe_difference(self.layouts, entries)
             raise ArtifactError(
                 f"this prompt needs slots of {needed}, and the artifact was exported for {exported}: run it by a "
                 "DecodeLoop that is not loaded"
@@ -239,6 +239,6 @@ def _describe_difference(one: list[dict[str, Any]], other: list[dict[str, Any]])
 
 
 def _refuse(reasons: Mapping[str, bool]) -> None:
-    found = [reason for reason, holds in reasons.items() if holds]
-    if found:
-        raise UnsupportedGraph(f"this model and policy cannot be exported: {', '.join(found)}")
+    refusals = [reason for reason, holds in reasons.items() if holds]
+    if refusals:
+        raise UnsupportedGraph(f"this model and policy cannot be exported: {', '.join(refusals)}")

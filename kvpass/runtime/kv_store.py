@@ -116,7 +116,7 @@ class KVStore:
 
 def _spare_slots(cache: LayerCache) -> AnySlots:
     """Return slots for a chunk: those from before the last chunk, whose record is dropped now, or new ones."""
-    known = [call.snapshot.slots for call in cache.calls if call.snapshot and not call.snapshot.saved]
+    earlier_slots = [call.snapshot.slots for call in cache.calls if call.snapshot and not call.snapshot.saved]
     form = (cache.slots.names, cache.layout.capacity)
-    fitting = (slots for slots in known if slots is not cache.slots and (slots.names, slots.capacity) == form)
+    fitting = (slots for slots in earlier_slots if slots is not cache.slots and (slots.names, slots.capacity) == form)
     return next(fitting, None) or empty_slots(cache.layout)

@@ -66,19 +66,19 @@ class PaddingTracker:
         Raises:
             CacheHandleError: the mask shows a token that was left out of the cache as padding.
         """
-        known = set()
+        unchanged = set()
         for node, index in self.indices.items():
             cache = next(cache for cache, nodes in zip(caches, self.inputs, strict=True) if node in nodes)
             same, hides_absent = compare_with_cache(cache, arguments[index])
             if same.is_cuda and queries == 1:
                 cache.deferred_checks.add(same & hides_absent)
-                known.add(index)
+                unchanged.add(index)
                 continue
             if not bool(hides_absent):
                 raise CacheHandleError(SHOWN_AGAIN)
             if bool(same):
-                known.add(index)
-        return frozenset(known)
+                unchanged.add(index)
+        return frozenset(unchanged)
 
     def as_padding_inputs(self, known: frozenset[int]) -> PaddingInputs:
         """Return the inputs for a rewrite; `known` is a result of `unchanged_inputs`."""
@@ -96,8 +96,8 @@ class PaddingTracker:
         """
         if not any(cache.clocks for cache in caches):
             return [None] * len(caches)
-        found = self._padding(caches, arguments, caches[0].length, 1)
-        return [None if padding is None else (~padding[:, 0]).tolist() for padding in found]
+        padding_by_layer = self._padding(caches, arguments, caches[0].length, 1)
+        return [None if padding is None else (~padding[:, 0]).tolist() for padding in padding_by_layer]
 
     def record_padding(self, caches: list[LayerCache], arguments: tuple[Any, ...], before: int, queries: int) -> None:
         """Add the positions of new padding to the caches, except for one token on a GPU, which the device counts.
@@ -113,16 +113,18 @@ class PaddingTracker:
         self, caches: list[LayerCache], arguments: tuple[Any, ...], before: int, queries: int
     ) -> list[Tensor | None]:
         """Return for each layer bool [B, q], True for padding; None without padding, or if the host would wait."""
-        found: dict[tuple[Any, ...], Tensor | None] = {}
+        padding_by_inputs: dict[tuple[Any, ...], Tensor | None] = {}
         for cache, nodes in zip(caches, self.inputs, strict=True):
-            if nodes not in found:
+            if nodes not in padding_by_inputs:
                 columns = self._columns(nodes, arguments, before, queries)
                 waits = queries == 1 and bool(columns) and columns[0].is_cuda
                 if waits or all(bool(column.all()) for column in columns):
-                    found[nodes] = None
+                    padding_by_inputs[nodes] = None
                 else:
-                    found[nodes] = padding_from_columns(columns, cache.layout.batch, queries, columns[0].device)
-        return [found[nodes] for nodes in self.inputs]
+                    padding_by_inputs[nodes] = padding_from_columns(
+                        columns, cache.layout.batch, queries, columns[0].device
+                    )
+        return [padding_by_inputs[nodes] for nodes in self.inputs]
 
     def _columns(self, nodes: tuple[Any, ...], arguments: tuple[Any, ...], before: int, queries: int) -> list[Tensor]:
         """Return the new tokens' entries in the inputs that mark padding, each [B or 1, q] or [q]."""

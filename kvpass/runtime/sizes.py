@@ -96,8 +96,8 @@ class StepSizes(TokenCounters):
     def _new_token_count(self, numbers: tuple[int, ...]) -> int:
         count = self._new_tokens.find(numbers)
         if count is None:
-            known = dict(zip(self.sources, numbers, strict=True))
-            count = self._new_tokens.put(numbers, shapes.number(self._sites[0].queries, known))
+            numbers_by_symbol = dict(zip(self.sources, numbers, strict=True))
+            count = self._new_tokens.put(numbers, shapes.number(self._sites[0].queries, numbers_by_symbol))
         return count
 
     def call_sizes(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> CallSizes:
@@ -144,33 +144,33 @@ class StepSizes(TokenCounters):
     def _resolve(
         self, call: CallSizes, other_sizes: tuple[int | SizeTie | None, ...], dynamic: DynamicDims | None
     ) -> Sizes:
-        known: dict[Any, Any] = dict(zip(self.sources, call.numbers, strict=True))
+        values: dict[Any, Any] = dict(zip(self.sources, call.numbers, strict=True))
         new: Any = self._new_token_count(call.numbers)
         if dynamic:
             symbols = dynamic.symbols
-            known.update({symbol: symbols[index] for index, symbol in enumerate(self.sources) if index in symbols})
-            new = shapes.expr(self._sites[0].queries).subs(known)
-        tied_to, lengths = tuple(known.values()), []
+            values.update({symbol: symbols[index] for index, symbol in enumerate(self.sources) if index in symbols})
+            new = shapes.expr(self._sites[0].queries).subs(values)
+        tied_to, lengths = tuple(values.values()), []
         for symbol, counted in zip(self.counters, call.counters, strict=True):
             if counted == "seen":
                 lengths.append(symbol)
             else:
-                known[symbol] = new if counted == "new" else counted
+                values[symbol] = new if counted == "new" else counted
         for symbol, size in zip(self.other_sources, other_sizes, strict=True):
             if size is not None:
-                known[symbol] = tied_to[size.source_index] if isinstance(size, SizeTie) else size
+                values[symbol] = tied_to[size.source_index] if isinstance(size, SizeTie) else size
         for site, window in zip(self._sites, call.windows, strict=True):
             for stored in (shapes.expr(walk.value(past).shape[2]) for past in site.pasts):
                 if window is None:
                     lengths.append(stored)
                 else:
-                    known.update(dict.fromkeys(stored.free_symbols, window))
+                    values.update(dict.fromkeys(stored.free_symbols, window))
         least = max((window + 1 for window in call.windows if window is not None), default=0)
         whole = [site for site, window in zip(self._sites, call.windows, strict=True) if window is None]
         totals = {shapes.expr(size): size for size in (walk.value(site.grown_key).shape[2] for site in whole)}
         sizes = dynamic.sizes if dynamic else None
         queries = sizes.size(new) if sizes else new
-        return Sizes(tuple(dict.fromkeys(lengths)), known, queries, least, tuple(totals.values()), sizes)
+        return Sizes(tuple(dict.fromkeys(lengths)), values, queries, least, tuple(totals.values()), sizes)
 
     def holds_after(
         self, other_sizes: SizeInterpretation, arguments: tuple[Any, ...], seen: int
@@ -185,17 +185,17 @@ class StepSizes(TokenCounters):
 
 def _free_sizes(canonical_gm: fx.GraphModule, sites: list[AttentionSite]) -> tuple[SizeSources, SizeSources]:
     """Return `StepSizes.sources` and `other_sources`; the sizes of the past keys and values are in neither."""
-    known: SizeSources = {}
+    sources: SizeSources = {}
     for index, node in enumerate(walk.placeholders(canonical_gm.graph)):
         for dim, size in enumerate(walk.value(node).shape if walk.is_tensor(node) else ()):
             if isinstance(size, torch.SymInt):
-                known.setdefault(shapes.expr(size), (index, dim))
+                sources.setdefault(shapes.expr(size), (index, dim))
     wanted = {
         symbol for site in sites for size in walk.value(site.query).shape for symbol in shapes.expr(size).free_symbols
     }
     grown = {symbol for site in sites for symbol in site.length_symbols}
-    others = {symbol: index for symbol, index in known.items() if symbol not in wanted | grown and symbol.is_Symbol}
-    return {symbol: index for symbol, index in known.items() if symbol in wanted}, others
+    others = {symbol: index for symbol, index in sources.items() if symbol not in wanted | grown and symbol.is_Symbol}
+    return {symbol: index for symbol, index in sources.items() if symbol in wanted}, others
 
 
 def _counters(canonical_gm: fx.GraphModule) -> dict[Any, int]:
@@ -208,11 +208,11 @@ def _counters(canonical_gm: fx.GraphModule) -> dict[Any, int]:
     holders = walk.placeholders(canonical_gm.graph)
     tensors = [walk.value(node) for node in holders if walk.is_tensor(node)]
     sized = {symbol for tensor in tensors for size in tensor.shape for symbol in shapes.expr(size).free_symbols}
-    found: dict[Any, int] = {}
+    counters: dict[Any, int] = {}
     for index, node in enumerate(holders):
         if node.users and isinstance(walk.value(node), torch.SymInt) and shapes.expr(node).is_Symbol:
-            found.setdefault(shapes.expr(node), index)
-    return {symbol: index for symbol, index in found.items() if symbol not in sized}
+            counters.setdefault(shapes.expr(node), index)
+    return {symbol: index for symbol, index in counters.items() if symbol not in sized}
 
 
 def guard_predicate(guards: Iterable[Any], now: dict[Any, int], moving: set[Any]) -> Callable[[int], bool]:

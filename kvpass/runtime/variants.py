@@ -136,9 +136,9 @@ class CompiledVariant:
 
     def rewrite_with_numbers(self, key: ShapeKey) -> StepRewrite:
         """Return the rewrite with numbers for its dynamic sizes, for a call with this shape key."""
-        known = self._by_key.find(key)
+        rewrite = self._by_key.find(key)
         numbers = [key.all_numbers[index] for index in self._dynamic_indices]
-        return known or self._by_key.put(key, self._rewrite.with_numbers(numbers))
+        return rewrite or self._by_key.put(key, self._rewrite.with_numbers(numbers))
 
     def serves(self, key: ShapeKey) -> bool:
         """Return whether the graph is valid for a call with this shape key."""
@@ -215,12 +215,12 @@ class VariantCache:
     def _find_dynamic(self, kind: Any, key: ShapeKey, decodes: bool, rewrite: Rewrite) -> CompiledVariant | None:
         """Return a variant with dynamic sizes; None if the call gets a static one."""
         variants = self._dynamic.setdefault(kind, [])
-        known = next((variant for variant in variants if variant.serves(key)), None)
+        dynamic_variant = next((variant for variant in variants if variant.serves(key)), None)
         in_numbers = tuple(index for index in key.dynamic_indices if index < len(key.numbers))
         fixed = decodes and not in_numbers  # only capacities and the budget can be dynamic
         first = fixed and self._first_keys.setdefault(kind, key) == key
-        if known or (first and not key.exact_layers) or len(variants) == MOST_DYNAMIC:
-            return known
+        if dynamic_variant or (first and not key.exact_layers) or len(variants) == MOST_DYNAMIC:
+            return dynamic_variant
         exact = range(len(key.numbers), len(key.numbers) + len(key.exact_layers))
         for indices in dict.fromkeys((key.dynamic_indices, in_numbers)):
             alike = [i for i, index in enumerate(indices) if index in exact]
@@ -248,10 +248,10 @@ class FastStep:
 
     def __call__(self, arguments: tuple[Any, ...], clocks: Sequence[tuple[Any, ...]]) -> Sequence[Any]:
         """Run the step and return the results of the graph; `clocks` are those of each layer after this token."""
-        given = self.rewrite.call_arguments(arguments, [], self.slots, self.caches[0].length)
+        call_arguments = self.rewrite.call_arguments(arguments, [], self.slots, self.caches[0].length)
         for cache in self.caches:
             cache.interrupted = True  # until the counts follow: an error in between leaves slots and counts apart
-        results = self.run(*self.fixed, *given)
+        results = self.run(*self.fixed, *call_arguments)
         self.rewrite.count_tokens(self.slots, results)
         advance_counts(self.caches, 1, clocks)
         return results

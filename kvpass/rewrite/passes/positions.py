@@ -200,18 +200,18 @@ def rank_positions(step: StepContext) -> PassRecord:
         step.rotations = Rotations()
         return PassRecord(left={"keys": "they are stored as they are attended to"})
     memory = alias.AliasSets(step.step_gm.graph)
-    found = [_rotary(step, layer, memory) for layer in range(len(step.sites))]
+    rotaries = [_rotary(step, layer, memory) for layer in range(len(step.sites))]
     slices = [
         cut_rotary(step.step_gm, site, rotary, step.sizes, memory)
-        for site, rotary in zip(step.sites, found, strict=True)
+        for site, rotary in zip(step.sites, rotaries, strict=True)
     ]
-    positions = list(dict.fromkeys(p for layer, rotary in enumerate(found) for p in _positions(step, layer, rotary)))
-    given = [origin for origin in map(strip_reshapes, positions) if origin in step.placeholders]
-    replaced = tuple(dict.fromkeys(map(step.placeholders.index, given)))
+    positions = list(dict.fromkeys(p for layer, rotary in enumerate(rotaries) for p in _positions(step, layer, rotary)))
+    position_inputs = [origin for origin in map(strip_reshapes, positions) if origin in step.placeholders]
+    replaced = tuple(dict.fromkeys(map(step.placeholders.index, position_inputs)))
     first = _rank_of_first(step)
     for position in positions:
         _replace_by_ranks(step, position, first)
-    step.rotations = Rotations(slices, [rotary.raw for rotary in found], replaced)
+    step.rotations = Rotations(slices, [rotary.raw for rotary in rotaries], replaced)
     return PassRecord([position.name for position in positions])
 
 
@@ -228,10 +228,10 @@ def _rotary(step: StepContext, layer: int, memory: alias.AliasSets) -> Rotary:
 
 def _positions(step: StepContext, layer: int, rotary: Rotary) -> list[fx.Node]:
     """Return the positions that rotate the layer's key and query."""
-    found = positions_of(rotary, step.sites[layer])
-    if not found:
+    positions = positions_of(rotary, step.sites[layer])
+    if not positions:
         _refuse(step, layer, QUERY_ROTATED_BY_OTHERS)
-    return found
+    return positions
 
 
 def _refuse(step: StepContext, layer: int, why: str) -> NoReturn:
@@ -307,18 +307,18 @@ def renumber_ids(step: StepContext) -> PassRecord:
         return PassRecord(left={"position ids": "the policy does not renumber"})
     names, tensors = step.slots[0].names, step.slots[0].tensors()
     seen, length = (tensors[names.index(name)] for name in ("seen", "length"))
-    found = find_readers(step.step_gm, step.sites, step.argument_of, fits_step(seen, length))
+    readers = find_readers(step.step_gm, step.sites, step.argument_of, fits_step(seen, length))
     # The first layer's step writes to its slots.
-    late = any(step.sites[0].call < reader.node for reader in found)
+    late = any(step.sites[0].call < reader.node for reader in readers)
     nodes = step.copy_slots(0) if late else step.slot_inputs[0]
     metadata = [nodes[names.index("position")], nodes[names.index("seen")]]
-    for i, reader in enumerate(found):
+    for i, reader in enumerate(readers):
         inputs = [reader.ids, *metadata]
         function = functools.partial(_count_cached, reader.along, step.queries, step.layouts[0].policy.last_position())
         ids = step.compute(function, inputs, reader.node, f"kvpass_ids_{i}")[0]
         ids.meta["example_value"] = value(reader.ids)
         reader.node.replace_input_with(reader.ids, ids)
-    return PassRecord([reader.node.name for reader in found])
+    return PassRecord([reader.node.name for reader in readers])
 
 
 def _count_cached(along: int, queries: int, last: int, ids: Tensor, position: Tensor, seen: Tensor) -> list[Tensor]:
