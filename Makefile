@@ -22,7 +22,8 @@ PYTEST := $(BIN)/$(TESTS)
 
 # What `make oldest` and `make newest` run: files without their slow cases, and single cases.
 PARTS := tests/cache/test_handle.py tests/runtime/test_runtime.py tests/test_generate.py tests/rewrite \
-    tests/lowering/test_unchecked_index.py tests/lowering/layer_dedup tests/torch_private tests/decoding/test_artifacts.py
+    tests/lowering/test_row_kernel.py tests/lowering/test_unchecked_index.py tests/lowering/layer_dedup \
+    tests/torch_private tests/decoding/test_artifacts.py
 KINDS := h2o streaming buzz d2o cascade sage
 CASES := $(KINDS:%='tests/test_invariants.py::test_the_reference_at_every_step[Llama-padded-%]')
 CASES += 'tests/policies/test_kv_align.py::test_model_equals_reference[Llama-paper-1]'
