@@ -36,8 +36,8 @@ def test_cosines_by_hand() -> None:
 
 @both
 def test_kept_tokens_by_hand(compiled: bool) -> None:
-    """Check by hand; token 2 ties with token 9, up to the rounding of their cosines."""
-    assert kept(KEYS, True) == [0, 1, 2, 5, 8]
+    """Check by hand; token 2 ties with token 9, up to a rounding that differs between processors."""
+    assert kept(KEYS, compiled) in ([0, 1, 2, 5, 8], [0, 1, 5, 8, 9])
     assert kept(KEYS, compiled, budget=4) == [0, 1, 5, 8]
     assert kept(KEYS, compiled, budget=6) == [0, 1, 2, 5, 8, 9]
     assert kept(KEYS, compiled, recent=2) == [0, 1, 5, 8, 9]
