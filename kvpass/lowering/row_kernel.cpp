@@ -15,18 +15,6 @@ namespace kvpass {
 
 constexpr int64_t LANES = 16, CACHE_LINE = 64, AHEAD = 4;
 
-#ifdef __AVX512BF16__
-// Rows and a matrix in bfloat16, multiplied in pairs.
-struct DotProducts {
-  typedef uint16_t Left, Right;
-  typedef __m512bh Vector;
-  static constexpr int64_t STEP = 32;
-  static Vector load_left(const Left* from) { return (Vector)_mm512_loadu_si512(from); }
-  static Vector load_right(const Right* from) { return (Vector)_mm512_loadu_si512(from); }
-  static __m512 add(__m512 sum, Vector left, Vector right) { return _mm512_dpbf16_ps(sum, left, right); }
-};
-#endif
-
 // Rows in float32, and a matrix in a dtype whose numbers are converted as they are loaded.
 template <typename T> struct Products {
   typedef float Left;
@@ -56,6 +44,27 @@ template <> inline __m512 Products<int8_t>::load_right(const int8_t* from) {
 template <> inline __m512 Products<uint8_t>::load_right(const uint8_t* from) {
   return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from)));
 }
+
+#ifdef __AVX512BF16__
+// Rows and a matrix in bfloat16, multiplied in pairs.
+struct DotProducts {
+  typedef uint16_t Left, Right;
+  typedef __m512bh Vector;
+  static constexpr int64_t STEP = 32;
+  static Vector load_left(const Left* from) { return (Vector)_mm512_loadu_si512(from); }
+  static Vector load_right(const Right* from) { return (Vector)_mm512_loadu_si512(from); }
+  static __m512 add(__m512 sum, Vector left, Vector right) { return _mm512_dpbf16_ps(sum, left, right); }
+};
+#else  // a compiler that does not know the instructions
+struct DotProducts {
+  typedef at::BFloat16 Left, Right;
+  typedef __m512 Vector;
+  static constexpr int64_t STEP = LANES;
+  static Vector load_left(const Left* from) { return Products<Right>::load_right(from); }
+  static Vector load_right(const Right* from) { return Products<Right>::load_right(from); }
+  static __m512 add(__m512 sum, Vector left, Vector right) { return _mm512_fmadd_ps(left, right, sum); }
+};
+#endif
 
 // Adds lanes at a distance of W in two vectors, and interleaves the results.
 template <int W> inline __m512 paired(__m512 a, __m512 b) {

@@ -30,9 +30,10 @@ MATRICES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint
 
 
 @functools.cache
-def library(rows: torch.dtype, matrix: torch.dtype) -> ctypes.CDLL:
+def library(rows: torch.dtype, matrix: torch.dtype, compiler_has_dots: bool) -> ctypes.CDLL:
     """Return the kernel's inner loops for every number of rows, as a function."""
     source, kind = row_kernel._template(rows, matrix)
+    source = source if compiler_has_dots else f"#undef __AVX512BF16__\n{source}"
     cases = "".join(
         f"case {count}: return kvpass::multiply<kvpass::{kind}, {count}>(x, m, stride, size, columns, y, to);\n"
         for count in ROWS
@@ -43,13 +44,13 @@ def library(rows: torch.dtype, matrix: torch.dtype) -> ctypes.CDLL:
     return generated_code.cpp_library(include + source + wrapper)
 
 
-def product(rows: Tensor, matrix: Tensor) -> Tensor:
+def product(rows: Tensor, matrix: Tensor, compiler_has_dots: bool = True) -> Tensor:
     """Multiply rows [R, K] with a matrix [N, K] by the inner loops, to [R, N] in a larger memory."""
     (count, size), columns = rows.shape, matrix.shape[0]
     memory = torch.full((count, columns + 3), torch.nan)
     sizes = matrix.stride(0), size, columns
     numbers = [count, rows.data_ptr(), matrix.data_ptr(), *sizes, memory.data_ptr(), memory.stride(0)]
-    library(rows.dtype, matrix.dtype).product(*map(ctypes.c_int64, numbers))
+    library(rows.dtype, matrix.dtype, compiler_has_dots).product(*map(ctypes.c_int64, numbers))
     assert memory[:, columns:].isnan().all()
     return memory[:, :columns]
 
@@ -76,6 +77,12 @@ def test_products_of_any_shape(dtype: torch.dtype, data: st.DataObject) -> None:
     assert ((made - exact).abs() <= 1e-5 * bound).all()
     row = data.draw(st.integers(0, count - 1))
     assert torch.equal(product(rows[row : row + 1], matrix)[0], made[row])
+
+
+def test_a_compiler_without_dot_products_of_bfloat16() -> None:
+    rows, matrix = (random_matrix(count, 96, torch.bfloat16, seed=count) for count in (3, 7))
+    made = product(rows, matrix, compiler_has_dots=False)
+    assert torch.allclose(made.double(), rows.double() @ matrix.double().mT, atol=1e-4)
 
 
 def compiled(function: Callable[..., Any], *arguments: Tensor) -> tuple[Any, str]:
