@@ -52,10 +52,8 @@ def _fake(rows: Tensor, matrix: Tensor) -> Tensor:
 
 
 def fits(rows: Tensor, matrix: Tensor) -> bool:
-    """Return whether the kernel can multiply rows [R, K] with a matrix [K, N] whose columns are contiguous."""
-    if rows.device.type != "cpu" or matrix.dtype not in NAMES or not rows.is_floating_point():
-        return False
-    if symbolic_shapes.symbols(rows) or symbolic_shapes.symbols(matrix):
+    """Return whether the kernel can multiply so many rows [R, K] with this matrix [K, N]."""
+    if matrix.dtype not in NAMES or symbolic_shapes.symbols(matrix):
         return False
     is_stored_by_columns = matrix.stride(0) == 1 and matrix.stride(1) >= matrix.shape[0]
     is_whole = rows.shape[1] * matrix.element_size() % CACHE_LINE == 0
@@ -74,6 +72,7 @@ def uses_dot_products(rows: torch.dtype, matrix: torch.dtype) -> bool:
     return rows == matrix == torch.bfloat16 and torch.bfloat16 in inductor.dot_products()
 
 
+@functools.cache
 def _template(rows: torch.dtype, matrix: torch.dtype) -> tuple[str, str]:
     """Return C++ source, and the kind of products in it for rows and a matrix of these dtypes."""
     source = importlib.resources.files(__package__).joinpath("row_kernel.cpp").read_text()

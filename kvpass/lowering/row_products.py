@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -140,7 +140,7 @@ def decompose_products(graph: fx.Graph, parts: int | None = None) -> None:
                 continue
             stored_matrix = _unconverted(matrix)
             tensors_read = rows.meta["val"], stored_matrix.meta["val"]
-            if parts is None and processor.has_row_kernel and row_kernel.fits(*tensors_read):
+            if parts is None and uses_row_kernel(*tensors_read, processor):
                 function = _bind(_row_kernel, node.meta["val"].dtype)
                 replacement.replace(node, function, rows, stored_matrix, *bias)
                 continue
@@ -215,10 +215,20 @@ class _Replacement:
         return spliced[0]
 
 
+def has_static_rows(rows: torch.Tensor) -> bool:
+    """Return whether rows [R, K] on a CPU have a dtype of `DTYPES` and a static number, one sum each."""
+    return rows.device.type == "cpu" and rows.dtype in DTYPES and not symbolic_shapes.symbols(rows)
+
+
+def uses_row_kernel(rows: torch.Tensor, matrix: torch.Tensor, processor: Processor) -> bool:
+    """Return whether `row_kernel` computes [R, K] @ [K, N]."""
+    return processor.has_row_kernel and has_static_rows(rows) and row_kernel.fits(rows, matrix)
+
+
 def column_part_count(rows: torch.Tensor, matrix: torch.Tensor, processor: Processor) -> int:
     """Return the number of column parts for [R, K] @ [K, N], or 0 if the library is faster."""
-    if rows.device.type != "cpu" or rows.dtype not in DTYPES or symbolic_shapes.symbols(rows):
-        return 0  # each row is its own sum, so their number must be static
+    if not has_static_rows(rows):
+        return 0
     count, columns = rows.shape[0], matrix.shape[1]
     if matrix.stride(0) != 1:
         return int(count == 1)  # columns are not contiguous, as in GPT-2
@@ -295,7 +305,7 @@ def _transposed_product(rows: torch.Tensor, matrix: torch.Tensor, *bias: torch.T
     bfloat16 it is slower.
     """
     product = torch.mm(matrix.permute(1, 0), rows.permute(1, 0)).permute(1, 0)
-    return functools.reduce(torch.add, bias, product)
+    return _with_bias(product, bias, torch.float32)
 
 
 def _one_batch(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
@@ -326,15 +336,18 @@ def _sums(
     parts = _columns(_convert(matrix, torch.float32), count)
     each = [rows.select(0, index).unsqueeze(1) for index in range(rows.shape[0])]  # [K, 1]
     joined = torch.cat([(part * row).sum(0) for row in each for part in parts])
-    product = joined.view(rows.shape[0], joined.shape[0] // rows.shape[0])
-    return _convert(functools.reduce(torch.add, [_convert(x, torch.float32) for x in bias], product), dtype)
+    return _with_bias(joined.view(rows.shape[0], joined.shape[0] // rows.shape[0]), bias, dtype)
 
 
 def _row_kernel(dtype: torch.dtype, rows: torch.Tensor, matrix: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
     """Multiply rows [R, K] with a matrix [K, N] by the C++ kernel."""
     if not row_kernel.uses_dot_products(rows.dtype, matrix.dtype):
         rows = _convert(rows, torch.float32)
-    product = row_kernel.multiply(rows, matrix)
+    return _with_bias(row_kernel.multiply(rows, matrix), bias, dtype)
+
+
+def _with_bias(product: torch.Tensor, bias: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Add the bias, if there is one, to a product in float32, and convert the sum."""
     return _convert(functools.reduce(torch.add, [_convert(x, torch.float32) for x in bias], product), dtype)
 
 

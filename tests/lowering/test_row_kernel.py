@@ -93,6 +93,14 @@ def compiled(function: Callable[..., Any], *arguments: Tensor) -> tuple[Any, str
     return made, code
 
 
+def code_that_equals_eager(function: Callable[..., tuple[Tensor, ...]], *arguments: Tensor) -> str:
+    """Check the results of a compiled function against those of the function, and return its generated code."""
+    results, code = compiled(function, *arguments)
+    for result, expected in zip(results, function(*arguments), strict=True):
+        assert torch.allclose(result, expected, atol=1e-5)
+    return code
+
+
 def weights(*shapes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [(torch.randn(shape, generator=generator) / shape[-1] ** 0.5).to(dtype) for shape in shapes]
@@ -140,10 +148,7 @@ def test_a_product_with_further_readers_is_stored():
         return made, residual + made, made.sum(-1)
 
     arguments = weights((2, 64), (40, 64), (2, 40), dtype=torch.float32)
-    made, code = compiled(function, *arguments)
-    assert code.count(CALL) == 1
-    for found, expected in zip(made, function(*arguments), strict=True):
-        assert torch.allclose(found, expected, atol=1e-5)
+    assert code_that_equals_eager(function, *arguments).count(CALL) == 1
 
 
 def test_a_result_in_another_order_of_dimensions():
@@ -151,9 +156,7 @@ def test_a_result_in_another_order_of_dimensions():
         return linear(x, weight).view(2, 4, 16).transpose(0, 1) * scale, linear(x, weight).t().contiguous()
 
     arguments = weights((2, 64), (64, 64), (4, 2, 16), dtype=torch.float32)
-    made, _ = compiled(function, *arguments)
-    for found, expected in zip(made, function(*arguments), strict=True):
-        assert torch.allclose(found, expected, atol=1e-5)
+    code_that_equals_eager(function, *arguments)
 
 
 def test_weights_that_are_parts_of_a_tensor():
@@ -162,10 +165,7 @@ def test_weights_that_are_parts_of_a_tensor():
         return linear(x, query), linear(x[:, :32], key)
 
     arguments = weights((3, 64), (80, 64), dtype=torch.float32)
-    made, code = compiled(function, *arguments)
-    assert code.count(CALL) == 2
-    for found, expected in zip(made, function(*arguments), strict=True):
-        assert torch.allclose(found, expected, atol=1e-5)
+    assert code_that_equals_eager(function, *arguments).count(CALL) == 2
 
 
 def test_weights_in_int8_are_converted_in_registers():
@@ -178,6 +178,18 @@ def test_weights_in_int8_are_converted_in_registers():
     assert "kvpass::Products<int8_t>" in code
     exact = function(x.double(), codes, scale.double())
     assert (made.double() - exact).abs().max() <= 0.01 * exact.abs().max()
+
+
+def test_rows_in_float64_keep_their_numbers():
+    """Check that weights in int8, which have their own dtype in the graph, do not bring such rows to the kernel."""
+
+    def function(x, codes):
+        return linear(x, codes.to(x.dtype))
+
+    x, codes = weights((4, 64), dtype=torch.float64)[0], random_matrix(96, 64, torch.int8, 0)
+    made, code = compiled(function, x, codes)
+    assert CALL not in code
+    assert torch.allclose(made, function(x, codes), atol=0, rtol=1e-12)
 
 
 def test_code_with_a_wrapper_in_cpp():
