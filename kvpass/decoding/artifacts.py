@@ -36,6 +36,7 @@ from kvpass.decoding.recording import RecordedCall, named_tensors
 from kvpass.decoding.stepping import refresh_handles
 from kvpass.decoding.warmup import synthetic_tokens, visit_graphs
 from kvpass.errors import ArtifactError, BudgetError, KVPassError, PolicyError, UnsupportedGraph
+from kvpass.lowering import graph_passes
 from kvpass.policies import tensor_files
 from kvpass.policies.base import Policy
 from kvpass.runtime import model_identity
@@ -319,7 +320,7 @@ def _versions_here() -> dict[str, str | None]:
 def _sources() -> str:
     """Return a digest of kvpass's own sources: a manifest has the indices that they work with."""
     result, root = hashlib.sha256(), Path(__file__).parents[1]
-    for path in sorted((*root.rglob("*.py"), *root.rglob("*.cpp"))):
+    for path in graph_passes.source_files(root):
         if path.relative_to(root).parts[0] != "apps":
             result.update(path.read_bytes())
     return result.hexdigest()

@@ -179,14 +179,17 @@ HASHED = ("fx", "lowering", "torch_private")
 """The packages of kvpass whose code changes of a graph may run; each is hashed whole."""
 
 
+def source_files(folder: Path) -> list[Path]:
+    """Return the Python and C++ sources below a folder, in a fixed order."""
+    return sorted((*folder.rglob("*.py"), *folder.rglob("*.cpp")))
+
+
 @functools.cache
 def _sources(module: str) -> bytes:
     """Return a digest of the sources of `HASHED` and of one more module, by its name."""
     result = hashlib.sha256()
     root = Path(__file__).parents[1]
-    for path in [
-        path for name in HASHED for path in sorted([*(root / name).rglob("*.py"), *(root / name).rglob("*.cpp")])
-    ]:
+    for path in [path for name in HASHED for path in source_files(root / name)]:
         result.update(str(path.relative_to(root)).encode())
         result.update(path.read_bytes())
     with contextlib.suppress(OSError):  # of a package in an archive, which has no such files

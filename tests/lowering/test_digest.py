@@ -46,7 +46,11 @@ def test_every_module_that_graph_changes_use_is_hashed() -> None:
 
 
 @pytest.mark.parametrize(
-    "edited", ["fx/splicing.py", "torch_private/inductor.py", "lowering/row_products.py", "runtime/backend_base.py"]
+    "edited",
+    [
+        *("fx/splicing.py", "torch_private/inductor.py", "lowering/row_products.py", "lowering/row_kernel.cpp"),
+        "runtime/backend_base.py",
+    ],
 )
 @pytest.mark.parametrize("change", CHANGES)
 def test_editing_code_that_a_graph_change_runs_changes_the_digest(
