@@ -6,6 +6,10 @@
 //
 // One order of additions serves every R and C, so a row's product does not depend on the rows beside it.
 
+// The wrapper in C++ and AOTInductor put all kernels of a graph, each with this text, into one file.
+#ifndef KVPASS_ROW_KERNEL
+#define KVPASS_ROW_KERNEL
+
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -136,3 +140,5 @@ inline void multiply(
 }
 
 }  // namespace kvpass
+
+#endif

@@ -192,12 +192,20 @@ def test_rows_in_float64_keep_their_numbers():
     assert torch.allclose(made, function(x, codes), atol=0, rtol=1e-12)
 
 
-def test_code_with_a_wrapper_in_cpp():
-    x, weight = weights((2, 64), (40, 64), dtype=torch.bfloat16)
+@pytest.mark.parametrize("matrices", [[torch.bfloat16], [torch.float32] * 2, [torch.bfloat16, torch.float32]])
+def test_code_with_a_wrapper_in_cpp(matrices):
+    """Check that the kernels of a graph, which are one file then, do not define the same names."""
+
+    def function(x, *several):
+        return [linear(x.to(matrix.dtype), matrix) for matrix in several]
+
+    x, *several = weights((2, 64), *[(40 + 8 * index, 64) for index in range(len(matrices))], dtype=torch.float32)
+    several = [matrix.to(dtype) for matrix, dtype in zip(several, matrices, strict=True)]
     with torch._inductor.config.patch(cpp_wrapper=True):
-        made, code = compiled(linear, x, weight)
-    assert CALL in code
-    assert torch.allclose(made.float(), linear(x.float(), weight.float()), atol=0.02)
+        made, code = compiled(function, x, *several)
+    assert code.count(CALL) == len(several)
+    for product, matrix in zip(made, several, strict=True):
+        assert torch.allclose(product.float(), linear(x, matrix.float()), atol=0.02)
 
 
 def uses_kernel(x: Tensor, weight: Tensor) -> bool:
