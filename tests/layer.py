@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from kvpass.cache.admission import NewRows, admit, attention_of_chunk, split_by_class
+from kvpass.cache.admission import TokensToAdmit, admit, attention_of_chunk, split_by_class
 from kvpass.cache.cached_attention import CachedAttention, Mask, NewTokens
 from kvpass.cache.chunk_step import chunk_step
 from kvpass.cache.layout import Layout
@@ -88,18 +88,20 @@ class Lowered:
             first = slots.next_rank(new.valid.shape[1]) if counted else slots.seen[:, None, None]
         at = positions_for(policy, budget, first, new.valid, slots is None)
         q, k = self.rotate(new.q, at), self.rotate(new.k, at)
-        chunk = NewRows(new.k if ranked else k, new.v, new.valid, Attention(), new.pins)
+        to_admit = TokensToAdmit(new.k if ranked else k, new.v, new.valid, Attention(), new.pins)
         if slots is not None and new.valid.shape[1] == 1 and slots.capacity == self.layout.capacity:
             counted = new.valid[:, 0].tolist() if self.knows_padding else [True] * len(limits)
             if new.pins is not None:
-                self.limits = limits = chunk.raised_budgets(policy, limits)
+                self.limits = limits = to_admit.raised_budgets(policy, limits)
             rows = zip(self.clocks, limits, counted, strict=True)
             ticks = [tick_of(self.layout, clock, limit) if real else (False, clock) for clock, limit, real in rows]
             self.clocks = [clock for _, clock in ticks]
             compact = any(due for due, _ in ticks)
             if new.pins is not None:
                 slots.pin_next(new.pins)
-            return self.step(self.layout, call, slots, NewTokens(q, chunk.key, new.v, new.valid[:, 0]), compact).output
+            return self.step(
+                self.layout, call, slots, NewTokens(q, to_admit.key, new.v, new.valid[:, 0]), compact
+            ).output
         if slots is None:
             q = with_logit_scale(policy, q, new.valid.sum(-1, keepdim=True))
             mask = prompt_mask(new.valid, policy, budget)
@@ -117,8 +119,8 @@ class Lowered:
         attention = attention_of_chunk(
             self.layout, [sums] if slots is None else split_by_class(self.layout, sums), new.valid
         )
-        self.slots = admit(self.layout, slots, dataclasses.replace(chunk, attention=attention), self.limits)
-        self.limits = limits = chunk.raised_budgets(policy, limits)
+        self.slots = admit(self.layout, slots, dataclasses.replace(to_admit, attention=attention), self.limits)
+        self.limits = limits = to_admit.raised_budgets(policy, limits)
         counts = new.valid.sum(-1).tolist()
         rows = zip(self.clocks, counts, limits, strict=True)
         self.clocks = [clock_of(self.layout, *row) for row in rows]
@@ -167,7 +169,7 @@ class OnReference:
         logits = attention_logits(q, attended, mask, None, self.scale)
         biased = logits if bias is None else logits + torch.nn.functional.pad(bias, (0, count))
         rows = torch.nan_to_num(biased.softmax(-1))
-        layer.take(NewRows(original, new.v, new.valid, Attention(), new.pins), rows, logits)
+        layer.take(TokensToAdmit(original, new.v, new.valid, Attention(), new.pins), rows, logits)
         return rows @ values.repeat_interleave(q.shape[1] // k.shape[1], 1)
 
     def positions(self) -> list[list[list[int]]]:

@@ -33,14 +33,15 @@ def rescore(
     return tokens.with_state(policy.rescore(tokens, key.read(), value.read(), weights))
 
 
-def admit(layout: Layout, before: Any, chunk: NewRows, budgets: Sequence[int] = (), into: Any = None) -> Any:
-    """Admit a chunk: the policy selects which cached and new tokens stay.
+def admit(layout: Layout, before: Any, to_admit: TokensToAdmit, budgets: Sequence[int] = (), into: Any = None) -> Any:
+    """Admit a prompt or chunk: the policy selects which cached and new tokens stay.
 
     Survivors are written to slots 0, 1, ... in the order of their positions.  `before` is overwritten in place if it
     has the layout's capacity and `into` is None.  Runs once per prompt or turn, uncompiled.
 
     Args:
         before: the `Slots` before the chunk, `ClassedSlots` if the layout has classes; None for a prompt.
+        to_admit: the tokens of the prompt or chunk.
         budgets: for a prompt, the budget of each row, if it differs from the layout's, without pinned tokens that
             count in addition to it.  The slots store them if the layout has `row_budgets`.
         into: slots of the layout's capacity to write to; `before` then stays unchanged.
@@ -52,21 +53,21 @@ def admit(layout: Layout, before: Any, chunk: NewRows, budgets: Sequence[int] = 
         BudgetError: pinned tokens leave less of the budget than the policy needs.
     """
     if layout.classes and before is None:
-        return _admit_prompt_by_class(layout, chunk)
+        return _admit_prompt_by_class(layout, to_admit)
     if layout.classes:
-        return _admit_by_class(layout, before, chunk, into)
+        return _admit_by_class(layout, before, to_admit, into)
     budgets = tuple(budgets) or (layout.budget,) * layout.batch
-    least = min(chunk.raised_budgets(layout.policy, budgets))
-    past = Slots.empty(_prompt_layout(layout, chunk, least)) if before is None else before
+    least = min(to_admit.raised_budgets(layout.policy, budgets))
+    past = Slots.empty(_prompt_layout(layout, to_admit, least)) if before is None else before
     if before is None and layout.row_budgets:
         past.state[ROW_BUDGET].copy_(torch.tensor(budgets).view(-1, 1, 1))
-    scored = _score_candidates(layout, past, chunk, budgets, before is None)
+    scored = _score_candidates(layout, past, to_admit, budgets, before is None)
     in_place = before is None or not hold_whole_prompt(before, layout)
     slots = into or (past if in_place else Slots.empty(layout))
     _select_and_store(layout, slots, scored)
     if before is not None and layout.policy.aligns in ("step", "compact"):
         policy_weights = [tensor.to(layout.device) for tensor in layout.policy.weights()]
-        changes = align(layout, slots, slots.tokens(layout), policy_weights, chunk.valid.shape[1])
+        changes = align(layout, slots, slots.tokens(layout), policy_weights, to_admit.valid.shape[1])
         for name, changed in changes.items():
             slots.state[name].copy_(changed)
     return slots
@@ -99,21 +100,24 @@ class _Candidates:
         return _Candidates(tokens, select_heads(self.index, heads), *vectors)
 
 
-def _score_candidates(layout: Layout, past: Slots, chunk: NewRows, budgets: Sequence[int], prompt: bool) -> _Candidates:
-    """Let the policy observe a chunk."""
-    assert isinstance(chunk.attention, Attention)
-    key, value = EncodedVectors.of(layout.key_format, chunk.key), EncodedVectors.of(layout.value_format, chunk.value)
-    tokens, index = _join_candidates(layout, past, chunk, key, value, prompt)
+def _score_candidates(
+    layout: Layout, past: Slots, to_admit: TokensToAdmit, budgets: Sequence[int], prompt: bool
+) -> _Candidates:
+    """Let the policy observe a prompt or chunk, and score its tokens and the cached ones."""
+    assert isinstance(to_admit.attention, Attention)
+    key = EncodedVectors.of(layout.key_format, to_admit.key)
+    value = EncodedVectors.of(layout.value_format, to_admit.value)
+    tokens, index = _join_candidates(layout, past, to_admit, key, value, prompt)
     if not layout.row_budgets:
         tokens = dataclasses.replace(tokens, budget=max(budgets))
     if layout.pinned_tokens is not None:
         layout.pinned_tokens.check(tokens)
-    tokens = tokens.with_state(layout.policy.observe_chunk(tokens, chunk.attention))
+    tokens = tokens.with_state(layout.policy.observe_chunk(tokens, to_admit.attention))
     if not prompt:
         key, value = past.key.concatenate(key), past.value.concatenate(value)
     tokens = rescore(layout, tokens, key, value)
     if layout.policy.projects:
-        tokens = tokens.with_state(layout.policy.project(tokens, value.read(), chunk.output_projection))
+        tokens = tokens.with_state(layout.policy.project(tokens, value.read(), to_admit.output_projection))
     return _Candidates(tokens, index, key, value)
 
 
@@ -129,10 +133,10 @@ def _select_and_store(layout: Layout, slots: Slots, scored: _Candidates) -> None
     slots.free.copy_(next_free(layout, slots))
 
 
-def _admit_prompt_by_class(layout: Layout, chunk: NewRows) -> ClassedSlots:
+def _admit_prompt_by_class(layout: Layout, prompt: TokensToAdmit) -> ClassedSlots:
     """Admit a prompt: the policy orders the heads, and each class of them selects among its tokens."""
     whole = dataclasses.replace(layout, classes=(), capacity=1)
-    scored = _score_candidates(whole, Slots.empty(whole), chunk, (layout.budget,), True)
+    scored = _score_candidates(whole, Slots.empty(whole), prompt, (layout.budget,), True)
     counts = layout.policy.head_counts(scored.tokens, layout.layer)
     slots = ClassedSlots.empty(layout, counts.argsort(dim=-1, descending=True, stable=True))
     for class_layout, class_slots, heads in zip(layout.by_class, slots.by_class, layout.head_slices, strict=True):
@@ -140,7 +144,9 @@ def _admit_prompt_by_class(layout: Layout, chunk: NewRows) -> ClassedSlots:
     return slots
 
 
-def _admit_by_class(layout: Layout, classed: ClassedSlots, chunk: NewRows, into: ClassedSlots | None) -> ClassedSlots:
+def _admit_by_class(
+    layout: Layout, classed: ClassedSlots, chunk: TokensToAdmit, into: ClassedSlots | None
+) -> ClassedSlots:
     """Admit a chunk on slots in classes: heads stay in their classes."""
     targets = [None] * len(classed.by_class) if into is None else into.by_class
     rows = zip(layout.by_class, classed.by_class, layout.head_slices, targets, strict=True)
@@ -165,21 +171,21 @@ def align(layout: Layout, slots: Slots, tokens: Tokens, policy_weights: Sequence
     return changes
 
 
-def _prompt_layout(layout: Layout, chunk: NewRows, budget: int) -> Layout:
+def _prompt_layout(layout: Layout, prompt: TokensToAdmit, budget: int) -> Layout:
     """Return the layout for a prompt, which a policy that defers caches whole, with one spare slot."""
-    prompt = chunk.valid.shape[1]
-    if not layout.policy.defers or prompt <= budget:
+    count = prompt.valid.shape[1]
+    if not layout.policy.defers or count <= budget:
         return layout
     # More slots than the layout has, even if the prompt would fit: the next step recognises by them that all surplus
     # tokens are due, and not one token per new one.
-    return dataclasses.replace(layout, capacity=max(layout.capacity, prompt) + 1)
+    return dataclasses.replace(layout, capacity=max(layout.capacity, count) + 1)
 
 
 def _join_candidates(
-    layout: Layout, past: Slots, chunk: NewRows, key: EncodedVectors, value: EncodedVectors, prompt: bool
+    layout: Layout, past: Slots, to_admit: TokensToAdmit, key: EncodedVectors, value: EncodedVectors, prompt: bool
 ) -> tuple[Tokens, Tensor]:
-    """Return the tokens of [slots, chunk], and their indices; `key` and `value` are the chunk's."""
-    policy, valid = layout.policy, chunk.valid
+    """Return the tokens of [slots, new], and their indices; `key` and `value` are those to admit, in their formats."""
+    policy, valid = layout.policy, to_admit.valid
     count = valid.cumsum(-1)  # [B, q]
     new_position = past.seen[:, None] + count - 1
     new_index = past.length[:, None] + torch.arange(valid.shape[1], device=layout.device)
@@ -190,9 +196,9 @@ def _join_candidates(
 
     initial = policy.init_token_state(key.read(), value.read()) if policy.reads_new_keys else {}
     state = dict(past.state)
-    initial[PINNED] = chunk.pin_mask(policy)[:, None]
+    initial[PINNED] = to_admit.pin_mask(policy)[:, None]
     if layout.row_budgets:
-        state[ROW_BUDGET] = state[ROW_BUDGET] + chunk.pins_on_top(policy)[:, None, None]
+        state[ROW_BUDGET] = state[ROW_BUDGET] + to_admit.pins_on_top(policy)[:, None, None]
     for name, dtype in layout.state().items():
         state[name] = join(past.state[name], initial.get(name, torch.zeros_like(new_position, dtype=dtype)[:, None]))
     position = join(past.position, new_position.masked_fill(~valid, FREE)[:, None])
@@ -257,14 +263,14 @@ def _merge_into(buffer: EncodedVectors, rows: EncodedVectors, indices: Tensor, m
 
 
 def attention_of_chunk(layout: Layout, results: list[list[Tensor]], valid: Tensor) -> Attention | tuple[Attention, ...]:
-    """Return `NewRows.attention` from the results of `split_by_class`; valid is bool [B, q]."""
+    """Return `TokensToAdmit.attention` from the results of `split_by_class`; valid is bool [B, q]."""
     policy, count = layout.policy, len(layout.policy.statistics)
     found = [as_attention(policy, each[:count], valid, layout.sharding) for each in results if count]
     return attention_of_classes(found)
 
 
 def attention_of_classes(attention: list[Attention]) -> Attention | tuple[Attention, ...]:
-    """Return `NewRows.attention` from that of each class of heads, none without statistics."""
+    """Return `TokensToAdmit.attention` from that of each class of heads, none without statistics."""
     return tuple(attention) if len(attention) > 1 else attention[0] if attention else Attention()
 
 
@@ -275,8 +281,8 @@ def split_by_class(layout: Layout, results: Sequence[Tensor]) -> list[list[Tenso
 
 
 @dataclasses.dataclass(frozen=True)
-class NewRows:
-    """New tokens of a prompt or of a later turn.
+class TokensToAdmit:
+    """The tokens of a prompt or chunk, as they are stored, and what the policy reads of them.
 
     Attributes:
         key, value: [B, Hkv, q, D] and [B, Hkv, q, Dv]; the keys as they are stored.
@@ -294,16 +300,17 @@ class NewRows:
     pins: Pins | None = None
     output_projection: Tensor | None = None
 
-    def of_heads(self, heads: Tensor, attention: Attention) -> NewRows:
-        """Return the rows of some heads, int64 [B, h], with their statistics and weights."""
+    def of_heads(self, heads: Tensor, attention: Attention) -> TokensToAdmit:
+        """Return the keys and values of some heads, int64 [B, h], with their statistics and weights."""
         key, value, output = select_heads(self.key, heads), select_heads(self.value, heads), self.output_projection
         output = None if output is None else select_heads(output.expand(len(heads), -1, -1, -1, -1), heads)
         return dataclasses.replace(self, key=key, value=value, attention=attention, output_projection=output)
 
-    def first(self, count: int) -> NewRows:
-        """Return the first tokens of the chunk, without statistics."""
+    def first(self, count: int) -> TokensToAdmit:
+        """Return the first `count` tokens, without statistics."""
         key, value, valid = self.key[:, :, :count], self.value[:, :, :count], self.valid[:, :count]
-        return NewRows(key, value, valid, Attention(), self.pins and self.pins.first(count), self.output_projection)
+        pins = self.pins and self.pins.first(count)
+        return TokensToAdmit(key, value, valid, Attention(), pins, self.output_projection)
 
     def pin_mask(self, policy: Policy) -> Tensor:
         """Return bool [B, q]: the tokens to pin."""
@@ -317,7 +324,7 @@ class NewRows:
         return self.pin_mask(policy).sum(-1) * counted
 
     def raised_budgets(self, policy: Policy, budgets: Sequence[int]) -> tuple[int, ...]:
-        """Return the budgets of the rows after the chunk."""
+        """Return the budgets of the rows once the tokens are admitted."""
         if self.pins is None or not self.pins.on_top:
             return tuple(budgets)
         return tuple(budget + more for budget, more in zip(budgets, self.pins_on_top(policy).tolist(), strict=True))

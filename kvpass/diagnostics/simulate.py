@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvpass.arguments import Condition, check_arguments, short_text
 from kvpass.backend import Backend, backend
-from kvpass.cache.admission import NewRows, admit, attention_of_chunk, split_by_class
+from kvpass.cache.admission import TokensToAdmit, admit, attention_of_chunk, split_by_class
 from kvpass.cache.cached_attention import CachedAttention, NewTokens, Rotate
 from kvpass.cache.chunk_step import chunk_step
 from kvpass.cache.layout import Layout
@@ -228,7 +228,7 @@ def _run_compiled(layer: _Layer) -> Trace:
     attention = spec.attention(policy, valid, layer.budget)
     plan = policy.plan([attention], valid, layer.budget)[0]
     layout = layer.layout(plan)
-    slots = admit(layout, None, NewRows(stored, v, valid, attention), plan.budgets_of_rows(len(q)))
+    slots = admit(layout, None, TokensToAdmit(stored, v, valid, attention), plan.budgets_of_rows(len(q)))
     clock = clock_of(layout, (), layer.prompt, plan.budget)
     outputs, held = [output], [_positions(layout, slots)]
     for t in range(layer.prompt, layer.q.shape[2]):
@@ -247,8 +247,8 @@ def _compiled_step(layer: _Layer, layout: Layout, slots: AnySlots, t: int, compa
     if not hold_whole_prompt(slots, layout):
         return decode_step(layout, site, slots, NewTokens(q, stored, v, valid[:, 0]), compact).output, slots
     attended = chunk_step(layout, site, slots, NewTokens(q, k, v, valid))
-    chunk = NewRows(stored, v, valid, attention_of_chunk(layout, split_by_class(layout, attended.statistics), valid))
-    return attended.output, admit(layout, slots, chunk)
+    attention = attention_of_chunk(layout, split_by_class(layout, attended.statistics), valid)
+    return attended.output, admit(layout, slots, TokensToAdmit(stored, v, valid, attention))
 
 
 def _positions(layout: Layout, slots: AnySlots) -> Tensor:
@@ -272,7 +272,7 @@ def _run_reference(layer: _Layer) -> Trace:
     total = torch.unflatten(probabilities.sum(2), 1, (k.shape[1], -1))  # [B, Hkv, G, P]
     plan = layer.policy.plan([Attention(total=total)], valid, layer.budget)[0]
     reference = ReferenceLayer(layer.layout(plan), rule, plan.budgets_of_rows(len(q)))
-    reference.take(NewRows(stored, v, valid, Attention()), probabilities, logits)
+    reference.take(TokensToAdmit(stored, v, valid, Attention()), probabilities, logits)
     outputs, held = [_weighted_sum(probabilities, v)], [reference.positions()]
     for t in range(layer.prompt, layer.q.shape[2]):
         outputs.append(_reference_step(layer, reference, t))
@@ -298,7 +298,7 @@ def _reference_step(layer: _Layer, reference: ReferenceLayer, t: int) -> Tensor:
     bias = reference.bias(q.shape[1] // k.shape[1])
     probabilities = (logits if bias is None else logits + torch.nn.functional.pad(bias, (0, 1))).softmax(-1)
     output = _weighted_sum(probabilities, torch.cat([reference.cached_vectors("value"), v], 2)).to(layer.q.dtype)
-    reference.take(NewRows(stored, layer.v[:, :, t : t + 1], valid, Attention()), probabilities, logits)
+    reference.take(TokensToAdmit(stored, layer.v[:, :, t : t + 1], valid, Attention()), probabilities, logits)
     return output
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.cache.admission import NewRows
+from kvpass.cache.admission import TokensToAdmit
 from kvpass.cache.layout import Layout
 from kvpass.cache.slots import FREE, NAMES
 from kvpass.fx.precision import accumulate_dtype
@@ -21,22 +21,22 @@ from kvpass.reference.storing import store_and_read
 
 
 @dataclasses.dataclass(frozen=True)
-class ReferenceRows:
+class TakenTokens:
     """The last tokens that a layer received; see `ReferenceLayer.take`."""
 
-    chunk: NewRows
+    tokens: TokensToAdmit
     probabilities: Tensor
     logits: Tensor
 
-    def first(self, count: int) -> ReferenceRows:
+    def first(self, count: int) -> TakenTokens:
         """Return the first `count` tokens."""
         total = self.probabilities.shape[-1] - self.probabilities.shape[2] + count
         probabilities, logits = (part[:, :, :count, :total] for part in (self.probabilities, self.logits))
-        return ReferenceRows(self.chunk.first(count), probabilities, logits)
+        return TakenTokens(self.tokens.first(count), probabilities, logits)
 
     def admit_again(self, cache: Any) -> None:
         """Add the tokens again to a cache in its earlier state."""
-        cache.slots.take(self.chunk, self.probabilities, self.logits, part=True)
+        cache.slots.take(self.tokens, self.probabilities, self.logits, part=True)
 
 
 class ReferenceLayer:
@@ -57,7 +57,7 @@ class ReferenceLayer:
         self.length = 0
         self.fed = 0  # number of calls of `take`
         self.view: Any = None  # keys and values that the last tokens attended to, for layers that share the cache
-        self.taken: ReferenceRows | None = None
+        self.taken: TakenTokens | None = None
         self.pins: Pins | None = None  # those of the next call of `take`
 
     def expect_pins(self, pins: Pins) -> None:
@@ -168,29 +168,29 @@ class ReferenceLayer:
                     out[b, self._heads(h), n] = key if name == "key" else value
         return out
 
-    def take(self, chunk: NewRows, probabilities: Tensor, logits: Tensor, part: bool = False) -> None:
+    def take(self, to_admit: TokensToAdmit, probabilities: Tensor, logits: Tensor, part: bool = False) -> None:
         """Add new tokens and evict.
 
         Args:
-            chunk: the new tokens, with keys as they are stored; its `NewRows.attention` is ignored.
-            probabilities: float32 [B, Hq, q, N + q] of the chunk's queries over [cached, chunk].
+            to_admit: the new tokens, with keys as they are stored; its `TokensToAdmit.attention` is ignored.
+            probabilities: float32 [B, Hq, q, N + q] of the new tokens' queries over [cached, new].
             logits: likewise, before the softmax and the policy's bias.
-            part: the chunk is the first part of a longer one, so a single token is no decode step.
+            part: the tokens are the first part of a longer chunk, so a single token is no decode step.
         """
-        self.taken, self.pins = ReferenceRows(chunk, probabilities, logits), None
-        policy, count = self.layout.policy, chunk.valid.shape[1]
+        self.taken, self.pins = TakenTokens(to_admit, probabilities, logits), None
+        policy, count = self.layout.policy, to_admit.valid.shape[1]
         first_new = probabilities.shape[-1] - count
         for b, row in enumerate(self.streams):
-            new = torch.nonzero(chunk.valid[b]).flatten().tolist()
+            new = torch.nonzero(to_admit.valid[b]).flatten().tolist()
             for stream in row:
                 columns = [*range(len(stream.tokens)), *(first_new + j for j in new)]
                 queries = self._queries(stream, probabilities)
                 seen = (x[b, queries][:, new][:, :, columns].transpose(0, 1) for x in (probabilities, logits))
                 stream.step = self.length > 0 and count == 1 and not part
-                tokens = [self._token(stream, chunk, b, index, j) for index, j in enumerate(new)]
-                if chunk.output_projection is not None:
-                    stream.output_projection = chunk.output_projection[0, stream.head]
-                if chunk.pins is not None and chunk.pins.on_top:
+                tokens = [self._token(stream, to_admit, b, index, j) for index, j in enumerate(new)]
+                if to_admit.output_projection is not None:
+                    stream.output_projection = to_admit.output_projection[0, stream.head]
+                if to_admit.pins is not None and to_admit.pins.on_top:
                     stream.budget += sum(token.pinned for token in tokens)
                 if any(token.pinned for token in tokens):
                     pinned = sum(token.pinned for token in stream.tokens + tokens)
@@ -210,11 +210,11 @@ class ReferenceLayer:
         defers = self.layout.policy.defers and self.fed == 1 and self.length > budget
         return count == 1 and self.layout.kv_dtype is not None and self.fed > 0 and not defers
 
-    def _token(self, stream: HeadStream, chunk: NewRows, b: int, index: int, chunk_index: int) -> Token:
+    def _token(self, stream: HeadStream, to_admit: TokensToAdmit, b: int, index: int, chunk_index: int) -> Token:
         heads = self._heads(stream.head)
-        key = self.stored(chunk.key[b, heads, chunk_index].clone())
-        value = self.stored(chunk.value[b, heads, chunk_index].clone(), key=False)
-        marked = chunk.pins is not None and bool(chunk.pins.mask[b, chunk_index])
+        key = self.stored(to_admit.key[b, heads, chunk_index].clone())
+        value = self.stored(to_admit.value[b, heads, chunk_index].clone(), key=False)
+        marked = to_admit.pins is not None and bool(to_admit.pins.mask[b, chunk_index])
         pinned = marked or (self.layout.policy.keep_prompt and not stream.step)
         return Token(stream.seen + index, self.length + chunk_index, key, value, pinned)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.cache.admission import NewRows, admit
+from kvpass.cache.admission import TokensToAdmit, admit
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.slots import AnySlots
 from kvpass.errors import BudgetError
@@ -57,7 +57,7 @@ def change_layout(cache: LayerCache, **changes: Any) -> None:
     mark_addresses_static(cache.slots)
 
 
-def admit_chunk(cache: LayerCache, chunk: NewRows, into: AnySlots | None) -> None:
+def admit_chunk(cache: LayerCache, chunk: TokensToAdmit, into: AnySlots | None) -> None:
     """Admit a chunk to the cache's slots, and update its clocks; see `admit`."""
     before = cache.slots
     cache.slots = admit(cache.layout, before, chunk, cache.row_budgets, into)

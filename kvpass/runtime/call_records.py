@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvpass.cache.admission import NewRows, attention_of_classes
+from kvpass.cache.admission import TokensToAdmit, attention_of_classes
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.past_calls import PastCall, append_call
 from kvpass.cache.slots import AnySlots, hold_whole_prompt
@@ -18,40 +18,40 @@ from kvpass.runtime.cache_changes import admit_chunk
 from kvpass.runtime.padding_tracker import true_indices
 
 if TYPE_CHECKING:
-    from kvpass.reference.layer import ReferenceRows
+    from kvpass.reference.layer import TakenTokens
 
 
 @dataclasses.dataclass(frozen=True)
-class AdmittedRows:
+class AdmittedChunk:
     """A chunk that was admitted to slots."""
 
-    chunk: NewRows
+    tokens: TokensToAdmit
     specs: tuple[StatisticsOperands, ...]  # for each class of heads; () if the policy needs no statistics
     into: AnySlots
 
-    def first(self, count: int) -> AdmittedRows:
+    def first(self, count: int) -> AdmittedChunk:
         """Return the first `count` tokens of the chunk."""
-        return AdmittedRows(self.chunk.first(count), tuple(spec.first(count) for spec in self.specs), self.into)
+        return AdmittedChunk(self.tokens.first(count), tuple(spec.first(count) for spec in self.specs), self.into)
 
     @torch.no_grad()
     def admit_again(self, cache: LayerCache) -> None:
         """Admit the chunk again to a cache in the state from before the chunk."""
-        policy, valid = cache.layout.policy, self.chunk.valid
+        policy, valid = cache.layout.policy, self.tokens.valid
         parts = zip(self.specs, cache.layout.by_class, cache.slots.by_class, strict=bool(self.specs))
         attention_by_class = [
             spec.attention(policy, valid, layout.budget_in(slots.state)) for spec, layout, slots in parts
         ]
         admit_chunk(
-            cache, dataclasses.replace(self.chunk, attention=attention_of_classes(attention_by_class)), self.into
+            cache, dataclasses.replace(self.tokens, attention=attention_of_classes(attention_by_class)), self.into
         )
 
 
-def _admit_first(admitted: AdmittedRows | ReferenceRows, cache: LayerCache, count: int) -> LayerCache:
+def _admit_first(admitted: AdmittedChunk | TakenTokens, cache: LayerCache, count: int) -> LayerCache:
     """Return the cache after the first `count` tokens of an admitted chunk, from the cache before it."""
     taken = admitted.first(count)
     call = _record_call(cache, count, chunk=True)
     taken.admit_again(cache)
-    cache.absent = torch.cat([cache.absent, true_indices(~taken.chunk.valid, cache.length)], 1)
+    cache.absent = torch.cat([cache.absent, true_indices(~taken.tokens.valid, cache.length)], 1)
     cache.length += count
     cache.calls = (dataclasses.replace(call, repeat=functools.partial(_admit_first, taken)),)
     return cache
@@ -72,7 +72,7 @@ def _record_call(cache: LayerCache, queries: int, chunk: bool) -> PastCall:
 
 
 def record_calls(
-    caches: list[LayerCache], calls: list[PastCall], taken: Sequence[AdmittedRows | ReferenceRows | None]
+    caches: list[LayerCache], calls: list[PastCall], taken: Sequence[AdmittedChunk | TakenTokens | None]
 ) -> None:
     """Store the records of calls that have run, together with the chunks that they admitted."""
     if not calls:  # cropping is off

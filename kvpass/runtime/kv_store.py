@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvpass.cache.admission import NewRows, admit, attention_of_chunk, split_by_class
+from kvpass.cache.admission import TokensToAdmit, admit, attention_of_chunk, split_by_class
 from kvpass.cache.chunk_step import chunk_spec
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.layout import Layout
@@ -25,12 +25,12 @@ from kvpass.rewrite.context import Pass
 from kvpass.rewrite.passes import STEP_PASSES
 from kvpass.runtime.cache_changes import admit_chunk, change_layout, mark_addresses_static
 from kvpass.runtime.call_pins import call_pins, pinned_headroom
-from kvpass.runtime.call_records import AdmittedRows
+from kvpass.runtime.call_records import AdmittedChunk
 from kvpass.runtime.clocks import clocks_after
 from kvpass.runtime.output_projection import output_projection_of
 
 if TYPE_CHECKING:
-    from kvpass.reference.layer import ReferenceRows
+    from kvpass.reference.layer import TakenTokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,14 +53,14 @@ class KVStore:
         return STEP_PASSES
 
     def admit_prompt(
-        self, layout: Layout, chunk: NewRows, spec: StatisticsOperands | None, site: SiteFacts, plan: Plan
+        self, layout: Layout, prompt: TokensToAdmit, spec: StatisticsOperands | None, site: SiteFacts, plan: Plan
     ) -> tuple[Any, tuple[int, ...], tuple[Clock, ...]]:
         """Return the storage of a prompt's tokens (`LayerCache.slots`), the rows' budgets, and their clocks."""
         row_budgets = plan.budgets_of_rows(layout.batch)
-        slots = admit(layout, None, chunk, row_budgets)
+        slots = admit(layout, None, prompt, row_budgets)
         mark_addresses_static(slots)
-        row_budgets = chunk.raised_budgets(layout.policy, row_budgets)
-        return slots, row_budgets, clocks_after(layout, itertools.repeat(()), chunk.valid, row_budgets)
+        row_budgets = prompt.raised_budgets(layout.policy, row_budgets)
+        return slots, row_budgets, clocks_after(layout, itertools.repeat(()), prompt.valid, row_budgets)
 
     def make_room_for_pins(self, cache: LayerCache, pins: Pins) -> None:
         """Prepare a cache for a call that pins tokens, or raise BudgetError if they leave too little of the budget."""
@@ -96,7 +96,7 @@ class KVStore:
 
     def admit_step(
         self, cache: LayerCache, site: AttentionSite, results: list[Tensor]
-    ) -> AdmittedRows | ReferenceRows | None:
+    ) -> AdmittedChunk | TakenTokens | None:
         """Admit the chunk that a step graph returned; None for a single token, which the graph itself has written."""
         if not results:
             return None
@@ -109,9 +109,9 @@ class KVStore:
                 specs.append(chunk_spec(part, site.scale, site.cap, *operands))
         attention = attention_of_chunk(layout, divided, valid)
         pins = call_pins() if policy is cache.backend.policy else None
-        chunk = NewRows(key, value, valid, attention, pins, output_projection_of(cache))
+        chunk = TokensToAdmit(key, value, valid, attention, pins, output_projection_of(cache))
         admit_chunk(cache, chunk, _spare_slots(cache) if cache.backend.crop else None)
-        return AdmittedRows(dataclasses.replace(chunk, attention=Attention()), tuple(specs), cache.slots)
+        return AdmittedChunk(dataclasses.replace(chunk, attention=Attention()), tuple(specs), cache.slots)
 
 
 def _spare_slots(cache: LayerCache) -> AnySlots:

@@ -15,7 +15,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.cache.admission import NewRows
+from kvpass.cache.admission import TokensToAdmit
 from kvpass.cache.cached_attention import NewTokens
 from kvpass.cache.layout import Layout
 from kvpass.cache.past_calls import SlotSnapshot
@@ -28,7 +28,7 @@ from kvpass.policies.budgets import Plan
 from kvpass.policies.pinned_tokens import Pins
 from kvpass.policies.types import Attention, Clock
 from kvpass.reference import reference_of
-from kvpass.reference.layer import ReferenceLayer, ReferenceRows, attention_logits
+from kvpass.reference.layer import ReferenceLayer, TakenTokens, attention_logits
 from kvpass.rewrite.computed_keys import ComputedKeys, cut_computed_keys
 from kvpass.rewrite.context import AttentionResults, Pass, PassRecord, StepContext
 from kvpass.rewrite.masks import MaskOnSlots, Masks
@@ -39,7 +39,7 @@ from kvpass.runtime.kv_store import KVStore
 
 
 def prefill_reference(
-    layout: Layout, chunk: NewRows, spec: StatisticsOperands, site: SiteFacts, row_budgets: Sequence[int]
+    layout: Layout, prompt: TokensToAdmit, spec: StatisticsOperands, site: SiteFacts, row_budgets: Sequence[int]
 ) -> ReferenceLayer:
     """Return the reference's layer after a prompt, from its keys, values and operands of attention."""
     query, keys, mask, sink_logit = spec.query, spec.key, spec.mask, spec.sink_logit
@@ -47,17 +47,17 @@ def prefill_reference(
     visible = torch.ones(queries, keys_count, dtype=torch.bool, device=query.device)
     if site.causal:
         visible = visible.tril(keys_count - queries)
-    allowed = visible.expand(query.shape[0], 1, -1, -1) & chunk.valid[:, None, None]
+    allowed = visible.expand(query.shape[0], 1, -1, -1) & prompt.valid[:, None, None]
     bias = None
     if mask is not None and mask.dtype == torch.bool:
         allowed = allowed & mask
     elif mask is not None:
         bias = mask.expand(query.shape[0], -1, queries, -1)
     store = ReferenceLayer(layout, reference_of(layout.policy), row_budgets)
-    logits = attention_logits(query * store.logit_scale(chunk.valid), keys, allowed, bias, site.scale, site.cap)
+    logits = attention_logits(query * store.logit_scale(prompt.valid), keys, allowed, bias, site.scale, site.cap)
     padded = torch.nn.functional.pad(logits, (0, 0, keys_count - queries, 0), value=-torch.inf)
     probabilities = _softmax(logits, sink_logit)
-    store.take(chunk, torch.nn.functional.pad(probabilities, (0, 0, keys_count - queries, 0)), padded)
+    store.take(prompt, torch.nn.functional.pad(probabilities, (0, 0, keys_count - queries, 0)), padded)
     return store
 
 
@@ -169,7 +169,7 @@ class _ReferenceCall:
         biased = logits if view.bias is None else logits + torch.nn.functional.pad(view.bias, (0, queries))
         probabilities = _softmax(biased, sink_logit)  # [B, Hq, q, N + q]
         if self.stores:
-            store.take(NewRows(stored, value, valid, Attention(), store.pins), probabilities, logits)
+            store.take(TokensToAdmit(stored, value, valid, Attention(), store.pins), probabilities, logits)
         output: Tensor = probabilities.to(values.dtype) @ values.repeat_interleave(query.shape[1] // values.shape[1], 1)
         output, lse = output.to(layout.dtype), biased.logsumexp(-1).to(layout.dtype)
         return output, lse[..., None] if self.lse_has_dim else lse
@@ -236,10 +236,10 @@ class ReferenceStore(KVStore):
         return REFERENCE_PASSES
 
     def admit_prompt(
-        self, layout: Layout, chunk: NewRows, spec: StatisticsOperands | None, site: SiteFacts, plan: Plan
+        self, layout: Layout, prompt: TokensToAdmit, spec: StatisticsOperands | None, site: SiteFacts, plan: Plan
     ) -> tuple[ReferenceLayer, tuple[int, ...], tuple[Clock, ...]]:
         assert spec is not None  # `is_reference`
-        return prefill_reference(layout, chunk, spec, site, plan.budgets_of_rows(layout.batch)), (), ()
+        return prefill_reference(layout, prompt, spec, site, plan.budgets_of_rows(layout.batch)), (), ()
 
     def make_room_for_pins(self, cache: Any, pins: Pins) -> None:
         cache.slots.expect_pins(pins)
@@ -253,6 +253,6 @@ class ReferenceStore(KVStore):
     def snapshot(self, cache: Any, chunk: bool) -> SlotSnapshot:
         return SlotSnapshot(cache.slots.copy())
 
-    def admit_step(self, cache: Any, site: AttentionSite, results: list[Tensor]) -> ReferenceRows:
-        taken: ReferenceRows = cache.slots.taken
+    def admit_step(self, cache: Any, site: AttentionSite, results: list[Tensor]) -> TakenTokens:
+        taken: TakenTokens = cache.slots.taken
         return taken

@@ -52,12 +52,12 @@ def required_projection_index(site: AttentionSite, policy: Policy) -> int | None
 
 
 def output_weight_by_head(weight: Tensor, heads: int, dim: int) -> Tensor:
-    """Return the weight [E, Hq Dv] of an output projection as `NewRows.output_projection`, [1, Hkv, G, Dv, E]."""
+    """Return the weight [E, Hq Dv] of an output projection as `TokensToAdmit.output_projection`, [1, Hkv, G, Dv, E]."""
     return torch.unflatten(weight.T, 0, (1, heads, -1, dim))
 
 
 def output_projection_of(cache: LayerCache) -> Tensor | None:
-    """Return `NewRows.output_projection` for a chunk of a layer; None for a policy that does not read it."""
+    """Return `TokensToAdmit.output_projection` for a chunk of a layer; None for a policy that does not read it."""
     if not cache.layout.policy.projects:
         return None
     weight = None if cache.output_projection is None else cache.output_projection()

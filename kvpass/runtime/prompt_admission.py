@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.cache.admission import NewRows
+from kvpass.cache.admission import TokensToAdmit
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.layout import Layout
 from kvpass.cache.past_calls import PastCall
@@ -45,7 +45,7 @@ class PromptLayer:
 
     Attributes:
         heads: the KV heads of the model's cache.
-        chunk: all tokens of the prompt.
+        tokens: all tokens of the prompt.
         spec: the query, the attended keys, the mask and the sink logit, if the reference or a later crop needs them.
         key_projections, output_projection: see `LayerCache`.
     """
@@ -53,20 +53,20 @@ class PromptLayer:
     policy: Policy
     heads: int
     site: SiteFacts
-    chunk: NewRows
+    tokens: TokensToAdmit
     spec: StatisticsOperands | None
     key_projections: model_identity.Weights
     output_projection: weakref.ref[Any] | None
 
     def crop(self, cropped: int, budget: Budget) -> PromptLayer:
         """Return the layer of the prompt without its last `cropped` tokens; `budget` is as the user gave it."""
-        chunk, spec = self.chunk.first(self.chunk.valid.shape[1] - cropped), None
+        tokens, spec = self.tokens.first(self.tokens.valid.shape[1] - cropped), None
         if self.spec is not None:
             new = self.spec.query.shape[2] - cropped
             spec = self.spec.first(new)
-            probs = spec.attention(self.policy, chunk.valid[:, chunk.valid.shape[1] - new :], budget)
-            chunk = dataclasses.replace(chunk, attention=probs)
-        return dataclasses.replace(self, chunk=chunk, spec=spec)
+            probs = spec.attention(self.policy, tokens.valid[:, tokens.valid.shape[1] - new :], budget)
+            tokens = dataclasses.replace(tokens, attention=probs)
+        return dataclasses.replace(self, tokens=tokens, spec=spec)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +110,7 @@ class PendingPrompt:
 
     def _plan_and_admit(self, layers: list[PromptLayer]) -> Iterator[LayerCache]:
         """Plan all layers, then admit each: yield its cache, and release its keys and values."""
-        valid = layers[0].chunk.valid
+        valid = layers[0].tokens.valid
         prompt, shares = valid.shape[1], slots_of_rows(self.backend.policy, self.backend.budget, valid)
         budget, policy = max(shares), self.backend.policy
         if policy.renumbers and isinstance(self.backend.budget, float):
@@ -135,7 +135,7 @@ class PendingPrompt:
                 f"policy {self.backend.policy.name!r} keeps every token: "
                 f"a prompt of {prompt} exceeds its budget of {budget}"
             )
-        rows = len(layers[0].chunk.valid)
+        rows = len(layers[0].tokens.valid)
         result = self._policy_plans(governed, shares)
         if self.stores_raw_keys and (
             len(governed) < len(layers) or len({plan.budgets_of_rows(rows) for plan in result}) > 1
@@ -159,11 +159,11 @@ class PendingPrompt:
         """Return the plans of the layers that the backend's policy governs."""
         if not layers:
             return []
-        attention = [layer.chunk.attention for layer in layers if isinstance(layer.chunk.attention, Attention)]
-        valid = layers[0].chunk.valid
+        attention = [layer.tokens.attention for layer in layers if isinstance(layer.tokens.attention, Attention)]
+        valid = layers[0].tokens.valid
         plans = {share: self.backend.policy.plan(attention, valid, share) for share in sorted(set(shares))}
         result = [by_rows(dict(zip(plans, each, strict=True)), shares) for each in zip(*plans.values(), strict=True)]
-        has_dynamic_sizes = self.backend.has_dynamic_sizes(layers[0].chunk.key.device)
+        has_dynamic_sizes = self.backend.has_dynamic_sizes(layers[0].tokens.key.device)
         return result if has_dynamic_sizes else [plan.with_max_capacity for plan in result]
 
     def _check_windows(self, layers: list[PromptLayer], shares: list[int]) -> None:
@@ -174,11 +174,11 @@ class PendingPrompt:
 
     def _admit_layer(self, number: int, layer: PromptLayer, planned: tuple[int, Plan], by_row: bool) -> LayerCache:
         budget, plan = planned
-        chunk, governed = layer.chunk, layer.policy is self.backend.policy
+        tokens, governed = layer.tokens, layer.policy is self.backend.policy
         if not governed:
-            chunk = dataclasses.replace(chunk, pins=None)
-        on_top = max(chunk.raised_budgets(layer.policy, (0,) * len(chunk.valid)))
-        rows, heads, count, dim = chunk.key.shape
+            tokens = dataclasses.replace(tokens, pins=None)
+        on_top = max(tokens.raised_budgets(layer.policy, (0,) * len(tokens.valid)))
+        rows, heads, count, dim = tokens.key.shape
         layout = Layout(
             policy=layer.policy,
             budget=budget,
@@ -186,23 +186,23 @@ class PendingPrompt:
             batch=rows,
             heads=heads,
             key_dim=dim,
-            value_dim=chunk.value.shape[-1],
-            dtype=chunk.key.dtype,
-            device=chunk.key.device,
+            value_dim=tokens.value.shape[-1],
+            dtype=tokens.key.dtype,
+            device=tokens.key.device,
             stores_raw_keys=self.stores_raw_keys,
             layer=number if layer.policy.reads_layer else 0,
             kv_dtype=self.backend.kv_dtype,
             sharding=layer.site.sharding,
             crops=self.backend.crop > 0,
-            exact_capacity=plan.max_capacity > 0 and self.backend.has_dynamic_sizes(chunk.key.device),
+            exact_capacity=plan.max_capacity > 0 and self.backend.has_dynamic_sizes(tokens.key.device),
             row_budgets=by_row and governed,
         )
         layout = layout.with_head_classes()
-        if chunk.pins is not None:
-            layout = layout.with_pins(chunk.pins.on_top)
-        absent = true_indices(~chunk.valid)
+        if tokens.pins is not None:
+            layout = layout.with_pins(tokens.pins.on_top)
+        absent = true_indices(~tokens.valid)
         kv_store = self.backend.kv_store
-        slots, row_budgets, clocks = kv_store.admit_prompt(layout, chunk, layer.spec, layer.site, plan)
+        slots, row_budgets, clocks = kv_store.admit_prompt(layout, tokens, layer.spec, layer.site, plan)
         return LayerCache(
             self.backend,
             next(self.backend.cache_numbers),

@@ -12,7 +12,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.cache.admission import NewRows
+from kvpass.cache.admission import TokensToAdmit
 from kvpass.cache.handle import handles_of, with_heads_first
 from kvpass.capture import sparse_index
 from kvpass.capture.canonical import AttentionSite, SiteFacts
@@ -251,7 +251,7 @@ class PromptRunner:
         first, pins = self._first_ids(results, traced), self._call_pins(results, adopted)
         layers = [self._prompt_layer(results, i, adopted, pins, arguments, traced) for i in range(len(graph.sites))]
         del results[graph.outputs :]  # Dynamo's code expects its own outputs alone
-        prompt = layers[0].chunk.valid.shape[1]
+        prompt = layers[0].tokens.valid.shape[1]
         for each in graph.sparse_indices:
             each.check(prompt)
         for index, dim in graph.scoring_outputs:
@@ -327,7 +327,7 @@ class PromptRunner:
             policy=self.graph.policies[i],
             heads=heads,
             site=site,
-            chunk=NewRows(key, value, valid, attention, pins, by_head),
+            tokens=TokensToAdmit(key, value, valid, attention, pins, by_head),
             spec=spec,
             key_projections=model_identity.weak_references(arguments[index] for index in self.graph.key_projections[i]),
             output_projection=None if index is None else weakref.ref(arguments[index]),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import kvpass
-from kvpass.cache.admission import NewRows, admit
+from kvpass.cache.admission import TokensToAdmit, admit
 from kvpass.cache.cached_attention import AttentionOutput, CachedAttention, Mask, NewTokens
 from kvpass.cache.chunk_step import chunk_step
 from kvpass.cache.slots import Slots
@@ -56,7 +56,7 @@ def slots_of(policy: Policy, dtype: torch.dtype) -> tuple[Any, Slots]:
     if policy.statistics:
         spec = StatisticsOperands(new.q, new.k, prompt_mask(PROMPT), False, 0.3, heads=HEADS, sharding=None)
         attention = as_attention(policy, statistics(policy, spec, PROMPT, BUDGET), PROMPT)
-    return layout, admit(layout, None, NewRows(new.k, new.v, PROMPT, attention), ())
+    return layout, admit(layout, None, TokensToAdmit(new.k, new.v, PROMPT, attention), ())
 
 
 def check(attended: AttentionOutput, valid: Tensor, sums: list[Tensor]) -> None:
