@@ -21,9 +21,8 @@ from kvpass.decoding.prefill import with_dynamic_length
 from kvpass.decoding.sampling import Sampling
 from kvpass.errors import CacheFileError, CacheHandleError
 from kvpass.runtime import cache_changes, clocks
-from kvpass.runtime.clocks import StepKey
 from kvpass.runtime.run_events import collect_runs
-from kvpass.runtime.step_execution import StepExecutor, StepInputs, StepResult
+from kvpass.runtime.step_execution import StepExecutor, StepInputs, StepKey, StepResult, step_key
 from kvpass.torch_private import dynamo
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -298,7 +297,7 @@ class RepeatedStep:
             return False
         for cache in self.caches:
             cache_changes.grow_for(cache, 1)
-        key = clocks.step_key(self.caches)
+        key = step_key(self.caches)
         if key not in self.slots_by_key or not self.holds_after(self.caches[0].length - self.seen_at_start):
             return False
         if self.mask.device.type == "cuda":

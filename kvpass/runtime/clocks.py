@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.layout import Layout
 from kvpass.policies.types import Clock
-from kvpass.torch_private import dynamo
 
 
 def tick(
@@ -53,22 +52,6 @@ def tick_of(layout: Layout, clock: Clock, budget: int) -> tuple[bool, Clock]:
     """Return `Policy.tick` of a row, see `clock_of`; a step compacts if it is due in a class."""
     ticked = [layout.policy.tick(own, limit) for own, limit in clock_by_class(layout, clock, budget)]
     return any(due for due, _ in ticked), tuple(count for _, after in ticked for count in after)
-
-
-class StepKey(NamedTuple):
-    """A key that is equal for two decode steps with the same code and the same buffers."""
-
-    compacts: bool
-    windows: tuple[bool, ...]  # whether each layer with a window of its own is full
-    slots: tuple[int, ...]  # the id of each layer's
-    hooks: int  # registered so far, on any module
-
-
-def step_key(caches: list[LayerCache]) -> StepKey:
-    """Return the key of the next decode step."""
-    compact, _ = tick(caches)
-    windows = tuple(cache.stored_tokens < cache.length for cache in caches if cache.window is not None)
-    return StepKey(compact, windows, tuple(id(cache.slots) for cache in caches), dynamo.registered_hooks())
 
 
 def advance_counts(caches: list[LayerCache], queries: int, clocks: Sequence[tuple[Any, ...]]) -> None:

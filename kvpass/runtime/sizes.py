@@ -15,7 +15,8 @@ from kvpass.cache.layer_cache import LayerCache
 from kvpass.capture.canonical import AttentionSite
 from kvpass.fx import shapes, walk
 from kvpass.fx.shapes import Sizes
-from kvpass.runtime.variants import DynamicDims, LruCache
+from kvpass.runtime.lru_cache import LruCache
+from kvpass.runtime.variants import DynamicDims
 
 MOST_UNCLEAR = 4  # sizes that may or may not follow the cache, of which all combinations are tried
 

@@ -15,11 +15,11 @@ from kvpass.runtime.backend_base import BackendBase
 from kvpass.runtime.cache_changes import grow_for
 from kvpass.runtime.call_pins import call_pins
 from kvpass.runtime.call_records import calls_before, record_calls
-from kvpass.runtime.clocks import StepKey, advance_counts, step_key, tick
+from kvpass.runtime.clocks import advance_counts, tick
 from kvpass.runtime.padding_tracker import PaddingTracker
 from kvpass.runtime.sizes import SizeInterpretation, TokenCounters
-from kvpass.runtime.variants import CompiledVariant, FastStep
-from kvpass.torch_private import inductor, regions
+from kvpass.runtime.variants import CompiledVariant
+from kvpass.torch_private import dynamo, inductor, regions
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,6 +31,22 @@ class StepInputs:
     other_sizes: SizeInterpretation = ()
     known_padding: frozenset[int] = frozenset()  # see `PaddingTracker.unchanged_inputs`
     compact: bool = False  # whether the step compacts the slots
+
+
+class StepKey(NamedTuple):
+    """A key that is equal for two decode steps with the same code and the same buffers."""
+
+    compacts: bool
+    windows: tuple[bool, ...]  # whether each layer with a window of its own is full
+    slots: tuple[int, ...]  # the id of each layer's
+    hooks: int  # registered so far, on any module
+
+
+def step_key(caches: list[LayerCache]) -> StepKey:
+    """Return the key of the next decode step."""
+    compact, _ = tick(caches)
+    windows = tuple(cache.stored_tokens < cache.length for cache in caches if cache.window is not None)
+    return StepKey(compact, windows, tuple(id(cache.slots) for cache in caches), dynamo.registered_hooks())
 
 
 class PreparedStep(NamedTuple):
@@ -143,3 +159,25 @@ class StepResult:
     @property
     def arguments(self) -> tuple[Any, ...]:
         return self.inputs.arguments
+
+
+class FastStep:
+    """A decode step of one token on fixed slots and fixed compiled code.
+
+    The step does what `StepExecutor.advance` does for a known kind of step, as long as the slots are the same objects.
+    """
+
+    def __init__(self, caches: list[LayerCache], rewrite: StepRewrite, run: inductor.Compiled) -> None:
+        self.caches, self.rewrite, self.run = caches, rewrite, run
+        self.slots = [cache.slots for cache in caches]
+        self.fixed = rewrite.fixed_arguments(self.slots)
+
+    def __call__(self, arguments: tuple[Any, ...], clocks: Sequence[tuple[Any, ...]]) -> Sequence[Any]:
+        """Run the step and return the results of the graph; `clocks` are those of each layer after this token."""
+        call_arguments = self.rewrite.call_arguments(arguments, [], self.slots, self.caches[0].length)
+        for cache in self.caches:
+            cache.interrupted = True  # until the counts follow: an error in between leaves slots and counts apart
+        results = self.run(*self.fixed, *call_arguments)
+        self.rewrite.count_tokens(self.slots, results)
+        advance_counts(self.caches, 1, clocks)
+        return results

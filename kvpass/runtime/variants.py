@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import torch.fx as fx
 
@@ -16,15 +15,10 @@ from kvpass.errors import PolicyError, UnsupportedGraph
 from kvpass.fx import splicing
 from kvpass.rewrite.pipeline import StepRewrite
 from kvpass.runtime.backend_base import BackendBase
-from kvpass.runtime.clocks import advance_counts
+from kvpass.runtime.lru_cache import LruCache
 from kvpass.torch_private import dynamo, fx_nodes, inductor, symbolic_shapes
 
-MOST_ENTRIES = 512
-"""The most kinds of calls, such as lengths of chunks, whose rewrites and sizes are kept for later calls."""
 MOST_DYNAMIC = 4  # variants with dynamic sizes for calls that differ in nothing but sizes
-
-Key = TypeVar("Key")
-Value = TypeVar("Value")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,23 +95,6 @@ class DynamicDims:
     def by_index(self) -> dict[int, Any]:
         """Dynamic sizes by index in `ShapeKey.all_numbers`."""
         return {index: self.sizes.size(symbol) for index, symbol in self.symbols.items()}
-
-
-class LruCache(collections.OrderedDict[Key, Value]):
-    """A dictionary that drops the least recently used entry beyond `MOST_ENTRIES`."""
-
-    def find(self, key: Key) -> Value | None:
-        """Return the value of a key, which counts as used; None for an unknown key."""
-        if key in self:
-            self.move_to_end(key)
-        return self.get(key)
-
-    def put(self, key: Key, value: Value) -> Value:
-        """Set the value of a key, and return it."""
-        self[key] = value
-        if len(self) > MOST_ENTRIES:
-            self.popitem(last=False)
-        return value
 
 
 Rewrite = Callable[[DynamicDims | None], StepRewrite]
@@ -233,25 +210,3 @@ class VariantCache:
                     continue  # an error that does not depend on sizes is raised again by the static rewrite
                 return variants[-1]
         return None
-
-
-class FastStep:
-    """A decode step of one token on fixed slots and fixed compiled code.
-
-    The step does what `StepRunner.advance` does for a known kind of step, as long as the slots are the same objects.
-    """
-
-    def __init__(self, caches: list[LayerCache], rewrite: StepRewrite, run: inductor.Compiled) -> None:
-        self.caches, self.rewrite, self.run = caches, rewrite, run
-        self.slots = [cache.slots for cache in caches]
-        self.fixed = rewrite.fixed_arguments(self.slots)
-
-    def __call__(self, arguments: tuple[Any, ...], clocks: Sequence[tuple[Any, ...]]) -> Sequence[Any]:
-        """Run the step and return the results of the graph; `clocks` are those of each layer after this token."""
-        call_arguments = self.rewrite.call_arguments(arguments, [], self.slots, self.caches[0].length)
-        for cache in self.caches:
-            cache.interrupted = True  # until the counts follow: an error in between leaves slots and counts apart
-        results = self.run(*self.fixed, *call_arguments)
-        self.rewrite.count_tokens(self.slots, results)
-        advance_counts(self.caches, 1, clocks)
-        return results

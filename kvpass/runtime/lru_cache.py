@@ -1,0 +1,29 @@
+"""Keep what was computed for the kinds of calls that came last, and drop the rest."""
+
+from __future__ import annotations
+
+import collections
+from typing import TypeVar
+
+MOST_ENTRIES = 512
+"""The most kinds of calls, such as lengths of chunks, whose rewrites and sizes are kept for later calls."""
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+class LruCache(collections.OrderedDict[Key, Value]):
+    """A dictionary that drops the least recently used entry beyond `MOST_ENTRIES`."""
+
+    def find(self, key: Key) -> Value | None:
+        """Return the value of a key, which counts as used; None for an unknown key."""
+        if key in self:
+            self.move_to_end(key)
+        return self.get(key)
+
+    def put(self, key: Key, value: Value) -> Value:
+        """Set the value of a key, and return it."""
+        self[key] = value
+        if len(self) > MOST_ENTRIES:
+            self.popitem(last=False)
+        return value
