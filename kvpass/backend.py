@@ -142,7 +142,7 @@ class Backend(BackendBase):
         self.recorder.graphs.append("prompt" if captured.sites and not carried else "step" if carried else "no cache")
         for verdict in captured.verdicts:
             outcome = "rewritten" if verdict.reading else "refused" if verdict.refusal else "left alone"
-            other = origins.DOES_NOT_GROW if verdict.fixed else "it updates no cache"
+            other = origins.DOES_NOT_GROW if verdict.cross_cache else "it updates no cache"
             reason = verdict.refusal or ("" if verdict.reading else other)
             where = (len(self.recorder.graphs), walk.module_of(verdict.node), walk.source_line(verdict.node))
             self.recorder.sites.append(AttentionReport(*where, outcome, reason))

@@ -54,13 +54,13 @@ class Verdict:
         node: the attention call, or a cache update that feeds none.
         reading: the attention call on its cache, if it can be rewritten.
         refusal: the reason why it cannot be rewritten; None without a reading means that no growing cache is involved.
-        fixed: keys and values that are returned but do not grow.
+        cross_cache: the keys and values of cross-attention, which are returned and never grow.
     """
 
     node: fx.Node
     reading: Reading | None = None
     refusal: str | None = None
-    fixed: tuple[fx.Node, ...] = ()
+    cross_cache: tuple[fx.Node, ...] = ()
 
 
 def find(dynamo_gm: fx.GraphModule, handles: set[fx.Node]) -> list[Verdict]:
@@ -114,7 +114,7 @@ class _CacheSearch:
     def run(self) -> list[Verdict]:
         queries = origins.queries_of(self.calls, self.memory)
         for call in self.calls:
-            self.verdicts.append(self._read_fixed_cache(call, queries) or self._examine_call(call))
+            self.verdicts.append(self._read_cross_attention(call, queries) or self._examine_call(call))
         self._refuse_unread_updates()
         if not any(each.refusal for each in self.verdicts):
             unread = origins.unread_caches(self.graph, self._known_outputs())
@@ -125,7 +125,7 @@ class _CacheSearch:
     def _refuse_unread_updates(self) -> None:
         """Refuse cache updates that feed no attention call, unless a call that they feed is refused already."""
         used = {origin.grown for reading in self.readings for origin in (reading.key, reading.value)}
-        used |= {node for each in self.verdicts for node in each.fixed}
+        used |= {node for each in self.verdicts for node in each.cross_cache}
         refused_at = {each.node for each in self.verdicts if each.refusal}
         for update in self.updates:
             if update in used or any(update in ancestors(call) for call in refused_at):
@@ -161,15 +161,15 @@ class _CacheSearch:
         parts = cat_parts(node)
         return parts is not None and (value(parts[0]).ndim == 1 or stored_output(node, self.outputs) is not None)
 
-    def _read_fixed_cache(self, call: AttentionCall, queries: Mapping[fx.Node, fx.Node]) -> Verdict | None:
-        """Read a call on keys and values that are stored once and never grow, as in cross-attention."""
+    def _read_cross_attention(self, call: AttentionCall, queries: Mapping[fx.Node, fx.Node]) -> Verdict | None:
+        """Read cross-attention, whose keys and values are stored once and never grow."""
         try:
             origins_of_call = origin_of(call.key, self.outputs), origin_of(call.value, self.outputs)
         except CacheRefused:
             return None
         has_no_past = all(origin.past is None for origin in origins_of_call)
-        if has_no_past and origins.has_fixed_keys(call, queries, self.memory):
-            return Verdict(call.node, fixed=tuple(origin.grown for origin in origins_of_call))
+        if has_no_past and origins.is_cross_attention(call, queries, self.memory):
+            return Verdict(call.node, cross_cache=tuple(origin.grown for origin in origins_of_call))
         return None
 
     def _examine_call(self, call: AttentionCall) -> Verdict:

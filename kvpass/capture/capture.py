@@ -108,7 +108,7 @@ def _normalized(dynamo_gm: fx.GraphModule) -> fx.GraphModule:
 def _capture_heads_first(dynamo_gm: fx.GraphModule, is_handle: Sequence[bool]) -> Capture | None:
     """Convert a graph with caches [B, S, H, D]; None if there are none.
 
-    Outputs in that order that are no caches of attention calls, such as fixed keys, reach the model as they are.
+    Outputs in that order that no attention call grows, such as keys of cross-attention, reach the model as they are.
     """
     names, returned = heads_first.find_tokens_first(_normalized(dynamo_gm)), walk.results(dynamo_gm.graph)
     for _ in range(2):

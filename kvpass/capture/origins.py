@@ -1,4 +1,4 @@
-"""Find where keys and values come from: a cache that grows, a fixed cache, or an unread one.
+"""Find where keys and values come from: a cache that grows, one of cross-attention, or an unread one.
 
 The operations between a cache and attention run on numbered elements at small sizes, which shows where each row, token
 and head ends up.  Small sizes cannot reveal a subscript such as `[:, :, -64:]`.  So the recorded size of each operation
@@ -166,8 +166,8 @@ def queries_of(calls: list[AttentionCall], memory: AliasSets) -> dict[fx.Node, f
     }
 
 
-def has_fixed_keys(call: AttentionCall, queries: Mapping[fx.Node, fx.Node], memory: AliasSets) -> bool:
-    """Return whether no input of the query's tokens takes part in any key or value.
+def is_cross_attention(call: AttentionCall, queries: Mapping[fx.Node, fx.Node], memory: AliasSets) -> bool:
+    """Return whether no input of the query's tokens takes part in any key or value: these never grow.
 
     In later layers a query also depends on earlier attention outputs.  Its tokens are found along their `queries`.
     """

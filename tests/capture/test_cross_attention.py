@@ -130,11 +130,11 @@ def found(made: Made, *arguments: Any) -> list[Verdict]:
 
 
 @pytest.mark.parametrize(("tokens", "heard"), [(5, 4), (5, 5), (1, 1), (1, 4), (4, 1)])
-def test_fixed_keys_are_found_at_any_lengths(tokens: int, heard: int) -> None:
+def test_cross_attention_is_found_at_any_lengths(tokens: int, heard: int) -> None:
     own, other = found(crossed, *given(tokens, heard))
     assert own.reading
-    assert not own.fixed
-    assert len(other.fixed) == 2
+    assert not own.cross_cache
+    assert len(other.cross_cache) == 2
     assert other.refusal is None
 
 
@@ -143,9 +143,9 @@ def test_fixed_keys_are_found_at_any_lengths(tokens: int, heard: int) -> None:
     [written, with_another_input, latent, over_layers, spelled_over_layers, twice_over_layers, mixed],
     ids=lambda made: str(made.__name__),
 )
-def test_keys_computed_from_the_querys_tokens_are_not_fixed(made: Made) -> None:
+def test_keys_computed_from_the_querys_tokens_are_no_cross_attention(made: Made) -> None:
     """Check that a query identifies its rows only through inputs, so that parameters cannot hide the tokens."""
-    assert not any(each.fixed for each in found(made, *given(4, 4)))
+    assert not any(each.cross_cache for each in found(made, *given(4, 4)))
 
 
 def steps(model: nn.Module, ids: Tensor, heard: Tensor) -> Tensor:

@@ -113,7 +113,7 @@ class Crossing(torch.nn.Module):
 @pytest.mark.parametrize("encoded", [4, 6])  # equal to the number of heads, and different from it
 @pytest.mark.parametrize(("own", "fixed"), [(1, 1), (2, 1), (1, 2)])
 @torch.no_grad()
-def test_fixed_keys_keep_their_order(own: int, fixed: int, encoded: int) -> None:
+def test_keys_of_cross_attention_keep_their_order(own: int, fixed: int, encoded: int) -> None:
     model, ids = Crossing(own, fixed), torch.arange(9)[None]
     run = torch.compile(model, backend=kvpass.backend("full", inner="eager"))
     ours, plain = (each(ids[:, :5], torch.randn(1, encoded, 32, generator=seeded())) for each in (run, model))
