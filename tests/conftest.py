@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 EVERY = 12
 LONGEST = (
     "test_ways", "test_whole",
-    "test_calling", "test_pins", "test_cases", "test_loop", "test_cache_files", "test_runtime", "test_warm",
+    "test_calling", "test_pins", "test_cases", "test_loop", "test_cache_files", "test_runtime", "test_compile_ahead",
     "test_symbolic_sizes", "test_validate", "test_passes", "test_invariants", "test_agreement", "test_kernels",
     "test_rewrite", "test_architectures", "test_kv_align", "test_artifacts", "test_cuda_emission", "test_handle",
     "test_generate", "test_segments", "test_run", "test_prefill", "test_load", "test_encoder_decoders", "test_backend",

@@ -341,14 +341,14 @@ def align(parsed: argparse.Namespace) -> None:
 def calibrate(parsed: argparse.Namespace) -> None:
     """Calibrate a model; the imports need the extra `align`."""
     with needing_extra("align", "calibrating a model"):
-        from kvpass.apps.calibrate import write_calibration
+        from kvpass.apps.policy_weights import write_calibration
     write_calibration(parsed.model, parsed.text, parsed.out, parsed.window, parsed.dtype)
 
 
 def gates(parsed: argparse.Namespace) -> None:
     """Write the gates of a model; the imports need the extra `align`."""
     with needing_extra("align", "measuring a model"):
-        from kvpass.apps.calibrate import write_gates
+        from kvpass.apps.policy_weights import write_gates
     write_gates(parsed.model, parsed.text, parsed.table, parsed.out, parsed.window, parsed.dtype)
 
 

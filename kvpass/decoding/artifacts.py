@@ -34,7 +34,7 @@ from kvpass.decoding.cache_files import CacheObjectReader, FilePath, policy_of, 
 from kvpass.decoding.loop import DecodeLoop
 from kvpass.decoding.recording import RecordedCall, named_tensors
 from kvpass.decoding.stepping import refresh_handles
-from kvpass.decoding.warmup import synthetic_tokens, visit_graphs
+from kvpass.decoding.synthetic_conversation import synthetic_tokens, visit_graphs
 from kvpass.errors import ArtifactError, BudgetError, KVPassError, PolicyError, UnsupportedGraph
 from kvpass.lowering import graph_passes
 from kvpass.policies import tensor_files

@@ -28,8 +28,8 @@ from kvpass.decoding.requests import RAISES_REQUEST_ERROR, GenerationOutput, Pro
 from kvpass.decoding.sampling import Sampling, Seed, Temperature, TopK, TopP
 from kvpass.decoding.scheduler import RequestScheduler
 from kvpass.decoding.stepping import LoopState, ModelParts, in_mode_of_weights
+from kvpass.decoding.synthetic_conversation import visit_graphs
 from kvpass.decoding.token_inputs import PaddingMask, TokenIds, padding_mask
-from kvpass.decoding.warmup import visit_graphs
 from kvpass.errors import CacheHandleError, PolicyError
 from kvpass.policies.base import Policy
 from kvpass.policies.hashing import PRIME

@@ -18,7 +18,7 @@ from torch import Tensor
 import kvpass
 from kvpass.cache.handle import caches_in
 from kvpass.decoding import artifact_folder
-from kvpass.decoding.warmup import visit_graphs
+from kvpass.decoding.synthetic_conversation import visit_graphs
 from kvpass.errors import ArtifactError, BudgetError, PolicyError, UnsupportedGraph
 from tests.models import build, lasting, prompt
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvpass
 from kvpass.decoding import loop as decode
-from kvpass.decoding import warmup
+from kvpass.decoding import synthetic_conversation
 from tests.architectures import zoo
 from tests.models import breaks, build, forget, graphs, prompt
 from tests.step_settings import step_settings
@@ -181,8 +181,8 @@ def test_a_small_budget_warms_up(
 def test_parts_that_are_not_warmed_up_are_logged(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(warmup, "prompt_lengths", lambda *_: [4, 40])
-    monkeypatch.setattr(warmup.Room, "of", lambda *_: warmup.Room())
+    monkeypatch.setattr(synthetic_conversation, "prompt_lengths", lambda *_: [4, 40])
+    monkeypatch.setattr(synthetic_conversation.Room, "of", lambda *_: synthetic_conversation.Room())
     loop_on(llama(), policy="full", budget=24, read_interval=1).warm()
     assert "not all of prompts [1, 40] is compiled ahead: policy 'full' keeps every token" in caplog.text
 

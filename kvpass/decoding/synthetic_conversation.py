@@ -1,4 +1,4 @@
-"""Warm-up: conversations of synthetic tokens that compile every graph that later conversations need.
+"""Hold conversations of synthetic tokens, which compile every graph that later conversations need.
 
 The token values do not matter, only the rows and lengths with which the model is called.
 """

@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation (`warm`): synthetic conversations visit every graph that later ones need.
+"""Compile a model ahead of its use (`kvpass.warm`): synthetic conversations visit every graph that later ones need.
 
 Lengths and batch sizes come in pairs, because torch.compile makes a graph for any size when it has seen two.
 """
@@ -19,7 +19,13 @@ from kvpass.backend import compile as compile_model
 from kvpass.cache.handle import caches_in
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.decoding.model_call import ModelCall
-from kvpass.decoding.warmup import LeftOut, Room, SyntheticConversation, prompt_lengths, steps_until_compaction
+from kvpass.decoding.synthetic_conversation import (
+    LeftOut,
+    Room,
+    SyntheticConversation,
+    prompt_lengths,
+    steps_until_compaction,
+)
 from kvpass.errors import PolicyError
 from kvpass.policies.base import Policy
 from kvpass.runtime.clocks import clock_by_class

@@ -1,7 +1,8 @@
-"""Calibrate a model: statistics of its queries before their rotary embedding, for policies that predict attention.
+"""Measure the statistics of a model's queries (`kvpass.calibrate`), for policies that predict attention.
 
-The rotary embedding is measured: a single token attends to itself alone, so in every layer its key at position p is its
-key at position 0, rotated.  Queries are read from the canonical graph of prompts and rotated back.
+The queries are taken before their rotary embedding.  This embedding is measured: a single token attends to itself
+alone, so in every layer its key at position p is its key at position 0, rotated.  Queries are read from the canonical
+graph of prompts and rotated back.
 """
 
 from __future__ import annotations
