@@ -65,8 +65,8 @@ def _wrapped(model: Any) -> Any:
     inner = dynamo.before_compilation(model)
     if inner is not model:
         return inner
-    held = (getattr(model, name, None) for name in ("module", "pretrained_model"))
-    return next((each for each in held if each is not None), None)
+    wrapped = (getattr(model, name, None) for name in ("module", "pretrained_model"))
+    return next((each for each in wrapped if each is not None), None)
 
 
 def arguments(model: Any, cache: Any) -> dict[str, Any]:

@@ -143,8 +143,8 @@ class OnReference:
     def feed(self, new: Stretch) -> Tensor:
         layer, ranked = self.layer, self.layout.stores_raw_keys
         layer.evict_before_step(new.valid)
-        held = layer.positions() if layer.length else torch.zeros(len(new.q), self.layout.metadata_heads, 0).long()
-        live = held >= 0
+        position = layer.positions() if layer.length else torch.zeros(len(new.q), self.layout.metadata_heads, 0).long()
+        live = position >= 0
         seen = torch.tensor([[[row[0].seen]] for row in layer.streams])
         policy, budget = self.layout.policy, torch.tensor([[row[0].budget] for row in layer.streams])
         counted = ranked or policy.renumbers

@@ -99,9 +99,9 @@ class RequestBatch(LoopState):
 
     def held_tokens(self, row: int) -> float:
         """Return how many tokens a row's slots hold, the mean over layers and heads."""
-        held = [[(part.position[row] >= 0).sum() for part in layer.slots.by_class] for layer in self.caches]
+        cached = [[(part.position[row] >= 0).sum() for part in layer.slots.by_class] for layer in self.caches]
         counts = [
-            torch.stack(parts).sum() / x.layout.metadata_heads for x, parts in zip(self.caches, held, strict=True)
+            torch.stack(parts).sum() / x.layout.metadata_heads for x, parts in zip(self.caches, cached, strict=True)
         ]
         return float(torch.stack(counts).mean())
 
@@ -200,9 +200,11 @@ def check_holds_only_slots(cache: Any, empty: Any) -> None:
     """
     begun = itertools.chain(getattr(empty, "layers", ()), itertools.repeat(None))
     for number, (layer, before) in enumerate(zip(getattr(cache, "layers", ()), begun, strict=False)):  # it has no end
-        held = {name: _tensors(value) for name, value in vars(layer).items()}
+        attributes = {name: _tensors(value) for name, value in vars(layer).items()}
         other = [
-            name for name, found in held.items() if not _are_constants(found, _tensors(getattr(before, name, None)))
+            name
+            for name, found in attributes.items()
+            if not _are_constants(found, _tensors(getattr(before, name, None)))
         ]
         if other:
             raise CacheHandleError(

@@ -230,14 +230,14 @@ def _run_compiled(layer: _Layer) -> Trace:
     layout = layer.layout(plan)
     slots = admit(layout, None, TokensToAdmit(stored, v, valid, attention), plan.budgets_of_rows(len(q)))
     clock = clock_of(layout, (), layer.prompt, plan.budget)
-    outputs, held = [output], [_positions(layout, slots)]
+    outputs, positions = [output], [_positions(layout, slots)]
     for t in range(layer.prompt, layer.q.shape[2]):
         compact, clock = tick_of(layout, clock, plan.budget)
         new, slots = _compiled_step(layer, layout, slots, t, compact)
         outputs.append(new)
-        held.append(_positions(layout, slots))
+        positions.append(_positions(layout, slots))
     whole = slots.joined_classes(layout)
-    return _trace(layer, held, outputs, [_in_order(whole, rows) for rows in (whole.key, whole.value)])
+    return _trace(layer, positions, outputs, [_in_order(whole, rows) for rows in (whole.key, whole.value)])
 
 
 def _compiled_step(layer: _Layer, layout: Layout, slots: AnySlots, t: int, compact: bool) -> tuple[Tensor, AnySlots]:
@@ -273,17 +273,17 @@ def _run_reference(layer: _Layer) -> Trace:
     plan = layer.policy.plan([Attention(total=total)], valid, layer.budget)[0]
     reference = ReferenceLayer(layer.layout(plan), rule, plan.budgets_of_rows(len(q)))
     reference.take(TokensToAdmit(stored, v, valid, Attention()), probabilities, logits)
-    outputs, held = [_weighted_sum(probabilities, v)], [reference.positions()]
+    outputs, positions = [_weighted_sum(probabilities, v)], [reference.positions()]
     for t in range(layer.prompt, layer.q.shape[2]):
         outputs.append(_reference_step(layer, reference, t))
-        held.append(reference.positions())
-    return _trace(layer, held, outputs, [reference.cached_vectors(name, stored=True) for name in ("key", "value")])
+        positions.append(reference.positions())
+    return _trace(layer, positions, outputs, [reference.cached_vectors(name, stored=True) for name in ("key", "value")])
 
 
 def _reference_step(layer: _Layer, reference: ReferenceLayer, t: int) -> Tensor:
     valid = layer.valid(1)
     reference.evict_before_step(valid)
-    held, ranks = reference.positions(), reference.ranks()
+    position, ranks = reference.positions(), reference.ranks()
     rank = ranks.amax(-1)[:, :1, None] + 1
     q, k, v, stored = layer.step(t, rank)
     if reference.attends_to_stored(1):
@@ -292,7 +292,7 @@ def _reference_step(layer: _Layer, reference: ReferenceLayer, t: int) -> Tensor:
     q = q * reference.logit_scale(valid)
     keys = reference.cached_vectors("key")
     attended = torch.cat([layer.rotated(keys, ranks) if layer.stores_raw_keys else keys, k], 2)
-    live = torch.nn.functional.pad(held >= 0, (0, 1), value=True)[:, :, None]
+    live = torch.nn.functional.pad(position >= 0, (0, 1), value=True)[:, :, None]
     mask = live.repeat_interleave(q.shape[1] // live.shape[1], 1)
     logits = attention_logits(q, attended, mask, None, layer.scale)  # [B, Hq, 1, N + 1]
     bias = reference.bias(q.shape[1] // k.shape[1])
@@ -307,9 +307,9 @@ def _weighted_sum(probabilities: Tensor, values: Tensor) -> Tensor:
     return probabilities.to(values.dtype) @ values.repeat_interleave(probabilities.shape[1] // values.shape[1], 1)
 
 
-def _trace(layer: _Layer, held: list[Tensor], outputs: list[Tensor], rows: list[Tensor]) -> Trace:
+def _trace(layer: _Layer, positions: list[Tensor], outputs: list[Tensor], rows: list[Tensor]) -> Trace:
     """Return the trace for positions [B, H', n] after each step and final rows, cut or padded to equal lengths."""
-    width, pad = max(layer.budget, *(int((p >= 0).sum(-1).max()) for p in held)), torch.nn.functional.pad
-    fitted = [pad(p, (0, width - p.shape[-1]), value=FREE).expand(-1, layer.k.shape[1], -1) for p in held]
+    width, pad = max(layer.budget, *(int((p >= 0).sum(-1).max()) for p in positions)), torch.nn.functional.pad
+    fitted = [pad(p, (0, width - p.shape[-1]), value=FREE).expand(-1, layer.k.shape[1], -1) for p in positions]
     keys, values = (pad(x, (0, 0, 0, width - x.shape[2])) for x in rows)
     return Trace(torch.stack(fitted), torch.cat(outputs, 2), keys, values)

@@ -55,8 +55,8 @@ def constant(gm: fx.GraphModule, argument: Any) -> float | None:
     if not is_tensor(argument) or value(argument).numel() != 1:
         return None
     if argument.op == "get_attr":
-        held = getattr(gm, str(argument.target), None)
-        return float(held) if isinstance(held, torch.Tensor) and type(held) is torch.Tensor else None
+        attribute = getattr(gm, str(argument.target), None)
+        return float(attribute) if isinstance(attribute, torch.Tensor) and type(attribute) is torch.Tensor else None
     args = [*argument.args, *argument.kwargs.values()]
     if name_of(argument) in ("tensor", "scalar_tensor", "full"):
         number = args[1] if name_of(argument) == "full" else args[0]

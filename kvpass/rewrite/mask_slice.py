@@ -122,9 +122,9 @@ def _entries_of_slots(entries: Tensor, index: Tensor, length: Tensor, queries: i
     """
     if index.shape[-1] == entries.shape[2]:
         return entries
-    held, new = entries[:, :, :-queries], entries[:, :, -queries:]
+    cached, new = entries[:, :, :-queries], entries[:, :, -queries:]
     is_new = (index == length).view(*index.shape, *[1] * (entries.ndim - 3))
-    return torch.where(is_new, new, held)
+    return torch.where(is_new, new, cached)
 
 
 def _own_masks(masks: Tensor, heads: int) -> Tensor:

@@ -179,7 +179,7 @@ class _ReferenceCall:
     ) -> ReferenceView:
         """Return the cached and new tokens; `stored` is the key of a token that is read as stored, else None."""
         query, key, value, valid = new
-        groups, count, held_values = self.layout.metadata_heads, query.shape[2], store.cached_vectors("value")
+        groups, count, cached_values = self.layout.metadata_heads, query.shape[2], store.cached_vectors("value")
         keys, ranks = store.cached_vectors("key"), store.ranks().clamp(min=0)
         if stored is not None:
             keys, value = torch.cat([keys, store.stored(stored)], 2), store.stored(value, key=False)
@@ -194,7 +194,7 @@ class _ReferenceCall:
         new_position = (store.seen[:, None] + valid.cumsum(-1) - 1)[:, None].expand(-1, groups, -1)
         return ReferenceView(
             keys=keys,
-            values=torch.cat([held_values, value.to(held_values.dtype)], 2),
+            values=torch.cat([cached_values, value.to(cached_values.dtype)], 2),
             index=torch.cat([store.index(), new_index], -1),
             position=torch.cat([store.positions(), new_position], -1),
             factor=store.logit_scale(valid),

@@ -99,7 +99,7 @@ def tables_of_modules(model: torch.nn.Module) -> list[dict[str, Any]]:
 
     They show later replacements.
     """
-    return [held for x in model.modules() for held in (vars(x), x._parameters, x._buffers, x._modules)]
+    return [entries for x in model.modules() for entries in (vars(x), x._parameters, x._buffers, x._modules)]
 
 
 def is_of_module(node: fx.Node) -> bool:
@@ -128,8 +128,8 @@ def _is_of_call(source: Any) -> bool:
     chain = [source]
     while (base := getattr(chain[-1], "base", None)) is not None:
         chain.append(base)
-    held = any(type(x).__name__ in _OF_FUNCTIONS or getattr(x, "is_derefed_cell_contents", False) for x in chain)
-    return bool(source.guard_source.is_local()) and not held
+    of_function = any(type(x).__name__ in _OF_FUNCTIONS or getattr(x, "is_derefed_cell_contents", False) for x in chain)
+    return bool(source.guard_source.is_local()) and not of_function
 
 
 def as_new_input(node: fx.Node, example: Tensor, *, in_place: bool) -> None:

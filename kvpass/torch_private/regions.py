@@ -203,10 +203,10 @@ def _inline_call(gm: fx.GraphModule, call: Any) -> None:
     gm.graph.erase_node(call)
 
 
-def _constant(gm: fx.GraphModule, held: Any) -> str:
+def _constant(gm: fx.GraphModule, constant: Any) -> str:
     """Return the name of an attribute of the graph module that holds a constant of a body."""
     name = f"constant_of_region_{len(list(gm.named_children())) + len(list(gm.named_buffers()))}"
-    setattr(gm, name, held)
+    setattr(gm, name, constant)
     return name
 
 

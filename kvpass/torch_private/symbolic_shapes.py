@@ -104,7 +104,7 @@ class SymbolicSizes:
         self.mode = FakeTensorMode(shape_env=self._env)
         self.mode.cache_enabled = False  # expressions of sizes hardly repeat: lookups take a third of a trace
         self._names, self._taken = itertools.count(), taken
-        self._held: dict[Any, bool] = {}
+        self._served: dict[Any, bool] = {}
         self.symbols = [self._symbol(hint) for hint in hints]
         self.alike = frozenset(self.symbols[index] for index in alike)
         self._hints = dict(zip(self.symbols, hints, strict=True))
@@ -133,11 +133,11 @@ class SymbolicSizes:
     def hold(self, numbers: Sequence[int]) -> bool:
         """Check whether the traced and compiled code serves these numbers."""
         kind = (tuple(numbers), len(self._env.guards))  # compiling adds guards
-        if kind not in self._held:
+        if kind not in self._served:
             known = dict(zip(self.symbols, map(sympy.Integer, numbers), strict=True))
             answers = (answer for guard in self._env.guards for answer in self._answers(guard.expr, known))
-            self._held[kind] = min(numbers) >= 2 and all(answer == sympy.true for answer in answers)
-        return self._held[kind]
+            self._served[kind] = min(numbers) >= 2 and all(answer == sympy.true for answer in answers)
+        return self._served[kind]
 
     def _answers(self, guard: Any, known: dict[Any, Any]) -> Iterator[Any]:
         """Yield a guard's values: a guard on one of the alike sizes is evaluated for all of them."""

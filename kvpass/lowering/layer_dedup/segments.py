@@ -104,7 +104,7 @@ def _target(node: fx.Node) -> Any:
     attr = operator.attrgetter(str(node.target))(node.graph.owning_module)
     # Parameters, which derive from Tensor, and modules can change later; plain tensors are constants of the graph.
     if type(attr) is not torch.Tensor:
-        return ("held", id(attr))
+        return ("object", id(attr))
     return ("constant", attr.dtype, attr.device, tuple(attr.shape), attr.stride(), tensor_bytes(attr))
 
 

@@ -138,7 +138,7 @@ class Conversation:
         stored = self.stored[layer]
         capacity = min(part.capacity for part in self.step.call.slots[layer].by_class) - self.step.context.decodes
         first = self.count - stored
-        if self.plan.dropped:  # at least one token is held
+        if self.plan.dropped:  # at least one token is cached
             last = max(self.count - self.plan.dropped, first + 1)
             return torch.arange(max(first, last - capacity), last)
         if stored <= capacity:
