@@ -306,10 +306,10 @@ class TokensToAdmit:
         output = None if output is None else select_heads(output.expand(len(heads), -1, -1, -1, -1), heads)
         return dataclasses.replace(self, key=key, value=value, attention=attention, output_projection=output)
 
-    def first(self, count: int) -> TokensToAdmit:
+    def first_tokens(self, count: int) -> TokensToAdmit:
         """Return the first `count` tokens, without statistics."""
         key, value, valid = self.key[:, :, :count], self.value[:, :, :count], self.valid[:, :count]
-        pins = self.pins and self.pins.first(count)
+        pins = self.pins and self.pins.first_tokens(count)
         return TokensToAdmit(key, value, valid, Attention(), pins, self.output_projection)
 
     def pin_mask(self, policy: Policy) -> Tensor:

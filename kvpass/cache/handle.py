@@ -142,15 +142,15 @@ def _getitem(handle: Handle, index: Any) -> Handle | Row:
     count = _kept_tokens(handle, index)
     if count is not None:
         return _crop(handle, count)
-    first = index[0] if isinstance(index, tuple) else index
+    rows = index[0] if isinstance(index, tuple) else index
     rest = index[1:] if isinstance(index, tuple) else ()
     if isinstance(index, int) and not isinstance(index, bool):
         with tensors.without_torch_function():
             return Row.like(handle[index])
-    picks_rows = first.ndim == 1 if isinstance(first, Tensor) else isinstance(first, (slice, list))
+    picks_rows = rows.ndim == 1 if isinstance(rows, Tensor) else isinstance(rows, (slice, list))
     if picks_rows and all(part is Ellipsis or part == slice(None) for part in rest):
         # A slice is a view, and a step on one cache would write to the other.
-        return _select_rows("getitem", handle, first, lambda tensor: tensor[first].clone())
+        return _select_rows("getitem", handle, rows, lambda tensor: tensor[rows].clone())
     raise CacheHandleError(
         f"cache[{index}]: only whole rows of a cache of kvpass can be picked, and its last tokens cropped; those of a "
         "layer that has seen more tokens than its sliding window cannot be"

@@ -134,7 +134,7 @@ class LayerCache:
         notes: facts to report, such as an adopted prompt.
         deferred_checks: conditions on the device that the host has not read.
         absent: int64 [B, P], the indices in the padded sequence of padding that is not cached, -1 after the last.
-        first: int64 [B], the position id of each row's first real token, if keys are rotated by rank and it is known.
+        first_ids: int64 [B], the position ids of the rows' first real tokens, if known and keys are rotated by rank.
         rotated_key: one key rotated to the positions `PROBED`, if keys are rotated by rank; see `RotarySlice.probe`.
         key_projections: the weights that computed the layer's keys.
         output_projection: its weight [E, Hq Dv], for policies that read it.
@@ -155,7 +155,7 @@ class LayerCache:
     interrupted: bool = False
     notes: tuple[str, ...] = ()
     absent: Tensor = dataclasses.field(default_factory=lambda: torch.empty(0, 0, dtype=torch.int64))
-    first: Tensor | None = None
+    first_ids: Tensor | None = None
     rotated_key: Tensor | None = None
     deferred_checks: DeferredChecks = dataclasses.field(default_factory=DeferredChecks)
     key_projections: tuple[weakref.ref[Any], ...] = ()
@@ -234,7 +234,7 @@ class LayerCache:
             row_budgets=row_budgets,
             clocks=clocks,
             absent=apply(self.absent),
-            first=None if self.first is None else apply(self.first),
+            first_ids=None if self.first_ids is None else apply(self.first_ids),
             calls=(),
             _selections=[],
         )

@@ -26,9 +26,10 @@ _LAYOUT_FIELDS = {
     "stores_raw_keys": bool, "layer": int, "exact_capacity": bool, "row_budgets": bool, "pins": bool,
 }  # fmt: skip
 """The fields of a layout that a file holds unchanged."""
-_NAMES_IN_FILES = {"stores_raw_keys": "ranked"}
-"""Their names in a file, where these differ."""
-_OPTIONAL = ("first", "rotated_key")
+_OPTIONAL = ("first_ids", "rotated_key")
+"""The fields of a layer's cache that a file holds if they are known."""
+_NAMES_IN_FILES = {"stores_raw_keys": "ranked", "first_ids": "first"}
+"""The names of fields in a file, where these differ."""
 
 
 def entry_of(cache: LayerCache, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -45,14 +46,13 @@ def entry_of(cache: LayerCache, prefix: str, tensors: dict[str, Tensor]) -> dict
     # Codes are in the order of the numbers, which no device changes.
     parts = _convert_vectors(slots, Format.to_number_order).tensors()
     stored = {**dict(zip(slots.names, parts, strict=True)), "absent": cache.absent}
-    stored |= {name: value for name in _OPTIONAL if (value := getattr(cache, name)) is not None}
+    optional = {_name_in_files(name): value for name in _OPTIONAL if (value := getattr(cache, name)) is not None}
+    stored |= optional
     tensors.update({f"{prefix}{name}": tensor for name, tensor in stored.items()})
-    entry = {_NAMES_IN_FILES.get(name, name): getattr(layout, name) for name in _LAYOUT_FIELDS}
+    entry = {_name_in_files(name): getattr(layout, name) for name in _LAYOUT_FIELDS}
     counts = dict(seen=cache.length, model_heads=cache.heads, window=cache.window, slots=slots.capacity)
     host = dict(limits=list(cache.row_budgets), clocks=[list(clock) for clock in cache.clocks], notes=list(cache.notes))
-    kinds = dict(
-        dtype=str(layout.dtype).removeprefix("torch."), optional=[name for name in _OPTIONAL if name in stored]
-    )
+    kinds = dict(dtype=str(layout.dtype).removeprefix("torch."), optional=list(optional))
     return {**entry, **counts, **host, **kinds, "probed": list(PROBED)}
 
 
@@ -77,12 +77,17 @@ def cache_of(
     absent = tensors["absent"]
     if absent.dtype != torch.int64 or absent.ndim != 2 or len(absent) != layout.batch or bool((absent >= seen).any()):
         raise CacheFileError("its record of padding does not fit its rows")
-    fields: dict[str, Any] = {name: tensors[name].to(device) for name in _OPTIONAL if name in entry["optional"]}
+    names = {name: in_file for name in _OPTIONAL if (in_file := _name_in_files(name)) in entry["optional"]}
+    fields: dict[str, Any] = {name: tensors[in_file].to(device) for name, in_file in names.items()}
     if entry.get("probed") != list(PROBED):  # rotated to other positions, by which nothing can be compared
         fields.pop("rotated_key", None)
     fields |= dict(notes=tuple(map(str, entry["notes"])), absent=absent.to(device))
     counts = (seen, heads, window, row_budgets, clocks)
     return LayerCache(backend, next(backend.cache_numbers), layout, slots, *counts, **fields)
+
+
+def _name_in_files(field: str) -> str:
+    return _NAMES_IN_FILES.get(field, field)
 
 
 def _convert_vectors(slots: AnySlots, change: Callable[[Format, Parts], Parts]) -> Any:
@@ -118,7 +123,7 @@ def _check_classes(slots: ClassedSlots, layout: Layout, seen: int) -> None:
 
 
 def _layout_of(entry: Mapping[str, Any], backend: CacheOwner, policy: Policy, device: torch.device) -> Layout:
-    fields = {name: entry[_NAMES_IN_FILES.get(name, name)] for name in _LAYOUT_FIELDS}
+    fields = {name: entry[_name_in_files(name)] for name in _LAYOUT_FIELDS}
     for name, kind in _LAYOUT_FIELDS.items():
         # isinstance() would take `true` in a file for 1.
         if type(fields[name]) is not kind or not 0 <= fields[name] < 2**31:

@@ -235,7 +235,7 @@ def _with_rows(one: LayerCache, rows: int) -> LayerCache:
     for class_slots in slots.by_class:
         class_slots.length.fill_(one.length)
     none = one.absent.new_zeros(rows, 0)
-    fresh: dict[str, Any] = dict(absent=none, first=None, _selections=[])
+    fresh: dict[str, Any] = dict(absent=none, first_ids=None, _selections=[])
     fresh |= dict(row_budgets=one.row_budgets * rows, clocks=one.clocks * rows)
     return dataclasses.replace(one, layout=layout, slots=slots, **fresh)
 

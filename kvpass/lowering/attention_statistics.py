@@ -282,7 +282,7 @@ class StatisticsOperands(AttentionInputs):
     heads: int = dataclasses.field(kw_only=True)
     sharding: HeadSharding | None = dataclasses.field(kw_only=True)
 
-    def first(self, count: int) -> StatisticsOperands:
+    def first_tokens(self, count: int) -> StatisticsOperands:
         """Return the specification for the first `count` queries, without the keys after them."""
         total = self.key.shape[2] - self.query.shape[2] + count
         mask = None if self.mask is None else self.mask[..., :count, :total]

@@ -276,10 +276,10 @@ class CascadeRule:
             if token == 0:
                 lines = [[[] for _ in range(scores.shape[1])] for _ in numbers]
                 last = torch.zeros_like(scores[:, :, 0])
-            previous, rows_of_scores = last.cpu().numpy(), scores.cpu().numpy()
+            scores_before, rows_of_scores = last.cpu().numpy(), scores.cpu().numpy()
             for row, row_numbers in enumerate(numbers):
-                for line, first, head_scores in zip(lines[row], previous[row], rows_of_scores[row], strict=True):
-                    visible_scores = [first, *head_scores[:-1]] if early else head_scores
+                for line, before, head_scores in zip(lines[row], scores_before[row], rows_of_scores[row], strict=True):
+                    visible_scores = [before, *head_scores[:-1]] if early else head_scores
                     for n in range(len(head_scores)):
                         self.insert(line, token + n, row_numbers[token + n], visible_scores[n])
             last, token = scores[:, :, -1], token + scores.shape[2]

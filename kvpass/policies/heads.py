@@ -28,13 +28,13 @@ class HeadSharding:
     All processes have equally many heads, in the order of their ranks.
 
     Attributes:
-        first: the index of this process's first KV head.
+        first_head: the index of this process's first KV head.
         heads: KV heads of the layer.
         world_size: the number of processes.
         group: the name of their process group.
     """
 
-    first: int
+    first_head: int
     heads: int
     world_size: int
     group: str
@@ -69,7 +69,7 @@ def gather_heads(x: Tensor, sharding: HeadSharding | None, dim: int = 0) -> Tens
     """Concatenate the tensors of all processes along a dimension of heads; one collective if heads are sharded."""
     if sharding is None:
         return x
-    rank, size = sharding.first // (sharding.heads // sharding.world_size), x.shape[dim]
+    rank, size = sharding.first_head // (sharding.heads // sharding.world_size), x.shape[dim]
     whole = x.new_zeros((*x.shape[:dim], size * sharding.world_size, *x.shape[dim + 1 :]))
     whole.narrow(dim, rank * size, size).copy_(x)
     return operators.all_reduce(whole, "sum", sharding.group)
@@ -78,4 +78,4 @@ def gather_heads(x: Tensor, sharding: HeadSharding | None, dim: int = 0) -> Tens
 def head_indices(position: Tensor, sharding: HeadSharding | None) -> Tensor:
     """Return the indices of the KV heads in the layer, int64 [h, 1], for metadata [B, h, N]."""
     local = torch.arange(position.shape[1], device=position.device)[:, None]
-    return local if sharding is None else local + sharding.first
+    return local if sharding is None else local + sharding.first_head

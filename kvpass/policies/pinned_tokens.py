@@ -39,7 +39,7 @@ class Pins:
         """Return the pins of the columns from `start` to `stop` of a prompt's mask, bool [B, T]."""
         return Pins(mask[:, start:stop], on_top, mask[:, stop:].sum(-1))
 
-    def first(self, count: int) -> Pins:
+    def first_tokens(self, count: int) -> Pins:
         """Return the pins of the first `count` tokens."""
         return dataclasses.replace(self, mask=self.mask[:, :count])
 

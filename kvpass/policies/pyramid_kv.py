@@ -50,7 +50,7 @@ def pyramid(layers: int, budget: int, window: int, beta: int, prompt: int) -> li
     mean = budget - window
     if layers == 1 or prompt <= budget or prompt < 2 * mean:
         return [budget] * layers
-    first = min(2 * mean - max(mean // beta, 1), prompt - window)
-    fall = Fraction(2 * (first - mean), layers - 1)
-    shares = whole_shares([first - layer * fall for layer in range(layers)], layers * mean)
+    most = min(2 * mean - max(mean // beta, 1), prompt - window)
+    fall = Fraction(2 * (most - mean), layers - 1)
+    shares = whole_shares([most - layer * fall for layer in range(layers)], layers * mean)
     return [share + window for share in shares]

@@ -28,11 +28,11 @@ class TakenTokens:
     probabilities: Tensor
     logits: Tensor
 
-    def first(self, count: int) -> TakenTokens:
+    def first_tokens(self, count: int) -> TakenTokens:
         """Return the first `count` tokens."""
         total = self.probabilities.shape[-1] - self.probabilities.shape[2] + count
         probabilities, logits = (part[:, :, :count, :total] for part in (self.probabilities, self.logits))
-        return TakenTokens(self.tokens.first(count), probabilities, logits)
+        return TakenTokens(self.tokens.first_tokens(count), probabilities, logits)
 
     def admit_again(self, cache: Any) -> None:
         """Add the tokens again to a cache in its earlier state."""

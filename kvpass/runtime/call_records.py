@@ -29,9 +29,11 @@ class AdmittedChunk:
     specs: tuple[StatisticsOperands, ...]  # for each class of heads; () if the policy needs no statistics
     into: AnySlots
 
-    def first(self, count: int) -> AdmittedChunk:
+    def first_tokens(self, count: int) -> AdmittedChunk:
         """Return the first `count` tokens of the chunk."""
-        return AdmittedChunk(self.tokens.first(count), tuple(spec.first(count) for spec in self.specs), self.into)
+        return AdmittedChunk(
+            self.tokens.first_tokens(count), tuple(spec.first_tokens(count) for spec in self.specs), self.into
+        )
 
     @torch.no_grad()
     def admit_again(self, cache: LayerCache) -> None:
@@ -48,7 +50,7 @@ class AdmittedChunk:
 
 def _admit_first(admitted: AdmittedChunk | TakenTokens, cache: LayerCache, count: int) -> LayerCache:
     """Return the cache after the first `count` tokens of an admitted chunk, from the cache before it."""
-    taken = admitted.first(count)
+    taken = admitted.first_tokens(count)
     call = _record_call(cache, count, chunk=True)
     taken.admit_again(cache)
     cache.absent = torch.cat([cache.absent, true_indices(~taken.tokens.valid, cache.length)], 1)

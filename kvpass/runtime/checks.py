@@ -66,30 +66,30 @@ class PositionCheck:
             UnsupportedGraph: the ids of a row do not increase by one, ids from the caller begin above 0, or the others
                 of a row do not all begin alike.
         """
-        first, own = None, None
+        first_ids, own = None, None
         for ids, is_argument in zip(self._ids(arguments, valid), self._are_arguments, strict=True):
             offsets = _offsets(ids, valid)
-            first = torch.where(valid.any(-1), offsets.gather(-1, valid.long().argmax(-1, keepdim=True))[:, 0], 0)
-            if not bool(_is_constant(offsets, valid, torch.zeros_like(first) if is_argument else first)):
+            first_ids = torch.where(valid.any(-1), offsets.gather(-1, valid.long().argmax(-1, keepdim=True))[:, 0], 0)
+            if not bool(_is_constant(offsets, valid, torch.zeros_like(first_ids) if is_argument else first_ids)):
                 raise UnsupportedGraph(self.refusal)
             if is_argument:
                 continue
-            if own is not None and not torch.equal(own, first):
+            if own is not None and not torch.equal(own, first_ids):
                 raise UnsupportedGraph(OTHER_STARTS)
-            own = first
-        return first if own is None else own
+            own = first_ids
+        return first_ids if own is None else own
 
-    def continues(self, arguments: tuple[Any, ...], valid: Tensor, first: Tensor | None, seen: Tensor) -> Tensor:
+    def continues(self, arguments: tuple[Any, ...], valid: Tensor, first_ids: Tensor | None, seen: Tensor) -> Tensor:
         """Return whether the ids of a step continue those of each row's earlier real tokens; a bool on the device.
 
         Args:
             valid: bool [B, q], False for padding.
-            first: the result of `first_ids`; None if the rows come from several prompts.
+            first_ids: the result of the method `first_ids`; None if the rows come from several prompts.
             seen: the number of earlier real tokens, int64 [B].
         """
         fits = torch.ones((), dtype=torch.bool, device=valid.device)
         for ids, is_argument in zip(self._ids(arguments, valid), self._are_arguments, strict=True):
-            begin = torch.zeros_like(seen) if is_argument else first
+            begin = torch.zeros_like(seen) if is_argument else first_ids
             if begin is not None:
                 fits = fits & _is_constant(_offsets(ids, valid), valid, begin + seen)
         return fits
@@ -212,7 +212,7 @@ class StepVerifier:
         if not cache.layout.stores_raw_keys:
             return
         self._positions = self._positions or PositionCheck(self._canonical_gm, self._sites)
-        fits = self._positions.continues(arguments, valid(), cache.first, cache.valid_seen)
+        fits = self._positions.continues(arguments, valid(), cache.first_ids, cache.valid_seen)
         if fits.is_cuda:
             cache.deferred_checks.add(fits)
         elif not bool(fits):

@@ -289,8 +289,8 @@ def _length_context(cache: Any, arguments: tuple[Any, ...]) -> contextlib.Abstra
     Encoder-decoders have prompts of one token.  The new tokens [B, 1] keep a static length of 1, because models branch
     on it.
     """
-    first = next(iter(_key_tensors(cache)), None)
-    if not isinstance(first, Handle) or first.shape[first.token_dim] != 1:
+    key = next(iter(_key_tensors(cache)), None)  # of the first layer
+    if not isinstance(key, Handle) or key.shape[key.token_dim] != 1:
         return contextlib.nullcontext()
     for tokens in (
         value for value in arguments if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == 1
@@ -406,9 +406,9 @@ def _key_tensors(cache: Any) -> list[Tensor]:
     layers = getattr(decoder, "layers", decoder)
     if not isinstance(layers, (list, tuple)):
         return []
-    firsts = [layer[0] if isinstance(layer, (list, tuple)) and layer else layer for layer in layers]
-    found = [first if isinstance(first, Tensor) else getattr(first, "keys", None) for first in firsts]
-    return [key for key in found if isinstance(key, Tensor)]
+    holders = [layer[0] if isinstance(layer, (list, tuple)) and layer else layer for layer in layers]
+    keys = [holder if isinstance(holder, Tensor) else getattr(holder, "keys", None) for holder in holders]
+    return [key for key in keys if isinstance(key, Tensor)]
 
 
 def _modules_to_compile(model: torch.nn.Module) -> list[torch.nn.Module]:

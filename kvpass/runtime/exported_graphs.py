@@ -234,8 +234,9 @@ def layout_entries(caches: list[LayerCache]) -> list[dict[str, Any]]:
 
 def _describe_difference(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> str:
     """Describe the fields of the first entry that differ in the other."""
-    first, second = one[0], other[0]
-    return ", ".join(f"{name} {value}" for name, value in first.items() if second.get(name) != value) or "several kinds"
+    entry, other_entry = one[0], other[0]
+    changed = [f"{name} {value}" for name, value in entry.items() if other_entry.get(name) != value]
+    return ", ".join(changed) or "several kinds"
 
 
 def _refuse(reasons: Mapping[str, bool]) -> None:

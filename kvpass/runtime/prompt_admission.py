@@ -60,10 +60,10 @@ class PromptLayer:
 
     def crop(self, cropped: int, budget: Budget) -> PromptLayer:
         """Return the layer of the prompt without its last `cropped` tokens; `budget` is as the user gave it."""
-        tokens, spec = self.tokens.first(self.tokens.valid.shape[1] - cropped), None
+        tokens, spec = self.tokens.first_tokens(self.tokens.valid.shape[1] - cropped), None
         if self.spec is not None:
             new = self.spec.query.shape[2] - cropped
-            spec = self.spec.first(new)
+            spec = self.spec.first_tokens(new)
             probs = spec.attention(self.policy, tokens.valid[:, tokens.valid.shape[1] - new :], budget)
             tokens = dataclasses.replace(tokens, attention=probs)
         return dataclasses.replace(self, tokens=tokens, spec=spec)
@@ -75,7 +75,7 @@ class PendingPrompt:
 
     Attributes:
         stores_raw_keys: whether keys are stored before their rotary embedding.
-        notes, first, rotated_key, model: see `LayerCache`.
+        notes, first_ids, rotated_key, model: see `LayerCache`.
         layers: the results of the prompt in each layer; the list is emptied as they are admitted, unless the cache can
             be cropped.
         new: the number of tokens, without those of an adopted past.
@@ -84,7 +84,7 @@ class PendingPrompt:
     backend: BackendBase
     stores_raw_keys: bool
     notes: tuple[str, ...]
-    first: Tensor | None
+    first_ids: Tensor | None
     rotated_key: Tensor | None
     model: model_identity.Weights
     layers: list[PromptLayer]
@@ -215,7 +215,7 @@ class PendingPrompt:
             clocks=clocks,
             notes=self.notes,
             absent=absent,
-            first=self.first,
+            first_ids=self.first_ids,
             rotated_key=self.rotated_key,
             key_projections=layer.key_projections,
             output_projection=layer.output_projection,

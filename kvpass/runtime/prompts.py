@@ -248,7 +248,7 @@ class PromptRunner:
         assert self.compiled is not None  # compiled, or of an artifact
         graph, results = self.graph, list(self.compiled(*traced))
         adopted = 0 if graph.adopted_past is None else traced[graph.adopted_past].shape[2]
-        first, pins = self._first_ids(results, traced), self._call_pins(results, adopted)
+        first_ids, pins = self._first_ids(results, traced), self._call_pins(results, adopted)
         layers = [self._prompt_layer(results, i, adopted, pins, arguments, traced) for i in range(len(graph.sites))]
         del results[graph.outputs :]  # Dynamo's code expects its own outputs alone
         prompt = layers[0].tokens.valid.shape[1]
@@ -261,7 +261,7 @@ class PromptRunner:
             backend=self.backend,
             stores_raw_keys=graph.stores_raw_keys,
             notes=() if graph.adopted_past is None else (ADOPTED,),
-            first=first,
+            first_ids=first_ids,
             rotated_key=self.rotated_key,
             model=model_identity.weak_references(model),
             layers=layers,

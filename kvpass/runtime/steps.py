@@ -91,11 +91,13 @@ class StepRunner(StepExecutor):
         for cache, pins in self._caches_with_pins(caches):
             pins.check(cache.layout.policy, cache.layout.batch, queries)
             self.backend.kv_store.make_room_for_pins(cache, pins)
-        first, known = caches[0], self.padding.unchanged_inputs(caches, arguments, queries)
+        first_layer, known = caches[0], self.padding.unchanged_inputs(caches, arguments, queries)
         others = self._choose_interpretation(caches, arguments, known)
-        self.verifier.check_positions(first, arguments, lambda: self.padding.valid_tokens(0, first, arguments, queries))
+        self.verifier.check_positions(
+            first_layer, arguments, lambda: self.padding.valid_tokens(0, first_layer, arguments, queries)
+        )
         self.verifier.check_rotation(
-            first, arguments, lambda: self.sizes.resolve(self.sizes.call_sizes(caches, arguments), others)
+            first_layer, arguments, lambda: self.sizes.resolve(self.sizes.call_sizes(caches, arguments), others)
         )
         result = self.advance(StepInputs(caches, arguments, others, known))
         self.padding.record_padding(caches, arguments, result.length_before, queries)

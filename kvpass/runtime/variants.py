@@ -62,13 +62,13 @@ class ShapeKey:
 
     def dynamic_layout(self, layer: int, layout: Layout, sizes: dict[int, Any]) -> Layout:
         """Return a layer's layout with dynamic sizes, by index in `all_numbers`, as capacity and budget."""
-        first = len(self.numbers)
-        index = first + (self.exact_layers.index(layer) if layer in self.exact_layers else 0)
+        start = len(self.numbers)  # the index of the first capacity
+        index = start + (self.exact_layers.index(layer) if layer in self.exact_layers else 0)
         if index not in sizes or bool(self.exact_layers) != layout.exact_capacity:
             return layout
         capacity = sizes[index]
         otherwise = layout.budget if layout.exact_capacity else capacity - (layout.capacity - layout.budget)
-        budget = sizes.get(first + len(self.capacities), otherwise)
+        budget = sizes.get(start + len(self.capacities), otherwise)
         return dataclasses.replace(layout, capacity=capacity, budget=budget)
 
     def shared_layout(self, layout: Layout) -> Layout:
@@ -194,9 +194,9 @@ class VariantCache:
         variants = self._dynamic.setdefault(kind, [])
         dynamic_variant = next((variant for variant in variants if variant.serves(key)), None)
         in_numbers = tuple(index for index in key.dynamic_indices if index < len(key.numbers))
-        fixed = decodes and not in_numbers  # only capacities and the budget can be dynamic
-        first = fixed and self._first_keys.setdefault(kind, key) == key
-        if dynamic_variant or (first and not key.exact_layers) or len(variants) == MOST_DYNAMIC:
+        only_slots = decodes and not in_numbers  # only capacities and the budget can be dynamic
+        has_first_sizes = only_slots and self._first_keys.setdefault(kind, key) == key
+        if dynamic_variant or (has_first_sizes and not key.exact_layers) or len(variants) == MOST_DYNAMIC:
             return dynamic_variant
         exact = range(len(key.numbers), len(key.numbers) + len(key.exact_layers))
         for indices in dict.fromkeys((key.dynamic_indices, in_numbers)):

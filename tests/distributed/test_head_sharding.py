@@ -82,7 +82,9 @@ def spreads_of(model: nn.Module) -> list[HeadSharding | None]:
 @shown_sharding
 def test_a_layer_knows_its_first_head() -> None:
     spreads = spreads_of(small(RANKS))
-    assert [(each.first, each.heads, each.world_size) for each in spreads if each] == [(RANK, KV_HEADS, RANKS)] * LAYERS
+    assert [(each.first_head, each.heads, each.world_size) for each in spreads if each] == [
+        (RANK, KV_HEADS, RANKS)
+    ] * LAYERS
 
 
 # -- reduction over heads ------------------------------------------------------------------------------------------
