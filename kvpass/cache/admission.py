@@ -238,26 +238,26 @@ def _fill(layout: Layout, slots: Slots, scored: _Candidates, keep: Tensor) -> No
 def _merge_evicted(layout: Layout, slots: Slots, scored: _Candidates, evicted: Tensor) -> None:
     """Let the policy merge evicted tokens into the filled slots."""
     count = int(evicted.sum(-1).max())
-    indices = slots_by_position(torch.where(evicted, scored.tokens.position, FREE))[..., :count]  # [B, H', E]
-    cached_keys, evicted_keys = slots.key.read(), scored.key.gather(indices).read()
+    columns = slots_by_position(torch.where(evicted, scored.tokens.position, FREE))[..., :count]  # [B, H', E]
+    cached_keys, evicted_keys = slots.key.read(), scored.key.gather(columns).read()
     merging = layout.pinned_tokens or layout.policy
-    merge = merging.merge_evicted(slots.tokens(layout), cached_keys, evicted_keys, evicted.gather(-1, indices))
+    merge = merging.merge_evicted(slots.tokens(layout), cached_keys, evicted_keys, evicted.gather(-1, columns))
     for buffer, rows in ((slots.key, scored.key), (slots.value, scored.value)):
-        _merge_into(buffer, rows, indices, merge)
+        _merge_into(buffer, rows, columns, merge)
     for name, changed in merge.state.items():
         slots.state[name].copy_(changed)
 
 
-def _merge_into(buffer: EncodedVectors, rows: EncodedVectors, indices: Tensor, merge: Merge) -> None:
-    """Merge rows [B, Hkv, N, D] at `indices` [B, H', E] into a buffer [B, Hkv, C, D]."""
+def _merge_into(buffer: EncodedVectors, rows: EncodedVectors, columns: Tensor, merge: Merge) -> None:
+    """Merge rows [B, Hkv, N, D] of the `columns` [B, H', E] into a buffer [B, Hkv, C, D]."""
     heads, cached = buffer.shape[1], upcast(buffer.read())
     into = merge.into.expand(-1, heads, -1)
     share = torch.zeros(buffer.shape[:3], device=buffer.device)
     share = share.scatter_add(-1, into, merge.share.expand(-1, heads, -1))[..., None]
     total = merge.own * cached
-    for start in range(0, indices.shape[-1], MERGE_BLOCK):
+    for start in range(0, columns.shape[-1], MERGE_BLOCK):
         block = slice(start, start + MERGE_BLOCK)
-        weighted = upcast(rows.gather(indices[..., block]).read()) * merge.weight[..., block, None]
+        weighted = upcast(rows.gather(columns[..., block]).read()) * merge.weight[..., block, None]
         total.scatter_add_(2, into[..., block, None].expand_as(weighted), weighted)
     buffer.replace(torch.where(share > 0, total / (merge.own + share), cached), share[..., 0] > 0)
 

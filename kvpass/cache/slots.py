@@ -38,7 +38,7 @@ class Slots:
         free: int64 [B, H'], the slot that the next token is written to.
         seen: int64 [B], real tokens seen.
         length: int64 [B], tokens seen, padding included.
-        rank: int64 [B, H', C], the index among the cached tokens by position, if the layout tracks it.
+        rank: int64 [B, H', C], the number among the cached tokens by position, if the layout tracks it.
         state: the policy's values by name, each [B, H', C], or [B, H', 1] for its `row_state`.
     """
 

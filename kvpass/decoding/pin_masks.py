@@ -49,7 +49,7 @@ def _mask_of_spans(pin: Sequence[Any], real: Tensor) -> Tensor:
     right = len(rows) == len(real) and all(isinstance(spans, Iterable) and all(map(_is_span, spans)) for spans in rows)
     wanted = f"must be a list of spans (start, stop), or one such list for each of {len(real)} rows"
     require(right, "pin", short_text(pin), wanted)
-    order, mask = real.cumsum(-1) - 1, torch.zeros_like(real)
+    position, mask = real.cumsum(-1) - 1, torch.zeros_like(real)
     for row, spans in enumerate(rows):
         count = int(real[row].sum())
         for start, stop in spans:
@@ -58,7 +58,7 @@ def _mask_of_spans(pin: Sequence[Any], real: Tensor) -> Tensor:
                     f"pin: span ({start}, {stop}) of row {row} is not within its {count} tokens: spans count the real "
                     "tokens of the row from 0, and `stop` is not included"
                 )
-            mask[row] |= (order[row] >= start) & (order[row] < stop)
+            mask[row] |= (position[row] >= start) & (position[row] < stop)
     return mask & real
 
 

@@ -144,8 +144,8 @@ def _pairings(dim: int) -> list[Tensor]:
         for begin in sorted({0, dim - part}):
             inside, rest = torch.arange(begin, begin + part), torch.arange(dim)
             rest = rest[(rest < begin) | (rest >= begin + part)]
-            for order in (inside.view(2, -1), inside.view(-1, 2).T):
-                pairings.append(torch.cat([order, rest.view(-1, 2).T], 1))
+            for pairs in (inside.view(2, -1), inside.view(-1, 2).T):
+                pairings.append(torch.cat([pairs, rest.view(-1, 2).T], 1))
     return pairings
 
 

@@ -57,7 +57,7 @@ class Rope:
     Attributes:
         cos, sin: [N, D] for positions 0 .. N - 1, in the dtype of the keys, with signs and factors such as YaRN's.
         pairs: the partner of each number.
-        rank: int64 [B, Hkv or 1, C], the position of each slot; arbitrary for free slots.
+        rank: int64 [B, Hkv or 1, C], the rank of each slot's token; arbitrary for free slots.
     """
 
     cos: Tensor

@@ -247,7 +247,7 @@ def split(
         key_step = tl.load(key_scale + of_head + c, mask=c < C, other=0.0)
         value_step = tl.load(value_scale + of_head + c, mask=c < C, other=0.0)
     if ROTARY > 0:
-        index = tl.load(ranks + c, mask=c < C, other=0)
+        slot_rank = tl.load(ranks + c, mask=c < C, other=0)
     if BITS == 4:
         k_scale, k_zero = key_scale + of_head * KEY_GROUPS, key_zero + of_head * KEY_GROUPS
         v_scale, v_zero = value_scale + of_head * VALUE_GROUPS, value_zero + of_head * VALUE_GROUPS
@@ -270,8 +270,8 @@ def split(
             key_step_after = tl.load(key_scale + slot + BLOCK, mask=after < C, other=0.0)
             value_step_after = tl.load(value_scale + slot + BLOCK, mask=after < C, other=0.0)
         if ROTARY > 0:
-            place_after = tl.load(ranks + after, mask=after < C, other=0)
-            at = tl.minimum(tl.maximum(index, 0), POSITIONS - 1) * D  # a free slot has no position
+            slot_rank_after = tl.load(ranks + after, mask=after < C, other=0)
+            at = tl.minimum(tl.maximum(slot_rank, 0), POSITIONS - 1) * D  # a free slot has no position
         if HALVED:
             if BITS == 4:
                 both = k_byte.to(tl.int32)
@@ -351,7 +351,7 @@ def split(
         if BITS == 8:
             key_step, value_step = key_step_after, value_step_after
         if ROTARY > 0:
-            index = place_after
+            slot_rank = slot_rank_after
     result = first * PARTS + part
     tl.store(m_part + result, m_i, mask=here)
     tl.store(l_part + result, l_i, mask=here)

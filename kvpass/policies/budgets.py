@@ -76,9 +76,9 @@ def window_starts(valid: Tensor, size: int | Tensor) -> Tensor:
         valid: bool [B, q], false for padding.
         size: a number, or int64 [B, 1].
     """
-    index = (valid.long().cumsum(-1) - 1).clamp(min=0)
+    position = (valid.long().cumsum(-1) - 1).clamp(min=0)
     last = (valid.long().sum(-1, keepdim=True) - size).clamp(min=0)  # [B, 1]
-    return torch.where(index < last, index // size * size, last)
+    return torch.where(position < last, position // size * size, last)
 
 
 def share_of(count: Count, fraction: float) -> Count:

@@ -145,18 +145,18 @@ class Buzz(Policy):
     def compact(self, tokens: Tokens) -> tuple[Tensor, State]:
         window, threshold = self.sizes(tokens.budget)
         middle = tokens.live.sum(-1, keepdim=True) - self.sinks - window  # [B, H', 1]
-        index, old, interval = tokens.order - self.sinks, tokens.state["old"], self.sampling
-        in_middle = tokens.live & (index >= 0) & (index < middle)
-        is_new, hive = in_middle & (index >= old), (index - old).clamp(min=0) // self.stride
-        starts_hive = (index - old) % self.stride == 0
-        best = starts_hive if self.variant == "nomax" else best_of_hives(tokens.state["score"], is_new, hive, index)
-        survives = torch.where(is_new, best, index % interval == 0)
+        rank, old, interval = tokens.order - self.sinks, tokens.state["old"], self.sampling
+        in_middle = tokens.live & (rank >= 0) & (rank < middle)
+        is_new, hive = in_middle & (rank >= old), (rank - old).clamp(min=0) // self.stride
+        starts_hive = (rank - old) % self.stride == 0
+        best = starts_hive if self.variant == "nomax" else best_of_hives(tokens.state["score"], is_new, hive, rank)
+        survives = torch.where(is_new, best, rank % interval == 0)
         old_count = (old + interval - 1) // interval
-        new_index = torch.where(is_new, old_count + hive, index // interval)  # the index among the tokens that stay
+        new_rank = torch.where(is_new, old_count + hive, rank // interval)  # among the tokens that stay
         size = old_count + (middle - old + self.stride - 1) // self.stride
         more = self._further_interval(tokens, size, interval, threshold)
         due = middle > threshold
-        keep = torch.where(due & in_middle, survives & (new_index % more == 0), tokens.live)
+        keep = torch.where(due & in_middle, survives & (new_rank % more == 0), tokens.live)
         return keep, {"old": torch.where(due, (size + more - 1) // more, old)}
 
     def _further_interval(self, tokens: Tokens, size: Tensor, interval: int, threshold: int | Tensor) -> Tensor:
@@ -219,20 +219,18 @@ def _ratio(stride: int, old_stride: int | None) -> float:
     return float(1 + stride - Fraction(stride, _interval(stride, old_stride)))
 
 
-def best_of_hives(score: Tensor, in_hive: Tensor, hive: Tensor, index: Tensor) -> Tensor:
+def best_of_hives(score: Tensor, in_hive: Tensor, hive: Tensor, rank: Tensor) -> Tensor:
     """Return bool [B, H', N]: whether the token has the highest score in its hive; of equals the first.
 
     Args:
         score: [B, H', N].
         in_hive: bool [B, H', N], whether the token is in a hive; the result is undefined for other tokens.
-        hive, index: int64 [B, H', N], the hive of each token, and the token's index.
+        hive, rank: int64 [B, H', N], the hive of each token, and the token's rank.
     """
     no_hive = score.shape[-1]  # there are fewer hives than tokens: this one is for tokens outside of hives
     hive_index = torch.where(in_hive, hive, no_hive)
     score = torch.where(in_hive, score, -torch.inf)
     shape = (*score.shape[:2], no_hive + 1)
     maximum = score.new_full(shape, -torch.inf).scatter_reduce(-1, hive_index, score, "amax").gather(-1, hive_index)
-    index = torch.where(score == maximum, index, INT64_MAX)
-    return index == index.new_full(shape, INT64_MAX).scatter_reduce(-1, hive_index, index, "amin").gather(
-        -1, hive_index
-    )
+    rank = torch.where(score == maximum, rank, INT64_MAX)
+    return rank == rank.new_full(shape, INT64_MAX).scatter_reduce(-1, hive_index, rank, "amin").gather(-1, hive_index)

@@ -172,10 +172,10 @@ def column_variances(
         totals: of each layer, as in `column_variance`.
     """
     local = [column_variance(total, valid, density) for total in totals]
-    ranks = 1 if sharding is None else sharding.world_size
-    flat = gather_heads(torch.cat([layer.flatten() for layer in local]), sharding).view(ranks, -1)
-    parts = torch.split(flat, [layer.numel() for layer in local], 1)  # of each layer [ranks, B * h]
-    all_heads = [part.view(ranks, *layer.shape).transpose(0, 1) for part, layer in zip(parts, local, strict=True)]
+    processes = 1 if sharding is None else sharding.world_size
+    flat = gather_heads(torch.cat([layer.flatten() for layer in local]), sharding).view(processes, -1)
+    parts = torch.split(flat, [layer.numel() for layer in local], 1)  # of each layer [processes, B * h]
+    all_heads = [part.view(processes, *layer.shape).transpose(0, 1) for part, layer in zip(parts, local, strict=True)]
     layers = [layer.flatten(1).tolist() for layer in all_heads]
     return [list(row) for row in zip(*layers, strict=True)]
 
@@ -265,8 +265,8 @@ def _nearest_of_many(key: Tensor, cached_keys: Tensor, position: Tensor) -> tupl
     hidden = torch.zeros(free.shape, dtype=torch.float32, device=free.device).masked_fill(free, -torch.inf)
     blocks = [_unit(block).flatten(0, 1) for block in torch.split(key, BLOCK, 2)]
     best = [torch.baddbmm(hidden, block, unit_slots).max(-1) for block in blocks]
-    cosine, index = (torch.cat(each, 1).view(batch, heads, count) for each in zip(*best, strict=True))
-    return cosine, order.gather(-1, index)
+    cosine, nth = (torch.cat(each, 1).view(batch, heads, count) for each in zip(*best, strict=True))
+    return cosine, order.gather(-1, nth)
 
 
 def _unit(key: Tensor) -> Tensor:

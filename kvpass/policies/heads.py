@@ -69,9 +69,9 @@ def gather_heads(x: Tensor, sharding: HeadSharding | None, dim: int = 0) -> Tens
     """Concatenate the tensors of all processes along a dimension of heads; one collective if heads are sharded."""
     if sharding is None:
         return x
-    rank, size = sharding.first_head // (sharding.heads // sharding.world_size), x.shape[dim]
+    process, size = sharding.first_head // (sharding.heads // sharding.world_size), x.shape[dim]
     whole = x.new_zeros((*x.shape[:dim], size * sharding.world_size, *x.shape[dim + 1 :]))
-    whole.narrow(dim, rank * size, size).copy_(x)
+    whole.narrow(dim, process * size, size).copy_(x)
     return operators.all_reduce(whole, "sum", sharding.group)
 
 

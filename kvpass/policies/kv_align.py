@@ -132,8 +132,8 @@ class KVAlign(PolicyWithWeights[Aligner]):
             return {"made": tokens.position - start, "start": start.expand_as(tokens.state["start"])}
         is_new = torch.arange(count, device=tokens.position.device) >= tokens.cached_columns
         cached = (tokens.live & ~is_new).sum(-1, keepdim=True)
-        index = cached + (is_new & tokens.live).long().cumsum(-1) - 1
-        return {"made": torch.where(is_new, index.clamp(max=self.last_position()), tokens.state["made"])}
+        rank = cached + (is_new & tokens.live).long().cumsum(-1) - 1
+        return {"made": torch.where(is_new, rank.clamp(max=self.last_position()), tokens.state["made"])}
 
     # Eviction.
 
@@ -152,7 +152,7 @@ class KVAlign(PolicyWithWeights[Aligner]):
         return tokens.live & ~(full & evictable), {}
 
     def _rank(self, tokens: Tokens) -> Tensor:
-        """Return the index among the cached tokens, sinks and a gapless recent window: int64 [B, H', N]."""
+        """Return the ranks of the cached tokens, sinks and a gapless recent window: int64 [B, H', N]."""
         cached = tokens.live.sum(-1, keepdim=True)
         recent = tokens.position - tokens.seen + cached
         return torch.where(self._is_sink(tokens), tokens.position - tokens.state["start"], recent)

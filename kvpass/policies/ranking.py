@@ -26,7 +26,7 @@ def latest_of_least(score: Tensor, position: Tensor) -> Tensor:
 
 
 def rank_of(position: Tensor) -> Tensor:
-    """Return each token's index among the live tokens of `position` [..., N]; free slots come last."""
+    """Return each token's rank among the live tokens of `position` [..., N]; free slots come last."""
     by_position = torch.where(position < 0, INT64_MAX, position).argsort(dim=-1, stable=True)
     return _inverse(by_position)
 

@@ -65,7 +65,7 @@ class Tokens:
         budget: tokens to keep between steps: a number, or int64 [B, H', 1] if rows or layers have different budgets.
         cached_columns: how many of the N entries are slots; the others are new tokens.  It is 0 for a prompt, C for a
             chunk and N for a decode step.
-        rank: int64 [B, H', N], the index among the live tokens by position, if it is maintained.
+        rank: int64 [B, H', N], the number among the live tokens by position, if it is maintained.
         sharding: see `Attention`.
     """
 
@@ -90,7 +90,7 @@ class Tokens:
 
     @property
     def order(self) -> Tensor:
-        """int64 [B, H', N]: the index among the live tokens, 0 for the earliest; undefined for free slots."""
+        """int64 [B, H', N]: the rank among the live tokens, 0 for the earliest; undefined for free slots."""
         return rank_of(self.position) if self.rank is None else self.rank
 
     def newest(self, count: int | Tensor) -> Tensor:

@@ -71,8 +71,8 @@ def pool_votes(votes: Tensor, tokens: Tokens, among: Tensor, kernel: int, pool: 
         among: bool [B, Hkv, N], tokens that no other live token precedes.
         pool: "mean" counts zeros beyond either end, "max" nothing.
     """
-    order = rank_of(tokens.position)  # the ranks of steps are undefined for free slots
+    rank = rank_of(tokens.position)  # the ranks of steps are undefined for free slots
     in_order = torch.full_like(votes, 0.0 if pool == "mean" else -torch.inf)
-    in_order = in_order.scatter(-1, order, torch.where(among, votes, in_order))
+    in_order = in_order.scatter(-1, rank, torch.where(among, votes, in_order))
     function = torch.nn.functional.avg_pool1d if pool == "mean" else torch.nn.functional.max_pool1d
-    return function(in_order, kernel, stride=1, padding=kernel // 2).gather(-1, order)
+    return function(in_order, kernel, stride=1, padding=kernel // 2).gather(-1, rank)

@@ -42,11 +42,11 @@ class KVAlignReference(Reference):
         for rank, token in enumerate(stream.tokens):
             moved = rank >= self.sinks and token.notes["made"] > rank and self.aligner.recipe != "nothing"
             while rank >= self.sinks and token.notes["made"] > rank:
-                index = rank
+                target = rank
                 if self.aligner.recipe == "paper":  # the paper's network knows only steps of `every` positions
-                    index += (token.notes["made"] - rank - 1) // self.every * self.every
-                token.key, token.value = self.align(token, index, stream.layer)
-                token.notes["made"] = index
+                    target += (token.notes["made"] - rank - 1) // self.every * self.every
+                token.key, token.value = self.align(token, target, stream.layer)
+                token.notes["made"] = target
             if moved:
                 token.key, token.value = stream.stored(token.key), stream.stored(token.value, key=False)
 
@@ -70,7 +70,7 @@ class KVAlignReference(Reference):
         """Apply the layer's network, which sees the keys and values of all heads and both positions."""
         weights = self.aligner.tensors
         key, value = token.key.float().flatten(), token.value.float().flatten()
-        made, now = (weights["place"][min(index, self.window)] for index in (token.notes["made"], rank))
+        made, now = (weights["place"][min(at, self.window)] for at in (token.notes["made"], rank))
         x = torch.cat([key, value, made, now])
         parts = [weights[f"fc1.{name}"][layer] for name in ("key", "value", "made", "rank")]
         hidden = torch.relu(x @ torch.cat(parts) + weights["fc1.bias"][layer])
@@ -86,8 +86,8 @@ class KVAlignReference(Reference):
         weights = {name.partition(".")[2]: tensor for name, tensor in tensors if name.startswith(part)}
         out = []
         for head, x in enumerate(row.float()):
-            index = weights["position"][min(rank, self.window)]
-            hidden = torch.cat([x, index, weights["layer"][layer], weights["head"][head]])
+            at_rank = weights["position"][min(rank, self.window)]
+            hidden = torch.cat([x, at_rank, weights["layer"][layer], weights["head"][head]])
             hidden = torch.relu(weights["fc1.weight"] @ hidden + weights["fc1.bias"])
             hidden = torch.relu(weights["fc2.weight"] @ hidden + weights["fc2.bias"])
             out.append(weights["fc3.weight"] @ hidden + weights["fc3.bias"])

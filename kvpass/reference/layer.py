@@ -152,7 +152,7 @@ class ReferenceLayer:
         return self._of_tokens(lambda rank, token: token.position)
 
     def ranks(self) -> Tensor:
-        """Return the cache positions 0, 1, 2, ... of the cached tokens, int64 [B, H', N], padded with -1."""
+        """Return the ranks 0, 1, 2, ... of the cached tokens, int64 [B, H', N], padded with -1."""
         return self._of_tokens(lambda rank, token: rank)
 
     def cached_vectors(self, name: str, stored: bool = False) -> Tensor:
@@ -187,7 +187,7 @@ class ReferenceLayer:
                 queries = self._queries(stream, probabilities)
                 seen = (x[b, queries][:, new][:, :, columns].transpose(0, 1) for x in (probabilities, logits))
                 stream.step = self.length > 0 and count == 1 and not part
-                tokens = [self._token(stream, to_admit, b, index, j) for index, j in enumerate(new)]
+                tokens = [self._token(stream, to_admit, b, nth, column) for nth, column in enumerate(new)]
                 if to_admit.output_projection is not None:
                     stream.output_projection = to_admit.output_projection[0, stream.head]
                 if to_admit.pins is not None and to_admit.pins.on_top:
@@ -210,13 +210,14 @@ class ReferenceLayer:
         defers = self.layout.policy.defers and self.fed == 1 and self.length > budget
         return count == 1 and self.layout.kv_dtype is not None and self.fed > 0 and not defers
 
-    def _token(self, stream: HeadStream, to_admit: TokensToAdmit, b: int, index: int, chunk_index: int) -> Token:
+    def _token(self, stream: HeadStream, to_admit: TokensToAdmit, b: int, nth: int, column: int) -> Token:
+        """Return the token of a column [B, q] of a row, the `nth` real one of them."""
         heads = self._heads(stream.head)
-        key = self.stored(to_admit.key[b, heads, chunk_index].clone())
-        value = self.stored(to_admit.value[b, heads, chunk_index].clone(), key=False)
-        marked = to_admit.pins is not None and bool(to_admit.pins.mask[b, chunk_index])
+        key = self.stored(to_admit.key[b, heads, column].clone())
+        value = self.stored(to_admit.value[b, heads, column].clone(), key=False)
+        marked = to_admit.pins is not None and bool(to_admit.pins.mask[b, column])
         pinned = marked or (self.layout.policy.keep_prompt and not stream.step)
-        return Token(stream.seen + index, self.length + chunk_index, key, value, pinned)
+        return Token(stream.seen + nth, self.length + column, key, value, pinned)
 
     def _queries(self, stream: HeadStream, probabilities: Tensor) -> slice:
         """Return the query heads of a stream."""

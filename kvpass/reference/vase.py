@@ -46,9 +46,9 @@ class VaseReference(VotingReference):
 
     def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
         older, newer = split_at(tokens, seen - self.policy.recent)
-        places = budget - len(newer)
+        free = budget - len(newer)
         if self.policy.variant == "dkv":
-            return in_order(newer + highest_scored(older, places, self.unless_sink(lambda token: token.score)))
+            return in_order(newer + highest_scored(older, free, self.unless_sink(lambda token: token.score)))
         share = math.floor(Fraction(str(self.policy.large)) * budget)
         large = min(max(share, self.policy.sinks), budget - self.policy.recent)
         reserved = highest_scored(
@@ -63,7 +63,7 @@ class VaseReference(VotingReference):
             return attention[id(token)] / -math.log(uniform(draw(seed, token.position, head)))
 
         others = [token for token in older if token not in reserved]
-        return in_order(newer + reserved + highest_scored(others, places - len(reserved), sampled))
+        return in_order(newer + reserved + highest_scored(others, free - len(reserved), sampled))
 
     def unless_sink(self, score: Callable[[Token], float]) -> Callable[[Token], float]:
         return lambda token: math.inf if token.position < self.policy.sinks else score(token)

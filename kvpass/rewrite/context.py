@@ -175,9 +175,9 @@ class GatheredInput:
     def gather(self, tensor: Tensor, slots: AnySlots, queries: int) -> Tensor:
         """Return the entries [B, H', C + q, ...]: of the slots, then of the new tokens."""
         assert isinstance(slots, Slots)  # the pass that attends refuses such inputs for slots in classes
-        new = slots.length[:, None] + torch.arange(queries, device=slots.length.device)
-        indices = torch.cat([slots.index, new[:, None].expand(-1, slots.index.shape[1], -1)], -1)
-        return self.entry.gather(tensor, indices.to(tensor.device))
+        new_index = slots.length[:, None] + torch.arange(queries, device=slots.length.device)
+        index = torch.cat([slots.index, new_index[:, None].expand(-1, slots.index.shape[1], -1)], -1)
+        return self.entry.gather(tensor, index.to(tensor.device))
 
 
 class AddedInputs:

@@ -92,13 +92,14 @@ class RotarySlice:
         """
         run = self.angles.module if isinstance(count, int) else PaddedSections(self.angles.module).run
 
-        def angles_at(index: Tensor) -> tuple[Tensor, ...]:
-            result: tuple[Tensor, ...] = run(index.expand(self.position), *bound)
+        def angles_at(position: Tensor) -> tuple[Tensor, ...]:
+            result: tuple[Tensor, ...] = run(position.expand(self.position), *bound)
             return result
 
-        index = torch.arange(count, device=device)
-        index = index if self.position_count is None else index.clamp(max=self.position_count - 1)
-        angles = torch.vmap(angles_at)(index)
+        position = torch.arange(count, device=device)
+        if self.position_count is not None:
+            position = position.clamp(max=self.position_count - 1)
+        angles = torch.vmap(angles_at)(position)
         return [materialize(upcast(rows) if rows.is_floating_point() and rows.is_cpu else rows) for rows in angles]
 
     def probe(self, angle_inputs: Sequence[Any], rotate_inputs: Sequence[Any], device: torch.device) -> Tensor:
@@ -107,8 +108,8 @@ class RotarySlice:
         key = torch.linspace(0.25, 1, shape[3], device=device).to(self.rotate_inputs[0][1]).expand(shape).clone()
         rotated = list[Tensor]()
         last = max(PROBED) if self.position_count is None else self.position_count - 1
-        for index in (min(index, last) for index in PROBED):
-            angles = self.angles.run(torch.full(position, index, device=device), *angle_inputs)
+        for probed in (min(probed, last) for probed in PROBED):
+            angles = self.angles.run(torch.full(position, probed, device=device), *angle_inputs)
             keys = self.rotate.run(key, *angles, *rotate_inputs)
             equal = keys.shape == shape and _is_close(keys, keys[:1, :, :1].expand(shape))
             rotated.append(keys[0, :, 0].double() * (1 if equal else torch.nan))
@@ -119,22 +120,22 @@ class RotarySlice:
         return [each.to(dtype) for each, dtype in zip(angles, self.angle_dtypes, strict=True)]
 
     def on_slots(self, keys: Sections, rank: Tensor, table: list[Tensor], bound: list[Tensor]) -> list[Tensor]:
-        """Rotate keys [B, Hkv, N, D] at positions [B, H', N]; return sections [B, Hkv, N, d] of D."""
+        """Rotate keys [B, Hkv, N, D] to positions `rank` [B, H', N]; return sections [B, Hkv, N, d] of D."""
         rotate, section_count = SectionInterpreter(self.rotate.module), len(keys.tensors)
         parts = keys.tensors if keys.whole is None else (*keys.tensors, keys.whole)
 
-        def rotate_slot(parts: tuple[Tensor, ...], index: Tensor) -> tuple[Tensor, ...]:
-            """Rotate one slot's keys [b, Hkv, .], in sections and whole, at one position; b as in `shape`."""
+        def rotate_slot(parts: tuple[Tensor, ...], rank: Tensor) -> tuple[Tensor, ...]:
+            """Rotate one slot's keys [b, Hkv, .], in sections and whole, to one rank; b as in `shape`."""
             repeated = tuple(part[:, :, None].expand(-1, -1, self.shape[2], -1) for part in parts)
             key = Sections(repeated[:section_count], *repeated[section_count:])
-            sections = rotate.run_on(key, *self._in_traced_dtypes(rows[index] for rows in table), *bound)
+            sections = rotate.run_on(key, *self._in_traced_dtypes(rows[rank] for rows in table), *bound)
             return tuple(section[:, :, 0] for section in sections)
 
         slots = torch.vmap(rotate_slot, in_dims=(2, 0), out_dims=2)  # over N
         if expr(self.shape[0]) == 1:
-            heads = torch.vmap(lambda row, index: slots(tuple(part[None] for part in row), index), (None, 0))  # over H'
+            heads = torch.vmap(lambda row, rank: slots(tuple(part[None] for part in row), rank), (None, 0))  # over H'
             return [_head_by_head(section[:, :, 0]) for section in torch.vmap(heads)(parts, rank)]
-        rotated = torch.vmap(torch.vmap(lambda index: slots(parts, index)))(rank)
+        rotated = torch.vmap(torch.vmap(lambda rank: slots(parts, rank)))(rank)
         return [_head_by_head(section.diagonal(0, 0, 2).movedim(-1, 0)) for section in rotated]
 
     def for_one_key(self) -> RotarySlice:

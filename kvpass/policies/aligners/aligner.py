@@ -91,7 +91,7 @@ class Aligner(Weights):
             rank: int64 [B, C], the position that each row must have.
             moves: bool [B, C], the rows to repair.
         """
-        made, rank = (index.clamp(0, self.signature.window) for index in (made, rank))
+        made, rank = (each.clamp(0, self.signature.window) for each in (made, rank))
         if self.recipe == "direct":
             of_layer = [w[layer] for w in weights]
             if not _fits_kernel(weights, key):
@@ -142,10 +142,10 @@ def identity_aligner(signature: Signature) -> Aligner:
 
 
 def _direct_weights(tensors: Mapping[str, Tensor]) -> list[Tensor]:
-    index = tensors["place"]
-    made = index @ tensors["fc1.made"]  # [L, M + 1, h1]
-    rank = index @ tensors["fc1.rank"] + tensors["fc1.bias"][:, None]
-    shift = index @ tensors["shift"]  # [L, M + 1, Hkv * (D + Dv)]
+    positions = tensors["place"]
+    made = positions @ tensors["fc1.made"]  # [L, M + 1, h1]
+    rank = positions @ tensors["fc1.rank"] + tensors["fc1.bias"][:, None]
+    shift = positions @ tensors["shift"]  # [L, M + 1, Hkv * (D + Dv)]
     rest = [tensors[name] for name in ("fc2.weight", "fc2.bias", "fc3.weight", "fc3.bias")]
     return [tensors["fc1.key"], tensors["fc1.value"], made, rank, shift, *rest]
 
@@ -180,12 +180,12 @@ def _rows_to_move(rows: Tensor, change: Tensor, moves: Tensor) -> Tensor:
 def _paper_weights(tensors: Mapping[str, Tensor], part: str) -> list[Tensor]:
     """Return weights of keys or values: W [D, h1], table [M + 1, L, Hkv, h1], fc2, fc3."""
     named = {name.removeprefix(f"{part}."): tensor for name, tensor in tensors.items() if name.startswith(part)}
-    index, layer, head = named["position"], named["layer"], named["head"]
-    widths = [x.shape[1] for x in (index, layer, head)]
+    position, layer, head = named["position"], named["layer"], named["head"]
+    widths = [x.shape[1] for x in (position, layer, head)]
     dim = named["fc1.weight"].shape[1] - sum(widths)
     on_row, on_position, on_layer, on_head = torch.split(named["fc1.weight"], [dim, *widths], 1)
     table = (
-        (index @ on_position.T)[:, None, None] + (layer @ on_layer.T)[:, None] + head @ on_head.T + named["fc1.bias"]
+        (position @ on_position.T)[:, None, None] + (layer @ on_layer.T)[:, None] + head @ on_head.T + named["fc1.bias"]
     )
     rest = [named["fc2.weight"].T, named["fc2.bias"], named["fc3.weight"].T, named["fc3.bias"]]
     return [x.contiguous() for x in (on_row.T, table, *rest)]

@@ -56,17 +56,17 @@ class DirectNetwork(nn.Module):
         layers, count, width = means.shape
         scaled = ((means - means.mean(1, keepdim=True)) / self.change).transpose(0, 1).flatten(1)  # [M + 1, L * w]
         left, values, right = torch.linalg.svd(scaled, full_matrices=False)
-        rank = min(self.positions.shape[1], len(values))
-        self.positions.zero_()[:, :rank] = left[:, :rank] * count**0.5  # each column of unit size
-        shifts = (values[:rank, None] / count**0.5 * right[:rank]).view(rank, layers, width)
-        self.shift.zero_()[:, :rank] = shifts.transpose(0, 1)
+        components = min(self.positions.shape[1], len(values))
+        self.positions.zero_()[:, :components] = left[:, :components] * count**0.5  # each column of unit size
+        shifts = (values[:components, None] / count**0.5 * right[:components]).view(components, layers, width)
+        self.shift.zero_()[:, :components] = shifts.transpose(0, 1)
 
     def forward(self, key: Tensor, value: Tensor, made: Tensor, rank: Tensor) -> tuple[Tensor, Tensor]:
         rows = torch.cat([key.flatten(2), value.flatten(2)], -1)  # [L, N, H * (D + Dv)]
         scaled = (rows - self.mean) / self.spread
         weight = torch.cat([self.on_key, self.on_value], 1)
-        indices = (self.positions @ self.on_made)[:, made] + (self.positions @ self.on_rank)[:, rank]  # [L, N, h1]
-        hidden = torch.relu(torch.baddbmm(indices + self.first_bias[:, None], scaled, weight))
+        at_positions = (self.positions @ self.on_made)[:, made] + (self.positions @ self.on_rank)[:, rank]  # [L, N, h1]
+        hidden = torch.relu(torch.baddbmm(at_positions + self.first_bias[:, None], scaled, weight))
         hidden = torch.relu(torch.baddbmm(self.inner_bias[:, None], hidden, self.inner))
         table = self.positions @ self.shift  # [L, M + 1, H * (D + Dv)]
         change = torch.baddbmm(self.outer_bias[:, None], hidden, self.outer) + table[:, rank] - table[:, made]
@@ -123,10 +123,10 @@ class _NetworkRows(nn.Module):
         self.fc3 = nn.Linear(hidden[1], dim)
 
     def forward(self, x: Tensor, rank: Tensor) -> Tensor:
-        index = self.position_table(rank)[None, :, None].expand(*x.shape[:3], -1)
+        position = self.position_table(rank)[None, :, None].expand(*x.shape[:3], -1)
         layer = self.layer_table.weight[:, None, None].expand(*x.shape[:3], -1)
         head = self.head_table.weight.expand(*x.shape[:3], -1)
-        hidden = torch.relu(self.fc1(torch.cat([x, index, layer, head], -1)))
+        hidden = torch.relu(self.fc1(torch.cat([x, position, layer, head], -1)))
         changed: Tensor = x + self.fc3(torch.relu(self.fc2(hidden)))
         return changed
 

@@ -324,6 +324,6 @@ def renumber_ids(step: StepContext) -> PassRecord:
 def _count_cached(along: int, queries: int, last: int, ids: Tensor, position: Tensor, seen: Tensor) -> list[Tensor]:
     """Subtract the number of evicted tokens from the ids of new tokens (see `Reader`), and limit them to `last`."""
     cached = (position[:, 0] >= 0).sum(-1)  # [B]
-    index = cached[:, None] + torch.arange(queries, device=ids.device)
-    shift = (seen - cached)[:, None] + (index - last).clamp(min=0)  # [B, q]
+    rank = cached[:, None] + torch.arange(queries, device=ids.device)
+    shift = (seen - cached)[:, None] + (rank - last).clamp(min=0)  # [B, q]
     return [subtract_by_row(ids, along, shift)]

@@ -260,8 +260,8 @@ class Conversation:
     def _rotate(self, rotary: RotarySlice, key: Tensor, follows: bool, bound: list[Any]) -> Tensor:
         table = rotary.table(self.count, bound[: len(rotary.angles.bound)], key.device)
         valid = self.valid if follows else torch.ones_like(self.valid)
-        rank = (valid.cumsum(-1) - 1).clamp(min=0)[:, None].to(key.device)
-        return torch.cat(rotary.on_slots(Sections((key,)), rank, table, bound[len(rotary.angles.bound) :]), -1)
+        position = (valid.cumsum(-1) - 1).clamp(min=0)[:, None].to(key.device)
+        return torch.cat(rotary.on_slots(Sections((key,)), position, table, bound[len(rotary.angles.bound) :]), -1)
 
     def _evaluate(self, nodes: list[fx.Node]) -> list[Any]:
         """Return the values of nodes that depend on no token, such as frequencies."""

@@ -67,7 +67,7 @@ class SyntheticSlots:
     def _make_slots(self, layer: int, layout: Layout, original: AnySlots) -> AnySlots:
         if isinstance(original, Slots):
             return self._fill_slots(layer, layout, original, self.conversation.rows(layer))
-        order = _order(original.order.shape).to(original.order)
+        order = _shuffled(original.order.shape).to(original.order)
         by_class, rows = [], zip(layout.by_class, original.by_class, layout.head_slices, strict=True)
         for class_layout, class_slots, heads in rows:
             chosen = order[:, heads]
@@ -82,13 +82,13 @@ class SyntheticSlots:
         self, layer: int, layout: Layout, original: Slots, rows: tuple[EncodedVectors, EncodedVectors]
     ) -> Slots:
         conversation, shape, kept = self.conversation, original.position.shape, self.conversation.kept[layer]
-        order = _order(shape)
-        is_used, token = order < len(kept), kept[order.clamp(max=len(kept) - 1)]
+        number = _shuffled(shape)
+        is_used, token = number < len(kept), kept[number.clamp(max=len(kept) - 1)]
         valid = conversation.valid[:, None].expand(-1, shape[1], -1).gather(-1, token) & is_used
-        ranks = (conversation.valid.cumsum(-1) - 1)[:, None].expand(-1, shape[1], -1).gather(-1, token)
-        position = torch.where(valid, ranks, FREE).to(layout.device)
+        positions = (conversation.valid.cumsum(-1) - 1)[:, None].expand(-1, shape[1], -1).gather(-1, token)
+        position = torch.where(valid, positions, FREE).to(layout.device)
         indices = torch.where(
-            is_used, token - conversation.count + conversation.stored[layer], order % conversation.stored[layer]
+            is_used, token - conversation.count + conversation.stored[layer], number % conversation.stored[layer]
         )
         key, value = (x.gather(indices.to(layout.device)) for x in rows)
         return Slots(
@@ -106,7 +106,7 @@ class SyntheticSlots:
     def _next_slot(self, layer: int, original: Slots) -> Tensor:
         """Return the slot of the next token, int64 [B, H']."""
         shape = original.position.shape
-        return _order(shape).argsort(-1)[..., min(len(self.conversation.kept[layer]), shape[-1] - 1)]
+        return _shuffled(shape).argsort(-1)[..., min(len(self.conversation.kept[layer]), shape[-1] - 1)]
 
     def heads(self, layer: int, part: int) -> Tensor | None:
         """Return the KV heads in a class of a layer's heads, int64 [B, h]; None if there are no classes."""
@@ -133,6 +133,6 @@ class SyntheticSlots:
         return column_of.to(tokens.device)[tokens]  # FREE is the last
 
 
-def _order(shape: torch.Size) -> Tensor:
-    """Return the random index of each slot's token, int64 [B, H', C]; it is larger for free slots."""
+def _shuffled(shape: torch.Size) -> Tensor:
+    """Return random numbers of the slots' tokens, int64 [B, H', C]; the highest ones are for free slots."""
     return torch.rand(shape, generator=torch.Generator().manual_seed(shape[-1])).argsort(-1)
