@@ -106,9 +106,9 @@ class RKV(Policy):
             last = last_similar(unit.to(dtype) if dtype == torch.bfloat16 else unit)
             forgiven = last.clamp(min=0)
             cosine = (unit * unit.gather(2, forgiven[..., None].expand_as(unit))).sum(-1)
-            index = torch.arange(unit.shape[2], device=unit.device)
+            rank = torch.arange(unit.shape[2], device=unit.device)
             # Without a similar one the official code takes 0.
-            counts = forgiven != index if self.official else last >= 0
+            counts = forgiven != rank if self.official else last >= 0
             total = total.scatter_add(-1, forgiven, torch.where(counts, -cosine, 0.0))
         mean = total / live.sum(-1, keepdim=True).clamp(min=1)
         return voting.masked_softmax(mean, live)
@@ -124,7 +124,7 @@ class RKV(Policy):
 
 
 def last_similar(unit: Tensor) -> Tensor:
-    """Return the index of each unit key's last similar key: int64 [B, Hkv, N], -1 for none.
+    """Return the rank of each unit key's last similar key: int64 [B, Hkv, N], -1 for none.
 
     Args:
         unit: [B, Hkv, N, D], in the order of the text.

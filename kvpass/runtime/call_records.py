@@ -79,6 +79,6 @@ def record_calls(
     """Store the records of calls that have run, together with the chunks that they admitted."""
     if not calls:  # cropping is off
         return
-    for cache, call, chunk in zip(caches, calls, taken, strict=True):
-        again = functools.partial(_admit_first, chunk) if chunk is not None and call.token_count > 1 else None
+    for cache, call, admitted in zip(caches, calls, taken, strict=True):
+        again = functools.partial(_admit_first, admitted) if admitted is not None and call.token_count > 1 else None
         cache.calls = append_call(cache.calls, dataclasses.replace(call, repeat=again), cache.backend.crop)

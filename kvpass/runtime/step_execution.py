@@ -170,14 +170,14 @@ class FastStep:
     def __init__(self, caches: list[LayerCache], rewrite: StepRewrite, run: inductor.Compiled) -> None:
         self.caches, self.rewrite, self.run = caches, rewrite, run
         self.slots = [cache.slots for cache in caches]
-        self.fixed = rewrite.fixed_arguments(self.slots)
+        self.fixed_arguments = rewrite.fixed_arguments(self.slots)
 
     def __call__(self, arguments: tuple[Any, ...], clocks: Sequence[tuple[Any, ...]]) -> Sequence[Any]:
         """Run the step and return the results of the graph; `clocks` are those of each layer after this token."""
         call_arguments = self.rewrite.call_arguments(arguments, [], self.slots, self.caches[0].length)
         for cache in self.caches:
             cache.interrupted = True  # until the counts follow: an error in between leaves slots and counts apart
-        results = self.run(*self.fixed, *call_arguments)
+        results = self.run(*self.fixed_arguments, *call_arguments)
         self.rewrite.count_tokens(self.slots, results)
         advance_counts(self.caches, 1, clocks)
         return results
