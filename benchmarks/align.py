@@ -214,7 +214,7 @@ def main() -> None:
     settings = Settings(arguments.rows, arguments.skip, arguments.labels, arguments.turns, arguments.inner)
     ids = tokens_of(chosen, TEXTS[arguments.text](), settings)
     policies: Policies = {"window": KVAlign(aligners.identity_aligner(signature_of(model, max(arguments.windows))))}
-    if not chosen.tabled:
+    if not chosen.has_position_table:
         policies["streaming"] = Streaming()
     for path in arguments.aligner:
         aligner = aligners.load(path, model)

@@ -120,7 +120,7 @@ def measure(settings: Settings) -> list[Row]:
 
 
 def _rows(job: Job, out: Path) -> Iterator[Row]:
-    for result in Results(job.folder(out)).all:
+    for result in Results(job.folder(out)).entries:
         yield {
             "policy": job.name,
             "kv_dtype": job.kv_dtype or "bfloat16",

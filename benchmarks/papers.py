@@ -15,7 +15,7 @@ from benchmarks.report import Row, Table
 from benchmarks.settings import Settings
 from kvpass.apps import checkpoint
 from kvpass.apps.evaluation.agreement import SAME
-from kvpass.apps.evaluation.retrieval import HELD
+from kvpass.apps.evaluation.retrieval import CACHED_SHARE
 from kvpass.apps.evaluation.settings import Result, Results
 
 TITLE = "The papers' tables on SmolLM2"
@@ -74,7 +74,7 @@ DEPTHS = ("0", "0.25", "0.5", "0.75", "1")
 
 def _by_depth(length: int) -> dict[str, str]:
     depths = {f"at {float(depth):.0%}": f"{length:,} at {float(depth):.0%}" for depth in DEPTHS}
-    return {**depths, "heads that hold it": HELD}
+    return {**depths, "heads that hold it": CACHED_SHARE}
 
 
 STUDIES = (
@@ -188,7 +188,7 @@ def measure(settings: Settings) -> list[Row]:
 
 def rows_in(out: Path) -> list[Row]:
     """Return the results in the folder, as rows."""
-    found = ((study, Results(study.folder(out)).all) for study in STUDIES if study.folder(out).is_dir())
+    found = ((study, Results(study.folder(out)).entries) for study in STUDIES if study.folder(out).is_dir())
     return [{"study": study.name, **dataclasses.asdict(result)} for study, results in found for result in results]
 
 

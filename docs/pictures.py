@@ -17,7 +17,7 @@ from kvpass import policies
 from kvpass.apps import corpus
 from kvpass.apps.evaluation import plots
 from kvpass.apps.evaluation.scoring import ScoringBatch, score
-from kvpass.apps.evaluation.session import HeldRecorder
+from kvpass.apps.evaluation.session import PositionRecorder
 from kvpass.apps.models import load
 from kvpass.decoding.model_call import ModelCall
 
@@ -39,13 +39,13 @@ def draw(model: Any, tokens: Tensor, name: str) -> None:
     policy = policies.resolve(name, dict(OPTIONS.get(name, {})))
     budget = BUDGET if policy.evicts else LENGTH
 
-    held = HeldRecorder()
+    held = PositionRecorder()
     batch = ScoringBatch(tokens, torch.ones_like(tokens), PROMPT)
     torch.compiler.reset()
     kvpass.compile(model, policy=policy, budget=budget, inner="eager")
     score(ModelCall.of(model), batch, None, watch=held)
     snapshots = [snapshot for snapshot in held.snapshots if snapshot.step > PROMPT and snapshot.step % EVERY == 0]
-    figure = plots.kept({name: snapshots}, LENGTH, band=2)
+    figure = plots.cached_positions({name: snapshots}, LENGTH, band=2)
     figure.savefig(Path(__file__).parent / "policies" / f"{name}.png", dpi=80, metadata={"Software": None})
 
 

@@ -67,9 +67,9 @@ def folder() -> Path:
 
 def cache_folder() -> Path:
     """Return the folder for what is made from packages; the variable `CACHE` can name another."""
-    chosen = os.environ.get(CACHE)
-    if chosen:
-        return Path(chosen)
+    named_folder = os.environ.get(CACHE)
+    if named_folder:
+        return Path(named_folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvpass"
 
 
@@ -80,9 +80,9 @@ def packaged_file() -> Path:
     """
     spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
     missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
-    found = installed_version(PACKAGE)
-    if spec is None or spec.origin is None or found != VERSION:
-        raise CheckpointError(f"{NAME} needs {PACKAGE} {VERSION}, found {found or 'none'}; run `{INSTALL}`")
+    installed = installed_version(PACKAGE)
+    if spec is None or spec.origin is None or installed != VERSION:
+        raise CheckpointError(f"{NAME} needs {PACKAGE} {VERSION}, found {installed or 'none'}; run `{INSTALL}`")
     if missing:
         raise CheckpointError(f"{NAME} needs {' and '.join(missing)} to be read, not installed here; run `{INSTALL}`")
     return Path(spec.origin).with_name(FILE)
@@ -102,12 +102,12 @@ def _make(file: Path, saved: Path) -> None:
 
 def _check_sum(file: Path) -> None:
     try:
-        found = hashlib.sha256(file.read_bytes()).hexdigest()
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read ({error}); run `{INSTALL}`") from error
-    if found != SHA256:
+    if digest != SHA256:
         raise CheckpointError(
-            f"{file} has SHA-256 {found}, not {SHA256}: it is damaged or another file; uninstall {PACKAGE} and run "
+            f"{file} has SHA-256 {digest}, not {SHA256}: it is damaged or another file; uninstall {PACKAGE} and run "
             f"`{INSTALL}`"
         )
 

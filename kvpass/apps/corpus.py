@@ -79,14 +79,16 @@ def prose() -> dict[str, str]:
             "standard library in full, or name a text with --text FILE"
         ) from error
     seen: set[str] = set()
-    found: dict[str, str] = {}
+    by_topic: dict[str, str] = {}
     for topic in sorted(topics):
-        every = (" ".join(block.split()) for block in re.split(r"\n\s*\n", topics[topic]))
-        new = [paragraph for paragraph in dict.fromkeys(every) if paragraph not in seen and _is_prose(paragraph)]
-        seen.update(new)
-        if new:
-            found[topic] = "\n\n".join(new) + "\n"
-    return found
+        paragraphs = (" ".join(block.split()) for block in re.split(r"\n\s*\n", topics[topic]))
+        new_paragraphs = [
+            paragraph for paragraph in dict.fromkeys(paragraphs) if paragraph not in seen and _is_prose(paragraph)
+        ]
+        seen.update(new_paragraphs)
+        if new_paragraphs:
+            by_topic[topic] = "\n\n".join(new_paragraphs) + "\n"
+    return by_topic
 
 
 def _is_prose(paragraph: str) -> bool:
@@ -133,13 +135,13 @@ def documents(texts: list[list[int]], number: int, length: int, bos: int) -> lis
     """
     body, tokens = length - 1, sum(map(len, texts))
     starts = range(0, max(map(len, texts), default=0), body)
-    cut = [text[start : start + body] for start in starts for text in texts]
-    found = [[bos, *part] for part in cut if len(part) == body]
-    if len(found) < number:
+    pieces = [text[start : start + body] for start in starts for text in texts]
+    complete = [[bos, *piece] for piece in pieces if len(piece) == body]
+    if len(complete) < number:
         raise KVPassError(
-            f"a text of {tokens} tokens makes {len(found)} of {number} documents of {length} tokens; give more text"
+            f"a text of {tokens} tokens makes {len(complete)} of {number} documents of {length} tokens; give more text"
         )
-    return found[:number]
+    return complete[:number]
 
 
 def concatenate_texts(texts: list[list[int]], length: int, bos: int) -> list[int]:

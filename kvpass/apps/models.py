@@ -22,15 +22,15 @@ class LoadedModel:
     """A causal language model with its tokenizer.
 
     Attributes:
-        trained: positions that it was trained on; None if its configuration does not say.
-        tabled: whether positions come from a table, so the model has none beyond `trained`.
+        trained_length: positions that it was trained on; None if its configuration does not say.
+        has_position_table: whether positions come from a table, so the model has none beyond `trained_length`.
     """
 
     name: str
     model: Any
     tokenizer: Any
-    trained: int | None
-    tabled: bool
+    trained_length: int | None
+    has_position_table: bool
 
     @property
     def bos(self) -> int:
@@ -91,8 +91,8 @@ def _load(source: str, name: str, dtype: torch.dtype | str = torch.float32, devi
         raise KVPassError(
             f"cannot load a language model from {source!r}: {error}; give the name or folder of a causal model"
         ) from error
-    trained = getattr(model.config, "max_position_embeddings", None)
-    return LoadedModel(name, to_device(model.eval(), device), tokenizer, trained, has_position_table(model))
+    trained_length = getattr(model.config, "max_position_embeddings", None)
+    return LoadedModel(name, to_device(model.eval(), device), tokenizer, trained_length, has_position_table(model))
 
 
 def to_device(model: Any, device: str) -> Any:
@@ -112,5 +112,5 @@ def has_position_table(model: torch.nn.Module) -> bool:
 def stop_tokens(model: Any, tokenizer: Any) -> list[int]:
     """Return the token ids that end an answer: those of the generation config and of the tokenizer."""
     ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    every = [*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id]
-    return sorted({token for token in every if token is not None})
+    tokens = [*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id]
+    return sorted({token for token in tokens if token is not None})

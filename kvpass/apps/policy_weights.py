@@ -28,12 +28,12 @@ def write_calibration(model: str, text: Path | None, out: Path, window: int, dty
         KVPassError: a model, text or folder that cannot be used; see also `kvpass.calibrate`.
     """
     corpus.check_folder_of(out)
-    chosen, tokens = _model_and_tokens(model, text, dtype, MOST_TOKENS)
-    found = calibrate(chosen, tokens, window=window)
-    found.save(out)
-    share = pair_norms(found.tensors["mean"]) / found.tensors["size"].clamp(min=1e-12)
+    loaded_model, tokens = _model_and_tokens(model, text, dtype, MOST_TOKENS)
+    calibration = calibrate(loaded_model, tokens, window=window)
+    calibration.save(out)
+    share = pair_norms(calibration.tensors["mean"]) / calibration.tensors["size"].clamp(min=1e-12)
     print(
-        f"{out}: {found.model.layers} layers, {found.model.query_heads} query heads, "
+        f"{out}: {calibration.model.layers} layers, {calibration.model.query_heads} query heads, "
         f"{len(tokens) // window} windows of {window} tokens; the sizes of mean pairs are {share.mean():.2f} of mean "
         "sizes (1 if all queries of a head are equal)"
     )
@@ -47,23 +47,24 @@ def write_gates(model: str, text: Path | None, table: Path | None, out: Path, wi
     """
     corpus.check_folder_of(out)
     if table is not None:
-        found = HeadGates.of_table(table, _architecture(model))
+        head_gates = HeadGates.of_table(table, _architecture(model))
     else:
-        chosen, tokens = _model_and_tokens(model, text, dtype, MOST_FOR_GATES)
-        found = measure_gates(chosen, tokens, window=window)
-    found.save(out)
-    layers, heads = found.gates.shape
+        loaded_model, tokens = _model_and_tokens(model, text, dtype, MOST_FOR_GATES)
+        head_gates = measure_gates(loaded_model, tokens, window=window)
+    head_gates.save(out)
+    layers, heads = head_gates.gates.shape
     print(
-        f"{out}: {layers} layers with {heads} KV heads, gates from {found.gates.min():.3f} to {found.gates.max():.3f}"
+        f"{out}: {layers} layers with {heads} KV heads, "
+        f"gates from {head_gates.gates.min():.3f} to {head_gates.gates.max():.3f}"
     )
 
 
-def _model_and_tokens(model: str, text: Path | None, dtype: str, most: int) -> tuple[Any, Tensor]:
-    """Return a model and up to `most` token ids int64 [T] of a text, by default of Python's manual."""
-    chosen = models.load(model, dtype)
+def _model_and_tokens(model: str, text: Path | None, dtype: str, max_tokens: int) -> tuple[Any, Tensor]:
+    """Return a model and up to `max_tokens` token ids int64 [T] of a text, by default of Python's manual."""
+    loaded = models.load(model, dtype)
     texts = [*corpus.prose().values()] if text is None else [corpus.read_file(text)]
-    tokens = [token for each in chosen.encode(texts) for token in (chosen.bos, *each)]
-    return chosen.model, torch.tensor(tokens[:most])
+    tokens = [token for ids in loaded.encode(texts) for token in (loaded.bos, *ids)]
+    return loaded.model, torch.tensor(tokens[:max_tokens])
 
 
 def _architecture(model: str) -> str:

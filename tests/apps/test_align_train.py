@@ -27,14 +27,14 @@ def text(tokens=4000):
 def test_pairs_are_the_same_tokens_in_both_windows():
     model, sinks = build("GPT2"), 4
     ids = windows(text(), 3, 20, sinks, torch.Generator().manual_seed(1))
-    made = pair(model, run_windows(model, ids), 6, sinks)
-    assert made.key.shape == made.wanted_value.shape == (2, 3 * 10, 4, 16)
-    assert made.made.tolist() == list(range(10, 20)) * 3
-    assert made.rank.tolist() == list(range(4, 14)) * 3
+    pairs = pair(model, run_windows(model, ids), 6, sinks)
+    assert pairs.key.shape == pairs.target_value.shape == (2, 3 * 10, 4, 16)
+    assert pairs.position.tolist() == list(range(10, 20)) * 3
+    assert pairs.rank.tolist() == list(range(4, 14)) * 3
     shorter = torch.cat([ids[:, :4], ids[:, 10:]], 1)
     with torch.no_grad():
         cache = model(shorter, use_cache=True).past_key_values
-    assert torch.allclose(made.wanted_key[1].view(3, 10, 4, 16), cache.layers[1].keys[:, :, 4:].transpose(1, 2))
+    assert torch.allclose(pairs.target_key[1].view(3, 10, 4, 16), cache.layers[1].keys[:, :, 4:].transpose(1, 2))
 
 
 def test_the_tokens_ahead_see_sinks_and_repaired_rows():
@@ -45,8 +45,8 @@ def test_the_tokens_ahead_see_sinks_and_repaired_rows():
     assert run.key.shape == (2, 3, 4, 20, 16)
     with torch.no_grad():
         assert torch.allclose(run.logits, model(ids).logits[:, 20:], atol=1e-5)
-        made = pair(model, run, 6, sinks)
-        logits = logits_after_repair(model, run, made.wanted_key, made.wanted_value, sinks)
+        pairs = pair(model, run, 6, sinks)
+        logits = logits_after_repair(model, run, pairs.target_key, pairs.target_value, sinks)
         shorter = model(torch.cat([ids[:, :4], ids[:, 10:]], 1)).logits[:, 14:]
     assert torch.allclose(logits, shorter, atol=1e-4)
 
@@ -75,7 +75,7 @@ def test_training_beats_doing_nothing(recipe):
 
 def test_parts_of_rows_hold_every_row_once():
     drawn = draw(build("GPT2"), text(), dataclasses.replace(SMALL, recipe="paper"), 1)[1][0]
-    order = torch.randperm(len(drawn.made), generator=torch.Generator().manual_seed(1))
+    order = torch.randperm(len(drawn.position), generator=torch.Generator().manual_seed(1))
     parts = [drawn.select(rows) for rows in order.chunk(3)]
     assert torch.equal(torch.cat([part.key for part in parts], 1), drawn.key[:, order])
     assert torch.equal(torch.cat([part.rank for part in parts]), drawn.rank[order])

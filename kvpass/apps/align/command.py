@@ -23,22 +23,22 @@ def train(model: str, text: Path | None, out: Path, settings: TrainingSettings, 
         KVPassError: a model, text or folder that cannot be used; see also `kvpass.apps.align.train.train`.
     """
     corpus.check_folder_of(out)
-    chosen = models.load(model)
-    models.to_device(chosen.model, device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if chosen.tabled and chosen.trained is not None:
-        last = chosen.trained - 1
+    loaded = models.load(model)
+    models.to_device(loaded.model, device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if loaded.has_position_table and loaded.trained_length is not None:
+        last = loaded.trained_length - 1
         if settings.window > last:
             raise KVPassError(f"--window {settings.window}: {model} has positions 0 to {last}; choose a smaller window")
         settings = dataclasses.replace(settings, ahead=min(settings.ahead, last - settings.window))
     texts = corpus.read(corpus.training_files()) if text is None else [corpus.read_file(text)]
-    stream = torch.tensor([token for each in chosen.encode(texts) for token in (chosen.bos, *each)])
+    stream = torch.tensor([token for ids in loaded.encode(texts) for token in (loaded.bos, *ids)])
     checkpoint = out.with_suffix(".checkpoint.pt")
-    trained = train_aligner(chosen.model, stream, settings, checkpoint)
+    trained = train_aligner(loaded.model, stream, settings, checkpoint)
     aligners.save(trained.aligner, out, getattr(torch, dtype))
-    written = figures(trained, settings, len(stream))
-    out.with_suffix(".json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+    summary = figures(trained, settings, len(stream))
+    out.with_suffix(".json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     checkpoint.unlink(missing_ok=True)
-    print(json.dumps(written, indent=2))
+    print(json.dumps(summary, indent=2))
 
 
 def figures(trained: TrainedAligner, settings: TrainingSettings, tokens: int) -> dict[str, object]:

@@ -19,15 +19,18 @@ class TrainingPairs:
 
     key: Tensor  # float32 [L, N, H, D]
     value: Tensor  # float32 [L, N, H, Dv]
-    wanted_key: Tensor
-    wanted_value: Tensor
-    made: Tensor  # int64 [N], the positions in the whole windows
+    target_key: Tensor
+    target_value: Tensor
+    position: Tensor  # int64 [N], the positions in the whole windows
     rank: Tensor  # int64 [N], those in the shortened windows
 
     def select(self, rows: Tensor) -> TrainingPairs:
         """Return the pairs of some rows, int64 [n]."""
-        old, new = (self.key[:, rows], self.value[:, rows]), (self.wanted_key[:, rows], self.wanted_value[:, rows])
-        return TrainingPairs(*old, *new, self.made[rows], self.rank[rows])
+        inputs, targets = (
+            (self.key[:, rows], self.value[:, rows]),
+            (self.target_key[:, rows], self.target_value[:, rows]),
+        )
+        return TrainingPairs(*inputs, *targets, self.position[rows], self.rank[rows])
 
 
 def windows(stream: Tensor, count: int, tokens: int, sinks: int, generator: torch.Generator) -> Tensor:
@@ -39,16 +42,16 @@ def windows(stream: Tensor, count: int, tokens: int, sinks: int, generator: torc
         raise AlignerError(f"a text of {len(stream)} tokens has no window of {tokens}: give more text")
     starts = torch.randint(len(stream) - tokens, (2, count), generator=generator)
     ids = stream[starts[0][:, None] + torch.arange(tokens)]
-    far = stream[starts[1][:, None] + torch.arange(sinks)]
-    ids[::2, :sinks] = far[::2]
+    distant_sinks = stream[starts[1][:, None] + torch.arange(sinks)]
+    ids[::2, :sinks] = distant_sinks[::2]
     return ids
 
 
 def lengths(window: int, sinks: int, generator: torch.Generator) -> int:
     """Return a random length to train on: the largest in a third of draws, else uniform in its logarithm."""
-    least = min(sinks + 4, window)
-    drawn = torch.rand(2, generator=generator).tolist()
-    return window if drawn[0] < 1 / 3 else round(least * (window / least) ** drawn[1])
+    shortest = min(sinks + 4, window)
+    uniform = torch.rand(2, generator=generator).tolist()
+    return window if uniform[0] < 1 / 3 else round(shortest * (window / shortest) ** uniform[1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,22 +68,22 @@ class WholeRows:
 def run_windows(model: Any, ids: Tensor, ahead: int = 0) -> WholeRows:
     """Run the model on windows; the last `ahead` tokens give logits and no rows."""
     ids = ids.to(device_of(model))
-    held = ids.shape[1] - ahead
+    cached = ids.shape[1] - ahead
     if not ahead:
         return WholeRows(ids, *_stack_layers(cached_vectors(model, ids)), None)
     out = model(input_ids=ids, use_cache=True)
     key, value = _stack_layers(rows_of(model, cache_names.cache_of_output(out)))
-    return WholeRows(ids, key[:, :, :, :held], value[:, :, :, :held], out.logits[:, held:])
+    return WholeRows(ids, key[:, :, :, :cached], value[:, :, :, :cached], out.logits[:, cached:])
 
 
 def pair(model: Any, windows: WholeRows, dropped: int, sinks: int) -> TrainingPairs:
     """Return the rows after a deletion after the sinks, as they were and as the model makes them without it."""
-    ids = windows.ids[:, : windows.key.shape[3]]  # of the tokens that are held
+    ids = windows.ids[:, : windows.key.shape[3]]  # of the cached tokens
     shortened = _stack_layers(cached_vectors(model, torch.cat([ids[:, :sinks], ids[:, sinks + dropped :]], 1)))
-    old = [_flat(rows[:, :, :, sinks + dropped :]) for rows in (windows.key, windows.value)]
-    new = [_flat(rows[:, :, :, sinks:]) for rows in shortened]
-    made = torch.arange(sinks + dropped, ids.shape[1], device=ids.device).repeat(len(ids))
-    return TrainingPairs(old[0], old[1], new[0], new[1], made, made - dropped)
+    inputs = [_flat(rows[:, :, :, sinks + dropped :]) for rows in (windows.key, windows.value)]
+    targets = [_flat(rows[:, :, :, sinks:]) for rows in shortened]
+    position = torch.arange(sinks + dropped, ids.shape[1], device=ids.device).repeat(len(ids))
+    return TrainingPairs(inputs[0], inputs[1], targets[0], targets[1], position, position - dropped)
 
 
 @torch.no_grad()
@@ -91,26 +94,30 @@ def mean_rows(model: Any, block: Tensor) -> Tensor:
     same tokens, and the means differ by the position alone.
     """
     shifts = torch.unique(torch.linspace(0, len(block) - 1, min(len(block), 512)).long())
-    total: Any = 0.0
-    for some in shifts.split(16):
-        ids = torch.stack([block.roll(int(shift)) for shift in some]).to(device_of(model))
-        rows = torch.cat([x.transpose(2, 3).flatten(3) for x in _stack_layers(cached_vectors(model, ids))], -1)
-        total = total + rows.sum(1)  # [L, n, H * (D + Dv)]
-    return torch.as_tensor(total / len(shifts))
+    row_sum: Any = 0.0
+    for shift_batch in shifts.split(16):
+        ids = torch.stack([block.roll(int(shift)) for shift in shift_batch]).to(device_of(model))
+        rows = torch.cat(
+            [stacked.transpose(2, 3).flatten(3) for stacked in _stack_layers(cached_vectors(model, ids))], -1
+        )
+        row_sum = row_sum + rows.sum(1)  # [L, n, H * (D + Dv)]
+    return torch.as_tensor(row_sum / len(shifts))
 
 
 def logits_after_repair(model: Any, windows: WholeRows, key: Tensor, value: Tensor, sinks: int) -> Tensor:
     """Return the logits [B, n, V] of tokens after the sinks and repaired rows [L, B * m, H, D]."""
     from transformers import DynamicCache
 
-    cache, rows, held = DynamicCache(), len(windows.ids), windows.key.shape[3]
+    cache, rows, cached = DynamicCache(), len(windows.ids), windows.key.shape[3]
     for layer in range(len(key)):
         parts = [
-            torch.cat([first[layer][:, :, :sinks], rest[layer].view(rows, -1, *rest.shape[2:]).transpose(1, 2)], 2)
-            for first, rest in ((windows.key, key), (windows.value, value))
+            torch.cat(
+                [complete[layer][:, :, :sinks], repaired[layer].view(rows, -1, *repaired.shape[2:]).transpose(1, 2)], 2
+            )
+            for complete, repaired in ((windows.key, key), (windows.value, value))
         ]
         cache.update(parts[0], parts[1], layer)
-    ids = windows.ids[:, held:]
+    ids = windows.ids[:, cached:]
     position = cache.get_seq_length() + torch.arange(ids.shape[1], device=ids.device)
     past = cache_names.arguments(model, cache)
     logits: Tensor = model(input_ids=ids, **past, position_ids=position[None], use_cache=True).logits

@@ -27,7 +27,7 @@ from kvpass.policies.aligners.aligner import Aligner, Recipe
 from kvpass.policies.aligners.networks import DirectNetwork, Hidden, PaperNetwork
 from kvpass.policies.aligners.signature import Signature, device_of, signature_of
 
-Drawn = tuple[WholeRows, list[TrainingPairs]]
+StepData = tuple[WholeRows, list[TrainingPairs]]
 """The windows of one step, and their pairs for each number of deleted tokens."""
 SAVE_EVERY = 100
 HELD_OUT = 0.05
@@ -174,37 +174,40 @@ class _Trainer:
         if isinstance(network, DirectNetwork):
             self._fit_scales(network)
         self.optimizer = torch.optim.AdamW(self.network.parameters(), settings.rate, weight_decay=settings.decay)
-        self.done, self.spent = 0, 0.0
+        self.steps_done, self.seconds_spent = 0, 0.0
         self.scale = self._errors_of_nothing()
         self._resume()
 
     def run(self) -> float:
-        settings, start = self.settings, time.perf_counter() - self.spent
-        steps, shown = range(self.done, settings.steps), dict[str, Any](unit="step", desc="align", dynamic_ncols=True)
-        bar = tqdm(steps, initial=self.done, total=settings.steps, mininterval=2, **shown)
+        settings, start = self.settings, time.perf_counter() - self.seconds_spent
+        steps, bar_options = (
+            range(self.steps_done, settings.steps),
+            dict[str, Any](unit="step", desc="align", dynamic_ncols=True),
+        )
+        bar = tqdm(steps, initial=self.steps_done, total=settings.steps, mininterval=2, **bar_options)
         for step in bar:
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate(settings, step)
-            for drawn in self._parts(draw(self.model, self.stream, settings, self._seed(step)), self._seed(step)):
-                loss = self._update(drawn)
+            for step_data in self._parts(draw(self.model, self.stream, settings, self._seed(step)), self._seed(step)):
+                loss = self._update(step_data)
             if (step + 1) % 20 == 0:
                 bar.set_postfix(error=f"{loss.item():.3f}")
             if (step + 1) % SAVE_EVERY == 0 or step + 1 == settings.steps:
                 self._save(step + 1, time.perf_counter() - start)
         return time.perf_counter() - start
 
-    def _parts(self, drawn: Drawn, seed: int) -> list[Drawn]:
+    def _parts(self, step_data: StepData, seed: int) -> list[StepData]:
         """Return the drawn pairs; for "paper" random parts of their rows, as an update costs less than the model."""
-        windows, sets = drawn
+        windows, sets = step_data
         if self.settings.recipe != "paper":
-            return [drawn]
-        count = len(sets[0].made)
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).to(sets[0].made.device)
-        return [(windows, [made.select(rows) for made in sets]) for rows in order.chunk(self.settings.parts)]
+            return [step_data]
+        count = len(sets[0].position)
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).to(sets[0].position.device)
+        return [(windows, [pairs.select(rows) for pairs in sets]) for rows in order.chunk(self.settings.parts)]
 
-    def _update(self, drawn: Drawn) -> Tensor:
+    def _update(self, step_data: StepData) -> Tensor:
         """Make a step of the optimiser, and return the loss before it."""
-        loss = self._loss(drawn)
+        loss = self._loss(step_data)
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self.network.parameters(), self.settings.clip)
         self.optimizer.step()
@@ -214,40 +217,42 @@ class _Trainer:
     def _seed(self, step: int) -> int:
         return self.settings.seed * 1_000_003 + step + 1
 
-    def _loss(self, drawn: Drawn) -> Tensor:
-        windows, sets = drawn
-        repaired = [self.network(made.key, made.value, made.made, made.rank) for made in sets]
-        errors = [self._error(rows, made) for rows, made in zip(repaired, sets, strict=True)]
+    def _loss(self, step_data: StepData) -> Tensor:
+        windows, sets = step_data
+        repaired = [self.network(pairs.key, pairs.value, pairs.position, pairs.rank) for pairs in sets]
+        errors = [self._error(rows, pairs) for rows, pairs in zip(repaired, sets, strict=True)]
         loss = torch.stack(errors).mean()
         if windows.logits is None:
             return loss
         logits = data.logits_after_repair(self.model, windows, repaired[0][0], repaired[0][1], self.settings.sinks)
         return loss + self.settings.distil * divergence(logits, windows.logits).mean()
 
-    def _error(self, repaired: tuple[Tensor, Tensor], made: TrainingPairs) -> Tensor:
+    def _error(self, repaired: tuple[Tensor, Tensor], pairs: TrainingPairs) -> Tensor:
         """Return the mean squared error over layers, keys and values, as a share of that without repair."""
         scales = self.scale
-        errors = [_per_layer(repaired[0], made.wanted_key), _per_layer(repaired[1], made.wanted_value)]
+        errors = [_error_by_layer(repaired[0], pairs.target_key), _error_by_layer(repaired[1], pairs.target_value)]
         if self.settings.recipe == "paper":  # a plain mean squared error
             errors, scales = [error.mean() for error in errors], [scale.mean() for scale in scales]
         return torch.stack([error / scale for error, scale in zip(errors, scales, strict=True)]).mean()
 
     def _samples(self) -> list[TrainingPairs]:
-        drawn = [draw(self.model, self.stream, self.settings, self._seed(step)) for step in range(-8, 0)]
-        return [made for _, sets in drawn for made in sets]
+        steps = [draw(self.model, self.stream, self.settings, self._seed(step)) for step in range(-8, 0)]
+        return [pairs for _, sets in steps for pairs in sets]
 
     def _errors_of_nothing(self) -> list[Tensor]:
         """Return the errors without repair, [L] each for keys and values; the largest for rows that never change."""
         sets = self._samples()
-        keys = torch.stack([_per_layer(x.key, x.wanted_key) for x in sets]).mean(0)
-        values = torch.stack([_per_layer(x.value, x.wanted_value) for x in sets]).mean(0)
+        keys = torch.stack([_error_by_layer(pairs.key, pairs.target_key) for pairs in sets]).mean(0)
+        values = torch.stack([_error_by_layer(pairs.value, pairs.target_value) for pairs in sets]).mean(0)
         return [scale.where(scale > 1e-6 * scale.max(), scale.max()) for scale in (keys, values)]
 
     def _fit_scales(self, network: DirectNetwork) -> None:
         sets = self._samples()
-        rows = torch.cat([torch.cat([x.key.flatten(2), x.value.flatten(2)], -1) for x in sets], 1)
-        wanted = torch.cat([torch.cat([x.wanted_key.flatten(2), x.wanted_value.flatten(2)], -1) for x in sets], 1)
-        network.fit_scales(rows, wanted)
+        rows = torch.cat([torch.cat([pairs.key.flatten(2), pairs.value.flatten(2)], -1) for pairs in sets], 1)
+        targets = torch.cat(
+            [torch.cat([pairs.target_key.flatten(2), pairs.target_value.flatten(2)], -1) for pairs in sets], 1
+        )
+        network.fit_scales(rows, targets)
         network.fit_positions(data.mean_rows(self.model, self.stream[: self.settings.window + 1]))
 
     def _resume(self) -> None:
@@ -260,7 +265,7 @@ class _Trainer:
             )
         self.network.load_state_dict(state["network"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.done, self.spent = state["step"], state["seconds"]
+        self.steps_done, self.seconds_spent = state["step"], state["seconds"]
 
     def _save(self, step: int, seconds: float) -> None:
         if self.checkpoint is None:
@@ -270,7 +275,7 @@ class _Trainer:
         torch.save(state | about, self.checkpoint)
 
 
-def draw(model: Any, stream: Tensor, settings: TrainingSettings, seed: int) -> Drawn:
+def draw(model: Any, stream: Tensor, settings: TrainingSettings, seed: int) -> StepData:
     """Return the windows of one step, and their pairs."""
     generator = torch.Generator().manual_seed(seed)
     sinks, window = settings.sinks, settings.window
@@ -280,18 +285,18 @@ def draw(model: Any, stream: Tensor, settings: TrainingSettings, seed: int) -> D
         window, ahead = data.lengths(window, sinks, generator), settings.ahead
         dropped = torch.randint(1, window - sinks + 1, (settings.deletions,), generator=generator).tolist()
     rows = max(1, settings.tokens // (window + 1))
-    drawn = data.run_windows(model, data.windows(stream, rows, window + 1 + ahead, sinks, generator), ahead)
-    return drawn, [data.pair(model, drawn, count, sinks) for count in dropped]
+    windows = data.run_windows(model, data.windows(stream, rows, window + 1 + ahead, sinks, generator), ahead)
+    return windows, [data.pair(model, windows, count, sinks) for count in dropped]
 
 
 def learning_rate(settings: TrainingSettings, step: int) -> float:
     """Return the learning rate of a step: a cosine after 50 steps of warm-up."""
-    falling = 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * step / settings.steps))
-    return settings.rate * falling * min(1.0, (step + 1) / 50)
+    cosine = 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * step / settings.steps))
+    return settings.rate * cosine * min(1.0, (step + 1) / 50)
 
 
-def _per_layer(rows: Tensor, wanted: Tensor) -> Tensor:
-    return (rows - wanted).square().mean((1, 2, 3))
+def _error_by_layer(rows: Tensor, targets: Tensor) -> Tensor:
+    return (rows - targets).square().mean((1, 2, 3))
 
 
 @torch.no_grad()
@@ -299,22 +304,22 @@ def measure(aligner: Aligner, model: Any, stream: Tensor, settings: TrainingSett
     """Return an aligner's errors on pairs that are drawn as in training from another text int64 [T]."""
     rounds = 20
     weights = [tensor.to(device_of(model)) for tensor in aligner.weights()]
-    total = torch.zeros(4, dtype=torch.float64)
+    error_sum = torch.zeros(4, dtype=torch.float64)
     for seed in range(rounds):
-        for made in draw(model, stream, settings, -1 - seed)[1]:
-            key, value = _repair(aligner, weights, made)
-            errors = [(key, made.wanted_key), (value, made.wanted_value)]
-            errors += [(made.key, made.wanted_key), (made.value, made.wanted_value)]
-            total += torch.stack([_per_layer(*pair).mean() for pair in errors]).double().cpu()
+        for pairs in draw(model, stream, settings, -1 - seed)[1]:
+            key, value = _repair(aligner, weights, pairs)
+            errors = [(key, pairs.target_key), (value, pairs.target_value)]
+            errors += [(pairs.key, pairs.target_key), (pairs.value, pairs.target_value)]
+            error_sum += torch.stack([_error_by_layer(*pair).mean() for pair in errors]).double().cpu()
     sets = rounds * (1 if settings.recipe == "paper" else settings.deletions)
-    return AlignmentErrors(*(total / sets).tolist())
+    return AlignmentErrors(*(error_sum / sets).tolist())
 
 
-def _repair(aligner: Aligner, weights: list[Tensor], made: TrainingPairs) -> tuple[Tensor, Tensor]:
+def _repair(aligner: Aligner, weights: list[Tensor], pairs: TrainingPairs) -> tuple[Tensor, Tensor]:
     keys, values = [], []
-    positions = made.made[None], made.rank[None], torch.ones_like(made.made[None], dtype=torch.bool)
-    for layer in range(len(made.key)):
-        rows = [x[layer].transpose(0, 1)[None] for x in (made.key, made.value)]  # [1, H, N, D]
+    positions = pairs.position[None], pairs.rank[None], torch.ones_like(pairs.position[None], dtype=torch.bool)
+    for layer in range(len(pairs.key)):
+        rows = [tensor[layer].transpose(0, 1)[None] for tensor in (pairs.key, pairs.value)]  # [1, H, N, D]
         key, value = aligner.repair(weights, layer, rows[0], rows[1], *positions)
         keys.append(key[0].transpose(0, 1))
         values.append(value[0].transpose(0, 1))

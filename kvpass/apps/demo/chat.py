@@ -50,6 +50,6 @@ def talk(session: Session, answer: int, questions: tuple[str, ...] = QUESTIONS) 
         seen += ids.shape[1]
         result = loop.generate(answer)[0].tolist()
         session.tick(ids.shape[1] + answer)
-        said = tokenizer.decode(result, skip_special_tokens=True).strip()
-        yield Turn(question, said, seen)
+        answer_text = tokenizer.decode(result, skip_special_tokens=True).strip()
+        yield Turn(question, answer_text, seen)
         seen, ended = seen + len(result), bool(result) and result[-1] in stops

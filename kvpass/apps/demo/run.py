@@ -26,10 +26,10 @@ from kvpass.apps.evaluation.perplexity import StreamMeasure, join_parts
 from kvpass.apps.evaluation.recall import RecallMeasure
 from kvpass.apps.evaluation.retrieval import Passkey
 from kvpass.apps.evaluation.session import (
-    HeldRecorder,
-    HeldSnapshot,
     Loop,
     Measure,
+    PositionRecorder,
+    PositionSnapshot,
     Row,
     Session,
     UncompiledLoop,
@@ -79,14 +79,14 @@ class Contender:
     Attributes:
         loop: decodes; or the reason why kvpass refuses the policy.
         budget: slots; None if nothing is evicted.
-        held: what the cache held along the book.
+        recorder: records the positions in the cache along the book.
     """
 
     name: str
     subject: LoadedModel
     loop: Loop | KVPassError
     budget: int | None
-    held: HeldRecorder
+    recorder: PositionRecorder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,39 +112,39 @@ class Demo:
     def _contenders(self, subject: LoadedModel) -> list[Contender]:
         stop = stop_tokens(subject.model, subject.tokenizer)
         middle = subject.model.config.num_hidden_layers // 2
-        every = []
+        contenders = []
         for text in dict.fromkeys(self.settings.policies):
             policy = policies.parse(text)
             budget = policy.fitting_budget(self.settings.budget) if policy.evicts else None
-            how: dict[str, Any] = dict(kv_dtype=self.settings.kv_dtype, inner=self.settings.inner, stop=stop)
-            how |= dict(budget=budget, prefill_chunk=self.sizes.chunk)
-            loop = unless_refused(functools.partial(DecodeLoop, subject.model, policy, **how))
-            every.append(Contender(text, subject, loop, budget, HeldRecorder(middle)))
-        plain = UncompiledLoop(subject.model, self.sizes.chunk, stop)
-        return [*every, Contender(FULL, subject, plain, None, HeldRecorder(middle))]
+            loop_settings: dict[str, Any] = dict(kv_dtype=self.settings.kv_dtype, inner=self.settings.inner, stop=stop)
+            loop_settings |= dict(budget=budget, prefill_chunk=self.sizes.chunk)
+            loop = unless_refused(functools.partial(DecodeLoop, subject.model, policy, **loop_settings))
+            contenders.append(Contender(text, subject, loop, budget, PositionRecorder(middle)))
+        uncompiled = UncompiledLoop(subject.model, self.sizes.chunk, stop)
+        return [*contenders, Contender(FULL, subject, uncompiled, None, PositionRecorder(middle))]
 
     def _tokens(self) -> int:
         """Return about how many tokens are fed in all parts."""
         sizes = self.sizes
-        each = {
+        tokens_by_part = {
             "chat": len(QUESTIONS) * (25 + sizes.answer),
             "book": self._book_tokens(),
             "retrieval": 5 * sizes.trials * sizes.prompt,
             "cost": 2 * (sizes.timed + sizes.steps),
         }
-        return len(self.contenders) * sum(each.get(part, 0) for part in self.settings.parts)
+        return len(self.contenders) * sum(tokens_by_part.get(part, 0) for part in self.settings.parts)
 
     def run(self) -> None:
         """Show the chosen parts, and write each as soon as it is complete."""
-        shown: dict[str, PartResult] = {}
+        results: dict[str, PartResult] = {}
         dtype = str(next(self.subject.model.parameters()).dtype).removeprefix("torch.")
         self.say(f"{self.subject.name}, {dtype}, budget {self.settings.budget} tokens")
         with self.bar:
             for name in (name for name in PARTS if name in self.settings.parts):
                 part: PartResult = getattr(self, name)()
-                shown[name] = part
+                results[name] = part
                 self._write(name, part)
-        _write_page(self.settings.out / "demo.md", shown)
+        _write_page(self.settings.out / "demo.md", results)
         self.say(f"\nTables and pictures are in {self.settings.out}/")
 
     def say(self, *lines: str) -> None:
@@ -188,7 +188,7 @@ class Demo:
     def book(self) -> PartResult:
         """Read a book beyond the model's trained range."""
         subject, sizes, tokens = self.subject, self.sizes, self._book_tokens()
-        trained = subject.trained
+        trained = subject.trained_length
         measure = StreamMeasure(tokens, parts=sizes.parts)
         lines: dict[str, list[tuple[float, float]]] = {}
 
@@ -197,9 +197,9 @@ class Demo:
             if trained is None or tokens <= trained:
                 return {"perplexity": join_parts(rows)}
             # The first token of a part is predicted from the last position of the part before it.
-            inside = [row for row in rows if row["tokens"] <= trained + 1]
+            within = [row for row in rows if row["tokens"] <= trained + 1]
             beyond = [row for row in rows if row["tokens"] > trained + 1]
-            return {f"perplexity up to {trained:,}": join_parts(inside), "beyond": join_parts(beyond)}
+            return {f"perplexity up to {trained:,}": join_parts(within), "beyond": join_parts(beyond)}
 
         range_ = "" if trained is None else f", trained on {trained:,} positions"
         name = (
@@ -211,17 +211,17 @@ class Demo:
         )
         rows = self._table("book", caption, measure, columns, watched=True)
         title = f"Perplexity of {name}, budget {self.settings.budget}"
-        figure = plots.lines({title: lines}, "tokens", "perplexity", log_up=True) if lines else None
+        figure = plots.lines({title: lines}, "tokens", "perplexity", log_y=True) if lines else None
         if figure is not None and trained is not None and tokens > trained:
             figure.axes[0].axvline(trained, color="black", linestyle=":", linewidth=0.8)
         return PartResult(caption, rows, figure)
 
     def _book_tokens(self) -> int:
         """Return the tokens of the book, beyond the trained range unless positions come from a table."""
-        trained, available = self.subject.trained, sum(len(text) + 1 for text in self.texts.values())
+        trained, available = self.subject.trained_length, sum(len(text) + 1 for text in self.texts.values())
         if trained is None:
             return min(self.sizes.book, available)
-        return min(trained if self.subject.tabled else trained + self.sizes.beyond, available)
+        return min(trained if self.subject.has_position_table else trained + self.sizes.beyond, available)
 
     def retrieval(self) -> PartResult:
         """Ask for a planted number; ask the bundled model for pairs instead, on which it was trained."""
@@ -231,23 +231,25 @@ class Demo:
             subject = load_memory(None)
             contenders = self._contenders(subject)
             measure: Measure = RecallMeasure(trials=sizes.trials)
-            what, across = "Share of planted pairs that are recalled, by tokens since", "tokens since the pair"
+            measured, across = "Share of planted pairs that are recalled, by tokens since", "tokens since the pair"
         else:
             measure = Passkey((sizes.prompt,), trials=sizes.trials)
-            what, across = f"Share of passkeys that are found in {sizes.prompt:,} tokens, by depth", "depth"
+            measured, across = f"Share of passkeys that are found in {sizes.prompt:,} tokens, by depth", "depth"
 
         def columns(contender: Contender, rows: Sequence[Row]) -> Row:
             label = "{:,}" if self.bundled else "{:.0%}"
-            return {label.format(row[measure.across]): row[measure.up] for row in rows}
+            return {label.format(row[measure.x_key]): row[measure.y_key] for row in rows}
 
         caption = (
-            f"{what}, {sizes.trials} prompts each, fed in chunks of {sizes.chunk}, so the policy evicts before it sees "
-            f"the question; {subject.name}, budget {budget}."
+            f"{measured}, {sizes.trials} prompts each, fed in chunks of {sizes.chunk}, so the policy evicts before it "
+            f"sees the question; {subject.name}, budget {budget}."
         )
         rows = self._table("retrieval", caption, measure, columns, contenders)
-        found = {row["policy"]: {name: row[name] for name in [*row][1:]} for row in rows if "error" not in row}
+        shares_by_policy = {
+            row["policy"]: {name: row[name] for name in [*row][1:]} for row in rows if "error" not in row
+        }
         title = f"{'Pairs' if self.bundled else 'Passkeys'} by {across}"
-        return PartResult(caption, rows, plots.shares({title: found}, across) if found else None)
+        return PartResult(caption, rows, plots.shares({title: shares_by_policy}, across) if shares_by_policy else None)
 
     def cost(self) -> PartResult:
         """Time a step and a prompt, and count the bytes of the cache."""
@@ -264,18 +266,22 @@ class Demo:
         return PartResult(caption, self._table("cost", caption, measure, columns))
 
     def kept(self) -> PartResult:
-        """Say which tokens each policy held at the end of the book, in one layer."""
-        layer = self.contenders[0].held.layer
+        """Say which tokens each policy had cached at the end of the book, in one layer."""
+        layer = self.contenders[0].recorder.layer
         caption = f"Tokens that layer {layer}, KV head 0 held at the end of the book."
-        held = {each.name: each.held.snapshots for each in self.contenders if each.held.snapshots}
+        snapshots_by_policy = {
+            contender.name: contender.recorder.snapshots
+            for contender in self.contenders
+            if contender.recorder.snapshots
+        }
         table = PrintedTable(len(FULL))
-        self.head(caption if held else "Nothing was kept: no book was read; add --part book.")
-        for name, snapshots in held.items():
-            self.say(*table.lines({"policy": name, **kept_row(snapshots[-1])}))
+        self.head(caption if snapshots_by_policy else "Nothing was kept: no book was read; add --part book.")
+        for name, snapshots in snapshots_by_policy.items():
+            self.say(*table.lines({"policy": name, **cached_row(snapshots[-1])}))
         figure = None
-        if held:
-            length = max(snapshot.step for snapshots in held.values() for snapshot in snapshots)
-            figure = plots.kept(held, length, caption, band=max(1, length // 256))
+        if snapshots_by_policy:
+            length = max(snapshot.step for snapshots in snapshots_by_policy.values() for snapshot in snapshots)
+            figure = plots.cached_positions(snapshots_by_policy, length, caption, band=max(1, length // 256))
         return PartResult(caption, [dict(row) for row in table.rows], figure)
 
     # -- what parts share --------------------------------------------------------------------------------------------
@@ -293,8 +299,8 @@ class Demo:
         table, rows = PrintedTable(len(FULL)), list[Row]()
         self.head(caption)
 
-        for contender, found in self._each(part, lambda session: list(measure.rows(session)), contenders, watched):
-            row = {"error": str(found)} if isinstance(found, KVPassError) else columns(contender, found)
+        for contender, outcome in self._each(part, lambda session: list(measure.rows(session)), contenders, watched):
+            row = {"error": str(outcome)} if isinstance(outcome, KVPassError) else columns(contender, outcome)
             rows.append({"policy": contender.name, **row})
             self.say(*table.lines(rows[-1]))
         return rows
@@ -312,7 +318,7 @@ class Demo:
             if isinstance(contender.loop, KVPassError):
                 yield contender, contender.loop
                 continue
-            watch = contender.held if watched and contender.name != FULL else lambda cache: None
+            watch = contender.recorder if watched and contender.name != FULL else lambda cache: None
             session = Session(
                 contender.subject, contender.loop, self.texts, "chunk", self.sizes.chunk, contender.budget,
                 self.bar.update, watch,
@@ -331,13 +337,13 @@ def _subject(settings: DemoSettings) -> tuple[LoadedModel, bool]:
         return load(None), True
 
 
-def kept_row(snapshot: HeldSnapshot) -> Row:
-    """Return how many of the first tokens, of an unbroken run of recent ones, and of others a cache held."""
-    held, recent = set(snapshot.positions), 0
-    while snapshot.step - 1 - recent in held:
+def cached_row(snapshot: PositionSnapshot) -> Row:
+    """Return how many of the first tokens, of an unbroken run of recent ones, and of others were cached."""
+    cached, recent = set(snapshot.positions), 0
+    while snapshot.step - 1 - recent in cached:
         recent += 1
-    sinks = len(held.intersection(range(SINKS)))
-    others = sorted(position for position in held if SINKS <= position < snapshot.step - recent)
+    sinks = len(cached.intersection(range(SINKS)))
+    others = sorted(position for position in cached if SINKS <= position < snapshot.step - recent)
     return {
         f"of the first {SINKS}": sinks,
         "recent": recent,
@@ -346,10 +352,10 @@ def kept_row(snapshot: HeldSnapshot) -> Row:
     }
 
 
-def _write_page(path: Path, shown: dict[str, PartResult]) -> None:
+def _write_page(path: Path, results: dict[str, PartResult]) -> None:
     """Write all tables to one Markdown page."""
     sections = [
         f"## {name}\n\n{part.caption}\n\n{markdown(part.rows) if part.rows else 'Nothing to show.'}"
-        for name, part in shown.items()
+        for name, part in results.items()
     ]
     path.write_text("\n\n".join(sections) + "\n", encoding="utf-8")

@@ -82,15 +82,15 @@ class FullCache:
             BudgetError: the smallest budget of the policy takes more bytes.
         """
         require(0 < share <= 1, "share", share, "must be above 0 and at most 1")
-        allowed, kinds = int(share * self.bytes_of(tokens)), collections.Counter(self.layers)
+        max_bytes, layer_counts = int(share * self.bytes_of(tokens)), collections.Counter(self.layers)
 
-        def taken(budget: int) -> int:
-            return sum(count * layer.slot_bytes(policy, budget, kv_dtype) for layer, count in kinds.items())
+        def slot_bytes(budget: int) -> int:
+            return sum(count * layer.slot_bytes(policy, budget, kv_dtype) for layer, count in layer_counts.items())
 
-        most, least = 8 * tokens, max(1, policy.fitting_budget(0))  # `most`: above what four bits in place of 32 allow
-        fits = bisect.bisect_right(range(most), allowed, lo=least, hi=max(least, most), key=taken) - 1
-        budget = policy.fitting_budget(fits) if fits else 0
-        if not 0 < budget <= fits:
+        upper, lower = 8 * tokens, max(1, policy.fitting_budget(0))  # `upper`: more than four bits in place of 32 allow
+        largest = bisect.bisect_right(range(upper), max_bytes, lo=lower, hi=max(lower, upper), key=slot_bytes) - 1
+        budget = policy.fitting_budget(largest) if largest else 0
+        if not 0 < budget <= largest:
             raise BudgetError(
                 f"no budget of {policy.name!r} takes at most {share:.3g} of the bytes of a full cache of {tokens} "
                 "tokens; give a larger share or more tokens"

@@ -83,8 +83,8 @@ class BoundedLM(HFLM):  # type: ignore[misc]
             PolicyError: an invalid option.
             BudgetError: a budget that the policy cannot work with, or a share of the prompt for prompts in chunks.
         """
-        known = ("full", *(feed for feed in FEEDS if feed != "whole"))
-        require(scoring in known, "scoring", scoring, f"must be one of {', '.join(known)}")
+        ways = ("full", *(feed for feed in FEEDS if feed != "whole"))
+        require(scoring in ways, "scoring", scoring, f"must be one of {', '.join(ways)}")
         fits = scoring != "chunk" or prefill_chunk is not None
         require(fits, "prefill_chunk", None, "must be a number of tokens for scoring=chunk")
         require(not harness.get("parallelize"), "parallelize", True, "is not supported: a loop is on one device")
@@ -106,9 +106,9 @@ class BoundedLM(HFLM):  # type: ignore[misc]
 
     def loop(self, temperature: float = 0.0, top_k: int | None = None, top_p: float | None = None) -> DecodeLoop:
         """Return the loop for these settings of sampling; all loops share compiled code."""
-        how = (temperature, top_k, top_p)
-        if how not in self._loops:
-            self._loops[how] = self._loop(
+        sampling = (temperature, top_k, top_p)
+        if sampling not in self._loops:
+            self._loops[sampling] = self._loop(
                 self.model,
                 temperature=temperature,
                 top_k=top_k,
@@ -116,13 +116,13 @@ class BoundedLM(HFLM):  # type: ignore[misc]
                 stop=sorted({*stop_tokens(self.model, self.tokenizer), self.eot_token_id} - {None}),
                 pad=self.tokenizer.pad_token_id,
             )
-        return self._loops[how]
+        return self._loops[sampling]
 
     def _model_generate(
-        self, context: Tensor, max_length: int, stop: list[str], *, attention_mask: Tensor, **how: Any
+        self, context: Tensor, max_length: int, stop: list[str], *, attention_mask: Tensor, **options: Any
     ) -> Tensor:
         """Generate in place of the harness's call of `model.generate`: int64 [B, T + n], until the last row ends."""
-        loop = self.loop(**_sampling(how))
+        loop = self.loop(**_sampling(options))
         loop.state = None  # a new conversation
         loop.prompt(context, attention_mask)
         ends = _Ends(self.tokenizer, stop, loop.stop.tolist(), len(context))
@@ -134,15 +134,17 @@ class BoundedLM(HFLM):  # type: ignore[misc]
     ) -> list[tuple[float, bool]]:
         """Return for each request the log-likelihood of its continuation, and whether greedy decoding gives it."""
         if self._scoring == "full" or not requests:
-            given = {} if override_bs is None else {"override_bs": override_bs}
-            return cast("list[tuple[float, bool]]", super()._loglikelihood_tokens(requests, disable_tqdm, **given))
+            batch_option = {} if override_bs is None else {"override_bs": override_bs}
+            return cast(
+                "list[tuple[float, bool]]", super()._loglikelihood_tokens(requests, disable_tqdm, **batch_option)
+            )
         order = Collator(requests, sort_fn=lambda request: (-len(request[1]) - len(request[2]), request[1]))
-        found: list[tuple[float, bool]] = []
+        answers: list[tuple[float, bool]] = []
         with tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="log-likelihoods") as bar:
             for batch in order.get_batched(n=override_bs or self._rows(requests)):
-                found += self._score(batch)
+                answers += self._score(batch)
                 bar.update(len(batch))
-        return cast("list[tuple[float, bool]]", order.get_original(found))
+        return cast("list[tuple[float, bool]]", order.get_original(answers))
 
     def _rows(self, requests: list[Request]) -> int:
         """Return the rows of a batch; "auto" finds them by whole forwards of the longest text."""
@@ -171,32 +173,34 @@ class _Ends:
         self.tokenizer, self.texts, self.tokens = tokenizer, texts, tokens
         # A text may begin within a token and end within another.
         lengths = [len(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
-        self.behind = max(lengths, default=0) + 2
-        self.said: list[list[int]] = [[] for _ in range(rows)]
-        self.over = [False] * rows
+        self.lookback = max(lengths, default=0) + 2
+        self.generated: list[list[int]] = [[] for _ in range(rows)]
+        self.ended = [False] * rows
 
     def until_all(self, columns: Iterator[Tensor]) -> Iterator[Tensor]:
         """Yield columns int64 [B] up to the one that ends the last row."""
         for column in columns:
             yield column
             for row, token in enumerate(column.tolist()):
-                self.said[row].append(token)
-                self.over[row] = self.over[row] or self._ends(self.said[row])
-            if all(self.over):
+                self.generated[row].append(token)
+                self.ended[row] = self.ended[row] or self._ends(self.generated[row])
+            if all(self.ended):
                 return
 
-    def _ends(self, said: list[int]) -> bool:
-        recent = self.tokenizer.decode(said[-self.behind :])
-        return said[-1] in self.tokens or any(text in recent for text in self.texts)
+    def _ends(self, generated: list[int]) -> bool:
+        recent = self.tokenizer.decode(generated[-self.lookback :])
+        return generated[-1] in self.tokens or any(text in recent for text in self.texts)
 
 
-def _sampling(how: dict[str, Any]) -> dict[str, Any]:
+def _sampling(options: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a loop for those of `generate`."""
-    left = {name: value for name, value in how.items() if name not in ("do_sample", "temperature", "top_k", "top_p")}
-    for name, value in left.items():
+    unused = {
+        name: value for name, value in options.items() if name not in ("do_sample", "temperature", "top_k", "top_p")
+    }
+    for name, value in unused.items():
         require(
             value is None or NO_CHANGE.get(name) == value, name, value, "is not supported by DecodeLoop; leave it out"
         )
-    if not how.get("do_sample"):
+    if not options.get("do_sample"):
         return {}
-    return {name: how[name] for name in ("temperature", "top_k", "top_p") if how.get(name) is not None}
+    return {name: options[name] for name in ("temperature", "top_k", "top_p") if options.get(name) is not None}

@@ -12,7 +12,7 @@ from kvpass.apps import corpus
 from kvpass.apps.evaluation.session import Row, Session
 from kvpass.errors import KVPassError, PolicyError
 
-EVERY = "all files"
+ALL_FILES = "all files"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Perplexity:
     tokens: int = 2048
     batch: int = 4
     name: ClassVar[str] = "perplexity"
-    across: ClassVar[str] = "budget"
-    up: ClassVar[str] = "perplexity"
+    x_key: ClassVar[str] = "budget"
+    y_key: ClassVar[str] = "perplexity"
 
     @property
-    def room(self) -> int:
+    def needed_slots(self) -> int:
         return self.tokens
 
     def rows(self, session: Session) -> Iterator[Row]:
@@ -45,19 +45,19 @@ class Perplexity:
             texts = [[session.subject.bos, *text] for _, text in group]
             cuts = [len(text) // 2 if session.feed == "whole" else 1 for text in texts]
             pairs = list(zip(texts, cuts, strict=True))
-            found = session.score([text[:cut] for text, cut in pairs], [text[cut:] for text, cut in pairs])
-            for (name, _), (text, cut), scored in zip(group, pairs, found.log_likelihoods, strict=True):
-                of_file = (-scored[: len(text) - cut]).tolist()
+            scores = session.score([text[:cut] for text, cut in pairs], [text[cut:] for text, cut in pairs])
+            for (name, _), (text, cut), log_likelihoods in zip(group, pairs, scores.log_likelihoods, strict=True):
+                of_file = (-log_likelihoods[: len(text) - cut]).tolist()
                 losses += of_file
                 yield _row(name, of_file)
         if not losses:
             longest = max(map(len, session.texts.values()), default=0)
             raise KVPassError(f"a text of {longest} tokens is too short for a perplexity; give more text")
-        yield _row(EVERY, losses)
+        yield _row(ALL_FILES, losses)
 
     def columns(self, rows: Sequence[Row]) -> Row:
-        (whole,) = (row for row in rows if row["file"] == EVERY)
-        return {"perplexity": whole["perplexity"], "tokens": whole["tokens"], "files": len(rows) - 1}
+        (total,) = (row for row in rows if row["file"] == ALL_FILES)
+        return {"perplexity": total["perplexity"], "tokens": total["tokens"], "files": len(rows) - 1}
 
 
 def _row(file: str, losses: Sequence[float]) -> Row:
@@ -84,11 +84,11 @@ class StreamMeasure:
     restart: int = 0
     parts: int = 16
     name: ClassVar[str] = "stream"
-    across: ClassVar[str] = "tokens"
-    up: ClassVar[str] = "perplexity"
+    x_key: ClassVar[str] = "tokens"
+    y_key: ClassVar[str] = "perplexity"
 
     @property
-    def room(self) -> int:
+    def needed_slots(self) -> int:
         return self.restart or self.tokens
 
     def rows(self, session: Session) -> Iterator[Row]:
@@ -100,12 +100,16 @@ class StreamMeasure:
         step = (self.restart or self.tokens) - 1
         losses: list[float] = []
         for start in range(0, len(ids), step):
-            found = session.score([[first]], [ids[start : start + step]])
-            losses += (-found.log_likelihoods[0]).tolist()
+            scores = session.score([[first]], [ids[start : start + step]])
+            losses += (-scores.log_likelihoods[0]).tolist()
         size = -(-len(losses) // self.parts)
         for start in range(0, len(losses), size):
-            part = losses[start : start + size]
-            yield {"tokens": start + len(part) + 1, "perplexity": exponential(part), "scored": len(part)}
+            part_losses = losses[start : start + size]
+            yield {
+                "tokens": start + len(part_losses) + 1,
+                "perplexity": exponential(part_losses),
+                "scored": len(part_losses),
+            }
 
     def columns(self, rows: Sequence[Row]) -> Row:
         """Return the perplexity of the stream, and of its first and last quarter."""

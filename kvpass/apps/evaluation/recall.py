@@ -57,9 +57,9 @@ class PairVocabulary:
                 f"{number} pairs with values of {value} words need {needed} words that are one token each; "
                 f"the tokenizer has {len(self.words)}; use fewer pairs"
             )
-        said = self.words[torch.randperm(len(self.words), generator=generator)[:needed]].view(number, 1 + value)
+        words = self.words[torch.randperm(len(self.words), generator=generator)[:needed]].view(number, 1 + value)
         column = torch.ones(number, 1, dtype=torch.long)
-        return torch.cat([column * self.mark, said, column * self.end], 1)
+        return torch.cat([column * self.mark, words, column * self.end], 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,29 +129,34 @@ class RecallMeasure:
     trials: int = 8
     seed: int = 0
     name: ClassVar[str] = "recall"
-    across: ClassVar[str] = "distance"
-    up: ClassVar[str] = "pairs"
+    x_key: ClassVar[str] = "distance"
+    y_key: ClassVar[str] = "pairs"
 
     @property
-    def room(self) -> int:
+    def needed_slots(self) -> int:
         return max(self.distances) + 64  # a pair, what is before it, and a question
 
     def rows(self, session: Session) -> Iterator[Row]:
         """Yield for each distance the share of values that are entirely right, and the share of right words."""
-        text, device = self.planted(session), session.loop.device
-        text = dataclasses.replace(text, text=text.text.to(device), pairs=text.pairs.to(device))
-        cache = session.read(text.text)
-        for number, distance in enumerate(text.distances):
-            right = right_words(session.caller, text, number, copy.deepcopy(cache)).float()
+        planted, device = self.planted(session), session.loop.device
+        planted = dataclasses.replace(planted, text=planted.text.to(device), pairs=planted.pairs.to(device))
+        cache = session.read(planted.text)
+        for number, distance in enumerate(planted.distances):
+            right = right_words(session.caller, planted, number, copy.deepcopy(cache)).float()
             shares = {"pairs": right.prod(1).mean().item(), "tokens": right.mean().item()}
             yield {"distance": distance, **shares, "trials": self.trials}
 
     def planted(self, session: Session) -> PlantedPairs:
         """Return texts of one length with a pair at each distance; their tokens are those of the session's texts."""
         gaps = [after - before for before, after in pairwise(sorted(self.distances))]
-        apart = TIMES * LINE
-        require(min(gaps, default=apart) >= apart, "distances", self.distances, f"must be {apart} tokens apart")
-        length = 1 + apart + max(self.distances) + VALUE + 1
+        pair_tokens = TIMES * LINE
+        require(
+            min(gaps, default=pair_tokens) >= pair_tokens,
+            "distances",
+            self.distances,
+            f"must be {pair_tokens} tokens apart",
+        )
+        length = 1 + pair_tokens + max(self.distances) + VALUE + 1
         tokens = torch.tensor(session.filler(0, max(sum(map(len, session.texts.values())), length)))
         vocabulary = PairVocabulary.of(session.subject.tokenizer)
         return plant_pairs(tokens, session.subject.bos, vocabulary, length, self.distances, self.trials, self.seed)
@@ -178,19 +183,19 @@ def plant_pairs(
     Raises:
         KVPassError: the text is too short, there is no room for a pair, or the tokenizer has too few words.
     """
-    room = length - VALUE - 1  # the last word of an answer is not fed
-    fitting = tuple(distance for distance in distances if 1 + times * LINE + distance <= room)
+    fed_tokens = length - VALUE - 1  # the last word of an answer is not fed
+    fitting = tuple(distance for distance in distances if 1 + times * LINE + distance <= fed_tokens)
     if not fitting:
         raise KVPassError(
             f"{length} tokens have no room for a pair of {LINE} tokens at a distance of {distances[0]}; use longer "
             "texts"
         )
-    if len(tokens) < room:
+    if len(tokens) < fed_tokens:
         raise KVPassError(
-            f"a text of {len(tokens)} tokens is too short for planting pairs in {room}; give a longer text"
+            f"a text of {len(tokens)} tokens is too short for planting pairs in {fed_tokens}; give a longer text"
         )
-    starts = torch.linspace(0, len(tokens) - room, rows).long().tolist()
-    documents = torch.stack([tokens[start : start + room] for start in starts])
+    starts = torch.linspace(0, len(tokens) - fed_tokens, rows).long().tolist()
+    documents = torch.stack([tokens[start : start + fed_tokens] for start in starts])
     documents[:, 0] = bos
     return plant(documents, vocabulary, fitting, VALUE, seed, times)
 
@@ -198,16 +203,16 @@ def plant_pairs(
 def right_words(caller: ModelCall, planted: PlantedPairs, number: int, cache: Any) -> Tensor:
     """Return which words of a value are the likeliest after its key and the right words before, bool [B, V]."""
     answer = planted.answer(number)
-    said = likeliest(caller, torch.cat([planted.question(number), answer[:, :-1]], 1), cache)
-    return said[:, 1:] == answer
+    predicted = likeliest(caller, torch.cat([planted.question(number), answer[:, :-1]], 1), cache)
+    return predicted[:, 1:] == answer
 
 
 @torch.no_grad()
 def likeliest(caller: ModelCall, tokens: Tensor, cache: Any) -> Tensor:
     """Return the likeliest token after each of tokens int64 [B, n], which are fed one by one."""
-    said = []
+    predicted = []
     for column in torch.split(tokens, 1, 1):
         out = cache_names.call_model(caller.call, column, cache)
         cache = cache_names.cache_of_output(out)
-        said.append(out.logits[:, -1].argmax(-1))
-    return torch.stack(said, 1)
+        predicted.append(out.logits[:, -1].argmax(-1))
+    return torch.stack(predicted, 1)

@@ -16,8 +16,8 @@ from kvpass.apps.evaluation.tables import markdown
 
 def write(folder: Path, measures: Sequence[Measure], results: Sequence[Result]) -> str:
     """Write `results.md`, and a picture for each measure if matplotlib is installed; return the Markdown."""
-    parts = [section(measure, results) for measure in measures]
-    text = "\n\n".join(part for part in parts if part) + "\n"
+    sections = [section(measure, results) for measure in measures]
+    text = "\n\n".join(part for part in sections if part) + "\n"
     (folder / "results.md").write_text(text, encoding="utf-8")
     if importlib.util.find_spec("matplotlib") is not None:
         draw(folder, measures, results)
@@ -26,17 +26,17 @@ def write(folder: Path, measures: Sequence[Measure], results: Sequence[Result]) 
 
 def section(measure: Measure, results: Sequence[Result]) -> str:
     """Return a heading, a table with a line for each policy and budget, and the refusals."""
-    found = _of(measure, results)
-    if not found:
+    own_results = _results_of(measure, results)
+    if not own_results:
         return ""
     lines: list[Row] = [
         {name: result.key[name] for name in ("policy", "budget")} | _tokens_after_compaction(result) | result.columns
-        for result in found
+        for result in own_results
         if result.error is None
     ]
-    refused = "".join(f"\n\n{result.label}: {result.error}" for result in found if result.error is not None)
+    refused = "".join(f"\n\n{result.label}: {result.error}" for result in own_results if result.error is not None)
     table = markdown(lines) if lines else "Nothing ran."
-    return f"## {measure.name}\n\n{describe_case(found[0].key)}\n\n{table}{refused}"
+    return f"## {measure.name}\n\n{describe_case(own_results[0].key)}\n\n{table}{refused}"
 
 
 def _tokens_after_compaction(result: Result) -> Row:
@@ -63,29 +63,31 @@ def draw(folder: Path, measures: Sequence[Measure], results: Sequence[Result]) -
     from kvpass.apps.evaluation import plots  # needs matplotlib
 
     for measure in measures:
-        found = lines(measure, [result for result in _of(measure, results) if result.error is None])
-        if any(len(points) > 1 for points in found.values()):
-            figure = plots.lines({measure.name: found}, measure.across, measure.up)
+        curves = lines(measure, [result for result in _results_of(measure, results) if result.error is None])
+        if any(len(points) > 1 for points in curves.values()):
+            figure = plots.lines({measure.name: curves}, measure.x_key, measure.y_key)
             figure.savefig(folder / f"{measure.name}.png", dpi=90)
 
 
 def lines(measure: Measure, results: Sequence[Result]) -> dict[str, list[tuple[float, float]]]:
     """Return points by name in the legend; a policy without a budget has the same value at all budgets."""
-    if measure.across != "budget":
+    if measure.x_key != "budget":
         return {result.label: list(_points(measure, result.rows)) for result in results}
     budgets = sorted({result.key["budget"] for result in results if result.key["budget"] is not None})
-    found: dict[str, list[tuple[float, float]]] = {}
+    curves: dict[str, list[tuple[float, float]]] = {}
     for result in results:
-        spent = [result.key["budget"]] if result.key["budget"] is not None else budgets
-        found.setdefault(result.key["policy"], []).extend((budget, result.columns[measure.up]) for budget in spent)
-    return found
+        result_budgets = [result.key["budget"]] if result.key["budget"] is not None else budgets
+        curves.setdefault(result.key["policy"], []).extend(
+            (budget, result.columns[measure.y_key]) for budget in result_budgets
+        )
+    return curves
 
 
 def _points(measure: Measure, rows: Sequence[Row]) -> Iterator[tuple[float, float]]:
     """Yield the mean of all rows at each place."""
-    for place in sorted({row[measure.across] for row in rows if row[measure.across] is not None}):
-        yield place, statistics.fmean(row[measure.up] for row in rows if row[measure.across] == place)
+    for x in sorted({row[measure.x_key] for row in rows if row[measure.x_key] is not None}):
+        yield x, statistics.fmean(row[measure.y_key] for row in rows if row[measure.x_key] == x)
 
 
-def _of(measure: Measure, results: Sequence[Result]) -> list[Result]:
+def _results_of(measure: Measure, results: Sequence[Result]) -> list[Result]:
     return [result for result in results if result.key["measure"] == measure.name]

@@ -11,7 +11,7 @@ from typing import ClassVar
 from kvpass.apps.evaluation.session import Row, Session
 from kvpass.arguments import require
 
-HELD = "held"
+CACHED_SHARE = "held"
 """The share of all KV heads that hold the number, at one of the places where it is said, before the answer."""
 SPARE = 4  # tokens of an answer in addition to the number's own
 NOISE = "The road is long. The hills are low. The river runs on. We walk for a while, and then we rest. "
@@ -35,8 +35,8 @@ def lighthouse(place: str, number: str) -> tuple[str, str]:
 def mentions(statement: Sequence[int], secret: Sequence[int]) -> list[list[int]]:
     """Return the indices of each occurrence of `secret` in `statement`; all of it if the tokenizer has merged it."""
     starts = range(len(statement) - len(secret) + 1)
-    found = [list(range(start, start + len(secret))) for start in starts if statement[start:][: len(secret)] == secret]
-    return found or [list(range(len(statement)))]
+    spans = [list(range(start, start + len(secret))) for start in starts if statement[start:][: len(secret)] == secret]
+    return spans or [list(range(len(statement)))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,11 +57,11 @@ class RetrievalMeasure(abc.ABC):
     batch: int = 1
     seed: int = 0
     name: ClassVar[str]
-    across: ClassVar[str] = "depth"
-    up: ClassVar[str] = "accuracy"
+    x_key: ClassVar[str] = "depth"
+    y_key: ClassVar[str] = "accuracy"
 
     @property
-    def room(self) -> int:
+    def needed_slots(self) -> int:
         return max(self.lengths) + 64  # and the answer
 
     @abc.abstractmethod
@@ -77,23 +77,29 @@ class RetrievalMeasure(abc.ABC):
         for length in self.lengths:
             for depth in self.depths:
                 answers = self._answers(session, length, depth)
-                right, held = (sum(each) / len(answers) for each in zip(*answers, strict=True))
-                yield {"length": length, "depth": depth, "accuracy": right, HELD: held, "trials": len(answers)}
+                accuracy, cached_share = (sum(values) / len(answers) for values in zip(*answers, strict=True))
+                yield {
+                    "length": length,
+                    "depth": depth,
+                    "accuracy": accuracy,
+                    CACHED_SHARE: cached_share,
+                    "trials": len(answers),
+                }
 
     def _answers(self, session: Session, length: int, depth: float) -> list[tuple[bool, float]]:
         """Return for each prompt whether its number is said, and the share of heads that hold it before the answer."""
         draws = [random.Random(f"{self.name} {self.seed} {length} {depth} {trial}") for trial in range(self.trials)]
         secrets = [str(draw.randrange(10_000, 100_000)) for draw in draws]
-        prompts = [self._prompt(session, length, depth, *each) for each in zip(secrets, draws, strict=True)]
+        prompts = [self._prompt(session, length, depth, *arguments) for arguments in zip(secrets, draws, strict=True)]
         count = max(len(session.encode(f" {secret}")) for secret in secrets) + SPARE
-        found: list[tuple[bool, float]] = []
+        answers: list[tuple[bool, float]] = []
         for start in range(0, len(prompts), self.batch):
-            group, asked = prompts[start : start + self.batch], secrets[start : start + self.batch]
+            group, group_secrets = prompts[start : start + self.batch], secrets[start : start + self.batch]
             session.prompt([ids for ids, _ in group])
-            held = [session.share_of_heads(row, *spans) for row, (_, spans) in enumerate(group)]
-            said = [secret in text for secret, text in zip(asked, session.generate(count), strict=True)]
-            found += zip(said, held, strict=True)
-        return found
+            cached_shares = [session.share_of_heads(row, *spans) for row, (_, spans) in enumerate(group)]
+            right = [secret in text for secret, text in zip(group_secrets, session.generate(count), strict=True)]
+            answers += zip(right, cached_shares, strict=True)
+        return answers
 
     def _prompt(self, session: Session, length: int, depth: float, secret: str, draw: random.Random) -> Planted:
         """Return a prompt of exactly `length` tokens."""
@@ -101,14 +107,14 @@ class RetrievalMeasure(abc.ABC):
         count = length - 1 - len(statement) - len(question)
         needed = len(statement) + len(question) + 1
         require(count >= 0, "length", length, f"must have room for the {needed} tokens of statement and question")
-        hay, position = self.around(session, count, draw), round(depth * count)
-        ids = [session.subject.bos, *hay[:position], *statement, *hay[position:], *question]
+        surrounding, position = self.around(session, count, draw), round(depth * count)
+        ids = [session.subject.bos, *surrounding[:position], *statement, *surrounding[position:], *question]
         spans = [[position + 1 + index for index in span] for span in mentions(statement, session.encode(secret))]
         return ids, spans
 
     def columns(self, rows: Sequence[Row]) -> Row:
         """Return means, then the accuracy for each length and depth."""
-        means = {name: sum(row[name] for row in rows) / len(rows) for name in ("accuracy", HELD)}
+        means = {name: sum(row[name] for row in rows) / len(rows) for name in ("accuracy", CACHED_SHARE)}
         return {**means, **{f"{row['length']:,} at {row['depth']:.0%}": row["accuracy"] for row in rows}}
 
 

@@ -48,22 +48,22 @@ class Task:
     context: Callable[[int], list[int]]
 
 
-def needles(session: Session, draw: random.Random, others: int) -> Task:
+def needles(session: Session, draw: random.Random, distractors: int) -> Task:
     """Hide numbers of several places in surrounding text, and ask for one of them."""
-    places = draw.sample(PLACES, 1 + others)
+    places = draw.sample(PLACES, 1 + distractors)
     numbers = [str(number) for number in draw.sample(range(10_000, 100_000), len(places))]
     statements, questions = zip(*map(lighthouse, places, numbers), strict=True)
-    asked, start = draw.randrange(len(places)), draw.randrange(2**20)
+    target, start = draw.randrange(len(places)), draw.randrange(2**20)
     context = _hide(session, draw, statements, lambda count: session.filler(start, count))
-    return Task(questions[asked], (numbers[asked],), context)
+    return Task(questions[target], (numbers[target],), context)
 
 
 def variables(session: Session, draw: random.Random) -> Task:
     """Hide chains of assignments in noise, and ask for all variables that have a value."""
     names = ["".join(draw.sample("ABCDEFGHIJKLMNOPQRSTUVWXYZ", 4)) for _ in range(2 * CHAIN)]
-    number, other = draw.sample(range(10_000, 100_000), 2)
+    number, distractor = draw.sample(range(10_000, 100_000), 2)
     sentences = []
-    for chain, start in ((names[:CHAIN], number), (names[CHAIN:], other)):
+    for chain, start in ((names[:CHAIN], number), (names[CHAIN:], distractor)):
         sentences += [f"\nVAR {chain[0]} = {start}\n"]
         sentences += [f"\nVAR {later} = VAR {earlier}\n" for earlier, later in itertools.pairwise(chain)]
     question = f"\nThe {CHAIN} variables that have the value {number} are: "
@@ -77,43 +77,43 @@ def common_words(session: Session, draw: random.Random) -> Task:
     pool = sorted(set(WORD.findall(text)))
     require(len(pool) > 10 * COMMON, "texts", len(pool), "must have more different words")
     draw.shuffle(pool)
-    often, rare = pool[:COMMON], pool[COMMON:]
+    common, rare = pool[:COMMON], pool[COMMON:]
 
     def words(count: int) -> list[str]:
-        return [often[n // 2 % COMMON] if n % 2 else rare[n // 2 % len(rare)] for n in range(count)]
+        return [common[n // 2 % COMMON] if n % 2 else rare[n // 2 % len(rare)] for n in range(count)]
 
     question = f"\nThe {COMMON} most common words of the list are: "
-    return Task(question, tuple(often), _numbered_list(session, draw, words))
+    return Task(question, tuple(common), _numbered_list(session, draw, words))
 
 
 def frequent_words(session: Session, draw: random.Random) -> Task:
     """List made-up words, the n-th with a frequency in proportion to 1 / n^2."""
     pairs = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
-    coded = ["".join(draw.sample(pairs, 3)) for _ in range(CODED)]
-    total = sum(1 / n**2 for n in range(1, CODED + 1))
+    made_up = ["".join(draw.sample(pairs, 3)) for _ in range(CODED)]
+    normaliser = sum(1 / n**2 for n in range(1, CODED + 1))
 
     def words(count: int) -> list[str]:
-        return [word for n, word in enumerate(coded, start=1) for _ in range(round(count / n**2 / total))]
+        return [word for n, word in enumerate(made_up, start=1) for _ in range(round(count / n**2 / normaliser))]
 
     question = f"\nThe {FREQUENT} most frequent words of the list are: "
-    return Task(question, tuple(coded[:FREQUENT]), _numbered_list(session, draw, words))
+    return Task(question, tuple(made_up[:FREQUENT]), _numbered_list(session, draw, words))
 
 
 def _hide(
-    session: Session, draw: random.Random, sentences: Sequence[str], around: Callable[[int], list[int]]
+    session: Session, draw: random.Random, sentences: Sequence[str], surrounding_text: Callable[[int], list[int]]
 ) -> Callable[[int], list[int]]:
     """Return a context of sentences, in their order, at random positions of surrounding text."""
-    parts = [session.encode(sentence) for sentence in sentences]
-    depths = sorted(draw.random() for _ in parts)
+    encoded = [session.encode(sentence) for sentence in sentences]
+    depths = sorted(draw.random() for _ in encoded)
 
-    def context(room: int) -> list[int]:
-        count = room - sum(map(len, parts))
-        require(count >= 0, "length", room, f"must have room for the {room - count} tokens of the task")
-        text, found, done = around(count), list[int](), 0
-        for part, depth in zip(parts, depths, strict=True):
-            found += [*text[done : round(depth * count)], *part]
-            done = round(depth * count)
-        return [*found, *text[done:]]
+    def context(max_tokens: int) -> list[int]:
+        count = max_tokens - sum(map(len, encoded))
+        require(count >= 0, "length", max_tokens, f"must have room for the {max_tokens - count} tokens of the task")
+        text, ids, used = surrounding_text(count), list[int](), 0
+        for sentence_ids, depth in zip(encoded, depths, strict=True):
+            ids += [*text[used : round(depth * count)], *sentence_ids]
+            used = round(depth * count)
+        return [*ids, *text[used:]]
 
     return context
 
@@ -124,22 +124,22 @@ def _numbered_list(
     """Return a context of words as a numbered list in random order; `words` gives about so many."""
     seed = draw.random()
 
-    def listed(count: int) -> list[int]:
-        chosen = words(count)
-        random.Random(seed).shuffle(chosen)
-        return session.encode(" ".join(f"{number}. {word}" for number, word in enumerate(chosen, start=1)))
+    def encoded_list(count: int) -> list[int]:
+        list_words = words(count)
+        random.Random(seed).shuffle(list_words)
+        return session.encode(" ".join(f"{number}. {word}" for number, word in enumerate(list_words, start=1)))
 
-    def context(room: int) -> list[int]:
-        fitting = bisect.bisect_right(range(room), room, key=lambda count: len(listed(count))) - 1
-        require(fitting >= LEAST_WORDS, "length", room, f"must have room for a list of {LEAST_WORDS} words")
-        return listed(fitting)
+    def context(max_tokens: int) -> list[int]:
+        fitting = bisect.bisect_right(range(max_tokens), max_tokens, key=lambda count: len(encoded_list(count))) - 1
+        require(fitting >= LEAST_WORDS, "length", max_tokens, f"must have room for a list of {LEAST_WORDS} words")
+        return encoded_list(fitting)
 
     return context
 
 
 TASKS: dict[str, Callable[[Session, random.Random], Task]] = {
-    "single": functools.partial(needles, others=0),
-    "multikey": functools.partial(needles, others=3),
+    "single": functools.partial(needles, distractors=0),
+    "multikey": functools.partial(needles, distractors=3),
     "variables": variables,
     "common": common_words,
     "frequent": frequent_words,
@@ -164,11 +164,11 @@ class RulerMeasure:
     agnostic: bool = False
     seed: int = 0
     name: ClassVar[str] = "ruler"
-    across: ClassVar[str] = "length"
-    up: ClassVar[str] = "accuracy"
+    x_key: ClassVar[str] = "length"
+    y_key: ClassVar[str] = "accuracy"
 
     @property
-    def room(self) -> int:
+    def needed_slots(self) -> int:
         return max(self.lengths) + ANSWER + 16
 
     def rows(self, session: Session) -> Iterator[Row]:
@@ -182,14 +182,14 @@ class RulerMeasure:
         self, session: Session, task: str, length: int, trial: int
     ) -> tuple[list[int], list[int], tuple[str, ...]]:
         """Return context, question and answers; equal arguments give equal problems."""
-        drawn = TASKS[task](session, random.Random(f"ruler {self.seed} {task} {length} {trial}"))
-        question = session.encode(drawn.question)
-        return [session.subject.bos, *drawn.context(length - 1 - len(question))], question, drawn.answers
+        problem = TASKS[task](session, random.Random(f"ruler {self.seed} {task} {length} {trial}"))
+        question = session.encode(problem.question)
+        return [session.subject.bos, *problem.context(length - 1 - len(question))], question, problem.answers
 
     def _score(self, session: Session, context: list[int], question: list[int], answers: tuple[str, ...]) -> float:
         turns = [context, question] if self.agnostic else [[*context, *question]]
         answer = session.answer_to(turns, ANSWER)
-        return sum(each in answer for each in answers) / len(answers)
+        return sum(expected in answer for expected in answers) / len(answers)
 
     def columns(self, rows: Sequence[Row]) -> Row:
         """Return the mean of each task over the lengths."""

@@ -71,22 +71,22 @@ def main(settings: EvaluationSettings) -> None:
     Raises:
         KVPassError: an invalid policy, a model, text or folder that cannot be read, or no case that could be measured.
     """
-    chosen = list(cases(settings))
+    all_cases = list(cases(settings))
     results = Results(settings.out)
     texts = corpus.texts_of(settings.texts, settings.model is None)
     digest = hashlib.sha256("".join(texts.values()).encode()).hexdigest()[:16]
-    keys = [case.key(settings, digest) for case in chosen]
-    todo = [(case, key) for case, key in zip(chosen, keys, strict=True) if results.of(key) is None]
+    keys = [case.key(settings, digest) for case in all_cases]
+    todo = [(case, key) for case, key in zip(all_cases, keys, strict=True) if results.of(key) is None]
     if todo:
         subject = load(settings.model, settings.dtype, settings.device)
         encoded = dict(zip(texts, subject.encode(list(texts.values())), strict=True))
         runner = _Runner(settings, subject, encoded)
         for result in runner.results([case for case, _ in todo], digest):
             results.add(result)
-    found = [result for key in keys for result in results.all if result.key == key]
-    print(report.write(settings.out, settings.measures, found), end="")
-    if all(result.error is not None for result in found):
-        raise KVPassError(f"nothing was measured, as every case is refused; the first one: {found[0].error}")
+    reported = [result for key in keys for result in results.entries if result.key == key]
+    print(report.write(settings.out, settings.measures, reported), end="")
+    if all(result.error is not None for result in reported):
+        raise KVPassError(f"nothing was measured, as every case is refused; the first one: {reported[0].error}")
 
 
 class _Runner:
@@ -103,7 +103,7 @@ class _Runner:
     def results(self, cases: Sequence[Case], digest: str) -> Iterator[Result]:
         """Yield the result of each case, with one progress bar for cases and one for tokens."""
         with tqdm(total=len(cases), unit="case", dynamic_ncols=True) as bar:
-            for (policy, slots), group in groupby(cases, self._held):
+            for (policy, slots), group in groupby(cases, self._policy_and_slots):
                 torch.compiler.reset()  # Dynamo allows only a few variants of one function at a time
                 loop = unless_refused(partial(self._loop, policy, slots))
                 for case in group:
@@ -113,7 +113,7 @@ class _Runner:
                         yield self._result(case, key, loop, tokens.update)
                     bar.update()
 
-    def _held(self, case: Case) -> tuple[Policy, Budget | KVPassError]:
+    def _policy_and_slots(self, case: Case) -> tuple[Policy, Budget | KVPassError]:
         """Return the policy and the slots of a case, which share a loop, or why there are no slots."""
         policy = policies.parse(case.policy)
         full = self._full_cache if case.of_bytes else None

@@ -41,13 +41,13 @@ class ScoringBatch:
     ) -> ScoringBatch:
         """Return a batch with one context of at least one token id, and one continuation, in each row."""
         require(all(map(len, contexts)), "context", [], "must have at least one token")
-        before, behind = max(map(len, contexts)), max(map(len, continuations))
-        ids = torch.zeros(len(contexts), before + behind, dtype=torch.int64)
+        before, after = max(map(len, contexts)), max(map(len, continuations))
+        ids = torch.zeros(len(contexts), before + after, dtype=torch.int64)
         mask = torch.zeros_like(ids)
         for row, (context, continuation) in enumerate(zip(contexts, continuations, strict=True)):
-            here = slice(before - len(context), before + len(continuation))
-            ids[row, here] = torch.tensor([*context, *continuation])
-            mask[row, here] = 1
+            columns = slice(before - len(context), before + len(continuation))
+            ids[row, columns] = torch.tensor([*context, *continuation])
+            mask[row, columns] = 1
         return ScoringBatch(ids.to(device), mask.to(device), before)
 
     @property
@@ -112,23 +112,23 @@ def score(
 
     Args:
         chunk: tokens of a context that are fed together, after which the policy evicts; None for whole contexts.
-        feed: how continuations are fed.  "token": one by one, so each is predicted from what a decode step holds.
-            "chunk": contexts and continuations together in chunks of `chunk`, which is faster; a token is predicted
-            from what was held before its chunk, and from the chunk.  "whole": contexts and continuations together as
-            one prompt, in which nothing has been evicted yet.
+        feed: how continuations are fed.  "token": one by one, so each is predicted from the tokens cached in a decode
+            step.  "chunk": contexts and continuations together in chunks of `chunk`, which is faster; a token is
+            predicted from the tokens cached before its chunk, and from the chunk.  "whole": contexts and continuations
+            together as one prompt, in which nothing has been evicted yet.
         tick: called with the number of tokens after each piece.
         watch: called with the cache after each piece.
 
     Raises:
         PolicyError: feed="chunk" without a chunk, or padding for a model that takes no attention mask.
     """
-    found = []
+    scores = []
     for position, logits, cache in pieces(caller, batch, chunk, feed):
         targets = batch.ids[:, position + 1 : position + 1 + logits.shape[1]]
-        found.append((negative_log_likelihood(logits, targets), logits.argmax(-1) == targets))
+        scores.append((negative_log_likelihood(logits, targets), logits.argmax(-1) == targets))
         tick(logits.shape[1])
         watch(cache)
-    losses, likeliest = _of_continuations(batch, found)
+    losses, likeliest = _of_continuations(batch, scores)
     return Scored(torch.where(batch.scored, -losses, 0.0), likeliest | ~batch.scored)
 
 
@@ -150,7 +150,7 @@ class FullPredictions:
             yield from self._stored[key]
             return
         result: list[Tensor] = []
-        free = self.LIMIT - sum(logits.nbytes for every in self._stored.values() for logits in every)
+        free = self.LIMIT - sum(logits.nbytes for stored in self._stored.values() for logits in stored)
         for piece in pieces(self._caller, batch, chunk, feed):
             yield piece.logits
             free -= piece.logits.nbytes
@@ -172,7 +172,7 @@ def agreement(
     tick: Callable[[int], object],
 ) -> AgreementScores:
     """Compare predictions with those of the same model with a full cache, on the same tokens; see `score`."""
-    found = []
+    scores = []
     for (position, logits, _), expected in zip(
         pieces(caller, batch, chunk, feed), full.of(batch, chunk, feed), strict=True
     ):
@@ -180,9 +180,9 @@ def agreement(
         parts = zip(torch.split(logits, SLICE, 1), torch.split(expected, SLICE, 1), strict=True)
         divergences = torch.cat([divergence(ours, theirs) for ours, theirs in parts], 1)
         losses = (negative_log_likelihood(x, targets) for x in (logits, expected))
-        found.append((divergences, logits.argmax(-1) == expected.argmax(-1), *losses))
+        scores.append((divergences, logits.argmax(-1) == expected.argmax(-1), *losses))
         tick(logits.shape[1])
-    divergences, same, loss, full_loss = _of_continuations(batch, found)
+    divergences, same, loss, full_loss = _of_continuations(batch, scores)
     divergences, loss, full_loss = (torch.where(batch.scored, x, 0.0) for x in (divergences, loss, full_loss))
     return AgreementScores(divergences, same | ~batch.scored, loss, full_loss)
 
@@ -215,10 +215,10 @@ def _score_together(caller: ModelCall, batch: ScoringBatch, chunk: int | None, f
         position += out.logits.shape[1]
 
 
-def _of_continuations(batch: ScoringBatch, found: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
+def _of_continuations(batch: ScoringBatch, scores: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
     """Join values [B, q] of all pieces, and return those of the continuations, [B, n] each."""
     columns = batch.scored.shape[1]
-    return [torch.cat(parts, 1)[:, -columns:] for parts in zip(*found, strict=True)]
+    return [torch.cat(parts, 1)[:, -columns:] for parts in zip(*scores, strict=True)]
 
 
 def negative_log_likelihood(logits: Tensor, targets: Tensor) -> Tensor:

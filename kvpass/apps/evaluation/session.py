@@ -1,4 +1,4 @@
-"""Feed a model under one policy and budget to measures, record which positions it holds, and catch refusals."""
+"""Feed a model under one policy and budget to measures, record the cached positions, and catch refusals."""
 
 from __future__ import annotations
 
@@ -87,9 +87,9 @@ class Session:
         """Return the largest share of KV heads that hold one of the spans of a row completely; padding counts too."""
         if isinstance(self.loop, UncompiledLoop):
             return 1.0
-        heads = [held for layer in kvpass.inspect(self.loop.cache).layers for held in layer.positions[row].cpu()]
-        whole = [[torch.isin(torch.tensor(list(span)), held).all() for held in heads] for span in spans]
-        return max(torch.stack(each).float().mean().item() for each in whole)
+        heads = [cached for layer in kvpass.inspect(self.loop.cache).layers for cached in layer.positions[row].cpu()]
+        complete = [[torch.isin(torch.tensor(list(span)), cached).all() for cached in heads] for span in spans]
+        return max(torch.stack(of_span).float().mean().item() for of_span in complete)
 
     def answer_to(self, turns: Sequence[Sequence[int]], count: int) -> str:
         """Return the text of up to `count` tokens that follow one conversation's turns, fed one after the other."""
@@ -154,11 +154,11 @@ class UncompiledLoop:
     def prompt(self, ids: Tensor, attention_mask: Tensor | None = None) -> None:
         """Feed a prompt or the next turn, int64 [B, T]; the mask has 0 for padding, on the left."""
         mask = torch.ones_like(ids) if attention_mask is None else attention_mask
-        old = self.state
-        if old is not None and old.handed_out:
-            ids, mask = torch.cat([old.token, ids], 1), torch.cat([torch.ones_like(old.token), mask], 1)
-        if old is not None:
-            mask = torch.cat([old.mask, mask], 1)
+        state = self.state
+        if state is not None and state.handed_out:
+            ids, mask = torch.cat([state.token, ids], 1), torch.cat([torch.ones_like(state.token), mask], 1)
+        if state is not None:
+            mask = torch.cat([state.mask, mask], 1)
         out = last_of(run_chunks(self.caller, ids, mask, self.cache, self.chunk))
         self.state = PlainState(cache_names.cache_of_output(out), mask, out.logits[:, -1:].argmax(-1))
 
@@ -183,14 +183,14 @@ class Measure(Protocol):
     """One kind of measurement, a frozen dataclass whose fields are its settings."""
 
     name: ClassVar[str]
-    across: ClassVar[str]
+    x_key: ClassVar[str]
     """The key of rows on the horizontal axis of the picture, or "budget"."""
-    up: ClassVar[str]
+    y_key: ClassVar[str]
     """The key of rows on the vertical axis of the picture."""
 
     @property
-    def room(self) -> int:
-        """Slots with which a policy that evicts nothing is never out of room."""
+    def needed_slots(self) -> int:
+        """Slots with which a policy that evicts nothing never has too few."""
 
     def rows(self, session: Session) -> Iterator[Row]:
         """Yield what was measured."""
@@ -200,25 +200,27 @@ class Measure(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class HeldSnapshot:
-    """The positions, ascending, that one head of row 0 held in one layer when the cache had seen `step` tokens."""
+class PositionSnapshot:
+    """The cached positions of one head of row 0 in one layer, ascending, when the cache had seen `step` tokens."""
 
     step: int
     positions: list[int]
 
 
-class HeldRecorder:
+class PositionRecorder:
     """Takes snapshots of one layer and KV head of a cache; call it with the cache."""
 
     def __init__(self, layer: int = 0, head: int = 0) -> None:
         self.layer, self.head = layer, head
-        self.snapshots: list[HeldSnapshot] = []
+        self.snapshots: list[PositionSnapshot] = []
 
     def __call__(self, cache: Any) -> None:
         report = kvpass.inspect(cache).layers[self.layer]
         row = report.positions[0]
-        held: list[int] = row[min(self.head, len(row) - 1)].tolist()
-        self.snapshots.append(HeldSnapshot(report.seen, sorted(position for position in held if position >= 0)))
+        positions: list[int] = row[min(self.head, len(row) - 1)].tolist()
+        self.snapshots.append(
+            PositionSnapshot(report.seen, sorted(position for position in positions if position >= 0))
+        )
 
 
 def unless_refused(action: Callable[[], T]) -> T | KVPassError:

@@ -66,21 +66,21 @@ class Case:
     def slots(self, policy: Policy, full: FullCache | None) -> Budget:
         """Return the nearest budget that the policy can have; for one that evicts nothing, room or None."""
         if self.budget is None:
-            return self.measure.room if self.measure.room <= MOST_ROOM else None
+            return self.measure.needed_slots if self.measure.needed_slots <= MOST_ROOM else None
         if self.of_bytes:
             assert full is not None
-            return full.budget(self.budget, self.measure.room, policy, self.kv_dtype)
+            return full.budget(self.budget, self.measure.needed_slots, policy, self.kv_dtype)
         return policy.fitting_budget(self.budget) if isinstance(self.budget, int) else self.budget
 
     def key(self, settings: EvaluationSettings, texts: str) -> dict[str, Any]:
         """Return everything except the machine that a result depends on, with a digest of the texts."""
         names = ("prefill", "model", "device", "dtype", "kv_dtype", "inner")
-        read = {name: getattr(settings, name) for name in names}
+        shared = {name: getattr(settings, name) for name in names}
         fields: dict[str, Any] = dataclasses.asdict(self.measure)  # type: ignore[call-overload]
         fields = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
         case = {"measure": self.measure.name, "policy": self.policy, "budget": self.budget}
         case |= {"of": "bytes"} if self.of_bytes else {}
-        return {**case, **read, "chunk": settings.chunked, "texts": texts, "settings": fields}
+        return {**case, **shared, "chunk": settings.chunked, "texts": texts, "settings": fields}
 
 
 def cases(settings: EvaluationSettings) -> Iterator[Case]:
@@ -119,18 +119,20 @@ class Results:
         self.path = folder / FILE
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            found = json.loads(self.path.read_text(encoding="utf-8")) if self.path.is_file() else []
-            self.all = [Result(**each) for each in found]
+            stored = json.loads(self.path.read_text(encoding="utf-8")) if self.path.is_file() else []
+            self.entries = [Result(**entry) for entry in stored]
         except (OSError, TypeError, ValueError) as error:
             raise KVPassError(f"cannot go on with the results in {folder}: {error}; choose another --out") from error
 
     def of(self, key: dict[str, Any]) -> Result | None:
         """Return the result of a case; None if there is none, or a refusal, which a later version may lift."""
-        return next((result for result in self.all if result.key == key and result.error is None), None)
+        return next((result for result in self.entries if result.key == key and result.error is None), None)
 
     def add(self, result: Result) -> None:
         """Add a result, or replace that of the same case; a run that is killed here leaves the old file."""
-        self.all = [*(each for each in self.all if each.key != result.key), result]
-        new = self.path.with_suffix(".new")
-        new.write_text(json.dumps([dataclasses.asdict(each) for each in self.all], indent=1) + "\n", encoding="utf-8")
-        new.replace(self.path)
+        self.entries = [*(entry for entry in self.entries if entry.key != result.key), result]
+        unfinished = self.path.with_suffix(".new")
+        unfinished.write_text(
+            json.dumps([dataclasses.asdict(entry) for entry in self.entries], indent=1) + "\n", encoding="utf-8"
+        )
+        unfinished.replace(self.path)

@@ -36,11 +36,11 @@ class Speed:
     new: int = 64
     times: int = 3
     name: ClassVar[str] = "speed"
-    across: ClassVar[str] = "budget"
-    up: ClassVar[str] = "tokens a second"
+    x_key: ClassVar[str] = "budget"
+    y_key: ClassVar[str] = "tokens a second"
 
     @property
-    def room(self) -> int:
+    def needed_slots(self) -> int:
         return self.length + 2 * self.new + 1
 
     def rows(self, session: Session) -> Iterator[Row]:
@@ -49,22 +49,22 @@ class Speed:
         if loop.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(loop.device)
         ids = torch.tensor([session.filler(row * self.length, self.length) for row in range(self.batch)])
-        first: list[float] = []
+        first_token_seconds: list[float] = []
         for _ in range(self.times + COMPILING):
             before, seconds = dynamo.compilation_count(), _timed_prompt(loop, ids)
             session.tick(self.length)
-            first += [seconds] if dynamo.compilation_count() == before else []
-            if len(first) == self.times:
+            first_token_seconds += [seconds] if dynamo.compilation_count() == before else []
+            if len(first_token_seconds) == self.times:
                 break
         loop.generate(self.new)  # compiles the step
         start = time.perf_counter()
-        result = loop.generate(self.new).numel()
+        generated = loop.generate(self.new).numel()
         seconds = time.perf_counter() - start
         session.tick(2 * self.new)
         yield {
-            "tokens a second": result / seconds,
+            "tokens a second": generated / seconds,
             "ms a step": 1e3 * seconds / self.new,
-            "time to first token, s": statistics.median(first) if first else None,
+            "time to first token, s": statistics.median(first_token_seconds) if first_token_seconds else None,
             "cache, MiB": cache_bytes(loop.cache) / MEBIBYTE,
             "of a full one": kvpass.inspect(loop.cache).ratio if caches_in(loop.cache) else 1.0,
             **_peak(loop.device),

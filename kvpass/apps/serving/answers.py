@@ -55,7 +55,7 @@ class Answer:
         self.engine, self.jobs, self.conversation, self.prompts = engine, jobs, conversation, prompts
         pairs = zip(jobs, texts, strict=True)
         self.choices = {job.name: Choice(index, text) for index, (job, text) in enumerate(pairs)}
-        self._before = 0 if conversation is None else conversation.seen
+        self._seen_before = 0 if conversation is None else conversation.seen
 
     async def begin(self) -> None:
         """Hand the jobs to the engine, and wait until it has accepted them; ApiError if it refuses one."""
@@ -66,8 +66,8 @@ class Answer:
 
     async def pieces(self) -> AsyncIterator[TextPiece]:
         """Yield the text of all choices as it comes; ApiError if one fails."""
-        outputs, left = self.jobs[0].outputs, len(self.jobs)
-        while left:
+        outputs, unfinished = self.jobs[0].outputs, len(self.jobs)
+        while unfinished:
             job, output = await outputs.get()
             if isinstance(output, ApiError):
                 raise output
@@ -76,7 +76,7 @@ class Answer:
             choice = self.choices[job.name]
             piece = self._piece(job, choice, output) if choice.reason is None else None
             if output.is_finished():
-                left -= 1
+                unfinished -= 1
                 self._remember(job, output)
             if piece is not None:
                 yield piece
@@ -88,13 +88,13 @@ class Answer:
 
     def usage(self) -> dict[str, Any]:
         """Return the counts of tokens so far, in OpenAI's form."""
-        prompt = self._before + sum(map(len, self.prompts))
+        prompt = self._seen_before + sum(map(len, self.prompts))
         completion = sum(choice.text.tokens for choice in self.choices.values())
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": self._before},
+            "prompt_tokens_details": {"cached_tokens": self._seen_before},
         }
 
     def _piece(self, job: Job, choice: Choice, output: GenerationOutput) -> TextPiece | None:

@@ -75,17 +75,17 @@ def service_of(parsed: argparse.Namespace) -> Service:
     """Return the service that a command line describes."""
     policy = policies.parse(parsed.policy)
     names = ("budget", "kv_dtype", "inner", "rows", "read_interval", "prefill_chunk")
-    settings: dict[str, Any] = {name: getattr(parsed, name) for name in names}
+    loop_settings: dict[str, Any] = {name: getattr(parsed, name) for name in names}
     subject = models.load(parsed.model, parsed.dtype, parsed.device)
-    loop = DecodeLoop(subject.model, policy, **settings)
-    chosen = ServeSettings(
+    loop = DecodeLoop(subject.model, policy, **loop_settings)
+    serve_settings = ServeSettings(
         api_keys=tuple(filter(None, [*parsed.api_key, os.environ.get(KEY)])),
         waiting=parsed.queue,
         max_tokens=parsed.max_tokens,
         # None where the policy numbers the cached tokens anew, so that a text may be longer than the trained range.
-        context=parsed.context or (None if loop.backend.prefers_cache_positions else subject.trained),
+        context=parsed.context or (None if loop.backend.prefers_cache_positions else subject.trained_length),
         drain=parsed.drain,
         conversations=Limits(parsed.kept_rows or 2 * parsed.rows, parsed.kept_bytes, parsed.conversations),
         folder=parsed.folder,
     )
-    return Service(subject, parsed.name or Path(subject.name).name, loop, parsed.rows, chosen)
+    return Service(subject, parsed.name or Path(subject.name).name, loop, parsed.rows, serve_settings)

@@ -86,30 +86,30 @@ class ConversationStore:
             KVPassError: the folder cannot be made or read.
         """
         self.loop, self.folder, self.limits = loop, folder, limits
-        self._all: collections.OrderedDict[str, KeptConversation] = collections.OrderedDict()
+        self._by_key: collections.OrderedDict[str, KeptConversation] = collections.OrderedDict()
         self._writing = asyncio.Lock()
         path = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for path in sorted(folder.glob("*.json"), key=os.path.getmtime):
-                self._all[path.stem] = KeptConversation(path.stem, **json.loads(path.read_text(encoding="utf-8")))
+                self._by_key[path.stem] = KeptConversation(path.stem, **json.loads(path.read_text(encoding="utf-8")))
             # A server that ended while it wrote or deleted a conversation left caches without notes.
-            _remove_caches(folder, {self._cache_of(each) for each in self._all.values()})
+            _remove_caches(folder, {self._cache_of(conversation) for conversation in self._by_key.values()})
         except (OSError, ValueError, TypeError) as error:
             raise KVPassError(f"cannot read the conversations in {folder}: {path.name}: {error}") from error
 
     def __len__(self) -> int:
-        return len(self._all)
+        return len(self._by_key)
 
     @property
     def in_memory(self) -> int:
         """Number of conversations in memory."""
-        return sum(each.cache is not None for each in self._all.values())
+        return sum(conversation.cache is not None for conversation in self._by_key.values())
 
     @property
     def nbytes(self) -> int:
         """Bytes of the slots of all conversations in memory."""
-        return sum(each.nbytes for each in self._all.values())
+        return sum(conversation.nbytes for conversation in self._by_key.values())
 
     @contextlib.asynccontextmanager
     async def turn(self, name: str, owner: str) -> AsyncIterator[KeptConversation]:
@@ -123,17 +123,17 @@ class ConversationStore:
             ApiError: another request goes on with it, its file cannot be read, or there are too many conversations.
         """
         key = _key(name, owner)
-        conversation = self._all.get(key)
+        conversation = self._by_key.get(key)
         if conversation is None:
             if not self.limits.count:
                 raise ApiError("this server keeps no conversations", param="conversation", code="unsupported_field")
-            if len(self._all) >= self.limits.count:
+            if len(self._by_key) >= self.limits.count:
                 raise ApiError(
-                    f"there are {len(self._all)} conversations, as many as this server keeps: delete some",
+                    f"there are {len(self._by_key)} conversations, as many as this server keeps: delete some",
                     *(429, "rate_limit_error", "conversation"),
                     code="too_many_conversations",
                 )
-            conversation = self._all[key] = KeptConversation(key)
+            conversation = self._by_key[key] = KeptConversation(key)
         if conversation.busy:
             raise _conflict(name)
         conversation.busy = True
@@ -143,14 +143,14 @@ class ConversationStore:
         finally:
             conversation.busy = False
             if not conversation.seen:
-                self._all.pop(key, None)  # its first request did not finish
+                self._by_key.pop(key, None)  # its first request did not finish
         if conversation.seen:
-            self._all.move_to_end(key)
+            self._by_key.move_to_end(key)
             await self._make_room()
 
     def find(self, name: str, owner: str) -> KeptConversation:
         """Return a conversation, or raise ApiError if there is none of that id."""
-        conversation = self._all.get(_key(name, owner))
+        conversation = self._by_key.get(_key(name, owner))
         if conversation is None:
             raise ApiError(f"there is no conversation {name!r}", 404, param="conversation", code="not_found")
         return conversation
@@ -161,13 +161,13 @@ class ConversationStore:
             conversation = self.find(name, owner)
             if conversation.busy:
                 raise _conflict(name)
-            del self._all[conversation.key]
+            del self._by_key[conversation.key]
             self._notes_of(conversation).unlink(missing_ok=True)  # first: a cache without notes is no conversation
             _remove_caches(self.folder, [], conversation.key)
 
     async def save(self) -> None:
         """Write all conversations in memory to files; one that cannot be written is logged, and does not stop it."""
-        for conversation in [each for each in self._all.values() if each.cache is not None]:
+        for conversation in [candidate for candidate in self._by_key.values() if candidate.cache is not None]:
             await self._put_away(conversation)
 
     async def _bring(self, conversation: KeptConversation) -> None:
@@ -189,7 +189,7 @@ class ConversationStore:
         Those that cannot be written stay in memory, as do all others after `MOST_FAILURES`: the disk may be full.
         """
         failures = 0
-        for conversation in list(self._all.values()):
+        for conversation in list(self._by_key.values()):
             within = self.in_memory <= self.limits.rows and self.nbytes <= self.limits.nbytes
             if within or failures == MOST_FAILURES:
                 return
@@ -200,7 +200,7 @@ class ConversationStore:
         """Write a conversation to its files; log a failure and return False, after which its cache stays in memory."""
         async with self._writing:
             cache = conversation.cache
-            if cache is None or self._all.get(conversation.key) is not conversation:
+            if cache is None or self._by_key.get(conversation.key) is not conversation:
                 return True
             notes = json.dumps({name: getattr(conversation, name) for name in _NOTES})
             files = self._cache_of(conversation), self._notes_of(conversation)

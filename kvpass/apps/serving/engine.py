@@ -62,19 +62,19 @@ class Engine:
     Attributes:
         rows: the number of requests that are decoded together.
         slots: the number of tokens that all rows can hold.
-        most: the number of requests, those that wait included, above which others are refused.
+        max_requests: the number of requests, those that wait included, above which others are refused.
         ready: whether the loop has compiled what it needs.
         failure: the error that ended the thread; None while it runs.
         on_failure: called in the event loop when the thread has ended with an error.
     """
 
     def __init__(self, loop: DecodeLoop, rows: int, waiting: int, metrics: Metrics) -> None:
-        self.loop, self.rows, self.most, self.metrics = loop, rows, rows + waiting, metrics
+        self.loop, self.rows, self.max_requests, self.metrics = loop, rows, rows + waiting, metrics
         self.ready = False
         self.failure: BaseException | None = None
         self.on_failure: Callable[[], None] = lambda: None
         self.jobs: dict[str, Job] = {}  # of the event loop, until their last output
-        self._known: dict[str, Job] = {}  # of the thread
+        self._added: dict[str, Job] = {}  # of the thread
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._stopped = threading.Event()
         self._events: asyncio.AbstractEventLoop | None = None
@@ -101,9 +101,9 @@ class Engine:
             raise ApiError(f"the server has failed: {self.failure}", 503, "server_error")
         if self._stopped.is_set():
             raise ApiError("the server is shutting down", 503, "server_error", code="shutting_down")
-        if count > self.most:
-            raise ApiError(f"{count} choices for one request; this server takes up to {self.most}", param="n")
-        if len(self.jobs) + count > self.most:
+        if count > self.max_requests:
+            raise ApiError(f"{count} choices for one request; this server takes up to {self.max_requests}", param="n")
+        if len(self.jobs) + count > self.max_requests:
             self.metrics.requests.labels("rejected").inc(count)
             raise ApiError(
                 f"the server has {len(self.jobs)} requests, as many as it may; try again later",
@@ -126,10 +126,10 @@ class Engine:
         if not job.finished:
             self._commands.put(functools.partial(self.loop.cancel, job.name))
 
-    async def slots_held(self) -> float:
+    async def cached_tokens(self) -> float:
         """Return how many slots of rows in use hold a token, the mean over layers and heads; counted between steps."""
         answer: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-        self._commands.put(lambda: self._call_in_event_loop(_settle, answer, self._slots_held()))
+        self._commands.put(lambda: self._call_in_event_loop(_settle, answer, self._count_cached_tokens()))
         return await answer
 
     async def stop(self) -> None:
@@ -180,7 +180,7 @@ class Engine:
         except KVPassError as error:  # a prefix of other settings
             self._call_in_event_loop(self._end, job, ApiError(str(error), 409, code="request_refused"))
         else:
-            self._known[job.name] = job
+            self._added[job.name] = job
             self._call_in_event_loop(_settle, job.added, None)
 
     def _step(self) -> None:
@@ -192,21 +192,23 @@ class Engine:
             self._fail_all(ApiError(f"a step has failed: {error}", 500, "server_error"))
             return
         self.metrics.step.observe(time.perf_counter() - begun)
-        given = [(self._known[output.request_id], output) for output in result if output.request_id in self._known]
-        for job, output in given:
+        job_outputs = [
+            (self._added[output.request_id], output) for output in result if output.request_id in self._added
+        ]
+        for job, output in job_outputs:
             if output.is_finished():
-                del self._known[job.name]
-        if given:
-            self._call_in_event_loop(self._hand_out, given)
+                del self._added[job.name]
+        if job_outputs:
+            self._call_in_event_loop(self._hand_out, job_outputs)
 
     def _fail_all(self, error: ApiError) -> None:
         """End all requests that the loop has."""
-        failed, self._known = list(self._known.values()), {}
+        failed, self._added = list(self._added.values()), {}
         for job in failed:
             self.loop.cancel(job.name)
         self._call_in_event_loop(self._end_all, failed, error)
 
-    def _slots_held(self) -> float:
+    def _count_cached_tokens(self) -> float:
         requests = self.loop.requests
         batch = None if requests is None else requests.batch
         return 0.0 if requests is None or batch is None else sum(map(batch.held_tokens, requests.rows))
@@ -221,9 +223,9 @@ class Engine:
 
     # -- in the event loop, called by the thread ---------------------------------------------------------------------
 
-    def _hand_out(self, given: list[tuple[Job, GenerationOutput]]) -> None:
+    def _hand_out(self, job_outputs: list[tuple[Job, GenerationOutput]]) -> None:
         now = time.perf_counter()
-        for job, output in given:
+        for job, output in job_outputs:
             if job.first is None and output.new_tokens:
                 job.first = now
                 self.metrics.first_token.observe(now - job.began)

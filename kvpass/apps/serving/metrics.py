@@ -27,7 +27,7 @@ class Metrics:
         self.evicted = Counter("kvpass_evicted_tokens", "Tokens evicted, when a request ends.", registry=self.registry)
         self.first_token = self._histogram("kvpass_first_token_seconds", "From a request to its first token.")
         self.step = self._histogram("kvpass_step_seconds", "A prefill of one chunk, decode steps of all rows, or both.")
-        self.slots_held = Gauge("kvpass_slots_held", "Tokens in the slots of rows in use.", registry=self.registry)
+        self.cached_tokens = Gauge("kvpass_slots_held", "Tokens in the slots of rows in use.", registry=self.registry)
 
     def _histogram(self, name: str, text: str) -> Histogram:
         return Histogram(name, text, buckets=SECONDS, registry=self.registry)
@@ -42,9 +42,11 @@ class Metrics:
         self._gauge("kvpass_queue", "Requests that wait for a row.", lambda: max(0, requests() - rows))
         self._gauge("kvpass_slots", "Tokens that the rows can hold.", lambda: slots)
 
-    def watch_conversations(self, every: Callable[[], int], rows: Callable[[], int], nbytes: Callable[[], int]) -> None:
+    def watch_conversations(
+        self, conversations: Callable[[], int], rows: Callable[[], int], nbytes: Callable[[], int]
+    ) -> None:
         """Report all conversations, those in memory, and the bytes of these whenever the metrics are read."""
-        self._gauge("kvpass_conversations", "Conversations, in memory and in files.", every)
+        self._gauge("kvpass_conversations", "Conversations, in memory and in files.", conversations)
         self._gauge("kvpass_conversations_in_memory", "Conversations in memory.", rows)
         self._gauge("kvpass_conversation_bytes", "Bytes of conversations in memory.", nbytes)
 

@@ -21,7 +21,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvpass.apps.serving.answers import Answer, TextPiece
-from kvpass.apps.serving.schemas import ApiError, ChatFields, CompletionFields, SamplingFields, read, read_object
+from kvpass.apps.serving.schemas import ApiError, ChatFields, CompletionFields, SamplingFields, read_fields, read_object
 from kvpass.apps.serving.service import Service
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
@@ -63,7 +63,7 @@ def create_app(service: Service) -> Starlette:
         route("/health", _health, needs_key=False),
         route("/metrics", _metrics, needs_key=False),
     ]
-    handlers: dict[Any, Any] = {ApiError: _refused, HTTPException: _unknown, Exception: _failed}
+    handlers: dict[Any, Any] = {ApiError: _refused, HTTPException: _http_error, Exception: _failed}
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
 
 
@@ -71,73 +71,79 @@ def create_app(service: Service) -> Starlette:
 
 
 async def _chat(service: Service, request: Request) -> Response:
-    fields = read(await _body(service, request), ChatFields)
-    return await _answered(service, request, fields, "chat.completion", "chatcmpl")
+    fields = read_fields(await _body(service, request), ChatFields)
+    return await _answer(service, request, fields, "chat.completion", "chatcmpl")
 
 
 async def _completions(service: Service, request: Request) -> Response:
-    fields = read(await _body(service, request), CompletionFields)
-    return await _answered(service, request, fields, "text_completion", "cmpl")
+    fields = read_fields(await _body(service, request), CompletionFields)
+    return await _answer(service, request, fields, "text_completion", "cmpl")
 
 
-async def _answered(service: Service, request: Request, fields: SamplingFields, kind: str, prefix: str) -> Response:
+async def _answer(
+    service: Service, request: Request, fields: SamplingFields, object_type: str, prefix: str
+) -> Response:
     """Run a request and return its answer, whole or as a stream."""
     service.check_model(fields.model)
     name, owner = f"{prefix}-{secrets.token_hex(12)}", service.owner(request.headers.get("authorization", ""))
-    form = functools.partial(_form, name, kind, int(time.time()), service.name)
-    held = contextlib.AsyncExitStack()
-    answer = await held.enter_async_context(service.answer(name, fields, owner))
+    envelope = functools.partial(_envelope, name, object_type, int(time.time()), service.name)
+    resources = contextlib.AsyncExitStack()
+    answer = await resources.enter_async_context(service.answer(name, fields, owner))
     if fields.stream:
-        events = _events(answer, form, kind, fields.stream_options.include_usage)
-        return _Stream(events, held, service.settings.drain)
+        events = _events(answer, envelope, object_type, fields.stream_options.include_usage)
+        return _Stream(events, resources, service.settings.drain)
     try:
-        return await _unless_disconnected(request, _whole(answer, form, kind))
+        return await _unless_disconnected(request, _complete(answer, envelope, object_type))
     finally:
-        await held.aclose()
+        await resources.aclose()
 
 
-def _form(name: str, kind: str, created: int, model: str, chunk: bool, choices: list[Any], **more: Any) -> Any:
+def _envelope(
+    name: str, object_type: str, created: int, model: str, chunk: bool, choices: list[Any], **extra: Any
+) -> Any:
     """Return a completion or a chunk of one, in OpenAI's form."""
-    object_name = f"{kind}.chunk" if chunk and kind == "chat.completion" else kind
-    return {"id": name, "object": object_name, "created": created, "model": model, "choices": choices, **more}
+    object_name = f"{object_type}.chunk" if chunk and object_type == "chat.completion" else object_type
+    return {"id": name, "object": object_name, "created": created, "model": model, "choices": choices, **extra}
 
 
-async def _whole(answer: Answer, form: Callable[..., Any], kind: str) -> Response:
+async def _complete(answer: Answer, envelope: Callable[..., Any], object_type: str) -> Response:
     texts, reasons = [""] * len(answer.jobs), [""] * len(answer.jobs)
     async for piece in answer.pieces():
         texts[piece.index] += piece.text
         reasons[piece.index] = piece.reason or ""
-    choices = [_choice(kind, index, text, reasons[index]) for index, text in enumerate(texts)]
-    return JSONResponse(form(False, choices, usage=answer.usage()))
+    choices = [_choice(object_type, index, text, reasons[index]) for index, text in enumerate(texts)]
+    return JSONResponse(envelope(False, choices, usage=answer.usage()))
 
 
-def _choice(kind: str, index: int, text: str, reason: str | None, delta: dict[str, Any] | None = None) -> Any:
+def _choice(object_type: str, index: int, text: str, reason: str | None, delta: dict[str, Any] | None = None) -> Any:
     """Return one choice, whole, or a change of one if `delta` is given."""
     common = {"index": index, "logprobs": None, "finish_reason": reason}
-    if kind != "chat.completion":
+    if object_type != "chat.completion":
         return {**common, "text": text}
     if delta is not None:
         return {**common, "delta": delta}
     return {**common, "message": {"role": "assistant", "content": text, "refusal": None}}
 
 
-async def _events(answer: Answer, form: Callable[..., Any], kind: str, usage: bool) -> AsyncIterator[dict[str, str]]:
+async def _events(
+    answer: Answer, envelope: Callable[..., Any], object_type: str, usage: bool
+) -> AsyncIterator[dict[str, str]]:
     """Yield the events of a stream; an error that comes after its beginning is an event too."""
-    more: dict[str, Any] = {"usage": None} if usage else {}
-    chat = kind == "chat.completion"
+    extra: dict[str, Any] = {"usage": None} if usage else {}
+    chat = object_type == "chat.completion"
     if chat:
         first = {"role": "assistant", "content": ""}
         for index in range(len(answer.jobs)):
-            yield _event(form(True, [_choice(kind, index, "", None, first)], **more))
+            yield _event(envelope(True, [_choice(object_type, index, "", None, first)], **extra))
     try:
         async for piece in answer.pieces():
             for change in _changes(piece, chat):
-                yield _event(form(True, [change], **more))
+                yield _event(envelope(True, [change], **extra))
     except ApiError as error:
         yield _event(error.body())
         return
     if usage:
-        yield _event(form(True, [], usage=answer.usage()))
+        yield _event(envelope(True, [], usage=answer.usage()))
     yield {"data": "[DONE]"}
 
 
@@ -157,12 +163,14 @@ def _event(body: Any) -> dict[str, str]:
 class _Stream(EventSourceResponse):
     """A stream of events that frees what it holds when it ends, or when the client has closed the connection."""
 
-    def __init__(self, events: AsyncIterator[dict[str, str]], held: contextlib.AsyncExitStack, drain: float) -> None:
+    def __init__(
+        self, events: AsyncIterator[dict[str, str]], resources: contextlib.AsyncExitStack, drain: float
+    ) -> None:
         super().__init__(events, sep="\n", shutdown_grace_period=drain)
-        self._held = held
+        self._resources = resources
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._held:
+        async with self._resources:
             await super().__call__(scope, receive, send)
 
 
@@ -184,15 +192,15 @@ async def _disconnection(request: Request) -> Any:
 
 async def _body(service: Service, request: Request) -> bytes:
     """Return the body of a request, or raise ApiError if it is larger than the server takes."""
-    found, most = bytearray(), service.settings.largest_body
+    body, max_bytes = bytearray(), service.settings.largest_body
     try:
-        async for part in request.stream():
-            found += part
-            if len(found) > most:
-                raise ApiError(f"the body is larger than {most} bytes", 413, code="request_too_large")
+        async for received in request.stream():
+            body += received
+            if len(body) > max_bytes:
+                raise ApiError(f"the body is larger than {max_bytes} bytes", 413, code="request_too_large")
     except ClientDisconnect:
         raise ApiError("the connection was closed before the end of the body", DISCONNECTED) from None
-    return bytes(found)
+    return bytes(body)
 
 
 # -- the model and conversations ---------------------------------------------------------------------------------------
@@ -250,8 +258,8 @@ async def _health(service: Service, _: Request) -> Response:
 
 async def _metrics(service: Service, _: Request) -> Response:
     with contextlib.suppress(asyncio.TimeoutError):  # in the middle of a long step the last value stands
-        held = await asyncio.wait_for(service.engine.slots_held(), METRICS_TIMEOUT)
-        service.metrics.slots_held.set(held)
+        cached = await asyncio.wait_for(service.engine.cached_tokens(), METRICS_TIMEOUT)
+        service.metrics.cached_tokens.set(cached)
     return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
@@ -261,11 +269,11 @@ async def _refused(_: Request, error: Exception) -> Response:
     return JSONResponse(error.body(), error.status, headers)
 
 
-async def _unknown(request: Request, error: Exception) -> Response:
+async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    known = {404: f"there is no {request.url.path}", 405: f"{request.url.path} does not take {request.method}"}
+    messages = {404: f"there is no {request.url.path}", 405: f"{request.url.path} does not take {request.method}"}
     code = "not_found" if error.status_code == 404 else "method_not_allowed" if error.status_code == 405 else None
-    refusal = ApiError(known.get(error.status_code, str(error.detail)), error.status_code, code=code)
+    refusal = ApiError(messages.get(error.status_code, str(error.detail)), error.status_code, code=code)
     return JSONResponse(refusal.body(), error.status_code, error.headers)
 
 

@@ -134,8 +134,8 @@ class SamplingFields:
     @property
     def stops(self) -> tuple[str, ...]:
         """The texts to stop at, without empty ones."""
-        given = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        return tuple(filter(None, given))
+        texts = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return tuple(filter(None, texts))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +146,9 @@ class ChatFields(SamplingFields):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "messages", tuple(_message(each, i) for i, each in enumerate(self.messages)))
+        object.__setattr__(
+            self, "messages", tuple(_message(message, index) for index, message in enumerate(self.messages))
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,15 +164,15 @@ class CompletionFields(SamplingFields):
             raise ApiError(f"prompt: a conversation takes one prompt, got {len(self.prompt)}", param="prompt")
 
 
-def read(body: bytes, fields: type[Fields]) -> Fields:
+def read_fields(body: bytes, fields: type[Fields]) -> Fields:
     """Return the fields of a request.
 
     Raises:
         ApiError: the body is no JSON object, or a field has a value that is not allowed or is not supported.
     """
-    given = read_object(body)
+    entries = read_object(body)
     try:
-        return fields(**_supported_fields(given, {field.name for field in dataclasses.fields(fields)}))
+        return fields(**_supported_fields(entries, {field.name for field in dataclasses.fields(fields)}))
     except PolicyError as error:
         raise ApiError(str(error), param=str(error).partition("=")[0]) from None
 
@@ -182,24 +184,24 @@ def read_object(text: str | bytes, param: str | None = None) -> dict[str, Any]:
         ApiError: the text is no JSON object, or has a string that is no Unicode text.
     """
     try:
-        given = json.loads(text)
-        json.dumps(given, ensure_ascii=False).encode()  # fails for half of a surrogate pair, which JSON can escape
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()  # fails for half of a surrogate pair, which JSON can escape
     except (ValueError, RecursionError) as error:
         raise ApiError(f"{param or 'the body'} is not valid JSON: {error}", param=param, code="invalid_json") from None
-    return _object(given, param)
+    return _object(value, param)
 
 
-def _object(given: Any, param: str | None) -> dict[str, Any]:
+def _object(value: Any, param: str | None) -> dict[str, Any]:
     """Return a value that was read from JSON if it is an object, else raise ApiError."""
-    if not isinstance(given, dict):
-        message = f"{param or 'the body'} must be a JSON object, got {type(given).__name__}"
+    if not isinstance(value, dict):
+        message = f"{param or 'the body'} must be a JSON object, got {type(value).__name__}"
         raise ApiError(message, param=param, code="invalid_json")
-    return given
+    return value
 
 
-def _supported_fields(given: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+def _supported_fields(entries: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
     """Return the supported fields, under their own names, or raise ApiError if another one asks for something."""
-    fields = {name: value for name, value in given.items() if value is not None}
+    fields = {name: value for name, value in entries.items() if value is not None}
     for name, value in _generation(fields.pop("generation_config", None)).items():
         fields.setdefault(name, value)
     newer = fields.pop("max_completion_tokens", None)
@@ -207,14 +209,16 @@ def _supported_fields(given: Mapping[str, Any], names: set[str]) -> dict[str, An
         raise ApiError(f"max_tokens and max_completion_tokens differ: {fields['max_tokens']!r} and {newer!r}")
     wrong = [name for name, value in fields.items() if name not in names and not _changes_nothing(name, value)]
     if wrong:
-        known = "is not supported by this server" if wrong[0] in NEUTRAL else "is no field of this endpoint"
-        raise ApiError(f"{wrong[0]}: {known}; leave it out", param=wrong[0], code="unsupported_field")
+        complaint = "is not supported by this server" if wrong[0] in NEUTRAL else "is no field of this endpoint"
+        raise ApiError(f"{wrong[0]}: {complaint}; leave it out", param=wrong[0], code="unsupported_field")
     return {name: value for name, value in fields.items() if name in names}
 
 
 def _changes_nothing(name: str, value: Any) -> bool:
     """Return whether a field that is not supported asks for nothing; 0 and False are different, as in JSON."""
-    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in NEUTRAL.get(name, ()))
+    return any(
+        value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in NEUTRAL.get(name, ())
+    )
 
 
 def _generation(text: Any) -> dict[str, Any]:
@@ -223,63 +227,69 @@ def _generation(text: Any) -> dict[str, Any]:
         return {}
     name = "generation_config"
     config = read_object(text, name) if isinstance(text, str) else _object(text, name)
-    given = {name: value for name, value in config.items() if value is not None and name not in _IGNORED}
-    wrong = sorted(given.keys() - _GENERATION.keys())
+    options = {name: value for name, value in config.items() if value is not None and name not in _IGNORED}
+    wrong = sorted(options.keys() - _GENERATION.keys())
     if wrong:
         raise ApiError(f"generation_config: {wrong[0]} is not supported by this server", param="generation_config")
-    found = {_GENERATION[name]: value for name, value in given.items()}
-    return {**found, "temperature": 0} if config.get("do_sample") is False else found
+    fields = {_GENERATION[name]: value for name, value in options.items()}
+    return {**fields, "temperature": 0} if config.get("do_sample") is False else fields
 
 
-def _stream_options(given: Any) -> StreamOptions:
-    if given is None:
+def _stream_options(options: Any) -> StreamOptions:
+    if options is None:
         return StreamOptions()
     try:
-        return StreamOptions(**given)
+        return StreamOptions(**options)
     except (TypeError, PolicyError) as error:
         raise ApiError(f"stream_options: {error}", param="stream_options") from None
 
 
-def _conversation(given: Any) -> str | None:
+def _conversation(value: Any) -> str | None:
     """Return the id of a conversation, which OpenAI's API also writes as an object with an id."""
-    name = given.get("id") if isinstance(given, dict) else given
-    if given is not None and (not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME):
+    name = value.get("id") if isinstance(value, dict) else value
+    if value is not None and (not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME):
         raise ApiError(f"conversation: must be an id of 1 to {LONGEST_NAME} characters", param="conversation")
     return name
 
 
 def _message(message: Mapping[str, Any], index: int) -> dict[str, str]:
     """Return a message with its role and its text."""
-    where = f"messages[{index}]"
+    param = f"messages[{index}]"
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
-        raise ApiError(f"{where}: role {role!r} must be one of {', '.join(ROLES)}", param=where)
+        raise ApiError(f"{param}: role {role!r} must be one of {', '.join(ROLES)}", param=param)
     asks = [name for name in ("tool_calls", "function_call", "audio") if message.get(name)]
     if asks:
-        raise ApiError(f"{where}: {asks[0]} is not supported by this server", param=where, code="unsupported_field")
-    return {"role": "system" if role == "developer" else role, "content": _text(content, where)}
+        raise ApiError(f"{param}: {asks[0]} is not supported by this server", param=param, code="unsupported_field")
+    return {"role": "system" if role == "developer" else role, "content": _text(content, param)}
 
 
-def _text(content: Any, where: str) -> str:
+def _text(content: Any, param: str) -> str:
     """Return the content of a message, a text or a list of parts of type "text", as one text."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
-        raise ApiError(f"{where}: content must be a text or a list of parts of type 'text'", param=where)
+        raise ApiError(f"{param}: content must be a text or a list of parts of type 'text'", param=param)
     for part in content:
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise ApiError(f"{where}: a part of type {kind!r} is not supported", param=where, code="unsupported_field")
+        part_type = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if part_type != "text" or not isinstance(part.get("text"), str):
+            raise ApiError(
+                f"{param}: a part of type {part_type!r} is not supported", param=param, code="unsupported_field"
+            )
     return "".join(part["text"] for part in content)
 
 
-def _prompts(given: Any) -> tuple[Any, ...]:
+def _prompts(value: Any) -> tuple[Any, ...]:
     """Return the prompts of a completion, each a text or a list of token ids."""
-    several = given if isinstance(given, list) and given and all(isinstance(x, (str, list)) for x in given) else [given]
-    for each in several:
-        ids = isinstance(each, list) and all(type(token) is int for token in each)
-        if not each or not (ids or isinstance(each, str)):
+    prompts = (
+        value
+        if isinstance(value, list) and value and all(isinstance(entry, (str, list)) for entry in value)
+        else [value]
+    )
+    for prompt in prompts:
+        ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
+        if not prompt or not (ids or isinstance(prompt, str)):
             raise ApiError(
                 "prompt: must be a text, a list of token ids, or a list of these; none empty", param="prompt"
             )
-    return tuple(several)
+    return tuple(prompts)

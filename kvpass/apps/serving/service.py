@@ -97,8 +97,8 @@ class Service:
 
     def check_key(self, header: str) -> None:
         """Raise ApiError unless a request may use the API."""
-        scheme, _, given = header.partition(" ")
-        matches = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in self.settings.api_keys]
+        scheme, _, sent_key = header.partition(" ")
+        matches = [hmac.compare_digest(sent_key.strip().encode(), key.encode()) for key in self.settings.api_keys]
         if matches and not (scheme.lower() == "bearer" and any(matches)):
             raise ApiError("the API key is missing or not known", 401, code="invalid_api_key")
 
@@ -114,8 +114,8 @@ class Service:
 
     def model_card(self) -> dict[str, Any]:
         """Return what `/v1/models` says about the model."""
-        chosen = self.engine.loop.backend
-        settings = {"policy": policies.to_json(chosen.policy), "budget": chosen.budget, "rows": self.engine.rows}
+        backend = self.engine.loop.backend
+        settings = {"policy": policies.to_json(backend.policy), "budget": backend.budget, "rows": self.engine.rows}
         card = {"id": self.name, "object": "model", "created": self._created, "owned_by": "kvpass"}
         return {**card, "max_model_len": self.settings.context, "kvpass": settings}
 
@@ -140,7 +140,10 @@ class Service:
         if isinstance(fields, ChatFields):
             return [[*before, *self.subject.encode([self._render(fields, conversation)])[0]]]
         assert isinstance(fields, CompletionFields)
-        return [[*before, *(self._encode(x, not before) if isinstance(x, str) else x)] for x in fields.prompt]
+        return [
+            [*before, *(self._encode(prompt, not before) if isinstance(prompt, str) else prompt)]
+            for prompt in fields.prompt
+        ]
 
     def _encode(self, text: str, first: bool) -> list[int]:
         """Return the token ids of a text; at the beginning of a conversation with those that introduce it."""
@@ -149,7 +152,7 @@ class Service:
 
     def _render(self, fields: ChatFields, conversation: KeptConversation | None) -> str:
         """Return the text of a chat's messages, or raise ApiError if a chat template is missing or refuses them."""
-        tokenizer, messages = self.subject.tokenizer, [dict(each) for each in fields.messages]
+        tokenizer, messages = self.subject.tokenizer, [dict(message) for message in fields.messages]
         if not getattr(tokenizer, "chat_template", None):
             raise ApiError(f"{self.name} has no chat template: use /v1/completions", param="messages")
         try:
@@ -181,20 +184,20 @@ class Service:
     def _options(self, fields: SamplingFields, prompt: list[int], before: int) -> dict[str, Any]:
         """Return the arguments of `DecodeLoop.add` for one choice, or raise ApiError if they exceed the context."""
         chat, context, length = isinstance(fields, ChatFields), self.settings.context, before + len(prompt)
-        most = fields.max_tokens or (self.settings.max_tokens if chat else COMPLETION_TOKENS)
+        max_new_tokens = fields.max_tokens or (self.settings.max_tokens if chat else COMPLETION_TOKENS)
         if not prompt:
             raise ApiError("the prompt has no tokens", param="messages" if chat else "prompt")
         if context is not None:
-            room = context - length
-            if room < (fields.max_tokens or 1):
+            available = context - length
+            if available < (fields.max_tokens or 1):
                 raise ApiError(
                     f"{length} tokens and {fields.max_tokens or 1} new ones are more than the {context} of this server",
                     param="messages" if chat else "prompt",
                     code="context_length_exceeded",
                 )
-            most = min(most, room)
+            max_new_tokens = min(max_new_tokens, available)
         return dict(
-            max_new_tokens=most,
+            max_new_tokens=max_new_tokens,
             stop=[] if fields.ignore_eos else self.ends,
             temperature=1.0 if fields.temperature is None else fields.temperature,
             top_p=None if fields.top_p == 1 else fields.top_p,

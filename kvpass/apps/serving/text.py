@@ -31,7 +31,7 @@ class TextStream:
 
     def finish(self) -> str:
         """Return the rest of the text, after the last token."""
-        rest, self._waiting = ("", "") if self.stopped else (self._waiting + self._new(whole=True), "")
+        rest, self._waiting = ("", "") if self.stopped else (self._waiting + self._new_text(final=True), "")
         return rest
 
     def _push(self, tokens: Sequence[int]) -> str:
@@ -39,25 +39,25 @@ class TextStream:
             return ""
         self._ids += tokens
         self.tokens += len(tokens)
-        self._waiting += self._new()
-        found = [index for stop in self.stops if (index := self._waiting.find(stop)) >= 0]
-        if found:
+        self._waiting += self._new_text()
+        stop_indices = [index for stop in self.stops if (index := self._waiting.find(stop)) >= 0]
+        if stop_indices:
             self.stopped = True
-            return self._waiting[: min(found)]
-        sure = len(self._waiting) - self._stop_prefix_length()
-        text, self._waiting = self._waiting[:sure], self._waiting[sure:]
+            return self._waiting[: min(stop_indices)]
+        settled = len(self._waiting) - self._stop_prefix_length()
+        text, self._waiting = self._waiting[:settled], self._waiting[settled:]
         return text
 
-    def _new(self, whole: bool = False) -> str:
-        """Return the text of the tokens since the last call, with an unfinished character only if `whole`."""
+    def _new_text(self, final: bool = False) -> str:
+        """Return the text of the tokens since the last call, with an unfinished character only if `final`."""
         text = self._decode(self._ids)
-        if text.endswith(UNFINISHED) and not whole:
+        if text.endswith(UNFINISHED) and not final:
             return ""
-        new = text[len(self._decode(self._ids[: self._decoded])) :]
+        new_text = text[len(self._decode(self._ids[: self._decoded])) :]
         # The tokens of one piece stay: some tokenizers decode a token otherwise at the beginning of a text.
         self._ids = self._ids[self._decoded :]
         self._decoded = len(self._ids)
-        return new
+        return new_text
 
     def _stop_prefix_length(self) -> int:
         """Return how many of the last characters may begin a stop text."""

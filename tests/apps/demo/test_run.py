@@ -17,7 +17,7 @@ from kvpass.apps import checkpoint, cli, corpus
 from kvpass.apps.demo import run
 from kvpass.apps.demo.chat import QUESTIONS
 from kvpass.apps.demo.settings import FULL, PARTS, POLICIES, DemoSettings, DemoSizes
-from kvpass.apps.evaluation.session import HeldSnapshot
+from kvpass.apps.evaluation.session import PositionSnapshot
 from kvpass.decoding.loop import DecodeLoop
 from kvpass.errors import BudgetError, CheckpointError
 from kvpass.lowering.formats import KV_DTYPES
@@ -128,7 +128,7 @@ def test_the_bundled_models_recall(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_kept_tokens_are_counted_by_region() -> None:
-    assert run.kept_row(HeldSnapshot(20, [0, 2, 7, 9, 11, 17, 18, 19])) == {
+    assert run.cached_row(PositionSnapshot(20, [0, 2, 7, 9, 11, 17, 18, 19])) == {
         "of the first 4": 2, "recent": 3, "between": 3, "median position between": 9,
     }  # fmt: skip
 

@@ -14,9 +14,9 @@ import torch
 import transformers
 
 import kvpass
-from kvpass.apps.evaluation.perplexity import EVERY, Perplexity, StreamMeasure
+from kvpass.apps.evaluation.perplexity import ALL_FILES, Perplexity, StreamMeasure
 from kvpass.apps.evaluation.recall import RecallMeasure
-from kvpass.apps.evaluation.retrieval import HELD, Needle, Passkey, mentions
+from kvpass.apps.evaluation.retrieval import CACHED_SHARE, Needle, Passkey, mentions
 from kvpass.apps.evaluation.scoring import Feed, Scored
 from kvpass.apps.evaluation.session import Session
 from kvpass.apps.models import LoadedModel
@@ -68,7 +68,7 @@ def test_each_file_is_scored_from_an_empty_cache() -> None:
     standing = session({"a": [2, 2, 2, 2], "b": [3, 3, 3, 3, 3, 3, 3], "short": [9], "c": [1, 1, 1]})
     rows = list(Perplexity(tokens=6, batch=2).rows(standing))
     assert standing.scored[0] == ([[BOS], [BOS]], [[2, 2, 2, 2], [3, 3, 3, 3, 3]])
-    assert [(row["file"], row["tokens"]) for row in rows] == [("a", 4), ("b", 5), ("c", 3), (EVERY, 12)]
+    assert [(row["file"], row["tokens"]) for row in rows] == [("a", 4), ("b", 5), ("c", 3), (ALL_FILES, 12)]
     assert [math.log(row["perplexity"]) for row in rows] == pytest.approx([2, 3, 1, (8 + 15 + 3) / 12])
     assert Perplexity().columns(rows)["files"] == 3
 
@@ -120,9 +120,9 @@ def test_a_secret_is_planted_at_its_depth(measure: Passkey | Needle, tokenizer: 
     assert {length for length, _ in seen} == {120}
     assert len({text for _, text in seen}) == 9  # secrets differ
     assert [(row["depth"], row["accuracy"]) for row in rows] == [(0.0, 1.0), (0.5, 0.0), (1.0, 0.0)]
-    assert [row[HELD] for row in rows] == [1.0, 0.0, 0.0]
+    assert [row[CACHED_SHARE] for row in rows] == [1.0, 0.0, 0.0]
     columns = measure.columns(rows)
-    assert (columns["accuracy"], columns[HELD], columns["120 at 50%"]) == pytest.approx((1 / 3, 1 / 3, 0))
+    assert (columns["accuracy"], columns[CACHED_SHARE], columns["120 at 50%"]) == pytest.approx((1 / 3, 1 / 3, 0))
     assert list(measure.rows(session(texts, tokenizer=tokenizer, answer=answer))) == rows  # drawn by the seed
 
 

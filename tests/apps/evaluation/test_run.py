@@ -63,7 +63,7 @@ def test_results_are_read_as_they_were_written_and_refusals_are_tried_again(tmp_
     again = Results(tmp_path / "new")
     assert again.of(key) is None
     again.add(Result(key, [{"distance": 4}], {"4": 1.0}))
-    assert Results(tmp_path / "new").all == [Result(key, [{"distance": 4}], {"4": 1.0})]
+    assert Results(tmp_path / "new").entries == [Result(key, [{"distance": 4}], {"4": 1.0})]
     assert Results(tmp_path / "new").of(key) is not None
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kvpass
-from kvpass.apps.evaluation.session import HeldRecorder, Session, UncompiledLoop
+from kvpass.apps.evaluation.session import PositionRecorder, Session, UncompiledLoop
 from kvpass.apps.evaluation.speed import Speed, cache_bytes
 from kvpass.apps.models import LoadedModel
 from kvpass.decoding.loop import DecodeLoop
@@ -69,7 +69,7 @@ def session(loop: Any, model: Any) -> Session:
 
 
 def test_cached_positions_are_recorded_while_a_text_is_scored() -> None:
-    model, held = build("Llama", layers=2), HeldRecorder(layer=1, head=1)
+    model, held = build("Llama", layers=2), PositionRecorder(layer=1, head=1)
     loop = DecodeLoop(model, "streaming", budget=8, prefill_chunk=4, inner="eager")
     with_watch = Session(LoadedModel("stub", model, None, None, False), loop, {}, "chunk", 4, 8, watch=held)
     with_watch.score([[2]], [[*range(3, 22)]])

@@ -37,7 +37,7 @@ def test_options_become_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             str(tmp_path),
         ),
     )
-    assert (made.name, made.engine.rows, made.engine.most, made.engine.slots) == ("tiny-llama", 3, 8, 192)
+    assert (made.name, made.engine.rows, made.engine.max_requests, made.engine.slots) == ("tiny-llama", 3, 8, 192)
     assert made.settings.api_keys == ("one", "two", "three")
     assert (made.settings.max_tokens, made.settings.context, made.settings.folder) == (9, 2048, tmp_path)
     assert made.settings.conversations == Limits(rows=6, nbytes=100, count=7)

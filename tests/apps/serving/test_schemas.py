@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from kvpass.apps.serving.schemas import ApiError, ChatFields, CompletionFields, read
+from kvpass.apps.serving.schemas import ApiError, ChatFields, CompletionFields, read_fields
 from tests.apps.serving.small import NAME
 
 HELLO = [{"role": "user", "content": "hello"}]
 
 
 def chat(**fields: Any) -> ChatFields:
-    return read(json.dumps({"model": NAME, "messages": HELLO, **fields}).encode(), ChatFields)
+    return read_fields(json.dumps({"model": NAME, "messages": HELLO, **fields}).encode(), ChatFields)
 
 
 def completion(**fields: Any) -> CompletionFields:
-    return read(json.dumps({"prompt": "hello", **fields}).encode(), CompletionFields)
+    return read_fields(json.dumps({"prompt": "hello", **fields}).encode(), CompletionFields)
 
 
 def test_fields_are_read() -> None:
@@ -118,7 +118,7 @@ def test_zero_logprobs_of_a_completion_ask_for_something() -> None:
 @pytest.mark.parametrize("body", [b"", b"{", b"\xff", b"[1]", b"null", b"[" * 100_000, b'{"user": "\\ud800"}'])
 def test_bodies_that_are_no_objects(body: bytes) -> None:
     with pytest.raises(ApiError, match=r"the body (is not valid JSON|must be a JSON object)"):
-        read(body, ChatFields)
+        read_fields(body, ChatFields)
 
 
 def test_the_generation_config_of_transformers_chat() -> None:
