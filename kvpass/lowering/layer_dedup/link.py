@@ -1,14 +1,14 @@
 """Compile one segment of each kind, and run the segments in order.
 
     def call(*a):                                        a: the arguments of the graph
-        given = [a[9], a[40]]
-        embed, cos, sin = run_0(given)
-        given = [embed, a[41], cos, sin, a[0], a[1]]     a layer: weights and slots are operands like any other
+        operands = [a[9], a[40]]
+        embed, cos, sin = run_0(operands)
+        operands = [embed, a[41], cos, sin, a[0], a[1]]  a layer: weights and slots are operands like any other
         del embed                                        before the call: only the list keeps a value alive,
-        x, = run_1(given)                                and the compiled code empties the list
-        given = [x, a[52], cos, sin, a[8], a[9]]
+        x, = run_1(operands)                             and the compiled code empties the list
+        operands = [x, a[52], cos, sin, a[8], a[9]]
         del x, cos, sin
-        y, = run_1(given)                                the same code for the next layer
+        y, = run_1(operands)                             the same code for the next layer
         ...
         return (logits,)
 
@@ -44,7 +44,7 @@ def compile_deduplicated(
     examples: Sequence[Any],
     anchors: Sequence[fx.Node],
     patches: Patches,
-    alike: Collection[Any] = (),
+    exchangeable: Collection[Any] = (),
 ) -> inductor.Compiled | None:
     """Compile a graph with shared code for its layers, or return None if it is to be compiled whole.
 
@@ -55,7 +55,7 @@ def compile_deduplicated(
         gm: a graph without gradients.
         anchors: one node of each layer.
         patches: returns the Inductor configuration of a part.
-        alike: symbols of sizes that share code, so that a guard on one of them applies to all; see
+        exchangeable: symbols of sizes that share code, so that a guard on one of them applies to all; see
             `kvpass.torch_private.symbolic_shapes.SymbolicSizes.alike`.
     """
     if (
@@ -64,12 +64,12 @@ def compile_deduplicated(
         or not inductor.allows_parts(patches(gm))
     ):
         return None
-    found = segments.split(gm, anchors)
-    if not found:
+    all_segments = segments.split(gm, anchors)
+    if not all_segments:
         return None
-    with inductor.compiling_parts(gm, examples) as parts:
-        kinds, program = _SegmentKinds(gm, parts, patches, alike), []
-        for segment in found:
+    with inductor.compiling_parts(gm, examples) as part_compiler:
+        kinds, program = _SegmentKinds(gm, part_compiler, patches, exchangeable), []
+        for segment in all_segments:
             compiled = kinds.run_of(segment)
             if compiled is None:
                 log.info("a graph is compiled whole: a part of it cannot be compiled alone")
@@ -86,27 +86,31 @@ class _SegmentKinds:
     """
 
     def __init__(
-        self, gm: fx.GraphModule, parts: inductor.CompiledParts, patches: Patches, alike: Collection[Any]
+        self, gm: fx.GraphModule, part_compiler: inductor.CompiledParts, patches: Patches, exchangeable: Collection[Any]
     ) -> None:
-        self.parts, self.patches, self.alike = parts, patches, alike
-        self.values: dict[fx.Node, Any] = dict(zip(walk.placeholders(gm.graph), parts.examples, strict=True))
-        self._sizes = {symbolic_shapes.expression(v): n for n, v in self.values.items() if isinstance(v, torch.SymInt)}
-        self._known: dict[Any, tuple[inductor.Boxed, list[Any], set[Any]]] = {}
+        self.part_compiler, self.patches, self.exchangeable = part_compiler, patches, exchangeable
+        self.values: dict[fx.Node, Any] = dict(zip(walk.placeholders(gm.graph), part_compiler.examples, strict=True))
+        self._sizes = {
+            symbolic_shapes.expression(value): node
+            for node, value in self.values.items()
+            if isinstance(value, torch.SymInt)
+        }
+        self._code_by_key: dict[Any, tuple[inductor.Boxed, list[Any], set[Any]]] = {}
 
     def run_of(self, segment: Segment) -> tuple[Segment, inductor.Boxed] | None:
         """Return a segment with all its operands and its code, or None if it cannot be compiled alone."""
         segment = self._with_symbol_inputs(segment)
         operands = [self.values[node] for node in segment.operands]
-        key, sizes = segment.key(operands, self.alike), segments.symbols_among(operands, self.alike)
-        if key not in self._known:
+        key, sizes = segment.key(operands, self.exchangeable), segments.symbols_among(operands, self.exchangeable)
+        if key not in self._code_by_key:
             module = as_module(segment, operands)
-            compiled = self.parts.compile(module, operands, self.patches(module))
+            compiled = self.part_compiler.compile(module, operands, self.patches(module))
             if compiled is None:
                 return None
-            self._known[key] = (*compiled, sizes)
-        run, results, compiled_sizes = self._known[key]
+            self._code_by_key[key] = (*compiled, sizes)
+        run, results, compiled_sizes = self._code_by_key[key]
         renamed = dict(zip(compiled_sizes, sizes, strict=True)) if len(sizes) == 1 else {}
-        self.values.update(zip(segment.returned, self.parts.fresh_values(results, renamed), strict=True))
+        self.values.update(zip(segment.returned, self.part_compiler.fresh_values(results, renamed), strict=True))
         return segment, run
 
     def _with_symbol_inputs(self, segment: Segment) -> Segment:
@@ -129,7 +133,7 @@ def as_module(segment: Segment, operands: Sequence[Any]) -> fx.GraphModule:
         args, kwargs = map_arg((node.args, node.kwargs), lambda parent: copies[parent])
         target = node.target
         if node.op == "get_attr":
-            target = f"held_{number}"
+            target = f"attribute_{number}"
             attributes[target] = operator.attrgetter(str(node.target))(node.graph.owning_module)
         copies[node] = graph.create_node(node.op, target, args, kwargs, name=f"value_{number}")
         copies[node].meta = dict(node.meta)
@@ -146,14 +150,16 @@ def _link(gm: fx.GraphModule, program: list[tuple[Segment, inductor.Boxed]]) -> 
     runs = {id(run): run for _, run in program}  # not all of them are hashable
     function_names = {key: f"run_{number}" for number, key in enumerate(runs)}
     last_use = {node: number for number, (segment, _) in enumerate(program) for node in segment.operands}
-    kept = inputs.union(out for out in outputs if isinstance(out, fx.Node))
+    kept_alive = inputs.union(out for out in outputs if isinstance(out, fx.Node))
     lines = []
     for number, (segment, run) in enumerate(program):
-        lines.append(f"given = [{_comma_list(names[node] for node in segment.operands)}]")
-        lines += _delete(names[node] for node in segment.operands if last_use[node] == number and node not in kept)
+        lines.append(f"operands = [{_comma_list(names[node] for node in segment.operands)}]")
+        lines += _delete(
+            names[node] for node in segment.operands if last_use[node] == number and node not in kept_alive
+        )
         assignment = f"{_comma_list(names[node] for node in segment.returned)} = " if segment.results else ""
-        lines.append(f"{assignment}{function_names[id(run)]}(given)")
-        lines += _delete(names[node] for node in segment.returned if node not in last_use and node not in kept)
+        lines.append(f"{assignment}{function_names[id(run)]}(operands)")
+        lines += _delete(names[node] for node in segment.returned if node not in last_use and node not in kept_alive)
     lines.append(f"return ({_comma_list(names[out] if isinstance(out, fx.Node) else repr(out) for out in outputs)})")
     return LinkedSegments("\n".join(lines), {name: runs[key] for key, name in function_names.items()})
 

@@ -67,8 +67,8 @@ class Segment:
         operands: dict[fx.Node, int] = {}
 
         def reference(parent: fx.Node) -> tuple[str, int]:
-            own = index_of.get(parent)
-            return ("operand", operands.setdefault(parent, len(operands))) if own is None else ("own", own)
+            own_index = index_of.get(parent)
+            return ("operand", operands.setdefault(parent, len(operands))) if own_index is None else ("own", own_index)
 
         body = tuple((node.op, _target(node), walk.arguments_text(node, reference)) for node in nodes)
         results = tuple(index_of[node] for node in nodes if any(user not in index_of for user in node.users))
@@ -121,9 +121,9 @@ def _value_key(value: Any, renamed: dict[Any, Any]) -> tuple[Any, ...]:
     if not tensors.is_wrapper(value):
         return key
     inner, context = tensors.inner_tensors(value)
-    parts = tuple((name, _value_key(part, renamed)) for name, part in inner.items())
+    inner_keys = tuple((name, _value_key(tensor, renamed)) for name, tensor in inner.items())
     leaves, structure = optree.tree_flatten(context, none_is_leaf=True)
-    return (*key, type(value), parts, structure, *map(_ContextValue, leaves))
+    return (*key, type(value), inner_keys, structure, *map(_ContextValue, leaves))
 
 
 class _ContextValue:
@@ -169,7 +169,7 @@ def split(gm: fx.GraphModule, anchors: Sequence[fx.Node]) -> list[Segment]:
     if len(set(anchors).intersection(order)) < MIN_EQUAL_LAYERS or any(node.op == "call_module" for node in order):
         return []
     order, bounds = _bounds(order, anchors)
-    segments = [Segment.of(order[a:b]) for a, b in itertools.pairwise(bounds)]
+    segments = [Segment.of(order[start:end]) for start, end in itertools.pairwise(bounds)]
     common = max(collections.Counter(segment.body for segment in segments).values())
     return _with_equal_results(segments) if common >= MIN_EQUAL_LAYERS and _is_sound(gm, segments) else []
 
@@ -188,29 +188,31 @@ def _with_equal_results(segments: list[Segment]) -> list[Segment]:
 def _bounds(order: list[fx.Node], anchors: Sequence[fx.Node]) -> tuple[list[fx.Node], list[int]]:
     """Return the nodes in the order in which they run, and the cuts, both ends included."""
     cuts = _cuts(order, anchors)
-    layers = [Segment.of(order[a:b]) for a, b in itertools.pairwise(cuts)]
-    known = {layer.body: len(layer.nodes) for layer in layers}
-    end = next((n for n in known.values() if Segment.of(order[cuts[-1] : cuts[-1] + n]).body in known), 0)
-    order, begin = _separate_first_layer(order, cuts, known)
+    layers = [Segment.of(order[start:stop]) for start, stop in itertools.pairwise(cuts)]
+    lengths = {layer.body: len(layer.nodes) for layer in layers}
+    end = next(
+        (count for count in lengths.values() if Segment.of(order[cuts[-1] : cuts[-1] + count]).body in lengths), 0
+    )
+    order, begin = _separate_first_layer(order, cuts, lengths)
     return order, sorted({0, begin, *cuts, cuts[-1] + end, len(order)})
 
 
-def _separate_first_layer(order: list[fx.Node], cuts: list[int], known: dict[Any, int]) -> tuple[list[fx.Node], int]:
+def _separate_first_layer(order: list[fx.Node], cuts: list[int], lengths: dict[Any, int]) -> tuple[list[fx.Node], int]:
     """Move values that the first layer computes for all layers before it; return the order and the layer's start.
 
     The start is 0, with everything before the layer, if the layer equals no other or cannot be separated.
 
     Args:
-        known: the bodies of other layers, with their lengths.
+        lengths: the number of nodes of each body of the other layers.
     """
     shared = _shared_by_layers(order, cuts)
     first_layer = [node for node in order[: cuts[0]] if node not in shared]
-    length = next((n for n in known.values() if Segment.of(first_layer[-n:]).body in known), 0)
+    length = next((count for count in lengths.values() if Segment.of(first_layer[-count:]).body in lengths), 0)
     first = order.index(first_layer[-length]) if length else 0
-    late = [node for node in order[first : cuts[0]] if node in shared]
-    if not length or not _may_move(order, late, first):
+    moved = [node for node in order[first : cuts[0]] if node in shared]
+    if not length or not _may_move(order, moved, first):
         return order, 0
-    return [*order[:first], *late, *first_layer[-length:], *order[cuts[0] :]], first + len(late)
+    return [*order[:first], *moved, *first_layer[-length:], *order[cuts[0] :]], first + len(moved)
 
 
 def _cuts(order: list[fx.Node], anchors: Sequence[fx.Node]) -> list[int]:
@@ -218,7 +220,7 @@ def _cuts(order: list[fx.Node], anchors: Sequence[fx.Node]) -> list[int]:
     index = {node: i for i, node in enumerate(order)}
     anchor_indices = sorted({index[node] for node in anchors if node in index})
     alive = _alive(order, index, anchor_indices)
-    return [min(range(b, a, -1), key=alive.__getitem__) for a, b in itertools.pairwise(anchor_indices)]
+    return [min(range(end, start, -1), key=alive.__getitem__) for start, end in itertools.pairwise(anchor_indices)]
 
 
 def _alive(order: list[fx.Node], index: dict[fx.Node, int], anchors: list[int]) -> list[int]:
@@ -240,7 +242,9 @@ def _alive(order: list[fx.Node], index: dict[fx.Node, int], anchors: list[int]) 
 def _shared_by_layers(order: list[fx.Node], cuts: list[int]) -> set[fx.Node]:
     """Return the nodes before the first cut that are read after the second one, and their ancestors."""
     index = {node: i for i, node in enumerate(order)}
-    read_later = [n for n in order[: cuts[0]] if any(index.get(user, -1) >= cuts[1] for user in n.users)]
+    read_later = [
+        candidate for candidate in order[: cuts[0]] if any(index.get(user, -1) >= cuts[1] for user in candidate.users)
+    ]
     return {node for shared in read_later for node in walk.ancestors(shared) if node in index}
 
 
@@ -255,8 +259,8 @@ def _may_move(order: list[fx.Node], moved: list[fx.Node], first: int) -> bool:
     if any(map(_writes, moved)) or any(map(fx_nodes.sets_a_mode, passed)):
         return False
     memory = _memory(order[0].graph)
-    written = {memory.of(node.all_input_nodes[0]) for node in passed if _writes(node)}
-    return written.isdisjoint(memory.of(parent) for node in moved for parent in node.all_input_nodes)
+    written_memory = {memory.of(node.all_input_nodes[0]) for node in passed if _writes(node)}
+    return written_memory.isdisjoint(memory.of(parent) for node in moved for parent in node.all_input_nodes)
 
 
 def _writes(node: fx.Node) -> bool:
@@ -267,7 +271,9 @@ def _memory(graph: fx.Graph) -> alias.AliasSets:
     """Return the nodes that may share memory, by schemas and recorded storage, which tell more than names."""
 
     def aliased(node: fx.Node) -> list[fx.Node]:
-        return [p for p in node.all_input_nodes if node.op.startswith("call_") and alias.may_alias(node, p)]
+        return [
+            parent for parent in node.all_input_nodes if node.op.startswith("call_") and alias.may_alias(node, parent)
+        ]
 
     return alias.AliasSets(graph, aliased)
 
@@ -295,8 +301,8 @@ def _keeps_writes(gm: fx.GraphModule, segments: list[Segment]) -> bool:
     groups: dict[fx.Node, list[fx.Node]] = {}
     for node in gm.graph.nodes:
         groups.setdefault(memory.of(node), []).append(node)
-    written = {memory.of(node.all_input_nodes[0]) for node in segment_of if _writes(node)}
-    return all(_is_in_one_segment(groups[root], segment_of) for root in written)
+    written_memory = {memory.of(node.all_input_nodes[0]) for node in segment_of if _writes(node)}
+    return all(_is_in_one_segment(groups[root], segment_of) for root in written_memory)
 
 
 def _is_in_one_segment(group: list[fx.Node], segment_of: dict[fx.Node, int]) -> bool:
