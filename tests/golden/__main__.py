@@ -47,25 +47,25 @@ def main() -> int:
     if not options.write and stored["versions"] != store.versions():
         print(f"recorded with {stored['versions']}, and these are {store.versions()}", file=sys.stderr)
         return 1
-    chosen = cases.cases(tuple(options.models), tuple(options.policies))
-    missing = [case for case in chosen if " | ".join(case) not in stored["cases"]]
+    selected = cases.cases(tuple(options.models), tuple(options.policies))
+    missing = [case for case in selected if " | ".join(case) not in stored["cases"]]
     if options.missing and options.write:
-        chosen = missing
+        selected = missing
     elif missing and not options.write:
         print(f"{len(missing)} cases are not recorded, and left out: see --missing", file=sys.stderr)
-        chosen = [case for case in chosen if case not in missing]
+        selected = [case for case in selected if case not in missing]
     start = time.monotonic()
-    made = tqdm(recorded(chosen, options.jobs, options.texts), total=len(chosen), disable=None)
-    different = _write(made, stored) if options.write else _compare(made, stored)
-    counted = "" if options.write else f", {different} different"
-    print(f"{len(chosen)} cases in {time.monotonic() - start:.0f} s{counted}")
+    recordings = tqdm(record_cases(selected, options.jobs, options.texts), total=len(selected), disable=None)
+    different = _write(recordings, stored) if options.write else _compare(recordings, stored)
+    compared = "" if options.write else f", {different} different"
+    print(f"{len(selected)} cases in {time.monotonic() - start:.0f} s{compared}")
     return int(different > 0)
 
 
-def _write(made: Iterable[tuple[Case, Recording]], stored: dict[str, Any]) -> int:
+def _write(recorded_cases: Iterable[tuple[Case, Recording]], stored: dict[str, Any]) -> int:
     """Store recordings, every few models, so that an interruption costs little; return 0."""
     recordings, saved = dict[Case, Recording](), time.monotonic()
-    for case, recording in made:
+    for case, recording in recorded_cases:
         recordings[case] = recording
         if "tokens" not in recording.outputs:
             tqdm.write(f"{' under '.join(case)}: {recording.outputs}")
@@ -76,20 +76,20 @@ def _write(made: Iterable[tuple[Case, Recording]], stored: dict[str, Any]) -> in
     return 0
 
 
-def _compare(made: Iterable[tuple[Case, Recording]], stored: dict[str, Any]) -> int:
+def _compare(recorded_cases: Iterable[tuple[Case, Recording]], stored: dict[str, Any]) -> int:
     """Print the differences of recordings from the stored ones, and return how many cases differ."""
     different = 0
-    for case, recording in made:
-        if found := store.difference(case, recording, stored):
+    for case, recording in recorded_cases:
+        if difference := store.difference(case, recording, stored):
             different += 1
-            tqdm.write(f"{' under '.join(case)}\n{found}\n")
+            tqdm.write(f"{' under '.join(case)}\n{difference}\n")
     return different
 
 
-def recorded(chosen: Sequence[Case], jobs: int, texts: Path | None = None) -> Iterator[tuple[Case, Recording]]:
+def record_cases(selected: Sequence[Case], jobs: int, texts: Path | None = None) -> Iterator[tuple[Case, Recording]]:
     """Yield the recording of each case, model by model, from separate processes; write texts to a folder."""
     by_model: dict[str, list[str]] = {}
-    for model, policy in chosen:
+    for model, policy in selected:
         by_model.setdefault(model, []).append(policy)
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(jobs, context, initializer=trace_quickly) as pool:
@@ -107,10 +107,10 @@ def recorded(chosen: Sequence[Case], jobs: int, texts: Path | None = None) -> It
 
 def _write_texts(folder: Path, case: Case, recording: Recording) -> None:
     """Write each graph as a file whose name has its number alone, as titles may change."""
-    inside = folder / re.sub(r"\W+", "-", " ".join(case))
-    inside.mkdir(parents=True, exist_ok=True)
+    case_folder = folder / re.sub(r"\W+", "-", " ".join(case))
+    case_folder.mkdir(parents=True, exist_ok=True)
     for number, (_, text) in enumerate(recording.stages):
-        (inside / f"{number:03}.txt").write_text(text + "\n")
+        (case_folder / f"{number:03}.txt").write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -53,12 +53,12 @@ REFUSED |= {("gpt_oss", name) for name in (*CALIBRATED, "duo_attention")}  # nee
 def policies_of(model: str) -> tuple[str, ...]:
     """Return the policies recorded for a model: all of them, or one of each kind in turn."""
     if model in WITH_ALL_POLICIES:
-        chosen = policies.names()
+        names = policies.names()
     else:
         number = WITH_THREE.index(model)
         kinds = (BY_POSITION, number), (BY_SCORE, number), (IN_OTHER_WAYS, number + number // len(BY_SCORE))
-        chosen = [kind[index % len(kind)] for kind, index in kinds]
-    return tuple(name for name in chosen if (model, name) not in REFUSED)
+        names = [kind[index % len(kind)] for kind, index in kinds]
+    return tuple(name for name in names if (model, name) not in REFUSED)
 
 
 def cases(names: tuple[str, ...] = (), only: tuple[str, ...] = ()) -> list[tuple[str, str]]:
@@ -85,11 +85,11 @@ def settings(policy: str, model: Any) -> dict[str, Any]:
     config = model.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    made = made_for_model(policy, config.num_hidden_layers, config.num_attention_heads, heads, dim)
+    weights = made_for_model(policy, config.num_hidden_layers, config.num_attention_heads, heads, dim)
     if policy == "duo_attention":
-        return dict(budget=BUDGET, sinks=1, recent=3, **made)
+        return dict(budget=BUDGET, sinks=1, recent=3, **weights)
     if policy in CALIBRATED:
-        return dict(budget=BUDGET, sinks=1, interval=2, **made)
+        return dict(budget=BUDGET, sinks=1, interval=2, **weights)
     return dict(budget=BUDGET, aligner=random_aligner("direct", layers=config.num_hidden_layers, heads=heads, dim=dim))
 
 

@@ -20,7 +20,12 @@ SHOWN = 16
 SYMBOL = re.compile(r"\b(?:s|u|f|zf|zuf)\d+\b")
 ADDRESS = re.compile(r" at 0x[0-9a-f]+|0x[0-9a-f]{6,}")
 OWN_MODULE = re.compile(r"\bkvpass(?:\.\w+)*\.(?=\w)")
-KEYWORDS = {"hidden_logit": "hidden", "product_dtype": "scores", "logit_dtype": "weights", "output_dtype": "output"}
+RECORDED_KEYWORDS = {
+    "hidden_logit": "hidden",
+    "product_dtype": "scores",
+    "logit_dtype": "weights",
+    "output_dtype": "output",
+}
 """Names of arguments of `kvpass::attention`, and the names in the recorded texts."""
 
 
@@ -45,48 +50,48 @@ class _Writer:
         if node.op == "output":
             yield f"return {self.argument(node.args[0])}"
             return
-        made, nested = self._made(node)
-        yield f"{self._named(node)}{self._kind(node)} = {made}"
+        expression, nested = self._expression(node)
+        yield f"{self._assign_name(node)}{self._value_annotation(node)} = {expression}"
         for line in nested:
             yield f"    {line}"
 
-    def _made(self, node: fx.Node) -> tuple[str, Iterator[str]]:
+    def _expression(self, node: fx.Node) -> tuple[str, Iterator[str]]:
         """Return the expression that computes a node, and the lines of a nested graph if the value is one."""
         if node.op == "placeholder":
             return "input", iter(())
         if node.op == "get_attr":
             return self._constant(node)
         target = str(node.target) if node.op in ("call_method", "call_module") else operator(node.target)
-        given = [self.argument(each) for each in node.args]
-        named = {KEYWORDS.get(name, name): each for name, each in node.kwargs.items()}
-        given += [f"{name}={self.argument(each)}" for name, each in sorted(named.items())]
+        arguments = [self.argument(argument) for argument in node.args]
+        keywords = {RECORDED_KEYWORDS.get(name, name): argument for name, argument in node.kwargs.items()}
+        arguments += [f"{name}={self.argument(argument)}" for name, argument in sorted(keywords.items())]
         prefix = {"call_method": "method ", "call_module": "module "}.get(node.op, "")
-        return f"{prefix}{target}({', '.join(given)})", iter(())
+        return f"{prefix}{target}({', '.join(arguments)})", iter(())
 
     def _constant(self, node: fx.Node) -> tuple[str, Iterator[str]]:
-        held: Any = self.graph.owning_module
+        constant: Any = self.graph.owning_module
         for part in str(node.target).split("."):
-            held = getattr(held, part, None)
-        if isinstance(held, fx.GraphModule):
-            return "graph", _Writer(held.graph, self.symbols).lines()
-        if not isinstance(held, Tensor):
-            return f"constant {type(held).__name__}", iter(())
-        known = type(held) in (Tensor, torch.nn.Parameter) and held.device.type != "meta"
-        shown = known and not held.is_floating_point() and held.numel() <= SHOWN
-        return f"constant {self.value(held)}{' ' + str(held.tolist()) if shown else ''}", iter(())
+            constant = getattr(constant, part, None)
+        if isinstance(constant, fx.GraphModule):
+            return "graph", _Writer(constant.graph, self.symbols).lines()
+        if not isinstance(constant, Tensor):
+            return f"constant {type(constant).__name__}", iter(())
+        is_plain = type(constant) in (Tensor, torch.nn.Parameter) and constant.device.type != "meta"
+        has_values = is_plain and not constant.is_floating_point() and constant.numel() <= SHOWN
+        return f"constant {self.value(constant)}{' ' + str(constant.tolist()) if has_values else ''}", iter(())
 
-    def _named(self, node: fx.Node) -> str:
+    def _assign_name(self, node: fx.Node) -> str:
         """Number a node among those with the same operator, so that an additional operator renames few others."""
-        called = node.op.startswith("call_")
-        base = operator(node.target).split(".default")[0].rpartition(".")[2] if called else node.op
+        is_call = node.op.startswith("call_")
+        base = operator(node.target).split(".default")[0].rpartition(".")[2] if is_call else node.op
         base = {"placeholder": "input", "get_attr": "constant"}.get(base, base.rpartition("::")[2])
         self.names[node] = f"{base}_{self.counts[base]}"
         self.counts[base] += 1
         return self.names[node]
 
-    def _kind(self, node: fx.Node) -> str:
-        found = node.meta.get("example_value", node.meta.get("val"))
-        return "" if found is None else f": {self.value(found)}"
+    def _value_annotation(self, node: fx.Node) -> str:
+        value = node.meta.get("example_value", node.meta.get("val"))
+        return "" if value is None else f": {self.value(value)}"
 
     def value(self, value: Any) -> str:
         """Return the dtype and shape of a tensor, or a number or an expression unchanged."""
@@ -94,7 +99,7 @@ class _Writer:
             sizes = ", ".join(self._size(size) for size in value.shape)
             return f"{str(value.dtype).removeprefix('torch.')}[{sizes}]"
         if isinstance(value, (tuple, list)):
-            return f"({', '.join(self.value(each) for each in value)})"
+            return f"({', '.join(self.value(item) for item in value)})"
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)):
             return self._size(value)
         return type(value).__name__
@@ -102,26 +107,26 @@ class _Writer:
     def _size(self, size: Any) -> str:
         if not isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return repr(size)
-        return SYMBOL.sub(lambda found: self.symbols.setdefault(found[0], f"s{len(self.symbols)}"), str(size))
+        return SYMBOL.sub(lambda match: self.symbols.setdefault(match[0], f"s{len(self.symbols)}"), str(size))
 
-    def argument(self, given: Any) -> str:
+    def argument(self, value: Any) -> str:
         """Return an argument as text."""
-        if isinstance(given, fx.Node):
-            return self.names[given]
-        if isinstance(given, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            return self._size(given)
-        if isinstance(given, (tuple, list)):
-            inside = ", ".join(self.argument(each) for each in given)
-            return f"[{inside}]" if isinstance(given, list) else f"({inside},)"
-        if isinstance(given, dict):
-            return "{" + ", ".join(f"{key!r}: {self.argument(each)}" for key, each in given.items()) + "}"
-        if isinstance(given, slice):
-            return f"slice({', '.join(self.argument(each) for each in (given.start, given.stop, given.step))})"
-        if isinstance(given, Tensor):
-            return self.value(given)
-        if callable(given) and hasattr(given, "__name__"):
-            return operator(given)
-        return OWN_MODULE.sub("", ADDRESS.sub("", repr(given)))
+        if isinstance(value, fx.Node):
+            return self.names[value]
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return self._size(value)
+        if isinstance(value, (tuple, list)):
+            items = ", ".join(self.argument(item) for item in value)
+            return f"[{items}]" if isinstance(value, list) else f"({items},)"
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{key!r}: {self.argument(item)}" for key, item in value.items()) + "}"
+        if isinstance(value, slice):
+            return f"slice({', '.join(self.argument(item) for item in (value.start, value.stop, value.step))})"
+        if isinstance(value, Tensor):
+            return self.value(value)
+        if callable(value) and hasattr(value, "__name__"):
+            return operator(value)
+        return OWN_MODULE.sub("", ADDRESS.sub("", repr(value)))
 
 
 def operator(target: Any) -> str:

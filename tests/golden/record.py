@@ -47,20 +47,20 @@ class Recording:
 
 
 @dataclasses.dataclass
-class Stages(Recorder):
+class StageRecorder(Recorder):
     """Records the normalised text of every graph."""
 
     def note_program(self, title: str, graph: fx.Graph) -> None:
         self.programs.append((title, program.text(graph)))
 
 
-class Recorded(Backend):
+class RecordingBackend(Backend):
     """A backend that also records the graphs that it passes to a compiler."""
 
-    def _compile_inner(self, gm: fx.GraphModule, *given: Any) -> Callable[..., Any]:
+    def _compile_inner(self, rewritten_gm: fx.GraphModule, *options: Any) -> Callable[..., Any]:
         if self.recorder is not None:
-            self.recorder.note_program("handed to the compiler", gm.graph)
-        return super()._compile_inner(gm, *given)
+            self.recorder.note_program("handed to the compiler", rewritten_gm.graph)
+        return super()._compile_inner(rewritten_gm, *options)
 
 
 @torch.no_grad()
@@ -74,16 +74,16 @@ def record(name: str, policies: Sequence[str]) -> dict[str, Recording]:
     torch._dynamo.reset()
     compile_in_place(model, switch, strict=False)
     with mock.patch.object(attention_tiles, "is_faster", return_value=False):
-        _recorded(model, name, switch, TRACED_UNDER)
-        return {policy: _recorded(model, name, switch, policy) for policy in policies}
+        _record_policy(model, name, switch, TRACED_UNDER)
+        return {policy: _record_policy(model, name, switch, policy) for policy in policies}
 
 
-def _recorded(model: Any, name: str, switch: Switch, policy: str) -> Recording:
-    stages = Stages()
+def _record_policy(model: Any, name: str, switch: Switch, policy: str) -> Recording:
+    stages = StageRecorder()
     try:
-        chosen = cases.backend(policy, model)
-        kept = {each.name: getattr(chosen, each.name) for each in dataclasses.fields(chosen)}
-        switch.to(Recorded(**{**kept, "recorder": stages}))
+        backend = cases.backend(policy, model)
+        fields = {field.name: getattr(backend, field.name) for field in dataclasses.fields(backend)}
+        switch.to(RecordingBackend(**{**fields, "recorder": stages}))
         outputs = _run(model, name)
     except kvpass.KVPassError as error:
         outputs = {"refused": type(error).__name__}
@@ -95,26 +95,26 @@ def _recorded(model: Any, name: str, switch: Switch, policy: str) -> Recording:
 def _run(model: Any, name: str) -> Outputs:
     """Generate after a prompt, and for a decoder-only model again after a chunk of further tokens."""
     torch.manual_seed(0)
-    given = inputs.of(model, PROMPT, 0 if name in zoo.UNPADDED else PADDING)
-    first = _generate(model, given)
+    call_inputs = inputs.of(model, PROMPT, 0 if name in zoo.UNPADDED else PADDING)
+    first = _generate(model, call_inputs)
     logits, last = list(first.logits), first
     if not model.config.is_encoder_decoder:
         further = torch.randint(3, zoo.VOCABULARY, (2, CHUNK - 1), generator=torch.Generator().manual_seed(2))
         ids = torch.cat([first.sequences, further], 1)  # the last generated token is not cached
-        seen = torch.ones(2, ids.shape[1] - PROMPT, dtype=torch.int64)
-        mask = torch.cat([given["attention_mask"], seen], 1)
+        attended = torch.ones(2, ids.shape[1] - PROMPT, dtype=torch.int64)
+        mask = torch.cat([call_inputs["attention_mask"], attended], 1)
         past = cache_names.arguments(model, cache_names.cache_of_output(first))
         last = _generate(model, dict(input_ids=ids, attention_mask=mask, **past))
         logits += last.logits
-    held = [layer.positions.tolist() for layer in kvpass.inspect(cache_names.cache_of_output(last)).layers]
-    return {"tokens": last.sequences.tolist(), "logits": summary(torch.stack(logits, 1)), "positions": held}
+    positions = [layer.positions.tolist() for layer in kvpass.inspect(cache_names.cache_of_output(last)).layers]
+    return {"tokens": last.sequences.tolist(), "logits": summary(torch.stack(logits, 1)), "positions": positions}
 
 
-def _generate(model: Any, given: Mapping[str, Tensor]) -> Any:
+def _generate(model: Any, call_inputs: Mapping[str, Tensor]) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return model.generate(
-            **given, max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False, num_beams=1,
+            **call_inputs, max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False, num_beams=1,
             use_cache=True, output_logits=True, return_dict_in_generate=True,
         )  # fmt: skip
 
@@ -126,16 +126,16 @@ def summary(logits: Tensor) -> list[list[list[float]]]:
         logits: float [B, T, vocabulary].
     """
     parts = [logits.mean(-1, keepdim=True), logits.std(-1, keepdim=True), logits[..., :SHOWN]]
-    return [[[float(f"{each:.4g}") for each in row] for row in step] for step in torch.cat(parts, -1).tolist()]
+    return [[[float(f"{number:.4g}") for number in row] for row in step] for step in torch.cat(parts, -1).tolist()]
 
 
 def close(ours: list[list[list[float]]], theirs: list[list[list[float]]]) -> bool:
     """True if two summaries of logits differ by no more than `TOLERANCE` and their last digit."""
-    one, other = torch.tensor(ours), torch.tensor(theirs)
-    if one.shape != other.shape:
+    own, recorded = torch.tensor(ours), torch.tensor(theirs)
+    if own.shape != recorded.shape:
         return False
-    scale = float(other[..., 1].abs().max())
-    return torch.allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE * scale, equal_nan=True)
+    scale = float(recorded[..., 1].abs().max())
+    return torch.allclose(own, recorded, rtol=TOLERANCE, atol=TOLERANCE * scale, equal_nan=True)
 
 
 def digest(text: str) -> str:

@@ -38,20 +38,20 @@ def load() -> dict[str, Any]:
 
 def save(recordings: Mapping[Case, Recording], stored: dict[str, Any], quickly: bool = False) -> int:
     """Replace the recordings of the given cases, and return the size of the file in bytes."""
-    known, texts = dict(stored["cases"]), dict(stored["texts"])
-    for (model, policy), each in recordings.items():
-        known[f"{model} | {policy}"] = {
-            "stages": [[title, digest(text)] for title, text in each.stages],
-            "outputs": each.outputs,
+    cases, texts = dict(stored["cases"]), dict(stored["texts"])
+    for (model, policy), recording in recordings.items():
+        cases[f"{model} | {policy}"] = {
+            "stages": [[title, digest(text)] for title, text in recording.stages],
+            "outputs": recording.outputs,
         }
         if model in WITH_TEXTS:
-            texts.update({digest(text): text for _, text in each.stages})
-    used = {stage[1] for each in known.values() for stage in each["stages"]}
+            texts.update({digest(text): text for _, text in recording.stages})
+    used = {stage[1] for recording in cases.values() for stage in recording["stages"]}
     texts = {name: text for name, text in texts.items() if name in used}
     content = {
         "versions": versions(),
-        "cases": dict(sorted(known.items())),
-        "texts": dict(sorted(texts.items(), key=_like)),
+        "cases": dict(sorted(cases.items())),
+        "texts": dict(sorted(texts.items(), key=_sort_key)),
     }
     packed = lzma.compress(
         json.dumps(content, separators=(",", ":")).encode(), preset=1 if quickly else 9 | lzma.PRESET_EXTREME
@@ -60,17 +60,17 @@ def save(recordings: Mapping[Case, Recording], stored: dict[str, Any], quickly: 
     return len(packed)
 
 
-def _like(item: tuple[str, str]) -> tuple[int, str]:
+def _sort_key(item: tuple[str, str]) -> tuple[int, str]:
     """Sort texts with the same inputs together, because similar texts compress well in sequence."""
     return item[1].count(" = input"), item[1]
 
 
 def difference(case: Case, ours: Recording, stored: Mapping[str, Any]) -> str:
     """Describe how a recording differs from the stored one; "" if only titles of stages differ."""
-    found = stored["cases"].get(" | ".join(case))
-    if found is None:
+    recording = stored["cases"].get(" | ".join(case))
+    if recording is None:
         return "nothing is recorded of it"
-    parts = [_of_graphs(ours, found["stages"], stored["texts"]), _of_outputs(ours.outputs, found["outputs"])]
+    parts = [_of_graphs(ours, recording["stages"], stored["texts"]), _of_outputs(ours.outputs, recording["outputs"])]
     return "\n".join(part for part in parts if part)
 
 
@@ -79,26 +79,27 @@ def _of_graphs(ours: Recording, stages: list[list[str]], texts: Mapping[str, str
     recorded = [stage[1] for stage in stages]
     if hashes == recorded:
         return ""
-    equal = [one for (title, _), one in zip(ours.stages, hashes, strict=True) if title == FINAL] == [
-        one for title, one in stages if title == FINAL
+    equal = [text_digest for (title, _), text_digest in zip(ours.stages, hashes, strict=True) if title == FINAL] == [
+        text_digest for title, text_digest in stages if title == FINAL
     ]
     lines = [f"graphs handed to the compiler: {'equal' if equal else 'different'}"]
-    index = next((at for at, pair in enumerate(zip(hashes, recorded, strict=False)) if pair[0] != pair[1]), None)
+    pairs = enumerate(zip(hashes, recorded, strict=False))
+    index = next((number for number, (own, stored) in pairs if own != stored), None)
     if index is None:
         return "\n".join([*lines, f"{len(hashes)} stages, recorded were {len(recorded)}"])
     title, text = ours.stages[index]
     lines.append(f"first different graph: number {index}, {title!r}, recorded as {stages[index][0]!r}")
     if recorded[index] not in texts:
         return "\n".join([*lines, "its text is not stored: compare two checkouts with --texts FOLDER and diff -r"])
-    before = texts[recorded[index]]
-    changes = difflib.unified_diff(before.splitlines(), text.splitlines(), "recorded", "now", lineterm="", n=2)
+    recorded_text = texts[recorded[index]]
+    changes = difflib.unified_diff(recorded_text.splitlines(), text.splitlines(), "recorded", "now", lineterm="", n=2)
     return "\n".join([*lines, *changes])
 
 
 def _of_outputs(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
     lines = []
     for name in sorted({*ours, *theirs}):
-        one, other = ours.get(name), theirs.get(name)
-        if not (close(one, other) if name == "logits" and one and other else one == other):
-            lines.append(f"{name}: {str(one)[:300]}\n  recorded: {str(other)[:300]}")
+        own, recorded = ours.get(name), theirs.get(name)
+        if not (close(own, recorded) if name == "logits" and own and recorded else own == recorded):
+            lines.append(f"{name}: {str(own)[:300]}\n  recorded: {str(recorded)[:300]}")
     return "\n".join(lines)

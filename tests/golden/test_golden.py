@@ -23,10 +23,10 @@ def others() -> list[store.Case]:
 
 @pytest.fixture(scope="module")
 def stored() -> dict[str, Any]:
-    found = store.load()
-    if found["versions"] != store.versions():
-        pytest.skip(f"recorded with {found['versions']}")
-    return found
+    recordings = store.load()
+    if recordings["versions"] != store.versions():
+        pytest.skip(f"recorded with {recordings['versions']}")
+    return recordings
 
 
 def check(case: store.Case, stored: dict[str, Any]) -> None:
@@ -58,8 +58,8 @@ def test_recorded_cases_are_cases_and_have_been_run(stored: dict[str, Any]) -> N
 def traced(scale: float, name: str = "x") -> fx.Graph:
     """Trace a graph whose input has the given name."""
     graph = fx.Graph()
-    given = graph.placeholder(name)
-    graph.output(graph.call_function(torch.mul, (graph.call_method("cos", (given,)), scale)))
+    node = graph.placeholder(name)
+    graph.output(graph.call_function(torch.mul, (graph.call_method("cos", (node,)), scale)))
     return graph
 
 

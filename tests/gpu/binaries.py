@@ -69,10 +69,10 @@ def newer() -> list[str]:
 def _knows(target: str) -> bool:
     tool = torch_private.assembler(int(target[3:]))
     try:
-        listed = subprocess.run([tool, "--help"], capture_output=True, text=True, check=True).stdout
+        options_text = subprocess.run([tool, "--help"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return False
-    return f"'{target}'" in listed or target in listed
+    return f"'{target}'" in options_text or target in options_text
 
 
 def compiled(
@@ -127,9 +127,9 @@ def _assembled(ptx: str, capability: int) -> tuple[int, int]:
             "-o",
             "/dev/null",
         ]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers, spills = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes spill stores", said)
-    assert registers is not None, said
+        stderr = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers, spills = re.search(r"Used (\d+) registers", stderr), re.search(r"(\d+) bytes spill stores", stderr)
+    assert registers is not None, stderr
     return int(registers[1]), int(spills[1]) if spills else 0
 
 

@@ -166,7 +166,7 @@ def emit(step: Step) -> Emission:
     with torch_private.pretended_gpu():
         with torch_private.fake_gpu_mode():
             examples = [_fake(argument) for argument in step.inputs]
-        return Emission(step, torch_private.generated(step.gm, examples, step.patches))
+        return Emission(step, torch_private.generated(step.rewritten_gm, examples, step.patches))
 
 
 def _fake(argument: Any) -> Any:

@@ -25,7 +25,7 @@ class Step:
     """One step graph, rewritten for a GPU, and its first run on the CPU.
 
     Attributes:
-        gm: the rewritten graph, with all tensors on a GPU.
+        rewritten_gm: the rewritten graph, with all tensors on a GPU.
         names: names of its inputs; those of a layer's slots begin with `slots_{layer}_`.
         patches: configuration of Inductor.
         compact: whether it is the decode graph in which the policy compacts.
@@ -36,7 +36,7 @@ class Step:
         outputs: outputs of the graph.
     """
 
-    gm: fx.GraphModule
+    rewritten_gm: fx.GraphModule
     names: list[str]
     patches: dict[str, Any]
     compact: bool
@@ -55,16 +55,16 @@ class Recording(Backend):
 
     def rewrite(self, call: StepCall) -> tuple[StepContext, StepRewrite]:
         with torch_private.pretended_gpu():
-            moved, copies = on_gpu(call.canonical_gm)
+            gpu_gm, copies = on_gpu(call.canonical_gm)
             device = torch.device("cuda", 0)
-            there = dataclasses.replace(
+            gpu_call = dataclasses.replace(
                 call,
-                canonical_gm=moved,
+                canonical_gm=gpu_gm,
                 sites=[site.in_copy(copies) for site in call.sites],
                 layouts=[dataclasses.replace(layout, device=device) for layout in call.layouts],
                 padding_inputs=call.padding_inputs.in_copy(copies),
             )
-            rewrite = rewrite_step(StepContext(there))
+            rewrite = rewrite_step(StepContext(gpu_call))
         patches = step_settings(self, call.layouts[0].stores_raw_keys)
         names = [node.name for node in walk.placeholders(rewrite.rewritten_gm.graph)]
         self.steps.append(Step(rewrite.rewritten_gm, names, patches, call.compact, rewrite.queries, len(call.sites)))
@@ -79,14 +79,14 @@ class Recording(Backend):
 
     def compile_step(
         self,
-        gm: fx.GraphModule,
+        rewritten_gm: fx.GraphModule,
         examples: Sequence[Any],
         ranked: bool,
         sizes: symbolic_shapes.SymbolicSizes | None,
     ) -> Callable[..., Any]:
-        step, run = self.steps[-1], gm.forward
+        step, run = self.steps[-1], rewritten_gm.forward
 
-        def first(*arguments: Any) -> Any:
+        def record_first_run(*arguments: Any) -> Any:
             if step.outputs:
                 return run(*arguments)
             step.inputs = [_copied(argument) for argument in arguments]
@@ -95,31 +95,33 @@ class Recording(Backend):
             step.outputs = [_copied(result) for result in results]
             return results
 
-        return first
+        return record_first_run
 
 
-def _copied(x: Any) -> Any:
-    return x.detach().clone() if isinstance(x, Tensor) else x
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def on_gpu(gm: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
-    """Copy a Dynamo graph as if it had been traced on a GPU, with a map from nodes to copies."""
-    moved, copies = fx_nodes.copy_graph_module(gm)
-    for node in moved.graph.nodes:
-        node.meta = {name: _there(what) if name == "example_value" else what for name, what in node.meta.items()}
+def on_gpu(canonical_gm: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
+    """Copy a canonical graph as if it had been traced on a GPU, with a map from nodes to copies."""
+    gpu_gm, copies = fx_nodes.copy_graph_module(canonical_gm)
+    for node in gpu_gm.graph.nodes:
+        node.meta = {
+            name: _value_on_gpu(value) if name == "example_value" else value for name, value in node.meta.items()
+        }
         if node.op in ("call_function", "call_method"):
-            node.args = fx.node.map_aggregate(node.args, _literal)
-            node.kwargs = fx.node.map_aggregate(node.kwargs, _literal)
-    moved.recompile()
-    return moved, copies
+            node.args = fx.node.map_aggregate(node.args, _device_on_gpu)
+            node.kwargs = fx.node.map_aggregate(node.kwargs, _device_on_gpu)
+    gpu_gm.recompile()
+    return gpu_gm, copies
 
 
-def _there(value: Any) -> Any:
+def _value_on_gpu(value: Any) -> Any:
     return torch_private.on_gpu(value) if torch_private.is_fake(value) else value
 
 
-def _literal(x: Any) -> Any:
-    return torch.device("cuda", 0) if isinstance(x, torch.device) or x == "cpu" else x
+def _device_on_gpu(argument: Any) -> Any:
+    return torch.device("cuda", 0) if isinstance(argument, torch.device) or argument == "cpu" else argument
 
 
 def record(model: torch.nn.Module, policy: Any = "full", **settings: Any) -> tuple[Callable[..., Any], list[Step]]:
@@ -127,7 +129,7 @@ def record(model: torch.nn.Module, policy: Any = "full", **settings: Any) -> tup
 
     The model runs with `kvpass`, uncompiled. The arguments are those of `kvpass.backend`.
     """
-    made = backend(policy, **settings)
-    fields = {f.name: getattr(made, f.name) for f in dataclasses.fields(made)}
+    plain = backend(policy, **settings)
+    fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}
     recording = Recording(**fields)
     return torch.compile(model, backend=recording), recording.steps

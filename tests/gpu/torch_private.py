@@ -180,7 +180,7 @@ class _Done(BaseException):
     """Carries generated code out of the compiler; not an Exception, so that no handler wraps it."""
 
 
-def generated(gm: fx.GraphModule, examples: Sequence[Any], patches: dict[str, Any]) -> str:
+def generated(rewritten_gm: fx.GraphModule, examples: Sequence[Any], patches: dict[str, Any]) -> str:
     """Return the Python module that Inductor generates for a graph of fake GPU tensors; inside `pretended_gpu`."""
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
@@ -194,7 +194,7 @@ def generated(gm: fx.GraphModule, examples: Sequence[Any], patches: dict[str, An
     GraphLowering.codegen = stop  # type: ignore[method-assign]
     try:
         with config.patch({**_NOTHING_MEASURED, **patches}):
-            compile_fx(gm, list(examples))
+            compile_fx(rewritten_gm, list(examples))
     except _Done as done:
         code = done.args[0]
         return str(getattr(code, "value", code))

@@ -63,22 +63,22 @@ class StepGraphs(Backend):
 
     steps: list[tuple[Any, ...]] = dataclasses.field(default_factory=list, compare=False, repr=False)
 
-    def compile_prompt(self, gm: fx.GraphModule, *_: Any) -> Callable[..., Any]:
-        return fx_nodes.code_of(gm)
+    def compile_prompt(self, rewritten_gm: fx.GraphModule, *_: Any) -> Callable[..., Any]:
+        return fx_nodes.code_of(rewritten_gm)
 
     @property
     def compiles_at_once(self) -> bool:
         return True
 
-    def compile_step(self, gm: fx.GraphModule, examples: Sequence[Any], *how: Any) -> Callable[..., Any]:
-        self.steps.append((fx_nodes.copy_graph_module(gm)[0], list(examples), *how))
-        return fx_nodes.code_of(gm)
+    def compile_step(self, rewritten_gm: fx.GraphModule, examples: Sequence[Any], *how: Any) -> Callable[..., Any]:
+        self.steps.append((fx_nodes.copy_graph_module(rewritten_gm)[0], list(examples), *how))
+        return fx_nodes.code_of(rewritten_gm)
 
 
 def keeping(policy: str, **settings: Any) -> StepGraphs:
     """Return a backend with the settings of `kvpass.backend` and no step graphs."""
-    made = kvpass.backend(policy, validate=False, **settings)
-    return StepGraphs(**{field.name: getattr(made, field.name) for field in dataclasses.fields(made)})
+    plain = kvpass.backend(policy, validate=False, **settings)
+    return StepGraphs(**{field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)})
 
 
 @torch.no_grad()
@@ -99,7 +99,7 @@ class _Chosen(BaseException):
 @torch.no_grad()
 def count(graphs: StepGraphs, index: int, processor: Processor) -> Arithmetic:
     """Count the arithmetic of a step graph on a kind of processor."""
-    gm, *rest = graphs.steps[index]
+    rewritten_gm, *rest = graphs.steps[index]
     found: list[Arithmetic] = []
 
     def read(nodes: list[BaseSchedulerNode]) -> None:
@@ -114,7 +114,7 @@ def count(graphs: StepGraphs, index: int, processor: Processor) -> Arithmetic:
         config.patch(fx_graph_cache=False, _post_fusion_custom_pass=read),
         contextlib.suppress(_Chosen),
     ):
-        Backend.compile_step(graphs, fx_nodes.copy_graph_module(gm)[0], *rest)
+        Backend.compile_step(graphs, fx_nodes.copy_graph_module(rewritten_gm)[0], *rest)
     (arithmetic,) = found
     return arithmetic
 
@@ -165,8 +165,8 @@ class _Expressions(DefaultHandler):
         return self._default("masked", (mask, body(), other), {})
 
     def reduction(self, dtype: Any, src_dtype: Any, kind: Any, value: Any) -> Any:
-        made = self._default("reduction", (dtype, src_dtype, kind, value), {})
-        return (made,) * 3 if str(kind).startswith("welford") else made
+        reduced = self._default("reduction", (dtype, src_dtype, kind, value), {})
+        return (reduced,) * 3 if str(kind).startswith("welford") else reduced
 
 
 def _of_call(node: ir.Operation) -> int:

@@ -26,7 +26,7 @@ class Stage:
     """A step graph after a pass: the lines of its program, a runnable copy, and the record of the pass."""
 
     lines: list[str]
-    gm: fx.GraphModule
+    step_gm: fx.GraphModule
     record: PassRecord
 
 
@@ -51,16 +51,16 @@ class Stages(Backend):
         context = StepContext(call)
         self.contexts.append(context)
 
-        def keep(record: PassRecord, graph: fx.Graph) -> None:
+        def record_stage(record: PassRecord, graph: fx.Graph) -> None:
             copy, _ = fx_nodes.copy_graph_module(context.step_gm)
             self.stages[record.name] = Stage(body(graph), copy, record)
 
-        rewrite_step(context, watch=keep)
+        rewrite_step(context, watch=record_stage)
         return super().rewrite(call)
 
     def before(self, name: str) -> Stage:
         """Return the stage before a pass."""
-        names = [each.__name__ for each in STEP_PASSES]
+        names = [step_pass.__name__ for step_pass in STEP_PASSES]
         return self.stages[names[names.index(name) - 1]]
 
     def added(self, name: str) -> list[str]:
@@ -75,7 +75,7 @@ class Stages(Backend):
 
     def inputs(self, name: str) -> list[str]:
         """Return the names of the placeholders after a pass."""
-        return [node.name for node in placeholders(self.stages[name].gm.graph)]
+        return [node.name for node in placeholders(self.stages[name].step_gm.graph)]
 
 
 def body(graph: fx.Graph) -> list[str]:
@@ -86,12 +86,12 @@ def body(graph: fx.Graph) -> list[str]:
 
 
 @torch.no_grad()
-def staged(model: torch.nn.Module, policy: str = "streaming", *, new: int = 1, **settings: Any) -> Stages:
-    """Return the stages of the first step, or of a chunk of `new` tokens, after a prompt of five tokens."""
+def staged(model: torch.nn.Module, policy: str = "streaming", *, queries: int = 1, **settings: Any) -> Stages:
+    """Return the stages of the first step, or of a chunk of `queries` tokens, after a prompt of five tokens."""
     torch._dynamo.reset()
-    made = kvpass.backend(policy, **{"inner": "eager", **settings})
-    stages = Stages(**{field.name: getattr(made, field.name) for field in dataclasses.fields(made)})
-    compiled, ids = torch.compile(model, backend=stages), torch.arange(5 + new)[None]
+    plain = kvpass.backend(policy, **{"inner": "eager", **settings})
+    stages = Stages(**{field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)})
+    compiled, ids = torch.compile(model, backend=stages), torch.arange(5 + queries)[None]
     _, past = compiled(ids[:, :5].contiguous(), None)
     compiled(ids[:, 5:].contiguous(), past)
     return stages
@@ -99,8 +99,8 @@ def staged(model: torch.nn.Module, policy: str = "streaming", *, new: int = 1, *
 
 def with_rows(call: StepCall) -> tuple[Any, ...]:
     """Return the arguments of a call with random keys and values in place of handles, which hold none."""
-    drawn = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     return tuple(
-        torch.randn(tuple(argument.shape), generator=drawn) if isinstance(argument, Handle) else argument
+        torch.randn(tuple(argument.shape), generator=generator) if isinstance(argument, Handle) else argument
         for argument in call.arguments
     )

@@ -43,7 +43,7 @@ def on_own_arguments(stages: Stages, name: str) -> tuple[Any, Any]:
     call, stage, arguments = stages.calls[0], stages.stages[name], with_rows(stages.calls[0])
     given = [tensor.clone() for tensor in (*stages.slots[0], *stages.contexts[0].policy_weights.tensors)]
     with torch.no_grad():
-        return stage.gm(*given, *arguments)[0], call.canonical_gm(*arguments)[0]
+        return stage.step_gm(*given, *arguments)[0], call.canonical_gm(*arguments)[0]
 
 
 def test_take_slots_adds_inputs_alone() -> None:
@@ -53,7 +53,7 @@ def test_take_slots_adds_inputs_alone() -> None:
     assert stages.inputs("take_slots")[: len(names)] == names
     assert sorted(after.record.matched) == sorted(names)
     kept = {node.name for node in call.canonical_gm.graph.nodes}
-    new = [node.target for node in after.gm.graph.nodes if node.name not in kept]
+    new = [node.target for node in after.step_gm.graph.nodes if node.name not in kept]
     assert new == [*names, operator.getitem, "clone"]  # and the counter
 
 
@@ -127,7 +127,7 @@ def test_attention_and_cache_updates_are_replaced() -> None:
     before, after = stages.before("attend_on_slots"), stages.stages["attend_on_slots"]
     assert sum("torch.ops.kvpass.attention" in line for line in before.lines) == 2
     assert len(after.record.matched) == 2
-    output = after.gm.graph.output_node().args[0][0]  # type: ignore[index]
+    output = after.step_gm.graph.output_node().args[0][0]  # type: ignore[index]
     behind = {node.name for node in kvpass.fx.walk.ancestors(output)}
     assert not any("attention" in name or "append" in name for name in behind)
     writes = [line for line in after.lines if line.startswith("index_put_") and "slots_" in line]
@@ -147,13 +147,13 @@ def test_layers_that_are_alike_are_traced_once(monkeypatch: pytest.MonkeyPatch) 
 
 def test_growing_outputs_are_removed() -> None:
     stages = with_absolute_positions()
-    assert len(kvpass.fx.walk.results(stages.before("drop_growing_outputs").gm.graph)) == 1 + 2 * 2
-    assert len(kvpass.fx.walk.results(stages.stages["drop_growing_outputs"].gm.graph)) == 1
+    assert len(kvpass.fx.walk.results(stages.before("drop_growing_outputs").step_gm.graph)) == 1 + 2 * 2
+    assert len(kvpass.fx.walk.results(stages.stages["drop_growing_outputs"].step_gm.graph)) == 1
     assert stages.contexts[0].outputs.outputs == [0, None, None, None, None]
 
 
 def test_survivors_of_a_chunk_come_out() -> None:
-    stages = staged(Small(plain), "h2o", budget=8, new=4)
+    stages = staged(Small(plain), "h2o", budget=8, queries=4)
     key, value, real, *sums = stages.contexts[0].outputs.admitted_outputs[0]
     assert [key, value, real] == [1, 2, 3]
     assert sums  # h2o needs column sums
@@ -183,7 +183,7 @@ def test_settle_sizes_inserts_numbers_and_removes_dead_code() -> None:
     stages = with_absolute_positions()
     removed = stages.removed("resolve_sizes")
     assert any("torch.ops.kvpass.append" in line for line in removed)
-    left = stages.stages["resolve_sizes"].gm.graph.nodes
+    left = stages.stages["resolve_sizes"].step_gm.graph.nodes
     assert not [node for node in left if kvpass.fx.walk.is_size(node)]
 
 
@@ -235,7 +235,7 @@ def test_a_gpu_copies_write_indices_for_merging_and_leaves_counters(policy: str,
                 ids[:, now].contiguous(), attention_mask=mask[:, : now.stop].contiguous(), past_key_values=cache
             )
             cache = out.past_key_values
-    graph = steps[-1].gm.graph
+    graph = steps[-1].rewritten_gm.graph
     inputs = kvpass.fx.walk.placeholders(graph)
     counters = {node for node in inputs if re.fullmatch(r"slots_\d_(seen|length)", node.name)}
     writes = [node for node in graph.nodes if kvpass.torch_private.fx_nodes.mutates(node) and node.args[0] in counters]

@@ -28,9 +28,9 @@ class Counting(Backend):
     numbers: bool = False
     made: list[int] = dataclasses.field(default_factory=list, compare=False)
 
-    def compile_step(self, gm: Any, *how: Any) -> Any:
-        self.made.append(len(gm.graph.nodes))
-        return super().compile_step(gm, *how)
+    def compile_step(self, rewritten_gm: Any, *how: Any) -> Any:
+        self.made.append(len(rewritten_gm.graph.nodes))
+        return super().compile_step(rewritten_gm, *how)
 
     @property
     def compiles_at_once(self) -> bool:
