@@ -47,14 +47,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
     for cases in cases_by_test(item for item in items if not item.get_closest_marker("slow")):
         if few := cases[0].get_closest_marker("few"):
-            for item in excluding(cases, evenly_spaced(cases, few.args[0])):
+            for item in without(cases, evenly_spaced(cases, few.args[0])):
                 item.add_marker(pytest.mark.slow)
     yield
     if config.getoption("--some"):
         slow = cases_by_test(item for item in items if item.get_closest_marker("slow"))
-        left = [item for cases in slow for item in excluding(cases, evenly_spaced(cases, sampled_count(cases)))]
-        config.hook.pytest_deselected(items=left)
-        items[:] = excluding(items, left)
+        deselected = [item for cases in slow for item in without(cases, evenly_spaced(cases, sampled_count(cases)))]
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = without(items, deselected)
 
 
 def pytest_runtest_setup() -> None:
@@ -80,13 +80,13 @@ def sampled_count(cases: list[pytest.Item]) -> int:
 def evenly_spaced(cases: list[pytest.Item], count: int) -> list[pytest.Item]:
     """Return `count` evenly spaced cases of one test."""
     count = min(count, len(cases))
-    return [cases[(2 * place + 1) * len(cases) // (2 * count)] for place in range(count)]
+    return [cases[(2 * index + 1) * len(cases) // (2 * count)] for index in range(count)]
 
 
-def excluding(items: list[pytest.Item], chosen: list[pytest.Item]) -> list[pytest.Item]:
+def without(items: list[pytest.Item], excluded: list[pytest.Item]) -> list[pytest.Item]:
     """Return the items that are not in `chosen`."""
-    taken = {id(item) for item in chosen}
-    return [item for item in items if id(item) not in taken]
+    ids = {id(item) for item in excluded}
+    return [item for item in items if id(item) not in ids]
 
 
 def pytest_collection_finish() -> None:
@@ -110,7 +110,7 @@ def fresh_dynamo(request: pytest.FixtureRequest) -> Iterator[None]:
 
     shares = not {"traced", "shared_traces"}.isdisjoint(request.fixturenames)
     if not shares:
-        models.forget()
+        models.discard_compiled_code()
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
     yield
@@ -123,7 +123,7 @@ def shared_traces() -> Iterator[None]:
     """Keep traces and compiled code for all tests of a file."""
     from tests import models
 
-    with models.lasting():
+    with models.sharing_compiled_code():
         yield
 
 

@@ -29,7 +29,7 @@ Step = Callable[..., Tensor]
 
 
 @dataclasses.dataclass
-class Stretch:
+class CallTokens:
     """Tokens of one call: q [B, Hq, n, D], k, v [B, Hkv, n, D] before RoPE, valid [B, n]."""
 
     q: Tensor
@@ -42,18 +42,18 @@ class Stretch:
 def layout_for(
     policy: Policy,
     budget: int,
-    stretch: Stretch,
+    tokens: CallTokens,
     ranked: bool,
     spare: int = 0,
     kv_dtype: KVDtype | None = None,
     limits: Sequence[int] = (),
 ) -> Layout:
     """Return the layout of a layer, with slots for the largest budget; `limits` are budgets of rows, if they differ."""
-    rows, heads, count, dim = stretch.k.shape
-    capacity = max(policy.capacity(each, count) for each in (budget, *limits)) + spare
+    rows, heads, count, dim = tokens.k.shape
+    capacity = max(policy.capacity(largest, count) for largest in (budget, *limits)) + spare
     sizes = (policy, budget, capacity, rows, heads, dim, dim)
-    rest = dict(kv_dtype=kv_dtype, row_budgets=bool(limits))
-    return Layout(*sizes, stretch.k.dtype, stretch.k.device, ranked, **rest).with_head_classes()
+    storage = dict(kv_dtype=kv_dtype, row_budgets=bool(limits))
+    return Layout(*sizes, tokens.k.dtype, tokens.k.device, ranked, **storage).with_head_classes()
 
 
 def positions_of(first: Tensor, valid: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ def positions_of(first: Tensor, valid: Tensor) -> Tensor:
     return (first + (valid.long().cumsum(-1) - 1)[:, None]).clamp(min=0)
 
 
-class Lowered:
+class LayerOnSlots:
     """Run a layer with the operations that kvpass splices into graphs."""
 
     def __init__(self, layout: Layout, theta: float, limits: Sequence[int] = (), step: Step = decode_step) -> None:
@@ -74,7 +74,7 @@ class Lowered:
     def rotate(self, keys: Tensor, position: Tensor) -> Tensor:
         return rotary(keys, position, self.theta)
 
-    def feed(self, new: Stretch) -> Tensor:
+    def feed(self, tokens: CallTokens) -> Tensor:
         policy, slots, ranked = self.layout.policy, self.slots, self.layout.stores_raw_keys
         limits = tuple(self.limits) or (self.layout.budget,) * self.layout.batch
         budget = torch.tensor(limits)[:, None]
@@ -82,46 +82,46 @@ class Lowered:
             self.scale, None, (lambda keys, rank: [self.rotate(keys.join(), rank)]) if ranked else None
         )
         if slots is None:
-            first = torch.zeros(len(new.q), 1, 1, dtype=torch.int64)
+            first = torch.zeros(len(tokens.q), 1, 1, dtype=torch.int64)
         else:
             counted = ranked or policy.renumbers
-            first = slots.next_rank(new.valid.shape[1]) if counted else slots.seen[:, None, None]
-        at = positions_for(policy, budget, first, new.valid, slots is None)
-        q, k = self.rotate(new.q, at), self.rotate(new.k, at)
-        to_admit = TokensToAdmit(new.k if ranked else k, new.v, new.valid, Attention(), new.pins)
-        if slots is not None and new.valid.shape[1] == 1 and slots.capacity == self.layout.capacity:
-            counted = new.valid[:, 0].tolist() if self.knows_padding else [True] * len(limits)
-            if new.pins is not None:
+            first = slots.next_rank(tokens.valid.shape[1]) if counted else slots.seen[:, None, None]
+        position = positions_for(policy, budget, first, tokens.valid, slots is None)
+        q, k = self.rotate(tokens.q, position), self.rotate(tokens.k, position)
+        to_admit = TokensToAdmit(tokens.k if ranked else k, tokens.v, tokens.valid, Attention(), tokens.pins)
+        if slots is not None and tokens.valid.shape[1] == 1 and slots.capacity == self.layout.capacity:
+            counted = tokens.valid[:, 0].tolist() if self.knows_padding else [True] * len(limits)
+            if tokens.pins is not None:
                 self.limits = limits = to_admit.raised_budgets(policy, limits)
             rows = zip(self.clocks, limits, counted, strict=True)
             ticks = [tick_of(self.layout, clock, limit) if real else (False, clock) for clock, limit, real in rows]
             self.clocks = [clock for _, clock in ticks]
             compact = any(due for due, _ in ticks)
-            if new.pins is not None:
-                slots.pin_next(new.pins)
+            if tokens.pins is not None:
+                slots.pin_next(tokens.pins)
             return self.step(
-                self.layout, call, slots, NewTokens(q, to_admit.key, new.v, new.valid[:, 0]), compact
+                self.layout, call, slots, NewTokens(q, to_admit.key, tokens.v, tokens.valid[:, 0]), compact
             ).output
         if slots is None:
-            q = with_logit_scale(policy, q, new.valid.sum(-1, keepdim=True))
-            mask = prompt_mask(new.valid, policy, budget)
+            q = with_logit_scale(policy, q, tokens.valid.sum(-1, keepdim=True))
+            mask = prompt_mask(tokens.valid, policy, budget)
             output = torch.nn.functional.scaled_dot_product_attention(
-                q, k, new.v, attn_mask=mask, scale=self.scale, enable_gqa=True
+                q, k, tokens.v, attn_mask=mask, scale=self.scale, enable_gqa=True
             )
             sums: Sequence[Tensor] = []
             if policy.statistics:
                 spec = StatisticsOperands(q, k, mask, False, self.scale, heads=k.shape[1], sharding=None)
                 scanned = budget[..., None] if self.limits else self.layout.budget
-                sums = statistics(policy, spec, new.valid, scanned)
+                sums = statistics(policy, spec, tokens.valid, scanned)
         else:
-            call = dataclasses.replace(call, mask=causal(slots, new.valid.shape[1]))
-            output, *_, sums = chunk_step(self.layout, call, slots, NewTokens(q, k, new.v, new.valid))
+            call = dataclasses.replace(call, mask=causal(slots, tokens.valid.shape[1]))
+            output, *_, sums = chunk_step(self.layout, call, slots, NewTokens(q, k, tokens.v, tokens.valid))
         attention = attention_of_chunk(
-            self.layout, [sums] if slots is None else split_by_class(self.layout, sums), new.valid
+            self.layout, [sums] if slots is None else split_by_class(self.layout, sums), tokens.valid
         )
         self.slots = admit(self.layout, slots, dataclasses.replace(to_admit, attention=attention), self.limits)
         self.limits = limits = to_admit.raised_budgets(policy, limits)
-        counts = new.valid.sum(-1).tolist()
+        counts = tokens.valid.sum(-1).tolist()
         rows = zip(self.clocks, counts, limits, strict=True)
         self.clocks = [clock_of(self.layout, *row) for row in rows]
         return output
@@ -132,7 +132,7 @@ class Lowered:
         return [[sorted(p for p in head if p >= 0) for head in row] for row in position]
 
 
-class OnReference:
+class LayerOnReference:
     """Run a layer with the eager reference."""
 
     def __init__(self, layout: Layout, theta: float, limits: Sequence[int] = ()) -> None:
@@ -140,21 +140,24 @@ class OnReference:
         self.layer = ReferenceLayer(layout, reference_of(layout.policy), limits)
         self.scale = layout.key_dim**-0.5
 
-    def feed(self, new: Stretch) -> Tensor:
+    def feed(self, tokens: CallTokens) -> Tensor:
         layer, ranked = self.layer, self.layout.stores_raw_keys
-        layer.evict_before_step(new.valid)
-        position = layer.positions() if layer.length else torch.zeros(len(new.q), self.layout.metadata_heads, 0).long()
+        layer.evict_before_step(tokens.valid)
+        position = layer.positions() if layer.length else torch.zeros(len(tokens.q), self.layout.metadata_heads, 0).long()
         live = position >= 0
         seen = torch.tensor([[[row[0].seen]] for row in layer.streams])
         policy, budget = self.layout.policy, torch.tensor([[row[0].budget] for row in layer.streams])
         counted = ranked or policy.renumbers
         first = live.sum(-1)[:, :1, None] if counted else seen
-        at = positions_for(policy, budget, first, new.valid, not layer.length)
-        q, k = rotary(new.q, at, self.theta) * layer.logit_scale(new.valid), rotary(new.k, at, self.theta)
-        original, values, bias = new.k if ranked else k, new.v, None
-        if layer.attends_to_stored(new.valid.shape[1]):
-            kept, values = layer.stored(original), layer.stored(values, key=False)
-            k = rotary(kept, at, self.theta) if ranked else kept
+        position = positions_for(policy, budget, first, tokens.valid, not layer.length)
+        q, k = (
+            rotary(tokens.q, position, self.theta) * layer.logit_scale(tokens.valid),
+            rotary(tokens.k, position, self.theta),
+        )
+        original, values, bias = tokens.k if ranked else k, tokens.v, None
+        if layer.attends_to_stored(tokens.valid.shape[1]):
+            stored_keys, values = layer.stored(original), layer.stored(values, key=False)
+            k = rotary(stored_keys, position, self.theta) if ranked else stored_keys
         attended = k
         if layer.length:
             rows = layer.cached_vectors("key")
@@ -162,14 +165,14 @@ class OnReference:
             values = torch.cat([layer.cached_vectors("value"), values], 2)
             bias = layer.bias(q.shape[1] // k.shape[1])
         groups = q.shape[1] // self.layout.metadata_heads
-        count = new.valid.shape[1]
-        old = live[:, :, None].expand(-1, -1, count, -1).repeat_interleave(groups, 1)
-        own = prompt_mask(new.valid) if layer.length else prompt_mask(new.valid, policy, budget)
-        mask = torch.cat([old, own.expand(-1, q.shape[1], -1, -1)], -1)
+        count = tokens.valid.shape[1]
+        past_mask = live[:, :, None].expand(-1, -1, count, -1).repeat_interleave(groups, 1)
+        new_mask = prompt_mask(tokens.valid) if layer.length else prompt_mask(tokens.valid, policy, budget)
+        mask = torch.cat([past_mask, new_mask.expand(-1, q.shape[1], -1, -1)], -1)
         logits = attention_logits(q, attended, mask, None, self.scale)
         biased = logits if bias is None else logits + torch.nn.functional.pad(bias, (0, count))
         rows = torch.nan_to_num(biased.softmax(-1))
-        layer.take(TokensToAdmit(original, new.v, new.valid, Attention(), new.pins), rows, logits)
+        layer.take(TokensToAdmit(original, tokens.v, tokens.valid, Attention(), tokens.pins), rows, logits)
         return rows @ values.repeat_interleave(q.shape[1] // k.shape[1], 1)
 
     def positions(self) -> list[list[list[int]]]:
@@ -178,22 +181,22 @@ class OnReference:
 
 def causal(slots: Slots, count: int) -> Mask:
     """Return a causal mask function for `count` new tokens."""
-    at = slots.length[:, None] + torch.arange(count)
+    column = slots.length[:, None] + torch.arange(count)
 
     def mask(index: Tensor, position: Tensor, key_features: list[Tensor]) -> Tensor:
-        return index[:, :, None, None] <= at[:, None, None, :, None]  # [B, H', 1, q, N]
+        return index[:, :, None, None] <= column[:, None, None, :, None]  # [B, H', 1, q, N]
 
     return mask
 
 
 def positions_for(policy: Policy, budget: Tensor, first: Tensor, valid: Tensor, prompt: bool) -> Tensor:
     """Return the positions [B, 1, n] that a model gives new tokens; the budget is [B, 1]."""
-    at = positions_of(first, valid)
+    position = positions_of(first, valid)
     if not policy.renumbers:
-        return at
+        return position
     if prompt:
-        return (at - window_starts(valid, budget)[:, None]).clamp(min=0)
-    return at.clamp(max=policy.last_position())
+        return (position - window_starts(valid, budget)[:, None]).clamp(min=0)
+    return position.clamp(max=policy.last_position())
 
 
 def prompt_mask(valid: Tensor, policy: Policy | None = None, budget: int | Tensor = 0) -> Tensor:

@@ -44,9 +44,9 @@ def _built(architecture: str, layers: int) -> torch.nn.Module:
     name, config = (ARCHITECTURES | HEADS_OF_64)[architecture]
     model_class = getattr(transformers, name)
     torch.manual_seed(0)
-    made = model_class.config_class(**config, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    made.num_hidden_layers = layers
-    return model_class(made).eval()
+    model_config = model_class.config_class(**config, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    model_config.num_hidden_layers = layers
+    return model_class(model_config).eval()
 
 
 def build(architecture: str, dtype: torch.dtype = torch.float32, layers: int = 2) -> Any:
@@ -54,13 +54,13 @@ def build(architecture: str, dtype: torch.dtype = torch.float32, layers: int = 2
     return copy.deepcopy(_built(architecture, layers)).to(dtype)
 
 
-def different(layers: int, seed: int = 1) -> Any:
+def model_with_unequal_layers(layers: int, seed: int = 1) -> Any:
     """Return a Llama whose layers attend differently, so that d2o gives them different budgets."""
-    model, drawn = build("Llama", layers=layers), torch.Generator().manual_seed(seed)
+    model, generator = build("Llama", layers=layers), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim > 1:
-                weight.normal_(0, 0.3, generator=drawn)
+                weight.normal_(0, 0.3, generator=generator)
     return model
 
 
@@ -88,12 +88,14 @@ class Run:
     """Logits [B, T, vocabulary] of a teacher-forced run, the cached positions after each step, and the cache."""
 
     logits: Tensor
-    held: list[list[Tensor]]
+    positions: list[list[Tensor]]
     cache: Any
 
 
 @torch.no_grad()
-def force(model: Any, ids: Tensor, mask: Tensor, steps: Sequence[int], *, inspect: bool = True, **backend: Any) -> Run:
+def teacher_forced(
+    model: Any, ids: Tensor, mask: Tensor, steps: Sequence[int], *, inspect: bool = True, **backend: Any
+) -> Run:
     """Feed `ids` in pieces of the given lengths, starting from an empty cache.
 
     Backends that compile a prompt at its second run get the first piece twice.
@@ -101,42 +103,42 @@ def force(model: Any, ids: Tensor, mask: Tensor, steps: Sequence[int], *, inspec
     Args:
         model: a module, which is compiled anew, or a `Traced` model.
     """
-    chosen = kvpass.backend(**backend)
+    compiling_backend = kvpass.backend(**backend)
     if isinstance(model, Traced):
-        compiled = model.under(chosen)
+        compiled = model.under(compiling_backend)
     else:
         torch._dynamo.reset()
-        compiled = torch.compile(model, backend=chosen)
-    position = (mask.cumsum(-1) - 1).clamp(min=0)
+        compiled = torch.compile(model, backend=compiling_backend)
+    position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
 
-    def fed(start: int, end: int, cache: Any) -> Any:
+    def feed(start: int, end: int, cache: Any) -> Any:
         return compiled(
             ids[:, start:end].contiguous(),
             attention_mask=mask[:, :end].contiguous(),
-            position_ids=position[:, start:end].contiguous(),
+            position_ids=position_ids[:, start:end].contiguous(),
             past_key_values=cache,
             use_cache=True,
         )
 
-    if not chosen.compiles_prompts_at_once:
-        fed(0, steps[0], None)
-    logits, held, cache, done = [], [], None, 0
+    if not compiling_backend.compiles_prompts_at_once:
+        feed(0, steps[0], None)
+    logits, positions, cache, fed = [], [], None, 0
     for count in steps:
-        out = fed(done, done + count, cache)
-        cache, done = out.past_key_values, done + count
+        out = feed(fed, fed + count, cache)
+        cache, fed = out.past_key_values, fed + count
         logits.append(out.logits)
         if inspect:
-            held.append([layer.positions for layer in kvpass.inspect(cache).layers])
-    return Run(torch.cat(logits, 1), held, cache)
+            positions.append([layer.positions for layer in kvpass.inspect(cache).layers])
+    return Run(torch.cat(logits, 1), positions, cache)
 
 
 @contextlib.contextmanager
-def lasting() -> Iterator[None]:
+def sharing_compiled_code() -> Iterator[None]:
     """Keep compiled code until the context ends, and discard it then."""
-    forget()
+    discard_compiled_code()
     with many_graphs():
         yield
-    forget()
+    discard_compiled_code()
 
 
 def many_graphs() -> Any:
@@ -144,7 +146,7 @@ def many_graphs() -> Any:
     return torch._dynamo.config.patch(recompile_limit=1000, accumulated_recompile_limit=100000)
 
 
-def forget() -> None:
+def discard_compiled_code() -> None:
     """Discard all traces, compiled code and counters of Dynamo."""
     traced.cache_clear()
     torch._dynamo.reset()

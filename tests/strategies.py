@@ -36,7 +36,7 @@ class Row:
 
     Attributes:
         options: strategy for dictionaries of options.
-        least: smallest budget drawn.
+        min_budget: smallest budget drawn.
         scored: whether the policy scores tokens, so that it must beat `random`.
         fixed: options for tests of whole models, chosen so that a small budget suffices.
         case: values that a case for this policy must have.
@@ -47,7 +47,7 @@ class Row:
 
     name: str
     options: st.SearchStrategy[dict[str, Any]] = dataclasses.field(default_factory=lambda: st.just({}))
-    least: int = 4
+    min_budget: int = 4
     scored: bool = False
     fixed: dict[str, Any] = dataclasses.field(default_factory=dict)
     case: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -55,7 +55,7 @@ class Row:
     periodic: bool = True
     rows: bool = True
 
-    def drawn(self, draw: st.DrawFn) -> dict[str, Any]:
+    def draw_options(self, draw: st.DrawFn) -> dict[str, Any]:
         """Draw options; for a periodic policy, half of the draws include an interval."""
         intervals = draw(INTERVALS) if self.periodic else {}
         return {**intervals, **draw(self.options)}
@@ -74,14 +74,16 @@ ALIGNERS = st.builds(
     st.integers(1, 3),
 )
 CALIBRATIONS = st.builds(lambda seed: random_calibration(1, seed=seed), st.integers(0, 20))
-OF_CALIBRATIONS: dict[str, Any] = {"heads": 2, "groups": 2, "dim": 8, "positions": "absolute"}
-OF_HEADS = ("ada_kv", "critical_kv", "defensive_kv", "duo_attention")
+CALIBRATED_CASE: dict[str, Any] = {"heads": 2, "groups": 2, "dim": 8, "positions": "absolute"}
+BUDGETS_BY_HEAD = ("ada_kv", "critical_kv", "defensive_kv", "duo_attention")
 """Policies that divide a layer's budget among its heads."""
 TWO_HEADS: dict[str, Any] = {"heads": 2, "positions": "absolute"}
 """Values that these policies require of a case."""
-OF_CLASSES = dict(least=6, scored=True, fixed={"window": 3}, case=TWO_HEADS, lossless={"shares": (1.0,)}, rows=False)
+SHARED_BY_CLASSES = dict(
+    min_budget=6, scored=True, fixed={"window": 3}, case=TWO_HEADS, lossless={"shares": (1.0,)}, rows=False
+)
 """Fields shared by `ada_kv` and the policies that divide budgets in the same way."""
-OF_ONE_MODEL = ("kv_align", "duo_attention", *CALIBRATED)
+MODEL_SPECIFIC = ("kv_align", "duo_attention", *CALIBRATED)
 """Policies whose weights are made for one model."""
 
 TABLE = [
@@ -166,14 +168,14 @@ TABLE = [
                 "select_at": st.sampled_from(["prompt_end", "overflow"]),
             }
         ),
-        least=5,  # with three query heads for each KV head
+        min_budget=5,  # with three query heads for each KV head
         scored=True,
         periodic=False,
     ),
     Row(
         "snapkv",
         st.fixed_dictionaries({"window": st.integers(1, 4), "kernel": st.sampled_from([1, 3, 5])}),
-        least=5,
+        min_budget=5,
         scored=True,
         fixed={"window": 3},
     ),
@@ -182,7 +184,7 @@ TABLE = [
         st.fixed_dictionaries(
             {"window": st.integers(1, 4), "kernel": st.sampled_from([1, 3]), "beta": st.sampled_from([1, 2, 20])}
         ),
-        least=6,
+        min_budget=6,
         scored=True,
         fixed={"window": 3},
     ),
@@ -196,7 +198,7 @@ TABLE = [
                 "shares": st.sampled_from([(), (3.0, 1.0), (1.0, 1.0)]),
             }
         ),
-        **OF_CLASSES,
+        **SHARED_BY_CLASSES,
     ),
     Row(
         "critical_kv",
@@ -209,7 +211,7 @@ TABLE = [
                 "epsilon": st.sampled_from([0.0, 1e-4]),
             }
         ),
-        **OF_CLASSES,
+        **SHARED_BY_CLASSES,
     ),
     Row(
         "defensive_kv",
@@ -221,7 +223,7 @@ TABLE = [
                 "mass": st.sampled_from([0.0, 0.5, 0.9, 1.0]),
             }
         ),
-        **OF_CLASSES,
+        **SHARED_BY_CLASSES,
     ),
     Row(
         "duo_attention",
@@ -255,7 +257,7 @@ TABLE = [
                 "interval": st.sampled_from([1, 2, 5]),
             }
         ),
-        least=5,
+        min_budget=5,
         scored=True,
         fixed={"window": 3, "interval": 2},
     ),
@@ -285,7 +287,7 @@ TABLE = [
                 "interval": st.sampled_from([1, 2, 5]),
             }
         ),
-        case=OF_CALIBRATIONS,
+        case=CALIBRATED_CASE,
         fixed={"sinks": 1, "interval": 2},
     ),
     Row(
@@ -299,10 +301,10 @@ TABLE = [
                 "interval": st.sampled_from([1, 2, 5]),
             }
         ),
-        case=OF_CALIBRATIONS,
+        case=CALIBRATED_CASE,
         fixed={"sinks": 1, "interval": 2},
     ),
-    Row("kv_align", ALIGNERS, least=7, case={"heads": 2, "dim": 8, "positions": "absolute"}, periodic=False),
+    Row("kv_align", ALIGNERS, min_budget=7, case={"heads": 2, "dim": 8, "positions": "absolute"}, periodic=False),
 ]
 ROWS = {row.name: row for row in TABLE}
 
@@ -326,11 +328,11 @@ class Case:
 
     def layer(self, sharpness: float = 2.0) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v of normal numbers; arbitrary floats would produce ties by accident."""
-        drawn = torch.Generator().manual_seed(self.seed)
+        generator = torch.Generator().manual_seed(self.seed)
         tokens = self.prompt + self.steps
-        q = torch.randn(self.rows, self.heads * self.groups, tokens, self.dim, generator=drawn) * sharpness
-        k = torch.randn(self.rows, self.heads, tokens, self.dim, generator=drawn)
-        return q, k, torch.randn(self.rows, self.heads, tokens, self.dim, generator=drawn)
+        q = torch.randn(self.rows, self.heads * self.groups, tokens, self.dim, generator=generator) * sharpness
+        k = torch.randn(self.rows, self.heads, tokens, self.dim, generator=generator)
+        return q, k, torch.randn(self.rows, self.heads, tokens, self.dim, generator=generator)
 
     @property
     def policy(self) -> Policy:
@@ -352,9 +354,9 @@ def cases(draw: st.DrawFn, row: Row, **fixed: Any) -> Case:
     """Draw a layer for a row of the table; many prompts are about as long as the budget."""
     fixed = row.case | fixed
     options = fixed.pop("options", None)
-    options = row.drawn(draw) if options is None else options
+    options = row.draw_options(draw) if options is None else options
     policy = policies.resolve(row.name, options)
-    budget = fixed.pop("budget", None) or fitting(policy, draw(st.integers(row.least, row.least + 12)))
+    budget = fixed.pop("budget", None) or fitting_budget(policy, draw(st.integers(row.min_budget, row.min_budget + 12)))
     near = st.sampled_from([max(1, budget - 1), budget, budget + 1])
     values = {
         "seed": draw(st.integers(0, 2**20)),
@@ -370,7 +372,7 @@ def cases(draw: st.DrawFn, row: Row, **fixed: Any) -> Case:
     return Case(row.name, options, budget=budget if policy.evicts else None, **{**values, **fixed})
 
 
-def fitting(policy: Policy, budget: int) -> int:
+def fitting_budget(policy: Policy, budget: int) -> int:
     """Return the smallest budget of at least `budget` that the policy accepts."""
     while True:
         try:

@@ -30,17 +30,17 @@ class Switch:
         self._selected: Backend | None = None
         self._has_dynamic_prompt = False
 
-    def to(self, chosen: Backend) -> Switch:
+    def to(self, backend: Backend) -> Switch:
         """Select the backend that compiles the graphs from now on, and return the switch."""
-        self._selected, self.ran = chosen, set()
+        self._selected, self.ran = backend, set()
         return self
 
-    def can_reuse_traces(self, chosen: Backend) -> bool:
+    def can_reuse_traces(self, backend: Backend) -> bool:
         """True if a backend can use the existing traces.
 
         A backend that compiles prompts for dynamic lengths adds Dynamo guards on them, which existing traces lack.
         """
-        return not self._has_dynamic_prompt or chosen.inner in ("eager", "reference")
+        return not self._has_dynamic_prompt or backend.inner in ("eager", "reference")
 
     def __call__(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         number, self.graphs = self.graphs, self.graphs + 1

@@ -176,7 +176,7 @@ def assert_rows_are_as_alone(architecture: str, policy: str, lengths: Sequence[i
         alone = feed(model, own, None, [length, *[1] * STEPS])
         assert close(together.logits[row, real], alone.logits[0])
         place = mask[row].cumsum(-1) - 1
-        for layer, (a, b) in enumerate(zip(together.held[-1], alone.held[-1], strict=True)):
+        for layer, (a, b) in enumerate(zip(together.positions[-1], alone.positions[-1], strict=True)):
             held = [place[index[index >= 0]].tolist() for index in a[row]]
             assert held == [index[index >= 0].tolist() for index in b[0]], f"row {row}, layer {layer}"
 
@@ -223,7 +223,7 @@ def test_several_turns(architecture: str, policy: str) -> None:
     run = feed(served(architecture, policy), ids, mask, pieces)
     literal = feed(served(architecture, policy, BUDGET, "reference"), ids, mask, pieces)
     assert close(run.logits[mask.bool()], literal.logits[mask.bool()])
-    for ours, theirs in zip(run.held, literal.held, strict=True):
+    for ours, theirs in zip(run.positions, literal.positions, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     roomy = feed(served(architecture, policy, ROOM), ids, mask, pieces)
     assert close(roomy.logits[mask.bool()], uncompiled(architecture, ids, mask)[mask.bool()])

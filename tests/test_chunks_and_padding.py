@@ -9,8 +9,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tests.layer import Lowered, OnReference, Stretch, layout_for
-from tests.strategies import EXAMPLES, ROWS, TABLE, Case, cases, fitting
+from tests.layer import CallTokens, LayerOnReference, LayerOnSlots, layout_for
+from tests.strategies import EXAMPLES, ROWS, TABLE, Case, cases, fitting_budget
 
 EVICTING = [row for row in TABLE if row.name != "full"]
 
@@ -23,7 +23,9 @@ def budgets(draw, case):
     policy, most = case.policy, case.budget + 8
     if case.name == "kv_align":
         most = policy.loaded.signature.window
-    fit = sorted({fitting(policy, draw(st.integers(ROWS[case.name].least, most))) for _ in range(case.rows)})
+    fit = sorted(
+        {fitting_budget(policy, draw(st.integers(ROWS[case.name].min_budget, most))) for _ in range(case.rows)}
+    )
     return draw(st.permutations([fit[0], *fit, *fit][: case.rows]))
 
 
@@ -35,7 +37,7 @@ def stretches(case, lengths, holes, padded_steps):
         q = torch.randn(case.rows, case.heads * case.groups, length, case.dim, generator=drawn) * 2
         k, v = torch.randn(shape, generator=drawn), torch.randn(shape, generator=drawn)
         real = torch.rand(case.rows, length, generator=drawn) >= holes
-        yield Stretch(q, k, v, real if length > 1 or padded_steps else torch.ones_like(real))
+        yield CallTokens(q, k, v, real if length > 1 or padded_steps else torch.ones_like(real))
 
 
 def compare(case, lengths, holes, padded_steps=False, limits=(), spare=0, kv_dtype=None, pinned=lambda part: None):
@@ -47,7 +49,7 @@ def compare(case, lengths, holes, padded_steps=False, limits=(), spare=0, kv_dty
     pins = [part.pins for part in parts if part.pins is not None]
     if pins:
         layout = layout.with_pins(pins[0].on_top)
-    lowered, reference = Lowered(layout, theta, limits), OnReference(layout, theta, limits)
+    lowered, reference = LayerOnSlots(layout, theta, limits), LayerOnReference(layout, theta, limits)
     for part in parts:
         got, expected = lowered.feed(part), reference.feed(part)
         assert lowered.positions() == reference.positions()
@@ -92,14 +94,14 @@ def test_a_row_of_a_batch_is_as_alone(row, data):
     prompt.valid[:, -1] = True
     limits = data.draw(st.just([]) | budgets(case))
     whole = layout_for(policy, case.budget, prompt, case.positions == "cache", limits=limits)
-    together = Lowered(whole, 1e4, limits)
+    together = LayerOnSlots(whole, 1e4, limits)
     outputs = [together.feed(part) for part in (prompt, *steps)]
     for b in range(case.rows):
-        alone = Lowered(dataclasses.replace(whole, batch=1), 1e4, limits[b : b + 1])
+        alone = LayerOnSlots(dataclasses.replace(whole, batch=1), 1e4, limits[b : b + 1])
         for part, output in zip((prompt, *steps), outputs, strict=True):
             real = part.valid[b]
             q, k, v = (x[b : b + 1, :, real] for x in (part.q, part.k, part.v))
-            got = alone.feed(Stretch(q, k, v, part.valid[b : b + 1, real]))
+            got = alone.feed(CallTokens(q, k, v, part.valid[b : b + 1, real]))
             torch.testing.assert_close(output[b : b + 1, :, real], got, atol=1e-4, rtol=1e-4)
         assert together.positions()[b] == alone.positions()[0]
 
@@ -112,7 +114,7 @@ def test_a_missed_compaction_stays_within_the_slots(row, data):
     case = data.draw(cases(row, dim=8))
     parts = list(stretches(case, [case.prompt] + [1] * 20, 0.3, True))
     layout = layout_for(case.policy, case.budget, parts[0], case.positions == "cache")
-    lowered = Lowered(layout, 1e4)
+    lowered = LayerOnSlots(layout, 1e4)
     lowered.knows_padding = False
     for part in parts:
         assert torch.isfinite(lowered.feed(part)).all()

@@ -15,7 +15,7 @@ import torch
 from torch._inductor.utils import run_and_get_code
 
 import kvpass
-from tests.models import ARCHITECTURES, breaks, build, force, graphs, prompt
+from tests.models import ARCHITECTURES, breaks, build, graphs, prompt, teacher_forced
 
 SIZES = re.compile(r"empty_strided_cpu\w*\(\(([\d, ]+)\)")
 
@@ -73,10 +73,10 @@ def test_inductor_equals_eager(architecture: str, policy: str) -> None:
     ids, mask = prompt(2, 20, (3, 0))
     steps = [9, 1, 1, 4, *[1] * 5]
     ours, plain = (
-        force(model, ids, mask, steps, policy=policy, budget=8, inner=inner) for inner in ("inductor", "eager")
+        teacher_forced(model, ids, mask, steps, policy=policy, budget=8, inner=inner) for inner in ("inductor", "eager")
     )
     assert torch.allclose(ours.logits[mask.bool()], plain.logits[mask.bool()], atol=1e-4)
-    for a, b in zip(ours.held, plain.held, strict=True):
+    for a, b in zip(ours.positions, plain.positions, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
@@ -170,7 +170,7 @@ def test_bfloat16_compiles() -> None:
     model = build("Llama", torch.bfloat16)
     ids, mask = prompt(3, 16, (2, 0, 1))
     ours, plain = (
-        force(model, ids, mask, [8, *[1] * 8], policy="h2o", budget=12, inner=i) for i in ("inductor", "eager")
+        teacher_forced(model, ids, mask, [8, *[1] * 8], policy="h2o", budget=12, inner=i) for i in ("inductor", "eager")
     )
     assert torch.allclose(ours.logits[mask.bool()].float(), plain.logits[mask.bool()].float(), atol=0.05)
 
@@ -182,7 +182,7 @@ def test_a_step_of_one_row_calls_no_library_for_its_weights(architecture: str, d
     model = build(architecture, dtype)
     ids, mask = prompt(1, 12, ())
     steps: dict[str, Any] = dict(policy="h2o", budget=8)
-    ours, codes = run_and_get_code(lambda: force(model, ids, mask, [9, 1, 1, 1], **steps))
+    ours, codes = run_and_get_code(lambda: teacher_forced(model, ids, mask, [9, 1, 1, 1], **steps))
     assert not re.findall(r"extern_kernels\.(?:mm|addmm)\(|ops\.aten\.(?:to|_to_copy|copy_)\b", codes[-1])
-    plain = force(model, ids, mask, [9, 1, 1, 1], inner="eager", **steps)
+    plain = teacher_forced(model, ids, mask, [9, 1, 1, 1], inner="eager", **steps)
     assert torch.allclose(ours.logits, plain.logits, atol=1e-4 if dtype == torch.float32 else 0.05)

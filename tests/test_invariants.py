@@ -15,8 +15,8 @@ import torch
 import kvpass
 from tests.aligners import random_aligner
 from tests.calibrations import CALIBRATED, made_for_model
-from tests.models import build, force, prompt
-from tests.strategies import ROWS, TABLE, fitting
+from tests.models import build, prompt, teacher_forced
+from tests.strategies import ROWS, TABLE, fitting_budget
 from tests.traces import Traced
 
 ONE_ROW, PADDED = (1, ()), (3, (3, 1, 0))  # numbers of rows, and of padding tokens before each
@@ -43,7 +43,7 @@ def settings(name: str, architecture: str, budget: int, layers: int = 2) -> dict
     if name == "kv_align":
         options["aligner"] = random_aligner("direct", **shape)
     policy = kvpass.policies.resolve(name, options)
-    return {"policy": name, "budget": fitting(policy, budget) if policy.evicts else 64, **options}
+    return {"policy": name, "budget": fitting_budget(policy, budget) if policy.evicts else 64, **options}
 
 
 @pytest.mark.few(1)
@@ -110,12 +110,12 @@ def compare(
     """
     steps = [12, *[1] * 9]
     ids, mask = prompt(rows, sum(steps), padding)
-    lowered = force(model, ids, mask, steps, **chosen, inner="eager")
+    lowered = teacher_forced(model, ids, mask, steps, **chosen, inner="eager")
     assert model.graphs == 2
-    literal = force(model, ids, mask, steps, **chosen, inner="reference")
-    for step, (ours, theirs) in enumerate(zip(lowered.held, literal.held, strict=True)):
+    literal = teacher_forced(model, ids, mask, steps, **chosen, inner="reference")
+    for step, (ours, theirs) in enumerate(zip(lowered.positions, literal.positions, strict=True)):
         for layer, (a, b) in enumerate(zip(ours, theirs, strict=True)):
             assert torch.equal(a, b), f"step {step}, layer {layer} holds {a} where the reference holds {b}"
     real = mask.bool()
     torch.testing.assert_close(lowered.logits[real], literal.logits[real], atol=1e-4, rtol=1e-4)
-    return lowered.held[-1][0], mask
+    return lowered.positions[-1][0], mask

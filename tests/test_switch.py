@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import kvpass
-from tests.models import build, force, prompt
+from tests.models import build, prompt, teacher_forced
 from tests.switch import Switch
 from tests.traces import Traced
 
@@ -14,9 +14,9 @@ def test_every_backend_runs_on_the_graphs_of_the_first() -> None:
     ids, mask = prompt(2, 18, (2, 0))
     shared, settings = Traced(build("Llama", layers=1)), dict(budget=8, inner="eager")
     policies = ("h2o", "window", "h2o")
-    together = [force(shared, ids, mask, [10, *[1] * 8], policy=name, **settings) for name in policies]
+    together = [teacher_forced(shared, ids, mask, [10, *[1] * 8], policy=name, **settings) for name in policies]
     assert shared.graphs == 2
-    alone = force(build("Llama", layers=1), ids, mask, [10, *[1] * 8], policy="window", **settings)
+    alone = teacher_forced(build("Llama", layers=1), ids, mask, [10, *[1] * 8], policy="window", **settings)
     torch.testing.assert_close(together[1].logits, alone.logits, rtol=0, atol=0)
     assert torch.equal(together[0].logits, together[2].logits)
     assert not torch.equal(together[0].logits, together[1].logits)

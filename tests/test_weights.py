@@ -14,7 +14,7 @@ import kvpass
 from kvpass.cache.handle import Handle
 from kvpass.torch_private import tensors
 from tests.lowering.layer_dedup.test_link import compilations
-from tests.models import build, force, prompt
+from tests.models import build, prompt, teacher_forced
 from tests.traces import Traced
 
 PIECES = [9, 1, 4, 1]
@@ -107,10 +107,11 @@ def check(model: Any, inner: str) -> None:
     (ids, mask), expected = fed(), uncompiled(model)
     traced = Traced(model)
     real = mask.bool()
-    ours = force(traced, ids, mask, PIECES, policy="full", inner=inner, inspect=False).logits
+    ours = teacher_forced(traced, ids, mask, PIECES, policy="full", inner=inner, inspect=False).logits
     torch.testing.assert_close(ours[real], expected[real], atol=1e-4, rtol=1e-4)
     bounded, literal = (
-        force(traced, ids, mask, PIECES, policy="h2o", budget=BUDGET, inner=how).logits for how in (inner, "reference")
+        teacher_forced(traced, ids, mask, PIECES, policy="h2o", budget=BUDGET, inner=how).logits
+        for how in (inner, "reference")
     )
     torch.testing.assert_close(bounded[real], literal[real], atol=1e-4, rtol=1e-4)
     assert not torch.allclose(bounded[real], expected[real], atol=1e-4)
@@ -141,7 +142,9 @@ def test_layers_whose_weights_wrap_tensors_share_code() -> None:
     model, (ids, mask) = with_weights(build("Llama", layers=4), Coded.of), prompt(2, 18, (3, 0))
     torch._dynamo.utils.counters.clear()
     ours, plain = (
-        force(Traced(model), ids, mask, [9, 1, 4, 4], policy="h2o", budget=BUDGET, inner=inner, inspect=False).logits
+        teacher_forced(
+            Traced(model), ids, mask, [9, 1, 4, 4], policy="h2o", budget=BUDGET, inner=inner, inspect=False
+        ).logits
         for inner in ("inductor", "eager")
     )
     assert compilations() == 9
@@ -189,7 +192,7 @@ def test_a_wrapper_that_all_layers_read_keeps_their_graph_whole() -> None:
         layer.mlp.register_forward_hook(lambda _, inputs, output: output * copies["gain"])
     ids, mask = prompt(1, 12, ())
     ours, plain = (
-        force(Traced(model), ids, mask, [9, 1, 1, 1], policy="full", inner=inner, inspect=False).logits
+        teacher_forced(Traced(model), ids, mask, [9, 1, 1, 1], policy="full", inner=inner, inspect=False).logits
         for inner in ("inductor", "eager")
     )
     torch.testing.assert_close(ours, plain, atol=1e-4, rtol=1e-4)

@@ -23,7 +23,7 @@ class Traced:
         """Return the number of graphs that Dynamo has traced."""
         return self.switch.graphs
 
-    def under(self, chosen: Backend) -> Any:
+    def under(self, backend: Backend) -> Any:
         """Select the backend that compiles the graphs from now on, and return the model."""
-        self.switch.to(chosen)
+        self.switch.to(backend)
         return self.model

@@ -16,7 +16,7 @@ import kvpass
 from kvpass.cache import handle as handle_module
 from kvpass.cache import layer_cache
 from kvpass.cache.handle import Handle
-from tests.models import build, force, prompt
+from tests.models import build, prompt, teacher_forced
 from tests.test_backend import Tiny, loop
 
 BUDGET = 8
@@ -189,7 +189,7 @@ def test_an_interrupted_step_is_noticed(model: torch.nn.Module) -> None:
 def test_chunk_of_another_length_on_live_slots(model: torch.nn.Module) -> None:
     """Check that each chunk length has its own graph, and equals single tokens for a window."""
     ids, mask = prompt(2, 24, ())
-    whole = force(model, ids, mask, [10, 5, 1, 3, 1, 4], policy="full", budget=32, inner="eager").logits
+    whole = teacher_forced(model, ids, mask, [10, 5, 1, 3, 1, 4], policy="full", budget=32, inner="eager").logits
     with torch.no_grad():
         assert torch.allclose(whole, model(ids).logits, atol=1e-4)
 

@@ -18,7 +18,7 @@ from kvpass.lowering.attention_statistics import StatisticsOperands, as_attentio
 from kvpass.policies import Policy, resolve
 from kvpass.policies.types import Attention
 from tests.adversary.models import Small, keys, logits, queries, sdpa
-from tests.layer import Stretch, layout_for, prompt_mask
+from tests.layer import CallTokens, layout_for, prompt_mask
 
 LOWEST = "lowest"
 ROWS, HEADS, DIM, BUDGET = 3, 2, 8, 12
@@ -42,10 +42,10 @@ def hiding(slots: Slots, valid: Tensor, low: Any, boolean: bool, dtype: torch.dt
     return mask
 
 
-def stretch(count: int, valid: Tensor, dtype: torch.dtype) -> Stretch:
+def stretch(count: int, valid: Tensor, dtype: torch.dtype) -> CallTokens:
     drawn = torch.Generator().manual_seed(count)
     q, k, v = (torch.randn(ROWS, h, count, DIM, generator=drawn).to(dtype) for h in (2 * HEADS, HEADS, HEADS))
-    return Stretch(q, k, v, valid)
+    return CallTokens(q, k, v, valid)
 
 
 def slots_of(policy: Policy, dtype: torch.dtype) -> tuple[Any, Slots]:

@@ -25,9 +25,9 @@ def installed() -> None:
 @pytest.fixture(scope="module", autouse=True)
 def fresh_dynamo() -> Iterator[None]:
     """Override the fixture of the same name: cases share the Dynamo traces of a subject."""
-    from tests.models import lasting
+    from tests.models import sharing_compiled_code
 
-    with lasting():
+    with sharing_compiled_code():
         yield
 
 

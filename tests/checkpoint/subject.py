@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import kvpass
 from tests.aligners import random_aligner
 from tests.calibrations import made_for_model
-from tests.strategies import ROWS, fitting
+from tests.strategies import ROWS, fitting_budget
 from tests.traces import Traced
 
 WHOLE = 30
@@ -87,7 +87,7 @@ class Subject:
         if policy == "kv_align":  # aligners are trained for one model; for comparisons a random one suffices
             options["aligner"] = random_aligner("direct", self.layers, KV_HEADS, DIM, window=ROOMY)
         chosen = kvpass.policies.resolve(policy, options)
-        return {"policy": policy, "budget": fitting(chosen, budget) if chosen.evicts else ROOMY, **options}
+        return {"policy": policy, "budget": fitting_budget(chosen, budget) if chosen.evicts else ROOMY, **options}
 
     def under(self, **settings: Any) -> Any:
         """Select the settings of `kvpass.compile`, and return the compiled model."""

@@ -20,7 +20,7 @@ from kvpass.cache.handle import caches_in
 from kvpass.decoding import artifact_folder
 from kvpass.decoding.synthetic_conversation import visit_graphs
 from kvpass.errors import ArtifactError, BudgetError, PolicyError, UnsupportedGraph
-from tests.models import build, lasting, prompt
+from tests.models import build, prompt, sharing_compiled_code
 
 pytest.importorskip("safetensors.torch")
 ROOT = Path(__file__).parents[2]
@@ -32,7 +32,7 @@ LAYERS = 3  # enough layers to share code
 @pytest.fixture(scope="module", autouse=True)
 def fresh_dynamo() -> Iterator[None]:
     """Override the fixture of the same name: tests of this file share compiled code."""
-    with lasting():
+    with sharing_compiled_code():
         yield
 
 

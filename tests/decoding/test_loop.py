@@ -17,9 +17,9 @@ import kvpass
 from kvpass.decoding import loop as decode
 from kvpass.decoding import synthetic_conversation
 from tests.architectures import zoo
-from tests.models import breaks, build, forget, graphs, prompt
+from tests.models import breaks, build, discard_compiled_code, graphs, prompt
 from tests.step_settings import step_settings
-from tests.strategies import ROWS, fitting
+from tests.strategies import ROWS, fitting_budget
 from tests.test_invariants import settings
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
@@ -48,7 +48,7 @@ def loop_on(model: Any, **given: Any) -> kvpass.DecodeLoop:
 @pytest.mark.parametrize("architecture", ["Llama", "GPT2"])
 @pytest.mark.parametrize("padding", [(), (3, 1, 0)])
 def test_equal_to_generate_until_something_is_evicted(architecture: str, padding: tuple[int, ...]) -> None:
-    forget()
+    discard_compiled_code()
     model, (ids, mask) = build(architecture, layers=1), prompt(3, 9, padding)
     loop = loop_on(model, read_interval=5)
     loop.prompt(ids, mask)
@@ -59,7 +59,7 @@ def test_equal_to_generate_until_something_is_evicted(architecture: str, padding
 @pytest.mark.parametrize("rows", [None, 2])
 def test_inference_mode_may_change_between_calls(rows: int | None) -> None:
     """Check that inference mode can change between calls, because traces do not depend on it."""
-    forget()
+    discard_compiled_code()
     ids = prompt(1)[0]
 
     def tokens(first: bool, second: bool) -> list[Tensor]:
@@ -115,7 +115,7 @@ def test_equal_to_generate_with_every_policy(name: str) -> None:
     loop.prompt(ids, mask)
     got = loop.generate(14)
     held = kvpass.inspect(loop)
-    forget()
+    discard_compiled_code()
     kvpass.compile(model, **given)
     with torch.no_grad():
         out = model.generate(
@@ -154,7 +154,7 @@ def small_budgets() -> Iterator[Any]:
             chosen = kvpass.policies.resolve(name, {**options, "keep_prompt": pinned})
         except kvpass.PolicyError:
             continue
-        least = fitting(chosen, 1) + pinned
+        least = fitting_budget(chosen, 1) + pinned
         for budget, rows in itertools.product((least, least + 1, least + 16), (1, 2)):
             default = (name, pinned, budget - least, rows) in (("full", False, 16, 2), ("h2o", True, 16, 1))
             marks = [] if default else [pytest.mark.slow, pytest.mark.some(6)]
@@ -167,8 +167,8 @@ def test_a_small_budget_warms_up(
     policy: kvpass.policies.Policy, budget: int, rows: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Check that a loop that accepts a prompt of one token warms up, with prompts and with requests."""
-    forget()
-    budget = next(each for each in itertools.count(budget) if fitting(policy, each) == each)
+    discard_compiled_code()
+    budget = next(each for each in itertools.count(budget) if fitting_budget(policy, each) == each)
     loop = loop_on(llama(), policy=policy, budget=budget, read_interval=4)
     loop.warm(rows)
     assert loop.state is None
@@ -202,7 +202,7 @@ def test_a_budget_that_holds_no_prompt_is_an_error() -> None:
 
 @pytest.mark.slow
 def test_compiled_by_inductor() -> None:
-    forget()
+    discard_compiled_code()
     model, (ids, mask) = llama(), prompt(2, 9, (2, 0))
     loop = loop_on(model, policy="h2o", inner="inductor", read_interval=4)
     loop.prompt(ids, mask)
@@ -420,7 +420,7 @@ def test_modes_are_passed_to_inductor() -> None:
 @pytest.mark.parametrize(("name", "tokens"), [("mistral", 5), ("mistral", 12), ("gemma2", 5)])
 def test_layers_that_store_their_last_tokens_only(name: str, tokens: int) -> None:
     """Test windows of eight tokens that fill up in the prompt or in steps, which use different graphs."""
-    forget()
+    discard_compiled_code()
     model, ids = zoo.build(name), torch.randint(3, 120, (1, tokens), generator=torch.Generator().manual_seed(0))
     loop = loop_on(model, policy="h2o", budget=32)
     loop.prompt(ids)
@@ -444,7 +444,7 @@ class Turning(torch.nn.Module):
 @pytest.mark.slow
 @torch.no_grad()
 def test_repeated_steps_keep_dynamos_guards_on_the_length() -> None:
-    forget()
+    discard_compiled_code()
     model, (ids, _) = Turning(build("Llama", layers=1)), prompt(1, 9, ())
     loop = loop_on(model)
     loop.prompt(ids)
@@ -479,7 +479,7 @@ class Remembering(torch.nn.Module):
 @pytest.mark.parametrize("what", ["a tensor", "a number", "a number from some length on"])
 def test_a_model_that_sets_its_attributes_runs_at_every_step(what: str, rows: int | None) -> None:
     """Check that the model runs at every step, because repeated steps would not update its attributes."""
-    forget()
+    discard_compiled_code()
     ours, theirs = (Remembering(build("Llama", layers=1), what) for _ in range(2))
     (ids, _), loop = prompt(1, 9, ()), loop_on(ours, rows=rows)
     if rows is None:
@@ -536,7 +536,7 @@ def test_a_replaced_tensor_of_the_model_is_used(what: str) -> None:
     A loop repeats steps with the tensors of its last call of the model. It compares the model's objects by identity
     before each batch of steps. That suffices, because user code runs only between batches.
     """
-    forget()
+    discard_compiled_code()
     ours, theirs, (ids, _) = build("Llama", layers=1), build("Llama", layers=1), prompt(1, 6, ())
     loop = loop_on(ours, read_interval=4)
     loop.prompt(ids)

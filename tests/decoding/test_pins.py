@@ -14,7 +14,7 @@ from kvpass.backend import Backend
 from kvpass.cache.handle import caches_in
 from kvpass.decoding.pin_masks import pin_mask
 from kvpass.errors import BudgetError, CacheHandleError, PolicyError, RequestError
-from tests.models import build, different, prompt
+from tests.models import build, model_with_unequal_layers, prompt
 from tests.traces import Traced
 
 BUDGET = 12
@@ -31,7 +31,7 @@ def model(shared_traces: None) -> Traced:
 @pytest.fixture(scope="module")
 def layered(shared_traces: None) -> Traced:
     """Return a model whose layers get different budgets under d2o."""
-    return Traced(different(3))
+    return Traced(model_with_unequal_layers(3))
 
 
 def chosen(policy: str = "h2o", inner: str = "eager", **more: Any) -> Backend:
@@ -45,7 +45,7 @@ def pinned(cache: Any) -> list[list[int]]:
     return [[index for index in row if index >= 0] for row in found[0][:, 0].tolist()]
 
 
-def held(cache: Any) -> Tensor:
+def cached_positions(cache: Any) -> Tensor:
     return kvpass.inspect(cache).layers[0].positions
 
 
@@ -80,7 +80,7 @@ def test_chunks_turns_and_steps_are_the_references(model: Traced, policy: str, o
         out = kvpass.prefill(under, ids[:, 23:], whole, chunk=3, cache=cache, pin=second, on_top=on_top, logits="all")
         last = stepped(under, out.past_key_values, 9, whole)
         logits += [out.logits.flatten(0, 1), last.logits.flatten(0, 1)]
-        runs.append((held(last.past_key_values), pinned(last.past_key_values), torch.cat(logits)))
+        runs.append((cached_positions(last.past_key_values), pinned(last.past_key_values), torch.cat(logits)))
     (ours, marks, logits), (theirs, expected_marks, expected) = runs
     assert torch.equal(ours, theirs)
     assert marks == expected_marks == [[3, 4, 28], [2, 3, 9], [32]]
@@ -94,7 +94,7 @@ def test_chunks_turns_and_steps_are_the_references(model: Traced, policy: str, o
 def test_layers_with_budgets_of_their_own_raise_each(layered: Traced, options: dict[str, Any]) -> None:
     """Test d2o, which merges, gives layers different budgets, and may leave layers complete."""
     ids, mask = prompt(2, 30, (3, 0))
-    held, logits = [], []
+    cached_positions, logits = [], []
     for inner in ("eager", "reference"):
         under = layered.under(chosen("d2o", inner, **options))
         out = kvpass.prefill(under, ids, mask, chunk=30, pin=[(1, 4)], on_top=True)
@@ -102,9 +102,9 @@ def test_layers_with_budgets_of_their_own_raise_each(layered: Traced, options: d
         layers = kvpass.inspect(out.past_key_values).layers
         marks = [layer.pinned[:, 0].tolist() for layer in layers]
         assert marks == [[[], []] if "skip_layers" in options and i == 1 else [[4, 5, 6], [1, 2, 3]] for i in range(3)]
-        held.append([layer.positions for layer in layers])
+        cached_positions.append([layer.positions for layer in layers])
         logits.append(out.logits)
-    assert all(torch.equal(a, b) for a, b in zip(*held, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*cached_positions, strict=True))
     torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
 
 
@@ -224,7 +224,7 @@ def test_a_prompt_that_stays_can_be_on_top(model: Traced) -> None:
     cache = kvpass.prefill(under, ids, chunk=7, pin=[(0, 1)], on_top=True).past_key_values
     cache = stepped(under, cache, 20).past_key_values
     assert pinned(cache) == [[*range(20)]]
-    assert int((held(cache)[0, 0] >= 0).sum()) == 20 + BUDGET
+    assert int((cached_positions(cache)[0, 0] >= 0).sum()) == 20 + BUDGET
 
 
 def test_generate_goes_on_from_pins(model: Traced) -> None:

@@ -17,7 +17,7 @@ import kvpass
 from kvpass.decoding.prefill import chunk_lengths
 from kvpass.runtime import cache_changes, kv_store
 from tests.models import breaks, build, graphs, prompt
-from tests.strategies import OF_ONE_MODEL, ROWS
+from tests.strategies import MODEL_SPECIFIC, ROWS
 from tests.test_invariants import settings
 from tests.traces import Traced
 
@@ -27,7 +27,7 @@ each_policy = pytest.mark.parametrize(
 
 
 def layers_for(name: str) -> int:
-    return 2 if name in OF_ONE_MODEL else 1  # their weights are for two layers
+    return 2 if name in MODEL_SPECIFIC else 1  # their weights are for two layers
 
 
 def compiled(name: str, inner: Any, **more: Any) -> Any:
@@ -35,7 +35,7 @@ def compiled(name: str, inner: Any, **more: Any) -> Any:
     return torch.compile(build("Llama", layers=layers_for(name)), backend=kvpass.backend(**given))
 
 
-def held(cache: Any) -> list[Tensor]:
+def cached_positions(cache: Any) -> list[Tensor]:
     return [layer.positions for layer in kvpass.inspect(cache).layers]
 
 
@@ -67,7 +67,7 @@ def test_equal_to_the_reference_fed_the_same_chunks(name: str) -> None:
         ids, mask = prompt(3, tokens, padding)
         runs = (kvpass.prefill(model.under(x), ids, mask, chunk=chunk, logits="all") for x in (ours, literal))
         one, other = runs
-        assert all(torch.equal(a, b) for a, b in zip(held(one), held(other), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(cached_positions(one), cached_positions(other), strict=True))
         real = mask.bool()
         torch.testing.assert_close(one.logits[real], other.logits[real], atol=1e-4, rtol=1e-4)
 
@@ -102,7 +102,10 @@ def test_generate_is_equal_to_the_reference(name: str, chunk: int, tokens: int, 
     assert breaks() == 0
     theirs = generated(name, "reference", chunk, tokens)
     assert torch.equal(ours.sequences, theirs.sequences)
-    assert all(torch.equal(a, b) for a, b in zip(held(ours.past_key_values), held(theirs.past_key_values), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(cached_positions(ours.past_key_values), cached_positions(theirs.past_key_values), strict=True)
+    )
     torch.testing.assert_close(torch.stack(ours.logits), torch.stack(theirs.logits), atol=1e-4, rtol=1e-4)
 
 
@@ -190,7 +193,10 @@ def test_compiled_by_inductor(name: str) -> None:
     ids, mask = prompt(2, 43, (9, 0))
     ours = kvpass.prefill(compiled(name, "inductor"), ids, mask, chunk=8, logits="all")
     theirs = kvpass.prefill(compiled(name, "reference"), ids, mask, chunk=8, logits="all")
-    assert all(torch.equal(a, b) for a, b in zip(held(ours.past_key_values), held(theirs.past_key_values), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(cached_positions(ours.past_key_values), cached_positions(theirs.past_key_values), strict=True)
+    )
     torch.testing.assert_close(ours.logits[mask.bool()], theirs.logits[mask.bool()], atol=1e-4, rtol=1e-4)
 
 
@@ -200,11 +206,11 @@ def test_a_loop_feeds_prompts_in_chunks() -> None:
     model, (ids, mask) = build("Llama", layers=1), prompt(2, 19, (7, 0))
     loop = kvpass.DecodeLoop(model, **given, prefill_chunk=5)
     loop.prompt(ids, mask)
-    before = held(loop)
+    before = cached_positions(loop)
     said = loop.generate(4)
     out = kvpass.prefill(torch.compile(model, backend=kvpass.backend(**given)), ids, mask, chunk=5)
     assert torch.equal(said[:, 0], out.logits[:, -1].argmax(-1))
-    assert all(torch.equal(a, b) for a, b in zip(before, held(out.past_key_values), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, cached_positions(out.past_key_values), strict=True))
     loop.prompt(ids, mask)  # a further prompt
     assert kvpass.inspect(loop).layers[0].seen == 2 * 19 + 4
     assert loop.generate(3).shape == (2, 3)

@@ -14,8 +14,8 @@ import transformers
 import kvpass
 from kvpass import GenerationOutput, RequestStatus
 from kvpass.decoding import request_batch, sampling, scheduler, stepping
-from tests.models import build, different, forget, prompt
-from tests.strategies import OF_ONE_MODEL
+from tests.models import build, discard_compiled_code, model_with_unequal_layers, prompt
+from tests.strategies import MODEL_SPECIFIC
 from tests.test_invariants import settings
 
 LENGTHS = (3, 17, 9, 1, 12, 30, 5)
@@ -53,7 +53,7 @@ def ended(loop: kvpass.DecodeLoop, seen: Sequence[GenerationOutput] = ()) -> dic
 
 def each_is_as_alone(name: str, lengths: tuple[int, ...] = LENGTHS, **more: Any) -> None:
     given = {**settings(name, "Llama", 8), "inner": "eager", "prefill_chunk": 8, **more}
-    model = build("Llama", layers=2 if name in OF_ONE_MODEL else 1)
+    model = build("Llama", layers=2 if name in MODEL_SPECIFIC else 1)
     loop = kvpass.DecodeLoop(model, **given, rows=3, read_interval=4)
     names = [loop.add(ids, max_new_tokens=most) for ids, most in zip(prompts(lengths), MOST, strict=False)]
     done = ended(loop)
@@ -77,7 +77,7 @@ def test_each_request_gets_what_it_gets_alone(name: str) -> None:
 @pytest.mark.slow
 def test_rows_get_more_slots_when_a_request_needs_them() -> None:
     """Test d2o, whose layer budgets depend on the prompt: later prompts need more slots in some layers."""
-    model = different(3)
+    model = model_with_unequal_layers(3)
     given: dict[str, Any] = {"policy": "d2o", "budget": 8}
     loop, met = serving_loop(model, **given), []
     names = [loop.add(ids, max_new_tokens=9) for ids in prompts((30, 5, 9, 40, 17))]
@@ -257,7 +257,7 @@ def windowed(window: int) -> Any:
 @pytest.mark.parametrize("given", [dict(budget=16), dict(budget=6), dict(policy="streaming", budget=8)], ids=str)
 def test_models_with_a_sliding_window(given: dict[str, Any]) -> None:
     """Check that a layer's window is constant in its cache, before the first token and after each prompt."""
-    forget()
+    discard_compiled_code()
     model, lengths = windowed(8), (5, 14, 3, 9)
     done = [*serving_loop(model, **{**given, "rows": 2}).generate_batch(prompts(lengths), max_new_tokens=12).values()]
     for output, ids in zip(done, prompts(lengths), strict=True):

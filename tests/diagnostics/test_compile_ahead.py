@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import kvpass
 from kvpass import cache_names
 from kvpass.backend import Backend
-from tests.models import build, graphs, lasting, prompt
+from tests.models import build, graphs, prompt, sharing_compiled_code
 
 BUDGET = 24
 
@@ -28,7 +28,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], tuple[int
         return gm.forward
 
     monkeypatch.setattr(Backend, "_compile_inner", forward)
-    with lasting():
+    with sharing_compiled_code():
         yield lambda: (graphs(), len(given))
 
 

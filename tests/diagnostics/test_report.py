@@ -7,7 +7,7 @@ import torch
 
 import kvpass
 from kvpass.diagnostics.report import spans
-from tests.models import build, force, prompt
+from tests.models import build, prompt, teacher_forced
 from tests.test_backend import Tiny
 
 
@@ -24,7 +24,7 @@ def test_explain_lists_every_attention_call_with_its_module_and_line() -> None:
 def test_explain_sees_a_decode_step() -> None:
     model = build("Llama", layers=1)
     ids, mask = prompt(2, 8, ())
-    cache = force(model, ids, mask, [8], policy="h2o", budget=16, inner="eager").cache
+    cache = teacher_forced(model, ids, mask, [8], policy="h2o", budget=16, inner="eager").cache
     report = kvpass.explain(model, "h2o", budget=16)(ids[:, :1], past_key_values=cache)
     assert report.error is None
     assert report.graphs == ("step",)
@@ -43,7 +43,7 @@ def test_each_explanation_is_of_its_own_call() -> None:
 def test_explain_says_where_the_time_went() -> None:
     model = build("Llama", layers=1)
     ids, mask = prompt(2, 8, ())
-    cache = force(model, ids, mask, [8], policy="h2o", budget=16, inner="eager").cache
+    cache = teacher_forced(model, ids, mask, [8], policy="h2o", budget=16, inner="eager").cache
     report = kvpass.explain(model, "h2o", budget=16, timings=True, inner="eager")(ids[:, :1], past_key_values=cache)
     spent = report.timings
     assert spent is not None
@@ -81,7 +81,7 @@ def test_explain_tells_when_positions_stay_absolute() -> None:
 
 def test_inspect_reports_positions_bytes_and_ratio() -> None:
     ids, mask = prompt(2, 40, (5, 0))
-    cache = force(
+    cache = teacher_forced(
         build("Llama", layers=1), ids, mask, [30, *[1] * 10], policy="streaming", budget=8, inner="eager"
     ).cache
     report = kvpass.inspect(cache)
@@ -95,7 +95,7 @@ def test_inspect_reports_positions_bytes_and_ratio() -> None:
 
 def test_inspect_takes_tensors_and_refuses_what_holds_no_slots() -> None:
     ids, mask = prompt(1, 12, ())
-    cache = force(build("Llama", layers=1), ids, mask, [12], policy="window", budget=8, inner="eager").cache
+    cache = teacher_forced(build("Llama", layers=1), ids, mask, [12], policy="window", budget=8, inner="eager").cache
     pairs = tuple((layer.keys, layer.values) for layer in cache.layers)
     assert len(kvpass.inspect(pairs).layers) == 1
     with pytest.raises(kvpass.CacheHandleError, match="no kvpass cache"):

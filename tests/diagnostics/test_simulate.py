@@ -14,11 +14,11 @@ from kvpass.diagnostics.simulate import simulate
 from kvpass.errors import BudgetError, KVPassError, PolicyError
 from tests.aligners import random_aligner
 from tests.calibrations import made_for_model
-from tests.strategies import OF_ONE_MODEL, ROWS, TABLE, cases
+from tests.strategies import MODEL_SPECIFIC, ROWS, TABLE, cases
 
 NEEDED = {
     "kv_align": {"aligner": random_aligner("direct")},
-    **{name: made_for_model(name, 1) for name in OF_ONE_MODEL if name != "kv_align"},
+    **{name: made_for_model(name, 1) for name in MODEL_SPECIFIC if name != "kv_align"},
 }
 
 
@@ -104,7 +104,7 @@ def test_unknown_policies_and_options_are_refused():
 
 @given(data=st.data())
 def test_a_policy_survives_being_written_down(data):
-    row = data.draw(st.sampled_from([row for row in TABLE if row.name not in OF_ONE_MODEL]))  # weights are no text
+    row = data.draw(st.sampled_from([row for row in TABLE if row.name not in MODEL_SPECIFIC]))  # weights are no text
     policy = kvpass.policies.resolve(row.name, data.draw(row.options))
     assert kvpass.policies.from_json(kvpass.policies.to_json(policy)) == policy
 

@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 from transformers.distributed import DistributedConfig
 
-from tests.models import Run, force
+from tests.models import Run, teacher_forced
 from tests.traces import Traced
 
 SIZES = dict(vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=8)
@@ -55,8 +55,8 @@ def runs(here: Any, settings: Settings) -> dict[str, Run]:
     """Return a model's outputs and cached tokens under each of several settings."""
     made, traced = {}, Traced(here)
     for name, given in settings.items():
-        run = force(traced, *tokens(), STEPS, inner="eager", **given)
-        made[name] = Run(run.logits, run.held, None)
+        run = teacher_forced(traced, *tokens(), STEPS, inner="eager", **given)
+        made[name] = Run(run.logits, run.positions, None)
     return made
 
 

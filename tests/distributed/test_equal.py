@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.distributed import small
-from tests.strategies import OF_HEADS, OF_ONE_MODEL, ROWS, TABLE
+from tests.strategies import BUDGETS_BY_HEAD, MODEL_SPECIFIC, ROWS, TABLE
 
 if TYPE_CHECKING:
     from tests.models import Run
@@ -27,7 +27,7 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
 EVERY: dict[str, dict[str, Any]] = {
     f"{row.name} {options}": {"policy": row.name, "budget": BUDGET if row.name != "full" else None, **options}
     for row in TABLE
-    if row.name not in (*OF_ONE_MODEL, *OF_HEADS)
+    if row.name not in (*MODEL_SPECIFIC, *BUDGETS_BY_HEAD)
     for options in OPTIONS.get(row.name, [{}])
 }
 
@@ -60,5 +60,5 @@ def test_every_policy_as_transformers_spreads_a_model(tmp_path: Path) -> None:
         several: dict[str, Run] = torch.load(tmp_path / f"{rank}.pt", weights_only=False)
         for name, run in several.items():
             torch.testing.assert_close(run.logits, one[name].logits, atol=1e-3, rtol=1e-3, msg=name)
-            for here, whole in zip(run.held, one[name].held, strict=True):
+            for here, whole in zip(run.positions, one[name].positions, strict=True):
                 check_held(here, whole, rank)

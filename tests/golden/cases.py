@@ -10,7 +10,7 @@ from tests import models
 from tests.aligners import random_aligner
 from tests.architectures import zoo
 from tests.calibrations import CALIBRATED, made_for_model
-from tests.strategies import OF_ONE_MODEL
+from tests.strategies import MODEL_SPECIFIC
 
 BUDGET = 8
 """The smallest budget for four sub-caches of `cascade` and four sinks; a prompt has 12 tokens, which is more."""
@@ -80,7 +80,7 @@ def settings(policy: str, model: Any) -> dict[str, Any]:
         return {}
     if policy in SMALLER:
         return dict(budget=BUDGET, **SMALLER[policy])
-    if policy not in OF_ONE_MODEL:
+    if policy not in MODEL_SPECIFIC:
         return dict(budget=BUDGET)
     config = model.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads

@@ -23,7 +23,7 @@ from kvpass.policies import resolve
 from kvpass.policies.ada_kv import AdaKV, classes_of, count_winners, shares_of
 from kvpass.policies.budgets import HeadClass
 from tests.architectures import zoo
-from tests.layer import Lowered, Stretch, layout_for
+from tests.layer import CallTokens, LayerOnSlots, layout_for
 from tests.models import build
 
 SCORES = torch.tensor([[[.30, .20, .15, .10, .05, .05, .05, .05, .03, .02],
@@ -64,28 +64,28 @@ def test_budgets_add_up_and_fall(heads: int, least: int, more: int, shares: list
         assert len(found) <= 4
 
 
-def layer(seed: int, rows: int = 2, heads: int = 4, tokens: int = 40) -> Stretch:
+def layer(seed: int, rows: int = 2, heads: int = 4, tokens: int = 40) -> CallTokens:
     """Return random tokens; each head attends more sharply than the previous one."""
     drawn = torch.Generator().manual_seed(seed)
     sharpness = torch.arange(1, heads + 1).repeat_interleave(2)[:, None, None] * 0.8
     q = torch.randn(rows, 2 * heads, tokens, 8, generator=drawn) * sharpness
     k, v = (torch.randn(rows, heads, tokens, 8, generator=drawn) for _ in range(2))
-    return Stretch(q, k, v, torch.ones(rows, tokens, dtype=torch.bool))
+    return CallTokens(q, k, v, torch.ones(rows, tokens, dtype=torch.bool))
 
 
-def parts(whole: Stretch, prompt: int) -> list[Stretch]:
+def parts(whole: CallTokens, prompt: int) -> list[CallTokens]:
     """Split a conversation into a prompt, a chunk of three tokens, and steps."""
     ends = [0, prompt, prompt + 3, *range(prompt + 4, whole.q.shape[2] + 1)]
     fields = ("q", "k", "v")
     return [
-        Stretch(*(getattr(whole, name)[:, :, a:b] for name in fields), whole.valid[:, a:b])
+        CallTokens(*(getattr(whole, name)[:, :, a:b] for name in fields), whole.valid[:, a:b])
         for a, b in itertools.pairwise(ends)
     ]
 
 
-def fed(policy: AdaKV, whole: Stretch, prompt: int = 24, budget: int = 9) -> tuple[Lowered, list[Tensor]]:
+def fed(policy: AdaKV, whole: CallTokens, prompt: int = 24, budget: int = 9) -> tuple[LayerOnSlots, list[Tensor]]:
     pieces = parts(whole, prompt)
-    lowered = Lowered(layout_for(policy, budget, pieces[0], ranked=False), 1e4)
+    lowered = LayerOnSlots(layout_for(policy, budget, pieces[0], ranked=False), 1e4)
     return lowered, [lowered.feed(piece) for piece in pieces]
 
 
@@ -131,7 +131,7 @@ def test_permuted_heads_give_permuted_results(order: tuple[int, ...]) -> None:
     """Test heads with different counts; among equal counts the lower head comes first."""
     whole = layer(1, rows=1)
     by_query = [2 * head + i for head in order for i in range(2)]
-    other = Stretch(whole.q[:, by_query], whole.k[:, order], whole.v[:, order], whole.valid)
+    other = CallTokens(whole.q[:, by_query], whole.k[:, order], whole.v[:, order], whole.valid)
     COUNTS.clear()
     (ours, outputs), (theirs, permuted) = (fed(Noting(window=3, safeguard=0.0), each) for each in (whole, other))
     assert len(set(COUNTS[0][0].tolist())) == 4

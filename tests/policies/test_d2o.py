@@ -18,7 +18,7 @@ from kvpass.errors import PolicyError
 from kvpass.policies.budgets import Plan
 from kvpass.policies.d2o import BLOCK, D2O, column_variance, largest_layer_budget, layer_budgets, nearest
 from kvpass.policies.types import Attention
-from tests.models import different
+from tests.models import model_with_unequal_layers
 from tests.strategies import ROWS, cases
 from tests.traces import Traced
 
@@ -67,7 +67,7 @@ def test_the_threshold_starts_anew_with_each_prompt():
 
     The first prompt repeats a token, so that its final threshold exceeds the first merges of the second prompt.
     """
-    model = Traced(different(layers=1))
+    model = Traced(model_with_unequal_layers(layers=1))
     one = torch.full((1, 30), 5)
     other = torch.randint(3, 128, (1, 30), generator=torch.Generator().manual_seed(0))
 

@@ -15,7 +15,7 @@ from kvpass.policies import base
 from kvpass.policies.h2o import H2O
 from kvpass.policies.hook_checks import HOOKS
 from kvpass.policies.types import Merge, Tokens
-from tests.models import build, force, prompt
+from tests.models import build, prompt, teacher_forced
 
 STATE: dict[str, Any] = {"state": lambda self: {"sum": torch.float32}}
 
@@ -34,7 +34,7 @@ def simulated(made: base.Policy) -> torch.Tensor:
 
 def run(made: base.Policy) -> Any:
     ids, mask = prompt(2, 14, (3, 0))
-    return force(build("Llama", layers=1), ids, mask, [9, 1, 1, 3], policy=made, budget=6, inner="eager")
+    return teacher_forced(build("Llama", layers=1), ids, mask, [9, 1, 1, 3], policy=made, budget=6, inner="eager")
 
 
 HOOK_MISTAKES: list[tuple[str, Callable[..., Any], dict[str, Any], str]] = [

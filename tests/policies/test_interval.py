@@ -17,12 +17,12 @@ from kvpass.diagnostics.simulate import simulate
 from kvpass.errors import BudgetError, PolicyError
 from kvpass.policies import Policy, Tokens, resolve
 from tests.calibrations import made_for_model
-from tests.models import build, force, prompt
-from tests.strategies import OF_HEADS, TABLE
+from tests.models import build, prompt, teacher_forced
+from tests.strategies import BUDGETS_BY_HEAD, TABLE
 from tests.test_invariants import settings
 from tests.traces import Traced
 
-PERIODIC = [row for row in TABLE if row.periodic and row.name not in OF_HEADS]  # the model here has one head
+PERIODIC = [row for row in TABLE if row.periodic and row.name not in BUDGETS_BY_HEAD]  # the model here has one head
 SLACK = [3, 4, 5, 6, 7, 8, 9, 6, 7, 8, 9, 6, 7, 8, 9]
 """Tokens held after a prompt of 3 and each of 14 steps, with budget 9 and interval 4."""
 periodic = pytest.mark.parametrize("row", PERIODIC, ids=lambda row: row.name)
@@ -122,7 +122,7 @@ def test_rows_are_compacted_one_by_one(traced: Callable[..., Traced]) -> None:
     """Check rows of 12, 10 and 9 tokens, which exceed a budget of 14 in different steps."""
     padding = (0, 2, 3)
     ids, mask = prompt(3, 24, padding)
-    run = force(
+    run = teacher_forced(
         traced("Llama", 3, "is fed"), ids, mask, [12, *[1] * 12], policy="h2o", budget=14, interval=5, inner="eager"
     )
     for row, left in enumerate(padding):
@@ -130,7 +130,7 @@ def test_rows_are_compacted_one_by_one(traced: Callable[..., Traced]) -> None:
         for _ in range(13):
             expected.append(held)
             held = held + 1 if held < 14 else 10
-        assert [int((step[0][row, 0] >= 0).sum()) for step in run.held] == expected
+        assert [int((step[0][row, 0] >= 0).sum()) for step in run.positions] == expected
 
 
 @pytest.mark.few(1)
@@ -145,10 +145,10 @@ def test_two_graphs_of_steps_and_no_more(positions: str) -> None:
 
     model, (ids, mask) = Traced(build("Llama", layers=1)), prompt(2, 60, (3, 0))
     given: dict[str, Any] = dict(policy="h2o", budget=14, interval=5, positions=positions, inner=inner)
-    force(model, ids, mask, [12, *[1] * 10], **given)
+    teacher_forced(model, ids, mask, [12, *[1] * 10], **given)
     before = len(compiled)
     assert model.graphs == 2
-    force(model, ids, mask, [12, *[1] * 48], **given)
+    teacher_forced(model, ids, mask, [12, *[1] * 48], **given)
     # The second conversation has its own backend, which compiles the same graphs again.
     assert len(compiled) == 2 * before
     assert model.graphs == 2
@@ -157,7 +157,7 @@ def test_two_graphs_of_steps_and_no_more(positions: str) -> None:
 def test_reports_have_both_numbers() -> None:
     model, (ids, mask) = build("Llama", layers=1), prompt(1, 12, ())
     given: dict[str, Any] = dict(budget=9, interval=4)
-    cache = force(model, ids, mask, [12], policy="h2o", **given, inner="eager").cache
+    cache = teacher_forced(model, ids, mask, [12], policy="h2o", **given, inner="eager").cache
     report = kvpass.inspect(cache)
     assert (report.layers[0].budget, report.layers[0].compacted) == (9, 6)
     said = "interval=4: 6 to 9 tokens are held between compactions"

@@ -14,7 +14,7 @@ from kvpass.policies.budgets import window_starts
 from kvpass.policies.kv_align import KVAlign
 from kvpass.rewrite.renumber import fits_prompt, fits_step
 from tests.aligners import random_aligner
-from tests.models import build, force, graphs, prompt
+from tests.models import build, graphs, prompt, teacher_forced
 from tests.runtime.test_runtime import assert_equal_runs, bare
 from tests.traces import Traced
 
@@ -70,7 +70,7 @@ def test_nothing_changes_while_nothing_is_evicted(architecture, recipe):
     position = (mask.cumsum(-1) - 1).clamp(min=0)
     with torch.no_grad():
         expected = model(ids, attention_mask=mask, position_ids=position).logits
-    run = force(model, ids, mask, [10, 5, *[1] * 15], **options(architecture, recipe, budget=30))
+    run = teacher_forced(model, ids, mask, [10, 5, *[1] * 15], **options(architecture, recipe, budget=30))
     assert torch.allclose(run.logits[mask.bool()], expected[mask.bool()], atol=1e-4)
     assert graphs() == 3
 
@@ -80,11 +80,11 @@ def test_nothing_changes_while_nothing_is_evicted(architecture, recipe):
 def test_a_long_prompt_is_the_same_as_its_last_tokens(architecture):
     model, settings = Traced(build(architecture)), options(architecture, budget=8)
     ids, mask = prompt(2, 30, ())
-    whole = force(model, ids, mask, [21, *[1] * 9], **settings)
-    last = force(model, ids[:, 13:], mask[:, 13:], [8, *[1] * 9], **settings)
+    whole = teacher_forced(model, ids, mask, [21, *[1] * 9], **settings)
+    last = teacher_forced(model, ids[:, 13:], mask[:, 13:], [8, *[1] * 9], **settings)
     assert torch.allclose(whole.logits[:, 13:], last.logits, atol=1e-5)
-    assert whole.held[0][0][0, 0].tolist() == list(range(13, 21))
-    assert whole.held[-1][0][0, 0].tolist() == [13, 14, 15, 16, 26, 27, 28, 29]
+    assert whole.positions[0][0][0, 0].tolist() == list(range(13, 21))
+    assert whole.positions[-1][0][0, 0].tolist() == [13, 14, 15, 16, 26, 27, 28, 29]
 
 
 @pytest.mark.slow
@@ -102,15 +102,15 @@ def test_a_table_that_starts_with_an_offset():
     )
     model = Traced(transformers.OPTForCausalLM(config).eval())
     ids, mask = prompt(2, 50, ())
-    whole = force(model, ids, mask, [41, *[1] * 9], **options("GPT2", budget=16))
-    last = force(model, ids[:, 25:], mask[:, 25:], [16, *[1] * 9], **options("GPT2", budget=16))
+    whole = teacher_forced(model, ids, mask, [41, *[1] * 9], **options("GPT2", budget=16))
+    last = teacher_forced(model, ids[:, 25:], mask[:, 25:], [16, *[1] * 9], **options("GPT2", budget=16))
     assert torch.allclose(whole.logits[:, 25:], last.logits, atol=1e-5)
 
 
 def test_a_prompt_and_a_stream_may_be_longer_than_the_table_of_positions():
     model = build("GPT2")
     ids, mask = prompt(1, 630, ())
-    run = force(model, ids, mask, [600, *[1] * 30], inspect=False, **options("GPT2", budget=24))
+    run = teacher_forced(model, ids, mask, [600, *[1] * 30], inspect=False, **options("GPT2", budget=24))
     assert torch.isfinite(run.logits).all()
     early = model(ids[:, 24:48]).logits
     assert torch.allclose(run.logits[:, 24:48], early, atol=1e-4)
@@ -120,7 +120,7 @@ def test_the_next_query_stands_at_the_number_of_cached_tokens():
     """Check that without repair a step is the model's own on the held entries at position min(t, M)."""
     model = build("GPT2")
     ids, mask = prompt(2, 14, ())
-    run = force(model, ids, mask, [8, *[1] * 6], **options("GPT2", "nothing", budget=8))
+    run = teacher_forced(model, ids, mask, [8, *[1] * 6], **options("GPT2", "nothing", budget=8))
     with torch.no_grad():
         out = model(ids[:, :8], use_cache=True)
         for t in range(8, 14):
@@ -139,7 +139,7 @@ def test_a_bare_loop_gives_the_same_as_position_ids(architecture):
     model = build(architecture)
     ids, mask = prompt(2, 24, ())
     settings = options(architecture)
-    with_mask_and_ids = force(model, ids, mask, [5, *[1] * 19], **settings).logits
+    with_mask_and_ids = teacher_forced(model, ids, mask, [5, *[1] * 19], **settings).logits
     assert torch.allclose(bare(model, ids, **settings), with_mask_and_ids, atol=1e-5)
 
 
@@ -165,7 +165,7 @@ def test_every_n_evicts_n_tokens_at_once():
 def test_one_decode_graph_for_every_one():
     model = build("GPT2")
     ids, mask = prompt(1, 40, ())
-    force(model, ids, mask, [6, *[1] * 34], inspect=False, **options("GPT2"))
+    teacher_forced(model, ids, mask, [6, *[1] * 34], inspect=False, **options("GPT2"))
     assert graphs() == 2
 
 
@@ -222,9 +222,9 @@ def test_a_model_with_other_layers_or_heads_is_refused():
     model = build("GPT2")
     ids, mask = prompt(1, 6, ())
     with pytest.raises(AlignerError, match="layers=3, and this one has 2"):
-        force(model, ids, mask, [6], **(options("GPT2") | {"aligner": random_aligner("direct", 3, 4, 16)}))
+        teacher_forced(model, ids, mask, [6], **(options("GPT2") | {"aligner": random_aligner("direct", 3, 4, 16)}))
     with pytest.raises(AlignerError, match="heads=2, and this one has 4"):
-        force(model, ids, mask, [6], **(options("GPT2") | {"aligner": random_aligner("direct", 2, 2, 16)}))
+        teacher_forced(model, ids, mask, [6], **(options("GPT2") | {"aligner": random_aligner("direct", 2, 2, 16)}))
 
 
 def test_paper_knows_one_distance():

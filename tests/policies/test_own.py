@@ -16,7 +16,7 @@ from kvpass.policies import base, names
 from kvpass.policies.full import Full
 from kvpass.policies.h2o import H2O
 from kvpass.policies.sage import Sage
-from tests.models import breaks, build, force, graphs, prompt
+from tests.models import breaks, build, graphs, prompt, teacher_forced
 from tests.strategies import TABLE
 
 
@@ -55,11 +55,13 @@ def test_a_policy_of_the_user_keeps_the_highest_scores(split: int) -> None:
 def test_a_model_runs_on_it_in_two_graphs() -> None:
     ids, mask = prompt(2, 20, (3, 0))
     values = build("Llama", layers=1)(ids, attention_mask=mask, use_cache=True).past_key_values.layers[0].values
-    run = force(build("Llama", layers=1), ids, mask, [9, *[1] * 11], policy=ValueNorm(), budget=6, inner="eager")
+    run = teacher_forced(
+        build("Llama", layers=1), ids, mask, [9, *[1] * 11], policy=ValueNorm(), budget=6, inner="eager"
+    )
     assert (graphs(), breaks()) == (2, 0)
     worth = values.norm(dim=-1).sum(1).masked_fill(mask == 0, -1)  # layer 0 does not depend on eviction
     for row in range(2):
-        assert run.held[-1][0][row, 0].tolist() == sorted(worth[row].topk(6).indices.tolist())
+        assert run.positions[-1][0][row, 0].tolist() == sorted(worth[row].topk(6).indices.tolist())
 
 
 @pytest.mark.parametrize("name", ["Attention", "Clock", "Merge", "Plan", "Policy", "State", "Statistic", "Tokens"])
@@ -134,13 +136,13 @@ def test_another_policy_that_evicts_is_refused_for_a_layer(second: base.Policy) 
     """Check the error: such a layer would get slots for all tokens and no pins."""
     ids, mask = prompt(2, 20, ())
     with pytest.raises(kvpass.PolicyError, match=r"LayerByLayer.for_layer\(1, 2\) returned .* the policy itself"):
-        force(build("Llama"), ids, mask, [20], policy=LayerByLayer(second=second), budget=6, inner="eager")
+        teacher_forced(build("Llama"), ids, mask, [20], policy=LayerByLayer(second=second), budget=6, inner="eager")
 
 
 def test_a_layer_may_keep_every_token() -> None:
     ids, mask = prompt(2, 20, ())
-    run = force(build("Llama"), ids, mask, [20], policy=LayerByLayer(second=Full()), budget=6, inner="eager")
-    assert [positions.shape[-1] for positions in run.held[-1]] == [6, 20]
+    run = teacher_forced(build("Llama"), ids, mask, [20], policy=LayerByLayer(second=Full()), budget=6, inner="eager")
+    assert [positions.shape[-1] for positions in run.positions[-1]] == [6, 20]
 
 
 def test_a_plan_that_takes_earlier_plans_works() -> None:
@@ -148,8 +150,8 @@ def test_a_plan_that_takes_earlier_plans_works() -> None:
     body = {"plan": lambda self, attention, valid, budget, earlier=None: ValueNorm.plan(self, attention, valid, 5)}
     ids, mask = prompt(2, 9, ())
     policy = type("Old", (ValueNorm,), body)()
-    run = force(build("Llama", layers=1), ids, mask, [9], policy=policy, budget=6, inner="eager")
-    assert run.held[-1][0].shape[-1] == 5
+    run = teacher_forced(build("Llama", layers=1), ids, mask, [9], policy=policy, budget=6, inner="eager")
+    assert run.positions[-1][0].shape[-1] == 5
 
 
 def test_policies_without_their_logit_changes_are_equal_if_the_policies_are() -> None:

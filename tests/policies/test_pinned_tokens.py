@@ -18,7 +18,7 @@ from kvpass.policies.pinned_tokens import Pins
 from kvpass.reference.random import draw
 from tests.aligners import random_aligner
 from tests.diagnostics.test_simulate import check
-from tests.layer import Lowered, OnReference, Stretch, layout_for
+from tests.layer import CallTokens, LayerOnReference, LayerOnSlots, layout_for
 from tests.strategies import ROWS, Case, Row, cases
 from tests.test_chunks_and_padding import compare
 
@@ -31,7 +31,7 @@ keeping = pytest.mark.parametrize("row", [ROWS[name] for name in KEEPING], ids=K
 
 def kept(draw: st.DataObject, row: Row, given: int, **fixed: object) -> Case:
     """Draw a case with pinned tokens, and one to eight more slots than the policy needs for the others."""
-    options = {**draw.draw(st.composite(row.drawn)()), "keep_prompt": True}
+    options = {**draw.draw(st.composite(row.draw_options)()), "keep_prompt": True}
     policy = resolve(row.name, options)
     budget = given + policy.fitting_budget(1) + draw.draw(st.integers(0, 8))
     return draw.draw(cases(row, options=options, budget=budget, **fixed))
@@ -62,7 +62,7 @@ class Marks:
         self.drawn, self.on_top = torch.Generator().manual_seed(seed), on_top
         self.left = torch.full((rows, 1), most)
 
-    def __call__(self, part: Stretch) -> Pins:
+    def __call__(self, part: CallTokens) -> Pins:
         marked = (torch.rand(part.valid.shape, generator=self.drawn) < 0.4) & part.valid
         marked &= marked.cumsum(-1) <= self.left
         self.left -= marked.sum(-1, keepdim=True)
@@ -78,7 +78,7 @@ def test_pins_stay_as_the_reference_has_it(row: Row, data: st.DataObject, on_top
     options = data.draw(row.options)
     policy = resolve(row.name, options)
     least = policy.minimum_budget() + policy.interval - 1
-    budget = data.draw(st.integers(0, 8)) + max(least, row.least) + (0 if on_top else most)
+    budget = data.draw(st.integers(0, 8)) + max(least, row.min_budget) + (0 if on_top else most)
     case = data.draw(cases(row, options=options, budget=budget, dim=8))
     limits = [budget + more for more in data.draw(st.sampled_from([(2, 0), (0, 0), (0, 3)]))][: case.rows]
     compare(
@@ -109,9 +109,9 @@ def selected(pinned: set[int], on_top: bool = False) -> list[int]:
     q, k, v = layer(10)
     mask = torch.tensor([[position in pinned for position in range(10)]])
     pins = Pins(mask, on_top, torch.zeros(1, dtype=torch.int64))
-    part = Stretch(q, k, v, torch.ones_like(mask), pins)
+    part = CallTokens(q, k, v, torch.ones_like(mask), pins)
     layout = layout_for(Given(), 5, part, ranked=False, spare=len(pinned)).with_pins(on_top)
-    lowered = Lowered(layout, 1e4)
+    lowered = LayerOnSlots(layout, 1e4)
     lowered.feed(part)
     return lowered.positions()[0][0]
 
@@ -127,9 +127,9 @@ def test_pins_count_inside_the_budget_or_on_top_of_it() -> None:
 def test_pins_must_leave_the_others_what_the_policy_needs(compiled: bool) -> None:
     q, k, v = layer(8)
     pins = Pins(torch.ones(1, 8, dtype=torch.bool), False, torch.zeros(1, dtype=torch.int64))
-    part = Stretch(q, k, v, torch.ones(1, 8, dtype=torch.bool), pins)
+    part = CallTokens(q, k, v, torch.ones(1, 8, dtype=torch.bool), pins)
     layout = layout_for(resolve("h2o", {}), 9, part, ranked=False).with_pins()
-    driven = (Lowered if compiled else OnReference)(layout, 1e4)
+    driven = (LayerOnSlots if compiled else LayerOnReference)(layout, 1e4)
     with pytest.raises(BudgetError, match=r"8 tokens are to stay, which leaves 1 .* at least 2: raise .* on_top=True"):
         driven.feed(part)
 

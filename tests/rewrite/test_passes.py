@@ -20,7 +20,7 @@ from kvpass.rewrite.pipeline import rewrite_step
 from tests.adversary.models import Small, causal, plain, sdpa
 from tests.aligners import random_aligner
 from tests.gpu.recording import record
-from tests.models import build, force, prompt
+from tests.models import build, prompt, teacher_forced
 from tests.rewrite.stages import Stages, staged, with_rows
 
 
@@ -281,7 +281,7 @@ def test_programs_are_kept_if_they_are_asked_for() -> None:
 
 def test_programs_are_not_kept_otherwise() -> None:
     ids, mask = prompt(1, 8, ())
-    cache = force(build("Llama"), ids, mask, [7], policy="h2o", budget=16, inner="eager").cache
+    cache = teacher_forced(build("Llama"), ids, mask, [7], policy="h2o", budget=16, inner="eager").cache
     found = kvpass.explain(build("Llama"), "h2o", budget=16)(ids[:, 7:], past_key_values=cache)
     assert found.programs == ()
     assert found.passes

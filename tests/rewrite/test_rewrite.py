@@ -15,7 +15,7 @@ from kvpass.capture.capture import capture
 from kvpass.capture.rotary import find_rotary
 from kvpass.fx import walk
 from kvpass.rewrite.sections import SectionInterpreter, Sections
-from tests.models import ARCHITECTURES, build, force, prompt
+from tests.models import ARCHITECTURES, build, prompt, teacher_forced
 
 
 def compiled_graphs(
@@ -29,7 +29,7 @@ def compiled_graphs(
         return gm.forward
 
     ids, mask = prompt(2, sum(steps), padding)
-    force(build(architecture), ids, mask, steps, inner=inner, **backend)
+    teacher_forced(build(architecture), ids, mask, steps, inner=inner, **backend)
     return seen
 
 

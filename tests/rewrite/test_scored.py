@@ -11,7 +11,7 @@ import transformers
 
 import kvpass
 from kvpass.capture.canonical import ATTENTION
-from tests.models import ARCHITECTURES, build, force, prompt
+from tests.models import ARCHITECTURES, build, prompt, teacher_forced
 
 
 def counted(model: Any, count: int, **backend: Any) -> tuple[int, int, int]:
@@ -23,7 +23,7 @@ def counted(model: Any, count: int, **backend: Any) -> tuple[int, int, int]:
         return gm.forward
 
     ids, mask = prompt(2, count, ())
-    force(model, ids, mask, [count], inner=inner, **backend)
+    teacher_forced(model, ids, mask, [count], inner=inner, **backend)
     nodes = seen[-1].graph.nodes
     values = [node.args[2] for node in nodes if node.target == torch.ops.kvpass.attention_statistics.default]
     return sum(node.target == ATTENTION for node in nodes), values.count(None), len(values) - values.count(None)
@@ -72,7 +72,7 @@ def test_a_prompt_gives_what_the_model_gives(architecture: str, policy: str, dty
     position = (mask.cumsum(-1) - 1).clamp(min=0)
     with torch.no_grad():
         expected = model(ids, attention_mask=mask, position_ids=position).logits
-    got = force(model, ids, mask, [ids.shape[1]], policy=policy, budget=8, inner="eager").logits
+    got = teacher_forced(model, ids, mask, [ids.shape[1]], policy=policy, budget=8, inner="eager").logits
     there = mask.bool()
     torch.testing.assert_close(got[there], expected[there], atol=1e-5, rtol=1e-4)
 

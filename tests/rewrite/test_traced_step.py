@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from kvpass.cache.cached_attention import CachedAttention, NewTokens
 from kvpass.cache.step import decode_step
-from tests.layer import Lowered, layout_for
+from tests.layer import LayerOnSlots, layout_for
 from tests.strategies import TABLE, Case, cases
 from tests.test_chunks_and_padding import stretches
 
@@ -50,7 +50,7 @@ def test_a_traced_step_is_static_in_place_and_the_same(row, data):
     budget = case.budget if policy.evicts else 40
     layout = layout_for(policy, budget, parts[0], case.positions == "cache")
     traced = Traced()
-    eager, graph = Lowered(layout, 1e4), Lowered(layout, 1e4, step=traced)
+    eager, graph = LayerOnSlots(layout, 1e4), LayerOnSlots(layout, 1e4, step=traced)
     for part in parts:
         torch.testing.assert_close(graph.feed(part), eager.feed(part))
         assert graph.positions() == eager.positions()
@@ -87,7 +87,7 @@ def test_a_merging_step_is_compiled_without_a_copy_of_the_slots():
     case = Case("d2o", {}, 0, 2, 2, 2, 16, 68, 70, 1, "absolute", None)
     prompt, last = stretches(case, [70, 1], 0.0, False)
     traced = Traced()
-    lowered = Lowered(layout_for(case.policy, 68, prompt, False), 1e4, step=traced)
+    lowered = LayerOnSlots(layout_for(case.policy, 68, prompt, False), 1e4, step=traced)
     lowered.feed(prompt)
     arguments = [*lowered.slots.tensors(), last.q, last.k, last.v, last.valid[:, 0]]
     weights = lowered.layout.policy.weights()

@@ -199,7 +199,7 @@ def test_a_refused_graph_leaves_the_others_as_they_are(refused: int, monkeypatch
 
     monkeypatch.setattr(regions, "check_weights", check)
     compile_in_place(model, backend, True)
-    with models.lasting():
+    with models.sharing_compiled_code():
         talk(model, ids_of(1, 23), parts)
         count = len(backend.layers)
         assert [total for total, _ in backend.layers] == [LAYERS] * refused + [0] * (count - refused)

@@ -28,7 +28,7 @@ import kvpass
 from benchmarks.memory import resident
 from kvpass.capture.canonical import APPEND
 from kvpass.torch_private import dynamo, fx_nodes, inductor
-from tests.models import build, force, prompt
+from tests.models import build, prompt, teacher_forced
 
 TOKENS, HEADS = 8192, 8
 MATRIX = HEADS * TOKENS**2 * 4 / 2**20  # MiB of one layer's attention matrix: 2,048
@@ -114,7 +114,7 @@ def test_lines_of_source_files_are_let_go(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(dynamo, "release_source_lines", noted)
     monkeypatch.setitem(linecache.cache, "<a notebook>", (2, None, ["x\n"], "<a notebook>"))
-    force(build("Llama"), *prompt(1, 12, ()), [10, 1, 1], policy="h2o", budget=8, inner="eager")
+    teacher_forced(build("Llama"), *prompt(1, 12, ()), [10, 1, 1], policy="h2o", budget=8, inner="eager")
     folder = str(Path(transformers.__file__).parent)
     assert any(name.startswith(folder) for name in read)
     assert not any(name.startswith(folder) for name in linecache.cache)

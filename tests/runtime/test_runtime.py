@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 import kvpass
 import tests.strategies  # noqa: F401  loads the Hypothesis profile
-from tests.models import build, force, prompt, traced
+from tests.models import build, prompt, teacher_forced, traced
 from tests.traces import Traced
 
 
 def assert_equal_runs(model: Traced, steps: list[int], padding: tuple[int, ...], **backend: object) -> None:
     ids, mask = prompt(3, sum(steps), padding)
-    lowered = force(model, ids, mask, steps, inner="eager", **backend)
-    literal = force(model, ids, mask, steps, inner="reference", **backend)
-    for ours, theirs in zip(lowered.held, literal.held, strict=True):
+    lowered = teacher_forced(model, ids, mask, steps, inner="eager", **backend)
+    literal = teacher_forced(model, ids, mask, steps, inner="reference", **backend)
+    for ours, theirs in zip(lowered.positions, literal.positions, strict=True):
         for layer, (a, b) in enumerate(zip(ours, theirs, strict=True)):
             assert torch.equal(a, b), f"layer {layer} held {a} where the reference holds {b}"
     real = mask.bool()
@@ -70,7 +70,7 @@ def test_bare_loop_counts_tokens_seen(architecture: str) -> None:
     model = build(architecture, layers=1)
     ids, mask = prompt(2, 24, ())
     ours = bare(model, ids, policy="window", budget=8, inner="eager")
-    expected_logits = force(model, ids, mask, [5, *[1] * 19], policy="window", budget=8, inner="eager").logits
+    expected_logits = teacher_forced(model, ids, mask, [5, *[1] * 19], policy="window", budget=8, inner="eager").logits
     assert torch.allclose(ours, expected_logits, atol=1e-5)
 
 
@@ -80,7 +80,7 @@ def test_prompt_of_one_token() -> None:
     ids, mask = prompt(2, 12, ())
     with torch.no_grad():
         expected = model(ids).logits
-    run = force(model, ids, mask, [1] * 12, policy="h2o", budget=16, inner="eager")
+    run = teacher_forced(model, ids, mask, [1] * 12, policy="h2o", budget=16, inner="eager")
     assert torch.allclose(run.logits, expected, atol=1e-4)
 
 
@@ -133,7 +133,7 @@ def test_full_without_budget_doubles_its_slots(monkeypatch: pytest.MonkeyPatch, 
     with torch.no_grad():
         expected = model(ids).logits
     pieces = [2, *[queries] * (298 // queries)]
-    run = force(model, ids, mask, pieces, inspect=False, policy="full", inner="eager")
+    run = teacher_forced(model, ids, mask, pieces, inspect=False, policy="full", inner="eager")
     count = sum(pieces)
     assert torch.allclose(run.logits, expected[:, :count], atol=1e-4)
     layers = kvpass.inspect(run.cache).layers
@@ -144,8 +144,8 @@ def test_full_without_budget_doubles_its_slots(monkeypatch: pytest.MonkeyPatch, 
 def test_budget_as_a_share_of_the_prompt() -> None:
     model = build("Llama", layers=1)
     ids, mask = prompt(2, 26, ())
-    run = force(model, ids, mask, [20, *[1] * 6], policy="window", budget=0.35, inner="eager")
-    assert run.held[-1][0][0, 0].tolist() == list(range(19, 26))  # exactly 0.35 * 20 = 7 tokens
+    run = teacher_forced(model, ids, mask, [20, *[1] * 6], policy="window", budget=0.35, inner="eager")
+    assert run.positions[-1][0][0, 0].tolist() == list(range(19, 26))  # exactly 0.35 * 20 = 7 tokens
 
 
 @pytest.mark.slow
@@ -153,7 +153,9 @@ def test_interleaved_conversations_do_not_touch_each_other() -> None:
     model = Traced(build("Llama", layers=1))
     (a, mask), (b, _) = prompt(2, 24, ()), prompt(2, 25, ())
     b = b[:, :24]
-    alone = [force(model, ids, mask, [6, *[1] * 18], policy="h2o", budget=8, inner="eager").logits for ids in (a, b)]
+    alone = [
+        teacher_forced(model, ids, mask, [6, *[1] * 18], policy="h2o", budget=8, inner="eager").logits for ids in (a, b)
+    ]
     compiled = torch.compile(build("Llama", layers=1), backend=kvpass.backend("h2o", budget=8, inner="eager"))
     with torch.no_grad():
         outs = [compiled(ids[:, :6], use_cache=True) for ids in (a, b)]
@@ -173,7 +175,7 @@ def test_bfloat16(traced: Callable[..., Traced], policy: str) -> None:
     ids, mask = prompt(2, 20, ())
     with torch.no_grad():
         expected = build("Llama", torch.bfloat16, layers=1)(ids).logits
-    run = force(model, ids, mask, [8, *[1] * 12], policy=policy, budget=32, inner="eager")
+    run = teacher_forced(model, ids, mask, [8, *[1] * 12], policy=policy, budget=32, inner="eager")
     assert run.logits.dtype == torch.bfloat16
     assert torch.allclose(run.logits.float(), expected.float(), atol=0.05)
 
@@ -181,7 +183,7 @@ def test_bfloat16(traced: Callable[..., Traced], policy: str) -> None:
 def test_memory_is_what_the_layout_says() -> None:
     model = build("Llama", layers=1)
     ids, mask = prompt(2, 60, ())
-    run = force(model, ids, mask, [30, *[1] * 30], inspect=False, policy="window", budget=16, inner="eager")
+    run = teacher_forced(model, ids, mask, [30, *[1] * 30], inspect=False, policy="window", budget=16, inner="eager")
     report = kvpass.inspect(run.cache)
     rows, heads, slots, dim, layers = 2, 2, 17, 16, 1
     keys_and_values = 2 * rows * heads * slots * dim * 4

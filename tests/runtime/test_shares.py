@@ -14,14 +14,16 @@ from kvpass.cache.handle import caches_in
 from kvpass.cache.layout import ROW_BUDGET
 from kvpass.policies.budgets import Plan, by_rows
 from tests.aligners import random_aligner
-from tests.models import build, different, force, prompt
-from tests.strategies import OF_ONE_MODEL, TABLE
+from tests.models import build, model_with_unequal_layers, prompt, teacher_forced
+from tests.strategies import MODEL_SPECIFIC, TABLE
 from tests.traces import Traced
 
 
-def held(run: Any, row: int = 0, padding: int = 0, step: int = -1) -> list[list[int]]:
+def cached_positions(run: Any, row: int = 0, padding: int = 0, step: int = -1) -> list[list[int]]:
     """Return a row's positions in each layer after a step, counted from the end of the padding."""
-    return [[place - padding for place in layer[row, 0].tolist() if place >= 0] for layer in run.held[step]]
+    return [
+        [position - padding for position in layer[row, 0].tolist() if position >= 0] for layer in run.positions[step]
+    ]
 
 
 @pytest.mark.parametrize("policy", ["streaming", "h2o", "cascade", "d2o"])
@@ -30,27 +32,27 @@ def held(run: Any, row: int = 0, padding: int = 0, step: int = -1) -> list[list[
 def test_a_share_counts_no_padding(traced: Callable[..., Traced], policy: str, padding: tuple[int, ...]) -> None:
     """Check that rows of 14 tokens in 20 columns keep 7 tokens, not 10."""
     model, (ids, mask) = traced("Llama", len(padding), "is padded or not"), prompt(len(padding), 24, padding)
-    padded = force(model, ids, mask, [20, 1, 1], policy=policy, budget=0.5, inner="eager")
-    alone = force(model, ids[:1, 6:], mask[:1, 6:], [14, 1, 1], policy=policy, budget=0.5, inner="eager")
-    assert held(padded, padding=6) == held(alone)
+    padded = teacher_forced(model, ids, mask, [20, 1, 1], policy=policy, budget=0.5, inner="eager")
+    alone = teacher_forced(model, ids[:1, 6:], mask[:1, 6:], [14, 1, 1], policy=policy, budget=0.5, inner="eager")
+    assert cached_positions(padded, padding=6) == cached_positions(alone)
     torch.testing.assert_close(padded.logits[:1, -3:], alone.logits[:, -3:], atol=1e-4, rtol=0)
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("inner", ["eager", "reference"])
 def test_rows_of_different_lengths_keep_their_own_share_under_d2o(inner: str) -> None:
-    model, (ids, mask) = Traced(different(2)), prompt(2, 24, (8, 0))
-    together = force(model, ids, mask, [20, 1, 1], policy="d2o", budget=0.5, inner=inner)
+    model, (ids, mask) = Traced(model_with_unequal_layers(2)), prompt(2, 24, (8, 0))
+    together = teacher_forced(model, ids, mask, [20, 1, 1], policy="d2o", budget=0.5, inner=inner)
     for row, left in enumerate((8, 0)):
         one = (ids[row : row + 1, left:], mask[row : row + 1, left:])
-        alone = force(model, *one, [20 - left, 1, 1], policy="d2o", budget=0.5, inner=inner)
-        assert held(together, row, left) == held(alone)
+        alone = teacher_forced(model, *one, [20 - left, 1, 1], policy="d2o", budget=0.5, inner=inner)
+        assert cached_positions(together, row, left) == cached_positions(alone)
 
 
 PADDING = (9, 0, 4)
 STEPS = [25, *[1] * 5, 3, *[1] * 4]  # beyond `every`, `refresh_interval` and the next compaction of buzz
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
-    *((row.name, row.fixed) for row in TABLE if row.rows and row.name not in ("full", *OF_ONE_MODEL)),
+    *((row.name, row.fixed) for row in TABLE if row.rows and row.name not in ("full", *MODEL_SPECIFIC)),
     ("buzz", {"iterate_prompt": False, "log_n": True}),
     ("buzz", {"window": 2}),
     ("cascade", {"order": "attend_first", "heads": "kv"}),
@@ -88,18 +90,18 @@ def test_a_row_keeps_its_own_share_beside_others(
     """Compare rows of a batch with the reference, and with the same rows alone."""
     model, (ids, mask) = traced("Llama", 3, "is fed a share"), prompt(3, sum(STEPS), PADDING)
     chosen = settings(name, options)
-    together = force(model, ids, mask, STEPS, **chosen, inner="eager")
-    reference = force(model, ids, mask, STEPS, **chosen, inner="reference")
-    for ours, theirs in zip(together.held, reference.held, strict=True):
+    together = teacher_forced(model, ids, mask, STEPS, **chosen, inner="eager")
+    reference = teacher_forced(model, ids, mask, STEPS, **chosen, inner="reference")
+    for ours, theirs in zip(together.positions, reference.positions, strict=True):
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
     real = mask.bool()
     torch.testing.assert_close(together.logits[real], reference.logits[real], atol=1e-4, rtol=1e-4)
     for row, left in enumerate(PADDING):
-        alone = force(model, ids[row : row + 1, left:], mask[row : row + 1, left:], [25 - left, *STEPS[1:]],
+        alone = teacher_forced(model, ids[row : row + 1, left:], mask[row : row + 1, left:], [25 - left, *STEPS[1:]],
                       **chosen, inner="eager")  # fmt: skip
-        for step, layers in enumerate(alone.held):
+        for step, layers in enumerate(alone.positions):
             for layer, mine in enumerate(layers):
-                assert held(together, row, left, step)[layer] == [x for x in mine[0, 0].tolist() if x >= 0]
+                assert cached_positions(together, row, left, step)[layer] == [x for x in mine[0, 0].tolist() if x >= 0]
         torch.testing.assert_close(together.logits[row, left:], alone.logits[0], atol=1e-4, rtol=1e-4)
 
 
@@ -156,7 +158,7 @@ def test_budgets_are_remembered_by_row_where_they_differ_alone(traced: Callable[
     """Check which layouts store row budgets: those of padded batches, and all of d2o, whose layers differ."""
     model = traced("Llama", 2, "is fed two shares")
     for padding in ((6, 6), (6, 0)):
-        run = force(model, *prompt(2, 21, padding), [20, 1], policy=policy, budget=0.5, inner="eager")
+        run = teacher_forced(model, *prompt(2, 21, padding), [20, 1], policy=policy, budget=0.5, inner="eager")
         for cache in caches_in(run.cache):
             assert (ROW_BUDGET in cache.slots.state) == cache.layout.row_budgets
             assert cache.layout.row_budgets == (padding == (6, 0) or policy == "d2o")
@@ -171,10 +173,10 @@ def test_compiled(policy: str) -> None:
         model = Traced(build("Llama"))
         for tokens in (25, 39):
             ids, mask = prompt(3, tokens + sum(STEPS[1:]), PADDING)
-            run = force(model, ids, mask, [tokens, *STEPS[1:]], policy=policy, budget=0.5, inner=inner)
+            run = teacher_forced(model, ids, mask, [tokens, *STEPS[1:]], policy=policy, budget=0.5, inner=inner)
             runs.setdefault(inner, []).append((run, mask.bool()))
     for (compiled, real), (eager, _) in zip(*runs.values(), strict=True):
-        for ours, theirs in zip(compiled.held, eager.held, strict=True):
+        for ours, theirs in zip(compiled.positions, eager.positions, strict=True):
             assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
         torch.testing.assert_close(compiled.logits[real], eager.logits[real], atol=1e-4, rtol=1e-4)
 
@@ -187,9 +189,9 @@ def test_a_share_for_an_aligner_is_no_larger_than_its_window() -> None:
     window = chosen["aligner"].signature.window
     assert 20 < window < 45
     model = Traced(build("Llama"))
-    run = force(model, ids, mask, [88, 1, 1], **chosen, inner="eager")
-    assert [len(row) for row in held(run, 0)[:1] + held(run, 1)[:1]] == [19, window]
-    alone = force(model, ids[1:], mask[1:], [88, 1, 1], **{**chosen, "budget": window}, inner="eager")
+    run = teacher_forced(model, ids, mask, [88, 1, 1], **chosen, inner="eager")
+    assert [len(row) for row in cached_positions(run, 0)[:1] + cached_positions(run, 1)[:1]] == [19, window]
+    alone = teacher_forced(model, ids[1:], mask[1:], [88, 1, 1], **{**chosen, "budget": window}, inner="eager")
     torch.testing.assert_close(run.logits[1:], alone.logits, atol=1e-4, rtol=1e-4)
 
 

@@ -15,8 +15,8 @@ import kvpass
 from kvpass import policies
 from kvpass.backend import Backend
 from kvpass.torch_private import symbolic_shapes
-from tests.models import build, different, many_graphs
-from tests.strategies import OF_ONE_MODEL, ROWS
+from tests.models import build, many_graphs, model_with_unequal_layers
+from tests.strategies import MODEL_SPECIFIC, ROWS
 
 LENGTHS = (5, 7, 3, 11, 4, 6, 2, 9, 8, 10)
 
@@ -61,7 +61,7 @@ def compiled(backend: Backend, name: str = "Llama") -> Any:
     return torch.compile(build(name, layers=1), backend=backend)
 
 
-NAMES = [name for name in policies.names() if name not in OF_ONE_MODEL]
+NAMES = [name for name in policies.names() if name not in MODEL_SPECIFIC]
 
 
 @pytest.mark.slow
@@ -137,7 +137,7 @@ def test_layers_with_slots_of_their_own_are_one_compilation() -> None:
     """Check that one graph with dynamic sizes serves all layers and prompts, with equal memory for the budget."""
     backend = counting("d2o", budget=12)
     numbers = counting("d2o", numbers=True, budget=12)
-    one, other = (torch.compile(different(3), backend=each) for each in (backend, numbers))
+    one, other = (torch.compile(model_with_unequal_layers(3), backend=each) for each in (backend, numbers))
     met = set()
     for length in (30, 8, 37):  # the prompt of 8 tokens fits, and the budgets are equal
         for got, wanted in zip(logits(one, 1, (length, 1, 1)), logits(other, 1, (length, 1, 1)), strict=True):

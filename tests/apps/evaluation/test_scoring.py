@@ -11,7 +11,7 @@ import kvpass
 from kvpass.apps.evaluation.scoring import Feed, ScoringBatch, score
 from kvpass.decoding.model_call import ModelCall
 from kvpass.errors import PolicyError
-from tests.models import build, force, graphs
+from tests.models import build, graphs, teacher_forced
 
 CONTEXTS = [[5, 9, 77, 31, 8, 40, 41, 42, 43, 44, 50], [4, 60, 3], [17]]
 CONTINUATIONS = [[9, 12], [99, 98, 97, 96, 95], [33, 34, 35]]
@@ -59,7 +59,9 @@ def test_a_token_is_predicted_from_what_a_decode_step_would_have_held() -> None:
     context, continuation = CONTEXTS[0], CONTINUATIONS[1]
     found = score(call, ScoringBatch.of([context], [continuation], torch.device("cpu")), None)
     ids = torch.tensor([[*context, *continuation]])
-    run = force(model, ids, torch.ones_like(ids), [len(context), 1, 1, 1, 1], policy="h2o", budget=0.5, inner="eager")
+    run = teacher_forced(
+        model, ids, torch.ones_like(ids), [len(context), 1, 1, 1, 1], policy="h2o", budget=0.5, inner="eager"
+    )
     decoded = run.logits[0, len(context) - 1 :].log_softmax(-1)
     torch.testing.assert_close(found.log_likelihoods[0], decoded[torch.arange(5), torch.tensor(continuation)])
     whole = expected(model, context, continuation)

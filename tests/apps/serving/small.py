@@ -22,7 +22,7 @@ from kvpass.apps import models
 from kvpass.apps.serving.conversations import Limits
 from kvpass.apps.serving.routes import create_app
 from kvpass.apps.serving.service import ServeSettings, Service
-from tests.models import lasting
+from tests.models import sharing_compiled_code
 
 NAME = "small"
 BUDGET, ROWS = 24, 3
@@ -135,7 +135,7 @@ def serving(subject: Any = None, warm: bool = True, loop: Any = None, **settings
 @pytest.fixture(scope="module", autouse=True)
 def fresh_dynamo() -> Iterator[None]:
     """Override the fixture of the same name: tests of a file share one server."""
-    with lasting():
+    with sharing_compiled_code():
         yield
 
 

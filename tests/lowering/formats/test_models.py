@@ -13,7 +13,7 @@ import kvpass
 from kvpass.lowering.formats import KV_DTYPES, KVDtype, base_of
 from tests.lowering.formats.test_formats import loading_as
 from tests.lowering.layer_dedup.test_link import compilations
-from tests.models import HEADS_OF_64, build, force, prompt
+from tests.models import HEADS_OF_64, build, prompt, teacher_forced
 from tests.test_invariants import settings
 from tests.traces import Traced
 
@@ -38,9 +38,10 @@ def test_a_model_equals_the_reference_at_every_step(name: str, kv_dtype: KVDtype
     )
     model, (ids, mask) = Traced(build(architecture, layers=1)), prompt(2, sum(steps), (3, 0))
     lowered, literal = (
-        force(model, ids, mask, steps, **given, kv_dtype=kv_dtype, inner=inner) for inner in ("eager", "reference")
+        teacher_forced(model, ids, mask, steps, **given, kv_dtype=kv_dtype, inner=inner)
+        for inner in ("eager", "reference")
     )
-    for ours, theirs in zip(lowered.held, literal.held, strict=True):
+    for ours, theirs in zip(lowered.positions, literal.positions, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     real = mask.bool()
     # A hidden state that differs in its last bit may round to another code.
@@ -56,7 +57,9 @@ def test_keys_in_planes_are_rotated_as_the_model_rotates(architecture: str, kv_d
     model, (ids, mask) = Traced(build(architecture, layers=1)), prompt(2, sum(steps), (3, 0))
     given: dict[str, Any] = dict(policy="streaming", budget=8, kv_dtype=kv_dtype)
     with loading_as("AVX2"):
-        ours, theirs = (force(model, ids, mask, steps, **given, inner=inner) for inner in ("eager", "reference"))
+        ours, theirs = (
+            teacher_forced(model, ids, mask, steps, **given, inner=inner) for inner in ("eager", "reference")
+        )
     real = mask.bool()
     torch.testing.assert_close(ours.logits[real], theirs.logits[real], atol=2e-3, rtol=2e-3)
 
@@ -66,7 +69,7 @@ def test_keys_in_planes_are_rotated_as_the_model_rotates(architecture: str, kv_d
 def test_the_model_but_for_the_rounding_until_something_is_evicted(kv_dtype: KVDtype) -> None:
     model, (ids, mask) = Traced(build("Llama", layers=1)), prompt(2, 24, (2, 0))
     plain, stored = (
-        force(model, ids, mask, [12, *[1] * 12], policy="h2o", budget=40, kv_dtype=kind, inner="eager")
+        teacher_forced(model, ids, mask, [12, *[1] * 12], policy="h2o", budget=40, kv_dtype=kind, inner="eager")
         for kind in (None, kv_dtype)
     )
     assert torch.equal(plain.logits[:, :12], stored.logits[:, :12])  # a prompt attends to exact keys and values
@@ -98,8 +101,8 @@ def test_beams_copies_and_several_sequences_carry_their_scales(kv_dtype: KVDtype
 def test_reports_say_what_is_held(kv_dtype: KVDtype) -> None:
     model = build("Llama", torch.bfloat16, layers=1)
     ids, mask = prompt(2, 40, ())
-    run = force(model, ids, mask, [20, *[1] * 20], inspect=False, policy="window", budget=16, kv_dtype=kv_dtype,
-                inner="eager")  # fmt: skip
+    options = dict(policy="window", budget=16, kv_dtype=kv_dtype, inner="eager")
+    run = teacher_forced(model, ids, mask, [20, *[1] * 20], inspect=False, **options)
     report = kvpass.inspect(run.cache)
     rows, heads, slots, layers = 2, 2, 17, 1
     row = {"int8": 16 + 2, "int4": 8 + 2 + 1}[base_of(kv_dtype)]  # bytes of 16 numbers
@@ -116,7 +119,7 @@ def test_a_full_cache_keeps_its_rows_when_it_grows(kv_dtype: KVDtype) -> None:
     model, (ids, mask) = Traced(build("Llama", layers=1)), prompt(1, 276, ())
     steps = [10, *[1] * 266]
     grown, ample = (
-        force(model, ids, mask, steps, inspect=False, policy="full", budget=budget, kv_dtype=kv_dtype,
+        teacher_forced(model, ids, mask, steps, inspect=False, policy="full", budget=budget, kv_dtype=kv_dtype,
               inner="eager").logits
         for budget in (None, 300)
     )  # fmt: skip
@@ -166,8 +169,8 @@ def test_layers_are_compiled_once_and_give_what_uncompiled_ones_do(kv_dtype: KVD
     """Check that scales are operands of layers, and that a step has a prologue, one layer and an epilogue."""
     ids, mask = prompt(1, 14, ())
     given: dict[str, Any] = dict(policy="h2o", budget=8, kv_dtype=kv_dtype, inspect=False)
-    expected = force(build("Llama", layers=4), ids, mask, [10, *[1] * 4], **given, inner="eager").logits
+    expected = teacher_forced(build("Llama", layers=4), ids, mask, [10, *[1] * 4], **given, inner="eager").logits
     counters.clear()
-    got = force(build("Llama", layers=4), ids, mask, [10, *[1] * 4], **given).logits
+    got = teacher_forced(build("Llama", layers=4), ids, mask, [10, *[1] * 4], **given).logits
     assert compilations() == 2 * 3
     torch.testing.assert_close(got, expected, atol=2e-3, rtol=2e-3)

@@ -21,7 +21,7 @@ from kvpass.lowering.graph_passes import look_up_unchecked
 from kvpass.lowering.layer_dedup import link
 from kvpass.lowering.layer_dedup.segments import Segment
 from tests.lowering.layer_dedup import test_segments
-from tests.models import build, force, graphs, prompt
+from tests.models import build, graphs, prompt, teacher_forced
 from tests.test_compiled import last_line
 from tests.traces import Traced
 
@@ -57,12 +57,12 @@ def equal(model: Any, switch: Callable[[], None], **settings: Any) -> tuple[int,
     runs, counts = [], []
     for _ in range(2):
         counters.clear()
-        runs.append(force(model, ids, mask, [9, 1, 1, 4, 4, 1], budget=8, **settings))
+        runs.append(teacher_forced(model, ids, mask, [9, 1, 1, 4, 4, 1], budget=8, **settings))
         counts.append(compilations())
         switch()
     ours, plain = runs
     assert torch.allclose(ours.logits[mask.bool()], plain.logits[mask.bool()], atol=1e-5)
-    for a, b in zip(ours.held, plain.held, strict=True):
+    for a, b in zip(ours.positions, plain.positions, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
     return counts[0], counts[1]
 
@@ -89,9 +89,9 @@ def counted(layers: int, policy: str = "h2o") -> tuple[int, Tensor, Tensor]:
     ids, mask = prompt(1, 12, ())
     model = Traced(build("Llama", layers=layers))
     counters.clear()
-    ours = force(model, ids, mask, [9, 1, 1, 1], policy=policy, budget=8)
+    ours = teacher_forced(model, ids, mask, [9, 1, 1, 1], policy=policy, budget=8)
     count = compilations()
-    plain = force(model, ids, mask, [9, 1, 1, 1], policy=policy, budget=8, inner="eager")
+    plain = teacher_forced(model, ids, mask, [9, 1, 1, 1], policy=policy, budget=8, inner="eager")
     return count, ours.logits, plain.logits
 
 

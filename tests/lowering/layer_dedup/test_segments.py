@@ -15,7 +15,7 @@ from torch import Tensor
 from kvpass.lowering.layer_dedup import readers_of_slots
 from kvpass.lowering.layer_dedup.segments import Segment, split
 from kvpass.torch_private import symbolic_shapes
-from tests.models import build, force, prompt
+from tests.models import build, prompt, teacher_forced
 
 
 def steps_of(model: Any, policy: str, steps: list[int]) -> list[fx.GraphModule]:
@@ -27,7 +27,7 @@ def steps_of(model: Any, policy: str, steps: list[int]) -> list[fx.GraphModule]:
         return gm.forward
 
     ids, mask = prompt(2, sum(steps), (3, 0))
-    force(model, ids, mask, steps, inspect=False, policy=policy, budget=8, inner=keep)
+    teacher_forced(model, ids, mask, steps, inspect=False, policy=policy, budget=8, inner=keep)
     return graphs[1:]
 
 
