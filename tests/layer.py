@@ -143,7 +143,8 @@ class LayerOnReference:
     def feed(self, tokens: CallTokens) -> Tensor:
         layer, ranked = self.layer, self.layout.stores_raw_keys
         layer.evict_before_step(tokens.valid)
-        position = layer.positions() if layer.length else torch.zeros(len(tokens.q), self.layout.metadata_heads, 0).long()
+        none = torch.zeros(len(tokens.q), self.layout.metadata_heads, 0, dtype=torch.int64)
+        position = layer.positions() if layer.length else none
         live = position >= 0
         seen = torch.tensor([[[row[0].seen]] for row in layer.streams])
         policy, budget = self.layout.policy, torch.tensor([[row[0].budget] for row in layer.streams])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpass.backend import Backend
-from kvpass.cache.admission import NewRows
+from kvpass.cache.admission import TokensToAdmit
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.capture.canonical import SiteFacts
 from kvpass.lowering.attention_statistics import StatisticsOperands
@@ -66,15 +66,15 @@ def pending_prompt(
         query, key, value = vectors
         mask = torch.ones(valid.shape[1], valid.shape[1]).tril().bool() & valid[:, None, None]
         spec = StatisticsOperands(query, key, mask, False, 0.5, heads=HEADS, sharding=None)
-        chunk = NewRows(key, value, valid, spec.attention(policy, valid, backend.budget))
+        tokens = TokensToAdmit(key, value, valid, spec.attention(policy, valid, backend.budget))
         if pins is not None:
             later = torch.zeros(len(valid), dtype=torch.int64)
-            chunk = NewRows(key, value, valid, chunk.attention, Pins(pins, on_top, later))
+            tokens = TokensToAdmit(key, value, valid, tokens.attention, Pins(pins, on_top, later))
         site = SiteFacts(2 * index, 2 * index + 1, computed=False, window=window)
         chosen = policy.for_layer(index, len(windows))
-        layers.append(PromptLayer(chosen, HEADS, site, chunk, spec, (), None))
+        layers.append(PromptLayer(chosen, HEADS, site, tokens, spec, (), None))
     raw = backend.positions == "cache"
-    new = layers[0].chunk.valid.shape[1]
+    new = layers[0].tokens.valid.shape[1]
     return PendingPrompt(backend, raw, (), None, None, (), layers, new)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import kvpass
 import tests.strategies  # noqa: F401  loads the Hypothesis profile
 from kvpass.backend import Backend
-from kvpass.cache.admission import NewRows
+from kvpass.cache.admission import TokensToAdmit
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.errors import BudgetError, PolicyError
 from kvpass.policies import Policy
@@ -217,7 +217,7 @@ def test_a_window_of_the_models_own_within_the_share_of_some_rows_is_refused() -
 def test_a_chunk_has_the_statistics_of_its_first_tokens_after_a_crop() -> None:
     layer = pending_prompt(backend("h2o", crop=CROP), 12).layers[0]
     shorter, expected = layer.crop(4, 8), pending_prompt(backend("h2o", crop=CROP), 8).layers[0]
-    assert isinstance(shorter.chunk, NewRows)
-    for attention in (shorter.chunk.attention, expected.chunk.attention):
+    assert isinstance(shorter.tokens, TokensToAdmit)
+    for attention in (shorter.tokens.attention, expected.tokens.attention):
         assert isinstance(attention, Attention)
-    torch.testing.assert_close(shorter.chunk.attention.total, expected.chunk.attention.total)
+    torch.testing.assert_close(shorter.tokens.attention.total, expected.tokens.attention.total)

@@ -19,7 +19,8 @@ from kvpass.cache.layout import Layout
 from kvpass.cache.slots import empty_slots
 from kvpass.errors import PolicyError, UnsupportedGraph
 from kvpass.runtime import variants
-from kvpass.runtime.variants import CompiledVariant, DynamicDims, FastStep, LruCache, ShapeKey, VariantCache
+from kvpass.runtime.step_execution import FastStep
+from kvpass.runtime.variants import CompiledVariant, DynamicDims, ShapeKey, VariantCache
 
 SHARED = "equal layouts"
 
@@ -160,16 +161,6 @@ def test_a_variant_that_gets_a_guard_later_serves_only_the_calls_within_it() -> 
     assert sizes.size(sizes.symbols[0]) == 4
     assert calls.run(short, decodes=False) is variant
     assert calls.run(long, decodes=False) is not variant
-
-
-def test_the_least_recently_used_entry_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(variants, "MOST_ENTRIES", 2)
-    cache = LruCache[str, int]()
-    cache.put("a", 1)
-    cache.put("b", 2)
-    assert cache.find("a") == 1
-    assert cache.put("c", 3) == 3
-    assert (cache.find("b"), cache.find("a"), cache.find("c")) == (None, 1, 3)
 
 
 # -- keys --------------------------------------------------------------------------------------------------------------
