@@ -15,7 +15,7 @@ from torch import Tensor
 from kvpass.cache.layout import Layout
 from kvpass.cache.past_calls import Calls, check_croppable
 from kvpass.cache.slots import AnySlots
-from kvpass.errors import CacheHandleError
+from kvpass.errors import CacheHandleError, KVPassError
 from kvpass.lowering.formats import KVDtype
 from kvpass.policies.base import Policy
 from kvpass.policies.types import Clock
@@ -67,29 +67,41 @@ class _Crop:
 
 
 class DeferredChecks:
-    """Conditions on a GPU that the host reads only once they are computed."""
+    """Conditions on a GPU that the host reads only once they are computed.
+
+    A cache for which one of them was false stays refused, and so do copies that are made of it.
+
+    Attributes:
+        pending: for each condition that was not read, the event after it, its answer, and the error if it is false.
+        failure: the error of the first condition that was false.
+    """
 
     def __init__(self) -> None:
-        self.pending: list[tuple[torch.cuda.Event, Tensor]] = []
+        self.pending: list[tuple[torch.cuda.Event, Tensor, KVPassError]] = []
+        self.failure: KVPassError | None = None
 
-    def add(self, condition: Tensor) -> None:
-        """Add a bool on a GPU that must be true."""
+    def copy(self) -> DeferredChecks:
+        """Return the same conditions for a copy of the cache, which then gets others."""
+        result = DeferredChecks()
+        result.pending, result.failure = [*self.pending], self.failure
+        return result
+
+    def add(self, condition: Tensor, error: KVPassError) -> None:
+        """Add a bool on a GPU that must be true, and the error to raise if it is not."""
         answer = torch.empty((), dtype=torch.bool, pin_memory=True)
         answer.copy_(condition, non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
-        self.pending.append((event, answer))
+        self.pending.append((event, answer, error))
 
     def raise_if_failed(self) -> None:
-        """Read the conditions that are computed, and raise CacheHandleError if one of them is false."""
-        computed = itertools.takewhile(lambda check: check[0].query(), self.pending)  # type: ignore[no-untyped-call]
-        answers = [answer for _, answer in computed]
-        self.pending = self.pending[len(answers) :]
-        if not all(map(bool, answers)):
-            raise CacheHandleError(
-                "the mask of earlier tokens has changed since they were cached; on a GPU a cache "
-                "cannot follow that: start again with the whole conversation, or leave its mask unchanged"
-            )
+        """Read the conditions that are computed, and raise the error of one that is or was false."""
+        computed = list(itertools.takewhile(lambda check: check[0].query(), self.pending))  # type: ignore[no-untyped-call]
+        self.pending = self.pending[len(computed) :]
+        failures = (error for _, answer, error in computed if not bool(answer))
+        self.failure = self.failure or next(failures, None)
+        if self.failure is not None:
+            raise copy.copy(self.failure)  # the instance itself would collect the frames of each time
 
 
 class CacheOwner(Protocol):
@@ -234,6 +246,7 @@ class LayerCache:
             row_budgets=row_budgets,
             clocks=clocks,
             absent=apply(self.absent),
+            deferred_checks=self.deferred_checks.copy(),
             first_ids=None if self.first_ids is None else apply(self.first_ids),
             calls=(),
             _selections=[],

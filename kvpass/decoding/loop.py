@@ -242,7 +242,8 @@ class DecodeLoop:
             tokens: the largest number of tokens.
 
         Raises:
-            CacheHandleError: there was no prompt, or the model's decode step cannot be repeated.
+            CacheHandleError: there was no prompt.
+            UnsupportedGraph: the model's decode step cannot be repeated.
         """
         require(self.requests is None, "rows", self._rows, "a loop of requests decodes by `step`")
         if self.state is None:
@@ -261,7 +262,7 @@ class DecodeLoop:
             tokens: the largest number of tokens n.
 
         Raises:
-            CacheHandleError: see `stream`.
+            CacheHandleError, UnsupportedGraph: see `stream`.
         """
         result = list(self.stream(tokens))
         rows = 0 if self.state is None else len(self.state.ids)

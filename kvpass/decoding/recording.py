@@ -142,7 +142,9 @@ class _GraphWriter:
         return [self._entry(kind, last, alike) for last in by_code.values() or alike[-1:]]
 
     def _entry(self, kind: tuple[str, int, bool], last: RecordedCall, alike: Sequence[RecordedCall]) -> dict[str, Any]:
-        ids = next(i for i, x in enumerate(last.result.arguments) if x is last.inputs["ids"])
+        ids = next((i for i, x in enumerate(last.result.arguments) if x is last.inputs["ids"]), None)
+        if ids is None:
+            raise UnsupportedGraph("this model cannot be exported: its token ids are not read in its graph")
         entry, read = self._prompt(last, ids) if kind[0] == "prompt" else self._step(last, alike, ids)
         results = last.result.results
         logits = next((i for i, x in enumerate(results) if is_same_tensor(x, last.logits)), None)

@@ -6,6 +6,7 @@ import collections
 import functools
 import itertools
 import operator
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
@@ -13,19 +14,25 @@ import torch
 from torch import Tensor
 
 from kvpass import cache_names
+from kvpass.arguments import short_text
 from kvpass.backend import Backend
 from kvpass.cache.handle import Handle, caches_in, handle_like
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.decoding.model_call import ModelCall
 from kvpass.decoding.prefill import with_dynamic_length
 from kvpass.decoding.sampling import Sampling
-from kvpass.errors import CacheFileError, CacheHandleError
+from kvpass.errors import CacheFileError, KVPassWarning, UnsupportedGraph
 from kvpass.runtime import cache_changes, clocks
 from kvpass.runtime.run_events import collect_runs
 from kvpass.runtime.step_execution import StepExecutor, StepInputs, StepKey, StepResult, step_key
-from kvpass.torch_private import dynamo
+from kvpass.torch_private import dynamo, tensors
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+COMPUTED_OUTSIDE = (
+    "this model computes {} outside of the graph of its decode step, so its Python code runs at every step, which "
+    "takes longer: see what breaks the graph with TORCH_LOGS=graph_breaks"
+)
 
 
 class ModelParts:
@@ -199,19 +206,23 @@ class LoopState:
         mask = torch.cat([self.mask(), (~self.stopped)[:, None].to(self.prompt_mask.dtype)], 1)
         self.refresh_cache_object()
         self.loop.parts.record()
+        expected = () if self.step is None else self.step.next_arguments()
         with collect_runs() as found:
             out = self.loop.caller(self.ids, with_dynamic_length(mask), self.position, self.cache)
         ran = [each for each in found if isinstance(each, StepResult)]
         if len(ran) != 1:
-            raise CacheHandleError("the model ran its decode step in several graphs, or in none of kvpass")
+            raise UnsupportedGraph(
+                f"the model ran its decode step in {len(ran)} graphs of kvpass, and a decode loop repeats one: see "
+                "what breaks the graph with TORCH_LOGS=graph_breaks, or use model.generate"
+            )
         if not ran[0].rewrite.is_repeatable:
-            raise CacheHandleError(
+            raise UnsupportedGraph(
                 "a mask of this model is made from all tokens anew in every step, which a decode loop does not repeat; "
                 "use model.generate"
             )
         self.cache = cache_names.cache_of_output(out)
         self.step = self.step or RepeatedStep(self)
-        self.step.repeat(ran[0], out.logits, mask)
+        self.step.repeat(ran[0], out.logits, mask, expected)
         if self.loop.parts.has_changed():  # the model's code sets attributes, so it has to run at every step
             self.step.forget()
         self.choose(out.logits)
@@ -255,7 +266,9 @@ class RepeatedStep:
     """A decode step that is repeated without Dynamo and without the model's Python.
 
     The loop repeats the arguments of the second step in a row through the model, because Dynamo may have specialised
-    the first on its number of tokens.  It repeats them only as long as all guards on sizes hold.
+    the first on its number of tokens, and because two steps show that the arguments are repeatable: the second step has
+    those that a repeated first one would have.  Otherwise every step runs through the model, as code outside of the
+    graph computes an argument anew.  The loop repeats them only as long as all guards on sizes hold.
     """
 
     runner: StepExecutor
@@ -269,15 +282,31 @@ class RepeatedStep:
         self.graphs: dict[tuple[StepKey, Any], torch.cuda.CUDAGraph] = {}  # and `LoopState.variant`
         self.caches: list[LayerCache] = []
 
-    def repeat(self, result: StepResult, logits: Tensor, mask: Tensor) -> None:
-        """Take over from a step that ran through the model, with its logits and padding mask."""
-        self.settled = bool(self.caches) and result.runner is self.runner
+    def next_arguments(self) -> tuple[Any, ...]:
+        """Return the arguments that the next step would have if it were repeated; none if no step has run."""
+        return self.runner.arguments_after(self.caches, self.arguments, 1) if self.arguments else ()
+
+    def repeat(self, result: StepResult, logits: Tensor, mask: Tensor, expected: tuple[Any, ...]) -> None:
+        """Take over from a step that ran through the model, with its logits and padding mask.
+
+        Args:
+            expected: the result of `next_arguments` before the step.
+        """
+        self.settled = bool(expected) and result.runner is self.runner
+        if self.settled:
+            of_loop, counters = (self.state.ids, self.state.position, mask), self.runner.sizes.counters.values()
+            pairs = enumerate(zip(result.arguments, expected, strict=True))
+            read = [(x, wanted) for i, (x, wanted) in pairs if isinstance(x, Tensor) or i in counters]
+            changed = [x for x, wanted in read if not _is_expected(x, (wanted, *of_loop))]
+            self.settled = not changed
+            if changed:
+                warnings.warn(COMPUTED_OUTSIDE.format(short_text(changed[0])), KVPassWarning, stacklevel=2)
         if not self.settled:
             self.forget()
         self.runner, self.caches, self.arguments, self.mask = result.runner, result.caches, result.arguments, mask
         self.holds_after, self.seen_at_start = result.runner.holds_after(result), result.caches[0].length - 1
         self.other_sizes, self.known_padding = result.inputs.other_sizes, result.inputs.known_padding
-        self.logits_index = next(i for i, result in enumerate(result.results) if is_same_tensor(result, logits))
+        self.logits_index = _index_of_logits(result, logits)
         if any(key.hooks != result.key.hooks for key in self.slots_by_key):  # their keys never come again
             self._drop_steps()
         self.slots_by_key[result.key] = [cache.slots for cache in self.caches]
@@ -340,6 +369,27 @@ class RepeatedStep:
         with torch.cuda.graph(graph):
             self._call(key)
         return graph
+
+
+def _is_expected(argument: Any, expected: tuple[Any, ...]) -> bool:
+    """Return whether an argument of a step is an expected value, the memory of an expected tensor, or a cache."""
+    if isinstance(argument, Handle) or any(argument is each for each in expected):
+        return True
+    if not isinstance(argument, Tensor):
+        return bool(argument == expected[0])
+    plain = [each for each in expected if isinstance(each, Tensor) and not tensors.is_wrapper(each)]
+    return not tensors.is_wrapper(argument) and any(is_same_tensor(argument, each) for each in plain)
+
+
+def _index_of_logits(result: StepResult, logits: Tensor) -> int:
+    """Return the index of the logits among the results of a step; UnsupportedGraph if its graph has none."""
+    for index, made in enumerate(result.results):
+        if is_same_tensor(made, logits):
+            return index
+    raise UnsupportedGraph(
+        "the logits of this model are not computed in the graph of its attention, which is all that a decode loop "
+        "repeats: see what breaks the graph with TORCH_LOGS=graph_breaks, or use model.generate"
+    )
 
 
 def is_same_tensor(made: Any, wanted: Tensor) -> bool:

@@ -214,7 +214,7 @@ class StepVerifier:
         self._positions = self._positions or PositionCheck(self._canonical_gm, self._sites)
         fits = self._positions.continues(arguments, valid(), cache.first_ids, cache.valid_seen)
         if fits.is_cuda:
-            cache.deferred_checks.add(fits)
+            cache.deferred_checks.add(fits, UnsupportedGraph(self._positions.refusal))
         elif not bool(fits):
             raise UnsupportedGraph(self._positions.refusal)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 from typing import TypeVar
 
 MOST_ENTRIES = 512
@@ -17,9 +18,10 @@ class LruCache(collections.OrderedDict[Key, Value]):
 
     def find(self, key: Key) -> Value | None:
         """Return the value of a key, which counts as used; None for an unknown key."""
-        if key in self:
+        value = self.get(key)
+        with contextlib.suppress(KeyError):  # unknown, or another thread has just dropped it
             self.move_to_end(key)
-        return self.get(key)
+        return value
 
     def put(self, key: Key, value: Value) -> Value:
         """Set the value of a key, and return it."""

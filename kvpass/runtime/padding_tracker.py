@@ -22,6 +22,10 @@ SHOWN_AGAIN = (
     "the mask shows a token that it hid before, and that is therefore not in the cache; leave the mask of earlier "
     "tokens unchanged, or pass the whole conversation again"
 )
+CHANGED_SINCE = (
+    "the mask of earlier tokens has changed since they were cached; on a GPU a cache cannot follow that: start again "
+    "with the whole conversation, or leave its mask unchanged"
+)
 HIDDEN_BEFORE = (
     "earlier masks hid padding, which is therefore not in the cache, and nothing proves that the mask of this call "
     "hides it too; pass rows of equal length, or one row at a time"
@@ -71,7 +75,7 @@ class PaddingTracker:
             cache = next(cache for cache, nodes in zip(caches, self.inputs, strict=True) if node in nodes)
             same, hides_absent = compare_with_cache(cache, arguments[index])
             if same.is_cuda and queries == 1:
-                cache.deferred_checks.add(same & hides_absent)
+                cache.deferred_checks.add(same & hides_absent, CacheHandleError(CHANGED_SINCE))
                 unchanged.add(index)
                 continue
             if not bool(hides_absent):
@@ -147,15 +151,18 @@ def compare_with_cache(cache: LayerCache, column: Tensor) -> tuple[Tensor, Tenso
 
     Returns:
         Two bools on the device: whether the input has one for every real token and zero for all others, and whether it
-        has zero for every token that was left out of the cache as padding.
+        has zero for every token that was left out of the cache as padding.  An input that is too short has an unknown
+        number for the tokens at its end.
     """
-    before, absent = column.reshape(-1, column.shape[-1])[:, : cache.length], cache.absent
+    before, absent = torch.atleast_2d(column)[:, : cache.length], cache.absent
+    length = before.shape[1]
     shown = torch.zeros((), dtype=torch.bool, device=absent.device)
-    if absent.shape[1]:
+    if absent.shape[1] and length:
         row = torch.arange(absent.shape[0], device=absent.device)[:, None].clamp(max=before.shape[0] - 1)
-        shown = ((before[row, absent.clamp(min=0)] != 0) & (absent >= 0)).any()
+        is_there = (absent >= 0) & (absent < length)
+        shown = ((before[row, absent.clamp(0, length - 1)] != 0) & is_there).any()
     same = ((before == 1).sum(-1) == cache.valid_seen) & ((before != 0).sum(-1) == cache.valid_seen)
-    return same.all(), ~shown
+    return same.all() & (length == cache.length), ~shown
 
 
 def padding_from_columns(columns: list[Tensor], rows: int, queries: int, device: torch.device) -> Tensor:

@@ -148,9 +148,8 @@ class PromptRunner:
         compiled: the compiled graph.
         inputs: the inputs of the canonical graph, by which sizes are measured; None for code of an artifact.
         positions: the check of position ids, if keys are stored before their rotary embedding.
-        rotation: computes `rotated_key`; None if keys are stored rotated.
+        rotation: computes `LayerCache.rotated_key`; None if keys are stored rotated.
         unchecked: the graphs to compare at the first call; None without validation, or after it.
-        rotated_key: that of the last call; see `LayerCache`.
     """
 
     backend: BackendBase
@@ -160,7 +159,6 @@ class PromptRunner:
     positions: PositionCheck | None = None
     rotation: RotationCheck | None = None
     unchecked: PromptCase | None = None
-    rotated_key: Tensor | None = None
     as_traced: UnwrappedSubclasses = dataclasses.field(default_factory=UnwrappedSubclasses)
 
     @staticmethod
@@ -248,7 +246,8 @@ class PromptRunner:
         assert self.compiled is not None  # compiled, or of an artifact
         graph, results = self.graph, list(self.compiled(*traced))
         adopted = 0 if graph.adopted_past is None else traced[graph.adopted_past].shape[2]
-        first_ids, pins = self._first_ids(results, traced), self._call_pins(results, adopted)
+        first_ids, rotated_key = self._first_ids(results, traced), self._rotated_key(results, traced)
+        pins = self._call_pins(results, adopted)
         layers = [self._prompt_layer(results, i, adopted, pins, arguments, traced) for i in range(len(graph.sites))]
         del results[graph.outputs :]  # Dynamo's code expects its own outputs alone
         prompt = layers[0].tokens.valid.shape[1]
@@ -262,7 +261,7 @@ class PromptRunner:
             stores_raw_keys=graph.stores_raw_keys,
             notes=() if graph.adopted_past is None else (ADOPTED,),
             first_ids=first_ids,
-            rotated_key=self.rotated_key,
+            rotated_key=rotated_key,
             model=model_identity.weak_references(model),
             layers=layers,
             new=prompt - adopted,
@@ -288,13 +287,19 @@ class PromptRunner:
         if self.positions is None:
             return None
         key = results[self.graph.rewrite.outputs[0].key]
-        if self.rotation is not None and (inputs := self.inputs) is not None:
-
-            def sizes() -> Sizes:
-                return Sizes((), shapes.measure_symbols(inputs, arguments), key.shape[2])
-
-            self.rotated_key = self.rotation.rotated_key(arguments, sizes, key.device)
         return self.positions.first_ids(arguments, self._valid(results, 0, key))
+
+    def _rotated_key(self, results: list[Any], arguments: tuple[Any, ...]) -> Tensor | None:
+        """Return the key by which later calls check their rotation; None if keys are stored rotated."""
+        inputs = self.inputs
+        if self.rotation is None or inputs is None:
+            return None
+        key = results[self.graph.rewrite.outputs[0].key]
+
+        def sizes() -> Sizes:
+            return Sizes((), shapes.measure_symbols(inputs, arguments), key.shape[2])
+
+        return self.rotation.rotated_key(arguments, sizes, key.device)
 
     def _prompt_layer(
         self,

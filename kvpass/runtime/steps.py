@@ -198,7 +198,10 @@ class StepRunner(StepExecutor):
         raise refusals[0]
 
     def _rewrite(self, call: StepCall) -> StepRewrite:
-        """Rewrite the graph for a call; the first rewrite is validated, as later ones differ in sizes alone."""
+        """Rewrite the graph for a call; the first rewrite is validated, and later ones only by the tests.
+
+        Those differ in sizes, in whether the step compacts, and in how they read the mask of cached tokens.
+        """
         with walk.converting_errors(site.call for site in self.sites):
             context, rewrite = self.backend.rewrite(call)
             if self.backend.validates and self.validation is None:

@@ -135,13 +135,28 @@ def test_deferred_conditions_are_read_in_order_and_none_is_left_out() -> None:
     """Check the order of deferred checks: an event may finish between two queries."""
     checks, computed = layer_cache.DeferredChecks(), [False, True]
     events = [SimpleNamespace(query=lambda number=number: computed[number]) for number in range(2)]
-    checks.pending = [(events[0], torch.tensor(False)), (events[1], torch.tensor(True))]  # type: ignore[list-item]
+    error = kvpass.CacheHandleError("the first is false")
+    answers = [(torch.tensor(False), error), (torch.tensor(True), kvpass.CacheHandleError("the second is false"))]
+    checks.pending = [(event, *answer) for event, answer in zip(events, answers, strict=True)]  # type: ignore[misc]
     checks.raise_if_failed()
     assert len(checks.pending) == 2
+    copied = checks.copy()
     computed[0] = True
-    with pytest.raises(kvpass.CacheHandleError, match="mask of earlier tokens has changed"):
-        checks.raise_if_failed()
-    assert not checks.pending
+    for each in (checks, checks, copied, checks.copy()):  # a caller may catch the error, and try again
+        with pytest.raises(kvpass.CacheHandleError, match="the first is false"):
+            each.raise_if_failed()
+        assert not each.pending
+
+
+def test_deferred_conditions_of_a_copy_are_its_own(model: torch.nn.Module) -> None:
+    _, cache, _ = started(model)
+    checks = cache.layers[0].keys.cache.deferred_checks  # type: ignore[attr-defined]
+    other = copy.deepcopy(cache).layers[0].keys.cache.deferred_checks  # type: ignore[attr-defined]
+    event, error = SimpleNamespace(query=lambda: True), kvpass.CacheHandleError("of the copy")
+    other.pending.append((event, torch.tensor(False), error))
+    checks.raise_if_failed()
+    with pytest.raises(kvpass.CacheHandleError, match="of the copy"):
+        other.raise_if_failed()
 
 
 def test_a_row_that_was_taken_out_has_a_shape_and_no_data(model: torch.nn.Module) -> None:

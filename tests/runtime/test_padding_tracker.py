@@ -185,3 +185,16 @@ def test_a_rewrite_knows_the_inputs_that_are_unchanged() -> None:
     tracker = PaddingTracker([("one", "other"), ("one",)], {"one": OTHER, "other": MASK})
     padding_inputs = tracker.as_padding_inputs(frozenset({MASK}))
     assert (padding_inputs.sites, padding_inputs.known) == ((("one", "other"), ("one",)), frozenset({"other"}))
+
+
+@given(pieces=calls(), width=st.integers(0, 24))
+def test_a_mask_that_is_too_short_is_not_the_mask_of_the_cached_tokens(
+    pieces: list[list[list[bool]]], width: int
+) -> None:
+    conversation = talk(pieces)
+    cache, mask = conversation.caches[0], conversation.mask()[:, :width]
+    same, hides_absent = compare_with_cache(cache, mask)
+    assert bool(same) == (width >= conversation.length)
+    assert bool(hides_absent)
+    hidden = [index for row in conversation.absent() for index in row if index < width]
+    assert bool(compare_with_cache(cache, torch.ones_like(mask))[1]) == (not hidden)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,9 +15,11 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import kvpass
+from kvpass.cache.handle import caches_in
 from kvpass.rewrite.step_graph import StepCall
 from kvpass.runtime.backend_base import BackendBase
-from kvpass.runtime.prompts import _DeferredPrompt
+from kvpass.runtime.checks import RotationCheck
+from kvpass.runtime.prompts import PromptRunner, _DeferredPrompt
 from kvpass.runtime.variants import CompiledVariant
 from kvpass.torch_private import dynamo
 from tests.models import build, prompt
@@ -276,3 +279,29 @@ def test_threads_run_their_code_at_once() -> None:
     with ThreadPoolExecutor(2) as pool:
         one, other = [each.result(120) for each in [pool.submit(talk), pool.submit(talk)]]
     assert torch.equal(one, other)
+
+
+def test_prompts_in_two_threads_keep_their_own_rotations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a prompt in another thread in the middle of one, with another rotation, as of dynamic frequencies."""
+    rotations, others = itertools.count(), []
+    monkeypatch.setattr(RotationCheck, "rotated_key", lambda *_: torch.full((1,), float(next(rotations))))
+    model = kvpass.compile(build("Llama", layers=1), "streaming", budget=8, positions="cache", inner="eager")
+    ids, _ = prompt(1, 9, ())
+    with torch.no_grad():
+        model(ids, use_cache=True)
+    call_pins = PromptRunner._call_pins
+
+    def interrupted(self: PromptRunner, *arguments: Any) -> Any:
+        if not others:
+            others.append(None)
+            with ThreadPoolExecutor(1) as pool, torch.no_grad():
+                others[0] = pool.submit(torch.no_grad()(lambda: model(ids, use_cache=True))).result(60)
+        return call_pins(self, *arguments)
+
+    monkeypatch.setattr(PromptRunner, "_call_pins", interrupted)
+    with torch.no_grad():
+        outputs = [model(ids, use_cache=True), *others]
+    one, other = (caches_in(out.past_key_values)[0].rotated_key for out in outputs)
+    assert one is not None
+    assert other is not None
+    assert not torch.equal(one, other)

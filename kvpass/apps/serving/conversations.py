@@ -144,9 +144,9 @@ class ConversationStore:
             conversation.busy = False
             if not conversation.seen:
                 self._by_key.pop(key, None)  # its first request did not finish
-        if conversation.seen:
-            self._by_key.move_to_end(key)
-            await self._make_room()
+            else:
+                self._by_key.move_to_end(key)
+                await self._make_room()  # also after a request that was refused, which brought the cache to memory
 
     def find(self, name: str, owner: str) -> KeptConversation:
         """Return a conversation, or raise ApiError if there is none of that id."""

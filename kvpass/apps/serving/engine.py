@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import functools
 import logging
+import math
 import queue
 import threading
 import time
@@ -76,6 +77,7 @@ class Engine:
         self.jobs: dict[str, Job] = {}  # of the event loop, until their last output
         self._added: dict[str, Job] = {}  # of the thread
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._count_answer: asyncio.Future[float] | None = None
         self._stopped = threading.Event()
         self._events: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="kvpass-engine", daemon=True)
@@ -127,10 +129,14 @@ class Engine:
             self._commands.put(functools.partial(self.loop.cancel, job.name))
 
     async def cached_tokens(self) -> float:
-        """Return how many slots of rows in use hold a token, the mean over layers and heads; counted between steps."""
-        answer: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-        self._commands.put(lambda: self._call_in_event_loop(_settle, answer, self._count_cached_tokens()))
-        return await answer
+        """Return how many slots of rows in use hold a token, the mean over layers and heads; counted between steps.
+
+        Calls that wait at the same time share one answer, so that they do not pile up during a long step.
+        """
+        if self._count_answer is None or self._count_answer.done():
+            self._count_answer = asyncio.get_running_loop().create_future()
+            self._commands.put(functools.partial(self._answer_count, self._count_answer))
+        return await asyncio.shield(self._count_answer)
 
     async def stop(self) -> None:
         """End the thread after the step that it is in; requests that have not finished get an error.
@@ -179,6 +185,9 @@ class Engine:
             self._call_in_event_loop(self._end, job, ApiError(str(error), code="request_refused"))
         except KVPassError as error:  # a prefix of other settings
             self._call_in_event_loop(self._end, job, ApiError(str(error), 409, code="request_refused"))
+        except Exception as error:
+            log.exception("a request cannot be added")
+            self._call_in_event_loop(self._end, job, ApiError(f"it cannot be added: {error}", 500, "server_error"))
         else:
             self._added[job.name] = job
             self._call_in_event_loop(_settle, job.added, None)
@@ -207,6 +216,14 @@ class Engine:
         for job in failed:
             self.loop.cancel(job.name)
         self._call_in_event_loop(self._end_all, failed, error)
+
+    def _answer_count(self, answer: asyncio.Future[float]) -> None:
+        try:
+            count = self._count_cached_tokens()
+        except Exception:
+            log.exception("the cached tokens cannot be counted")
+            count = math.nan
+        self._call_in_event_loop(_settle, answer, count)
 
     def _count_cached_tokens(self) -> float:
         requests = self.loop.requests

@@ -127,6 +127,7 @@ class Service:
         async with contextlib.AsyncExitStack() as stack:
             conversation = None
             if fields.conversation is not None:
+                self.engine.check_room(1)  # before the conversation is read from a file
                 conversation = await stack.enter_async_context(self.store.turn(fields.conversation, owner))
             prompts = await asyncio.to_thread(self._prompts, fields, conversation)
             answer = self._answer_to(name, fields, prompts, conversation)

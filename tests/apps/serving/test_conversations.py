@@ -258,6 +258,8 @@ def test_as_many_conversations_as_the_server_keeps(fresh_dynamo: None) -> None:
         assert running.service.store.in_memory == 0  # no memory for any conversation
         found = running.post("/v1/completions", prompt=TURNS[1], conversation="c")
         assert (found.status_code, found.json()["error"]["code"]) == (429, "too_many_conversations")
+        refused = running.post("/v1/completions", prompt=[99999], conversation="b")
+        assert (refused.status_code, running.service.store.in_memory) == (400, 0)
         with running.client() as client:
             client.delete("/v1/conversations/a")
         say(running, "c", TURNS[1])
