@@ -75,8 +75,8 @@ class CachedAttention:
     def unknown_queries(self, slots: Slots, valid: Tensor, bias: torch.dtype | None) -> UnknownQueries | None:
         """Return the queries whose output may be unknown, or None if there are none.
 
-        A model that adds a bias in half precision loses logits, or digits of them, next to numbers that hide.  Sums
-        here are wider.  That changes no query that sees a key.
+        A model that adds its mask in half precision loses digits of the logits where the mask's number is large.  Here
+        the sum is in float32.  Only queries to which every key is hidden can differ.
 
         Args:
             valid: bool [B, q], false for padding.

@@ -61,9 +61,10 @@ class Capture:
 def capture(dynamo_gm: fx.GraphModule, is_handle: Sequence[bool]) -> Capture:
     """Convert a graph to canonical form, in a copy.
 
-    A graph that is refused, or in which no cache is found, is read again with equations in the order that capture
-    reads, and then with caches [B, S, H, D] transposed.  So is a prompt that seems to compute its keys from what it
-    caches, as a transposed cache does.  Any other graph that is read as it is stays so.
+    Up to three readings are tried, and the first certain one is taken: the graph as it is; if that finds nothing, with
+    einsum equations in the order that capture reads; and with caches [B, S, H, D] transposed.  Without a certain one,
+    the last that found a cache is taken.  See `Capture.is_certain`: keys that seem to be computed from what a prompt
+    caches may be those of a transposed cache.
 
     Args:
         is_handle: for each placeholder, whether its value is a handle of a kvpass cache.

@@ -94,7 +94,7 @@ class RequestScheduler:
         return name
 
     def _unused_name(self) -> str:
-        """Return a name for a request that no request has whose outputs are not all handed out, and count it."""
+        """Return a new name for a request: no request with outputs still to hand out has it."""
         taken = self._taken_names()
         while (name := f"req_{self.number}") in taken:
             self.number += 1

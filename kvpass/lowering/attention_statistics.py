@@ -34,7 +34,7 @@ OLDER = ("older", "older_peak")
 class StatisticsArguments:
     """The arguments of `attention_statistics` that are no tensors; operators take no objects, so they become text.
 
-    Policies that read the same statistics have the same request, but for a scan, and so the same prompt graph.
+    Without a scan they depend on the statistics alone, so policies that read the same ones share a prompt graph.
 
     Attributes:
         names: the statistics, fields of `kvpass.policies.types.Attention`, in the order of the results.

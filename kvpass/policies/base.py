@@ -322,7 +322,7 @@ class Policy:
         return self._defines("smoothed")
 
     def smoothed(self, probs: Tensor, valid: Tensor, cached_columns: int) -> Tensor:
-        """Return probabilities as the policy compares them; never traced.
+        """Smooth probabilities before their maximum is taken, in eager code.
 
         `Attention.scan` is the highest over the last `observation_window` real queries and the G query heads.
 

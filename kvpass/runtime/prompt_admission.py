@@ -33,8 +33,8 @@ RENUMBERED = (
     "`last_position`, but its `fitting_budget` returns others: give a number of slots"
 )
 MIXED = (
-    "budget={budget!r} gives rows {shares} tokens, and the model has a layer that stores its last {window}: that is "
-    "within the budget of some rows, which then need no policy there, and not of others; give a number of slots, or "
+    "budget={budget!r} gives rows {shares} tokens, and the model has a layer that stores its last {window}: some "
+    "rows may hold all of these, and need no policy in that layer, and other rows may not; give a number of slots, or "
     "rows of one length"
 )
 

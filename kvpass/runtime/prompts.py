@@ -60,7 +60,7 @@ class PromptGraph:
         constants: module tensors that are attributes of the graph, where Dynamo does not make them inputs.
         sparse_indices: the sparse indices of masks.
         scoring_outputs: the output index of each cache of scoring keys, and the dimension along which it grows.
-        tokens_first: see `Capture`; what follows gets arguments with heads first.
+        tokens_first: see `Capture`; these arguments are transposed to [B, H, S, D] before they are used.
     """
 
     sites: list[SiteFacts]

@@ -24,7 +24,7 @@ SizeSources = dict[Any, tuple[int, int]]
 """For each symbol, the index of an argument and its dimension of this size."""
 
 Counted = Literal["seen", "new"] | int
-"""What an integer argument counts: tokens seen, or new tokens, as the number of wanted logits; or its number."""
+"""The role of an integer argument: it counts the tokens seen, or the new tokens, or is a number of its own."""
 
 SizeInterpretation = tuple[int | None, ...]
 """An interpretation of the sizes of other inputs, None for sizes that follow the cache."""

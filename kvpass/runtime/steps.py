@@ -40,7 +40,7 @@ class StepRunner(StepExecutor):
     Attributes:
         dynamo_gm: Dynamo's graph until the first rewrite is validated, then None.
         canonical_gm, sites: the canonical graph and its attention sites.
-        tokens_first: see `Capture`; what follows gets arguments with heads first.
+        tokens_first: see `Capture`; these arguments are transposed to [B, H, S, D] before they are used.
         pasts: for each site the argument indices of the past keys and values.
         sizes, verifier: read sizes from a call's arguments, and check the call.
         variants: the rewrites of the graph.

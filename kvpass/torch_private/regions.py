@@ -134,7 +134,7 @@ def are_traced() -> bool:
 
 @dynamo.constant_in_traces
 def mark() -> str:
-    """Return the name of the attribute of the marks that a graph depends on which is being traced."""
+    """Return the name of the mark of the call that is being traced, on which its graphs will depend."""
     now = _TRACING.get()
     assert now is not None
     if not now.mark:

@@ -91,7 +91,7 @@ class Lockstep:
         real_tokens: bool [B, q], false for padding.
         exact_results: the exact result of each canonical call, by its name.
         inputs: the values of queries and new rows, by the name of the canonical node.
-        blind: whether in some call a query does not see its own key, so that it may see none.
+        blind: whether the mask of some call hides a query's own key, so that the query may see no key at all.
     """
 
     dynamo_gm: fx.GraphModule
