@@ -154,7 +154,8 @@ def compare_with_cache(cache: LayerCache, column: Tensor) -> tuple[Tensor, Tenso
         has zero for every token that was left out of the cache as padding.  An input that is too short has an unknown
         number for the tokens at its end.
     """
-    before, absent = torch.atleast_2d(column)[:, : cache.length], cache.absent
+    rows, absent = column[None] if column.ndim == 1 else column.flatten(0, -2), cache.absent
+    before = rows[:, : cache.length]
     length = before.shape[1]
     shown = torch.zeros((), dtype=torch.bool, device=absent.device)
     if absent.shape[1] and length:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import kvpass
-from tests.models import build, forget, prompt
+from tests.models import build, discard_compiled_code, prompt
 
 TOKENS = 8
 
@@ -71,7 +71,7 @@ def decoded(model: torch.nn.Module, ids: Tensor, rows: int | None) -> list[int]:
 )
 def test_an_argument_that_code_outside_of_the_graph_computes_is_not_repeated(what: str, rows: int | None) -> None:
     """Check that no later step gets the ids, embeddings or positions of an earlier one."""
-    forget()
+    discard_compiled_code()
     model, (ids, _) = Broken(build("Llama", layers=1), what), prompt(1, 20, ())
     expected = greedy(model, ids)
     with warnings.catch_warnings(record=True) as found:
@@ -90,7 +90,7 @@ def test_an_argument_that_code_outside_of_the_graph_computes_is_not_repeated(wha
     ],
 )
 def test_a_break_within_the_step_is_refused(where: str, rows: int | None, message: str) -> None:
-    forget()
+    discard_compiled_code()
     model, (ids, _) = build("Llama"), prompt(1, 20, ())
     model.get_submodule(where).register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
     with pytest.raises(kvpass.UnsupportedGraph, match=message):
@@ -98,7 +98,7 @@ def test_a_break_within_the_step_is_refused(where: str, rows: int | None, messag
 
 
 def test_an_export_of_a_model_that_embeds_outside_of_its_graph_is_refused(tmp_path: Path) -> None:
-    forget()
+    discard_compiled_code()
     model = Broken(build("Llama", layers=1), "embeddings")
     with pytest.raises(kvpass.UnsupportedGraph, match="its token ids are not read in its graph"):
         kvpass.export(model, tmp_path / "exported", "streaming", budget=16)
