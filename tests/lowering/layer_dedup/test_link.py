@@ -112,10 +112,10 @@ SCRIPT = """
 import torch
 from torch._dynamo.utils import counters
 from tests.lowering.layer_dedup import test_segments
-from tests.models import build, force, prompt
+from tests.models import build, prompt, teacher_forced
 
 ids, mask = prompt(1, 12, ())
-force(build("Llama", layers={layers}), ids, mask, [9, 1, 1, 1], policy="{policy}", budget=8)
+teacher_forced(build("Llama", layers={layers}), ids, mask, [9, 1, 1, 1], policy="{policy}", budget=8)
 print(counters["aot_autograd"]["autograd_cache_miss"])
 """
 
