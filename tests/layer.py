@@ -151,10 +151,8 @@ class LayerOnReference:
         counted = ranked or policy.renumbers
         first = live.sum(-1)[:, :1, None] if counted else seen
         position = positions_for(policy, budget, first, tokens.valid, not layer.length)
-        q, k = (
-            rotary(tokens.q, position, self.theta) * layer.logit_scale(tokens.valid),
-            rotary(tokens.k, position, self.theta),
-        )
+        q = rotary(tokens.q, position, self.theta) * layer.logit_scale(tokens.valid)
+        k = rotary(tokens.k, position, self.theta)
         original, values, bias = tokens.k if ranked else k, tokens.v, None
         if layer.attends_to_stored(tokens.valid.shape[1]):
             stored_keys, values = layer.stored(original), layer.stored(values, key=False)

@@ -16,7 +16,7 @@ from kvpass.decoding import artifact_folder
 from kvpass.decoding.artifact_folder import ExportFiles
 from kvpass.decoding.cache_files import CacheObjectWriter
 from kvpass.decoding.loop import DecodeLoop
-from kvpass.decoding.stepping import is_same_tensor
+from kvpass.decoding.stepping import index_of_tensor
 from kvpass.errors import UnsupportedGraph
 from kvpass.runtime import exported_graphs, prompts, step_execution, steps
 from kvpass.runtime.run_events import collect_runs, publish_run
@@ -146,8 +146,7 @@ class _GraphWriter:
         if ids is None:
             raise UnsupportedGraph("this model cannot be exported: its token ids are not read in its graph")
         entry, read = self._prompt(last, ids) if kind[0] == "prompt" else self._step(last, alike, ids)
-        results = last.result.results
-        logits = next((i for i, x in enumerate(results) if is_same_tensor(x, last.logits)), None)
+        logits = index_of_tensor(last.result.results, last.logits)
         if logits is None:
             raise UnsupportedGraph("this model cannot be exported: its logits are not computed in its graph")
         arguments = {str(index): self._argument(index, alike) for index in sorted(read)}

@@ -33,6 +33,10 @@ COMPUTED_OUTSIDE = (
     "this model computes {} outside of the graph of its decode step, so its Python code runs at every step, which "
     "takes longer: see what breaks the graph with TORCH_LOGS=graph_breaks"
 )
+NO_LOGITS = (
+    "the logits of this model are not computed in the graph of its attention, which is all that a decode loop repeats: "
+    "see what breaks the graph with TORCH_LOGS=graph_breaks, or use model.generate"
+)
 
 
 class ModelParts:
@@ -293,23 +297,40 @@ class RepeatedStep:
             expected: the result of `next_arguments` before the step.
         """
         self.settled = bool(expected) and result.runner is self.runner
-        if self.settled:
-            of_loop, counters = (self.state.ids, self.state.position, mask), self.runner.sizes.counters.values()
-            pairs = enumerate(zip(result.arguments, expected, strict=True))
-            read = [(x, wanted) for i, (x, wanted) in pairs if isinstance(x, Tensor) or i in counters]
-            changed = [x for x, wanted in read if not _is_expected(x, (wanted, *of_loop))]
-            self.settled = not changed
-            if changed:
-                warnings.warn(COMPUTED_OUTSIDE.format(short_text(changed[0])), KVPassWarning, stacklevel=2)
+        changed = self._changed_arguments(result.arguments, expected, mask) if self.settled else []
+        if changed:
+            warnings.warn(COMPUTED_OUTSIDE.format(short_text(changed[0])), KVPassWarning, stacklevel=2)
+            self.settled = False
         if not self.settled:
             self.forget()
         self.runner, self.caches, self.arguments, self.mask = result.runner, result.caches, result.arguments, mask
         self.holds_after, self.seen_at_start = result.runner.holds_after(result), result.caches[0].length - 1
         self.other_sizes, self.known_padding = result.inputs.other_sizes, result.inputs.known_padding
-        self.logits_index = _index_of_logits(result, logits)
+        index = index_of_tensor(result.results, logits)
+        if index is None:
+            raise UnsupportedGraph(NO_LOGITS)
+        self.logits_index = index
         if any(key.hooks != result.key.hooks for key in self.slots_by_key):  # their keys never come again
             self._drop_steps()
         self.slots_by_key[result.key] = [cache.slots for cache in self.caches]
+
+    def _changed_arguments(self, arguments: tuple[Any, ...], expected: tuple[Any, ...], mask: Tensor) -> list[Any]:
+        """Return the arguments that a repeated step would have had otherwise.
+
+        Caches and tensors of the loop follow by themselves, and so do numbers that count no tokens but are sizes.
+        """
+        of_loop, counters = (self.state.ids, self.state.position, mask), self.runner.sizes.counters.values()
+        changed = []
+        for index, (argument, wanted) in enumerate(zip(arguments, expected, strict=True)):
+            if not isinstance(argument, Tensor):
+                follows = index not in counters or argument == wanted
+            elif tensors.is_wrapper(argument) or tensors.is_wrapper(wanted):  # these have no memory of their own
+                follows = argument is wanted
+            else:
+                follows = isinstance(argument, Handle) or index_of_tensor((wanted, *of_loop), argument) is not None
+            if not follows:
+                changed.append(argument)
+        return changed
 
     def forget(self) -> None:
         """Drop all earlier steps and the tensors that were passed to them."""
@@ -371,32 +392,14 @@ class RepeatedStep:
         return graph
 
 
-def _is_expected(argument: Any, expected: tuple[Any, ...]) -> bool:
-    """Return whether an argument of a step is an expected value, the memory of an expected tensor, or a cache."""
-    if isinstance(argument, Handle) or any(argument is each for each in expected):
-        return True
-    if not isinstance(argument, Tensor):
-        return bool(argument == expected[0])
-    plain = [each for each in expected if isinstance(each, Tensor) and not tensors.is_wrapper(each)]
-    return not tensors.is_wrapper(argument) and any(is_same_tensor(argument, each) for each in plain)
-
-
-def _index_of_logits(result: StepResult, logits: Tensor) -> int:
-    """Return the index of the logits among the results of a step; UnsupportedGraph if its graph has none."""
-    for index, made in enumerate(result.results):
-        if is_same_tensor(made, logits):
+def index_of_tensor(values: Sequence[Any], wanted: Tensor) -> int | None:
+    """Return the index of a tensor among values, or of a view with its shape and start; None without one."""
+    for index, value in enumerate(values):
+        if value is wanted:
             return index
-    raise UnsupportedGraph(
-        "the logits of this model are not computed in the graph of its attention, which is all that a decode loop "
-        "repeats: see what breaks the graph with TORCH_LOGS=graph_breaks, or use model.generate"
-    )
-
-
-def is_same_tensor(made: Any, wanted: Tensor) -> bool:
-    """Return whether a value is a tensor, or a view of it with the same shape and start."""
-    return isinstance(made, Tensor) and (
-        made is wanted or (made.shape == wanted.shape and made.data_ptr() == wanted.data_ptr())
-    )
+        if isinstance(value, Tensor) and value.shape == wanted.shape and value.data_ptr() == wanted.data_ptr():
+            return index
+    return None
 
 
 def refresh_handles(cache: Any, steps: int, become: Mapping[int, LayerCache] | None = None) -> Any:

@@ -26,10 +26,8 @@ class TrainingPairs:
 
     def select(self, rows: Tensor) -> TrainingPairs:
         """Return the pairs of some rows, int64 [n]."""
-        inputs, targets = (
-            (self.key[:, rows], self.value[:, rows]),
-            (self.target_key[:, rows], self.target_value[:, rows]),
-        )
+        inputs = self.key[:, rows], self.value[:, rows]
+        targets = self.target_key[:, rows], self.target_value[:, rows]
         return TrainingPairs(*inputs, *targets, self.position[rows], self.rank[rows])
 
 

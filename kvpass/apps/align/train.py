@@ -180,10 +180,8 @@ class _Trainer:
 
     def run(self) -> float:
         settings, start = self.settings, time.perf_counter() - self.seconds_spent
-        steps, bar_options = (
-            range(self.steps_done, settings.steps),
-            dict[str, Any](unit="step", desc="align", dynamic_ncols=True),
-        )
+        steps = range(self.steps_done, settings.steps)
+        bar_options = dict[str, Any](unit="step", desc="align", dynamic_ncols=True)
         bar = tqdm(steps, initial=self.steps_done, total=settings.steps, mininterval=2, **bar_options)
         for step in bar:
             for group in self.optimizer.param_groups:
