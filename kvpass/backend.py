@@ -26,7 +26,7 @@ from kvpass.lowering import attention_tiles
 from kvpass.lowering.formats import KVDtype
 from kvpass.policies.base import Policy
 from kvpass.runtime.backend_base import BackendBase, Inner, Positions
-from kvpass.runtime.compiled_call import compile_in_place
+from kvpass.runtime.in_place import compile_in_place
 from kvpass.runtime.prompts import PromptRunner
 from kvpass.runtime.recorder import AttentionReport, configure_logs
 from kvpass.runtime.steps import StepRunner
@@ -303,7 +303,7 @@ def compile(model: M, policy: str | Policy = "full", **settings: Any) -> M:
     """Compile a model in place, so that `model.generate` runs compiled too.
 
     Every inner module that `generate` or a wrapper may call in place of the model is compiled as well; see
-    `kvpass.runtime.compiled_call`.  Copies of the model (copy.deepcopy, pickle, torch.save) are compiled in the same
+    `kvpass.runtime.in_place`.  Copies of the model (copy.deepcopy, pickle, torch.save) are compiled in the same
     way at their first call.
 
     >>> model = kvpass.compile(model, policy="h2o", budget=1024)

@@ -23,7 +23,7 @@ import kvpass
 from kvpass import cache_names
 from kvpass.cache_names import NEW, OLD
 from kvpass.errors import CacheHandleError, PolicyError
-from kvpass.runtime import compiled_call
+from kvpass.runtime import model_arguments
 from tests.models import build, prompt
 
 
@@ -222,7 +222,7 @@ def test_a_call_is_protected_under_either_name(name: str, monkeypatch: pytest.Mo
     torch._dynamo.reset()
     looked: list[Any] = []
     monkeypatch.setattr(
-        compiled_call, "_length_context", lambda cache, given: looked.append(cache) or contextlib.nullcontext()
+        model_arguments, "length_context", lambda cache, given: looked.append(cache) or contextlib.nullcontext()
     )
     run = kvpass.compile(build("Llama", layers=1), "full", inner="eager")
     with torch.no_grad():

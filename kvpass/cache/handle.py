@@ -12,14 +12,13 @@ not carry its slots: it can be moved, unsqueezed and stacked; reading or growing
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import optree
 import torch
 from torch import Tensor
 
-from kvpass import cache_names
 from kvpass.cache.layer_cache import CacheOwner, LayerCache, Part, check_usable
 from kvpass.errors import CacheHandleError
 from kvpass.torch_private import dynamo, tensors
@@ -265,33 +264,6 @@ def check_order_and_lengths(caches: list[LayerCache]) -> None:
     counts = sorted({cache.length for cache in caches})
     if len(counts) > 1:
         raise CacheHandleError(f"the layers' caches stand at {counts} tokens: they come from different conversations")
-
-
-def caches_in(cache: Any) -> list[LayerCache]:
-    """Return the caches of all layers in a DecodeLoop, a model's cache object or nested containers."""
-    return list({id(handle.cache): handle.cache for handle in _handles(cache)}.values())
-
-
-def usable_caches_in(cache: Any, backend: CacheOwner) -> list[LayerCache]:
-    """Return the caches of all layers as `caches_in`, or raise CacheHandleError if one cannot be continued."""
-    return list({id(each): each for each in (current_cache(x, x.part, backend) for x in _handles(cache))}.values())
-
-
-_INNER = ("self_attention_cache", "layers")
-"""Attributes by which cache objects hold the decoder's cache, or one cache per layer."""
-
-
-def _handles(cache: Any) -> Iterator[Handle]:
-    """Yield every handle in a DecodeLoop, a cache object with `layers` that have `keys`, or nested containers."""
-    if not isinstance(cache, Tensor):  # a handle has a `cache` of its own
-        for inner in (cache_names.cache_of_output(cache), *(getattr(cache, name, None) for name in _INNER)):
-            if inner is not None:
-                yield from _handles(inner)
-                return
-    for leaf in optree.tree_leaves(cache):
-        keys = leaf if isinstance(leaf, Tensor) else getattr(leaf, "keys", None)
-        if isinstance(keys, Handle):
-            yield keys
 
 
 _MOVES = frozenset(

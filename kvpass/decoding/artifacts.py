@@ -27,13 +27,13 @@ from torch import Tensor
 
 from kvpass import versions
 from kvpass.arguments import Positive, check_arguments, require
-from kvpass.cache.handle import Handle, caches_in, usable_caches_in
+from kvpass.cache.handle import Handle
+from kvpass.cache.model_cache import caches_in, refresh_handles, usable_caches_in
 from kvpass.decoding import artifact_folder, recording
 from kvpass.decoding.artifact_folder import TENSORS, ExportFiles, code_of_entry, read_manifest, write_folder
 from kvpass.decoding.cache_files import CacheObjectReader, FilePath, policy_of, settings_entry
 from kvpass.decoding.loop import DecodeLoop
 from kvpass.decoding.recording import RecordedCall, named_tensors
-from kvpass.decoding.stepping import refresh_handles
 from kvpass.decoding.synthetic_conversation import synthetic_tokens, visit_graphs
 from kvpass.errors import ArtifactError, BudgetError, KVPassError, PolicyError, UnsupportedGraph
 from kvpass.lowering import graph_passes

@@ -17,8 +17,9 @@ from torch import Tensor
 from kvpass import cache_names, policies
 from kvpass.arguments import check_arguments
 from kvpass.backend import Backend, backend
-from kvpass.cache.handle import Handle, caches_in, current_cache
+from kvpass.cache.handle import Handle, current_cache
 from kvpass.cache.layer_cache import LayerCache, Part
+from kvpass.cache.model_cache import caches_in
 from kvpass.cache.serial import cache_of, entry_of
 from kvpass.decoding.loop import DecodeLoop
 from kvpass.decoding.stepping import LoopState

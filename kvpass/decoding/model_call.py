@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvpass import cache_names
-from kvpass.cache.handle import caches_in
+from kvpass.cache.model_cache import caches_in
 from kvpass.errors import CacheHandleError, PolicyError
 from kvpass.policies.pinned_tokens import Pins
 from kvpass.runtime.call_pins import pinning

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from kvpass import cache_names
 from kvpass.arguments import Positive, check_arguments, require
-from kvpass.cache.handle import caches_in
+from kvpass.cache.model_cache import caches_in
 from kvpass.decoding.model_call import ModelCall
 from kvpass.decoding.pin_masks import Pin, pin_mask
 from kvpass.decoding.token_inputs import PaddingMask, TokenIds, padding_mask
 from kvpass.errors import BudgetError, CacheHandleError
 from kvpass.policies.pinned_tokens import Pins
-from kvpass.runtime.compiled_call import as_contiguous_tokens
+from kvpass.runtime.model_arguments import as_contiguous_tokens
 from kvpass.torch_private import dynamo
 from kvpass.user_budget import Budget
 

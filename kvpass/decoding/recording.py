@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from kvpass import cache_names
-from kvpass.cache.handle import Handle, caches_in
+from kvpass.cache.handle import Handle
+from kvpass.cache.model_cache import caches_in
 from kvpass.decoding import artifact_folder
 from kvpass.decoding.artifact_folder import ExportFiles
 from kvpass.decoding.cache_files import CacheObjectWriter

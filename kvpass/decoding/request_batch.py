@@ -20,12 +20,13 @@ import optree
 import torch
 from torch import Tensor
 
-from kvpass.cache.handle import Handle, caches_in
+from kvpass.cache.handle import Handle
 from kvpass.cache.layer_cache import LayerCache
+from kvpass.cache.model_cache import caches_in, refresh_handles
 from kvpass.cache.slots import AnySlots, empty_slots
 from kvpass.decoding.requests import MOST_STOPS, Request
 from kvpass.decoding.sampling import RowSampling
-from kvpass.decoding.stepping import LoopSettings, LoopState, refresh_handles
+from kvpass.decoding.stepping import LoopSettings, LoopState
 from kvpass.errors import BudgetError, CacheHandleError
 from kvpass.runtime.cache_changes import equalize_layouts, mark_addresses_static
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvpass import cache_names
 from kvpass.arguments import require
-from kvpass.cache.handle import caches_in
+from kvpass.cache.model_cache import caches_in
 from kvpass.decoding.pin_masks import Pin, pin_mask
 from kvpass.decoding.prefill import chunk_lengths, prefix_mask, run_chunks
 from kvpass.decoding.request_batch import RequestBatch, check_holds_only_slots

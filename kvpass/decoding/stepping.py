@@ -16,8 +16,9 @@ from torch import Tensor
 from kvpass import cache_names
 from kvpass.arguments import short_text
 from kvpass.backend import Backend
-from kvpass.cache.handle import Handle, caches_in, handle_like
+from kvpass.cache.handle import Handle
 from kvpass.cache.layer_cache import LayerCache
+from kvpass.cache.model_cache import caches_in, refresh_handles
 from kvpass.decoding.model_call import ModelCall
 from kvpass.decoding.prefill import with_dynamic_length
 from kvpass.decoding.sampling import Sampling
@@ -400,22 +401,3 @@ def index_of_tensor(values: Sequence[Any], wanted: Tensor) -> int | None:
         if isinstance(value, Tensor) and value.shape == wanted.shape and value.data_ptr() == wanted.data_ptr():
             return index
     return None
-
-
-def refresh_handles(cache: Any, steps: int, become: Mapping[int, LayerCache] | None = None) -> Any:
-    """Return a model's cache object, or nested tuples of tensors, with handles at the present number of seen tokens.
-
-    Args:
-        steps: the number of tokens that a layer's own count advances by.
-        become: other caches for the handles, by the id of a handle's present one; None to keep these.
-    """
-    if isinstance(cache, Handle):
-        return handle_like(cache, cache.cache if become is None else become[id(cache.cache)])
-    if isinstance(cache, (tuple, list)):
-        return tuple(refresh_handles(part, steps, become) for part in cache)
-    for layer in getattr(cache, "layers", ()):
-        for name in ("keys", "values"):
-            setattr(layer, name, refresh_handles(getattr(layer, name, None), steps, become))
-        if isinstance(getattr(layer, "cumulative_length", None), int):
-            layer.cumulative_length += steps
-    return cache

@@ -16,8 +16,8 @@ from kvpass import cache_names
 from kvpass.arguments import Condition, Positive, check_arguments
 from kvpass.backend import Backend
 from kvpass.backend import compile as compile_model
-from kvpass.cache.handle import caches_in
 from kvpass.cache.layer_cache import LayerCache
+from kvpass.cache.model_cache import caches_in
 from kvpass.decoding.model_call import ModelCall
 from kvpass.decoding.synthetic_conversation import (
     LeftOut,

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kvpass.arguments import check_arguments
 from kvpass.backend import backend
-from kvpass.cache.handle import caches_in
 from kvpass.cache.layer_cache import LayerCache
+from kvpass.cache.model_cache import caches_in
 from kvpass.errors import CacheHandleError, KVPassError
 from kvpass.policies.base import Policy
 from kvpass.rewrite.context import PassRecord

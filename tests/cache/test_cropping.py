@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import kvpass
-from kvpass.cache.handle import caches_in
+from kvpass.cache.model_cache import caches_in
 from kvpass.policies.ranking import slots_by_position
 from tests.models import build, prompt
 from tests.strategies import ROWS

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import kvpass
-from kvpass.cache.handle import caches_in
+from kvpass.cache.model_cache import caches_in
 from kvpass.decoding import artifact_folder
 from kvpass.decoding.synthetic_conversation import visit_graphs
 from kvpass.errors import ArtifactError, BudgetError, PolicyError, UnsupportedGraph

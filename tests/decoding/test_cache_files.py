@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import kvpass
-from kvpass.cache.handle import caches_in
+from kvpass.cache.model_cache import caches_in
 from kvpass.errors import CacheFileError, CacheHandleError, KVPassError
 from kvpass.torch_private import dynamo
 from tests.models import build, prompt

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import kvpass
 from kvpass.backend import Backend
-from kvpass.cache.handle import caches_in
+from kvpass.cache.model_cache import caches_in
 from kvpass.decoding.pin_masks import pin_mask
 from kvpass.errors import BudgetError, CacheHandleError, PolicyError, RequestError
 from tests.models import build, model_with_unequal_layers, prompt

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import kvpass
 from benchmarks.ranks import SHOWN, Model, exchanged, sent, table
-from kvpass.cache.handle import caches_in
+from kvpass.cache.model_cache import caches_in
 from kvpass.errors import ShardingError
 from kvpass.fx import walk
 from kvpass.policies import resolve

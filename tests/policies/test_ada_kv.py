@@ -14,8 +14,8 @@ from torch import Tensor
 
 import kvpass
 from kvpass.cache.cached_attention import CachedAttention, NewTokens
-from kvpass.cache.handle import caches_in
 from kvpass.cache.layout import ROW_BUDGET
+from kvpass.cache.model_cache import caches_in
 from kvpass.cache.slots import ClassedSlots, Slots
 from kvpass.cache.step import decode_step
 from kvpass.errors import BudgetError, PolicyError, UnsupportedGraph

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import kvpass
-from kvpass.cache.handle import caches_in
+from kvpass.cache.model_cache import caches_in
 from kvpass.errors import CacheHandleError, UnsupportedGraph
 from kvpass.policies.critical_kv import CriticalKV, output_norms
 from kvpass.policies.types import Tokens

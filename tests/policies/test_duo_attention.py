@@ -11,7 +11,7 @@ from torch import Tensor
 
 import kvpass
 from kvpass.apps import cli
-from kvpass.cache.handle import caches_in
+from kvpass.cache.model_cache import caches_in
 from kvpass.diagnostics.gate_measurement import measure_gates
 from kvpass.errors import BudgetError, CalibrationError, PolicyError
 from kvpass.policies import resolve

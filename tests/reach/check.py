@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 
 import kvpass
-from kvpass.runtime.compiled_call import compile_in_place
+from kvpass.runtime.in_place import compile_in_place
 from tests.reach.rows import Row
 from tests.switch import Switch
 

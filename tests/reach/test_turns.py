@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import kvpass
-from kvpass.runtime.compiled_call import compile_in_place
+from kvpass.runtime.in_place import compile_in_place
 from tests.reach import images
 from tests.reach.check import BUDGET, TOLERANCE, apart
 from tests.switch import Switch

@@ -31,7 +31,6 @@ import kvpass
 from kvpass import cache_names
 from kvpass.backend import _made_by_name as by_name_backends
 from kvpass.cache.handle import Handle
-from kvpass.runtime import compiled_call
 from kvpass.torch_private import dynamo
 from tests.architectures import zoo
 from tests.models import build, graphs, prompt
@@ -830,11 +829,3 @@ def test_a_second_turn_of_a_model_that_maps_over_rows() -> None:
         kvpass.compile(model, "full", inner="eager")
         for ours, theirs in zip(turns(model), expected, strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
-
-
-def test_keys_of_all_layers_are_counted() -> None:
-    """Check that a layer with few heads may grow next to a window with many."""
-    window, few = torch.zeros(1, 8, 16, 4), torch.zeros(1, 1, 17, 4)
-    before = compiled_call.ordinary_keys([(window, window), (few, few)])
-    longer = torch.zeros(1, 1, 18, 4)
-    assert compiled_call.ordinary_keys([(window, window), (longer, longer)]) == before + 1

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 import kvpass
 from kvpass import cache_names
-from kvpass.runtime.compiled_call import compile_in_place
+from kvpass.runtime.in_place import compile_in_place
 from kvpass.runtime.layer_regions import RegionForward, install_regions
 from kvpass.torch_private import regions
 from tests import models

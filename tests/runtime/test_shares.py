@@ -10,8 +10,8 @@ import torch
 
 import kvpass
 from kvpass import policies, user_budget
-from kvpass.cache.handle import caches_in
 from kvpass.cache.layout import ROW_BUDGET
+from kvpass.cache.model_cache import caches_in
 from kvpass.policies.budgets import Plan, by_rows
 from tests.aligners import random_aligner
 from tests.models import build, model_with_unequal_layers, prompt, teacher_forced

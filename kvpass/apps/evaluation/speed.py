@@ -13,7 +13,7 @@ from torch import Tensor
 
 import kvpass
 from kvpass.apps.evaluation.session import Loop, Row, Session
-from kvpass.cache.handle import caches_in
+from kvpass.cache.model_cache import caches_in
 from kvpass.torch_private import dynamo
 
 MEBIBYTE = 2**20

@@ -11,7 +11,7 @@ from kvpass.apps.serving.conversations import KeptConversation
 from kvpass.apps.serving.engine import Engine, Job
 from kvpass.apps.serving.schemas import ApiError
 from kvpass.apps.serving.text import TextStream
-from kvpass.cache.handle import caches_in
+from kvpass.cache.model_cache import caches_in
 from kvpass.decoding.requests import GenerationOutput
 
 Reason = Literal["stop", "length"]

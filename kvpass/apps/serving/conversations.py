@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpass.apps.serving.schemas import ApiError
-from kvpass.cache.handle import caches_in
+from kvpass.cache.model_cache import caches_in
 from kvpass.decoding.cache_files import load_cache, save_cache
 from kvpass.decoding.loop import DecodeLoop
 from kvpass.errors import KVPassError

@@ -1,0 +1,83 @@
+"""Check the arguments of a model's call, and prepare them so that Dynamo traces few graphs."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpass.cache import model_cache
+from kvpass.cache.handle import Handle
+from kvpass.errors import UnsupportedGraph
+from kvpass.torch_private import dynamo, tensors
+
+
+def check_kind(cache: Any) -> None:
+    """Raise UnsupportedGraph for a cache that offloads layers or quantizes rows by itself."""
+    cache = getattr(cache, "self_attention_cache", cache)
+    if getattr(cache, "offloading", False):
+        raise UnsupportedGraph(
+            "an offloaded cache moves layers between devices, and slots stay where they are, as they do not grow: "
+            "leave out cache_implementation='offloaded'"
+        )
+    if any("Quantized" in type(each).__name__ for each in (cache, *model_cache.layers_of(cache))):
+        raise UnsupportedGraph(
+            "a quantized cache stores rows in its own way: leave out cache_implementation='quantized', and pass "
+            "kv_dtype='int8' or 'int4' to kvpass"
+        )
+
+
+def as_contiguous_tokens(argument: Any) -> Any:
+    """Return an argument, tokens [B, n] as a contiguous tensor that is not a view.
+
+    Chunks of a prompt arrive as slices of a longer tensor.  Dynamo traces a slice anew for its strides, which a slice
+    of a single row keeps even when it is contiguous, and for the tensor that it views.
+    """
+    if not isinstance(argument, Tensor) or argument.ndim != 2:
+        return argument
+    if argument.stride() == (argument.shape[1], 1) and not tensors.is_view(argument):
+        return argument
+    return argument.clone(memory_format=torch.contiguous_format)
+
+
+def length_context(cache: Any, arguments: tuple[Any, ...]) -> contextlib.AbstractContextManager[Any]:
+    """Return a context that traces a call after a prompt of one token for any cache length.
+
+    Encoder-decoders have prompts of one token.  The new tokens [B, 1] keep a static length of 1, because models branch
+    on it.
+    """
+    key = next(iter(model_cache.key_tensors(cache)), None)  # of the first layer
+    if not isinstance(key, Handle) or key.shape[key.token_dim] != 1:
+        return contextlib.nullcontext()
+    for tokens in (
+        value for value in arguments if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == 1
+    ):
+        tensors.mark_static_dimension(tokens, 1)
+    return dynamo.tracing_one_as_symbol()
+
+
+def counter_context(cache: Any) -> contextlib.AbstractContextManager[Any]:
+    """Return a context that traces a cache's own token counts as symbols, such as those of sliding-window layers.
+
+    Dynamo takes an integer for a constant until it has seen another value.  If an image in the prompt broke the graph,
+    the first step would be traced for this one length, and its graph could not tell a position from a constant.
+    """
+    one_of_each = {type(layer): layer for layer in model_cache.layers_of(cache)}
+    names = {name for layer in one_of_each.values() for name in _counter_names(layer)}
+    return dynamo.tracing_attributes_as_symbols(names) if names else contextlib.nullcontext()
+
+
+def _counter_names(layer: Any) -> list[str]:
+    """Return the attribute of a layer that counts the tokens seen, if its keys do not show that count.
+
+    The keys are shorter than the count once tokens are evicted.  The list is empty if two attributes have that value,
+    because one of them may be the window, which does not change.
+    """
+    keys = getattr(layer, "keys", None)
+    if not isinstance(keys, Handle) or keys.shape[keys.token_dim] == keys.length:
+        return []
+    # type() instead of isinstance(), because True equals 1
+    names = [name for name, value in vars(layer).items() if type(value) is int and value == keys.length]
+    return names if len(names) == 1 else []
