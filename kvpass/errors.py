@@ -8,7 +8,7 @@ class KVPassError(Exception):
 
 
 class PolicyError(KVPassError, ValueError):
-    """An unknown policy, or an invalid option of a policy or of the backend."""
+    """An unknown policy, or an invalid option of a policy or argument of a function."""
 
 
 class BudgetError(KVPassError, ValueError):

@@ -22,6 +22,7 @@ ROOMS = (
     "errors",
     "arguments",
     "versions",
+    "tensor_files",
     "torch_private",
     "cache_names",
     "fx",

@@ -18,9 +18,9 @@ from typing import Any
 
 from torch import Tensor
 
+from kvpass import tensor_files
 from kvpass.errors import ArtifactError
 from kvpass.lowering.layer_dedup.link import LinkedSegments
-from kvpass.policies import tensor_files
 from kvpass.torch_private import exported_code, inductor
 from kvpass.torch_private.exported_code import ExportedCode
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass import versions
+from kvpass import tensor_files, versions
 from kvpass.arguments import Positive, check_arguments, require
 from kvpass.cache.handle import Handle
 from kvpass.cache.model_cache import caches_in, refresh_handles, usable_caches_in
@@ -37,7 +37,6 @@ from kvpass.decoding.recording import RecordedCall, named_tensors
 from kvpass.decoding.synthetic_conversation import synthetic_tokens, visit_graphs
 from kvpass.errors import ArtifactError, BudgetError, KVPassError, PolicyError, UnsupportedGraph
 from kvpass.lowering import graph_passes
-from kvpass.policies import tensor_files
 from kvpass.policies.base import Policy
 from kvpass.runtime import model_identity
 from kvpass.runtime.call_pins import call_pins

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from kvpass import cache_names, policies
+from kvpass import cache_names, policies, tensor_files
 from kvpass.arguments import check_arguments
 from kvpass.backend import Backend, backend
 from kvpass.cache.handle import Handle, current_cache
@@ -24,7 +24,6 @@ from kvpass.cache.serial import cache_of, entry_of
 from kvpass.decoding.loop import DecodeLoop
 from kvpass.decoding.stepping import LoopState
 from kvpass.errors import CacheFileError, CacheHandleError, KVPassError
-from kvpass.policies import tensor_files
 from kvpass.policies.base import Policy
 from kvpass.runtime.cache_changes import mark_addresses_static
 from kvpass.runtime.model_identity import differences, digests, settings_of, weak_references

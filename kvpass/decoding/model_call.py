@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvpass import cache_names
 from kvpass.cache.model_cache import caches_in
-from kvpass.errors import CacheHandleError, PolicyError
+from kvpass.errors import CacheHandleError, LookupRangeError, PolicyError
 from kvpass.policies.pinned_tokens import Pins
 from kvpass.runtime.call_pins import pinning
 from kvpass.torch_private import dynamo
@@ -96,13 +96,13 @@ class ModelCall:
             raise PolicyError(f"attention_mask: {self.name} takes none, so prompts cannot be padded")
 
     def check_vocabulary(self, ids: Tensor) -> None:
-        """Raise PolicyError for a token id outside of the vocabulary, which compiled code would read beyond a table.
+        """Raise LookupRangeError for a token id outside of the vocabulary, as compiled code reads beyond a table.
 
         The check waits for the device, so prompts are checked and steps are not.
         """
         unknown = self.unknown_token(ids)
         if unknown is not None:
-            raise PolicyError(f"ids: token {unknown} is not in the vocabulary of {self.vocabulary}")
+            raise LookupRangeError(f"ids: token {unknown} is not in the vocabulary of {self.vocabulary}")
 
     def unknown_token(self, ids: Tensor) -> int | None:
         """Return the lowest or highest of these token ids if it is outside of the vocabulary, else None."""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kvpass.errors import CalibrationError
-from kvpass.policies.tensor_files import PolicyWithWeights, Weights, digest_of
+from kvpass.policies.weights import PolicyWithWeights, Weights, digest_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,8 +29,8 @@ from kvpass.errors import PolicyError
 from kvpass.policies.budgets import HeadClass
 from kvpass.policies.head_gates import HeadGates
 from kvpass.policies.streaming import Streaming
-from kvpass.policies.tensor_files import PolicyWithWeights
 from kvpass.policies.types import Tokens
+from kvpass.policies.weights import PolicyWithWeights
 
 
 @dataclasses.dataclass(frozen=True)

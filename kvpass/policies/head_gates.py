@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvpass.errors import CalibrationError
-from kvpass.policies.tensor_files import Weights, digest_of
+from kvpass.policies.weights import Weights, digest_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

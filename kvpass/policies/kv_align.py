@@ -35,8 +35,8 @@ from kvpass.arguments import Positive, require
 from kvpass.errors import BudgetError
 from kvpass.policies.aligners.aligner import Aligner
 from kvpass.policies.ranking import INT64_MAX
-from kvpass.policies.tensor_files import PolicyWithWeights
 from kvpass.policies.types import Attention, Clock, State, Tokens
+from kvpass.policies.weights import PolicyWithWeights
 
 UNKNOWN = -1  # the position of a new token's row, until its first step ends
 

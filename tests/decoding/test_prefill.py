@@ -224,6 +224,8 @@ def test_bad_input() -> None:
             kvpass.prefill(run, ids, **wrong)
     with pytest.raises(kvpass.PolicyError, match="ids"):
         kvpass.prefill(run, ids[:, :0], chunk=2)
+    with pytest.raises(kvpass.LookupRangeError, match="ids: token 999999 is not in the vocabulary"):
+        kvpass.prefill(run, ids.masked_fill(ids == ids[0, 3], 999999), chunk=2)
     with pytest.raises(kvpass.CacheHandleError, match="no kvpass cache"):
         kvpass.prefill(run, ids, chunk=2, past_key_values=[torch.zeros(2, 1, 3, 4)])
     with pytest.raises(kvpass.BudgetError, match="share"):

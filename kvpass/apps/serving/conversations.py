@@ -18,12 +18,12 @@ from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 from typing import Any
 
+from kvpass import tensor_files
 from kvpass.apps.serving.schemas import ApiError
 from kvpass.cache.model_cache import caches_in
 from kvpass.decoding.cache_files import load_cache, save_cache
 from kvpass.decoding.loop import DecodeLoop
 from kvpass.errors import KVPassError
-from kvpass.policies import tensor_files
 from kvpass.runtime.compiled_call import CompiledCall
 
 log = logging.getLogger("kvpass.serve")

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from kvpass.errors import AlignerError
 from kvpass.policies.aligners.signature import Signature, signature_of
-from kvpass.policies.tensor_files import Weights, digest_of, write
+from kvpass.policies.weights import Weights, digest_of
+from kvpass.tensor_files import write
 
 Recipe = Literal["direct", "paper", "nothing"]
 RECIPES: tuple[Recipe, ...] = ("direct", "paper", "nothing")

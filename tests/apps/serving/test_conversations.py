@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import kvpass
+from kvpass import tensor_files
 from kvpass.apps.chat_template import first_turn, next_turn
 from kvpass.apps.serving import conversations
 from kvpass.apps.serving.conversations import Limits
-from kvpass.policies import tensor_files
 from tests.apps.serving.small import HOW, ROWS, Running, model, serving, tokenizer
 
 TURNS = ([7] * 30, [11, 12, 13], [900] * 20, [5])

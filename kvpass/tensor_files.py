@@ -1,0 +1,79 @@
+"""Write and read safetensors files, without pickles; a file appears when it is complete."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from kvpass.errors import KVPassError
+from kvpass.versions import needing_extra
+
+
+def write(
+    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], key: str, metadata: object, error: type[KVPassError]
+) -> None:
+    """Write copies of tensors to a file, with plain metadata under a key; the file appears when it is complete.
+
+    Raises:
+        KVPassError: of the class `error`, the file cannot be written.
+    """
+    safetensors = library()
+    name, unfinished = os.fspath(path), f"{os.fspath(path)}.{os.getpid()}.unfinished"
+    stored = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    try:
+        safetensors.torch.save_file(stored, unfinished, metadata={key: json.dumps(metadata)})
+        finish(unfinished, name)
+    except (OSError, safetensors.SafetensorError) as found:
+        raise error(f"{name} cannot be written: {found}") from found
+    finally:
+        if os.path.exists(unfinished):
+            os.remove(unfinished)
+
+
+def finish(unfinished: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
+    """Give a written file its name once its content is on the disk.
+
+    After a power failure either the whole file or the one before it has the name.
+    """
+    with open(unfinished, "rb+") as file:
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
+
+
+def read(path: str | os.PathLike[str], key: str, what: str, error: type[KVPassError]) -> tuple[Any, dict[str, Tensor]]:
+    """Return the metadata and the tensors that `write` has written.
+
+    Args:
+        what: the kind of content, for messages: "an aligner".
+        error: the class of errors.
+
+    Raises:
+        KVPassError: of the class `error`, the file does not exist, is damaged or has other content.
+    """
+    safetensors, name, noun = library(), os.fspath(path), what.partition(" ")[2]
+    try:
+        with safetensors.safe_open(name, "pt") as file:
+            text = (file.metadata() or {}).get(key)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dictionary
+    except OSError as found:
+        raise error(f"cannot read {what} from {name}: {found}") from found
+    except safetensors.SafetensorError as found:
+        raise error(f"cannot read {what} from {name}: the file is damaged: {found}") from found
+    if text is None:
+        raise error(f"{name} holds no {noun}: its metadata lack {key!r}")
+    try:
+        return json.loads(text), tensors
+    except ValueError as found:
+        raise error(f"{name}: the metadata of this {noun} cannot be read: {found}") from found
+
+
+def library() -> Any:
+    """Import safetensors, which is an optional dependency."""
+    with needing_extra("save", "reading and writing tensors"):
+        import safetensors
+        import safetensors.torch
+    return safetensors
