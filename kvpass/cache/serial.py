@@ -154,8 +154,10 @@ def _check_tensor(tensors: Mapping[str, Tensor], name: str, like: Tensor) -> Ten
 def _host_counts(entry: Mapping[str, Any], layout: Layout) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
     """Return the `row_budgets` and `clocks` of the rows."""
     row_budgets, clocks = tuple(entry["limits"]), tuple(tuple(clock) for clock in entry["clocks"])
-    whole = all(type(number) is int for numbers in (row_budgets, *clocks) for number in numbers)
-    if not whole or len(row_budgets) != layout.batch or len(clocks) not in (0, layout.batch):
+    whole = all(type(number) is int and number >= 0 for numbers in (row_budgets, *clocks) for number in numbers)
+    policy, classes = layout.policy, max(1, len(layout.classes))
+    sizes = [classes * len(policy.clock((), 1, limit)) for limit in row_budgets if whole and policy.keeps_clock]
+    if not whole or len(row_budgets) != layout.batch or list(map(len, clocks)) != sizes:
         raise CacheFileError(f"its budgets {row_budgets} and clocks {clocks} are not those of {layout.batch} rows")
     return row_budgets, clocks
 

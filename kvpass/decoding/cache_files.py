@@ -122,6 +122,8 @@ def load_cache(path: FilePath, compiled_or_model: Any) -> Any:
         if (loop is not None) != ("loop" in header):
             has, wanted = ("a DecodeLoop", "one") if loop is None else ("no DecodeLoop", "its model")
             raise CacheFileError(f"it holds {has}: pass {wanted} to load_cache")
+        if loop is not None and loop.requests is not None:
+            raise CacheFileError("it holds one conversation, and this DecodeLoop serves requests: leave out rows=")
         chosen = _backend_for(header["settings"], compiled_or_model if loop is None else loop.backend)
         _check_model(header, model)
         layers = list(_layers_of(header, tensors, chosen, model))

@@ -169,8 +169,14 @@ class RequestScheduler:
     def run_all(self, adding: Sequence[Callable[[], str]]) -> dict[str, GenerationOutput]:
         """Add requests and decode them until all have finished; see `DecodeLoop.generate_batch`."""
         done: dict[str, GenerationOutput] = {}
-        names = [self._add_or_fail(add, done) for add in adding]
-        others = []
+        names: list[str] = []
+        others: list[GenerationOutput] = []
+        try:
+            for add in adding:
+                names.append(self._add_or_fail(add, done))
+        except BaseException:  # none of these requests has begun, and nobody would read their outputs
+            self._forget(names)
+            raise
         try:
             while any(name not in done for name in names):
                 for output in self.step():
@@ -192,6 +198,12 @@ class RequestScheduler:
             name = self._unused_name()
             done[name] = GenerationOutput(name, [], [], [], RequestStatus.FAILED, "error", str(error), cause=error)
             return name
+
+    def _forget(self, names: Sequence[str]) -> None:
+        """Drop queued requests without an output."""
+        self.queue = collections.deque(request for request in self.queue if request.request_id not in names)
+        for name in names:
+            self.known.pop(name, None)
 
     # -- rows --------------------------------------------------------------------------------------------------------
 

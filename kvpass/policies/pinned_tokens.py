@@ -55,6 +55,8 @@ class Pins:
         """
         if policy.keep_prompt_refusal:
             raise PolicyError(f"pin: means nothing for {policy.name!r}: {policy.keep_prompt_refusal}")
+        if policy.divides_heads:
+            raise PolicyError(f"pin: not supported for {policy.name!r}, whose heads have budgets of their own")
         if policy.spans:
             raise PolicyError(f"pin: spans={policy.spans} divide the budget already: pass either spans or pins")
         if self.mask.shape != (rows, queries):

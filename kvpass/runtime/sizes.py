@@ -83,7 +83,7 @@ class StepSizes(TokenCounters):
         super().__init__(_counters(canonical_gm))
         self._canonical_gm, self._sites = canonical_gm, sites
         self.sources, self.other_sources = _free_sizes(canonical_gm, sites)
-        self.rewritten_interpretations: set[SizeInterpretation] = set()
+        self.rewritten_interpretations = LruCache[SizeInterpretation, None]()
         self._new_tokens = LruCache[tuple[int, ...], int]()
         self._resolved = LruCache[Any, Sizes]()
 

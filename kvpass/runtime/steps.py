@@ -173,7 +173,7 @@ class StepRunner(StepExecutor):
                 return variant
             shared = (*kind, tied, headroom) if has_dynamic_sizes else None
             variant = self.variants.make(call, shared, key, self.sizes.queries(arguments) == 1, rewrite_for_call)
-            self.sizes.rewritten_interpretations.add(other_sizes)
+            self.sizes.rewritten_interpretations.put(other_sizes, None)
         return variant
 
     def _choose_interpretation(

@@ -129,7 +129,8 @@ class CompiledVariant:
     def _release_graph(self, graph: fx.Graph) -> None:
         """Drop the graph, which nothing reads once it is compiled; code that runs it keeps no example tensors."""
         splicing.release_example_data(graph)
-        for rewrite in (self._rewrite, *self._by_key.values()):
+        self._rewrite.rewritten_gm = None
+        for rewrite in self._by_key.snapshot():
             rewrite.rewritten_gm = None
         dynamo.release_source_lines()
         inductor.return_free_memory()
@@ -170,8 +171,8 @@ class VariantCache:
         """Take the names of all symbols in the graph."""
         self._symbols = symbols
         self._by_call = LruCache[Any, CompiledVariant]()
-        self._dynamic: dict[Any, list[CompiledVariant]] = {}
-        self._first_keys: dict[Any, ShapeKey] = {}
+        self._dynamic = LruCache[Any, list[CompiledVariant]]()
+        self._first_keys = LruCache[Any, ShapeKey]()
 
     def find(self, call_key: Any, key: ShapeKey) -> CompiledVariant | None:
         """Return the variant that served an equal call, if it still does: compiling may have added guards on sizes."""
@@ -191,11 +192,13 @@ class VariantCache:
 
     def _find_dynamic(self, kind: Any, key: ShapeKey, decodes: bool, rewrite: Rewrite) -> CompiledVariant | None:
         """Return a variant with dynamic sizes; None if the call gets a static one."""
-        variants = self._dynamic.setdefault(kind, [])
+        variants = self._dynamic.find(kind)
+        if variants is None:
+            variants = self._dynamic.put(kind, [])
         dynamic_variant = next((variant for variant in variants if variant.serves(key)), None)
         in_numbers = tuple(index for index in key.dynamic_indices if index < len(key.numbers))
         only_slots = decodes and not in_numbers  # only capacities and the budget can be dynamic
-        has_first_sizes = only_slots and self._first_keys.setdefault(kind, key) == key
+        has_first_sizes = only_slots and (self._first_keys.find(kind) or self._first_keys.put(kind, key)) == key
         if dynamic_variant or (has_first_sizes and not key.exact_layers) or len(variants) == MOST_DYNAMIC:
             return dynamic_variant
         exact = range(len(key.numbers), len(key.numbers) + len(key.exact_layers))

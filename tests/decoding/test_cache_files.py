@@ -322,6 +322,11 @@ def test_an_unsupported_save_is_refused(compiled: Any, tmp_path: Path, monkeypat
     for wrong in (loop, kvpass.DecodeLoop(build("Llama", layers=1), "h2o", budget=8, rows=2)):
         with pytest.raises(CacheHandleError, match="is saved after a prompt"):
             kvpass.save_cache(wrong, path)
+    loop.prompt(ids)
+    kvpass.save_cache(loop, tmp_path / "loop")
+    with pytest.raises(CacheFileError, match="this DecodeLoop serves requests: leave out rows="):
+        kvpass.load_cache(tmp_path / "loop", wrong)
+    (tmp_path / "loop").unlink()
     with pytest.raises(CacheHandleError, match="there is no kvpass cache in this list"):
         kvpass.save_cache([], path)
     cache.layers[0].note = object()
@@ -345,3 +350,31 @@ def test_the_backend_of_a_compiled_model_is_found() -> None:
     model.compile(backend=chosen)
     assert dynamo.backend_of(model) is chosen
     assert dynamo.backend_of(kvpass.compile(model, "h2o", budget=8, inner="eager")) == chosen
+
+
+CLOCKS: dict[str, Any] = {
+    "none": lambda clocks: [],
+    "of another row": lambda clocks: clocks[:1],
+    "of two counts": lambda clocks: [clock * 2 for clock in clocks],
+    "empty": lambda clocks: [[] for _ in clocks],
+    "below zero": lambda clocks: [[-1] * len(clock) for clock in clocks],
+}
+
+
+@pytest.mark.parametrize("policy", ["h2o:interval=4", "buzz", "sage"])
+def test_clocks_that_are_not_those_of_the_policy_are_refused(policy: str, tmp_path: Path) -> None:
+    """Check that no file makes a cache whose policy is never due."""
+    ids, mask = prompt(2, 24, ())
+    backend = kvpass.backend(kvpass.policies.parse(policy), budget=16, inner="eager")
+    compiled = torch.compile(build("Llama", layers=1), backend=backend)
+    _, cache = talked(compiled, None, [20, 1], mask, ids)
+    kvpass.save_cache(cache, tmp_path / "talk")
+    kvpass.load_cache(tmp_path / "talk", compiled)
+    for change in CLOCKS.values():
+        path = changed(
+            tmp_path / "talk",
+            lambda header, _, change=change: header["layers"][0].update(clocks=change(header["layers"][0]["clocks"])),  # type: ignore[misc]
+            tmp_path / "changed",
+        )
+        with pytest.raises(CacheFileError, match="are not those of 2 rows"):
+            kvpass.load_cache(path, compiled)

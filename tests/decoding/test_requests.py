@@ -383,3 +383,18 @@ def test_noise_is_precise_near_zero_and_finite(monkeypatch: pytest.MonkeyPatch) 
     torch.testing.assert_close(noise[0, :3].double(), expected[0, :3], atol=0, rtol=1e-5)
     assert (noise[0, 3:] > 20).all()
     assert noise.isfinite().all()
+
+
+@pytest.mark.parametrize("wrong", ["a span", "a mask", "a prefix"])
+def test_a_batch_with_a_wrong_argument_leaves_no_requests(wrong: str) -> None:
+    loop, ids = serving_loop(), prompts((9, 5))
+    named: dict[str, Any] = {
+        "a span": {"pin": [(0, 7)]},
+        "a mask": {"pin": torch.ones(9, dtype=torch.bool)},
+        "a prefix": {"prefix": object()},
+    }[wrong]
+    with pytest.raises(kvpass.KVPassError, match=r"pin|prefix|cache"):
+        loop.generate_batch(ids, max_new_tokens=3, **named)
+    assert loop.step() == []
+    (output,) = loop.generate_batch(ids[:1], max_new_tokens=3).values()
+    assert (output.status.name, len(output.generated_tokens)) == ("FINISHED", 3)

@@ -24,7 +24,7 @@ from kvpass.policies.ada_kv import AdaKV, classes_of, count_winners, shares_of
 from kvpass.policies.budgets import HeadClass
 from tests.architectures import zoo
 from tests.layer import CallTokens, LayerOnSlots, layout_for
-from tests.models import build
+from tests.models import build, prompt
 
 SCORES = torch.tensor([[[.30, .20, .15, .10, .05, .05, .05, .05, .03, .02],
                         [.90, .02, .02, .01, .01, .01, .01, .01, .005, .005]]])  # fmt: skip
@@ -285,3 +285,21 @@ def test_a_mask_for_each_head_is_refused() -> None:
     cache = run(ids(1, 20) % 60, use_cache=True).past_key_values
     with pytest.raises(UnsupportedGraph, match=r"each head has a mask of its own.*'snapkv'"):
         run(ids(1, 1) % 60, past_key_values=cache, use_cache=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class SaysNothingOfPrompts(TwoEqualClasses):
+    """A policy of a user, who gives no reason against `keep_prompt`."""
+
+    name = "_says_nothing_of_prompts"
+    keep_prompt_refusal = ""
+
+
+def test_pins_are_refused_if_heads_have_budgets_of_their_own() -> None:
+    loop = kvpass.DecodeLoop(build("Llama"), SaysNothingOfPrompts(window=3), budget=8, inner="eager")
+    ids = prompt(1, 6, ())[0]
+    with pytest.raises(PolicyError, match="pin: not supported for '_says_nothing_of_prompts', whose heads"):
+        loop.prompt(ids, pin=[(0, 2)])
+    loop.prompt(ids)
+    with pytest.raises(PolicyError, match="pin: not supported for '_says_nothing_of_prompts', whose heads"):
+        loop.prompt(ids, pin=[(0, 2)])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +20,7 @@ from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.layout import Layout
 from kvpass.cache.slots import empty_slots
 from kvpass.errors import PolicyError, UnsupportedGraph
-from kvpass.runtime import variants
+from kvpass.runtime import lru_cache, variants
 from kvpass.runtime.step_execution import FastStep
 from kvpass.runtime.variants import CompiledVariant, DynamicDims, ShapeKey, VariantCache
 
@@ -283,3 +285,12 @@ def test_a_repeated_step_counts_its_token_unless_it_fails() -> None:
         step(("fail",), [(4,), (5,)])
     assert [counts_of(cache) for cache in caches] == [(13, (3,), True), (13, (4,), True)]
     assert len(rewrite.counted) == 1
+
+
+def test_variants_of_the_kinds_of_calls_that_came_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Expect the same number of variants however many kinds come, such as lengths of an encoder's input."""
+    monkeypatch.setattr(lru_cache, "MOST_ENTRIES", 4)
+    calls, key = Calls(), ShapeKey((2, 1), (9,), 1)
+    made = [weakref.ref(calls.run(key, shared=("h2o", length))) for length in range(20)]
+    gc.collect()
+    assert [variant() is not None for variant in made] == [False] * 16 + [True] * 4

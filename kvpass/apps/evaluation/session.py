@@ -18,6 +18,7 @@ from kvpass.decoding.loop import DecodeLoop
 from kvpass.decoding.model_call import ModelCall
 from kvpass.decoding.prefill import last_of, run_chunks
 from kvpass.errors import CacheHandleError, KVPassError
+from kvpass.user_budget import slots_for
 
 Row = dict[str, Any]
 T = TypeVar("T")
@@ -53,7 +54,9 @@ class Session:
 
     def slots(self, tokens: int) -> int | None:
         """Return how many of a prompt's tokens are kept; None if nothing is evicted."""
-        return int(self.budget * tokens) if isinstance(self.budget, float) else self.budget
+        if self.budget is None or isinstance(self.loop, UncompiledLoop):
+            return None
+        return slots_for(self.loop.backend.policy, self.budget, tokens)
 
     def score(self, contexts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]) -> Scored:
         """Score continuations, fed as `feed` says; after a whole prompt they are fed token by token."""

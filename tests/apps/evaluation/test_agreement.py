@@ -165,3 +165,10 @@ def test_settings_that_cannot_be_are_refused(fields: dict[str, Any], named: str)
 def test_texts_that_are_too_short_are_refused() -> None:
     with pytest.raises(KVPassError, match="give more text"):
         list(AgreementMeasure(documents=9, tokens=60).rows(session("window", 8)))
+
+
+@pytest.mark.parametrize(("budget", "slots"), [(0.29, 29), (0.57, 57), (32, 32)])
+def test_distances_are_counted_from_the_slots_that_a_share_has(budget: float, slots: int) -> None:
+    """Check shares whose product with 100 is just below a whole number in floating point."""
+    assert session("streaming", 8).slots(100) == 8
+    assert dataclasses.replace(session("streaming", 8), budget=budget).slots(100) == slots
