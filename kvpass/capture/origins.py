@@ -86,7 +86,14 @@ def origin_of(attended: fx.Node, outputs: dict[fx.Node, int]) -> Origin:
     if value(node).dtype != value(new).dtype and not is_as_wide(value(node).dtype, value(new).dtype):
         raise CacheRefused(f"{value(new).dtype} is cached as {value(node).dtype}, which loses digits")
     empty = value(past).ndim != 4 or expr(value(past).shape[2]) == 0
-    return Origin(node, None if empty or past.op != "placeholder" else past, new)
+    if empty or past.op != "placeholder":
+        return Origin(node, None, new)
+    if value(past).dtype != value(node).dtype:
+        raise CacheRefused(
+            f"the cache holds {value(past).dtype} and the new tokens are {value(new).dtype}, which makes the whole "
+            f"cache {value(node).dtype}: begin with a new prompt after a change of the model's dtype"
+        )
+    return Origin(node, past, new)
 
 
 def _check_takes_all(node: fx.Node, grown: fx.Node, copies: float) -> None:

@@ -41,7 +41,10 @@ NO_LOGITS = (
 
 
 class ModelParts:
-    """The parameters, buffers, modules and other attributes of a model, compared by identity to see replaced ones."""
+    """The parameters, buffers, modules and other attributes of a model, to see whether one was replaced.
+
+    Objects are compared by identity, and tensors also by memory, dtype, sizes and strides, which `Module.to` changes.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -51,10 +54,17 @@ class ModelParts:
         """Record the present objects of the model."""
         self._tables = dynamo.tables_of_modules(self._model)
         self._known = list(self._current())
+        self._tensors = [inner for x in self._known if isinstance(x, Tensor) for inner in tensors.strided_tensors(x)]
+        self._tensor_facts = self._read_tensors()
 
     def has_changed(self) -> bool:
-        """Return whether an object was replaced, added or removed since the last `record`."""
-        return not all(itertools.starmap(operator.is_, itertools.zip_longest(self._current(), self._known)))
+        """Return whether an object, or the data of a tensor, was replaced, added or removed since the last `record`."""
+        same_objects = all(itertools.starmap(operator.is_, itertools.zip_longest(self._current(), self._known)))
+        return not same_objects or self._read_tensors() != self._tensor_facts
+
+    def _read_tensors(self) -> list[list[Any]]:
+        read = (Tensor.data_ptr, operator.attrgetter("dtype"), Tensor.size, Tensor.stride)
+        return [list(map(function, self._tensors)) for function in read]
 
     def _current(self) -> Iterator[Any]:
         return itertools.chain.from_iterable(map(dict.values, self._tables))

@@ -86,6 +86,13 @@ def inner_names(value: Any) -> list[str]:
     return names
 
 
+def strided_tensors(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors in a wrapper, at any depth, or a plain tensor itself, without sparse ones."""
+    if not is_wrapper(tensor):
+        return [tensor] if tensor.layout == torch.strided else []
+    return [part for inner in inner_tensors(tensor)[0].values() for part in strided_tensors(inner)]
+
+
 def map_inner_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """Return a wrapper around `function` of each inner tensor, at any depth; of a plain tensor its result."""
     if not is_wrapper(value):

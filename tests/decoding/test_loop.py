@@ -520,11 +520,19 @@ def replace_weight(linear: torch.nn.Linear) -> None:
     linear.weight = torch.nn.Parameter(made)
 
 
+def replace_data(linear: torch.nn.Linear, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replace the data of a parameter, which stays the same object, as `Module.to` does."""
+    linear.weight.data = change(linear.weight.data)
+
+
 REPLACED: dict[str, Callable[[Any], None]] = {
     "a-parameter": lambda layer: replace_weight(layer.mlp.down_proj),
     "a-module": lambda layer: setattr(layer.mlp, "act_fn", torch.nn.Tanh()),
     "the-keys": lambda layer: replace_weight(layer.self_attn.k_proj),
     "a-number": lambda layer: setattr(layer.self_attn, "scaling", 1.0),
+    "the-data": lambda layer: replace_data(layer.mlp.down_proj, lambda data: data.flip(0)),
+    "the-strides": lambda layer: replace_data(layer.self_attn.o_proj, lambda data: data.t().contiguous().t()),
+    "a-view": lambda layer: replace_data(layer.self_attn.o_proj, lambda data: data.t()),
 }
 
 
@@ -533,8 +541,8 @@ REPLACED: dict[str, Callable[[Any], None]] = {
 def test_a_replaced_tensor_of_the_model_is_used(what: str) -> None:
     """Check that a replaced tensor of the model is used.
 
-    A loop repeats steps with the tensors of its last call of the model. It compares the model's objects by identity
-    before each batch of steps. That suffices, because user code runs only between batches.
+    A loop repeats steps with the tensors of its last call of the model. It compares the model's objects, and where the
+    data of tensors is, before each batch of steps. That suffices, because user code runs only between batches.
     """
     discard_compiled_code()
     ours, theirs, (ids, _) = build("Llama", layers=1), build("Llama", layers=1), prompt(1, 6, ())
@@ -552,3 +560,43 @@ def test_a_replaced_tensor_of_the_model_is_used(what: str) -> None:
             token, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
             expected.append(int(token))
     assert made == expected
+
+
+def through_loop(model: Any, ids: torch.Tensor) -> Iterator[None]:
+    loop = loop_on(model)
+    loop.prompt(ids)
+    loop.generate(8)
+    yield
+    loop.generate(8)
+
+
+def through_requests(model: Any, ids: torch.Tensor) -> Iterator[None]:
+    loop = loop_on(model, rows=2, read_interval=4)
+    loop.add(ids[0], max_new_tokens=40)
+    for _ in range(4):
+        loop.step()
+    yield
+    for output in loop:  # a request that fails does not stop the others
+        if output.cause is not None:
+            raise output.cause
+
+
+def through_forward(model: Any, ids: torch.Tensor) -> Iterator[None]:
+    kvpass.compile(model, "window", budget=64, inner="eager")
+    out = model(ids, use_cache=True)
+    out = model(ids[:, :1], past_key_values=out.past_key_values, use_cache=True)
+    yield
+    model(ids[:, :1], past_key_values=out.past_key_values, use_cache=True)
+
+
+@pytest.mark.parametrize("how", [through_loop, through_requests, through_forward])
+def test_weights_of_another_dtype_are_no_silent_change(how: Callable[[Any, torch.Tensor], Iterator[None]]) -> None:
+    """Check that compiled code does not read weights as numbers of their earlier dtype."""
+    model, (ids, _) = build("Llama", layers=1).to(torch.bfloat16), prompt(1, 6, ())
+    with torch.no_grad():
+        conversation = how(model, ids)
+        next(conversation)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.float()
+        with pytest.raises(kvpass.UnsupportedGraph, match=r"cache holds .*, which makes the whole"):
+            next(conversation, None)
