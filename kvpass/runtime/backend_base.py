@@ -137,8 +137,9 @@ class BackendBase:
         return self.inner in ("inductor", "eager") and device.type == "cpu"
 
     def _step_settings(self, stores_raw_keys: bool) -> dict[str, Any]:
-        in_order = inductor.KEEP_THE_ORDER if self.policy.merges else {}
-        return inductor.FEWER_LAUNCHES | in_order | (inductor.FUSE_INTO_REDUCTIONS if stores_raw_keys else {})
+        settings = inductor.FEWER_LAUNCHES | inductor.NO_SIZE_CHECKS
+        settings |= inductor.KEEP_THE_ORDER if self.policy.merges else {}
+        return settings | (inductor.FUSE_INTO_REDUCTIONS if stores_raw_keys else {})
 
     def rewrite(self, call: StepCall) -> tuple[StepContext, StepRewrite]:
         """Rewrite a step graph onto slots, or onto the eager reference."""

@@ -562,6 +562,38 @@ def test_a_replaced_tensor_of_the_model_is_used(what: str) -> None:
     assert made == expected
 
 
+def tokens_of_loop(model: Any, ids: torch.Tensor) -> Iterator[int]:
+    loop = kvpass.DecodeLoop(model, "window", budget=64)
+    loop.prompt(ids)
+    yield from map(int, loop.stream(20))
+
+
+def tokens_of_calls(model: Any, ids: torch.Tensor) -> Iterator[int]:
+    token, cache = ids, None
+    while True:
+        out = model(token, past_key_values=cache, use_cache=True)
+        token, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
+        yield int(token)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [tokens_of_loop, tokens_of_calls])
+def test_generated_code_reads_weights_by_their_present_strides(
+    how: Callable[[Any, torch.Tensor], Iterator[int]],
+) -> None:
+    """Check that nothing reads replaced data by earlier strides, as generated code does not compare them."""
+    ours, theirs, (ids, _) = build("Llama", layers=2), build("Llama", layers=2), prompt(1, 6, ())
+    if how is tokens_of_calls:
+        kvpass.compile(ours, "window", budget=64)
+    with torch.no_grad():
+        expected = list(itertools.islice(tokens_of_calls(theirs, ids), 20))
+        made = how(ours, ids)
+        found = list(itertools.islice(made, 10))
+        for layer in ours.model.layers:
+            replace_data(layer.self_attn.o_proj, lambda data: data.t().contiguous().t())
+        assert [*found, *itertools.islice(made, 10)] == expected
+
+
 def through_loop(model: Any, ids: torch.Tensor) -> Iterator[None]:
     loop = loop_on(model)
     loop.prompt(ids)

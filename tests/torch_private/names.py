@@ -35,6 +35,7 @@ METHODS = (
     "torch._inductor.config.realize_opcount_threshold",
     "torch._inductor.config.realize_reads_threshold",
     "torch._inductor.config.reorder_for_locality",
+    "torch._inductor.config.size_asserts",
 )
 """Methods, fields and settings whose full names do not appear in the source of that room."""
 
