@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from kvpass.fx.op_table import is_a, is_pointwise, known_name, leaves, named_arguments, subscript, tagged
+from kvpass.fx.op_table import equation, is_a, is_pointwise, known_name, leaves, named_arguments, subscript, tagged
 from kvpass.fx.shapes import expr, number
 from kvpass.fx.walk import is_size, is_tensor, value
 from kvpass.torch_private import tensors
@@ -168,13 +168,11 @@ def _without_joined(node: fx.Node, dim: int) -> int | None:
 
 def _in_equation(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
     """Return the dimension of einsum's result that has the letter of an operand's dimension, or None."""
-    equation, *operands = node.args
-    tensors = leaves(operands)
-    left, arrow, right = str(equation).replace(" ", "").partition("->")
-    if not arrow or "." in left or tensors.count(operand) != 1:
+    operands, letters_of_each, result = equation(node)
+    if operands.count(operand) != 1:
         return None
-    letters = left.split(",")[tensors.index(operand)]
-    return right.index(letters[dim]) if letters[dim] in right and letters.count(letters[dim]) == 1 else None
+    letters = letters_of_each[operands.index(operand)]
+    return result.index(letters[dim]) if letters[dim] in result and letters.count(letters[dim]) == 1 else None
 
 
 # -- running an operation on small tensors ----------------------------------------------------------------------------
