@@ -172,8 +172,7 @@ class KeyAxis:
         axes = {operand: axis for operand in followers if (axis := self.of(operand).axis) is not None}
         if len(axes) < len(followers) or any(self.of(operand).dependence == "padded" for operand in followers):
             return None
-        dims = {propagation.propagate_dim(node, operand, axis) for operand, axis in axes.items()}
-        return dims.pop() if len(dims) == 1 else None
+        return propagation.common_dim(propagation.propagate_dim(node, operand, axis) for operand, axis in axes.items())
 
     def _expanded_dim(self, node: fx.Node) -> int | None:
         """Return the dimension along which a tensor that is equal for all keys is expanded to them, or None."""
@@ -196,12 +195,11 @@ class KeyAxis:
         following = {index: axis for index in followers if (axis := self.of(index).axis) is not None}
         if len(following) < len(followers):
             return None
-        dims = {propagation.index_axis(node, index, axis) for index, axis in following.items()}
+        dim = propagation.common_dim(propagation.index_axis(node, index, axis) for index, axis in following.items())
         base_keys = self.of(base)
         if base_keys.dependence == "padded" and not following:
             return INDEPENDENT_OF_PADDED
         if base_keys.dependence in ("independent", "independent_of_padded", "padded"):
-            dim = dims.pop() if len(dims) == 1 else None
             return None if dim is None else KeyDependence("per_key", dim)
         index = None if base_keys.axis is None else index_of_dim.get(base_keys.axis)
         if not isinstance(index, fx.Node):
@@ -210,10 +208,8 @@ class KeyAxis:
             raise UnsupportedGraph(
                 f"{walk.source_line(node)}: the mask looks up padding at indices that are not the keys' own"
             )
-        if self.is_key_index(index) and set(following) == {index}:
-            dim = dims.pop()
-            return None if dim is None else KeyDependence("per_key_lookup", dim)
-        return None
+        is_own_entry = self.is_key_index(index) and set(following) == {index}
+        return KeyDependence("per_key_lookup", dim) if is_own_entry and dim is not None else None
 
     def is_key_index(self, index: fx.Node) -> bool:
         """Return whether an index is each key's index in the padded sequence."""

@@ -10,6 +10,7 @@ never assume an axis.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -50,6 +51,12 @@ def propagate_dim(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
     return None
 
 
+def common_dim(dims: Iterable[int | None]) -> int | None:
+    """Return the one dimension that all operands give for a result, or None."""
+    distinct = set(dims)
+    return distinct.pop() if len(distinct) == 1 else None
+
+
 def _align_dim(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
     shape, source = value(node).shape, value(operand).shape
     index = dim + len(shape) - len(source)
@@ -79,8 +86,7 @@ def _propagate_by_running(node: fx.Node, operand: fx.Node, dim: int) -> int | No
         return None
     several = isinstance(result, (tuple, list))
     parts = [*zip(result, value(node), strict=True)] if several else [(result, value(node))]
-    dims = {_dim_of_coordinates(part, known, shape[dim], size) for part, known in parts}
-    return dims.pop() if len(dims) == 1 else None
+    return common_dim(_dim_of_coordinates(part, known, shape[dim], size) for part, known in parts)
 
 
 def _dim_of_coordinates(made: Any, known: Any, count: int, size: Any) -> int | None:
