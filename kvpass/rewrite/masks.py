@@ -20,10 +20,15 @@ from kvpass.rewrite.mask_slice import MaskSlice, cut_mask
 
 
 class Masks:
-    """The masks of a step graph, each cut out once."""
+    """The masks of a step graph, each cut out once.
+
+    Attributes:
+        dropped_outputs: see `AttentionResults`.
+    """
 
     def __init__(self, step: StepContext) -> None:
         self._step = step
+        self.dropped_outputs: dict[int, tuple[int, int]] = {}
         self._cut: dict[tuple[object, ...], MaskSlice] = {}
         self._firsts: dict[int, fx.Node] = {}
 
@@ -73,7 +78,7 @@ class Masks:
             index.check(capacity if step.decodes else capacity + step.queries)
             for node, dim in sparse_index.cached_scoring_keys(index, outputs):
                 past = step.placeholders.index(node.all_input_nodes[0])
-                step.attention.dropped_outputs[outputs.index(node)] = (past, dim)
+                self.dropped_outputs[outputs.index(node)] = (past, dim)
 
     def _first_stored(self, window: int) -> fx.Node:
         """Return the node of the index in the padded sequence of the first token that the model stores."""
