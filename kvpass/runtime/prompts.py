@@ -196,9 +196,9 @@ class PromptRunner:
         if backend.validates:
             plain = [each.with_plain_logits() if each.scales_logits else each for each in policies]
             rewritten = functools.partial(rewrite_prompt, dataclasses.replace(call, policies=plain))
-            marks = [holders.index(node) for node in padding[0]]
+            padding_inputs = [holders.index(node) for node in padding[0]]
             unchecked = PromptCase(
-                captured.dynamo_gm, canonical_gm, sites, None if policy.renumbers else rewritten, marks
+                captured.dynamo_gm, canonical_gm, sites, None if policy.renumbers else rewritten, padding_inputs
             )
         positions = PositionCheck(canonical_gm, sites) if stores_raw_keys else None
         rotation = RotationCheck(canonical_gm, sites) if stores_raw_keys else None
