@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from kvpass.lowering import attention_blocks, attention_tiles
-from kvpass.lowering.attention_blocks import LOWEST, AttentionInputs, blocks, zeros
+from kvpass.lowering.attend import LOWEST
+from kvpass.lowering.attention_blocks import AttentionInputs, blocks, zeros
 from kvpass.torch_private.operators import attend_with_lse
 
 SCAN_BLOCK = 4 * attention_blocks.BLOCK
