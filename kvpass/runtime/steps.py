@@ -76,7 +76,7 @@ class StepRunner(StepExecutor):
             except UnsupportedGraph as refusal:
                 tokens = arguments[self.pasts[0][0]].length + self.sizes.queries(arguments)
                 if wrong := describe_wrong_mask(self.canonical_gm, self.sites, arguments, tokens):
-                    raise UnsupportedGraph(f"{wrong}. With this mask: {refusal}") from None
+                    raise type(refusal)(f"{wrong}. With this mask: {refusal}") from None
                 raise
 
     def _run(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
