@@ -238,10 +238,7 @@ def subscript(node: fx.Node) -> tuple[Any, ...]:
 
 
 def equation(node: fx.Node) -> tuple[list[fx.Node], list[str], str]:
-    """Return the tensors of an einsum, the letters of each, and the result's; empty for any other node.
-
-    They are also empty for an equation that does not state its result, or has an ellipsis.
-    """
+    """Return an einsum's tensors, the letters of each and of its result; all empty if the result is not stated."""
     text, *operands = node.args if known_name(node) == "einsum" else [""]
     left, arrow, result = str(text).replace(" ", "").partition("->")
     tensors = leaves(operands)  # they may come in a list

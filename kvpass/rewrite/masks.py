@@ -20,11 +20,7 @@ from kvpass.rewrite.mask_slice import MaskSlice, cut_mask
 
 
 class Masks:
-    """The masks of a step graph, each cut out once.
-
-    Attributes:
-        dropped_outputs: see `AttentionResults`.
-    """
+    """The masks of a step graph, each cut out once; `dropped_outputs` is as in `AttentionResults`."""
 
     def __init__(self, step: StepContext) -> None:
         self._step = step
@@ -57,12 +53,9 @@ class Masks:
         nodes = walk.ancestors(site.mask, [site.grown_key, site.grown_value])  # type: ignore[arg-type]
         pasts = {past for each in step.sites for past in each.pasts}
         inputs = key_axis.token_inputs(nodes - pasts, step.argument_of, step.sizes)
+        indices = step.length_nodes.key_indices[window]
         return MaskContext(
-            key_indices=[
-                n
-                for n in step.length_nodes.key_indices[window]
-                if n in nodes and op_table.counts_exactly(value(n).dtype)
-            ],
+            key_indices=[n for n in indices if n in nodes and op_table.counts_exactly(value(n).dtype)],
             inputs={node: axis for node, axis in inputs.items() if node not in padding},
             padding=list(padding),
             stored=[site.grown_key, site.grown_value],

@@ -255,7 +255,11 @@ def insert_statistics(
     target = torch.ops.kvpass.attention_statistics.default
     results = graph.call_function(target, (*tensors, present, None, request.text()))
     if fused:
-        _replace(site, copy_of, _item(graph, results, 0))
+        call, output = copy_of[site.call], _item(graph, results, 0)
+        output.meta = dict(call.meta)
+        call.replace_all_uses_with(output)
+        graph.erase_node(call)
+        copy_of[site.call] = output
     return {name: _item(graph, results, i) for i, name in enumerate(names, int(fused))}
 
 
@@ -275,12 +279,3 @@ def _fuses_attention(site: AttentionSite, policy: Policy) -> bool:
 
 def _item(graph: fx.Graph, results: fx.Node, index: int) -> fx.Node:
     return graph.call_function(operator.getitem, (results, index))
-
-
-def _replace(site: AttentionSite, copy_of: dict[fx.Node, fx.Node], output: fx.Node) -> None:
-    """Replace the call by `output`."""
-    call = copy_of[site.call]
-    output.meta = dict(call.meta)
-    call.replace_all_uses_with(output)
-    call.graph.erase_node(call)
-    copy_of[site.call] = output

@@ -71,10 +71,7 @@ class StepCall:
 
     def with_layouts(self, change: Callable[[Layout], Layout]) -> StepCall:
         """Return the call with changed layouts; its slots then hold no data."""
-        layouts, dynamic_layouts = (
-            [change(each) for each in self.layouts],
-            [change(each) for each in self.dynamic_layouts],
-        )
+        layouts, dynamic_layouts = ([*map(change, each)] for each in (self.layouts, self.dynamic_layouts))
         slots = [each.on_meta(layout) for each, layout in zip(self.slots, layouts, strict=True)]
         return dataclasses.replace(self, layouts=layouts, dynamic_layouts=dynamic_layouts, slots=slots)
 

@@ -310,13 +310,11 @@ class PromptRunner:
         arguments: tuple[Any, ...],
         traced: tuple[Any, ...],
     ) -> PromptLayer:
-        site, outputs = self.graph.sites[i], self.graph.rewrite.outputs[i]
+        site, outputs, policy = self.graph.sites[i], self.graph.rewrite.outputs[i], self.graph.policies[i]
         key, value = results[outputs.key], results[outputs.value]
         valid = self._valid(results, i, key)
         sums = [results[index] for index in outputs.statistics]
-        attention = (
-            as_attention(self.graph.policies[i], sums, valid[:, adopted:], site.sharding) if sums else Attention()
-        )
+        attention = as_attention(policy, sums, valid[:, adopted:], site.sharding) if sums else Attention()
         heads = key.shape[1]
         if site.computed:
             key, value = join_heads(key), join_heads(value)
@@ -329,7 +327,7 @@ class PromptRunner:
         index = self.graph.output_projections[i]
         by_head = None if index is None else output_weight_by_head(traced[index], key.shape[1], value.shape[3])
         return PromptLayer(
-            policy=self.graph.policies[i],
+            policy=policy,
             heads=heads,
             site=site,
             tokens=TokensToAdmit(key, value, valid, attention, pins, by_head),

@@ -59,13 +59,8 @@ class StepRunner(StepExecutor):
         self.pasts = [(holders.index(s.past_key), holders.index(s.past_value)) for s in self.sites]  # type: ignore[arg-type]
         self.as_traced = UnwrappedSubclasses(index for pair in self.pasts for index in pair)
         self.verifier = StepVerifier(self.canonical_gm, self.sites, backend.key_weights_of_steps)
-        self.variants = VariantCache(
-            {
-                str(symbol)
-                for node in self.canonical_gm.graph.nodes
-                for symbol in symbolic_shapes.symbols(walk.value(node))
-            }
-        )
+        values = map(walk.value, self.canonical_gm.graph.nodes)
+        self.variants = VariantCache({str(symbol) for each in values for symbol in symbolic_shapes.symbols(each)})
         self.validation: Validation | None = None
 
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
