@@ -12,7 +12,7 @@ from kvpass.cache.admission import TokensToAdmit, admit, attention_of_chunk, spl
 from kvpass.cache.cached_attention import CachedAttention, Mask, NewTokens
 from kvpass.cache.chunk_step import chunk_step
 from kvpass.cache.layout import Layout
-from kvpass.cache.slots import Slots
+from kvpass.cache.slots import Slots, next_rank
 from kvpass.cache.step import decode_step, with_logit_scale
 from kvpass.diagnostics.simulate import rotary
 from kvpass.lowering.attention_statistics import StatisticsOperands, statistics
@@ -85,7 +85,8 @@ class LayerOnSlots:
             first = torch.zeros(len(tokens.q), 1, 1, dtype=torch.int64)
         else:
             counted = ranked or policy.renumbers
-            first = slots.next_rank(tokens.valid.shape[1]) if counted else slots.seen[:, None, None]
+            rank = next_rank(slots.position, slots.free, decodes=tokens.valid.shape[1] == 1)
+            first = (rank if counted else slots.seen)[:, None, None]
         position = positions_for(policy, budget, first, tokens.valid, slots is None)
         q, k = self.rotate(tokens.q, position), self.rotate(tokens.k, position)
         to_admit = TokensToAdmit(tokens.k if ranked else k, tokens.v, tokens.valid, Attention(), tokens.pins)

@@ -91,15 +91,6 @@ class Slots:
     def capacity(self) -> int:
         return self.position.shape[-1]
 
-    def next_rank(self, count: int = 1) -> Tensor:
-        """Return int64 [B, 1, 1], the rank of the first of `count` new tokens when it attends.
-
-        A chunk attends to all cached tokens; a single token not to the one that it overwrites, if any.
-        """
-        live = self.position >= 0
-        live_count = live.sum(-1, keepdim=True)
-        return (live_count - live.gather(-1, self.free[..., None]).long() if count == 1 else live_count)[:, :1]
-
     @property
     def metadata(self) -> list[Tensor]:
         """All tensors except those of keys and values, in the order of `names`."""
@@ -356,3 +347,13 @@ def next_free(layout: Layout, slots: Slots) -> Tensor:
     if layout.policy.overwrites:
         return layout.eviction.victim(slots.tokens(layout))
     return (slots.position < 0).int().argmax(-1)
+
+
+def next_rank(position: Tensor, free: Tensor, decodes: bool) -> Tensor:
+    """Return int64 [B], the rank of the first new token when it attends, from tensors of `Slots`.
+
+    A chunk attends to all cached tokens; a token that `decodes` not to the one that it overwrites, if any.
+    """
+    live = position[:, 0] >= 0  # [B, C]
+    overwritten = live.gather(-1, free[:, :1])[:, 0].long()  # [B], 1 if the new token overwrites a token
+    return live.sum(-1) - overwritten if decodes else live.sum(-1)

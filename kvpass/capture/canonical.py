@@ -249,12 +249,12 @@ class AttentionSite:
         names = [field.name for field in dataclasses.fields(SiteFacts) if field.name != "computed"]
         return SiteFacts(**{name: getattr(self, name) for name in names}, computed=bool(self.computed))
 
-    def in_copy(self, copies: dict[fx.Node, fx.Node]) -> AttentionSite:
+    def in_copy(self, copy_of: dict[fx.Node, fx.Node]) -> AttentionSite:
         """Return this site in a copy of the graph, by the copy of each node."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        copied: dict[str, Any] = {name: copies[v] if isinstance(v, fx.Node) else v for name, v in fields.items()}
-        copied["computed"] = self.computed and (copies[self.computed[0]], copies[self.computed[1]])
-        copied["shared_by"] = tuple(site.in_copy(copies) for site in self.shared_by)
+        copied: dict[str, Any] = {name: copy_of[v] if isinstance(v, fx.Node) else v for name, v in fields.items()}
+        copied["computed"] = self.computed and (copy_of[self.computed[0]], copy_of[self.computed[1]])
+        copied["shared_by"] = tuple(site.in_copy(copy_of) for site in self.shared_by)
         return AttentionSite(**copied)
 
 

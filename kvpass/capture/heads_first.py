@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from kvpass.capture import decomposed_attention, origins, products
+from kvpass.capture import decomposed_attention, origins
 from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.decomposed_attention import AttentionCall
 from kvpass.capture.origins import CacheRefused
@@ -146,30 +146,27 @@ def order_equations(dynamo_gm: fx.GraphModule) -> fx.GraphModule:
     if not any(known_name(node) == "einsum" for node in dynamo_gm.graph.nodes):
         return dynamo_gm
     copy, _ = fx_nodes.copy_graph_module(dynamo_gm)
-    for node in [each for each in copy.graph.nodes if known_name(each) == "einsum"]:
+    for node in list(copy.graph.nodes):
         _order_equation(node)
     return copy
 
 
 def _order_equation(node: fx.Node) -> None:
     """Rewrite an equation of two operands that sums over one dimension, so that shared dimensions come first."""
-    equation, *operands = node.args
-    operands = op_table.leaves(operands)  # the tensors may come in a list
-    letters = str(equation).replace(" ", "").replace("->", ",").split(",")
-    if not all(x.isalpha() for x in letters) or len(letters) != 3 or len(operands) != 2:
+    operands, letters, result = op_table.equation(node)
+    if len(operands) != 2:
         return
-    if not all(map(is_tensor, operands)):
-        return
-    first, second, result = letters
+    first, second = letters
     batch = [x for x in result if x in first and x in second]
-    row, column = ([x for x in result if x in one and x not in other] for one, other in (letters[:2], letters[1::-1]))
+    row, column = [x for x in result if x not in second], [x for x in result if x not in first]
     inner = [x for x in first if x in second and x not in result]
     orders = [[*batch, *row, *inner], [*batch, *sorted(inner + column, key=second.index)], [*batch, *row, *column]]
+    letters.append(result)
     complete = all(sorted(x) == sorted(order) for x, order in zip(letters, orders, strict=True))
     if not complete or [len(row), len(column), len(inner)] != [1, 1, 1] or letters == list(map("".join, orders)):
         return
     moved = [
-        _permute(node, products.required_node(operand), [x.index(letter) for letter in order])
+        _permute(node, operand, [x.index(letter) for letter in order])
         for operand, x, order in zip(operands, letters, orders, strict=False)
     ]
     ordered = ",".join(map("".join, orders[:2])) + "->" + "".join(orders[2])

@@ -83,6 +83,10 @@ class KeyDependence:
     dependence: Dependence
     axis: int | None
 
+    @property
+    def is_on_keys(self) -> bool:
+        return self.dependence not in ("independent", "independent_of_padded")
+
 
 INDEPENDENT, INDEPENDENT_OF_PADDED = KeyDependence("independent", None), KeyDependence("independent_of_padded", None)
 
@@ -141,14 +145,9 @@ class KeyAxis:
 
     def _follow(self, node: fx.Node) -> KeyDependence:
         growing = self.sizes.growing_dims(value(node))
-        dependences = {operand: self.of(operand).dependence for operand in node.all_input_nodes}
-        followers = [
-            operand
-            for operand, dependence in dependences.items()
-            if dependence not in ("independent", "independent_of_padded")
-        ]
+        followers = [operand for operand in node.all_input_nodes if self.of(operand).is_on_keys]
         if not followers and not growing:
-            return INDEPENDENT_OF_PADDED if "independent_of_padded" in dependences.values() else INDEPENDENT
+            return INDEPENDENT_OF_PADDED if INDEPENDENT_OF_PADDED in map(self.of, node.all_input_nodes) else INDEPENDENT
         axis = self._growing_axis(node)
         if node in self._overwritten:  # a slice of it would lack what other nodes write
             return KeyDependence("needs_all_tokens", axis)
@@ -172,8 +171,7 @@ class KeyAxis:
         axes = {operand: axis for operand in followers if (axis := self.of(operand).axis) is not None}
         if len(axes) < len(followers) or any(self.of(operand).dependence == "padded" for operand in followers):
             return None
-        dims = {propagation.propagate_dim(node, operand, axis) for operand, axis in axes.items()}
-        return dims.pop() if len(dims) == 1 else None
+        return propagation.common_dim(propagation.propagate_dim(node, operand, axis) for operand, axis in axes.items())
 
     def _expanded_dim(self, node: fx.Node) -> int | None:
         """Return the dimension along which a tensor that is equal for all keys is expanded to them, or None."""
@@ -190,18 +188,15 @@ class KeyAxis:
     def _look_up(self, node: fx.Node, base: fx.Node, index_of_dim: dict[int, object]) -> KeyDependence | None:
         """Follow a lookup by an index that follows the keys, or of each key's own entry; else return None."""
         indices = {index for index in index_of_dim.values() if isinstance(index, fx.Node) and is_tensor(index)}
-        followers = [
-            index for index in indices if self.of(index).dependence not in ("independent", "independent_of_padded")
-        ]
+        followers = [index for index in indices if self.of(index).is_on_keys]
         following = {index: axis for index in followers if (axis := self.of(index).axis) is not None}
         if len(following) < len(followers):
             return None
-        dims = {propagation.index_axis(node, index, axis) for index, axis in following.items()}
+        dim = propagation.common_dim(propagation.index_axis(node, index, axis) for index, axis in following.items())
         base_keys = self.of(base)
         if base_keys.dependence == "padded" and not following:
             return INDEPENDENT_OF_PADDED
-        if base_keys.dependence in ("independent", "independent_of_padded", "padded"):
-            dim = dims.pop() if len(dims) == 1 else None
+        if not base_keys.is_on_keys or base_keys.dependence == "padded":
             return None if dim is None else KeyDependence("per_key", dim)
         index = None if base_keys.axis is None else index_of_dim.get(base_keys.axis)
         if not isinstance(index, fx.Node):
@@ -210,10 +205,8 @@ class KeyAxis:
             raise UnsupportedGraph(
                 f"{walk.source_line(node)}: the mask looks up padding at indices that are not the keys' own"
             )
-        if self.is_key_index(index) and set(following) == {index}:
-            dim = dims.pop()
-            return None if dim is None else KeyDependence("per_key_lookup", dim)
-        return None
+        is_own_entry = self.is_key_index(index) and set(following) == {index}
+        return KeyDependence("per_key_lookup", dim) if is_own_entry and dim is not None else None
 
     def is_key_index(self, index: fx.Node) -> bool:
         """Return whether an index is each key's index in the padded sequence."""

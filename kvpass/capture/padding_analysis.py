@@ -170,15 +170,12 @@ class _Evaluation:
 
     def _with_rows(self, node: fx.Node, bounds: TensorBounds) -> TensorBounds:
         """Add the dimension over rows to a result's bounds, and drop its bounds per token if rows may be mixed."""
-        rows: set[int | None] = set()
-        for parent in node.all_input_nodes:
-            if parent in self.bounds and (row_dim := self.bounds[parent].row_dim) is not None:
-                rows.add(self._row_dim(node, parent, row_dim))
+        known = {parent: self.bounds[parent].row_dim for parent in node.all_input_nodes if parent in self.bounds}
+        rows = {parent: dim for parent, dim in known.items() if dim is not None}
         if not rows:
             return bounds
-        if None in rows or len(rows) > 1:
-            return TensorBounds(bounds.overall, {})
-        return dataclasses.replace(bounds, row_dim=rows.pop())
+        row_dim = propagation.common_dim(self._row_dim(node, parent, dim) for parent, dim in rows.items())
+        return TensorBounds(bounds.overall, {}) if row_dim is None else dataclasses.replace(bounds, row_dim=row_dim)
 
     def _row_dim(self, node: fx.Node, parent: fx.Node, row_dim: int) -> int | None:
         """Return the dimension over rows of a node, given that of an operand; None if rows may be mixed."""

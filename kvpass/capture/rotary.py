@@ -96,8 +96,7 @@ def follow_to(root: fx.Node, dim: int, result: fx.Node) -> int | None:
     for node in root.graph.nodes:
         parents = {parent: along for parent in node.all_input_nodes if (along := dims.get(parent)) is not None}
         if parents and node not in dims and node in computed_from:
-            aligned_dims = {_aligned_dim(node, parent, along) for parent, along in parents.items()}
-            dims[node] = aligned_dims.pop() if len(aligned_dims) == 1 else None
+            dims[node] = propagation.common_dim(_aligned_dim(node, parent, along) for parent, along in parents.items())
     return dims.get(result)
 
 
@@ -208,8 +207,7 @@ def _is_followed(root: fx.Node, dim: int, among: set[fx.Node]) -> bool:
             continue
         if is_tensor(node) and expr(value(node).numel()) == 0:  # such as the unrotated features of a key without any
             continue
-        followed_dims = {_follow(node, parent, dims[parent], single) for parent in parents}
-        followed = followed_dims.pop() if len(followed_dims) == 1 else None
+        followed = propagation.common_dim(_follow(node, parent, dims[parent], single) for parent in parents)
         if followed is None and (not single or is_a(node, "reduces", "along")):
             return False
         dims[node] = followed

@@ -28,16 +28,13 @@ def multiply_outer_products(graph: fx.Graph) -> None:
 
 def multiply_equations(graph: fx.Graph) -> None:
     """Replace torch.einsum by a product of matrices, where it is one: "bhqd,bhkd->bhqk" or "bhqk,bhkd->bhqd"."""
-    for node in [each for each in graph.nodes if op_table.known_name(each) == "einsum"]:
-        equation, *operands = node.args
-        operands = op_table.leaves(operands)  # the tensors may come in a list
-        letters = str(equation).replace(" ", "").replace("->", ",").split(",")
-        if len(letters) != 3 or len(letters[0]) < 2 or len(operands) != 2 or not all(map(is_tensor, operands)):
+    for node in list(graph.nodes):
+        operands, letters, result = op_table.equation(node)
+        if len(operands) != 2 or len(letters[0]) < 2:
             continue
-        first, second, result = letters
+        first, second = letters
         batch, row, inner, column = first[:-2], first[-2], first[-1], result[-1:]
-        distinct = all(map(str.isalpha, letters)) and len({*batch, row, inner, column}) == len(batch) + 3
-        if not distinct or result != batch + row + column:
+        if len({*batch, row, inner, column}) != len(batch) + 3 or result != batch + row + column:
             continue
         if second == batch + column + inner:
             operands[1] = splicing.emit_before(node, torch.transpose, operands[1], -1, -2)

@@ -15,7 +15,7 @@ from kvpass.cache.admission import TokensToAdmit, admit, attention_of_chunk, spl
 from kvpass.cache.cached_attention import CachedAttention, NewTokens, Rotate
 from kvpass.cache.chunk_step import chunk_step
 from kvpass.cache.layout import Layout
-from kvpass.cache.slots import FREE, AnySlots, Slots, hold_whole_prompt
+from kvpass.cache.slots import FREE, AnySlots, Slots, hold_whole_prompt, next_rank
 from kvpass.cache.step import decode_step, with_logit_scale
 from kvpass.errors import BudgetError, KVPassError, PolicyError
 from kvpass.lowering.attention_statistics import StatisticsOperands
@@ -243,7 +243,8 @@ def _run_compiled(layer: _Layer) -> Trace:
 def _compiled_step(layer: _Layer, layout: Layout, slots: AnySlots, t: int, compact: bool) -> tuple[Tensor, AnySlots]:
     rotate: Rotate | None = (lambda keys, rank: [layer.rotated(keys.join(), rank)]) if layer.stores_raw_keys else None
     site, valid = CachedAttention(layer.scale, None, rotate), layer.valid(1)
-    q, k, v, stored = layer.step(t, slots.joined_classes(layout).next_rank())
+    joined = slots.joined_classes(layout)
+    q, k, v, stored = layer.step(t, next_rank(joined.position, joined.free, decodes=True)[:, None, None])
     if not hold_whole_prompt(slots, layout):
         return decode_step(layout, site, slots, NewTokens(q, stored, v, valid[:, 0]), compact).output, slots
     attended = chunk_step(layout, site, slots, NewTokens(q, k, v, valid))

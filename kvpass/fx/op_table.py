@@ -237,6 +237,15 @@ def subscript(node: fx.Node) -> tuple[Any, ...]:
     return parts if isinstance(parts, tuple) else (parts,)
 
 
+def equation(node: fx.Node) -> tuple[list[fx.Node], list[str], str]:
+    """Return an einsum's tensors, the letters of each and of its result; all empty if the result is not stated."""
+    text, *operands = node.args if known_name(node) == "einsum" else [""]
+    left, arrow, result = str(text).replace(" ", "").partition("->")
+    tensors = leaves(operands)  # they may come in a list
+    stated = arrow and "." not in left and all(map(is_tensor, tensors))
+    return (tensors, left.split(","), result) if stated else ([], [], "")
+
+
 def keeps_whole_dimension(part: Any) -> bool:
     """Check whether a part of a subscript keeps a whole dimension."""
     return part is Ellipsis or (isinstance(part, slice) and part == slice(None))

@@ -10,12 +10,13 @@ never assume an axis.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.fx as fx
 
-from kvpass.fx.op_table import is_a, is_pointwise, known_name, leaves, named_arguments, subscript, tagged
+from kvpass.fx.op_table import equation, is_a, is_pointwise, known_name, leaves, named_arguments, subscript, tagged
 from kvpass.fx.shapes import expr, number
 from kvpass.fx.walk import is_size, is_tensor, value
 from kvpass.torch_private import tensors
@@ -50,6 +51,12 @@ def propagate_dim(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
     return None
 
 
+def common_dim(dims: Iterable[int | None]) -> int | None:
+    """Return the one dimension that all operands give for a result, or None."""
+    distinct = set(dims)
+    return distinct.pop() if len(distinct) == 1 else None
+
+
 def _align_dim(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
     shape, source = value(node).shape, value(operand).shape
     index = dim + len(shape) - len(source)
@@ -79,8 +86,7 @@ def _propagate_by_running(node: fx.Node, operand: fx.Node, dim: int) -> int | No
         return None
     several = isinstance(result, (tuple, list))
     parts = [*zip(result, value(node), strict=True)] if several else [(result, value(node))]
-    dims = {_dim_of_coordinates(part, known, shape[dim], size) for part, known in parts}
-    return dims.pop() if len(dims) == 1 else None
+    return common_dim(_dim_of_coordinates(part, known, shape[dim], size) for part, known in parts)
 
 
 def _dim_of_coordinates(made: Any, known: Any, count: int, size: Any) -> int | None:
@@ -168,13 +174,11 @@ def _without_joined(node: fx.Node, dim: int) -> int | None:
 
 def _in_equation(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
     """Return the dimension of einsum's result that has the letter of an operand's dimension, or None."""
-    equation, *operands = node.args
-    tensors = leaves(operands)
-    left, arrow, right = str(equation).replace(" ", "").partition("->")
-    if not arrow or "." in left or tensors.count(operand) != 1:
+    operands, letters_of_each, result = equation(node)
+    if operands.count(operand) != 1:
         return None
-    letters = left.split(",")[tensors.index(operand)]
-    return right.index(letters[dim]) if letters[dim] in right and letters.count(letters[dim]) == 1 else None
+    letters = letters_of_each[operands.index(operand)]
+    return result.index(letters[dim]) if letters[dim] in result and letters.count(letters[dim]) == 1 else None
 
 
 # -- running an operation on small tensors ----------------------------------------------------------------------------

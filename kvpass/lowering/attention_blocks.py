@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from kvpass.fx.precision import accumulate_dtype, upcast
-from kvpass.lowering.attend import softmax_with_sink
+from kvpass.lowering.attend import LOWEST, softmax_with_sink
 
 BLOCK = 1 << 20  # logits in memory at a time: 4 MB in float32, which stay in the caches between passes
-LOWEST = torch.finfo(torch.float32).min
 
 
 class _Workspace:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from kvpass.lowering import attention_blocks, attention_tiles
-from kvpass.lowering.attention_blocks import LOWEST, AttentionInputs, blocks, zeros
+from kvpass.lowering.attend import LOWEST
+from kvpass.lowering.attention_blocks import AttentionInputs, blocks, zeros
 from kvpass.torch_private.operators import attend_with_lse
 
 SCAN_BLOCK = 4 * attention_blocks.BLOCK
@@ -136,11 +137,8 @@ def _last_indices(valid: Tensor, window: int) -> Tensor:
 def late_statistics(attention: AttentionInputs, valid: Tensor, window: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the last row, mean row and last logits of the last `window` real queries, [B, Hkv, G, S]."""
     index = _last_indices(valid, window)
-    latest, weight, count = (
-        attention.gathered(index.clamp(min=0)),
-        (index >= 0).float(),
-        valid.sum(-1, keepdim=True).clamp(1, window),
-    )
+    latest, weight = attention.gathered(index.clamp(min=0)), (index >= 0).float()
+    count = valid.sum(-1, keepdim=True).clamp(1, window)
     if uses_kernel(attention):
         return _late_by_kernel(latest, weight, count)
     last, mean, logits = (zeros(attention) for _ in range(3))

@@ -19,10 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvpass.lowering.attend_kernel import LOWEST, TWOS
 from kvpass.lowering.attention_blocks import AttentionInputs
 
-LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
-TWOS = tl.constexpr(1.4426950408889634)  # log2(e): probabilities are powers of two, which have an instruction
 TILE = 8 << 10  # numbers of queries, and of keys, that a program holds at a time
 TILE_OF_FLOATS = 2 << 10  # the same in float32, whose products use no tensor cores and many registers
 

@@ -27,6 +27,7 @@ import torch.fx as fx
 
 from kvpass.fx import splicing
 from kvpass.lowering import row_kernel
+from kvpass.lowering.formats.code_products import MOST_SUMS
 from kvpass.torch_private import inductor, symbolic_shapes, tensors
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -34,8 +35,6 @@ Function = Callable[..., torch.Tensor]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int8, torch.uint8)  # dtypes of weights whose numbers all `DTYPES` have
 MOST_UNCUT_LAYERS = 2  # layers that may become one kernel, because they share no code
-CACHE_LINE = 64  # bytes
-MOST_SUMS = 16  # sums of one loop that fit in registers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,7 +289,7 @@ def column_parts(rows: torch.Tensor, matrix: torch.Tensor) -> int:
     """
     if matrix.stride(1) == 1:
         return 1
-    lines = matrix.shape[2] * matrix.element_size() // CACHE_LINE
+    lines = matrix.shape[2] * matrix.element_size() // row_kernel.CACHE_LINE
     limit = min(lines, MOST_SUMS // rows.shape[1])
     return math.gcd(matrix.shape[2], 1 << max(limit.bit_length() - 1, 0))
 

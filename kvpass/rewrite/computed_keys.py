@@ -142,8 +142,7 @@ def _check_rows(nodes: list[fx.Node], stored: list[fx.Node]) -> None:
             rows[node] = 0 if expr(value(node).shape[0]) == count else None
         elif isinstance(value(node), (torch.Tensor, tuple, list)) and not isinstance(value(node), torch.Size):
             parents = [parent for parent in node.all_input_nodes if parent in rows]
-            dims = {_propagate_dim(node, parent, rows[parent]) for parent in parents}
-            rows[node] = dims.pop() if len(dims) == 1 else None
+            rows[node] = propagation.common_dim(_propagate_dim(node, parent, rows[parent]) for parent in parents)
             if rows[node] is None:
                 raise UnsupportedGraph(
                     f"{walk.source_line(node)}: keys or values are computed from the cache by "

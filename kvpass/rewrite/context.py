@@ -6,16 +6,13 @@ import dataclasses
 from typing import Any, Protocol
 
 import sympy  # type: ignore[import-untyped]
-import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.cache.slots import AnySlots, Slots
 from kvpass.fx.walk import value
-from kvpass.rewrite.mask_slice import PerTokenInput
+from kvpass.rewrite.inputs import AddedInputs
 from kvpass.rewrite.rotary_slice import RotarySlice
 from kvpass.rewrite.step_graph import StepCall, StepGraph
-from kvpass.torch_private import dynamo
 
 
 @dataclasses.dataclass
@@ -81,7 +78,7 @@ class Rotations:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionResults:
-    """The nodes that replace the attention calls: the result of `attend_on_slots`, which adds them call by call.
+    """The nodes that replace the attention calls: the result of `attend_on_slots`.
 
     Attributes:
         replaced: the node that replaces the model's attention, by the name of its node.
@@ -92,10 +89,10 @@ class AttentionResults:
             extends, and the dimension.
     """
 
-    replaced: dict[str, fx.Node] = dataclasses.field(default_factory=dict)
-    masks: dict[str, list[tuple[fx.Node, fx.Node | None]]] = dataclasses.field(default_factory=dict)
-    admitted_outputs: list[list[fx.Node]] = dataclasses.field(default_factory=list)
-    dropped_outputs: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    replaced: dict[str, fx.Node]
+    masks: dict[str, list[tuple[fx.Node, fx.Node | None]]]
+    admitted_outputs: list[list[fx.Node]]
+    dropped_outputs: dict[int, tuple[int, int]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,119 +152,3 @@ class Pass(Protocol):
     __name__: str
 
     def __call__(self, step: StepContext, /) -> PassRecord: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class GatheredInput:
-    """An input with one entry for each slot of a layer, see `PerTokenInput`.
-
-    Attributes:
-        layer: the layer whose slots select the entries; None for the whole tensor, from which a reference gathers.
-        is_argument: whether the tensor is one of Dynamo's arguments; otherwise it is precomputed on the host.
-        tensor_index: its index among Dynamo's arguments or among the precomputed tensors.
-    """
-
-    layer: int | None
-    entry: PerTokenInput
-    is_argument: bool
-    tensor_index: int
-
-    def gather(self, tensor: Tensor, slots: AnySlots, queries: int) -> Tensor:
-        """Return the entries [B, H', C + q, ...]: of the slots, then of the new tokens."""
-        assert isinstance(slots, Slots)  # the pass that attends refuses such inputs for slots in classes
-        new_index = slots.length[:, None] + torch.arange(queries, device=slots.length.device)
-        index = torch.cat([slots.index, new_index[:, None].expand(-1, slots.index.shape[1], -1)], -1)
-        return self.entry.gather(tensor, index.to(tensor.device))
-
-
-class AddedInputs:
-    """Create the further placeholders of a step graph on demand, each once.
-
-    Attributes:
-        columns: for Dynamo's placeholders, the inputs with the columns of the new tokens.
-        entries: for layers and per-token inputs, the inputs with the entries of the slots.
-        host_inputs: for nodes that read all tokens, the inputs with their values, which are precomputed on the host.
-    """
-
-    def __init__(self, step: StepGraph) -> None:
-        self._step = step
-        self.columns: dict[fx.Node, fx.Node] = {}
-        self.entries: dict[tuple[int | None, PerTokenInput], fx.Node] = {}
-        self.host_inputs: dict[fx.Node, fx.Node] = {}
-        self._valid: dict[tuple[fx.Node, ...], fx.Node] = {}
-
-    @property
-    def nodes(self) -> list[fx.Node]:
-        return [*self.columns.values(), *self.entries.values(), *self.host_inputs.values()]
-
-    def column(self, argument: fx.Node) -> fx.Node:
-        """Return the input with the new tokens' columns of an argument that has a column for every token."""
-        if argument not in self.columns:
-            shape = (*map(self._step.sizes.fixed_size, value(argument).shape[:-1]), self._step.queries)
-            self.columns[argument] = self._new(f"{argument.name}_now", shape, value(argument).dtype)
-        return self.columns[argument]
-
-    def entry(self, layer: int, entry: PerTokenInput) -> fx.Node:
-        """Return the input with the entry of each slot's token in a layer, with `gathers_all_tokens` for all tokens."""
-        step, name = self._step, entry.node.name
-        if step.gathers_all_tokens:
-            if (None, entry) not in self.entries:
-                self.entries[None, entry] = self._like(f"{name}_whole", value(entry.node))
-            return self.entries[None, entry]
-        if (layer, entry) not in self.entries:
-            count = step.capacities[layer] + step.queries
-            shape = (step.batch, step.layouts[layer].metadata_heads, count, *entry.entry_shape)
-            self.entries[layer, entry] = self._new(f"{name}_at_{layer}", shape, value(entry.node).dtype)
-        return self.entries[layer, entry]
-
-    def host_input(self, node: fx.Node) -> fx.Node:
-        """Return the input with the value of a node that reads all tokens."""
-        if node not in self.host_inputs:
-            self.host_inputs[node] = self._new(f"{node.name}_on_host", self._step.shape(node), value(node).dtype)
-        return self.host_inputs[node]
-
-    def valid(self, layer: int) -> fx.Node:
-        """Return the node bool [B, q], false where a new token is padding, for a layer."""
-        step, padding_inputs = self._step, self._step.padding_inputs.sites[layer]
-        if padding_inputs in self._valid:
-            return self._valid[padding_inputs]
-        shape, device = (step.batch, step.queries), step.device
-
-        def function(*columns: Tensor) -> list[Tensor]:
-            valid = torch.ones(shape, dtype=torch.bool, device=device)
-            for column in columns:
-                valid = valid & (column != 0)
-            return [valid]
-
-        inputs = [self.column(argument) for argument in padding_inputs]
-        node = step.compute(function, inputs, step.length.next, f"kvpass_valid_{len(self._valid)}")[0]
-        node.meta["example_value"] = step.empty_of_shape(shape, torch.bool)
-        self._valid[padding_inputs] = node
-        return node
-
-    @property
-    def some_valid(self) -> fx.Node:
-        """The result of the first call of `valid`."""
-        return next(iter(self._valid.values()))
-
-    def gathered_inputs(self) -> tuple[list[GatheredInput], list[fx.Node]]:
-        """Return the inputs of `entries`, and the nodes whose values they gather from if these are precomputed."""
-        found, computed = [], list[fx.Node]()
-        for layer, entry in self.entries:
-            node = entry.node
-            if node.op == "placeholder":
-                found.append(GatheredInput(layer, entry, True, self._step.placeholders.index(node)))
-                continue
-            if node not in computed:
-                computed.append(node)
-            found.append(GatheredInput(layer, entry, False, computed.index(node)))
-        return found, computed
-
-    def _new(self, name: str, shape: tuple[Any, ...], dtype: torch.dtype) -> fx.Node:
-        return self._like(name, self._step.empty_of_shape(shape, dtype))
-
-    def _like(self, name: str, example: Tensor) -> fx.Node:
-        with self._step.graph.inserting_after(self._step.placeholders[-1]):
-            node = self._step.graph.placeholder(name)
-        dynamo.as_new_input(node, example, in_place=False)
-        return node

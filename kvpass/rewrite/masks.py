@@ -20,10 +20,11 @@ from kvpass.rewrite.mask_slice import MaskSlice, cut_mask
 
 
 class Masks:
-    """The masks of a step graph, each cut out once."""
+    """The masks of a step graph, each cut out once; `dropped_outputs` is as in `AttentionResults`."""
 
     def __init__(self, step: StepContext) -> None:
         self._step = step
+        self.dropped_outputs: dict[int, tuple[int, int]] = {}
         self._cut: dict[tuple[object, ...], MaskSlice] = {}
         self._firsts: dict[int, fx.Node] = {}
 
@@ -52,12 +53,9 @@ class Masks:
         nodes = walk.ancestors(site.mask, [site.grown_key, site.grown_value])  # type: ignore[arg-type]
         pasts = {past for each in step.sites for past in each.pasts}
         inputs = key_axis.token_inputs(nodes - pasts, step.argument_of, step.sizes)
+        indices = step.length_nodes.key_indices[window]
         return MaskContext(
-            key_indices=[
-                n
-                for n in step.length_nodes.key_indices[window]
-                if n in nodes and op_table.counts_exactly(value(n).dtype)
-            ],
+            key_indices=[n for n in indices if n in nodes and op_table.counts_exactly(value(n).dtype)],
             inputs={node: axis for node, axis in inputs.items() if node not in padding},
             padding=list(padding),
             stored=[site.grown_key, site.grown_value],
@@ -73,7 +71,7 @@ class Masks:
             index.check(capacity if step.decodes else capacity + step.queries)
             for node, dim in sparse_index.cached_scoring_keys(index, outputs):
                 past = step.placeholders.index(node.all_input_nodes[0])
-                step.attention.dropped_outputs[outputs.index(node)] = (past, dim)
+                self.dropped_outputs[outputs.index(node)] = (past, dim)
 
     def _first_stored(self, window: int) -> fx.Node:
         """Return the node of the index in the padded sequence of the first token that the model stores."""

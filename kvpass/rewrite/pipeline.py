@@ -15,8 +15,9 @@ from torch import Tensor
 from kvpass.cache.slots import AnySlots
 from kvpass.errors import UnsupportedGraph
 from kvpass.fx import shapes, walk
-from kvpass.rewrite.context import GatheredInput, Pass, PassRecord, StepContext
+from kvpass.rewrite.context import Pass, PassRecord, StepContext
 from kvpass.rewrite.host_graph import build_host_graph
+from kvpass.rewrite.inputs import GatheredInput
 from kvpass.rewrite.passes import STEP_PASSES
 from kvpass.rewrite.step_graph import has_loose_strides
 from kvpass.torch_private import symbolic_shapes

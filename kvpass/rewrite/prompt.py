@@ -91,46 +91,45 @@ def rewrite_prompt(call: PromptCall) -> PromptRewrite:
     A policy that renumbers also changes the computation, for prompts beyond its budget.
     """
     sites, policies = call.sites, call.policies
-    rewritten_gm, moved = fx_nodes.copy_graph_module(call.canonical_gm)
+    rewritten_gm, copy_of = fx_nodes.copy_graph_module(call.canonical_gm)
     model_outputs = len(walk.results(rewritten_gm.graph))
     added: list[fx.Node] = []  # the model's own outputs are read at the end: they may include replaced attention
     outputs: list[LayerOutputs] = []
     valid_outputs: dict[tuple[fx.Node, ...], int] = {}
-    marks = [tuple(moved[node] for node in nodes) for nodes in call.padding_inputs]
 
     def emit(node: fx.Node) -> int:
         added.append(node)
         return model_outputs + len(added) - 1
 
-    for site, policy, site_marks in zip(sites, policies, marks, strict=True):
-        with rewritten_gm.graph.inserting_before(moved[site.call]):
-            all_valid = _valid_tokens(rewritten_gm.graph, moved[site.grown_key], site_marks)
-            if all_valid is not None and site_marks not in valid_outputs:
-                valid_outputs[site_marks] = emit(all_valid)
-            valid = _valid_of_new(rewritten_gm.graph, site, moved, all_valid)
+    for site, policy, nodes in zip(sites, policies, call.padding_inputs, strict=True):
+        padding_inputs = tuple(copy_of[node] for node in nodes)
+        with rewritten_gm.graph.inserting_before(copy_of[site.call]):
+            all_valid = _valid_tokens(rewritten_gm.graph, copy_of[site.grown_key], padding_inputs)
+            if all_valid is not None and padding_inputs not in valid_outputs:
+                valid_outputs[padding_inputs] = emit(all_valid)
+            valid = _valid_of_new(rewritten_gm.graph, site, copy_of, all_valid)
             if policy.scales_logits:
                 for each in site.attention_calls:
-                    _scale_queries(rewritten_gm.graph, each, moved, policy, valid)
-        with rewritten_gm.graph.inserting_before(
-            moved[site.call].next
-        ):  # not at the end: queries would outlive their layer
+                    _scale_queries(rewritten_gm.graph, each, copy_of, policy, valid)
+        # Not at the end, where queries would outlive their layer.
+        with rewritten_gm.graph.inserting_before(copy_of[site.call].next):
             rotary = find_rotary(site) if call.stores_raw_keys else None
             keys, values = site.keys_out, site.values_out
             if site.window is not None:
-                keys, values = emit(moved[site.grown_key]), emit(moved[site.grown_value])
-            stored_key = emit(moved[rotary.raw]) if rotary else keys
-            scores = insert_statistics(rewritten_gm.graph, site, moved, valid, policy, call.budget)
+                keys, values = emit(copy_of[site.grown_key]), emit(copy_of[site.grown_value])
+            stored_key = emit(copy_of[rotary.raw]) if rotary else keys
+            scores = insert_statistics(rewritten_gm.graph, site, copy_of, valid, policy, call.budget)
             statistics_outputs = {name: emit(node) for name, node in scores.items()}
-            operands = _operands(site, keys, lambda node: emit(moved[node])) if call.with_operands else None
-        valid_output = None if all_valid is None else valid_outputs[site_marks]
+            operands = _operands(site, keys, lambda node: emit(copy_of[node])) if call.with_operands else None
+        valid_output = None if all_valid is None else valid_outputs[padding_inputs]
         in_order = [statistics_outputs[name] for name in attention_statistics.statistics_of(policy)]
         outputs.append(LayerOutputs(stored_key, values, valid_output, in_order, operands))
     if policies[0].renumbers and shapes.expr(sites[0].queries) != 1:
-        _renumber(call, rewritten_gm.graph, moved, marks[0])
+        _renumber(call, rewritten_gm.graph, copy_of)
     rewritten_gm.graph.output_node().args = ((*walk.results(rewritten_gm.graph), *added),)
     rewritten_gm.recompile()
     results = [node for site in sites for each in site.attention_calls for node in each.results]
-    return PromptRewrite(rewritten_gm, outputs, {node.name: moved[node] for node in results})
+    return PromptRewrite(rewritten_gm, outputs, {node.name: copy_of[node] for node in results})
 
 
 def _operands(
@@ -142,9 +141,9 @@ def _operands(
     return emit(site.query), attended, mask, sink
 
 
-def _renumber(call: PromptCall, graph: fx.Graph, moved: dict[fx.Node, fx.Node], marks: tuple[fx.Node, ...]) -> None:
+def _renumber(call: PromptCall, graph: fx.Graph, copy_of: dict[fx.Node, fx.Node]) -> None:
     """Make position ids and masks of the copy count tokens in windows; only the last window is cached."""
-    policy, budget = call.policies[0], call.budget
+    policy, budget, padding_inputs = call.policies[0], call.budget, [copy_of[node] for node in call.padding_inputs[0]]
 
     def valid_of(valid: Tensor | None, count: int, device: torch.device) -> Tensor:
         return torch.ones(1, count, dtype=torch.bool, device=device) if valid is None else valid
@@ -161,26 +160,28 @@ def _renumber(call: PromptCall, graph: fx.Graph, moved: dict[fx.Node, fx.Node], 
 
     argument_of = dict(zip(walk.placeholders(call.canonical_gm.graph), call.examples, strict=True))
     for reader in renumber.find_readers(call.canonical_gm, call.sites, argument_of, renumber.fits_prompt):
-        node, ids = moved[reader.node], moved[reader.ids]
+        node, ids = copy_of[reader.node], copy_of[reader.ids]
         with graph.inserting_before(node):
-            valid = _valid_tokens(graph, moved[reader.ids], marks, reader.along)
+            valid = _valid_tokens(graph, copy_of[reader.ids], padding_inputs, reader.along)
             new_ids = graph.call_function(ids_of, (ids, reader.along, valid))
         new_ids.meta["example_value"] = value(reader.ids)
         node.replace_input_with(ids, new_ids)
     for site in (each for owner in call.sites for each in owner.attention_calls):
-        node = moved[site.call]
+        node = copy_of[site.call]
         with graph.inserting_before(node):
-            mask = None if site.mask is None else moved[site.mask]
-            valid = _valid_tokens(graph, moved[site.grown_key], marks)
-            window_mask = graph.call_function(mask_of, (mask, moved[site.query], valid, site.causal))
+            mask = None if site.mask is None else copy_of[site.mask]
+            valid = _valid_tokens(graph, copy_of[site.grown_key], padding_inputs)
+            window_mask = graph.call_function(mask_of, (mask, copy_of[site.query], valid, site.causal))
         node.kwargs = {**op_table.named_arguments(node), "mask": window_mask, "causal": False}
         node.args = ()
 
 
-def _valid_tokens(graph: fx.Graph, tokens: fx.Node, marks: tuple[fx.Node, ...], along: int = 2) -> fx.Node | None:
+def _valid_tokens(
+    graph: fx.Graph, tokens: fx.Node, padding_inputs: Sequence[fx.Node], along: int = 2
+) -> fx.Node | None:
     """Return bool [B or 1, past + q], false for marked padding; None if no input marks padding."""
     total, valid = value(tokens).shape[along], None
-    for node in marks:
+    for node in padding_inputs:
         ndim = value(node).ndim
         if shapes.expr(value(node).shape[-1]) != shapes.expr(total):  # the input may have entries for later tokens
             count = graph.call_method("size", (tokens, along))
@@ -194,21 +195,21 @@ def _valid_tokens(graph: fx.Graph, tokens: fx.Node, marks: tuple[fx.Node, ...], 
 
 
 def _valid_of_new(
-    graph: fx.Graph, site: AttentionSite, moved: dict[fx.Node, fx.Node], valid: fx.Node | None
+    graph: fx.Graph, site: AttentionSite, copy_of: dict[fx.Node, fx.Node], valid: fx.Node | None
 ) -> fx.Node | None:
     """Return the entries of the new tokens: all of them, unless the prompt continues an ordinary cache."""
     if valid is None or site.past_key is None:
         return valid
-    past = graph.call_method("size", (moved[site.past_key], 2))
+    past = graph.call_method("size", (copy_of[site.past_key], 2))
     past.meta["example_value"] = value(site.past_key).shape[2]
     return graph.call_function(operator.getitem, (valid, (slice(None), slice(past, None))))
 
 
 def _scale_queries(
-    graph: fx.Graph, site: AttentionSite, moved: dict[fx.Node, fx.Node], policy: Policy, valid: fx.Node | None
+    graph: fx.Graph, site: AttentionSite, copy_of: dict[fx.Node, fx.Node], policy: Policy, valid: fx.Node | None
 ) -> None:
     """Scale the prompt's queries by the policy's factor for the number of tokens in each row."""
-    query, call = moved[site.query], moved[site.call]
+    query, call = copy_of[site.query], copy_of[site.call]
 
     def function(query: Tensor, valid: Tensor | None) -> Tensor:
         all_tokens = torch.ones_like(query[:, 0, :, 0], dtype=torch.bool)  # [B, q]
@@ -218,13 +219,13 @@ def _scale_queries(
     with graph.inserting_before(call):
         scaled = graph.call_function(function, (query, valid))
     call.replace_input_with(query, scaled)
-    moved[site.query] = scaled
+    copy_of[site.query] = scaled
 
 
 def insert_statistics(
     graph: fx.Graph,
     site: AttentionSite,
-    moved: dict[fx.Node, fx.Node],
+    copy_of: dict[fx.Node, fx.Node],
     valid: fx.Node | None,
     policy: Policy,
     budget: Budget,
@@ -234,27 +235,31 @@ def insert_statistics(
     The operator replaces the attention call where it computes attention as well.
 
     Args:
-        moved: from the nodes of the site to those of `graph`, in which the attention call may be replaced.
+        copy_of: from the nodes of the site to those of `graph`, in which the attention call may be replaced.
         valid: bool [B or 1, q], or None when no token is padding.
     """
     fused = _fuses_attention(site, policy)
     if not fused and not policy.statistics:
         return {}
-    query = moved[site.query]
+    query = copy_of[site.query]
     rows = graph.call_function(operator.getitem, (query, (slice(None), 0, slice(None), 0)))
     everyone = graph.call_function(torch.ones_like, (rows,), {"dtype": torch.bool})  # [B, q]
     present = everyone if valid is None else graph.call_function(torch.logical_and, (valid, everyone))
-    mask, sink_logit = (None if node is None else moved[node] for node in (site.mask, site.sink_logit))
+    mask, sink_logit = (None if node is None else copy_of[node] for node in (site.mask, site.sink_logit))
     heads = 1 if site.computed else int(value(site.grown_key).shape[1])
-    values = moved[op_table.named_arguments(site.call)["value"]] if fused else None
-    tensors = query, moved[site.attended_key], values, mask, sink_logit
+    values = copy_of[op_table.named_arguments(site.call)["value"]] if fused else None
+    tensors = query, copy_of[site.attended_key], values, mask, sink_logit
     names = attention_statistics.statistics_of(policy)
     request = StatisticsArguments(names, site.causal, site.scale, site.cap, heads)
     request = request.for_policy(policy, budget, site.sharding)
     target = torch.ops.kvpass.attention_statistics.default
     results = graph.call_function(target, (*tensors, present, None, request.text()))
     if fused:
-        _replace(site, moved, _item(graph, results, 0))
+        call, output = copy_of[site.call], _item(graph, results, 0)
+        output.meta = dict(call.meta)
+        call.replace_all_uses_with(output)
+        graph.erase_node(call)
+        copy_of[site.call] = output
     return {name: _item(graph, results, i) for i, name in enumerate(names, int(fused))}
 
 
@@ -274,12 +279,3 @@ def _fuses_attention(site: AttentionSite, policy: Policy) -> bool:
 
 def _item(graph: fx.Graph, results: fx.Node, index: int) -> fx.Node:
     return graph.call_function(operator.getitem, (results, index))
-
-
-def _replace(site: AttentionSite, moved: dict[fx.Node, fx.Node], output: fx.Node) -> None:
-    """Replace the call by `output`."""
-    call = moved[site.call]
-    output.meta = dict(call.meta)
-    call.replace_all_uses_with(output)
-    call.graph.erase_node(call)
-    moved[site.call] = output

@@ -35,10 +35,10 @@ class PaddingInputs:
     sites: tuple[tuple[fx.Node, ...], ...]
     known: frozenset[fx.Node]
 
-    def in_copy(self, to: dict[fx.Node, fx.Node]) -> PaddingInputs:
-        """Return the inputs in a copy of the graph; `to` maps each node to its copy."""
-        sites = tuple(tuple(to[node] for node in nodes) for nodes in self.sites)
-        return PaddingInputs(sites, frozenset(to[node] for node in self.known))
+    def in_copy(self, copy_of: dict[fx.Node, fx.Node]) -> PaddingInputs:
+        """Return the inputs in a copy of the graph; `copy_of` maps each node to its copy."""
+        sites = tuple(tuple(copy_of[node] for node in nodes) for nodes in self.sites)
+        return PaddingInputs(sites, frozenset(copy_of[node] for node in self.known))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,10 +71,7 @@ class StepCall:
 
     def with_layouts(self, change: Callable[[Layout], Layout]) -> StepCall:
         """Return the call with changed layouts; its slots then hold no data."""
-        layouts, dynamic_layouts = (
-            [change(each) for each in self.layouts],
-            [change(each) for each in self.dynamic_layouts],
-        )
+        layouts, dynamic_layouts = ([*map(change, each)] for each in (self.layouts, self.dynamic_layouts))
         slots = [each.on_meta(layout) for each, layout in zip(self.slots, layouts, strict=True)]
         return dataclasses.replace(self, layouts=layouts, dynamic_layouts=dynamic_layouts, slots=slots)
 
@@ -102,14 +99,14 @@ class StepGraph:
 
     def __init__(self, call: StepCall, gathers_all_tokens: bool = False) -> None:
         self.call = call
-        self.step_gm, moved = fx_nodes.copy_graph_module(call.canonical_gm)
+        self.step_gm, copy_of = fx_nodes.copy_graph_module(call.canonical_gm)
         self.graph = self.step_gm.graph
-        self.sites = [site.in_copy(moved) for site in call.sites]
+        self.sites = [site.in_copy(copy_of) for site in call.sites]
         self.slots, self.sizes, self.windows = call.slots, call.sizes, call.windows
         self.layouts = call.dynamic_layouts or call.layouts
         self.placeholders = walk.placeholders(self.graph)
         self.argument_of = dict(zip(self.placeholders, call.arguments, strict=True))
-        self.padding_inputs = call.padding_inputs.in_copy(moved)
+        self.padding_inputs = call.padding_inputs.in_copy(copy_of)
         rows = value(call.sites[0].key).shape[0]
         self.batch = call.sizes.fixed_size(rows) if call.sizes.dynamic else call.layouts[0].batch
         self.queries = call.sizes.queries

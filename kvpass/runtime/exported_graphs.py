@@ -112,9 +112,9 @@ class ExportedStep(StepExecutor):
         self, backend: BackendBase, entry: Mapping[str, Any], runs: Mapping[bool, tuple[Mapping[str, Any], Any]]
     ) -> None:
         """Take an entry of `step_entry`, and by whether it compacts each `variant_entry` with its compiled code."""
-        marks = [tuple(each) for each in entry["padding_inputs"]]
-        padding = PaddingTracker(marks, {index: index for each in marks for index in each})
-        sites = [SiteFacts(-1, -1, False) for _ in marks]
+        padding_inputs = [tuple(each) for each in entry["padding_inputs"]]
+        padding = PaddingTracker(padding_inputs, {index: index for each in padding_inputs for index in each})
+        sites = [SiteFacts(-1, -1, False) for _ in padding_inputs]
         super().__init__(backend, sites, ExportedSizes(entry["counters"], entry["ids"]), padding)
         self.most_seen, self.layouts = entry["last"], entry["layouts"]
         self.variants_by_compact = {compact: (_rewrite_of(variant), run) for compact, (variant, run) in runs.items()}

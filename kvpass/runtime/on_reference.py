@@ -63,13 +63,13 @@ def prefill_reference(
 
 def attend_on_reference(step: StepContext) -> PassRecord:
     """Replace every attention call by a call on the reference, which also stores the new tokens."""
-    step.attention, masks = AttentionResults(), Masks(step)
+    masks, replaced = Masks(step), dict[str, fx.Node]()
     for layer, site in enumerate(step.sites):
         key, new_value = (as_cached(step.graph, site, node) for node in (site.key, site.value))
         stored_key = step.rotations.raw_keys[layer] if step.stores_raw_keys else key
         for site_call in site.attention_calls:
-            _replace(step, masks, layer, site_call, (key, stored_key, new_value))
-        step.attention.admitted_outputs.append([])
+            replaced |= _replace(step, masks, layer, site_call, (key, stored_key, new_value))
+    step.attention = AttentionResults(replaced, {}, [[] for _ in step.sites], masks.dropped_outputs)
     return PassRecord([site_call.call.name for site in step.sites for site_call in site.attention_calls])
 
 
@@ -80,8 +80,8 @@ REFERENCE_PASSES: tuple[Pass, ...] = tuple(
 
 def _replace(
     step: StepContext, masks: Masks, layer: int, site: AttentionSite, new: tuple[fx.Node, fx.Node, fx.Node]
-) -> None:
-    """Replace one attention call on a layer's cache; `new` are the rotated key, the stored key, and the value."""
+) -> dict[str, fx.Node]:
+    """Replace one attention call, see `replace_outputs`; `new` are the rotated key, the stored key, and the value."""
     mask, _ = masks.of(site, layer)
     rotary = step.rotations.slices[layer] if step.rotations.slices else None
     computed = cut_computed_keys(step.step_gm, site, step.sizes, mask.key_features if mask else ())
@@ -99,7 +99,7 @@ def _replace(
     splice_point(site, result.all_input_nodes).prepend(result)
     with step.graph.inserting_after(result):
         outputs = [step.graph.call_function(operator.getitem, (result, index)) for index in (0, 1)]
-    replace_outputs(step, site, outputs)
+    return replace_outputs(site, outputs)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -196,9 +196,9 @@ class PromptRunner:
         if backend.validates:
             plain = [each.with_plain_logits() if each.scales_logits else each for each in policies]
             rewritten = functools.partial(rewrite_prompt, dataclasses.replace(call, policies=plain))
-            marks = [holders.index(node) for node in padding[0]]
+            padding_inputs = [holders.index(node) for node in padding[0]]
             unchecked = PromptCase(
-                captured.dynamo_gm, canonical_gm, sites, None if policy.renumbers else rewritten, marks
+                captured.dynamo_gm, canonical_gm, sites, None if policy.renumbers else rewritten, padding_inputs
             )
         positions = PositionCheck(canonical_gm, sites) if stores_raw_keys else None
         rotation = RotationCheck(canonical_gm, sites) if stores_raw_keys else None
@@ -310,13 +310,11 @@ class PromptRunner:
         arguments: tuple[Any, ...],
         traced: tuple[Any, ...],
     ) -> PromptLayer:
-        site, outputs = self.graph.sites[i], self.graph.rewrite.outputs[i]
+        site, outputs, policy = self.graph.sites[i], self.graph.rewrite.outputs[i], self.graph.policies[i]
         key, value = results[outputs.key], results[outputs.value]
         valid = self._valid(results, i, key)
         sums = [results[index] for index in outputs.statistics]
-        attention = (
-            as_attention(self.graph.policies[i], sums, valid[:, adopted:], site.sharding) if sums else Attention()
-        )
+        attention = as_attention(policy, sums, valid[:, adopted:], site.sharding) if sums else Attention()
         heads = key.shape[1]
         if site.computed:
             key, value = join_heads(key), join_heads(value)
@@ -329,7 +327,7 @@ class PromptRunner:
         index = self.graph.output_projections[i]
         by_head = None if index is None else output_weight_by_head(traced[index], key.shape[1], value.shape[3])
         return PromptLayer(
-            policy=self.graph.policies[i],
+            policy=policy,
             heads=heads,
             site=site,
             tokens=TokensToAdmit(key, value, valid, attention, pins, by_head),

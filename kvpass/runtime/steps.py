@@ -59,13 +59,8 @@ class StepRunner(StepExecutor):
         self.pasts = [(holders.index(s.past_key), holders.index(s.past_value)) for s in self.sites]  # type: ignore[arg-type]
         self.as_traced = UnwrappedSubclasses(index for pair in self.pasts for index in pair)
         self.verifier = StepVerifier(self.canonical_gm, self.sites, backend.key_weights_of_steps)
-        self.variants = VariantCache(
-            {
-                str(symbol)
-                for node in self.canonical_gm.graph.nodes
-                for symbol in symbolic_shapes.symbols(walk.value(node))
-            }
-        )
+        values = map(walk.value, self.canonical_gm.graph.nodes)
+        self.variants = VariantCache({str(symbol) for each in values for symbol in symbolic_shapes.symbols(each)})
         self.validation: Validation | None = None
 
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
@@ -76,7 +71,7 @@ class StepRunner(StepExecutor):
             except UnsupportedGraph as refusal:
                 tokens = arguments[self.pasts[0][0]].length + self.sizes.queries(arguments)
                 if wrong := describe_wrong_mask(self.canonical_gm, self.sites, arguments, tokens):
-                    raise UnsupportedGraph(f"{wrong}. With this mask: {refusal}") from None
+                    raise type(refusal)(f"{wrong}. With this mask: {refusal}") from None
                 raise
 
     def _run(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:

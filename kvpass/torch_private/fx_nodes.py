@@ -91,10 +91,10 @@ def copy_graph_module(gm: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node,
     from torch.fx._lazy_graph_module import _LazyGraphModule
 
     graph = fx.Graph()
-    moved: dict[fx.Node, fx.Node] = {}
-    result = graph.graph_copy(gm.graph, moved)
+    copy_of: dict[fx.Node, fx.Node] = {}
+    result = graph.graph_copy(gm.graph, copy_of)
     graph.output(result)
-    for node, copied in moved.items():
+    for node, copied in copy_of.items():
         if node.op == "placeholder" and hasattr(node, "_dynamo_source"):
             copied._dynamo_source = node._dynamo_source
     copy = _LazyGraphModule(gm, graph)
@@ -102,7 +102,7 @@ def copy_graph_module(gm: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node,
     for name in ("_param_name_to_source", "_source_to_user_stacks"):
         if hasattr(gm, name):
             setattr(copy, name, getattr(gm, name))
-    return copy, moved
+    return copy, copy_of
 
 
 def code_of(gm: fx.GraphModule) -> Callable[..., Any]:

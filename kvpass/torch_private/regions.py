@@ -186,16 +186,16 @@ def _calls(gm: fx.GraphModule) -> list[Any]:
 def _inline_call(gm: fx.GraphModule, call: Any) -> None:
     body = getattr(gm, call.args[0].target)
     holders, result = body.graph.find_nodes(op="placeholder"), body.graph.output_node()
-    moved = dict(zip(holders, call.args[2:], strict=True))
+    copy_of = dict(zip(holders, call.args[2:], strict=True))
     with gm.graph.inserting_before(call):
         for node in body.graph.nodes:
             if node.op not in ("placeholder", "output"):
-                copied = gm.graph.node_copy(node, moved.__getitem__)
+                copied = gm.graph.node_copy(node, copy_of.__getitem__)
                 copied.meta = {**copied.meta, "nn_module_stack": _stack_of_call(node, call)}
                 if node.op == "get_attr":
                     copied.target = _constant(gm, getattr(body, node.target))
-                moved[node] = copied
-    results = map_arg(result.args[0], moved.__getitem__)
+                copy_of[node] = copied
+    results = map_arg(result.args[0], copy_of.__getitem__)
     for user in list(call.users):
         assert user.target is operator.getitem
         user.replace_all_uses_with(results[user.args[1]])

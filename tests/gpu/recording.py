@@ -55,14 +55,14 @@ class Recording(Backend):
 
     def rewrite(self, call: StepCall) -> tuple[StepContext, StepRewrite]:
         with torch_private.pretended_gpu():
-            gpu_gm, copies = on_gpu(call.canonical_gm)
+            gpu_gm, copy_of = on_gpu(call.canonical_gm)
             device = torch.device("cuda", 0)
             gpu_call = dataclasses.replace(
                 call,
                 canonical_gm=gpu_gm,
-                sites=[site.in_copy(copies) for site in call.sites],
+                sites=[site.in_copy(copy_of) for site in call.sites],
                 layouts=[dataclasses.replace(layout, device=device) for layout in call.layouts],
-                padding_inputs=call.padding_inputs.in_copy(copies),
+                padding_inputs=call.padding_inputs.in_copy(copy_of),
             )
             rewrite = rewrite_step(StepContext(gpu_call))
         patches = step_settings(self, call.layouts[0].stores_raw_keys)
@@ -104,7 +104,7 @@ def _copied(value: Any) -> Any:
 
 def on_gpu(canonical_gm: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
     """Copy a canonical graph as if it had been traced on a GPU, with a map from nodes to copies."""
-    gpu_gm, copies = fx_nodes.copy_graph_module(canonical_gm)
+    gpu_gm, copy_of = fx_nodes.copy_graph_module(canonical_gm)
     for node in gpu_gm.graph.nodes:
         node.meta = {
             name: _value_on_gpu(value) if name == "example_value" else value for name, value in node.meta.items()
@@ -113,7 +113,7 @@ def on_gpu(canonical_gm: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, 
             node.args = fx.node.map_aggregate(node.args, _device_on_gpu)
             node.kwargs = fx.node.map_aggregate(node.kwargs, _device_on_gpu)
     gpu_gm.recompile()
-    return gpu_gm, copies
+    return gpu_gm, copy_of
 
 
 def _value_on_gpu(value: Any) -> Any:

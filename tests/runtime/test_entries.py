@@ -31,6 +31,8 @@ import kvpass
 from kvpass import cache_names
 from kvpass.backend import _made_by_name as by_name_backends
 from kvpass.cache.handle import Handle
+from kvpass.errors import UnreadableGraph
+from kvpass.runtime.steps import StepRunner
 from kvpass.torch_private import dynamo
 from tests.architectures import zoo
 from tests.models import build, graphs, prompt
@@ -694,6 +696,18 @@ def test_attention_masks_of_the_new_tokens_alone_are_named() -> None:
             cache = model(ids, attention_mask=mask, use_cache=True).past_key_values
             with pytest.raises(kvpass.UnsupportedGraph, match=f"has {count} columns, {9 + count} are needed"):
                 model(ids[:, :count], attention_mask=mask[:, -count:], past_key_values=cache)
+
+
+def test_a_refusal_keeps_its_class_where_the_mask_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(runner: StepRunner, arguments: object) -> None:
+        raise UnreadableGraph("no rewrite")
+
+    model, (ids, mask) = kvpass.compile(tiny(), **POLICY), prompt(2, 9, (2, 0))
+    monkeypatch.setattr(StepRunner, "_run", fail)
+    with torch.no_grad():
+        cache = model(ids, attention_mask=mask, use_cache=True).past_key_values
+        with pytest.raises(UnreadableGraph, match=r"has 1 columns, 10 are needed.* With this mask: no rewrite"):
+            model(ids[:, :1], attention_mask=mask[:, -1:], past_key_values=cache)
 
 
 @pytest.mark.slow

@@ -159,7 +159,7 @@ def _total(terms: Sequence[Tensor]) -> Tensor:
 
 
 SCALE = torch.bfloat16  # the range of float32; its rounding is harmless, as codes are computed for the stored scale
-MOST_SUMS = 16  # sums that fit in registers
+MOST_SUMS = 16  # sums of one loop that fit in registers
 LONGEST_SUM = 4096  # numbers summed one after the other; Inductor's own limit
 MOST_ROWS_IN_LOOP = 16  # rows of one loop; the library multiplies more, with decoded vectors in memory
 

@@ -125,19 +125,19 @@ def as_module(segment: Segment, operands: Sequence[Any]) -> fx.GraphModule:
 
     The compiler's caches on disk compare names, so they also serve a model of another depth.
     """
-    graph, attributes, copies = fx.Graph(), {}, {}
+    graph, attributes, copy_of = fx.Graph(), {}, {}
     for number, (node, value) in enumerate(zip(segment.operands, operands, strict=True)):
-        copies[node] = graph.placeholder(f"operand_{number}")
-        inductor.as_operand(copies[node], node, value)
+        copy_of[node] = graph.placeholder(f"operand_{number}")
+        inductor.as_operand(copy_of[node], node, value)
     for number, node in enumerate(segment.nodes):
-        args, kwargs = map_arg((node.args, node.kwargs), lambda parent: copies[parent])
+        args, kwargs = map_arg((node.args, node.kwargs), lambda parent: copy_of[parent])
         target = node.target
         if node.op == "get_attr":
             target = f"attribute_{number}"
             attributes[target] = operator.attrgetter(str(node.target))(node.graph.owning_module)
-        copies[node] = graph.create_node(node.op, target, args, kwargs, name=f"value_{number}")
-        copies[node].meta = dict(node.meta)
-    graph.output(tuple(copies[node] for node in segment.returned))
+        copy_of[node] = graph.create_node(node.op, target, args, kwargs, name=f"value_{number}")
+        copy_of[node].meta = dict(node.meta)
+    graph.output(tuple(copy_of[node] for node in segment.returned))
     return fx.GraphModule(attributes, graph)
 
 

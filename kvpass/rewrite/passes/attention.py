@@ -42,9 +42,10 @@ def attend_on_slots(step: StepContext) -> PassRecord:
     Raises:
         UnsupportedGraph: a mask or the keys cannot be computed for slots.
     """
-    step.attention, replacement = AttentionResults(), _AttentionReplacement(step)
+    replacement = _AttentionReplacement(step)
     for layer in range(len(step.sites)):
         replacement.replace(layer)
+    step.attention = replacement.results
     return PassRecord([each.call.name for site in step.sites for each in site.attention_calls])
 
 
@@ -54,6 +55,7 @@ class _AttentionReplacement:
     def __init__(self, step: StepContext) -> None:
         self.step = step
         self.masks, self.tables = Masks(step), RotaryTables(step)
+        self.results = AttentionResults({}, {}, [], self.masks.dropped_outputs)
         self._traced: dict[Any, fx.GraphModule] = {}
 
     def replace(self, layer: int) -> None:
@@ -66,7 +68,7 @@ class _AttentionReplacement:
         for sharing in site.shared_by:
             self._splice(layer, sharing, slots_before, new, first=False)
         stored_key = step.rotations.raw_keys[layer] if step.stores_raw_keys and not site.computed else new[0]
-        step.attention.admitted_outputs.append(
+        self.results.admitted_outputs.append(
             [] if step.decodes else [stored_key, new[1], step.inputs.valid(layer), *sums]
         )
 
@@ -113,10 +115,11 @@ class _AttentionReplacement:
         before = splice_point(site, nodes)
         outputs = step.splice(self._traced[key], nodes, before, f"kvpass_{site.call.name}", layer)
         masks = outputs[-2 * len(layout.by_class) :]
-        step.attention.masks[site.call.name] = [
+        self.results.masks[site.call.name] = [
             (visible, None if bias is visible else bias) for visible, bias in zip(masks[::2], masks[1::2], strict=True)
         ]
-        return replace_outputs(step, site, outputs[: -len(masks)])
+        self.results.replaced.update(replace_outputs(site, outputs))
+        return outputs[len(site.results) : -len(masks)]
 
     def _shared_layout(self, layer: int) -> tuple[Layout, int]:
         """Return a layer's layout and number of slots, without a dynamic capacity that is the layer's own."""
@@ -211,14 +214,13 @@ def splice_point(site: AttentionSite, needed: list[fx.Node]) -> fx.Node:
     return site.lse
 
 
-def replace_outputs(step: StepContext, site: AttentionSite, outputs: list[fx.Node]) -> list[fx.Node]:
-    """Replace the model's outputs by the step's, in the order of `AttentionOutput`; return the further ones."""
-    originals = site.results
-    for old, new in zip(originals, outputs[: len(originals)], strict=True):
-        step.attention.replaced[old.name] = new
+def replace_outputs(site: AttentionSite, outputs: list[fx.Node]) -> dict[str, fx.Node]:
+    """Replace a site's results by those of a step, the first outputs; return its `AttentionResults.replaced`."""
+    replaced = dict(zip(site.results, outputs, strict=False))
+    for old, new in replaced.items():
         new.meta["example_value"] = value(old)
         old.replace_all_uses_with(new)
-    return outputs[len(originals) :]
+    return {old.name: new for old, new in replaced.items()}
 
 
 @dataclasses.dataclass(frozen=True)

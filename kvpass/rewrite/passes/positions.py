@@ -24,6 +24,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from kvpass.cache.slots import next_rank
 from kvpass.capture.key_axis import key_index_aranges
 from kvpass.capture.rotary import (
     KEY_ROTATED_BY_OTHERS,
@@ -240,12 +241,9 @@ def _refuse(step: StepContext, layer: int, why: str) -> NoReturn:
 
 def _rank_of_first(step: StepContext) -> fx.Node:
     """Return the node int64 [B] of the first new token's rank, computed before the first layer's step writes."""
-    decodes = step.decodes
 
     def function(position: Tensor, free: Tensor) -> list[Tensor]:
-        live = position[:, 0] >= 0
-        overwritten = live.gather(-1, free[:, :1])[:, 0].long()  # 1 if the new token overwrites a token
-        return [live.sum(-1) - overwritten if decodes else live.sum(-1)]
+        return [next_rank(position, free, step.decodes)]
 
     metadata = [step.slot(0, "position"), step.slot(0, "free")]
     rank = step.compute(function, metadata, step.length.next, "kvpass_first_rank")[0]

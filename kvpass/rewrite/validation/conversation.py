@@ -175,9 +175,9 @@ class Conversation:
     def _plain_arguments(self) -> tuple[Any, ...]:
         """Return the arguments of the call without the past, cut to the length of the conversation."""
         arguments = [self._cut_argument(i, node) for i, node in enumerate(self.placeholders)]
-        marks = self.step.padding_inputs.values()
+        padding_inputs = self.step.padding_inputs.values()
         for i, argument in enumerate(arguments):
-            if i not in marks and i not in self._pasts and self._is_ids(argument):
+            if i not in padding_inputs and i not in self._pasts and self._is_ids(argument):
                 arguments[i] = self._continue_ids(argument)
         known = {node.name for node in self.step.context.padding_inputs.known}
         for node, index in self.step.padding_inputs.items():

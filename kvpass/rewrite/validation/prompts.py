@@ -144,8 +144,8 @@ def _other_sizes(
             }
             sizes = {**current, **new_rows, **longer, **({rows: count} if variable else {})}
             allowed = _satisfies(guards, sizes) and all(_in_range(node, sizes) for node in inputs)
-            marks = [inputs[index] for index in prompt.padding_inputs]
-            if allowed and all(_marks_rows(node, value(site.key).shape[0], sizes) for node in marks):
+            padding_inputs = [inputs[index] for index in prompt.padding_inputs]
+            if allowed and all(_marks_rows(node, value(site.key).shape[0], sizes) for node in padding_inputs):
                 yield sizes
                 break
 
