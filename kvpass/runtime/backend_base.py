@@ -41,6 +41,7 @@ class BackendBase:
         policy: the eviction policy.
         budget, positions, inner, mode, options, strict, validate, kv_dtype, crop: see `kvpass.backend`, with
             `options` as sorted pairs.
+        compiles_at_once: whether the graph of a chunk is compiled at its first run instead of its second.
         recorder: collects facts for a report; None outside of `kvpass.explain`.
     """
 
@@ -54,6 +55,7 @@ class BackendBase:
     validate: bool = True
     kv_dtype: KVDtype | None = None
     crop: int = 0
+    compiles_at_once: bool = False
     recorder: Recorder | None = dataclasses.field(default=None, compare=False, repr=False)
     key_weights_of_steps: TensorSet = dataclasses.field(default_factory=TensorSet, compare=False, repr=False)
     """The tensors that make the keys of layers which have run a step."""
@@ -118,11 +120,6 @@ class BackendBase:
             return self._compile_inner(
                 rewritten_gm, examples, self._step_settings(stores_raw_keys), _prepare_step_graph, layers, alike
             )
-
-    @property
-    def compiles_at_once(self) -> bool:
-        """True if the graph of a chunk is compiled at its first run, False if at its second."""
-        return False
 
     @property
     def compiles_prompts_at_once(self) -> bool:
