@@ -79,7 +79,7 @@ class BackendBase:
     @property
     def validates(self) -> bool:
         """True if the first rewrite of each graph is validated."""
-        return self.validate and not self.kv_store.is_reference
+        return self.validate and self.kv_store.can_validate
 
     @property
     def prefers_cache_positions(self) -> bool:
@@ -141,7 +141,7 @@ class BackendBase:
     def rewrite(self, call: StepCall) -> tuple[StepContext, StepRewrite]:
         """Rewrite a step graph onto slots, or onto the eager reference."""
         with self.time_section("kvpass"):
-            context = StepContext(call, gathers_all_tokens=self.kv_store.is_reference)
+            context = StepContext(call, gathers_all_tokens=self.kv_store.gathers_all_tokens)
             return context, rewrite_step(context, self.kv_store.passes, self.record_pass)
 
     def record_pass(self, record: PassRecord, graph: fx.Graph) -> None:

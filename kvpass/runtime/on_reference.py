@@ -229,7 +229,8 @@ def _mask_and_bias(
 class ReferenceStore(KVStore):
     """Storage in a `ReferenceLayer` per cache, whose calls in a step graph admit and count tokens themselves."""
 
-    is_reference = True
+    needs_operands = gathers_all_tokens = True
+    can_validate = supports_shards = has_fast_steps = False
 
     @property
     def passes(self) -> Sequence[Pass]:
@@ -238,7 +239,7 @@ class ReferenceStore(KVStore):
     def admit_prompt(
         self, layout: Layout, prompt: TokensToAdmit, spec: StatisticsOperands | None, site: SiteFacts, plan: Plan
     ) -> tuple[ReferenceLayer, tuple[int, ...], tuple[Clock, ...]]:
-        assert spec is not None  # `is_reference`
+        assert spec is not None  # `needs_operands`
         return prefill_reference(layout, prompt, spec, site, plan.budgets_of_rows(layout.batch)), (), ()
 
     def make_room_for_pins(self, cache: Any, pins: Pins) -> None:
