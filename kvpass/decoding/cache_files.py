@@ -27,7 +27,9 @@ from kvpass.runtime.cache_changes import mark_addresses_static
 from kvpass.runtime.model_identity import differences, digests, settings_of, weak_references
 from kvpass.torch_private import dynamo
 
-VERSION = 1
+VERSION = 2
+"""The version of the format; another one if an entry, its meaning, or `kvpass.cache.layer_cache.PROBED` changes."""
+OLDER = "run the text of the conversation as a prompt and save the cache again"
 KEY = "kvpass.cache"
 """The entry of the file's metadata that holds the header."""
 _SETTINGS = ("policy", "budget", "positions", "kv_dtype", "crop")
@@ -109,14 +111,16 @@ def load_cache(path: FilePath, compiled_or_model: Any) -> Any:
         The model's cache object with the cache of every layer, on the device of the model.
 
     Raises:
-        CacheFileError: the file cannot be read, is damaged, is of a newer format, or was made under other settings or
+        CacheFileError: the file cannot be read, is damaged, is of another format, or was made under other settings or
             by another model; the message says what differs.
         KVPassError: safetensors is not installed.
     """
-    header, tensors = _read(path)
+    with torch.inference_mode(False):  # steps outside of inference mode also write to the tensors
+        header, tensors = tensor_files.read(path, KEY, "a cache of kvpass", CacheFileError)
     loop = compiled_or_model if isinstance(compiled_or_model, DecodeLoop) else None
     model = _module_of(compiled_or_model if loop is None else loop.model)
     try:
+        tensor_files.check_version(header["version"], VERSION, OLDER, CacheFileError)
         if (loop is not None) != ("loop" in header):
             has, wanted = ("a DecodeLoop", "one") if loop is None else ("no DecodeLoop", "its model")
             raise CacheFileError(f"it holds {has}: pass {wanted} to load_cache")
@@ -138,20 +142,6 @@ def load_cache(path: FilePath, compiled_or_model: Any) -> Any:
         raise CacheFileError(
             f"{os.fspath(path)}: its header cannot be read ({type(error).__name__}: {error})"
         ) from error
-
-
-# -- the file ----------------------------------------------------------------------------------------------------------
-
-
-@torch.inference_mode(False)  # steps outside of inference mode also write to the tensors
-def _read(path: FilePath) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    header, tensors = tensor_files.read(path, KEY, "a cache of kvpass", CacheFileError)
-    version = header.get("version") if isinstance(header, dict) else None
-    if type(version) is not int or not 1 <= version <= VERSION:
-        raise CacheFileError(
-            f"{os.fspath(path)}: is of format {version!r}, and this kvpass reads formats up to {VERSION}: update kvpass"
-        )
-    return header, tensors
 
 
 # -- settings and the model --------------------------------------------------------------------------------------------
