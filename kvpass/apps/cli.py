@@ -1,4 +1,4 @@
-"""The command `kvpass`."""
+"""Define the command `kvpass`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Repeated decode steps with all state on the device: `LoopState` and `RepeatedStep`."""
+"""Repeat decode steps with all state on the device: `LoopState` and `RepeatedStep`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulation of a policy on one attention layer without a model, to see which tokens the policy keeps."""
+"""Simulate a policy on one attention layer without a model, to see which tokens the policy keeps."""
 
 from __future__ import annotations
 

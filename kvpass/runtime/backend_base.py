@@ -1,4 +1,4 @@
-"""The settings of a backend, and how it rewrites and compiles the graphs of prompts and steps."""
+"""Define the settings of a backend, and rewrite and compile the graphs of prompts and steps by them."""
 
 from __future__ import annotations
 

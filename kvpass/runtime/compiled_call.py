@@ -1,4 +1,4 @@
-"""Calls of a model that kvpass compiled itself, with a check that no returned cache grows.
+"""Call a model that kvpass compiled itself, and check that no returned cache grows.
 
 Where torch gives up on a function, because of its recompile limit or because it cannot continue after a graph break,
 the function runs uncompiled and torch does not call the backend.  The same happens where torch.compile is turned off,

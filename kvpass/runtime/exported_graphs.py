@@ -1,4 +1,4 @@
-"""Runners of prompts and steps on the code of an artifact: `PromptRunner` and `StepRunner` without their graphs.
+"""Run prompts and steps on the code of an artifact: `PromptRunner` and `StepRunner` without their graphs.
 
 A runner reads its graph to find out what its arguments mean.  Here the answers come from a file, and the compiled code
 too.  Anyone may call a model in any way, so a graph's runner checks each call.  A `DecodeLoop` needs no such check: its

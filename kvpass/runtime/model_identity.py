@@ -1,4 +1,4 @@
-"""Identity of models and layers, read from the module tensors among the arguments of a call.
+"""Identify models and layers by the module tensors among the arguments of a call.
 
 One graph may serve several models, or several layers of one model, so the graph itself does not identify them.  All
 tensors are held by weak references: a tensor that is made later, even at the same address, is another tensor.  In

@@ -1,4 +1,4 @@
-"""Runner of prompt graphs: it computes the model's own attention and then admits the prompt to slots."""
+"""Run prompt graphs: compute the model's own attention, and then admit the prompt to slots."""
 
 from __future__ import annotations
 

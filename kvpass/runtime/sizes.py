@@ -1,4 +1,4 @@
-"""Sizes and integers among a step graph's arguments, and which of them follow the cache."""
+"""Read sizes and integers among a step graph's arguments, and find which of them follow the cache."""
 
 from __future__ import annotations
 

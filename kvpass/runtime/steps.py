@@ -1,4 +1,4 @@
-"""Runner of step graphs: check the caches of a call, choose the compiled variant, and return Dynamo's outputs."""
+"""Run step graphs: check the caches of a call, choose the compiled variant, and return Dynamo's outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewritten step graphs, each for one kind of call or, with dynamic sizes, for many calls."""
+"""Keep rewritten step graphs, each for one kind of call or, with dynamic sizes, for many calls."""
 
 from __future__ import annotations
 

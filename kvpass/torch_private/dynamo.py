@@ -1,4 +1,4 @@
-"""Private names of Dynamo: its settings, its notes on graph inputs, its counters, and how it calls a backend."""
+"""Use private names of Dynamo: its settings, its notes on graph inputs, its counters, and how it calls a backend."""
 
 from __future__ import annotations
 
