@@ -83,7 +83,7 @@ class BackendBase:
 
     @property
     def prefers_cache_positions(self) -> bool:
-        """True if positions are to be by cache, 0..n-1 over the cached tokens, where the model allows it."""
+        """True if cached tokens are to be numbered 0..n-1, where the model allows it."""
         return (self.positions or self.policy.positions) == "cache"
 
     def time_section(self, name: str) -> contextlib.AbstractContextManager[None]:

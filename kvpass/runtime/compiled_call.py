@@ -47,7 +47,7 @@ BATCHES = (
 )
 
 _RUNNING: contextvars.ContextVar[Any] = contextvars.ContextVar("_RUNNING", default=None)
-"""The backend of the compiled model that runs in this context, whose own call checks the cache; None without one."""
+"""The backend of the compiled model that runs in this context and checks the cache; None if none runs."""
 
 
 class CompiledCall:

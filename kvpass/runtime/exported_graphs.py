@@ -30,7 +30,7 @@ from kvpass.torch_private import inductor
 MOST_TOKENS = 1 << 20
 """The largest number of tokens for which an export evaluates the guards of a graph."""
 MOST_IN_A_CHUNK = 1 << 13
-"""The same, of tokens in one call on a cache."""
+"""The largest number of tokens in a chunk for which an export evaluates the guards of a graph."""
 
 
 def exported_prompt(backend: BackendBase, entry: Mapping[str, Any], run: inductor.Compiled) -> PromptRunner:
@@ -107,7 +107,7 @@ class ExportedStep(StepExecutor):
     def __init__(
         self, backend: BackendBase, entry: Mapping[str, Any], runs: Mapping[bool, tuple[Mapping[str, Any], Any]]
     ) -> None:
-        """Take an entry of `step_entry`, and by whether it compacts each `variant_entry` with its compiled code."""
+        """Take an entry of `step_entry`; `runs` has entries of variants and their code, by whether they compact."""
         marks = [tuple(each) for each in entry["padding_inputs"]]
         padding = PaddingTracker(marks, {index: index for each in marks for index in each})
         sites = [SiteFacts(-1, -1, False) for _ in marks]

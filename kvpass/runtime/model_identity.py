@@ -76,7 +76,7 @@ _RUN_SETTINGS = ("transformers_version", "use_cache", "dtype", "torch_dtype", "a
 
 
 def digest(tensor: Tensor) -> str:
-    """Return a digest of a tensor's shape, dtype and samples of its numbers; no numbers of a tensor without storage."""
+    """Return a digest of a tensor's shape and dtype, and of samples of its numbers if it has storage."""
     result = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
     try:
         flat = tensor.detach().reshape(-1)

@@ -120,7 +120,7 @@ class PendingPrompt:
             layers[i] = None  # type: ignore[call-overload]
 
     def _plan_layers(self, layers: list[PromptLayer], shares: list[int], prompt: int) -> list[tuple[int, Plan]]:
-        """Return for each layer the budget that the user gave, of the row with the largest, and the policy's plan."""
+        """Return for each layer the largest of the rows' budgets from the user, and the policy's plan."""
         governed, budget = [layer for layer in layers if layer.policy is self.backend.policy], max(shares)
         if not self.backend.policy.evicts and prompt > budget:
             raise BudgetError(
@@ -216,7 +216,7 @@ class PendingPrompt:
 
 
 def _with_window_policy(layer: PromptLayer, budget: int) -> PromptLayer:
-    """Return the layer with the policy `Window` if the budget holds its own window, which then needs no eviction."""
+    """Return the layer, with the policy `Window` if the layer's own window fits into the budget."""
     window = layer.site.window
     if window is None or (layer.policy.evicts and budget < window):
         return layer

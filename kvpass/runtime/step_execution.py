@@ -131,7 +131,7 @@ class StepExecutor:
         return self.sizes.shift_counts(arguments, caches[0].length - 1, by)
 
     def holds_after(self, result: StepResult) -> Callable[[int], bool]:
-        """Return a predicate: whether the code still serves a step that many tokens after one that ran."""
+        """Return a predicate of n: whether the code serves a step n tokens after one that ran."""
         raise NotImplementedError
 
     def _prepare_step(self, inputs: StepInputs) -> PreparedStep:
