@@ -80,8 +80,10 @@ def check_version(found: object, version: int, remedy: str, error: type[KVPassEr
     if type(found) is not int or found < 1:
         raise error(f"has the format version {found!r}, which no kvpass writes: it was changed or is damaged")
     if found != version:
-        age, do = ("an older", remedy) if found < version else ("a newer", "update kvpass")
-        raise error(f"was written by {age} kvpass, in format {found}, and this one reads format {version}: {do}")
+        age, do = "was written by an older kvpass", remedy
+        if found > version:
+            age, do = "was written by a newer kvpass", "update kvpass"
+        raise error(f"{age}, in format {found}, and this one reads format {version}: {do}")
 
 
 def library() -> Any:

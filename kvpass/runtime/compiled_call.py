@@ -215,7 +215,7 @@ class _GetState:
 
     def __call__(self) -> Any:
         model = self.caller.model
-        state = type(model).__getstate__(model)
+        state = type(model).__getstate__(model)  # type: ignore[no-untyped-call]
         if not isinstance(state, dict) or dynamo.compiled_call(model) is not self.caller:
             return state
         caller = self.caller.for_copies()
