@@ -1,4 +1,4 @@
-"""Bounded KV caches for any PyTorch language model, through torch.compile.
+"""Bound the KV cache of any PyTorch language model, through torch.compile.
 
 torch.compile(model, backend=kvpass.backend(policy="h2o", budget=1024))
 """

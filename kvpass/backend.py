@@ -130,7 +130,7 @@ class Backend(BackendBase):
             if self._left_alone(captured.refusals, any(carried)) or not captured.sites:
                 return None
             self._check_inference(captured.sites, examples)
-            known = with_head_sharding(captured.sites, self.policy, not self.kv_store.is_reference)
+            known = with_head_sharding(captured.sites, self.policy, self.kv_store.supports_shards)
             captured = dataclasses.replace(captured, sites=known)
             if any(carried):
                 return StepRunner(self, captured)

@@ -71,6 +71,21 @@ def read(path: str | os.PathLike[str], key: str, what: str, error: type[KVPassEr
         raise error(f"{name}: the metadata of this {noun} cannot be read: {found}") from found
 
 
+def check_version(found: object, version: int, remedy: str, error: type[KVPassError]) -> None:
+    """Raise an error of the class `error` unless a format's version in a file, `found`, is this kvpass's `version`.
+
+    Args:
+        remedy: what to do with a file of an older version.
+    """
+    if type(found) is not int or found < 1:
+        raise error(f"has the format version {found!r}, which no kvpass writes: it was changed or is damaged")
+    if found != version:
+        age, do = "was written by an older kvpass", remedy
+        if found > version:
+            age, do = "was written by a newer kvpass", "update kvpass"
+        raise error(f"{age}, in format {found}, and this one reads format {version}: {do}")
+
+
 def library() -> Any:
     """Import safetensors, which is an optional dependency."""
     with needing_extra("save", "reading and writing tensors"):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from fractions import Fraction
 from typing import Annotated
 
 from torch import Tensor
@@ -12,7 +10,6 @@ from kvpass.arguments import Condition
 from kvpass.errors import BudgetError
 from kvpass.policies.base import Policy
 from kvpass.policies.budgets import share_of
-from kvpass.policies.ranking import INT64_MAX
 
 Budget = Annotated[
     int | float | None,
@@ -40,31 +37,8 @@ def check_user_budget(policy: Policy, budget: Budget) -> None:
         policy.check_budget(budget)
 
 
-def window_for(policy: Policy, budget: Budget, prompt: int, valid: Tensor | None = None) -> int | Tensor:
-    """Return the window of a policy that renumbers tokens, for a prompt whose length may be symbolic.
-
-    This is the result of `slots_for`, without its errors.
-
-    Args:
-        valid: bool [B, S], False for padding; None if there is no padding.
-
-    Returns:
-        A number, or int64 [B, 1] for a share of prompts that may have padding.
-    """
-    if not isinstance(budget, float):
-        assert budget is not None  # policies that renumber evict
-        return int(budget)
-    least, most = policy.minimum_budget(), policy.last_position()
-    if valid is not None:
-        return share_of(valid.sum(-1, keepdim=True), budget).clamp(min=least, max=most)
-    share = max(share_of(prompt, budget), least)
-    return share if most == INT64_MAX else min(share, most)
-
-
 def slots_for(policy: Policy, budget: Budget, prompt: int) -> int:
     """Return the tokens to keep between steps for a prompt of `prompt` tokens.
-
-    A share is computed exactly from its decimal digits, without floating-point error.
 
     Raises:
         BudgetError: the share of this prompt is a budget that the policy cannot work with.
@@ -73,7 +47,7 @@ def slots_for(policy: Policy, budget: Budget, prompt: int) -> int:
         return 1 << (prompt + SPARE - 1).bit_length()
     if isinstance(budget, int):
         return budget
-    slots = policy.fitting_budget(math.floor(Fraction(str(budget)) * prompt))
+    slots = policy.fitting_budget(share_of(prompt, budget))
     policy.check_budget(slots)
     return slots
 

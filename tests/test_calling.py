@@ -651,8 +651,8 @@ def test_an_ordinary_cache_that_grows_is_an_error_wherever_it_is(cache: str) -> 
         return (torch.ones(1), kept) if cache == "returned" else torch.ones(1)
 
     with pytest.raises(kvpass.UnsupportedGraph, match="ordinary cache, which grows"):
-        CompiledCall(uncompiled, strict=True)(torch.ones(1), kept)
-    assert CompiledCall(uncompiled, strict=False)(torch.ones(1), kept) is not None
+        CompiledCall(uncompiled, strict=True, model=torch.nn.Identity())(torch.ones(1), kept)
+    assert CompiledCall(uncompiled, strict=False, model=torch.nn.Identity())(torch.ones(1), kept) is not None
 
 
 @pytest.fixture
@@ -672,7 +672,7 @@ def test_an_offloaded_cache_is_an_error_that_says_what_to_do() -> None:
 @pytest.mark.usefixtures("no_streams")
 @pytest.mark.parametrize("around", [lambda cache: cache, lambda cache: transformers.EncoderDecoderCache(cache, cache)])
 def test_an_unsupported_cache_is_found_in_any_argument(around: Callable[[Any], Any]) -> None:
-    guarded = CompiledCall(lambda *_: pytest.fail("the model was called"), strict=True)
+    guarded = CompiledCall(lambda *_: pytest.fail("the model was called"), strict=True, model=torch.nn.Identity())
     with pytest.raises(kvpass.UnsupportedGraph, match="leave out cache_implementation='offloaded'"):
         guarded(None, around(transformers.DynamicCache(offloading=True)))
 

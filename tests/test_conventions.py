@@ -56,6 +56,31 @@ def test_docstrings_of_the_package_begin_with_one_short_sentence() -> None:
     assert found == []
 
 
+VERBS = """
+Admit Attend Bound Call Carry Change Check Collect Combine Compact Compile Compute Convert Count Cut Decode
+Define Describe Divide Draw Drive Evaluate Export Feed Find Follow Format Hold Identify Interpret Keep Let
+List Load Look Lower Make Measure Move Multiply Name Pin Predict Prefill Prove Provide Rank Read Record Reduce
+Render Repeat Replace Report Retrieve Rewrite Round Run Sample Save Score Select Serve Share Show Simplify
+Simulate Store Sum Train Transcribe Turn Use Validate Walk Write
+"""
+"""The verbs with which docstrings of modules begin."""
+NO_VERB = re.compile(r"(?!Process\b)(?:The|An?|What|Which|Whether|How|If|When|True|One|Each|\w+(?:s|ing|ion))\b")
+"""Matches the begin of docstrings of functions that do not begin with a verb."""
+
+
+def test_docstrings_of_modules_and_functions_begin_with_a_verb() -> None:
+    """Exclude properties, whose docstrings name a value, and docstrings that begin with their arguments."""
+    verbs, nodes = VERBS.split(), [(path, node) for path, tree in _package().items() for node in ast.walk(tree)]
+    found = [
+        f"{path.relative_to(ROOT)}: {text.splitlines()[0]}"
+        for path, node in nodes
+        if isinstance(node, (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef)) and (text := ast.get_docstring(node))
+        if not any("property" in ast.unparse(each) for each in getattr(node, "decorator_list", ()))
+        if (text.split()[0] not in verbs if isinstance(node, ast.Module) else NO_VERB.match(text.replace("Args:", "")))
+    ]
+    assert found == []
+
+
 def test_documented_attributes_and_arguments_exist() -> None:
     """Check that docstrings list existing attributes and arguments, so that renames reach them."""
     trees = _package()

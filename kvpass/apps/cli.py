@@ -1,4 +1,4 @@
-"""The command `kvpass`."""
+"""Define the command `kvpass`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from typing import Any
 
 import torch
 
+from kvpass.apps.demo.settings import PARTS
 from kvpass.errors import KVPassError
+from kvpass.lowering.formats import KV_DTYPES
 from kvpass.versions import needing_extra
 
 # The modules that define these names are heavy, so they are imported when a command runs.
-KV_DTYPES = ("int8", "int4", "int8-hadamard", "int4-hadamard")
-"""As in kvpass.lowering.formats."""
-DEMO_PARTS = ("chat", "book", "retrieval", "cost", "kept")
-"""As in kvpass.apps.demo.settings."""
 MEASURES = ("perplexity", "stream", "agreement", "passkey", "needle", "ruler", "recall", "speed")
 """As in kvpass.apps.evaluation.run."""
 RULER_TASKS = ("single", "multikey", "variables", "common", "frequent")
@@ -116,9 +114,7 @@ def parser() -> argparse.ArgumentParser:
         help="a Hugging Face causal model (default: SmolLM2-135M-Instruct, or a bundled model where it is missing)",
     )  # fmt: skip
     _add_shared(command, "--policy")
-    command.add_argument(
-        "--part", nargs="+", choices=DEMO_PARTS, default=list(DEMO_PARTS), help="what to show" + DEFAULT
-    )
+    command.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS), help="what to show" + DEFAULT)
     _add_number(command, "--budget", 256, "tokens kept")
     command.add_argument("--text", metavar="FILE", type=Path, help="the book, as UTF-8 (default: Python's manual)")
     command.add_argument("--out", metavar="DIR", type=Path, default=Path("out"), help="where results go" + DEFAULT)

@@ -79,7 +79,7 @@ class Handle(Tensor):
         return f"Handle(shape={tuple(self.shape)}, policy={layout.policy}, capacity={layout.capacity})"
 
 
-def handles_of(cache: LayerCache, token_dims: tuple[int, int] = (2, 2)) -> tuple[Handle, Handle]:
+def handles_of(cache: LayerCache, token_dims: tuple[int, int]) -> tuple[Handle, Handle]:
     """Return the current handles of K and V, with the dimension of the tokens in each."""
     return Handle.of(cache, "keys", token_dims[0]), Handle.of(cache, "values", token_dims[1])
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.cache.layer_cache import PROBED, CacheOwner, LayerCache
+from kvpass.cache.layer_cache import CacheOwner, LayerCache
 from kvpass.cache.layout import ROW_BUDGET, Layout
 from kvpass.cache.slots import AnySlots, ClassedSlots, Slots, empty_slots
 from kvpass.errors import CacheFileError, CacheHandleError
@@ -28,8 +28,6 @@ _LAYOUT_FIELDS = {
 """The fields of a layout that a file holds unchanged."""
 _OPTIONAL = ("first_ids", "rotated_key")
 """The fields of a layer's cache that a file holds if they are known."""
-_NAMES_IN_FILES = {"stores_raw_keys": "ranked", "first_ids": "first"}
-"""The names of fields in a file, where these differ."""
 
 
 def entry_of(cache: LayerCache, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -46,14 +44,20 @@ def entry_of(cache: LayerCache, prefix: str, tensors: dict[str, Tensor]) -> dict
     # Codes are in the order of the numbers, which no device changes.
     parts = _convert_vectors(slots, Format.to_number_order).tensors()
     stored = {**dict(zip(slots.names, parts, strict=True)), "absent": cache.absent}
-    optional = {_name_in_files(name): value for name in _OPTIONAL if (value := getattr(cache, name)) is not None}
-    stored |= optional
-    tensors.update({f"{prefix}{name}": tensor for name, tensor in stored.items()})
-    entry = {_name_in_files(name): getattr(layout, name) for name in _LAYOUT_FIELDS}
-    counts = dict(seen=cache.length, model_heads=cache.heads, window=cache.window, slots=slots.capacity)
-    host = dict(limits=list(cache.row_budgets), clocks=[list(clock) for clock in cache.clocks], notes=list(cache.notes))
-    kinds = dict(dtype=str(layout.dtype).removeprefix("torch."), optional=list(optional))
-    return {**entry, **counts, **host, **kinds, "probed": list(PROBED)}
+    optional = {name: value for name in _OPTIONAL if (value := getattr(cache, name)) is not None}
+    tensors.update({f"{prefix}{name}": tensor for name, tensor in (stored | optional).items()})
+    fields = {name: getattr(layout, name) for name in _LAYOUT_FIELDS}
+    return dict(
+        layout={**fields, "dtype": str(layout.dtype).removeprefix("torch.")},
+        capacity=slots.capacity,
+        length=cache.length,
+        heads=cache.heads,
+        window=cache.window,
+        row_budgets=list(cache.row_budgets),
+        clocks=[list(clock) for clock in cache.clocks],
+        notes=list(cache.notes),
+        optional=list(optional),
+    )
 
 
 def cache_of(
@@ -69,25 +73,18 @@ def cache_of(
     Raises:
         CacheFileError: the file has other sizes than its header says, or numbers that cannot be.
     """
-    layout = _layout_of(entry, backend, policy, device).with_head_classes()
-    capacity, seen, heads = (_read_count(entry, name) for name in ("slots", "seen", "model_heads"))
+    layout = _layout_of(entry["layout"], backend, policy, device).with_head_classes()
+    capacity, length, heads = (_read_count(entry, name) for name in ("capacity", "length", "heads"))
     window = None if entry["window"] is None else _read_count(entry, "window")
     row_budgets, clocks = _host_counts(entry, layout)
-    slots = _slots_of(tensors, layout, capacity, seen, row_budgets)
+    slots = _slots_of(tensors, layout, capacity, length, row_budgets)
     absent = tensors["absent"]
-    if absent.dtype != torch.int64 or absent.ndim != 2 or len(absent) != layout.batch or bool((absent >= seen).any()):
+    if absent.dtype != torch.int64 or absent.ndim != 2 or len(absent) != layout.batch or bool((absent >= length).any()):
         raise CacheFileError("its record of padding does not fit its rows")
-    names = {name: in_file for name in _OPTIONAL if (in_file := _name_in_files(name)) in entry["optional"]}
-    fields: dict[str, Any] = {name: tensors[in_file].to(device) for name, in_file in names.items()}
-    if entry.get("probed") != list(PROBED):  # rotated to other positions, by which nothing can be compared
-        fields.pop("rotated_key", None)
+    fields: dict[str, Any] = {name: tensors[name].to(device) for name in _OPTIONAL if name in entry["optional"]}
     fields |= dict(notes=tuple(map(str, entry["notes"])), absent=absent.to(device))
-    counts = (seen, heads, window, row_budgets, clocks)
+    counts = (length, heads, window, row_budgets, clocks)
     return LayerCache(backend, next(backend.cache_numbers), layout, slots, *counts, **fields)
-
-
-def _name_in_files(field: str) -> str:
-    return _NAMES_IN_FILES.get(field, field)
 
 
 def _convert_vectors(slots: AnySlots, change: Callable[[Format, Parts], Parts]) -> Any:
@@ -123,7 +120,7 @@ def _check_classes(slots: ClassedSlots, layout: Layout, seen: int) -> None:
 
 
 def _layout_of(entry: Mapping[str, Any], backend: CacheOwner, policy: Policy, device: torch.device) -> Layout:
-    fields = {name: entry[_name_in_files(name)] for name in _LAYOUT_FIELDS}
+    fields = {name: entry[name] for name in _LAYOUT_FIELDS}
     for name, kind in _LAYOUT_FIELDS.items():
         # isinstance() would take `true` in a file for 1.
         if type(fields[name]) is not kind or not 0 <= fields[name] < 2**31:
@@ -153,7 +150,7 @@ def _check_tensor(tensors: Mapping[str, Tensor], name: str, like: Tensor) -> Ten
 
 def _host_counts(entry: Mapping[str, Any], layout: Layout) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
     """Return the `row_budgets` and `clocks` of the rows."""
-    row_budgets, clocks = tuple(entry["limits"]), tuple(tuple(clock) for clock in entry["clocks"])
+    row_budgets, clocks = tuple(entry["row_budgets"]), tuple(tuple(clock) for clock in entry["clocks"])
     whole = all(type(number) is int and number >= 0 for numbers in (row_budgets, *clocks) for number in numbers)
     policy, classes = layout.policy, max(1, len(layout.classes))
     sizes = [classes * len(policy.clock((), 1, limit)) for limit in row_budgets if whole and policy.keeps_clock]

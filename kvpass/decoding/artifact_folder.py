@@ -24,7 +24,7 @@ from kvpass.lowering.layer_dedup.link import LinkedSegments
 from kvpass.torch_private import exported_code, inductor
 from kvpass.torch_private.exported_code import ExportedCode
 
-VERSION = 1
+VERSION = 2
 MANIFEST = "manifest.json"
 
 
@@ -83,8 +83,7 @@ def read_manifest(folder: Path, wanted: str | None) -> dict[str, Any]:
         raise ArtifactError(f"is no artifact: {error}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise ArtifactError(f"its manifest is damaged ({type(error).__name__}: {error})") from error
-    if version != VERSION:
-        raise ArtifactError(f"is of format {version!r}, and this kvpass reads format {VERSION}: export it again")
+    tensor_files.check_version(version, VERSION, "export it again", ArtifactError)
     found = digest_of(manifest)
     if found != said:
         raise ArtifactError("its manifest was changed after it was written")

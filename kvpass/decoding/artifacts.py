@@ -1,4 +1,4 @@
-"""Compiled loops on disk: `export` writes what another process needs to decode without compiling, `load` reads it.
+"""Export compiled loops to disk, and load them where nothing is compiled: `export`, `load`.
 
 An artifact is a folder:
 

@@ -5,8 +5,6 @@ A file is one of safetensors: tensors, and a header of plain JSON.  Nothing in i
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
@@ -29,7 +27,9 @@ from kvpass.runtime.cache_changes import mark_addresses_static
 from kvpass.runtime.model_identity import differences, digests, settings_of, weak_references
 from kvpass.torch_private import dynamo
 
-VERSION = 1
+VERSION = 2
+"""The version of the format; another one if an entry, its meaning, or `kvpass.cache.layer_cache.PROBED` changes."""
+OLDER = "run the text of the conversation as a prompt and save the cache again"
 KEY = "kvpass.cache"
 """The entry of the file's metadata that holds the header."""
 _SETTINGS = ("policy", "budget", "positions", "kv_dtype", "crop")
@@ -111,14 +111,16 @@ def load_cache(path: FilePath, compiled_or_model: Any) -> Any:
         The model's cache object with the cache of every layer, on the device of the model.
 
     Raises:
-        CacheFileError: the file cannot be read, is damaged, is of a newer format, or was made under other settings or
+        CacheFileError: the file cannot be read, is damaged, is of another format, or was made under other settings or
             by another model; the message says what differs.
         KVPassError: safetensors is not installed.
     """
-    header, tensors = _read(path)
+    with torch.inference_mode(False):  # steps outside of inference mode also write to the tensors
+        header, tensors = tensor_files.read(path, KEY, "a cache of kvpass", CacheFileError)
     loop = compiled_or_model if isinstance(compiled_or_model, DecodeLoop) else None
     model = _module_of(compiled_or_model if loop is None else loop.model)
     try:
+        tensor_files.check_version(header["version"], VERSION, OLDER, CacheFileError)
         if (loop is not None) != ("loop" in header):
             has, wanted = ("a DecodeLoop", "one") if loop is None else ("no DecodeLoop", "its model")
             raise CacheFileError(f"it holds {has}: pass {wanted} to load_cache")
@@ -142,40 +144,17 @@ def load_cache(path: FilePath, compiled_or_model: Any) -> Any:
         ) from error
 
 
-# -- the file ----------------------------------------------------------------------------------------------------------
-
-
-@torch.inference_mode(False)  # steps outside of inference mode also write to the tensors
-def _read(path: FilePath) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    header, tensors = tensor_files.read(path, KEY, "a cache of kvpass", CacheFileError)
-    version = header.get("version") if isinstance(header, dict) else None
-    if type(version) is not int or not 1 <= version <= VERSION:
-        raise CacheFileError(
-            f"{os.fspath(path)}: is of format {version!r}, and this kvpass reads formats up to {VERSION}: update kvpass"
-        )
-    return header, tensors
-
-
 # -- settings and the model --------------------------------------------------------------------------------------------
 
 
-def policy_entry(policy: Policy) -> list[Any]:
-    """Return a policy as plain JSON; an aligner, which is no plain value, by its digest."""
-    options = {each.name: getattr(policy, each.name) for each in dataclasses.fields(policy)}
-    if not policy.spans:
-        del options["spans"]  # as files from before this option
-    plain = {name: {"digest": x.digest} if hasattr(x, "digest") else x for name, x in options.items()}
-    entry: list[Any] = json.loads(json.dumps([policy.name, plain]))
-    return entry
-
-
 def settings_entry(backend: Backend) -> dict[str, Any]:
-    return {name: policy_entry(backend.policy) if name == "policy" else getattr(backend, name) for name in _SETTINGS}
+    settings = {name: getattr(backend, name) for name in _SETTINGS}
+    return settings | {"policy": policies.to_entry(backend.policy)}
 
 
 def _layer_entry(layer: LayerCache, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Return the entry of a layer, with its policy if that is not the backend's."""
-    policy = None if layer.layout.policy is layer.backend.policy else policy_entry(layer.layout.policy)
+    policy = None if layer.layout.policy is layer.backend.policy else policies.to_entry(layer.layout.policy)
     return {**entry_of(layer, prefix, tensors), "policy": policy}
 
 
@@ -183,7 +162,7 @@ def policy_of(entry: Any) -> Policy:
     name, options = entry
     if any(isinstance(value, dict) for value in options.values()):
         raise CacheFileError(f"it was made under a policy {name!r} with trained weights: pass the compiled model")
-    return policies.resolve(name, {key: tuple(x) if isinstance(x, list) else x for key, x in options.items()})
+    return policies.of_entry(entry)
 
 
 def _backend_for(saved: Mapping[str, Any], compiled: Any) -> Backend:
@@ -232,7 +211,7 @@ def _layers_of(
         mine = {name.removeprefix(f"{index}."): x for name, x in tensors.items() if name.startswith(f"{index}.")}
         spec = entry["policy"]
         layer_policy = backend.policy if spec is None else backend.policy.for_layer(index, len(entries))
-        if spec is not None and policy_entry(layer_policy) != spec:
+        if spec is not None and policies.to_entry(layer_policy) != spec:
             layer_policy = policy_of(spec)
         cache = cache_of(entry, mine, backend, layer_policy, _device_of(model))
         cache.model = weights

@@ -1,4 +1,4 @@
-"""Decoding without decisions on the host: `DecodeLoop`.
+"""Decode without decisions on the host: `DecodeLoop`.
 
 Sampling, positions, counters, the policy's state and the next input live on the device.  The host reads the tokens
 every few steps, and only launches steps in between.  On a GPU the step is a CUDA graph that is replayed; on a CPU the

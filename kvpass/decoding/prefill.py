@@ -1,4 +1,4 @@
-"""Chunked prefill: each chunk attends to the cached tokens and to itself, then the policy evicts (`prefill`).
+"""Prefill a prompt in chunks: each attends to the cached tokens and to itself, then the policy evicts (`prefill`).
 
 A prompt of any length then needs the memory of the budget and one chunk, and time in proportion to its length.  The
 remainder of the division into chunks is a part of the first chunk, which has less than twice the length of the

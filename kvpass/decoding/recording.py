@@ -162,7 +162,7 @@ class _GraphWriter:
         read = artifact_folder.read_arguments(code)
         most = exported_graphs.longest_prompt(ran.runner, ran.arguments, ids)
         needed = set(range(len(ran.arguments))) if read is None else read
-        needed |= {*entry["owned"], *(index for indices in entry["projecting"] for index in indices)}
+        needed |= {*entry["module_inputs"], *(index for indices in entry["key_projections"] for index in indices)}
         of_object = {"object": last.cache, "tokens": last.inputs["ids"].shape[1]}
         return {**entry, "code": code, "lengths": [2, most], "cache": of_object}, needed
 

@@ -1,4 +1,4 @@
-"""The rows of a batch in which each request has one, on the device.
+"""Hold the rows of a batch in which each request has one, on the device.
 
 A prompt runs in a batch of one row, and then its slots are copied into a free row; the other rows continue on the same
 graph.  Slots have a fixed size, so there are no pages, and no row moves.

@@ -1,4 +1,4 @@
-"""Requests of a `DecodeLoop`: what a caller adds, the state of each on the host, and the outputs."""
+"""Define the requests of a `DecodeLoop`: what a caller adds, the state of each on the host, and the outputs."""
 
 from __future__ import annotations
 

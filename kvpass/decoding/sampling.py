@@ -1,4 +1,4 @@
-"""Sampling of the next token from logits, on the device and without synchronisation with the host."""
+"""Sample the next token from logits, on the device and without synchronisation with the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Repeated decode steps with all state on the device: `LoopState` and `RepeatedStep`."""
+"""Repeat decode steps with all state on the device: `LoopState` and `RepeatedStep`."""
 
 from __future__ import annotations
 
@@ -145,9 +145,9 @@ class LoopState:
         if self.pending:
             self.ready.extend(self._read_tokens())
         ready = torch.stack(list(self.ready)) if self.ready else torch.zeros(0, len(self.ids), dtype=torch.int64)
-        tensors = dict(ids=self.ids, position=self.position, done=self.stopped, mask=self.mask(), ready=ready)
-        tensors |= dict(finished=self.stopped_on_host, random=self.loop.generator.get_state())
-        return {"ended": self.all_stopped}, tensors
+        tensors = dict(ids=self.ids, position=self.position, stopped=self.stopped, mask=self.mask(), ready=ready)
+        tensors |= dict(stopped_on_host=self.stopped_on_host, random=self.loop.generator.get_state())
+        return {"all_stopped": self.all_stopped}, tensors
 
     @staticmethod
     @in_mode_of_weights
@@ -156,7 +156,8 @@ class LoopState:
         layer, wanted = caches_in(cache)[0], torch.int64
         rows, seen = layer.layout.batch, layer.length
         shapes: dict[str, Any] = dict.fromkeys(("ids", "position"), ((rows, 1), wanted))
-        shapes |= {"mask": ((rows, seen), wanted)} | dict.fromkeys(("done", "finished"), ((rows,), torch.bool))
+        shapes |= dict.fromkeys(("stopped", "stopped_on_host"), ((rows,), torch.bool))
+        shapes["mask"] = ((rows, seen), wanted)
         wrong = [name for name, how in shapes.items() if (tuple(tensors[name].shape), tensors[name].dtype) != how]
         if wrong or tensors["ready"].dtype != wanted or tensors["ready"].shape[1:] != (rows,):
             raise CacheFileError(f"its {', '.join(wrong) or 'ready'} are not those of {rows} conversations")
@@ -165,11 +166,11 @@ class LoopState:
             raise CacheFileError(f"its last tokens or their positions cannot be those of {seen} tokens of this model")
         here = {name: tensor.to(loop.stop.device) for name, tensor in tensors.items()}
         state = LoopState(loop, cache, here["ids"][:, 0], here["position"], here["mask"])
-        state.stopped, state.position = here["done"], here["position"].clone()
-        state.pending, state.all_stopped = 0, bool(values["ended"])
+        state.stopped, state.position = here["stopped"], here["position"].clone()
+        state.pending, state.all_stopped = 0, bool(values["all_stopped"])
         state.cursor.zero_()
         state.ready.extend(tensors["ready"])
-        state.stopped_on_host = tensors["finished"]
+        state.stopped_on_host = tensors["stopped_on_host"]
         loop.generator.set_state(tensors["random"])
         return state
 

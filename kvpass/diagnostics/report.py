@@ -1,4 +1,4 @@
-"""Reports on rewritten graphs (`explain`) and on the contents of caches (`inspect`)."""
+"""Report on rewritten graphs (`explain`) and on the contents of caches (`inspect`)."""
 
 from __future__ import annotations
 

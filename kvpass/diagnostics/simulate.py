@@ -1,4 +1,4 @@
-"""Simulation of a policy on one attention layer without a model, to see which tokens the policy keeps."""
+"""Simulate a policy on one attention layer without a model, to see which tokens the policy keeps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvpass.policies.budgets import Plan, window_starts
 from kvpass.policies.ranking import slots_by_position
 from kvpass.policies.types import Attention
 from kvpass.reference import ReferenceLayer, reference_of
-from kvpass.reference.layer import attention_logits
+from kvpass.reference.layer import attention_logits, attention_output
 from kvpass.runtime.backend_base import Positions
 from kvpass.runtime.clocks import clock_of, tick_of
 from kvpass.user_budget import Budget, slots_for
@@ -274,7 +274,7 @@ def _run_reference(layer: _Layer) -> Trace:
     plan = layer.policy.plan([Attention(total=total)], valid, layer.budget)[0]
     reference = ReferenceLayer(layer.layout(plan), rule, plan.budgets_of_rows(len(q)))
     reference.take(TokensToAdmit(stored, v, valid, Attention()), probabilities, logits)
-    outputs, positions = [_weighted_sum(probabilities, v)], [reference.positions()]
+    outputs, positions = [attention_output(probabilities, v)], [reference.positions()]
     for t in range(layer.prompt, layer.q.shape[2]):
         outputs.append(_reference_step(layer, reference, t))
         positions.append(reference.positions())
@@ -298,14 +298,9 @@ def _reference_step(layer: _Layer, reference: ReferenceLayer, t: int) -> Tensor:
     logits = attention_logits(q, attended, mask, None, layer.scale)  # [B, Hq, 1, N + 1]
     bias = reference.bias(q.shape[1] // k.shape[1])
     probabilities = (logits if bias is None else logits + torch.nn.functional.pad(bias, (0, 1))).softmax(-1)
-    output = _weighted_sum(probabilities, torch.cat([reference.cached_vectors("value"), v], 2)).to(layer.q.dtype)
+    output = attention_output(probabilities, torch.cat([reference.cached_vectors("value"), v], 2)).to(layer.q.dtype)
     reference.take(TokensToAdmit(stored, layer.v[:, :, t : t + 1], valid, Attention()), probabilities, logits)
     return output
-
-
-def _weighted_sum(probabilities: Tensor, values: Tensor) -> Tensor:
-    """Return the weighted sums [B, Hq, q, Dv] of values [B, Hkv, N, Dv] by probabilities [B, Hq, q, N]."""
-    return probabilities.to(values.dtype) @ values.repeat_interleave(probabilities.shape[1] // values.shape[1], 1)
 
 
 def _trace(layer: _Layer, positions: list[Tensor], outputs: list[Tensor], rows: list[Tensor]) -> Trace:

@@ -1,6 +1,6 @@
-"""The table of operators and their properties.
+"""Define the table of operators and their properties.
 
-`tagged` gives the operators with a property, such as all views.  A fact about operators has no other place; a list in
+`tagged` returns the operators with a property, such as all views.  A fact about operators has no other place; a list in
 another module is a decision of that module.  `kvpass.fx.propagation` follows axes through the operators.
 
 A node counts as a call of an operator only if its target is torch's own function, or tensor method, of that name.

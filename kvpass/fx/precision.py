@@ -1,4 +1,4 @@
-"""The dtype of accumulations, and the logits that mask tokens."""
+"""Define the dtype of accumulations, and the logits that mask tokens."""
 
 from __future__ import annotations
 

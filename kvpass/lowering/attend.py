@@ -1,4 +1,4 @@
-"""Attention of a few queries over slots, with the probabilities that policies need.
+"""Attend from a few queries to slots, and return the probabilities that policies need.
 
 On a CPU this is two grouped matrix products and a softmax in the dtype of `upcast`.  The query heads of a KV head are
 rows of one product, so K and V are read once and never repeated.  On a GPU the kernels of `attend_kernel` run, which

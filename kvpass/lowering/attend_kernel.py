@@ -1,4 +1,4 @@
-"""The Triton kernels of `attend`: decode steps and short chunks on a GPU.
+"""Define the Triton kernels of `attend`: decode steps and short chunks on a GPU.
 
 `split` cuts the slots of each KV head into parts for parallel programs, as flash decoding does (Dao et al., 2023,
 https://crfm.stanford.edu/2023/10/12/flashdecoding.html).  All query heads of a KV head, and all queries of a short

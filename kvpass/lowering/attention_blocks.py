@@ -1,4 +1,4 @@
-"""Attention whose statistics are computed, and its logits in blocks, so that its matrix is never in memory.
+"""Compute attention with its statistics, and its logits in blocks, so that its matrix is never in memory.
 
 Blocks serve every device, dtype and mask. `attention_sums` takes a kernel or loops in C++ where they can run.
 """

@@ -1,4 +1,4 @@
-"""The operator that computes the statistics of attention that a policy reads, for a prompt or a chunk.
+"""Define the operator that computes the statistics of attention that a policy reads, for a prompt or a chunk.
 
 It is opaque to the compiler, so that one compiled prompt graph serves every prompt length. On a CPU it computes
 attention as well: sums then need one pass over the products, or none where the tiles of `attention_tiles` compute both.

@@ -1,4 +1,4 @@
-"""Sums of attention probabilities over queries, without the whole attention matrix in memory.
+"""Sum attention probabilities over queries, without the whole attention matrix in memory.
 
 A kernel computes them on a GPU (`column_kernel`), and loops in C++ on a CPU (`attention_tiles`). Elsewhere the
 probabilities are computed in blocks (`attention_blocks`). Statistics of the last queries are computed from those

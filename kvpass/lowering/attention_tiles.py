@@ -1,4 +1,4 @@
-"""Attention of prompts and its column sums on a CPU, by `attention_tiles.cpp`.
+"""Compute attention of prompts and its column sums on a CPU, by `attention_tiles.cpp`.
 
 Products come from the library of torch's own attention: in bfloat16 where it multiplies bfloat16 on this processor,
 else in float32. Where it does neither, `attention_sums` computes in blocks.

@@ -1,4 +1,4 @@
-"""The Triton kernels of `attention_sums`: column sums of an attention matrix that is never stored.
+"""Define the Triton kernels of `attention_sums`: column sums of an attention matrix that is never stored.
 
 `totals` computes the log of the sum of each row, as the first half of flash attention does (Dao et al., 2022,
 https://arxiv.org/abs/2205.14135).  `columns` then computes the probabilities again, one block of keys per program, and

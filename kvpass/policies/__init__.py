@@ -147,19 +147,31 @@ def _value(text: str) -> object:
         return text
 
 
-def to_json(policy: Policy) -> str:
-    """Return a policy as JSON text, for operators, which take no objects; `from_json` is the inverse.
+def to_entry(policy: Policy) -> list[Any]:
+    """Return the name and the options of a policy as plain JSON; `of_entry` is the inverse.
 
-    The policy's options must be text, numbers, or tuples of these.
+    Options are text, numbers, or tuples of these; trained weights are named by their digest, which `of_entry` refuses.
     """
-    options = dataclasses.asdict(policy)
+    options = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
     for name in ("interval", "spans"):
         if options[name] == getattr(type(policy), name):
             del options[name]  # graphs without it keep their text
-    return json.dumps([policy.name, options], sort_keys=True)
+    plain = {name: {"digest": x.digest} if hasattr(x, "digest") else x for name, x in options.items()}
+    entry: list[Any] = json.loads(json.dumps([policy.name, plain]))
+    return entry
+
+
+def of_entry(entry: Any) -> Policy:
+    """Return the policy of an entry that `to_entry` made."""
+    name, options = entry
+    return resolve(name, {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})
+
+
+def to_json(policy: Policy) -> str:
+    """Return a policy as JSON text, for operators, which take no objects; `from_json` is the inverse."""
+    return json.dumps(to_entry(policy), sort_keys=True)
 
 
 def from_json(text: str) -> Policy:
     """Return the policy of a text that `to_json` made."""
-    name, options = json.loads(text)
-    return resolve(name, {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})
+    return of_entry(json.loads(text))

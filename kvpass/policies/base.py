@@ -27,7 +27,7 @@ from torch import Tensor
 
 from kvpass.arguments import Condition, Positive, check_fields, require
 from kvpass.errors import BudgetError, PolicyError
-from kvpass.policies.budgets import Count, HeadClass, Plan
+from kvpass.policies.budgets import Count, HeadClass, Plan, at_least
 from kvpass.policies.heads import HeadSharding
 from kvpass.policies.hook_checks import check_hooks, check_policy
 from kvpass.policies.ranking import INT64_MAX, keep_highest
@@ -208,9 +208,12 @@ class Policy:
             )
         raise BudgetError(f"budget={budget} is too small for {self.name!r} with {self}: {why}")
 
-    def fitting_budget(self, budget: int) -> int:
-        """Return the largest budget up to `budget` that the policy can work with, at least the smallest of all."""
-        return max(budget, self.minimum_budget() + self.interval - 1)
+    def fitting_budget(self, budget: Count) -> Count:
+        """Return the largest budget up to `budget` that the policy can work with, at least the smallest of all.
+
+        A policy that renumbers tokens also gets symbolic numbers, and int64 [B, 1] for the rows of a prompt.
+        """
+        return at_least(budget, self.minimum_budget() + self.interval - 1)
 
     def capacity(self, budget: int, prompt: int = 0) -> int:
         """Return the slots of a layer for a prompt of `prompt` tokens, including those needed beyond the budget."""

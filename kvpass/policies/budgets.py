@@ -81,6 +81,16 @@ def window_starts(valid: Tensor, size: int | Tensor) -> Tensor:
     return torch.where(position < last, position // size * size, last)
 
 
+def at_least(count: Count, least: int) -> Count:
+    """Return a count, or `least` where the count is lower."""
+    return count.clamp(min=least) if isinstance(count, Tensor) else max(count, least)  # type: ignore[return-value]
+
+
+def at_most(count: Count, most: int) -> Count:
+    """Return a count, or `most` where the count is higher."""
+    return count.clamp(max=most) if isinstance(count, Tensor) else min(count, most)  # type: ignore[return-value]
+
+
 def share_of(count: Count, fraction: float) -> Count:
     """Return floor(fraction * count), exact for the decimal fraction: 0.29 of 100 is 29, not 28."""
     share = Fraction(str(fraction))

@@ -84,7 +84,7 @@ class Buzz(Policy):
         window: Any = self.window
         threshold: Any = self.threshold
         if window is None:
-            split = window_and_threshold(rest, self.stride, 0, self.old_stride)
+            split = window_and_threshold(rest, self.stride, self.old_stride)
             window = split[0] if threshold is None else rest - threshold
         return window, rest - window if threshold is None else threshold
 
@@ -187,22 +187,20 @@ def threshold_for(window: int, stride: int = 5, old_stride: int | None = None) -
     return round(window * _ratio(stride, old_stride))
 
 
-def window_and_threshold(
-    budget: Count, stride: int = 5, sinks: int = 4, old_stride: int | None = None
-) -> tuple[Count, Count]:
-    """Return w and T for a budget, as numbers or int64 tensors like the budget.
+def window_and_threshold(middle: Count, stride: int, old_stride: int | None) -> tuple[Count, Count]:
+    """Return w and T for the budget without sinks, as numbers or int64 tensors like this budget.
 
-    sinks + w + T == budget, and T / w is as in `threshold_for` or next to it.
+    w + T == middle, and T / w is as in `threshold_for` or next to it.
 
-    >>> window_and_threshold(68)
+    >>> window_and_threshold(64, 5, None)
     (12, 52)
     """
-    rest, parts = budget - sinks, 1 + _ratio(stride, old_stride)
-    if isinstance(rest, Tensor):  # float64, in which Python divides and rounds
-        windows = (rest.double() / parts).round().long().clamp(min=1)
-        return windows, rest - windows  # type: ignore[return-value]  # of what the budget is
-    window = max(1, round(rest / parts))
-    return window, rest - window  # type: ignore[return-value]
+    parts = 1 + _ratio(stride, old_stride)
+    if isinstance(middle, Tensor):  # float64, in which Python divides and rounds
+        windows = (middle.double() / parts).round().long().clamp(min=1)
+        return windows, middle - windows  # type: ignore[return-value]  # of what the budget is
+    window = max(1, round(middle / parts))
+    return window, middle - window  # type: ignore[return-value]
 
 
 def _interval(stride: int, old_stride: int | None) -> int:

@@ -34,6 +34,7 @@ from torch import Tensor
 from kvpass.arguments import Natural, Positive, Share
 from kvpass.errors import BudgetError
 from kvpass.policies.base import Policy
+from kvpass.policies.budgets import Count, at_least
 from kvpass.policies.heads import HeadSharding, reduce_heads
 from kvpass.policies.types import Attention, State, Tokens
 
@@ -85,8 +86,9 @@ class Cascade(Policy):
     def minimum_budget(self) -> int:
         return self.sinks + self.cascades
 
-    def fitting_budget(self, budget: int) -> int:
-        return self.sinks + max(1, (budget - self.sinks) // self.cascades) * self.cascades
+    def fitting_budget(self, budget: Count) -> Count:
+        tokens = at_least((budget - self.sinks) // self.cascades, 1)
+        return self.sinks + tokens * self.cascades  # type: ignore[return-value]
 
     def check_budget(self, budget: int) -> None:
         super().check_budget(budget)

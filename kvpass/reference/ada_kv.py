@@ -1,4 +1,4 @@
-"""Reference of `ada_kv`: that of `snapkv`, after the heads of a prompt have shared out the layer's budgets."""
+"""Transcribe `ada_kv`: `snapkv`, after the heads of a prompt have shared out the layer's budgets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reference of `buzz`: append tokens; sample the old part of a long middle, and keep each hive's best token."""
+"""Transcribe `buzz`: append tokens; sample the old part of a long middle, and keep each hive's best token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reference of `cascade`: sub-caches as lists, newest token last, with the recursion written token by token."""
+"""Transcribe `cascade`: sub-caches as lists, newest token last, with the recursion written token by token."""
 
 from __future__ import annotations
 

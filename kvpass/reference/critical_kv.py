@@ -1,4 +1,4 @@
-"""Reference of `critical_kv`: that of `ada_kv`, with a second choice by the projected values."""
+"""Transcribe `critical_kv`: `ada_kv`, with a second choice by the projected values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reference of `d2o`: accumulated attention selects tokens; each evicted token is merged into its nearest neighbour."""
+"""Transcribe `d2o`: accumulated attention selects tokens; each evicted token is merged into its nearest neighbour."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reference of `defensive_kv`: the worst case over late queries, and budgets of heads by what then wins."""
+"""Transcribe `defensive_kv`: the worst case over late queries, and budgets of heads by what then wins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reference of `duo_attention`: that of `streaming`, after the gates of a layer have divided its budget."""
+"""Transcribe `duo_attention`: `streaming`, after the gates of a layer have divided its budget."""
 
 from __future__ import annotations
 

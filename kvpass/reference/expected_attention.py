@@ -1,4 +1,4 @@
-"""Reference of `expected_attention`: the mean rotation as a matrix, and the log of a normal variable's mean exp."""
+"""Transcribe `expected_attention`: the mean rotation as a matrix, and the log of a normal variable's mean exp."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reference of `full`: no token is evicted."""
+"""Transcribe `full`: no token is evicted."""
 
 from __future__ import annotations
 

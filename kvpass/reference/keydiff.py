@@ -1,4 +1,4 @@
-"""Reference of `keydiff`: the lowest cosine with the mean of the unit keys stays."""
+"""Transcribe `keydiff`: the lowest cosine with the mean of the unit keys stays."""
 
 from __future__ import annotations
 

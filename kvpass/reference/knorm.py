@@ -1,4 +1,4 @@
-"""Reference of `knorm`: keep the keys with the smallest L2 norm."""
+"""Transcribe `knorm`: keep the keys with the smallest L2 norm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reference of `kv_align`: run the paper's network on one cached token at a time.
+"""Transcribe `kv_align`: run the paper's network on one cached token at a time.
 
 fc1 is applied to the concatenated input as in the paper, without precomputation.
 """

@@ -259,3 +259,8 @@ def attention_logits(
             logits = logits + bias[:, head % bias.shape[1]].float()
         out.append(logits.masked_fill(~mask[:, head % mask.shape[1]], -torch.inf))
     return torch.stack(out, 1)
+
+
+def attention_output(probabilities: Tensor, values: Tensor) -> Tensor:
+    """Sum values [B, Hkv, N, Dv], weighted by probabilities [B, Hq, q, N], to [B, Hq, q, Dv]."""
+    return probabilities.to(values.dtype) @ values.repeat_interleave(probabilities.shape[1] // values.shape[1], 1)

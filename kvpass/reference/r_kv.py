@@ -1,4 +1,4 @@
-"""Reference of `r_kv`: stored queries vote, and each pair of keys is compared."""
+"""Transcribe `r_kv`: stored queries vote, and each pair of keys is compared."""
 
 from __future__ import annotations
 

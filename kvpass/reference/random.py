@@ -1,4 +1,4 @@
-"""Reference of `random`: each token draws a number, on arrival or in each round, and the highest numbers are kept."""
+"""Transcribe `random`: each token draws a number, on arrival or in each round, and the highest numbers are kept."""
 
 from __future__ import annotations
 

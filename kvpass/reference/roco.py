@@ -1,4 +1,4 @@
-"""Reference of `roco`: store every probability of each token, and compute their mean and variance."""
+"""Transcribe `roco`: store every probability of each token, and compute their mean and variance."""
 
 from __future__ import annotations
 

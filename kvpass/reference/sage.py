@@ -1,4 +1,4 @@
-"""Reference of `sage`: each query head selects k prompt tokens; sinks, selected tokens and a ring are kept."""
+"""Transcribe `sage`: each query head selects k prompt tokens; sinks, selected tokens and a ring are kept."""
 
 from __future__ import annotations
 

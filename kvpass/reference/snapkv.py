@@ -1,4 +1,4 @@
-"""Reference of `snapkv`: the last queries of a prompt vote, the votes are smoothed, and other tokens form a ring."""
+"""Transcribe `snapkv`: the last queries of a prompt vote, the votes are smoothed, and other tokens form a ring."""
 
 from __future__ import annotations
 

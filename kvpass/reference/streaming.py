@@ -1,4 +1,4 @@
-"""Reference of `streaming`: append, attend over all tokens, keep [0, sinks) and the last budget - sinks."""
+"""Transcribe `streaming`: append, attend over all tokens, keep [0, sinks) and the last budget - sinks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reference of `tova`: evict the token with the least attention from the last query, except the last token."""
+"""Transcribe `tova`: evict the token with the least attention from the last query, except the last token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reference of `tri_attention`: the paper's sum over rotary pairs and distances, from keys before their rotation."""
+"""Transcribe `tri_attention`: the paper's sum over rotary pairs and distances, from keys before their rotation."""
 
 from __future__ import annotations
 

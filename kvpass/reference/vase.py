@@ -1,4 +1,4 @@
-"""Reference of `vase`: queries are kept until a row is compacted, and vote then; or keys and values are sketched."""
+"""Transcribe `vase`: queries are kept until a row is compacted, and vote then; or keys and values are sketched."""
 
 from __future__ import annotations
 

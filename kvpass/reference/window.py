@@ -1,4 +1,4 @@
-"""Reference of `window`: keep the last `budget` tokens."""
+"""Transcribe `window`: keep the last `budget` tokens."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def check_not_overwritten(moved: set[fx.Node], behind: set[fx.Node], result: fx.
         memory: that of the graph.
 
     Raises:
-        UnsupportedGraph: another node writes to their memory, for `behind` only after `result`.
+        UnsupportedGraph: a node writes to the memory of `moved`, or after `result` to the memory of `behind`.
     """
     for writer in (alias.overwriting_node(moved, memory), alias.overwriting_node(behind, memory, result)):
         if writer is not None:

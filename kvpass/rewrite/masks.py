@@ -64,7 +64,7 @@ class Masks:
         )
 
     def _drop_sparse_indices(self, mask: fx.Node) -> None:
-        """Take a mask's sparse indices as selecting all slots, and drop the outputs of the keys by which they score."""
+        """Check that a mask's sparse indices select all slots, and drop the outputs of their scoring keys."""
         step = self._step
         capacity, outputs = max(step.capacities), walk.results(step.graph)
         for index in sparse_index.sparse_indices(mask):

@@ -20,11 +20,11 @@ from kvpass.fx.walk import value
 from kvpass.lowering import attention_statistics
 from kvpass.lowering.attention_statistics import StatisticsArguments
 from kvpass.policies.base import Policy
-from kvpass.policies.budgets import window_starts
+from kvpass.policies.budgets import share_of, window_starts
 from kvpass.policies.types import Statistic
 from kvpass.rewrite import renumber
 from kvpass.torch_private import fx_nodes
-from kvpass.user_budget import Budget, window_for
+from kvpass.user_budget import Budget
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,19 +144,19 @@ def _operands(
 def _renumber(call: PromptCall, graph: fx.Graph, copy_of: dict[fx.Node, fx.Node]) -> None:
     """Make position ids and masks of the copy count tokens in windows; only the last window is cached."""
     policy, budget, padding_inputs = call.policies[0], call.budget, [copy_of[node] for node in call.padding_inputs[0]]
+    assert budget is not None  # policies that renumber evict
 
-    def valid_of(valid: Tensor | None, count: int, device: torch.device) -> Tensor:
-        return torch.ones(1, count, dtype=torch.bool, device=device) if valid is None else valid
+    def valid_and_window(valid: Tensor | None, count: int, device: torch.device) -> tuple[Tensor, int | Tensor]:
+        tokens = count if valid is None else valid.sum(-1, keepdim=True)
+        window = policy.fitting_budget(share_of(tokens, budget)) if isinstance(budget, float) else budget
+        return torch.ones(1, count, dtype=torch.bool, device=device) if valid is None else valid, window
 
     def ids_of(ids: Tensor, along: int, valid: Tensor | None) -> Tensor:
-        count = ids.shape[along]
-        starts = window_starts(valid_of(valid, count, ids.device), window_for(policy, budget, count, valid))
+        starts = window_starts(*valid_and_window(valid, ids.shape[along], ids.device))
         return renumber.subtract_by_row(ids, along, starts)
 
     def mask_of(mask: Tensor | None, query: Tensor, valid: Tensor | None, causal: bool) -> Tensor:
-        count = query.shape[2]
-        size = window_for(policy, budget, count, valid)
-        return renumber.window_mask(mask, causal, valid_of(valid, count, query.device), size)
+        return renumber.window_mask(mask, causal, *valid_and_window(valid, query.shape[2], query.device))
 
     argument_of = dict(zip(walk.placeholders(call.canonical_gm.graph), call.examples, strict=True))
     for reader in renumber.find_readers(call.canonical_gm, call.sites, argument_of, renumber.fits_prompt):

@@ -1,9 +1,9 @@
 """Find the nodes that read position ids, for policies that renumber cached tokens (`Policy.renumbers`).
 
-Lookups in tables of learned positions and rotary embeddings read position ids.  A step gives both the ids of the
-model's own code, minus the number of evicted tokens of the row (`kvpass.rewrite.passes.positions`); a prompt counts
-within windows (`kvpass.rewrite.prompt`).  So any offset that a model adds stays right, and ids do not change before a
-token is evicted.
+Lookups in tables of learned positions and rotary embeddings read position ids.  In a step both get the model's own ids
+minus the number of evicted tokens of the row (`kvpass.rewrite.passes.positions`).  In a prompt they get positions in
+windows (`kvpass.rewrite.prompt`).  So any offset that a model adds stays right, and ids do not change before a token is
+evicted.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def fits_step(seen: Tensor, length: Tensor) -> Plausible:
 
 
 def subtract_by_row(ids: Tensor, along: int, shift: Tensor) -> Tensor:
-    """Return the ids minus [B, q]; ids without a dimension for rows use row 0."""
+    """Subtract `shift` [B, q] from ids; ids without a dimension for rows use its row 0."""
     if ids.ndim == 1:
         return ids - shift[0].to(ids.dtype)
     shape = [1] * ids.ndim

@@ -1,4 +1,4 @@
-"""The settings of a backend, and how it rewrites and compiles the graphs of prompts and steps."""
+"""Define the settings of a backend, and rewrite and compile the graphs of prompts and steps by them."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ class BackendBase:
         policy: the eviction policy.
         budget, positions, inner, mode, options, strict, validate, kv_dtype, crop: see `kvpass.backend`, with
             `options` as sorted pairs.
+        compiles_at_once: whether the graph of a chunk is compiled at its first run instead of its second.
         recorder: collects facts for a report; None outside of `kvpass.explain`.
     """
 
@@ -54,6 +55,7 @@ class BackendBase:
     validate: bool = True
     kv_dtype: KVDtype | None = None
     crop: int = 0
+    compiles_at_once: bool = False
     recorder: Recorder | None = dataclasses.field(default=None, compare=False, repr=False)
     key_weights_of_steps: TensorSet = dataclasses.field(default_factory=TensorSet, compare=False, repr=False)
     """The tensors that make the keys of layers which have run a step."""
@@ -77,11 +79,11 @@ class BackendBase:
     @property
     def validates(self) -> bool:
         """True if the first rewrite of each graph is validated."""
-        return self.validate and not self.kv_store.is_reference
+        return self.validate and self.kv_store.can_validate
 
     @property
     def prefers_cache_positions(self) -> bool:
-        """True if positions are to be by cache, 0..n-1 over the cached tokens, where the model allows it."""
+        """True if cached tokens are to be numbered 0..n-1, where the model allows it."""
         return (self.positions or self.policy.positions) == "cache"
 
     def time_section(self, name: str) -> contextlib.AbstractContextManager[None]:
@@ -120,11 +122,6 @@ class BackendBase:
             )
 
     @property
-    def compiles_at_once(self) -> bool:
-        """True if the graph of a chunk is compiled at its first run, False if at its second."""
-        return False
-
-    @property
     def compiles_prompts_at_once(self) -> bool:
         """True if a static prompt graph on a CPU is compiled at its first run, False if at its second.
 
@@ -144,7 +141,7 @@ class BackendBase:
     def rewrite(self, call: StepCall) -> tuple[StepContext, StepRewrite]:
         """Rewrite a step graph onto slots, or onto the eager reference."""
         with self.time_section("kvpass"):
-            context = StepContext(call, gathers_all_tokens=self.kv_store.is_reference)
+            context = StepContext(call, gathers_all_tokens=self.kv_store.gathers_all_tokens)
             return context, rewrite_step(context, self.kv_store.passes, self.record_pass)
 
     def record_pass(self, record: PassRecord, graph: fx.Graph) -> None:

@@ -63,8 +63,8 @@ class PositionCheck:
             valid: bool [B, q], False for padding.
 
         Raises:
-            UnsupportedGraph: the ids of a row do not increase by one, ids from the caller begin above 0, or the others
-                of a row do not all begin alike.
+            UnsupportedGraph: the ids of a row do not increase by one, ids of the caller do not begin at 0, or the
+                model's own ids of one row begin at different numbers.
         """
         first_ids, own = None, None
         for ids, is_argument in zip(self._ids(arguments, valid), self._are_arguments, strict=True):

@@ -21,8 +21,8 @@ def tick(
     The answer follows from counts on the host, so the host does not wait for the device.
 
     Args:
-        valid: for each layer, one bool per row that is False where the token is padding, which the clocks do not
-            count; None if no row has padding.
+        valid: for each layer one bool per row, False if the token is padding, which clocks do not count; None if no
+            row has padding.
 
     Returns:
         Whether any row of any layer is due for compaction, and for each layer the clocks of its rows.

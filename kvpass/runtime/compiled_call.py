@@ -1,4 +1,4 @@
-"""Calls of a model that kvpass compiled itself, with a check that no returned cache grows.
+"""Call a model that kvpass compiled itself, and check that no returned cache grows.
 
 Where torch gives up on a function, because of its recompile limit or because it cannot continue after a graph break,
 the function runs uncompiled and torch does not call the backend.  The same happens where torch.compile is turned off,
@@ -47,7 +47,7 @@ BATCHES = (
 )
 
 _RUNNING: contextvars.ContextVar[Any] = contextvars.ContextVar("_RUNNING", default=None)
-"""The backend of the compiled model that runs in this context, whose own call checks the cache; None without one."""
+"""The backend of the compiled model that runs in this context and checks the cache; None if none runs."""
 
 
 class CompiledCall:
@@ -56,23 +56,23 @@ class CompiledCall:
     Attributes:
         call: the callable from torch.compile; None before the first call of a copied or unpickled model.
         strict: whether an ordinary cache that grows is an error.
-        model: the module that `call` runs; None for other callables.
+        model: the module that `call` runs.
         backend: the backend of `model`, set only if `model` was compiled in place.
         regions: the regions of the model's layers, which are active while the model is called.
-        parameter_names: the parameter names of the model's forward, or of `call` if `model` is None.
+        parameter_names: the parameter names of the model's forward.
     """
 
     def __init__(
         self,
         call: Callable[..., Any] | None,
         strict: bool,
-        model: Any = None,
+        model: torch.nn.Module,
         backend: Any = None,
         regions: LayerRegions | None = None,
     ) -> None:
         self.call, self.strict, self.model, self.backend = call, strict, model, backend
         self.regions = regions or LayerRegions()
-        self.parameter_names = cache_names.parameter_names(call if model is None else model)
+        self.parameter_names = cache_names.parameter_names(model)
         dynamo.never_compile_alone(CompiledCall.__call__)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
@@ -95,7 +95,7 @@ class CompiledCall:
                 f"{reason}, so the model would run uncompiled and its cache would grow: leave it out, or pass "
                 "strict=False"
             )
-        if reason is not None and self.model is not None:  # a frame that torch skips once is never compiled again
+        if reason is not None:  # a frame that torch skips once is never compiled again
             return dynamo.uncompiled_call(self.model)(*arguments, **named)
         for value in (*arguments, *named.values()):
             model_arguments.check_kind(value)
@@ -215,7 +215,7 @@ class _GetState:
 
     def __call__(self) -> Any:
         model = self.caller.model
-        state = type(model).__getstate__(model)
+        state = type(model).__getstate__(model)  # type: ignore[no-untyped-call]
         if not isinstance(state, dict) or dynamo.compiled_call(model) is not self.caller:
             return state
         caller = self.caller.for_copies()

@@ -1,4 +1,4 @@
-"""Runners of prompts and steps on the code of an artifact: `PromptRunner` and `StepRunner` without their graphs.
+"""Run prompts and steps on the code of an artifact: `PromptRunner` and `StepRunner` without their graphs.
 
 A runner reads its graph to find out what its arguments mean.  Here the answers come from a file, and the compiled code
 too.  Anyone may call a model in any way, so a graph's runner checks each call.  A `DecodeLoop` needs no such check: its
@@ -30,28 +30,23 @@ from kvpass.torch_private import inductor
 MOST_TOKENS = 1 << 20
 """The largest number of tokens for which an export evaluates the guards of a graph."""
 MOST_IN_A_CHUNK = 1 << 13
-"""The same, of tokens in one call on a cache."""
+"""The largest number of tokens in a chunk for which an export evaluates the guards of a graph."""
 
 
 def exported_prompt(backend: BackendBase, entry: Mapping[str, Any], run: inductor.Compiled) -> PromptRunner:
     """Return a runner of prompts on compiled code; `entry` is of `prompt_entry`."""
-    count, outputs = len(entry["sites"]), [_layer_outputs(**each) for each in entry["results"]]
+    count, outputs = len(entry["sites"]), [LayerOutputs(**each, operands=None) for each in entry["results"]]
     graph = PromptGraph(
         sites=[SiteFacts(**site) for site in entry["sites"]],
         policies=policies_by_layer(backend.policy, count),
-        stores_raw_keys=entry["ranked"],
+        stores_raw_keys=entry["stores_raw_keys"],
         rewrite=PromptRewrite(rewritten_gm=None, outputs=outputs, calls={}),
         outputs=entry["outputs"],
-        module_inputs=entry["owned"],
-        key_projections=[tuple(indices) for indices in entry["projecting"]],
+        module_inputs=entry["module_inputs"],
+        key_projections=[tuple(indices) for indices in entry["key_projections"]],
         output_projections=[None] * count,
     )
     return PromptRunner(backend, graph, compiled=run)
-
-
-def _layer_outputs(key: int, value: int, valid: int | None, statistics: list[int]) -> LayerOutputs:
-    """Return the outputs of a layer; the arguments have the names of a manifest."""
-    return LayerOutputs(key, value, valid, statistics, operands=None)
 
 
 def prompt_entry(runner: PromptRunner) -> dict[str, Any]:
@@ -67,13 +62,14 @@ def prompt_entry(runner: PromptRunner) -> dict[str, Any]:
         }
     )
     return dict(
-        ranked=graph.stores_raw_keys,
+        stores_raw_keys=graph.stores_raw_keys,
         sites=[dict(keys_out=s.keys_out, values_out=s.values_out, computed=s.computed) for s in graph.sites],
         results=[
-            dict(key=o.key, value=o.value, valid=o.valid_output, statistics=o.statistics) for o in graph.rewrite.outputs
+            dict(key=o.key, value=o.value, valid_output=o.valid_output, statistics=o.statistics)
+            for o in graph.rewrite.outputs
         ],
-        owned=list(graph.module_inputs),
-        projecting=[list(indices) for indices in graph.key_projections],
+        module_inputs=list(graph.module_inputs),
+        key_projections=[list(indices) for indices in graph.key_projections],
         outputs=graph.outputs,
     )
 
@@ -111,12 +107,12 @@ class ExportedStep(StepExecutor):
     def __init__(
         self, backend: BackendBase, entry: Mapping[str, Any], runs: Mapping[bool, tuple[Mapping[str, Any], Any]]
     ) -> None:
-        """Take an entry of `step_entry`, and by whether it compacts each `variant_entry` with its compiled code."""
+        """Take an entry of `step_entry`; `runs` has entries of variants and their code, by whether they compact."""
         padding_inputs = [tuple(each) for each in entry["padding_inputs"]]
         padding = PaddingTracker(padding_inputs, {index: index for each in padding_inputs for index in each})
         sites = [SiteFacts(-1, -1, False) for _ in padding_inputs]
         super().__init__(backend, sites, ExportedSizes(entry["counters"], entry["ids"]), padding)
-        self.most_seen, self.layouts = entry["last"], entry["layouts"]
+        self.most_seen, self.layouts = entry["most_seen"], entry["layouts"]
         self.variants_by_compact = {compact: (_rewrite_of(variant), run) for compact, (variant, run) in runs.items()}
 
     def call(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> StepResult:
@@ -153,18 +149,13 @@ class ExportedStep(StepExecutor):
         return PreparedStep(rewrite, [], flat, run)
 
 
-_VARIANT_FIELDS = {
-    "inputs": "inputs",
-    "columns": "columns",
-    "admitted_outputs": "admitted_outputs",
-    "valid_output": "valid",
-}
-"""The name in a manifest of each field of a `StepRewrite` that is stored there."""
+_VARIANT_FIELDS = ("inputs", "columns", "admitted_outputs", "valid_output")
+"""The fields of a `StepRewrite` that a manifest has unchanged."""
 
 
 def _rewrite_of(entry: Mapping[str, Any]) -> StepRewrite:
     """Return a rewrite without its graph; a loop needs only its outputs for the chunk."""
-    fields: dict[str, Any] = {name: entry[key] for name, key in _VARIANT_FIELDS.items()}
+    fields: dict[str, Any] = {name: entry[name] for name in _VARIANT_FIELDS}
     return StepRewrite(rewritten_gm=None, loose_inputs=set(entry["loose_inputs"]), queries=1, **fields)
 
 
@@ -176,7 +167,7 @@ def variant_entry(rewrite: StepRewrite) -> dict[str, Any]:
             "a mask that is made from all tokens anew in every call": not rewrite.is_repeatable,
         }
     )
-    fields = {key: getattr(rewrite, name) for name, key in _VARIANT_FIELDS.items()}
+    fields = {name: getattr(rewrite, name) for name in _VARIANT_FIELDS}
     return {**fields, "loose_inputs": sorted(rewrite.loose_inputs)}
 
 
@@ -196,7 +187,7 @@ def step_entry(runner: StepRunner, result: StepResult, ids_index: int) -> dict[s
     return dict(
         padding_inputs=[[runner.padding.indices[node] for node in nodes] for nodes in runner.padding.inputs],
         counters=list(runner.sizes.counters.values()),
-        last=result.length_before + _largest(runner.holds_after(result), MOST_TOKENS - result.length_before),
+        most_seen=result.length_before + _largest(runner.holds_after(result), MOST_TOKENS - result.length_before),
         ids=ids_index,
         layouts=layout_entries(result.caches),
     )

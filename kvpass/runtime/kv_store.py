@@ -40,13 +40,16 @@ class KVStore:
     Equal stores belong to backends that can continue each other's caches.
 
     Attributes:
-        is_reference: whether tokens are in lists of the eager reference.  A prompt graph then returns its queries, keys
-            and masks even if the policy needs no statistics, a step's masks read per-token inputs at full length, no
-            step is run on synthetic slots, and no heads are sharded over processes.
+        needs_operands: whether prompt graphs return queries, keys and masks even if the policy needs no statistics.
+        gathers_all_tokens: whether masks of steps read per-token inputs at full length.
+        can_validate: whether rewritten graphs can be validated, which runs steps on synthetic slots.
+        supports_shards: whether the heads of a layer may be sharded over processes.
+        has_fast_steps: whether a `FastStep` can repeat steps.
         passes: the passes over a step graph.
     """
 
-    is_reference = False
+    needs_operands = gathers_all_tokens = False
+    can_validate = supports_shards = has_fast_steps = True
 
     @property
     def passes(self) -> Sequence[Pass]:

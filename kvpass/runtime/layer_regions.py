@@ -177,7 +177,7 @@ def _unflatten_arguments(flat: Sequence[Any]) -> tuple[list[Any], dict[str, Any]
 
 
 def install_regions(model: torch.nn.Module) -> LayerRegions:
-    """Make the layers of a model run as regions in compiled calls; return what turns them on.
+    """Make the layers of a model run as regions in calls of `LayerRegions.run`; return these regions.
 
     Layers are members of one module list and of one class, and their forward takes a cache.
     """

@@ -1,4 +1,4 @@
-"""Identity of models and layers, read from the module tensors among the arguments of a call.
+"""Identify models and layers by the module tensors among the arguments of a call.
 
 One graph may serve several models, or several layers of one model, so the graph itself does not identify them.  All
 tensors are held by weak references: a tensor that is made later, even at the same address, is another tensor.  In
@@ -76,7 +76,7 @@ _RUN_SETTINGS = ("transformers_version", "use_cache", "dtype", "torch_dtype", "a
 
 
 def digest(tensor: Tensor) -> str:
-    """Return a digest of a tensor's shape, dtype and samples of its numbers; no numbers of a tensor without storage."""
+    """Return a digest of a tensor's shape and dtype, and of samples of its numbers if it has storage."""
     result = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
     try:
         flat = tensor.detach().reshape(-1)

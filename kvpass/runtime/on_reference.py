@@ -28,7 +28,7 @@ from kvpass.policies.budgets import Plan
 from kvpass.policies.pinned_tokens import Pins
 from kvpass.policies.types import Attention, Clock
 from kvpass.reference import reference_of
-from kvpass.reference.layer import ReferenceLayer, TakenTokens, attention_logits
+from kvpass.reference.layer import ReferenceLayer, TakenTokens, attention_logits, attention_output
 from kvpass.rewrite.computed_keys import ComputedKeys, cut_computed_keys
 from kvpass.rewrite.context import AttentionResults, Pass, PassRecord, StepContext
 from kvpass.rewrite.masks import MaskOnSlots, Masks
@@ -170,9 +170,8 @@ class _ReferenceCall:
         probabilities = _softmax(biased, sink_logit)  # [B, Hq, q, N + q]
         if self.stores:
             store.take(TokensToAdmit(stored, value, valid, Attention(), store.pins), probabilities, logits)
-        output: Tensor = probabilities.to(values.dtype) @ values.repeat_interleave(query.shape[1] // values.shape[1], 1)
-        output, lse = output.to(layout.dtype), biased.logsumexp(-1).to(layout.dtype)
-        return output, lse[..., None] if self.lse_has_dim else lse
+        lse = biased.logsumexp(-1, keepdim=self.lse_has_dim)
+        return attention_output(probabilities, values).to(layout.dtype), lse.to(layout.dtype)
 
     def _view_of(
         self, store: ReferenceLayer, new: NewTokens, stored: Tensor | None, bound: dict[str, list[Any]]
@@ -229,7 +228,8 @@ def _mask_and_bias(
 class ReferenceStore(KVStore):
     """Storage in a `ReferenceLayer` per cache, whose calls in a step graph admit and count tokens themselves."""
 
-    is_reference = True
+    needs_operands = gathers_all_tokens = True
+    can_validate = supports_shards = has_fast_steps = False
 
     @property
     def passes(self) -> Sequence[Pass]:
@@ -238,7 +238,7 @@ class ReferenceStore(KVStore):
     def admit_prompt(
         self, layout: Layout, prompt: TokensToAdmit, spec: StatisticsOperands | None, site: SiteFacts, plan: Plan
     ) -> tuple[ReferenceLayer, tuple[int, ...], tuple[Clock, ...]]:
-        assert spec is not None  # `is_reference`
+        assert spec is not None  # `needs_operands`
         return prefill_reference(layout, prompt, spec, site, plan.budgets_of_rows(layout.batch)), (), ()
 
     def make_room_for_pins(self, cache: Any, pins: Pins) -> None:

@@ -26,12 +26,8 @@ from kvpass.runtime import model_identity
 from kvpass.runtime.backend_base import BackendBase
 from kvpass.runtime.call_pins import pinned_headroom
 from kvpass.runtime.padding_tracker import true_indices
-from kvpass.user_budget import Budget, slots_for, slots_of_rows, window_for
+from kvpass.user_budget import Budget, slots_for, slots_of_rows
 
-RENUMBERED = (
-    "a policy that renumbers tokens must accept as a share of the prompt every budget from `minimum_budget` to "
-    "`last_position`, but its `fitting_budget` returns others: give a number of slots"
-)
 MIXED = (
     "budget={budget!r} gives rows {shares} tokens, and the model has a layer that stores its last {window}: some "
     "rows may hold all of these, and need no policy in that layer, and other rows may not; give a number of slots, or "
@@ -113,10 +109,6 @@ class PendingPrompt:
         valid = layers[0].tokens.valid
         prompt, shares = valid.shape[1], slots_of_rows(self.backend.policy, self.backend.budget, valid)
         budget, policy = max(shares), self.backend.policy
-        if policy.renumbers and isinstance(self.backend.budget, float):
-            windows = torch.as_tensor(window_for(policy, self.backend.budget, prompt, valid))
-            if windows.flatten().tolist() != shares:
-                raise BudgetError(RENUMBERED)
         self._check_windows(layers, shares)
         layers[:] = [_with_window_policy(layer, budget) for layer in layers]
         plans = self._plan_layers(layers, shares, prompt)
@@ -128,7 +120,7 @@ class PendingPrompt:
             layers[i] = None  # type: ignore[call-overload]
 
     def _plan_layers(self, layers: list[PromptLayer], shares: list[int], prompt: int) -> list[tuple[int, Plan]]:
-        """Return for each layer the budget that the user gave, of the row with the largest, and the policy's plan."""
+        """Return for each layer the largest of the rows' budgets from the user, and the policy's plan."""
         governed, budget = [layer for layer in layers if layer.policy is self.backend.policy], max(shares)
         if not self.backend.policy.evicts and prompt > budget:
             raise BudgetError(
@@ -224,7 +216,7 @@ class PendingPrompt:
 
 
 def _with_window_policy(layer: PromptLayer, budget: int) -> PromptLayer:
-    """Return the layer with the policy `Window` if the budget holds its own window, which then needs no eviction."""
+    """Return the layer, with the policy `Window` if the layer's own window fits into the budget."""
     window = layer.site.window
     if window is None or (layer.policy.evicts and budget < window):
         return layer

@@ -1,4 +1,4 @@
-"""Runner of prompt graphs: it computes the model's own attention and then admits the prompt to slots."""
+"""Run prompt graphs: compute the model's own attention, and then admit the prompt to slots."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class PromptRunner:
         policies = policies_by_layer(policy, len(sites))
         _check_policy(policy, policies, sites)
         scored = any(each.statistics for each in policies)
-        extras = backend.kv_store.is_reference or (backend.crop > 0 and scored)
+        extras = backend.kv_store.needs_operands or (backend.crop > 0 and scored)
         padding = padding_inputs_of_sites(canonical_gm, sites, step=False)
         holders, outputs = walk.placeholders(canonical_gm.graph), walk.results(canonical_gm.graph)
         relaid = with_heads_first(examples, captured.tokens_first)

@@ -1,4 +1,4 @@
-"""Sizes and integers among a step graph's arguments, and which of them follow the cache."""
+"""Read sizes and integers among a step graph's arguments, and find which of them follow the cache."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SizeInterpretation = tuple[int | None, ...]
 
 @dataclasses.dataclass(frozen=True)
 class SizeTie:
-    """A size that equals one of `StepSizes.sources` in a call, given by its index among them.
+    """A size that equals a source in a call; `source_index` is the index in `StepSizes.sources`.
 
     Dynamo gives the rows of a padding mask a symbol of their own if the graph does not relate them to the tokens' rows.
     """
@@ -176,7 +176,7 @@ class StepSizes(TokenCounters):
     def holds_after(
         self, other_sizes: SizeInterpretation, arguments: tuple[Any, ...], seen: int
     ) -> Callable[[int], bool]:
-        """Return a predicate: whether this graph's guards still hold that many tokens after a call."""
+        """Return a predicate of n: whether the graph's guards hold n tokens after a call."""
         following = {symbol for symbol, size in zip(self.other_sources, other_sizes, strict=True) if size is None}
         counting = {symbol for symbol, index in self.counters.items() if arguments[index] == seen}
         now = shapes.measure_symbols(self._canonical_gm.graph, arguments)

@@ -119,9 +119,9 @@ class StepExecutor:
     ) -> Callable[[tuple[Any, ...], Sequence[tuple[Any, ...]]], Sequence[Any]]:
         """Return a callable that does what `advance` does for one token while the caches keep their slots.
 
-        It is a `FastStep` for slots; for the eager reference it calls `advance`.
+        It is a `FastStep` for slots; the eager reference needs the preparation of `advance`.
         """
-        if self.backend.kv_store.is_reference:  # the reference needs the preparation that `FastStep` skips
+        if not self.backend.kv_store.has_fast_steps:
             return lambda arguments, _: self.advance(dataclasses.replace(inputs, arguments=arguments)).results
         step = self._prepare_step(inputs)
         return FastStep(inputs.caches, step.rewrite, step.run)
@@ -131,7 +131,7 @@ class StepExecutor:
         return self.sizes.shift_counts(arguments, caches[0].length - 1, by)
 
     def holds_after(self, result: StepResult) -> Callable[[int], bool]:
-        """Return a predicate: whether the code still serves a step that many tokens after one that ran."""
+        """Return a predicate of n: whether the code serves a step n tokens after one that ran."""
         raise NotImplementedError
 
     def _prepare_step(self, inputs: StepInputs) -> PreparedStep:

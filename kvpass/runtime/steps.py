@@ -1,4 +1,4 @@
-"""Runner of step graphs: check the caches of a call, choose the compiled variant, and return Dynamo's outputs."""
+"""Run step graphs: check the caches of a call, choose the compiled variant, and return Dynamo's outputs."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class StepRunner(StepExecutor):
         return cache
 
     def holds_after(self, result: StepResult) -> Callable[[int], bool]:
-        """Return a predicate: whether this graph's guards still hold that many tokens after a step that ran."""
+        """Return a predicate of n: whether the graph's guards hold n tokens after a step that ran."""
         return self.sizes.holds_after(result.inputs.other_sizes, result.arguments, result.length_before)
 
     # -- variants ---------------------------------------------------------------------------------------------------
@@ -193,9 +193,10 @@ class StepRunner(StepExecutor):
         raise refusals[0]
 
     def _rewrite(self, call: StepCall) -> StepRewrite:
-        """Rewrite the graph for a call; the first rewrite is validated, and later ones only by the tests.
+        """Rewrite the graph for a call, and validate the first rewrite.
 
-        Those differ in sizes, in whether the step compacts, and in how they read the mask of cached tokens.
+        Later rewrites differ in sizes, in whether the step compacts, and in how they read the mask of cached tokens.
+        Only tests validate them.
         """
         with walk.converting_errors(site.call for site in self.sites):
             context, rewrite = self.backend.rewrite(call)

@@ -1,4 +1,4 @@
-"""Rewritten step graphs, each for one kind of call or, with dynamic sizes, for many calls."""
+"""Keep rewritten step graphs, each for one kind of call or, with dynamic sizes, for many calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ShapeKey:
     Attributes:
         numbers: those of `StepSizes.sources`, such as rows and new tokens.
         capacities: of each of `exact_layers`, or else the common capacity of all layers; 1 if layers or heads differ.
-        budget: the common budget of all layers; 1 if the capacity is the budget or one more, and so tells it.
+        budget: the common budget of all layers; 1 if the capacity determines the budget.
         exact_layers: the layers whose layouts have `exact_capacity`, so that each has a capacity of its own.
     """
 

@@ -1,4 +1,4 @@
-"""Inductor's templates for C++ kernels: products of a few rows in C++ of ours, with what Inductor fuses into them."""
+"""Provide Inductor with templates of C++ kernels: products of a few rows, with what Inductor fuses into them."""
 
 from __future__ import annotations
 

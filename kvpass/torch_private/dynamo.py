@@ -1,4 +1,4 @@
-"""Private names of Dynamo: its settings, its notes on graph inputs, its counters, and how it calls a backend."""
+"""Use private names of Dynamo: its settings, its notes on graph inputs, its counters, and how it calls a backend."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def is_exported() -> bool:
     return any(of_export) or _python_dispatch.any_torch_dispatch_mode_on_stack()
 
 
-def mark_growing(handle: Tensor, dim: int = 2) -> None:
+def mark_growing(handle: Tensor, dim: int) -> None:
     """Mark a dimension as dynamic for Dynamo, which saves one static trace."""
     torch._dynamo.maybe_mark_dynamic(handle, dim)
 

@@ -1,4 +1,4 @@
-"""Inductor's code for a CPU as text and libraries, which another process loads without Inductor.
+"""Export Inductor's code for a CPU as text and libraries, which another process loads without Inductor.
 
 Inductor writes a Python module for each graph: kernels of machine code, each in a library of its own, and a function
 `call` that allocates memory and runs them.  `export_code` takes from the module what `call` needs, and `import_code`

@@ -1,4 +1,4 @@
-"""Private functions and operators of torch that graphs call, and copies of graphs."""
+"""Use private functions and operators of torch that graphs call, and copy graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels and libraries of machine code that Inductor makes for a CPU, and the modes that they run in."""
+"""Find kernels and libraries that Inductor makes for a CPU, and the modes that they run in."""
 
 from __future__ import annotations
 

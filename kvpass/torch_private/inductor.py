@@ -1,4 +1,4 @@
-"""Private names of Inductor: its settings, and compiling a graph, or its parts one by one without its wrappers."""
+"""Use private names of Inductor: its settings, and compiling a graph, or its parts one by one without its wrappers."""
 
 from __future__ import annotations
 

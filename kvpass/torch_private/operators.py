@@ -1,4 +1,4 @@
-"""Private operators of torch: collectives, autocast and attention with log-sum-exp."""
+"""Use private operators of torch: collectives, autocast and attention with log-sum-exp."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Private names of nested compile regions: calls of a traced body, which this module inlines."""
+"""Use private names of nested compile regions: calls of a traced body, which this module inlines."""
 
 from __future__ import annotations
 

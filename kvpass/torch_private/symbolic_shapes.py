@@ -1,4 +1,4 @@
-"""Private names of symbolic shapes: read symbols and guards, and create dynamic sizes."""
+"""Use private names of symbolic shapes: read symbols and guards, and create dynamic sizes."""
 
 from __future__ import annotations
 

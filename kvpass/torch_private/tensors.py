@@ -1,4 +1,4 @@
-"""Private names of tensors: subclasses, views, shared memory, and fake tensors with tracing."""
+"""Use private names of tensors: subclasses, views, shared memory, and fake tensors with tracing."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def ordinary(*tokens: int) -> Pairs:
 @pytest.mark.parametrize("form", FORMS)
 def test_the_layers_of_a_bounded_cache_are_found_once_each_and_in_order(form: str) -> None:
     layers = two_layers()
-    cache = in_form(form, [handles_of(layer) for layer in layers])
+    cache = in_form(form, [handles_of(layer, (2, 2)) for layer in layers])
     assert list(map(id, model_cache.caches_in(cache))) == list(map(id, layers))
     assert list(map(id, model_cache.caches_in(SimpleNamespace(cache=cache)))) == list(map(id, layers))  # of an output
     assert not model_cache.caches_in(in_form(form, ordinary(4, 4)))
@@ -51,7 +51,7 @@ def test_the_layers_of_a_bounded_cache_are_found_once_each_and_in_order(form: st
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "dictionary"])
 def test_a_bounded_cache_is_no_ordinary_one(form: str) -> None:
-    cache = in_form(form, [handles_of(layer) for layer in two_layers()])
+    cache = in_form(form, [handles_of(layer, (2, 2)) for layer in two_layers()])
     assert model_cache.has_handles(cache)
     assert model_cache.ordinary_keys(cache) == 0
     assert not model_cache.ordinary_caches([cache])
@@ -90,7 +90,7 @@ def test_other_arguments_are_no_caches(value: Any) -> None:
 @pytest.mark.parametrize("form", ["object", "tuples"])
 def test_refreshed_handles_have_the_present_number_of_tokens(form: str) -> None:
     layers = two_layers()
-    cache = in_form(form, [handles_of(layer) for layer in layers])
+    cache = in_form(form, [handles_of(layer, (2, 2)) for layer in layers])
     for layer in layers:
         layer.length += 3
     refreshed = model_cache.refresh_handles(cache, 3)

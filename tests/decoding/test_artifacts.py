@@ -164,7 +164,10 @@ def test_other_models_are_refused(exported: tuple[Path, str]) -> None:
 
 Change = Callable[[dict[str, Any]], object]
 CHANGES: list[tuple[Change, str]] = [
-    (lambda manifest: manifest.update(version=2), "is of format 2, and this kvpass reads format 1"),
+    (lambda manifest: manifest.update(version=1), "by an older kvpass, in format 1, .* format 2: export it again"),
+    (lambda manifest: manifest.update(version=3), "by a newer kvpass, in format 3, .* reads format 2: update kvpass"),
+    (lambda manifest: manifest.update(version=None), "has the format version None, which no kvpass writes"),
+    (lambda manifest: manifest.pop("version"), r"its manifest is damaged \(KeyError: 'version'\)"),
     (lambda manifest: manifest["made_by"].update(torch="2.9.0"), "exported with torch 2.9.0, and this process has 2"),
     (lambda manifest: manifest["made_by"].update(kvpass="0"), r"kvpass 0, and this process has \S+ \([0-9a-f]{12}\)"),
     (lambda manifest: manifest["made_by"].update(python="cpython-37"), "exported with python cpython-37"),
@@ -188,7 +191,7 @@ def test_other_versions_processors_and_settings_are_refused(
     manifest = json.loads((path / artifact_folder.MANIFEST).read_text())
     change(manifest)
     (path / artifact_folder.MANIFEST).write_text(json.dumps(manifest))
-    if manifest["version"] == artifact_folder.VERSION:  # for other versions only this field is read
+    if manifest.get("version") == artifact_folder.VERSION:  # for other versions only this field is read
         with pytest.raises(ArtifactError, match="its manifest was changed after it was written"):
             kvpass.load(path, model)
     manifest["digest"] = artifact_folder.digest_of(manifest)

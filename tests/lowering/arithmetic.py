@@ -66,10 +66,6 @@ class StepGraphs(Backend):
     def compile_prompt(self, rewritten_gm: fx.GraphModule, *_: Any) -> Callable[..., Any]:
         return fx_nodes.code_of(rewritten_gm)
 
-    @property
-    def compiles_at_once(self) -> bool:
-        return True
-
     def compile_step(self, rewritten_gm: fx.GraphModule, examples: Sequence[Any], *how: Any) -> Callable[..., Any]:
         self.steps.append((fx_nodes.copy_graph_module(rewritten_gm)[0], list(examples), *how))
         return fx_nodes.code_of(rewritten_gm)
@@ -78,7 +74,8 @@ class StepGraphs(Backend):
 def keeping(policy: str, **settings: Any) -> StepGraphs:
     """Return a backend with the settings of `kvpass.backend` and no step graphs."""
     plain = kvpass.backend(policy, validate=False, **settings)
-    return StepGraphs(**{field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)})
+    fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}
+    return StepGraphs(**fields | {"compiles_at_once": True})
 
 
 @torch.no_grad()

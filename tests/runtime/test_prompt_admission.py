@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from kvpass.backend import Backend
 from kvpass.cache.admission import TokensToAdmit
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.errors import BudgetError, PolicyError
-from kvpass.policies import Policy
 from kvpass.policies.pinned_tokens import Pins
 from kvpass.policies.types import Attention
 from kvpass.policies.window import Window
@@ -185,24 +183,6 @@ def test_a_window_within_the_budgets_of_some_rows_is_refused() -> None:
         admitted(shares, 20, (0, 8), windows=[None, 8])
     for window in (6, 11):
         assert len(admitted(shares, 20, (0, 8), windows=[None, window])) == 2
-
-
-def test_a_policy_that_renumbers_must_accept_every_share() -> None:
-    class Even(Policy):
-        """A policy that renumbers tokens and accepts even budgets alone."""
-
-        name, renumbers = "even_budgets", True
-
-        def fitting_budget(self, budget: int) -> int:
-            return max(2, budget // 2 * 2)
-
-        def minimum_budget(self) -> int:
-            return 2
-
-    pending = dataclasses.replace(pending_prompt(backend("streaming", 0.5), 14))
-    backend_of_even = dataclasses.replace(pending.backend, policy=Even())
-    with pytest.raises(BudgetError, match="a policy that renumbers tokens must accept"):
-        list(dataclasses.replace(pending, backend=backend_of_even).admit_layers())
 
 
 @torch.no_grad()

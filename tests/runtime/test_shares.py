@@ -213,6 +213,14 @@ def test_budgets_by_row_give_the_same_sizes_as_numbers() -> None:
         assert split[:, 0, 0].tolist() == [[*sage._split(number, 3)] for number in numbers]
 
 
+def test_fitting_budgets_of_rows_are_those_of_numbers() -> None:
+    aligned = policies.resolve("kv_align", {"aligner": random_aligner("direct")})
+    others = [policies.resolve(name, {}) for name in policies.names() if name not in MODEL_SPECIFIC]
+    for policy in (aligned, *others):
+        rows = policy.fitting_budget(torch.tensor([[0], [13], [50]]))
+        assert rows.flatten().tolist() == [policy.fitting_budget(budget) for budget in (0, 13, 50)]
+
+
 def test_slots_of_rows() -> None:
     valid = torch.ones(3, 20, dtype=torch.bool)
     valid[1, :8] = False

@@ -1,4 +1,4 @@
-"""Settings of the demo."""
+"""Define the settings of the demo."""
 
 from __future__ import annotations
 

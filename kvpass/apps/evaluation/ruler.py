@@ -1,4 +1,6 @@
-"""Synthetic tasks after RULER ("What's the Real Context Size of Your Long-Context Language Models?", arXiv:2404.06654).
+"""Define synthetic tasks after RULER.
+
+"What's the Real Context Size of Your Long-Context Language Models?" https://arxiv.org/abs/2404.06654
 
 Needles among other needles, variables that are assigned to each other, and the most common words of a list.  The
 question stands at the end of the prompt, or comes as a turn of its own once the prompt has been compressed: then the

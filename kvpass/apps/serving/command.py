@@ -1,4 +1,4 @@
-"""The command `kvpass serve`."""
+"""Run the command `kvpass serve`."""
 
 from __future__ import annotations
 

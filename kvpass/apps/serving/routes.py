@@ -1,4 +1,4 @@
-"""The HTTP endpoints: OpenAI's chat completions, completions and models, and health, metrics and conversations."""
+"""Define the HTTP endpoints: OpenAI's chat completions, completions and models, health, metrics, conversations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the endpoints share: the model with its tokenizer, the engine, the conversations and the checks of requests."""
+"""Share the model, the tokenizer, the engine, the conversations and the checks of requests among endpoints."""
 
 from __future__ import annotations
 

@@ -204,13 +204,6 @@ class EncodedVectors:
         for part, new_part in zip(self.parts, vectors.parts, strict=True):
             part[:, :, : new_part.shape[2]] = new_part
 
-    def scatter(self, indices: Tensor, count: int) -> EncodedVectors:
-        """Return `count` vectors with these vectors at indices [n] and zeros elsewhere."""
-        scattered = EncodedVectors.empty(self.format, (*self.shape[:2], count), self.device)
-        for part, vector_part in zip(scattered.parts, self.parts, strict=True):
-            part[:, :, indices] = vector_part
-        return scattered
-
     def gather(self, indices: Tensor) -> EncodedVectors:
         """Return the vectors at indices [B, H', n]."""
         indices_by_head = indices.expand(-1, self.shape[1], -1)[..., None]
