@@ -42,7 +42,7 @@ class Loop(Engine):
 
     def prompt(self, ids: list[list[int]], room: int) -> list[int]:
         self.loop = self.loop or kvpass.DecodeLoop(self.model, self.setup.policy or "full", budget=self.setup.budget)
-        self.loop.state = None  # a further prompt would continue the conversation
+        self.loop.reset()  # a further prompt would continue the conversation
         self.loop.prompt(torch.tensor(ids))
         return [row[0] for row in self.steps(1)]
 

@@ -287,13 +287,12 @@ def _check_equal(loop: DecodeLoop, loaded: DecodeLoop, batch: int) -> None:
     length = max(2, budget // 2) if loop.prefill_chunk is None else max(2, min(budget // 2, 2 * loop.prefill_chunk))
     result = []
     for each in (loop, loaded):
+        each.reset()
         if each.requests is not None:
-            each.requests = type(each.requests)(each, each.requests.count)
             prompts = list(synthetic_tokens(each, length, each.requests.count))
             done = each.generate_batch(prompts, max_new_tokens=6, stop=[])
             result.append((torch.tensor([output.generated_tokens for output in done.values()]), each.cache))
         else:
-            each.state = None
             each.prompt(synthetic_tokens(each, length, batch))
             result.append((each.generate(6), each.cache))
     (expected, theirs), (found, ours) = result

@@ -146,6 +146,16 @@ class DecodeLoop:
         """
         visit_graphs(self, rows)
 
+    def reset(self) -> None:
+        """Forget the conversation and its prefix, or all requests and their outputs; compiled code stays.
+
+        The next prompt begins a new conversation.  The random state of `generator` stays too; requests are numbered
+        from zero again, so they get the names and seeds of those of a new loop.
+        """
+        self.state = self.prefix = None
+        if self.requests is not None:
+            self.requests = RequestScheduler(self, self.requests.count)
+
     @property
     def cache(self) -> Any:
         """Current cache object of the model; None before the first prompt, or that of `branch`."""

@@ -160,7 +160,6 @@ def visit_graphs(loop: Any, rows: int, prefixes: bool = False) -> None:
         BudgetError: the budget holds none of the prompts.
     """
     apart = copy.copy(loop)
-    apart.state = apart.prefix = None
     apart.stop, apart.generator = loop.stop[:0], loop.sampling.generator(loop.device)
     pads = rows > 1 and "attention_mask" in loop.caller.parameter_names
     left_out = LeftOut()
@@ -189,7 +188,7 @@ def _parts(loop: Any, length: int) -> list[tuple[int, int]]:
 
 def _request(loop: Any, length: int, steps: int) -> None:
     """Run two requests, and raise the error with which one failed: a loop of requests reports it in the output."""
-    loop.requests = type(loop.requests)(loop, loop.requests.count)
+    loop.reset()
     outputs = loop.generate_batch(list(synthetic_tokens(loop, length, 2)), max_new_tokens=max(1, steps))
     for output in outputs.values():
         if output.cause is not None:
@@ -204,7 +203,7 @@ def synthetic_tokens(loop: Any, count: int, rows: int = 1) -> Tensor:
 
 def _converse(loop: Any, rows: int, parts: Sequence[tuple[int, int]], padded: bool) -> None:
     """Run a prompt and turns, with steps after each."""
-    loop.state = None
+    loop.reset()
     for new, steps in parts:
         ids = synthetic_tokens(loop, new, rows)
         mask = torch.ones_like(ids)

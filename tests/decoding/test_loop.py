@@ -56,6 +56,22 @@ def test_equal_to_generate_until_something_is_evicted(architecture: str, padding
     assert (graphs(), breaks()) == (2, 0)
 
 
+def test_reset_begins_a_new_conversation_on_the_same_code() -> None:
+    discard_compiled_code()
+    loop, ids = loop_on(llama(), policy="h2o", budget=8), prompt(2, 11, ())[0]
+    loop.prompt(ids)
+    expected = loop.generate(9)
+    loop.prompt(ids[:, :3])
+    before = graphs()
+    loop.reset()
+    assert loop.cache is None
+    with pytest.raises(kvpass.CacheHandleError, match="needs a prompt"):
+        loop.generate(1)
+    loop.prompt(ids)
+    assert torch.equal(loop.generate(9), expected)
+    assert graphs() == before
+
+
 @pytest.mark.parametrize("rows", [None, 2])
 def test_inference_mode_may_change_between_calls(rows: int | None) -> None:
     """Check that inference mode can change between calls, because traces do not depend on it."""

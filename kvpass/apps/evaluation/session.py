@@ -73,7 +73,7 @@ class Session:
     def prompt(self, prompts: Sequence[Sequence[int]]) -> None:
         """Begin new conversations with prompts, one a row."""
         batch = ScoringBatch.of(prompts, [[]] * len(prompts), self.loop.device)
-        self.loop.state = None
+        self.loop.reset()
         self.loop.prompt(batch.ids, batch.mask)
         self.tick(batch.ids.shape[1])
 
@@ -93,7 +93,7 @@ class Session:
 
     def answer_to(self, turns: Sequence[Sequence[int]], count: int) -> str:
         """Return the text of up to `count` tokens that follow one conversation's turns, fed one after the other."""
-        self.loop.state = None
+        self.loop.reset()
         for turn in turns:
             self.loop.prompt(torch.tensor([list(turn)], device=self.loop.device))
         (result,) = self.loop.generate(count)
@@ -137,7 +137,7 @@ class UncompiledLoop:
     Attributes:
         chunk: tokens of a prompt that are fed together; None for whole prompts.
         stop: tokens that end an answer once every row has come to one.
-        state: the conversation; set it to None for a new one.
+        state: the conversation; None before a prompt.
     """
 
     def __init__(self, model: Any, chunk: int | None, stop: Sequence[int] = ()) -> None:
@@ -145,6 +145,10 @@ class UncompiledLoop:
         self.device = next(model.parameters()).device
         self.stop = torch.tensor(list(stop), dtype=torch.int64)
         self.state: PlainState | None = None
+
+    def reset(self) -> None:
+        """Forget the conversation."""
+        self.state = None
 
     @property
     def cache(self) -> Any:
