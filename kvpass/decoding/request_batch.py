@@ -171,7 +171,7 @@ class RequestBatch(LoopState):
     @property
     def variant(self) -> Any:
         """Facts about sampling in the rows that the host decides, and that a CUDA graph depends on."""
-        return self.sampling.draws, self.sampling.limits
+        return self.sampling.draws, self.sampling.is_limited
 
     def mark_new_tokens(self, mask: Tensor) -> None:
         """Write into a padding mask which of the new tokens are real, in every column.
