@@ -213,9 +213,10 @@ class DecodeLoop:
             whole = torch.cat([seen, mask], 1)
         given = (self.caller, ids, whole, before, self.prefill_chunk)
         out = last_of(prefill.run_chunks(*given, pinned=pinned, on_top=on_top))
-        first = self.sampling.choose(out.logits[:, -1], self.generator)
-        self.state = LoopState(self, cache_names.cache_of_output(out), first, whole.sum(-1, keepdim=True), whole)
-        self.prefix = None
+        state = LoopState(self, cache_names.cache_of_output(out), whole)
+        state.choose(out.logits[:, -1:])
+        state.pending = 1
+        self.state, self.prefix = state, None
 
     @check_arguments
     def branch(self, cache: Any) -> None:
