@@ -198,7 +198,7 @@ def test_parts_that_are_not_warmed_up_are_logged(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(synthetic_conversation, "prompt_lengths", lambda *_: [4, 40])
-    monkeypatch.setattr(synthetic_conversation.Room, "of", lambda *_: synthetic_conversation.Room())
+    monkeypatch.setattr(synthetic_conversation.TokenAllowance, "of", lambda *_: synthetic_conversation.TokenAllowance())
     loop_on(llama(), policy="full", budget=24, read_interval=1).warm()
     assert "not all of prompts [1, 40] is compiled ahead: policy 'full' keeps every token" in caplog.text
 
