@@ -24,7 +24,7 @@ ROOMS = (
     "versions",
     "tensor_files",
     "torch_private",
-    "cache_names",
+    "model_access",
     "fx",
     "policies",
     "user_budget",

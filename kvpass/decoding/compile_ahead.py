@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 import torch
 from torch import Tensor
 
-from kvpass import cache_names
+from kvpass import model_access
 from kvpass.arguments import Condition, Positive, check_arguments
 from kvpass.backend import Backend
 from kvpass.backend import compile as compile_model
@@ -143,7 +143,7 @@ class _Conversation(SyntheticConversation):
     """A conversation through `generate` if the model has it, else by calls."""
 
     def __init__(self, model: Any, rows: int, padded: bool) -> None:
-        super().__init__(ModelCall.of(model), next(model.parameters()).device, rows, padded)
+        super().__init__(ModelCall.of(model), model_access.device_of(model), rows, padded)
         self.model = model
 
     def converse(self, new: int, answer: int) -> None:
@@ -157,14 +157,14 @@ class _Conversation(SyntheticConversation):
         out = self.model.generate(
             ids,
             attention_mask=self.mask(ids.shape[1]),
-            **cache_names.arguments(self.model, self.cache),
+            **model_access.cache_arguments(self.model, self.cache),
             min_new_tokens=answer,
             max_new_tokens=answer,
             do_sample=False,
             return_dict_in_generate=True,
             pad_token_id=0,
         )
-        self.cache, self.seen = cache_names.cache_of_output(out), out.sequences.shape[1] - 1
+        self.cache, self.seen = model_access.cache_of_output(out), out.sequences.shape[1] - 1
 
 
 @contextlib.contextmanager

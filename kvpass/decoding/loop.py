@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from kvpass import cache_names
+from kvpass import model_access
 from kvpass.arguments import Natural, Positive, check_arguments, require
 from kvpass.backend import backend
 from kvpass.decoding import prefill
@@ -213,7 +213,7 @@ class DecodeLoop:
             whole = torch.cat([seen, mask], 1)
         given = (self.caller, ids, whole, before, self.prefill_chunk)
         out = last_of(prefill.run_chunks(*given, pinned=pinned, on_top=on_top))
-        state = LoopState(self, cache_names.cache_of_output(out), whole)
+        state = LoopState(self, model_access.cache_of_output(out), whole)
         state.choose(out.logits[:, -1:])
         state.pending = 1
         self.state, self.prefix = state, None

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
-from kvpass import cache_names
+from kvpass import model_access
 from kvpass.arguments import short_text
 from kvpass.backend import Backend
 from kvpass.cache.handle import Handle
@@ -177,7 +177,7 @@ class StepState(abc.ABC):
                 "a mask of this model is made from all tokens anew in every step, which a decode loop does not repeat; "
                 "use model.generate"
             )
-        self.cache = cache_names.cache_of_output(out)
+        self.cache = model_access.cache_of_output(out)
         self.step = self.step or RepeatedStep(self)
         self.step.repeat(ran[0], out.logits, mask, expected)
         if self.loop.parts.has_changed():  # the model's code sets attributes, so it has to run at every step

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass import cache_names
+from kvpass import model_access
 from kvpass.decoding.model_call import ModelCall, input_embedding
 from kvpass.decoding.prefill import last_of, run_chunks
 from kvpass.errors import BudgetError, RequestError
@@ -228,7 +228,7 @@ class SyntheticConversation:
         for count in counts:
             self.seen += count
             outputs = run_chunks(self.caller, self.tokens(count), self.mask(self.seen), self.cache, chunk)
-            self.cache = cache_names.cache_of_output(last_of(outputs))
+            self.cache = model_access.cache_of_output(last_of(outputs))
 
     def tokens(self, count: int) -> Tensor:
         """Return token ids, int64 [rows, count]."""

@@ -14,13 +14,12 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass import cache_names
 from kvpass.arguments import Positive, check_arguments
 from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.capture import capture
 from kvpass.errors import AlignerError, CalibrationError, UnsupportedGraph
 from kvpass.fx import walk
-from kvpass.policies.aligners.signature import architecture_of, device_of, rows_of
+from kvpass.model_access import architecture_of, cache_of_output, checked_keys_and_values, device_of
 from kvpass.policies.calibration import CalibratedModel, Calibration, multiply_pairs, pair_norms
 from kvpass.torch_private import dynamo
 
@@ -91,7 +90,7 @@ def _probe_keys(model: torch.nn.Module, tokens: Tensor, window: int) -> list[dic
     for position in (0, *(p for p in POSITIONS if p < window)):
         out = model.forward(input_ids=ids, position_ids=torch.full_like(ids, position), use_cache=True)
         try:
-            rows = rows_of(model, cache_names.cache_of_output(out))
+            rows = checked_keys_and_values(model, cache_of_output(out))
         except AlignerError as error:
             raise CalibrationError(str(error)) from error
         layers = layers or [{} for _ in rows]

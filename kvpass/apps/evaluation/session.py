@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import kvpass
-from kvpass import cache_names
+from kvpass import model_access
 from kvpass.apps.evaluation import scoring
 from kvpass.apps.evaluation.scoring import AgreementScores, Feed, FullPredictions, Scored, ScoringBatch
 from kvpass.apps.models import LoadedModel
@@ -103,7 +103,7 @@ class Session:
     @torch.no_grad()
     def read(self, ids: Tensor) -> Any:
         """Return the cache after tokens int64 [B, T]."""
-        cache = cache_names.cache_of_output(
+        cache = model_access.cache_of_output(
             last_of(run_chunks(self.caller, ids, torch.ones_like(ids), None, self.chunk))
         )
         self.tick(ids.shape[1])
@@ -142,7 +142,7 @@ class UncompiledLoop:
 
     def __init__(self, model: Any, chunk: int | None, stop: Sequence[int] = ()) -> None:
         self.caller, self.chunk = ModelCall.of(model), chunk
-        self.device = next(model.parameters()).device
+        self.device = model_access.device_of(model)
         self.stop = torch.tensor(list(stop), dtype=torch.int64)
         self.state: PlainState | None = None
 
@@ -164,7 +164,7 @@ class UncompiledLoop:
         if state is not None:
             mask = torch.cat([state.mask, mask], 1)
         out = last_of(run_chunks(self.caller, ids, mask, self.cache, self.chunk))
-        self.state = PlainState(cache_names.cache_of_output(out), mask, out.logits[:, -1:].argmax(-1))
+        self.state = PlainState(model_access.cache_of_output(out), mask, out.logits[:, -1:].argmax(-1))
 
     def generate(self, tokens: int) -> Tensor:
         """Return up to `tokens` new tokens, int64 [B, n] on the CPU; CacheHandleError before a prompt."""
