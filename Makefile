@@ -36,7 +36,7 @@ CHANGED := tests/test_model_access.py tests/diagnostics/test_doctor.py tests/dec
     tests/gpu/test_cuda_emission.py
 
 # What needs no C++ compiler: graphs are read and rewritten, policies run eagerly.  `CXX=false` keeps it so.
-UNIT := tests/fx tests/capture tests/benchmarks tests/gpu/test_listing.py tests/diagnostics/test_query_statistics.py \
+UNIT := tests/fx tests/capture tests/benchmarks tests/gpu/test_listing.py tests/calibration \
     tests/diagnostics/test_simulate.py tests/test_arguments.py tests/test_docs.py tests/test_layout.py
 
 unit: $(INSTALLED)

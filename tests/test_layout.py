@@ -37,6 +37,7 @@ ROOMS = (
     "backend",
     "decoding",
     "diagnostics",
+    "calibration",
     "apps",
 )
 """Files and folders of the package. Each imports only those before it."""
