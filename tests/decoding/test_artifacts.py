@@ -191,7 +191,7 @@ def test_other_versions_processors_and_settings_are_refused(
     if manifest["version"] == artifact_folder.VERSION:  # for other versions only this field is read
         with pytest.raises(ArtifactError, match="its manifest was changed after it was written"):
             kvpass.load(path, model)
-    manifest["digest"] = artifact_folder.digest_of(manifest)
+    manifest["digest"] = artifact_folder.manifest_digest(manifest)
     (path / artifact_folder.MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises((ArtifactError, PolicyError), match=message):
         kvpass.load(path, model)
