@@ -124,12 +124,13 @@ class StepState(abc.ABC):
         """Sample the next tokens from logits [B, 1, vocabulary] and advance the state, all on the device."""
 
     @abc.abstractmethod
-    def mark_new_tokens(self, mask: Tensor) -> None:
-        """Write into a padding mask [B, tokens seen] which of the new tokens are real."""
-
-    @abc.abstractmethod
     def _stops(self, tokens: Tensor) -> Tensor:
         """Return bool [B], true where a row ends with its token."""
+
+    def mark_new_tokens(self, mask: Tensor) -> None:
+        """Write into a padding mask [B, tokens seen] which of the new tokens are real; needless if no row can stop."""
+        if self.may_end:
+            mask[:, -1:] = (~self.stopped)[:, None]
 
     @property
     def variant(self) -> Any:
@@ -269,35 +270,21 @@ class LoopState(StepState):
     def next(self, wanted: int) -> Tensor | None:
         """Return the next token of each row, [B], of about `wanted`; None if all conversations have stopped."""
         if not self.ready and not self.all_stopped:
-            self.ready.extend(self._decode_tokens(min(wanted, self.loop.read_interval)))
+            self.follow_model()
+            while self.pending < min(wanted, self.loop.read_interval):
+                self.advance()
+            self.ready.extend(self._read_used())
         return self.ready.popleft() if self.ready else None
 
-    def _decode_tokens(self, count: int) -> list[Tensor]:
-        """Return the next `count` tokens; fewer if all conversations stop."""
-        self.follow_model()
-        while self.pending < count:
-            self.advance()
-        return self._read_used()
-
     def _read_used(self) -> list[Tensor]:
-        """Return the tokens that the host has not read, without steps in which every row had stopped."""
+        """Return the tokens that the host has not read, without steps before which every row had stopped."""
         columns = self.read_tokens()
-        return list(columns[: self._count_used(columns)])
-
-    def _count_used(self, columns: Tensor) -> int:
-        """Return how many of the steps [n, B] have a token for a row that had not stopped before."""
-        stops = torch.isin(columns, self.loop.stop.cpu()) | self.stopped_on_host
-        over = stops.cumsum(0) > 0
-        self.stopped_on_host = over[-1]
-        self.all_stopped = bool(over[-1].all())
-        return 1 + int((~over[:-1]).any(-1).sum())
+        over = (torch.isin(columns, self.loop.stop.cpu()) | self.stopped_on_host).cumsum(0) > 0
+        self.stopped_on_host, self.all_stopped = over[-1], bool(over[-1].all())
+        return list(columns[: 1 + int((~over[:-1]).any(-1).sum())])
 
     def choose(self, logits: Tensor) -> None:
         self._record(self.loop.sampling.choose(logits[:, -1], self.loop.generator))
-
-    def mark_new_tokens(self, mask: Tensor) -> None:
-        if self.may_end:
-            mask[:, -1:] = (~self.stopped)[:, None]
 
 
 class RepeatedStep:
