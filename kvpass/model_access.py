@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.errors import AlignerError
+from kvpass.errors import AlignerError, KVPassError
 from kvpass.torch_private import dynamo
 
 OLD_KEYWORD, NEW_KEYWORD = "past_key_values", "cache"
@@ -103,17 +103,13 @@ def keys_and_values(cache: Any) -> list[tuple[Any, Any]]:
     return [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in layers]
 
 
-def checked_keys_and_values(model: Any, cache: Any) -> list[tuple[Tensor, Tensor]]:
-    """Return each layer's keys and values [B, Hkv, n, D or Dv] in a cache that a model has returned.
-
-    Raises:
-        AlignerError: the cache has other entries than keys and values.
-    """
+def checked_keys_and_values(
+    model: Any, cache: Any, error: type[KVPassError] = AlignerError
+) -> list[tuple[Tensor, Tensor]]:
+    """Return each layer's keys and values [B, Hkv, n, D or Dv] in a cache of a model, or raise `error`."""
     rows = keys_and_values(cache)
     if not rows or any(not isinstance(x, Tensor) or x.ndim != 4 for pair in rows for x in pair):
-        raise AlignerError(
-            f"{architecture_of(model)} returns no cache with keys and values [B, heads, tokens, dimension]"
-        )
+        raise error(f"{architecture_of(model)} returns no cache with keys and values [B, heads, tokens, dimension]")
     return rows
 
 

@@ -19,7 +19,7 @@ from kvpass.backend import raise_when_run
 from kvpass.capture import decomposed_attention
 from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.capture import capture
-from kvpass.errors import AlignerError, CalibrationError, KVPassError, UnsupportedGraph
+from kvpass.errors import CalibrationError, KVPassError, UnsupportedGraph
 from kvpass.fx import walk
 from kvpass.model_access import architecture_of, cache_of_output, checked_keys_and_values, device_of
 from kvpass.policies.calibration import CalibratedModel, Calibration, multiply_pairs, pair_norms
@@ -91,10 +91,7 @@ def _probe_keys(model: torch.nn.Module, tokens: Tensor, window: int) -> list[dic
     layers: list[dict[int, Tensor]] = []
     for position in (0, *(p for p in POSITIONS if p < window)):
         out = model.forward(input_ids=ids, position_ids=torch.full_like(ids, position), use_cache=True)
-        try:
-            rows = checked_keys_and_values(model, cache_of_output(out))
-        except AlignerError as error:
-            raise CalibrationError(str(error)) from error
+        rows = checked_keys_and_values(model, cache_of_output(out), CalibrationError)
         layers = layers or [{} for _ in rows]
         for keys, (key, _) in zip(layers, rows, strict=True):
             keys[position] = key[:, :, 0]
