@@ -106,7 +106,7 @@ def keys_and_values(cache: Any) -> list[tuple[Any, Any]]:
 def checked_keys_and_values(
     model: Any, cache: Any, error: type[KVPassError] = AlignerError
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return each layer's keys and values [B, Hkv, n, D or Dv] in a cache of a model, or raise `error`."""
+    """Return each layer's keys and values [B, Hkv, n, D or Dv] of a cache, or raise `error`."""
     rows = keys_and_values(cache)
     if not rows or any(not isinstance(x, Tensor) or x.ndim != 4 for pair in rows for x in pair):
         raise error(f"{architecture_of(model)} returns no cache with keys and values [B, heads, tokens, dimension]")

@@ -128,7 +128,7 @@ class StepState(abc.ABC):
         """Return bool [B], true where a row ends with its token."""
 
     def mark_new_tokens(self, mask: Tensor) -> None:
-        """Write into a padding mask [B, tokens seen] which of the new tokens are real; needless if no row can stop."""
+        """Write into a padding mask [B, tokens seen] which new tokens are real, if rows can stop."""
         if self.may_end:
             mask[:, -1:] = (~self.stopped)[:, None]
 

@@ -106,7 +106,8 @@ def unreadable_model() -> Any:
 
 
 def measured(model: Any) -> list[Callable[[], Any]]:
-    return [lambda: kvpass.calibrate(model, TEXT, window=64), lambda: measure_gates(model, TEXT, window=64, recent=8)]
+    how: dict[str, Any] = dict(window=64, sinks=4, recent=8)
+    return [lambda: kvpass.calibrate(model, TEXT, window=64), lambda: measure_gates(model, TEXT, **how)]
 
 
 def test_a_refused_cache_update_is_an_error_of_kvpass() -> None:
