@@ -32,11 +32,11 @@ CASES += 'tests/test_compiled.py::test_inductor_equals_eager[Llama-streaming]'
 CASES += tests/decoding/test_loop.py::test_compiled_by_inductor
 CASES += tests/test_weights.py::test_layers_whose_weights_wrap_tensors_share_code
 # What `make newest` runs in addition to these: names of caches and of operators, and what triton makes for GPUs.
-CHANGED := tests/test_cache_names.py tests/diagnostics/test_doctor.py tests/decoding/test_prefill.py tests/capture/test_capture.py \
+CHANGED := tests/test_model_access.py tests/diagnostics/test_doctor.py tests/decoding/test_prefill.py tests/capture/test_capture.py \
     tests/gpu/test_cuda_emission.py
 
 # What needs no C++ compiler: graphs are read and rewritten, policies run eagerly.  `CXX=false` keeps it so.
-UNIT := tests/fx tests/capture tests/benchmarks tests/gpu/test_listing.py tests/diagnostics/test_query_statistics.py \
+UNIT := tests/fx tests/capture tests/benchmarks tests/gpu/test_listing.py tests/calibration \
     tests/diagnostics/test_simulate.py tests/test_arguments.py tests/test_docs.py tests/test_layout.py
 
 unit: $(INSTALLED)

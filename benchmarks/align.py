@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 import kvpass
 from benchmarks import books
-from kvpass import cache_names
+from kvpass import model_access
 from kvpass.apps import corpus, models
 from kvpass.policies import aligners
 from kvpass.policies.aligners.signature import signature_of
@@ -111,7 +111,7 @@ def streamed(model: Any, ids: Tensor, policy: Policy, window: int, settings: Set
     out = compiled(ids[:, :window], use_cache=True)
     losses = []
     for t in tqdm(range(window, settings.length - 1), desc=f"{policy.name} {window}", leave=False):
-        out = cache_names.call_model(compiled, ids[:, t : t + 1], cache_names.cache_of_output(out))
+        out = model_access.call_model(compiled, ids[:, t : t + 1], model_access.cache_of_output(out))
         if t >= settings.skip:
             losses.append(loss_of(out.logits[:, -1], ids[:, t + 1]))
     return float(torch.stack(losses).mean())
@@ -137,7 +137,7 @@ def streaming(model: Any, ids: Tensor, policy: Policy, window: int) -> Callable[
     state = {"out": compiled(ids[:1, :window], use_cache=True)}
 
     def step() -> None:
-        state["out"] = cache_names.call_model(compiled, ids[:1, :1], cache_names.cache_of_output(state["out"]))
+        state["out"] = model_access.call_model(compiled, ids[:1, :1], model_access.cache_of_output(state["out"]))
 
     return step
 

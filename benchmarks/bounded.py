@@ -12,7 +12,7 @@ from torch import Tensor
 import kvpass
 from benchmarks.model import Conversation, tokens
 from benchmarks.timing import timed
-from kvpass import cache_names, policies
+from kvpass import model_access, policies
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.decoding.stepping import refresh_handles
 from kvpass.policies import Policy, Tokens
@@ -82,7 +82,7 @@ def conversation(model: Any, case: Case, prompt: int, **more: Any) -> Conversati
     chosen = {**case.settings(), **more}
     ids = tokens(prompt)
     first = torch.compile(model, backend=kvpass.backend(inner="eager", **chosen))
-    cache = cache_names.cache_of_output(first(ids, use_cache=True, logits_to_keep=1))
+    cache = model_access.cache_of_output(first(ids, use_cache=True, logits_to_keep=1))
     made = Conversation(torch.compile(model, backend=kvpass.backend(**chosen)), cache)
     for _ in range(2):
         made.step()

@@ -23,7 +23,7 @@ from benchmarks.bounded import BUDGET, Case
 from benchmarks.model import build, tokens
 from benchmarks.report import Row, Table, Target, by_tokens, columns
 from benchmarks.settings import Settings
-from kvpass import cache_names
+from kvpass import model_access
 from kvpass.apps.evaluation import plots
 
 TITLE = "Long prompts in chunks"
@@ -80,7 +80,7 @@ def _bounded(model: Any, policy: str) -> Callable[..., Any]:
 def _growing(model: Any, ids: torch.Tensor) -> Any:
     cache = transformers.DynamicCache()
     for part in ids.split(CHUNK, 1):
-        cache_names.call_model(model, part, cache, logits_to_keep=1)
+        model_access.call_model(model, part, cache, logits_to_keep=1)
     return cache
 
 

@@ -21,7 +21,7 @@ from benchmarks.model import build, tokens
 from benchmarks.report import Row, Table, Target
 from benchmarks.settings import Settings
 from benchmarks.timing import timed
-from kvpass import cache_names
+from kvpass import model_access
 
 TITLE = "Compile time"
 STATIC, DYNAMIC = "torch.compile, StaticCache", "torch.compile, DynamicCache"
@@ -75,8 +75,8 @@ def first(name: str, layers: int) -> Row:
         call()
 
     def call() -> None:
-        out = cache_names.call_model(forward, state[0], state[1], logits_to_keep=1)
-        state[:] = [out.logits[:, -1:].argmax(-1), cache_names.cache_of_output(out)]
+        out = model_access.call_model(forward, state[0], state[1], logits_to_keep=1)
+        state[:] = [out.logits[:, -1:].argmax(-1), model_access.cache_of_output(out)]
 
     return {"prompt": timed(start), "steps": timed(call) + timed(call), "again": timed(start)}
 

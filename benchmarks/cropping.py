@@ -17,7 +17,7 @@ from benchmarks.report import Row, Table, Target, under
 from benchmarks.settings import Settings
 from benchmarks.step import PROMPT
 from benchmarks.timing import Local, Plan, interleaved, medians, spread
-from kvpass import cache_names
+from kvpass import model_access
 
 TITLE = "Steps and chunks whose tokens can be taken back"
 CROP = 8
@@ -61,7 +61,7 @@ def _call(talk: Conversation, new: int) -> Callable[[], Any]:
 
 
 def _chunk(talk: Conversation, ids: torch.Tensor) -> None:
-    talk.cache = cache_names.cache_of_output(cache_names.call_model(talk.forward, ids, talk.cache))
+    talk.cache = model_access.cache_of_output(model_access.call_model(talk.forward, ids, talk.cache))
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:

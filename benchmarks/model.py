@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from kvpass import cache_names
+from kvpass import model_access
 
 LAYERS, WIDTH, HEADS, KV_HEADS, DIM, VOCABULARY = 8, 512, 8, 4, 64, 4096
 LONGEST = 1 << 17  # positions that the configuration allows
@@ -68,10 +68,10 @@ class Conversation:
     ids: Tensor = dataclasses.field(default_factory=lambda: tokens(1))
 
     def __post_init__(self) -> None:
-        self._name = cache_names.cache_keyword(self.forward)  # looked up once, because steps are timed
+        self._name = model_access.cache_keyword(self.forward)  # looked up once, because steps are timed
 
     def step(self) -> None:
         out = self.forward(self.ids, **{self._name: self.cache}, use_cache=True)
-        self.cache = cache_names.cache_of_output(out)
+        self.cache = model_access.cache_of_output(out)
         self.after(self.cache)
         self.ids = out.logits[:, -1:].argmax(-1)

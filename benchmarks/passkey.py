@@ -18,7 +18,7 @@ from benchmarks import apart, bounded
 from benchmarks.recall import AT_ONCE, BUDGET, LATER, by_way, outcomes, piece_count, read
 from benchmarks.report import Row, Table
 from benchmarks.settings import Settings
-from kvpass import cache_names
+from kvpass import model_access
 from kvpass.apps.evaluation.recall import LINE, TIMES, VALUE, PairVocabulary, PlantedPairs, likeliest, plant
 from kvpass.apps.evaluation.retrieval import NOISE
 from kvpass.apps.models import LoadedModel, load_memory
@@ -66,8 +66,8 @@ def accuracies(caller: ModelCall, planted: Sequence[PlantedPairs], tick: Any) ->
         for parts in zip(*[(each.text, each.question(0), each.answer(0)) for each in planted], strict=True)
     )
     later = likeliest(caller, torch.cat([asked, answer[:, :-1]], 1), read(caller, text, tick))[:, 1:]
-    prompt = cache_names.call_model(caller.call, torch.cat([text, asked], 1), logits_to_keep=1)
-    rest = likeliest(caller, answer[:, :-1], cache_names.cache_of_output(prompt))
+    prompt = model_access.call_model(caller.call, torch.cat([text, asked], 1), logits_to_keep=1)
+    rest = likeliest(caller, answer[:, :-1], model_access.cache_of_output(prompt))
     at_once = torch.cat([prompt.logits[:, -1:].argmax(-1), rest], 1)
     return {LATER: _shares(later, answer, len(planted)), AT_ONCE: _shares(at_once, answer, len(planted))}
 

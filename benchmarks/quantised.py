@@ -31,7 +31,7 @@ from benchmarks.model import DIM, HEADS, KV_HEADS, Conversation, build
 from benchmarks.model import tokens as random_tokens
 from benchmarks.refusals import with_policy
 from benchmarks.timing import Local, Plan, interleaved, medians
-from kvpass import cache_names, policies
+from kvpass import model_access, policies
 from kvpass.apps import corpus
 from kvpass.apps.evaluation.perplexity import exponential
 from kvpass.apps.evaluation.scoring import ScoringBatch, score
@@ -184,9 +184,9 @@ def peers(given: argparse.Namespace) -> None:
 
 def _logits(model: Any, ids: Tensor, prompt: int, cache: Any) -> Tensor:
     """Return the logits [B, n, V] of the tokens after a prompt, fed one by one."""
-    out, found = cache_names.call_model(model, ids[:, :prompt], cache), []
+    out, found = model_access.call_model(model, ids[:, :prompt], cache), []
     for column in ids[:, prompt:].split(1, 1):
-        out = cache_names.call_model(model, column, cache_names.cache_of_output(out))
+        out = model_access.call_model(model, column, model_access.cache_of_output(out))
         found.append(out.logits)
     return torch.cat(found, 1)
 
@@ -223,7 +223,7 @@ def _conversation(model: Any, policy: str, budget: int, kv_dtype: KVDtype | None
     """Return a conversation after a short prompt, because a step reads all slots whatever they hold."""
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=kvpass.backend(policy, budget=budget, kv_dtype=kv_dtype))
-    talk = Conversation(compiled, cache_names.cache_of_output(compiled(random_tokens(PROMPT), use_cache=True)))
+    talk = Conversation(compiled, model_access.cache_of_output(compiled(random_tokens(PROMPT), use_cache=True)))
     for _ in range(3):
         talk.step()
     return talk

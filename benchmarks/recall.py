@@ -21,7 +21,7 @@ from benchmarks import apart, bounded
 from benchmarks.refusals import with_policy
 from benchmarks.report import Row, Table
 from benchmarks.settings import Settings
-from kvpass import cache_names, policies
+from kvpass import model_access, policies
 from kvpass.apps import corpus
 from kvpass.apps.evaluation import plots
 from kvpass.apps.evaluation.recall import PairVocabulary, PlantedPairs, likeliest, plant_pairs, right_words
@@ -112,10 +112,10 @@ def read(caller: ModelCall, text: Tensor, tick: Callable[[], object]) -> Any:
     """Return the cache after text int64 [B, T], fed in pieces of one length; a shorter prompt precedes them."""
     first = text[:, : text.shape[1] - piece_count(text) * PIECE]
     dynamo.mark_growing(first, 1)  # prompts with a question are longer
-    cache = cache_names.cache_of_output(cache_names.call_model(caller.call, first))
+    cache = model_access.cache_of_output(model_access.call_model(caller.call, first))
     for start in range(first.shape[1], text.shape[1], PIECE):
-        out = cache_names.call_model(caller.call, text[:, start : start + PIECE], cache)
-        cache = cache_names.cache_of_output(out)
+        out = model_access.call_model(caller.call, text[:, start : start + PIECE], cache)
+        cache = model_access.cache_of_output(out)
         tick()
     return cache
 
@@ -146,7 +146,7 @@ def _right_in_turn(caller: ModelCall, planted: PlantedPairs, numbers: Tensor) ->
     lines = planted.pairs[torch.arange(len(numbers)), numbers]  # [B, 3 + V]
     question, answer = lines[:, :2], lines[:, 2:-1]
     prompt = torch.cat([planted.text, question], 1)
-    cache = cache_names.cache_of_output(cache_names.call_model(caller.call, prompt, logits_to_keep=1))
+    cache = model_access.cache_of_output(model_access.call_model(caller.call, prompt, logits_to_keep=1))
     found: list[float] = (likeliest(caller, answer[:, :-1], cache) == answer[:, 1:]).float().mean(1).tolist()
     return found
 

@@ -20,7 +20,7 @@ from benchmarks.model import build, tokens
 from benchmarks.report import Row, Table, Target
 from benchmarks.settings import Settings
 from benchmarks.timing import timed
-from kvpass import cache_names
+from kvpass import model_access
 from kvpass.backend import Backend
 
 TITLE = "New lengths, batches and budgets"
@@ -83,8 +83,8 @@ class _Talk:
 
     def _call(self, rows: int, count: int, begins: bool = False) -> None:
         past = None if begins else self.past
-        out = cache_names.call_model(self.model, tokens(count).expand(rows, -1).contiguous(), past)
-        self.past = cache_names.cache_of_output(out)
+        out = model_access.call_model(self.model, tokens(count).expand(rows, -1).contiguous(), past)
+        self.past = model_access.cache_of_output(out)
 
     def turns(self) -> Iterator[tuple[int, Callable[[], None]]]:
         """Yield turns of one conversation; each has a step after it, of which only the first is timed."""

@@ -5,13 +5,13 @@ torch.compile(model, backend=kvpass.backend(policy="h2o", budget=1024))
 
 from kvpass import policies
 from kvpass.backend import Backend, backend, compile
+from kvpass.calibration.query_statistics import calibrate
 from kvpass.decoding.artifacts import export, load
 from kvpass.decoding.cache_files import load_cache, save_cache
+from kvpass.decoding.compile_ahead import warm
 from kvpass.decoding.loop import DecodeLoop
 from kvpass.decoding.prefill import prefill
 from kvpass.decoding.requests import GenerationOutput, RequestStatus
-from kvpass.diagnostics.compile_ahead import warm
-from kvpass.diagnostics.query_statistics import calibrate
 from kvpass.diagnostics.report import CacheReport, ExplainReport, explain, inspect
 from kvpass.diagnostics.simulate import Trace, simulate
 from kvpass.errors import (

@@ -81,7 +81,7 @@ class Backend(BackendBase):
                     regions.check_weights(gm)
                 return self._with_options(mode, options)._compile(gm, examples)
         except (KVPassError, regions.LayersDiffer) as error:
-            return _refusal(error)
+            return raise_when_run(error)
         finally:
             dynamo.release_source_lines()
 
@@ -198,7 +198,9 @@ class Backend(BackendBase):
         return False
 
 
-def _refusal(error: Exception) -> Callable[..., Any]:
+def raise_when_run(error: Exception) -> Callable[..., Any]:
+    """Return a callable that raises an error, in place of a graph: Dynamo would wrap what a backend raises."""
+
     def refuse(*_: Any) -> Any:
         raise error.with_traceback(None)  # which would hold the frames of the compilation, and of every call
 
@@ -348,7 +350,7 @@ def by_name(
     try:
         chosen = backend(**settings)
     except KVPassError as error:
-        return _refusal(error)
+        return raise_when_run(error)
     used = [each for made in _made_by_name if (each := made()) is not None]
     if chosen not in used:
         used.append(chosen)

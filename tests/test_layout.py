@@ -24,7 +24,7 @@ ROOMS = (
     "versions",
     "tensor_files",
     "torch_private",
-    "cache_names",
+    "model_access",
     "fx",
     "policies",
     "user_budget",
@@ -37,6 +37,7 @@ ROOMS = (
     "backend",
     "decoding",
     "diagnostics",
+    "calibration",
     "apps",
 )
 """Files and folders of the package. Each imports only those before it."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import kvpass
 from benchmarks.gpu.bench import Bench, Row
-from kvpass import cache_names
+from kvpass import model_access
 
 LENGTHS = ((256, 1024), (512, 2048), (1024, 4096), (2048, 8192))  # prompt and generated tokens: D2O's table 3
 BUDGET = 1024
@@ -55,13 +55,13 @@ def _plain(bench: Bench, model: Any, ids: Tensor, total: int, static: bool, step
     """Return a loop of greedy steps on a full cache of the mean length of the run."""
     cache = transformers.StaticCache(config=model.config, max_cache_len=total) if static else None
     step = torch.compile(model, mode="reduce-overhead") if static and bench.device.type == "cuda" else model
-    out = cache_names.call_model(model, ids, cache, logits_to_keep=1)
-    state = [out.logits[:, -1:].argmax(-1), cache_names.cache_of_output(out)]
+    out = model_access.call_model(model, ids, cache, logits_to_keep=1)
+    state = [out.logits[:, -1:].argmax(-1), model_access.cache_of_output(out)]
 
     def run(count: int) -> None:
         for _ in range(count):
-            out = cache_names.call_model(step, *state)
-            state[:] = [out.logits[:, -1:].argmax(-1).clone(), cache_names.cache_of_output(out)]
+            out = model_access.call_model(step, *state)
+            state[:] = [out.logits[:, -1:].argmax(-1).clone(), model_access.cache_of_output(out)]
 
     run(4)
     return _rate(bench, lambda: run(steps), len(ids), steps)

@@ -9,7 +9,7 @@ import torch
 import kvpass
 from benchmarks.rivals.engine import Engine, Setup
 from benchmarks.rivals.torch_models import load
-from kvpass import cache_names
+from kvpass import model_access
 
 
 class Forward(Engine):
@@ -28,8 +28,8 @@ class Forward(Engine):
 
     @torch.inference_mode()
     def _call(self) -> list[int]:
-        out = cache_names.call_model(self.model, self.ids, self.cache, logits_to_keep=1)
-        self.cache, self.ids = cache_names.cache_of_output(out), out.logits[:, -1:].argmax(-1)
+        out = model_access.call_model(self.model, self.ids, self.cache, logits_to_keep=1)
+        self.cache, self.ids = model_access.cache_of_output(out), out.logits[:, -1:].argmax(-1)
         return [int(token) for token in self.ids]
 
 
@@ -42,7 +42,7 @@ class Loop(Engine):
 
     def prompt(self, ids: list[list[int]], room: int) -> list[int]:
         self.loop = self.loop or kvpass.DecodeLoop(self.model, self.setup.policy or "full", budget=self.setup.budget)
-        self.loop.state = None  # a further prompt would continue the conversation
+        self.loop.reset()  # a further prompt would continue the conversation
         self.loop.prompt(torch.tensor(ids))
         return [row[0] for row in self.steps(1)]
 

@@ -30,7 +30,7 @@ class Uncompiled(Engine):
 
     def __init__(self, setup: Setup) -> None:
         self.model = load(setup)
-        # The name without kvpass.cache_names: importing kvpass would count as the start of this engine.
+        # The name without kvpass.model_access: importing kvpass would count as the start of this engine.
         named = inspect.signature(type(self.model).forward).parameters
         self.name = "past_key_values" if "past_key_values" in named else "cache"
         self.forward: Callable[..., Any] = self.model

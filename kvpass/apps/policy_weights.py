@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from kvpass.apps import checkpoint, corpus, models
-from kvpass.diagnostics.gate_measurement import measure_gates
-from kvpass.diagnostics.query_statistics import calibrate
+from kvpass.calibration.gate_measurement import measure_gates
+from kvpass.calibration.query_statistics import calibrate
 from kvpass.errors import KVPassError
 from kvpass.policies.calibration import pair_norms
 from kvpass.policies.head_gates import HeadGates

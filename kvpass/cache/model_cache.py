@@ -9,7 +9,7 @@ import optree
 import torch
 from torch import Tensor
 
-from kvpass import cache_names
+from kvpass import model_access
 from kvpass.cache.handle import Handle, current_cache, handle_like
 from kvpass.cache.layer_cache import CacheOwner, LayerCache
 
@@ -42,7 +42,7 @@ def _handles(cache: Any) -> Iterator[Handle]:
     """Yield every handle in a DecodeLoop, a cache object with `layers` that have `keys`, or nested containers."""
     if not isinstance(cache, Tensor):  # a handle has a `cache` of its own
         attributes = (getattr(cache, name, None) for name in ("self_attention_cache", "layers"))
-        inner = next((x for x in (cache_names.cache_of_output(cache), *attributes) if x is not None), None)
+        inner = next((x for x in (model_access.cache_of_output(cache), *attributes) if x is not None), None)
         if inner is not None:
             yield from _handles(inner)
             return
@@ -94,7 +94,7 @@ def _caches_of_output(output: Any) -> Iterator[Any]:
         named = list(output.items() if isinstance(output, Mapping) else getattr(output, "__dict__", {}).items())
     for name, value in named:
         pairs = isinstance(value, (tuple, list)) and bool(value) and isinstance(value[0], (tuple, list))
-        if pairs or name in (cache_names.OLD, cache_names.NEW) or is_cache_object(value):
+        if pairs or name in (model_access.OLD_KEYWORD, model_access.NEW_KEYWORD) or is_cache_object(value):
             yield value
 
 

@@ -1,1 +1,1 @@
-"""Decode in loops: one conversation, prompts in chunks, or many requests."""
+"""Decode in loops: conversations, prompts in chunks, or many requests; compile ahead, save and export."""

@@ -62,16 +62,16 @@ def write_folder(target: Path) -> Iterator[ExportFiles]:
 def write_manifest(files: ExportFiles, manifest: Mapping[str, Any]) -> str:
     """Write the manifest, with the digests of all files and its own, and return the latter."""
     whole = {**manifest, "version": VERSION, "files": files.digests}
-    found = digest_of(whole)
+    found = manifest_digest(whole)
     text = json.dumps({**whole, "digest": found}, indent=1)
     (files.folder / MANIFEST).write_text(text, encoding="utf-8")
     return found
 
 
-def digest_of(manifest: Mapping[str, Any]) -> str:
+def manifest_digest(manifest: Mapping[str, Any]) -> str:
     """Return the digest of a manifest, without the digest that it contains."""
     content = {name: value for name, value in manifest.items() if name != "digest"}
-    return digest(json.dumps(content, sort_keys=True).encode())
+    return sha256_hex(json.dumps(content, sort_keys=True).encode())
 
 
 def read_manifest(folder: Path, wanted: str | None) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def read_manifest(folder: Path, wanted: str | None) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as error:
         raise ArtifactError(f"its manifest is damaged ({type(error).__name__}: {error})") from error
     tensor_files.check_version(version, VERSION, "export it again", ArtifactError)
-    found = digest_of(manifest)
+    found = manifest_digest(manifest)
     if found != said:
         raise ArtifactError("its manifest was changed after it was written")
     if wanted is not None and found != wanted:
@@ -96,7 +96,7 @@ def read_manifest(folder: Path, wanted: str | None) -> dict[str, Any]:
             content = (folder / name).read_bytes()
         except OSError as error:
             raise ArtifactError(f"a file is missing: {error}") from error
-        if digest(content) != expected:
+        if sha256_hex(content) != expected:
             raise ArtifactError(f"{name} is damaged or was changed after it was written")
     return manifest
 
@@ -126,7 +126,7 @@ class ExportFiles:
 
     def add(self, content: bytes, suffix: str) -> str:
         """Add a file, and return its name in the artifact."""
-        found = digest(content)
+        found = sha256_hex(content)
         name = found[:32] + suffix
         if name not in self.digests:
             (self.folder / name).write_bytes(content)
@@ -147,7 +147,7 @@ class ExportFiles:
             stored = {name: tensor.detach().clone().contiguous() for name, tensor in self._tensors.items()}
             content: bytes = tensor_files.library().torch.save(stored)
             (self.folder / TENSORS).write_bytes(content)
-            self.digests[TENSORS] = digest(content)
+            self.digests[TENSORS] = sha256_hex(content)
 
 
 def code_entry(run: Any, files: ExportFiles) -> dict[str, Any] | None:
@@ -183,6 +183,6 @@ def read_arguments(entry: Mapping[str, Any]) -> set[int] | None:
     return None if entry["source"] == WHOLE else {int(index) for index in re.findall(r"\ba\[(\d+)\]", entry["source"])}
 
 
-def digest(content: bytes) -> str:
+def sha256_hex(content: bytes) -> str:
     """Return the digest by which an artifact names and checks its files."""
     return hashlib.sha256(content).hexdigest()

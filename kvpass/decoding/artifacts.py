@@ -287,13 +287,12 @@ def _check_equal(loop: DecodeLoop, loaded: DecodeLoop, batch: int) -> None:
     length = max(2, budget // 2) if loop.prefill_chunk is None else max(2, min(budget // 2, 2 * loop.prefill_chunk))
     result = []
     for each in (loop, loaded):
+        each.reset()
         if each.requests is not None:
-            each.requests = type(each.requests)(each, each.requests.count)
             prompts = list(synthetic_tokens(each, length, each.requests.count))
             done = each.generate_batch(prompts, max_new_tokens=6, stop=[])
             result.append((torch.tensor([output.generated_tokens for output in done.values()]), each.cache))
         else:
-            each.state = None
             each.prompt(synthetic_tokens(each, length, batch))
             result.append((each.generate(6), each.cache))
     (expected, theirs), (found, ours) = result
@@ -362,7 +361,7 @@ def _model_entry(model: torch.nn.Module) -> dict[str, Any]:
     return {
         "class": type(model).__name__,
         "config": model_identity.settings_of(model),
-        "weights": {names[id(x)]: model_identity.digest(x) for x in model.parameters()},
+        "weights": {names[id(x)]: model_identity.weight_digest(x) for x in model.parameters()},
         "tensors": {name: _shape(tensor) for name, tensor in named_tensors(model)},
     }
 
@@ -380,7 +379,7 @@ def _check_model(saved: Mapping[str, Any], model: torch.nn.Module) -> None:
         raise ArtifactError(f"is for a model of another configuration: {', '.join(found[:5])}")
     tensors = dict(named_tensors(model))
     _check_tensors(saved["tensors"], tensors)
-    others = [name for name, result in saved["weights"].items() if model_identity.digest(tensors[name]) != result]
+    others = [name for name, was in saved["weights"].items() if model_identity.weight_digest(tensors[name]) != was]
     if others:
         raise ArtifactError(f"is for other weights: {', '.join(others[:3])} differ, {len(others)} in all")
 

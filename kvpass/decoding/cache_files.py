@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from kvpass import cache_names, policies, tensor_files
+from kvpass import model_access, policies, tensor_files
 from kvpass.arguments import check_arguments
 from kvpass.backend import Backend, backend
 from kvpass.cache.handle import Handle, current_cache
@@ -67,7 +67,7 @@ def save_cache(cache: Any, path: FilePath) -> None:
             "a DecodeLoop is saved after a prompt, and not while it serves requests (`rows`): save the tokens of each "
             "GenerationOutput, to add them again as prompts, and the cache of a `prefix` that requests share"
         )
-    cache_object = cache_names.cache_of_output(cache)
+    cache_object = model_access.cache_of_output(cache)
     cache_object = cache if cache_object is None else cache_object
     layers = caches_in(cache_object)
     if not layers:
@@ -213,14 +213,10 @@ def _layers_of(
         layer_policy = backend.policy if spec is None else backend.policy.for_layer(index, len(entries))
         if spec is not None and policies.to_entry(layer_policy) != spec:
             layer_policy = policy_of(spec)
-        cache = cache_of(entry, mine, backend, layer_policy, _device_of(model))
+        cache = cache_of(entry, mine, backend, layer_policy, model_access.device_of(model))
         cache.model = weights
         mark_addresses_static(cache.slots)
         yield cache
-
-
-def _device_of(model: torch.nn.Module) -> torch.device:
-    return next((each.device for each in model.parameters()), torch.device("cpu"))
 
 
 # -- the model's cache object ------------------------------------------------------------------------------------------
@@ -275,9 +271,9 @@ class CacheObjectReader:
             return self._object(value, encoded["layers"])
         readers: dict[str, Callable[[Any], Any]] = {
             "handle": lambda found: self._handle(*found),
-            "tensor": lambda name: self.tensors[name].to(_device_of(self.model)),
+            "tensor": lambda name: self.tensors[name].to(model_access.device_of(self.model)),
             "dtype": lambda name: torch.empty(0, dtype=getattr(torch, name)).dtype,
-            "device": lambda _: _device_of(self.model),
+            "device": lambda _: model_access.device_of(self.model),
             "value": lambda plain: plain,
             "list": lambda items: [self.decode(each) for each in items],
             "tuple": lambda items: tuple(self.decode(each) for each in items),
@@ -291,7 +287,7 @@ class CacheObjectReader:
         return Handle.of(self.layers[layer], part, token_dim)
 
     def _object(self, name: str, layers: list[Any]) -> Any:
-        result = cache_names.empty_cache(self.model)
+        result = model_access.empty_cache(self.model)
         kinds, here = [kind for kind, _ in layers], [type(layer).__name__ for layer in getattr(result, "layers", ())]
         if type(result).__name__ != name or kinds != here:
             raise CacheFileError(

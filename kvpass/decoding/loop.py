@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from kvpass import cache_names
+from kvpass import model_access
 from kvpass.arguments import Natural, Positive, check_arguments, require
 from kvpass.backend import backend
 from kvpass.decoding import prefill
@@ -146,6 +146,16 @@ class DecodeLoop:
         """
         visit_graphs(self, rows)
 
+    def reset(self) -> None:
+        """Forget the conversation and its prefix, or all requests and their outputs; compiled code stays.
+
+        The next prompt begins a new conversation.  The random state of `generator` stays too; requests are numbered
+        from zero again, so they get the names and seeds of those of a new loop.
+        """
+        self.state = self.prefix = None
+        if self.requests is not None:
+            self.requests = RequestScheduler(self, self.requests.count)
+
     @property
     def cache(self) -> Any:
         """Current cache object of the model; None before the first prompt, or that of `branch`."""
@@ -203,9 +213,10 @@ class DecodeLoop:
             whole = torch.cat([seen, mask], 1)
         given = (self.caller, ids, whole, before, self.prefill_chunk)
         out = last_of(prefill.run_chunks(*given, pinned=pinned, on_top=on_top))
-        first = self.sampling.choose(out.logits[:, -1], self.generator)
-        self.state = LoopState(self, cache_names.cache_of_output(out), first, whole.sum(-1, keepdim=True), whole)
-        self.prefix = None
+        state = LoopState(self, model_access.cache_of_output(out), whole)
+        state.choose(out.logits[:, -1:])
+        state.pending = 1
+        self.state, self.prefix = state, None
 
     @check_arguments
     def branch(self, cache: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass import cache_names
+from kvpass import model_access
 from kvpass.cache.model_cache import caches_in
 from kvpass.errors import CacheHandleError, LookupRangeError, PolicyError
 from kvpass.policies.pinned_tokens import Pins
@@ -42,10 +42,10 @@ class ModelCall:
     def of(call: Callable[..., Any], model: Any = None) -> ModelCall:
         """Return the call of a compiled model; `model` is the original, if it cannot be found from `call`."""
         model = dynamo.before_compilation(call) if model is None else model
-        takes, name = cache_names.parameter_names(model), cache_names.cache_keyword(model)
+        takes, name = model_access.parameter_names(model), model_access.cache_keyword(model)
         count = getattr(input_embedding(model), "num_embeddings", None)  # packed weights have another number of rows
         vocabulary = count if isinstance(count, int) else None
-        empty_cache = functools.partial(cache_names.empty_cache, model)
+        empty_cache = functools.partial(model_access.empty_cache, model)
         return ModelCall(call, takes, name, type(model).__name__, empty_cache, vocabulary)
 
     def __call__(
@@ -79,7 +79,7 @@ class ModelCall:
         cache = self.empty_cache() if cache is None else cache
         with pinning(pins):
             out = self.call(ids, **{self.cache_name: cache}, use_cache=True, **named)
-        found, fed, total = caches_in(cache_names.cache_of_output(out)), ids.shape[1], mask.shape[1]
+        found, fed, total = caches_in(model_access.cache_of_output(out)), ids.shape[1], mask.shape[1]
         if found and found[0].length != total:
             raise CacheHandleError(
                 f"{self.name} was fed {fed} tokens behind {total - fed}, and the cache that it returned counts "

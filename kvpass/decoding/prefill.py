@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kvpass import cache_names
+from kvpass import model_access
 from kvpass.arguments import Positive, check_arguments, require
 from kvpass.cache.model_cache import caches_in
 from kvpass.decoding.model_call import ModelCall
@@ -120,7 +120,7 @@ def run_chunks(
         new_ids, seen_mask, new_position = map(with_dynamic_length, (ids[:, part], mask[:, :upto], position[:, part]))
         pins = None if pinned is None else Pins.of(pinned, done, done + count, on_top)
         out = caller(new_ids, seen_mask, new_position, cache, logits_to_keep, without_mask and done == 0, pins)
-        cache, done = cache_names.cache_of_output(out), done + count
+        cache, done = model_access.cache_of_output(out), done + count
         # A cache to continue has the slots that its prompt came to, so only a new cache needs the check of its budget.
         for layer in caches_in(cache)[:1] if chunk is not None and before == 0 else []:
             refuse_share(layer.backend.budget)

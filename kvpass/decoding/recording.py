@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass import cache_names
+from kvpass import model_access
 from kvpass.cache.handle import Handle
 from kvpass.cache.model_cache import caches_in
 from kvpass.decoding import artifact_folder
@@ -67,12 +67,12 @@ class RecordedModel:
         self.calls: list[RecordedCall] = []
 
     def __call__(self, ids: Tensor, **named: Any) -> Any:
-        cache = next(named[name] for name in (cache_names.OLD, cache_names.NEW) if name in named)
+        cache = next(named[name] for name in (model_access.OLD_KEYWORD, model_access.NEW_KEYWORD) if name in named)
         before = caches_in(cache)[0].length if caches_in(cache) else 0
         with collect_runs() as ran:
             out = self.call(ids, **named)
         publish_run(*ran)
-        exported_graphs.check_layouts(caches_in(cache_names.cache_of_output(out)))  # before steps are compiled
+        exported_graphs.check_layouts(caches_in(model_access.cache_of_output(out)))  # before steps are compiled
         if len(ran) != 1:
             raise UnsupportedGraph(
                 f"this model cannot be exported: a call ran {len(ran)} graphs of kvpass instead of one; see what "
@@ -81,7 +81,7 @@ class RecordedModel:
         names = {"attention_mask": "mask", "position_ids": "positions"}
         inputs = {"ids": ids} | {names[name]: value for name, value in named.items() if name in names}
         is_prompt = isinstance(ran[0], prompts.PromptResult)
-        result = self._object(cache_names.cache_of_output(out)) if is_prompt else None
+        result = self._object(model_access.cache_of_output(out)) if is_prompt else None
         self.calls.append(RecordedCall(inputs, before, ran[0], out.logits, result))
         return out
 

@@ -26,12 +26,12 @@ from kvpass.cache.model_cache import caches_in, refresh_handles
 from kvpass.cache.slots import AnySlots, empty_slots
 from kvpass.decoding.requests import MOST_STOPS, Request
 from kvpass.decoding.sampling import RowSampling
-from kvpass.decoding.stepping import LoopSettings, LoopState
+from kvpass.decoding.stepping import LoopSettings, StepState
 from kvpass.errors import BudgetError, CacheHandleError
 from kvpass.runtime.cache_changes import equalize_layouts, mark_addresses_static
 
 
-class RequestBatch(LoopState):
+class RequestBatch(StepState):
     """The rows of a batch of requests on the device.
 
     Attributes:
@@ -43,16 +43,12 @@ class RequestBatch(LoopState):
     """
 
     def __init__(self, loop: LoopSettings, cache: Any, rows: int) -> None:
-        none = torch.zeros(rows, dtype=torch.int64, device=loop.device)
-        self.stops = torch.full((rows, MOST_STOPS), -1, device=loop.device)
-        self.generated, self.max_new_tokens = torch.zeros_like(none), torch.ones_like(none)
-        super().__init__(loop, cache, none, none[:, None], none[:, None])
-        self.may_end = True
+        super().__init__(loop, cache, torch.zeros(rows, 1, dtype=torch.int64, device=loop.device))
+        self.stopped.fill_(True)
+        self.generated, self.max_new_tokens = self.position.new_zeros(rows), self.position.new_ones(rows)
+        self.stops = self.position.new_full((rows, MOST_STOPS), -1)
         self.sampling = RowSampling.of(rows, loop.device)
         self.caches = caches_in(cache)
-        self.stopped.fill_(True)
-        self.pending = 0
-        self.cursor.zero_()
 
     @staticmethod
     def of(loop: LoopSettings, cache: Any, rows: int) -> RequestBatch:
@@ -148,17 +144,14 @@ class RequestBatch(LoopState):
         exact = exact and bool(self.caches[0].clocks)
         ended = int(self.stopped.sum()) if exact or self.stopped.device.type == "cpu" else None
         for _ in range(count):
-            self._advance()
-            self.pending += 1
+            self.advance()
             if ended is not None and int(self.stopped.sum()) > ended:
                 break
-        columns: list[list[int]] = self.token_buffer[: self.pending].tolist()  # waits for the device
-        self.cursor.zero_()
-        self.pending = 0
+        columns: list[list[int]] = self.read_tokens().tolist()
         return columns
 
     def refresh_cache_object(self) -> None:
-        """Update the cache object as `LoopState` does, without positions of padding, as requests change in a row."""
+        """Update the cache object as `StepState` does, without positions of padding, as requests change in a row."""
         super().refresh_cache_object()
         for layer in self.caches:
             layer.absent = layer.absent[:, :0]
@@ -171,7 +164,7 @@ class RequestBatch(LoopState):
     @property
     def variant(self) -> Any:
         """Facts about sampling in the rows that the host decides, and that a CUDA graph depends on."""
-        return self.sampling.draws, self.sampling.limits
+        return self.sampling.draws, self.sampling.is_limited
 
     def mark_new_tokens(self, mask: Tensor) -> None:
         """Write into a padding mask which of the new tokens are real, in every column.

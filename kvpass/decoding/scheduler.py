@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass import cache_names
+from kvpass import model_access
 from kvpass.arguments import require
 from kvpass.cache.model_cache import caches_in
 from kvpass.decoding.pin_masks import Pin, pin_mask
@@ -292,7 +292,7 @@ class RequestScheduler:
     def _admit(self, request: Request, out: Any) -> None:
         """Copy the slots of a prompt into a free row; without memory for the rows it stays in the queue."""
         row = next(row for row in range(self.count) if row not in self.rows)
-        cache = cache_names.cache_of_output(out)
+        cache = model_access.cache_of_output(out)
         caches = caches_in(cache)
         try:
             check_holds_only_slots(cache, self.loop.caller.empty_cache())

@@ -1,7 +1,8 @@
-"""Repeat decode steps with all state on the device: `LoopState` and `RepeatedStep`."""
+"""Repeat decode steps with all state on the device: `StepState`, `LoopState` and `RepeatedStep`."""
 
 from __future__ import annotations
 
+import abc
 import collections
 import functools
 import itertools
@@ -13,7 +14,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
-from kvpass import cache_names
+from kvpass import model_access
 from kvpass.arguments import short_text
 from kvpass.backend import Backend
 from kvpass.cache.handle import Handle
@@ -100,8 +101,8 @@ def in_mode_of_weights(function: F) -> F:
     return cast(F, run)
 
 
-class LoopState:
-    """State of the conversations of a loop; all tensors keep their addresses from step to step.
+class StepState(abc.ABC):
+    """State of B rows that decode together; all tensors keep their addresses from step to step.
 
     Attributes:
         ids: int64 [B, 1], the last token of each row, which the model has not seen yet.
@@ -109,30 +110,133 @@ class LoopState:
             before it, as a model may have no further positions.
         stopped: bool [B], whether each row has stopped.
         token_buffer: int64 [read_interval, B], the tokens since the host read them last.
-        ready: tokens that the host has read and not handed out.
-        all_stopped: whether all conversations had stopped when the host read the tokens last.
+        cursor: int64 [1], the number of these tokens.
+        pending: the same number on the host.
+        may_end: whether a row can stop.
     """
 
-    def __init__(self, loop: LoopSettings, cache: Any, first: Tensor, position: Tensor, mask: Tensor) -> None:
-        self.loop, self.cache, self.prompt_mask = loop, cache, mask
-        self.may_end = len(loop.stop) > 0  # without stop tokens no conversation ends
-        self.stopped = self._stops(first)
-        self.ids, self.position = first[:, None].clone(), position - self.stopped[:, None].to(position.dtype)
-        self.token_buffer = torch.full((loop.read_interval, len(first)), loop.pad, device=first.device)
-        self.token_buffer[0] = first
-        self.cursor = torch.ones(1, dtype=torch.int64, device=first.device)
-        self.pending = 1  # tokens in `token_buffer` that the host has not read
-        self.ready: collections.deque[Tensor] = collections.deque()
-        self.all_stopped = False
-        self.stopped_on_host = torch.zeros(len(first), dtype=torch.bool)  # rows that stopped in the tokens read
+    may_end = True
+
+    def __init__(self, loop: LoopSettings, cache: Any, position: Tensor) -> None:
+        self.loop, self.cache, self.position = loop, cache, position
+        self.ids = torch.zeros_like(position)
+        self.stopped = torch.zeros_like(position[:, 0], dtype=torch.bool)
+        self.token_buffer = position.new_full((loop.read_interval, len(position)), loop.pad)
+        self.cursor, self.pending = position.new_zeros(1), 0
         self.step: RepeatedStep | None = None
 
+    @abc.abstractmethod
+    def mask(self) -> Tensor:
+        """Return the padding mask of the tokens that the cache has seen, [B, tokens seen]."""
+
+    @abc.abstractmethod
+    def choose(self, logits: Tensor) -> None:
+        """Sample the next tokens from logits [B, 1, vocabulary] and advance the state, all on the device."""
+
+    @abc.abstractmethod
     def _stops(self, tokens: Tensor) -> Tensor:
-        """Return bool [B], true where a conversation ends with its token."""
+        """Return bool [B], true where a row ends with its token."""
+
+    def mark_new_tokens(self, mask: Tensor) -> None:
+        """Write into a padding mask [B, tokens seen] which new tokens are real, if rows can stop."""
+        if self.may_end:
+            mask[:, -1:] = (~self.stopped)[:, None]
+
+    @property
+    def variant(self) -> Any:
+        """Facts on which a CUDA graph of a step depends, in addition to the key of the step."""
+        return None
+
+    def follow_model(self) -> None:
+        """Run the next step through the model if a parameter, a module or another attribute of it was replaced.
+
+        The user's code runs only while the host holds the tokens, so one check between two batches of steps is enough.
+        """
+        if self.step is not None and self.loop.parts.has_changed():
+            self.step.forget()
+
+    def advance(self) -> None:
+        """Generate one token for every row."""
+        if self.step is None or not self.step.run():
+            self._run_model()
+        self.pending += 1
+
+    def read_tokens(self) -> Tensor:
+        """Return the tokens that the host has not read, int64 [n, B] on the CPU."""
+        columns = self.token_buffer[: self.pending].to("cpu", copy=True)  # waits for the device
+        self.cursor.zero_()
+        self.pending = 0
+        return columns
+
+    def _run_model(self) -> None:
+        """Run a decode step through the model: Dynamo traces it or the runtime specialises it, for repeated steps."""
+        mask = self.mask()
+        mask = torch.cat([mask, (~self.stopped)[:, None].to(mask.dtype)], 1)
+        self.refresh_cache_object()
+        self.loop.parts.record()
+        expected = () if self.step is None else self.step.next_arguments()
+        with collect_runs() as found:
+            out = self.loop.caller(self.ids, with_dynamic_length(mask), self.position, self.cache)
+        ran = [each for each in found if isinstance(each, StepResult)]
+        if len(ran) != 1:
+            raise UnsupportedGraph(
+                f"the model ran its decode step in {len(ran)} graphs of kvpass, and a decode loop repeats one: see "
+                "what breaks the graph with TORCH_LOGS=graph_breaks, or use model.generate"
+            )
+        if not ran[0].rewrite.is_repeatable:
+            raise UnsupportedGraph(
+                "a mask of this model is made from all tokens anew in every step, which a decode loop does not repeat; "
+                "use model.generate"
+            )
+        self.cache = model_access.cache_of_output(out)
+        self.step = self.step or RepeatedStep(self)
+        self.step.repeat(ran[0], out.logits, mask, expected)
+        if self.loop.parts.has_changed():  # the model's code sets attributes, so it has to run at every step
+            self.step.forget()
+        self.choose(out.logits)
+
+    def _record(self, drawn: Tensor) -> None:
+        """Record the next tokens [B] of rows that have not stopped, and advance the state."""
+        if self.may_end:
+            running = ~self.stopped
+            self.token_buffer.index_copy_(0, self.cursor, torch.where(running, drawn, self.loop.pad)[None])
+            self.ids.copy_(torch.where(running[:, None], drawn[:, None], self.ids))
+            self.stopped.logical_or_(self._stops(drawn))
+            self.position.add_((~self.stopped)[:, None])
+        else:
+            self.position.add_(1)
+            self.token_buffer.index_copy_(0, self.cursor, drawn[None])
+            self.ids.copy_(drawn[:, None])
+        self.cursor.add_(1)
+
+    def refresh_cache_object(self) -> None:
+        """Update the model's own cache object to the present count of tokens."""
+        if self.step is not None:
+            self.cache = refresh_handles(self.cache, self.step.steps_since_refresh)
+            self.step.steps_since_refresh = 0
+
+
+class LoopState(StepState):
+    """State of the conversations of a loop.
+
+    Attributes:
+        prompt_mask: the padding mask of the prompts, [B, tokens seen before the first step].
+        ready: tokens that the host has read and not handed out.
+        all_stopped: whether all conversations had stopped when the host read the tokens last.
+        stopped_on_host: bool [B], the rows that had stopped then.
+    """
+
+    def __init__(self, loop: LoopSettings, cache: Any, mask: Tensor) -> None:
+        """Begin at the last token of the prompts, whose padding mask is int64 [B, tokens seen]."""
+        super().__init__(loop, cache, mask.sum(-1, keepdim=True) - 1)
+        self.prompt_mask, self.may_end = mask, len(loop.stop) > 0
+        self.ready: collections.deque[Tensor] = collections.deque()
+        self.all_stopped, self.stopped_on_host = False, torch.zeros(len(mask), dtype=torch.bool)
+
+    def _stops(self, tokens: Tensor) -> Tensor:
         return (tokens[:, None] == self.loop.stop).any(-1)
 
     def mask(self) -> Tensor:
-        """Return the padding mask of the tokens that the cache has seen, [B, tokens seen]."""
         count = 0 if self.step is None else self.step.caches[0].length - self.prompt_mask.shape[1]
         steps = torch.arange(count, device=self.prompt_mask.device)
         # A row's real tokens are those of its prompts and then one per step, up to the step where it stopped.
@@ -143,7 +247,7 @@ class LoopState:
     def to_saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return plain values and tensors from which `of_saved` makes this state again."""
         if self.pending:
-            self.ready.extend(self._read_tokens())
+            self.ready.extend(self._read_used())
         ready = torch.stack(list(self.ready)) if self.ready else torch.zeros(0, len(self.ids), dtype=torch.int64)
         tensors = dict(ids=self.ids, position=self.position, stopped=self.stopped, mask=self.mask(), ready=ready)
         tensors |= dict(stopped_on_host=self.stopped_on_host, random=self.loop.generator.get_state())
@@ -164,11 +268,10 @@ class LoopState:
         outside = (tensors["position"] < 0) | (tensors["position"] > seen)
         if loop.caller.unknown_token(tensors["ids"]) is not None or bool(outside.any()):
             raise CacheFileError(f"its last tokens or their positions cannot be those of {seen} tokens of this model")
-        here = {name: tensor.to(loop.stop.device) for name, tensor in tensors.items()}
-        state = LoopState(loop, cache, here["ids"][:, 0], here["position"], here["mask"])
-        state.stopped, state.position = here["stopped"], here["position"].clone()
-        state.pending, state.all_stopped = 0, bool(values["all_stopped"])
-        state.cursor.zero_()
+        state = LoopState(loop, cache, tensors["mask"].to(loop.device))
+        for name, mine in {"ids": state.ids, "position": state.position, "stopped": state.stopped}.items():
+            mine.copy_(tensors[name])
+        state.all_stopped = bool(values["all_stopped"])
         state.ready.extend(tensors["ready"])
         state.stopped_on_host = tensors["stopped_on_host"]
         loop.generator.set_state(tensors["random"])
@@ -178,104 +281,21 @@ class LoopState:
     def next(self, wanted: int) -> Tensor | None:
         """Return the next token of each row, [B], of about `wanted`; None if all conversations have stopped."""
         if not self.ready and not self.all_stopped:
-            self.ready.extend(self._decode_tokens(min(wanted, self.loop.read_interval)))
+            self.follow_model()
+            while self.pending < min(wanted, self.loop.read_interval):
+                self.advance()
+            self.ready.extend(self._read_used())
         return self.ready.popleft() if self.ready else None
 
-    def _decode_tokens(self, count: int) -> list[Tensor]:
-        """Return the next `count` tokens; fewer if all conversations stop."""
-        self.follow_model()
-        while self.pending < count:
-            self._advance()
-            self.pending += 1
-        return self._read_tokens()
-
-    def _read_tokens(self) -> list[Tensor]:
-        """Return the tokens that the host has not read."""
-        columns = self.token_buffer[: self.pending].to("cpu", copy=True)  # waits for the device
-        self.cursor.zero_()
-        self.pending = 0
-        return list(columns[: self._count_used(columns)])
-
-    def _count_used(self, columns: Tensor) -> int:
-        """Return how many of the steps [n, B] have a token for a row that had not stopped before."""
-        stops = torch.isin(columns, self.loop.stop.cpu()) | self.stopped_on_host
-        over = stops.cumsum(0) > 0
-        self.stopped_on_host = over[-1]
-        self.all_stopped = bool(over[-1].all())
-        return 1 + int((~over[:-1]).any(-1).sum())
-
-    def follow_model(self) -> None:
-        """Run the next step through the model if a parameter, a module or another attribute of it was replaced.
-
-        The user's code runs only while the host holds the tokens, so one check between two batches of steps is enough.
-        """
-        if self.step is not None and self.loop.parts.has_changed():
-            self.step.forget()
-
-    def _advance(self) -> None:
-        """Generate one token for every conversation."""
-        if self.step is None or not self.step.run():
-            self._run_model()
-
-    def _run_model(self) -> None:
-        """Run a decode step through the model: Dynamo traces it or the runtime specialises it, for repeated steps."""
-        mask = torch.cat([self.mask(), (~self.stopped)[:, None].to(self.prompt_mask.dtype)], 1)
-        self.refresh_cache_object()
-        self.loop.parts.record()
-        expected = () if self.step is None else self.step.next_arguments()
-        with collect_runs() as found:
-            out = self.loop.caller(self.ids, with_dynamic_length(mask), self.position, self.cache)
-        ran = [each for each in found if isinstance(each, StepResult)]
-        if len(ran) != 1:
-            raise UnsupportedGraph(
-                f"the model ran its decode step in {len(ran)} graphs of kvpass, and a decode loop repeats one: see "
-                "what breaks the graph with TORCH_LOGS=graph_breaks, or use model.generate"
-            )
-        if not ran[0].rewrite.is_repeatable:
-            raise UnsupportedGraph(
-                "a mask of this model is made from all tokens anew in every step, which a decode loop does not repeat; "
-                "use model.generate"
-            )
-        self.cache = cache_names.cache_of_output(out)
-        self.step = self.step or RepeatedStep(self)
-        self.step.repeat(ran[0], out.logits, mask, expected)
-        if self.loop.parts.has_changed():  # the model's code sets attributes, so it has to run at every step
-            self.step.forget()
-        self.choose(out.logits)
+    def _read_used(self) -> list[Tensor]:
+        """Return the tokens that the host has not read, without steps before which every row had stopped."""
+        columns = self.read_tokens()
+        over = (torch.isin(columns, self.loop.stop.cpu()) | self.stopped_on_host).cumsum(0) > 0
+        self.stopped_on_host, self.all_stopped = over[-1], bool(over[-1].all())
+        return list(columns[: 1 + int((~over[:-1]).any(-1).sum())])
 
     def choose(self, logits: Tensor) -> None:
-        """Sample the next tokens from logits [B, 1, vocabulary] and advance the state, all on the device."""
         self._record(self.loop.sampling.choose(logits[:, -1], self.loop.generator))
-
-    def _record(self, drawn: Tensor) -> None:
-        """Record the next tokens [B] of rows that have not stopped, and advance the state."""
-        if self.may_end:
-            running = ~self.stopped
-            self.token_buffer.index_copy_(0, self.cursor, torch.where(running, drawn, self.loop.pad)[None])
-            self.ids.copy_(torch.where(running[:, None], drawn[:, None], self.ids))
-            self.stopped.logical_or_(self._stops(drawn))
-            self.position.add_((~self.stopped)[:, None])
-        else:
-            self.position.add_(1)
-            self.token_buffer.index_copy_(0, self.cursor, drawn[None])
-            self.ids.copy_(drawn[:, None])
-        self.cursor.add_(1)
-
-    def mark_new_tokens(self, mask: Tensor) -> None:
-        """Write into a padding mask [B, tokens seen] which of the new tokens are real; needless without stop tokens."""
-        if self.may_end:
-            mask[:, -1:] = (~self.stopped)[:, None]
-
-    @property
-    def variant(self) -> Any:
-        """Facts on which a CUDA graph of a step depends, in addition to the key of the step."""
-        return None
-
-    def refresh_cache_object(self) -> None:
-        """Update the model's own cache object to the present count of tokens."""
-        if self.step is not None:
-            self.cache = refresh_handles(self.cache, self.step.steps_since_refresh)
-            self.step.steps_since_refresh = 0
 
 
 class RepeatedStep:
@@ -289,13 +309,13 @@ class RepeatedStep:
 
     runner: StepExecutor
 
-    def __init__(self, state: LoopState) -> None:
+    def __init__(self, state: StepState) -> None:
         self.state = state
         self.steps_since_refresh = 0  # steps since the last update of the cache object
         self.slots_by_key: dict[StepKey, Any] = {}  # the slots of steps that have run, so that their ids stay in use
         self.callables: dict[tuple[StepKey, bool], Callable[..., Sequence[Any]]] = {}  # and whether the step compacts
         self.settled, self.arguments = False, tuple[Any, ...]()
-        self.graphs: dict[tuple[StepKey, Any], torch.cuda.CUDAGraph] = {}  # and `LoopState.variant`
+        self.graphs: dict[tuple[StepKey, Any], torch.cuda.CUDAGraph] = {}  # and `StepState.variant`
         self.caches: list[LayerCache] = []
 
     def next_arguments(self) -> tuple[Any, ...]:

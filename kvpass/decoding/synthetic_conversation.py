@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass import cache_names
+from kvpass import model_access
 from kvpass.decoding.model_call import ModelCall, input_embedding
 from kvpass.decoding.prefill import last_of, run_chunks
 from kvpass.errors import BudgetError, RequestError
@@ -24,9 +24,8 @@ from kvpass.policies.base import Policy
 from kvpass.policies.types import Clock
 
 TOKEN = 1  # of prompts that are fed call by call
-TURN = 5  # tokens in a later turn
-TURNS = (TURN, TURN + 2)  # a chunk is compiled at its second run
-STEPS = 2  # after a turn
+TURNS = (5, 7, 6)  # tokens in later turns; a loop compiles a chunk at the second, and `warm` needs a third
+STEPS = 2  # after a turn of a loop
 WITHOUT_BUDGET = (32, 48)  # prompt lengths if nothing is evicted
 SPARE_ROWS = 2  # of a table of learned positions: OPT and BART begin theirs with two
 
@@ -34,7 +33,7 @@ log = logging.getLogger("kvpass.warm")
 
 
 @dataclasses.dataclass
-class Room:
+class TokenAllowance:
     """The tokens that a synthetic conversation may still have.
 
     Attributes:
@@ -46,8 +45,8 @@ class Room:
     tokens: float = math.inf
 
     @staticmethod
-    def of(policy: Policy, budget: float | None, length: int, model: Any) -> Room:
-        """Return the room of a conversation that begins with a prompt of `length` tokens.
+    def of(policy: Policy, budget: float | None, length: int, model: Any) -> TokenAllowance:
+        """Return the allowance of a conversation that begins with a prompt of `length` tokens.
 
         Args:
             budget: as the user gave it; a share of this prompt is all of it for a policy that keeps every token.
@@ -57,8 +56,8 @@ class Room:
         if not policy.evicts and budget is not None:
             tokens = min(tokens, budget if isinstance(budget, int) else length)
         if policy.keep_prompt and isinstance(budget, int):  # prompts are pinned, and leave the policy its least
-            return Room(min(tokens, policy.compacted(budget) - policy.minimum_budget()), tokens)
-        return Room(tokens, tokens)
+            return TokenAllowance(min(tokens, policy.compacted(budget) - policy.minimum_budget()), tokens)
+        return TokenAllowance(tokens, tokens)
 
     def parts(self, length: int, steps: int, turns: Sequence[int], later: int) -> list[tuple[int, int]]:
         """Return the new tokens and the steps of a prompt and of the turns that fit.
@@ -95,7 +94,7 @@ def _learned_positions(model: Any) -> float:
     return most if any(0 <= table.num_embeddings - most <= SPARE_ROWS for table in tables) else math.inf
 
 
-class LeftOut:
+class SkippedConversations:
     """The synthetic conversations that a budget does not hold, which are logged."""
 
     def __init__(self) -> None:
@@ -119,7 +118,7 @@ class LeftOut:
 
 
 def prompt_lengths(budget: float | None, policy: Policy, model: Any, chunk: int | None = None) -> list[int]:
-    """Return the lengths of the prompts to run: two, or one where two have no room.
+    """Return the lengths of the prompts to run: two, or one where two do not fit.
 
     The second exceeds a budget of slots.
 
@@ -130,9 +129,9 @@ def prompt_lengths(budget: float | None, policy: Policy, model: Any, chunk: int 
     slots = budget if isinstance(budget, int) else None
     short, long = WITHOUT_BUDGET if slots is None else (max(2, slots * 3 // 4), slots + 16)
     long = long if chunk is None else max(long, 3 * chunk + chunk // 2)
-    room = Room.of(policy, budget, long, model)
-    if isinstance(budget, int | None) and min(room.prompts, room.tokens) < long + 4 * TURN:
-        most = max(1, int(room.prompts))  # half of it is for what follows the prompts
+    allowance = TokenAllowance.of(policy, budget, long, model)
+    if isinstance(budget, int | None) and min(allowance.prompts, allowance.tokens) < long + 4 * TURNS[0]:
+        most = max(1, int(allowance.prompts))  # half of it is for what follows the prompts
         short, long = (max(min(2, most), length) for length in (min(short, most // 4 + 1), min(long, most // 2)))
     return sorted({short, long})
 
@@ -160,23 +159,22 @@ def visit_graphs(loop: Any, rows: int, prefixes: bool = False) -> None:
         BudgetError: the budget holds none of the prompts.
     """
     apart = copy.copy(loop)
-    apart.state = apart.prefix = None
     apart.stop, apart.generator = loop.stop[:0], loop.sampling.generator(loop.device)
     pads = rows > 1 and "attention_mask" in loop.caller.parameter_names
-    left_out = LeftOut()
+    skipped = SkippedConversations()
     for length in prompt_lengths(loop.backend.budget, loop.backend.policy, loop.model, loop.prefill_chunk):
         parts = _parts(loop, length)
         if loop.requests is None:
             for padded in (False, True) if pads and length > 1 else (False,):
-                with left_out.conversation(f"prompts [{rows}, {length}]"):
+                with skipped.conversation(f"prompts [{rows}, {length}]"):
                     _converse(apart, rows, parts, padded)
         else:
-            with left_out.conversation(f"requests of {length} tokens"):
+            with skipped.conversation(f"requests of {length} tokens"):
                 if prefixes:
                     counts = [count for new, steps in parts for count in (new, *[1] * (steps > 0))]
                     SyntheticConversation(loop.caller, loop.device).feed(*counts, chunk=loop.prefill_chunk)
                 _request(apart, length, parts[0][1])
-    left_out.check()
+    skipped.check()
 
 
 def _parts(loop: Any, length: int) -> list[tuple[int, int]]:
@@ -184,12 +182,12 @@ def _parts(loop: Any, length: int) -> list[tuple[int, int]]:
     policy, budget = loop.backend.policy, loop.backend.budget
     slots = budget if isinstance(budget, int) else length
     steps = loop.read_interval + 1 + steps_until_compaction(policy, slots, policy.clock((), length, slots))
-    return Room.of(policy, budget, length, loop.model).parts(length, steps, TURNS, STEPS)
+    return TokenAllowance.of(policy, budget, length, loop.model).parts(length, steps, TURNS[:2], STEPS)
 
 
 def _request(loop: Any, length: int, steps: int) -> None:
     """Run two requests, and raise the error with which one failed: a loop of requests reports it in the output."""
-    loop.requests = type(loop.requests)(loop, loop.requests.count)
+    loop.reset()
     outputs = loop.generate_batch(list(synthetic_tokens(loop, length, 2)), max_new_tokens=max(1, steps))
     for output in outputs.values():
         if output.cause is not None:
@@ -204,7 +202,7 @@ def synthetic_tokens(loop: Any, count: int, rows: int = 1) -> Tensor:
 
 def _converse(loop: Any, rows: int, parts: Sequence[tuple[int, int]], padded: bool) -> None:
     """Run a prompt and turns, with steps after each."""
-    loop.state = None
+    loop.reset()
     for new, steps in parts:
         ids = synthetic_tokens(loop, new, rows)
         mask = torch.ones_like(ids)
@@ -230,7 +228,7 @@ class SyntheticConversation:
         for count in counts:
             self.seen += count
             outputs = run_chunks(self.caller, self.tokens(count), self.mask(self.seen), self.cache, chunk)
-            self.cache = cache_names.cache_of_output(last_of(outputs))
+            self.cache = model_access.cache_of_output(last_of(outputs))
 
     def tokens(self, count: int) -> Tensor:
         """Return token ids, int64 [rows, count]."""

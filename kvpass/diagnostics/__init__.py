@@ -1,1 +1,1 @@
-"""Report what was rewritten and cached, simulate a policy, compile ahead, and check an installation."""
+"""Report what was rewritten and cached, simulate a policy, and check an installation."""

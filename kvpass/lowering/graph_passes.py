@@ -10,9 +10,9 @@ process.
 `materialize_sums` writes the residual stream of a decode step to memory once per layer.  The compiler would otherwise
 add up the terms of several layers wherever the stream is read, and so make another kernel for every layer.
 
-`digest` covers the sources that the changes run and the values of the graph's constants; the outermost of Inductor's
-caches reads only their shape and dtype.  The policy is not a part: its work is operators of the graph, so segments in
-which policies agree compile once for all policies.
+`pass_digest` covers the sources that the changes run and the values of the graph's constants; the outermost of
+Inductor's caches reads only their shape and dtype.  The policy is not a part: its work is operators of the graph, so
+segments in which policies agree compile once for all policies.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def _sources(module: str) -> bytes:
     return result.digest()
 
 
-def digest(change: Callable[[fx.Graph], None], gm: fx.GraphModule | None = None) -> bytes:
+def pass_digest(change: Callable[[fx.Graph], None], gm: fx.GraphModule | None = None) -> bytes:
     """Return a digest of the sources that a change of a graph runs, and of the graph's constants.
 
     Args:

@@ -121,7 +121,7 @@ class PolicyWithWeights(Policy, Generic[W]):
         return super().plan(attention, valid, budget)
 
 
-def digest_of(description: str, tensors: Mapping[str, Tensor]) -> str:
+def tensors_digest(description: str, tensors: Mapping[str, Tensor]) -> str:
     """Return a hash of a description and of all tensors."""
     digest = hashlib.sha256(description.encode())
     for name in sorted(tensors):

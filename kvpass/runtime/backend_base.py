@@ -182,7 +182,7 @@ class BackendBase:
 
     def _patches(self, patches: dict[str, Any], reshape: GraphChange, gm: fx.GraphModule | None) -> dict[str, Any]:
         modes = inductor.inductor_mode(self.mode) if self.mode else {}
-        stamp = inductor.graph_pass(graph_passes.digest(reshape, gm), reshape)
+        stamp = inductor.graph_pass(graph_passes.pass_digest(reshape, gm), reshape)
         return inductor.vector_move_flags() | patches | modes | dict(self.options) | {inductor.GRAPH_PASS: stamp}
 
 

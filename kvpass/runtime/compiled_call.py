@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass import cache_names
+from kvpass import model_access
 from kvpass.cache import model_cache
 from kvpass.errors import UnsupportedGraph
 from kvpass.runtime import model_arguments
@@ -72,7 +72,7 @@ class CompiledCall:
     ) -> None:
         self.call, self.strict, self.model, self.backend = call, strict, model, backend
         self.regions = regions or LayerRegions()
-        self.parameter_names = cache_names.parameter_names(model)
+        self.parameter_names = model_access.parameter_names(model)
         dynamo.never_compile_alone(CompiledCall.__call__)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
@@ -102,7 +102,7 @@ class CompiledCall:
         arguments = tuple(model_arguments.as_contiguous_tokens(value) for value in arguments)
         named = {
             name: model_arguments.as_contiguous_tokens(value)
-            for name, value in cache_names.rename_cache(named, self.parameter_names).items()
+            for name, value in model_access.rename_cache(named, self.parameter_names).items()
         }
         values = (*arguments, *named.values())
         cache = next((value for value in values if model_cache.has_handles(value)), None)

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from kvpass import cache_names
-from kvpass.cache_names import takes_a_cache
+from kvpass import model_access
+from kvpass.model_access import takes_a_cache
 from kvpass.runtime import layer_regions
 from kvpass.runtime.compiled_call import WatchedCall, compile_module, install_caller
 from kvpass.torch_private import dynamo
@@ -61,4 +61,4 @@ def _generates(module: torch.nn.Module) -> bool:
     """Return whether a module has a `generate` and a forward that may take a cache."""
     if not callable(getattr(module, "generate", None)):
         return False
-    return takes_a_cache(module) or cache_names.takes_any_keyword(module)
+    return takes_a_cache(module) or model_access.takes_any_keyword(module)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass import cache_names
+from kvpass import model_access
 from kvpass.errors import UnsupportedGraph
 from kvpass.torch_private import regions
 
@@ -214,7 +214,7 @@ def _equal_layers(layers: torch.nn.ModuleList) -> list[list[int]]:
     """Return the indices of layers of one class, for each class of which there are several that take a cache."""
     found: dict[type, list[int]] = {}
     for index, layer in enumerate(layers):
-        if "forward" not in layer.__dict__ and cache_names.takes_a_cache(layer):
+        if "forward" not in layer.__dict__ and model_access.takes_a_cache(layer):
             found.setdefault(type(layer), []).append(index)
     return [group for group in found.values() if len(group) >= LEAST_LAYERS]
 

@@ -75,7 +75,7 @@ _RUN_SETTINGS = ("transformers_version", "use_cache", "dtype", "torch_dtype", "a
 """Entries of a configuration that do not change what a model computes."""
 
 
-def digest(tensor: Tensor) -> str:
+def weight_digest(tensor: Tensor) -> str:
     """Return a digest of a tensor's shape and dtype, and of samples of its numbers if it has storage."""
     result = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
     try:
@@ -90,7 +90,7 @@ def digest(tensor: Tensor) -> str:
 
 def digests(tensors: Iterable[Any]) -> set[str]:
     """Return the digests of weights; buffers are left out, as a model may change them while it runs."""
-    return {digest(each) for each in tensors if isinstance(each, torch.nn.Parameter)}
+    return {weight_digest(each) for each in tensors if isinstance(each, torch.nn.Parameter)}
 
 
 def settings_of(model: Any) -> dict[str, Any]:

@@ -31,7 +31,7 @@ loop = kvpass.load(path, model, digest=digest, read_interval=1)
 loop.prompt(turns[0])
 loop.generate(2)
 seconds = time.perf_counter() - began
-loop.state = None
+loop.reset()
 for turn in turns:
     loop.prompt(turn)
     made += loop.generate(60)[0].tolist()

@@ -52,7 +52,7 @@ def talk(loop: kvpass.DecodeLoop, rows: int = 1) -> list[Tensor]:
     made = []
     for length in (7, 40):
         ids, _ = prompt(rows, length, ())
-        loop.state = None
+        loop.reset()
         for turn in (ids, ids[:, :5], ids[:, :6]):
             loop.prompt(turn)
             made.append(loop.generate(20))
@@ -194,7 +194,7 @@ def test_other_versions_processors_and_settings_are_refused(
     if manifest.get("version") == artifact_folder.VERSION:  # for other versions only this field is read
         with pytest.raises(ArtifactError, match="its manifest was changed after it was written"):
             kvpass.load(path, model)
-    manifest["digest"] = artifact_folder.digest_of(manifest)
+    manifest["digest"] = artifact_folder.manifest_digest(manifest)
     (path / artifact_folder.MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises((ArtifactError, PolicyError), match=message):
         kvpass.load(path, model)
@@ -295,7 +295,7 @@ def test_architectures_in_batches_with_padding(architecture: str, tmp_path: Path
     assert_equal(talk(ours, 2), talk(theirs, 2))
     ids, mask = prompt(2, 11, (3, 0))
     for each in (ours, theirs):
-        each.state = None
+        each.reset()
         each.prompt(ids, mask)
     assert torch.equal(ours.generate(20), theirs.generate(20))
 

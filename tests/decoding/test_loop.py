@@ -56,6 +56,22 @@ def test_equal_to_generate_until_something_is_evicted(architecture: str, padding
     assert (graphs(), breaks()) == (2, 0)
 
 
+def test_reset_begins_a_new_conversation_on_the_same_code() -> None:
+    discard_compiled_code()
+    loop, ids = loop_on(llama(), policy="h2o", budget=8), prompt(2, 11, ())[0]
+    loop.prompt(ids)
+    expected = loop.generate(9)
+    loop.prompt(ids[:, :3])
+    before = graphs()
+    loop.reset()
+    assert loop.cache is None
+    with pytest.raises(kvpass.CacheHandleError, match="needs a prompt"):
+        loop.generate(1)
+    loop.prompt(ids)
+    assert torch.equal(loop.generate(9), expected)
+    assert graphs() == before
+
+
 @pytest.mark.parametrize("rows", [None, 2])
 def test_inference_mode_may_change_between_calls(rows: int | None) -> None:
     """Check that inference mode can change between calls, because traces do not depend on it."""
@@ -182,7 +198,7 @@ def test_parts_that_are_not_warmed_up_are_logged(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(synthetic_conversation, "prompt_lengths", lambda *_: [4, 40])
-    monkeypatch.setattr(synthetic_conversation.Room, "of", lambda *_: synthetic_conversation.Room())
+    monkeypatch.setattr(synthetic_conversation.TokenAllowance, "of", lambda *_: synthetic_conversation.TokenAllowance())
     loop_on(llama(), policy="full", budget=24, read_interval=1).warm()
     assert "not all of prompts [1, 40] is compiled ahead: policy 'full' keeps every token" in caplog.text
 

@@ -275,7 +275,7 @@ def test_requests_with_pins_are_as_alone(small: Any) -> None:
     assert all(done[name].finish_reason == "length" for name in names)
     single = kvpass.DecodeLoop(small, **how)
     for name, x, pin in zip(names, ids, pins, strict=True):
-        single.state = None
+        single.reset()
         single.prompt(x[None], **{k: v[None] if isinstance(v, Tensor) else v for k, v in pin.items()})
         assert done[name].generated_tokens == single.generate(14)[0].tolist(), name
     with pytest.raises(RequestError, match=r"request 'x': .* 11 tokens are to stay, which leaves 1"):

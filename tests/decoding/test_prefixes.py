@@ -61,6 +61,14 @@ def test_questions_behind_one_document(loop: kvpass.DecodeLoop) -> None:
         assert torch.equal(loop.generate(9), got)
 
 
+def test_reset_forgets_the_prefix(loop: kvpass.DecodeLoop) -> None:
+    loop.branch(read(loop, ids_of(21)))
+    loop.reset()
+    assert loop.cache is None
+    loop.prompt(ids_of(5))
+    assert kvpass.inspect(loop).seen == 5
+
+
 def test_requests_behind_a_document_are_as_alone(model: Any, loop: kvpass.DecodeLoop, tmp_path: Path) -> None:
     """Mix requests with and without documents in one batch; one document is from a file, one has pins on top."""
     pytest.importorskip("safetensors")
@@ -76,7 +84,7 @@ def test_requests_behind_a_document_are_as_alone(model: Any, loop: kvpass.Decode
     done = {output.request_id: output for output in serving if output.is_finished()}
     for name, (prefix, ids) in zip(names, asked, strict=True):
         if prefix is None:
-            loop.state = None
+            loop.reset()
             loop.prompt(ids)
             expected = loop.generate(9)
         else:

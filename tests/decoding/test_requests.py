@@ -59,7 +59,7 @@ def each_is_as_alone(name: str, lengths: tuple[int, ...] = LENGTHS, **more: Any)
     done = ended(loop)
     single = kvpass.DecodeLoop(model, **given)
     for request, ids, most in zip(names, prompts(lengths), MOST, strict=False):
-        single.state = None
+        single.reset()
         single.prompt(torch.tensor([ids]))
         assert done[request].generated_tokens == single.generate(most)[0].tolist()
         assert (done[request].finish_reason, done[request].status) == ("length", RequestStatus.FINISHED)
@@ -183,7 +183,21 @@ def test_a_request_that_fails_ends_alone() -> None:
         if fits:
             single.prompt(torch.tensor(prompts([length])))
             assert output.generated_tokens == single.generate(most)[0].tolist()
-            single.state = None
+            single.reset()
+
+
+def test_reset_forgets_all_requests() -> None:
+    loop, fresh = (serving_loop(build("Llama", layers=1), temperature=0.9) for _ in range(2))
+    for ids in prompts():  # in rows, in prefill and in the queue
+        loop.add(ids, max_new_tokens=6)
+    loop.step()
+    loop.step()
+    loop.reset()
+    assert (loop.pending, loop.cache, loop.step()) == (0, None, [])
+    made, expected = (each.generate_batch(prompts(), max_new_tokens=6) for each in (loop, fresh))
+    assert {name: output.generated_tokens for name, output in made.items()} == {
+        name: output.generated_tokens for name, output in expected.items()
+    }
 
 
 def test_a_request_that_cannot_be_admitted_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,8 +376,9 @@ def test_tokens_that_tie_with_the_last_of_top_k_are_drawn_too(top_k: int, temper
     rows = sampling.RowSampling.of(6, torch.device("cpu"))
     for row in range(6):
         rows.set_row(row, sampling.Sampling(temperature, top_k))
-    assert torch.equal(rows._apply_limits(logits / temperature) > -torch.inf, expected)
-    assert torch.equal(sampling._keep_top_k(logits / temperature, min(top_k, 9)) > -torch.inf, expected)
+    single = [torch.tensor([number]) for number in sampling.Sampling(temperature, top_k).limits]
+    for limits in ((rows.top_k, rows.top_p), single):
+        assert torch.equal(sampling.limit(logits / temperature, *limits) > -torch.inf, expected)
 
 
 @pytest.mark.parametrize("temperature", [1e-40, 1e-20, 1e-6])

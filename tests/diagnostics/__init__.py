@@ -1,1 +1,1 @@
-"""Test explain, inspect, simulate, warm, and the check of an installation."""
+"""Test explain, inspect, simulate, and the check of an installation."""

@@ -14,7 +14,7 @@ import torch.fx as fx
 from torch import Tensor
 
 import kvpass
-from kvpass import cache_names
+from kvpass import model_access
 from kvpass.backend import Backend
 from kvpass.lowering import attention_tiles
 from kvpass.runtime.in_place import compile_in_place
@@ -103,10 +103,10 @@ def _run(model: Any, name: str) -> Outputs:
         ids = torch.cat([first.sequences, further], 1)  # the last generated token is not cached
         attended = torch.ones(2, ids.shape[1] - PROMPT, dtype=torch.int64)
         mask = torch.cat([call_inputs["attention_mask"], attended], 1)
-        past = cache_names.arguments(model, cache_names.cache_of_output(first))
+        past = model_access.cache_arguments(model, model_access.cache_of_output(first))
         last = _generate(model, dict(input_ids=ids, attention_mask=mask, **past))
         logits += last.logits
-    positions = [layer.positions.tolist() for layer in kvpass.inspect(cache_names.cache_of_output(last)).layers]
+    positions = [layer.positions.tolist() for layer in kvpass.inspect(model_access.cache_of_output(last)).layers]
     return {"tokens": last.sequences.tolist(), "logits": summary(torch.stack(logits, 1)), "positions": positions}
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 import kvpass
 from kvpass.apps import cli
 from kvpass.cache.model_cache import caches_in
-from kvpass.diagnostics.gate_measurement import measure_gates
 from kvpass.errors import BudgetError, CalibrationError, PolicyError
 from kvpass.policies import resolve
 from kvpass.policies.budgets import HeadClass
@@ -152,20 +151,3 @@ def test_missing_and_mismatched_gates_are_refused() -> None:
     q, k, v = (torch.randn(1, heads, 20, 8) for heads in (2, 1, 1))
     with pytest.raises(PolicyError, match="one per layer: use policy='streaming'"):
         kvpass.simulate("duo_attention", q, k, v, prompt=12, budget=8, gates=random_gates(1, 1), sinks=1, recent=3)
-
-
-@torch.no_grad()
-def test_measured_gates_are_the_share_of_far_attention() -> None:
-    model, text = build("Llama"), ids(1, 60)[0]
-    found = measure_gates(model, text, window=48, sinks=2, recent=8)
-    model.set_attn_implementation("eager")  # eager attention returns probabilities
-    total = torch.zeros(2, 4)
-    for part in (text[:24], text[24:48]):
-        whole = torch.cat([part, part])[None]
-        for layer, probs in enumerate(model(whole, output_attentions=True).attentions):
-            for t in range(24, 48):
-                total[layer] += probs[0, :, t, 2 : t - 7].sum(-1) / 48
-    torch.testing.assert_close(found.gates, total.view(2, 2, 2).amax(-1), atol=1e-5, rtol=1e-4)
-    assert found.architecture == "llama"
-    with pytest.raises(CalibrationError, match="at least half a window, and a window above 513"):
-        measure_gates(model, text, window=512)

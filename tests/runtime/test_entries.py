@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvpass
-from kvpass import cache_names
+from kvpass import model_access
 from kvpass.backend import _made_by_name as by_name_backends
 from kvpass.cache.handle import Handle
 from kvpass.errors import UnreadableGraph
@@ -185,7 +185,7 @@ def test_a_cache_argument_is_found_by_its_name(name: str) -> None:
     module = nn.Module()
     exec(f"def forward(ids, {'' if name == 'ids' else name + '=None'}): ...", made := {})  # type: ignore[var-annotated]
     module.forward = made["forward"]  # type: ignore[method-assign]
-    assert cache_names.takes_a_cache(module) == BY_NAME[name]
+    assert model_access.takes_a_cache(module) == BY_NAME[name]
 
 
 _SMALL: dict[str, Any] = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2)

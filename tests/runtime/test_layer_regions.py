@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvpass
-from kvpass import cache_names
+from kvpass import model_access
 from kvpass.runtime.in_place import compile_in_place
 from kvpass.runtime.layer_regions import RegionForward, install_regions
 from kvpass.torch_private import regions
@@ -44,8 +44,8 @@ def talk(model: Any, ids: Tensor, parts: Sequence[int]) -> Tensor:
     cache, logits = DynamicCache(config=model.config), []
     with torch.no_grad():
         for part in ids.split(list(parts), 1):
-            out = cache_names.call_model(model, part, cache)
-            cache = cache_names.cache_of_output(out)
+            out = model_access.call_model(model, part, cache)
+            cache = model_access.cache_of_output(out)
             logits.append(out.logits)
     return torch.cat(logits, 1)
 
@@ -120,7 +120,7 @@ def _asks_the_cache(layer: Any) -> None:
     own = type(layer.self_attn).forward
 
     def asking(*args: Any, **named: Any) -> Any:
-        cache = named.get(cache_names.NEW, named.get(cache_names.OLD))
+        cache = named.get(model_access.NEW_KEYWORD, named.get(model_access.OLD_KEYWORD))
         assert len(cache.layers) == LAYERS
         return own(layer.self_attn, *args, **named)
 
@@ -171,7 +171,8 @@ def test_an_index_that_is_computed_is_no_reason_to_reuse_a_trace() -> None:
                 return self.cache.update(key, value, layer_idx // 2, *args, **named)
 
         def sharing(*args: Any, own: Any = own, attention: Any = attention, **named: Any) -> Any:
-            name = cache_names.NEW if named.get(cache_names.NEW) is not None else cache_names.OLD
+            new, old = model_access.NEW_KEYWORD, model_access.OLD_KEYWORD
+            name = new if named.get(new) is not None else old
             named[name] = Halved(named[name])
             return own(attention, *args, **named)
 

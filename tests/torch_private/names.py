@@ -59,8 +59,8 @@ class Name:
 
 
 TRANSFORMERS = (
-    Name("transformers.DynamicCache", "cache_names.empty_cache", "the cache that decode loops give to a model"),
-    Name("transformers.GenerationMixin._supports_default_dynamic_cache", "cache_names.empty_cache", "who takes it"),
+    Name("transformers.DynamicCache", "model_access.empty_cache", "the cache that decode loops give to a model"),
+    Name("transformers.GenerationMixin._supports_default_dynamic_cache", "model_access.empty_cache", "who takes it"),
     Name("transformers.cache_utils.DynamicLayer", "runtime.layer_regions", "equal layers are traced once"),
 )
 """The names of transformers that kvpass uses; everything else relies on the structure of objects."""

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass import cache_names
 from kvpass.errors import AlignerError
-from kvpass.policies.aligners.signature import cached_vectors, device_of, rows_of
+from kvpass.model_access import cache_arguments, cache_of_output, cached_vectors, checked_keys_and_values, device_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +69,7 @@ def run_windows(model: Any, ids: Tensor, ahead: int = 0) -> WholeRows:
     if not ahead:
         return WholeRows(ids, *_stack_layers(cached_vectors(model, ids)), None)
     out = model(input_ids=ids, use_cache=True)
-    key, value = _stack_layers(rows_of(model, cache_names.cache_of_output(out)))
+    key, value = _stack_layers(checked_keys_and_values(model, cache_of_output(out)))
     return WholeRows(ids, key[:, :, :, :cached], value[:, :, :, :cached], out.logits[:, cached:])
 
 
@@ -117,7 +116,7 @@ def logits_after_repair(model: Any, windows: WholeRows, key: Tensor, value: Tens
         cache.update(parts[0], parts[1], layer)
     ids = windows.ids[:, cached:]
     position = cache.get_seq_length() + torch.arange(ids.shape[1], device=ids.device)
-    past = cache_names.arguments(model, cache)
+    past = cache_arguments(model, cache)
     logits: Tensor = model(input_ids=ids, **past, position_ids=position[None], use_cache=True).logits
     return logits
 

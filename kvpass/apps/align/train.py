@@ -23,9 +23,10 @@ from kvpass.apps.align import data
 from kvpass.apps.align.data import TrainingPairs, WholeRows
 from kvpass.apps.evaluation.scoring import divergence
 from kvpass.errors import AlignerError
+from kvpass.model_access import device_of
 from kvpass.policies.aligners.aligner import Aligner, Recipe
 from kvpass.policies.aligners.networks import DirectNetwork, Hidden, PaperNetwork
-from kvpass.policies.aligners.signature import Signature, device_of, signature_of
+from kvpass.policies.aligners.signature import Signature, signature_of
 
 StepData = tuple[WholeRows, list[TrainingPairs]]
 """The windows of one step, and their pairs for each number of deleted tokens."""

@@ -40,7 +40,7 @@ def talk(session: Session, answer: int, questions: tuple[str, ...] = QUESTIONS) 
     """
     tokenizer, loop = session.subject.tokenizer, session.loop
     stops = stop_tokens(session.subject.model, tokenizer)
-    loop.state = None  # a new conversation
+    loop.reset()
     ends, seen, ended = [tokenizer.decode([stop]) for stop in stops], 0, True
     for question in questions:
         messages = [{"role": "user", "content": question}]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass import cache_names
+from kvpass import model_access
 from kvpass.arguments import require
 from kvpass.cache.layout import Layout
 from kvpass.cache.slots import empty_slots
@@ -60,11 +60,11 @@ class FullCache:
     @torch.no_grad()
     def of(model: Any) -> FullCache:
         """Run the model on one token and return what it cached; layers without keys and values are left out."""
-        ids = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
-        cache = cache_names.cache_of_output(model.forward(input_ids=ids, use_cache=True))
+        ids = torch.zeros(1, 1, dtype=torch.int64, device=model_access.device_of(model))
+        cache = model_access.cache_of_output(model.forward(input_ids=ids, use_cache=True))
         layers = [
             CacheLayer(key.shape[1], key.shape[-1], value.shape[-1], key.dtype)
-            for key, value in cache_names.keys_and_values(cache)
+            for key, value in model_access.keys_and_values(cache)
             if isinstance(key, Tensor) and isinstance(value, Tensor)
         ]
         return FullCache(tuple(layers))

@@ -123,7 +123,7 @@ class BoundedLM(HFLM):  # type: ignore[misc]
     ) -> Tensor:
         """Generate in place of the harness's call of `model.generate`: int64 [B, T + n], until the last row ends."""
         loop = self.loop(**_sampling(options))
-        loop.state = None  # a new conversation
+        loop.reset()
         loop.prompt(context, attention_mask)
         ends = _Ends(self.tokenizer, stop, loop.stop.tolist(), len(context))
         result = list(ends.until_all(loop.stream(max_length - context.shape[1])))

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvpass import cache_names
+from kvpass import model_access
 from kvpass.apps.evaluation.session import Row, Session
 from kvpass.arguments import require
 from kvpass.decoding.model_call import ModelCall
@@ -212,7 +212,7 @@ def likeliest(caller: ModelCall, tokens: Tensor, cache: Any) -> Tensor:
     """Return the likeliest token after each of tokens int64 [B, n], which are fed one by one."""
     predicted = []
     for column in torch.split(tokens, 1, 1):
-        out = cache_names.call_model(caller.call, column, cache)
-        cache = cache_names.cache_of_output(out)
+        out = model_access.call_model(caller.call, column, cache)
+        cache = model_access.cache_of_output(out)
         predicted.append(out.logits[:, -1].argmax(-1))
     return torch.stack(predicted, 1)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpass import cache_names
+from kvpass import model_access
 from kvpass.arguments import require
 from kvpass.decoding.model_call import ModelCall
 from kvpass.decoding.prefill import last_of, run_chunks
@@ -199,19 +199,19 @@ def _score_in_steps(caller: ModelCall, batch: ScoringBatch, chunk: int | None) -
     """Yield the output for the last token of the contexts, then for each token of the continuations."""
     ids, mask, context = batch.ids, batch.mask, batch.context
     last = last_of(run_chunks(caller, ids[:, :context], mask[:, :context], None, chunk))
-    cache = cache_names.cache_of_output(last)
+    cache = model_access.cache_of_output(last)
     yield Piece(context - 1, last.logits[:, -1:], cache)
     if ids.shape[1] > context + 1:
         steps = run_chunks(caller, ids[:, context:-1], mask[:, :-1], cache, 1)
         for position, out in enumerate(steps, context):
-            yield Piece(position, out.logits[:, -1:], cache_names.cache_of_output(out))
+            yield Piece(position, out.logits[:, -1:], model_access.cache_of_output(out))
 
 
 def _score_together(caller: ModelCall, batch: ScoringBatch, chunk: int | None, feed: Feed) -> Iterator[Piece]:
     """Yield the outputs for contexts and continuations; the last token predicts nothing and is not fed."""
     size, position = chunk if feed == "chunk" else None, 0
     for out in run_chunks(caller, batch.ids[:, :-1], batch.mask[:, :-1], None, size, logits_to_keep=0):
-        yield Piece(position, out.logits, cache_names.cache_of_output(out))
+        yield Piece(position, out.logits, model_access.cache_of_output(out))
         position += out.logits.shape[1]
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import kvpass
-from kvpass import cache_names
+from kvpass import model_access
 from kvpass.apps.evaluation import scoring
 from kvpass.apps.evaluation.scoring import AgreementScores, Feed, FullPredictions, Scored, ScoringBatch
 from kvpass.apps.models import LoadedModel
@@ -76,7 +76,7 @@ class Session:
     def prompt(self, prompts: Sequence[Sequence[int]]) -> None:
         """Begin new conversations with prompts, one a row."""
         batch = ScoringBatch.of(prompts, [[]] * len(prompts), self.loop.device)
-        self.loop.state = None
+        self.loop.reset()
         self.loop.prompt(batch.ids, batch.mask)
         self.tick(batch.ids.shape[1])
 
@@ -96,7 +96,7 @@ class Session:
 
     def answer_to(self, turns: Sequence[Sequence[int]], count: int) -> str:
         """Return the text of up to `count` tokens that follow one conversation's turns, fed one after the other."""
-        self.loop.state = None
+        self.loop.reset()
         for turn in turns:
             self.loop.prompt(torch.tensor([list(turn)], device=self.loop.device))
         (result,) = self.loop.generate(count)
@@ -106,7 +106,7 @@ class Session:
     @torch.no_grad()
     def read(self, ids: Tensor) -> Any:
         """Return the cache after tokens int64 [B, T]."""
-        cache = cache_names.cache_of_output(
+        cache = model_access.cache_of_output(
             last_of(run_chunks(self.caller, ids, torch.ones_like(ids), None, self.chunk))
         )
         self.tick(ids.shape[1])
@@ -140,14 +140,18 @@ class UncompiledLoop:
     Attributes:
         chunk: tokens of a prompt that are fed together; None for whole prompts.
         stop: tokens that end an answer once every row has come to one.
-        state: the conversation; set it to None for a new one.
+        state: the conversation; None before a prompt.
     """
 
     def __init__(self, model: Any, chunk: int | None, stop: Sequence[int] = ()) -> None:
         self.caller, self.chunk = ModelCall.of(model), chunk
-        self.device = next(model.parameters()).device
+        self.device = model_access.device_of(model)
         self.stop = torch.tensor(list(stop), dtype=torch.int64)
         self.state: PlainState | None = None
+
+    def reset(self) -> None:
+        """Forget the conversation."""
+        self.state = None
 
     @property
     def cache(self) -> Any:
@@ -163,7 +167,7 @@ class UncompiledLoop:
         if state is not None:
             mask = torch.cat([state.mask, mask], 1)
         out = last_of(run_chunks(self.caller, ids, mask, self.cache, self.chunk))
-        self.state = PlainState(cache_names.cache_of_output(out), mask, out.logits[:, -1:].argmax(-1))
+        self.state = PlainState(model_access.cache_of_output(out), mask, out.logits[:, -1:].argmax(-1))
 
     def generate(self, tokens: int) -> Tensor:
         """Return up to `tokens` new tokens, int64 [B, n] on the CPU; CacheHandleError before a prompt."""

@@ -84,7 +84,7 @@ def cache_bytes(cache: Any) -> int:
 
 def _timed_prompt(loop: Loop, ids: Tensor) -> float:
     """Return the seconds from a prompt int64 [B, T] to the first token on the host."""
-    loop.state = None  # a new conversation
+    loop.reset()
     start = time.perf_counter()
     loop.prompt(ids)
     loop.generate(1)

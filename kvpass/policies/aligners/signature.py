@@ -6,12 +6,9 @@ import dataclasses
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from kvpass import cache_names
 from kvpass.errors import AlignerError
-
-Rows = list[tuple[Tensor, Tensor]]
+from kvpass.model_access import architecture_of, cached_vectors, device_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,33 +52,3 @@ def signature_of(model: Any, window: int, sinks: int = 4, every: int = 1) -> Sig
         )
     heads, key_dim, value_dim = shapes.pop()
     return Signature(architecture_of(model), len(rows), heads, key_dim, value_dim, window, sinks, every)
-
-
-@torch.no_grad()
-def cached_vectors(model: Any, ids: Tensor) -> Rows:
-    """Return each layer's keys and values [B, Hkv, n, D or Dv] of token ids, int64 [B, n]."""
-    body = getattr(model, "base_model", model)  # without the head, because only the cache is needed
-    return rows_of(model, cache_names.cache_of_output(body(input_ids=ids, use_cache=True)))
-
-
-def rows_of(model: Any, cache: Any) -> Rows:
-    """Return the keys and values of each layer of a cache of transformers.
-
-    Raises:
-        AlignerError: the cache has other entries than keys and values.
-    """
-    rows = cache_names.keys_and_values(cache)
-    if not rows or any(not isinstance(x, Tensor) or x.ndim != 4 for pair in rows for x in pair):
-        raise AlignerError(
-            f"{architecture_of(model)} returns no cache with keys and values [B, heads, tokens, dimension]"
-        )
-    return rows
-
-
-def architecture_of(model: Any) -> str:
-    """Return the architecture in the model's configuration, else the name of its class."""
-    return str(getattr(getattr(model, "config", None), "model_type", None) or type(model).__name__)
-
-
-def device_of(model: torch.nn.Module) -> torch.device:
-    return next(model.parameters()).device

@@ -106,7 +106,7 @@ def test_speed_times_no_prompt_in_which_something_was_compiled(plain: bool, monk
     seconds = iter([2.0] if plain else [100.0, 50.0, 50.0, 50.0])
 
     def timed(loop: Any, ids: torch.Tensor) -> float:
-        loop.state = None
+        loop.reset()
         loop.prompt(ids)
         loop.generate(1)
         return next(seconds)

@@ -14,13 +14,14 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass import cache_names
 from kvpass.arguments import Positive, check_arguments
+from kvpass.backend import raise_when_run
+from kvpass.capture import decomposed_attention
 from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.capture import capture
-from kvpass.errors import AlignerError, CalibrationError, UnsupportedGraph
+from kvpass.errors import CalibrationError, KVPassError, UnsupportedGraph
 from kvpass.fx import walk
-from kvpass.policies.aligners.signature import architecture_of, device_of, rows_of
+from kvpass.model_access import architecture_of, cache_of_output, checked_keys_and_values, device_of
 from kvpass.policies.calibration import CalibratedModel, Calibration, multiply_pairs, pair_norms
 from kvpass.torch_private import dynamo
 
@@ -90,10 +91,7 @@ def _probe_keys(model: torch.nn.Module, tokens: Tensor, window: int) -> list[dic
     layers: list[dict[int, Tensor]] = []
     for position in (0, *(p for p in POSITIONS if p < window)):
         out = model.forward(input_ids=ids, position_ids=torch.full_like(ids, position), use_cache=True)
-        try:
-            rows = rows_of(model, cache_names.cache_of_output(out))
-        except AlignerError as error:
-            raise CalibrationError(str(error)) from error
+        rows = checked_keys_and_values(model, cache_of_output(out), CalibrationError)
         layers = layers or [{} for _ in rows]
         for keys, (key, _) in zip(layers, rows, strict=True):
             keys[position] = key[:, :, 0]
@@ -182,9 +180,14 @@ class AttentionReader:
         self.compiled = torch.compile(run, backend=self, dynamic=False)
 
     def __call__(self, dynamo_gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        captured = capture(dynamo_gm, [False] * len(examples))
-        for reading in captured.refusals:
-            raise UnsupportedGraph(f"a cache of the model cannot be read: {reading.refusal}")
+        """Return what runs in place of one graph of Dynamo and records its attention calls, or raises a refusal."""
+        try:
+            with walk.converting_errors(filter(decomposed_attention.is_boundary, dynamo_gm.graph.nodes)):
+                captured = capture(dynamo_gm, [False] * len(examples))
+            for reading in captured.refusals:
+                raise UnsupportedGraph(f"a cache of the model cannot be read: {reading.refusal}")
+        except KVPassError as error:
+            return raise_when_run(error)
         return _Recorder(captured.canonical_gm, {site.call: site for site in captured.sites}, self.recorded).run
 
     def calls(self, ids: Tensor) -> list[RecordedAttention]:

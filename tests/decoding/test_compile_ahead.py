@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 import kvpass
-from kvpass import cache_names
+from kvpass import model_access
 from kvpass.backend import Backend
 from tests.models import build, graphs, prompt, sharing_compiled_code
 
@@ -76,7 +76,7 @@ def test_no_chunk_of_a_prompt_is_compiled_afterwards(policy: str, compiled: Call
     for length in (20, 30, 50, 64):
         ids, _ = prompt(1, length, (0,))
         out = kvpass.prefill(model, ids, chunk=8)
-        kvpass.prefill(model, ids[:, :5], cache=cache_names.cache_of_output(out), chunk=8)
+        kvpass.prefill(model, ids[:, :5], cache=model_access.cache_of_output(out), chunk=8)
         assert compiled() == before, length
 
 
@@ -127,7 +127,7 @@ def test_a_model_without_generate(compiled: Callable[[], tuple[int, int]]) -> No
     model = kvpass.warm(Plain(), "streaming", budget=BUDGET, progress=False)
     before = compiled()
     out = kvpass.prefill(model, prompt(1, 50, ())[0], chunk=9)
-    kvpass.prefill(model, prompt(1, 3, ())[0], chunk=1, past_key_values=cache_names.cache_of_output(out))
+    kvpass.prefill(model, prompt(1, 3, ())[0], chunk=1, past_key_values=model_access.cache_of_output(out))
     assert compiled() == before
 
 

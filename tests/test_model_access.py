@@ -20,9 +20,10 @@ import transformers
 from torch import Tensor, nn
 
 import kvpass
-from kvpass import cache_names
-from kvpass.cache_names import NEW, OLD
+from kvpass import model_access
 from kvpass.errors import CacheHandleError, PolicyError
+from kvpass.model_access import NEW_KEYWORD as NEW
+from kvpass.model_access import OLD_KEYWORD as OLD
 from kvpass.runtime import model_arguments
 from tests.models import build, prompt
 
@@ -72,9 +73,9 @@ class New(nn.Module):
     ],
 )
 def test_the_name_is_that_of_the_signature(model: Any, name: str) -> None:
-    assert cache_names.cache_keyword(model) == name
-    assert cache_names.arguments(model, "kept") == {name: "kept"}
-    assert cache_names.arguments(model, None) == {}
+    assert model_access.cache_keyword(model) == name
+    assert model_access.cache_arguments(model, "kept") == {name: "kept"}
+    assert model_access.cache_arguments(model, None) == {}
 
 
 def test_a_function_that_was_set_on_a_module_is_not_kept() -> None:
@@ -85,8 +86,8 @@ def test_a_function_that_was_set_on_a_module_is_not_kept() -> None:
         return own(cache)
 
     module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
-    assert cache_names.takes_a_cache(module)
-    assert cache_names.parameter_names(module) >= {"cache", "own"}
+    assert model_access.takes_a_cache(module)
+    assert model_access.parameter_names(module) >= {"cache", "own"}
     gone = weakref.ref(module)
     del module, forward
     gc.collect()
@@ -96,7 +97,7 @@ def test_a_function_that_was_set_on_a_module_is_not_kept() -> None:
 def test_models_of_transformers_have_the_name_of_their_version() -> None:
     """Check that a decorated alias does not hide the original."""
     release = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-    assert cache_names.cache_keyword(build("Llama")) == (NEW if release >= (5, 24) else OLD)
+    assert model_access.cache_keyword(build("Llama")) == (NEW if release >= (5, 24) else OLD)
 
 
 @pytest.mark.parametrize(
@@ -111,14 +112,14 @@ def test_models_of_transformers_have_the_name_of_their_version() -> None:
     ],
 )
 def test_a_cache_argument_is_renamed_to_a_name_that_the_model_takes(given: Any, taken: set[str], passed: Any) -> None:
-    assert cache_names.rename_cache(given, frozenset(taken)) == passed
+    assert model_access.rename_cache(given, frozenset(taken)) == passed
 
 
 def test_the_cache_of_an_output_is_found_under_either_name() -> None:
     for output in (SimpleNamespace(cache=3), SimpleNamespace(past_key_values=3), {NEW: 3}, {OLD: 3, NEW: None}):
-        assert cache_names.cache_of_output(output) == 3
-    assert cache_names.cache_of_output(SimpleNamespace(logits=3)) is None
-    assert cache_names.cache_of_output((3, 4)) is None
+        assert model_access.cache_of_output(output) == 3
+    assert model_access.cache_of_output(SimpleNamespace(logits=3)) is None
+    assert model_access.cache_of_output((3, 4)) is None
 
 
 @dataclasses.dataclass
@@ -133,7 +134,7 @@ class Swallowing(nn.Module):
     def __init__(self, forgets: bool = False, twice: bool = False) -> None:
         super().__init__()
         self.inner, self.forgets, self.twice = build("Llama", layers=1), forgets, twice
-        self.name = cache_names.cache_keyword(self.inner)
+        self.name = model_access.cache_keyword(self.inner)
 
     def forward(
         self,
@@ -148,7 +149,7 @@ class Swallowing(nn.Module):
         if self.forgets:
             cache, attention_mask = None, None
         out = self.inner(input_ids, attention_mask, position_ids, **{self.name: cache}, use_cache=True)
-        return Output(out.logits, cache_names.cache_of_output(out))
+        return Output(out.logits, model_access.cache_of_output(out))
 
 
 def compiled(model: nn.Module, **settings: Any) -> Any:
@@ -198,7 +199,7 @@ def test_a_bare_loop_may_use_either_name(model: Any) -> None:
         cache = None
         for part in ids.split([6, 5, 1], 1):
             out = run(part, **{name: cache}, use_cache=True)
-            cache = cache_names.cache_of_output(out)
+            cache = model_access.cache_of_output(out)
         torch.testing.assert_close(out.logits, expected[:, -1:], atol=1e-4, rtol=1e-4)
 
 
@@ -226,7 +227,7 @@ def test_a_call_is_protected_under_either_name(name: str, monkeypatch: pytest.Mo
     )
     run = kvpass.compile(build("Llama", layers=1), "full", inner="eager")
     with torch.no_grad():
-        cache = cache_names.cache_of_output(run(prompt(1, 5, ())[0], use_cache=True))
+        cache = model_access.cache_of_output(run(prompt(1, 5, ())[0], use_cache=True))
         run(torch.tensor([[3]]), **{name: cache}, use_cache=True)
         run(torch.tensor([[3]]), None, None, cache, use_cache=True)
     assert looked == [None, cache, cache]

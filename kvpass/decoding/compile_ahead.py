@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 import torch
 from torch import Tensor
 
-from kvpass import cache_names
+from kvpass import model_access
 from kvpass.arguments import Condition, Positive, check_arguments
 from kvpass.backend import Backend
 from kvpass.backend import compile as compile_model
@@ -20,9 +20,10 @@ from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.model_cache import caches_in
 from kvpass.decoding.model_call import ModelCall
 from kvpass.decoding.synthetic_conversation import (
-    LeftOut,
-    Room,
+    TURNS,
+    SkippedConversations,
     SyntheticConversation,
+    TokenAllowance,
     prompt_lengths,
     steps_until_compaction,
 )
@@ -34,8 +35,7 @@ from kvpass.torch_private import dynamo
 M = TypeVar("M", bound=torch.nn.Module)
 Tick = Callable[[str], object]
 
-STEPS = 3  # the first may specialise on a number, the second makes it a symbol, the third needs no new graph
-TURNS = (5, 7, 6)  # numbers of tokens in later turns
+DECODE_STEPS = 3  # the first may specialise on a number, the second makes it a symbol, the third needs no new graph
 
 
 @check_arguments
@@ -80,7 +80,7 @@ def warm(
         raise PolicyError(f"warm feeds token ids, and {type(model).__name__} reads {reads}: run an input of yours")
     compile_model(model, policy, **settings)
     compiler: Backend = dynamo.backend_of(model)
-    chosen, budget, left_out = compiler.policy, compiler.budget, LeftOut()
+    chosen, budget, skipped = compiler.policy, compiler.budget, SkippedConversations()
     lengths = prompt_lengths(budget, chosen, model)
     *_, longest = prompt_lengths(budget, chosen, model, prefill_chunk)
     batches = [(size, padded) for size in rows for padded in _paddings(size)]
@@ -91,13 +91,13 @@ def warm(
     chunked = batches if prefill_chunk is not None else []
     with torch.no_grad(), _bar(len(prompts) * (1 + len(several)) + len(chunked), progress) as tick:
         for size, padded, length in prompts:
-            room = Room.of(chosen, budget, length, model)
-            with left_out.conversation(f"prompts [{size}, {length}]"):
-                _run_turns(_Conversation(model, size, padded), (length, *several), room, tick)
+            allowance = TokenAllowance.of(chosen, budget, length, model)
+            with skipped.conversation(f"prompts [{size}, {length}]"):
+                _run_turns(_Conversation(model, size, padded), (length, *several), allowance, tick)
         for size, padded in chunked:
-            with left_out.conversation(f"prompts [{size}, {longest}] in chunks"):
+            with skipped.conversation(f"prompts [{size}, {longest}] in chunks"):
                 _feed_chunks(_Conversation(model, size, padded), longest, prefill_chunk, tick)
-    left_out.check()
+    skipped.check()
     return model
 
 
@@ -113,11 +113,11 @@ def _third(rows: Sequence[int]) -> list[int]:
     return [max(several) + 1] if len(several) == 2 else []
 
 
-def _run_turns(conversation: _Conversation, lengths: Sequence[int], room: Room, tick: Tick) -> None:
-    """Run a prompt, decode steps up to the next compaction if there is room, and further turns."""
-    (length, steps), *turns = room.parts(lengths[0], STEPS, lengths[1:], STEPS)
+def _run_turns(conversation: _Conversation, lengths: Sequence[int], allowance: TokenAllowance, tick: Tick) -> None:
+    """Run a prompt, decode steps up to the next compaction as far as allowed, and further turns."""
+    (length, steps), *turns = allowance.parts(lengths[0], DECODE_STEPS, lengths[1:], DECODE_STEPS)
     conversation.converse(length, steps)
-    conversation.converse(0, int(min(_until_compaction(caches_in(conversation.cache)), room.tokens)))
+    conversation.converse(0, int(min(_until_compaction(caches_in(conversation.cache)), allowance.tokens)))
     tick(f"prompt [{conversation.rows}, {length}]")
     for turn, steps in turns:
         conversation.converse(turn, steps)
@@ -143,7 +143,7 @@ class _Conversation(SyntheticConversation):
     """A conversation through `generate` if the model has it, else by calls."""
 
     def __init__(self, model: Any, rows: int, padded: bool) -> None:
-        super().__init__(ModelCall.of(model), next(model.parameters()).device, rows, padded)
+        super().__init__(ModelCall.of(model), model_access.device_of(model), rows, padded)
         self.model = model
 
     def converse(self, new: int, answer: int) -> None:
@@ -157,14 +157,14 @@ class _Conversation(SyntheticConversation):
         out = self.model.generate(
             ids,
             attention_mask=self.mask(ids.shape[1]),
-            **cache_names.arguments(self.model, self.cache),
+            **model_access.cache_arguments(self.model, self.cache),
             min_new_tokens=answer,
             max_new_tokens=answer,
             do_sample=False,
             return_dict_in_generate=True,
             pad_token_id=0,
         )
-        self.cache, self.seen = cache_names.cache_of_output(out), out.sequences.shape[1] - 1
+        self.cache, self.seen = model_access.cache_of_output(out), out.sequences.shape[1] - 1
 
 
 @contextlib.contextmanager

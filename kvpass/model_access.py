@@ -1,4 +1,4 @@
-"""Name the argument that carries a model's cache, `cache` or `past_key_values`, and make empty caches.
+"""Call a model with its cache, as `cache` or `past_key_values`, and read its outputs and device.
 
 transformers 5.24 renamed `past_key_values` to `cache`.  For older models the old name is an alias.  Models that are new
 since then swallow it among their other keyword arguments.  Every call of a model takes the name from here.
@@ -12,9 +12,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from kvpass.errors import AlignerError, KVPassError
 from kvpass.torch_private import dynamo
 
-OLD, NEW = "past_key_values", "cache"
+OLD_KEYWORD, NEW_KEYWORD = "past_key_values", "cache"
 
 
 def parameter_names(model: Any) -> frozenset[str]:
@@ -42,10 +46,10 @@ def cache_keyword(model: Any) -> str:
     """
     for each in _wrapped_models(model):
         taken = parameter_names(each)
-        for name in (OLD, NEW):  # a model from before the rename may use `cache` for something else
+        for name in (OLD_KEYWORD, NEW_KEYWORD):  # a model from before the rename may use `cache` for something else
             if name in taken:
                 return name
-    return OLD
+    return OLD_KEYWORD
 
 
 def _wrapped_models(model: Any) -> Iterator[Any]:
@@ -69,14 +73,14 @@ def _wrapped(model: Any) -> Any:
     return next((each for each in wrapped if each is not None), None)
 
 
-def arguments(model: Any, cache: Any) -> dict[str, Any]:
+def cache_arguments(model: Any, cache: Any) -> dict[str, Any]:
     """Return the keyword argument that passes a cache to a model; none for no cache."""
     return {} if cache is None else {cache_keyword(model): cache}
 
 
 def rename_cache(given: dict[str, Any], taken: frozenset[str]) -> dict[str, Any]:
     """Return keyword arguments with the cache under the one of both names that is among the parameters `taken`."""
-    for name, other in ((OLD, NEW), (NEW, OLD)):
+    for name, other in ((OLD_KEYWORD, NEW_KEYWORD), (NEW_KEYWORD, OLD_KEYWORD)):
         if name in given and other not in given and name not in taken and other in taken:
             return {other if key == name else key: value for key, value in given.items()}
     return given
@@ -84,7 +88,7 @@ def rename_cache(given: dict[str, Any], taken: frozenset[str]) -> dict[str, Any]
 
 def cache_of_output(output: Any) -> Any:
     """Return the cache in a model's output, or None."""
-    for name in (NEW, OLD):  # where the old name is an alias, it warns
+    for name in (NEW_KEYWORD, OLD_KEYWORD):  # where the old name is an alias, it warns
         found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
         if found is not None:
             return found
@@ -99,9 +103,36 @@ def keys_and_values(cache: Any) -> list[tuple[Any, Any]]:
     return [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in layers]
 
 
+def checked_keys_and_values(
+    model: Any, cache: Any, error: type[KVPassError] = AlignerError
+) -> list[tuple[Tensor, Tensor]]:
+    """Return each layer's keys and values [B, Hkv, n, D or Dv] of a cache, or raise `error`."""
+    rows = keys_and_values(cache)
+    if not rows or any(not isinstance(x, Tensor) or x.ndim != 4 for pair in rows for x in pair):
+        raise error(f"{architecture_of(model)} returns no cache with keys and values [B, heads, tokens, dimension]")
+    return rows
+
+
+@torch.no_grad()
+def cached_vectors(model: Any, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return each layer's keys and values [B, Hkv, n, D or Dv] of token ids, int64 [B, n]."""
+    body = getattr(model, "base_model", model)  # without the head, because only the cache is needed
+    return checked_keys_and_values(model, cache_of_output(body(input_ids=ids, use_cache=True)))
+
+
+def architecture_of(model: Any) -> str:
+    """Return the architecture in the model's configuration, else the name of its class."""
+    return str(getattr(getattr(model, "config", None), "model_type", None) or type(model).__name__)
+
+
+def device_of(model: torch.nn.Module) -> torch.device:
+    """Return the device of a model's first parameter; the CPU for a model without parameters."""
+    return next((each.device for each in model.parameters()), torch.device("cpu"))
+
+
 def call_model(model: Any, ids: Any, cache: Any = None, **named: Any) -> Any:
     """Return a model's output for tokens that follow a cache, None for an empty one."""
-    return model(ids, **arguments(model, cache), use_cache=True, **named)
+    return model(ids, **cache_arguments(model, cache), use_cache=True, **named)
 
 
 _NAMES = re.compile(r"(^|_)(past|caches?|kv|kvs)(_|$)")

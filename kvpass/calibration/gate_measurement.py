@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from kvpass.arguments import Natural, Positive, check_arguments
-from kvpass.diagnostics.query_statistics import AttentionReader, RecordedAttention
+from kvpass.calibration.query_statistics import AttentionReader, RecordedAttention
 from kvpass.errors import CalibrationError
-from kvpass.policies.aligners.signature import architecture_of, device_of
+from kvpass.model_access import architecture_of, device_of
 from kvpass.policies.head_gates import HeadGates
 
 BLOCK = 128

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 import kvpass
+from kvpass.apps import cli, policy_weights
+from kvpass.calibration.gate_measurement import measure_gates
 from kvpass.errors import CalibrationError
 from tests.models import build
 
@@ -85,6 +90,51 @@ def test_a_calibrated_model_runs(policy: str) -> None:
         torch._dynamo.reset()
         said.append(kvpass.compile(build("Llama"), policy, inner=inner, **given).generate(ids, **how))
     assert torch.equal(*said)
+
+
+def sigmoid_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **how: Any) -> Any:
+    """Attend by sigmoid, which capture does not read as attention."""
+    key, value = (x.repeat_interleave(module.num_key_value_groups, 1) for x in (key, value))
+    return ((query @ key.mT * how["scaling"]).sigmoid() @ value).transpose(1, 2), None
+
+
+def unreadable_model() -> Any:
+    transformers.AttentionInterface.register("sigmoid", sigmoid_attention)
+    model = build("Llama")
+    model.config._attn_implementation = "sigmoid"
+    return model
+
+
+def measured(model: Any) -> list[Callable[[], Any]]:
+    how: dict[str, Any] = dict(window=64, sinks=4, recent=8)
+    return [lambda: kvpass.calibrate(model, TEXT, window=64), lambda: measure_gates(model, TEXT, **how)]
+
+
+def test_a_refused_cache_update_is_an_error_of_kvpass() -> None:
+    for measure in measured(unreadable_model()):
+        with pytest.raises(kvpass.UnsupportedGraph, match="cannot be read: the cache that is grown here feeds no att"):
+            measure()
+
+
+def test_an_error_while_reading_is_a_refusal_at_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise LookupError("of a new kind")
+
+    monkeypatch.setattr("kvpass.capture.cache_search.find", fails)
+    for measure in measured(build("Llama")):
+        with pytest.raises(kvpass.UnsupportedGraph, match=r"\.py:\d+: .*reading the graph failed with LookupError: of"):
+            measure()
+
+
+@pytest.mark.parametrize("command", ["calibrate", "gates"])
+def test_a_command_prints_a_refusal(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(policy_weights, "_model_and_tokens", lambda *_: (unreadable_model(), TEXT.repeat(4)))
+    out = tmp_path / "out"
+    assert cli.main([command, "MODEL", "--window", "600", "--out", str(out)]) == 2
+    assert capsys.readouterr().err.startswith("kvpass: a cache of the model cannot be read: ")
+    assert not out.exists()
 
 
 def test_bad_input() -> None:

@@ -1,0 +1,1 @@
+"""Test what measures a model for policies: statistics of queries, and gates of heads."""
