@@ -147,7 +147,9 @@ class LayerCache:
         deferred_checks: conditions on the device that the host has not read.
         absent: int64 [B, P], the indices in the padded sequence of padding that is not cached, -1 after the last.
         first_ids: int64 [B], the position ids of the rows' first real tokens, if known and keys are rotated by rank.
-        rotated_key: one key rotated to the positions `PROBED`, if keys are rotated by rank; see `RotarySlice.probe`.
+        rotated_key: one key rotated to the positions `PROBED` by the prompt, if keys are rotated by rank; see
+            `RotarySlice.probe`.
+        equal_rotated_key: the same of the last call, found to be equal up to rounding.
         key_projections: the weights that computed the layer's keys.
         output_projection: its weight [E, Hq Dv], for policies that read it.
         model: the tensors of the model that made the cache, as far as its graph had them as inputs.
@@ -169,6 +171,7 @@ class LayerCache:
     absent: Tensor = dataclasses.field(default_factory=lambda: torch.empty(0, 0, dtype=torch.int64))
     first_ids: Tensor | None = None
     rotated_key: Tensor | None = None
+    equal_rotated_key: Tensor | None = None
     deferred_checks: DeferredChecks = dataclasses.field(default_factory=DeferredChecks)
     key_projections: tuple[weakref.ref[Any], ...] = ()
     output_projection: weakref.ref[Any] | None = None

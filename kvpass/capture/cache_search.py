@@ -197,7 +197,7 @@ class _CacheSearch:
         updates = [node for node in local if node not in self.updates and self._grows_in_other_layout(node)]
         kept = [node for node in local if node.op == "placeholder" or node in self.outputs]
         states = [node for node in kept if is_tensor(node) and value(node).ndim >= 3]
-        updates += [user for node in states for user in node.users if alias.writes(user) and user.args[0] is node]
+        updates += [writer for node in states for writer in self.memory.writers(node)]
         return updates + self._fixed_size_updates(call)
 
     def _fixed_size_updates(self, call: AttentionCall) -> list[fx.Node]:
@@ -321,10 +321,15 @@ def _check_key_count(call: AttentionCall, key: Origin, val: Origin) -> None:
 
 
 def _check_unmodified(origin: Origin, memory: AliasSets) -> None:
-    """Refuse writes in place to new tokens after they are stored; a step stores them only where the model attends."""
-    writer = None if origin.past is None else alias.overwriting_node({origin.new}, memory, origin.grown)
+    """Refuse writes in place to cached tokens, and to new ones after they are stored, where the model attends."""
+    if origin.past is None:
+        return
+    writer = alias.overwriting_node({origin.new}, memory, origin.grown)
     if writer is not None:
         raise CacheRefused(f"new tokens are written to at {walk.source_line(writer)}, after they were stored")
+    writer = alias.overwriting_node({origin.grown, origin.past}, memory)
+    if writer is not None:
+        raise CacheRefused(f"cached keys or values are written to at {walk.source_line(writer)}")
 
 
 def _check_supported(call: AttentionCall, origin: Origin, shares_cache: bool) -> None:

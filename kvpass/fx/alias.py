@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 import torch.fx as fx
 
-from kvpass.fx.op_table import tagged
+from kvpass.fx.op_table import leaves, tagged
 from kvpass.fx.walk import name_of, reach, value
 from kvpass.torch_private import fx_nodes, tensors
 
@@ -17,18 +17,25 @@ class AliasSets:
     """Groups of nodes that may share memory, as a graph was when this object was made.
 
     Args:
-        aliased: returns the nodes whose memory a node shares; by default the operand of a write or view.
+        aliased: returns the nodes whose memory a node shares; by default the operands of writes and views.
     """
 
     def __init__(self, graph: fx.Graph, aliased: Callable[[fx.Node], Iterable[fx.Node]] | None = None) -> None:
         self._owner: dict[fx.Node, fx.Node] = {}
         self._writers: dict[fx.Node, list[fx.Node]] = {}
         for node in graph.nodes:
-            for parent in (aliased or _viewed_operand)(node):
-                self._owner[self.of(node)] = self.of(parent)
+            for parent in (aliased or _shared_operands)(node):
+                self._unite(self.of(node), self.of(parent))
         for node in graph.nodes:
-            if node in self._owner and writes(node):
-                self._writers.setdefault(self.of(node), []).append(node)
+            for owner in dict.fromkeys(map(self.of, written_operands(node))):
+                self._writers.setdefault(owner, []).append(node)
+
+    def _unite(self, one: fx.Node, other: fx.Node) -> None:
+        """Make two groups one, which an input of the graph stands for if there is one."""
+        if one is not other:
+            inputs = [node for node in (other, one) if node.op in ("placeholder", "get_attr")]
+            owner = inputs[0] if inputs else other
+            self._owner[one if owner is other else other] = owner
 
     def of(self, node: fx.Node) -> fx.Node:
         """Return the node that stands for all nodes that may share memory with a node."""
@@ -41,10 +48,20 @@ class AliasSets:
         return self._writers.get(self.of(node), ())
 
 
-def _viewed_operand(node: fx.Node) -> list[fx.Node]:
-    """Return the first operand if the node's name says that it is a view of it or writes to it."""
-    base = node.args[0] if node.args else None
-    return [base] if isinstance(base, fx.Node) and (writes(node) or name_of(node) in tagged("view")) else []
+def _shared_operands(node: fx.Node) -> list[fx.Node]:
+    """Return the operands that a node writes to or views, by its name or by the recorded fake tensors."""
+    base, written = node.args[0] if node.args else None, written_operands(node)
+    viewed = [base] if isinstance(base, fx.Node) and name_of(node) in tagged("view") else []
+    mine = _storages(node)
+    recorded = [parent for parent in node.all_input_nodes if mine and not mine.isdisjoint(_storages(parent))]
+    return list(dict.fromkeys((*written, *viewed, *recorded)))
+
+
+def _storages(node: fx.Node) -> set[int]:
+    """Return numbers for the storages of a node's fake tensors; none for other values, which may stand for others."""
+    example = node.meta.get("example_value")
+    parts = example if isinstance(example, (tuple, list)) else [example]
+    return {tensors.storage_number(x) for x in parts if isinstance(x, torch.Tensor) and tensors.is_fake(x)}
 
 
 def ancestors_with_writes(
@@ -74,12 +91,24 @@ def ancestors_with_writes(
 
 
 def writes(node: fx.Node) -> bool:
-    """Check whether a node of Dynamo's graph writes to its first argument in place."""
+    """Check whether a node of Dynamo's graph writes to an argument in place."""
+    return bool(written_operands(node))
+
+
+def written_operands(node: fx.Node) -> list[fx.Node]:
+    """Return the arguments that a node of Dynamo's graph writes to in place.
+
+    These are the first one, or those in the first list, of a function whose name ends with an underscore or that is
+    called with `inplace=True`, and those passed as `out`.
+    """
     if node.op not in ("call_function", "call_method"):
-        return False
-    name = name_of(node)
+        return []
+    name, written = name_of(node), [node.kwargs.get("out")]
     of_operators = node.op == "call_function" and getattr(operator, name, None) is node.target  # and_, or_, not_
-    return name in tagged("augments") or (name.endswith("_") and not name.endswith("__") and not of_operators)
+    in_place = name.endswith("_") and not name.endswith("__") and not of_operators
+    if node.args and (in_place or name in tagged("augments") or node.kwargs.get("inplace") is True):
+        written.append(node.args[0])
+    return [each for each in leaves(written) if isinstance(each, fx.Node)]
 
 
 def writers_to(nodes: set[fx.Node]) -> list[fx.Node]:

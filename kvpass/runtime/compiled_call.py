@@ -97,14 +97,12 @@ class CompiledCall:
             )
         if reason is not None:  # a frame that torch skips once is never compiled again
             return dynamo.uncompiled_call(self.model)(*arguments, **named)
-        for value in (*arguments, *named.values()):
+        named = model_access.rename_cache(named, self.parameter_names)
+        given = (*arguments, *named.values())
+        for value in given:
             model_arguments.check_kind(value)
-        arguments = tuple(model_arguments.as_contiguous_tokens(value) for value in arguments)
-        named = {
-            name: model_arguments.as_contiguous_tokens(value)
-            for name, value in model_access.rename_cache(named, self.parameter_names).items()
-        }
-        values = (*arguments, *named.values())
+        values = tuple(map(model_arguments.as_contiguous_tokens, given))
+        arguments, named = values[: len(arguments)], dict(zip(named, values[len(arguments) :], strict=True))
         cache = next((value for value in values if model_cache.has_handles(value)), None)
         before = model_cache.ordinary_caches(values) if self.strict else []
         with (
@@ -113,6 +111,7 @@ class CompiledCall:
             _running(self.backend),
         ):
             result = self.regions.run(dynamo.between_compilations(self.call), arguments, named)
+        model_arguments.write_back(given, values)
         if self.strict and (model_cache.have_grown(before) or model_cache.returns_growing_cache(result)):
             raise UnsupportedGraph(UNCOMPILED)
         return result

@@ -119,10 +119,16 @@ class OneLayerCache:
         updated: tuple[Tensor, Tensor] = self.own.update(key, value, *args, **named)
         return updated
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of cached tokens."""
+    def get_seq_length(self, layer_idx: int | None = 0) -> int:
+        """Return the number of tokens that the layer has cached; other layers may have cached more or fewer by now."""
+        regions.require_own_index(layer_idx)
         length: int = self.own.get_seq_length()
         return length
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse to trace one layer for all: the model's cache may have an attribute that is not known here."""
+        regions.refuse_attribute(name)
+        raise AttributeError(name)
 
 
 @torch.compiler.nested_compile_region

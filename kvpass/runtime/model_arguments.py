@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,6 +41,13 @@ def as_contiguous_tokens(argument: Any) -> Any:
     if argument.stride() == (argument.shape[1], 1) and not tensors.is_view(argument):
         return argument
     return argument.clone(memory_format=torch.contiguous_format)
+
+
+def write_back(originals: Sequence[Any], copies: Sequence[Any]) -> None:
+    """Write what a model has written to copies of `as_contiguous_tokens` to the caller's own tensors."""
+    for original, copy in zip(originals, copies, strict=True):
+        if copy is not original and not torch.equal(copy, original):
+            original.copy_(copy)
 
 
 def length_context(cache: Any, arguments: tuple[Any, ...]) -> contextlib.AbstractContextManager[Any]:

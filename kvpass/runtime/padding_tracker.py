@@ -150,9 +150,9 @@ def compare_with_cache(cache: LayerCache, column: Tensor) -> tuple[Tensor, Tenso
         column: the input, [B or 1, S] or [S].
 
     Returns:
-        Two bools on the device: whether the input has one for every real token and zero for all others, and whether it
-        has zero for every token that was left out of the cache as padding.  An input that is too short has an unknown
-        number for the tokens at its end.
+        Two bools on the device: whether the input has one for every real token and zero for all others, the new ones
+        included, and whether it has zero for every token that was left out of the cache as padding.  An input that is
+        too short has an unknown number for the tokens at its end.
     """
     rows, absent = column[None] if column.ndim == 1 else column.flatten(0, -2), cache.absent
     before = rows[:, : cache.length]
@@ -163,7 +163,8 @@ def compare_with_cache(cache: LayerCache, column: Tensor) -> tuple[Tensor, Tenso
         is_there = (absent >= 0) & (absent < length)
         shown = ((before[row, absent.clamp(0, length - 1)] != 0) & is_there).any()
     same = ((before == 1).sum(-1) == cache.valid_seen) & ((before != 0).sum(-1) == cache.valid_seen)
-    return same.all() & (length == cache.length), ~shown
+    new = rows[:, cache.length :]
+    return same.all() & ((new == 0) | (new == 1)).all() & (length == cache.length), ~shown
 
 
 def padding_from_columns(columns: list[Tensor], rows: int, queries: int, device: torch.device) -> Tensor:

@@ -171,6 +171,15 @@ def require_own_index(layer_idx: int | None) -> None:
     torch._dynamo.comptime.comptime(_check_layer_idx)
 
 
+def refuse_attribute(name: str) -> None:
+    """Raise LayersDiffer, in a function that Dynamo traces, as a layer reads this attribute of a cache."""
+    torch._dynamo.comptime.comptime(_raise_layers_differ)
+
+
+def _raise_layers_differ(context: Any) -> None:
+    raise LayersDiffer("a layer reads an attribute of the model's cache")
+
+
 def _check_layer_idx(context: Any) -> None:
     source = context.get_local("layer_idx")._i_will_not_complain_if_bc_breaks_VariableTracker().source
     path = "" if source is None else source.name.replace("._modules['", ".").replace("']", "")

@@ -31,7 +31,12 @@ of a graph, before it reports that it compiles.
 
 def share_memory(one: Tensor, other: Tensor) -> bool:
     """Check whether two tensors, which may be fake, share one storage."""
-    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+    return storage_number(one) == storage_number(other)
+
+
+def storage_number(tensor: Tensor) -> int:
+    """Return a number of a tensor's storage, which tensors with the same storage have too."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def without_torch_function() -> contextlib.AbstractContextManager[None]:

@@ -25,7 +25,7 @@ from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.pipeline import StepRewrite
 from kvpass.rewrite.rotary_slice import RotarySlice
 from kvpass.rewrite.step_graph import StepCall
-from kvpass.rewrite.validation.interpreter import copy_unless_parameter
+from kvpass.rewrite.validation.interpreter import copy_unless_constant, written_inputs
 from kvpass.torch_private import symbolic_shapes
 
 
@@ -50,6 +50,11 @@ class StepCase:
     def call(self) -> StepCall:
         """The current call on the canonical graph; nothing writes to its slots."""
         return self.context.call
+
+    @functools.cached_property
+    def written_inputs(self) -> frozenset[int]:
+        """The indices of the inputs to which the model's own graph writes."""
+        return written_inputs(self.dynamo_gm)
 
     @property
     def stores_raw_keys(self) -> bool:
@@ -220,6 +225,10 @@ class Conversation:
         before = torch.cat([torch.randperm(seen, generator=generator) for _ in range(times)])[: self.count]
         return torch.cat([before.sort().values, torch.arange(seen, size)])
 
+    def plain_argument(self, index: int) -> Any:
+        """Return an argument that is no past, as a copy if a graph may write to it."""
+        return copy_unless_constant(self.arguments_without_past[index], index in self.step.written_inputs)
+
     def _mark_padding(self, column: Tensor) -> Tensor:
         """Return an input that marks padding, for this conversation; the new tokens are real."""
         marks = torch.ones_like(column)
@@ -234,7 +243,7 @@ class Conversation:
             index: among Dynamo's arguments.
         """
         if index not in self._pasts:
-            return copy_unless_parameter(self.arguments_without_past[index])
+            return self.plain_argument(index)
         layer, kind = self._pasts[index]
         rows = self.rows(layer)[kind].read_as(self.step.call.layouts[layer].dtype)
         if kind == 0 and self.step.stores_raw_keys and rotated:

@@ -10,7 +10,7 @@ import torch.fx as fx
 from torch import Tensor
 from torch.fx.node import map_arg
 
-from kvpass.fx import walk
+from kvpass.fx import alias, walk
 
 Visit = Callable[["GraphRun", fx.Node, Any], Any]
 """Take a node and its value, and return the value with which the graph continues."""
@@ -100,7 +100,13 @@ class GraphRun(fx.Interpreter):
         return self.load(result) if whole or result in self.env else None
 
 
-def copy_unless_parameter(argument: Any) -> Any:
-    """Return a copy of a tensor that a graph may write to."""
-    written = isinstance(argument, Tensor) and not isinstance(argument, torch.nn.Parameter)
-    return argument.clone() if written else argument
+def written_inputs(gm: fx.GraphModule) -> frozenset[int]:
+    """Return the indices of the inputs to whose memory a graph writes in place."""
+    memory = alias.AliasSets(gm.graph)
+    return frozenset(index for index, node in enumerate(walk.placeholders(gm.graph)) if memory.writers(node))
+
+
+def copy_unless_constant(argument: Any, is_written: bool) -> Any:
+    """Return a copy of a tensor, but not of a parameter that the graph does not write to, as weights are large."""
+    shared = not isinstance(argument, Tensor) or (isinstance(argument, torch.nn.Parameter) and not is_written)
+    return argument if shared else argument.detach().clone()

@@ -8,6 +8,7 @@ one length runs on the current call, with one layer of each kind and some of the
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -23,7 +24,7 @@ from kvpass.fx.shapes import expr
 from kvpass.fx.walk import value
 from kvpass.rewrite.prompt import PromptRewrite
 from kvpass.rewrite.validation.coverage import last_new_kind, length_constants, smallest_table
-from kvpass.rewrite.validation.interpreter import DoesNotRun, GraphRun, Visit, copy_unless_parameter
+from kvpass.rewrite.validation.interpreter import DoesNotRun, GraphRun, Visit, copy_unless_constant, written_inputs
 from kvpass.rewrite.validation.lockstep import Lockstep, Validation, noting_skipped, run_validation
 from kvpass.torch_private import symbolic_shapes
 
@@ -56,6 +57,11 @@ class PromptCase:
     rewrite: Callable[[], PromptRewrite] | None
     padding_inputs: Sequence[int]
 
+    @functools.cached_property
+    def written_inputs(self) -> frozenset[int]:
+        """The indices of the inputs to which the model's own graph writes."""
+        return written_inputs(self.dynamo_gm)
+
 
 def validate_prompt(prompt: PromptCase, arguments: tuple[Any, ...]) -> Validation:
     """Run the graphs and compare them.
@@ -86,16 +92,22 @@ def _try_longer(prompt: PromptCase, arguments: tuple[Any, ...], left_out: list[s
 
 @dataclasses.dataclass(frozen=True)
 class _ComparedCall:
-    """A prompt on which the graphs are compared; `real` is bool [B or 1, q], false for padding."""
+    """A prompt on which the graphs are compared.
+
+    Attributes:
+        real: bool [B or 1, q], false for padding.
+        written: the indices of the arguments to which the graphs write.
+    """
 
     arguments: tuple[Any, ...]
     rows: int
     queries: int
     real: Tensor
     label: str
+    written: frozenset[int]
 
     def argument(self, number: int) -> Any:
-        return copy_unless_parameter(self.arguments[number])
+        return copy_unless_constant(self.arguments[number], number in self.written)
 
 
 def _calls(prompt: PromptCase, arguments: tuple[Any, ...]) -> Iterator[_ComparedCall]:
@@ -211,7 +223,7 @@ def _prompt_call(
         total = arguments[index].shape[-1] if site.past_key is not None else queries
         column = arguments[index].reshape(-1, arguments[index].shape[-1])[:, total - queries : total]
         real = real & (column != 0).cpu()
-    return _ComparedCall(arguments, rows, queries, real, f"{label} of {queries} tokens")
+    return _ComparedCall(arguments, rows, queries, real, f"{label} of {queries} tokens", prompt.written_inputs)
 
 
 def _compare(prompt: PromptCase, call: _ComparedCall) -> None:

@@ -18,7 +18,6 @@ from kvpass.cache.slots import FREE, AnySlots, ClassedSlots, Slots, empty_state,
 from kvpass.lowering.formats import EncodedVectors
 from kvpass.policies.ranking import rank_of
 from kvpass.rewrite.validation.conversation import Conversation
-from kvpass.rewrite.validation.interpreter import copy_unless_parameter
 
 
 class SyntheticSlots:
@@ -31,7 +30,7 @@ class SyntheticSlots:
     def argument_factory(self) -> Callable[[int], Any]:
         """Return a function that creates an argument of the rewritten graph: slots are copied on demand."""
         conversation = self.conversation
-        arguments = tuple(map(copy_unless_parameter, conversation.arguments_without_past))
+        arguments = tuple(map(conversation.plain_argument, range(len(conversation.arguments_without_past))))
         slots = [self.of(layer) for layer in range(len(self.step.call.layouts))]
         host_inputs = conversation.rewrite.run_host_graph(arguments)
         others = conversation.rewrite.call_arguments(arguments, host_inputs, slots, conversation.count)
