@@ -1,4 +1,4 @@
-"""Add the inputs of a step graph besides slots, policy weights and Dynamo's arguments."""
+"""Define the inputs of a step graph besides slots, policy weights and Dynamo's arguments."""
 
 from __future__ import annotations
 

@@ -107,6 +107,6 @@ def written_inputs(gm: fx.GraphModule) -> frozenset[int]:
 
 
 def copy_unless_constant(argument: Any, is_written: bool) -> Any:
-    """Return a copy of a tensor, but not of a parameter that the graph does not write to, as weights are large."""
+    """Return a copy of a tensor, or itself for a weight that the graph does not write to."""
     shared = not isinstance(argument, Tensor) or (isinstance(argument, torch.nn.Parameter) and not is_written)
     return argument if shared else argument.detach().clone()
