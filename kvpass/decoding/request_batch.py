@@ -164,7 +164,7 @@ class RequestBatch(StepState):
     @property
     def variant(self) -> Any:
         """Facts about sampling in the rows that the host decides, and that a CUDA graph depends on."""
-        return self.sampling.draws, self.sampling.is_limited
+        return self.sampling.draws, self.sampling.limits
 
     def mark_new_tokens(self, mask: Tensor) -> None:
         """Write into a padding mask which of the new tokens are real, in every column.

@@ -34,16 +34,6 @@ class Sampling:
     top_p: float | None = None
     seed: int = 0
 
-    @property
-    def is_limited(self) -> bool:
-        """True if there is top_k or top_p."""
-        return self.top_k is not None or self.top_p is not None
-
-    @property
-    def limits(self) -> tuple[int, float]:
-        """Both as numbers: None becomes more tokens than any vocabulary has, and more than probabilities add up to."""
-        return PRIME if self.top_k is None else self.top_k, 2.0 if self.top_p is None else self.top_p
-
     def generator(self, device: torch.device) -> torch.Generator:
         """Return a new generator with the seed."""
         return torch.Generator(device).manual_seed(self.seed)
@@ -53,22 +43,27 @@ class Sampling:
         if self.temperature == 0:
             return logits.argmax(-1)
         logits = _sharpen(logits, self.temperature)
-        if self.is_limited:
-            logits = limit(logits, *(torch.full((1,), number, device=logits.device) for number in self.limits))
+        if self.top_k is not None:
+            logits = _keep_top_k(logits, min(self.top_k, logits.shape[-1]))
+        if self.top_p is not None:
+            logits = _keep_top_p(logits, self.top_p)
         noise = torch.empty_like(logits).exponential_(generator=generator)
         # Exponential race: the clock of a token with rate p rings first with probability p.
         return (torch.softmax(logits, -1) / noise).argmax(-1)
 
 
-def limit(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Return logits [B, vocabulary] with minus infinity outside of top_k and top_p, [B] or [1]; see `Sampling`."""
+def _keep_top_k(logits: Tensor, count: int) -> Tensor:
+    """Return the logits with all but the highest `count` set to minus infinity."""
+    least = logits.topk(count, -1).values[:, -1:]
+    return torch.where(logits < least, -torch.inf, logits)
+
+
+def _keep_top_p(logits: Tensor, share: float) -> Tensor:
+    """Return the logits, with minus infinity where the more likely tokens already have the share of probability."""
     ordered, order = logits.sort(-1, descending=True)
-    last = ordered.gather(-1, (top_k[:, None] - 1).clamp(0, logits.shape[-1] - 1).expand(len(logits), 1))
-    ordered = ordered.masked_fill(ordered < last, -torch.inf)
     probs = torch.softmax(ordered, -1)
-    # The most likely token always stays.
-    ordered = ordered.masked_fill(probs.cumsum(-1) - probs >= top_p[:, None], -torch.inf)
-    return torch.empty_like(logits).scatter(-1, order, ordered)
+    out = probs.cumsum(-1) - probs >= share  # the most likely token always stays
+    return logits.masked_fill(torch.zeros_like(out).scatter(-1, order, out), -torch.inf)
 
 
 LARGEST_NOISE = 32.0
@@ -104,7 +99,9 @@ class RowSampling:
         """Set the settings of a row."""
         self.rows[row] = sampling
         self.temperature[row] = sampling.temperature
-        self.top_k[row], self.top_p[row] = sampling.limits
+        # Without a limit: more tokens than any vocabulary has, and more than probabilities add up to.
+        self.top_k[row] = PRIME if sampling.top_k is None else sampling.top_k
+        self.top_p[row] = 2.0 if sampling.top_p is None else sampling.top_p
         self.seed[row] = sampling.seed % PRIME
 
     def of_row(self, row: int) -> RowSampling:
@@ -118,9 +115,9 @@ class RowSampling:
         return any(row.temperature > 0 for row in self.rows)
 
     @property
-    def is_limited(self) -> bool:
+    def limits(self) -> bool:
         """True if any row has top_k or top_p."""
-        return any(row.is_limited for row in self.rows)
+        return any(row.top_k is not None or row.top_p is not None for row in self.rows)
 
     def choose(self, logits: Tensor, made: Tensor) -> Tensor:
         """Return the next tokens, int64 [R], from logits [R, vocabulary]; `made` counts each row's earlier tokens."""
@@ -128,10 +125,19 @@ class RowSampling:
         if not self.draws:
             return likeliest
         sharp = _sharpen(logits, torch.where(self.temperature > 0, self.temperature, 1.0)[:, None])
-        if self.is_limited:
-            sharp = limit(sharp, self.top_k, self.top_p)
+        if self.limits:
+            sharp = self._apply_limits(sharp)
         drawn = (torch.softmax(sharp, -1) / self._noise(made, logits.shape[-1])).argmax(-1)
         return torch.where(self.temperature > 0, drawn, likeliest)
+
+    def _apply_limits(self, logits: Tensor) -> Tensor:
+        """Return the logits with minus infinity for tokens outside of each row's top_k and top_p; see `Sampling`."""
+        ordered, order = logits.sort(-1, descending=True)
+        last = ordered.gather(-1, (self.top_k[:, None] - 1).clamp(0, logits.shape[-1] - 1))
+        ordered = ordered.masked_fill(ordered < last, -torch.inf)
+        probs = torch.softmax(ordered, -1)
+        ordered = ordered.masked_fill(probs.cumsum(-1) - probs >= self.top_p[:, None], -torch.inf)
+        return torch.empty_like(logits).scatter(-1, order, ordered)
 
     def _noise(self, made: Tensor, vocabulary: int) -> Tensor:
         """Return exponential random numbers of rate one, float32 [R, vocabulary], above zero."""

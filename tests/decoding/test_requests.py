@@ -376,9 +376,8 @@ def test_tokens_that_tie_with_the_last_of_top_k_are_drawn_too(top_k: int, temper
     rows = sampling.RowSampling.of(6, torch.device("cpu"))
     for row in range(6):
         rows.set_row(row, sampling.Sampling(temperature, top_k))
-    single = [torch.tensor([number]) for number in sampling.Sampling(temperature, top_k).limits]
-    for limits in ((rows.top_k, rows.top_p), single):
-        assert torch.equal(sampling.limit(logits / temperature, *limits) > -torch.inf, expected)
+    assert torch.equal(rows._apply_limits(logits / temperature) > -torch.inf, expected)
+    assert torch.equal(sampling._keep_top_k(logits / temperature, min(top_k, 9)) > -torch.inf, expected)
 
 
 @pytest.mark.parametrize("temperature", [1e-40, 1e-20, 1e-6])
