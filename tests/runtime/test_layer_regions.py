@@ -265,3 +265,52 @@ def test_uncompiled_layers_run_as_they_are() -> None:
 def test_without_a_name_of_transformers_layers_are_traced_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("transformers.cache_utils.DynamicLayer")
     assert not install_regions(models.build("Llama", layers=4)).indices
+
+
+def ask_for_length(cache: Any) -> float:
+    return float(cache.get_seq_length())  # of layer 0, whose tokens of this call later layers already count
+
+
+def ask_for_length_of_layer_0(cache: Any) -> float:
+    return float(cache.get_seq_length(0))
+
+
+def ask_for_attribute(cache: Any) -> float:
+    return float(getattr(cache, "offset", 0))
+
+
+@pytest.mark.parametrize("ask", [ask_for_length, ask_for_length_of_layer_0, ask_for_attribute])
+def test_layers_that_ask_the_whole_cache_are_no_regions(ask: Callable[[Any], float], fresh_dynamo: None) -> None:
+    """Check that what stands for the cache within a region gives no answer that the cache would not give."""
+    plain = models.build("Llama", layers=4)
+    ours = copy.deepcopy(plain)
+    for model in (plain, ours):
+        let_attention_ask(model, ask)
+    kvpass.compile(ours, "full", inner="eager")
+    for out, wanted in zip(pieces_of(ours), pieces_of(plain), strict=True):
+        torch.testing.assert_close(out, wanted, atol=1e-4, rtol=1e-4)
+
+
+def let_attention_ask(model: Any, ask: Callable[[Any], float]) -> None:
+    """Scale the hidden states of each layer by what its attention reads from the cache."""
+    for layer in model.model.layers:
+        own, attention = type(layer.self_attn).forward, layer.self_attn
+
+        def asking(hidden_states: Tensor, own: Any = own, attention: Any = attention, **named: Any) -> Any:
+            cache = named.get("cache", named.get("past_key_values"))
+            return own(attention, hidden_states * (1 + 0.05 * ask(cache)), **named)
+
+        attention.forward = asking
+
+
+@torch.no_grad()
+def pieces_of(model: Any) -> list[Tensor]:
+    """Return the logits of a conversation on a cache with an attribute of its own."""
+    ids, _ = models.prompt(2, 8, ())
+    cache, logits = DynamicCache(config=model.config), []
+    cache.offset = 3
+    for piece in ids.split([5, 1, 1, 1], 1):
+        out = model_access.call_model(model, piece.contiguous(), cache)
+        cache = model_access.cache_of_output(out)
+        logits.append(out.logits)
+    return logits
