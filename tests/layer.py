@@ -84,9 +84,10 @@ class LayerOnSlots:
         if slots is None:
             first = torch.zeros(len(tokens.q), 1, 1, dtype=torch.int64)
         else:
-            counted = ranked or policy.renumbers
-            rank = next_rank(slots.position, slots.free, decodes=tokens.valid.shape[1] == 1)
-            first = (rank if counted else slots.seen)[:, None, None]
+            first = slots.seen[:, None, None]
+            if ranked or policy.renumbers:
+                decodes = tokens.valid.shape[1] == 1
+                first = next_rank(slots.position, slots.free, decodes)[:, None, None]
         position = positions_for(policy, budget, first, tokens.valid, slots is None)
         q, k = self.rotate(tokens.q, position), self.rotate(tokens.k, position)
         to_admit = TokensToAdmit(tokens.k if ranked else k, tokens.v, tokens.valid, Attention(), tokens.pins)

@@ -35,7 +35,10 @@ class Scripted:
     """A loop with scripted answers, which records its input."""
 
     def __init__(self, answers: Sequence[Sequence[int]]) -> None:
-        self.answers, self.fed, self.state = iter(answers), list[list[int]](), "old"
+        self.answers, self.fed = iter(answers), [[0]]
+
+    def reset(self) -> None:
+        self.fed = []
 
     def prompt(self, ids: torch.Tensor) -> None:
         self.fed.append(ids[0].tolist())
