@@ -57,7 +57,6 @@ def test_each_turn_feeds_what_the_template_adds_and_ends_an_answer_that_was_cut_
     assert loop.fed == [[7, 10, END, 8], [7, 11, END, 8], [END, 7, 12, END, 8]]
     assert [turn.answer for turn in turns] == ["1 2", "3 4 5 6", "1"]
     assert [turn.seen for turn in turns] == [4, 11, 20]
-    assert loop.state is None
     assert ticks == [8, 8, 9]
 
 
