@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvpass.cache.slots import AnySlots
 from kvpass.errors import UnsupportedGraph
-from kvpass.fx import shapes, walk
+from kvpass.fx import alias, shapes, walk
 from kvpass.rewrite.context import Pass, PassRecord, StepContext
 from kvpass.rewrite.host_graph import build_host_graph
 from kvpass.rewrite.inputs import GatheredInput
@@ -174,6 +174,18 @@ def _with_line(each: Pass, step: StepContext) -> PassRecord:
 _LINE = re.compile(r"\.py:\d+")
 
 
+def _loose_inputs(step: StepContext, inputs: Sequence[int]) -> set[int]:
+    """Return the inputs whose strides may change, or refuse a graph that writes to one of them."""
+    result = {index for index in inputs if has_loose_strides(walk.value(step.placeholders[index]))}
+    memory = alias.AliasSets(step.graph) if result else None
+    for writer in (writer for index in result if memory for writer in memory.writers(step.placeholders[index])):
+        raise UnsupportedGraph(
+            f"{walk.source_line(writer)}: writes in place to an input whose sizes change from call to call, of which a "
+            "step gets a copy: return the new values instead"
+        )
+    return result
+
+
 def _result(step: StepContext) -> StepRewrite:
     entries, precomputed = step.inputs.gathered_inputs()
     remaining = set(walk.placeholders(step.graph))
@@ -184,7 +196,7 @@ def _result(step: StepContext) -> StepRewrite:
         examples=[step.example(node) for node in walk.placeholders(step.graph)] if step.sizes.dynamic else None,
         policy_weights=step.policy_weights.tensors,
         inputs=inputs,
-        loose_inputs={index for index in inputs if has_loose_strides(walk.value(step.placeholders[index]))},
+        loose_inputs=_loose_inputs(step, inputs),
         columns=[step.placeholders.index(argument) for argument in step.inputs.columns],
         entries=entries,
         queries=step.queries,

@@ -238,6 +238,34 @@ def test_a_tensor_of_the_caller_is_written_also_if_it_is_a_view(made: Callable[[
     torch.testing.assert_close(counts, expected)
 
 
+class Remembering(Small):
+    """A model that adds to a memory of the caller, whose length differs from conversation to conversation."""
+
+    def forward(self, ids: Tensor, past: Any = None, memory: Any = None, **inputs: Any) -> Any:
+        x, present = super().forward(ids, past, **inputs)
+        y = x + memory.mean(1)[:, None, None]
+        memory.add_(0.1 * x.mean((1, 2))[:, None])
+        return y, present
+
+
+def test_writes_to_a_tensor_of_the_caller_are_kept_or_refused() -> None:
+    """Check a memory of a second length, of which a step would get a copy, as its strides are dynamic then."""
+    model = Remembering(plain)
+    ours = torch.compile(copy.deepcopy(model), backend=kvpass.backend("full", inner="eager"))
+
+    def converse(length: int) -> None:
+        memory, expected = torch.zeros(2, length), torch.zeros(2, length)
+        check_equal(
+            lambda ids, past: model(ids, past, memory=expected),  # type: ignore[arg-type]
+            lambda ids, past: ours(ids, past, memory=memory),
+        )
+        torch.testing.assert_close(memory, expected)
+
+    converse(4)
+    with pytest.raises(kvpass.UnsupportedGraph, match="writes in place to an input whose sizes change"):
+        converse(6)
+
+
 class Drifting(nn.Module):
     """Rotary attention whose frequencies change a little in each call."""
 
