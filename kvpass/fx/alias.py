@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.fx as fx
@@ -23,11 +23,14 @@ class AliasSets:
     def __init__(self, graph: fx.Graph, aliased: Callable[[fx.Node], Iterable[fx.Node]] | None = None) -> None:
         self._owner: dict[fx.Node, fx.Node] = {}
         self._writers: dict[fx.Node, list[fx.Node]] = {}
+        written = {node: operands for node in graph.nodes if (operands := written_operands(node))}
+        storages = {} if aliased else {node: _storages(node) for node in graph.nodes}
         for node in graph.nodes:
-            for parent in (aliased or _shared_operands)(node):
+            own = aliased(node) if aliased else (*written.get(node, ()), *_viewed_operands(node, storages))
+            for parent in own:
                 self._unite(self.of(node), self.of(parent))
-        for node in graph.nodes:
-            for owner in dict.fromkeys(map(self.of, written_operands(node))):
+        for node, operands in written.items():
+            for owner in dict.fromkeys(map(self.of, operands)):
                 self._writers.setdefault(owner, []).append(node)
 
     def _unite(self, one: fx.Node, other: fx.Node) -> None:
@@ -48,19 +51,18 @@ class AliasSets:
         return self._writers.get(self.of(node), ())
 
 
-def _shared_operands(node: fx.Node) -> list[fx.Node]:
-    """Return the operands that a node writes to or views, by its name or by the recorded fake tensors."""
-    base, written = node.args[0] if node.args else None, written_operands(node)
-    viewed = [base] if isinstance(base, fx.Node) and name_of(node) in tagged("view") else []
-    mine = _storages(node)
-    recorded = [parent for parent in node.all_input_nodes if mine and not mine.isdisjoint(_storages(parent))]
-    return list(dict.fromkeys((*written, *viewed, *recorded)))
+def _viewed_operands(node: fx.Node, storages: Mapping[fx.Node, set[int]]) -> Iterator[fx.Node]:
+    """Yield the operands that a node is a view of, by its name or by the storages of recorded tensors."""
+    if node.args and isinstance(node.args[0], fx.Node) and name_of(node) in tagged("view"):
+        yield node.args[0]
+    if storages[node]:
+        yield from (parent for parent in node.all_input_nodes if not storages[node].isdisjoint(storages[parent]))
 
 
 def _storages(node: fx.Node) -> set[int]:
     """Return numbers for the storages of a node's fake tensors; none for other values, which may stand for others."""
     example = node.meta.get("example_value")
-    parts = example if isinstance(example, (tuple, list)) else [example]
+    parts = example if isinstance(example, (tuple, list)) else (example,)
     return {tensors.storage_number(x) for x in parts if isinstance(x, torch.Tensor) and tensors.is_fake(x)}
 
 
@@ -103,12 +105,12 @@ def written_operands(node: fx.Node) -> list[fx.Node]:
     """
     if node.op not in ("call_function", "call_method"):
         return []
-    name, written = name_of(node), [node.kwargs.get("out")]
+    name, written = name_of(node), [node.kwargs["out"]] if "out" in node.kwargs else []
     of_operators = node.op == "call_function" and getattr(operator, name, None) is node.target  # and_, or_, not_
     in_place = name.endswith("_") and not name.endswith("__") and not of_operators
     if node.args and (in_place or name in tagged("augments") or node.kwargs.get("inplace") is True):
         written.append(node.args[0])
-    return [each for each in leaves(written) if isinstance(each, fx.Node)]
+    return [each for each in leaves(written) if isinstance(each, fx.Node)] if written else []
 
 
 def writers_to(nodes: set[fx.Node]) -> list[fx.Node]:
