@@ -21,7 +21,10 @@ class Noted:
     """A loop that records its input and output tokens in order."""
 
     def __init__(self, loop: Any) -> None:
-        self.loop, self.tokens, self.state = loop, list[int](), None
+        self.loop, self.tokens = loop, list[int]()
+
+    def reset(self) -> None:
+        self.loop.reset()
 
     def prompt(self, ids: torch.Tensor) -> None:
         self.tokens += ids[0].tolist()
