@@ -116,10 +116,9 @@ class BackendBase:
     ) -> Callable[..., Any]:
         """Compile a rewritten step graph; `sizes` are its dynamic sizes, None if all are static."""
         layers, alike = layer_dedup.readers_of_slots(rewritten_gm), sizes.alike if sizes else frozenset()
+        settings = self._step_settings(stores_raw_keys) | ({} if sizes else inductor.NO_SIZE_CHECKS)
         with self.time_section("compiler"):
-            return self._compile_inner(
-                rewritten_gm, examples, self._step_settings(stores_raw_keys), _prepare_step_graph, layers, alike
-            )
+            return self._compile_inner(rewritten_gm, examples, settings, _prepare_step_graph, layers, alike)
 
     @property
     def compiles_prompts_at_once(self) -> bool:
@@ -134,9 +133,8 @@ class BackendBase:
         return self.inner in ("inductor", "eager") and device.type == "cpu"
 
     def _step_settings(self, stores_raw_keys: bool) -> dict[str, Any]:
-        settings = inductor.FEWER_LAUNCHES | inductor.NO_SIZE_CHECKS
-        settings |= inductor.KEEP_THE_ORDER if self.policy.merges else {}
-        return settings | (inductor.FUSE_INTO_REDUCTIONS if stores_raw_keys else {})
+        in_order = inductor.KEEP_THE_ORDER if self.policy.merges else {}
+        return inductor.FEWER_LAUNCHES | in_order | (inductor.FUSE_INTO_REDUCTIONS if stores_raw_keys else {})
 
     def rewrite(self, call: StepCall) -> tuple[StepContext, StepRewrite]:
         """Rewrite a step graph onto slots, or onto the eager reference."""

@@ -42,6 +42,7 @@ FEWER_LAUNCHES = {
 }
 
 NO_SIZE_CHECKS = {
+    # For static sizes: with symbols, torch 2.15 defines some of them only beside these checks.
     # Without these checks in Python a step of 30 layers takes up to a millisecond less.  Dynamo compares the sizes and
     # strides of weights in each call, a `DecodeLoop` before it repeats steps, and slots have the sizes of their layout.
     "size_asserts": False,
