@@ -177,11 +177,11 @@ _LINE = re.compile(r"\.py:\d+")
 def _loose_inputs(step: StepContext, inputs: Sequence[int]) -> set[int]:
     """Return the inputs whose strides may change, or refuse a graph that writes to one of them."""
     result = {index for index in inputs if has_loose_strides(walk.value(step.placeholders[index]))}
-    memory = alias.AliasSets(step.graph) if result else None
-    for writer in (writer for index in result if memory for writer in memory.writers(step.placeholders[index])):
+    writers = alias.writers_to({step.placeholders[index] for index in result})
+    if writers:
         raise UnsupportedGraph(
-            f"{walk.source_line(writer)}: writes in place to an input whose sizes change from call to call, of which a "
-            "step gets a copy: return the new values instead"
+            f"{walk.source_line(writers[0])}: writes in place to an input whose sizes change from call to call, of "
+            "which a step gets a copy: return the new values instead"
         )
     return result
 
