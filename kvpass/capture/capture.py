@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from kvpass.capture import cache_search, heads_first, simplify, sliced_tables
+from kvpass.capture import autocast_regions, cache_search, heads_first, simplify, sliced_tables
 from kvpass.capture.cache_search import Reading, Verdict
 from kvpass.capture.canonical import APPEND, ATTENTION, LOG_SUM_EXP, AttentionSite, sites
 from kvpass.capture.decomposed_attention import AttentionCall
@@ -101,7 +101,7 @@ def _normalized(dynamo_gm: fx.GraphModule) -> fx.GraphModule:
     op_table.normalize_calls(copy.graph)
     simplify.multiply_equations(copy.graph)
     simplify.multiply_outer_products(copy.graph)
-    simplify.leave_disabled_regions(copy.graph)
+    autocast_regions.remove_regions(copy.graph)
     simplify.replace_vmap(copy.graph)
     return copy
 

@@ -149,20 +149,36 @@ def _latest_first(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def positions_of(rotary: Rotary, site: AttentionSite) -> list[fx.Node]:
-    """Return all positions that rotate the site's key and queries, or [] if some query is rotated by others.
+    """Return all positions that rotate the site's key and queries, or [] if others rotate some query too.
 
     A model that rotates queries and keys separately computes the same positions twice.
     """
-    key_positions = strip_reshapes(rotary.position)
     positions = [rotary.position]
     for call in site.attention_calls:
-        computed_from = nodes_behind(call.query)
-        angles = [node for node in computed_from if _is_converted_to_angle(node, computed_from)]
-        same = [node for node in angles if _is_same_computation(strip_reshapes(node), key_positions)]
-        if not same:
+        of_query = _positions_of_query(call.query, strip_reshapes(rotary.position))
+        if not of_query:
             return []
-        positions += same
+        positions += of_query
     return list(dict.fromkeys(positions))
+
+
+def _positions_of_query(query: fx.Node, key_positions: fx.Node) -> list[fx.Node]:
+    """Return the nodes with the positions of a query that angles are computed from, or [] if there are others.
+
+    All that changes a query behind its projection is examined, such as a scale that follows from positions.
+    """
+    since = {node for node in ancestors(query, until=_is_end_of_query) if not _is_end_of_query(node)}
+    shaped = {node for node in since if is_tensor(node) and _is_shaped(node, value(query).shape)}
+    first = {node for node in shaped if ancestors(node, until=_is_end_of_query).isdisjoint(shaped - {node})}
+    since = ancestors(query, first, _is_end_of_query)
+    same = {n for n in since if _is_integer(n) and _is_same_computation(strip_reshapes(n), key_positions)}
+    found: set[fx.Node] = set()
+    for angle in (node for node in since if _is_converted_to_angle(node, since)):
+        sources = ancestors(angle, same)
+        if any(_may_follow_tokens(node) or is_a(node, "counts") for node in sources - same):
+            return []
+        found |= {angle} if angle in same else same & {p for node in sources for p in node.all_input_nodes}
+    return sorted(found)
 
 
 def strip_reshapes(node: fx.Node) -> fx.Node:
@@ -254,9 +270,24 @@ def _is_same_computation(one: object, other: object) -> bool:
     return bool(one == other)
 
 
+def _is_end_of_query(node: fx.Node) -> bool:
+    """Return whether a node computes the states of which a query is a part."""
+    return _is_end(node) or (is_a(node, "projects") and not is_a(node, "looks_up"))
+
+
+def _is_shaped(node: fx.Node, shape: torch.Size) -> bool:
+    """Return whether a tensor has a shape [B, H, q, D], or that shape with tokens before heads."""
+    rows, heads, count, features = shape
+    return any(shapes.same_shape(value(node).shape, x) for x in (shape, (rows, count, heads, features)))
+
+
+def _is_integer(node: fx.Node) -> bool:
+    return is_tensor(node) and not walk.is_inexact(value(node)) and value(node).dtype != torch.bool
+
+
 def _is_converted_to_angle(node: fx.Node, among: set[fx.Node]) -> bool:
     """Return whether an integer tensor is next used as a floating-point or complex one."""
-    if not is_tensor(node) or walk.is_inexact(value(node)) or value(node).dtype == torch.bool:
+    if not _is_integer(node):
         return False
     return any(user in among and is_tensor(user) and walk.is_inexact(value(user)) for user in node.users)
 

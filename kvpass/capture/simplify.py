@@ -1,8 +1,7 @@
 """Simplify how models compute masks and the angles of rotary embeddings, which passes compute in other places.
 
 Models multiply frequencies and positions by a product of matrices over a dimension of size 1.  torch 2.11 cannot map
-such a product over a symbolic number of positions.  transformers before 5.23 computes it in a region without autocast;
-elsewhere autocast may be enabled.  Attention may write its products as equations (torch.einsum).
+such a product over a symbolic number of positions.  Attention may write its products as equations (torch.einsum).
 
 transformers evaluates mask functions of its users by torch.vmap, for one query and one key at a time.
 """
@@ -43,36 +42,15 @@ def multiply_equations(graph: fx.Graph) -> None:
         node.op, node.target, node.args, node.kwargs = "call_function", operator.matmul, tuple(operands), {}
 
 
-def leave_disabled_regions(graph: fx.Graph) -> None:
-    """Remove the nodes that enter and exit a region with autocast disabled, where that changes no result.
-
-    Autocast changes the dtype of products, and of operands that differ in theirs.
-    """
-    for enter in [node for node in graph.nodes if fx_nodes.sets_a_mode(node) and node.args[2:3] == (False,)]:
-        leaving = [user for user in enter.users if fx_nodes.sets_a_mode(user)]
-        if len(leaving) != 1:
-            continue
-        order = list(graph.nodes)
-        if all(map(_is_independent, order[order.index(enter) + 1 : order.index(leaving[0])])):
-            graph.erase_node(leaving[0])
-            graph.erase_node(enter)
-
-
 def _is_outer_product(node: fx.Node) -> bool:
     if op_table.known_name(node) != "matmul" or len(node.args) != 2 or node.kwargs:
         return False
     one, other = (value(argument) if isinstance(argument, fx.Node) else None for argument in node.args)
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor) or min(one.ndim, other.ndim) < 2:
         return False
+    if value(node).dtype != torch.float32:  # under autocast the product is rounded
+        return False
     return bool(one.dtype == other.dtype == torch.float32 and one.shape[-1] == 1 and other.shape[-2] == 1)
-
-
-def _is_independent(node: fx.Node) -> bool:
-    """Check whether a node gives the same result with and without autocast."""
-    involved = [value(each) for each in (node, *node.all_input_nodes)]
-    dtypes = {x.dtype for x in involved if isinstance(x, torch.Tensor) and x.is_floating_point()}
-    known = op_table.is_a(node, "pointwise", "view", "keeps") or op_table.known_name(node) in ("cat", "getitem")
-    return not dtypes or (dtypes == {torch.float32} and known)
 
 
 def replace_vmap(graph: fx.Graph) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -100,17 +103,36 @@ def writes(node: fx.Node) -> bool:
 def written_operands(node: fx.Node) -> list[fx.Node]:
     """Return the arguments that a node of Dynamo's graph writes to in place.
 
-    These are the first one, or those in the first list, of a function whose name ends with an underscore or that is
-    called with `inplace=True`, and those passed as `out`.
+    The schema of an operator names them.  A function writes to its first argument, or to those in the first list, if
+    its name ends with an underscore or it is called with `inplace=True`, and to those passed as `out`.
     """
     if node.op not in ("call_function", "call_method"):
         return []
+    of_schema = fx_nodes.written_arguments(node)
+    if of_schema is not None:
+        return of_schema
     name, written = name_of(node), [node.kwargs["out"]] if "out" in node.kwargs else []
     of_operators = node.op == "call_function" and getattr(operator, name, None) is node.target  # and_, or_, not_
     in_place = name.endswith("_") and not name.endswith("__") and not of_operators
-    if node.args and (in_place or name in tagged("augments") or node.kwargs.get("inplace") is True):
+    if node.args and (in_place or name in tagged("augments") or _is_called_in_place(node)):
         written.append(node.args[0])
     return [each for each in leaves(written) if isinstance(each, fx.Node)] if written else []
+
+
+def _is_called_in_place(node: fx.Node) -> bool:
+    """Check whether a function gets a true argument `inplace`, by name or by position."""
+    index = _index_of_inplace(node.target)
+    return node.kwargs.get("inplace") is True or (index is not None and node.args[index : index + 1] == (True,))
+
+
+@functools.lru_cache(maxsize=1024)
+def _index_of_inplace(target: Any) -> int | None:
+    """Return the position of a function's parameter `inplace`, or None."""
+    try:
+        names = list(inspect.signature(target).parameters)
+    except (TypeError, ValueError):  # a method's name, or a function of torch's own that states no signature
+        return None
+    return names.index("inplace") if "inplace" in names else None
 
 
 def writers_to(nodes: set[fx.Node]) -> list[fx.Node]:
@@ -133,8 +155,8 @@ def overwriting_node(nodes: set[fx.Node], memory: AliasSets, since: fx.Node | No
 def eliminate_dead(graph: fx.Graph, among: set[fx.Node] | None = None) -> None:
     """Remove nodes whose results are not needed.
 
-    An in-place write is needed if a later node reads the memory.  torch.fx's own pass removes every write without users
-    and keeps every setitem.
+    An in-place write is needed if a later node reads the memory, and a check of a condition always.  torch.fx's own
+    pass removes every write without users and keeps every setitem.
 
     Args:
         among: the nodes that may be removed; all nodes by default.
@@ -147,6 +169,7 @@ def eliminate_dead(graph: fx.Graph, among: set[fx.Node] | None = None) -> None:
         owner = memory.of(node)
         stays = among is not None and node not in among
         lasting = stays or node.op in ("placeholder", "output") or fx_nodes.mutates(node)
+        lasting = lasting or fx_nodes.has_side_effect(node)
         written = writes(node) and (owner in read or owner.op in ("placeholder", "get_attr"))
         if lasting or written or needed.intersection(node.users):
             needed.add(node)

@@ -142,6 +142,8 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     "dropout": ("input", "p", "training", "inplace"),
     "baddbmm": ("input", "batch1", "batch2"),
     "pad": ("input", "pad", "mode", "value"),
+    "full": ("size", "fill_value"),
+    "new_full": ("input", "size", "fill_value"),
     "scaled_dot_product_attention": ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale"),
 }
 
@@ -244,6 +246,24 @@ def equation(node: fx.Node) -> tuple[list[fx.Node], list[str], str]:
     tensors = leaves(operands)  # they may come in a list
     stated = arrow and "." not in left and all(map(is_tensor, tensors))
     return (tensors, left.split(","), result) if stated else ([], [], "")
+
+
+def uses_only_as_size(node: fx.Node, size: fx.Node) -> bool:
+    """Check whether a node reads a number only as the size of a dimension, as in x.expand(-1, size) or x[:size].
+
+    Elsewhere the same number may be a value, as in x / size.
+    """
+    name = known_name(node)
+    if name in ("getitem", "setitem"):
+        bounds = [part.stop for part in subscript(node) if isinstance(part, slice)]
+        return leaves([node.args, node.kwargs]).count(size) == leaves(bounds).count(size)
+    if name in ("full", "new_full"):
+        return named_arguments(node).get("fill_value") is not size
+    return name in _TAKE_SIZES
+
+
+_TAKE_SIZES = tagged("reshapes", "expands", "creates") - tagged("pointwise") | {"repeat", "split"}
+"""The operators all of whose numbers are sizes or dimensions."""
 
 
 def keeps_whole_dimension(part: Any) -> bool:

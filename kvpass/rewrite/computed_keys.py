@@ -91,7 +91,7 @@ def cut_computed_keys(
     _check_rows([node for node in step_gm.graph.nodes if node in subgraph], stored)
 
     def resolve(node: fx.Node) -> int:
-        return 1 if expr(node) in tokens.totals else sizes.fixed_size(node)
+        return 1 if tokens.counts(node) else sizes.fixed_size(node)
 
     return ComputedKeys(
         splicing.cut(step_gm, results, stored, resolve, reader=site.call), value(site.grown_key).shape[1]
@@ -104,6 +104,10 @@ class _TokenAxis:
 
     totals: set[sympy.Expr]
     sizes: Sizes
+
+    def counts(self, node: fx.Node) -> bool:
+        """Return whether a node is the number of tokens."""
+        return walk.is_size(node) and expr(node) in self.totals
 
     def has(self, node: fx.Node) -> bool:
         """Return whether a node is a tensor, or several tensors, with entries for the tokens."""
@@ -118,7 +122,13 @@ class _TokenAxis:
 
 
 def _check_per_token(node: fx.Node, tokens: _TokenAxis) -> None:
-    """Raise UnsupportedGraph for a node that may mix tokens."""
+    """Raise UnsupportedGraph for a node that may mix tokens, or computes with their number."""
+    counts = [] if walk.is_size(node) else filter(tokens.counts, node.all_input_nodes)
+    if not all(op_table.uses_only_as_size(node, each) for each in counts):
+        raise UnsupportedGraph(
+            f"{walk.source_line(node)}: keys or values are computed from the number of keys, which is another one "
+            "on slots"
+        )
     if not isinstance(value(node), torch.Tensor):
         return  # a size, or a tuple whose items are checked
     axis = tokens.axis(node)

@@ -117,6 +117,7 @@ class StepContext(StepGraph):
         policy_weights, lengths, rotations, attention, outputs: see their classes.
         write_indices: of `copy_write_indices`, for each layer a copy of the index of the slot that it writes to; empty
             if none is needed.
+        host_checks: of `drop_growing_outputs`, the calls that check tensors which grow; they have left the graph.
         valid_output: of `move_counters_to_caller`, bool [B, 1], which tokens are real; None if the graph counts tokens.
     """
 
@@ -126,6 +127,7 @@ class StepContext(StepGraph):
     write_indices: list[fx.Node]
     attention: AttentionResults
     valid_output: fx.Node | None
+    host_checks: list[fx.Node]
     outputs: Outputs
 
     def __init__(self, call: StepCall, gathers_all_tokens: bool = False) -> None:

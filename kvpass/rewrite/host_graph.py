@@ -10,7 +10,7 @@ from kvpass.rewrite.context import StepContext
 
 
 def build_host_graph(step: StepContext, gather_from: list[fx.Node]) -> fx.GraphModule | None:
-    """Return a graph of the outputs that grow and the inputs that read all tokens, or None.
+    """Return a graph of the outputs that grow, the inputs that read all tokens, and the checks of such, or None.
 
     Args:
         gather_from: further nodes to compute, from which entries are gathered.
@@ -18,7 +18,7 @@ def build_host_graph(step: StepContext, gather_from: list[fx.Node]) -> fx.GraphM
     Raises:
         UnsupportedGraph: such a value needs attention or the cache, or its computation writes to an input.
     """
-    read = [*step.inputs.host_inputs, *gather_from]
+    read = [*step.inputs.host_inputs, *gather_from, *step.host_checks]
     if not step.outputs.grown and not read:
         return None
     graph = step.call.canonical_gm.graph
@@ -42,7 +42,7 @@ def _check_reads_no_cache(step: StepContext, wanted: list[fx.Node], needed: set[
         return
     first = next(node for node in wanted if not pasts.isdisjoint(walk.ancestors(node)))
     raise UnsupportedGraph(
-        f"{walk.source_line(first)}: {walk.name_of(first)!r} has an entry for every token seen and is computed "
-        "from the cache, as attention probabilities are, and slots do not hold every token: leave output_attentions "
-        "out, or run the model uncompiled"
+        f"{walk.source_line(first)}: {walk.name_of(first)!r} reads all tokens in the cache, as attention probabilities "
+        "and checks of the cache do, and slots do not hold every token: leave that out (output_attentions), or run the "
+        "model uncompiled"
     )

@@ -268,6 +268,11 @@ class _KeyCutter:
         """Return whether a size is the number of keys, which is constant if a layer stores its last tokens only."""
         return self.sizes.is_total(size) or (bool(expr(size).free_symbols) and expr(size) in self.totals)
 
+    def _has_key_count(self, node: fx.Node) -> bool:
+        """Return whether a node is the number of keys, or a shape with it."""
+        sizes = [node] if walk.is_size(node) else value(node) if isinstance(value(node), torch.Size) else ()
+        return any(map(self._counts_keys, sizes))
+
     def _size(self, node: fx.Node, size: Any) -> int:
         """Return one of the sizes of a shape, for one key."""
         if self._counts_keys(size):
@@ -325,6 +330,8 @@ class _KeyCutter:
         if is_item and isinstance(base, fx.Node) and self.axes.of(base).dependence == "padded":
             return self._padded_lookup(node)
         for parent in node.all_input_nodes:
+            if self._has_key_count(parent) and not op_table.uses_only_as_size(node, parent):
+                self._refuse(node, "a mask is computed from the number of keys, which is another one on slots")
             self.copy(parent)
         env = dict(self.env)
         if by_own_index:  # the copy of the tensor has one entry

@@ -20,7 +20,7 @@ from kvpass.rewrite.host_graph import build_host_graph
 from kvpass.rewrite.inputs import GatheredInput
 from kvpass.rewrite.passes import STEP_PASSES
 from kvpass.rewrite.step_graph import has_loose_strides
-from kvpass.torch_private import symbolic_shapes
+from kvpass.torch_private import fx_nodes, symbolic_shapes
 
 
 def new_columns(column: Tensor, seen: int, queries: int) -> Tensor:
@@ -50,7 +50,7 @@ class StepRewrite:
         length_outputs: outputs of the original graph that are the tokens seen before plus a number, with that number.
         admitted_outputs: for each site of a chunk graph, the output indices of stored key, value, valid and statistics.
         host_graph: runs uncompiled on Dynamo's arguments and computes the values that need all tokens: the outputs
-            `grown`, then the host inputs, then the tensors that entries are gathered from.
+            `grown`, then the host inputs, then the tensors that entries are gathered from, then a None for each check.
         grown: outputs of the original graph that grow, such as a mask that another graph reads.
         host_input_count: the number of inputs that `host_graph` computes.
         dropped_outputs: outputs of the original graph that grow and that nothing reads on slots: the index of the
@@ -96,7 +96,7 @@ class StepRewrite:
 
     def run_host_graph(self, arguments: tuple[Any, ...]) -> list[Any]:
         """Return the results of `host_graph`."""
-        return list(self.host_graph(*arguments)) if self.host_graph else []
+        return list(fx_nodes.code_of(self.host_graph)(*arguments)) if self.host_graph else []
 
     def flat_arguments(
         self, slots: list[AnySlots], arguments: tuple[Any, ...], host_inputs: list[Any], seen: int

@@ -12,6 +12,7 @@ Dynamo cannot trace or reuse the regions of a model, its layers are traced one b
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import types
@@ -76,10 +77,12 @@ class RegionForward:
         layers, index: the module list of the layer and its index.  Dynamo's guards name the layer by this path.
         regions: shared by all layers of the model.
         kinds: the exact types of a model's cache and of one layer's that can be passed in parts.
+        made: the types that stand for them in a region.
     """
 
     def __init__(self, layers: torch.nn.ModuleList, index: int, shared: LayerRegions, kinds: tuple[Any, Any]) -> None:
         self.layers, self.index, self.regions, self.kinds = layers, index, shared, kinds
+        self.made = (one_layer_cache(kinds[0]), kinds[1])
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         layer = self.layers[self.index]
@@ -106,7 +109,10 @@ class RegionForward:
 
 
 class OneLayerCache:
-    """The cache that a layer gets inside of a region: it holds the keys and values of that layer alone."""
+    """The cache that a layer gets inside of a region: it holds the keys and values of that layer alone.
+
+    `one_layer_cache` makes the class of which a region's cache is.
+    """
 
     def __init__(self, own: Any) -> None:
         self.own = own
@@ -130,20 +136,46 @@ class OneLayerCache:
         regions.refuse_attribute(name)
         raise AttributeError(name)
 
+    def __bool__(self) -> bool:
+        """Return True, as the model's cache has layers."""
+        return True
+
+
+@functools.cache
+def one_layer_cache(of_model: type) -> type[OneLayerCache]:
+    """Return the class of a region's cache: an instance of the model's class of caches, without its other members."""
+    names = {name for base in of_model.__mro__ for name in vars(base)} - set(dir(OneLayerCache))
+    members = {name: _refused_method(name) if name.startswith("__") else _refused(name) for name in names}
+    return type(OneLayerCache.__name__, (OneLayerCache, of_model), members)
+
+
+def _refused(name: str) -> property:
+    """Return a member that refuses to trace one layer for all."""
+    return property(_refused_method(name))
+
+
+def _refused_method(name: str) -> Callable[..., Any]:
+    def refuse(self: OneLayerCache, *args: Any) -> Any:
+        return self.__getattr__(name)
+
+    return refuse
+
 
 @torch.compiler.nested_compile_region
 def _run_layer(
     layer: torch.nn.Module, keys: Tensor | None, values: Tensor | None, where: int | str, *flat: Any
 ) -> tuple[Any, Tensor, Tensor]:
     """Run a layer, with its cache at index or name `where`; return its output and the longer keys and values."""
-    own = layer.forward.kinds[1]()  # type: ignore[attr-defined]  # the forward is a RegionForward
+    of_region, of_layer = layer.forward.made  # type: ignore[attr-defined]  # the forward is a RegionForward
+    own = of_layer()
     if keys is not None and values is not None:
         _set_keys_and_values(own, keys, values)
     args, named = _unflatten_arguments(flat)
+    cache = of_region(own)
     if isinstance(where, int):
-        args[where] = OneLayerCache(own)
+        args[where] = cache
     else:
-        named[where] = OneLayerCache(own)
+        named[where] = cache
     return type(layer).forward(layer, *args, **named), own.keys, own.values
 
 

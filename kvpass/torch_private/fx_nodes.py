@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -22,6 +23,16 @@ def mutates(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
+def has_side_effect(node: fx.Node) -> bool:
+    """Check whether a call matters though nothing reads its result: it checks a condition, or enters a mode.
+
+    Writes to tensors are not among them, see `kvpass.fx.alias`.
+    """
+    from torch.fx.node import _side_effectful_functions as calls
+
+    return node.target in calls and node.target is not operator.setitem and not is_without_effect(node)
+
+
 def is_operator(node: fx.Node) -> bool:
     """Check whether a node calls an operator overload, of aten or of kvpass."""
     return isinstance(node.target, torch._ops.OpOverload)
@@ -40,6 +51,28 @@ def aliased_arguments(node: fx.Node) -> list[fx.Node]:
     given = [node.args[p] if p < len(node.args) else node.kwargs.get(name) for p, name in indices]
     flat = [part for each in given for part in (each if isinstance(each, (list, tuple)) else (each,))]
     return [part for part in flat if isinstance(part, fx.Node)]
+
+
+def written_arguments(node: fx.Node) -> list[fx.Node] | None:
+    """Return the arguments that a library's operator or a Triton kernel writes to; None for any other call.
+
+    Nothing states which arguments a kernel, or an operator that is called without its overload, writes to: all may be.
+    """
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        schema = target._schema
+        given = [
+            node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+            for index, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        flat = [part for each in given for part in (each if isinstance(each, (list, tuple)) else (each,))]
+        return [part for part in flat if isinstance(part, fx.Node)]
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        overloads = [getattr(target, name) for name in target.overloads()]  # type: ignore[no-untyped-call]
+        return node.all_input_nodes if any(each._schema.is_mutable for each in overloads) else []
+    is_kernel = isinstance(target, torch._ops.HigherOrderOperator) and target.__name__.startswith("triton_kernel")
+    return node.all_input_nodes if is_kernel else None
 
 
 def is_without_effect(node: fx.Node) -> bool:

@@ -145,13 +145,14 @@ def is_fake(value: Any) -> bool:
     return isinstance(value, FakeTensor)
 
 
-def propagate(function: Callable[..., Tensor], *args: Any) -> Tensor:
+def propagate(function: Callable[..., Any], *args: Any) -> Any:
     """Run a function on example values, some of which may be real tensors such as constants."""
     modes = [arg.fake_mode for arg in args if is_fake(arg)]
-    real = [isinstance(arg, Tensor) and not is_fake(arg) for arg in args]
-    if not modes or not any(real):
+    if not modes:
         return function(*args)
-    return function(*(modes[0].from_tensor(a, static_shapes=True) if r else a for a, r in zip(args, real, strict=True)))
+    real = [isinstance(arg, Tensor) and not is_fake(arg) for arg in args]
+    with modes[0] as mode:  # the function may make tensors
+        return function(*(mode.from_tensor(x, static_shapes=True) if r else x for x, r in zip(args, real, strict=True)))
 
 
 @contextlib.contextmanager

@@ -251,3 +251,27 @@ def later(first: Any, then: Any, since: int) -> Feed:
     """Feed [B, past + new] of one table up to a length of `since`, and of another table afterwards."""
     one, other = torch.as_tensor(first), torch.as_tensor(then)
     return lambda start, stop: (one if stop <= since else other)[:, :stop].contiguous()
+
+
+class Checking(Small):
+    """A model that checks a condition on its inputs, its output and its new past.
+
+    It stands here because pytest rewrites the assert statements of test modules.
+    """
+
+    def __init__(self, check: Callable[..., Tensor]) -> None:
+        super().__init__(sdpa(lambda i, j, marks: causal(i, j) & keys(marks).bool()))
+        self.check = check
+
+    def forward(self, ids: Tensor, past: Past = None, *, marks: Tensor, **inputs: Any) -> Any:
+        x, present = super().forward(ids, past, marks=marks, **inputs)
+        assert self.check(ids, marks, x, present), "checked"
+        return x, present
+
+
+class WithoutPadding(Small):
+    """A model that refuses padding on the left, which the synthetic conversations of a validation have."""
+
+    def forward(self, ids: Tensor, past: Past = None, *, marks: Tensor, **inputs: Any) -> Any:
+        assert (marks[:, 0] == 1).all(), "no padding on the left"
+        return super().forward(ids, past, marks=marks, **inputs)

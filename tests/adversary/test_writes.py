@@ -25,6 +25,12 @@ def _fresh(fresh_dynamo: None) -> None:
     """Trace every model anew."""
 
 
+@torch.library.custom_op("kvpass_tests::halve", mutates_args={"x"})
+def halve(x: Tensor) -> None:
+    """Halve a tensor in place, as an operator of another library."""
+    x.mul_(0.5)
+
+
 def after_attention(write: Callable[[Tensor, Tensor], object]) -> Callable[..., Tensor]:
     """Return attention after which the model writes to the grown keys and values."""
 
@@ -55,6 +61,8 @@ CACHE_WRITES: dict[str, Callable[..., Tensor]] = {
     "through data": after_attention(lambda k, v: v.data.mul_(0.9)),
     "several at once": after_attention(lambda k, v: torch._foreach_mul_([k, v], 0.9)),
     "by an activation": after_attention(lambda k, v: F.relu(v, inplace=True)),
+    "by an activation's position": after_attention(lambda k, v: F.hardtanh(v, -0.5, 0.5, True)),
+    "by an operator of a library": after_attention(lambda k, v: torch.ops.kvpass_tests.halve(v)),
     "the newest key, before attention": clamped,
     "after decomposed attention": decomposed,
 }
@@ -76,6 +84,9 @@ STATE_WRITES: dict[str, Write] = {
     "data": lambda state, x: state.data.add_(x),
     "hsplit": lambda state, x: torch.hsplit(state, 2)[0].add_(x[:8]),
     "inplace": lambda state, x: F.relu(state.add_(x), inplace=True),
+    "inplace by position": lambda state, x: F.leaky_relu(state.add_(x), 0.1, True),
+    "operator of a library": lambda state, x: torch.ops.kvpass_tests.halve(state.add_(x)),
+    "overload of an operator": lambda state, x: torch.ops.kvpass_tests.halve.default(state.add_(x)),
     "view_as_real": lambda state, x: torch.view_as_real(torch.view_as_complex(state.view(-1, 2))).add_(1),
     "atleast_2d": lambda state, x: torch.atleast_2d(state).add_(x),
 }

@@ -279,7 +279,29 @@ def ask_for_attribute(cache: Any) -> float:
     return float(getattr(cache, "offset", 0))
 
 
-@pytest.mark.parametrize("ask", [ask_for_length, ask_for_length_of_layer_0, ask_for_attribute])
+def ask_for_class(cache: Any) -> float:
+    return 7.0 if isinstance(cache, DynamicCache) else 0.0
+
+
+def ask_for_number_of_layers(cache: Any) -> float:
+    return float(len(cache))
+
+
+def ask_for_size_of_masks(cache: Any) -> float:
+    return float(cache.get_mask_sizes(1, 0)[0])
+
+
+def ask_for_truth(cache: Any) -> float:
+    return 3.0 if cache else 0.0
+
+
+ASKING = [
+    ask_for_length, ask_for_length_of_layer_0, ask_for_attribute, ask_for_class, ask_for_number_of_layers,
+    ask_for_size_of_masks, ask_for_truth,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("ask", ASKING)
 def test_layers_that_ask_the_whole_cache_are_no_regions(ask: Callable[[Any], float], fresh_dynamo: None) -> None:
     """Check that what stands for the cache within a region gives no answer that the cache would not give."""
     plain = models.build("Llama", layers=4)

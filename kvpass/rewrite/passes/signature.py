@@ -94,11 +94,25 @@ def _length(step: StepContext) -> fx.Node:
 
 
 def drop_growing_outputs(step: StepContext) -> PassRecord:
-    """Remove the outputs that grow with the cache, and add those of a chunk."""
+    """Remove the outputs that grow with the cache, and add those of a chunk.
+
+    Checks of tensors that grow, such as `assert (mask[:, 0] == 1).all()`, are left to the host.
+    """
     step.outputs, kept = _new_outputs(step)
     step.graph.output_node().args = (tuple(kept),)
+    step.host_checks = [
+        node for node in step.graph.nodes if fx_nodes.has_side_effect(node) and _depends_on_growth(step, node)
+    ]
+    for node in step.host_checks:
+        step.graph.erase_node(node)
     removed = [index for index, new_index in enumerate(step.outputs.outputs) if new_index is None]
     return PassRecord([f"output {index}" for index in removed])
+
+
+def _depends_on_growth(step: StepContext, node: fx.Node) -> bool:
+    """Return whether a node is computed from a tensor or size that grows with the cache."""
+    sources = walk.ancestors(node)
+    return any(step.sizes.grows(x) if walk.is_size(x) else step.sizes.growing_dims(value(x)) for x in sources)
 
 
 def _new_outputs(step: StepContext) -> tuple[Outputs, list[Any]]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.fx.node import map_arg
 
 from kvpass.fx import alias, walk
+from kvpass.torch_private import operators
 
 Visit = Callable[["GraphRun", fx.Node, Any], Any]
 """Take a node and its value, and return the value with which the graph continues."""
@@ -68,15 +69,16 @@ class GraphRun(fx.Interpreter):
         Raises:
             DoesNotRun: a node fails.
         """
-        for node in self._nodes:
-            if node.op not in ("placeholder", "output"):
-                value = self._run(node)
-                visit = self._visits.get(node)
-                self.env[node] = value if visit is None else visit(self, node, value)
-            for unused in self._dropped.get(node, ()):
-                self.env.pop(unused, None)
-            if node is last:
-                break
+        with operators.preserving_autocast():  # a run may end between the nodes that enter and exit a region
+            for node in self._nodes:
+                if node.op not in ("placeholder", "output"):
+                    value = self._run(node)
+                    visit = self._visits.get(node)
+                    self.env[node] = value if visit is None else visit(self, node, value)
+                for unused in self._dropped.get(node, ()):
+                    self.env.pop(unused, None)
+                if node is last:
+                    break
         return [self._result(result, whole=last is None) for result in self.results]
 
     def _run(self, node: fx.Node) -> Any:

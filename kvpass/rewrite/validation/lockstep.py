@@ -25,7 +25,6 @@ from kvpass.fx import op_table, walk
 from kvpass.fx.walk import source_line
 from kvpass.rewrite.validation.expected import ExactAttention, attend_exactly, equal_up_to_rounding, in_result_dtype
 from kvpass.rewrite.validation.interpreter import DoesNotRun, GraphRun, Visit
-from kvpass.torch_private import operators
 
 NOT_APPENDED = "the cache is not the past and the new tokens, one after the other"
 
@@ -304,9 +303,7 @@ def run_validation(
         UnsupportedGraph: the graphs differ; the message names the first attention call that does.
     """
     start, left_out = time.perf_counter(), list[str]()
-    # The caller's random numbers and autocast stay as they are: a graph that fails between the nodes that enter and
-    # exit a region of autocast leaves it entered.
-    with operators.preserving_autocast(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they are
         try:
             with errors_as_not_comparable(f"on {kind}"):
                 for label, call in calls:

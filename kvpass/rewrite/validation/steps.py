@@ -72,7 +72,10 @@ def _try_others(step: StepCase, first: ConversationPlan, left_out: list[str]) ->
 
 
 def _first_plans(step: StepCase) -> Iterator[ConversationPlan]:
-    """Yield conversations that fit into the slots, if there are any, then one that does not."""
+    """Yield conversations that fit into the slots, then one that does not, each with padding and then without.
+
+    Those without are for models that do not run on padding.
+    """
     windows = [window for window in step.context.windows if window is not None]
     if windows:
         counts = [min(step.call.length, max(windows) + MIN_TOKENS), step.call.length]
@@ -82,9 +85,9 @@ def _first_plans(step: StepCase) -> Iterator[ConversationPlan]:
             min(step.call.length, _capacity(step), MAX_FIRST),
             step.call.length,
         ]
-    for count in dict.fromkeys(counts):
-        if count >= 1 and _fits(step, count):
-            yield ConversationPlan(count)
+    counts = [count for count in dict.fromkeys(counts) if count >= 1 and _fits(step, count)]
+    for pads_left in (True, False) if step.context.padding_inputs.known else (True,):
+        yield from (ConversationPlan(count, pads_left=pads_left) for count in counts)
 
 
 def _further_plans(step: StepCase, first: ConversationPlan) -> Iterator[ConversationPlan]:
