@@ -27,6 +27,7 @@ from kvpass.lowering.formats import KVDtype
 from kvpass.policies.base import Policy
 from kvpass.runtime.backend_base import BackendBase, Inner, Positions
 from kvpass.runtime.in_place import compile_in_place
+from kvpass.runtime.outside_keys import GrowthCheck
 from kvpass.runtime.prompts import PromptRunner
 from kvpass.runtime.recorder import AttentionReport, configure_logs
 from kvpass.runtime.steps import StepRunner
@@ -98,8 +99,9 @@ class Backend(BackendBase):
         if any(isinstance(example, Row) for example in examples):
             refuse_row_operation("attention")
         copy = regions.inline_regions(dynamo_gm)
+        check: GrowthCheck | None = None
         try:
-            runner = self._runner(copy, examples)
+            runner, check = self._runner(copy, examples)
         except UnreadableGraph as failure:
             if self._refuses or carried:
                 raise
@@ -111,13 +113,14 @@ class Backend(BackendBase):
             warnings.warn(LAST_GRAPH, KVPassWarning, stacklevel=2)
         if isinstance(runner, PromptRunner):
             runner.compile(examples)
-        if runner is None:
-            return self.compile_prompt(copy, examples)
         # Dynamo copies the attributes of a callable object, and would keep what the runner drops.
-        return runner.__call__
+        run = self.compile_prompt(copy, examples) if runner is None else runner.__call__
+        return check.around(run) if check else run
 
-    def _runner(self, dynamo_gm: fx.GraphModule, examples: Sequence[Any]) -> PromptRunner | StepRunner | None:
-        """Return the runner that replaces a graph; None if the graph stays unchanged."""
+    def _runner(
+        self, dynamo_gm: fx.GraphModule, examples: Sequence[Any]
+    ) -> tuple[PromptRunner | StepRunner | None, GrowthCheck | None]:
+        """Return the runner that replaces a graph, None if the graph stays unchanged, and the check of its calls."""
         with walk.converting_errors(node for node in dynamo_gm.graph.nodes if decomposed_attention.is_boundary(node)):
             if any(decomposed_attention.is_boundary(node) for node in dynamo_gm.graph.nodes):
                 shapes.fix_floats(dynamo_gm.graph)
@@ -127,14 +130,18 @@ class Backend(BackendBase):
             self._record(captured, any(carried))
             if captured.sites:
                 self.note_program("canonical", captured.canonical_gm.graph)
-            if self._left_alone(captured.refusals, any(carried)) or not captured.sites:
-                return None
+            if self._left_alone(captured.refusals, any(carried)):
+                return None, None
+            outside = [each for verdict in captured.verdicts for each in verdict.outside]
+            check = GrowthCheck(dynamo_gm.graph, outside, self._refuses)
+            if not captured.sites:
+                return None, check
             self._check_inference(captured.sites, examples)
             known = with_head_sharding(captured.sites, self.policy, self.kv_store.supports_shards)
             captured = dataclasses.replace(captured, sites=known)
             if any(carried):
-                return StepRunner(self, captured)
-            return PromptRunner.of(self, captured, examples, self._stores_raw_keys(captured))
+                return StepRunner(self, captured), check
+            return PromptRunner.of(self, captured, examples, self._stores_raw_keys(captured)), check
 
     def _record(self, captured: Capture, carried: bool) -> None:
         if self.recorder is None:

@@ -19,7 +19,7 @@ import torch.fx as fx
 from kvpass.capture import decomposed_attention, origins, sparse_index
 from kvpass.capture.canonical import stored_output
 from kvpass.capture.decomposed_attention import AttentionCall
-from kvpass.capture.origins import CacheRefused, Origin, cat_parts, origin_of
+from kvpass.capture.origins import CacheRefused, Origin, OutsideKeys, cat_parts, origin_of
 from kvpass.fx import alias, walk
 from kvpass.fx.alias import AliasSets
 from kvpass.fx.op_table import is_a, known_name
@@ -55,12 +55,14 @@ class Verdict:
         reading: the attention call on its cache, if it can be rewritten.
         refusal: the reason why it cannot be rewritten; None without a reading means that no growing cache is involved.
         cross_cache: the keys and values of cross-attention, which are returned and never grow.
+        outside: the inputs with keys and values of a call that updates no cache; whether they grow, only calls show.
     """
 
     node: fx.Node
     reading: Reading | None = None
     refusal: str | None = None
     cross_cache: tuple[fx.Node, ...] = ()
+    outside: tuple[OutsideKeys, ...] = ()
 
 
 def find(dynamo_gm: fx.GraphModule, handles: set[fx.Node]) -> list[Verdict]:
@@ -189,7 +191,8 @@ class _CacheSearch:
         except CacheRefused as reason:
             if on_cache or self._is_returned_rearranged(call):
                 return Verdict(call.node, refusal=str(reason))
-            return Verdict(call.node, refusal=origins.refusal_of(call, self.results))
+            refusal = origins.refusal_of(call, self.results)
+            return Verdict(call.node, refusal=refusal, outside=() if refusal else tuple(origins.outside_keys(call)))
 
     def _other_updates(self, call: AttentionCall) -> list[fx.Node]:
         """Return the nodes that update the cache of a call in another way than by growing it along the tokens."""

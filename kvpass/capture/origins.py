@@ -23,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
@@ -46,6 +47,22 @@ class Origin:
     grown: fx.Node
     past: fx.Node | None
     new: fx.Node
+
+
+@dataclasses.dataclass(frozen=True)
+class OutsideKeys:
+    """An input with the keys or values that an attention call reads, and that no cache update of the graph makes.
+
+    Attributes:
+        index, dim: of the input among the arguments, and of the keys in its shape.
+        queries: q, as a size of the graph.
+        line: the source line of the attention call.
+    """
+
+    index: int
+    dim: int
+    queries: Any
+    line: str
 
 
 class CacheRefused(Exception):
@@ -210,6 +227,19 @@ def refusal_of(call: AttentionCall, ends: set[fx.Node]) -> str | None:
         "its queries, keys and values all come from outside of the graph: a graph break, or a function that runs "
         "uncompiled, stands between the update of the cache and attention. Find it with TORCH_LOGS=graph_breaks"
     )
+
+
+def outside_keys(call: AttentionCall) -> list[OutsideKeys]:
+    """Return the inputs from which a call that updates no cache takes its keys and values.
+
+    There are none with as many keys as queries, as in an encoder.
+    """
+    count, queries = expr(value(call.key).shape[-2]), value(call.query).shape[-2]
+    sources = dict.fromkeys(source for node in (call.key, call.value) for source in _source_inputs(node))
+    indices, line = {node: i for i, node in enumerate(walk.placeholders(call.node.graph))}, walk.source_line(call.node)
+    dims = {node: [d for d, size in enumerate(value(node).shape) if expr(size) == count] for node in sources}
+    found = [OutsideKeys(indices[node], of_node[-1], queries, line) for node, of_node in dims.items() if of_node]
+    return [] if count == expr(queries) else found
 
 
 def _is_input(node: fx.Node) -> bool:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 import torch.fx as fx
 
+from kvpass.errors import KVPassWarning
 from kvpass.lowering import graph_passes, layer_dedup
 from kvpass.lowering.formats import KVDtype
 from kvpass.lowering.graph_passes import check_table_indices, look_up_unchecked, materialize_sums
@@ -91,7 +93,13 @@ class BackendBase:
         return self.recorder.stopwatch.time_section(name) if self.recorder else contextlib.nullcontext()
 
     def note_validation(self, graph: Literal["prompt", "step"], done: Validation) -> None:
-        """Record the result of the validation of a rewritten graph."""
+        """Record the result of the validation of a rewritten graph, and warn if there is none."""
+        if done.skipped is not None:
+            message = (
+                f"the rewritten {graph} of this model was not compared with the model's own, as that was not possible: "
+                f"{done.skipped}. Pass validate=False if you have compared them"
+            )
+            warnings.warn(message, KVPassWarning, stacklevel=2)
         if self.recorder is not None:
             self.recorder.stopwatch.add("validation", done.seconds)
             result = "passed" if done.skipped is None else f"not possible: {done.skipped}"

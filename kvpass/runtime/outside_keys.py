@@ -1,0 +1,87 @@
+"""Check that keys and values which come from outside of a graph do not grow from call to call.
+
+A graph that attends to keys among its inputs, and updates no cache, may be the decoder of an encoder-decoder model: its
+keys stay the same for a whole conversation.  Or a cache grows before a graph break, or in a function that runs
+uncompiled, and no graph shows it.  Two calls show it: the second one has the keys of the first and the new tokens.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from kvpass.capture.origins import OutsideKeys
+from kvpass.errors import KVPassWarning, UnsupportedGraph
+from kvpass.fx import shapes, walk
+from kvpass.fx.shapes import expr
+
+
+class GrowthCheck:
+    """The check of one graph, with the first and last keys of the last call.
+
+    Attributes:
+        outside: the inputs that are checked.
+        strict: whether growth is an error, and not a warning.
+    """
+
+    def __init__(self, graph: fx.Graph, outside: Sequence[OutsideKeys], strict: bool) -> None:
+        self.outside, self.strict = list({each.index: each for each in outside}.values()), strict
+        symbols = {symbol for each in self.outside for symbol in expr(each.queries).free_symbols}
+        self._measured = {
+            expr(size): (index, dim)
+            for index, node in enumerate(walk.placeholders(graph))
+            for dim, size in enumerate(walk.value(node).shape if walk.is_tensor(node) else ())
+            if expr(size) in symbols
+        }
+        self._seen: dict[int, tuple[int, Tensor]] = {}
+
+    def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that checks the arguments of a call and then runs the graph on them."""
+
+        def checked(*arguments: Any) -> Any:
+            for each in self.outside:
+                self._check(each, arguments)
+            return run(*arguments)
+
+        return checked if self.outside else run
+
+    def _check(self, each: OutsideKeys, arguments: Sequence[Any]) -> None:
+        """Compare an argument with that of the last call.
+
+        Raises:
+            UnsupportedGraph: it has grown by the new tokens.
+        """
+        keys, dim = arguments[each.index], each.dim
+        seen, ends = self._seen.get(each.index, (0, None))
+        if keys.shape[dim] == seen:
+            return
+        by_new_tokens = keys.shape[dim] - seen == self._queries(each, arguments)
+        if ends is not None and by_new_tokens and torch.equal(_both_ends(keys.narrow(dim, 0, seen), dim), ends):
+            self._report(each)
+        self._seen[each.index] = keys.shape[dim], _both_ends(keys, dim)
+
+    def _queries(self, each: OutsideKeys, arguments: Sequence[Any]) -> int:
+        """Return the number of new tokens in a call."""
+        known = {symbol: arguments[index].shape[dim] for symbol, (index, dim) in self._measured.items()}
+        return shapes.number(each.queries, known)
+
+    def _report(self, each: OutsideKeys) -> None:
+        message = (
+            f"{each.line}: the keys or values of this attention call come from outside of the graph and grow with each "
+            "call: a graph break, or a function that runs uncompiled, stands between the update of the cache and "
+            "attention; find it with TORCH_LOGS=graph_breaks"
+        )
+        if self.strict:
+            raise UnsupportedGraph(f"{message}, or pass strict=False to let such a cache grow")
+        warnings.warn(f"kvpass leaves a graph as it was, and its caches grow: {message}", KVPassWarning, stacklevel=3)
+        self.outside.clear()
+
+
+def _both_ends(keys: Tensor, dim: int) -> Tensor:
+    """Return a copy of the first and the last token's keys."""
+    return keys.index_select(dim, torch.tensor([0, keys.shape[dim] - 1], device=keys.device))
