@@ -100,7 +100,8 @@ class MaskContext:
         inputs: inputs with an entry for every token, and its dimension, see `token_inputs`.
         padding: inputs that mark padding, if cached tokens are known to be real.
         stored: the grown keys and values of the site.
-        length_nodes: nodes of arithmetic on the cache's length, see `rewrite.passes.positions`.
+        length: the node with the cache's length, a copy of a counter that the step increases.
+        length_nodes: nodes of arithmetic on it, see `rewrite.passes.positions`.
         window: how many tokens the model stores, None for all.
     """
 
@@ -108,6 +109,7 @@ class MaskContext:
     inputs: dict[fx.Node, int]
     padding: list[fx.Node]
     stored: list[fx.Node]
+    length: fx.Node
     length_nodes: dict[fx.Node, sympy.Expr]
     window: int | None
 

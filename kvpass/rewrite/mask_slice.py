@@ -152,7 +152,7 @@ def cut_mask(step_gm: fx.GraphModule, mask: fx.Node, sizes: Sizes, context: Mask
         UnsupportedGraph: an operation cannot be evaluated for one key; the message names it and its line.
     """
     sparse_indices = sparse_index.sparse_indices(mask)
-    subgraph = walk.ancestors(mask, [*context.stored, *(each.node for each in sparse_indices)])
+    subgraph = walk.ancestors(mask, [*context.stored, context.length, *(each.node for each in sparse_indices)])
     index_nodes, memory = [*context.key_indices, *context.inputs], alias.AliasSets(step_gm.graph)
     dependent = alias.dependents(subgraph, index_nodes, memory)
     check_not_overwritten(dependent, subgraph - set(context.inputs), mask, memory)

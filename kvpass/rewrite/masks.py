@@ -59,6 +59,7 @@ class Masks:
             inputs={node: axis for node, axis in inputs.items() if node not in padding},
             padding=list(padding),
             stored=[site.grown_key, site.grown_value],
+            length=step.length,
             length_nodes=step.length_nodes.nodes,
             window=window,
         )
