@@ -1,4 +1,4 @@
-"""Remove the regions with their own autocast from a graph.
+"""Replace regions with their own autocast by casts.
 
     before   region = enter_autocast('cpu', torch.bfloat16, True)       after   y = linear(x.to(bf16), w.to(bf16))
              y = linear(x, w)                                                   z = y * 2

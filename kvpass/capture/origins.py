@@ -51,7 +51,7 @@ class Origin:
 
 @dataclasses.dataclass(frozen=True)
 class OutsideKeys:
-    """An input with the keys or values that an attention call reads, and that no cache update of the graph makes.
+    """An input with the keys or values that an attention call reads, which no node of the graph updates.
 
     Attributes:
         index, dim: of the input among the arguments, and of the keys in its shape.

@@ -10,7 +10,7 @@ from kvpass.rewrite.context import StepContext
 
 
 def build_host_graph(step: StepContext, gather_from: list[fx.Node]) -> fx.GraphModule | None:
-    """Return a graph of the outputs that grow, the inputs that read all tokens, and the checks of such, or None.
+    """Return a graph of the outputs, inputs and checks that read all tokens, or None.
 
     Args:
         gather_from: further nodes to compute, from which entries are gathered.
