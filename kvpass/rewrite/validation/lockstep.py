@@ -22,9 +22,10 @@ from torch import Tensor
 from kvpass.capture.canonical import ATTENTION, AttentionSite
 from kvpass.errors import KVPassError, UnsupportedGraph
 from kvpass.fx import op_table, walk
-from kvpass.fx.walk import source_line
+from kvpass.fx.walk import source_line, value
 from kvpass.rewrite.validation.expected import ExactAttention, attend_exactly, equal_up_to_rounding, in_result_dtype
 from kvpass.rewrite.validation.interpreter import DoesNotRun, GraphRun, Visit
+from kvpass.torch_private import dynamo
 
 NOT_APPENDED = "the cache is not the past and the new tokens, one after the other"
 
@@ -281,6 +282,26 @@ class Lockstep:
 def _in_model(node: fx.Node) -> str:
     """Return the name of the node of Dynamo's graph that a canonical node stands for."""
     return str(node.meta["kvpass_stands_for"])
+
+
+MOST_WEIGHTS = 1 << 28
+"""The most elements of a model's weights for which a validation runs on one thread."""
+
+
+@contextlib.contextmanager
+def on_few_threads(graph: fx.Graph) -> Iterator[None]:
+    """Run operations of a small model on one thread; callers hold the lock of compilations.
+
+    Each operation is short and ends at a barrier, where threads wait for the one that another process has interrupted.
+    """
+    weights = [value(node) for node in walk.placeholders(graph) if dynamo.is_of_module(node) and walk.is_tensor(node)]
+    threads = torch.get_num_threads()
+    try:
+        if sum(weight.numel() for weight in weights) <= MOST_WEIGHTS:
+            torch.set_num_threads(1)
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def run_validation(

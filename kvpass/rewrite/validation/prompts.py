@@ -25,7 +25,7 @@ from kvpass.fx.walk import value
 from kvpass.rewrite.prompt import PromptRewrite
 from kvpass.rewrite.validation.coverage import last_new_kind, length_constants, smallest_table
 from kvpass.rewrite.validation.interpreter import DoesNotRun, GraphRun, Visit, copy_unless_constant, written_inputs
-from kvpass.rewrite.validation.lockstep import Lockstep, Validation, noting_skipped, run_validation
+from kvpass.rewrite.validation.lockstep import Lockstep, Validation, noting_skipped, on_few_threads, run_validation
 from kvpass.torch_private import symbolic_shapes
 
 LENGTHS = (11, 13, 17, 19, 23, 9, 7)
@@ -69,13 +69,14 @@ def validate_prompt(prompt: PromptCase, arguments: tuple[Any, ...]) -> Validatio
     Raises:
         UnsupportedGraph: they differ; the message names the first attention call that does.
     """
-    return run_validation(
-        ((call.label, call) for call in _calls(prompt, arguments)),
-        lambda call: _compare(prompt, call),
-        lambda _, left_out: _try_longer(prompt, arguments, left_out),
-        "prompts",
-        "no call was tried",
-    )
+    with on_few_threads(prompt.dynamo_gm.graph):
+        return run_validation(
+            ((call.label, call) for call in _calls(prompt, arguments)),
+            lambda call: _compare(prompt, call),
+            lambda _, left_out: _try_longer(prompt, arguments, left_out),
+            "prompts",
+            "no call was tried",
+        )
 
 
 def _try_longer(prompt: PromptCase, arguments: tuple[Any, ...], left_out: list[str]) -> None:

@@ -29,7 +29,7 @@ from kvpass.rewrite.computed_keys import join_heads, split_heads
 from kvpass.rewrite.validation.conversation import Conversation, ConversationPlan, StepCase
 from kvpass.rewrite.validation.coverage import last_new_kind, length_constants, smallest_table
 from kvpass.rewrite.validation.interpreter import DoesNotRun, GraphRun, Visit
-from kvpass.rewrite.validation.lockstep import Lockstep, Validation, noting_skipped, run_validation
+from kvpass.rewrite.validation.lockstep import Lockstep, Validation, noting_skipped, on_few_threads, run_validation
 from kvpass.rewrite.validation.slots import SyntheticSlots
 from kvpass.torch_private import symbolic_shapes
 
@@ -49,13 +49,14 @@ def validate(step: StepCase) -> Validation:
     Raises:
         UnsupportedGraph: they differ; the message names the first attention call that does.
     """
-    return run_validation(
-        ((plan.label, plan) for plan in _first_plans(step)),
-        lambda plan: _compare(step, Conversation(step, plan), None),
-        lambda first, left_out: _try_others(step, first, left_out),
-        "conversations",
-        "the graph does not serve a length that fits into the slots",
-    )
+    with on_few_threads(step.dynamo_gm.graph):
+        return run_validation(
+            ((plan.label, plan) for plan in _first_plans(step)),
+            lambda plan: _compare(step, Conversation(step, plan), None),
+            lambda first, left_out: _try_others(step, first, left_out),
+            "conversations",
+            "the graph does not serve a length that fits into the slots",
+        )
 
 
 def _try_others(step: StepCase, first: ConversationPlan, left_out: list[str]) -> None:
