@@ -141,6 +141,8 @@ def _getitem(handle: Handle, index: Any) -> Handle | Row:
     count = _kept_tokens(handle, index)
     if count is not None:
         return _crop(handle, count)
+    if isinstance(index, tuple) and not index:
+        index = Ellipsis
     rows = index[0] if isinstance(index, tuple) else index
     rest = index[1:] if isinstance(index, tuple) else ()
     if isinstance(index, int) and not isinstance(index, bool):

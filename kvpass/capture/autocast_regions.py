@@ -44,7 +44,7 @@ def _casts(inside: list[fx.Node], device: Any, dtype: Any, enabled: Any) -> dict
     if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != dtype:
         return None  # around the region, the caller's autocast would cast to its own dtype
     casts: dict[fx.Node, torch.dtype] = {}
-    for node in inside:
+    for node in (each for each in inside if each.op in ("call_function", "call_method")):
         recorded = _dtypes(value(node))
         if not recorded or _dtypes_without(node, device, None) == recorded:
             continue

@@ -20,6 +20,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from kvpass.errors import UnsupportedGraph
 from kvpass.fx import alias, op_table, walk
 from kvpass.fx.shapes import expr
 from kvpass.fx.walk import ancestors, value
@@ -297,10 +298,13 @@ def _sources(
 ) -> tuple[fx.Node, fx.Node]:
     """Return the two caches that keys and values are computed from, in the order in which the graph grows them."""
     sources = alias.ancestors_with_writes(list(attended), calls, call)
-    first, second = [
+    found = [
         node for node in call.graph.nodes if node in sources and node.target is APPEND and stored_output(node, outputs)
     ]
-    return first, second
+    if len(found) != 2:
+        line = walk.source_line(call)
+        raise UnsupportedGraph(f"{line}: keys and values are computed from {len(found)} caches, and not from one pair")
+    return found[0], found[1]
 
 
 def _log_sum_exp(args: dict[str, Any]) -> fx.Node | None:

@@ -79,8 +79,11 @@ def _selection_limit(topk: fx.Node) -> int | None:
     count, keys = expr(op_table.named_arguments(topk)["k"]), expr(value(operand_of(topk)).shape[-1])
     if count == keys:
         return None
-    numbers = [part for part in (*count.args, count) if part.is_Integer]
-    return int(numbers[0]) if count.is_Integer or count.func.__name__ == "Min" else 0
+    if count.is_Integer:
+        return int(count)
+    numbers = [part for part in count.args if part.is_Integer]
+    is_least = count.func.__name__ == "Min" and {*count.args} == {*numbers, keys}
+    return int(min(numbers)) if is_least and numbers else 0
 
 
 def cached_scoring_keys(index: SparseIndex, outputs: list[fx.Node]) -> list[tuple[fx.Node, int]]:

@@ -57,13 +57,12 @@ def constant(gm: fx.GraphModule, argument: Any) -> float | None:
     if argument.op == "get_attr":
         attribute = getattr(gm, str(argument.target), None)
         return float(attribute) if isinstance(attribute, torch.Tensor) and type(attribute) is torch.Tensor else None
-    args = [*argument.args, *argument.kwargs.values()]
+    args, number = [*argument.args, *argument.kwargs.values()], None
     if name_of(argument) in ("tensor", "scalar_tensor", "full"):
         number = args[1] if name_of(argument) == "full" else args[0]
-        return float(number) if isinstance(number, (int, float)) else None
-    if name_of(argument) in ("to", "type_as", "expand", "view"):
-        return constant(gm, argument.args[0])
-    return None
+    elif name_of(argument) in ("to", "type_as", "expand", "view"):
+        number = constant(gm, argument.args[0])
+    return float(torch.tensor(number, dtype=value(argument).dtype)) if isinstance(number, (int, float)) else None
 
 
 def placeholders(graph: fx.Graph) -> list[fx.Node]:

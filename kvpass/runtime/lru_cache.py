@@ -14,7 +14,11 @@ Value = TypeVar("Value")
 
 
 class LruCache(collections.OrderedDict[Key, Value]):
-    """A dictionary that drops the least recently used entry beyond `MOST_ENTRIES`."""
+    """A dictionary that drops the least recently used entry beyond a number of them."""
+
+    def __init__(self, most: int = MOST_ENTRIES) -> None:
+        super().__init__()
+        self.most = most
 
     def find(self, key: Key) -> Value | None:
         """Return the value of a key, which counts as used; None for an unknown key."""
@@ -31,6 +35,6 @@ class LruCache(collections.OrderedDict[Key, Value]):
     def put(self, key: Key, value: Value) -> Value:
         """Set the value of a key, and return it."""
         self[key] = value
-        if len(self) > MOST_ENTRIES:
+        if len(self) > self.most:
             self.popitem(last=False)
         return value

@@ -19,10 +19,14 @@ from kvpass.capture.origins import OutsideKeys
 from kvpass.errors import KVPassWarning, UnsupportedGraph
 from kvpass.fx import shapes, walk
 from kvpass.fx.shapes import expr
+from kvpass.runtime.lru_cache import LruCache
+
+MOST_CALLS = 16
+"""The number of earlier calls, such as those of other conversations, that a call is compared with."""
 
 
 class GrowthCheck:
-    """The check of one graph, with the first and last keys of the last call.
+    """The check of one graph, with the first and last keys of earlier calls.
 
     Attributes:
         outside: the inputs that are checked.
@@ -38,7 +42,7 @@ class GrowthCheck:
             for dim, size in enumerate(walk.value(node).shape if walk.is_tensor(node) else ())
             if expr(size) in symbols
         }
-        self._seen: dict[int, tuple[int, Tensor]] = {}
+        self._seen = {each.index: LruCache[int, Tensor](MOST_CALLS) for each in self.outside}
 
     def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that checks the arguments of a call and then runs the graph on them."""
@@ -51,19 +55,20 @@ class GrowthCheck:
         return checked if self.outside else run
 
     def _check(self, each: OutsideKeys, arguments: Sequence[Any]) -> None:
-        """Compare an argument with that of the last call.
+        """Compare an argument with those of earlier calls.
 
         Raises:
-            UnsupportedGraph: it has grown by the new tokens.
+            UnsupportedGraph: it is one of them and the new tokens.
         """
-        keys, dim = arguments[each.index], each.dim
-        seen, ends = self._seen.get(each.index, (0, None))
-        if keys.shape[dim] == seen:
+        keys, dim, seen = arguments[each.index], each.dim, self._seen[each.index]
+        count = keys.shape[dim]
+        if not count or seen.find(count) is not None:
             return
-        by_new_tokens = keys.shape[dim] - seen == self._queries(each, arguments)
-        if ends is not None and by_new_tokens and torch.equal(_both_ends(keys.narrow(dim, 0, seen), dim), ends):
+        before = count - self._queries(each, arguments)
+        ends = seen.find(before) if before > 0 else None
+        if ends is not None and torch.equal(_both_ends(keys.narrow(dim, 0, before), dim), ends):
             self._report(each)
-        self._seen[each.index] = keys.shape[dim], _both_ends(keys, dim)
+        seen.put(count, _both_ends(keys, dim))
 
     def _queries(self, each: OutsideKeys, arguments: Sequence[Any]) -> int:
         """Return the number of new tokens in a call."""

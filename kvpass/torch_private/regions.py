@@ -7,6 +7,7 @@ import contextlib
 import contextvars
 import dataclasses
 import importlib.util
+import itertools
 import operator
 from collections.abc import Iterator
 from typing import Any
@@ -214,7 +215,8 @@ def _inline_call(gm: fx.GraphModule, call: Any) -> None:
 
 def _constant(gm: fx.GraphModule, constant: Any) -> str:
     """Return the name of an attribute of the graph module that holds a constant of a body."""
-    name = f"constant_of_region_{len(list(gm.named_children())) + len(list(gm.named_buffers()))}"
+    names = (f"constant_of_region_{number}" for number in itertools.count())
+    name = next(name for name in names if not hasattr(gm, name))
     setattr(gm, name, constant)
     return name
 

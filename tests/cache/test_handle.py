@@ -104,6 +104,7 @@ TAMPERING: dict[str, tuple[Callable[[Any], object], str]] = {
     "type": (lambda cache: cache.layers[0].keys.type(torch.float64), "cannot be converted to torch.float64"),
     "dtype": (lambda cache: cache.layers[0].keys.to(torch.float64), "cannot be converted to torch.float64"),
     "pickle": (lambda cache: pickle.dumps(cache.layers[0].keys), "cannot be pickled: kvpass.save_cache"),
+    "empty index": (lambda cache: cache.layers[0].keys[()], "only whole rows"),
     "index of no dimension": (lambda cache: cache.layers[0].keys[torch.tensor(0)], "only whole rows"),
     "mask of two": (lambda cache: cache.layers[0].keys[torch.ones(3, 2, dtype=torch.bool)], "only whole rows"),
 }

@@ -78,6 +78,17 @@ def test_a_region_inside_of_autocast_to_another_dtype_stays() -> None:
     assert modes(gm) == 2
 
 
+def test_a_constant_may_stand_in_a_region() -> None:
+    gm = region(F.linear, A.mT, WEIGHT, enabled=True)
+    linear = next(node for node in gm.graph.nodes if node.target is F.linear)
+    gm.constant = torch.ones(4)
+    with gm.graph.inserting_before(linear):
+        constant = gm.graph.create_node("get_attr", "constant")
+    constant.meta["example_value"] = gm.constant
+    remove_regions(gm.graph)
+    assert modes(gm) == 0
+
+
 def test_a_region_in_which_a_cast_operand_is_written_to_stays() -> None:
     gm = region(lambda a, b: a.addmm_(b, b), WEIGHT.clone(), WEIGHT, enabled=True)
     next(node for node in gm.graph.nodes if node.target == "addmm_").meta["example_value"] = WEIGHT.bfloat16()

@@ -112,3 +112,27 @@ def test_keys_of_one_encoder_output_after_another_are_not_refused() -> None:
         for step in range(2):
             ids = IDS[:, step : step + 1].contiguous()
             torch.testing.assert_close(compiled(ids, pair), model(ids, pair))
+
+
+@torch.no_grad()
+def test_an_output_of_an_encoder_may_be_empty() -> None:
+    compiled = torch.compile(CrossAttending(unrotated), backend=kvpass.backend("full", inner="eager"), dynamic=True)
+    for length in (7, 3, 0, 1, 0):
+        compiled(IDS[:, :1].contiguous(), (torch.randn(2, 2, length, 8), torch.randn(2, 2, length, 8)))
+
+
+@torch.no_grad()
+def test_growth_is_noticed_where_conversations_take_turns() -> None:
+    backend = kvpass.backend("streaming", budget=6, inner="eager")
+    compiled = torch.compile(Attending(unrotated), backend=backend, dynamic=True)
+    caches = UncompiledCache(), UncompiledCache()
+    for cache, length in zip(caches, (5, 9), strict=True):
+        compiled(IDS[:, :length].contiguous(), cache)
+    turns = [(cache, step) for step in range(20, 30) for cache in caches]
+    with pytest.raises(kvpass.UnsupportedGraph, match="grow with each call"):
+        take_turns(compiled, turns)
+
+
+def take_turns(compiled: Any, turns: list[tuple[UncompiledCache, int]]) -> None:
+    for cache, step in turns:
+        compiled(IDS[:, step : step + 1].contiguous(), cache)

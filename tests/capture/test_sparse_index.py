@@ -1,0 +1,47 @@
+"""Test how many keys a sparse index is known to select."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from kvpass.capture.sparse_index import _selection_limit
+
+
+def topk_of(count: Callable[[Any], Any]) -> fx.Node:
+    """Return the topk of a graph with a dynamic number of keys S, which selects `count(S)` of them."""
+    graphs: list[fx.GraphModule] = []
+
+    def backend(gm: fx.GraphModule, _: Any) -> Any:
+        graphs.append(gm)
+        return gm.forward
+
+    def select(scores: Tensor) -> Tensor:
+        return scores.topk(count(scores.shape[-1]), -1).indices
+
+    scores = torch.rand(2, 90)
+    torch._dynamo.mark_dynamic(scores, 1)
+    torch.compile(select, backend=backend)(scores)
+    return next(node for node in graphs[0].graph.nodes if "topk" in str(node.target))
+
+
+@pytest.mark.parametrize(
+    ("count", "limit"),
+    [
+        (lambda keys: 64, 64),
+        (lambda keys: torch.sym_min(64, keys), 64),
+        (lambda keys: keys, None),
+        (lambda keys: torch.sym_min(64, keys - 1), 0),
+        (lambda keys: torch.sym_min(keys // 2, keys - 1), 0),
+        (lambda keys: keys - 1, 0),
+        (lambda keys: keys // 2, 0),
+    ],
+)
+def test_the_most_keys_that_a_sparse_index_selects(count: Any, limit: int | None, fresh_dynamo: None) -> None:
+    """Check that an index is only said to select all keys up to a number if it does; 0 is unknown."""
+    assert _selection_limit(topk_of(count)) == limit
