@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,15 +21,16 @@ from kvpass.torch_private import dynamo
 OLD_KEYWORD, NEW_KEYWORD = "past_key_values", "cache"
 
 
-def parameter_names(model: Any) -> frozenset[str]:
+def parameter_names(model: Any) -> tuple[str, ...]:
     """Return the names of the parameters of a model's forward, or of a function."""
-    return frozenset(_parameter_kinds(getattr(model, "forward", model)))
+    return tuple(_parameter_kinds(getattr(model, "forward", model)))
 
 
 def _parameter_kinds(forward: Callable[..., Any]) -> Mapping[str, Any]:
-    """Return the kinds of a function's parameters by name, those of a method with its first."""
+    """Return the kinds of a function's parameters by name, in order; those of a method without its first."""
     if inspect.ismethod(forward) and "forward" not in getattr(forward.__self__, "__dict__", {}):
-        return _kinds_in_class(forward.__func__)
+        _, *others = _kinds_in_class(forward.__func__).items()
+        return dict(others)
     return _kinds_in_class.__wrapped__(forward)  # a function that is made for one model, and would keep it alive
 
 
@@ -78,7 +79,7 @@ def cache_arguments(model: Any, cache: Any) -> dict[str, Any]:
     return {} if cache is None else {cache_keyword(model): cache}
 
 
-def rename_cache(given: dict[str, Any], taken: frozenset[str]) -> dict[str, Any]:
+def rename_cache(given: dict[str, Any], taken: Collection[str]) -> dict[str, Any]:
     """Return keyword arguments with the cache under the one of both names that is among the parameters `taken`."""
     for name, other in ((OLD_KEYWORD, NEW_KEYWORD), (NEW_KEYWORD, OLD_KEYWORD)):
         if name in given and other not in given and name not in taken and other in taken:
@@ -139,10 +140,18 @@ _NAMES = re.compile(r"(^|_)(past|caches?|kv|kvs)(_|$)")
 _OTHERS = frozenset({"use_cache", "cache_position", "cache_implementation"})
 
 
-def takes_a_cache(module: Any) -> bool:
-    """Return whether a parameter of a module's forward has the name of a cache."""
-    names = (name for name in _kinds(module) if name not in _OTHERS and not name.endswith("_length"))
-    return any(map(_NAMES.search, names))
+def cache_parameter(module: Any) -> tuple[str, int] | None:
+    """Return the name and the position of the parameter of a module's forward that has the name of a cache, or None."""
+    for position, name in enumerate(_kinds(module)):
+        if name not in _OTHERS and not name.endswith("_length") and _NAMES.search(name):
+            return name, position
+    return None
+
+
+def nested_parameters(module: Any) -> tuple[str, ...]:
+    """Return the parameters of a module's forward that are annotated as tuples."""
+    annotations = {name: each.annotation for name, each in inspect.signature(module.forward).parameters.items()}
+    return tuple(name for name, annotation in annotations.items() if "tuple[" in str(annotation).lower())
 
 
 def takes_any_keyword(module: Any) -> bool:
@@ -156,6 +165,12 @@ def _kinds(module: Any) -> Mapping[str, Any]:
         return _parameter_kinds(module.forward)
     except (TypeError, ValueError):
         return {}
+
+
+def makes_empty_cache(model: Any, named: Mapping[str, Any]) -> bool:
+    """Return whether a call without a cache would make one, as far as the configuration tells."""
+    uses = named.get("use_cache")
+    return bool(getattr(getattr(model, "config", None), "use_cache", False) if uses is None else uses)
 
 
 def empty_cache(model: Any) -> Any:

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import inspect
 import types
 import weakref
 from types import SimpleNamespace
@@ -86,8 +87,8 @@ def test_a_function_that_was_set_on_a_module_is_not_kept() -> None:
         return own(cache)
 
     module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
-    assert model_access.takes_a_cache(module)
-    assert model_access.parameter_names(module) >= {"cache", "own"}
+    assert model_access.cache_parameter(module)
+    assert {"cache", "own"} <= {*model_access.parameter_names(module)}
     gone = weakref.ref(module)
     del module, forward
     gc.collect()
@@ -231,3 +232,21 @@ def test_a_call_is_protected_under_either_name(name: str, monkeypatch: pytest.Mo
         run(torch.tensor([[3]]), **{name: cache}, use_cache=True)
         run(torch.tensor([[3]]), None, None, cache, use_cache=True)
     assert looked == [None, cache, cache]
+
+
+@pytest.mark.parametrize("architecture", ["Llama", "GPT2"])
+def test_the_position_of_a_layers_cache_does_not_count_the_layer(architecture: str) -> None:
+    model = build(architecture)
+    layer = model.model.layers[0] if architecture == "Llama" else model.transformer.h[0]
+    found = model_access.cache_parameter(layer)
+    assert found is not None
+    assert list(inspect.signature(layer.forward).parameters)[found[1]] == found[0]
+
+
+@pytest.mark.parametrize(("named", "makes"), [({}, True), ({"use_cache": None}, True), ({"use_cache": False}, False)])
+def test_whether_a_call_makes_a_cache(named: dict[str, Any], makes: bool) -> None:
+    model = build("Llama")
+    assert model_access.makes_empty_cache(model, named) == makes
+    model.config.use_cache = False
+    assert not model_access.makes_empty_cache(model, named)
+    assert model_access.makes_empty_cache(model, {"use_cache": True})

@@ -32,7 +32,7 @@ class ModelCall:
     """
 
     call: Callable[..., Any]
-    parameter_names: frozenset[str]
+    parameter_names: tuple[str, ...]
     cache_name: str
     name: str
     empty_cache: Callable[[], Any]

@@ -59,7 +59,7 @@ class CompiledCall:
         model: the module that `call` runs.
         backend: the backend of `model`, set only if `model` was compiled in place.
         regions: the regions of the model's layers, which are active while the model is called.
-        parameter_names: the parameter names of the model's forward.
+        parameter_names, cache_keyword: the parameters of the model's forward, and the one for the cache.
     """
 
     def __init__(
@@ -72,7 +72,10 @@ class CompiledCall:
     ) -> None:
         self.call, self.strict, self.model, self.backend = call, strict, model, backend
         self.regions = regions or LayerRegions()
-        self.parameter_names = model_access.parameter_names(model)
+        self.parameter_names, self.cache_keyword = (
+            model_access.parameter_names(model),
+            model_access.cache_keyword(model),
+        )
         dynamo.never_compile_alone(CompiledCall.__call__)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
@@ -98,6 +101,8 @@ class CompiledCall:
         if reason is not None:  # a frame that torch skips once is never compiled again
             return dynamo.uncompiled_call(self.model)(*arguments, **named)
         named = model_access.rename_cache(named, self.parameter_names)
+        if self._lacks_cache(arguments, named):
+            named |= model_access.cache_arguments(self.model, model_access.empty_cache(self.model))
         given = (*arguments, *named.values())
         for value in given:
             model_arguments.check_kind(value)
@@ -115,6 +120,12 @@ class CompiledCall:
         if self.strict and (model_cache.have_grown(before) or model_cache.returns_growing_cache(result)):
             raise UnsupportedGraph(UNCOMPILED)
         return result
+
+    def _lacks_cache(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
+        """Return whether the model would make a cache, which takes Dynamo longer to trace than an empty one."""
+        keyword = self.cache_keyword
+        free = keyword in self.parameter_names[len(arguments) :] and named.get(keyword) is None
+        return free and model_access.makes_empty_cache(self.model, named)
 
     def _recompile(self) -> CompiledCall:
         """Compile a copied or unpickled model with the settings of the original."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kvpass import model_access
-from kvpass.model_access import takes_a_cache
+from kvpass.model_access import cache_parameter
 from kvpass.runtime import layer_regions
 from kvpass.runtime.compiled_call import WatchedCall, compile_module, install_caller
 from kvpass.torch_private import dynamo
@@ -54,11 +54,11 @@ def _modules_to_watch(model: torch.nn.Module, others: Sequence[torch.nn.Module])
     """Return the other modules whose forward takes a cache, without members of module lists such as layers."""
     known = {id(module) for module in others}
     paths = [(path.split("."), module) for path, module in model.named_modules() if id(module) not in known]
-    return [module for path, module in paths if takes_a_cache(module) and not any(part.isdigit() for part in path)]
+    return [module for path, module in paths if cache_parameter(module) and not any(part.isdigit() for part in path)]
 
 
 def _generates(module: torch.nn.Module) -> bool:
     """Return whether a module has a `generate` and a forward that may take a cache."""
     if not callable(getattr(module, "generate", None)):
         return False
-    return takes_a_cache(module) or model_access.takes_any_keyword(module)
+    return cache_parameter(module) is not None or model_access.takes_any_keyword(module)

@@ -16,7 +16,7 @@ import functools
 import logging
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -73,39 +73,73 @@ class LayerRegions:
 class RegionForward:
     """The `forward` of a decoder layer, which is traced as a region where `LayerRegions.run` asks for it.
 
+    Dynamo traces this code for every layer, so it has few instructions.
+
     Attributes:
         layers, index: the module list of the layer and its index.  Dynamo's guards name the layer by this path.
         regions: shared by all layers of the model.
         kinds: the exact types of a model's cache and of one layer's that can be passed in parts.
         made: the types that stand for them in a region.
+        cache: the name and the position of the layer's parameter for its cache.
+        nested: the names of parameters that may be tuples; others may too, but Dynamo takes longer to trace them.
     """
+
+    cache: tuple[str, int]
 
     def __init__(self, layers: torch.nn.ModuleList, index: int, shared: LayerRegions, kinds: tuple[Any, Any]) -> None:
         self.layers, self.index, self.regions, self.kinds = layers, index, shared, kinds
         self.made = (one_layer_cache(kinds[0]), kinds[1])
+        parameter = model_access.cache_parameter(layers[index])
+        assert parameter is not None
+        self.cache, self.nested = parameter, model_access.nested_parameters(layers[index])
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         layer = self.layers[self.index]
         # Dynamo guards on the one mark that it reads, so marks of other calls' graphs cause no recompilation.
         is_region = regions.are_traced() and getattr(self.regions.marks, regions.mark())
-        where, own = self._own_cache(args, named) if is_region else (None, None)
+        own = self._own_cache(args, named) if is_region else None
         if own is None:
             return type(layer).forward(layer, *args, **named)
         past = (own.keys, own.values) if own.is_initialized else (None, None)
+        name, position = self.cache
+        if name in named:
+            named[name] = None
+        else:
+            args = (*args[:position], None, *args[position + 1 :])
+        counts, parts = self._take_nested(named)
         with regions.without_breaks():
-            out, keys, values = _run_layer(layer, *past, where, *_flatten_arguments(args, named, where))
+            out, keys, values = _run_layer(
+                layer, *past, len(args), " ".join(named), *counts, *args, *named.values(), *parts
+            )
         _set_keys_and_values(own, keys, values)
         return out
 
-    def _own_cache(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[int | str | None, Any]:
-        """Return the index or name of the cache among the arguments, and the layer's part of it, or None."""
-        of_model, of_layer = self.kinds
-        each: list[tuple[int | str, Any]] = [*enumerate(args), *named.items()]
-        for where, value in each:
-            if type(value) is of_model and len(value.layers) > self.index:
-                own = value.layers[self.index]
-                return (where, own) if type(own) is of_layer else (None, None)
-        return None, None
+    def _own_cache(self, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Return the layer's part of the cache among the arguments, or None."""
+        (name, position), (of_model, of_layer) = self.cache, self.kinds
+        cache: Any = named[name] if name in named else args[position] if len(args) > position else None
+        if type(cache) is not of_model or len(cache.layers) <= self.index:
+            return None
+        own = cache.layers[self.index]
+        return own if type(own) is of_layer else None
+
+    def _take_nested(self, named: dict[str, Any]) -> tuple[list[int], list[Any]]:
+        """Take the tuples out of keyword arguments; return the number of parts of each, -1 for no tuple, and the parts.
+
+        Dynamo traces torch's pytree functions for nested and for keyword arguments of a region, which takes longer than
+        the layer.
+        """
+        counts: list[int] = []
+        parts: list[Any] = []
+        for name in self.nested:
+            value = named.get(name)
+            if type(value) is tuple:
+                named[name] = None
+                counts.append(len(value))
+                parts += value
+            else:
+                counts.append(-1)
+        return counts, parts
 
 
 class OneLayerCache:
@@ -163,19 +197,32 @@ def _refused_method(name: str) -> Callable[..., Any]:
 
 @torch.compiler.nested_compile_region
 def _run_layer(
-    layer: torch.nn.Module, keys: Tensor | None, values: Tensor | None, where: int | str, *flat: Any
+    layer: torch.nn.Module, keys: Tensor | None, values: Tensor | None, positional: int, names: str, *flat: Any
 ) -> tuple[Any, Tensor, Tensor]:
-    """Run a layer, with its cache at index or name `where`; return its output and the longer keys and values."""
-    of_region, of_layer = layer.forward.made  # type: ignore[attr-defined]  # the forward is a RegionForward
+    """Run a layer on its cached keys and values; return its output and the longer keys and values.
+
+    Args:
+        positional, names: the number of positional arguments, and the names of the others.
+        flat: the numbers of parts of nested arguments, the arguments, and these parts.
+    """
+    forward: RegionForward = layer.forward  # type: ignore[assignment]
+    of_region, of_layer = forward.made
     own = of_layer()
     if keys is not None and values is not None:
         _set_keys_and_values(own, keys, values)
-    args, named = _unflatten_arguments(flat)
-    cache = of_region(own)
-    if isinstance(where, int):
-        args[where] = cache
+    first, name = len(forward.nested), forward.cache[0]
+    begin = first + positional + len(names.split())
+    args, named = (
+        list(flat[first : first + positional]),
+        dict(zip(names.split(), flat[first + positional :], strict=False)),
+    )
+    for nested, count in zip(forward.nested, flat, strict=False):
+        if count >= 0:
+            named[nested], begin = tuple(flat[begin : begin + count]), begin + count
+    if name in named:
+        named[name] = of_region(own)
     else:
-        named[where] = cache
+        args[forward.cache[1]] = of_region(own)
     return type(layer).forward(layer, *args, **named), own.keys, own.values
 
 
@@ -184,34 +231,6 @@ def _set_keys_and_values(own: Any, keys: Tensor, values: Tensor) -> None:
     if not own.is_initialized:
         own.is_initialized, own.dtype, own.device = True, keys.dtype, keys.device
     own.keys, own.values = keys, values
-
-
-def _flatten_arguments(args: tuple[Any, ...], named: dict[str, Any], left_out: int | str | None) -> list[Any]:
-    """Return arguments as one list without nested ones, and None for the one at index or name `left_out`.
-
-    Dynamo traces torch's pytree functions for nested ones, which takes longer than the layer.
-    """
-    flat: list[Any] = [len(args)]
-    for where, value in [*enumerate(args), *named.items()]:
-        value = None if where == left_out else value
-        flat += [where, len(value), *value] if isinstance(value, tuple) else [where, None, value]
-    return flat
-
-
-def _unflatten_arguments(flat: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments that `_flatten_arguments` joined into a list."""
-    args: list[Any] = [None] * flat[0]
-    named, begin = {}, 1
-    while begin < len(flat):
-        where, count, begin = flat[begin], flat[begin + 1], begin + 2
-        end = begin + (1 if count is None else count)
-        value = flat[begin] if count is None else tuple(flat[begin:end])
-        if isinstance(where, int):
-            args[where] = value
-        else:
-            named[where] = value
-        begin = end
-    return args, named
 
 
 def install_regions(model: torch.nn.Module) -> LayerRegions:
@@ -252,7 +271,7 @@ def _equal_layers(layers: torch.nn.ModuleList) -> list[list[int]]:
     """Return the indices of layers of one class, for each class of which there are several that take a cache."""
     found: dict[type, list[int]] = {}
     for index, layer in enumerate(layers):
-        if "forward" not in layer.__dict__ and model_access.takes_a_cache(layer):
+        if "forward" not in layer.__dict__ and model_access.cache_parameter(layer):
             found.setdefault(type(layer), []).append(index)
     return [group for group in found.values() if len(group) >= LEAST_LAYERS]
 

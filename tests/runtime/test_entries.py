@@ -185,7 +185,7 @@ def test_a_cache_argument_is_found_by_its_name(name: str) -> None:
     module = nn.Module()
     exec(f"def forward(ids, {'' if name == 'ids' else name + '=None'}): ...", made := {})  # type: ignore[var-annotated]
     module.forward = made["forward"]  # type: ignore[method-assign]
-    assert model_access.takes_a_cache(module) == BY_NAME[name]
+    assert (model_access.cache_parameter(module) is not None) == BY_NAME[name]
 
 
 _SMALL: dict[str, Any] = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2)

@@ -85,6 +85,18 @@ def test_one_trace_serves_all_layers_of_each_graph(architecture: str) -> None:
 
 
 @pytest.mark.few(1)
+@torch.no_grad()
+def test_prompts_without_a_cache_and_with_an_empty_one_share_a_graph() -> None:
+    model, backend = models.build("Llama", layers=LAYERS), Counting()
+    compile_in_place(model, backend, True)
+    model(ids_of(1, 16), use_cache=True)
+    model_access.call_model(model, ids_of(1, 16), DynamicCache(config=model.config))
+    assert len(backend.layers) == 1
+    model(ids_of(1, 16), use_cache=False)
+    assert len(backend.layers) == 2
+
+
+@pytest.mark.few(1)
 @needs_reuse
 @pytest.mark.parametrize("replaced", range(LAYERS))
 def test_each_layer_has_weights_of_its_own(replaced: int) -> None:
