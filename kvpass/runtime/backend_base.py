@@ -129,8 +129,8 @@ class BackendBase:
             return self._compile_inner(rewritten_gm, examples, settings, _prepare_step_graph, layers, alike)
 
     @property
-    def compiles_prompts_at_once(self) -> bool:
-        """True if a static prompt graph on a CPU is compiled at its first run, False if at its second.
+    def compiles_first_run(self) -> bool:
+        """True if a chunk, or a static prompt on a CPU, is compiled at its first run, not its second.
 
         Compilation is immediate if it costs nothing, and for a report, which describes the compilation.
         """

@@ -7,6 +7,7 @@ import torch
 
 import kvpass
 from kvpass.diagnostics.report import spans
+from kvpass.runtime.backend_base import BackendBase
 from tests.models import build, prompt, teacher_forced
 from tests.test_backend import Tiny
 
@@ -52,6 +53,17 @@ def test_explain_says_where_the_time_went() -> None:
     assert spent.compiler < spent.kvpass < spent.total
     assert "validation" in str(report)
     assert kvpass.explain(model, "h2o", budget=16)(ids).timings is None
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_timings_include_the_compiler_of_a_step_of_any_length(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count runs of Inductor, which other backends leave out for a first chunk."""
+    model, compiled = build("Llama", layers=1), list[object]()
+    ids, mask = prompt(2, 8, ())
+    cache = teacher_forced(model, ids, mask, [8], policy="h2o", budget=16, inner="eager").cache
+    monkeypatch.setattr(BackendBase, "_compile_inner", lambda self, gm, *_: compiled.append(gm) or gm.forward)
+    report = kvpass.explain(model, "h2o", budget=16, timings=True)(ids[:, :count], past_key_values=cache)
+    assert (report.error, report.graphs, len(compiled)) == (None, ("step",), 1)
 
 
 @pytest.mark.slow
