@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import itertools
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -79,27 +80,22 @@ class RequestScheduler:
         keep: bool = False,
     ) -> str:
         """Queue a request; see `DecodeLoop.add`."""
-        if request_id is None:
-            name = self._unused_name()
-        else:
-            name, self.number = request_id, self.number + 1
+        number = self.number if request_id is not None else self._unused_number()
+        name = _generated_name(number) if request_id is None else request_id
         prompt = torch.as_tensor(ids).flatten().tolist()
         row = pin[None] if isinstance(pin, Tensor) and pin.ndim == 1 else pin
         pinned = pin_mask(row, on_top, torch.ones(1, len(prompt), dtype=torch.bool))
         before = 0 if prefix is None else self._prefix_length(prefix)
         request = Request(name, prompt, max_new_tokens, frozenset(stop), sampling, pinned, on_top, prefix, before, keep)
         self._check(request)
-        self.known[name] = request
+        self.known[name], self.number = request, number + 1
         self.queue.append(request)
         return name
 
-    def _unused_name(self) -> str:
-        """Return a new name for a request: no request with outputs still to hand out has it."""
+    def _unused_number(self) -> int:
+        """Return the next number whose generated name no request with outputs still to hand out has."""
         taken = self._taken_names()
-        while (name := f"req_{self.number}") in taken:
-            self.number += 1
-        self.number += 1
-        return name
+        return next(number for number in itertools.count(self.number) if _generated_name(number) not in taken)
 
     def _taken_names(self) -> set[str]:
         """Return the names of requests whose outputs are not all handed out."""
@@ -190,12 +186,11 @@ class RequestScheduler:
 
     def _add_or_fail(self, add: Callable[[], str], done: dict[str, GenerationOutput]) -> str:
         """Add a request and return its name; a request that is refused gets its failed output in `done`."""
-        number = self.number
         try:
             return add()
         except RequestError as error:
-            self.number = number
-            name = self._unused_name()
+            number = self._unused_number()
+            name, self.number = _generated_name(number), number + 1
             done[name] = GenerationOutput(name, [], [], [], RequestStatus.FAILED, "error", str(error), cause=error)
             return name
 
@@ -337,3 +332,7 @@ class RequestScheduler:
             for row, request in self.rows.items():
                 if not request.finished:
                     request.append(column[row])
+
+
+def _generated_name(number: int) -> str:
+    return f"req_{number}"

@@ -258,6 +258,29 @@ def test_a_refused_request_of_a_batch_is_not_a_pending_one_of_that_name() -> Non
     assert ended(loop)["req_1"].status.name == "FINISHED"
 
 
+@pytest.mark.parametrize(
+    ("refused", "message"),
+    [
+        (dict(ids=[500]), "not in the vocabulary"),
+        (dict(ids=[500], request_id="mine"), "not in the vocabulary"),
+        (dict(ids=[3], stop=[*range(9)]), "9 tokens to stop at"),
+        (dict(ids=[3], request_id="req_0"), "is there already"),
+    ],
+)
+def test_a_refused_request_changes_neither_names_nor_seeds_of_later_ones(refused: Any, message: str) -> None:
+    found = []
+    for refuses in (False, True):
+        loop, (ids,) = serving_loop(temperature=1.0), prompts((5,))
+        names = [loop.add(ids, max_new_tokens=6)]
+        if refuses:
+            with pytest.raises(kvpass.RequestError, match=message):
+                loop.add(**refused)
+        names += [loop.add(ids, max_new_tokens=6) for _ in range(2)]
+        done = ended(loop)
+        found.append([(name, done[name].generated_tokens) for name in names])
+    assert found[0] == found[1]
+
+
 def windowed(window: int) -> Any:
     config = transformers.MistralConfig(
         vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
