@@ -47,7 +47,8 @@ def calibrate(model: torch.nn.Module, ids: Tensor, *, window: Positive = 1024) -
         window: the tokens that are run at once; statistics of long contexts need long windows.
 
     Raises:
-        CalibrationError: the text is shorter than the window, or a layer's keys do not rotate with the position.
+        CalibrationError: the text is shorter than the window, a layer's keys do not rotate with the position, or their
+            dimension is odd.
         UnsupportedGraph: the attention of the model cannot be read.
     """
     if ids.ndim != 1 or len(ids) < window or window <= FIRST:
@@ -108,6 +109,11 @@ class _Rotation(NamedTuple):
     def measure(keys: dict[int, Tensor], name: str, layer: int) -> _Rotation:
         """Return the rotation whose pairs explain the keys best; CalibrationError if none explains them."""
         dim, dtype = keys[0].shape[-1], keys[0].dtype
+        if dim % 2:
+            raise CalibrationError(
+                f"the keys of layer {layer} of {name} have {dim} dimensions, which make no pairs to rotate: only "
+                "models with an even head dimension can be calibrated"
+            )
         rotations = [_Rotation(pairs, _frequencies(keys, pairs)) for pairs in _pairings(dim)]
         errors = [max(rotation.error(keys, position) for position in keys) for rotation in rotations]
         least = min(errors)

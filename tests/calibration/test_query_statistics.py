@@ -145,3 +145,19 @@ def test_bad_input() -> None:
             kvpass.calibrate(build("Llama"), ids, window=window)
     with pytest.raises(kvpass.PolicyError, match="window=0"):
         kvpass.calibrate(build("Llama"), TEXT, window=0)
+
+
+@pytest.mark.parametrize("dim", [1, 9, 13, 15, 17])
+def test_an_odd_head_dimension_is_named(dim: int) -> None:
+    """Test dimensions without any even part to rotate, and those with one."""
+    config = transformers.GPT2Config(vocab_size=128, n_embd=4 * dim, n_layer=1, n_head=4, n_positions=64)
+    with pytest.raises(CalibrationError, match=f"the keys of layer 0 of gpt2 have {dim} dimensions, which make no pa"):
+        kvpass.calibrate(transformers.GPT2LMHeadModel(config).eval(), TEXT, window=64)
+
+
+def test_a_partial_rotation_of_an_odd_head_dimension_is_named() -> None:
+    config = transformers.GPTNeoXConfig(
+        vocab_size=128, hidden_size=68, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4
+    )
+    with pytest.raises(CalibrationError, match="the keys of layer 0 of gpt_neox have 17 dimensions"):
+        kvpass.calibrate(transformers.GPTNeoXForCausalLM(config).eval(), TEXT, window=64)
