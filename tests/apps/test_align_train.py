@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import os
 
 import pytest
 import torch
@@ -103,6 +105,32 @@ def test_a_run_goes_on_where_it_was_stopped(tmp_path, monkeypatch, recipe):
     assert again.aligner == whole.aligner
     with pytest.raises(AlignerError, match="another run"):
         train(model, text(), dataclasses.replace(settings, seed=1), checkpoint)
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("function", [torch.save, os.fsync, os.replace])
+def test_a_run_killed_while_saving_leaves_the_checkpoint_before(tmp_path, monkeypatch, function):
+    model, settings, checkpoint = build("GPT2"), dataclasses.replace(SMALL, steps=4), tmp_path / "run.pt"
+    monkeypatch.setattr("kvpass.apps.align.train.SAVE_EVERY", 2)
+    whole, calls = train(model, text(), settings), itertools.count()
+
+    def killed_at_second_call(*arguments):
+        if next(calls) == 1:
+            if function is torch.save:
+                arguments[1].write_bytes(b"the first half")
+            raise Killed
+        return function(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("torch.save" if function is torch.save else f"os.{function.__name__}", killed_at_second_call)
+        with pytest.raises(Killed):
+            train(model, text(), settings, checkpoint)
+    assert torch.load(checkpoint)["step"] == 2
+    assert train(model, text(), settings, checkpoint).aligner == whole.aligner
+    assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
 
 
 def test_too_little_text_and_bad_settings_are_named():

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from kvpass import tensor_files
 from kvpass.apps.align import data
 from kvpass.apps.align.data import TrainingPairs, WholeRows
 from kvpass.apps.evaluation.scoring import divergence
@@ -267,11 +268,14 @@ class _Trainer:
         self.steps_done, self.seconds_spent = state["step"], state["seconds"]
 
     def _save(self, step: int, seconds: float) -> None:
+        """Write the checkpoint; a run that is killed meanwhile leaves the one before."""
         if self.checkpoint is None:
             return
         state = {"network": self.network.state_dict(), "optimizer": self.optimizer.state_dict()}
         about = {"settings": repr(self.settings), "step": step, "seconds": seconds}
-        torch.save(state | about, self.checkpoint)
+        unfinished = self.checkpoint.with_name(f"{self.checkpoint.name}.unfinished")
+        torch.save(state | about, unfinished)
+        tensor_files.finish(unfinished, self.checkpoint)
 
 
 def draw(model: Any, stream: Tensor, settings: TrainingSettings, seed: int) -> StepData:
