@@ -107,6 +107,31 @@ def test_a_run_goes_on_where_it_was_stopped(tmp_path, monkeypatch, recipe):
         train(model, text(), dataclasses.replace(settings, seed=1), checkpoint)
 
 
+def other_weights():
+    model = build("GPT2")
+    torch.nn.init.normal_(model.transformer.h[1].mlp.c_fc.weight, generator=torch.Generator().manual_seed(1))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make_model", "stream"),
+    [
+        (other_weights, text()),
+        (lambda: build("GPTNeoX"), text()),
+        (lambda: build("GPT2", layers=1), text()),
+        (lambda: build("GPT2"), text() + 1),
+        (lambda: build("GPT2"), text(3900)),
+    ],
+    ids=["weights", "architecture", "layers", "tokens", "length"],
+)
+def test_a_checkpoint_of_another_model_or_text_is_refused(tmp_path, make_model, stream):
+    settings, checkpoint = dataclasses.replace(SMALL, steps=2), tmp_path / "run.pt"
+    train(build("GPT2"), text(), settings, checkpoint)
+    with pytest.raises(AlignerError, match=r"run.pt is of another run, with another model or text; remove it to"):
+        train(make_model(), stream, settings, checkpoint)
+    assert train(build("GPT2"), text(), settings, checkpoint).aligner.signature == signature_of(build("GPT2"), 24)
+
+
 class Killed(BaseException):
     pass
 

@@ -28,6 +28,8 @@ from kvpass.model_access import device_of
 from kvpass.policies.aligners.aligner import Aligner, Recipe
 from kvpass.policies.aligners.networks import DirectNetwork, Hidden, PaperNetwork
 from kvpass.policies.aligners.signature import Signature, signature_of
+from kvpass.policies.weights import tensors_digest
+from kvpass.runtime import model_identity
 
 StepData = tuple[WholeRows, list[TrainingPairs]]
 """The windows of one step, and their pairs for each number of deleted tokens."""
@@ -177,6 +179,8 @@ class _Trainer:
             self._fit_scales(network)
         self.optimizer = torch.optim.AdamW(self.network.parameters(), settings.rate, weight_decay=settings.decay)
         self.steps_done, self.seconds_spent = 0, 0.0
+        weights = sorted(model_identity.digests(model.parameters()))
+        self.data_digest = tensors_digest(repr((signature, weights)), {"stream": stream})
         self.scale = self._errors_of_nothing()
         self._resume()
 
@@ -263,6 +267,10 @@ class _Trainer:
             raise AlignerError(
                 f"{self.checkpoint} is of another run, with {state['settings']}; remove it to start anew"
             )
+        if state.get("data") != self.data_digest:
+            raise AlignerError(
+                f"{self.checkpoint} is of another run, with another model or text; remove it to start anew"
+            )
         self.network.load_state_dict(state["network"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.steps_done, self.seconds_spent = state["step"], state["seconds"]
@@ -272,7 +280,7 @@ class _Trainer:
         if self.checkpoint is None:
             return
         state = {"network": self.network.state_dict(), "optimizer": self.optimizer.state_dict()}
-        about = {"settings": repr(self.settings), "step": step, "seconds": seconds}
+        about = {"settings": repr(self.settings), "data": self.data_digest, "step": step, "seconds": seconds}
         unfinished = self.checkpoint.with_name(f"{self.checkpoint.name}.unfinished")
         torch.save(state | about, unfinished)
         tensor_files.finish(unfinished, self.checkpoint)
