@@ -46,6 +46,8 @@ MEASURE_FACTORIES: dict[str, Callable[[argparse.Namespace], Measure]] = {
     "speed": lambda parsed: Speed(max(parsed.length), parsed.rows),
 }
 """Constructors of the measures from the arguments; `kvpass.apps.cli.MEASURES` has the names."""
+WITHOUT_ROWS = ("stream", "ruler", "recall")
+"""Measures that do not read `--rows`: a stream is one row, ruler has one prompt at a time, recall one batch."""
 
 
 def _retrieval_settings(parsed: argparse.Namespace) -> tuple[Any, ...]:
@@ -53,7 +55,16 @@ def _retrieval_settings(parsed: argparse.Namespace) -> tuple[Any, ...]:
 
 
 def settings_of(parsed: argparse.Namespace) -> EvaluationSettings:
-    """Return the settings that the arguments describe."""
+    """Return the settings that the arguments describe.
+
+    Raises:
+        KVPassError: several rows for a measure that does not read them.
+    """
+    alone = ", ".join(name for name in dict.fromkeys(parsed.measure) if name in WITHOUT_ROWS)
+    if parsed.rows > 1 and alone:
+        raise KVPassError(
+            f"--rows {parsed.rows}: means nothing for {alone}; leave it out, in a run of its own with the same --out"
+        )
     names = ("prefill", "chunk", "model", "device", "dtype", "kv_dtype", "inner", "out")
     return EvaluationSettings(
         measures=tuple(MEASURE_FACTORIES[name](parsed) for name in dict.fromkeys(parsed.measure)),

@@ -109,6 +109,25 @@ def test_bad_budgets_are_usage_errors(option: str, capsys: pytest.CaptureFixture
     assert option.partition("=")[0] in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("measures", [["ruler"], ["recall"], ["stream"], ["perplexity", "recall", "ruler"]])
+def test_rows_of_a_measure_without_batches_are_refused(
+    measures: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert cli.main(["eval", "--measure", *measures, "--rows", "4", "--out", str(out), "--text", "nowhere"]) == 2
+    named = ", ".join(name for name in measures if name != "perplexity")
+    assert capsys.readouterr().err.startswith(f"kvpass: --rows 4: means nothing for {named}; ")
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("name", sorted({*cli.MEASURES} - {*run.WITHOUT_ROWS}))
+def test_every_other_measure_has_its_rows(name: str) -> None:
+    one, four = (
+        run.settings_of(cli.parser().parse_args(["eval", "--measure", name, "--rows", rows])) for rows in ("1", "4")
+    )
+    assert one.measures != four.measures
+
+
 def test_budgets_in_bytes_are_measured_and_refused(checkpoint: Path, tmp_path: Path) -> None:
     text = tmp_path / "a.txt"
     text.write_text("def a(x):\n    return x + 1\n" * 9)
