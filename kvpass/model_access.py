@@ -141,7 +141,7 @@ _OTHERS = frozenset({"use_cache", "cache_position", "cache_implementation"})
 
 
 def cache_parameter(module: Any) -> tuple[str, int] | None:
-    """Return the name and the position of the parameter of a module's forward that has the name of a cache, or None."""
+    """Return the name and position of the parameter of a module's forward for a cache, or None."""
     for position, name in enumerate(_kinds(module)):
         if name not in _OTHERS and not name.endswith("_length") and _NAMES.search(name):
             return name, position

@@ -238,7 +238,7 @@ def current_cache(value: Any, part: Part, backend: CacheOwner) -> LayerCache:
         raise CacheHandleError("a layer's cache was replaced by an ordinary tensor in the middle of a conversation")
     if value.part != part:
         raise CacheHandleError(
-            f"the {value.part} of a layer were passed as its {part}: do not exchange keys and values"
+            f"the cache of a layer has its keys and values exchanged: its {value.part} were passed as its {part}"
         )
     _check_current(value)
     cache = value.cache

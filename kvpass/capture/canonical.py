@@ -13,6 +13,7 @@ tanh(scores / cap) if there is a cap, and then masked.  The softmax also runs ov
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -296,7 +297,7 @@ def _site(call: fx.Node, outputs: dict[fx.Node, int], calls: list[fx.Node]) -> A
 def _sources(
     call: fx.Node, attended: tuple[fx.Node, fx.Node], outputs: dict[fx.Node, int], calls: list[fx.Node]
 ) -> tuple[fx.Node, fx.Node]:
-    """Return the two caches that keys and values are computed from, in the order in which the graph grows them."""
+    """Return the two caches that keys and values are computed from."""
     sources = alias.ancestors_with_writes(list(attended), calls, call)
     found = [
         node for node in call.graph.nodes if node in sources and node.target is APPEND and stored_output(node, outputs)
@@ -304,7 +305,25 @@ def _sources(
     if len(found) != 2:
         line = walk.source_line(call)
         raise UnsupportedGraph(f"{line}: keys and values are computed from {len(found)} caches, and not from one pair")
-    return found[0], found[1]
+    first, second = found
+    return keys_and_values(first, second, attended, calls, call)
+
+
+def keys_and_values(
+    first: fx.Node, second: fx.Node, attended: Sequence[fx.Node], stop: Iterable[fx.Node], call: fx.Node
+) -> tuple[fx.Node, fx.Node]:
+    """Return two caches as that of the keys and that of the values.
+
+    The second one comes first if it alone feeds the keys.  Where both feed both, as in multi-head latent attention, the order in which the graph grows them stays.
+
+    Args:
+        attended: the keys and the values that a call reads.
+        stop: nodes at which the search ends.
+    """
+    memory = alias.AliasSets(call.graph)
+    of_key, of_value = (alias.ancestors_with_writes([node], stop, call, memory=memory) for node in attended)
+    exchanged = second in of_key and first not in of_key and first in of_value and second not in of_value
+    return (second, first) if exchanged else (first, second)
 
 
 def _log_sum_exp(args: dict[str, Any]) -> fx.Node | None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection
-from typing import Any
 
 import torch
 import torch.fx as fx
@@ -105,9 +104,11 @@ def transpose_caches(dynamo_gm: fx.GraphModule, names: Collection[str]) -> Heads
         if past is not None and value(past).ndim == 4 and past not in inputs:
             inputs[past] = _transpose_input(past)
         before = node.next if past is None else node
-        transposed = _emit(before, node, torch.transpose, new, 1, 2)
-        grown = transposed if past is None else _emit(before, node, torch.cat, [past, transposed], 2)
-        shown.append(_emit(before, node, torch.transpose, grown, 1, 2))
+        transposed = splicing.emit_before(before, torch.transpose, new, 1, 2, like=node)
+        grown = (
+            transposed if past is None else splicing.emit_before(before, torch.cat, [past, transposed], 2, like=node)
+        )
+        shown.append(splicing.emit_before(before, torch.transpose, grown, 1, 2, like=node))
         _replace_uses(node, shown[-1], transposed)
         outputs.update({index: grown for index, each in enumerate(returned) if each is node})
         if past is not None:
@@ -124,7 +125,7 @@ def _transpose_input(past: fx.Node) -> fx.Node:
     """Exchange dimensions 1 and 2 of a placeholder; return the node that its users then read."""
     past.meta["example_value"] = tensors.propagate(torch.transpose, value(past), 1, 2)
     first = next(node for node in past.graph.nodes if node.op != "placeholder")
-    shown = _emit(first, next(iter(past.users)), torch.transpose, past, 1, 2)
+    shown = splicing.emit_before(first, torch.transpose, past, 1, 2, like=next(iter(past.users)))
     _replace_uses(past, shown, shown)
     return shown
 
@@ -134,8 +135,8 @@ def separate_rotary(site: AttentionSite) -> None:
     rotary = find_rotary(site, token_dim=1)
     if rotary is not None:
         raw, before = rotary.raw, rotary.raw.next
-        transposed = _emit(before, raw, torch.transpose, raw, 1, 2)
-        _replace_uses(raw, _emit(before, raw, torch.transpose, transposed, 1, 2), transposed)
+        transposed = splicing.emit_before(before, torch.transpose, raw, 1, 2, like=raw)
+        _replace_uses(raw, splicing.emit_before(before, torch.transpose, transposed, 1, 2, like=raw), transposed)
 
 
 def order_equations(dynamo_gm: fx.GraphModule) -> fx.GraphModule:
@@ -170,22 +171,14 @@ def _order_equation(node: fx.Node) -> None:
         for operand, x, order in zip(operands, letters, orders, strict=False)
     ]
     ordered = ",".join(map("".join, orders[:2])) + "->" + "".join(orders[2])
-    product = _emit(node, node, torch.functional.einsum, ordered, *moved)
+    product = splicing.emit_before(node, torch.functional.einsum, ordered, *moved)
     node.replace_all_uses_with(_permute(node, product, [orders[2].index(x) for x in result]))
     node.graph.erase_node(node)
 
 
 def _permute(before: fx.Node, tensor: fx.Node, dims: list[int]) -> fx.Node:
     """Add a permutation of a tensor before a node, if it changes the order."""
-    return tensor if dims == sorted(dims) else _emit(before, before, torch.permute, tensor, dims)
-
-
-def _emit(before: fx.Node, like: fx.Node, target: Any, *args: Any) -> fx.Node:
-    """Add a call before a node, with the source line of another."""
-    with before.graph.inserting_before(before):
-        added = splicing.emit(before.graph, target, *args)
-    added.meta = {**like.meta, **added.meta}
-    return added
+    return tensor if dims == sorted(dims) else splicing.emit_before(before, torch.permute, tensor, dims)
 
 
 def _replace_uses(node: fx.Node, replacement: fx.Node, reader: fx.Node) -> None:

@@ -202,8 +202,9 @@ class DecodeLoop:
             if len(ids) != len(old.ids):
                 raise CacheHandleError(f"a further prompt of {len(ids)} rows for a loop of {len(old.ids)}")
             old.refresh_cache_object()
-            ids, mask = torch.cat([old.ids, ids], 1), torch.cat([torch.ones_like(old.ids), mask], 1)
-            pinned = None if pinned is None else torch.nn.functional.pad(pinned, (1, 0))
+            last = old.ids[:, : int(old.has_generated)]
+            ids, mask = torch.cat([last, ids], 1), torch.cat([torch.ones_like(last), mask], 1)
+            pinned = None if pinned is None else torch.nn.functional.pad(pinned, (last.shape[1], 0))
         self.caller.check_padding(mask)
         before, whole = self.prefix if old is None else old.cache, mask
         if before is not None:

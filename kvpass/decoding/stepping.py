@@ -7,8 +7,9 @@ import collections
 import functools
 import itertools
 import operator
+import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -45,6 +46,7 @@ class ModelParts:
     """The parameters, buffers, modules and other attributes of a model, to see whether one was replaced.
 
     Objects are compared by identity, and tensors also by memory, dtype, sizes and strides, which `Module.to` changes.
+    The same holds for what dictionaries, lists, sets and plain objects among them hold, such as a configuration.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -54,21 +56,62 @@ class ModelParts:
     def record(self) -> None:
         """Record the present objects of the model."""
         self._tables = dynamo.tables_of_modules(self._model)
-        self._known = list(self._current())
+        self._containers = _containers(self._tables)
+        self._known, self._autocast = list(self._current()), _autocast()
         self._tensors = [inner for x in self._known if isinstance(x, Tensor) for inner in tensors.strided_tensors(x)]
         self._tensor_facts = self._read_tensors()
 
     def has_changed(self) -> bool:
         """Return whether an object, or the data of a tensor, was replaced, added or removed since the last `record`."""
         same_objects = all(itertools.starmap(operator.is_, itertools.zip_longest(self._current(), self._known)))
-        return not same_objects or self._read_tensors() != self._tensor_facts
+        return not same_objects or self._read_tensors() != self._tensor_facts or self._autocast != _autocast()
 
     def _read_tensors(self) -> list[list[Any]]:
         read = (Tensor.data_ptr, operator.attrgetter("dtype"), Tensor.size, Tensor.stride)
         return [list(map(function, self._tensors)) for function in read]
 
     def _current(self) -> Iterator[Any]:
-        return itertools.chain.from_iterable(map(dict.values, self._tables))
+        return itertools.chain.from_iterable((*map(dict.values, self._tables), *map(_held_by, self._containers)))
+
+
+def _autocast() -> list[tuple[bool, torch.dtype]]:
+    kinds = ("cpu", "cuda")
+    return [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+
+
+MOST_CONTAINERS = 10_000
+"""The most dictionaries, lists and objects among a model's attributes that are compared."""
+
+
+def _containers(tables: Sequence[dict[str, Any]]) -> list[Any]:
+    """Return the dictionaries, lists, sets and plain objects that attributes of modules hold, at any depth."""
+    own, found = vars(torch.nn.Module()).keys(), dict[int, Any]()
+    todo = [value for table in tables for name, value in table.items() if name not in own]
+    while todo and len(found) < MOST_CONTAINERS:
+        value = todo.pop()
+        if id(value) in found or not _is_container(value):
+            continue
+        found[id(value)] = value
+        todo += _held_by(value)
+    return list(found.values())
+
+
+def _held_by(container: Any) -> Iterable[Any]:
+    """Return the values in a dictionary, list or set, or the attributes of an object."""
+    if isinstance(container, (list, tuple, set, frozenset)):
+        return container
+    return (container if isinstance(container, dict) else vars(container)).values()
+
+
+def _is_container(value: Any) -> bool:
+    """Return whether an object is a dictionary, list or set, or one of a user's class or of a configuration."""
+    if isinstance(value, (dict, list, tuple, set, frozenset)):
+        return True
+    ours = type(value).__module__.partition(".")[0] in ("kvpass", "torch", "functools")
+    return hasattr(value, "__dict__") and not ours and not isinstance(value, _NO_STATE)
+
+
+_NO_STATE = (torch.nn.Module, Tensor, type, types.ModuleType, types.FunctionType, types.MethodType)
 
 
 class LoopSettings(Protocol):
@@ -232,6 +275,11 @@ class LoopState(StepState):
         self.prompt_mask, self.may_end = mask, len(loop.stop) > 0
         self.ready: collections.deque[Tensor] = collections.deque()
         self.all_stopped, self.stopped_on_host = False, torch.zeros(len(mask), dtype=torch.bool)
+
+    @property
+    def has_generated(self) -> bool:
+        """Whether there are further tokens than the first, or that one was handed out."""
+        return self.step is not None or self.pending != 1
 
     def _stops(self, tokens: Tensor) -> Tensor:
         return (tokens[:, None] == self.loop.stop).any(-1)

@@ -154,9 +154,9 @@ def emit(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
     return node
 
 
-def emit_before(node: fx.Node, target: Any, *args: Any) -> fx.Node:
-    """Add a call before a node, with the source line of that node."""
+def emit_before(node: fx.Node, target: Any, *args: Any, like: fx.Node | None = None) -> fx.Node:
+    """Add a call before a node, with the source line and module of that node, or of another one."""
     with node.graph.inserting_before(node):
         emitted = emit(node.graph, target, *args)
-    emitted.meta["stack_trace"] = node.meta.get("stack_trace")
+    emitted.meta = {**(like or node).meta, **emitted.meta}
     return emitted

@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Annotated
 
 import torch
@@ -103,14 +104,25 @@ def classes_of(shares: tuple[float, ...], total: int, least: int) -> tuple[HeadC
     rest, whole = total - least * len(shares), math.fsum(shares)
     others = [least + math.floor(rest * share / whole) for share in sorted(set(shares), reverse=True)[1:]]
     most = min(counts[0], MOST_CHANGE)
-    changes = itertools.product(range(1 - most, most), repeat=len(others))
-    for change in sorted(changes, key=lambda each: (sum(map(abs, each)), [-more for more in each])):
+    sizes = range((most - 1) * len(others) + 1)
+    for change in itertools.chain.from_iterable(_changes(len(others), most - 1, size) for size in sizes):
         budgets = [budget + more for budget, more in zip(others, change, strict=True)]
         left = total - sum(count * budget for count, budget in zip(counts[1:], budgets, strict=True))
         found = [left // counts[0], *budgets]
         if left % counts[0] == 0 and found == sorted(found, reverse=True) and found[-1] >= least:
             return merge_equal_classes(counts, found)
     return ()
+
+
+def _changes(count: int, most: int, size: int) -> Iterator[tuple[int, ...]]:
+    """Yield all `count` numbers from -most to most whose absolute values add up to `size`, larger ones first."""
+    if not count:
+        yield from [()] if not size else []
+        return
+    largest, least = min(most, size), max(0, size - most * (count - 1))
+    for first in (x for x in range(largest, -largest - 1, -1) if abs(x) >= least):
+        for others in _changes(count - 1, most, size - abs(first)):
+            yield (first, *others)
 
 
 def merge_equal_classes(counts: list[int], budgets: list[int]) -> tuple[HeadClass, ...]:

@@ -124,7 +124,7 @@ class RegionForward:
         return own if type(own) is of_layer else None
 
     def _take_nested(self, named: dict[str, Any]) -> tuple[list[int], list[Any]]:
-        """Take the tuples out of keyword arguments; return the number of parts of each, -1 for no tuple, and the parts.
+        """Take the tuples out of keyword arguments; return the number of parts of each, or -1, and the parts.
 
         Dynamo traces torch's pytree functions for nested and for keyword arguments of a region, which takes longer than
         the layer.

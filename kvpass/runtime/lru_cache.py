@@ -16,9 +16,9 @@ Value = TypeVar("Value")
 class LruCache(collections.OrderedDict[Key, Value]):
     """A dictionary that drops the least recently used entry beyond a number of them."""
 
-    def __init__(self, most: int = MOST_ENTRIES) -> None:
+    def __init__(self, most: int | None = None) -> None:
         super().__init__()
-        self.most = most
+        self.most = MOST_ENTRIES if most is None else most
 
     def find(self, key: Key) -> Value | None:
         """Return the value of a key, which counts as used; None for an unknown key."""

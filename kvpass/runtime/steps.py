@@ -81,6 +81,8 @@ class StepRunner(StepExecutor):
         self.padding.check_hidden(caches)
         arguments = self.as_traced(arguments)
         queries = self.sizes.queries(arguments)
+        if not queries:
+            raise UnsupportedGraph(f"{walk.source_line(self.sites[0].call)}: a call without new tokens on a cache")
         for cache in caches:
             grow_for(cache, 1)
         for cache, pins in self._caches_with_pins(caches):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -576,6 +577,74 @@ def test_a_replaced_tensor_of_the_model_is_used(what: str) -> None:
             token, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
             expected.append(int(token))
     assert made == expected
+
+
+def scaled_by(model: Any, holder: Any, read: Callable[[Any], float]) -> Any:
+    """Let the first layer's MLP be scaled by a number that an object holds."""
+    mlp = model.model.layers[0].mlp
+    mlp.holder, own = holder, type(mlp).forward
+    mlp.forward = lambda hidden: own(mlp, hidden) * read(mlp.holder)
+    return mlp.holder
+
+
+HELD_IN: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[[Any], object]]] = {
+    "a dictionary": (lambda: {"a": 1.0}, lambda x: x["a"], lambda x: x.update(a=-2.0)),
+    "a list in a dictionary": (lambda: {"a": [1.0]}, lambda x: x["a"][0], lambda x: x["a"].__setitem__(0, -2.0)),
+    "a list that becomes empty": (lambda: [1.0], lambda x: 1.0 if x else -2.0, lambda x: x.clear()),
+    "a configuration": (
+        lambda: types.SimpleNamespace(a=types.SimpleNamespace(b=1.0)),
+        lambda x: x.a.b,
+        lambda x: setattr(x.a, "b", -2.0),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HELD_IN)
+def test_what_an_object_of_the_model_holds_may_change_between_steps(name: str) -> None:
+    """Check that a change within an object, which keeps its identity, is not overlooked."""
+    discard_compiled_code()
+    make, read, change = HELD_IN[name]
+    ours, theirs, (ids, _) = build("Llama", layers=1), build("Llama", layers=1), prompt(1, 6, ())
+    holder, expected_holder = scaled_by(ours, make(), read), scaled_by(theirs, make(), read)
+    expected, token, cache = [], ids, None
+    with torch.no_grad():
+        for number in range(12):
+            if number == 7:  # the loop has read six tokens, and runs the model on the sixth next
+                change(expected_holder)
+            out = theirs(token, past_key_values=cache, use_cache=True)
+            token, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
+            expected.append(int(token))
+    loop = kvpass.DecodeLoop(ours, "window", budget=64, inner="eager")
+    loop.prompt(ids)
+    made = loop.generate(7)[0].tolist()
+    change(holder)
+    assert made + loop.generate(5)[0].tolist() == expected
+
+
+@torch.no_grad()
+def test_autocast_may_begin_between_steps() -> None:
+    discard_compiled_code()
+    ids, _ = prompt(1, 6, ())
+    loop = kvpass.DecodeLoop(build("Llama", layers=1), "window", budget=64, inner="eager")
+    loop.prompt(ids)
+    loop.generate(4)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert loop.generate(4).shape == (1, 4)
+    assert loop.generate(4).shape == (1, 4)
+
+
+@pytest.mark.parametrize("generates", [False, True])
+def test_a_first_token_that_nobody_has_seen_is_no_part_of_the_text(generates: bool) -> None:
+    """Check two prompts in a row, and a prompt after a token was handed out."""
+    discard_compiled_code()
+    model, (ids, _) = build("Llama", layers=1), prompt(1, 12, ())
+    loop = kvpass.DecodeLoop(model, "window", budget=64, inner="eager")
+    loop.prompt(ids[:, :7])
+    seen = [ids[:, :7], loop.generate(1), ids[:, 7:]] if generates else [ids]
+    loop.prompt(ids[:, 7:])
+    whole = kvpass.DecodeLoop(model, "window", budget=64, inner="eager")
+    whole.prompt(torch.cat(seen, 1))
+    assert loop.generate(8).tolist() == whole.generate(8).tolist()
 
 
 def tokens_of_loop(model: Any, ids: torch.Tensor) -> Iterator[int]:

@@ -20,7 +20,7 @@ from kvpass.cache.slots import ClassedSlots, Slots
 from kvpass.cache.step import decode_step
 from kvpass.errors import BudgetError, PolicyError, UnsupportedGraph
 from kvpass.policies import resolve
-from kvpass.policies.ada_kv import AdaKV, classes_of, count_winners, shares_of
+from kvpass.policies.ada_kv import AdaKV, _changes, classes_of, count_winners, shares_of
 from kvpass.policies.budgets import HeadClass
 from tests.architectures import zoo
 from tests.layer import CallTokens, LayerOnSlots, layout_for
@@ -47,6 +47,13 @@ def test_budgets_by_hand() -> None:
     assert classes_of((0.5, 1.5), 40, 5) == (HeadClass(1, 28), HeadClass(1, 12))
     assert classes_of((2.0, 2.0, 1.0, 1.0, 1.0), 5 * 13, 4) == (HeadClass(2, 16), HeadClass(3, 11))
     assert classes_of((2.0, 1.0), 8, 4) == ()  # not more than the minimum
+
+
+@pytest.mark.parametrize(("count", "most"), [(0, 3), (1, 0), (1, 4), (2, 3), (3, 2)])
+def test_changes_of_budgets_come_in_order(count: int, most: int) -> None:
+    every = itertools.product(range(-most, most + 1), repeat=count)
+    wanted = sorted(every, key=lambda each: (sum(map(abs, each)), [-more for more in each]))
+    assert [each for size in range(most * count + 1) for each in _changes(count, most, size)] == wanted
 
 
 @given(
