@@ -314,7 +314,8 @@ def keys_and_values(
 ) -> tuple[fx.Node, fx.Node]:
     """Return two caches as that of the keys and that of the values.
 
-    The second one comes first if it alone feeds the keys.  Where both feed both, as in multi-head latent attention, the order in which the graph grows them stays.
+    The second one comes first if it alone feeds the keys.  Where both feed both, as in multi-head latent attention, the
+    order in which the graph grows them stays.
 
     Args:
         attended: the keys and the values that a call reads.

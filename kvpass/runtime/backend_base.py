@@ -129,12 +129,14 @@ class BackendBase:
             return self._compile_inner(rewritten_gm, examples, settings, _prepare_step_graph, layers, alike)
 
     @property
-    def compiles_first_run(self) -> bool:
-        """True if a chunk, or a static prompt on a CPU, is compiled at its first run, not its second.
+    def compiles_first_prompt(self) -> bool:
+        """True if a static prompt on a CPU is compiled at its first run, where that costs nothing."""
+        return self.inner != "inductor" or self.compiles_first_chunk
 
-        Compilation is immediate if it costs nothing, and for a report, which describes the compilation.
-        """
-        return self.inner != "inductor" or self.compiles_at_once or self.recorder is not None
+    @property
+    def compiles_first_chunk(self) -> bool:
+        """True if a chunk is compiled at its first run: for a report, which describes the compilation."""
+        return self.compiles_at_once or self.recorder is not None
 
     def has_dynamic_sizes(self, device: torch.device) -> bool:
         """Return whether the inner compiler supports dynamic sizes for a device; they are untested on GPUs."""

@@ -215,7 +215,7 @@ class PromptRunner:
         """
         may_come_once = all(_is_static_on_cpu(example) for example in examples)
         assert self.graph.rewrite.rewritten_gm is not None
-        if may_come_once and not self.backend.compiles_first_run:
+        if may_come_once and not self.backend.compiles_first_prompt:
             self.compiled = _DeferredPrompt(fx_nodes.code_of(self.graph.rewrite.rewritten_gm), self._compile_graph)
         else:
             # A transposed tensor would be new to the compiler, with sizes of its own.

@@ -145,7 +145,7 @@ class CompiledVariant:
             return self.compiled
         with dynamo.compile_lock():
             rewrite, rewritten_gm = self._rewrite, self._rewrite.rewritten_gm
-            if chunk and rewritten_gm is not None and not self._ran_uncompiled and not backend.compiles_first_run:
+            if chunk and rewritten_gm is not None and not self._ran_uncompiled and not backend.compiles_first_chunk:
                 self._ran_uncompiled = True
                 return fx_nodes.code_of(rewritten_gm)
             if self.compiled is None:

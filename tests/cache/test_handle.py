@@ -241,7 +241,7 @@ def exchange(layers: list[object]) -> None:
 
 
 MIXED = [
-    (swap_parts, "values of a layer were passed as its keys"),
+    (swap_parts, "its values were passed as its keys"),
     (one_layer_twice, "given back for two layers"),
     (a_copy_of_one_layer_twice, "given back for two layers"),
     (exchange, "exchanged"),
