@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -168,8 +169,10 @@ def _kinds(module: Any) -> Mapping[str, Any]:
 
 
 def makes_empty_cache(model: Any, named: Mapping[str, Any]) -> bool:
-    """Return whether a call without a cache would make one, as far as the configuration tells."""
+    """Return whether a call without a cache would make one as `empty_cache` does, as far as its code tells."""
     uses = named.get("use_cache")
+    if hasattr(sys.modules.get(type(model).__module__), "EncoderDecoderCache"):  # it may make one of this class
+        return False
     return bool(getattr(getattr(model, "config", None), "use_cache", False) if uses is None else uses)
 
 

@@ -250,3 +250,18 @@ def test_whether_a_call_makes_a_cache(named: dict[str, Any], makes: bool) -> Non
     model.config.use_cache = False
     assert not model_access.makes_empty_cache(model, named)
     assert model_access.makes_empty_cache(model, {"use_cache": True})
+
+
+def test_a_model_with_a_cache_for_cross_attention_makes_its_own() -> None:
+    model = transformers.RemBertForCausalLM(
+        transformers.RemBertConfig(
+            vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+            input_embedding_size=16, output_embedding_size=16, is_decoder=True,
+        )
+    ).eval()  # fmt: skip
+    assert not model_access.makes_empty_cache(model, {"use_cache": True})
+    ids = torch.randint(0, 40, (1, 6))
+    with torch.no_grad():
+        wanted = model_access.cache_of_output(model(ids))
+        got = model_access.cache_of_output(kvpass.compile(model, "full", inner="eager")(ids))
+    assert type(got) is type(wanted)
