@@ -93,6 +93,12 @@ class RegionForward:
         assert parameter is not None
         self.cache, self.nested = parameter, model_access.nested_parameters(layers[index])
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "made"}  # a class that is made here
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, made=(one_layer_cache(state["kinds"][0]), state["kinds"][1]))
+
     def __call__(self, *args: Any, **named: Any) -> Any:
         layer = self.layers[self.index]
         # Dynamo guards on the one mark that it reads, so marks of other calls' graphs cause no recompilation.

@@ -251,7 +251,6 @@ def test_a_reuse_with_the_weights_of_another_layer_is_seen() -> None:
     assert backend.layers[-1] in ((0, 0), (LAYERS, 1))
 
 
-@pytest.mark.slow
 def test_copies_have_layers_of_their_own() -> None:
     model, ids = models.build("Llama", layers=LAYERS), ids_of(1, 10)
     kvpass.compile(model, "full", inner="eager")
