@@ -289,7 +289,7 @@ class _CacheSearch:
             grown = [node for node in self.graph.nodes if node in local and self._starts_a_cache(node, call)]
         if len(grown) != 2:
             return None
-        pair = keys_and_values(grown[0], grown[1], (call.key, call.value), self.results, call.node)
+        pair = keys_and_values(grown[0], grown[1], (call.key, call.value), self.results, call.node, self.memory)
         key, val = (origin_of(node, self.outputs) for node in pair)
         return key, val
 

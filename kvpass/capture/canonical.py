@@ -298,7 +298,8 @@ def _sources(
     call: fx.Node, attended: tuple[fx.Node, fx.Node], outputs: dict[fx.Node, int], calls: list[fx.Node]
 ) -> tuple[fx.Node, fx.Node]:
     """Return the two caches that keys and values are computed from."""
-    sources = alias.ancestors_with_writes(list(attended), calls, call)
+    memory = alias.AliasSets(call.graph)
+    sources = alias.ancestors_with_writes(list(attended), calls, call, memory=memory)
     found = [
         node for node in call.graph.nodes if node in sources and node.target is APPEND and stored_output(node, outputs)
     ]
@@ -306,11 +307,16 @@ def _sources(
         line = walk.source_line(call)
         raise UnsupportedGraph(f"{line}: keys and values are computed from {len(found)} caches, and not from one pair")
     first, second = found
-    return keys_and_values(first, second, attended, calls, call)
+    return keys_and_values(first, second, attended, calls, call, memory)
 
 
 def keys_and_values(
-    first: fx.Node, second: fx.Node, attended: Sequence[fx.Node], stop: Iterable[fx.Node], call: fx.Node
+    first: fx.Node,
+    second: fx.Node,
+    attended: Sequence[fx.Node],
+    stop: Iterable[fx.Node],
+    call: fx.Node,
+    memory: alias.AliasSets,
 ) -> tuple[fx.Node, fx.Node]:
     """Return two caches as that of the keys and that of the values.
 
@@ -320,8 +326,8 @@ def keys_and_values(
     Args:
         attended: the keys and the values that a call reads.
         stop: nodes at which the search ends.
+        memory: that of the graph.
     """
-    memory = alias.AliasSets(call.graph)
     of_key, of_value = (alias.ancestors_with_writes([node], stop, call, memory=memory) for node in attended)
     exchanged = second in of_key and first not in of_key and first in of_value and second not in of_value
     return (second, first) if exchanged else (first, second)

@@ -46,8 +46,13 @@ def schema(node: fx.Node) -> tuple[tuple[str, ...], dict[str, Any]]:
 
 def aliased_arguments(node: fx.Node) -> list[fx.Node]:
     """Return the arguments that an operator writes to or returns an alias of, by its schema."""
-    schema = node.target._schema  # type: ignore[union-attr]
-    indices = [(index, argument.name) for index, argument in enumerate(schema.arguments) if argument.alias_info]
+    return _arguments_where(node, lambda alias_info: True)
+
+
+def _arguments_where(node: fx.Node, fits: Callable[[Any], bool]) -> list[fx.Node]:
+    """Return the arguments of an operator whose schema has an alias annotation that fits."""
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    indices = [(p, each.name) for p, each in enumerate(arguments) if each.alias_info and fits(each.alias_info)]
     given = [node.args[p] if p < len(node.args) else node.kwargs.get(name) for p, name in indices]
     flat = [part for each in given for part in (each if isinstance(each, (list, tuple)) else (each,))]
     return [part for part in flat if isinstance(part, fx.Node)]
@@ -60,14 +65,7 @@ def written_arguments(node: fx.Node) -> list[fx.Node] | None:
     """
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
-        schema = target._schema
-        given = [
-            node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
-            for index, argument in enumerate(schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
-        flat = [part for each in given for part in (each if isinstance(each, (list, tuple)) else (each,))]
-        return [part for part in flat if isinstance(part, fx.Node)]
+        return _arguments_where(node, lambda alias_info: bool(alias_info.is_write))
     if isinstance(target, torch._ops.OpOverloadPacket):
         overloads = [getattr(target, name) for name in target.overloads()]  # type: ignore[no-untyped-call]
         return node.all_input_nodes if any(each._schema.is_mutable for each in overloads) else []
