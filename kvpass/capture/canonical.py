@@ -285,6 +285,7 @@ def _site(call: fx.Node, outputs: dict[fx.Node, int], calls: list[fx.Node]) -> A
     reads_cache = grown == attended and not (args["mask"] and not ancestors(args["mask"], calls).isdisjoint(grown))
     (past_key, key), (past_value, val) = grown[0].args, grown[1].args
     (keys_out, window), (values_out, _) = (stored_output(node, outputs) or (-1, None) for node in grown)
+    _check_cached_pair(call, args["query"], *grown)
     copied = {name: args[name] for name in ("query", "mask", "scale", "causal", "cap", "sink_logit", "hidden_logit")}
     lse, computed = _log_sum_exp(args), None if reads_cache else attended
     return AttentionSite(
@@ -292,6 +293,21 @@ def _site(call: fx.Node, outputs: dict[fx.Node, int], calls: list[fx.Node]) -> A
         grown_value=grown[1], keys_out=keys_out, values_out=values_out, window=window, lse=lse, computed=computed,
         decomposed=args["product_dtype"] is not None, **copied,
     )  # fmt: skip
+
+
+def _check_cached_pair(call: fx.Node, query: fx.Node, key: fx.Node, values: fx.Node) -> None:
+    """Raise UnsupportedGraph unless grown keys and values have one dtype, and one row for each row of the query."""
+    if value(key).dtype != value(values).dtype:
+        raise UnsupportedGraph(
+            f"{walk.source_line(call)}: keys are cached in {value(key).dtype} and values in {value(values).dtype}, but "
+            "the slots of a layer have one dtype; cast one of them before it is cached"
+        )
+    query_rows, cached_rows = (value(node).shape[0] for node in (query, key))
+    if expr(query_rows) != expr(cached_rows):
+        raise UnsupportedGraph(
+            f"{walk.source_line(call)}: {query_rows} rows of queries attend to a cache of {cached_rows} rows, so it is "
+            "unknown which row keeps which tokens"
+        )
 
 
 def _sources(

@@ -68,3 +68,48 @@ def test_a_call_without_new_tokens_is_refused(policy: str, fresh_dynamo: None) -
         compiled(*(x[:, :, :0].contiguous() for x in QKV), past)
     out, _ = compiled(*(x[:, :, 7:8].contiguous() for x in QKV), past)
     assert out.shape == (1, 1, 1, 8)
+
+
+def unequal(key_dtype: torch.dtype, value_dtype: torch.dtype) -> Any:
+    """Return a function of a query, keys and values in float32 that attends to a cache of two dtypes."""
+
+    def forward(query: Tensor, key: Tensor, value: Tensor, past: Any = None) -> Any:
+        key, value = -key.to(key_dtype), -value.to(value_dtype)
+        if past is not None:
+            key, value = torch.cat([past[0], key], 2), torch.cat([past[1], value], 2)
+        return F.scaled_dot_product_attention(query, key.float(), value.float()), (key, value)
+
+    return forward
+
+
+def twice(query: Tensor, key: Tensor, value: Tensor, past: Any = None) -> Any:
+    """Attend with two queries of each row, as rows of one call."""
+    key, value = -key, -value
+    if past is not None:
+        key, value = torch.cat([past[0], key], 2), torch.cat([past[1], value], 2)
+    out = F.scaled_dot_product_attention(torch.cat([query, -query]), torch.cat([key, key]), torch.cat([value, value]))
+    return out, (key, value)
+
+
+REFUSED = {
+    "keys wider": (unequal(torch.float64, torch.float32), "keys are cached in torch.float64 and values in torch.f"),
+    "keys narrower": (unequal(torch.bfloat16, torch.float32), "keys are cached in torch.bfloat16 and values in torc"),
+    "16 bits of both kinds": (unequal(torch.float16, torch.bfloat16), "cast one of them before it is cached"),
+    "rows doubled": (twice, "2 rows of queries attend to a cache of 1 rows"),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("policy", ["full", "h2o"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_cache_that_no_slots_hold_is_refused(name: str, policy: str, fresh_dynamo: None) -> None:
+    model, reason = REFUSED[name]
+    budget = {} if policy == "full" else {"budget": 8}
+    compiled = torch.compile(model, backend=kvpass.backend(policy, inner="eager", **budget))
+
+    def prompt_and_step() -> None:
+        _, past = compiled(*(x[:, :, :6].contiguous() for x in QKV))
+        compiled(*(x[:, :, 6:7].contiguous() for x in QKV), past)
+
+    with pytest.raises(kvpass.UnsupportedGraph, match=reason):
+        prompt_and_step()
