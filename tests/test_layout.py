@@ -46,21 +46,14 @@ SKIPPED = {
     "decoding": {"reference", "rewrite", "capture"},
 }
 """Earlier rooms that a room must not import nevertheless."""
-LATE = {
-    ("policies/aligners/aligner.py", "kvpass.lowering.aligner_kernel"): "a kernel needs triton, which CPUs do without",
-}
-"""Imports inside functions that violate the rules above, with reasons."""
-
-
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 class Import(NamedTuple):
-    """One import of a module of the package, and whether it is inside a function."""
+    """One import of a module of the package."""
 
     path: str
     module: str
-    late: bool
 
 
 def room_of(module: str) -> str:
@@ -77,11 +70,10 @@ def imports() -> Iterator[Import]:
     for path in files():
         tree = _tree(path)
         typing = {id(each) for node in ast.walk(tree) if _is_for_types(node) for each in ast.walk(node)}
-        top = {id(node) for node in tree.body}
         for node in ast.walk(tree):
             if id(node) not in typing:
                 for module in _names(node):
-                    yield Import(str(path.relative_to(PACKAGE)), module, id(node) not in top)
+                    yield Import(str(path.relative_to(PACKAGE)), module)
 
 
 def _is_for_types(node: ast.AST) -> bool:
@@ -104,14 +96,13 @@ def _is_allowed(each: Import) -> bool:
 
 
 def test_rooms_import_only_what_stands_before_them() -> None:
-    wrong = [each for each in imports() if not _is_allowed(each) and not (each.late and each[:2] in LATE)]
+    wrong = [each for each in imports() if not _is_allowed(each)]
     assert not wrong
 
 
-def test_the_import_rules_name_existing_rooms_and_imports() -> None:
+def test_the_import_rules_name_existing_rooms() -> None:
     there = {path.relative_to(PACKAGE).with_suffix("").parts[0] for path in files()} - {"__init__"}
     assert there == set(ROOMS)
-    assert {each[:2] for each in imports() if each.late and not _is_allowed(each)} == LATE.keys()
     assert not [(here, to) for here in SKIPPED for to in SKIPPED[here] if ROOMS.index(to) > ROOMS.index(here)]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,10 +16,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu import layer, roofline
-from benchmarks.gpu.bench import PREDICTED, Bench, Row
+from benchmarks.gpu.bench import PREDICTED, Row
 from benchmarks.gpu.layer import Case
 from benchmarks.gpu.roofline import Gpu, Time, Work
-from kvpass.lowering import aligner_kernel as align_kernel
 from kvpass.lowering import attend_kernel, column_kernel
 from kvpass.lowering.attention_blocks import AttentionInputs
 from tests.gpu.binaries import Binary
@@ -109,18 +107,6 @@ def _mean_turns(launch: Launched) -> tuple[float, float]:
     return (whole, 1.0) if launch.name == "totals" else (1.0, whole)
 
 
-def repairs(compiler: Compiler) -> list[Kernel]:
-    """Return the launch `repair` of all rows of a layer."""
-    rows = layer.RepairOperands.drawn(Bench(THERE, False, 1, time.monotonic()), *layer.REPAIRED)
-    moves = rows.made > rows.rank
-    weights = [tensor[0] for tensor in rows.weights]
-    (launch,) = launched(align_kernel.repair_by_kernel, weights, rows.key, rows.value, rows.made, rows.rank, moves)
-    pieces = layer.DIM // launch.arguments["KEY_OUT"]
-    turns = (layer.HEADS,) * 2 + (layer.HEADS, pieces) * 2  # loops over one head's inputs are unrolled
-    moved = 2 * _bytes([rows.key, rows.value])  # rows that are read again to be changed are in the cache
-    return [Kernel(launch, compiler(launch), turns, moved + _bytes(weights), near=True)]  # weights are in the cache
-
-
 @dataclasses.dataclass(frozen=True)
 class Figure:
     """A row of the benchmark as consecutive launches of kernels.
@@ -142,8 +128,6 @@ class Figure:
         spent, reached = sum(time.total for time in self.times(gpu)), gpu.memory * roofline.REACHED
         if self.section == "attend, of copy":
             return Row(self.section, self.case, self.size / spent / reached, "")
-        if self.section == "repair of a layer":
-            return Row(self.section, self.case, spent / (2 * roofline.LAUNCH + self.size / reached), "x")
         return Row(self.section, self.case, spent * 1e3, "ms")
 
 
@@ -153,9 +137,6 @@ def figures() -> list[Figure]:
     made = [
         Figure("attend, of copy", case.name, attention(case, compiler), layer.size_of(case)) for case in layer.cases()
     ]
-    batch, slots = layer.REPAIRED
-    changed = repairs(compiler)
-    made.append(Figure("repair of a layer", f"batch {batch}, {slots} slots, of a copy", changed, changed[0].memory))
     for name, powers in (("sums", 1), ("sums and squares", 2)):
         both = prompt(powers, compiler)
         made.append(Figure("prompt", name, both, both[0].memory))

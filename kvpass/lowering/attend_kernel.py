@@ -561,7 +561,7 @@ def attend_by_kernel(
     unknown_queries: UnknownQueries | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return what `attend` returns, by the kernels and by plain torch around them, which the compiler fuses."""
-    keys, values = as_dense(key.codes), as_dense(value.codes)
+    keys, values = _as_dense(key.codes), _as_dense(value.codes)
     mask, bias = _expand_mask(mask, key.shape[2]), None if bias is None else _expand_mask(bias, key.shape[2])
     rotary = (None, None, None, 0, False) if rope is None else _as_arguments(rope)
     stored = _scales_and_zeros(key, value)
@@ -586,7 +586,7 @@ def _as_arguments(rope: Rope) -> tuple[Tensor | None, Tensor, Tensor, int, bool]
     return rope.rank, rope.cos, rope.sin, rope.pairs.width, rope.pairs.interleaved
 
 
-def as_dense(buffer: Tensor) -> Tensor:
+def _as_dense(buffer: Tensor) -> Tensor:
     """Return K or V with a dense last dimension.
 
     Slots are dense, but rows that a policy computed may not be.

@@ -10,13 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpass.lowering import aligner_kernel as align_kernel
 from kvpass.lowering import attend_kernel, attention_blocks, attention_sums, column_kernel
 from kvpass.lowering.attend import Rope, RotaryPairs, attend
 from kvpass.lowering.attention_blocks import AttentionInputs
 from kvpass.lowering.formats import EncodedVectors, KVDtype, format_of, plain
-from kvpass.policies.aligners import Signature, aligner
-from kvpass.policies.aligners.networks import DirectNetwork
 
 Pairs = list[tuple[Tensor, Tensor]]
 
@@ -84,30 +81,6 @@ def _rotated(key: Tensor, rope: Rope) -> Tensor:
     assert rope.rank is not None
     rank, partner = rope.rank.expand(*key.shape[:2], -1), rope.pairs.partner(torch.arange(key.shape[3]))
     return key * rope.cos[rank] + key[..., partner] * rope.sin[rank]
-
-
-def repairs_of(seed: int, shape: tuple[int, ...], dtype: torch.dtype, hidden: tuple[int, int]) -> Pairs:
-    """Compare repairs for a shape (B, H, C, D, Dv), with rows that move and rows that do not.
-
-    Keys are stored like slots, and values in another order of dimensions.
-    """
-    rows, heads, slots, dim, width = shape
-    draw, window = _drawer(seed, dtype), 12
-    torch.manual_seed(seed)
-    signature = Signature("any", 2, heads, dim, width, window)
-    network = DirectNetwork(signature, hidden, 6)
-    with torch.no_grad():
-        network.outer.normal_()
-        network.shift.normal_()
-    weights = [tensor[1] for tensor in aligner.Aligner("direct", signature, network.to_tensors()).weights()]
-    key, value = draw(rows, heads, slots, dim), draw(rows, slots, heads, width).transpose(1, 2)
-    places = torch.randint(0, window + 1, (2, rows, slots), generator=torch.Generator().manual_seed(seed))
-    moves = places[0] > places[1]
-    got = align_kernel.repair_by_kernel(weights, key, value, *places, moves)
-    expected = aligner._direct(weights, key, value, *places, moves)
-    assert bool(moves.any())
-    assert not bool(moves.all())
-    return list(zip(got, expected, strict=True))
 
 
 def column_sums(seed: int, dtype: torch.dtype, kind: str, causal: bool, sink: bool, cap: bool) -> Pairs:

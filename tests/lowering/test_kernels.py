@@ -7,12 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvpass.lowering import aligner_kernel as align_kernel
 from kvpass.lowering import attend_kernel, column_kernel
 from kvpass.lowering.attend import MOST_ROWS, WIDEST_ROTATED, Rope, RotaryPairs, by_kernel
 from kvpass.lowering.attention_blocks import AttentionInputs
 from kvpass.lowering.formats import EncodedVectors, KVDtype, format_of
-from kvpass.policies.aligners.aligner import MAX_HIDDEN
 from tests.gpu.cuda_emission import TARGETS, Binary, compiled
 from tests.gpu.launches import launched
 from tests.gpu.shared import call
@@ -51,17 +49,6 @@ attentions = pytest.mark.parametrize(
 @attentions
 def test_attention_equals_its_plain_form(dtype: torch.dtype, shape: Any, mask: Any, extras: Any) -> None:
     for got, wanted in call("tests.lowering.interpreted:attention_of", 0, shape, dtype, mask, extras):
-        torch.testing.assert_close(got, wanted, atol=CLOSE[dtype], rtol=CLOSE[dtype])
-
-
-@pytest.mark.parametrize("dtype", NAMES)
-@pytest.mark.parametrize(
-    ("shape", "hidden"),
-    [((2, 2, 37, 16, 16), (12, 20)), ((1, 3, 5, 40, 24), (96, 96)), ((1, 1, 16, 64, 64), (16, 128))],
-)
-def test_repairs_equal_their_plain_form(dtype: torch.dtype, shape: Any, hidden: Any) -> None:
-    for got, wanted in call("tests.lowering.interpreted:repairs_of", 3, shape, dtype, hidden):
-        assert got.dtype == wanted.dtype == dtype
         torch.testing.assert_close(got, wanted, atol=CLOSE[dtype], rtol=CLOSE[dtype])
 
 
@@ -217,22 +204,6 @@ def test_sums_of_a_prompt_are_products_of_warp_groups_and_compare_nothing_where_
         assert all(listing.inside(loop).of("HGMMA") == 128 // 16 for loop in listing.loops)
         whole, diagonal = listing.loops if launch.name == "totals" else reversed(listing.loops)
         assert listing.inside(whole).instructions < listing.inside(diagonal).instructions
-
-
-@pytest.mark.parametrize("target", TARGETS)
-@every_dtype
-@pytest.mark.parametrize(("dim", "hidden"), [(128, 96), (64, MAX_HIDDEN), (256, MAX_HIDDEN)])
-def test_repairs_spill_nothing(target: str, dtype: torch.dtype, dim: int, hidden: int) -> None:
-    there: dict[str, Any] = dict(device="meta")
-    key, value = (torch.empty(1, 8, 4097, dim, dtype=dtype, **there) for _ in range(2))
-    made = torch.empty(1, 4097, dtype=torch.int64, **there)
-    shapes = [(8 * dim, hidden), (8 * dim, hidden), (64, hidden), (64, hidden), (64, 16 * dim), (hidden, hidden)]
-    shapes += [(hidden,), (hidden, 16 * dim), (16 * dim,)]
-    weights = [torch.empty(*shape, **there) for shape in shapes]
-    (launch,) = launched(align_kernel.repair_by_kernel, weights, key, value, made, made, made.bool())
-    binary = launch.binary(target)
-    assert binary.spills == 0
-    assert binary.shared <= 99 << 10  # the limit of every GPU since sm_80
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -21,7 +21,6 @@ from kvpass.tensor_files import write
 
 Recipe = Literal["direct", "paper", "nothing"]
 RECIPES: tuple[Recipe, ...] = ("direct", "paper", "nothing")
-MAX_HIDDEN = 128  # the widest hidden row that a program of the kernel can hold
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -94,12 +93,7 @@ class Aligner(Weights):
         """
         made, rank = (each.clamp(0, self.signature.window) for each in (made, rank))
         if self.recipe == "direct":
-            of_layer = [w[layer] for w in weights]
-            if not _fits_kernel(weights, key):
-                return _direct(of_layer, key, value, made, rank, moves)
-            from kvpass.lowering.aligner_kernel import repair_by_kernel  # needs triton, which not every machine has
-
-            return repair_by_kernel(of_layer, key, value, made, rank, moves)
+            return _direct([w[layer] for w in weights], key, value, made, rank, moves)
         if self.recipe == "paper":
             half = len(weights) // 2
             by_rank = (layer, rank, moves)
@@ -149,11 +143,6 @@ def _direct_weights(tensors: Mapping[str, Tensor]) -> list[Tensor]:
     shift = positions @ tensors["shift"]  # [L, M + 1, Hkv * (D + Dv)]
     rest = [tensors[name] for name in ("fc2.weight", "fc2.bias", "fc3.weight", "fc3.bias")]
     return [tensors["fc1.key"], tensors["fc1.value"], made, rank, shift, *rest]
-
-
-def _fits_kernel(weights: list[Tensor], key: Tensor) -> bool:
-    inner = weights[-4]  # [L, h1, h2]
-    return key.device.type == "cuda" and max(inner.shape[1:]) <= MAX_HIDDEN
 
 
 def _direct(
