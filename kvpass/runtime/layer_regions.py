@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kvpass import model_access
 from kvpass.errors import UnsupportedGraph
-from kvpass.torch_private import regions
+from kvpass.torch_private import region_guards, regions
 
 log = logging.getLogger("kvpass.regions")
 
@@ -252,6 +252,7 @@ def install_regions(model: torch.nn.Module) -> LayerRegions:
     if not _are_as_known(kinds) or not regions.are_supported():
         log.info("layers are traced one by one: this torch or transformers lacks what regions need")
         return LayerRegions()
+    region_guards.install()
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
     groups = [(layers, group) for layers in lists for group in _equal_layers(layers)]
     indices = frozenset().union(*(_index_attributes(layers, group) for layers, group in groups))

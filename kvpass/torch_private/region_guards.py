@@ -1,0 +1,105 @@
+"""Check and guard each layer that reuses the trace of another one.
+
+Dynamo reuses a region's trace for a layer if the guards of that trace hold for it.  Up to version 2.15 torch looks only
+for guards of the sources that the trace has read.  The guards of modules in a layer (their classes, their own `forward`)
+stand under sources of another kind with the same names, and those of aliases and hooks are not looked at, so a layer
+could get the code of another one.  And torch guards only the first layer, so later changes of others would be missed.
+
+Here all guards on what belongs to a layer are found by the chain of their sources, and hold for every layer.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from kvpass.torch_private import regions
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_BY_PLACEHOLDER = "TENSOR_MATCH"
+"""The guard that Dynamo itself adds for every weight that a graph gets."""
+
+
+def install() -> None:
+    """Let Dynamo check and guard every layer in calls that trace layers as regions, and only there."""
+    from torch._dynamo.variables import invoke_subgraph
+
+    for name, function in (("build_reuse_condition", _find_condition), ("is_reusable", _is_reusable)):
+        of_torch = getattr(invoke_subgraph, name)
+        if not isinstance(of_torch, functools.partial):
+            setattr(invoke_subgraph, name, functools.partial(function, of_torch))
+
+
+def _find_condition(of_torch: Callable[..., Any], tx: Any, fingerprint: Any, traced: Any) -> Any:
+    """Return torch's condition under which a trace can be reused, with all guards of the layer, or None."""
+    layer = _source_of_layer(fingerprint)
+    if not regions.is_tracing() or layer is None:
+        return of_torch(tx, fingerprint, traced)
+    if _has_inner_hooks(tx.output.resolve_source_value(layer)):
+        return None
+    return of_torch(tx, fingerprint, traced | {guard.originating_source for guard in _guards_of(tx, layer)})
+
+
+def _is_reusable(of_torch: Callable[..., bool], tx: Any, condition: Any, fingerprint: Any, entry: Any) -> bool:
+    """Return whether a trace can be reused for a layer, and guard the layer if so."""
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.variables.invoke_subgraph import build_source_replacement
+
+    layer = _source_of_layer(fingerprint)
+    if not of_torch(tx, condition, fingerprint, entry):
+        return False
+    if not regions.is_tracing() or layer is None:
+        return True
+    replaced = build_source_replacement(entry.arg_sources, fingerprint.arg_sources)
+    (traced,) = [source for source, other in replaced.items() if other == layer] or [layer]
+
+    def moved(source: Any) -> Any:
+        return source.clone(lambda part: replaced.get(part, part))
+
+    aliases = [
+        (moved(guard.originating_source), moved(guard.create_fn.keywords["source_b"]))
+        for guard in _guards_of(tx, traced, aliases=True)
+    ]
+    value_of = tx.output.resolve_source_value
+    if _has_inner_hooks(value_of(layer)) or not all(value_of(one) is value_of(other) for one, other in aliases):
+        return False
+    for source, _, _, guard in condition.guards:
+        if (own := moved(source)) != source and guard.create_fn_name() != _BY_PLACEHOLDER:
+            install_guard(own.make_guard(guard.create_fn))
+    for one, other in aliases:
+        install_guard(one.make_guard(functools.partial(GuardBuilder.DUPLICATE_INPUT, source_b=other)))
+    return True
+
+
+def _source_of_layer(fingerprint: Any) -> Any:
+    """Return the source of the module among a region's arguments, or None."""
+    from torch._dynamo.variables.invoke_subgraph import InputTag
+
+    tagged = zip(fingerprint.flat_vts, fingerprint.arg_sources, strict=True)
+    return next((source for (tag, _), source in tagged if tag == InputTag.MODULE), None)
+
+
+def _guards_of(tx: Any, layer: Any, aliases: bool = False) -> Iterator[Any]:
+    """Yield the guards on what belongs to a layer: those on aliases, or those on single objects but hooks."""
+    for guard in list(tx.output.guards):
+        kind = guard.create_fn_name()
+        if kind != "EMPTY_NN_MODULE_HOOKS_DICT" and (kind == "DUPLICATE_INPUT") == aliases:
+            if _belongs_to(guard.originating_source, layer.name):
+                yield guard
+
+
+def _belongs_to(source: Any, layer: str) -> bool:
+    """Return whether an object is reached through a layer, but not through the `forward` that makes it a region."""
+    while source is not None and source.name != f"{layer}.forward":
+        if source.name == layer:
+            return True
+        source = getattr(source, "base", None)
+    return False
+
+
+def _has_inner_hooks(layer: nn.Module) -> bool:
+    """Return whether a module in a layer has hooks; those of the layer itself run outside of the region."""
+    return any(getattr(module, name) for module in layer.modules() if module is not layer for name in _HOOKS)
