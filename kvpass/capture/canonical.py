@@ -297,38 +297,39 @@ def _site(call: fx.Node, outputs: dict[fx.Node, int], calls: list[fx.Node]) -> A
 def _sources(
     call: fx.Node, attended: tuple[fx.Node, fx.Node], outputs: dict[fx.Node, int], calls: list[fx.Node]
 ) -> tuple[fx.Node, fx.Node]:
-    """Return the two caches that keys and values are computed from."""
-    memory = alias.AliasSets(call.graph)
-    sources = alias.ancestors_with_writes(list(attended), calls, call, memory=memory)
-    found = [
-        node for node in call.graph.nodes if node in sources and node.target is APPEND and stored_output(node, outputs)
-    ]
-    if len(found) != 2:
+    grown = [node for node in call.graph.nodes if node.target is APPEND]
+    pair = source_caches(grown, attended, outputs, calls, call, alias.AliasSets(call.graph))
+    if pair is None:
         line = walk.source_line(call)
-        raise UnsupportedGraph(f"{line}: keys and values are computed from {len(found)} caches, and not from one pair")
-    first, second = found
-    return keys_and_values(first, second, attended, calls, call, memory)
+        raise UnsupportedGraph(f"{line}: keys and values are not computed from one pair of caches")
+    return pair
 
 
-def keys_and_values(
-    first: fx.Node,
-    second: fx.Node,
+def source_caches(
+    grown: Iterable[fx.Node],
     attended: Sequence[fx.Node],
+    outputs: dict[fx.Node, int],
     stop: Iterable[fx.Node],
     call: fx.Node,
     memory: alias.AliasSets,
-) -> tuple[fx.Node, fx.Node]:
-    """Return two caches as that of the keys and that of the values.
+) -> tuple[fx.Node, fx.Node] | None:
+    """Return the two caches that keys and values are computed from, or None if there are not two.
 
-    The second one comes first if it alone feeds the keys.  Where both feed both, as in multi-head latent attention, the
-    order in which the graph grows them stays.
+    They come in the order in which the graph grows them, unless the second one alone feeds the keys.  In multi-head
+    latent attention both feed both.
 
     Args:
+        grown: the caches to choose from.
         attended: the keys and the values that a call reads.
+        outputs: the output index of each returned node.
         stop: nodes at which the search ends.
         memory: that of the graph.
     """
     of_key, of_value = (alias.ancestors_with_writes([node], stop, call, memory=memory) for node in attended)
+    found = [node for node in grown if node in of_key | of_value and stored_output(node, outputs) is not None]
+    if len(found) != 2:
+        return None
+    first, second = found
     exchanged = second in of_key and first not in of_key and first in of_value and second not in of_value
     return (second, first) if exchanged else (first, second)
 
