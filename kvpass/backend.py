@@ -29,7 +29,7 @@ from kvpass.runtime.backend_base import BackendBase, Inner, Positions
 from kvpass.runtime.in_place import compile_in_place
 from kvpass.runtime.outside_keys import GrowthCheck
 from kvpass.runtime.prompts import PromptRunner
-from kvpass.runtime.recorder import AttentionReport, configure_logs
+from kvpass.runtime.recorder import AttentionReport, configure_logs, note_program
 from kvpass.runtime.steps import StepRunner
 from kvpass.torch_private import dynamo, inductor, regions
 from kvpass.user_budget import Budget, check_user_budget
@@ -125,11 +125,11 @@ class Backend(BackendBase):
             if any(decomposed_attention.is_boundary(node) for node in dynamo_gm.graph.nodes):
                 shapes.fix_floats(dynamo_gm.graph)
             carried = [isinstance(example, Handle) for example in examples]
-            self.note_program("dynamo's graph", dynamo_gm.graph)
+            note_program("dynamo's graph", dynamo_gm.graph, self.recorder)
             captured = capture(dynamo_gm, carried)
             self._record(captured, any(carried))
             if captured.sites:
-                self.note_program("canonical", captured.canonical_gm.graph)
+                note_program("canonical", captured.canonical_gm.graph, self.recorder)
             if self._left_alone(captured.refusals, any(carried)):
                 return None, None
             outside = [each for verdict in captured.verdicts for each in verdict.outside]

@@ -17,7 +17,7 @@ import torch
 import torch.fx as fx
 
 from kvpass.capture import decomposed_attention, origins, sparse_index
-from kvpass.capture.canonical import keys_and_values, stored_output
+from kvpass.capture.canonical import source_caches, stored_output
 from kvpass.capture.decomposed_attention import AttentionCall
 from kvpass.capture.origins import CacheRefused, Origin, OutsideKeys, cat_parts, origin_of
 from kvpass.fx import alias, walk
@@ -281,17 +281,13 @@ class _CacheSearch:
 
     def _source_caches(self, call: AttentionCall) -> tuple[Origin, Origin] | None:
         """Return the two caches that key and value are computed from."""
-        computed_from = alias.ancestors_with_writes([call.key, call.value], self.results, call.node, memory=self.memory)
-        updates = [node for node in self.updates if node in computed_from]
-        grown = [node for node in updates if stored_output(node, self.outputs) is not None]
-        if not updates:
-            local = origins.since_projection((call.key, call.value), self.results)
+        attended, grown = (call.key, call.value), self.updates
+        computed_from = alias.ancestors_with_writes(attended, self.results, call.node, memory=self.memory)
+        if computed_from.isdisjoint(grown):
+            local = origins.since_projection(attended, self.results)
             grown = [node for node in self.graph.nodes if node in local and self._starts_a_cache(node, call)]
-        if len(grown) != 2:
-            return None
-        pair = keys_and_values(grown[0], grown[1], (call.key, call.value), self.results, call.node, self.memory)
-        key, val = (origin_of(node, self.outputs) for node in pair)
-        return key, val
+        pair = source_caches(grown, attended, self.outputs, self.results, call.node, self.memory)
+        return pair and (origin_of(pair[0], self.outputs), origin_of(pair[1], self.outputs))
 
     def _starts_a_cache(self, node: fx.Node, call: AttentionCall) -> bool:
         """Return whether a prompt returns a node [B, h, q, D] of keys and values."""

@@ -152,7 +152,18 @@ def is_attention(node: fx.Node) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class SiteFacts:
-    """The facts about an `AttentionSite` that hold no node, which would keep its whole graph alive."""
+    """The facts about an `AttentionSite` that hold no node, which would keep its whole graph alive.
+
+    Attributes:
+        keys_out, values_out: the indices of the outputs by which the graph returns the cache.
+        computed: whether the keys and values that attention reads, or the mask, are computed from the cached ones.
+        causal: the call's own `is_causal`.
+        scale: the factor on the products of query and key.
+        cap: see `kvpass.capture.canonical.attention`.
+        window: the number of last tokens that the model stores, None for all.
+        sharding: how the heads are sharded over processes, None if all are here.
+        token_dims: the dimensions of the tokens in the model's own cache of keys and of values, 2 or 1.
+    """
 
     keys_out: int
     values_out: int
@@ -165,8 +176,8 @@ class SiteFacts:
     token_dims: tuple[int, int] = (2, 2)
 
 
-@dataclasses.dataclass(frozen=True)
-class AttentionSite:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionSite(SiteFacts):
     """One attention call and its cache update.
 
     Attributes:
@@ -175,20 +186,13 @@ class AttentionSite:
         key, value: those of the new tokens, [B, Hkv, q, D] and [B, Hkv, q, Dv].
         past_key, past_value: the placeholders of the past, None without a past (a prompt).
         grown_key, grown_value: the nodes of `kvpass::append`, which join past and new tokens.
+        attended: the keys and values that attention reads, [B, Ha or Hkv, past + q, D]: the grown ones, or computed.
         mask: the node of the mask, or None.
-        scale: the factor on the products of query and key.
-        causal: the call's own `is_causal`.
-        keys_out, values_out: the indices of the outputs by which the graph returns the cache.
-        window: the number of last tokens that the model stores, None for all.
-        cap, sink_logit: see `kvpass.capture.canonical.attention`.
+        sink_logit: see `kvpass.capture.canonical.attention`.
         lse: the node of `kvpass::log_sum_exp` of the same logits, or None.
-        computed: the keys and values that attention reads, [B, Ha, past + q, D], if they or the mask are computed from
-            the grown ones; None if attention reads the grown ones and its mask does not.
         hidden_logit: the logit of keys that a bool mask hides, if attention is decomposed.
         decomposed: whether attention is spelled out instead of a call of scaled_dot_product_attention.
         shared_by: later attention calls on the same cache, such as those of layers that share it.
-        sharding: how the heads are sharded over processes, None if all are here.
-        token_dims: the dimensions of the tokens in the model's own cache of keys and of values, 2 or 1.
     """
 
     call: fx.Node
@@ -199,21 +203,13 @@ class AttentionSite:
     past_value: fx.Node | None
     grown_key: fx.Node
     grown_value: fx.Node
+    attended: tuple[fx.Node, fx.Node]
     mask: fx.Node | None
-    scale: float
-    causal: bool
-    keys_out: int
-    values_out: int
-    window: int | None = None
-    cap: float | None = None
     sink_logit: fx.Node | None = None
     lse: fx.Node | None = None
-    computed: tuple[fx.Node, fx.Node] | None = None
     hidden_logit: float | None = None
     decomposed: bool = False
     shared_by: tuple[AttentionSite, ...] = ()
-    sharding: HeadSharding | None = None
-    token_dims: tuple[int, int] = (2, 2)
 
     @property
     def attention_calls(self) -> tuple[AttentionSite, ...]:
@@ -236,11 +232,6 @@ class AttentionSite:
         return [self.call] if self.lse is None else [self.call, self.lse]
 
     @property
-    def attended_key(self) -> fx.Node:
-        """The keys that attention reads, [B, Ha or Hkv, past + q, D]."""
-        return self.computed[0] if self.computed else self.grown_key
-
-    @property
     def queries(self) -> Any:
         """The number q of queries, possibly symbolic."""
         return value(self.query).shape[2]
@@ -248,14 +239,13 @@ class AttentionSite:
     @property
     def facts(self) -> SiteFacts:
         """The facts about this site that a prompt reads once its graph is rewritten."""
-        names = [field.name for field in dataclasses.fields(SiteFacts) if field.name != "computed"]
-        return SiteFacts(**{name: getattr(self, name) for name in names}, computed=bool(self.computed))
+        return SiteFacts(**{field.name: getattr(self, field.name) for field in dataclasses.fields(SiteFacts)})
 
     def in_copy(self, copy_of: dict[fx.Node, fx.Node]) -> AttentionSite:
         """Return this site in a copy of the graph, by the copy of each node."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         copied: dict[str, Any] = {name: copy_of[v] if isinstance(v, fx.Node) else v for name, v in fields.items()}
-        copied["computed"] = self.computed and (copy_of[self.computed[0]], copy_of[self.computed[1]])
+        copied["attended"] = tuple(copy_of[node] for node in self.attended)
         copied["shared_by"] = tuple(site.in_copy(copy_of) for site in self.shared_by)
         return AttentionSite(**copied)
 
@@ -274,7 +264,7 @@ def sites(graph: fx.Graph) -> list[AttentionSite]:
             found.setdefault(site.keys_out, []).append(site)
     for group in found.values():
         if any(site.computed for site in group):
-            group[:] = [dataclasses.replace(x, computed=x.computed or (x.grown_key, x.grown_value)) for x in group]
+            group[:] = [dataclasses.replace(site, computed=True) for site in group]
     return [dataclasses.replace(first, shared_by=tuple(rest)) for first, *rest in found.values()]
 
 
@@ -287,11 +277,10 @@ def _site(call: fx.Node, outputs: dict[fx.Node, int], calls: list[fx.Node]) -> A
     (keys_out, window), (values_out, _) = (stored_output(node, outputs) or (-1, None) for node in grown)
     _check_cached_pair(call, args["query"], *grown)
     copied = {name: args[name] for name in ("query", "mask", "scale", "causal", "cap", "sink_logit", "hidden_logit")}
-    lse, computed = _log_sum_exp(args), None if reads_cache else attended
     return AttentionSite(
         call=call, key=key, value=val, past_key=past_key, past_value=past_value, grown_key=grown[0],  # type: ignore[arg-type]
-        grown_value=grown[1], keys_out=keys_out, values_out=values_out, window=window, lse=lse, computed=computed,
-        decomposed=args["product_dtype"] is not None, **copied,
+        grown_value=grown[1], keys_out=keys_out, values_out=values_out, window=window, computed=not reads_cache,
+        attended=attended, lse=_log_sum_exp(args), decomposed=args["product_dtype"] is not None, **copied,
     )  # fmt: skip
 
 
@@ -313,38 +302,39 @@ def _check_cached_pair(call: fx.Node, query: fx.Node, key: fx.Node, values: fx.N
 def _sources(
     call: fx.Node, attended: tuple[fx.Node, fx.Node], outputs: dict[fx.Node, int], calls: list[fx.Node]
 ) -> tuple[fx.Node, fx.Node]:
-    """Return the two caches that keys and values are computed from."""
-    memory = alias.AliasSets(call.graph)
-    sources = alias.ancestors_with_writes(list(attended), calls, call, memory=memory)
-    found = [
-        node for node in call.graph.nodes if node in sources and node.target is APPEND and stored_output(node, outputs)
-    ]
-    if len(found) != 2:
+    grown = [node for node in call.graph.nodes if node.target is APPEND]
+    pair = source_caches(grown, attended, outputs, calls, call, alias.AliasSets(call.graph))
+    if pair is None:
         line = walk.source_line(call)
-        raise UnsupportedGraph(f"{line}: keys and values are computed from {len(found)} caches, and not from one pair")
-    first, second = found
-    return keys_and_values(first, second, attended, calls, call, memory)
+        raise UnsupportedGraph(f"{line}: keys and values are not computed from one pair of caches")
+    return pair
 
 
-def keys_and_values(
-    first: fx.Node,
-    second: fx.Node,
+def source_caches(
+    grown: Iterable[fx.Node],
     attended: Sequence[fx.Node],
+    outputs: dict[fx.Node, int],
     stop: Iterable[fx.Node],
     call: fx.Node,
     memory: alias.AliasSets,
-) -> tuple[fx.Node, fx.Node]:
-    """Return two caches as that of the keys and that of the values.
+) -> tuple[fx.Node, fx.Node] | None:
+    """Return the two caches that keys and values are computed from, or None if there are not two.
 
-    The second one comes first if it alone feeds the keys.  Where both feed both, as in multi-head latent attention, the
-    order in which the graph grows them stays.
+    They come in the order in which the graph grows them, unless the second one alone feeds the keys.  In multi-head
+    latent attention both feed both.
 
     Args:
+        grown: the caches to choose from.
         attended: the keys and the values that a call reads.
+        outputs: the output index of each returned node.
         stop: nodes at which the search ends.
         memory: that of the graph.
     """
     of_key, of_value = (alias.ancestors_with_writes([node], stop, call, memory=memory) for node in attended)
+    found = [node for node in grown if node in of_key | of_value and stored_output(node, outputs) is not None]
+    if len(found) != 2:
+        return None
+    first, second = found
     exchanged = second in of_key and first not in of_key and first in of_value and second not in of_value
     return (second, first) if exchanged else (first, second)
 

@@ -136,8 +136,8 @@ class LogitChanges:
 
     def _hiding_number(self, filling: object, node: fx.Node) -> float:
         """Return a filled-in number as the softmax sees it, and check that it hides its token."""
-        literal, dtype = walk.constant(self.dynamo_gm, filling), value(node).dtype
-        if literal is None:
+        literal, dtype = op_table.constant(filling, self.dynamo_gm), value(node).dtype
+        if literal is None or (is_tensor(filling) and value(filling).numel() != 1):
             raise Unreadable("the fill value must be a literal number in the code")
         filled = torch.tensor(literal, dtype=torch.float64).to(dtype)
         number = float((filled.double() * self.factor).to(dtype))

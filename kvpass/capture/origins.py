@@ -135,14 +135,15 @@ def check_heads(attended: fx.Node, grown: fx.Node, chain: list[fx.Node], along: 
         chain: the operations from the cache to `attended`, the last one first.
         along: the dimension of the cache's tokens, 2 or 1; that of its heads is the other one.
     """
-    shape = propagation.concrete_shape(value(grown).shape)
+    small = propagation.SmallSizes([*chain, grown])
+    shape = small.shape(grown)
     numbered = torch.arange(math.prod(shape), dtype=torch.int32).view(shape)
     dtype, moved = value(grown).dtype, numbered
     for node in reversed(chain):
         if not value(node).dtype == dtype and not is_as_wide(value(node).dtype, dtype):
             raise CacheRefused(f"attention reads the {dtype} cache in {value(node).dtype}, which loses digits")
         try:
-            moved = propagation.run_on(node, {node.all_input_nodes[0]: moved}) if is_a(node, "moves") else moved
+            moved = small.run(node, {node.all_input_nodes[0]: moved}) if is_a(node, "moves") else moved
         except (RuntimeError, TypeError, IndexError):
             line = walk.source_line(node)
             raise CacheRefused(f"{line}: {known_name(node)!r} on keys or values is not supported") from None

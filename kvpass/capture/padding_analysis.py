@@ -142,7 +142,7 @@ class _Evaluation:
         return not node.kwargs and len(offsets) == 1 and ((self.step and walk.is_size(offsets[0])) or is_zero)
 
     def _evaluate(self, node: fx.Node) -> TensorBounds:
-        constant, unknown = _constant(node), unknown_bounds(node)
+        constant, unknown = op_table.constant(node), unknown_bounds(node)
         if constant is not None:
             return TensorBounds(in_dtype(node, Interval(constant, constant)), {})
         if (lookup := propagation.lookup(node)) is not None:
@@ -198,18 +198,3 @@ class _Evaluation:
         if not isinstance(index, fx.Node) or index not in self.axes:
             return None
         return propagation.index_axis(node, index, self.axes[index])
-
-
-def _constant(node: fx.Node) -> float | None:
-    """Return the number that fills a tensor, if the code states it."""
-    name, args = op_table.known_name(node), [*node.args, *node.kwargs.values()]
-    if name in ("zeros", "new_zeros", "zeros_like"):
-        return 0.0
-    if name in ("ones", "new_ones", "ones_like"):
-        return 1.0
-    if name in ("full", "new_full", "full_like"):
-        number = node.kwargs.get("fill_value", node.args[-1] if node.args else None)
-        return float(number) if isinstance(number, (bool, int, float)) else None
-    if name in ("tensor", "scalar_tensor") and isinstance(args[0], (bool, int, float)):
-        return float(args[0])
-    return None

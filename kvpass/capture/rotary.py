@@ -271,7 +271,7 @@ def _is_same_computation(one: object, other: object) -> bool:
 
 
 def _is_end_of_query(node: fx.Node) -> bool:
-    """Return whether a node computes the states of which a query is a part."""
+    """Return whether a node computes states that contain a query."""
     return _is_end(node) or (is_a(node, "projects") and not is_a(node, "looks_up"))
 
 

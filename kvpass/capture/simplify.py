@@ -168,7 +168,9 @@ class _Broadcaster:
             raise _NotBroadcastable
         with self.graph.inserting_before(node):
             copy = self.graph.node_copy(node, lambda each: self.mapped.get(each, each))
-        copy.meta["example_value"] = propagation.run_on(copy, {each: value(each) for each in copy.all_input_nodes})
+        copy.meta["example_value"] = propagation.SmallSizes([copy]).run(
+            copy, {each: value(each) for each in copy.all_input_nodes}
+        )
         return copy
 
 

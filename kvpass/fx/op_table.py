@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from kvpass.fx.walk import is_tensor
+from kvpass.fx.walk import is_tensor, value
 from kvpass.torch_private import dynamo, fx_nodes
 
 _LINEAR_ALGEBRA = types.SimpleNamespace(linalg_vector_norm=torch.linalg.vector_norm)  # `inv` there is another operator
@@ -143,6 +143,7 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     "baddbmm": ("input", "batch1", "batch2"),
     "pad": ("input", "pad", "mode", "value"),
     "full": ("size", "fill_value"),
+    "full_like": ("input", "fill_value"),
     "new_full": ("input", "size", "fill_value"),
     "scaled_dot_product_attention": ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale"),
 }
@@ -195,6 +196,37 @@ def named_arguments(node: fx.Node) -> dict[str, Any]:
     if "axis" in arguments:
         arguments["dim"] = arguments.pop("axis")
     return arguments
+
+
+_FILLS = {"zeros": 0, "new_zeros": 0, "zeros_like": 0, "ones": 1, "new_ones": 1, "ones_like": 1}
+
+
+def constant(argument: Any, gm: fx.GraphModule | None = None) -> float | None:
+    """Return the number that an argument is or that fills a tensor, as its dtype stores it, or None.
+
+    `gm` holds literal tensors, whose numbers are unknown without it.
+    """
+    if isinstance(argument, (bool, int, float)):
+        return float(argument)
+    if not is_tensor(argument):
+        return None
+    name = known_name(argument)
+    number: Any = None
+    if argument.op == "get_attr":
+        literal = getattr(gm, str(argument.target), None)
+        number = literal.item() if type(literal) is torch.Tensor and literal.numel() == 1 else None
+    elif name in ("tensor", "scalar_tensor"):
+        number = [*argument.args, *argument.kwargs.values()][0]
+    elif is_a(argument, "moves", "keeps"):
+        number = constant(argument.args[0], gm)
+    elif name in tagged("creates"):
+        number = named_arguments(argument).get("fill_value", _FILLS.get(name))
+    if not isinstance(number, (bool, int, float)):
+        return None
+    dtype = value(argument).dtype
+    held = float(torch.tensor(number, dtype=torch.float64).to(dtype))
+    exact = dtype.is_floating_point or dtype == torch.bool or abs(held - number) < 1  # integers wrap around
+    return held if exact else None
 
 
 def holds_indices(dtype: torch.dtype) -> bool:

@@ -9,16 +9,18 @@ never assume an axis.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx as fx
 
 from kvpass.fx.op_table import equation, is_a, is_pointwise, known_name, leaves, named_arguments, subscript, tagged
 from kvpass.fx.shapes import expr, number
-from kvpass.fx.walk import is_size, is_tensor, value
+from kvpass.fx.walk import is_size, is_tensor, operand_of, value
 from kvpass.torch_private import tensors
 
 _LIKE = frozenset({"expand_as", "view_as"})  # the second operand gives only its shape
@@ -74,14 +76,15 @@ def _propagate_by_running(node: fx.Node, operand: fx.Node, dim: int) -> int | No
     """Run the operation on coordinates along `dim`, and return the dimension of the result along which they lie."""
     if isinstance(value(operand), (tuple, list)):  # an item of a split tensor
         return dim if known_name(node) == "getitem" and isinstance(node.args[1], int) else None
-    size, shape = value(operand).shape[dim], list(concrete_shape(value(operand).shape))
+    small = SmallSizes([node])
+    size, shape = value(operand).shape[dim], list(small.shape(operand))
     alone = isinstance(size, int) and size == 1
     if alone and known_name(node) == "expand":
         return _align_dim(node, operand, dim)
     if alone:  # one element does not reveal its new axis; an operation that names the size fails on two
         shape[dim] = 2
     try:
-        result = run_on(node, {operand: coordinates(tuple(shape), dim)})
+        result = small.run(node, {operand: coordinates(tuple(shape), dim)})
     except (RuntimeError, IndexError, ValueError, TypeError):
         return None
     several = isinstance(result, (tuple, list))
@@ -99,9 +102,10 @@ def swaps_last_two(node: fx.Node) -> bool:
     """Check whether a node transposes its operand's last two dimensions, by whatever operator."""
     if not is_a(node, "moves") or _depends_on_content(node):
         return False
-    operand = torch.empty(concrete_shape(value(node.args[0]).shape), device="meta")  # type: ignore[arg-type]
+    small, source = SmallSizes([node]), operand_of(node)
+    operand = torch.empty(small.shape(source), device="meta")
     try:
-        result = run_on(node, {node.args[0]: operand})  # type: ignore[dict-item]
+        result = small.run(node, {source: operand})
     except (RuntimeError, IndexError, ValueError, TypeError):
         return False
     if not isinstance(result, torch.Tensor) or operand.ndim < 2:
@@ -184,34 +188,59 @@ def _in_equation(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
 # -- running an operation on small tensors ----------------------------------------------------------------------------
 
 
-def concrete_shape(shape: Any) -> tuple[int, ...]:
-    """Return a shape with a small number in place of each symbol."""
-    return tuple(_number(size) for size in shape)
+class SmallSizes:
+    """The sizes of some nodes with small numbers in place of symbols, on which their operations run.
+
+    Different sizes have different numbers: where two dimensions had one number, an operation that takes one of them for
+    the other would go unnoticed.
+    """
+
+    def __init__(self, nodes: Iterable[fx.Node]) -> None:
+        """Draw numbers for the sizes of nodes and of their operands."""
+        met = {each for node in nodes for each in (node, *node.all_input_nodes)}
+        values = (leaf for node in met for leaf in leaves(value(node)))
+        shapes = (leaf.shape if isinstance(leaf, torch.Tensor) else [leaf] for leaf in values)
+        sizes = (size for shape in shapes for size in shape if isinstance(size, (int, torch.SymInt)))
+        self._known = _draw_numbers(frozenset(map(expr, sizes)))
+
+    def shape(self, node: fx.Node) -> tuple[int, ...]:
+        """Return the shape of a tensor in numbers."""
+        return tuple(number(size, self._known) for size in value(node).shape)
+
+    def run(self, node: fx.Node, operands: dict[fx.Node, Any]) -> Any:
+        """Run a node's operation on tensors of such sizes."""
+
+        def replace(argument: fx.Node) -> Any:
+            if argument in operands:
+                return operands[argument]
+            if is_size(argument):
+                return number(argument, self._known)
+            if known_name(node) in _LIKE:
+                return torch.empty(()).expand(self.shape(argument))
+            raise TypeError(f"{argument} is no size")
+
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), replace)
+        with tensors.real_tensors():
+            if node.op == "call_method":
+                return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def _number(size: Any) -> int:
-    """Return a size with a small number in place of each symbol; a symbol always gets the same number."""
-    digits = {symbol: "".join(filter(str.isdigit, str(symbol))) for symbol in expr(size).free_symbols}
-    return number(size, {symbol: 3 + int(text or 0) % 5 for symbol, text in digits.items()})
+@functools.lru_cache(maxsize=1024)
+def _draw_numbers(sizes: frozenset[sympy.Expr]) -> dict[sympy.Symbol, int]:
+    """Return a number for each symbol, such that all sizes differ and are positive where that is possible."""
+    symbols, known = sorted(set().union(*(size.free_symbols for size in sizes)), key=str), dict[sympy.Symbol, int]()
+    for symbol in symbols:
+        decided = [size for size in sizes.union(symbols) if size.free_symbols <= {*known, symbol}]
+        atoms = [size for size in decided if size.is_Atom]  # other sizes may be equal whatever the numbers are
+        candidates = [{**known, symbol: count} for count in range(3, 2 * len(decided) + 9)]
+        known = next(each for some in (decided, atoms) for each in candidates if _differ(some, each))
+    return known
 
 
-def run_on(node: fx.Node, operands: dict[fx.Node, Any]) -> Any:
-    """Run a node's operation on other operands, with `concrete_shape` sizes."""
-
-    def replace(argument: fx.Node) -> Any:
-        if argument in operands:
-            return operands[argument]
-        if is_size(argument):
-            return _number(argument)
-        if known_name(node) in _LIKE:
-            return torch.empty(()).expand(concrete_shape(value(argument).shape))
-        raise TypeError(f"{argument} is no size")
-
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), replace)
-    with tensors.real_tensors():
-        if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+def _differ(sizes: list[sympy.Expr], known: dict[sympy.Symbol, int]) -> bool:
+    numbers = {size: int(size.subs(known)) for size in sizes}
+    return len({*numbers.values()}) == len(sizes) and all(n > 0 for size, n in numbers.items() if not size.is_Integer)
 
 
 # -- lookups ----------------------------------------------------------------------------------------------------------

@@ -48,23 +48,6 @@ def is_size(node: object) -> TypeGuard[fx.Node]:
     return isinstance(recorded, (torch.SymInt, int)) and not isinstance(recorded, bool)
 
 
-def constant(gm: fx.GraphModule, argument: Any) -> float | None:
-    """Return the number that an argument or a literal one-element tensor holds, or None."""
-    if isinstance(argument, (bool, int, float)):
-        return float(argument)
-    if not is_tensor(argument) or value(argument).numel() != 1:
-        return None
-    if argument.op == "get_attr":
-        attribute = getattr(gm, str(argument.target), None)
-        return float(attribute) if isinstance(attribute, torch.Tensor) and type(attribute) is torch.Tensor else None
-    args, number = [*argument.args, *argument.kwargs.values()], None
-    if name_of(argument) in ("tensor", "scalar_tensor", "full"):
-        number = args[1] if name_of(argument) == "full" else args[0]
-    elif name_of(argument) in ("to", "type_as", "expand", "view"):
-        number = constant(gm, argument.args[0])
-    return float(torch.tensor(number, dtype=value(argument).dtype)) if isinstance(number, (int, float)) else None
-
-
 def placeholders(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if node.op == "placeholder"]
 

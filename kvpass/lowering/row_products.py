@@ -121,15 +121,10 @@ class Processor:
         return LIMITS.get((self.vectors, dtype, has_dots)) or LIMITS[DEFAULT_VECTORS, dtype, has_dots]
 
 
-def decompose_products(graph: fx.Graph, parts: int | None = None) -> None:
-    """Replace each `mm`, `addmm` and `bmm` of few rows on a CPU by multiply and sum, in an aten graph.
-
-    Args:
-        parts: for measurements, the number of parts of all columns; 0 also leaves attention's products alone.  By
-            default `column_part_count` and `is_faster_as_sums` decide.
-    """
+def decompose_products(graph: fx.Graph) -> None:
+    """Replace each `mm`, `addmm` and `bmm` of few rows on a CPU by multiply and sum, in an aten graph."""
     processor, stored, replacement = Processor.here(), dict[fx.Node, fx.Node](), _Replacement(graph)
-    for node in batches(graph, processor) if parts is None else _all_batches(graph) if parts else []:
+    for node in batches(graph, processor):
         replacement.replace(node, _batch_of_sums, *node.args)
     for node in list(graph.nodes):
         if node.target is aten.mm.default or (node.target is aten.addmm.default and not node.kwargs):
@@ -139,17 +134,16 @@ def decompose_products(graph: fx.Graph, parts: int | None = None) -> None:
                 continue
             stored_matrix = _unconverted(matrix)
             tensors_read = rows.meta["val"], stored_matrix.meta["val"]
-            if parts is None and uses_row_kernel(*tensors_read, processor):
+            if uses_row_kernel(*tensors_read, processor):
                 function = _bind(_row_kernel, node.meta["val"].dtype)
                 replacement.replace(node, function, rows, stored_matrix, *bias)
                 continue
-            count = column_part_count(*tensors_read, processor) if parts is None else parts
-            if count:
+            if count := column_part_count(*tensors_read, processor):
                 if rows not in stored:
                     stored[rows] = replacement.splice(node, _copy_to_buffer, rows)
                 function = _bind(_sums, count, node.meta["val"].dtype)
                 replacement.replace(node, function, stored[rows], stored_matrix, *bias)
-    for node in _all_batches(graph) if parts is None else []:
+    for node in _all_batches(graph):
         if node.meta["val"].shape[0] == 1 and not symbolic_shapes.symbols(node.meta["val"]):
             replacement.replace(node, _one_batch, *node.args)
 

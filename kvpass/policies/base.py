@@ -347,7 +347,7 @@ class Policy:
         valid: Tensor,
         cached_columns: int,
         budget: int,
-        sharding: HeadSharding | None = None,
+        sharding: HeadSharding | None,
     ) -> Tensor:
         """Return `Attention.scan` from the attention of every query, where sums are not enough; never traced.
 

@@ -154,7 +154,7 @@ class Cascade(Policy):
         valid: Tensor,
         cached_columns: int,
         budget: int,
-        sharding: HeadSharding | None = None,
+        sharding: HeadSharding | None,
     ) -> Tensor:
         """Return the scores at the end of a prompt, DROPPED for dropped tokens; for a chunk what its queries add."""
         reduced = (self._reduce(block, sharding) for block in probs)

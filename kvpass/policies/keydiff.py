@@ -43,7 +43,7 @@ class KeyDiff(Policy):
     def minimum_budget(self) -> int:
         return self.sinks + self.recent + 1
 
-    def rescore(self, tokens: Tokens, key: Tensor, value: Tensor, weights: Sequence[Tensor] = ()) -> State:
+    def rescore(self, tokens: Tokens, key: Tensor, value: Tensor, weights: Sequence[Tensor]) -> State:
         unit = unit_keys(key, tokens.live)
         count = tokens.live.sum(-1, keepdim=True).clamp(min=1)
         anchor = unit.sum(2, keepdim=True) / count[..., None]  # [B, Hkv, 1, D]

@@ -88,7 +88,7 @@ class RKV(Policy):
         vote = attention.older.mean(2) if self.plain else attention.older_peak[:, :, 0]
         return {voting.VOTE: voting.votes_of_chunk(tokens, attention, vote)}
 
-    def rescore(self, tokens: Tokens, key: Tensor, value: Tensor, weights: Sequence[Tensor] = ()) -> State:
+    def rescore(self, tokens: Tokens, key: Tensor, value: Tensor, weights: Sequence[Tensor]) -> State:
         order = slots_by_position(tokens.position)  # "last" is meant in the text
         ordered = key.gather(2, order[..., None].expand_as(key))
         live = tokens.live.gather(-1, order)

@@ -104,7 +104,7 @@ class Vase(Policy):
             return {}
         return {voting.VOTE: voting.votes_of_chunk(tokens, attention, attention.older.mean(2))}
 
-    def rescore(self, tokens: Tokens, key: Tensor, value: Tensor, weights: Sequence[Tensor] = ()) -> State:
+    def rescore(self, tokens: Tokens, key: Tensor, value: Tensor, weights: Sequence[Tensor]) -> State:
         seed = hashing.seed_of_round(self.seed, tokens.seen)  # [B, 1, 1]
         sketch = hashing.normal(max(key.shape[-1], value.shape[-1]), RANK, seed[..., 0]) / RANK**0.5  # [B, 1, D, 20]
         parts = (rows.float() @ sketch[:, :, : rows.shape[-1]] for rows in (key, value))

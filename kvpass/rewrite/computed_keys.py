@@ -76,7 +76,7 @@ def cut_computed_keys(
     Raises:
         UnsupportedGraph: the values of one token depend on other tokens, or the values of one row on other rows.
     """
-    if site.computed is None:
+    if not site.computed:
         return None
     tokens = _TokenAxis({expr(value(node).shape[2]) for node in (site.grown_key, site.grown_value)}, sizes)
     if not site.length_symbols:
@@ -84,7 +84,7 @@ def cut_computed_keys(
             f"{walk.source_line(site.call)}: the model's code compares the cache's length with a number, so its "
             "graph serves only one length; a sparse index and a window over such a cache do that"
         )
-    results, stored = [*site.computed, *key_features], [site.grown_key, site.grown_value]
+    results, stored = [*site.attended, *key_features], [site.grown_key, site.grown_value]
     subgraph = alias.dependents(alias.ancestors_with_writes(results, stored, site.call), stored) - set(stored)
     for node in subgraph:
         _check_per_token(node, tokens)

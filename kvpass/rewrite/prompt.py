@@ -137,7 +137,7 @@ def _operands(
 ) -> tuple[int, int, int | None, int | None]:
     """Emit `LayerOutputs.operands`; `keys` is the output index of the stored keys."""
     mask, sink = (None if node is None else emit(node) for node in (site.mask, site.sink_logit))
-    attended = emit(site.attended_key) if site.computed else keys
+    attended = emit(site.attended[0]) if site.computed else keys
     return emit(site.query), attended, mask, sink
 
 
@@ -248,7 +248,7 @@ def insert_statistics(
     mask, sink_logit = (None if node is None else copy_of[node] for node in (site.mask, site.sink_logit))
     heads = 1 if site.computed else int(value(site.grown_key).shape[1])
     values = copy_of[op_table.named_arguments(site.call)["value"]] if fused else None
-    tensors = query, copy_of[site.attended_key], values, mask, sink_logit
+    tensors = query, copy_of[site.attended[0]], values, mask, sink_logit
     names = attention_statistics.statistics_of(policy)
     request = StatisticsArguments(names, site.causal, site.scale, site.cap, heads)
     request = request.for_policy(policy, budget, site.sharding)
@@ -271,7 +271,7 @@ def _fuses_attention(site: AttentionSite, policy: Policy) -> bool:
     call = op_table.named_arguments(site.call)
     query, key, values = (value(node) for node in (site.query, call["key"], call["value"]))
     by_library = call["product_dtype"] is None and call["hidden_logit"] is None and site.lse is None
-    whole = not site.causal or expr(site.queries) == expr(value(site.attended_key).shape[2])
+    whole = not site.causal or expr(site.queries) == expr(value(site.attended[0]).shape[2])
     plain_mask = site.mask is None or (value(site.mask).ndim == 4 and not site.causal)
     fits = by_library and whole and plain_mask and not policy.renumbers and query.dtype == value(site.call).dtype
     return fits and attention_statistics.fuses_attention(policy, query, key, values)

@@ -157,13 +157,7 @@ class BackendBase:
         PASSES.info("%s", record)
         if self.recorder is not None:
             self.recorder.passes.append(record)
-        self.note_program(f"after {record.name}", graph)
-
-    def note_program(self, title: str, graph: fx.Graph) -> None:
-        """Record a graph in its present state for logs and reports."""
-        note_program(title, graph)
-        if self.recorder is not None:
-            self.recorder.note_program(title, graph)
+        note_program(f"after {record.name}", graph, self.recorder)
 
     def _compile_inner(
         self,

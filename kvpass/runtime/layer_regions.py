@@ -151,7 +151,7 @@ class RegionForward:
 class OneLayerCache:
     """The cache that a layer gets inside of a region: it holds the keys and values of that layer alone.
 
-    `one_layer_cache` makes the class of which a region's cache is.
+    `one_layer_cache` makes a subclass of it for the caches of regions.
     """
 
     def __init__(self, own: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -21,23 +22,27 @@ def output_projection_index(site: AttentionSite) -> int | None:
     The operations between attention and a linear layer run on numbered elements, which shows that each query head's
     part of the output meets its own columns of the weight.
     """
-    shape, node = propagation.concrete_shape(walk.value(site.call).shape), site.call
-    numbered = torch.arange(math.prod(shape)).view(shape)
+    chain = [site.call]
+    while (user := _only_user(chain[-1])) is not None and op_table.is_a(user, "moves", "keeps"):
+        chain.append(user)
+    if user is None or walk.name_of(user) != "linear" or user.args[:1] != (chain[-1],):
+        return None
+    small = propagation.SmallSizes(chain)
+    numbered = torch.arange(math.prod(small.shape(site.call))).view(small.shape(site.call))
     wanted, moved = numbered.transpose(1, 2).flatten(2), numbered
-    while True:
-        users = [user for user in node.users if not walk.is_size(user)]
-        if len(users) == 1 and walk.name_of(users[0]) == "linear" and users[0].args[:1] == (node,):
-            break
-        if len(users) != 1 or not op_table.is_a(users[0], "moves", "keeps"):
-            return None
+    for source, node in itertools.pairwise(chain):
         try:
-            moved = propagation.run_on(users[0], {node: moved}) if op_table.is_a(users[0], "moves") else moved
+            moved = small.run(node, {source: moved}) if op_table.is_a(node, "moves") else moved
         except (RuntimeError, TypeError, IndexError):
             return None
-        node = users[0]
-    weight, holders = [*users[0].args, *users[0].kwargs.values()][1], walk.placeholders(site.call.graph)
+    weight, holders = [*user.args, *user.kwargs.values()][1], walk.placeholders(site.call.graph)
     proven = moved.shape[-1] == wanted.shape[-1] and torch.equal(moved.flatten(), wanted.flatten())
     return holders.index(weight) if proven and isinstance(weight, fx.Node) and weight in holders else None
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    users = [user for user in node.users if not walk.is_size(user)]
+    return users[0] if len(users) == 1 else None
 
 
 def required_projection_index(site: AttentionSite, policy: Policy) -> int | None:

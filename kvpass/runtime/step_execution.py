@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from kvpass.cache.layer_cache import LayerCache
-from kvpass.capture.canonical import AttentionSite, SiteFacts
+from kvpass.capture.canonical import SiteFacts
 from kvpass.policies.pinned_tokens import Pins
 from kvpass.rewrite.pipeline import StepRewrite
 from kvpass.runtime.backend_base import BackendBase
@@ -65,7 +65,7 @@ class StepExecutor:
     def __init__(
         self,
         backend: BackendBase,
-        sites: Sequence[AttentionSite] | Sequence[SiteFacts],
+        sites: Sequence[SiteFacts],
         sizes: TokenCounters,
         padding: PaddingTracker,
     ) -> None:

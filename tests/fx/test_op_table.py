@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvpass.fx import op_table, propagation, walk
-from tests.capture.traced import query_graph
+from tests.capture.traced import query_graph, result
 
 SHAPE = (2, 3, 5, 4)
 
@@ -227,3 +227,53 @@ def test_a_lookup_follows_its_index(pick: Callable[..., Tensor], axis: int) -> N
 def test_an_axis_of_one_element_is_followed(move: Callable[[Tensor], Tensor], axis: int | None) -> None:
     """Test an axis like the tokens of a prompt with one token."""
     assert followed(move, torch.randn(3, 1), 1) == axis
+
+
+@pytest.mark.parametrize(
+    ("number", "dtype", "wanted"),
+    [
+        (-1e9, torch.float16, -torch.inf),
+        (-1e9, torch.float32, -1e9),
+        (0.5, torch.int64, 0.0),
+        (-0.5, torch.bool, 1.0),
+        (300, torch.int8, None),
+        (torch.inf, torch.int64, None),
+        (0.1, torch.float64, 0.1),
+    ],
+)
+def test_a_constant_is_rounded_as_its_tensor_is(number: float, dtype: torch.dtype, wanted: float | None) -> None:
+    graph = fx.Graph()
+    literal = graph.call_function(torch.tensor, (number,), {"dtype": torch.float64})
+    cast = graph.call_method("to", (literal, dtype))
+    literal.meta["example_value"] = torch.tensor(number, dtype=torch.float64)
+    cast.meta["example_value"] = literal.meta["example_value"].to(dtype)
+    assert op_table.constant(literal) == number
+    assert op_table.constant(cast) == wanted
+
+
+@pytest.mark.parametrize(
+    ("fill", "wanted"),
+    [
+        (lambda x: torch.zeros(3), 0.0),
+        (lambda x: x.new_ones(2, 3), 1.0),
+        (lambda x: torch.ones_like(x, dtype=torch.bool), 1.0),
+        (lambda x: torch.full((2,), 0.1, dtype=torch.float16), float(torch.tensor(0.1).half())),
+        (lambda x: x.new_full((2,), fill_value=0.1), float(torch.tensor(0.1))),
+        (lambda x: torch.full_like(x, 7, dtype=torch.int64), 7.0),
+        (lambda x: torch.full((2,), 2.5)[:1].expand(4).half().to(torch.int32), 2.0),
+        (lambda x: torch.tensor(2.0).view(1, 1) * 1, None),
+        (lambda x: torch.empty(2), None),
+        (lambda x: x[:1], None),
+    ],
+)
+def test_a_constant_is_read_from_any_fill(fill: Callable[[Tensor], Tensor], wanted: float | None) -> None:
+    assert query_graph(fill, (torch.rand(2),), lambda gm: op_table.constant(result(gm))) == wanted
+
+
+def test_a_literal_tensor_is_read_from_its_module() -> None:
+    graph = fx.Graph()
+    literal = graph.get_attr("literal")
+    gm = fx.GraphModule({"literal": torch.tensor([0.1])}, graph)
+    literal.meta["example_value"] = gm.literal
+    assert op_table.constant(literal, gm) == float(torch.tensor(0.1))
+    assert op_table.constant(literal) is None

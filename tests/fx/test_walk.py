@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
-import pytest
 import torch
 import torch.fx as fx
 from hypothesis import given, settings
@@ -76,23 +74,3 @@ def test_the_line_of_a_node_is_found_whatever_its_path_says() -> None:
     (node,) = graph_of([])
     node.meta["stack_trace"] = '  File "/home/me/pipeline code/line 2.py", line 17, in forward\n    return x + 1\n'
     assert walk.source_line(node) == "/home/me/pipeline code/line 2.py:17: return x + 1"
-
-
-@pytest.mark.parametrize(
-    ("number", "dtype", "wanted"),
-    [
-        (-1e9, torch.float16, -torch.inf),
-        (-1e9, torch.float32, -1e9),
-        (0.5, torch.int64, 0.0),
-        (0.1, torch.float64, 0.1),
-    ],
-)
-def test_a_constant_is_rounded_as_its_tensor_is(number: float, dtype: torch.dtype, wanted: float) -> None:
-    graph = fx.Graph()
-    literal = graph.call_function(torch.tensor, (number,), {"dtype": torch.float64})
-    cast = graph.call_method("to", (literal, dtype))
-    literal.meta["example_value"] = torch.tensor(number, dtype=torch.float64)
-    cast.meta["example_value"] = literal.meta["example_value"].to(dtype)
-    gm: Any = fx.GraphModule({}, graph)
-    assert walk.constant(gm, literal) == number
-    assert walk.constant(gm, cast) == wanted

@@ -30,7 +30,7 @@ def test_cosines_by_hand() -> None:
     count = KEYS.shape[2]
     tokens = Tokens(torch.arange(count)[None, None], torch.full((1, 1, 1), count), {}, 5)
     torch.testing.assert_close(
-        -KeyDiff().rescore(tokens, KEYS, KEYS)["score"][0, 0], torch.tensor(COSINES), atol=6e-5, rtol=0
+        -KeyDiff().rescore(tokens, KEYS, KEYS, ())["score"][0, 0], torch.tensor(COSINES), atol=6e-5, rtol=0
     )
 
 
@@ -66,9 +66,11 @@ def test_rows_of_free_slots_are_not_read() -> None:
     position = torch.tensor([[[0, 1, -1, 2]]])
     key = torch.tensor([[1.0, 0], [0, 1], [torch.nan, torch.inf], [1, 1]])[None, None]
     tokens = Tokens(position, torch.full((1, 1, 1), 3), {}, 2)
-    score = KeyDiff().rescore(tokens, key, key)["score"]
+    score = KeyDiff().rescore(tokens, key, key, ())["score"]
     assert score[..., [0, 1, 3]].isfinite().all()
-    exact = KeyDiff().rescore(Tokens(position[..., [0, 1, 3]], tokens.seen, {}, 2), key[:, :, [0, 1, 3]], key)["score"]
+    exact = KeyDiff().rescore(Tokens(position[..., [0, 1, 3]], tokens.seen, {}, 2), key[:, :, [0, 1, 3]], key, ())[
+        "score"
+    ]
     torch.testing.assert_close(score[..., [0, 1, 3]], exact)
 
 

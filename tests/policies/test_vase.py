@@ -62,7 +62,7 @@ def test_a_sketch_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     policy, tokens = example(variant="dkv")
     sketch = torch.tensor([[1.0], [2.0]])
     monkeypatch.setattr(hashing, "normal", lambda rows, columns, seed: sketch.expand(1, 1, 2, 1))
-    tokens = tokens.with_state(policy.rescore(tokens, KEYS[None, None], VALUES[None, None]))
+    tokens = tokens.with_state(policy.rescore(tokens, KEYS[None, None], VALUES[None, None], ()))
     score = tokens.state["score"][0, 0, 1:8]
     expected = torch.tensor([0.0565, 0.5095, 0.3328, 0.0051, 0.0017, 0.0204, 0.0740])
     torch.testing.assert_close(score / score.sum(), expected, atol=6e-5, rtol=0)
@@ -93,7 +93,7 @@ def test_each_compaction_draws_anew() -> None:
     policy, tokens = example(variant="dkv")
     scores = [
         policy.rescore(
-            Tokens(tokens.position, torch.full((1, 1, 1), seen), {}, 6), KEYS[None, None], VALUES[None, None]
+            Tokens(tokens.position, torch.full((1, 1, 1), seen), {}, 6), KEYS[None, None], VALUES[None, None], ()
         )
         for seen in (10, 11)
     ]

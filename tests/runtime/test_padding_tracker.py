@@ -173,7 +173,8 @@ def test_a_token_is_padding_if_any_input_hides_it() -> None:
 def test_padding_that_no_input_of_a_step_marks_is_refused() -> None:
     conversation = talk([[[False, True]]])
     node = fx.Graph().placeholder("attention")
-    site: Any = AttentionSite(*[node] * 8, None, 1.0, False, 0, 0)
+    names = ("call", "query", "key", "value", "past_key", "past_value", "grown_key", "grown_value")
+    site = AttentionSite(0, 0, False, attended=(node, node), mask=None, **dict.fromkeys(names, node))
     known = PaddingTracker([("mask",), ()], {"mask": MASK}, [site, site])
     known.check_hidden(conversation.caches)
     unknown = PaddingTracker([(), ()], {}, [site, site])

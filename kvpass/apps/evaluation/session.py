@@ -208,23 +208,22 @@ class Measure(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class PositionSnapshot:
-    """The cached positions of one head of row 0 in one layer, ascending, when the cache had seen `step` tokens."""
+    """The cached positions of a layer's first head in row 0, ascending, when the cache had seen `step` tokens."""
 
     step: int
     positions: list[int]
 
 
 class PositionRecorder:
-    """Takes snapshots of one layer and KV head of a cache; call it with the cache."""
+    """Takes snapshots of the first KV head of one layer of a cache; call it with the cache."""
 
-    def __init__(self, layer: int = 0, head: int = 0) -> None:
-        self.layer, self.head = layer, head
+    def __init__(self, layer: int) -> None:
+        self.layer = layer
         self.snapshots: list[PositionSnapshot] = []
 
     def __call__(self, cache: Any) -> None:
         report = kvpass.inspect(cache).layers[self.layer]
-        row = report.positions[0]
-        positions: list[int] = row[min(self.head, len(row) - 1)].tolist()
+        positions: list[int] = report.positions[0][0].tolist()
         self.snapshots.append(
             PositionSnapshot(report.seen, sorted(position for position in positions if position >= 0))
         )

@@ -69,7 +69,7 @@ def session(loop: Any, model: Any) -> Session:
 
 
 def test_cached_positions_are_recorded_while_a_text_is_scored() -> None:
-    model, held = build("Llama", layers=2), PositionRecorder(layer=1, head=1)
+    model, held = build("Llama", layers=2), PositionRecorder(layer=1)
     loop = DecodeLoop(model, "streaming", budget=8, prefill_chunk=4, inner="eager")
     with_watch = Session(LoadedModel("stub", model, None, None, False), loop, {}, "chunk", 4, 8, watch=held)
     with_watch.score([[2]], [[*range(3, 22)]])
