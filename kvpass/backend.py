@@ -137,7 +137,7 @@ class Backend(BackendBase):
             if not captured.sites:
                 return None, check
             self._check_inference(captured.sites, examples)
-            known = with_head_sharding(captured.sites, self.policy, self.kv_store.supports_shards)
+            known = with_head_sharding(captured.sites, self.policy)
             captured = dataclasses.replace(captured, sites=known)
             if any(carried):
                 return StepRunner(self, captured), check
@@ -240,7 +240,7 @@ def backend(
         positions: "absolute" keeps each token's original position; "cache" numbers the cached tokens
             0..n-1 and applies the rotary embedding at read.  By default the policy decides.
         inner: the compiler of the rewritten graphs: "inductor", "aot_eager", "eager" (no compilation),
-            "reference" (the policy's eager reference), another backend's name, or a backend.
+            another backend's name, or a backend.
         mode, options: as in torch.compile, for Inductor.
         strict: raise UnsupportedGraph for a cache update that cannot be rewritten; with False the graph stays
             unchanged, with a warning.
@@ -294,8 +294,8 @@ def _check_crop(crop: int, policy: Policy) -> None:
 
 
 def _check_settings(inner: Inner, mode: str | None, options: dict[str, Any] | None) -> None:
-    if isinstance(inner, str) and inner not in ("inductor", "eager", "reference"):
-        known = ["eager", "reference", *torch.compiler.list_backends(exclude_tags=())]
+    if isinstance(inner, str) and inner not in ("inductor", "eager"):
+        known = ["eager", *torch.compiler.list_backends(exclude_tags=())]
         require(inner in known, "inner", inner, f"must be one of {', '.join(known)}")
     if mode is not None:
         try:

@@ -22,7 +22,7 @@ from kvpass.policies.budgets import window_starts
 from kvpass.policies.pinned_tokens import Pins
 from kvpass.policies.types import Attention
 from kvpass.reference import ReferenceLayer, reference_of
-from kvpass.reference.layer import attention_logits
+from kvpass.reference.layer import attend
 from kvpass.runtime.clocks import clock_of, tick_of
 
 Step = Callable[..., Tensor]
@@ -159,10 +159,10 @@ class LayerOnReference:
         if layer.attends_to_stored(tokens.valid.shape[1]):
             stored_keys, values = layer.stored(original), layer.stored(values, key=False)
             k = rotary(stored_keys, position, self.theta) if ranked else stored_keys
-        attended = k
+        keys = k
         if layer.length:
             rows = layer.cached_vectors("key")
-            attended = torch.cat([rotary(rows, layer.ranks().clamp(min=0), self.theta) if ranked else rows, k], 2)
+            keys = torch.cat([rotary(rows, layer.ranks().clamp(min=0), self.theta) if ranked else rows, k], 2)
             values = torch.cat([layer.cached_vectors("value"), values], 2)
             bias = layer.bias(q.shape[1] // k.shape[1])
         groups = q.shape[1] // self.layout.metadata_heads
@@ -170,11 +170,10 @@ class LayerOnReference:
         past_mask = live[:, :, None].expand(-1, -1, count, -1).repeat_interleave(groups, 1)
         new_mask = prompt_mask(tokens.valid) if layer.length else prompt_mask(tokens.valid, policy, budget)
         mask = torch.cat([past_mask, new_mask.expand(-1, q.shape[1], -1, -1)], -1)
-        logits = attention_logits(q, attended, mask, None, self.scale)
-        biased = logits if bias is None else logits + torch.nn.functional.pad(bias, (0, count))
-        rows = torch.nan_to_num(biased.softmax(-1))
-        layer.take(TokensToAdmit(original, tokens.v, tokens.valid, Attention(), tokens.pins), rows, logits)
-        return rows @ values.repeat_interleave(q.shape[1] // k.shape[1], 1)
+        attended = attend(q, keys, values, mask, self.scale, policy_bias=bias)
+        new = TokensToAdmit(original, tokens.v, tokens.valid, Attention(), tokens.pins)
+        layer.take(new, attended.probabilities, attended.logits)
+        return attended.output
 
     def positions(self) -> list[list[list[int]]]:
         return [[[token.position for token in stream.tokens] for stream in row] for row in self.layer.streams]

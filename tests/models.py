@@ -14,6 +14,7 @@ import transformers
 from torch import Tensor
 
 import kvpass
+from tests import on_reference
 from tests.traces import Traced
 
 transformers.utils.logging.set_verbosity_error()
@@ -103,7 +104,7 @@ def teacher_forced(
     Args:
         model: a module, which is compiled anew, or a `Traced` model.
     """
-    compiling_backend = kvpass.backend(**backend)
+    compiling_backend = on_reference.backend(**backend)
     if isinstance(model, Traced):
         compiled = model.under(compiling_backend)
     else:

@@ -40,7 +40,7 @@ class Switch:
 
         A backend that compiles prompts for dynamic lengths adds Dynamo guards on them, which existing traces lack.
         """
-        return not self._has_dynamic_prompt or backend.inner in ("eager", "reference")
+        return not self._has_dynamic_prompt or backend.inner == "eager"
 
     def __call__(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         number, self.graphs = self.graphs, self.graphs + 1

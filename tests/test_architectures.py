@@ -17,6 +17,7 @@ from transformers import XLMConfig, XLMWithLMHeadModel
 import kvpass
 from kvpass.backend import Backend
 from kvpass.runtime.recorder import Recorder
+from tests import on_reference
 from tests.architectures import inputs, zoo
 from tests.architectures.__main__ import PAGE, parts, written
 from tests.architectures.apart import examine_apart
@@ -137,7 +138,7 @@ def test_a_mask_of_four_dimensions_from_the_user(policy: str) -> None:
         theirs = logits(None)
         assert not torch.allclose(theirs[:, 0], theirs[:, 1])
     else:
-        theirs = logits(kvpass.backend(policy, budget=budget, inner="reference"))
+        theirs = logits(on_reference.backend(policy, budget=budget, inner="reference"))
     torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
 
 
@@ -181,7 +182,7 @@ def test_a_model_with_graph_breaks(policy: str) -> None:
 
     budget = None if policy == "full" else 12
     ours = logits(kvpass.backend(policy, budget=budget, inner="eager"))
-    theirs = logits(None if policy == "full" else kvpass.backend(policy, budget=budget, inner="reference"))
+    theirs = logits(None if policy == "full" else on_reference.backend(policy, budget=budget, inner="reference"))
     torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
 
 

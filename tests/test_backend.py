@@ -88,6 +88,7 @@ def test_equal_backends_compile_once() -> None:
         (dict(policy="h2o", budget=True), kvpass.BudgetError, "neither"),
         (dict(policy="h2o", budget=8, positions="relative"), kvpass.PolicyError, "positions='relative'"),
         (dict(policy="h2o", budget=8, inner="inductr"), kvpass.PolicyError, "inner='inductr'"),
+        (dict(policy="h2o", budget=8, inner="reference"), kvpass.PolicyError, "inner='reference': must be one"),
         (dict(policy="h2o", budget=8, mode="fastest"), kvpass.PolicyError, "mode='fastest'"),
         (dict(policy="h2o", budget=8, options={"no_such": 1}), kvpass.PolicyError, "'no_such'|no_such"),
         (dict(policy="h2o", budget=8, options={"post_grad_custom_pre_pass": None}), kvpass.PolicyError, "leave it out"),

@@ -23,6 +23,7 @@ from torch import Tensor
 import kvpass
 from kvpass.cache.handle import Handle
 from kvpass.runtime.compiled_call import CompiledCall
+from tests import on_reference
 from tests.models import Run, breaks, build, many_graphs, prompt
 
 MODELS = pathlib.Path(__file__).parent.parent / "kvpass" / "apps" / "data"
@@ -81,7 +82,7 @@ def settings(policy: str, budget: int = BUDGET, inner: Any = fallible) -> dict[s
 @functools.cache
 def served(architecture: str, policy: str, budget: int = BUDGET, inner: Any = fallible) -> Any:
     """Return a model compiled in place, without an end-of-sequence token."""
-    return kvpass.compile(plain(architecture), **settings(policy, budget, inner))
+    return on_reference.compile(plain(architecture), **settings(policy, budget, inner))
 
 
 def plain(architecture: str, dtype: torch.dtype = torch.float32) -> Any:

@@ -55,7 +55,8 @@ def compare(case, lengths, holes, padded_steps=False, limits=(), spare=0, kv_dty
         assert lowered.positions() == reference.positions()
         if pins:
             assert torch.equal(
-                lowered.slots.cached_indices(layout, pinned=True), reference.layer.cached_indices(layout, pinned=True)
+                lowered.slots.cached_indices(layout, pinned=True),
+                reference.layer.index(pinned=True).expand(-1, layout.heads, -1),
             )
         real = part.valid[:, None, :, None].expand_as(got)
         torch.testing.assert_close(got[real], expected[real], atol=1e-4, rtol=1e-4)

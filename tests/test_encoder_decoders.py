@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import kvpass
+from tests import on_reference
 from tests.architectures import inputs, zoo
 from tests.architectures.check import PROMPT, generate
 from tests.models import breaks, graphs
@@ -56,7 +57,7 @@ def test_evicting_equals_the_reference(name: str, policy: str) -> None:
     model, switch, runs = zoo.build(name, "reading"), Switch(), []
     given = inputs.of(model, PROMPT, 2)
     for inner in ("eager", "reference"):
-        chosen = kvpass.backend(policy, budget=BUDGET, inner=inner)
+        chosen = on_reference.backend(policy, budget=BUDGET, inner=inner)
         runs.append(generate(model, switch.to(chosen), given, steps=STEPS))
     torch.testing.assert_close(runs[0].logits, runs[1].logits, atol=1e-4, rtol=1e-4)
     assert not torch.allclose(runs[0].logits, generate(model, None, given, steps=STEPS).logits, atol=1e-2)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import kvpass
 from kvpass.cache.handle import Handle
+from tests import on_reference
 from tests.own_llama import ATTENDS, ROTATES, Output, OwnLlama, Way
 from tests.strategies import EXAMPLES
 
@@ -44,7 +45,7 @@ def fed(model: Any, ids: Tensor, pieces: Sequence[int], mask: Tensor | None = No
 def compiled(model: OwnLlama, policy: str = "full", **settings: Any) -> Any:
     torch._dynamo.reset()
     settings = {"inner": "eager", **settings}
-    return torch.compile(model, backend=kvpass.backend(policy, **settings))
+    return torch.compile(model, backend=on_reference.backend(policy, **settings))
 
 
 def both(way: Way, **sizes: Any) -> tuple[OwnLlama, OwnLlama]:

@@ -68,7 +68,7 @@ class Handle(Tensor):
         _check_current(self)
         key = id(self.cache)
         if key not in memo:
-            memo[key] = self.cache.map_rows("deepcopy", torch.clone)
+            memo[key] = self.cache.map_rows(torch.clone)
         return handle_like(self, memo[key])
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -136,11 +136,11 @@ class LayerCache:
     Attributes:
         backend: the backend that made the cache; a backend of other settings refuses it.
         number: increases from layer to layer of a conversation in the order of the prompt's layers, also in copies.
-        layout, slots: the buffers; `slots` is a ReferenceLayer with `inner="reference"`.
+        layout, slots: the buffers.
         length: tokens seen, padding included; the host's copy of `slots.length`.
         heads: the KV heads of the model's cache; if keys are computed from the cache, the layout joins them to one.
         window: the number of last tokens that the model's cache stores, None for all.
-        row_budgets: the layer's budget of each row; empty with `inner="reference"`.
+        row_budgets: the layer's budget of each row.
         clocks: the host's counts for each row, see `Policy.clock`; empty for most policies.
         interrupted: set while a step runs, so that an interrupted step is noticed.
         notes: facts to report, such as an adopted prompt.
@@ -160,7 +160,7 @@ class LayerCache:
     backend: CacheOwner
     number: int
     layout: Layout
-    slots: Any
+    slots: AnySlots
     length: int
     heads: int
     window: int | None = None
@@ -183,8 +183,7 @@ class LayerCache:
     @property
     def valid_seen(self) -> Tensor:
         """int64 [B] on the device: real tokens seen."""
-        seen: Tensor = self.slots.seen
-        return seen
+        return self.slots.seen
 
     @property
     def stored_tokens(self) -> int:
@@ -205,7 +204,7 @@ class LayerCache:
             if result is not None and picked.serves(operation, argument, self.length, part):
                 del self._selections[i]  # the next equal selection for this part makes another copy
                 return result
-        result = self.map_rows(operation, apply)
+        result = self.map_rows(apply)
         kept = copy.deepcopy(argument) if isinstance(argument, list) else argument  # callers may change their lists
         self._selections.append(_RowSelection(operation, kept, self.length, part, weakref.ref(result)))
         return result
@@ -235,10 +234,8 @@ class LayerCache:
             tokens -= last.token_count
         return dataclasses.replace(cache, calls=calls, _selections=[])
 
-    def map_rows(self, operation: str, apply: Callable[[Tensor], Tensor]) -> LayerCache:
+    def map_rows(self, apply: Callable[[Tensor], Tensor]) -> LayerCache:
         """Return the cache with a function applied to each of its batch-first tensors."""
-        if not isinstance(self.slots, AnySlots):
-            raise CacheHandleError(f"{operation} on a cache that runs with inner='reference'")
         slots = self.slots.map_tensors(apply)
         batch = slots.length.shape[0]
         row_budgets, clocks = self._select_counts(batch, apply)

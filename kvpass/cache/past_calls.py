@@ -57,12 +57,12 @@ class SlotSnapshot:
     """The slots of a layer before a call.
 
     Attributes:
-        slots: the buffers, a copied ReferenceLayer with `inner="reference"`.
+        slots: the buffers.
         saved: for each class of heads what a step overwrites; () if the call leaves these slots unchanged, as a chunk
             does, which is admitted to others.
     """
 
-    slots: Any
+    slots: AnySlots
     saved: tuple[SavedContent, ...] = ()
 
     @staticmethod
@@ -74,7 +74,7 @@ class SlotSnapshot:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def restore(self) -> Any:
+    def restore(self) -> AnySlots:
         """Restore the content and return the slots."""
         for saved, slots in zip(self.saved, self.slots.by_class if self.saved else (), strict=True):
             saved.write_to(slots)

@@ -34,11 +34,9 @@ def entry_of(cache: LayerCache, prefix: str, tensors: dict[str, Tensor]) -> dict
     """Return the entry of a cache in a file's header; its tensors are added to `tensors`, by names with `prefix`.
 
     Raises:
-        CacheHandleError: the cache has no slots, or its heads are sharded over processes.
+        CacheHandleError: its heads are sharded over processes.
     """
     layout, slots = cache.layout, cache.slots
-    if not isinstance(slots, AnySlots):
-        raise CacheHandleError("a cache that runs with inner='reference' cannot be saved")
     if layout.sharding is not None:
         raise CacheHandleError("a cache whose heads are sharded over processes cannot be saved")
     # Codes are in the order of the numbers, which no device changes.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -300,7 +299,7 @@ class ClassedSlots:
 AnySlots = Slots | ClassedSlots
 
 
-def hold_whole_prompt(slots: Any, layout: Layout) -> bool:
+def hold_whole_prompt(slots: AnySlots, layout: Layout) -> bool:
     """Return whether slots still hold every token of a prompt, for policies that evict at the first step.
 
     The next token is then admitted as a chunk, to slots of the layout's capacity.

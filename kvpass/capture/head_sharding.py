@@ -53,11 +53,8 @@ def processes() -> int:
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
-def with_head_sharding(sites: list[AttentionSite], policy: Policy, supports_shards: bool) -> list[AttentionSite]:
+def with_head_sharding(sites: list[AttentionSite], policy: Policy) -> list[AttentionSite]:
     """Return the sites of a graph with `sharding` set to the sharding of their heads.
-
-    Args:
-        supports_shards: whether the cache supports a shard of a layer's heads; the eager reference does not.
 
     Raises:
         ShardingError: heads are sharded, or may be, so that the policy would choose other tokens than in one process.
@@ -78,9 +75,6 @@ def with_head_sharding(sites: list[AttentionSite], policy: Policy, supports_shar
     if first is not None and declared == "never":
         share = f"each has {first.heads // first.world_size} of {first.heads} KV heads"
         raise _sharding_error(sites[0], policy, f"{share}, {NOT_DECLARED}")
-    if first is not None and not supports_shards:
-        problem = "inner='reference' sees the heads of its own process; run it in one process"
-        raise _sharding_error(sites[0], policy, problem)
     return [dataclasses.replace(site, sharding=sharding) for site, sharding in zip(sites, shardings, strict=True)]
 
 

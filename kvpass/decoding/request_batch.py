@@ -222,8 +222,6 @@ def _are_constants(found: Sequence[Tensor], before: Sequence[Tensor]) -> bool:
 def _with_rows(one: LayerCache, rows: int) -> LayerCache:
     """Return a cache like `one` with `rows` empty rows."""
     layout = dataclasses.replace(one.layout, batch=rows)
-    if not isinstance(one.slots, AnySlots):
-        raise CacheHandleError("requests on a cache that runs with inner='reference'")
     slots = empty_slots(layout)
     mark_addresses_static(slots)
     for class_slots in slots.by_class:
@@ -243,7 +241,7 @@ def _pad_left(slots: AnySlots, by: int) -> None:
 
 def _row_of(layer: LayerCache, row: int, seen: int) -> LayerCache:
     """Return a copy of one row of a cache, which has seen `seen` tokens; `_write_row` is the inverse."""
-    one = layer.map_rows("getitem", lambda tensor: tensor[row : row + 1].clone())
+    one = layer.map_rows(lambda tensor: tensor[row : row + 1].clone())
     _pad_left(one.slots, seen - layer.length)
     one.length, one.absent = seen, layer.absent.new_zeros(1, 0)
     one.row_budgets, one.clocks = layer.row_budgets[row : row + 1], layer.clocks[row : row + 1]

@@ -25,7 +25,7 @@ from kvpass.policies.budgets import Plan, window_starts
 from kvpass.policies.ranking import slots_by_position
 from kvpass.policies.types import Attention
 from kvpass.reference import ReferenceLayer, reference_of
-from kvpass.reference.layer import attention_logits, attention_output
+from kvpass.reference.layer import attend
 from kvpass.runtime.backend_base import Positions
 from kvpass.runtime.clocks import clock_of, tick_of
 from kvpass.user_budget import Budget, slots_for
@@ -268,13 +268,12 @@ def _in_order(slots: Slots, rows: EncodedVectors) -> Tensor:
 def _run_reference(layer: _Layer) -> Trace:
     q, k, v, stored = _prompt(layer)
     valid, rule = layer.valid(layer.prompt), reference_of(layer.policy)
-    logits = attention_logits(q * rule.logit_scale(layer.prompt), k, _prompt_mask(layer), None, layer.scale)
-    probabilities = logits.softmax(-1)
-    total = torch.unflatten(probabilities.sum(2), 1, (k.shape[1], -1))  # [B, Hkv, G, P]
+    attended = attend(q * rule.logit_scale(layer.prompt), k, v, _prompt_mask(layer), layer.scale)
+    total = torch.unflatten(attended.probabilities.sum(2), 1, (k.shape[1], -1))  # [B, Hkv, G, P]
     plan = layer.policy.plan([Attention(total=total)], valid, layer.budget)[0]
     reference = ReferenceLayer(layer.layout(plan), rule, plan.budgets_of_rows(len(q)))
-    reference.take(TokensToAdmit(stored, v, valid, Attention()), probabilities, logits)
-    outputs, positions = [attention_output(probabilities, v)], [reference.positions()]
+    reference.take(TokensToAdmit(stored, v, valid, Attention()), attended.probabilities, attended.logits)
+    outputs, positions = [attended.output], [reference.positions()]
     for t in range(layer.prompt, layer.q.shape[2]):
         outputs.append(_reference_step(layer, reference, t))
         positions.append(reference.positions())
@@ -291,16 +290,15 @@ def _reference_step(layer: _Layer, reference: ReferenceLayer, t: int) -> Tensor:
         kept, v = reference.stored(stored), reference.stored(v, key=False)
         k = layer.rotated(kept, rank) if layer.stores_raw_keys else kept
     q = q * reference.logit_scale(valid)
-    keys = reference.cached_vectors("key")
-    attended = torch.cat([layer.rotated(keys, ranks) if layer.stores_raw_keys else keys, k], 2)
+    keys, values = (reference.cached_vectors(name) for name in ("key", "value"))
+    keys = torch.cat([layer.rotated(keys, ranks) if layer.stores_raw_keys else keys, k], 2)
     live = torch.nn.functional.pad(position >= 0, (0, 1), value=True)[:, :, None]
     mask = live.repeat_interleave(q.shape[1] // live.shape[1], 1)
-    logits = attention_logits(q, attended, mask, None, layer.scale)  # [B, Hq, 1, N + 1]
     bias = reference.bias(q.shape[1] // k.shape[1])
-    probabilities = (logits if bias is None else logits + torch.nn.functional.pad(bias, (0, 1))).softmax(-1)
-    output = attention_output(probabilities, torch.cat([reference.cached_vectors("value"), v], 2)).to(layer.q.dtype)
-    reference.take(TokensToAdmit(stored, layer.v[:, :, t : t + 1], valid, Attention()), probabilities, logits)
-    return output
+    attended = attend(q, keys, torch.cat([values, v], 2), mask, layer.scale, policy_bias=bias)
+    new = TokensToAdmit(stored, layer.v[:, :, t : t + 1], valid, Attention())
+    reference.take(new, attended.probabilities, attended.logits)
+    return attended.output.to(layer.q.dtype)
 
 
 def _trace(layer: _Layer, positions: list[Tensor], outputs: list[Tensor], rows: list[Tensor]) -> Trace:

@@ -2,41 +2,20 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvpass.cache.admission import TokensToAdmit
 from kvpass.cache.layout import Layout
-from kvpass.cache.slots import FREE, NAMES
+from kvpass.cache.slots import FREE
 from kvpass.fx.precision import accumulate_dtype
-from kvpass.policies.pinned_tokens import Pins, check_pinned
+from kvpass.policies.pinned_tokens import check_pinned
 from kvpass.reference.base import HeadStream, Reference, Token
 from kvpass.reference.storing import store_and_read
-
-
-@dataclasses.dataclass(frozen=True)
-class TakenTokens:
-    """The last tokens that a layer received; see `ReferenceLayer.take`."""
-
-    tokens: TokensToAdmit
-    probabilities: Tensor
-    logits: Tensor
-
-    def first_tokens(self, count: int) -> TakenTokens:
-        """Return the first `count` tokens."""
-        total = self.probabilities.shape[-1] - self.probabilities.shape[2] + count
-        probabilities, logits = (part[:, :, :count, :total] for part in (self.probabilities, self.logits))
-        return TakenTokens(self.tokens.first_tokens(count), probabilities, logits)
-
-    def admit_again(self, cache: Any) -> None:
-        """Add the tokens again to a cache in its earlier state."""
-        cache.slots.take(self.tokens, self.probabilities, self.logits, part=True)
 
 
 class ReferenceLayer:
@@ -56,66 +35,6 @@ class ReferenceLayer:
         ]
         self.length = 0
         self.fed = 0  # number of calls of `take`
-        self.view: Any = None  # keys and values that the last tokens attended to, for layers that share the cache
-        self.taken: TakenTokens | None = None
-        self.pins: Pins | None = None  # those of the next call of `take`
-
-    def expect_pins(self, pins: Pins) -> None:
-        """Note the pins of the next tokens, and check that they leave the policy what it needs.
-
-        Raises:
-            BudgetError: they leave less of the budget.
-        """
-        self.pins = pins
-        if pins.on_top:
-            return
-        for row, more in zip(self.streams, (pins.mask.sum(-1) + pins.later).tolist(), strict=True):
-            for stream in row:
-                pinned = sum(token.pinned for token in stream.tokens) + more
-                check_pinned(self.layout.policy, pinned, stream.budget - pinned)
-
-    def copy(self) -> ReferenceLayer:
-        """Return an independent copy of the layer with the same tokens."""
-        layer = copy.copy(self)
-        layer.streams, layer.view, layer.taken = copy.deepcopy(self.streams), None, None
-        return layer
-
-    @property
-    def capacity(self) -> int:
-        return self.layout.capacity
-
-    @property
-    def names(self) -> list[str]:
-        """Names as in `Slots.names`."""
-        return list(NAMES)
-
-    def cached_indices(self, layout: Layout, pinned: bool = False) -> Tensor:
-        """Return the cached tokens as `Slots.cached_indices` does."""
-        return self._of_tokens(lambda rank, token: token.index, pinned).expand(-1, layout.heads, -1)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the cached keys and values."""
-        layout = self.layout
-        row = sum(
-            count * dtype.itemsize for f in (layout.key_format, layout.value_format) for count, dtype in f.layout()
-        )
-        return sum(len(token.key) * row for streams in self.streams for stream in streams for token in stream.tokens)
-
-    def tensors(self) -> list[Any]:
-        """Return the inputs of a rewritten graph in place of `Slots.tensors`.
-
-        The first is the layer itself; positions are computed from the others.
-        """
-        length = torch.full((self.layout.batch,), self.length, device=self.layout.device)
-        positions = torch.nn.functional.pad(self.positions(), (0, 1), value=FREE)
-        free = torch.full((self.layout.batch, 1), positions.shape[-1] - 1, device=self.layout.device)
-        return [self, None, positions, None, free, self.seen, length, None]
-
-    @property
-    def seen(self) -> Tensor:
-        """The number of real tokens seen, int64 [B]."""
-        return torch.tensor([row[0].seen for row in self.streams], device=self.layout.device)
 
     def evict_before_step(self, valid: Tensor) -> None:
         """Let the policy evict before a single token attends; call before the tokens `valid` [B, q] attend."""
@@ -143,9 +62,9 @@ class ReferenceLayer:
         counts = [len(row[0].tokens) + int(new) for row, new in zip(self.streams, valid.sum(-1).tolist(), strict=True)]
         return torch.tensor([self.reference.logit_scale(n) for n in counts], device=valid.device).view(-1, 1, 1, 1)
 
-    def index(self) -> Tensor:
-        """Return the cached tokens' indices in the padded sequence, int64 [B, H', N], padded with -1."""
-        return self._of_tokens(lambda rank, token: token.index)
+    def index(self, pinned: bool = False) -> Tensor:
+        """Return the cached or pinned tokens' indices in the padded sequence, int64 [B, H', N], padded with -1."""
+        return self._of_tokens(lambda rank, token: token.index, pinned)
 
     def positions(self) -> Tensor:
         """Return the cached tokens' positions, int64 [B, H', N], sorted, padded with -1."""
@@ -177,7 +96,6 @@ class ReferenceLayer:
             logits: likewise, before the softmax and the policy's bias.
             part: the tokens are the first part of a longer chunk, so a single token is no decode step.
         """
-        self.taken, self.pins = TakenTokens(to_admit, probabilities, logits), None
         policy, count = self.layout.policy, to_admit.valid.shape[1]
         first_new = probabilities.shape[-1] - count
         for b, row in enumerate(self.streams):
@@ -240,15 +158,56 @@ class ReferenceLayer:
         return torch.tensor(filled, dtype=torch.int64, device=self.layout.device).view(shape)
 
 
-def attention_logits(
-    query: Tensor, key: Tensor, mask: Tensor, bias: Tensor | None, scale: float, cap: float | None = None
-) -> Tensor:
-    """Return logits float32 [B, Hq, q, N], minus infinity where the mask is false.
+class Attended(NamedTuple):
+    """The result of `attend`.
+
+    Attributes:
+        output: [B, Hq, q, Dv].
+        probabilities: float32 [B, Hq, q, N].
+        logits, biased: likewise, before and after the policy's bias.
+    """
+
+    output: Tensor
+    probabilities: Tensor
+    logits: Tensor
+    biased: Tensor
+
+
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    scale: float,
+    *,
+    policy_bias: Tensor | None = None,
+    bias: Tensor | None = None,
+    cap: float | None = None,
+    sink_logit: Tensor | None = None,
+) -> Attended:
+    """Attend to cached and new tokens; a query that sees none has probabilities of zero.
 
     Args:
-        query: [B, Hq, q, D]; key: [B, Hkv, N, D].
-        mask: bool [B, Hq or 1, q, N]; bias: additive, likewise, or None.
+        query: [B, Hq, q, D], with the policy's `logit_scale`.
+        keys, values: [B, Hkv, N, D] and [B, Hkv, N, Dv].
+        mask: bool [B, Hq or 1, q, N].
+        scale, cap, sink_logit: see `kvpass.capture.canonical.SiteFacts`.
+        policy_bias: that on the cached tokens, the first of the N, see `ReferenceLayer.bias`.
+        bias: the model's, like the mask.
     """
+    logits = _logits(query, keys, mask, bias, scale, cap)
+    biased = logits
+    if policy_bias is not None:
+        biased = logits + torch.nn.functional.pad(policy_bias, (0, keys.shape[2] - policy_bias.shape[-1]))
+    sinks = [] if sink_logit is None else [sink_logit.float().expand(*logits.shape[:3], 1)]
+    probabilities = torch.nan_to_num(torch.cat([biased, *sinks], -1).softmax(-1)[..., : keys.shape[2]])
+    groups = query.shape[1] // values.shape[1]
+    output = probabilities.to(values.dtype) @ values.repeat_interleave(groups, 1)
+    return Attended(output, probabilities, logits, biased)
+
+
+def _logits(query: Tensor, key: Tensor, mask: Tensor, bias: Tensor | None, scale: float, cap: float | None) -> Tensor:
+    """Return logits float32 [B, Hq, q, N], minus infinity where the mask is false."""
     out = []
     for head in range(query.shape[1]):
         keys = key[:, head * key.shape[1] // query.shape[1]]  # [B, N, D]
@@ -259,8 +218,3 @@ def attention_logits(
             logits = logits + bias[:, head % bias.shape[1]].float()
         out.append(logits.masked_fill(~mask[:, head % mask.shape[1]], -torch.inf))
     return torch.stack(out, 1)
-
-
-def attention_output(probabilities: Tensor, values: Tensor) -> Tensor:
-    """Sum values [B, Hkv, N, Dv], weighted by probabilities [B, Hq, q, N], to [B, Hq, q, Dv]."""
-    return probabilities.to(values.dtype) @ values.repeat_interleave(probabilities.shape[1] // values.shape[1], 1)

@@ -130,8 +130,8 @@ class StepContext(StepGraph):
     host_checks: list[fx.Node]
     outputs: Outputs
 
-    def __init__(self, call: StepCall, gathers_all_tokens: bool = False) -> None:
-        super().__init__(call, gathers_all_tokens)
+    def __init__(self, call: StepCall) -> None:
+        super().__init__(call)
         self.inputs = AddedInputs(self)
         self.records: list[PassRecord] = []
 

@@ -9,7 +9,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.cache.slots import AnySlots, Slots
+from kvpass.cache.slots import AnySlots, ClassedSlots
 from kvpass.fx.walk import value
 from kvpass.rewrite.mask_slice import PerTokenInput
 from kvpass.rewrite.step_graph import StepGraph
@@ -21,19 +21,19 @@ class GatheredInput:
     """An input with one entry for each slot of a layer, see `PerTokenInput`.
 
     Attributes:
-        layer: the layer whose slots select the entries; None for the whole tensor, from which a reference gathers.
+        layer: the layer whose slots select the entries.
         is_argument: whether the tensor is one of Dynamo's arguments; otherwise it is precomputed on the host.
         tensor_index: its index among Dynamo's arguments or among the precomputed tensors.
     """
 
-    layer: int | None
+    layer: int
     entry: PerTokenInput
     is_argument: bool
     tensor_index: int
 
     def gather(self, tensor: Tensor, slots: AnySlots, queries: int) -> Tensor:
         """Return the entries [B, H', C + q, ...]: of the slots, then of the new tokens."""
-        assert isinstance(slots, Slots)  # the pass that attends refuses such inputs for slots in classes
+        assert not isinstance(slots, ClassedSlots)  # the pass that attends refuses such inputs for slots in classes
         new_index = slots.length[:, None] + torch.arange(queries, device=slots.length.device)
         index = torch.cat([slots.index, new_index[:, None].expand(-1, slots.index.shape[1], -1)], -1)
         return self.entry.gather(tensor, index.to(tensor.device))
@@ -51,7 +51,7 @@ class AddedInputs:
     def __init__(self, step: StepGraph) -> None:
         self._step = step
         self.columns: dict[fx.Node, fx.Node] = {}
-        self.entries: dict[tuple[int | None, PerTokenInput], fx.Node] = {}
+        self.entries: dict[tuple[int, PerTokenInput], fx.Node] = {}
         self.host_inputs: dict[fx.Node, fx.Node] = {}
         self._valid: dict[tuple[fx.Node, ...], fx.Node] = {}
 
@@ -67,12 +67,8 @@ class AddedInputs:
         return self.columns[argument]
 
     def entry(self, layer: int, entry: PerTokenInput) -> fx.Node:
-        """Return the input with the entry of each slot's token in a layer, with `gathers_all_tokens` for all tokens."""
+        """Return the input with the entry of each slot's token in a layer."""
         step, name = self._step, entry.node.name
-        if step.gathers_all_tokens:
-            if (None, entry) not in self.entries:
-                self.entries[None, entry] = self._like(f"{name}_whole", value(entry.node))
-            return self.entries[None, entry]
         if (layer, entry) not in self.entries:
             count = step.capacities[layer] + step.queries
             shape = (step.batch, step.layouts[layer].metadata_heads, count, *entry.entry_shape)
@@ -123,9 +119,7 @@ class AddedInputs:
         return found, computed
 
     def _new(self, name: str, shape: tuple[Any, ...], dtype: torch.dtype) -> fx.Node:
-        return self._like(name, self._step.empty_of_shape(shape, dtype))
-
-    def _like(self, name: str, example: Tensor) -> fx.Node:
+        example = self._step.empty_of_shape(shape, dtype)
         with self._step.graph.inserting_after(self._step.placeholders[-1]):
             node = self._step.graph.placeholder(name)
         dynamo.as_new_input(node, example, in_place=False)

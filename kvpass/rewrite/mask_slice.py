@@ -60,7 +60,6 @@ class MaskSlice:
         key_features: tensors that it reads from the key's stored vectors, see `kvpass.rewrite.computed_keys`.
         queries: q.
         shifted: the model counts keys from the first that it stores; the first node is the index of that key.
-        whole: the nodes of entries are whole tensors from which to gather, not entries of the slots.
         nodes: the nodes that it reads for a layer.
     """
 
@@ -71,7 +70,6 @@ class MaskSlice:
     key_features: tuple[fx.Node, ...]
     queries: Any
     shifted: bool
-    whole: bool = False
     nodes: list[fx.Node] = dataclasses.field(default_factory=list)
 
     @property
@@ -93,10 +91,7 @@ class MaskSlice:
         start, count = int(self.shifted), len(self.entries)
         first = tensors[0] if self.shifted else 0
         length, inputs, bound = tensors[start], tensors[start + 1 :][:count], tensors[start + 1 + count :]
-        if self.whole:
-            entries = [entry.gather(x, index) for entry, x in zip(self.entries, inputs, strict=True)]
-        else:
-            entries = [_entries_of_slots(x, index, length, self.queries) for x in inputs]
+        entries = [_entries_of_slots(x, index, length, self.queries) for x in inputs]
         valid = [torch.ones(p.shape, dtype=value(p.node).dtype, device=index.device) for p in self.padding]
 
         def mask_of_slot(index: Tensor, position: Tensor, *values: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class Masks:
         first = [] if window is None else [self._first_stored(window)]
         entries = [step.inputs.entry(layer, entry) for entry in sliced.entries]
         nodes = [*first, step.length, *entries, *bound]
-        return dataclasses.replace(sliced, nodes=nodes, whole=step.gathers_all_tokens), sliced.key
+        return dataclasses.replace(sliced, nodes=nodes), sliced.key
 
     def _context(self, site: AttentionSite, window: int | None, padding: tuple[fx.Node, ...]) -> MaskContext:
         step = self._step

@@ -122,7 +122,7 @@ class StepRewrite:
         gathered = further[self.host_input_count :]
         for entry in self.entries:
             tensor = arguments[entry.tensor_index] if entry.is_argument else gathered[entry.tensor_index]
-            flat.append(tensor if entry.layer is None else entry.gather(tensor, slots[entry.layer], self.queries))
+            flat.append(entry.gather(tensor, slots[entry.layer], self.queries))
         flat += further[: self.host_input_count]
         first = len(flat)
         flat += [arguments[index] for index in self.inputs]

@@ -89,15 +89,13 @@ class StepGraph:
         layouts, capacities: for each layer, its layout and its number of slots; capacities and budgets may be dynamic.
         decodes: whether one token is written to a free slot; a chunk is not written by the graph.
         stores_raw_keys: whether keys are stored before their rotary embedding and numbered by rank.
-        gathers_all_tokens: whether masks gather entries from tensors with all tokens; by default the graph gets the
-            entries of its slots.
         slot_inputs: for each layer, the placeholders of its slots' tensors, in the order of `Slots.names`.
         new_inputs: all of these placeholders, and those of the policy's own tensors.
         length: int64 without dimensions, the number of tokens seen, padding included.
         size_nodes: the nodes of sizes that stay dynamic.
     """
 
-    def __init__(self, call: StepCall, gathers_all_tokens: bool = False) -> None:
+    def __init__(self, call: StepCall) -> None:
         self.call = call
         self.step_gm, copy_of = fx_nodes.copy_graph_module(call.canonical_gm)
         self.graph = self.step_gm.graph
@@ -117,7 +115,6 @@ class StepGraph:
         as_chunk = any(hold_whole_prompt(*each) for each in zip(call.slots, call.layouts, strict=True))
         self.decodes = bool(self.queries == 1) and not as_chunk
         self.stores_raw_keys = call.layouts[0].stores_raw_keys
-        self.gathers_all_tokens = gathers_all_tokens
         self.slot_inputs: list[list[fx.Node]] = []
         self.new_inputs: set[fx.Node] = set()
         self.length: fx.Node

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.fx as fx
@@ -45,6 +45,7 @@ class BackendBase:
             `options` as sorted pairs.
         compiles_at_once: whether the graph of a chunk is compiled at its first run instead of its second.
         recorder: collects facts for a report; None outside of `kvpass.explain`.
+        kv_store: the storage of cached tokens.
     """
 
     policy: Policy
@@ -63,30 +64,21 @@ class BackendBase:
     """The tensors that make the keys of layers which have run a step."""
     cache_numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count, compare=False, repr=False)
     """A counter that numbers the layer caches in the order in which they are made."""
+    kv_store: ClassVar[KVStore] = KVStore()
 
     @property
     def cache_settings(self) -> tuple[Any, ...]:
         """Settings that two backends must share for one to continue the other's caches."""
-        return (self.policy, self.budget, self.positions, self.kv_dtype, self.crop, self.kv_store)
-
-    @property
-    def kv_store(self) -> KVStore:
-        """Storage of cached tokens: slots, or lists of the eager reference."""
-        if self.inner != "reference":
-            return KVStore()
-        from kvpass.runtime.on_reference import ReferenceStore  # compiled models need no import of the references
-
-        return ReferenceStore()
-
-    @property
-    def validates(self) -> bool:
-        """True if the first rewrite of each graph is validated."""
-        return self.validate and self.kv_store.can_validate
+        return (self.policy, self.budget, self.positions, self.kv_dtype, self.crop)
 
     @property
     def prefers_cache_positions(self) -> bool:
         """True if cached tokens are to be numbered 0..n-1, where the model allows it."""
         return (self.positions or self.policy.positions) == "cache"
+
+    def keeps_operands(self, policies: Sequence[Policy]) -> bool:
+        """Return whether prompts return what their statistics are made of, to admit a part again after a crop."""
+        return self.crop > 0 and any(policy.statistics for policy in policies)
 
     def time_section(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Return a context whose running time is added to a name in the report's `Timings`."""
@@ -147,10 +139,10 @@ class BackendBase:
         return inductor.FEWER_LAUNCHES | in_order | (inductor.FUSE_INTO_REDUCTIONS if stores_raw_keys else {})
 
     def rewrite(self, call: StepCall) -> tuple[StepContext, StepRewrite]:
-        """Rewrite a step graph onto slots, or onto the eager reference."""
+        """Rewrite a step graph onto slots."""
         with self.time_section("kvpass"):
-            context = StepContext(call, gathers_all_tokens=self.kv_store.gathers_all_tokens)
-            return context, rewrite_step(context, self.kv_store.passes, self.record_pass)
+            context = StepContext(call)
+            return context, rewrite_step(context, watch=self.record_pass)
 
     def record_pass(self, record: PassRecord, graph: fx.Graph) -> None:
         """Record a pass that has run, and the graph after it."""
@@ -170,7 +162,7 @@ class BackendBase:
     ) -> Callable[..., Any]:
         if callable(self.inner):
             return self.inner(rewritten_gm, examples)
-        if self.inner in ("eager", "reference"):
+        if self.inner == "eager":
             return fx_nodes.code_of(rewritten_gm)
         if self.inner != "inductor":
             return dynamo.registered_backend(self.inner)(rewritten_gm, examples)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpass.cache.admission import TokensToAdmit, admit
 from kvpass.cache.layer_cache import LayerCache
-from kvpass.cache.slots import AnySlots
+from kvpass.cache.slots import AnySlots, Slots
 from kvpass.errors import BudgetError
 from kvpass.runtime.clocks import clocks_after
 from kvpass.torch_private import dynamo
@@ -52,6 +52,7 @@ def change_layout(cache: LayerCache, **changes: Any) -> None:
     layout, slots = dataclasses.replace(cache.layout, **changes), cache.slots
     if layout == cache.layout:
         return
+    assert isinstance(slots, Slots)  # layouts with classes of heads do not change
     slots = slots.with_state_of(layout, cache.row_budgets)
     cache.layout, cache.slots = layout, slots.enlarge(layout) if slots.capacity < layout.capacity else slots
     mark_addresses_static(cache.slots)

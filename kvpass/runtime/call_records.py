@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,9 +16,6 @@ from kvpass.cache.slots import AnySlots, hold_whole_prompt
 from kvpass.lowering.attention_statistics import StatisticsOperands
 from kvpass.runtime.cache_changes import admit_chunk
 from kvpass.runtime.padding_tracker import true_indices
-
-if TYPE_CHECKING:
-    from kvpass.reference.layer import TakenTokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +45,7 @@ class AdmittedChunk:
         )
 
 
-def _admit_first(admitted: AdmittedChunk | TakenTokens, cache: LayerCache, count: int) -> LayerCache:
+def _admit_first(admitted: AdmittedChunk, cache: LayerCache, count: int) -> LayerCache:
     """Return the cache after the first `count` tokens of an admitted chunk, from the cache before it."""
     taken = admitted.first_tokens(count)
     call = _record_call(cache, count, chunk=True)
@@ -73,9 +70,7 @@ def _record_call(cache: LayerCache, queries: int, chunk: bool) -> PastCall:
     return PastCall.on(cache, queries, owner.kv_store.snapshot(cache, chunk))
 
 
-def record_calls(
-    caches: list[LayerCache], calls: list[PastCall], taken: Sequence[AdmittedChunk | TakenTokens | None]
-) -> None:
+def record_calls(caches: list[LayerCache], calls: list[PastCall], taken: Sequence[AdmittedChunk | None]) -> None:
     """Store the records of calls that have run, together with the chunks that they admitted."""
     if not calls:  # cropping is off
         return

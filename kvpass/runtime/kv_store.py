@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,49 +13,25 @@ from kvpass.cache.chunk_step import chunk_spec
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.layout import Layout
 from kvpass.cache.past_calls import SlotSnapshot
-from kvpass.cache.slots import AnySlots, empty_slots
+from kvpass.cache.slots import AnySlots, Slots, empty_slots
 from kvpass.capture.canonical import AttentionSite, SiteFacts
 from kvpass.lowering.attention_statistics import StatisticsOperands
 from kvpass.policies.budgets import Plan
 from kvpass.policies.pinned_tokens import PINNED, Pins, check_pinned
 from kvpass.policies.types import Attention, Clock
-from kvpass.rewrite.context import Pass
-from kvpass.rewrite.passes import STEP_PASSES
 from kvpass.runtime.cache_changes import admit_chunk, change_layout, mark_addresses_static
 from kvpass.runtime.call_pins import call_pins, pinned_headroom
 from kvpass.runtime.call_records import AdmittedChunk
 from kvpass.runtime.clocks import clocks_after
 from kvpass.runtime.output_projection import output_projection_of
 
-if TYPE_CHECKING:
-    from kvpass.reference.layer import TakenTokens
 
-
-@dataclasses.dataclass(frozen=True)
 class KVStore:
-    """Storage in slots: a decode step writes them in place, a prompt or chunk is admitted to them.
-
-    Equal stores belong to backends that can continue each other's caches.
-
-    Attributes:
-        needs_operands: whether prompt graphs return queries, keys and masks even if the policy needs no statistics.
-        gathers_all_tokens: whether masks of steps read per-token inputs at full length.
-        can_validate: whether rewritten graphs can be validated, which runs steps on synthetic slots.
-        supports_shards: whether the heads of a layer may be sharded over processes.
-        has_fast_steps: whether a `FastStep` can repeat steps.
-        passes: the passes over a step graph.
-    """
-
-    needs_operands = gathers_all_tokens = False
-    can_validate = supports_shards = has_fast_steps = True
-
-    @property
-    def passes(self) -> Sequence[Pass]:
-        return STEP_PASSES
+    """Storage in slots: a decode step writes them in place, a prompt or chunk is admitted to them."""
 
     def admit_prompt(
         self, layout: Layout, prompt: TokensToAdmit, spec: StatisticsOperands | None, site: SiteFacts, plan: Plan
-    ) -> tuple[Any, tuple[int, ...], tuple[Clock, ...]]:
+    ) -> tuple[AnySlots, tuple[int, ...], tuple[Clock, ...]]:
         """Return the storage of a prompt's tokens (`LayerCache.slots`), the rows' budgets, and their clocks."""
         row_budgets = plan.budgets_of_rows(layout.batch)
         slots = admit(layout, None, prompt, row_budgets)
@@ -68,6 +42,7 @@ class KVStore:
     def make_room_for_pins(self, cache: LayerCache, pins: Pins) -> None:
         """Prepare a cache for a call that pins tokens, or raise BudgetError if they leave too little of the budget."""
         layout, slots = cache.layout, cache.slots
+        assert isinstance(slots, Slots)  # policies with classes of heads take no pins
         policy, capacity = layout.policy, layout.capacity
         new = torch.full_like(pins.later, pins.mask.shape[1]) if policy.keep_prompt else pins.mask.sum(-1) + pins.later
         if pins.on_top:
@@ -85,21 +60,17 @@ class KVStore:
 
     def pin(self, cache: LayerCache, pins: Pins) -> None:
         """Pin the token of a decode step, before the step writes it to the free slot."""
+        assert isinstance(cache.slots, Slots)
         cache.slots.pin_next(pins)
         if pins.on_top:
             pinned = pins.mask[:, 0].tolist()
             cache.row_budgets = tuple(limit + more for limit, more in zip(cache.row_budgets, pinned, strict=True))
 
-    def evict_before_step(self, cache: LayerCache, valid: Callable[[], Tensor]) -> None:
-        """Do nothing: the graph of a step on slots frees a slot itself."""
-
     def snapshot(self, cache: LayerCache, chunk: bool) -> SlotSnapshot:
         """Return the record that restores the cache after a step, or after a chunk, that is about to run."""
         return SlotSnapshot(cache.slots) if chunk else SlotSnapshot.before_step(cache.layout, cache.slots)
 
-    def admit_step(
-        self, cache: LayerCache, site: AttentionSite, results: list[Tensor]
-    ) -> AdmittedChunk | TakenTokens | None:
+    def admit_step(self, cache: LayerCache, site: AttentionSite, results: list[Tensor]) -> AdmittedChunk | None:
         """Admit the chunk that a step graph returned; None for a single token, which the graph itself has written."""
         if not results:
             return None

@@ -42,7 +42,7 @@ class PromptLayer:
     Attributes:
         heads: the KV heads of the model's cache.
         tokens: all tokens of the prompt.
-        spec: the query, the attended keys, the mask and the sink logit, if the reference or a later crop needs them.
+        spec: the query, the attended keys, the mask and the sink logit, if a later crop needs them.
         key_projections, output_projection: see `LayerCache`.
     """
 

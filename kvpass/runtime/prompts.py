@@ -167,8 +167,7 @@ class PromptRunner:
         canonical_gm, sites, policy = captured.canonical_gm, captured.sites, backend.policy
         policies = policies_by_layer(policy, len(sites))
         _check_policy(policy, policies, sites)
-        scored = any(each.statistics for each in policies)
-        extras = backend.kv_store.needs_operands or (backend.crop > 0 and scored)
+        extras = backend.keeps_operands(policies)
         padding = padding_inputs_of_sites(canonical_gm, sites, step=False)
         holders, outputs = walk.placeholders(canonical_gm.graph), walk.results(canonical_gm.graph)
         relaid = with_heads_first(examples, captured.tokens_first)
@@ -193,7 +192,7 @@ class PromptRunner:
             tokens_first=captured.tokens_first,
         )
         unchecked = None
-        if backend.validates:
+        if backend.validate:
             plain = [each.with_plain_logits() if each.scales_logits else each for each in policies]
             rewritten = functools.partial(rewrite_prompt, dataclasses.replace(call, policies=plain))
             padding_inputs = [holders.index(node) for node in padding[0]]

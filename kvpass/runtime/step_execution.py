@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -80,10 +79,6 @@ class StepExecutor:
             grow_for(cache, queries)
         key, before = step_key(caches), caches[0].length
         calls, kv_store = calls_before(caches, queries), self.backend.kv_store
-        for layer, cache in enumerate(caches):
-            kv_store.evict_before_step(
-                cache, functools.partial(self.padding.valid_tokens, layer, cache, arguments, queries)
-            )
         clocks: Sequence[tuple[Any, ...]] = [cache.clocks for cache in caches]
         if queries == 1:
             compact, clocks = self.tick(caches, arguments)
@@ -114,15 +109,8 @@ class StepExecutor:
         """Return whether a decode step with these arguments compacts, and the policy clocks after the step."""
         return tick(caches, self.padding.valid_rows(caches, arguments))
 
-    def bind_fast_step(
-        self, inputs: StepInputs
-    ) -> Callable[[tuple[Any, ...], Sequence[tuple[Any, ...]]], Sequence[Any]]:
-        """Return a callable that does what `advance` does for one token while the caches keep their slots.
-
-        It is a `FastStep` for slots; the eager reference needs the preparation of `advance`.
-        """
-        if not self.backend.kv_store.has_fast_steps:
-            return lambda arguments, _: self.advance(dataclasses.replace(inputs, arguments=arguments)).results
+    def bind_fast_step(self, inputs: StepInputs) -> FastStep:
+        """Return a callable that does what `advance` does for one token while the caches keep their slots."""
         step = self._prepare_step(inputs)
         return FastStep(inputs.caches, step.rewrite, step.run)
 

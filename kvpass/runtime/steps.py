@@ -53,7 +53,7 @@ class StepRunner(StepExecutor):
     def __init__(self, backend: BackendBase, captured: Capture) -> None:
         canonical_gm, sites = captured.canonical_gm, captured.sites
         super().__init__(backend, sites, StepSizes(canonical_gm, sites), PaddingTracker.of(canonical_gm, sites))
-        self.canonical_gm, self.dynamo_gm = canonical_gm, captured.dynamo_gm if backend.validates else None
+        self.canonical_gm, self.dynamo_gm = canonical_gm, captured.dynamo_gm if backend.validate else None
         self.tokens_first = captured.tokens_first
         holders = walk.placeholders(self.canonical_gm.graph)
         self.pasts = [(holders.index(s.past_key), holders.index(s.past_value)) for s in self.sites]  # type: ignore[arg-type]
@@ -202,7 +202,7 @@ class StepRunner(StepExecutor):
         """
         with walk.converting_errors(site.call for site in self.sites):
             context, rewrite = self.backend.rewrite(call)
-            if self.backend.validates and self.validation is None:
+            if self.backend.validate and self.validation is None:
                 self._validate(context, rewrite)
         return rewrite
 

@@ -20,6 +20,7 @@ from kvpass.fx import shapes
 from kvpass.runtime.in_place import compile_in_place
 from kvpass.runtime.recorder import Recorder
 from kvpass.torch_private import regions
+from tests import on_reference
 from tests.architectures import images, inputs, zoo
 from tests.switch import Switch
 
@@ -187,7 +188,7 @@ def _apart(ours: Any, theirs: Any) -> float:
 
 
 def backend(policy: str, budget: int | None, inner: str, recorder: Recorder) -> Backend:
-    return dataclasses.replace(kvpass.backend(policy, budget=budget, inner=inner), recorder=recorder)
+    return dataclasses.replace(on_reference.backend(policy, budget=budget, inner=inner), recorder=recorder)
 
 
 def _counts(recorder: Recorder) -> tuple[int, int, int]:

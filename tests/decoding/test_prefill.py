@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kvpass
 from kvpass.decoding.prefill import chunk_lengths
 from kvpass.runtime import cache_changes, kv_store
+from tests import on_reference
 from tests.models import breaks, build, graphs, prompt
 from tests.strategies import MODEL_SPECIFIC, ROWS
 from tests.test_invariants import settings
@@ -32,7 +33,7 @@ def layers_for(name: str) -> int:
 
 def compiled(name: str, inner: Any, **more: Any) -> Any:
     given = {**settings(name, "Llama", 8), **more, "inner": inner}
-    return torch.compile(build("Llama", layers=layers_for(name)), backend=kvpass.backend(**given))
+    return torch.compile(build("Llama", layers=layers_for(name)), backend=on_reference.backend(**given))
 
 
 def cached_positions(cache: Any) -> list[Tensor]:
@@ -52,7 +53,9 @@ def test_chunks_are_all_tokens_in_few_lengths(tokens: int, chunk: int, first: bo
 @each_policy
 def test_equal_to_the_reference_fed_the_same_chunks(name: str) -> None:
     model = Traced(build("Llama", layers=layers_for(name)))
-    ours, literal = (kvpass.backend(**settings(name, "Llama", 8), inner=inner) for inner in ("eager", "reference"))
+    ours, literal = (
+        on_reference.backend(**settings(name, "Llama", 8), inner=inner) for inner in ("eager", "reference")
+    )
 
     @given(
         tokens=st.integers(2, 26),
@@ -78,7 +81,7 @@ def generated(name: str, inner: str, chunk: int, tokens: int) -> Any:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model, (ids, mask) = build("Llama"), prompt(3, tokens, (3, 1, 0))
-    kvpass.compile(model, **settings(name, "Llama", 8), inner=inner)
+    on_reference.compile(model, **settings(name, "Llama", 8), inner=inner)
     with torch.no_grad():
         return model.generate(
             ids, attention_mask=mask, max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=-1,

@@ -226,9 +226,3 @@ def test_caches_that_are_dtensors_are_refused() -> None:
     compiled = torch.compile(model, backend=kvpass.backend("window", budget=BUDGET, inner="eager"))
     with torch.no_grad(), pytest.raises(ShardingError, match="query of this attention call is a DTensor"):
         compiled(torch.rand(1, 20, DIM))
-
-
-@shown_sharding
-def test_the_reference_is_for_one_process() -> None:
-    with pytest.raises(ShardingError, match=r"inner='reference'.*one process"):
-        run(small(RANKS), 0, policy="tova", budget=BUDGET, inner="reference")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import kvpass
 from kvpass.runtime.in_place import compile_in_place
+from tests import on_reference
 from tests.reach.rows import Row
 from tests.switch import Switch
 
@@ -109,7 +110,7 @@ def _difference(row: Row, model: Any, switch: Switch, expected: Tensor | Excepti
         return f"logits differ from the uncompiled model's by {apart(ours, expected):.1e}"
     runs = []
     for inner in ("eager", "reference"):
-        switch.to(kvpass.backend("h2o", budget=BUDGET, inner=inner))
+        switch.to(on_reference.backend("h2o", budget=BUDGET, inner=inner))
         runs.append(generate(model, row))
     held = max(layer.capacity for layer in kvpass.inspect(runs[0][1]).layers)
     if held > BUDGET + 1:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import kvpass
 from kvpass.runtime.in_place import compile_in_place
+from tests import on_reference
 from tests.reach import images
 from tests.reach.check import BUDGET, TOLERANCE, apart
 from tests.switch import Switch
@@ -87,7 +88,7 @@ def test_a_later_turn_may_bring_another_image(name: str) -> None:
     assert apart(talk.logits(), expected) < TOLERANCE
     graphs, runs = switch.graphs, []
     for inner in ("eager", "reference"):
-        switch.to(kvpass.backend("h2o", budget=BUDGET, inner=inner))
+        switch.to(on_reference.backend("h2o", budget=BUDGET, inner=inner))
         runs.append(talk.logits())
     assert apart(*runs) < TOLERANCE
     assert apart(runs[0], expected) > TOLERANCE  # tokens were evicted

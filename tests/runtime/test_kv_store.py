@@ -20,6 +20,7 @@ from kvpass.policies.pinned_tokens import PINNED, Pins
 from kvpass.runtime.call_pins import pinning
 from kvpass.runtime.call_records import calls_before, record_calls
 from kvpass.runtime.kv_store import KVStore
+from tests import on_reference
 from tests.runtime.prompts import DIM, HEADS, admitted, content, positions, rows_of
 
 BUDGET, CROP = 8, 6
@@ -71,10 +72,10 @@ def pins_of(rows: list[list[int]], length: int, on_top: bool, later: int = 0) ->
     return Pins(mask, on_top, torch.full((len(rows),), later))
 
 
-def test_equal_stores_are_equal_and_are_no_reference() -> None:
-    assert KVStore() == backend().kv_store
-    reference = kvpass.backend("streaming", budget=BUDGET, inner="reference").kv_store
-    assert reference != KVStore()
+def test_equal_backends_continue_caches_and_the_reference_does_not() -> None:
+    assert backend().cache_settings == backend().cache_settings
+    reference = on_reference.backend("streaming", budget=BUDGET, inner="reference")
+    assert reference.cache_settings != backend().cache_settings
 
 
 # -- undoing calls -----------------------------------------------------------------------------------------------------
@@ -160,7 +161,6 @@ def test_a_step_has_nothing_to_admit() -> None:
     cache, site = one_layer(backend(), 12), None
     expected = tensors_of(cache)
     assert KVStore().admit_step(cache, site, []) is None  # type: ignore[arg-type]
-    KVStore().evict_before_step(cache, lambda: pytest.fail("the padding of a step on slots is not read"))
     assert tensors_of(cache) == expected
 
 
