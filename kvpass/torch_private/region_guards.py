@@ -86,9 +86,9 @@ def _guards_of(tx: Any, layer: Any, aliases: bool = False) -> Iterator[Any]:
     """Yield the guards on what belongs to a layer: those on aliases, or those on single objects but hooks."""
     for guard in list(tx.output.guards):
         kind = guard.create_fn_name()
-        if kind != "EMPTY_NN_MODULE_HOOKS_DICT" and (kind == "DUPLICATE_INPUT") == aliases:
-            if _belongs_to(guard.originating_source, layer.name):
-                yield guard
+        asked = kind != "EMPTY_NN_MODULE_HOOKS_DICT" and (kind == "DUPLICATE_INPUT") == aliases
+        if asked and _belongs_to(guard.originating_source, layer.name):
+            yield guard
 
 
 def _belongs_to(source: Any, layer: str) -> bool:
