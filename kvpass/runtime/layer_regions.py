@@ -249,10 +249,9 @@ def install_regions(model: torch.nn.Module) -> LayerRegions:
         return calls[0].regions
     caches = sys.modules.get("transformers.cache_utils")
     kinds = (getattr(caches, "DynamicCache", None), getattr(caches, "DynamicLayer", None))
-    if not _are_as_known(kinds) or not regions.are_supported():
+    if not _are_as_known(kinds) or not region_guards.install():
         log.info("layers are traced one by one: this torch or transformers lacks what regions need")
         return LayerRegions()
-    region_guards.install()
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
     groups = [(layers, group) for layers in lists for group in _equal_layers(layers)]
     indices = frozenset().union(*(_index_attributes(layers, group) for layers, group in groups))

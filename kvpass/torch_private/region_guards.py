@@ -1,9 +1,9 @@
 """Check and guard each layer that reuses the trace of another one.
 
 Dynamo reuses a region's trace for a layer if the guards of that trace hold for it.  Up to version 2.15 torch looks only
-for guards of the sources that the trace has read.  The guards of modules in a layer (their classes, their own `forward`)
-stand under sources of another kind with the same names, and those of aliases and hooks are not looked at, so a layer
-could get the code of another one.  And torch guards only the first layer, so later changes of others would be missed.
+for guards of the sources that the trace has read.  The guards of modules in a layer, on their classes and their own
+`forward`, stand under sources of another kind with the same names.  Those of aliases and hooks are not looked at, so a
+layer could get the code of another one.  And torch guards only the first layer, so later changes of others are missed.
 
 Here all guards on what belongs to a layer are found by the chain of their sources, and hold for every layer.
 """
@@ -11,6 +11,7 @@ Here all guards on what belongs to a layer are found by the chain of their sourc
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,14 +24,24 @@ _BY_PLACEHOLDER = "TENSOR_MATCH"
 """The guard that Dynamo itself adds for every weight that a graph gets."""
 
 
-def install() -> None:
-    """Let Dynamo check and guard every layer in calls that trace layers as regions, and only there."""
-    from torch._dynamo.variables import invoke_subgraph
+def install() -> bool:
+    """Let Dynamo check and guard every layer, and return whether this version of torch allows it."""
+    if not regions.are_supported():
+        return False
+    reuse = _torch_module()
+    changed: dict[str, Callable[..., Any]]
+    changed = {"build_reuse_condition": _find_condition, "is_reusable": _is_reusable}
+    if not all(hasattr(reuse, name) for name in changed):
+        return False
+    for name, function in changed.items():
+        if not isinstance(of_torch := getattr(reuse, name), functools.partial):
+            setattr(reuse, name, functools.partial(function, of_torch))
+    return True
 
-    for name, function in (("build_reuse_condition", _find_condition), ("is_reusable", _is_reusable)):
-        of_torch = getattr(invoke_subgraph, name)
-        if not isinstance(of_torch, functools.partial):
-            setattr(invoke_subgraph, name, functools.partial(function, of_torch))
+
+def _torch_module() -> Any:
+    """Return the module of torch that reuses traces, which older versions lack."""
+    return importlib.import_module(regions.REUSE)
 
 
 def _find_condition(of_torch: Callable[..., Any], tx: Any, fingerprint: Any, traced: Any) -> Any:
@@ -46,14 +57,13 @@ def _find_condition(of_torch: Callable[..., Any], tx: Any, fingerprint: Any, tra
 def _is_reusable(of_torch: Callable[..., bool], tx: Any, condition: Any, fingerprint: Any, entry: Any) -> bool:
     """Return whether a trace can be reused for a layer, and guard the layer if so."""
     from torch._dynamo.guards import GuardBuilder, install_guard
-    from torch._dynamo.variables.invoke_subgraph import build_source_replacement
 
     layer = _source_of_layer(fingerprint)
     if not of_torch(tx, condition, fingerprint, entry):
         return False
     if not regions.is_tracing() or layer is None:
         return True
-    replaced = build_source_replacement(entry.arg_sources, fingerprint.arg_sources)
+    replaced = _torch_module().build_source_replacement(entry.arg_sources, fingerprint.arg_sources)
     (traced,) = [source for source, other in replaced.items() if other == layer] or [layer]
 
     def moved(source: Any) -> Any:
@@ -76,10 +86,8 @@ def _is_reusable(of_torch: Callable[..., bool], tx: Any, condition: Any, fingerp
 
 def _source_of_layer(fingerprint: Any) -> Any:
     """Return the source of the module among a region's arguments, or None."""
-    from torch._dynamo.variables.invoke_subgraph import InputTag
-
-    tagged = zip(fingerprint.flat_vts, fingerprint.arg_sources, strict=True)
-    return next((source for (tag, _), source in tagged if tag == InputTag.MODULE), None)
+    tagged, module = zip(fingerprint.flat_vts, fingerprint.arg_sources, strict=True), _torch_module().InputTag.MODULE
+    return next((source for (tag, _), source in tagged if tag == module), None)
 
 
 def _guards_of(tx: Any, layer: Any, aliases: bool = False) -> Iterator[Any]:

@@ -22,13 +22,17 @@ CALL = torch.ops.higher_order.invoke_subgraph
 """The operator of a region's call: its body, a name, and the inputs of the body."""
 
 
+REUSE = "torch._dynamo.variables.invoke_subgraph"
+"""The module of torch that reuses the traces of regions; older versions have none."""
+
+
 class LayersDiffer(Exception):
     """A layer cannot be a region, or Dynamo gave it another layer's weights."""
 
 
 def are_supported() -> bool:
     """Check whether this version of torch reuses the trace of a region."""
-    return importlib.util.find_spec("torch._dynamo.variables.invoke_subgraph") is not None
+    return importlib.util.find_spec(REUSE) is not None
 
 
 def are_errors_suppressed() -> bool:

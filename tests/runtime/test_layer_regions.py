@@ -110,6 +110,99 @@ def test_each_layer_has_weights_of_its_own(replaced: int) -> None:
     assert set(backend.layers) == {(LAYERS, 1)}
 
 
+class Negated(torch.nn.Linear):
+    """A product that is negated."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return -super().forward(input)
+
+
+def _other_activation(layer: Any) -> None:
+    layer.mlp.act_fn = torch.nn.GELU()
+
+
+def _other_class(layer: Any) -> None:
+    layer.mlp.down_proj.__class__ = Negated
+
+
+def _forward_of_its_own(layer: Any) -> None:
+    own = layer.mlp
+    own.forward = lambda hidden: type(own).forward(own, hidden) * -2
+
+
+def _nested_modules(layer: Any) -> None:
+    layer.mlp = torch.nn.Sequential(layer.mlp, torch.nn.Tanh())
+
+
+def _other_number(layer: Any) -> None:
+    layer.self_attn.scaling = 3.0
+
+
+def _other_object(layer: Any) -> None:
+    layer.input_layernorm.variance_epsilon = 0.5
+
+
+def _hook(layer: Any) -> None:
+    layer.mlp.register_forward_hook(lambda module, arguments, output: -output)
+
+
+def _hook_before(layer: Any) -> None:
+    layer.self_attn.o_proj.register_forward_pre_hook(lambda module, arguments: (arguments[0] * -0.5,))
+
+
+CHANGES = (_other_activation, _other_class, _forward_of_its_own, _nested_modules, _other_number, _other_object)
+
+
+@needs_reuse
+@pytest.mark.parametrize("layer", range(LAYERS))
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_layer_that_differs_keeps_its_own_code(
+    change: Callable[[Any], None], later: bool, layer: int, fresh_dynamo: None
+) -> None:
+    """Change one layer before the first conversation, or after it."""
+    model, ids = models.build("Llama", layers=LAYERS), ids_of(1, 10)
+    plain = copy.deepcopy(model)
+    change(plain.model.layers[layer])
+    compile_in_place(model, Counting("full", None), True)
+    if later:
+        talk(model, ids, (8, 1, 1))
+    change(model.model.layers[layer])
+    assert torch.allclose(talk(model, ids, (8, 1, 1)), talk(plain, ids, (8, 1, 1)), atol=1e-5)
+
+
+@needs_reuse
+@pytest.mark.parametrize("layer", range(LAYERS))
+@pytest.mark.parametrize("change", [_hook, _hook_before])
+def test_a_layer_with_hooks_inside_keeps_its_own_code(
+    change: Callable[[Any], None], layer: int, fresh_dynamo: None
+) -> None:
+    model, ids = models.build("Llama", layers=LAYERS), ids_of(1, 10)
+    change(model.model.layers[layer])
+    wanted = talk(model, ids, (8, 1, 1))
+    compile_in_place(model, Counting("full", None), True)
+    assert torch.allclose(talk(model, ids, (8, 1, 1)), wanted, atol=1e-5)
+
+
+@needs_reuse
+def test_a_layer_with_a_configuration_of_its_own_keeps_its_own_code(fresh_dynamo: None) -> None:
+    """Check objects that all layers share, and that Dynamo knows by another path."""
+    model, ids = models.build("Llama", layers=LAYERS), ids_of(1, 10)
+    own = type(model.model.layers[0].mlp).forward
+
+    def scaled(self: Any, hidden: Tensor) -> Tensor:
+        return own(self, hidden) * self.config.pretraining_tp
+
+    kind = type("Scaled", (type(model.model.layers[0].mlp),), {"forward": scaled})
+    for each in model.model.layers:
+        each.mlp.__class__ = kind
+    model.model.layers[1].mlp.config = copy.deepcopy(model.config)
+    model.model.layers[1].mlp.config.pretraining_tp = -2
+    wanted = talk(model, ids, (8, 1, 1))
+    compile_in_place(model, Counting("full", None), True)
+    assert torch.allclose(talk(model, ids, (8, 1, 1)), wanted, atol=1e-5)
+
+
 def _breaks(layer: Any) -> None:
     def breaking(hidden: Any, *args: Any, **named: Any) -> Any:
         torch._dynamo.graph_break()
