@@ -81,9 +81,9 @@ class Job:
                 "--rows", "4", "--prefill", "chunk", "--chunk", "32", "--inner", "eager"]  # fmt: skip
 
     def _retrieval(self, quick: bool) -> list[str]:
-        trials = "2" if quick else "6"
+        trials = "2" if quick else "12"
         return ["--measure", "ruler", "--task", *TASKS, "--question", self.question, "--bytes", "0.25", "--trials",
-                trials, "--prefill", "whole"]  # fmt: skip
+                trials, "--prefill", "whole", "--inner", "eager"]  # fmt: skip
 
 
 def jobs(out: Path) -> list[Job]:
