@@ -10,9 +10,10 @@ Here all guards on what belongs to a layer are found by the chain of their sourc
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -20,6 +21,7 @@ from torch import nn
 from kvpass.torch_private import regions
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OF_ALIAS, _OF_HOOKS = "DUPLICATE_INPUT", "EMPTY_NN_MODULE_HOOKS_DICT"
 _BY_PLACEHOLDER = "TENSOR_MATCH"
 """The guard that Dynamo itself adds for every weight that a graph gets."""
 
@@ -51,29 +53,29 @@ def _find_condition(of_torch: Callable[..., Any], tx: Any, fingerprint: Any, tra
         return of_torch(tx, fingerprint, traced)
     if _has_inner_hooks(tx.output.resolve_source_value(layer)):
         return None
-    return of_torch(tx, fingerprint, traced | {guard.originating_source for guard in _guards_of(tx, layer)})
+    guards = [each for each in tx.output.guards if _belongs_to(each.originating_source, layer.name)]
+    by_kind = {each: each.create_fn_name() for each in guards}
+    single = {each.originating_source for each, kind in by_kind.items() if kind not in (_OF_ALIAS, _OF_HOOKS)}
+    condition = of_torch(tx, fingerprint, traced | single)
+    if condition is not None:
+        aliases = [each for each, kind in by_kind.items() if kind == _OF_ALIAS]
+        condition.aliases = [(each.originating_source, each.create_fn.keywords["source_b"]) for each in aliases]
+    return condition
 
 
 def _is_reusable(of_torch: Callable[..., bool], tx: Any, condition: Any, fingerprint: Any, entry: Any) -> bool:
     """Return whether a trace can be reused for a layer, and guard the layer if so."""
     from torch._dynamo.guards import GuardBuilder, install_guard
 
-    layer = _source_of_layer(fingerprint)
     if not of_torch(tx, condition, fingerprint, entry):
         return False
+    layer = _source_of_layer(fingerprint)
     if not regions.is_tracing() or layer is None:
         return True
     replaced = _torch_module().build_source_replacement(entry.arg_sources, fingerprint.arg_sources)
-    (traced,) = [source for source, other in replaced.items() if other == layer] or [layer]
 
-    def moved(source: Any) -> Any:
-        return source.clone(lambda part: replaced.get(part, part))
-
-    aliases = [
-        (moved(guard.originating_source), moved(guard.create_fn.keywords["source_b"]))
-        for guard in _guards_of(tx, traced, aliases=True)
-    ]
-    value_of = tx.output.resolve_source_value
+    moved, value_of = functools.partial(_moved, known=replaced), tx.output.resolve_source_value
+    aliases = [(moved(one), moved(other)) for one, other in condition.aliases]
     if _has_inner_hooks(value_of(layer)) or not all(value_of(one) is value_of(other) for one, other in aliases):
         return False
     for source, _, _, guard in condition.guards:
@@ -84,19 +86,19 @@ def _is_reusable(of_torch: Callable[..., bool], tx: Any, condition: Any, fingerp
     return True
 
 
+def _moved(source: Any, known: dict[Any, Any]) -> Any:
+    """Return a source with parts replaced as is known, to which the result is added: most sources share their parts."""
+    if source not in known:
+        parts = {field.name: getattr(source, field.name) for field in dataclasses.fields(source)}
+        own = {name: _moved(part, known) for name, part in parts.items() if hasattr(part, "make_guard")}
+        known[source] = dataclasses.replace(source, **own) if own else source
+    return known[source]
+
+
 def _source_of_layer(fingerprint: Any) -> Any:
     """Return the source of the module among a region's arguments, or None."""
     tagged, module = zip(fingerprint.flat_vts, fingerprint.arg_sources, strict=True), _torch_module().InputTag.MODULE
     return next((source for (tag, _), source in tagged if tag == module), None)
-
-
-def _guards_of(tx: Any, layer: Any, aliases: bool = False) -> Iterator[Any]:
-    """Yield the guards on what belongs to a layer: those on aliases, or those on single objects but hooks."""
-    for guard in list(tx.output.guards):
-        kind = guard.create_fn_name()
-        asked = kind != "EMPTY_NN_MODULE_HOOKS_DICT" and (kind == "DUPLICATE_INPUT") == aliases
-        if asked and _belongs_to(guard.originating_source, layer.name):
-            yield guard
 
 
 def _belongs_to(source: Any, layer: str) -> bool:
