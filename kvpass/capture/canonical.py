@@ -285,10 +285,12 @@ def _site(call: fx.Node, outputs: dict[fx.Node, int], calls: list[fx.Node]) -> A
 
 
 def _check_cached_pair(call: fx.Node, query: fx.Node, key: fx.Node, values: fx.Node) -> None:
-    """Raise UnsupportedGraph unless grown keys and values have one dtype, and one row for each row of the query."""
-    if value(key).dtype != value(values).dtype:
+    """Raise UnsupportedGraph unless the slots of a layer can hold keys and values that grow for a query."""
+    key_dtype, value_dtype = value(key).dtype, value(values).dtype
+    # Under autocast a rotary embedding in float32 makes keys wider than values.
+    if key_dtype != value_dtype and (key_dtype != torch.float32 or value_dtype.itemsize != 2):
         raise UnsupportedGraph(
-            f"{walk.source_line(call)}: keys are cached in {value(key).dtype} and values in {value(values).dtype}, but "
+            f"{walk.source_line(call)}: keys are cached in {key_dtype} and values in {value_dtype}, but "
             "the slots of a layer have one dtype; cast one of them before it is cached"
         )
     query_rows, cached_rows = (value(node).shape[0] for node in (query, key))

@@ -38,7 +38,7 @@ def scored(chosen: RKV) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     spec = StatisticsOperands(QUERIES, KEYS, None, True, 2**-0.5, heads=1, sharding=None)
     tokens = Tokens(torch.arange(10)[None, None], torch.full((1, 1, 1), 10), {"vote": torch.zeros(1, 1, 10)}, 6)
     tokens = tokens.with_state(chosen.observe_chunk(tokens, spec.attention(chosen, valid, 6)))
-    tokens = tokens.with_state(chosen.rescore(tokens, KEYS, KEYS))
+    tokens = tokens.with_state(chosen.rescore(tokens, KEYS, KEYS, ()))
     return tokens.state["vote"][0, 0], tokens.state["redundancy"][0, 0], chosen.score(tokens)[0, 0]
 
 
@@ -93,9 +93,9 @@ def test_the_highest_of_the_heads_counts_before_the_softmax() -> None:
 def test_more_rows_than_a_block_of_cosines(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen, key = policy(), torch.randn(1, 2, 50, 8, generator=torch.Generator().manual_seed(0))
     tokens = Tokens(torch.arange(50).expand(1, 2, -1), torch.full((1, 1, 1), 50), {}, 20)
-    whole = chosen.rescore(tokens, key, key)["redundancy"]
+    whole = chosen.rescore(tokens, key, key, ())["redundancy"]
     monkeypatch.setattr("kvpass.policies.r_kv.LARGEST", 7)
-    torch.testing.assert_close(chosen.rescore(tokens, key, key)["redundancy"], whole)
+    torch.testing.assert_close(chosen.rescore(tokens, key, key, ())["redundancy"], whole)
 
 
 def test_slots_in_any_order_and_free_ones() -> None:
@@ -105,8 +105,8 @@ def test_slots_in_any_order_and_free_ones() -> None:
     tokens = Tokens(torch.arange(12)[None, None], torch.full((1, 1, 1), 12), {}, 5)
     moved = Tokens(torch.cat([order, torch.tensor([-1])])[None, None], tokens.seen, {}, 5)
     rows = torch.cat([key[:, :, order], torch.full((1, 1, 1, 4), torch.nan)], 2)
-    got = policy().rescore(moved, rows, rows)["redundancy"][0, 0]
-    torch.testing.assert_close(got[:-1], policy().rescore(tokens, key, key)["redundancy"][0, 0, order])
+    got = policy().rescore(moved, rows, rows, ())["redundancy"][0, 0]
+    torch.testing.assert_close(got[:-1], policy().rescore(tokens, key, key, ())["redundancy"][0, 0, order])
     assert got[-1] == 0
 
 
