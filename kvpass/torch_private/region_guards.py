@@ -48,8 +48,8 @@ def _torch_module() -> Any:
 
 def _find_condition(of_torch: Callable[..., Any], tx: Any, fingerprint: Any, traced: Any) -> Any:
     """Return torch's condition under which a trace can be reused, with all guards of the layer, or None."""
-    layer = _source_of_layer(fingerprint)
-    if not regions.is_tracing() or layer is None:
+    layer = _source_of_layer(tx, fingerprint) if regions.is_tracing() else None
+    if layer is None:
         return of_torch(tx, fingerprint, traced)
     if _has_inner_hooks(tx.output.resolve_source_value(layer)):
         return None
@@ -69,11 +69,10 @@ def _is_reusable(of_torch: Callable[..., bool], tx: Any, condition: Any, fingerp
 
     if not of_torch(tx, condition, fingerprint, entry):
         return False
-    layer = _source_of_layer(fingerprint)
-    if not regions.is_tracing() or layer is None:
+    layer = _source_of_layer(tx, fingerprint) if regions.is_tracing() else None
+    if layer is None:
         return True
     replaced = _torch_module().build_source_replacement(entry.arg_sources, fingerprint.arg_sources)
-
     moved, value_of = functools.partial(_moved, known=replaced), tx.output.resolve_source_value
     aliases = [(moved(one), moved(other)) for one, other in condition.aliases]
     if _has_inner_hooks(value_of(layer)) or not all(value_of(one) is value_of(other) for one, other in aliases):
@@ -95,10 +94,10 @@ def _moved(source: Any, known: dict[Any, Any]) -> Any:
     return known[source]
 
 
-def _source_of_layer(fingerprint: Any) -> Any:
-    """Return the source of the module among a region's arguments, or None."""
-    tagged, module = zip(fingerprint.flat_vts, fingerprint.arg_sources, strict=True), _torch_module().InputTag.MODULE
-    return next((source for (tag, _), source in tagged if tag == module), None)
+def _source_of_layer(tx: Any, fingerprint: Any) -> Any:
+    """Return the source of a region's first argument if that is a module, else None."""
+    first = next(iter(fingerprint.arg_sources), None)
+    return first if first is not None and isinstance(tx.output.resolve_source_value(first), nn.Module) else None
 
 
 def _belongs_to(source: Any, layer: str) -> bool:

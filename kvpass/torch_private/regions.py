@@ -9,6 +9,7 @@ import dataclasses
 import importlib.util
 import itertools
 import operator
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,7 +45,9 @@ def may_cause(error: Exception) -> bool:
     """Check whether an error may come from tracing a layer as a region."""
     from torch._dynamo.exc import TorchDynamoException
 
-    return isinstance(error, (LayersDiffer, TorchDynamoException)) and not dynamo.is_recompile_limit_error(error)
+    frames = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__))
+    known = isinstance(error, (LayersDiffer, TorchDynamoException)) or REUSE in frames
+    return known and not dynamo.is_recompile_limit_error(error)
 
 
 def inline_regions(gm: fx.GraphModule) -> fx.GraphModule:
