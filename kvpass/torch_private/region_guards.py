@@ -48,7 +48,7 @@ def _torch_module() -> Any:
 
 def _find_condition(of_torch: Callable[..., Any], tx: Any, fingerprint: Any, traced: Any) -> Any:
     """Return torch's condition under which a trace can be reused, with all guards of the layer, or None."""
-    layer = _source_of_layer(tx, fingerprint) if regions.is_tracing() else None
+    layer = _source_of_layer(tx, fingerprint)
     if layer is None:
         return of_torch(tx, fingerprint, traced)
     if _has_inner_hooks(tx.output.resolve_source_value(layer)):
@@ -69,7 +69,7 @@ def _is_reusable(of_torch: Callable[..., bool], tx: Any, condition: Any, fingerp
 
     if not of_torch(tx, condition, fingerprint, entry):
         return False
-    layer = _source_of_layer(tx, fingerprint) if regions.is_tracing() else None
+    layer = _source_of_layer(tx, fingerprint)
     if layer is None:
         return True
     replaced = _torch_module().build_source_replacement(entry.arg_sources, fingerprint.arg_sources)
@@ -95,8 +95,8 @@ def _moved(source: Any, known: dict[Any, Any]) -> Any:
 
 
 def _source_of_layer(tx: Any, fingerprint: Any) -> Any:
-    """Return the source of a region's first argument if that is a module, else None."""
-    first = next(iter(fingerprint.arg_sources), None)
+    """Return the source of the module that is a region's first argument, or None if layers are no regions."""
+    first = next(iter(fingerprint.arg_sources), None) if regions.are_traced() else None
     return first if first is not None and isinstance(tx.output.resolve_source_value(first), nn.Module) else None
 
 

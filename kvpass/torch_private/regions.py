@@ -130,11 +130,6 @@ def tracing(indices: frozenset[str], marks: Any) -> Iterator[Tracing]:
         _TRACING.reset(token)
 
 
-def is_tracing() -> bool:
-    """Return whether layers are traced as regions in this context."""
-    return _TRACING.get() is not None
-
-
 @dynamo.constant_in_traces
 def are_traced() -> bool:
     """Return whether layers are traced as regions in this context.
