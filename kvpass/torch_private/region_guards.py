@@ -10,10 +10,11 @@ Here all guards on what belongs to a layer are found by the chain of their sourc
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -67,13 +68,14 @@ def _is_reusable(of_torch: Callable[..., bool], tx: Any, condition: Any, fingerp
     """Return whether a trace can be reused for a layer, and guard the layer if so."""
     from torch._dynamo.guards import GuardBuilder, install_guard
 
-    if not of_torch(tx, condition, fingerprint, entry):
-        return False
     layer = _source_of_layer(tx, fingerprint)
     if layer is None:
-        return True
+        return of_torch(tx, condition, fingerprint, entry)
     replaced = _torch_module().build_source_replacement(entry.arg_sources, fingerprint.arg_sources)
     moved, value_of = functools.partial(_moved, known=replaced), tx.output.resolve_source_value
+    with _cloning_by(moved):
+        if not of_torch(tx, condition, fingerprint, entry):
+            return False
     aliases = [(moved(one), moved(other)) for one, other in condition.aliases]
     if _has_inner_hooks(value_of(layer)) or not all(value_of(one) is value_of(other) for one, other in aliases):
         return False
@@ -83,6 +85,19 @@ def _is_reusable(of_torch: Callable[..., bool], tx: Any, condition: Any, fingerp
     for one, other in aliases:
         install_guard(one.make_guard(functools.partial(GuardBuilder.DUPLICATE_INPUT, source_b=other)))
     return True
+
+
+@contextlib.contextmanager
+def _cloning_by(moved: Callable[[Any], Any]) -> Iterator[None]:
+    """Let torch's copies of sources share their parts; it copies each whole, most of the time that a reuse takes."""
+    from torch._guards import ChainedSource
+
+    of_torch = ChainedSource.clone
+    ChainedSource.clone = lambda source, transform_fn=None: moved(source)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ChainedSource.clone = of_torch  # type: ignore[method-assign]
 
 
 def _moved(source: Any, known: dict[Any, Any]) -> Any:
