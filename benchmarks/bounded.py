@@ -14,7 +14,7 @@ from benchmarks.model import Conversation, tokens
 from benchmarks.timing import timed
 from kvpass import model_access, policies
 from kvpass.cache.layer_cache import LayerCache
-from kvpass.decoding.stepping import refresh_handles
+from kvpass.cache.model_cache import refresh_handles
 from kvpass.policies import Policy, Tokens
 
 BUDGET = 1024

@@ -25,8 +25,8 @@ from benchmarks import apart
 from benchmarks.report import Row, Table, under
 from benchmarks.settings import Settings
 from benchmarks.timing import Local, Plan, interleaved, medians
-from kvpass.lowering import row_kernel
-from kvpass.lowering.row_products import Processor, decompose_products
+from kvpass.lowering import row_kernel, row_products
+from kvpass.lowering.row_products import Processor
 from kvpass.torch_private import inductor
 
 TITLE = "Products of a few rows"
@@ -125,7 +125,7 @@ def _mixture(probabilities: Tensor, value: Tensor) -> Tensor:
 
 def compiled(function: Callable[[Tensor, Tensor], Tensor], parts: int | None) -> Callable[[Tensor, Tensor], Tensor]:
     """Compile a product into one loop over `parts` ranges of the columns; 0 is torch's library, None the kernel."""
-    change = _by_kernel if parts is None else functools.partial(decompose_products, parts=parts)
+    change = _by_kernel if parts is None else functools.partial(_by_loops, parts=parts)
     spelled = inductor.graph_pass(uuid.uuid4().bytes, change)
 
     def product(x: Tensor, matrix: Tensor) -> Tensor:
@@ -137,7 +137,18 @@ def compiled(function: Callable[[Tensor, Tensor], Tensor], parts: int | None) ->
 def _by_kernel(graph: fx.Graph) -> None:
     """Rewrite products by the kernel, also those of more rows than `MOST_ROWS`, which this benchmark is to find."""
     with mock.patch.dict(row_kernel.MOST_ROWS, dict.fromkeys(row_kernel.MOST_ROWS, max(ROWS))):
-        decompose_products(graph)
+        row_products.decompose_products(graph)
+
+
+def _by_loops(graph: fx.Graph, parts: int) -> None:
+    """Rewrite all products by loops over ranges of the columns, or none for 0, whatever `LIMITS` say."""
+    chosen: dict[str, Any] = {
+        "uses_row_kernel": lambda rows, matrix, processor: False,
+        "column_part_count": lambda rows, matrix, processor: parts,
+        "batches": lambda graph, processor: row_products._all_batches(graph) if parts else [],
+    }
+    with mock.patch.multiple(row_products, **chosen):
+        row_products.decompose_products(graph)
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:

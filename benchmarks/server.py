@@ -103,7 +103,7 @@ def directly(service: Service, several: list[list[int]], tokens: int) -> float:
         taken.append(time.perf_counter() - start)
         done.set()
 
-    service.engine.post(run)
+    service.engine._commands.put(run)
     assert done.wait(PATIENCE)
     return taken[0]
 

@@ -91,9 +91,9 @@ class Bench:
 
     def _once(self, run: Callable[[], Any], flush: torch.Tensor) -> float:
         if self.device.type != "cuda":
-            start = time.perf_counter()
+            began = time.perf_counter()
             run()
-            return time.perf_counter() - start
+            return time.perf_counter() - began
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         flush.zero_()
         start.record()

@@ -21,6 +21,7 @@ from benchmarks.report import Row
 from benchmarks.rivals import compare, contenders, tables
 from benchmarks.rivals.compare import Limits, OutOfTime
 from benchmarks.rivals.contenders import STATIC
+from benchmarks.worker import Worker
 from kvpass.apps import checkpoint
 from kvpass.apps.evaluation.tables import markdown
 
@@ -119,7 +120,7 @@ def _rows(case: Case, given: argparse.Namespace, limits: Limits, bar: tqdm[None]
     return compare.steps(chosen, start, case.rows, limits, say, bar.update)
 
 
-def _start(case: Case, folder: Path, contender: contenders.Contender, variables: dict[str, str]) -> contenders.Worker:
+def _start(case: Case, folder: Path, contender: contenders.Contender, variables: dict[str, str]) -> Worker:
     return contenders.start(contender, case.precision, case.threads, folder, variables)
 
 

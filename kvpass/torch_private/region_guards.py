@@ -90,14 +90,13 @@ def _is_reusable(of_torch: Callable[..., bool], tx: Any, condition: Any, fingerp
 @contextlib.contextmanager
 def _cloning_by(moved: Callable[[Any], Any]) -> Iterator[None]:
     """Let torch's copies of sources share their parts; it copies each whole, most of the time that a reuse takes."""
-    from torch._guards import ChainedSource
-
-    of_torch = ChainedSource.clone
-    ChainedSource.clone = lambda source, transform_fn=None: moved(source)  # type: ignore[method-assign]
+    source: Any = importlib.import_module("torch._guards").ChainedSource
+    of_torch = source.clone
+    source.clone = lambda copied, transform_fn=None: moved(copied)
     try:
         yield
     finally:
-        ChainedSource.clone = of_torch  # type: ignore[method-assign]
+        source.clone = of_torch
 
 
 def _moved(source: Any, known: dict[Any, Any]) -> Any:
