@@ -1,7 +1,7 @@
 """Multiply a few rows with a matrix by a C++ kernel that reads each weight once.
 
-It serves decode steps of up to `MOST_ROWS` rows on processors with AVX-512.  It keeps several columns of sums in
-registers, where the compiler's loops have one sum per row.  Inductor compiles it as a template, so operations on the
+It serves decode steps of up to `MOST_ROWS` rows on processors with AVX2 or AVX-512.  It keeps several columns of sums
+in registers, where the compiler's loops have one sum per row.  Inductor compiles it as a template, so operations on the
 product, such as a bias, an activation or a residual sum, run on each block while it is in the cache.
 """
 
@@ -19,6 +19,7 @@ MOST_ROWS = {torch.float32: 12, torch.bfloat16: 16, torch.float16: 16, torch.int
 """The largest number of rows for which the kernel is used, by the dtype of the matrix.
 
 They come from `python -m benchmarks row_products`, like `row_products.LIMITS`; with more rows the library is faster.
+The kernel for AVX2 was timed on a processor that has AVX-512 as well, with all libraries kept to AVX2.
 """
 
 CACHE_LINE = 64  # bytes

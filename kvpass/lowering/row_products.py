@@ -11,7 +11,7 @@ processor prefetches within a page of each.  The library keeps its rows in tiles
 on; `LIMITS` has that number.  The same holds for attention's products of queries and keys, and of probabilities and
 values.
 
-On processors with AVX-512 `row_kernel` multiplies with weights faster than both, and is used where it fits.
+On processors with AVX2 or AVX-512 `row_kernel` multiplies with weights faster than both, and is used where it fits.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Processor:
     @property
     def has_row_kernel(self) -> bool:
         """Whether `row_kernel` runs here."""
-        return self.vectors == "AVX512" and inductor.targets_this_processor()
+        return self.vectors in ("AVX2", "AVX512") and inductor.targets_this_processor()
 
     @staticmethod
     def here() -> Processor:

@@ -21,7 +21,7 @@ from kvpass.lowering import row_kernel
 from kvpass.lowering.row_products import Processor, decompose_products
 from kvpass.torch_private import generated_code, inductor
 
-pytestmark = pytest.mark.skipif(not Processor.here().has_row_kernel, reason="the kernel needs AVX-512")
+pytestmark = pytest.mark.skipif(not Processor.here().has_row_kernel, reason="the kernel needs AVX2 or AVX-512")
 
 OPERATOR = torch.ops.kvpass.row_products.default
 CALL = "kvpass::multiply<"  # in generated code
@@ -29,11 +29,15 @@ ROWS = (1, 2, 3, 4, 5, 8, 9, 16)
 MATRICES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8]
 
 
+AVX2 = ("__AVX512F__", "__AVX512BF16__")
+"""The macros whose absence makes the kernel one for processors without AVX-512."""
+
+
 @functools.cache
-def library(rows: torch.dtype, matrix: torch.dtype, compiler_has_dots: bool) -> ctypes.CDLL:
-    """Return the kernel's inner loops for every number of rows, as a function."""
+def library(rows: torch.dtype, matrix: torch.dtype, without: tuple[str, ...]) -> ctypes.CDLL:
+    """Return the kernel's inner loops for every number of rows, compiled without some macros of the compiler."""
     source, kind = row_kernel._template(rows, matrix)
-    source = source if compiler_has_dots else f"#undef __AVX512BF16__\n{source}"
+    source = "".join(f"#undef {macro}\n" for macro in without) + source
     cases = "".join(
         f"case {count}: return kvpass::multiply<kvpass::{kind}, {count}>(x, m, stride, size, columns, y, to);\n"
         for count in ROWS
@@ -44,13 +48,13 @@ def library(rows: torch.dtype, matrix: torch.dtype, compiler_has_dots: bool) -> 
     return generated_code.cpp_library(include + source + wrapper)
 
 
-def product(rows: Tensor, matrix: Tensor, compiler_has_dots: bool = True) -> Tensor:
+def product(rows: Tensor, matrix: Tensor, without: tuple[str, ...] = ()) -> Tensor:
     """Multiply rows [R, K] with a matrix [N, K] by the inner loops, to [R, N] in a larger memory."""
     (count, size), columns = rows.shape, matrix.shape[0]
     memory = torch.full((count, columns + 3), torch.nan)
     sizes = matrix.stride(0), size, columns
     numbers = [count, rows.data_ptr(), matrix.data_ptr(), *sizes, memory.data_ptr(), memory.stride(0)]
-    library(rows.dtype, matrix.dtype, compiler_has_dots).product(*map(ctypes.c_int64, numbers))
+    library(rows.dtype, matrix.dtype, without).product(*map(ctypes.c_int64, numbers))
     assert memory[:, columns:].isnan().all()
     return memory[:, :columns]
 
@@ -62,26 +66,28 @@ def random_matrix(columns: int, size: int, dtype: torch.dtype, seed: int) -> Ten
     )
 
 
+@pytest.mark.parametrize("without", [(), AVX2], ids=["all", "AVX2"])
 @pytest.mark.parametrize("dtype", MATRICES)
 @settings(deadline=None)  # the first example compiles
 @given(data=st.data())
-def test_products_of_any_shape(dtype: torch.dtype, data: st.DataObject) -> None:
+def test_products_of_any_shape(dtype: torch.dtype, without: tuple[str, ...], data: st.DataObject) -> None:
     """Check the numbers, gaps between the matrix's rows, and that a row does not depend on the rows beside it."""
     count, columns = data.draw(st.sampled_from(ROWS)), data.draw(st.integers(1, 70))
     size = data.draw(st.integers(1, 9)) * row_kernel.CACHE_LINE // dtype.itemsize
-    left = torch.bfloat16 if row_kernel.uses_dot_products(torch.bfloat16, dtype) else torch.float32
+    has_dots = not without and row_kernel.uses_dot_products(torch.bfloat16, dtype)
+    left = torch.bfloat16 if has_dots else torch.float32
     rows = random_matrix(count, size, left, 0)
     matrix = random_matrix(columns, size + data.draw(st.sampled_from([0, 8])), dtype, 1)[:, :size]
-    made, exact = product(rows, matrix), rows.double() @ matrix.double().mT
+    made, exact = product(rows, matrix, without), rows.double() @ matrix.double().mT
     bound = rows.double().abs() @ matrix.double().abs().mT
     assert ((made - exact).abs() <= 1e-5 * bound).all()
     row = data.draw(st.integers(0, count - 1))
-    assert torch.equal(product(rows[row : row + 1], matrix)[0], made[row])
+    assert torch.equal(product(rows[row : row + 1], matrix, without)[0], made[row])
 
 
 def test_a_compiler_without_dot_products_of_bfloat16() -> None:
     rows, matrix = (random_matrix(count, 96, torch.bfloat16, seed=count) for count in (3, 7))
-    made = product(rows, matrix, compiler_has_dots=False)
+    made = product(rows, matrix, without=("__AVX512BF16__",))
     assert torch.allclose(made.double(), rows.double() @ matrix.double().mT, atol=1e-4)
 
 
@@ -231,16 +237,19 @@ def test_which_products_it_computes(x, weight, expected):
 
 
 @pytest.mark.skipif(not hasattr(torch._inductor.config.cpp, "march"), reason="torch 2.11 has no such setting")
-@pytest.mark.parametrize("march", ["", "x86-64-v3"])
-def test_not_for_another_processor(march):
+@pytest.mark.parametrize(
+    ("march", "uses"), [("", False), ("x86-64-v3", False), ("native", True), ("native -mmove-max=256", True)]
+)
+def test_not_for_another_processor(march, uses):
     x, weight = torch.randn(2, 64), torch.randn(32, 64)
     with torch._inductor.config.patch({"cpp.march": march}):
-        assert not uses_kernel(x, weight)
+        assert uses_kernel(x, weight) is uses
 
 
-def test_not_with_other_vectors(monkeypatch):
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    assert not uses_kernel(torch.randn(2, 64), torch.randn(32, 64))
+@pytest.mark.parametrize(("vectors", "uses"), [("DEFAULT", False), ("AVX2", True), ("AVX512", True)])
+def test_vectors(vectors, uses, monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: vectors)
+    assert uses_kernel(torch.randn(2, 64), torch.randn(32, 64)) is uses
 
 
 def test_the_operator_without_a_compiler():
