@@ -119,8 +119,7 @@ class ExportedStep(StepExecutor):
     def call(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> StepResult:
         """Run new tokens on caches, for a `DecodeLoop`, and announce it to the loop."""
         queries = self.sizes.queries(arguments)
-        for cache in caches:
-            grow_for(cache, queries)
+        grow_for(caches, queries)
         entries = layout_entries(caches)
         if entries != self.layouts:
             needed, exported = _describe_difference(entries, self.layouts), _describe_difference(self.layouts, entries)
