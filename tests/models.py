@@ -121,7 +121,7 @@ def teacher_forced(
             use_cache=True,
         )
 
-    if not compiling_backend.compiles_first_prompt:
+    if compiling_backend.inner == "inductor":
         feed(0, steps[0], None)
     logits, positions, cache, fed = [], [], None, 0
     for count in steps:

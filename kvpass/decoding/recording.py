@@ -158,7 +158,7 @@ class _GraphWriter:
         ran = last.result
         assert isinstance(ran, prompts.PromptResult)
         entry = exported_graphs.prompt_entry(ran.runner)
-        code = self._code(ran.runner.compiled)
+        code = self._code(ran.runner.code.compiled)
         read = artifact_folder.read_arguments(code)
         most = exported_graphs.longest_prompt(ran.runner, ran.arguments, ids)
         needed = set(range(len(ran.arguments))) if read is None else read
@@ -178,7 +178,7 @@ class _GraphWriter:
             assert isinstance(each, step_execution.StepResult)
             assert each.variant is not None
             if each.inputs.compact not in variants:
-                code = self._code(each.variant.compiled)
+                code = self._code(each.variant.code.compiled)
                 variants[each.inputs.compact] = {**exported_graphs.variant_entry(each.rewrite), "code": code}
         read = {ids, *entry["counters"], *(index for indices in entry["padding_inputs"] for index in indices)}
         read |= {index for each in variants.values() for index in (*each["inputs"], *each["columns"])}
@@ -234,4 +234,4 @@ def _code_of_chunk(call: RecordedCall) -> Any:
     ran = call.result
     if not isinstance(ran, step_execution.StepResult) or ran.rewrite.queries == 1 or ran.variant is None:
         return None
-    return ran.variant.compiled
+    return ran.variant.code.compiled

@@ -86,21 +86,19 @@ class Request:
     """A request and its state on the host.
 
     Attributes:
+        output: the output that was handed out last, with the present state of the request.
         pinned: bool [1, T] on the CPU, the tokens of the prompt to pin; None for none.
         on_top: whether pinned tokens are in addition to the budget.
         prefix: the cache that the prompt continues, which is copied; None for an empty one.
         prefix_length: the number of tokens of the prefix.
         keep: whether to copy the slots of the request when it ends.
-        tokens: the tokens generated so far.
-        delivered: the tokens that have been handed out, which are more than `tokens` after a restart of the request.
+        tokens: the tokens generated so far, fewer than the output has after a restart of the request.
         failures: how often the request has failed while no other request ran.
         runs_alone_until: the number of tokens up to which the request runs alone, because a step of several requests
             failed before that many.
-        status, reason, error, held_tokens, cache, cause: see `GenerationOutput`.
     """
 
-    request_id: str
-    prompt: list[int]
+    output: GenerationOutput
     max_new_tokens: int
     stop: frozenset[int]
     sampling: Sampling
@@ -110,28 +108,34 @@ class Request:
     prefix_length: int = 0
     keep: bool = False
     tokens: list[int] = dataclasses.field(default_factory=list)
-    delivered: list[int] = dataclasses.field(default_factory=list)
     failures: int = 0
     runs_alone_until: int = 0
-    status: RequestStatus = RequestStatus.PENDING
-    reason: Reason | None = None
-    error: str | None = None
-    cause: Exception | None = None
-    held_tokens: float | None = None
-    cache: Any = None
+
+    @property
+    def request_id(self) -> str:
+        return self.output.request_id
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.output.prompt_ids
+
+    @property
+    def finished(self) -> bool:
+        return self.output.is_finished()
 
     @property
     def seen_tokens(self) -> int:
         """Number of tokens that its cache has seen: prefix, prompt and all generated tokens but the last."""
         return self.prefix_length + len(self.prompt) + len(self.tokens) - 1
 
-    @property
-    def finished(self) -> bool:
-        return self.status >= RequestStatus.FINISHED
+    def update(self, **changes: Any) -> None:
+        """Change fields of the output."""
+        self.output = dataclasses.replace(self.output, **changes)
 
     def begin(self) -> None:
         """Start or restart the request; tokens that are generated again are not handed out again."""
-        self.tokens, self.status = [], RequestStatus.PREFILLING
+        self.tokens = []
+        self.update(status=RequestStatus.PREFILLING)
 
     @property
     def runs_alone(self) -> bool:
@@ -148,18 +152,18 @@ class Request:
 
     def fail(self, error: Exception, message: str) -> None:
         """End the request with an error; the exception loses its traceback, which would keep tensors alive."""
-        self.cause = error.with_traceback(None)
-        self.end("error", message)
+        self.end("error", error=message, cause=error.with_traceback(None))
 
-    def end(self, reason: Reason, error: str | None = None) -> None:
-        self.reason, self.error = reason, error
-        self.status = RequestStatus.FAILED if reason == "error" else RequestStatus.FINISHED
+    def end(self, reason: Reason, **facts: Any) -> None:
+        status = RequestStatus.FAILED if reason == "error" else RequestStatus.FINISHED
+        self.update(status=status, finish_reason=reason, **facts)
 
     def next_output(self) -> GenerationOutput | None:
         """Return an output with the new tokens; None if there are none and the request has not finished."""
-        new = self.tokens[len(self.delivered) :]
+        new = self.tokens[len(self.output.generated_tokens) :]
         if not new and not self.finished:
             return None
-        self.delivered += new
-        named = (self.request_id, list(self.prompt), list(self.delivered), new)
-        return GenerationOutput(*named, self.status, self.reason, self.error, self.held_tokens, self.cache, self.cause)
+        delivered = [*self.output.generated_tokens, *new]
+        self.update(generated_tokens=delivered, new_tokens=new)
+        # The caller may change the lists that it gets.
+        return dataclasses.replace(self.output, prompt_ids=list(self.prompt), generated_tokens=list(delivered))

@@ -86,7 +86,8 @@ class RequestScheduler:
         row = pin[None] if isinstance(pin, Tensor) and pin.ndim == 1 else pin
         pinned = pin_mask(row, on_top, torch.ones(1, len(prompt), dtype=torch.bool))
         before = 0 if prefix is None else self._prefix_length(prefix)
-        request = Request(name, prompt, max_new_tokens, frozenset(stop), sampling, pinned, on_top, prefix, before, keep)
+        output = GenerationOutput(name, prompt, [], [], RequestStatus.PENDING)
+        request = Request(output, max_new_tokens, frozenset(stop), sampling, pinned, on_top, prefix, before, keep)
         self._check(request)
         self.known[name], self.number = request, number + 1
         self.queue.append(request)
@@ -215,9 +216,9 @@ class RequestScheduler:
         request = self.rows.pop(row)
         if self.batch is None:
             return
-        request.held_tokens = self.batch.held_tokens(row)
-        if request.keep and request.status is RequestStatus.FINISHED:
-            request.cache = self.batch.extract(row, request.seen_tokens)
+        request.update(held=self.batch.held_tokens(row))
+        if request.keep and request.output.status is RequestStatus.FINISHED:
+            request.update(cache=self.batch.extract(row, request.seen_tokens))
         self.batch.stopped[row] = True  # steps leave a free row unchanged
 
     def _prefill(self) -> bool:
@@ -281,7 +282,8 @@ class RequestScheduler:
 
     def _requeue(self, request: Request, suspect: int) -> None:
         """Put a request at the head of the queue."""
-        request.status, request.runs_alone_until = RequestStatus.PENDING, suspect
+        request.update(status=RequestStatus.PENDING)
+        request.runs_alone_until = suspect
         self.queue.appendleft(request)
 
     def _admit(self, request: Request, out: Any) -> None:
@@ -307,7 +309,7 @@ class RequestScheduler:
             self.rows[row] = request  # so that the failure counts as one of the request, and it does not run forever
             self._restart_batch(error)
             return
-        request.status = max(request.status, RequestStatus.DECODING)
+        request.update(status=max(request.output.status, RequestStatus.DECODING))
 
     def _restart_batch(self, error: Exception) -> None:
         """Drop the batch, whose tensors a failed step has left in an unknown state, and restart its requests."""

@@ -425,8 +425,7 @@ class RepeatedStep:
         """Run one step, by replay on a GPU; return False if no step of this key has run yet."""
         if not self.settled:
             return False
-        for cache in self.caches:
-            cache_changes.grow_for(cache, 1)
+        cache_changes.grow_for(self.caches, 1)
         key = step_key(self.caches)
         if key not in self.slots_by_key or not self.holds_after(self.caches[0].length - self.seen_at_start):
             return False

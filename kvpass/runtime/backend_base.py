@@ -43,7 +43,6 @@ class BackendBase:
         policy: the eviction policy.
         budget, positions, inner, mode, options, strict, validate, kv_dtype, crop: see `kvpass.backend`, with
             `options` as sorted pairs.
-        compiles_at_once: whether the graph of a chunk is compiled at its first run instead of its second.
         recorder: collects facts for a report; None outside of `kvpass.explain`.
         kv_store: the storage of cached tokens.
     """
@@ -58,7 +57,6 @@ class BackendBase:
     validate: bool = True
     kv_dtype: KVDtype | None = None
     crop: int = 0
-    compiles_at_once: bool = False
     recorder: Recorder | None = dataclasses.field(default=None, compare=False, repr=False)
     key_weights_of_steps: TensorSet = dataclasses.field(default_factory=TensorSet, compare=False, repr=False)
     """The tensors that make the keys of layers which have run a step."""
@@ -121,14 +119,9 @@ class BackendBase:
             return self._compile_inner(rewritten_gm, examples, settings, _prepare_step_graph, layers, alike)
 
     @property
-    def compiles_first_prompt(self) -> bool:
-        """True if a static prompt on a CPU is compiled at its first run, where that costs nothing."""
-        return self.inner != "inductor" or self.compiles_first_chunk
-
-    @property
-    def compiles_first_chunk(self) -> bool:
-        """True if a chunk is compiled at its first run: for a report, which describes the compilation."""
-        return self.compiles_at_once or self.recorder is not None
+    def compiles_at_once(self) -> bool:
+        """True if no `DeferredCode` waits for a second run: for a report, which describes the compilation."""
+        return self.recorder is not None
 
     def has_dynamic_sizes(self, device: torch.device) -> bool:
         """Return whether the inner compiler supports dynamic sizes for a device; they are untested on GPUs."""

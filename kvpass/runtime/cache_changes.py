@@ -22,19 +22,23 @@ def mark_addresses_static(slots: AnySlots) -> None:
         dynamo.mark_in_place(tensor)
 
 
-def grow_for(cache: LayerCache, queries: int) -> None:
-    """Double the slots of a policy that never evicts when `queries` new tokens exceed slots without a budget."""
-    layout, backend = cache.layout, cache.backend
-    if layout.policy.evicts or cache.length + queries <= layout.capacity:
-        return
-    if layout.policy is backend.policy and backend.budget is not None:
-        raise BudgetError(
-            f"policy {layout.policy.name!r} keeps every token and its budget of {layout.budget} is full; "
-            "give it more, or none, or choose a policy that evicts"
-        )
-    capacity = slots_for(layout.policy, None, cache.length + queries)
-    change_layout(cache, budget=capacity, capacity=capacity)
-    cache.row_budgets = (capacity,) * layout.batch
+def grow_for(caches: list[LayerCache], queries: int) -> None:
+    """Double the slots of policies that never evict when `queries` new tokens exceed slots without a budget.
+
+    Every entry to a step calls this once, before anything that depends on layouts or slots.
+    """
+    for cache in caches:
+        layout, backend = cache.layout, cache.backend
+        if layout.policy.evicts or cache.length + queries <= layout.capacity:
+            continue
+        if layout.policy is backend.policy and backend.budget is not None:
+            raise BudgetError(
+                f"policy {layout.policy.name!r} keeps every token and its budget of {layout.budget} is full; "
+                "give it more, or none, or choose a policy that evicts"
+            )
+        capacity = slots_for(layout.policy, None, cache.length + queries)
+        change_layout(cache, budget=capacity, capacity=capacity)
+        cache.row_budgets = (capacity,) * layout.batch
 
 
 def equalize_layouts(one: LayerCache, other: LayerCache) -> None:

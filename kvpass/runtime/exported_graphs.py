@@ -19,6 +19,7 @@ from kvpass.rewrite.pipeline import StepRewrite
 from kvpass.rewrite.prompt import LayerOutputs, PromptRewrite
 from kvpass.runtime.backend_base import BackendBase
 from kvpass.runtime.cache_changes import grow_for
+from kvpass.runtime.deferred_code import DeferredCode
 from kvpass.runtime.padding_tracker import PaddingTracker
 from kvpass.runtime.prompts import PromptGraph, PromptRunner, policies_by_layer
 from kvpass.runtime.run_events import publish_run
@@ -46,7 +47,7 @@ def exported_prompt(backend: BackendBase, entry: Mapping[str, Any], run: inducto
         key_projections=[tuple(indices) for indices in entry["key_projections"]],
         output_projections=[None] * count,
     )
-    return PromptRunner(backend, graph, compiled=run)
+    return PromptRunner(backend, graph, DeferredCode(run))
 
 
 def prompt_entry(runner: PromptRunner) -> dict[str, Any]:
@@ -118,8 +119,7 @@ class ExportedStep(StepExecutor):
     def call(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> StepResult:
         """Run new tokens on caches, for a `DecodeLoop`, and announce it to the loop."""
         queries = self.sizes.queries(arguments)
-        for cache in caches:
-            grow_for(cache, queries)
+        grow_for(caches, queries)
         entries = layout_entries(caches)
         if entries != self.layouts:
             needed, exported = _describe_difference(entries, self.layouts), _describe_difference(self.layouts, entries)

@@ -33,10 +33,11 @@ from kvpass.runtime.backend_base import BackendBase
 from kvpass.runtime.cache_changes import longer_placeholder
 from kvpass.runtime.call_pins import call_pins
 from kvpass.runtime.checks import PositionCheck, RotationCheck
+from kvpass.runtime.deferred_code import DeferredCode
 from kvpass.runtime.output_projection import output_weight_by_head, required_projection_index
 from kvpass.runtime.prompt_admission import PendingPrompt, PromptLayer
 from kvpass.runtime.run_events import publish_run
-from kvpass.torch_private import dynamo, fx_nodes, regions, symbolic_shapes, tensors
+from kvpass.torch_private import dynamo, regions, symbolic_shapes, tensors
 from kvpass.torch_private.tensors import UnwrappedSubclasses
 
 ADOPTED = "adopted: the prompt ran uncompiled, so nothing is known of its attention"
@@ -107,22 +108,6 @@ def _is_static_on_cpu(example: Any) -> bool:
     return not isinstance(example, torch.SymInt)
 
 
-class _DeferredPrompt:
-    """A graph that runs uncompiled at its first call and is compiled at its second."""
-
-    def __init__(self, run: Callable[..., Any], compile: Callable[[Sequence[Any]], Callable[..., Any]]) -> None:
-        self._run, self._has_run = run, False
-        self._compile: Callable[[Sequence[Any]], Callable[..., Any]] | None = compile
-
-    def __call__(self, *arguments: Any) -> Any:
-        if self._has_run and self._compile is not None:
-            with dynamo.compile_lock():
-                if self._compile is not None:  # no other thread has compiled it meanwhile
-                    self._run, self._compile = self._compile(arguments), None
-        self._has_run = True
-        return self._run(*arguments)
-
-
 def policies_by_layer(policy: Policy, layers: int) -> list[Policy]:
     """Return the policy of each layer.
 
@@ -145,7 +130,7 @@ class PromptRunner:
 
     Attributes:
         graph: the facts about the graph.
-        compiled: the compiled graph.
+        code: the code of the rewritten graph.
         inputs: the inputs of the canonical graph, by which sizes are measured; None for code of an artifact.
         positions: the check of position ids, if keys are stored before their rotary embedding.
         rotation: computes `LayerCache.rotated_key`; None if keys are stored rotated.
@@ -154,7 +139,7 @@ class PromptRunner:
 
     backend: BackendBase
     graph: PromptGraph
-    compiled: Callable[..., Any] | None = None
+    code: DeferredCode = dataclasses.field(default_factory=DeferredCode)
     inputs: fx.Graph | None = None
     positions: PositionCheck | None = None
     rotation: RotationCheck | None = None
@@ -202,7 +187,7 @@ class PromptRunner:
         positions = PositionCheck(canonical_gm, sites) if stores_raw_keys else None
         rotation = RotationCheck(canonical_gm, sites) if stores_raw_keys else None
         return PromptRunner(
-            backend, graph, None, splicing.extract(canonical_gm, []).graph, positions, rotation, unchecked
+            backend, graph, DeferredCode(), splicing.extract(canonical_gm, []).graph, positions, rotation, unchecked
         )
 
     def compile(self, examples: Sequence[Any]) -> None:
@@ -212,15 +197,14 @@ class PromptRunner:
         rewritten graph runs uncompiled, and is compiled when another prompt of that length arrives.  A prompt of
         another length gets a graph of its own, for all lengths.
         """
-        may_come_once = all(_is_static_on_cpu(example) for example in examples)
+        may_come_once = self.backend.inner == "inductor" and all(_is_static_on_cpu(example) for example in examples)
+        if may_come_once and not self.backend.compiles_at_once:
+            return
         assert self.graph.rewrite.rewritten_gm is not None
-        if may_come_once and not self.backend.compiles_first_prompt:
-            self.compiled = _DeferredPrompt(fx_nodes.code_of(self.graph.rewrite.rewritten_gm), self._compile_graph)
-        else:
-            # A transposed tensor would be new to the compiler, with sizes of its own.
-            holders = enumerate(walk.placeholders(self.graph.rewrite.rewritten_gm.graph))
-            shown = {index: walk.value(node) for index, node in holders if index in self.graph.tokens_first}
-            self.compiled = self._compile_graph([shown.get(index, x) for index, x in enumerate(examples)])
+        # A transposed tensor would be new to the compiler, with sizes of its own.
+        holders = enumerate(walk.placeholders(self.graph.rewrite.rewritten_gm.graph))
+        shown = {index: walk.value(node) for index, node in holders if index in self.graph.tokens_first}
+        self.code.compiled = self._compile_graph([shown.get(index, x) for index, x in enumerate(examples)])
 
     def _compile_graph(self, examples: Sequence[Any]) -> Callable[..., Any]:
         rewrite = self.graph.rewrite
@@ -242,8 +226,8 @@ class PromptRunner:
         """Run the graph; `arguments` are Dynamo's, `traced` are the same with tensor subclasses unwrapped."""
         self._validate(traced)
         regions.note_run()
-        assert self.compiled is not None  # compiled, or of an artifact
-        graph, results = self.graph, list(self.compiled(*traced))
+        run = self.code.for_run(self.graph.rewrite.rewritten_gm, lambda: self._compile_graph(traced))
+        graph, results = self.graph, list(run(*traced))
         adopted = 0 if graph.adopted_past is None else traced[graph.adopted_past].shape[2]
         first_ids, rotated_key = self._first_ids(results, traced), self._rotated_key(results, traced)
         pins = self._call_pins(results, adopted)

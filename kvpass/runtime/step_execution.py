@@ -11,7 +11,6 @@ from kvpass.capture.canonical import SiteFacts
 from kvpass.policies.pinned_tokens import Pins
 from kvpass.rewrite.pipeline import StepRewrite
 from kvpass.runtime.backend_base import BackendBase
-from kvpass.runtime.cache_changes import grow_for
 from kvpass.runtime.call_pins import call_pins
 from kvpass.runtime.call_records import calls_before, record_calls
 from kvpass.runtime.clocks import advance_counts, tick
@@ -75,8 +74,6 @@ class StepExecutor:
         """Run the new tokens in Dynamo's arguments, and update the caches; the policies say whether to compact."""
         caches, arguments = inputs.caches, inputs.arguments
         queries = self.sizes.queries(arguments)
-        for cache in caches:
-            grow_for(cache, queries)
         key, before = step_key(caches), caches[0].length
         calls, kv_store = calls_before(caches, queries), self.backend.kv_store
         clocks: Sequence[tuple[Any, ...]] = [cache.clocks for cache in caches]

@@ -83,8 +83,7 @@ class StepRunner(StepExecutor):
         queries = self.sizes.queries(arguments)
         if not queries:
             raise UnsupportedGraph(f"{walk.source_line(self.sites[0].call)}: a call without new tokens on a cache")
-        for cache in caches:
-            grow_for(cache, 1)
+        grow_for(caches, queries)
         for cache, pins in self._caches_with_pins(caches):
             pins.check(cache.layout.policy, cache.layout.batch, queries)
             self.backend.kv_store.make_room_for_pins(cache, pins)
@@ -180,10 +179,8 @@ class StepRunner(StepExecutor):
         interpretations = self.sizes.size_interpretations(caches, arguments)
         if len(interpretations) == 1:
             return interpretations[0]
-        queries, refusals = self.sizes.queries(arguments), []
-        for cache in caches:
-            grow_for(cache, queries)
-        compact, _ = tick(caches) if queries == 1 else (False, [])
+        compact, _ = tick(caches) if self.sizes.queries(arguments) == 1 else (False, [])
+        refusals = []
         for interpretation in interpretations:
             try:
                 key = ShapeKey.of(caches, self.sizes.numbers(arguments))

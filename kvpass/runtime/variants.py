@@ -15,8 +15,9 @@ from kvpass.errors import PolicyError, UnsupportedGraph
 from kvpass.fx import splicing
 from kvpass.rewrite.pipeline import StepRewrite
 from kvpass.runtime.backend_base import BackendBase
+from kvpass.runtime.deferred_code import DeferredCode
 from kvpass.runtime.lru_cache import LruCache
-from kvpass.torch_private import dynamo, fx_nodes, inductor, symbolic_shapes
+from kvpass.torch_private import dynamo, inductor, symbolic_shapes
 
 MOST_DYNAMIC = 4  # variants with dynamic sizes for calls that differ in nothing but sizes
 
@@ -107,8 +108,7 @@ class CompiledVariant:
     def __init__(self, rewrite: StepRewrite, key: ShapeKey, dynamic_indices: tuple[int, ...] = ()) -> None:
         """Take the key of the call that the graph was rewritten for, and its indices that are dynamic."""
         self._rewrite, self.key, self._dynamic_indices = rewrite, key, dynamic_indices
-        self.compiled: inductor.Compiled | None = None
-        self._ran_uncompiled = False
+        self.code = DeferredCode()
         self._by_key = LruCache[ShapeKey, StepRewrite]()
 
     def rewrite_with_numbers(self, key: ShapeKey) -> StepRewrite:
@@ -138,23 +138,17 @@ class CompiledVariant:
     def code_for(self, backend: BackendBase, flat: list[Any], stores_raw_keys: bool, chunk: bool) -> inductor.Compiled:
         """Return the code to run on these arguments; it compiles the graph if necessary.
 
-        A chunk may be the only one, as the rest of a prompt or a turn often is, and compiling takes half a minute.  So
-        the first chunk runs on the uncompiled graph, which is compiled when a second chunk arrives.
+        A chunk may be the only one, as the rest of a prompt or a turn often is, and compiling takes half a minute.
         """
-        if self.compiled is not None:  # without the lock, which another thread may hold while it compiles
-            return self.compiled
-        with dynamo.compile_lock():
-            rewrite, rewritten_gm = self._rewrite, self._rewrite.rewritten_gm
-            if chunk and rewritten_gm is not None and not self._ran_uncompiled and not backend.compiles_first_chunk:
-                self._ran_uncompiled = True
-                return fx_nodes.code_of(rewritten_gm)
-            if self.compiled is None:
-                assert rewritten_gm is not None
-                self.compiled = backend.compile_step(
-                    rewritten_gm, rewrite.examples or flat, stores_raw_keys, rewrite.dynamic
-                )
-                self._release_graph(rewritten_gm.graph)
-        return self.compiled
+        rewrite, rewritten_gm = self._rewrite, self._rewrite.rewritten_gm
+
+        def compile() -> inductor.Compiled:
+            assert rewritten_gm is not None
+            run = backend.compile_step(rewritten_gm, rewrite.examples or flat, stores_raw_keys, rewrite.dynamic)
+            self._release_graph(rewritten_gm.graph)
+            return run
+
+        return self.code.for_run(rewritten_gm if chunk and not backend.compiles_at_once else None, compile)
 
 
 class VariantCache:

@@ -58,8 +58,8 @@ class RecordingBackend(Backend):
     """A backend that also records the graphs that it passes to a compiler, as it does without a recorder."""
 
     @property
-    def compiles_first_chunk(self) -> bool:
-        return self.compiles_at_once
+    def compiles_at_once(self) -> bool:
+        return False
 
     def _compile_inner(self, rewritten_gm: fx.GraphModule, *options: Any) -> Callable[..., Any]:
         if self.recorder is not None:

@@ -70,6 +70,10 @@ class Recording(Backend):
         self.steps.append(Step(rewrite.rewritten_gm, names, patches, call.compact, rewrite.queries, len(call.sites)))
         return super().rewrite(call)
 
+    @property
+    def compiles_at_once(self) -> bool:
+        return True
+
     def has_dynamic_sizes(self, device: torch.device) -> bool:
         return False
 
@@ -127,5 +131,5 @@ def record(model: torch.nn.Module, policy: Any = "full", **settings: Any) -> tup
     """
     plain = backend(policy, **settings)
     fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}
-    recording = Recording(**fields | {"compiles_at_once": True})
+    recording = Recording(**fields)
     return torch.compile(model, backend=recording), recording.steps

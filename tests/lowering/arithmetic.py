@@ -63,6 +63,10 @@ class StepGraphs(Backend):
 
     steps: list[tuple[Any, ...]] = dataclasses.field(default_factory=list, compare=False, repr=False)
 
+    @property
+    def compiles_at_once(self) -> bool:
+        return True
+
     def compile_prompt(self, rewritten_gm: fx.GraphModule, *_: Any) -> Callable[..., Any]:
         return fx_nodes.code_of(rewritten_gm)
 
@@ -75,7 +79,7 @@ def keeping(policy: str, **settings: Any) -> StepGraphs:
     """Return a backend with the settings of `kvpass.backend` and no step graphs."""
     plain = kvpass.backend(policy, validate=False, **settings)
     fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}
-    return StepGraphs(**fields | {"compiles_at_once": True})
+    return StepGraphs(**fields)
 
 
 @torch.no_grad()

@@ -28,6 +28,10 @@ class Counting(Backend):
     numbers: bool = False
     made: list[int] = dataclasses.field(default_factory=list, compare=False)
 
+    @property
+    def compiles_at_once(self) -> bool:
+        return True
+
     def compile_step(self, rewritten_gm: Any, *how: Any) -> Any:
         self.made.append(len(rewritten_gm.graph.nodes))
         return super().compile_step(rewritten_gm, *how)
@@ -39,7 +43,7 @@ class Counting(Backend):
 def counting(policy: str | policies.Policy, numbers: bool = False, inner: str = "eager", **settings: Any) -> Counting:
     made = kvpass.backend(policy, inner=inner, **settings)
     given = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
-    return Counting(**given | {"compiles_at_once": True}, numbers=numbers)
+    return Counting(**given, numbers=numbers)
 
 
 @torch.no_grad()

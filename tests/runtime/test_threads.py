@@ -6,8 +6,9 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +20,9 @@ from kvpass.cache.model_cache import caches_in
 from kvpass.rewrite.step_graph import StepCall
 from kvpass.runtime.backend_base import BackendBase
 from kvpass.runtime.checks import RotationCheck
-from kvpass.runtime.prompts import PromptRunner, _DeferredPrompt
-from kvpass.runtime.variants import CompiledVariant
+from kvpass.runtime.deferred_code import DeferredCode
+from kvpass.runtime.prompts import PromptRunner
+from kvpass.runtime.variants import CompiledVariant, ShapeKey
 from kvpass.torch_private import dynamo
 from tests.models import build, prompt
 
@@ -47,17 +49,19 @@ def in_threads(work: Callable[[], Any]) -> list[Any]:
 
 
 def test_a_prompt_that_was_put_off_is_compiled_once() -> None:
-    compiled = []
+    compiled, code = [], DeferredCode()
 
-    def compile(_: Sequence[Any]) -> Callable[..., Any]:
+    def compile() -> Callable[..., Any]:
         assert not compiled  # because its graph is dropped
         time.sleep(0.1)
         compiled.append(True)
         return lambda *_: "compiled"
 
-    run = _DeferredPrompt(lambda *_: "uncompiled", compile)
-    assert run(1) == "uncompiled"
-    assert in_threads(lambda: run(1)) == ["compiled"] * THREADS
+    def run() -> Any:
+        return code.for_run(torch.fx.symbolic_trace(torch.nn.Identity()), compile)(1)
+
+    assert run() == 1
+    assert in_threads(run) == ["compiled"] * THREADS
     assert len(compiled) == 1
 
 
@@ -88,13 +92,14 @@ def test_a_step_is_rewritten_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_warm_step_does_not_wait_for_another_thread_that_compiles() -> None:
     """Check that running compiled code takes no lock of the compiler."""
-    variant: Any = object.__new__(CompiledVariant)
-    variant.compiled, found = (lambda *_: "compiled"), []
+    rewrite: Any = SimpleNamespace(rewritten_gm=None)
+    variant: Any = CompiledVariant(rewrite, ShapeKey(()))
+    variant.code.compiled, found = (lambda *_: "compiled"), []
     with dynamo.compile_lock():
         thread = threading.Thread(target=lambda: found.append(variant.code_for(None, [], False, chunk=False)))
         thread.start()
         thread.join(timeout=5)
-    assert found == [variant.compiled]
+    assert found == [variant.code.compiled]
 
 
 class SlowCompiler:

@@ -217,8 +217,8 @@ def test_layouts_that_share_code_are_equal_once_their_sizes_are_symbols(
 class CountingBackend:
     """Counts what it compiles; the code answers with its number."""
 
-    def __init__(self, compiles_first_chunk: bool = False) -> None:
-        self.compiles_first_chunk, self.compiled = compiles_first_chunk, 0
+    def __init__(self, compiles_at_once: bool = False) -> None:
+        self.compiles_at_once, self.compiled = compiles_at_once, 0
 
     def compile_step(self, *_: Any) -> Any:
         self.compiled += 1
