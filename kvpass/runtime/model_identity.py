@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -110,7 +110,17 @@ def _plain_values(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{key}", inner
 
 
-def differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
+def module_settings(model: torch.nn.Module) -> dict[str, Any]:
+    """Return the class of each module of a model and the numbers among its attributes, by dotted names."""
+    return {
+        f"{prefix}.{name}".removeprefix("."): value
+        for prefix, module in model.named_modules()
+        for name, value in {"class": type(module).__name__, **vars(module)}.items()
+        if name == "class" or (isinstance(value, (int, float, type(None))) and not name.startswith("_"))
+    }
+
+
+def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """Describe the entries in which two configurations differ; entries that one of them lacks are left out."""
     return [
         f"{name} is {current[name]!r}, not {value!r}"
