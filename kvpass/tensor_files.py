@@ -23,6 +23,8 @@ def write(
     """
     safetensors = library()
     name, unfinished = os.fspath(path), f"{os.fspath(path)}.{os.getpid()}.unfinished"
+    if os.path.exists(name) and not os.path.isfile(name):  # a folder, or a device, which the file would replace
+        raise error(f"{name} cannot be written: it is there, and is no file")
     stored = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     try:
         safetensors.torch.save_file(stored, unfinished, metadata={key: json.dumps(metadata)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ RULER_TASKS = ("single", "multikey", "variables", "common", "frequent")
 DEFAULT = " (default: %(default)s)"
 
 
-def at_least(least: int, most: int | None = None) -> Callable[[str], int]:
+def at_least(least: int, most: int = 2**63 - 1) -> Callable[[str], int]:
     """Return a converter for argparse that takes whole numbers of at least `least`, and of `most` at most."""
 
     def convert(text: str) -> int:
@@ -33,8 +34,23 @@ def at_least(least: int, most: int | None = None) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
         if number < least:
             raise argparse.ArgumentTypeError(f"{text} is less than {least}")
-        if most is not None and number > most:
+        if number > most:
             raise argparse.ArgumentTypeError(f"{text} is more than {most}")
+        return number
+
+    return convert
+
+
+def between(least: float, most: float) -> Callable[[str], float]:
+    """Return a converter for argparse that takes numbers from `least` up to `most`."""
+
+    def convert(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not least <= number <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is no number from {least:g} to {most:g}")
         return number
 
     return convert
@@ -58,6 +74,8 @@ def _share(text: str, complaint: str = "no share above 0 and up to 1") -> float:
     return share
 
 
+SEED = at_least(0, 2**32 - 1)
+
 _SHARED: dict[str, dict[str, Any]] = {
     "--device": dict(default="cpu", help="cpu, cuda, cuda:1, ..." + DEFAULT),
     "--dtype": dict(choices=["auto", "float32", "bfloat16", "float16"], default="float32", help=DEFAULT[1:]),
@@ -66,7 +84,7 @@ _SHARED: dict[str, dict[str, Any]] = {
     "--policy": dict(
         metavar="P", nargs="+", default=["full", "streaming", "h2o"], help="NAME or NAME:OPTION=VALUE,..." + DEFAULT
     ),
-    "--threads": dict(metavar="N", type=at_least(1), help="threads of torch (default: its own choice)"),
+    "--threads": dict(metavar="N", type=at_least(1, 4096), help="threads of torch (default: its own choice)"),
 }
 """Options of several commands."""
 
@@ -158,13 +176,15 @@ def _add_align(commands: Any) -> None:
     _add_number(command, "--every", 1, "for paper: tokens that go at once")
     _add_number(command, "--steps", 1000, "of the optimiser")
     _add_number(command, "--tokens", 1024, "of each step")
-    command.add_argument("--rate", metavar="X", type=float, default=2e-3, help="the highest learning rate" + DEFAULT)
+    command.add_argument(
+        "--rate", metavar="X", type=between(0, 1), default=2e-3, help="the highest learning rate" + DEFAULT
+    )
     sizes: dict[str, Any] = dict(metavar=("N", "M"), nargs=2, type=at_least(1))
     command.add_argument(
         "--hidden", **sizes, help="sizes of the hidden layers (default: 96 96; paper, of keys: 256 64)"
     )
     command.add_argument("--hidden-values", **sizes, help="for paper, of values (default: --hidden, or else 64 128)")
-    command.add_argument("--seed", metavar="N", type=int, default=0, help="of weights and windows" + DEFAULT)
+    command.add_argument("--seed", metavar="N", type=SEED, default=0, help="of weights and windows" + DEFAULT)
     command.add_argument("--dtype", choices=["float32", "float16"], default="float32", help="of the file" + DEFAULT)
     command.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: a GPU where there is one)")
     _add_shared(command, "--threads")
@@ -232,7 +252,7 @@ def _add_eval(commands: Any) -> None:
     command.add_argument("--text", metavar="FILE", type=Path, nargs="+", default=[], help=text)
     _add_number(command, "--rows", 1, "files or prompts in a batch")
     text = "seed of planted facts and of bootstraps" + DEFAULT
-    command.add_argument("--seed", metavar="N", type=int, default=0, help=text)
+    command.add_argument("--seed", metavar="N", type=SEED, default=0, help=text)
     command.add_argument("--out", metavar="DIR", type=Path, default=Path("out/eval"), help="where results go" + DEFAULT)
     _add_shared(command, "--device", "--inner", "--kv-dtype", "--threads")
     _add_measures(command)
@@ -242,11 +262,14 @@ def _add_eval(commands: Any) -> None:
 def _add_measures(command: argparse.ArgumentParser) -> None:
     """Add the options of `kvpass eval` that belong to some measures only."""
     _add_number(command, "--tokens", 2048, "tokens of a text", least=4)
-    command.add_argument("--restart", metavar="N", type=int, default=0, help="empty a stream's cache after N tokens")
+    command.add_argument(
+        "--restart", metavar="N", type=at_least(0), default=0, help="empty a stream's cache after N tokens"
+    )
     _add_number(command, "--length", [1024], "tokens of prompts; speed is that of the longest", least=8)
     command.add_argument(
-        "--depth", metavar="X", type=float, nargs="+", default=[0, 0.25, 0.5, 0.75, 1], help="0 (first) to 1" + DEFAULT
-    )
+        "--depth", metavar="X", type=between(0, 1), nargs="+", default=[0, 0.25, 0.5, 0.75, 1],
+        help="0 (first) to 1" + DEFAULT,
+    )  # fmt: skip
     tasks = list(RULER_TASKS)
     command.add_argument("--task", choices=RULER_TASKS, nargs="+", default=tasks, help="tasks of ruler" + DEFAULT)
     command.add_argument(
@@ -285,7 +308,7 @@ def _add_serve(commands: Any) -> None:
     text = "a key that requests must have; may be repeated; also the variable KVPASS_API_KEY"
     command.add_argument("--api-key", metavar="KEY", action="append", default=[], help=text)
     command.add_argument(
-        "--drain", metavar="S", type=float, default=30.0, help="seconds to finish at the end" + DEFAULT
+        "--drain", metavar="S", type=between(0, 86_400), default=30.0, help="seconds to finish at the end" + DEFAULT
     )
     command.add_argument("--access-log", action="store_true", help="log every request")
     _add_number(command, "--conversations", 1024, "conversations kept, in memory and in files", least=0)

@@ -94,15 +94,22 @@ def export(
         raise UnsupportedGraph("this model cannot be exported: weights of it wrap other tensors, as quantised ones do")
     if not isinstance(loop.backend.budget, int):
         raise BudgetError(f"budget={loop.backend.budget}: an artifact has code for fixed slots; give their number")
+    before = _code_settings(model)
     with recording.recording_calls(loop) as result:
         visit_graphs(loop, batch, prefixes=True)
+    after = _code_settings(model)
+    constant = {
+        name: value for name, value in before.items() if after.get(name) == value
+    }  # a model may count its calls
     with write_folder(Path(path)) as files:
-        found = artifact_folder.write_manifest(files, _manifest(loop, result.calls, batch, files))
+        found = artifact_folder.write_manifest(files, _manifest(loop, result.calls, batch, constant, files))
         _check_equal(loop, load(files.folder, model, digest=found), batch)
     return found
 
 
-def _manifest(loop: DecodeLoop, calls: Sequence[RecordedCall], batch: int, files: ExportFiles) -> dict[str, Any]:
+def _manifest(
+    loop: DecodeLoop, calls: Sequence[RecordedCall], batch: int, code_settings: dict[str, Any], files: ExportFiles
+) -> dict[str, Any]:
     """Return the manifest of a loop's graphs, and add their code and constants to the files."""
     graphs = recording.graph_entries(loop.model, calls, files)
     libraries = {name: files.add_library(file) for name, file in generated_code.built_libraries().items()}
@@ -113,7 +120,7 @@ def _manifest(loop: DecodeLoop, calls: Sequence[RecordedCall], batch: int, files
         processor=_processor_here(),
         settings=settings_entry(loop.backend),
         loop=dict(rows=rows, prefill_chunk=loop.prefill_chunk, batch=batch),
-        model=_model_entry(loop.model),
+        model={**_model_entry(loop.model), "code": code_settings},
         graphs=graphs,
         libraries=libraries,
     )
@@ -185,7 +192,7 @@ class ExportedCall:
         self.model, self.backend = model, backend
         tensors = tensor_files.library().torch.load_file(folder / TENSORS) if TENSORS in manifest["files"] else {}
         generated_code.use_libraries({name: str(folder / file) for name, file in manifest["libraries"].items()})
-        self.shapes = manifest["model"]["tensors"]
+        self.shapes, self.code_settings = manifest["model"]["tensors"], manifest["model"]["code"]
         self.graphs = [ExportedGraph(backend, entry, folder, tensors) for entry in manifest["graphs"]]
 
     def __call__(
@@ -209,7 +216,8 @@ class ExportedCall:
         inputs = {"ids": ids, "mask": attention_mask, "positions": position_ids}
         counts = recording.token_counts(layers[0].length if layers else 0, rows, new)
         tensors = dict(named_tensors(self.model))  # which the user may have replaced
-        _check_tensors(self.shapes, tensors)
+        _check_tensors(self.shapes, _tensor_entries(self.model))
+        _check_settings(self.code_settings, _code_settings(self.model))
         arguments = graph.arguments(inputs, counts, tensors)
         if isinstance(graph.runner, ExportedStep):
             ran = graph.runner.call(layers, arguments)
@@ -362,7 +370,16 @@ def _model_entry(model: torch.nn.Module) -> dict[str, Any]:
         "class": type(model).__name__,
         "config": model_identity.settings_of(model),
         "weights": {names[id(x)]: model_identity.weight_digest(x) for x in model.parameters()},
-        "tensors": {name: _shape(tensor) for name, tensor in named_tensors(model)},
+        "tensors": _tensor_entries(model),
+    }
+
+
+def _tensor_entries(model: torch.nn.Module) -> dict[str, str]:
+    """Return what compiled code depends on of each tensor of a model, by name."""
+    first = recording.tensor_names(model)  # a tied tensor is one argument, and found again by its first name
+    return {
+        name: _shape(tensor) + ("" if first[id(tensor)] == name else f", tied to {first[id(tensor)]}")
+        for name, tensor in named_tensors(model)
     }
 
 
@@ -374,20 +391,31 @@ def _check_model(saved: Mapping[str, Any], model: torch.nn.Module) -> None:
     """Raise ArtifactError unless the model has the class, the configuration and the weights of the export."""
     if type(model).__name__ != saved["class"]:
         raise ArtifactError(f"is for a {saved['class']}, not for a {type(model).__name__}")
-    found = model_identity.differences(saved["config"], model_identity.settings_of(model))
-    if found:
-        raise ArtifactError(f"is for a model of another configuration: {', '.join(found[:5])}")
+    _check_settings(saved["config"], model_identity.settings_of(model))
     tensors = dict(named_tensors(model))
-    _check_tensors(saved["tensors"], tensors)
+    _check_tensors(saved["tensors"], _tensor_entries(model))
+    _check_settings(saved["code"], _code_settings(model))
     others = [name for name, was in saved["weights"].items() if model_identity.weight_digest(tensors[name]) != was]
     if others:
         raise ArtifactError(f"is for other weights: {', '.join(others[:3])} differ, {len(others)} in all")
 
 
-def _check_tensors(saved: Mapping[str, str], here: Mapping[str, Tensor]) -> None:
-    """Raise ArtifactError unless the model's tensors have the shapes, strides and dtypes of the export."""
-    wrong = [name for name, shape in saved.items() if name not in here or _shape(here[name]) != shape]
-    if wrong:
-        name = wrong[0]
-        has = _shape(here[name]) if name in here else "none"
-        raise ArtifactError(f"is for a model whose {name} is {saved[name]}, and here it is {has}")
+def _code_settings(model: torch.nn.Module) -> dict[str, Any]:
+    """Return the numbers, besides tensors, that may be constants of the model's compiled code."""
+    autocast = str(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else None
+    return {**model_identity.module_settings(model), "autocast": autocast}
+
+
+def _check_settings(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Raise ArtifactError for settings of the model that differ from those of the export."""
+    found = model_identity.differences(saved, here)
+    if found:
+        raise ArtifactError(f"is for a model of another configuration: {', '.join(found[:5])}")
+
+
+def _check_tensors(saved: Mapping[str, str], here: Mapping[str, str]) -> None:
+    """Raise ArtifactError unless the model's tensors have the shapes, strides, dtypes and ties of the export."""
+    wrong = next((name for name, entry in saved.items() if here.get(name) != entry), None)
+    if wrong is not None:
+        has = here.get(wrong, "none")
+        raise ArtifactError(f"is for a model whose {wrong} is {saved[wrong]}, and here it is {has}")

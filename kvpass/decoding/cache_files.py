@@ -27,7 +27,7 @@ from kvpass.runtime.cache_changes import mark_addresses_static
 from kvpass.runtime.model_identity import differences, digests, settings_of, weak_references
 from kvpass.torch_private import dynamo
 
-VERSION = 2
+VERSION = 3
 """The version of the format; another one if an entry, its meaning, or `kvpass.cache.layer_cache.PROBED` changes."""
 OLDER = "run the text of the conversation as a prompt and save the cache again"
 KEY = "kvpass.cache"

@@ -267,6 +267,7 @@ class LoopState(StepState):
         ready: tokens that the host has read and not handed out.
         all_stopped: whether all conversations had stopped when the host read the tokens last.
         stopped_on_host: bool [B], the rows that had stopped then.
+        has_generated: whether tokens were asked for; the first token is no part of the conversation before that.
     """
 
     def __init__(self, loop: LoopSettings, cache: Any, mask: Tensor) -> None:
@@ -275,11 +276,7 @@ class LoopState(StepState):
         self.prompt_mask, self.may_end = mask, len(loop.stop) > 0
         self.ready: collections.deque[Tensor] = collections.deque()
         self.all_stopped, self.stopped_on_host = False, torch.zeros(len(mask), dtype=torch.bool)
-
-    @property
-    def has_generated(self) -> bool:
-        """Whether there are further tokens than the first, or that one was handed out."""
-        return self.step is not None or self.pending != 1
+        self.has_generated = False
 
     def _stops(self, tokens: Tensor) -> Tensor:
         return (tokens[:, None] == self.loop.stop).any(-1)
@@ -299,7 +296,7 @@ class LoopState(StepState):
         ready = torch.stack(list(self.ready)) if self.ready else torch.zeros(0, len(self.ids), dtype=torch.int64)
         tensors = dict(ids=self.ids, position=self.position, stopped=self.stopped, mask=self.mask(), ready=ready)
         tensors |= dict(stopped_on_host=self.stopped_on_host, random=self.loop.generator.get_state())
-        return {"all_stopped": self.all_stopped}, tensors
+        return {"all_stopped": self.all_stopped, "has_generated": self.has_generated}, tensors
 
     @staticmethod
     @in_mode_of_weights
@@ -319,7 +316,8 @@ class LoopState(StepState):
         state = LoopState(loop, cache, tensors["mask"].to(loop.device))
         for name, mine in {"ids": state.ids, "position": state.position, "stopped": state.stopped}.items():
             mine.copy_(tensors[name])
-        state.all_stopped = bool(values["all_stopped"])
+        state.all_stopped, state.has_generated = bool(values["all_stopped"]), bool(values["has_generated"])
+        state.may_end |= bool(state.stopped.any())  # a loop without `stop` leaves these rows stopped
         state.ready.extend(tensors["ready"])
         state.stopped_on_host = tensors["stopped_on_host"]
         loop.generator.set_state(tensors["random"])
@@ -328,6 +326,7 @@ class LoopState(StepState):
     @in_mode_of_weights
     def next(self, wanted: int) -> Tensor | None:
         """Return the next token of each row, [B], of about `wanted`; None if all conversations have stopped."""
+        self.has_generated = True
         if not self.ready and not self.all_stopped:
             self.follow_model()
             while self.pending < min(wanted, self.loop.read_interval):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -94,14 +94,33 @@ def digests(tensors: Iterable[Any]) -> set[str]:
 
 
 def settings_of(model: Any) -> dict[str, Any]:
-    """Return the entries of a model's configuration that plain JSON can hold; empty without a configuration."""
+    """Return the plain values in a model's configuration, at any depth, by dotted names; empty without one."""
     to_dict = getattr(getattr(model, "config", None), "to_dict", dict)
-    entries: dict[str, Any] = to_dict()
-    plain = {name: value for name, value in entries.items() if isinstance(value, (str, int, float, type(None)))}
-    return {name: value for name, value in plain.items() if not name.startswith("_") and name not in _RUN_SETTINGS}
+    return dict(_plain_values(to_dict(), ""))
 
 
-def differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
+def _plain_values(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yield the values that plain JSON can hold in nested dictionaries and lists, with their dotted names."""
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        if str(key).startswith("_") or key in _RUN_SETTINGS:
+            continue
+        if isinstance(inner, (dict, list, tuple)):
+            yield from _plain_values(inner, f"{prefix}{key}.")
+        elif isinstance(inner, (str, int, float, type(None))):
+            yield f"{prefix}{key}", inner
+
+
+def module_settings(model: torch.nn.Module) -> dict[str, Any]:
+    """Return the class of each module of a model and the numbers among its attributes, by dotted names."""
+    return {
+        f"{prefix}.{name}".removeprefix("."): value
+        for prefix, module in model.named_modules()
+        for name, value in {"class": type(module).__name__, **vars(module)}.items()
+        if name == "class" or (isinstance(value, (int, float, type(None))) and not name.startswith("_"))
+    }
+
+
+def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """Describe the entries in which two configurations differ; entries that one of them lacks are left out."""
     return [
         f"{name} is {current[name]!r}, not {value!r}"

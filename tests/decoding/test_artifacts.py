@@ -17,7 +17,7 @@ from torch import Tensor
 
 import kvpass
 from kvpass.cache.model_cache import caches_in
-from kvpass.decoding import artifact_folder
+from kvpass.decoding import artifact_folder, artifacts
 from kvpass.decoding.synthetic_conversation import visit_graphs
 from kvpass.errors import ArtifactError, BudgetError, PolicyError, UnsupportedGraph
 from tests.models import build, prompt, sharing_compiled_code
@@ -162,10 +162,52 @@ def test_other_models_are_refused(exported: tuple[Path, str]) -> None:
         kvpass.load(path, build("Llama", torch.bfloat16, layers=LAYERS))
 
 
+@pytest.mark.parametrize("loaded_before", [True, False])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda layer: setattr(layer.self_attn, "scaling", 3.0), r"layers.1.self_attn.scaling is 3.0, not 0.25"),
+        (lambda layer: setattr(layer.mlp, "act_fn", torch.nn.Tanh()), "layers.1.mlp.act_fn.class is 'Tanh', not 'SiLU"),
+        (lambda layer: layer.train(), "layers.1.training is True, not False"),
+    ],
+    ids=["number", "class", "training"],
+)
+def test_a_model_whose_code_has_other_constants_is_refused(
+    exported: tuple[Path, str], change: Callable[[Any], object], message: str, loaded_before: bool
+) -> None:
+    other, ids = build("Llama", layers=LAYERS), prompt(1, 11, ())[0]
+    loop = kvpass.load(exported[0], other) if loaded_before else None
+    change(other.model.layers[1])
+    with pytest.raises(ArtifactError, match=f"another configuration: .*{message}"):
+        (loop or kvpass.load(exported[0], other)).prompt(ids)
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+def test_tied_tensors_must_stay_tied(name: str) -> None:
+    """Check what calls compare: a graph reads a tied tensor once, by its first name."""
+    model = build("Llama", layers=2)
+    owner, weight = model.get_submodule(name.rpartition(".")[0]), model.get_parameter(name)
+    model.model.embed_tokens.second = weight
+    tied = artifacts._tensor_entries(model)
+    artifacts._check_tensors(tied, artifacts._tensor_entries(model))
+    owner.weight = torch.nn.Parameter(weight.clone())
+    with pytest.raises(ArtifactError, match=f"whose {name} is .*, tied to model.embed_tokens.second, and here it is"):
+        artifacts._check_tensors(tied, artifacts._tensor_entries(model))
+
+
+def test_a_loop_does_not_run_under_another_autocast(exported: tuple[Path, str]) -> None:
+    loop = kvpass.load(exported[0], build("Llama", layers=LAYERS))
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(ArtifactError, match=r"autocast is 'torch\.bfloat16', not"),
+    ):
+        loop.prompt(prompt(1, 11, ())[0])
+
+
 Change = Callable[[dict[str, Any]], object]
 CHANGES: list[tuple[Change, str]] = [
-    (lambda manifest: manifest.update(version=1), "by an older kvpass, in format 1, .* format 2: export it again"),
-    (lambda manifest: manifest.update(version=3), "by a newer kvpass, in format 3, .* reads format 2: update kvpass"),
+    (lambda manifest: manifest.update(version=2), "by an older kvpass, in format 2, .* format 3: export it again"),
+    (lambda manifest: manifest.update(version=4), "by a newer kvpass, in format 4, .* reads format 3: update kvpass"),
     (lambda manifest: manifest.update(version=None), "has the format version None, which no kvpass writes"),
     (lambda manifest: manifest.pop("version"), r"its manifest is damaged \(KeyError: 'version'\)"),
     (lambda manifest: manifest["made_by"].update(torch="2.9.0"), "exported with torch 2.9.0, and this process has 2"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -167,6 +168,61 @@ def test_a_loop_goes_on_with_equal_tokens(tmp_path: Path) -> None:
     assert torch.equal(kvpass.inspect(other).layers[0].pinned, kvpass.inspect(loop).layers[0].pinned)
 
 
+@pytest.mark.parametrize(("handed_out", "seen"), [(0, 15), (1, 16), (6, 21)])
+def test_a_save_changes_no_conversation(handed_out: int, seen: int, tmp_path: Path) -> None:
+    """Check that a further prompt continues the tokens that were handed out or decoded ahead, and no others."""
+    ids, path = prompt(2, 15, ())[0], tmp_path / "loop"
+    model, loops = build("Llama", layers=1), []
+    for saves in (False, True):
+        loops.append(kvpass.DecodeLoop(model, "h2o", budget=24, inner="eager"))
+        loops[-1].prompt(ids[:, :10])
+        loops[-1].generate(handed_out)
+        if saves:
+            kvpass.save_cache(loops[-1], path)
+    loops.append(kvpass.DecodeLoop(model, "h2o", budget=24, inner="eager"))
+    kvpass.load_cache(path, loops[-1])
+    for loop in loops:
+        loop.prompt(ids[:, 10:])
+        (layer,), (expected,) = caches_in(loop), caches_in(loops[0])
+        assert layer.length == seen
+        assert all(torch.equal(a, b) for a, b in zip(layer.slots.tensors(), expected.slots.tensors(), strict=True))
+
+
+@pytest.mark.parametrize("stops", [0, 1, 2])
+def test_rows_that_had_stopped_stay_so_in_a_loop_of_other_stops(stops: int, tmp_path: Path) -> None:
+    ids, path = prompt(2, 15, ())[0], tmp_path / "loop"
+    model = build("Llama", layers=1)
+    alone = kvpass.DecodeLoop(model, "h2o", budget=24, inner="eager")
+    alone.prompt(ids)
+    first, second = alone.generate(12)
+    stop = [token for token in range(128) if token not in first and token not in second][:stops]
+    last = next(int(token) for token in first[2:] if token not in second)
+    made, loops = [], [kvpass.DecodeLoop(model, "h2o", budget=24, inner="eager", stop=[last], pad=9)]
+    loops[0].prompt(ids)
+    loops[0].generate(8)
+    kvpass.save_cache(loops[0], path)
+    loops.append(kvpass.DecodeLoop(model, "h2o", budget=24, inner="eager", stop=stop, pad=9))
+    kvpass.load_cache(path, loops[1])
+    for loop in loops:
+        made.append(loop.generate(4))
+        loop.prompt(ids[:, :3])
+    assert torch.equal(made[0], made[1])
+    assert made[0][0].tolist() == [9] * 4
+    for ours, theirs in zip(*(caches_in(loop)[0].slots.tensors() for loop in loops), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "link to a folder"])
+def test_what_is_no_file_is_never_replaced(saved: Path, compiled: Any, tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "there"
+    make = {"folder": path.mkdir, "pipe": lambda: os.mkfifo(path), "link to a folder": lambda: path.symlink_to("/")}
+    make[kind]()
+    before, cache = path.lstat(), kvpass.load_cache(saved, compiled)
+    with pytest.raises(CacheFileError, match="cannot be written: it is there, and is no file"):
+        kvpass.save_cache(cache, path)
+    assert path.lstat() == before
+
+
 CONTINUE = """
 import sys, torch, kvpass
 from tests.models import build, prompt
@@ -229,8 +285,8 @@ def change_layer(header: dict[str, Any], layout: dict[str, Any] | None = None, *
 
 
 CHANGES: list[tuple[Change, str]] = [
-    (lambda header, _: header.update(version=1), "by an older kvpass, in format 1, .* reads format 2: run the text of"),
-    (lambda header, _: header.update(version=3), "by a newer kvpass, in format 3, .* reads format 2: update kvpass"),
+    (lambda header, _: header.update(version=2), "by an older kvpass, in format 2, .* reads format 3: run the text of"),
+    (lambda header, _: header.update(version=4), "by a newer kvpass, in format 4, .* reads format 3: update kvpass"),
     (lambda header, _: header.update(version="1"), "has the format version '1', which no kvpass writes"),
     (lambda header, _: header.pop("version"), r"its header cannot be read \(KeyError: 'version'\)"),
     (lambda header, _: header.pop("layers"), r"its header cannot be read \(KeyError"),

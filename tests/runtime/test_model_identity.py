@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import types
+from typing import Any
+
 import pytest
 import torch
 
-from kvpass.runtime.model_identity import TensorSet, belongs_to_other_layer, weak_references
+from kvpass.runtime.model_identity import (
+    TensorSet,
+    belongs_to_other_layer,
+    differences,
+    settings_of,
+    weak_references,
+)
 
 
 @pytest.mark.parametrize("gone", [True, False])
@@ -28,3 +37,25 @@ def test_a_cache_of_another_known_layer_is_recognised() -> None:
     assert belongs_to_other_layer(weak_references([there]), [here], known)
     assert not belongs_to_other_layer(weak_references([there, here]), [here], known)  # an adapter
     assert not belongs_to_other_layer((), [here], known)
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        ({"rope": {"theta": 5e5, "dtype": "float16"}}, "rope.theta is 500000.0, not 10000.0"),
+        ({"layer_types": ("full", "sliding")}, "layer_types.1 is 'sliding', not 'full'"),
+        ({"text": {"rope": [{"theta": 3}], "_name": "b"}}, "text.rope.0.theta is 3, not 2"),
+        ({"dtype": "float16", "_name": "b", "size": 2, "new": 1}, "size is 2, not 1"),
+    ],
+    ids=str,
+)
+def test_configurations_are_compared_at_any_depth(change: dict[str, Any], difference: str) -> None:
+    entries = {
+        "size": 1, "dtype": "float32", "rope": {"theta": 1e4}, "layer_types": ["full", "full"],
+        "text": {"rope": [{"theta": 2}], "_name": "a"},
+    }  # fmt: skip
+    one, other = (
+        settings_of(types.SimpleNamespace(config=types.SimpleNamespace(to_dict=lambda each=each: each)))
+        for each in (entries, entries | change)
+    )
+    assert differences(one, other) == [difference]
