@@ -252,7 +252,7 @@ def _merge_into(buffer: EncodedVectors, rows: EncodedVectors, columns: Tensor, m
     """Merge rows [B, Hkv, N, D] of the `columns` [B, H', E] into a buffer [B, Hkv, C, D]."""
     heads, cached = buffer.shape[1], upcast(buffer.read())
     into = merge.into.expand(-1, heads, -1)
-    share = torch.zeros(buffer.shape[:3], device=buffer.device)
+    share = merge.share.new_zeros(buffer.shape[:3])
     share = share.scatter_add(-1, into, merge.share.expand(-1, heads, -1))[..., None]
     total = merge.own * cached
     for start in range(0, columns.shape[-1], MERGE_BLOCK):

@@ -248,6 +248,21 @@ def test_the_nearest_do_not_depend_on_the_default_dtype(count):
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize(("merge", "kv_dtype"), [("paper", None), ("average", "int4"), ("official", "int8")])
+def test_a_prompt_is_merged_under_any_default_dtype(merge, kv_dtype):
+    q, k, v = (torch.randn(1, 2, 12, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    made = dict(prompt=12, budget=6, merge=merge, sinks=1, kv_dtype=kv_dtype, compiled=True)
+    expected = simulate("d2o", q, k, v, **made)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        got = simulate("d2o", q, k, v, **made)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(got.positions, expected.positions)
+    assert torch.equal(got.keys, expected.keys)
+    assert torch.equal(got.values, expected.values)
+
+
 def test_zero_vectors_have_the_cosine_zero():
     held, position = (
         torch.stack([torch.zeros(8), torch.ones(8), -torch.ones(8)])[None, None],
