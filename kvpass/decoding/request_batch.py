@@ -39,7 +39,6 @@ class RequestBatch(StepState):
         max_new_tokens: int64 [R], the largest number of tokens for each row.
         stops: int64 [R, MOST_STOPS], the stop tokens of each row, -1 after the last.
         sampling: the settings of sampling of each row.
-        caches: the cache of each layer, with R rows.
     """
 
     def __init__(self, loop: LoopSettings, cache: Any, rows: int) -> None:
@@ -48,7 +47,6 @@ class RequestBatch(StepState):
         self.generated, self.max_new_tokens = self.position.new_zeros(rows), self.position.new_ones(rows)
         self.stops = self.position.new_full((rows, MOST_STOPS), -1)
         self.sampling = RowSampling.of(rows, loop.device)
-        self.caches = caches_in(cache)
 
     @staticmethod
     def of(loop: LoopSettings, cache: Any, rows: int) -> RequestBatch:
@@ -132,6 +130,7 @@ class RequestBatch(StepState):
         for layer in self.caches:
             _pad_left(layer.slots, by)
             layer.length += by
+        self.seen += by
         if self.step is None:
             self.cache = refresh_handles(self.cache, by)
 
@@ -147,7 +146,8 @@ class RequestBatch(StepState):
             self.advance()
             if ended is not None and int(self.stopped.sum()) > ended:
                 break
-        columns: list[list[int]] = self.read_tokens().tolist()
+        columns: list[list[int]] = self.unread_tokens().tolist()
+        self.pending = 0
         return columns
 
     def refresh_cache_object(self) -> None:
