@@ -142,7 +142,7 @@ class RequestBatch(StepState):
         self.follow_model()
         exact = exact and bool(self.caches[0].clocks)
         ended = int(self.stopped.sum()) if exact or self.stopped.device.type == "cpu" else None
-        for _ in range(count):
+        for _ in range(min(count, len(self.token_buffer))):
             self.advance()
             if ended is not None and int(self.stopped.sum()) > ended:
                 break

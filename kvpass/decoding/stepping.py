@@ -350,7 +350,7 @@ class LoopState(StepState):
         """Return the next token of each row, [B], of about `wanted`; None if all conversations have stopped."""
         if not self.ready and not self.all_stopped:
             self.follow_model()
-            while self.pending < min(wanted, self.loop.read_interval):
+            while self.pending < min(wanted, len(self.token_buffer)):
                 self.advance()
             self._read_tokens()
         return self.ready.popleft() if self.ready else None

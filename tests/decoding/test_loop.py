@@ -315,6 +315,15 @@ def test_tokens_before_an_error_are_handed_out_later() -> None:
     assert torch.equal(loop.generate(12), greedy(model, ids, mask, 12, eos_token_id=-1))
 
 
+@pytest.mark.parametrize("interval", [2, 7, 100])
+def test_a_loop_may_be_read_at_another_interval(interval: int) -> None:
+    model, (ids, mask) = llama(), prompt(2, 9, ())
+    loop = loop_on(model, read_interval=4)
+    loop.prompt(ids, mask)
+    loop.read_interval = interval
+    assert torch.equal(loop.generate(12), greedy(model, ids, mask, 12, eos_token_id=-1))
+
+
 @pytest.mark.parametrize("forget", ["reset", "branch"])
 def test_a_stream_ends_with_its_conversation(forget: str) -> None:
     loop, (ids, _) = loop_on(llama(), read_interval=4), prompt(1, 9, ())

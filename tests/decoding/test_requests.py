@@ -403,12 +403,21 @@ def test_tokens_that_tie_with_the_last_of_top_k_are_drawn_too(top_k: int, temper
     assert torch.equal(sampling._keep_top_k(logits / temperature, min(top_k, 9)) > -torch.inf, expected)
 
 
-@pytest.mark.parametrize("temperature", [1e-40, 1e-20, 1e-6])
+@pytest.mark.parametrize("temperature", [1e-320, 1e-40, 1e-20, 1e-6])
 def test_a_temperature_near_zero_draws_the_most_likely_token(temperature: float) -> None:
     logits = torch.tensor([[1.0, 90.0, 89.0, -90.0]])
     settings = sampling.Sampling(temperature=temperature)
     assert settings.choose(logits, settings.generator(torch.device("cpu"))).item() == 1
     assert one_row(settings).choose(logits, torch.zeros(1, dtype=torch.int64)).item() == 1
+
+
+@pytest.mark.parametrize("temperature", [1e31, 1e39, 1e308])
+def test_a_temperature_beyond_float32_is_refused(temperature: float) -> None:
+    loop = serving_loop()
+    with pytest.raises(kvpass.PolicyError, match="temperature"):
+        loop.add([3], temperature=temperature)
+    with pytest.raises(kvpass.PolicyError, match="temperature"):
+        serving_loop(temperature=temperature)
 
 
 def test_noise_is_precise_near_zero_and_finite(monkeypatch: pytest.MonkeyPatch) -> None:
