@@ -237,6 +237,7 @@ def _pad_left(slots: AnySlots, by: int) -> None:
     for part in slots.by_class:
         part.index.copy_(torch.where(part.position >= 0, (part.index + by).clamp(min=0), part.index))
         part.length.add_(by)
+        part.seen.clamp_(max=part.length)  # of a free row, which may have seen more tokens than those in use
 
 
 def _row_of(layer: LayerCache, row: int, seen: int) -> LayerCache:

@@ -104,6 +104,16 @@ def test_steps_that_compact(name: str, options: dict[str, object]) -> None:
     each_is_as_alone(name, **options)
 
 
+@pytest.mark.parametrize("longer", [8, 17, 30])
+def test_rows_become_shorter_before_a_step_is_repeated(longer: int) -> None:
+    """Check a step through the model beside a free row whose request had seen more tokens than the rows now have."""
+    loop, ids = serving_loop(policy="full", budget=40), prompts((longer, 5))
+    names = [loop.add(one, max_new_tokens=most) for one, most in zip(ids, (2, 8), strict=True)]
+    done = ended(loop)
+    expected = alone(loop.model, ids[1], 8, policy="full", budget=40)
+    assert done[names[1]].generated_tokens == expected, done[names[1]].error
+
+
 def test_rows_draw_by_their_own_settings() -> None:
     shares = torch.tensor([0.05, 0.05, 0.25, 0.65])
     rows = [(dict(temperature=0.0), [3]), (dict(temperature=1.0, top_k=2), [2, 3])]
