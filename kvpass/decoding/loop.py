@@ -373,7 +373,8 @@ class DecodeLoop:
         Raises:
             PolicyError: a loop without rows.
         """
-        return self._scheduler().cancel(request_id)
+        with self.lock:
+            return self._scheduler().cancel(request_id)
 
     @property
     def pending(self) -> int:
