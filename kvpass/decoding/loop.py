@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
@@ -27,7 +28,7 @@ from kvpass.decoding.prefill import last_of, prefix_mask
 from kvpass.decoding.requests import RAISES_REQUEST_ERROR, GenerationOutput, Prompt
 from kvpass.decoding.sampling import Sampling, Seed, Temperature, TopK, TopP
 from kvpass.decoding.scheduler import RequestScheduler
-from kvpass.decoding.stepping import LoopState, ModelParts, in_mode_of_weights
+from kvpass.decoding.stepping import INTERRUPTED, LoopState, ModelParts, in_mode_of_weights
 from kvpass.decoding.synthetic_conversation import visit_graphs
 from kvpass.decoding.token_inputs import PaddingMask, TokenIds, padding_mask
 from kvpass.errors import CacheHandleError, PolicyError
@@ -56,6 +57,8 @@ class DecodeLoop:
     >>> name = loop.add(ids, max_new_tokens=200)
     >>> for output in loop:              # a `GenerationOutput` for each request with new tokens
     ...     ...
+
+    Calls from several threads take turns.
 
     Attributes:
         read_interval: the number of steps after which the host reads the tokens, to hand them out and to see which
@@ -119,7 +122,8 @@ class DecodeLoop:
         self.caller = ModelCall.of(self.compiled, model)
         self.stop = torch.tensor(list(stop), dtype=torch.int64, device=self.device)
         self.state: LoopState | None = None
-        self.prefix: Any = None
+        self.prefix, self.prefix_length = None, 0
+        self.lock = threading.RLock()
         self.requests = None if rows is None else RequestScheduler(self, rows)
 
     def _compile_model(self) -> Callable[..., Any]:
@@ -186,7 +190,7 @@ class DecodeLoop:
             on_top: hold them in addition to the budget, see `kvpass.prefill`.
 
         Raises:
-            CacheHandleError: a further prompt has another number of rows.
+            CacheHandleError: a further prompt has another number of rows, or an error has interrupted the one before.
             PolicyError: an invalid argument, a token outside of the vocabulary, a loop of requests, or pins under a
                 policy that allows none.
             BudgetError: pinned tokens leave less of the budget than the policy needs.
@@ -201,6 +205,7 @@ class DecodeLoop:
         if old is not None:
             if len(ids) != len(old.ids):
                 raise CacheHandleError(f"a further prompt of {len(ids)} rows for a loop of {len(old.ids)}")
+            old.check_whole()
             old.refresh_cache_object()
             last = old.ids[:, : int(old.has_generated)]
             ids, mask = torch.cat([last, ids], 1), torch.cat([torch.ones_like(last), mask], 1)
@@ -209,6 +214,8 @@ class DecodeLoop:
         before, whole = self.prefix if old is None else old.cache, mask
         if before is not None:
             seen = prefix_mask(before, self.backend.cache_settings) if old is None else old.mask()
+            if old is None and seen.shape[1] != self.prefix_length:
+                raise CacheHandleError(INTERRUPTED)
             if len(seen) != len(mask):
                 raise CacheHandleError(f"a prompt of {len(mask)} rows behind a prefix of {len(seen)}")
             whole = torch.cat([seen, mask], 1)
@@ -239,7 +246,7 @@ class DecodeLoop:
             PolicyError: a loop of requests, which have their prefix in `add`.
         """
         require(self.requests is None, "rows", self._rows, "a loop of requests takes prefixes by `add`")
-        prefix_mask(cache, self.backend.cache_settings)
+        self.prefix_length = prefix_mask(cache, self.backend.cache_settings).shape[1]
         self.state, self.prefix = None, copy.deepcopy(cache)
 
     @check_arguments
@@ -254,14 +261,13 @@ class DecodeLoop:
             tokens: the largest number of tokens.
 
         Raises:
-            CacheHandleError: there was no prompt.
+            CacheHandleError: there was no prompt, or an error has interrupted a prompt or a step.
             UnsupportedGraph: the model's decode step cannot be repeated.
         """
         require(self.requests is None, "rows", self._rows, "a loop of requests decodes by `step`")
-        if self.state is None:
-            raise CacheHandleError("a DecodeLoop needs a prompt before it can decode")
+        self._conversation()
         for left in range(tokens, 0, -1):
-            result = self.state.next(left)
+            result = self._conversation().next(left)
             if result is None:
                 return
             yield result
@@ -270,15 +276,29 @@ class DecodeLoop:
     def generate(self, tokens: Natural) -> Tensor:
         """Return all tokens of `stream`, int64 [B, n] on the CPU.
 
+        If there is an error, the next `stream` or `generate` begins with the tokens before it.
+
         Args:
             tokens: the largest number of tokens n.
 
         Raises:
             CacheHandleError, UnsupportedGraph: see `stream`.
         """
-        result = list(self.stream(tokens))
-        rows = 0 if self.state is None else len(self.state.ids)
+        result: list[Tensor] = []
+        try:
+            result.extend(self.stream(tokens))
+        except BaseException:
+            if self.state is not None:
+                self.state.ready.extendleft(reversed(result))
+            raise
+        rows = len(self._conversation().ids)
         return torch.stack(result, 1) if result else torch.zeros(rows, 0, dtype=torch.int64)
+
+    def _conversation(self) -> LoopState:
+        """Return the state of the conversations, or raise CacheHandleError before the first prompt."""
+        if self.state is None:
+            raise CacheHandleError("a DecodeLoop needs a prompt before it can decode")
+        return self.state
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -337,7 +357,8 @@ class DecodeLoop:
             (default.seed + requests.number) % PRIME if seed is None else seed,
         )
         ends = self.stop.tolist() if stop is None else stop
-        return requests.add(ids, request_id, max_new_tokens, ends, Sampling(*settings), pin, on_top, prefix, keep)
+        with self.lock:
+            return requests.add(ids, request_id, max_new_tokens, ends, Sampling(*settings), pin, on_top, prefix, keep)
 
     @check_arguments
     def cancel(self, request_id: str) -> bool:
@@ -352,7 +373,8 @@ class DecodeLoop:
         Raises:
             PolicyError: a loop without rows.
         """
-        return self._scheduler().cancel(request_id)
+        with self.lock:
+            return self._scheduler().cancel(request_id)
 
     @property
     def pending(self) -> int:
@@ -374,9 +396,12 @@ class DecodeLoop:
         return self._scheduler().step()
 
     def __iter__(self) -> Iterator[GenerationOutput]:
-        """Yield the outputs of `step` until no request is pending; requests may be added and cancelled in between."""
-        while self.pending:
-            yield from self.step()
+        """Yield the outputs of `step` until no request is pending; requests may be added and cancelled in between.
+
+        If the iteration is left early, the next one, or the next `step`, begins with the outputs that are left.
+        """
+        while output := self._scheduler().pop_output(self.step):
+            yield output
 
     @check_arguments
     def generate_batch(self, inputs: Sequence[Any], **how: Any) -> dict[str, GenerationOutput]:

@@ -39,7 +39,6 @@ class RequestBatch(StepState):
         max_new_tokens: int64 [R], the largest number of tokens for each row.
         stops: int64 [R, MOST_STOPS], the stop tokens of each row, -1 after the last.
         sampling: the settings of sampling of each row.
-        caches: the cache of each layer, with R rows.
     """
 
     def __init__(self, loop: LoopSettings, cache: Any, rows: int) -> None:
@@ -48,7 +47,6 @@ class RequestBatch(StepState):
         self.generated, self.max_new_tokens = self.position.new_zeros(rows), self.position.new_ones(rows)
         self.stops = self.position.new_full((rows, MOST_STOPS), -1)
         self.sampling = RowSampling.of(rows, loop.device)
-        self.caches = caches_in(cache)
 
     @staticmethod
     def of(loop: LoopSettings, cache: Any, rows: int) -> RequestBatch:
@@ -132,6 +130,7 @@ class RequestBatch(StepState):
         for layer in self.caches:
             _pad_left(layer.slots, by)
             layer.length += by
+        self.seen += by
         if self.step is None:
             self.cache = refresh_handles(self.cache, by)
 
@@ -143,11 +142,12 @@ class RequestBatch(StepState):
         self.follow_model()
         exact = exact and bool(self.caches[0].clocks)
         ended = int(self.stopped.sum()) if exact or self.stopped.device.type == "cpu" else None
-        for _ in range(count):
+        for _ in range(min(count, len(self.token_buffer))):
             self.advance()
             if ended is not None and int(self.stopped.sum()) > ended:
                 break
-        columns: list[list[int]] = self.read_tokens().tolist()
+        columns: list[list[int]] = self.unread_tokens().tolist()
+        self.pending = 0
         return columns
 
     def refresh_cache_object(self) -> None:
@@ -237,6 +237,7 @@ def _pad_left(slots: AnySlots, by: int) -> None:
     for part in slots.by_class:
         part.index.copy_(torch.where(part.position >= 0, (part.index + by).clamp(min=0), part.index))
         part.length.add_(by)
+        part.seen.clamp_(max=part.length)  # of a free row, which may have seen more tokens than those in use
 
 
 def _row_of(layer: LayerCache, row: int, seen: int) -> LayerCache:

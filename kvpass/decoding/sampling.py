@@ -8,10 +8,10 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from kvpass.arguments import Condition, Natural, Positive, at_least
+from kvpass.arguments import Condition, Natural, Positive, between
 from kvpass.policies.hashing import PRIME, mix
 
-Temperature = Annotated[float, at_least(0)]
+Temperature = Annotated[float, between(0, 1e30)]  # logits are divided by it in float32
 TopK = Positive
 TopP = Annotated[float, Condition("above 0 and up to 1", lambda share: 0 < share <= 1)]
 Seed = Natural
@@ -40,7 +40,7 @@ class Sampling:
 
     def choose(self, logits: Tensor, generator: torch.Generator) -> Tensor:
         """Return the next tokens, int64 [B], from logits [B, vocabulary]."""
-        if self.temperature == 0:
+        if self.temperature < 1e-30:
             return logits.argmax(-1)
         logits = _sharpen(logits, self.temperature)
         if self.top_k is not None:

@@ -147,15 +147,22 @@ class RequestScheduler:
     @property
     def pending(self) -> int:
         """Number of requests whose last output has not been handed out."""
-        return len(self.known)
+        return len(self._taken_names())
 
     @in_mode_of_weights
     def step(self) -> list[GenerationOutput]:
         """Prefill one chunk of a prompt, then decode unless that ended the prompt; see `DecodeLoop.step`."""
-        self._drop_finished()
-        if not self._prefill():
-            self._decode()
-        self._drop_finished()
+        try:
+            self._drop_finished()
+            if not self._prefill():
+                self._decode()
+            self._drop_finished()
+        except Exception:
+            raise
+        except BaseException:  # such as KeyboardInterrupt, in the middle of anything
+            self.batch, self.rows, self.prefilling = None, {}, None
+            self.queue = collections.deque(request for request in self.known.values() if not request.finished)
+            raise
         outputs = [request.next_output() for request in self.known.values()]
         result, self.undelivered = [*self.undelivered, *(output for output in outputs if output is not None)], []
         for output in result:
@@ -163,26 +170,30 @@ class RequestScheduler:
                 self.known.pop(output.request_id, None)
         return result
 
+    def pop_output(self, step: Callable[[], list[GenerationOutput]]) -> GenerationOutput | None:
+        """Return the next output, for which `step` is called as often as it takes; None if no request is pending."""
+        with self.loop.lock:
+            while self.pending and not self.undelivered:
+                self.undelivered = step()
+            return self.undelivered.pop(0) if self.undelivered else None
+
     def run_all(self, adding: Sequence[Callable[[], str]]) -> dict[str, GenerationOutput]:
         """Add requests and decode them until all have finished; see `DecodeLoop.generate_batch`."""
         done: dict[str, GenerationOutput] = {}
         names: list[str] = []
-        others: list[GenerationOutput] = []
         try:
             for add in adding:
                 names.append(self._add_or_fail(add, done))
         except BaseException:  # none of these requests has begun, and nobody would read their outputs
             self._forget(names)
             raise
-        try:
-            while any(name not in done for name in names):
-                for output in self.step():
-                    if output.request_id not in names:
-                        others.append(output)
-                    elif output.is_finished():
-                        done[output.request_id] = output
-        finally:  # outputs of other requests, for the next call of `step`
-            self.undelivered = [*others, *self.undelivered]
+        while any(name not in done for name in names):
+            with self.loop.lock:
+                outputs = self.step()
+                self.undelivered = [output for output in outputs if output.request_id not in names]
+            done |= {
+                output.request_id: output for output in outputs if output.request_id in names and output.is_finished()
+            }
         return {name: done[name] for name in names}
 
     def _add_or_fail(self, add: Callable[[], str], done: dict[str, GenerationOutput]) -> str:

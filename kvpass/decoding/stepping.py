@@ -7,6 +7,7 @@ import collections
 import functools
 import itertools
 import operator
+import threading
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from kvpass.cache.model_cache import caches_in, refresh_handles
 from kvpass.decoding.model_call import ModelCall
 from kvpass.decoding.prefill import with_dynamic_length
 from kvpass.decoding.sampling import Sampling
-from kvpass.errors import CacheFileError, KVPassWarning, UnsupportedGraph
+from kvpass.errors import CacheFileError, CacheHandleError, KVPassWarning, UnsupportedGraph
 from kvpass.runtime import cache_changes, clocks
 from kvpass.runtime.run_events import collect_runs
 from kvpass.runtime.step_execution import StepExecutor, StepInputs, StepKey, StepResult, step_key
@@ -35,6 +36,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 COMPUTED_OUTSIDE = (
     "this model computes {} outside of the graph of its decode step, so its Python code runs at every step, which "
     "takes longer: see what breaks the graph with TORCH_LOGS=graph_breaks"
+)
+INTERRUPTED = (
+    "a prompt or a step of this loop was interrupted by an error, or its cache has gone on outside of the loop: call "
+    "reset() and start again from the prompt"
 )
 NO_LOGITS = (
     "the logits of this model are not computed in the graph of its attention, which is all that a decode loop repeats: "
@@ -128,17 +133,20 @@ class LoopSettings(Protocol):
     sampling: Sampling
     generator: torch.Generator
     caller: ModelCall
+    lock: threading.RLock
 
 
 def in_mode_of_weights(function: F) -> F:
     """Decorate a method of a loop: run it without gradients, in inference mode if the weights are inference tensors.
 
     Steps write in place to tensors of earlier calls, and torch allows that for tensors of inference mode only there.
+    Calls from several threads take turns.
     """
 
     @functools.wraps(function)
     def run(first: Any, *arguments: Any, **named: Any) -> Any:
-        with torch.inference_mode(getattr(first, "loop", first).in_inference_mode), torch.no_grad():
+        loop = getattr(first, "loop", first)
+        with loop.lock, torch.inference_mode(loop.in_inference_mode), torch.no_grad():
             return function(first, *arguments, **named)
 
     return cast(F, run)
@@ -156,6 +164,8 @@ class StepState(abc.ABC):
         cursor: int64 [1], the number of these tokens.
         pending: the same number on the host.
         may_end: whether a row can stop.
+        caches: the cache of each layer.
+        seen: the number of tokens that the caches had seen when `ids` was chosen, padding included.
     """
 
     may_end = True
@@ -166,6 +176,8 @@ class StepState(abc.ABC):
         self.stopped = torch.zeros_like(position[:, 0], dtype=torch.bool)
         self.token_buffer = position.new_full((loop.read_interval, len(position)), loop.pad)
         self.cursor, self.pending = position.new_zeros(1), 0
+        self.caches = caches_in(cache)
+        self.seen = self.caches[0].length if self.caches else 0
         self.step: RepeatedStep | None = None
 
     @abc.abstractmethod
@@ -198,18 +210,26 @@ class StepState(abc.ABC):
         if self.step is not None and self.loop.parts.has_changed():
             self.step.forget()
 
+    def check_whole(self) -> None:
+        """Raise CacheHandleError if the caches are not as they were when the last tokens were chosen."""
+        if any(cache.interrupted or cache.length != self.seen for cache in self.caches):
+            raise CacheHandleError(INTERRUPTED)
+
     def advance(self) -> None:
         """Generate one token for every row."""
+        self.check_whole()
+        if not self.pending:
+            self.cursor.zero_()
         if self.step is None or not self.step.run():
             self._run_model()
-        self.pending += 1
+        self.pending, self.seen = self.pending + 1, self.seen + 1
 
-    def read_tokens(self) -> Tensor:
-        """Return the tokens that the host has not read, int64 [n, B] on the CPU."""
-        columns = self.token_buffer[: self.pending].to("cpu", copy=True)  # waits for the device
-        self.cursor.zero_()
-        self.pending = 0
-        return columns
+    def unread_tokens(self) -> Tensor:
+        """Return the tokens that the host has not read, int64 [n, B] on the CPU.
+
+        The caller sets `pending` to zero when it has them.
+        """
+        return self.token_buffer[: self.pending].to("cpu", copy=True)  # waits for the device
 
     def _run_model(self) -> None:
         """Run a decode step through the model: Dynamo traces it or the runtime specialises it, for repeated steps."""
@@ -255,8 +275,8 @@ class StepState(abc.ABC):
     def refresh_cache_object(self) -> None:
         """Update the model's own cache object to the present count of tokens."""
         if self.step is not None:
-            self.cache = refresh_handles(self.cache, self.step.steps_since_refresh)
-            self.step.steps_since_refresh = 0
+            steps, self.step.steps_since_refresh = self.step.steps_since_refresh, 0
+            self.cache = refresh_handles(self.cache, steps)
 
 
 class LoopState(StepState):
@@ -282,8 +302,7 @@ class LoopState(StepState):
         return (tokens[:, None] == self.loop.stop).any(-1)
 
     def mask(self) -> Tensor:
-        count = 0 if self.step is None else self.step.caches[0].length - self.prompt_mask.shape[1]
-        steps = torch.arange(count, device=self.prompt_mask.device)
+        steps = torch.arange(self.seen - self.prompt_mask.shape[1], device=self.prompt_mask.device)
         # A row's real tokens are those of its prompts and then one per step, up to the step where it stopped.
         generated = self.position + self.stopped[:, None] - self.prompt_mask.sum(-1, keepdim=True)
         return torch.cat([self.prompt_mask, (steps < generated).to(self.prompt_mask.dtype)], 1)
@@ -291,8 +310,9 @@ class LoopState(StepState):
     @in_mode_of_weights
     def to_saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return plain values and tensors from which `of_saved` makes this state again."""
+        self.check_whole()
         if self.pending:
-            self.ready.extend(self._read_used())
+            self._read_tokens()
         ready = torch.stack(list(self.ready)) if self.ready else torch.zeros(0, len(self.ids), dtype=torch.int64)
         tensors = dict(ids=self.ids, position=self.position, stopped=self.stopped, mask=self.mask(), ready=ready)
         tensors |= dict(stopped_on_host=self.stopped_on_host, random=self.loop.generator.get_state())
@@ -329,17 +349,19 @@ class LoopState(StepState):
         self.has_generated = True
         if not self.ready and not self.all_stopped:
             self.follow_model()
-            while self.pending < min(wanted, self.loop.read_interval):
+            while self.pending < min(wanted, len(self.token_buffer)):
                 self.advance()
-            self.ready.extend(self._read_used())
+            self._read_tokens()
         return self.ready.popleft() if self.ready else None
 
-    def _read_used(self) -> list[Tensor]:
-        """Return the tokens that the host has not read, without steps before which every row had stopped."""
-        columns = self.read_tokens()
+    def _read_tokens(self) -> None:
+        """Make the tokens that the host has not read `ready`, without steps before which every row had stopped."""
+        columns = self.unread_tokens()
         over = (torch.isin(columns, self.loop.stop.cpu()) | self.stopped_on_host).cumsum(0) > 0
-        self.stopped_on_host, self.all_stopped = over[-1], bool(over[-1].all())
-        return list(columns[: 1 + int((~over[:-1]).any(-1).sum())])
+        used, ended = columns[: 1 + int((~over[:-1]).any(-1).sum())], bool(over[-1].all())
+        ready = collections.deque([*self.ready, *used])
+        # at once, so that an interrupt neither loses nor repeats a token
+        self.ready, self.pending, self.stopped_on_host, self.all_stopped = ready, 0, over[-1], ended
 
     def choose(self, logits: Tensor) -> None:
         self._record(self.loop.sampling.choose(logits[:, -1], self.loop.generator))

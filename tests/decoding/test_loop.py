@@ -306,6 +306,35 @@ def test_a_stream_that_is_left_early_loses_nothing() -> None:
         assert torch.equal(torch.stack(got, 1), expected)
 
 
+def test_tokens_before_an_error_are_handed_out_later() -> None:
+    model, (ids, mask) = llama(), prompt(2, 9, ())
+    loop = loop_on(model, policy="full", budget=20, read_interval=4)
+    loop.prompt(ids, mask)
+    with pytest.raises(kvpass.BudgetError, match="is full"):
+        loop.generate(16)
+    assert torch.equal(loop.generate(12), greedy(model, ids, mask, 12, eos_token_id=-1))
+
+
+@pytest.mark.parametrize("interval", [2, 7, 100])
+def test_a_loop_may_be_read_at_another_interval(interval: int) -> None:
+    model, (ids, mask) = llama(), prompt(2, 9, ())
+    loop = loop_on(model, read_interval=4)
+    loop.prompt(ids, mask)
+    loop.read_interval = interval
+    assert torch.equal(loop.generate(12), greedy(model, ids, mask, 12, eos_token_id=-1))
+
+
+@pytest.mark.parametrize("forget", ["reset", "branch"])
+def test_a_stream_ends_with_its_conversation(forget: str) -> None:
+    loop, (ids, _) = loop_on(llama(), read_interval=4), prompt(1, 9, ())
+    loop.prompt(ids)
+    stream = loop.stream(9)
+    next(stream)
+    loop.reset() if forget == "reset" else loop.branch(loop.cache)
+    with pytest.raises(kvpass.CacheHandleError, match="needs a prompt"):
+        next(stream)
+
+
 def test_a_row_that_has_stopped_stays_within_the_positions_of_the_model() -> None:
     """Check that a stopped row is fed at the position of its last token, not at later positions."""
     model, (ids, mask) = build("GPT2", layers=1), prompt(2, 9, (0, 6))

@@ -104,6 +104,16 @@ def test_steps_that_compact(name: str, options: dict[str, object]) -> None:
     each_is_as_alone(name, **options)
 
 
+@pytest.mark.parametrize("longer", [8, 17, 30])
+def test_rows_become_shorter_before_a_step_is_repeated(longer: int) -> None:
+    """Check a step through the model beside a free row whose request had seen more tokens than the rows now have."""
+    loop, ids = serving_loop(policy="full", budget=40), prompts((longer, 5))
+    names = [loop.add(one, max_new_tokens=most) for one, most in zip(ids, (2, 8), strict=True)]
+    done = ended(loop)
+    expected = alone(loop.model, ids[1], 8, policy="full", budget=40)
+    assert done[names[1]].generated_tokens == expected, done[names[1]].error
+
+
 def test_rows_draw_by_their_own_settings() -> None:
     shares = torch.tensor([0.05, 0.05, 0.25, 0.65])
     rows = [(dict(temperature=0.0), [3]), (dict(temperature=1.0, top_k=2), [2, 3])]
@@ -403,12 +413,21 @@ def test_tokens_that_tie_with_the_last_of_top_k_are_drawn_too(top_k: int, temper
     assert torch.equal(sampling._keep_top_k(logits / temperature, min(top_k, 9)) > -torch.inf, expected)
 
 
-@pytest.mark.parametrize("temperature", [1e-40, 1e-20, 1e-6])
+@pytest.mark.parametrize("temperature", [1e-320, 1e-40, 1e-20, 1e-6])
 def test_a_temperature_near_zero_draws_the_most_likely_token(temperature: float) -> None:
     logits = torch.tensor([[1.0, 90.0, 89.0, -90.0]])
     settings = sampling.Sampling(temperature=temperature)
     assert settings.choose(logits, settings.generator(torch.device("cpu"))).item() == 1
     assert one_row(settings).choose(logits, torch.zeros(1, dtype=torch.int64)).item() == 1
+
+
+@pytest.mark.parametrize("temperature", [1e31, 1e39, 1e308])
+def test_a_temperature_beyond_float32_is_refused(temperature: float) -> None:
+    loop = serving_loop()
+    with pytest.raises(kvpass.PolicyError, match="temperature"):
+        loop.add([3], temperature=temperature)
+    with pytest.raises(kvpass.PolicyError, match="temperature"):
+        serving_loop(temperature=temperature)
 
 
 def test_noise_is_precise_near_zero_and_finite(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +14,9 @@ import torch
 
 import kvpass
 from kvpass import GenerationOutput
+from kvpass.decoding import request_batch, scheduler
 from tests.decoding.test_requests import LENGTHS, MOST, alone, ended, prompts, serving_loop
+from tests.decoding.test_stepping import interrupting
 from tests.models import build
 
 
@@ -159,7 +164,7 @@ def test_bad_input(served: Served) -> None:
     assert [output.status.name for output in done] == ["FINISHED", "FAILED", "FAILED", "FINISHED"]
     assert "empty" in str(done[1].error)
     assert "300" in str(done[2].error)
-    assert next(iter(loop)).request_id == "mine"
+    assert {output.request_id for output in loop} == {"mine"}
 
 
 def test_a_row_holds_its_own_request_alone(served: Served) -> None:
@@ -178,3 +183,68 @@ def test_a_row_holds_its_own_request_alone(served: Served) -> None:
         )
     assert all(torch.equal(a, b) for a, b in zip(held[0], held[2], strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(held[0], held[1], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (scheduler.RequestScheduler, "_start"),
+        (scheduler, "caches_in"),
+        (request_batch.RequestBatch, "insert"),
+        (request_batch.RequestBatch, "advance"),
+        (request_batch.RequestBatch, "held_tokens"),
+    ],
+)
+def test_requests_go_on_after_an_interrupt(
+    owner: Any, name: str, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, said = served.loop, served.said
+    names = [loop.add(ids, max_new_tokens=most) for ids, most in zip(prompts(), MOST, strict=True)]
+    seen: list[GenerationOutput] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, interrupting(getattr(owner, name), 2))
+        with pytest.raises(KeyboardInterrupt, match="by the user"):
+            seen.extend(loop)
+    for _ in range(50):  # each step of a loop that has lost a request would do nothing
+        seen += loop.step()
+    assert loop.pending == 0
+    done = {output.request_id: output.generated_tokens for output in seen if output.is_finished()}
+    assert done == {name: said[n][:most] for name, n, most in zip(names, LENGTHS, MOST, strict=True)}
+    for request, tokens in done.items():
+        assert tokens == [token for output in seen if output.request_id == request for token in output.new_tokens]
+
+
+@pytest.mark.parametrize("taken", [1, 2, 4])
+def test_an_iteration_that_is_left_early_loses_no_output(taken: int, served: Served) -> None:
+    loop = served.loop
+    names = [loop.add(ids, max_new_tokens=1) for ids in prompts((5, 9, 5))]  # the second and third end in one step
+    names += [loop.add(ids, max_new_tokens=6) for ids in prompts((9, 5))]
+    seen = list(itertools.islice(loop, taken))
+    while loop.pending:
+        seen += itertools.islice(loop, taken)
+    done = [output.request_id for output in seen if output.is_finished()]
+    assert sorted(done) == sorted(names)
+    for name in names:
+        parts = [output for output in seen if output.request_id == name]
+        assert [token for output in parts for token in output.new_tokens] == parts[-1].generated_tokens
+
+
+def test_threads_take_turns(served: Served) -> None:
+    loop, said = served.loop, served.said
+    found: dict[int, list[list[int]]] = {}
+
+    def ask(thread: int) -> None:
+        outputs = loop.generate_batch(prompts((5, 9, 3)), max_new_tokens=7)
+        found[thread] = [output.generated_tokens for output in outputs.values()]
+
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(3)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert found == {thread: [said[n][:7] for n in (5, 9, 3)] for thread in range(3)}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,9 @@ import torch
 from torch import Tensor
 
 import kvpass
+from kvpass.decoding import stepping
+from kvpass.decoding.sampling import Sampling
+from kvpass.runtime import step_execution
 from tests.models import build, discard_compiled_code, prompt
 
 TOKENS = 8
@@ -102,3 +108,88 @@ def test_an_export_of_a_model_that_embeds_outside_of_its_graph_is_refused(tmp_pa
     model = Broken(build("Llama", layers=1), "embeddings")
     with pytest.raises(kvpass.UnsupportedGraph, match="its token ids are not read in its graph"):
         kvpass.export(model, tmp_path / "exported", "streaming", budget=16)
+
+
+@functools.cache
+def loop_on(policy: str, budget: int) -> kvpass.DecodeLoop:
+    model = build("Llama", layers=1)
+    return kvpass.DecodeLoop(model, policy, budget=budget, inner="eager", read_interval=4, prefill_chunk=4)
+
+
+def uninterrupted(loop: kvpass.DecodeLoop, ids: torch.Tensor) -> list[int]:
+    loop.reset()
+    loop.prompt(ids)
+    tokens: list[int] = loop.generate(12)[0].tolist()
+    return tokens
+
+
+def interrupting(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
+    """Return a function that raises KeyboardInterrupt once it has done its work so many times."""
+    count = itertools.count(1)
+
+    def interrupted(*given: Any, **named: Any) -> Any:
+        result = function(*given, **named)
+        if next(count) == calls:
+            raise KeyboardInterrupt("by the user")
+        return result
+
+    return interrupted
+
+
+@pytest.mark.usefixtures("shared_traces")
+@pytest.mark.parametrize(
+    ("owner", "name", "is_whole"),
+    [
+        (Sampling, "choose", False),
+        (step_execution, "advance_counts", False),
+        (stepping.StepState, "check_whole", True),
+        (stepping.StepState, "unread_tokens", True),
+    ],
+)
+def test_an_interrupted_step_loses_no_token_or_is_noticed(
+    owner: Any, name: str, is_whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, (ids, _) = loop_on("h2o", 8), prompt(1, 9, ())
+    expected = uninterrupted(loop, ids)
+    loop.reset()
+    loop.prompt(ids)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, interrupting(getattr(owner, name), 3))
+        with pytest.raises(KeyboardInterrupt, match="by the user"):
+            loop.generate(12)
+    if is_whole:
+        assert loop.generate(12)[0].tolist() == expected
+    for use in (lambda: loop.generate(12), lambda: loop.prompt(ids)) if not is_whole else ():
+        with pytest.raises(kvpass.CacheHandleError, match="interrupted by an error"):
+            use()
+    assert uninterrupted(loop, ids) == expected
+
+
+def too_long(loop: kvpass.DecodeLoop, ids: torch.Tensor) -> None:
+    with pytest.raises(kvpass.BudgetError, match="is full"):
+        loop.prompt(ids.repeat(1, 3))
+
+
+def continued_outside(loop: kvpass.DecodeLoop, ids: torch.Tensor) -> None:
+    with torch.no_grad():
+        loop.compiled(ids, past_key_values=loop.cache)
+
+
+def behind_a_prefix(loop: kvpass.DecodeLoop, ids: torch.Tensor) -> None:
+    loop.branch(loop.cache)
+    too_long(loop, ids)
+
+
+@pytest.mark.usefixtures("shared_traces")
+@pytest.mark.parametrize("change", [too_long, continued_outside, behind_a_prefix])
+def test_a_cache_that_went_on_by_part_of_a_prompt_is_noticed(change: Callable[..., None]) -> None:
+    """Check that no token comes from a cache that holds the first chunks of a turn that failed, or another call's."""
+    loop, (ids, _) = loop_on("full", 32), prompt(1, 8, ())
+    expected = uninterrupted(loop, ids)
+    loop.reset()
+    loop.prompt(ids)
+    loop.generate(4)
+    change(loop, ids)
+    with pytest.raises(kvpass.CacheHandleError, match="interrupted by an error"):
+        loop.prompt(ids) if loop.state is None else loop.generate(4)
+    assert uninterrupted(loop, ids) == expected

@@ -106,8 +106,8 @@ class Answer:
             choice.reason = "stop"
             self.engine.cancel(job)
         elif output.is_finished():
-            choice.reason = "length" if output.finish_reason == "length" else "stop"
             text += choice.text.finish()
+            choice.reason = "length" if output.finish_reason == "length" and not choice.text.stopped else "stop"
         return TextPiece(choice.index, text, choice.reason) if text or choice.reason else None
 
     def _remember(self, job: Job, output: GenerationOutput) -> None:

@@ -31,24 +31,23 @@ class TextStream:
 
     def finish(self) -> str:
         """Return the rest of the text, after the last token."""
-        rest, self._waiting = ("", "") if self.stopped else (self._waiting + self._new_text(final=True), "")
-        return rest
+        return self._push([], final=True)
 
-    def _push(self, tokens: Sequence[int]) -> str:
+    def _push(self, tokens: Sequence[int], final: bool = False) -> str:
         if self.stopped:
             return ""
         self._ids += tokens
         self.tokens += len(tokens)
-        self._waiting += self._new_text()
+        self._waiting += self._new_text(final)
         stop_indices = [index for stop in self.stops if (index := self._waiting.find(stop)) >= 0]
         if stop_indices:
             self.stopped = True
             return self._waiting[: min(stop_indices)]
-        settled = len(self._waiting) - self._stop_prefix_length()
+        settled = len(self._waiting) - (0 if final else self._stop_prefix_length())
         text, self._waiting = self._waiting[:settled], self._waiting[settled:]
         return text
 
-    def _new_text(self, final: bool = False) -> str:
+    def _new_text(self, final: bool) -> str:
         """Return the text of the tokens since the last call, with an unfinished character only if `final`."""
         text = self._decode(self._ids)
         if text.endswith(UNFINISHED) and not final:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -55,6 +56,17 @@ def test_a_text_ends_before_a_stop_text(size: int, stop: str, left: str | None) 
     assert stream.tokens <= len(ids)
     assert tokenizer().decode(ids[: stream.tokens]).startswith(upto.rstrip("\n"))
     assert "".join(made) in text[: found if found >= 0 else None] + "x"
+
+
+@pytest.mark.parametrize("stop", ["d", "ord", " w"])
+def test_a_stop_text_before_an_unfinished_character_is_found_at_the_end(stop: str) -> None:
+    """Check text that the last token holds before the first bytes of a character; no bundled token is like that."""
+    vocabulary = [b"a", b" word" + "\U0001f600".encode()[:2]]
+    decode = SimpleNamespace(decode=lambda ids, **_: b"".join(vocabulary[i] for i in ids).decode(errors="replace"))
+    for pieces in ([[0], [1]], [[0, 1]]):
+        stream = TextStream(decode, [stop])
+        assert "".join([*map(stream.push, pieces), stream.finish()]) == "a word".partition(stop)[0]
+        assert stream.stopped
 
 
 def test_special_tokens_have_no_text() -> None:
