@@ -98,9 +98,7 @@ def export(
     with recording.recording_calls(loop) as result:
         visit_graphs(loop, batch, prefixes=True)
     after = _code_settings(model)
-    constant = {
-        name: value for name, value in before.items() if after.get(name) == value
-    }  # a model may count its calls
+    constant = {name: value for name, value in before.items() if after.get(name) == value}  # it may count its calls
     with write_folder(Path(path)) as files:
         found = artifact_folder.write_manifest(files, _manifest(loop, result.calls, batch, constant, files))
         _check_equal(loop, load(files.folder, model, digest=found), batch)

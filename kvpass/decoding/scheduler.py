@@ -189,11 +189,11 @@ class RequestScheduler:
             raise
         while any(name not in done for name in names):
             with self.loop.lock:
-                outputs = self.step()
-                self.undelivered = [output for output in outputs if output.request_id not in names]
-            done |= {
-                output.request_id: output for output in outputs if output.request_id in names and output.is_finished()
-            }
+                for output in self.step():
+                    if output.request_id not in names:
+                        self.undelivered.append(output)
+                    elif output.is_finished():
+                        done[output.request_id] = output
         return {name: done[name] for name in names}
 
     def _add_or_fail(self, add: Callable[[], str], done: dict[str, GenerationOutput]) -> str:
