@@ -35,8 +35,8 @@ class OpenVINO(Engine):
                 FIRST, RECENT, setup.budget, genai.AggregationMode.NORM_SUM
             )
         properties = {
-            "INFERENCE_PRECISION_HINT": "bf16",
-            "KV_CACHE_PRECISION": "bf16",
+            "INFERENCE_PRECISION_HINT": _precision(),
+            "KV_CACHE_PRECISION": _precision(),
             "INFERENCE_NUM_THREADS": setup.threads,
         }
         self.pipeline = genai.ContinuousBatchingPipeline(setup.weights, scheduler, "CPU", properties)
@@ -68,6 +68,11 @@ class OpenVINO(Engine):
             for tokens, request in zip(made, self.requests, strict=True):
                 tokens.append(_token(request))
         return made
+
+
+def _precision() -> str:
+    """Return "bf16" if OpenVINO has products of bfloat16 on this processor, else "f32": nothing else runs then."""
+    return "bf16" if "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES") else "f32"
 
 
 def _token(request: genai.GenerationHandle) -> int:

@@ -26,7 +26,7 @@ import torch
 import torch.fx as fx
 
 from kvpass.fx import splicing
-from kvpass.lowering import row_kernel
+from kvpass.lowering import float32_products, row_kernel
 from kvpass.lowering.formats.code_products import MOST_SUMS
 from kvpass.torch_private import inductor, symbolic_shapes, tensors
 
@@ -148,20 +148,34 @@ def decompose_products(graph: fx.Graph) -> None:
             replacement.replace(node, _one_batch, *node.args)
 
 
-def convert_weights(graph: fx.Graph) -> None:
-    """Convert int8 weights in memory for the CPU products of many rows, in an aten graph.
+def convert_operands(graph: fx.Graph) -> None:
+    """Convert operands of CPU products of many rows to dtypes that the library multiplies fast, in an aten graph.
 
-    Inductor would take torch's own product with int8 weights, which takes three times as long for many rows.
+    Inductor would multiply with int8 weights by torch's own product, which takes three times as long for many rows.
     """
     replacement = _Replacement(graph)
     for node in list(graph.nodes):
-        if node.target not in (aten.mm.default, aten.addmm.default) or node.meta["val"].device.type != "cpu":
+        if node.target not in (aten.mm.default, aten.addmm.default, aten.bmm.default) or node.kwargs:
             continue
-        matrix = node.args[-1]
+        value = node.meta["val"]
+        if value.device.type != "cpu":
+            continue
+        if node.target is aten.bmm.default:
+            if float32_products.is_faster(value.dtype) and not _has_few_rows(value):
+                replacement.replace(node, _float32_batch, *node.args)
+            continue
+        *bias, rows, matrix = node.args
         stored = _unconverted(matrix)
-        if stored is not matrix:
+        if float32_products.is_faster(value.dtype):
+            replacement.replace(node, _float32_product, rows, stored, *bias)
+        elif stored is not matrix:
             function = _bind(_converted, matrix.meta["val"].dtype)
             node.replace_input_with(matrix, replacement.splice(node, function, stored))
+
+
+def _has_few_rows(product: torch.Tensor) -> bool:
+    """Return whether a product [B, R, N] has a fixed number of rows that `float32_products` leaves to torch."""
+    return isinstance(product.shape[1], int) and product.shape[1] < float32_products.FEWEST_ROWS
 
 
 def _unconverted(matrix: fx.Node) -> fx.Node:
@@ -337,6 +351,18 @@ def _row_kernel(dtype: torch.dtype, rows: torch.Tensor, matrix: torch.Tensor, *b
     if not row_kernel.uses_dot_products(rows.dtype, matrix.dtype):
         rows = _convert(rows, torch.float32)
     return _with_bias(row_kernel.multiply(rows, matrix), bias, dtype)
+
+
+def _float32_product(rows: torch.Tensor, matrix: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
+    """Multiply many rows [R, K] of 16 bits with a matrix [K, N] by `float32_products`."""
+    product: torch.Tensor = torch.ops.kvpass.float32_product(rows, matrix, *(bias or (None,)))
+    return product
+
+
+def _float32_batch(rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+    """Multiply rows [B, R, K] of 16 bits with matrices [B, K, N] in float32."""
+    product = torch.bmm(_convert(rows, torch.float32), _convert(matrices, torch.float32))
+    return _convert(product, rows.dtype)
 
 
 def _with_bias(product: torch.Tensor, bias: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:

@@ -16,7 +16,7 @@ from kvpass.errors import KVPassWarning
 from kvpass.lowering import graph_passes, layer_dedup
 from kvpass.lowering.formats import KVDtype
 from kvpass.lowering.graph_passes import check_table_indices, look_up_unchecked, materialize_sums
-from kvpass.lowering.row_products import convert_weights, decompose_products
+from kvpass.lowering.row_products import convert_operands, decompose_products
 from kvpass.policies.base import Policy
 from kvpass.rewrite.context import PassRecord, StepContext
 from kvpass.rewrite.pipeline import StepRewrite, rewrite_step
@@ -177,7 +177,7 @@ def _prepare_prompt_graph(graph: fx.Graph) -> None:
     """Change the operators of a prompt graph in place before they are lowered."""
     look_up_unchecked(graph)
     check_table_indices(graph)
-    convert_weights(graph)
+    convert_operands(graph)
 
 
 def _prepare_step_graph(graph: fx.Graph) -> None:

@@ -147,6 +147,15 @@ def dot_products() -> frozenset[torch.dtype]:
     return frozenset(dtype for dtype, any_of in names.items() if any(known.get(name) for name in any_of))
 
 
+def library_products() -> frozenset[torch.dtype]:
+    """Return the half-precision dtypes that oneDNN multiplies on this CPU; torch multiplies others by plain loops."""
+    checks = {
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    }
+    return frozenset(dtype for dtype, is_supported in checks.items() if torch._C._has_mkldnn and is_supported())
+
+
 def has_matrix_tiles() -> bool:
     """Check whether the processor has AMX."""
     return bool(_capabilities().get("amx_tile"))

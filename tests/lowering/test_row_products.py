@@ -18,7 +18,7 @@ from kvpass.lowering.row_products import (
     RowLimits,
     column_part_count,
     column_parts,
-    convert_weights,
+    convert_operands,
     decompose_products,
     is_faster_as_sums,
 )
@@ -29,9 +29,10 @@ PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
 
 
 @pytest.fixture(autouse=True)
-def without_kernel(monkeypatch):
-    """Test the loops where the kernel of `row_kernel` would be used."""
+def without_other_ways(monkeypatch):
+    """Test the loops and the library where `row_kernel` or `float32_products` would be used."""
     monkeypatch.setattr(row_kernel, "fits", lambda rows, matrix: False)
+    monkeypatch.setattr(inductor, "library_products", lambda: frozenset(DTYPES))
 
 
 def spelled(function, *arguments):
@@ -274,7 +275,7 @@ def test_weights_in_int8_are_converted_in_registers(rows, dtype, function):
 @pytest.mark.parametrize("rows", [9, 40])
 def test_weights_in_int8_are_converted_for_many_rows(rows, function):
     """Check that Inductor does not call a product of torch that is slow for many rows."""
-    written = compiled_in_int8(function, convert_weights, rows, torch.bfloat16)
+    written = compiled_in_int8(function, convert_operands, rows, torch.bfloat16)
     assert "extern_kernels.mm(" in written
     assert "int8pack" not in written
 
@@ -283,7 +284,7 @@ def test_products_without_weights_in_int8_stay():
     given = torch.randn(9, 64).bfloat16(), torch.randn(96, 64).bfloat16()
     traced = make_fx(torch.nn.functional.linear, tracing_mode="fake")(*given)
     before = str(traced.graph)
-    convert_weights(traced.graph)
+    convert_operands(traced.graph)
     assert str(traced.graph) == before
 
 
