@@ -44,12 +44,20 @@ enum Mask { NONE, BOOL, FLOAT, BFLOAT16 };
 constexpr Mask KIND = Mask(MASK);
 constexpr int64_t MASK_BYTES = KIND == BOOL ? 1 : KIND == FLOAT ? 4 : 2;  // of one entry
 
-typedef float vec __attribute__((vector_size(64)));
-typedef int32_t ivec __attribute__((vector_size(64)));
-typedef uint8_t bytes __attribute__((vector_size(16)));
-typedef uint16_t halves __attribute__((vector_size(32)));
+// The compiler computes vectors that are wider than the processor's one number at a time.
+#if defined(__AVX512F__)
+constexpr int64_t LANES = 16;
+#elif defined(__AVX__)
+constexpr int64_t LANES = 8;
+#else
+constexpr int64_t LANES = 4;
+#endif
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
+typedef uint8_t bytes __attribute__((vector_size(LANES)));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 
-constexpr int64_t LANES = 16, QUERIES = TILE_QUERIES, KEYS = TILE_KEYS;  // attention_tiles.py defines the macros
+constexpr int64_t QUERIES = TILE_QUERIES, KEYS = TILE_KEYS;  // attention_tiles.py defines the macros
 constexpr float LOWEST = -3.4028234663852886e38f, LOG2_E = 1.4426950408889634f;
 constexpr float LARGEST_USABLE = 4096;  // a larger log-sum-exp is too coarse in float32 to divide by
 
@@ -182,7 +190,8 @@ struct Row {
       const bool whole = at + LANES <= visible_count;
       if (KIND != NONE && mask) x = whole ? masked(x, at) : masked_tail(x, at);
       if (!whole) {
-        const ivec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        ivec lane;
+        for (int i = 0; i < LANES; ++i) lane[i] = i;
         x = lane < (int32_t)(visible_count - at) ? x : all(-INFINITY);
       }
       use(x, at);

@@ -172,27 +172,29 @@ class TiledAttention:
         """Return the output of `attend`, and a function that computes it for some queries.
 
         Args:
-            value: [B, Hkv, S, D], with as many numbers as a key, in the dtype of the products.
+            value: [B, Hkv, S, D], with as many numbers as a key.
 
         Returns:
-            The output, and a function (row of the batch, queries, keys) that fills it for consecutive queries of the
-            row and returns the mean of their probabilities over all heads, float32 [1, 1, 1, n, keys].  The slice of
-            queries starts and ends at multiples of `QUERIES`, or at the last query; there are at least as many keys as
-            the queries see.
+            The output in the dtype of `value`, and a function (row of the batch, queries, keys) that fills it for
+            consecutive queries of the row and returns the mean of their probabilities over all heads, float32
+            [1, 1, 1, n, keys].  The slice of queries starts and ends at multiples of `QUERIES`, or at the last query;
+            there are at least as many keys as the queries see.
         """
-        assert value.dtype == self.dtype
         attended = self._attended(value)
+        output = attended.output.to(value.dtype)  # filled below
 
         def means(row: int, queries: slice, keys: int) -> Tensor:
             assert queries.start % QUERIES == 0
             assert queries.stop % QUERIES == 0 or queries.stop == self.shape[3]
             count, stride = queries.stop - queries.start, -(-keys // KEYS) * KEYS
             made = torch.empty(1, 1, 1, count, stride, **FLOAT32_ON_CPU)
-            output = ctypes.addressof(attended.operands)
-            self._run("attend_with_means", output, row, queries.start, count, stride, _address(made))
+            results = ctypes.addressof(attended.operands)
+            self._run("attend_with_means", results, row, queries.start, count, stride, _address(made))
+            if output is not attended.output:
+                output[row, :, queries] = attended.output[row, :, queries]
             return made[..., :keys]
 
-        return attended.output, means
+        return output, means
 
     def _attended(self, value: Tensor, weight: Tensor | None = None, powers: int = 0) -> TiledResults:
         """Lay out keys and values, and return memory for results; the arguments are those of `attend`."""
@@ -285,10 +287,10 @@ def is_faster(dtype: torch.dtype, dim: int) -> bool:
     """Check whether attention in `dtype` with D = `dim` is faster here than by torch's kernel.
 
     torch's kernel uses AMX where the processor has it.  Otherwise it multiplies by MKL, which is slower than the
-    products used here.
+    products used here, in float32 also for tensors of 16 bits.
     """
-    fast = dtype == torch.float32 or dtype in inductor.dot_products()
-    return fast and not inductor.has_matrix_tiles() and dtype_of_products(dtype, dim) == dtype
+    products = dtype_of_products(dtype, dim)
+    return (products == torch.float32 or products in inductor.dot_products()) and not inductor.has_matrix_tiles()
 
 
 def start_builds(dtype: torch.dtype, reads_attention: bool) -> threading.Thread:

@@ -171,7 +171,7 @@ def test_means_beside_attention_are_those_of_float64(data):
     sink_logit = data.draw(st.sampled_from([None, torch.full((1, q_heads, 1, 1), 0.5)]))
     attention = AttentionInputs(query, key, mask, causal, 0.3, cap, sink_logit)
     computed = attention_tiles.TiledAttention.of(attention)
-    output, means_of = computed.attend_with_means(value.to(computed.dtype))
+    output, means_of = computed.attend_with_means(value)
     exact = attention_in_float64(query, key, value, mask, causal, 0.3, cap, sink_logit)[0]
     expected = exact.softmax(-1)[..., : key.shape[2]].mean(1)
     near = dict(atol=2e-6, rtol=2e-4) if computed.dtype == torch.float32 else dict(atol=1e-6, rtol=2**-7)
@@ -181,7 +181,31 @@ def test_means_beside_attention_are_those_of_float64(data):
         means = means_of(row, span, attention.keys_before(span).stop)
         torch.testing.assert_close(means[0, 0, 0].double(), expected[row, span, : means.shape[-1]], **near)
         assert not causal or not expected[row, span, means.shape[-1] :].any()
-    assert torch.equal(output, computed.attend(value.to(computed.dtype))[0])
+    assert torch.equal(output, computed.attend(value)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_halves_are_multiplied_in_float32_where_their_own_products_are_missing(monkeypatch, dtype):
+    runs = attention_tiles._runs
+    monkeypatch.setattr(attention_tiles, "_runs", lambda of: of == torch.float32 and runs(of))
+    monkeypatch.setattr(attention_tiles.inductor, "has_matrix_tiles", lambda: False)
+    query, key, value = (torch.randn(2, heads, 150, 16).to(dtype) for heads in (4, 2, 2))
+    attention = AttentionInputs(query, key, None, True, 0.25)
+    assert attention_sums.attends_in_tiles(attention) == runs(torch.float32)
+    exact, _ = attend_with_lse(query.double(), key.double(), value.double(), None, True, 0.25)
+    for output in (
+        attention_sums.attend(attention, value, torch.ones(2, 150), 1)[0],
+        _output_beside_means(attention, value),
+    ):
+        assert output.dtype == dtype
+        torch.testing.assert_close(output.double(), exact, atol=torch.finfo(dtype).eps, rtol=torch.finfo(dtype).eps)
+
+
+def _output_beside_means(attention, value):
+    """Return the output of attention whose means have all been read."""
+    output, means = attention_sums.attend_with_means(attention, value)
+    assert all(block.dtype == torch.float32 for row in means for block in row)
+    return output
 
 
 @pytest.mark.parametrize("means", [False, True])
