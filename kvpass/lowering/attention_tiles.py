@@ -289,8 +289,10 @@ def is_faster(dtype: torch.dtype, dim: int) -> bool:
     torch's kernel uses AMX where the processor has it.  Otherwise it multiplies by MKL, which is slower than the
     products used here, in float32 also for tensors of 16 bits.
     """
+    if inductor.has_matrix_tiles():
+        return False
     products = dtype_of_products(dtype, dim)
-    return (products == torch.float32 or products in inductor.dot_products()) and not inductor.has_matrix_tiles()
+    return products == torch.float32 or products in inductor.dot_products()
 
 
 def start_builds(dtype: torch.dtype, reads_attention: bool) -> threading.Thread:
