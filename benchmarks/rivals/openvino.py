@@ -34,9 +34,10 @@ class OpenVINO(Engine):
             scheduler.cache_eviction_config = genai.CacheEvictionConfig(
                 FIRST, RECENT, setup.budget, genai.AggregationMode.NORM_SUM
             )
+        precision = _precision()
         properties = {
-            "INFERENCE_PRECISION_HINT": _precision(),
-            "KV_CACHE_PRECISION": _precision(),
+            "INFERENCE_PRECISION_HINT": precision,
+            "KV_CACHE_PRECISION": precision,
             "INFERENCE_NUM_THREADS": setup.threads,
         }
         self.pipeline = genai.ContinuousBatchingPipeline(setup.weights, scheduler, "CPU", properties)

@@ -181,7 +181,9 @@ class TiledAttention:
             there are at least as many keys as the queries see.
         """
         attended = self._attended(value)
-        output = attended.output.to(value.dtype)  # filled below
+        output = attended.output
+        if value.dtype != self.dtype:
+            output = torch.empty_like(output, dtype=value.dtype)
 
         def means(row: int, queries: slice, keys: int) -> Tensor:
             assert queries.start % QUERIES == 0

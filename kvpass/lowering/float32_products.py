@@ -12,7 +12,7 @@ import functools
 import torch
 from torch import Tensor
 
-from kvpass.torch_private import inductor
+from kvpass.torch_private import generated_code, inductor
 
 BLOCK = 1 << 22
 """The most weights that are converted at a time, which take 16 MiB."""
@@ -44,7 +44,7 @@ def float32_product(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor
     """
     count, columns = rows.shape[0], matrix.shape[1]
     product = rows.new_empty(count, columns)
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+    with generated_code.without_modes():
         added = None if bias is None else bias.float().expand(count, columns)
         if count < FEWEST_ROWS and matrix.dtype == rows.dtype and added is None:
             return torch.mm(rows, matrix, out=product)

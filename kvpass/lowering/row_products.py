@@ -155,18 +155,19 @@ def convert_operands(graph: fx.Graph) -> None:
     """
     replacement = _Replacement(graph)
     for node in list(graph.nodes):
-        if node.target not in (aten.mm.default, aten.addmm.default, aten.bmm.default) or node.kwargs:
+        if node.target not in (aten.mm.default, aten.addmm.default, aten.bmm.default):
             continue
         value = node.meta["val"]
         if value.device.type != "cpu":
             continue
+        in_float32 = float32_products.is_faster(value.dtype) and not node.kwargs
         if node.target is aten.bmm.default:
-            if float32_products.is_faster(value.dtype) and not _has_few_rows(value):
+            if in_float32 and not _has_few_rows(value):
                 replacement.replace(node, _float32_batch, *node.args)
             continue
         *bias, rows, matrix = node.args
         stored = _unconverted(matrix)
-        if float32_products.is_faster(value.dtype):
+        if in_float32:
             replacement.replace(node, _float32_product, rows, stored, *bias)
         elif stored is not matrix:
             function = _bind(_converted, matrix.meta["val"].dtype)
