@@ -8,9 +8,12 @@ there is no float32 copy of a large matrix in memory.  Sums are in float32, and 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from kvpass.torch_private import generated_code, inductor
 
@@ -65,3 +68,24 @@ def _fake(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
 def is_faster(dtype: torch.dtype) -> bool:
     """Return whether products of many rows in a dtype are faster in float32 on this processor."""
     return dtype in (torch.bfloat16, torch.float16) and dtype not in inductor.library_products()
+
+
+class InFloat32(TorchFunctionMode):
+    """Multiply in float32 where that is faster, in graphs that run uncompiled and without gradients."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Replace a linear layer whose operands are plain tensors."""
+        if func is torch.nn.functional.linear and not types and not torch.is_grad_enabled():
+            return _linear(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x W' + b for x [..., K] and weights [N, K]."""
+    same = x.dtype == weight.dtype and x.device.type == weight.device.type == "cpu"
+    if not same or weight.ndim != 2 or not is_faster(x.dtype) or torch.is_autocast_enabled("cpu"):
+        return torch.nn.functional.linear(x, weight, bias)
+    product: Tensor = torch.ops.kvpass.float32_product(x.reshape(-1, x.shape[-1]), weight.T, bias)
+    return product.view(*x.shape[:-1], weight.shape[0])

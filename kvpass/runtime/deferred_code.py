@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch.fx as fx
 
+from kvpass.lowering.float32_products import InFloat32
 from kvpass.torch_private import dynamo, fx_nodes, inductor
 
 
@@ -27,7 +29,18 @@ class DeferredCode:
         with dynamo.compile_lock():
             if graph is not None and self.compiled is None and not self._has_run:
                 self._has_run = True
-                return fx_nodes.code_of(graph)
+                return _Uncompiled(fx_nodes.code_of(graph))
             if self.compiled is None:  # no other thread has compiled it meanwhile
                 self.compiled = compile()
         return self.compiled
+
+
+class _Uncompiled:
+    """The code of a graph that runs uncompiled, with the fastest products that the processor has."""
+
+    def __init__(self, code: Callable[..., Any]) -> None:
+        self._code = code
+
+    def __call__(self, *arguments: Any) -> Any:
+        with InFloat32():
+            return self._code(*arguments)

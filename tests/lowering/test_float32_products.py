@@ -6,13 +6,13 @@ import uuid
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from kvpass.lowering import float32_products
-from kvpass.lowering.float32_products import FEW_ROWS, FEWEST_ROWS
+from kvpass.lowering.float32_products import FEW_ROWS, FEWEST_ROWS, InFloat32
 from kvpass.lowering.row_products import convert_operands
 from kvpass.torch_private import inductor
 
@@ -141,3 +141,53 @@ def test_one_compiled_graph_serves_all_numbers_of_rows(weights):
             body = code[code.index("def call(") : code.index("def get_args")]
             assert "kvpass.float32_product" in body
             assert "extern_kernels" not in body
+
+
+class MarkedTensor(torch.Tensor):
+    """A tensor whose class is its own, as a quantized weight's is."""
+
+
+def runs_in_float32(function, *arguments):
+    """Return whether a function multiplies in float32 in graphs that run uncompiled; its results must be close."""
+    calls = []
+
+    def counted(*given):
+        calls.append(given)
+        return product(*given)
+
+    with pytest.MonkeyPatch.context() as patch, InFloat32():
+        patch.setattr(torch.ops.kvpass, "float32_product", counted)
+        made = function(*arguments)
+    expected = function(*arguments)
+    assert (made.dtype, made.shape) == (expected.dtype, expected.shape)
+    assert torch.allclose(made.double(), expected.double(), rtol=0.02, atol=0.02 * largest(expected))
+    return bool(calls)
+
+
+@pytest.mark.usefixtures("without_library")
+@given(
+    shape=st.lists(st.integers(0, 5), max_size=3),
+    dtype=st.sampled_from([*HALVES, torch.float32]),
+    has_bias=st.booleans(),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_linear_layers_run_in_float32_uncompiled(shape, dtype, has_bias):
+    x, weight = torch.randn(*shape, 24).to(dtype), torch.randn(32, 24).to(dtype)
+    bias = torch.randn(32).to(dtype) if has_bias else None
+    with torch.no_grad():
+        assert runs_in_float32(torch.nn.functional.linear, x, weight, bias) == (dtype in HALVES)
+
+
+@pytest.mark.usefixtures("without_library")
+@pytest.mark.parametrize("case", ["gradients", "autocast", "a class of its own", "vector"])
+def test_other_linear_layers_stay_uncompiled(case):
+    x, weight = torch.randn(9, 24).bfloat16(), torch.randn(32, 24).bfloat16()
+    weight = {"a class of its own": weight.as_subclass(MarkedTensor), "vector": weight[0]}.get(case, weight)
+    with torch.set_grad_enabled(case == "gradients"), torch.autocast("cpu", enabled=case == "autocast"):
+        assert not runs_in_float32(torch.nn.functional.linear, x, weight)
+
+
+def test_linear_layers_stay_where_the_library_has_them_uncompiled(monkeypatch):
+    monkeypatch.setattr(inductor, "library_products", lambda: frozenset(HALVES))
+    with torch.no_grad():
+        assert not runs_in_float32(torch.nn.functional.linear, torch.randn(9, 24).half(), torch.randn(32, 24).half())
