@@ -82,21 +82,20 @@ def warm(
     compiler: Backend = dynamo.backend_of(model)
     chosen, budget, skipped = compiler.policy, compiler.budget, SkippedConversations()
     lengths = prompt_lengths(budget, chosen, model)
-    *_, longest = prompt_lengths(budget, chosen, model, prefill_chunk)
     batches = [(size, padded) for size in rows for padded in _paddings(size)]
-    batches += [(size, True) for size in _third(rows)]
     prompts = [(size, padded, length) for size, padded in batches for length in lengths if length > 1 or not padded]
     has_encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)  # it reads the prompt
     several = TURNS if turns and not has_encoder else ()
-    chunked = batches if prefill_chunk is not None else []
+    in_chunks = [] if prefill_chunk is None else prompt_lengths(budget, chosen, model, prefill_chunk)
+    chunked = [(size, padded, length) for size, padded in batches for length in in_chunks]
     with torch.no_grad(), _bar(len(prompts) * (1 + len(several)) + len(chunked), progress) as tick:
         for size, padded, length in prompts:
             allowance = TokenAllowance.of(chosen, budget, length, model)
             with skipped.conversation(f"prompts [{size}, {length}]"):
                 _run_turns(_Conversation(model, size, padded), (length, *several), allowance, tick)
-        for size, padded in chunked:
-            with skipped.conversation(f"prompts [{size}, {longest}] in chunks"):
-                _feed_chunks(_Conversation(model, size, padded), longest, prefill_chunk, tick)
+        for size, padded, length in chunked:
+            with skipped.conversation(f"prompts [{size}, {length}] in chunks"):
+                _feed_chunks(_Conversation(model, size, padded), length, prefill_chunk, tick)
     skipped.check()
     return model
 
@@ -104,13 +103,6 @@ def warm(
 def _paddings(rows: int) -> tuple[bool, ...]:
     """Return whether to run a batch without and with padding; `generate` omits arguments for a batch without it."""
     return (False, True) if rows > 1 else (False,)
-
-
-def _third(rows: Sequence[int]) -> list[int]:
-    """Return a third batch size for padded rows if there are two sizes above one, else none."""
-    # The first graph with a padding mask has a static mask size, so Dynamo needs one more size to make it dynamic.
-    several = {size for size in rows if size > 1}
-    return [max(several) + 1] if len(several) == 2 else []
 
 
 def _run_turns(conversation: _Conversation, lengths: Sequence[int], allowance: TokenAllowance, tick: Tick) -> None:

@@ -23,8 +23,7 @@ from kvpass.decoding.pin_masks import Pin, pin_mask
 from kvpass.decoding.token_inputs import PaddingMask, TokenIds, padding_mask
 from kvpass.errors import BudgetError, CacheHandleError
 from kvpass.policies.pinned_tokens import Pins
-from kvpass.runtime.model_arguments import as_contiguous_tokens
-from kvpass.torch_private import dynamo
+from kvpass.runtime.model_arguments import with_dynamic_length
 from kvpass.user_budget import Budget
 
 Logits = Literal["last", "all"]
@@ -144,14 +143,6 @@ def chunk_lengths(tokens: int, chunk: int | None, first: bool) -> list[int]:
     if first or rest == 1:  # a call of one token is a decode step, on a graph of its own
         return [chunk + rest, *[chunk] * (count - 1)]
     return [*([rest] if rest else []), *[chunk] * count]
-
-
-def with_dynamic_length(x: Tensor) -> Tensor:
-    """Return a tensor that is not a view, whose last dimension Dynamo traces as dynamic."""
-    x = as_contiguous_tokens(x)
-    if x.shape[-1] > 1:
-        dynamo.mark_growing(x, x.ndim - 1)
-    return x
 
 
 def prefix_mask(cache: Any, cache_settings: Any) -> Tensor:

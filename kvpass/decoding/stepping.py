@@ -23,10 +23,10 @@ from kvpass.cache.handle import Handle
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.model_cache import caches_in, refresh_handles
 from kvpass.decoding.model_call import ModelCall
-from kvpass.decoding.prefill import with_dynamic_length
 from kvpass.decoding.sampling import Sampling
 from kvpass.errors import CacheFileError, CacheHandleError, KVPassWarning, UnsupportedGraph
 from kvpass.runtime import cache_changes, clocks
+from kvpass.runtime.model_arguments import with_dynamic_length
 from kvpass.runtime.run_events import collect_runs
 from kvpass.runtime.step_execution import StepExecutor, StepInputs, StepKey, StepResult, step_key
 from kvpass.torch_private import dynamo, tensors

@@ -24,7 +24,7 @@ from kvpass.policies.base import Policy
 from kvpass.policies.types import Clock
 
 TOKEN = 1  # of prompts that are fed call by call
-TURNS = (5, 7, 6)  # tokens in later turns; a loop compiles a chunk at the second, and `warm` needs a third
+TURNS = (5, 7)  # tokens in later turns: the graph of a chunk is compiled at the second
 STEPS = 2  # after a turn of a loop
 WITHOUT_BUDGET = (32, 48)  # prompt lengths if nothing is evicted
 SPARE_ROWS = 2  # of a table of learned positions: OPT and BART begin theirs with two
@@ -118,13 +118,12 @@ class SkippedConversations:
 
 
 def prompt_lengths(budget: float | None, policy: Policy, model: Any, chunk: int | None = None) -> list[int]:
-    """Return the lengths of the prompts to run: two, or one where two do not fit.
+    """Return the lengths of the two prompts to run, which are equal where the longer one does not fit.
 
-    The second exceeds a budget of slots.
+    The second exceeds a budget of slots.  Graphs of prompts and of chunks are compiled at their second run.
 
     Args:
-        chunk: the tokens in a chunk of a prompt.  A chunk's graph is compiled at its second run, so the second prompt
-            has three chunks, and a rest.
+        chunk: the tokens in a chunk of a prompt; the second prompt then has three chunks, and a rest.
     """
     slots = budget if isinstance(budget, int) else None
     short, long = WITHOUT_BUDGET if slots is None else (max(2, slots * 3 // 4), slots + 16)
@@ -133,7 +132,7 @@ def prompt_lengths(budget: float | None, policy: Policy, model: Any, chunk: int 
     if isinstance(budget, int | None) and min(allowance.prompts, allowance.tokens) < long + 4 * TURNS[0]:
         most = max(1, int(allowance.prompts))  # half of it is for what follows the prompts
         short, long = (max(min(2, most), length) for length in (min(short, most // 4 + 1), min(long, most // 2)))
-    return sorted({short, long})
+    return sorted((short, long))
 
 
 def steps_until_compaction(policy: Policy, budget: int, clock: Clock) -> int:
@@ -182,7 +181,7 @@ def _parts(loop: Any, length: int) -> list[tuple[int, int]]:
     policy, budget = loop.backend.policy, loop.backend.budget
     slots = budget if isinstance(budget, int) else length
     steps = loop.read_interval + 1 + steps_until_compaction(policy, slots, policy.clock((), length, slots))
-    return TokenAllowance.of(policy, budget, length, loop.model).parts(length, steps, TURNS[:2], STEPS)
+    return TokenAllowance.of(policy, budget, length, loop.model).parts(length, steps, TURNS, STEPS)
 
 
 def _request(loop: Any, length: int, steps: int) -> None:

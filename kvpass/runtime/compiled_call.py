@@ -46,6 +46,9 @@ BATCHES = (
     "use kvpass.DecodeLoop(model, ..., rows=N) and its add(), or an uncompiled model"
 )
 
+TOKEN_IDS = ("decoder_input_ids", "input_ids")
+"""The names of arguments with the token ids that a decoder reads; the first one that is given counts."""
+
 _RUNNING: contextvars.ContextVar[Any] = contextvars.ContextVar("_RUNNING", default=None)
 """The backend of the compiled model that runs in this context and checks the cache; None if none runs."""
 
@@ -106,9 +109,10 @@ class CompiledCall:
         given = (*arguments, *named.values())
         for value in given:
             model_arguments.check_kind(value)
+        cache = next((value for value in given if model_cache.has_handles(value)), None)
         values = tuple(map(model_arguments.as_contiguous_tokens, given))
+        values = model_arguments.with_dynamic_lengths(values, self._new_tokens(arguments, named), cache)
         arguments, named = values[: len(arguments)], dict(zip(named, values[len(arguments) :], strict=True))
-        cache = next((value for value in values if model_cache.has_handles(value)), None)
         before = model_cache.ordinary_caches(values) if self.strict else []
         with (
             model_arguments.length_context(cache, values),
@@ -126,6 +130,11 @@ class CompiledCall:
         keyword = self.cache_keyword
         free = keyword in self.parameter_names[len(arguments) :] and named.get(keyword) is None
         return free and model_access.makes_empty_cache(self.model, named)
+
+    def _new_tokens(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Return the argument with the token ids that a decoder reads; None if there is none."""
+        by_name = dict(zip(self.parameter_names, arguments, strict=False)) | named
+        return next((by_name[name] for name in TOKEN_IDS if by_name.get(name) is not None), None)
 
     def _recompile(self) -> CompiledCall:
         """Compile a copied or unpickled model with the settings of the original."""

@@ -29,17 +29,17 @@ class DeferredCode:
         with dynamo.compile_lock():
             if graph is not None and self.compiled is None and not self._has_run:
                 self._has_run = True
-                return _Uncompiled(fx_nodes.code_of(graph))
+                return UncompiledCode(graph)
             if self.compiled is None:  # no other thread has compiled it meanwhile
                 self.compiled = compile()
         return self.compiled
 
 
-class _Uncompiled:
+class UncompiledCode:
     """The code of a graph that runs uncompiled, with the fastest products that the processor has."""
 
-    def __init__(self, code: Callable[..., Any]) -> None:
-        self._code = code
+    def __init__(self, graph: fx.GraphModule) -> None:
+        self._code = fx_nodes.code_of(graph)
 
     def __call__(self, *arguments: Any) -> Any:
         with InFloat32():

@@ -43,6 +43,44 @@ def as_contiguous_tokens(argument: Any) -> Any:
     return argument.clone(memory_format=torch.contiguous_format)
 
 
+def with_dynamic_length(tokens: Tensor) -> Tensor:
+    """Return tokens [B, n] as a tensor that is not a view, whose length Dynamo traces as dynamic for n > 1."""
+    tokens = as_contiguous_tokens(tokens)
+    if tokens.shape[-1] > 1:
+        dynamo.mark_growing(tokens, tokens.ndim - 1)
+    return tokens
+
+
+def with_dynamic_lengths(values: Sequence[Any], new_tokens: Any, cache: Any) -> tuple[Any, ...]:
+    """Return the arguments of a call, those of a prompt's or a chunk's length with dynamic lengths.
+
+    Otherwise the first prompt would be traced for its length alone, and the second for all lengths.  Graphs for GPUs
+    stay static.
+
+    Args:
+        values: the arguments.
+        new_tokens: the argument with the token ids, [B, n]; it may be anything, and decode steps have n = 1.
+        cache: a cache of kvpass among the arguments, or None.
+    """
+    if not isinstance(new_tokens, Tensor) or new_tokens.ndim != 2 or new_tokens.shape[1] < 2:
+        return tuple(values)
+    count = new_tokens.shape[1]
+    seen = next((key.length for key in model_cache.key_tensors(cache) if isinstance(key, Handle)), 0)
+
+    def has_length(value: Any) -> bool:
+        if not isinstance(value, Tensor) or value.is_floating_point() or value.device.type != "cpu":
+            return False
+        return value.ndim in (2, 3) and value.shape[-1] in (count, seen + count)
+
+    def marked(value: Tensor) -> Tensor:
+        """Return a copy, so that no tensor of the caller is marked."""
+        if dynamo.is_growing(value, value.ndim - 1):
+            return value
+        return with_dynamic_length(value.clone(memory_format=torch.contiguous_format))
+
+    return tuple(marked(value) if has_length(value) else value for value in values)
+
+
 def write_back(originals: Sequence[Any], copies: Sequence[Any]) -> None:
     """Write what a model has written to copies of `as_contiguous_tokens` to the caller's own tensors."""
     for original, copy in zip(originals, copies, strict=True):

@@ -33,7 +33,7 @@ from kvpass.runtime.backend_base import BackendBase
 from kvpass.runtime.cache_changes import longer_placeholder
 from kvpass.runtime.call_pins import call_pins
 from kvpass.runtime.checks import PositionCheck, RotationCheck
-from kvpass.runtime.deferred_code import DeferredCode
+from kvpass.runtime.deferred_code import DeferredCode, UncompiledCode
 from kvpass.runtime.output_projection import output_weight_by_head, required_projection_index
 from kvpass.runtime.prompt_admission import PendingPrompt, PromptLayer
 from kvpass.runtime.run_events import publish_run
@@ -101,11 +101,9 @@ def _check_policy(policy: Policy, policies: list[Policy], sites: list[AttentionS
         )
 
 
-def _is_static_on_cpu(example: Any) -> bool:
-    """Return whether a value has only static sizes and is on a CPU, where running a graph uncompiled costs little."""
-    if isinstance(example, Tensor):
-        return example.device.type == "cpu" and not symbolic_shapes.symbols(example)
-    return not isinstance(example, torch.SymInt)
+def _is_on_cpu(example: Any) -> bool:
+    """Return whether an example is on a CPU, where running a graph uncompiled costs little."""
+    return not isinstance(example, Tensor) or example.device.type == "cpu"
 
 
 def policies_by_layer(policy: Policy, layers: int) -> list[Policy]:
@@ -135,6 +133,7 @@ class PromptRunner:
         positions: the check of position ids, if keys are stored before their rotary embedding.
         rotation: computes `LayerCache.rotated_key`; None if keys are stored rotated.
         unchecked: the graphs to compare at the first call; None without validation, or after it.
+        added: the guards that compiling the graph has added to Dynamo's; None if Dynamo waited for the code.
     """
 
     backend: BackendBase
@@ -144,6 +143,7 @@ class PromptRunner:
     positions: PositionCheck | None = None
     rotation: RotationCheck | None = None
     unchecked: PromptCase | None = None
+    added: symbolic_shapes.AddedGuards | None = None
     as_traced: UnwrappedSubclasses = dataclasses.field(default_factory=UnwrappedSubclasses)
 
     @staticmethod
@@ -193,18 +193,27 @@ class PromptRunner:
     def compile(self, examples: Sequence[Any]) -> None:
         """Compile the rewritten graph by the inner compiler, whose errors are passed on.
 
-        A prompt of static length may be the only one, and compiling takes longer than the prompt itself.  So the
-        rewritten graph runs uncompiled, and is compiled when another prompt of that length arrives.  A prompt of
-        another length gets a graph of its own, for all lengths.
+        A prompt may be the only one, and compiling takes longer than the prompt itself.  So the rewritten graph runs
+        uncompiled at first, and is compiled when another prompt arrives on it.
         """
-        may_come_once = self.backend.inner == "inductor" and all(_is_static_on_cpu(example) for example in examples)
+        may_come_once = self.backend.inner == "inductor" and all(map(_is_on_cpu, examples))
         if may_come_once and not self.backend.compiles_at_once:
             return
-        assert self.graph.rewrite.rewritten_gm is not None
         # A transposed tensor would be new to the compiler, with sizes of its own.
-        holders = enumerate(walk.placeholders(self.graph.rewrite.rewritten_gm.graph))
-        shown = {index: walk.value(node) for index, node in holders if index in self.graph.tokens_first}
+        shown = {index: value for index, value in enumerate(self._inputs()) if index in self.graph.tokens_first}
         self.code.compiled = self._compile_graph([shown.get(index, x) for index, x in enumerate(examples)])
+
+    def _inputs(self) -> list[Any]:
+        """Return the example values of the rewritten graph's inputs."""
+        assert self.graph.rewrite.rewritten_gm is not None
+        return [walk.value(node) for node in walk.placeholders(self.graph.rewrite.rewritten_gm.graph)]
+
+    def _compile_later(self, arguments: Sequence[Any]) -> Callable[..., Any]:
+        """Compile the rewritten graph after Dynamo has set its guards, and note those that compiling adds to them."""
+        inputs = self._inputs()
+        is_dynamic = any(map(symbolic_shapes.symbols, inputs))
+        self.added = symbolic_shapes.AddedGuards(inputs)
+        return self._compile_graph(inputs if is_dynamic else arguments)
 
     def _compile_graph(self, examples: Sequence[Any]) -> Callable[..., Any]:
         rewrite = self.graph.rewrite
@@ -213,9 +222,22 @@ class PromptRunner:
         layers = [returned[site.keys_out] for site in self.graph.sites]
         with dynamo.compile_lock():
             run = self.backend.compile_prompt(rewrite.rewritten_gm, examples, layers)
-        # Nothing reads the graph once it is compiled.
-        self.graph = dataclasses.replace(self.graph, rewrite=dataclasses.replace(rewrite, rewritten_gm=None, calls={}))
+        if self.added is None or not self.added.expressions:  # nothing reads the graph any more
+            rewrite = dataclasses.replace(rewrite, rewritten_gm=None, calls={})
+            self.graph = dataclasses.replace(self.graph, rewrite=rewrite)
         return run
+
+    def _code_for(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
+        """Return the code for a prompt: the uncompiled graph's, if the prompt does not fulfil the added guards."""
+        run = self.code.for_run(self.graph.rewrite.rewritten_gm, lambda: self._compile_later(arguments))
+        added = [] if self.added is None else self.added.expressions
+        if not added:
+            return run
+        rewritten_gm, inputs = self.graph.rewrite.rewritten_gm, self.inputs
+        assert rewritten_gm is not None
+        assert inputs is not None
+        is_served = symbolic_shapes.are_true(added, shapes.measure_symbols(inputs, arguments))
+        return run if is_served else UncompiledCode(rewritten_gm)
 
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
         with tensors.with_torch_function():
@@ -226,7 +248,7 @@ class PromptRunner:
         """Run the graph; `arguments` are Dynamo's, `traced` are the same with tensor subclasses unwrapped."""
         self._validate(traced)
         regions.note_run()
-        run = self.code.for_run(self.graph.rewrite.rewritten_gm, lambda: self._compile_graph(traced))
+        run = self._code_for(traced)
         graph, results = self.graph, list(run(*traced))
         adopted = 0 if graph.adopted_past is None else traced[graph.adopted_past].shape[2]
         first_ids, rotated_key = self._first_ids(results, traced), self._rotated_key(results, traced)

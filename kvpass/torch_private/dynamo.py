@@ -63,6 +63,11 @@ def mark_growing(handle: Tensor, dim: int) -> None:
     torch._dynamo.maybe_mark_dynamic(handle, dim)
 
 
+def is_growing(tensor: Tensor, dim: int) -> bool:
+    """Return whether a dimension is marked by `mark_growing`."""
+    return dim in getattr(tensor, "_dynamo_weak_dynamic_indices", ())
+
+
 def mark_in_place(buffer: Tensor) -> None:
     """Mark a buffer's address as static, so that CUDA graphs may write to the buffer."""
     torch._dynamo.mark_static_address(buffer, guard=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -70,12 +70,46 @@ def guard_expressions(*values: Any) -> list[sympy.Expr]:
 
     The values are sizes and tensors.
     """
-    sizes = [size for x in values for size in (x.shape if isinstance(x, Tensor) else (x,))]
-    symbolic = next((size for size in sizes if isinstance(size, torch.SymInt)), None)
-    if symbolic is None:
-        return []
-    env = symbolic.node.shape_env
-    return [env.replace(guard.expr) for guard in env.guards]  # in the symbols that sizes have now
+    env = _shape_env(values)
+    return (
+        [] if env is None else [env.replace(guard.expr) for guard in env.guards]
+    )  # in the symbols that sizes have now
+
+
+def _shape_env(values: Iterable[Any]) -> Any:
+    """Return the environment of the symbolic sizes among sizes and tensors; None if there are none."""
+    sizes = (size for x in values for size in (x.shape if isinstance(x, Tensor) else (x,)))
+    return next((size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)), None)
+
+
+def are_true(guards: Iterable[sympy.Expr], numbers: Mapping[Any, int]) -> bool:
+    """Return whether guards hold for the given numbers of their symbols."""
+    known = {symbol: sympy.Integer(number) for symbol, number in numbers.items()}
+    return all(guard.xreplace(known) == sympy.true for guard in guards)
+
+
+class AddedGuards:
+    """The guards that are set on the sizes of a graph after this object is made.
+
+    Dynamo checks only the guards that were set before its backend returned.
+    """
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        """Take the sizes and fake tensors that are the graph's inputs."""
+        self._env = _shape_env(values)
+        self._before = 0 if self._env is None else len(self._env.guards)
+
+    @property
+    def expressions(self) -> list[sympy.Expr]:
+        """The guards that do not follow from Dynamo's, in the symbols of the graph's inputs."""
+        guards = [] if self._env is None else [guard.expr for guard in self._env.guards]
+        known = {guard.lhs - guard.rhs for guard in guards[: self._before] if isinstance(guard, sympy.Le)}
+        return [guard for guard in guards[self._before :] if not _follows(guard, known)]
+
+
+def _follows(guard: sympy.Expr, known: set[sympy.Expr]) -> bool:
+    """Return whether an equation follows from two inequalities, which are given by what is at most zero."""
+    return isinstance(guard, sympy.Eq) and {guard.lhs - guard.rhs, guard.rhs - guard.lhs} <= known
 
 
 class SymbolicSizes:

@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx as fx
 from torch import Tensor
@@ -88,7 +87,7 @@ def _try_longer(prompt: PromptCase, arguments: tuple[Any, ...], left_out: list[s
         lengths = [number for number in lengths if number <= smallest_table(prompt.dynamo_gm.graph)]
     for call in _make_prompts(prompt, arguments, lengths, 2):
         with noting_skipped(left_out, call.label):
-            _compare(prompt, call)
+            _compare(prompt, call, one_of_each=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +155,7 @@ def _other_sizes(
                 symbol: new for symbol, number in current.items() if symbol == length or number == current[length]
             }
             sizes = {**current, **new_rows, **longer, **({rows: count} if variable else {})}
-            allowed = _satisfies(guards, sizes) and all(_in_range(node, sizes) for node in inputs)
+            allowed = symbolic_shapes.are_true(guards, sizes) and all(_in_range(node, sizes) for node in inputs)
             padding_inputs = [inputs[index] for index in prompt.padding_inputs]
             if allowed and all(_marks_rows(node, value(site.key).shape[0], sizes) for node in padding_inputs):
                 yield sizes
@@ -166,11 +165,6 @@ def _other_sizes(
 def _marks_rows(node: fx.Node, rows: Any, sizes: dict[Any, int]) -> bool:
     """Return whether an input that marks padding has one row, or as many as the prompt."""
     return math.prod(shapes.number(size, sizes) for size in value(node).shape[:-1]) in (1, shapes.number(rows, sizes))
-
-
-def _satisfies(guards: Sequence[Any], sizes: dict[Any, int]) -> bool:
-    known = {symbol: sympy.Integer(number) for symbol, number in sizes.items()}
-    return all(guard.xreplace(known) == sympy.true for guard in guards)
 
 
 def _in_range(node: fx.Node, sizes: dict[Any, int]) -> bool:
@@ -227,10 +221,11 @@ def _prompt_call(
     return _ComparedCall(arguments, rows, queries, real, f"{label} of {queries} tokens", prompt.written_inputs)
 
 
-def _compare(prompt: PromptCase, call: _ComparedCall) -> None:
-    """Run the three graphs on one prompt and compare them."""
+def _compare(prompt: PromptCase, call: _ComparedCall, one_of_each: bool = False) -> None:
+    """Run the three graphs on one prompt and compare them, up to the last new kind of layer if `one_of_each`."""
     device = value(prompt.sites[0].query).device
-    last = last_new_kind(prompt.canonical_gm.graph, prompt.sites) if call.rows * call.queries > MAX_TOKENS else None
+    is_cut = one_of_each or call.rows * call.queries > MAX_TOKENS
+    last = last_new_kind(prompt.canonical_gm.graph, prompt.sites) if is_cut else None
     queries = None
     if call.queries > MAX_QUERIES:
         sampled = torch.randperm(call.queries, generator=torch.Generator().manual_seed(0))[: MAX_QUERIES - 2].tolist()
