@@ -29,7 +29,7 @@ POLICIES = (PLAIN, "h2o", "d2o", "tova", "roco", "cascade")
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 LONG = 8192
 LIMITS = {"seconds": 1.5, "MiB": 1.15}
-WARM = (640, 700)  # the graph is traced with a fixed length, then with a dynamic one
+WARM = (640, 700)  # the graph is compiled at the second prompt
 
 
 def measure(settings: Settings) -> list[Row]:

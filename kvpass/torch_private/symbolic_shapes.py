@@ -103,7 +103,7 @@ class AddedGuards:
     def expressions(self) -> list[sympy.Expr]:
         """The guards that do not follow from Dynamo's, in the symbols of the graph's inputs."""
         guards = [] if self._env is None else [guard.expr for guard in self._env.guards]
-        known = {guard.lhs - guard.rhs for guard in guards[: self._before] if isinstance(guard, sympy.Le)}
+        known = {guard.lts - guard.gts for guard in guards[: self._before] if isinstance(guard, (sympy.Le, sympy.Ge))}
         return [guard for guard in guards[self._before :] if not _follows(guard, known)]
 
 
