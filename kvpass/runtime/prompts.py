@@ -212,7 +212,7 @@ class PromptRunner:
         """Compile the rewritten graph after Dynamo has set its guards, and note those that compiling adds to them."""
         inputs = self._inputs()
         is_dynamic = any(map(symbolic_shapes.symbols, inputs))
-        self.added = symbolic_shapes.AddedGuards(inputs)
+        self.added = self.added or symbolic_shapes.AddedGuards(inputs)  # a compilation that failed may have added some
         return self._compile_graph(inputs if is_dynamic else arguments)
 
     def _compile_graph(self, examples: Sequence[Any]) -> Callable[..., Any]:
