@@ -44,7 +44,7 @@ def as_contiguous_tokens(argument: Any) -> Any:
 
 
 def with_dynamic_length(tokens: Tensor) -> Tensor:
-    """Return tokens [B, n] as a tensor that is not a view, whose length Dynamo traces as dynamic for n > 1."""
+    """Return tokens [B, n], n > 1, as no view and with a length that Dynamo traces as dynamic."""
     tokens = as_contiguous_tokens(tokens)
     if tokens.shape[-1] > 1:
         dynamo.mark_growing(tokens, tokens.ndim - 1)
