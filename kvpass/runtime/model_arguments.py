@@ -70,7 +70,7 @@ def with_dynamic_lengths(values: Sequence[Any], new_tokens: Any, cache: Any) -> 
     def has_length(value: Any) -> bool:
         if not isinstance(value, Tensor) or value.is_floating_point() or value.device.type != "cpu":
             return False
-        return value.ndim in (2, 3) and value.shape[-1] in (count, seen + count)
+        return value.ndim in (1, 2, 3) and value.shape[-1] in (count, seen + count)
 
     def marked(value: Tensor) -> Tensor:
         """Return a copy, so that no tensor of the caller is marked."""
