@@ -65,7 +65,7 @@ def with_dynamic_lengths(values: Sequence[Any], new_tokens: Any, cache: Any) -> 
     if not isinstance(new_tokens, Tensor) or new_tokens.ndim != 2 or new_tokens.shape[1] < 2:
         return tuple(values)
     count = new_tokens.shape[1]
-    seen = next((key.length for key in model_cache.key_tensors(cache) if isinstance(key, Handle)), 0)
+    seen = next((layer.length for layer in model_cache.caches_in(cache)), 0)
 
     def has_length(value: Any) -> bool:
         if not isinstance(value, Tensor) or value.is_floating_point() or value.device.type != "cpu":

@@ -37,7 +37,7 @@ from kvpass.runtime.deferred_code import DeferredCode, UncompiledCode
 from kvpass.runtime.output_projection import output_weight_by_head, required_projection_index
 from kvpass.runtime.prompt_admission import PendingPrompt, PromptLayer
 from kvpass.runtime.run_events import publish_run
-from kvpass.torch_private import dynamo, regions, symbolic_shapes, tensors
+from kvpass.torch_private import dynamo, inductor, regions, symbolic_shapes, tensors
 from kvpass.torch_private.tensors import UnwrappedSubclasses
 
 ADOPTED = "adopted: the prompt ran uncompiled, so nothing is known of its attention"
@@ -99,11 +99,6 @@ def _check_policy(policy: Policy, policies: list[Policy], sites: list[AttentionS
             f"{walk.source_line(sliding.call)}: {policy.name} numbers the tokens of all layers alike, and this layer "
             "has a sliding window of its own"
         )
-
-
-def _is_on_cpu(example: Any) -> bool:
-    """Return whether an example is on a CPU, where running a graph uncompiled costs little."""
-    return not isinstance(example, Tensor) or example.device.type == "cpu"
 
 
 def policies_by_layer(policy: Policy, layers: int) -> list[Policy]:
@@ -193,10 +188,10 @@ class PromptRunner:
     def compile(self, examples: Sequence[Any]) -> None:
         """Compile the rewritten graph by the inner compiler, whose errors are passed on.
 
-        A prompt may be the only one, and compiling takes longer than the prompt itself.  So the rewritten graph runs
-        uncompiled at first, and is compiled when another prompt arrives on it.
+        A prompt may be the only one, and on a CPU compiling takes longer than the prompt itself.  So the rewritten
+        graph runs uncompiled at first, and is compiled when another prompt arrives on it.
         """
-        may_come_once = self.backend.inner == "inductor" and all(map(_is_on_cpu, examples))
+        may_come_once = self.backend.inner == "inductor" and inductor.on_cpu(examples)
         if may_come_once and not self.backend.compiles_at_once:
             return
         # A transposed tensor would be new to the compiler, with sizes of its own.

@@ -71,9 +71,8 @@ def guard_expressions(*values: Any) -> list[sympy.Expr]:
     The values are sizes and tensors.
     """
     env = _shape_env(values)
-    return (
-        [] if env is None else [env.replace(guard.expr) for guard in env.guards]
-    )  # in the symbols that sizes have now
+    guards = [] if env is None else env.guards
+    return [env.replace(guard.expr) for guard in guards]  # in the symbols that sizes have now
 
 
 def _shape_env(values: Iterable[Any]) -> Any:
