@@ -47,7 +47,7 @@ class Rotary:
             return site.mask is not None and value(site.mask).ndim == 4 and expr(value(site.mask).shape[0]) != 1
         if sympy.simplify(expr(position.numel()) - queries) != 0:
             return False
-        return bool(expr(position.shape[0]) != 1) or not rows_come_first(self.position, site.key)
+        return bool(expr(position.shape[0]) != 1) or not rows_come_first(self.position, site.key, {self.raw})
 
     def counts_tokens(self, site: AttentionSite) -> bool:
         """Return whether each token has one position, and not several as in images."""
@@ -81,21 +81,24 @@ def _obstacle(site: AttentionSite, memory: alias.AliasSets) -> str | None:
     return ROWS_SHARE_POSITIONS if rotary.counts_rows_alike(site) else None
 
 
-def rows_come_first(position: fx.Node, rotated: fx.Node) -> bool:
+def rows_come_first(position: fx.Node, rotated: fx.Node, stop: Iterable[fx.Node] = ()) -> bool:
     """Return whether the first dimension of positions, possibly of size 1, becomes the first of the rotated tensor.
 
-    The answer is also true if the dimension cannot be followed.
+    The answer is also true if the dimension cannot be followed.  `stop` is that of `follow_to`.
     """
-    return follow_to(position, 0, rotated) in (0, None)
+    return follow_to(position, 0, rotated, stop) in (0, None)
 
 
-def follow_to(root: fx.Node, dim: int, result: fx.Node) -> int | None:
-    """Return the dimension of a result that a dimension of one of its ancestors becomes, or None."""
+def follow_to(root: fx.Node, dim: int, result: fx.Node, stop: Iterable[fx.Node] = ()) -> int | None:
+    """Return the dimension of a result that a dimension of one of its ancestors becomes, or None.
+
+    Args:
+        stop: ancestors that are not followed, nor what is computed from the root before them.
+    """
     dims: dict[fx.Node, int | None] = {root: dim}
-    computed_from = ancestors(result, stop={root})
-    for node in root.graph.nodes:
+    for node in sorted(ancestors(result, {root, *stop})):
         parents = {parent: along for parent in node.all_input_nodes if (along := dims.get(parent)) is not None}
-        if parents and node not in dims and node in computed_from:
+        if parents:
             dims[node] = propagation.common_dim(_aligned_dim(node, parent, along) for parent, along in parents.items())
     return dims.get(result)
 
@@ -114,7 +117,7 @@ def find_rotary(site: AttentionSite, token_dim: int = 2) -> Rotary | None:
     for raw in _latest_first(site.key):
         if raw is site.key or not is_tensor(raw) or not shapes.same_shape(value(raw).shape, shape):
             continue
-        if unclear and follow_to(raw, token_dim, site.key) not in (2, None):
+        if _is_mixed_with_tokens(site.key, raw) or (unclear and follow_to(raw, token_dim, site.key) not in (2, None)):
             continue
         since_raw = nodes_behind(site.key, {raw})
         positions = [node for node in since_raw if _is_converted_to_angle(node, since_raw)]
@@ -125,6 +128,18 @@ def find_rotary(site: AttentionSite, token_dim: int = 2) -> Rotary | None:
         if not _carries_tokens(others - tables):
             return Rotary(raw, positions[0])
     return None
+
+
+def _is_mixed_with_tokens(key: fx.Node, raw: fx.Node) -> bool:
+    """Return whether hidden states enter a key behind `raw`, otherwise than through integers.
+
+    Attention or an embedding is soon found if there is any, and the many nodes before it are not examined.
+    """
+
+    def operands(node: fx.Node) -> list[fx.Node]:
+        return [each for each in node.all_input_nodes if not _is_integer(each)]
+
+    return any(_is_end(node) or node.target is torch.nn.functional.embedding for node in walk.reach([key], operands, {raw}))
 
 
 def _is_end(node: fx.Node) -> bool:
@@ -216,10 +231,9 @@ def _is_followed(root: fx.Node, dim: int, among: set[fx.Node]) -> bool:
     """Return whether all nodes computed from a tensor keep the slices along its dimension apart."""
     single = expr(value(root).shape[dim]) == 1
     dims: dict[fx.Node, int | None] = {root: dim}
-    for node in root.graph.nodes:
+    for node in sorted(among - {root}):
         parents = [parent for parent in node.all_input_nodes if parent in dims]
-        sizes = walk.is_size(node) or isinstance(value(node), torch.Size)
-        if node not in among or node in dims or not parents or sizes:
+        if not parents or walk.is_size(node) or isinstance(value(node), torch.Size):
             continue
         if is_tensor(node) and expr(value(node).numel()) == 0:  # such as the unrotated features of a key without any
             continue

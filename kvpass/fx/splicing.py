@@ -92,9 +92,8 @@ def cut(
                 index(parent)
             env[node] = graph.node_copy(node, lambda parent: env[parent])
 
-    for node in gm.graph.nodes:  # in the order of the graph, as some of the nodes write in place
-        if node in moving:
-            index(node)
+    for node in sorted(moving):  # in the order of the graph, as some of the nodes write in place
+        index(node)
     for result in results:
         index(result)
     output_nodes = tuple(env[result] for result in results)

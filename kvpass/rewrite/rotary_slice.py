@@ -63,7 +63,12 @@ class RotarySlice:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        return (self.angles.key, self.rotate.key, str(self.position))
+        return (self.angles.key, self.rotate.key, str(self.position), str(self.rotate_inputs[0]))
+
+    @property
+    def bound(self) -> tuple[fx.Node, ...]:
+        """The nodes of the original graph that both parts read."""
+        return (*self.angles.bound, *self.rotate.bound)
 
     @property
     def shape(self) -> tuple[Any, ...]:  # [B, Hkv, q, D] of the keys
@@ -138,17 +143,8 @@ class RotarySlice:
         rotated = torch.vmap(torch.vmap(lambda rank: slots(parts, rank)))(rank)
         return [_head_by_head(section.diagonal(0, 0, 2).movedim(-1, 0)) for section in rotated]
 
-    def for_one_key(self) -> RotarySlice:
-        """Return the slice for one row and query if random keys are rotated independently, else this slice.
-
-        Rotating all rows at the positions of each row costs the square of the rows, times the new tokens, unless a
-        compiler removes the results that nothing reads.
-        """
-        if expr(self.shape[0]) == expr(self.shape[2]) == 1:
-            return self
-        if any(not shape for shape, _ in (*self.angle_inputs, *self.rotate_inputs)):  # it reads dynamic sizes
-            return self
-        dims = self.with_numbers()._broadcast_dims()
+    def narrowed(self, dims: Sequence[Sequence[int]] | None) -> RotarySlice:
+        """Return the slice for one row and query, given `broadcast_dims`."""
         if dims is None:
             return self
         one_key = ((1, self.shape[1], 1, self.shape[3]), self.rotate_inputs[0][1])
@@ -156,8 +152,19 @@ class RotarySlice:
             self, angles=_narrow_results(self.angles, dims), rotate_inputs=(one_key, *self.rotate_inputs[1:])
         )
 
+    def broadcast_dims(self) -> list[list[int]] | None:
+        """Return the dimensions of each result of `angles` that one row and query need one entry of.
+
+        Returns:
+            None if the slice is for one key already, or if random keys are not rotated independently.
+        """
+        if expr(self.shape[0]) == expr(self.shape[2]) == 1:
+            return None
+        if any(not shape for shape, _ in (*self.angle_inputs, *self.rotate_inputs)):  # it reads dynamic sizes
+            return None
+        return self.with_numbers()._broadcast_dims()
+
     def _broadcast_dims(self) -> list[list[int]] | None:
-        """Return the dimensions of each result of `angles` that one row and query need one entry of, or None."""
         generator = torch.Generator().manual_seed(0)
         angle_values, (keys, *rest) = (
             [_random(spec, generator) for spec in specs] for specs in (self.angle_inputs, self.rotate_inputs)
@@ -221,15 +228,9 @@ class RotaryProbe:
     """
 
     def __init__(self, canonical_gm: fx.GraphModule, sites: Sequence[AttentionSite], sizes: Sizes) -> None:
-        cuts: dict[Any, RotarySlice] = {}
         memory, holders = alias.AliasSets(canonical_gm.graph), walk.placeholders(canonical_gm.graph)
-        for site in sites:
-            if (rotary := find_rotary(site)) is None:
-                continue
-            rest = alias.ancestors_with_writes([site.key], {rotary.raw, rotary.position}, memory=memory)
-            key = tuple(_angles(site.key, rotary, memory)), frozenset(rest.intersection(holders))
-            if key not in cuts:
-                cuts[key] = cut_rotary(canonical_gm, site, rotary, sizes, memory)
+        rotated = [(site, rotary) for site in sites if (rotary := find_rotary(site)) is not None]
+        cuts = {(cut.key, cut.bound): cut for cut in cut_rotaries(canonical_gm, rotated, sizes, memory)}
         slices = [part for cut in cuts.values() for part in (cut.angles, cut.rotate)]
         bound = [node for part in slices for node in part.bound]
         read = alias.ancestors_with_writes(bound, memory=memory) if bound else set()
@@ -277,7 +278,7 @@ def _is_close(x: Tensor, y: Tensor) -> bool:
     return x.shape == y.shape and torch.allclose(x, y, rtol=tolerance, atol=tolerance * float(y.abs().max()))
 
 
-def _narrow_results(original: Slice, dims_of: list[list[int]]) -> Slice:
+def _narrow_results(original: Slice, dims_of: Sequence[Sequence[int]]) -> Slice:
     """Return a slice whose results keep only the first entry of some dimensions."""
     graph = fx.Graph()
     results = list(graph.graph_copy(original.module.graph, {}))  # type: ignore[arg-type]
@@ -288,14 +289,30 @@ def _narrow_results(original: Slice, dims_of: list[list[int]]) -> Slice:
     return Slice(fx.GraphModule(original.module, graph), original.bound)
 
 
-def cut_rotary(
-    gm: fx.GraphModule, site: AttentionSite, rotary: Rotary, sizes: Sizes, memory: alias.AliasSets
-) -> RotarySlice:
-    """Cut out the rotary embedding of a site's key; `memory` is that of the graph.
+def cut_rotaries(
+    gm: fx.GraphModule, rotated: Iterable[tuple[AttentionSite, Rotary]], sizes: Sizes, memory: alias.AliasSets
+) -> list[RotarySlice]:
+    """Cut out the rotary embeddings of the keys of some sites; `memory` is that of the graph.
 
     Raises:
-        UnsupportedGraph: the embedding uses the cache's length as a size, or a subgraph is overwritten in place.
+        UnsupportedGraph: an embedding uses the cache's length as a size, or a subgraph is overwritten in place.
     """
+    return for_one_key([_cut_rotary(gm, site, rotary, sizes, memory) for site, rotary in rotated])
+
+
+def for_one_key(cuts: Sequence[RotarySlice]) -> list[RotarySlice]:
+    """Return slices for one row and query if random keys are rotated independently, else as they are.
+
+    Rotating all rows at the positions of each row costs the square of the rows, times the new tokens, unless a compiler
+    removes the results that nothing reads.
+    """
+    dims = {key: cut.broadcast_dims() for key, cut in {cut.key: cut for cut in cuts}.items()}
+    return [cut.narrowed(dims[cut.key]) for cut in cuts]
+
+
+def _cut_rotary(
+    gm: fx.GraphModule, site: AttentionSite, rotary: Rotary, sizes: Sizes, memory: alias.AliasSets
+) -> RotarySlice:
 
     def resolve(node: fx.Node) -> Any:
         if sizes.grows(node):
@@ -314,8 +331,7 @@ def cut_rotary(
     found = tables_at(rotary.position, subgraph)
     counts = [count for table, dim in found.items() if isinstance(count := value(table).shape[dim], int)]
     dtypes, inputs = tuple(value(node).dtype for node in angles), (tuple(angle_inputs), rotate_inputs)
-    cut = RotarySlice(angle_slice, rotate_slice, position[0], dtypes, *inputs, min(counts, default=None))
-    return cut.for_one_key()
+    return RotarySlice(angle_slice, rotate_slice, position[0], dtypes, *inputs, min(counts, default=None))
 
 
 def _spec_of(node: fx.Node, sizes: Sizes) -> Spec:

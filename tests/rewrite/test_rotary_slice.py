@@ -14,7 +14,7 @@ import kvpass
 from kvpass.fx.splicing import Slice
 from kvpass.lowering.attend import RotaryPairs
 from kvpass.lowering.formats import Sections
-from kvpass.rewrite.rotary_slice import RotarySlice
+from kvpass.rewrite.rotary_slice import RotarySlice, for_one_key
 
 WIDTH = 12
 
@@ -83,7 +83,7 @@ def on_slots(rotary: RotarySlice, groups: int, *bound: Tensor) -> Tensor:
 @pytest.mark.parametrize("groups", [1, 3])
 def test_keys_rotated_for_one_row_and_query_are_those_rotated_for_all(queries, groups):
     whole = sliced(llama, rows=4, queries=queries)
-    alone = whole.for_one_key()
+    (alone,) = for_one_key([whole])
     assert alone.shape == (1, 3, 1, WIDTH)
     assert all(rows.shape == (7, 1, 1, 1, WIDTH) for rows in alone.table(7, [torch.ones(WIDTH // 2)], "cpu"))
     assert torch.equal(on_slots(alone, groups), on_slots(whole, groups))
@@ -91,11 +91,11 @@ def test_keys_rotated_for_one_row_and_query_are_those_rotated_for_all(queries, g
 
 
 def test_a_slice_for_one_key_includes_what_follows_the_embedding():
-    assert sliced(normed, rows=4, queries=3).for_one_key().shape == (1, 3, 1, WIDTH)
     scaled = sliced(lambda key, cos, sin, scale: llama(key, cos, sin) * scale, (3, 1, WIDTH), rows=4)
-    assert scaled.for_one_key().shape == (1, 3, 1, WIDTH)
+    alone = for_one_key([sliced(normed, rows=4, queries=3), scaled, scaled])
+    assert [cut.shape for cut in alone] == [(1, 3, 1, WIDTH)] * 3
     scale = torch.rand(3, 1, WIDTH)
-    assert torch.equal(on_slots(scaled.for_one_key(), 3, scale), on_slots(scaled, 3, scale))
+    assert torch.equal(on_slots(alone[2], 3, scale), on_slots(scaled, 3, scale))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_a_slice_for_one_key_includes_what_follows_the_embedding():
 )
 def test_keys_that_are_not_rotated_alone_are_rotated_for_all(rotate, bound):
     whole = sliced(rotate, *bound, rows=4, queries=3)
-    assert whole.for_one_key() is whole
+    assert for_one_key([whole]) == [whole]
 
 
 @torch.no_grad()

@@ -42,7 +42,7 @@ from kvpass.fx import alias, op_table, shapes, splicing, walk
 from kvpass.fx.walk import value
 from kvpass.rewrite.context import Lengths, PassRecord, Rotations, StepContext
 from kvpass.rewrite.renumber import find_readers, fits_step, subtract_by_row
-from kvpass.rewrite.rotary_slice import cut_rotary
+from kvpass.rewrite.rotary_slice import cut_rotaries
 
 BOTH_WAYS = "a mask reads the positions through the same operation as the rotary embedding"
 _ARITHMETIC = op_table.tagged("compares", "adds") | {"mul", "clamp", "maximum", "minimum"}
@@ -202,10 +202,7 @@ def rank_positions(step: StepContext) -> PassRecord:
         return PassRecord(left={"keys": "they are stored as they are attended to"})
     memory = alias.AliasSets(step.step_gm.graph)
     rotaries = [_rotary(step, layer, memory) for layer in range(len(step.sites))]
-    slices = [
-        cut_rotary(step.step_gm, site, rotary, step.sizes, memory)
-        for site, rotary in zip(step.sites, rotaries, strict=True)
-    ]
+    slices = cut_rotaries(step.step_gm, zip(step.sites, rotaries, strict=True), step.sizes, memory)
     positions = list(dict.fromkeys(p for layer, rotary in enumerate(rotaries) for p in _positions(step, layer, rotary)))
     position_inputs = [origin for origin in map(strip_reshapes, positions) if origin in step.placeholders]
     replaced = tuple(dict.fromkeys(map(step.placeholders.index, position_inputs)))

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.fx.node import map_arg
 
 from kvpass.fx import alias, walk
+from kvpass.lowering.float32_products import InFloat32
 from kvpass.torch_private import operators
 
 Visit = Callable[["GraphRun", fx.Node, Any], Any]
@@ -69,7 +70,8 @@ class GraphRun(fx.Interpreter):
         Raises:
             DoesNotRun: a node fails.
         """
-        with operators.preserving_autocast():  # a run may end between the nodes that enter and exit a region
+        # A run may end between the nodes that enter and exit an autocast region.
+        with operators.preserving_autocast(), InFloat32():
             for node in self._nodes:
                 if node.op not in ("placeholder", "output"):
                     value = self._run(node)

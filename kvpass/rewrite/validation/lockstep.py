@@ -23,7 +23,6 @@ from kvpass.capture.canonical import ATTENTION, AttentionSite
 from kvpass.errors import KVPassError, UnsupportedGraph
 from kvpass.fx import op_table, walk
 from kvpass.fx.walk import source_line, value
-from kvpass.lowering.float32_products import InFloat32
 from kvpass.rewrite.validation.expected import ExactAttention, attend_exactly, equal_up_to_rounding, in_result_dtype
 from kvpass.rewrite.validation.interpreter import DoesNotRun, GraphRun, Visit
 from kvpass.torch_private import dynamo
@@ -326,7 +325,7 @@ def run_validation(
     """
     start, left_out = time.perf_counter(), list[str]()
     # The caller's random numbers stay as they are.
-    with torch.no_grad(), InFloat32(), torch.random.fork_rng(devices=[]):
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
             with errors_as_not_comparable(f"on {kind}"):
                 for label, call in calls:
