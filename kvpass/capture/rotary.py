@@ -139,7 +139,7 @@ def _is_mixed_with_tokens(key: fx.Node, raw: fx.Node) -> bool:
     def operands(node: fx.Node) -> list[fx.Node]:
         return [each for each in node.all_input_nodes if not _is_integer(each)]
 
-    return any(_is_end(node) or node.target is torch.nn.functional.embedding for node in walk.reach([key], operands, {raw}))
+    return any(_brings_tokens(node) for node in walk.reach([key], operands, {raw}))
 
 
 def _is_end(node: fx.Node) -> bool:
@@ -317,10 +317,15 @@ def tables_at(position: fx.Node, nodes: Iterable[fx.Node]) -> dict[fx.Node, int]
     }
 
 
+def _brings_tokens(node: fx.Node) -> bool:
+    """Return whether a node is an attention call or an embedding."""
+    return _is_end(node) or node.target is torch.nn.functional.embedding
+
+
 def _carries_tokens(nodes: set[fx.Node]) -> bool:
     """Return whether a node brings in hidden states: attention outputs, embeddings, or inputs of rank 3 and more."""
     for node in nodes:
-        if _is_end(node) or node.target is torch.nn.functional.embedding:
+        if _brings_tokens(node):
             return True
         if node.op == "placeholder" and is_tensor(node) and value(node).is_floating_point() and value(node).ndim >= 3:
             return True
