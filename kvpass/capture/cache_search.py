@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.fx as fx
 
 from kvpass.capture import decomposed_attention, origins, sparse_index
-from kvpass.capture.canonical import source_caches, stored_output
 from kvpass.capture.decomposed_attention import AttentionCall
 from kvpass.capture.origins import CacheRefused, Origin, OutsideKeys, cat_parts, origin_of
 from kvpass.fx import alias, walk
@@ -36,6 +36,7 @@ class Reading:
         key, value: the caches that its keys and values come from.
         computed: whether it reads keys or values that are computed from the cached ones.
         keys_out, values_out: the output indices of the grown caches.
+        window: the number of last tokens that the model stores, None for all.
     """
 
     call: AttentionCall
@@ -44,6 +45,7 @@ class Reading:
     computed: bool
     keys_out: int
     values_out: int
+    window: int | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,7 +270,7 @@ class _CacheSearch:
         other_values = values_of.get(keys_out, values_out) != values_out
         if keys_out == values_out or other_values or keys_out in values_of.values():
             raise CacheRefused("one cached tensor serves as keys and as values")
-        return Reading(call, key, val, computed, keys_out, values_out)
+        return Reading(call, key, val, computed, keys_out, values_out, window)
 
     def _tokens_of(self, node: fx.Node, call: AttentionCall) -> set[fx.Node]:
         """Return the inputs that bring tokens: ids that embeddings look up, and hidden states [B, q, D]."""
@@ -280,14 +282,26 @@ class _CacheSearch:
         return index_inputs | {p for p in tensors if value(p).is_floating_point()}
 
     def _source_caches(self, call: AttentionCall) -> tuple[Origin, Origin] | None:
-        """Return the two caches that key and value are computed from."""
-        attended, grown = (call.key, call.value), self.updates
-        computed_from = alias.ancestors_with_writes(attended, self.results, call.node, memory=self.memory)
-        if computed_from.isdisjoint(grown):
-            local = origins.since_projection(attended, self.results)
+        """Return the two caches that key and value are computed from, or None if there are not two.
+
+        They come in the order in which the graph grows them, unless the second one alone feeds the keys.  In multi-head
+        latent attention both feed both.
+        """
+        of_key, of_value = (
+            alias.ancestors_with_writes([node], self.results, call.node, memory=self.memory)
+            for node in (call.key, call.value)
+        )
+        grown = self.updates
+        if (of_key | of_value).isdisjoint(grown):
+            local = origins.since_projection((call.key, call.value), self.results)
             grown = [node for node in self.graph.nodes if node in local and self._starts_a_cache(node, call)]
-        pair = source_caches(grown, attended, self.outputs, self.results, call.node, self.memory)
-        return pair and (origin_of(pair[0], self.outputs), origin_of(pair[1], self.outputs))
+        found = [n for n in grown if n in of_key | of_value and stored_output(n, self.outputs) is not None]
+        if len(found) != 2:
+            return None
+        first, second = found
+        exchanged = second in of_key and first not in of_key and first in of_value and second not in of_value
+        pair = (second, first) if exchanged else (first, second)
+        return origin_of(pair[0], self.outputs), origin_of(pair[1], self.outputs)
 
     def _starts_a_cache(self, node: fx.Node, call: AttentionCall) -> bool:
         """Return whether a prompt returns a node [B, h, q, D] of keys and values."""
@@ -348,3 +362,27 @@ def _check_supported(call: AttentionCall, origin: Origin, shares_cache: bool) ->
         raise CacheRefused("there are not as many new keys as queries")
     if origin.past is not None and call.causal:
         raise CacheRefused("is_causal with a past aligns the mask to the first key")
+
+
+def stored_output(grown: fx.Node, outputs: dict[fx.Node, int]) -> tuple[int, int | None] | None:
+    """Return a cache's output index and the number of last tokens stored (None for all), or None without an output."""
+    if grown in outputs:
+        return outputs[grown], None
+    for user in grown.users:
+        count = _last_tokens(user)
+        if user in outputs and count is not None:
+            return outputs[user], count
+    return None
+
+
+def _last_tokens(node: fx.Node) -> int | None:
+    """Return n if a node is x[:, :, -n:] of [B, H, S, D], else None."""
+    if walk.name_of(node) != "getitem" or not isinstance(node.args[1], tuple):
+        return None
+    whole = slice(None)
+    before, along, after = node.args[1][:2], node.args[1][2:3], node.args[1][3:]
+    tokens: Any = along[0] if along else whole
+    others_whole = all(part == whole for part in (*before, *after))
+    if not others_whole or not isinstance(tokens, slice) or not isinstance(tokens.start, int) or tokens.start >= 0:
+        return None
+    return -tokens.start if tokens.stop is None and tokens.step is None else None

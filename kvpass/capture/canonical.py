@@ -13,7 +13,6 @@ tanh(scores / cap) if there is a cap, and then masked.  The softmax also runs ov
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -21,10 +20,8 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.errors import UnsupportedGraph
-from kvpass.fx import alias, op_table, walk
 from kvpass.fx.shapes import expr
-from kvpass.fx.walk import ancestors, value
+from kvpass.fx.walk import value
 from kvpass.policies.heads import HeadSharding
 
 torch.library.define("kvpass::append", "(Tensor? past, Tensor new) -> Tensor")
@@ -248,127 +245,3 @@ class AttentionSite(SiteFacts):
         copied["attended"] = tuple(copy_of[node] for node in self.attended)
         copied["shared_by"] = tuple(site.in_copy(copy_of) for site in self.shared_by)
         return AttentionSite(**copied)
-
-
-def sites(graph: fx.Graph) -> list[AttentionSite]:
-    """Return the first attention call on each cache, with later calls on the same cache as `shared_by`.
-
-    If one call on a cache reads keys or values that are computed from it, all its calls are marked so.
-    """
-    outputs = {node: index for index, node in enumerate(walk.results(graph)) if isinstance(node, fx.Node)}
-    found: dict[int, list[AttentionSite]] = {}
-    calls = [node for node in graph.nodes if is_attention(node)]
-    for call in calls:
-        if call.target is ATTENTION:
-            site = _site(call, outputs, calls)
-            found.setdefault(site.keys_out, []).append(site)
-    for group in found.values():
-        if any(site.computed for site in group):
-            group[:] = [dataclasses.replace(site, computed=True) for site in group]
-    return [dataclasses.replace(first, shared_by=tuple(rest)) for first, *rest in found.values()]
-
-
-def _site(call: fx.Node, outputs: dict[fx.Node, int], calls: list[fx.Node]) -> AttentionSite:
-    args = op_table.named_arguments(call)
-    attended = (args["key"], args["value"])
-    grown = attended if all(node.target is APPEND for node in attended) else _sources(call, attended, outputs, calls)
-    reads_cache = grown == attended and not (args["mask"] and not ancestors(args["mask"], calls).isdisjoint(grown))
-    (past_key, key), (past_value, val) = grown[0].args, grown[1].args
-    (keys_out, window), (values_out, _) = (stored_output(node, outputs) or (-1, None) for node in grown)
-    _check_cached_pair(call, args["query"], *grown)
-    copied = {name: args[name] for name in ("query", "mask", "scale", "causal", "cap", "sink_logit", "hidden_logit")}
-    return AttentionSite(
-        call=call, key=key, value=val, past_key=past_key, past_value=past_value, grown_key=grown[0],  # type: ignore[arg-type]
-        grown_value=grown[1], keys_out=keys_out, values_out=values_out, window=window, computed=not reads_cache,
-        attended=attended, lse=_log_sum_exp(args), decomposed=args["product_dtype"] is not None, **copied,
-    )  # fmt: skip
-
-
-def _check_cached_pair(call: fx.Node, query: fx.Node, key: fx.Node, values: fx.Node) -> None:
-    """Raise UnsupportedGraph unless the slots of a layer can hold keys and values that grow for a query."""
-    key_dtype, value_dtype = value(key).dtype, value(values).dtype
-    # Under autocast a rotary embedding in float32 makes keys wider than values.
-    if key_dtype != value_dtype and (key_dtype != torch.float32 or value_dtype.itemsize != 2):
-        raise UnsupportedGraph(
-            f"{walk.source_line(call)}: keys are cached in {key_dtype} and values in {value_dtype}, but "
-            "the slots of a layer have one dtype; cast one of them before it is cached"
-        )
-    query_rows, cached_rows = (value(node).shape[0] for node in (query, key))
-    if expr(query_rows) != expr(cached_rows):
-        raise UnsupportedGraph(
-            f"{walk.source_line(call)}: {query_rows} rows of queries attend to a cache of {cached_rows} rows, so it is "
-            "unknown which row keeps which tokens"
-        )
-
-
-def _sources(
-    call: fx.Node, attended: tuple[fx.Node, fx.Node], outputs: dict[fx.Node, int], calls: list[fx.Node]
-) -> tuple[fx.Node, fx.Node]:
-    grown = [node for node in call.graph.nodes if node.target is APPEND]
-    pair = source_caches(grown, attended, outputs, calls, call, alias.AliasSets(call.graph))
-    if pair is None:
-        line = walk.source_line(call)
-        raise UnsupportedGraph(f"{line}: keys and values are not computed from one pair of caches")
-    return pair
-
-
-def source_caches(
-    grown: Iterable[fx.Node],
-    attended: Sequence[fx.Node],
-    outputs: dict[fx.Node, int],
-    stop: Iterable[fx.Node],
-    call: fx.Node,
-    memory: alias.AliasSets,
-) -> tuple[fx.Node, fx.Node] | None:
-    """Return the two caches that keys and values are computed from, or None if there are not two.
-
-    They come in the order in which the graph grows them, unless the second one alone feeds the keys.  In multi-head
-    latent attention both feed both.
-
-    Args:
-        grown: the caches to choose from.
-        attended: the keys and the values that a call reads.
-        outputs: the output index of each returned node.
-        stop: nodes at which the search ends.
-        memory: that of the graph.
-    """
-    of_key, of_value = (alias.ancestors_with_writes([node], stop, call, memory=memory) for node in attended)
-    found = [node for node in grown if node in of_key | of_value and stored_output(node, outputs) is not None]
-    if len(found) != 2:
-        return None
-    first, second = found
-    exchanged = second in of_key and first not in of_key and first in of_value and second not in of_value
-    return (second, first) if exchanged else (first, second)
-
-
-def _log_sum_exp(args: dict[str, Any]) -> fx.Node | None:
-    """Return the node of the log-sum-exp of the same logits, or None."""
-    shared = ("query", "key", "mask", "scale", "cap", "hidden_logit")
-    sums = [node for node in args["query"].users if node.target is LOG_SUM_EXP]
-    return next(
-        (node for node in sums if all(op_table.named_arguments(node)[name] == args[name] for name in shared)), None
-    )
-
-
-def stored_output(grown: fx.Node, outputs: dict[fx.Node, int]) -> tuple[int, int | None] | None:
-    """Return a cache's output index and the number of last tokens stored (None for all), or None without an output."""
-    if grown in outputs:
-        return outputs[grown], None
-    for user in grown.users:
-        count = _last_tokens(user)
-        if user in outputs and count is not None:
-            return outputs[user], count
-    return None
-
-
-def _last_tokens(node: fx.Node) -> int | None:
-    """Return n if a node is x[:, :, -n:] of [B, H, S, D], else None."""
-    if walk.name_of(node) != "getitem" or not isinstance(node.args[1], tuple):
-        return None
-    whole = slice(None)
-    before, along, after = node.args[1][:2], node.args[1][2:3], node.args[1][3:]
-    tokens: Any = along[0] if along else whole
-    others_whole = all(part == whole for part in (*before, *after))
-    if not others_whole or not isinstance(tokens, slice) or not isinstance(tokens.start, int) or tokens.start >= 0:
-        return None
-    return -tokens.start if tokens.stop is None and tokens.step is None else None

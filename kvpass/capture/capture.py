@@ -21,11 +21,13 @@ import torch.fx as fx
 
 from kvpass.capture import autocast_regions, cache_search, heads_first, simplify, sliced_tables
 from kvpass.capture.cache_search import Reading, Verdict
-from kvpass.capture.canonical import APPEND, ATTENTION, LOG_SUM_EXP, AttentionSite, sites
+from kvpass.capture.canonical import APPEND, ATTENTION, LOG_SUM_EXP, AttentionSite, is_attention
 from kvpass.capture.decomposed_attention import AttentionCall
 from kvpass.capture.origins import Origin
+from kvpass.errors import UnsupportedGraph
 from kvpass.fx import alias, op_table, walk
-from kvpass.fx.walk import value
+from kvpass.fx.shapes import expr
+from kvpass.fx.walk import ancestors, value
 from kvpass.torch_private import fx_nodes
 
 
@@ -87,8 +89,7 @@ def _capture_as_it_is(dynamo_gm: fx.GraphModule, is_handle: Sequence[bool]) -> C
     readings = [verdict.reading for verdict in verdicts if verdict.reading]
     if any(verdict.refusal for verdict in verdicts) or not readings:
         return Capture(dynamo_gm, dynamo_gm, [], verdicts)
-    _insert_operators(canonical_gm.graph, readings)
-    attention_sites = sites(canonical_gm.graph)
+    attention_sites = _insert_operators(canonical_gm.graph, readings)
     sliced_tables.index_sliced_tables(canonical_gm.graph, attention_sites)
     canonical_gm.recompile()
     return Capture(dynamo_gm, canonical_gm, attention_sites, verdicts)
@@ -163,8 +164,15 @@ def _attribute(node: fx.Node) -> str | None:
     return _OPERATORS.get(getattr(target, "overloadpacket", target))
 
 
-def _insert_operators(graph: fx.Graph, readings: list[Reading]) -> None:
-    """Replace every cache update and every attention call on a cache by a canonical operator."""
+def _insert_operators(graph: fx.Graph, readings: list[Reading]) -> list[AttentionSite]:
+    """Replace every cache update and every attention call on a cache by a canonical operator.
+
+    Returns:
+        The first attention call on each cache, with later calls on the same cache as `shared_by`.
+
+    Raises:
+        UnsupportedGraph: the slots of a layer cannot hold what is cached.
+    """
     results = {node for r in readings for node in (*r.call.results, r.key.grown, r.value.grown)}
     # Writes in place to the logits are among these nodes, although nothing uses their results.
     computed_from = alias.ancestors_with_writes(list(results))
@@ -174,15 +182,62 @@ def _insert_operators(graph: fx.Graph, readings: list[Reading]) -> None:
             if origin.grown not in appended:
                 appended[origin.grown] = _append(graph, origin)
     replaced: dict[fx.Node, fx.Node] = {}
+    inserted: list[tuple[fx.Node, fx.Node | None]] = []
     for reading in readings:
         call = reading.call.with_operands(replaced)
         grown = (appended[reading.key.grown], appended[reading.value.grown])
         computed = (appended.get(call.key, call.key), appended.get(call.value, call.value))
         attended = computed if reading.computed else grown
-        if call.lse is not None:
-            _insert_log_sum_exp(graph, call, attended[0])
+        lse = None if call.lse is None else _insert_log_sum_exp(graph, call, attended[0])
         replaced[reading.call.node] = _attend(graph, call, attended)
+        inserted.append((replaced[reading.call.node], lse))
     alias.eliminate_dead(graph, among=computed_from)
+    found: dict[int, list[AttentionSite]] = {}
+    for reading, (node, lse) in zip(readings, inserted, strict=True):
+        if node.users:  # it was not dead
+            grown = (appended[reading.key.grown], appended[reading.value.grown])
+            site = _site(reading, node, lse if lse is not None and lse.users else None, grown)
+            found.setdefault(site.keys_out, []).append(site)
+    return [_with_later_calls(*group) for group in found.values()]
+
+
+def _with_later_calls(first: AttentionSite, *later: AttentionSite) -> AttentionSite:
+    """Join the attention calls on one cache; if one reads what is computed from it, all are marked so."""
+    computed = any(site.computed for site in (first, *later))
+    shared_by = tuple(dataclasses.replace(site, computed=computed) for site in later)
+    return dataclasses.replace(first, computed=computed, shared_by=shared_by)
+
+
+def _site(reading: Reading, call: fx.Node, lse: fx.Node | None, grown: tuple[fx.Node, fx.Node]) -> AttentionSite:
+    args = op_table.named_arguments(call)
+    attended, mask = (args["key"], args["value"]), args["mask"]
+    reads_mask_from_cache = mask is not None and not ancestors(mask, until=is_attention).isdisjoint(grown)
+    (past_key, key), (past_value, val) = grown[0].args, grown[1].args
+    _check_cached_pair(call, args["query"], *grown)
+    copied = {name: args[name] for name in ("query", "mask", "scale", "causal", "cap", "sink_logit", "hidden_logit")}
+    return AttentionSite(
+        call=call, key=key, value=val, past_key=past_key, past_value=past_value, grown_key=grown[0],  # type: ignore[arg-type]
+        grown_value=grown[1], keys_out=reading.keys_out, values_out=reading.values_out, window=reading.window,
+        computed=attended != grown or reads_mask_from_cache, attended=attended, lse=lse,
+        decomposed=args["product_dtype"] is not None, **copied,
+    )  # fmt: skip
+
+
+def _check_cached_pair(call: fx.Node, query: fx.Node, key: fx.Node, values: fx.Node) -> None:
+    """Raise UnsupportedGraph unless the slots of a layer can hold keys and values that grow for a query."""
+    key_dtype, value_dtype = value(key).dtype, value(values).dtype
+    # Under autocast a rotary embedding in float32 makes keys wider than values.
+    if key_dtype != value_dtype and (key_dtype != torch.float32 or value_dtype.itemsize != 2):
+        raise UnsupportedGraph(
+            f"{walk.source_line(call)}: keys are cached in {key_dtype} and values in {value_dtype}, but "
+            "the slots of a layer have one dtype; cast one of them before it is cached"
+        )
+    query_rows, cached_rows = (value(node).shape[0] for node in (query, key))
+    if expr(query_rows) != expr(cached_rows):
+        raise UnsupportedGraph(
+            f"{walk.source_line(call)}: {query_rows} rows of queries attend to a cache of {cached_rows} rows, so it is "
+            "unknown which row keeps which tokens"
+        )
 
 
 def _append(graph: fx.Graph, origin: Origin) -> fx.Node:
@@ -217,8 +272,8 @@ def _attend(graph: fx.Graph, call: AttentionCall, attended: tuple[fx.Node, fx.No
     return node
 
 
-def _insert_log_sum_exp(graph: fx.Graph, call: AttentionCall, key: fx.Node) -> None:
-    """Insert the log-sum-exp of the same logits, in the model's shape and dtype."""
+def _insert_log_sum_exp(graph: fx.Graph, call: AttentionCall, key: fx.Node) -> fx.Node:
+    """Insert the log-sum-exp of the same logits, in the model's shape and dtype, and return its operator."""
     assert call.lse is not None
     assert call.dtypes is not None
     recorded = value(call.lse)
@@ -229,6 +284,7 @@ def _insert_log_sum_exp(graph: fx.Graph, call: AttentionCall, key: fx.Node) -> N
     _replace(call.lse, result)
     if result is not node:
         node.meta.update(result.meta, example_value=recorded.squeeze(-1))
+    return node
 
 
 def _replace(node: fx.Node, replacement: fx.Node) -> None:
