@@ -114,7 +114,7 @@ class Backend(BackendBase):
         if isinstance(runner, PromptRunner):
             runner.compile(examples)
         # Dynamo copies the attributes of a callable object, and would keep what the runner drops.
-        run = self.compile_prompt(copy, examples) if runner is None else runner.__call__
+        run = _noting_runs(self.compile_prompt(copy, examples)) if runner is None else runner.__call__
         return check.around(run) if check else run
 
     def _runner(
@@ -173,7 +173,7 @@ class Backend(BackendBase):
     @property
     def _refuses(self) -> bool:
         """True if a graph that cannot be rewritten is an error, as always with regions, before a retry without."""
-        return self.strict or regions.are_traced()
+        return self.strict or regions.may_run_again()
 
     def _check_inference(self, sites: list[AttentionSite], examples: Sequence[Any]) -> None:
         if torch.is_grad_enabled() and any(isinstance(e, torch.Tensor) and e.requires_grad for e in examples):
@@ -203,6 +203,16 @@ class Backend(BackendBase):
         if self.recorder is not None:
             self.recorder.notes.append(f"{why}: positions are absolute")
         return False
+
+
+def _noting_runs(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that runs a graph without a cache, after which the call cannot be made again."""
+
+    def noted(*arguments: Any) -> Any:
+        regions.note_run()
+        return run(*arguments)
+
+    return noted
 
 
 def raise_when_run(error: Exception) -> Callable[..., Any]:

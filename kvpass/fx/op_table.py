@@ -36,7 +36,8 @@ def _known(op: str, target: Any) -> str:
     if op == "call_method":
         return dynamo.COMPARISONS.get(target, target) if hasattr(torch.Tensor, target) else ""
     name = getattr(target, "__name__", "")
-    if op != "call_function" or not any(getattr(home, name, None) is target for home in _HOMES):
+    known = target is not torch.embedding and any(getattr(home, name, None) is target for home in _HOMES)
+    if op != "call_function" or not known:  # torch.embedding takes the arguments of F.embedding in another order
         return "getitem" if target is operator.getitem else ""
     return str(name)
 
@@ -125,6 +126,8 @@ def is_a(node: fx.Node, *tags: str) -> bool:
 _SIGNATURES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(tagged("reduces", "along"), ("input", "dim", "keepdim")),
     **dict.fromkeys(("norm", "linalg_vector_norm"), ("input", "p", "dim", "keepdim")),
+    **dict.fromkeys(("std", "var"), ("input", "dim", "unbiased", "keepdim")),
+    "count_nonzero": ("input", "dim"),
     **dict.fromkeys(("masked_fill", "masked_fill_"), ("input", "mask", "value")),
     **dict.fromkeys(("clamp", "clamp_", "clip"), ("input", "min", "max")),
     **dict.fromkeys(tagged("joins"), ("tensors", "dim")),
@@ -187,9 +190,14 @@ def normalize_calls(graph: fx.Graph) -> None:
                 node.args, node.kwargs = tuple(args), arguments
 
 
+def signature(name: str) -> tuple[str, ...]:
+    """Return the names of an operator's positional arguments, as far as the table knows them."""
+    return _SIGNATURES.get(name, ())
+
+
 def named_arguments(node: fx.Node) -> dict[str, Any]:
     """Return the arguments of a node by name: of a library's operator with defaults, of others that the table names."""
-    names, defaults = _SIGNATURES.get(known_name(node), ()), dict[str, Any]()
+    names, defaults = signature(known_name(node)), dict[str, Any]()
     if fx_nodes.is_operator(node):
         names, defaults = fx_nodes.schema(node)
     arguments = defaults | dict(zip(names, node.args, strict=False)) | dict(node.kwargs)  # keywords follow

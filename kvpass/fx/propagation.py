@@ -18,7 +18,17 @@ import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx as fx
 
-from kvpass.fx.op_table import equation, is_a, is_pointwise, known_name, leaves, named_arguments, subscript, tagged
+from kvpass.fx.op_table import (
+    equation,
+    is_a,
+    is_pointwise,
+    known_name,
+    leaves,
+    named_arguments,
+    signature,
+    subscript,
+    tagged,
+)
 from kvpass.fx.shapes import expr, number
 from kvpass.fx.walk import is_size, is_tensor, operand_of, value
 from kvpass.torch_private import tensors
@@ -131,6 +141,8 @@ def counted_dim(made: Any, count: int) -> int | None:
 
 def _dims(node: fx.Node, ndim: int) -> set[int] | None:
     """Return the dimensions that an operation works along, or None if they are unknown or all."""
+    if len(node.args) > len(signature(known_name(node))):  # as in x.count_nonzero(0, 1)
+        return None
     dim = named_arguments(node).get("dim", 1 if known_name(node) == "normalize" else None)
     dims: list[Any] = list(dim) if isinstance(dim, (tuple, list)) else [dim]
     known = bool(dims) and all(isinstance(d, int) and not isinstance(d, bool) for d in dims)

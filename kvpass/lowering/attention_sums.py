@@ -164,7 +164,7 @@ def _late_by_kernel(latest: AttentionInputs, weight: Tensor, count: Tensor) -> t
     logits = newest.logits(newest.workspace([slice(0, 1)], newest.query.dtype))
     first = weight[:, None, None, :1, None]
     last = (newest.probs(logits) * first)[..., 0, :]
-    mean = last if weight.shape[1] == 1 else column_sums(latest, weight / count, 1)[0]
+    mean = last.clone() if weight.shape[1] == 1 else column_sums(latest, weight / count, 1)[0]
     return last, mean, torch.where(first > 0, logits, 0)[..., 0, :]
 
 

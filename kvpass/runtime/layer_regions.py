@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -39,33 +38,31 @@ class LayerRegions:
         indices: the attributes that hold the index of a layer, as paths from the layer; none if no layer is a region.
         name: the class of the model, which the log names.
         usable: false once Dynamo could not trace a layer of the model as a region.
-        marks: has an attribute for each call in which Dynamo has traced regions, false once their graphs were refused.
     """
 
     def __init__(self, indices: frozenset[str] = frozenset(), name: str = "") -> None:
         self.indices, self.name, self.usable = indices, name, bool(indices)
-        self.marks = types.SimpleNamespace()
 
     def run(self, call: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Call the compiled model with its layers as regions, or again without if that is refused.
 
-        Dynamo may be unable to trace a layer as a region, or kvpass to read the graph.  Both errors occur before a
-        graph has run.  If one of several graphs has already run, the error is raised.
+        Dynamo may be unable to trace a layer as a region, or kvpass to read the graph.  Both errors occur before any
+        code of the call has run, as only the first graph of a call has regions.  Other errors are raised.
         """
         if not self.usable or regions.are_errors_suppressed():
             return call(*arguments, **named)
-        with regions.tracing(self.indices, self.marks) as tracing:
-            try:
-                return call(*arguments, **named)
-            except Exception as error:
-                if tracing.ran or not (regions.may_cause(error) or isinstance(error, UnsupportedGraph)):
-                    raise
-                tracing.forget()
-                log.info(
-                    "%s: its layers are traced one by one from now on, which takes longer, as a layer cannot be traced "
-                    "once for all: %s: %s",
-                    *(self.name, type(error).__name__, error),
-                )
+        tracing = regions.Tracing(self.indices)
+        try:
+            return tracing.run(call, arguments, named)
+        except Exception as error:
+            if not tracing.may_run_again or not (regions.may_cause(error) or isinstance(error, UnsupportedGraph)):
+                raise
+            tracing.forget()
+            log.info(
+                "%s: its layers are traced one by one from now on, which takes longer, as a layer cannot be traced "
+                "once for all: %s: %s",
+                *(self.name, type(error).__name__, error),
+            )
         self.usable = False
         return call(*arguments, **named)
 
@@ -77,7 +74,7 @@ class RegionForward:
 
     Attributes:
         layers, index: the module list of the layer and its index.  Dynamo's guards name the layer by this path.
-        regions: shared by all layers of the model.
+        regions: those of the model that was compiled last with the layer in it; the call does not read them.
         kinds: the exact types of a model's cache and of one layer's that can be passed in parts.
         made: the types that stand for them in a region.
         cache: the name and the position of the layer's parameter for its cache.
@@ -101,8 +98,9 @@ class RegionForward:
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         layer = self.layers[self.index]
+        is_traced = torch.compiler.is_dynamo_compiling() and regions.begins_call()
         # Dynamo guards on the one mark that it reads, so marks of other calls' graphs cause no recompilation.
-        is_region = regions.are_traced() and getattr(self.regions.marks, regions.mark())
+        is_region = is_traced and getattr(regions.MARKS, regions.mark())
         own = self._own_cache(args, named) if is_region else None
         if own is None:
             return type(layer).forward(layer, *args, **named)
@@ -242,11 +240,11 @@ def _set_keys_and_values(own: Any, keys: Tensor, values: Tensor) -> None:
 def install_regions(model: torch.nn.Module) -> LayerRegions:
     """Make the layers of a model run as regions in calls of `LayerRegions.run`; return these regions.
 
-    Layers are members of one module list and of one class, and their forward takes a cache.
+    Layers are members of one module list and of one class, and their forward takes a cache.  Layers of models inside of
+    this one may be regions already.
     """
     calls = [call for module in model.modules() if isinstance(call := module.__dict__.get("forward"), RegionForward)]
-    if calls:
-        return calls[0].regions
+    known = list({id(call.regions): call.regions for call in calls}.values())
     caches = sys.modules.get("transformers.cache_utils")
     kinds = (getattr(caches, "DynamicCache", None), getattr(caches, "DynamicLayer", None))
     if not _are_as_known(kinds) or not region_guards.install():
@@ -255,7 +253,12 @@ def install_regions(model: torch.nn.Module) -> LayerRegions:
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
     groups = [(layers, group) for layers in lists for group in _equal_layers(layers)]
     indices = frozenset().union(*(_index_attributes(layers, group) for layers, group in groups))
-    shared = LayerRegions(indices, type(model).__name__)
+    if len(known) == 1 and not indices:
+        return known[0]
+    shared = LayerRegions(indices.union(*(each.indices for each in known)), type(model).__name__)
+    shared.usable = shared.usable and all(each.usable for each in known)
+    for call in calls:
+        call.regions = shared
     for layers, group in groups:
         for index in group if _index_attributes(layers, group) else ():
             layers[index].__dict__["forward"] = RegionForward(layers, index, shared, kinds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,25 +65,28 @@ class PaddingTracker:
     def unchanged_inputs(self, caches: list[LayerCache], arguments: tuple[Any, ...], queries: int) -> frozenset[int]:
         """Return the argument indices of the padding inputs that agree with their earlier values for all cached tokens.
 
+        Inputs that mark padding in one cache agree together: one of them may show a token that another one hides.
+
         The rewritten graph takes these inputs to be one for every cached token; of other inputs, it looks up the entry
         of each slot.  On a GPU the host does not wait for the comparison: if it fails, a later step raises the error.
 
         Raises:
             CacheHandleError: the mask shows a token that was left out of the cache as padding.
         """
-        unchanged = set()
-        for node, index in self.indices.items():
-            cache = next(cache for cache, nodes in zip(caches, self.inputs, strict=True) if node in nodes)
-            same, hides_absent = compare_with_cache(cache, arguments[index])
+        changed = set[int]()
+        for nodes, cache in dict(zip(self.inputs, caches, strict=True)).items():
+            indices = {self.indices[node] for node in nodes}
+            if not indices:
+                continue
+            same, hides_absent = compare_with_cache(cache, *(arguments[index] for index in sorted(indices)))
             if same.is_cuda and queries == 1:
                 cache.deferred_checks.add(same & hides_absent, CacheHandleError(CHANGED_SINCE))
-                unchanged.add(index)
                 continue
             if not bool(hides_absent):
                 raise CacheHandleError(SHOWN_AGAIN)
-            if bool(same):
-                unchanged.add(index)
-        return frozenset(unchanged)
+            if not bool(same):
+                changed |= indices
+        return frozenset(self.indices.values()) - changed
 
     def as_padding_inputs(self, known: frozenset[int]) -> PaddingInputs:
         """Return the inputs for a rewrite; `known` is a result of `unchanged_inputs`."""
@@ -143,28 +147,32 @@ def true_indices(mask: Tensor, start: int = 0) -> Tensor:
     return torch.where(ordered == INT64_MAX, -1, ordered)
 
 
-def compare_with_cache(cache: LayerCache, column: Tensor) -> tuple[Tensor, Tensor]:
-    """Compare the earlier tokens' entries in an input that marks padding with the contents of the cache.
+def compare_with_cache(cache: LayerCache, *columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Compare the earlier tokens' entries in all inputs that mark padding in a cache with its contents.
+
+    A token is padding if any input is zero there.
 
     Args:
-        column: the input, [B or 1, S] or [S].
+        columns: the inputs, each [B or 1, S] or [S].
 
     Returns:
-        Two bools on the device: whether the input has one for every real token and zero for all others, the new ones
-        included, and whether it has zero for every token that was left out of the cache as padding.  An input that is
-        too short has an unknown number for the tokens at its end.
+        Two bools on the device: whether all inputs have one for every real token and some input has zero for each
+        other one, the new tokens included; and whether some input has zero for every token that was left out of the
+        cache as padding.  Inputs that are too short have unknown numbers for the tokens at their end.
     """
-    rows, absent = column[None] if column.ndim == 1 else column.flatten(0, -2), cache.absent
-    before = rows[:, : cache.length]
-    length = before.shape[1]
+    inputs, absent = [column[None] if column.ndim == 1 else column.flatten(0, -2) for column in columns], cache.absent
+    length = min(cache.length, *(each.shape[1] for each in inputs))
+    before, new = [each[:, :length] for each in inputs], [each[:, cache.length :] for each in inputs]
+    nonzero = functools.reduce(torch.logical_and, [each != 0 for each in before])
+    ones = functools.reduce(torch.logical_and, [each == 1 for each in before])
     shown = torch.zeros((), dtype=torch.bool, device=absent.device)
     if absent.shape[1] and length:
-        row = torch.arange(absent.shape[0], device=absent.device)[:, None].clamp(max=before.shape[0] - 1)
+        row = torch.arange(absent.shape[0], device=absent.device)[:, None].clamp(max=nonzero.shape[0] - 1)
         is_there = (absent >= 0) & (absent < length)
-        shown = ((before[row, absent.clamp(0, length - 1)] != 0) & is_there).any()
-    same = ((before == 1).sum(-1) == cache.valid_seen) & ((before != 0).sum(-1) == cache.valid_seen)
-    new = rows[:, cache.length :]
-    return same.all() & ((new == 0) | (new == 1)).all() & (length == cache.length), ~shown
+        shown = (nonzero[row, absent.clamp(0, length - 1)] & is_there).any()
+    same = (ones.sum(-1) == cache.valid_seen) & (nonzero.sum(-1) == cache.valid_seen)
+    binary = torch.stack([((x == 0) | (x == 1)).all() for x in new]).all()
+    return same.all() & binary & (length == cache.length), ~shown
 
 
 def padding_from_columns(columns: list[Tensor], rows: int, queries: int, device: torch.device) -> Tensor:

@@ -9,8 +9,10 @@ import dataclasses
 import importlib.util
 import itertools
 import operator
+import sys
 import traceback
-from collections.abc import Iterator
+import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -94,50 +96,83 @@ def check_weights(gm: fx.GraphModule) -> None:
             raise LayersDiffer(f"calls of {body} share weights")
 
 
+MARKS = types.SimpleNamespace()
+"""An attribute for each call in which Dynamo has traced regions, on which its graphs depend; false once refused."""
+
+
 @dataclasses.dataclass
 class Tracing:
     """A call of a compiled model whose layers are traced as regions.
 
     Attributes:
         indices: the attributes that hold the index of a layer, such as "self_attn.layer_idx".
-        marks: the object with an attribute for each call in which Dynamo has traced; Dynamo guards on it.
-        ran: whether a prompt or step has run in the call.
-        mark: the name of this call's attribute; "" if Dynamo has traced nothing in it.
+        ran: whether a graph has run in the call.
+        mark: the name of this call's attribute of `MARKS`; "" if Dynamo has traced no region in it.
     """
 
     indices: frozenset[str]
-    marks: Any
     ran: bool = False
     mark: str = ""
 
+    def run(self, call: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Call a function of torch.compile, in which layers are traced as regions."""
+        token = _TRACING.set(self)
+        try:
+            return call(*arguments, **named)
+        finally:
+            _TRACING.reset(token)
+
+    @property
+    def may_run_again(self) -> bool:
+        """True if regions were traced and no graph has run, so that the call can be made again without regions."""
+        return bool(self.mark) and not self.ran
+
     def forget(self) -> None:
         """Let Dynamo use none of the graphs again that it has traced in the call."""
-        if self.mark:
-            setattr(self.marks, self.mark, False)
+        setattr(MARKS, self.mark, False)
 
 
 _TRACING: contextvars.ContextVar[Tracing | None] = contextvars.ContextVar("_TRACING", default=None)
 
 
-@contextlib.contextmanager
-def tracing(indices: frozenset[str], marks: Any) -> Iterator[Tracing]:
-    """Return a context in which layers are traced as regions."""
-    now = Tracing(indices, marks)
-    token = _TRACING.set(now)
-    try:
-        yield now
-    finally:
-        _TRACING.reset(token)
+def are_traced() -> bool:
+    """Return whether layers are traced as regions in this context."""
+    return _TRACING.get() is not None
+
+
+def may_run_again() -> bool:
+    """Return whether the call would be made again without regions if a graph were refused now."""
+    now = _TRACING.get()
+    return now is not None and now.may_run_again
 
 
 @dynamo.constant_in_traces
-def are_traced() -> bool:
-    """Return whether layers are traced as regions in this context.
+def begins_call() -> bool:
+    """Return whether layers that Dynamo traces now may be regions: no other code of the call has run before.
 
     Dynamo does not guard on the answer: a graph computes the same whether its layers were regions, so one that was
     traced with regions serves calls without them, and the other way round.
     """
-    return _TRACING.get() is not None
+    now = _TRACING.get()
+    return now is not None and not now.ran and _is_outermost_frame()
+
+
+_OF_TORCH = ("torch", "contextlib", "functools")
+
+
+def _is_outermost_frame() -> bool:
+    """Return whether the frame that Dynamo compiles is the one that `Tracing.run` calls.
+
+    Between them are frames of torch alone.  After a graph break, and in a function that a function which Dynamo skips
+    calls, there are frames of the model, which have already run some of its code.
+    """
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
+        if frame.f_code is Tracing.run.__code__:
+            return True
+        name = frame.f_globals.get("__name__", "")
+        if name.partition(".")[0] not in _OF_TORCH and name not in (__name__, dynamo.__name__):
+            return False
+    return False
 
 
 @dynamo.constant_in_traces
@@ -146,13 +181,13 @@ def mark() -> str:
     now = _TRACING.get()
     assert now is not None
     if not now.mark:
-        now.mark = f"call_{len(vars(now.marks))}"
-        setattr(now.marks, now.mark, True)
+        now.mark = f"call_{len(vars(MARKS))}"
+        setattr(MARKS, now.mark, True)
     return now.mark
 
 
 def note_run() -> None:
-    """Note that a prompt or step has run, so that the call cannot be made again."""
+    """Note that a graph has run, so that the call cannot be made again."""
     now = _TRACING.get()
     if now is not None:
         now.ran = True

@@ -88,6 +88,12 @@ TABLE = torch.tensor([[0.0, 2.0, -1.0, 0.5, 1.0, -2.0], [1.0, -1.0, 3.0, 0.0, -0
 SLOPES = torch.tensor([0.5, 0.125])[:, None, None]
 PICKED = torch.tensor([0, 2, 3])
 STEPS = (5, 1, 1)
+TWO_PADDINGS = {"p": seen(LEFT), "s": seen(BETWEEN)}
+
+
+def two_paddings(i: Tensor, j: Tensor, p: Tensor, s: Tensor) -> Tensor:
+    """Return a mask that hides a token if one of two inputs does."""
+    return causal(i, j) & keys(p).bool() & keys(s).bool()
 
 
 def to_places(i: Tensor, j: Tensor, p: Tensor) -> Tensor:
@@ -209,6 +215,20 @@ PER_TOKEN = [
         "A-weights-summed-by-cumsum",
         lambda i, j, w: additive(causal(i, j)) + keys(w.cumsum(-1)),
         inputs={"w": seen(WEIGHTS)},
+    ),
+    padded(
+        "A-two-inputs-mark-padding",
+        two_paddings,
+        inputs=TWO_PADDINGS,
+        real=seen(LEFT * BETWEEN),
+        held=True,
+    ),
+    row(
+        "A-two-inputs-mark-padding-in-one-of-two-layers",
+        [sdpa(lambda i, j, p, s: causal(i, j) & keys(p).bool()), sdpa(two_paddings)],
+        inputs=TWO_PADDINGS,
+        real=seen(LEFT * BETWEEN),
+        held=True,
     ),
     padded("A-one-means-hidden", lambda i, j, p: causal(i, j) & ~keys(p).bool(), inputs={"p": seen(1 - LEFT)}),
     padded("A-two-means-visible", lambda i, j, p: causal(i, j) & (keys(p) == 2), inputs={"p": seen(2 * LEFT)}),

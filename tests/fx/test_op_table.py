@@ -95,6 +95,52 @@ def test_operators_of_the_table_work_slice_by_slice(names: list[str], dim: int, 
     torch.testing.assert_close(function(other).select(axis, kept), function(x).select(axis, kept))
 
 
+REDUCING = sorted(op_table.tagged("reduces", "along"))
+FOLLOWING: list[tuple[Any, ...]] = [(), (True,), (False,), (1,), (True, True), (True, False), (False, True), (2, 3)]
+
+
+def calls_of(name: str, x: Tensor, dim: int) -> list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]:
+    """Return the calls of an operator along a dimension that torch accepts: op, target, arguments and keywords."""
+    homes = (torch, torch.nn.functional, torch.special, torch.linalg)
+    functions = [getattr(home, name.removeprefix("linalg_"), None) for home in homes]
+    ways = [("call_function", function) for function in dict.fromkeys(functions) if function]
+    ways += [("call_method", name)] * hasattr(Tensor, name)
+    first = (2,) if name in ("norm", "linalg_vector_norm", "normalize") else ()
+    given: list[tuple[tuple[Any, ...], dict[str, Any]]] = [((*first, dim, *more), {}) for more in FOLLOWING]
+    given += [((), {"dim": dim}), ((), {"dim": dim, "keepdim": True}), ((*first, dim), {"keepdim": True})]
+    calls = [(op, target, args, named) for op, target in ways for args, named in given]
+    return [(op, target, args, named) for op, target, args, named in calls if run(op, target, x, args, named)]
+
+
+def run(op: str, target: Any, x: Tensor, args: tuple[Any, ...], named: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors that a call makes; none if torch does not accept its arguments."""
+    function = getattr(Tensor, target) if op == "call_method" else target
+    try:
+        made = function(x, *args, **named)
+    except (TypeError, RuntimeError):
+        return []
+    return [made] if isinstance(made, Tensor) else list(made)
+
+
+@pytest.mark.parametrize("name", REDUCING)
+@pytest.mark.parametrize("dim", [0, 2, -1])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_every_argument_of_a_reduction_is_read_as_torch_reads_it(name: str, dim: int) -> None:
+    """Compare axes with the sizes of torch's own result, for each way to pass the dimension and what follows."""
+    x, found = torch.rand(2, 3, 5, 4), []
+    for op, target, args, named in calls_of(name, x, dim):
+        made, graph = run(op, target, x, args, named)[0], fx.Graph()
+        operand = graph.placeholder("x")
+        node = graph.create_node(op, target, (operand, *args), named)
+        operand.meta["example_value"], node.meta["example_value"] = x, made
+        sizes = dict(zip(made.shape, range(made.ndim), strict=True))  # all sizes of x differ, and none is 1
+        wanted = [None if axis == dim % 4 else sizes.get(x.shape[axis]) for axis in range(4)]
+        followed = [propagation.propagate_dim(node, operand, axis) for axis in range(4)]
+        assert followed in (wanted, [None] * 4), (target, args, named)
+        found.append(followed)
+    assert any(each != [None] * 4 for each in found)
+
+
 def test_an_operator_is_in_one_row() -> None:
     names = [name for row in op_table._TABLE.values() for name in row.split()]
     assert len(names) == len(set(names))
@@ -212,6 +258,14 @@ def test_a_lookup_follows_its_index(pick: Callable[..., Tensor], axis: int) -> N
         return propagation.index_axis(node, index, 0)
 
     assert query_graph(pick, (torch.rand(5, 5, 5), torch.tensor([2, 0, 1])), question) == axis
+
+
+def test_a_lookup_with_the_table_first_is_never_read_as_one_with_the_index_first() -> None:
+    def function(table: Tensor, index: Tensor) -> Tensor:
+        return torch.embedding(table, index)
+
+    arguments = torch.rand(5, 4), torch.tensor([2, 0, 1])
+    assert query_graph(function, arguments, lambda gm: propagation.lookup(result(gm))) is None
 
 
 @pytest.mark.parametrize(

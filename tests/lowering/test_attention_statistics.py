@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tests.strategies  # noqa: F401  loads the Hypothesis profile
-from kvpass.lowering import attention_blocks, attention_tiles
+from kvpass.lowering import attention_blocks, attention_sums, attention_tiles
 from kvpass.lowering.attention_statistics import StatisticsArguments, attention_statistics
 from kvpass.policies import resolve, to_json
 
@@ -195,6 +195,22 @@ def test_fake_results_have_the_shapes_and_strides_of_real_ones(make, attends, ca
     mask, real = torch.ones(2, 2, count, keys, dtype=torch.bool), torch.ones(2, count, dtype=torch.bool)
     given = make(query, key, None if causal else mask, real, causal, 0.5, value=value if attends else None)
     torch.library.opcheck(attention_statistics, given)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("causal", [False, True])
+def test_results_of_one_query_share_no_memory(count, causal, monkeypatch):
+    """Check the way of a GPU, where the mean row of one query is its last row; torch refuses results that alias."""
+    drawn = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, 4, count, 8, generator=drawn), torch.randn(2, 2, count, 8, generator=drawn)
+    request = StatisticsArguments(("last", "logits", "window"), causal, 0.5, None, 2)
+    given = (query, key, None, None, None, torch.ones(2, count, dtype=torch.bool), None, request.text())
+    expected = attention_statistics(*given)
+    monkeypatch.setattr(attention_sums, "uses_kernel", lambda attention: True)
+    made = attention_statistics(*given)
+    for one, other in zip(made, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    assert len({each.untyped_storage().data_ptr() for each in made}) == len(made)
 
 
 def test_a_request_is_its_text():

@@ -440,3 +440,97 @@ def pieces_of(model: Any) -> list[Tensor]:
         cache = model_access.cache_of_output(out)
         logits.append(out.logits)
     return logits
+
+
+class Both(torch.nn.Module):
+    """Two models, of which this one calls the first."""
+
+    def __init__(self, a: Any, b: Any) -> None:
+        super().__init__()
+        self.a, self.b, self.config = a, b, a.config
+
+    def forward(self, input_ids: Tensor, past_key_values: Any = None, use_cache: bool = True) -> Any:
+        return self.a(input_ids, past_key_values=past_key_values, use_cache=use_cache)
+
+
+@needs_reuse
+@pytest.mark.parametrize("first", ["a b", "b", "a", ""])
+def test_models_with_regions_are_compiled_again_as_parts_of_another(first: str) -> None:
+    plain = Both(models.build("Llama", layers=LAYERS), models.build("GPT2", layers=LAYERS))
+    both, ids, backend = copy.deepcopy(plain), ids_of(1, 10), Counting("full", None)
+    for name in first.split():
+        kvpass.compile(getattr(both, name), inner="eager")
+    compile_in_place(both, backend, True)
+    for ours, wanted in ((both.b, plain.b), (both.a, plain.a), (both, plain)):
+        torch.testing.assert_close(talk(ours, ids, (8, 1, 1)), talk(wanted, ids, (8, 1, 1)), atol=1e-5, rtol=1e-5)
+    assert set(backend.layers) == {(LAYERS, 1)}
+    assert len({id(call.regions) for call in layer_calls(both)}) == 1
+
+
+def _then_breaks(own: Any, count: Callable[[], Any]) -> Callable[..., Any]:
+    def forward(*args: Any, **named: Any) -> Any:
+        count()
+        torch._dynamo.graph_break()
+        return own(*args, **named)
+
+    return forward
+
+
+def _breaks_in_a_loop(own: Any, count: Callable[[], Any]) -> Callable[..., Any]:
+    def forward(*args: Any, **named: Any) -> Any:
+        for _ in range(2):
+            count()
+            torch._dynamo.graph_break()
+        return own(*args, **named)
+
+    return forward
+
+
+def _counts_uncompiled(own: Any, count: Callable[[], Any]) -> Callable[..., Any]:
+    def forward(*args: Any, **named: Any) -> Any:
+        torch.compiler.disable(count)()
+        return own(*args, **named)
+
+    return forward
+
+
+@pytest.mark.parametrize("breaks", [_then_breaks, _breaks_in_a_loop, _counts_uncompiled])
+@pytest.mark.parametrize("in_graph", [True, False])
+def test_no_side_effect_of_a_call_is_repeated(breaks: Callable[..., Any], in_graph: bool, fresh_dynamo: None) -> None:
+    """Test calls that have run a part of the model before Dynamo reaches layers that cannot be regions."""
+    model, ids, calls, steps = models.build("Llama", layers=LAYERS), ids_of(1, 10), [0], torch.zeros((), dtype=int)
+    with torch.no_grad():
+        wanted = model(ids).logits
+    for layer in model.model.layers:
+        _asks_the_cache(layer)
+
+    def count() -> None:
+        if in_graph:
+            steps.add_(1)
+        else:
+            calls[0] += 1
+
+    own = type(model.model).forward.__get__(model.model)
+    model.model.forward = breaks(own, count)
+    kvpass.compile(model, inner="eager")
+    assert torch.allclose(talk(model, ids, (8, 1, 1)), wanted, atol=1e-5)
+    assert int(steps) + calls[0] == 3 * (2 if breaks is _breaks_in_a_loop else 1)
+
+
+@pytest.mark.parametrize("disabled", ["layers", "model"])
+def test_layers_that_run_uncompiled_get_the_cache_itself(disabled: str, fresh_dynamo: None) -> None:
+    """Check that code which Dynamo does not trace sees no region, where a cache of one layer would lack members."""
+    plain = models.build("Llama", layers=LAYERS)
+    let_attention_ask(plain, lambda cache: float(len(cache.layers)))
+    for strict in (True, False):
+        model = copy.deepcopy(plain)
+        let_attention_ask(model, lambda cache: float(len(cache.layers)))
+        for module in model.model.layers if disabled == "layers" else [model.model]:
+            module.forward = torch.compiler.disable(type(module).forward.__get__(module))
+        kvpass.compile(model, inner="eager", strict=strict)
+        if strict:
+            with pytest.raises(kvpass.UnsupportedGraph, match="returned an ordinary cache"):
+                talk(model, ids_of(1, 8), (8,))
+        else:
+            wanted = talk(plain, ids_of(1, 10), (8, 1, 1))
+            assert torch.allclose(talk(model, ids_of(1, 10), (8, 1, 1)), wanted, atol=1e-5)

@@ -156,6 +156,31 @@ def test_a_mask_without_rows_is_that_of_every_row(pieces: list[list[list[bool]]]
         assert bool(hides_absent) != any(conversation.absent())
 
 
+@given(rows=st.integers(1, 3), length=st.integers(1, 8), data=st.data())
+def test_a_token_is_shown_only_if_all_inputs_show_it(rows: int, length: int, data: st.DataObject) -> None:
+    """Hide tokens by two inputs that differ: one for both layers, and one for the first layer alone."""
+    size = st.lists(st.booleans(), min_size=length, max_size=length)
+    one, two = (torch.tensor([data.draw(size) for _ in range(rows)]).long() for _ in range(2))
+    policy = kvpass.backend("streaming", budget=8).policy
+    caches = [layer_cache(rows, policy) for _ in range(2)]
+    tracker = PaddingTracker([("one", "two"), ("one",)], {"one": OTHER, "two": MASK})
+    arguments = (one, torch.zeros(1), two)
+    assert tracker.unchanged_inputs(caches, arguments, length) == {OTHER, MASK}
+    tracker.record_padding(caches, arguments, 0, length)
+    for cache, real in zip(caches, (one * two, one), strict=True):
+        cache.length = length
+        cache.slots.seen += real.sum(-1)
+        assert cached_indices(cache.absent) == [[i for i, x in enumerate(row) if not x] for row in real.tolist()]
+    new = torch.ones(rows, 1, dtype=torch.int64)
+    arguments = (torch.cat([one, new], 1), torch.zeros(1), torch.cat([two, new], 1))
+    assert tracker.unchanged_inputs(caches, arguments, 1) == {OTHER, MASK}
+    if hidden := (one * two == 0).nonzero().tolist():
+        row, index = data.draw(st.sampled_from(hidden))
+        arguments[OTHER][row, index] = arguments[MASK][row, index] = 1
+        with pytest.raises(CacheHandleError, match="shows a token that it hid before"):
+            tracker.unchanged_inputs(caches, arguments, 1)
+
+
 @given(rows=st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=1, max_size=3), start=st.integers(0, 9))
 def test_true_indices_are_sorted_and_filled_up(rows: list[list[bool]], start: int) -> None:
     expected = [[start + index for index, marked in enumerate(row) if marked] for row in rows]

@@ -24,7 +24,7 @@ import dataclasses
 import itertools
 import operator
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import optree
@@ -256,24 +256,25 @@ def _may_move(order: list[fx.Node], moved: list[fx.Node], first: int) -> bool:
     if not moved:
         return True
     passed = order[first : order.index(moved[-1]) + 1]
-    if any(map(_writes, moved)) or any(map(fx_nodes.sets_a_mode, passed)):
+    if any(map(alias.writes, moved)) or any(map(fx_nodes.sets_a_mode, passed)):
         return False
     memory = _memory(order[0].graph)
-    written_memory = {memory.of(node.all_input_nodes[0]) for node in passed if _writes(node)}
-    return written_memory.isdisjoint(memory.of(parent) for node in moved for parent in node.all_input_nodes)
+    return _written_memory(passed, memory).isdisjoint(
+        memory.of(parent) for node in moved for parent in node.all_input_nodes
+    )
 
 
-def _writes(node: fx.Node) -> bool:
-    return fx_nodes.mutates(node) or alias.writes(node)
+def _written_memory(nodes: Iterable[fx.Node], memory: alias.AliasSets) -> set[fx.Node]:
+    """Return the nodes that stand for the memory that nodes write to."""
+    return {memory.of(operand) for node in nodes for operand in alias.written_operands(node)}
 
 
 def _memory(graph: fx.Graph) -> alias.AliasSets:
     """Return the nodes that may share memory, by schemas and recorded storage, which tell more than names."""
 
     def aliased(node: fx.Node) -> list[fx.Node]:
-        return [
-            parent for parent in node.all_input_nodes if node.op.startswith("call_") and alias.may_alias(node, parent)
-        ]
+        parents = node.all_input_nodes if node.op.startswith("call_") else []
+        return [*alias.written_operands(node), *(parent for parent in parents if alias.may_alias(node, parent))]
 
     return alias.AliasSets(graph, aliased)
 
@@ -301,8 +302,7 @@ def _keeps_writes(gm: fx.GraphModule, segments: list[Segment]) -> bool:
     groups: dict[fx.Node, list[fx.Node]] = {}
     for node in gm.graph.nodes:
         groups.setdefault(memory.of(node), []).append(node)
-    written_memory = {memory.of(node.all_input_nodes[0]) for node in segment_of if _writes(node)}
-    return all(_is_in_one_segment(groups[root], segment_of) for root in written_memory)
+    return all(_is_in_one_segment(groups[root], segment_of) for root in _written_memory(segment_of, memory))
 
 
 def _is_in_one_segment(group: list[fx.Node], segment_of: dict[fx.Node, int]) -> bool:
@@ -314,9 +314,9 @@ def _is_in_one_segment(group: list[fx.Node], segment_of: dict[fx.Node, int]) -> 
     """
     inner = [node for node in group if node in segment_of]
     outer = [node for node in group if node not in segment_of]
-    last = max(index for index, node in enumerate(inner) if _writes(node))
+    last = max(index for index, node in enumerate(inner) if alias.writes(node))
     if not outer:
         return len({segment_of[node] for node in inner[: last + 1]}) == 1  # reads after the last write are safe
     crosses = any(segment_of.get(user) != segment_of[node] for node in inner for user in node.users)
-    only_mutations = all(fx_nodes.mutates(node) for node in inner if _writes(node))
+    only_mutations = all(fx_nodes.mutates(node) for node in inner if alias.writes(node))
     return [node.op for node in outer] == ["placeholder"] and only_mutations and not crosses

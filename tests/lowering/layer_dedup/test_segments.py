@@ -11,7 +11,10 @@ import torch
 import torch.fx as fx
 import transformers
 from torch import Tensor
+from transformers import DynamicCache
 
+import kvpass
+from kvpass import model_access
 from kvpass.lowering.layer_dedup import readers_of_slots
 from kvpass.lowering.layer_dedup.segments import Segment, split
 from kvpass.torch_private import symbolic_shapes
@@ -272,6 +275,77 @@ def test_memory_that_is_written_to_keeps_a_graph_whole() -> None:
 
     assert cut_by_hand(function, torch.randn(3)) == []
     assert len(cut_by_hand(harmless, torch.randn(3))) == 4
+
+
+@torch.library.custom_op("kvpass_tests::add_to", mutates_args={"total"})
+def add_to(x: Tensor, total: Tensor) -> Tensor:
+    """Write to the second argument, and return a new tensor."""
+    total += x
+    return total * 2
+
+
+@add_to.register_fake
+def _(x: Tensor, total: Tensor) -> Tensor:
+    return torch.empty_like(total)
+
+
+def by_out(y: Tensor, into: Tensor) -> Tensor:
+    return torch.mul(y, 2.0, out=into)
+
+
+def by_method(y: Tensor, into: Tensor) -> Tensor:
+    return into.copy_(y)
+
+
+def by_packet(y: Tensor, into: Tensor) -> Tensor:
+    made: Tensor = torch.ops.kvpass_tests.add_to(y, into)
+    return made
+
+
+def by_overload(y: Tensor, into: Tensor) -> Tensor:
+    made: Tensor = torch.ops.kvpass_tests.add_to.default(y, into)
+    return made
+
+
+WRITES = [by_out, by_method, by_packet, by_overload]
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_the_memory_that_is_written_is_that_of_the_argument_which_is_written(write: Callable[..., Tensor]) -> None:
+    """Test writes of which only one is to the first argument: within a layer, to a view, and to a tensor of all."""
+
+    def harmless(x: Tensor) -> Any:
+        return layers(x, lambda y, _: y + write(y, torch.zeros_like(y)))
+
+    def through_a_view(x: Tensor) -> Any:
+        return layers(x, lambda y, _: y + write(y, torch.zeros_like(y)[None][0]))
+
+    def shared(x: Tensor) -> Any:
+        total = torch.zeros_like(x)
+        return layers(x, lambda y, _: y + write(y, total)), total
+
+    assert len(cut_by_hand(harmless, torch.randn(3))) == 4
+    assert len(cut_by_hand(through_a_view, torch.randn(3))) == 4
+    assert cut_by_hand(shared, torch.randn(3)) == []
+
+
+@pytest.mark.parametrize("write", [by_out, by_overload])
+def test_layers_that_write_to_another_argument_than_the_first_are_compiled(write: Callable[..., Tensor]) -> None:
+    """Compile such a model with Inductor, layer by layer."""
+    model = build("Llama", layers=4)
+    for layer in model.model.layers:
+        mlp = layer.mlp
+        mlp.forward = lambda hidden, own=mlp: type(own).forward(own, hidden) + write(hidden, torch.zeros_like(hidden))
+    ids, _ = prompt(1, 9, ())
+    with torch.no_grad():
+        wanted = model(ids).logits
+        kvpass.compile(model, "full")
+        cache, made = DynamicCache(config=model.config), []
+        for part in ids.split([7, 1, 1], 1):
+            out = model_access.call_model(model, part, cache)
+            cache = model_access.cache_of_output(out)
+            made.append(out.logits)
+    torch.testing.assert_close(torch.cat(made, 1), wanted, atol=1e-4, rtol=1e-4)
 
 
 def test_a_view_that_is_written_through_keeps_a_graph_whole() -> None:
