@@ -88,8 +88,10 @@ def at_least(count: Count, least: int) -> Count:
     return count.clamp(min=least) if isinstance(count, Tensor) else max(count, least)  # type: ignore[return-value]
 
 
-def at_most(count: Count, most: int) -> Count:
-    """Return a count, or `most` where the count is higher."""
+def at_most(count: Count, most: int | Tensor) -> Count:
+    """Return a count, or `most` where the count is higher; a tensor of bounds is for a tensor of counts."""
+    if isinstance(count, Tensor) and isinstance(most, Tensor):
+        return torch.minimum(count, most)  # type: ignore[return-value]
     return count.clamp(max=most) if isinstance(count, Tensor) else min(count, most)  # type: ignore[return-value]
 
 
