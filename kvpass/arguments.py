@@ -118,8 +118,8 @@ def check_fields(made: Any) -> None:
     """
     cls: Any = type(made)
     for field in [field for field in dataclasses.fields(cls) if field.init]:
-        check = _check(_field_annotation(cls, field.name))
-        object.__setattr__(made, field.name, _value(field.name, getattr(made, field.name), check))
+        value = _value(field.name, getattr(made, field.name), _field_check(cls, field.name))
+        object.__setattr__(made, field.name, value)
 
 
 def check_class_attribute(cls: Any, name: str, base: Any) -> None:
@@ -172,6 +172,10 @@ def _checks(function: Callable[..., Any]) -> dict[str, _Check]:
 
 
 @functools.cache
+def _field_check(cls: type[Any], name: str) -> _Check:
+    return _check(_field_annotation(cls, name))
+
+
 def _field_annotation(cls: type[Any], name: str) -> Any:
     """Return the annotation of a dataclass's field; Any for a user's annotation that cannot be resolved."""
     owner = next(base for base in cls.__mro__ if name in inspect.get_annotations(base))
@@ -188,17 +192,17 @@ def _class_attribute_check(cls: Any, name: str) -> _Check:
     return _check(annotation)
 
 
-@functools.cache
 def _check(annotation: Any) -> _Check:
     """Return the check of an annotation; a class without a check of its own allows its instances."""
-    origin = typing.get_origin(annotation)
-    if annotation in _PLAIN:
-        return _PLAIN[annotation]
+    origin, parameters = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in _GENERIC and parameters:
+        return _GENERIC[origin](*parameters)
+    if origin is not None:  # not looked up: metadata in it may have no hash
+        return _instance(origin)
     if isinstance(annotation, TypeVar):
-        return _check(annotation.__bound__)
-    if origin in _GENERIC:
-        return _GENERIC[origin](*typing.get_args(annotation))
-    return _instance(origin or annotation)
+        kinds = annotation.__constraints__ or (Any if annotation.__bound__ is None else annotation.__bound__,)
+        return _union(*kinds)
+    return _PLAIN.get(annotation) or _instance(annotation)
 
 
 def _instance(cls: Any) -> _Check:
@@ -208,8 +212,9 @@ def _instance(cls: Any) -> _Check:
     return _Check(f"a {cls.__name__}", lambda value: value if isinstance(value, cls) else REFUSED)
 
 
-def _check_of_annotated(base: Any, *conditions: Condition) -> _Check:
-    check = _check(base)
+def _check_of_annotated(base: Any, *metadata: Any) -> _Check:
+    """Return the check of a type with conditions; other metadata, such as a description, changes nothing."""
+    check, conditions = _check(base), [each for each in metadata if isinstance(each, Condition)]
 
     def read(value: Any) -> Any:
         found = check.read(value)

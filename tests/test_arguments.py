@@ -534,3 +534,46 @@ def test_types_that_kvpass_does_not_use_are_read_too() -> None:
     assert arguments._check(typing.SupportsInt).read("anything") == "anything"
     assert arguments._check(list[int]).read([1]) == [1]
     assert arguments._check(type[policies.Policy]).read(int) is arguments.REFUSED
+
+
+T = typing.TypeVar("T")
+Counted = typing.TypeVar("Counted", int, str)
+
+
+@pytest.mark.parametrize(
+    ("hint", "value", "refused"),
+    [
+        (Annotated[int, "number of sinks"], 4, "4"),
+        (Annotated[int, at_least(1), "number of sinks"], 4, 0),
+        (Annotated[int, {"doc": "number of sinks"}], 4, "4"),
+        (Annotated[int | None, ["sinks"]], None, "4"),
+        (tuple[Annotated[int, {"doc": "sinks"}], ...], (4,), ("4",)),
+        (T, "anything", arguments.REFUSED),
+        (Counted, "3", 3.5),
+        (typing.Dict, {"a": 1}, [1]),  # noqa: UP006
+        (typing.Tuple, (1,), [1]),  # noqa: UP006
+        (typing.Sequence, [1], 1),
+        (typing.FrozenSet, frozenset({1}), {1}),  # noqa: UP006
+        (typing.Type, int, 1),  # noqa: UP006
+        (tuple[()], (), []),
+    ],
+)
+def test_annotations_of_a_users_policy_are_read(hint: Any, value: Any, refused: Any) -> None:
+    """Check metadata of other libraries, and types without parameters: what kvpass cannot read, it allows."""
+    methods = {"__post_init__": check_fields}
+    kind = dataclasses.make_dataclass("UserOptions", [("k", hint)], frozen=True, namespace=methods)
+    assert kind(value).k == value
+    if refused is not arguments.REFUSED:
+        with pytest.raises(kvpass.PolicyError, match=r"^k=.*: must be"):
+            kind(refused)
+
+
+def test_a_users_policy_may_describe_its_options_with_text() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class DescribedSinks(policies.Policy):
+        k: Annotated[int, "number of sinks"] = 4
+        name = "described_sinks"
+
+    assert DescribedSinks(k=2).k == 2
+    with pytest.raises(kvpass.PolicyError, match=r"^k='2': must be a 64-bit integer$"):
+        DescribedSinks(k="2")  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ graph of prompts and rotated back.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from kvpass.capture import decomposed_attention
 from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.capture import capture
 from kvpass.errors import CalibrationError, KVPassError, UnsupportedGraph
-from kvpass.fx import walk
+from kvpass.fx import op_table, walk
 from kvpass.model_access import architecture_of, cache_of_output, checked_keys_and_values, device_of
 from kvpass.policies.calibration import CalibratedModel, Calibration, multiply_pairs, pair_norms
 from kvpass.torch_private import dynamo
@@ -47,8 +48,8 @@ def calibrate(model: torch.nn.Module, ids: Tensor, *, window: Positive = 1024) -
         window: the tokens that are run at once; statistics of long contexts need long windows.
 
     Raises:
-        CalibrationError: the text is shorter than the window, a layer's keys do not rotate with the position, or their
-            dimension is odd.
+        CalibrationError: the text is shorter than the window, a layer's keys do not rotate with the position, their
+            dimension is odd, or layers differ in their heads.
         UnsupportedGraph: the attention of the model cannot be read.
     """
     if ids.ndim != 1 or len(ids) < window or window <= FIRST:
@@ -58,12 +59,15 @@ def calibrate(model: torch.nn.Module, ids: Tensor, *, window: Positive = 1024) -
         )
     name, windows = architecture_of(model), len(ids) // window
     probed = _probe_keys(model, torch.unique(ids)[:PROBES], window)
+    check_equal_layers(name, "KV heads", [keys[0].shape[1] for keys in probed])
+    check_equal_layers(name, "dimensions of a head", [keys[0].shape[2] for keys in probed])
     rotations = [_Rotation.measure(keys, name, layer) for layer, keys in enumerate(probed)]
     reader, sums = AttentionReader(model), list[Tensor]()
     for part in torch.split(ids[: windows * window].to(device_of(model)), window):
         calls = reader.calls(part[None])
         if len(calls) != len(rotations):
             raise CalibrationError(f"{name} has {len(rotations)} caches and {len(calls)} attention calls on caches")
+        check_equal_layers(name, "query heads", [call.query.shape[1] for call in calls])
         sums_of_text = [torch.stack(parts) for parts in zip(*map(_query_sums, rotations, calls), strict=True)]
         sums = [total + more for total, more in zip(sums, sums_of_text, strict=True)] if sums else sums_of_text
     mean, product, size = (total / (windows * (window - FIRST)) for total in sums)
@@ -77,6 +81,16 @@ def calibrate(model: torch.nn.Module, ids: Tensor, *, window: Positive = 1024) -
     )
     shape = CalibratedModel(name, mean.shape[0], mean.shape[1], probed[0][0].shape[1], mean.shape[2])
     return Calibration(shape, {name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
+
+
+def check_equal_layers(name: str, unit: str, counts: Sequence[int]) -> None:
+    """Raise CalibrationError, which names two layers of a model, unless all layers have equal counts of something."""
+    other = next((layer for layer, count in enumerate(counts) if count != counts[0]), None)
+    if other is not None:
+        raise CalibrationError(
+            f"layers 0 and {other} of {name} have {counts[0]} and {counts[other]} {unit}: only models whose layers "
+            "have as many can be measured"
+        )
 
 
 def _query_sums(rotation: _Rotation, call: RecordedAttention) -> tuple[Tensor, Tensor, Tensor]:
@@ -164,13 +178,26 @@ def _frequencies(keys: dict[int, Tensor], pairs: Tensor) -> Tensor:
     return frequency.to(keys[0].device)
 
 
-class RecordedAttention(NamedTuple):
-    """The arguments of one attention call on a cache, as attention reads them."""
+@dataclasses.dataclass(frozen=True)
+class RecordedAttention:
+    """The arguments of one attention call on a cache; see `kvpass.capture.canonical.attention`.
 
-    query: Tensor  # [B, Hq, n, D]
-    key: Tensor  # [B, Ha, n, D]
-    scale: float  # the factor on their products
-    heads: int  # Hkv, of the cache
+    Attributes:
+        query: [B, Hq, n, D].
+        key: [B, Ha, n, D], as attention reads it.
+        mask, sink_logit, scale, cap, causal, hidden_logit: as there.
+        heads: Hkv, of the cache.
+    """
+
+    query: Tensor
+    key: Tensor
+    mask: Tensor | None
+    sink_logit: Tensor | None
+    scale: float
+    cap: float | None
+    causal: bool
+    hidden_logit: float | None
+    heads: int
 
 
 class AttentionReader:
@@ -218,8 +245,8 @@ class _Recorder(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         if n in self.sites:
-            arguments, _ = self.fetch_args_kwargs_from_env(n)
-            site = self.sites[n]
-            heads = int(walk.value(site.grown_key).shape[1])
-            self.recorded.append(RecordedAttention(arguments[0], arguments[1], site.scale, heads))
+            heads = int(walk.value(self.sites[n].grown_key).shape[1])
+            given: Any = self.map_nodes_to_values(op_table.named_arguments(n), n)
+            named = {field.name: given[field.name] for field in dataclasses.fields(RecordedAttention)[:-1]}
+            self.recorded.append(RecordedAttention(**named, heads=heads))
         return super().run_node(n)

@@ -237,9 +237,14 @@ class _DecompositionReader:
         return logits
 
     def _read_sub(self, node: fx.Node) -> fx.Node:
-        """Account for a difference: the softmax ignores a row's maximum; any other operand is a bias."""
+        """Account for a difference: the softmax ignores a row's maximum; any other operand is a bias.
+
+        The softmax ignores what is subtracted from all of its columns, sinks too, and not what a cap has bent.
+        """
         logits, other, alpha = products.sum_operands(node)
         if alpha == 1 and products.is_maximum(other, logits):
+            if self.sink_logit is not None or self.changes.cap:
+                raise Unreadable("the maximum of each row is subtracted before a cap or sinks: subtract it afterwards")
             self.shifted = True
             return logits
         if is_from_product(other):

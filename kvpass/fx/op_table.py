@@ -161,13 +161,16 @@ _LEADING: dict[str, tuple[str, ...]] = {
     "bmm": ("input", "mat2"),
 }
 """The arguments that `normalize_calls` makes positional."""
+_BOUNDS = ("start", "end", "step")
+"""The arguments of `arange`; a single positional one is the end."""
 
 
 def normalize_calls(graph: fx.Graph) -> None:
     """Rewrite calls in one form, in which an argument's index identifies it.
 
-    Leading keyword arguments become positional; `x.where(condition, other)` becomes `where(condition, x, other)`.  The
-    remaining keywords change the operation: `alpha`, `rounding_mode`, `dtype`.
+    Leading keyword arguments become positional; `x.where(condition, other)` becomes `where(condition, x, other)`, and
+    `arange(0, end)` becomes `arange(end)`.  The remaining keywords change the operation: `alpha`, `rounding_mode`,
+    `dtype`.
     """
     for node in list(graph.nodes):
         name = known_name(node)
@@ -182,12 +185,32 @@ def normalize_calls(graph: fx.Graph) -> None:
             function.meta = dict(node.meta)
             node.replace_all_uses_with(function)
             graph.erase_node(node)
+        elif name == "arange":
+            _normalize_arange(node)
         elif arguments:
             args = list(node.args)
             while len(args) < len(names) and names[len(args)] in arguments:
                 args.append(arguments.pop(names[len(args)]))
             if len(args) > len(node.args):
                 node.args, node.kwargs = tuple(args), arguments
+
+
+def _normalize_arange(node: fx.Node) -> None:
+    """Make the bounds of an arange positional, without a start of 0 and a step of 1."""
+    end_alone = len(node.args) == 1 and "end" not in node.kwargs
+    bounds = dict(zip(("end",) if end_alone else _BOUNDS, node.args, strict=False))
+    bounds |= {name: bound for name, bound in node.kwargs.items() if name in _BOUNDS}
+    if _is_int(bounds.get("step"), 1):
+        del bounds["step"]
+    if _is_int(bounds.get("start"), 0) and "step" not in bounds:
+        del bounds["start"]
+    node.args = tuple(bounds[name] for name in _BOUNDS if name in bounds)
+    node.kwargs = {name: argument for name, argument in node.kwargs.items() if name not in _BOUNDS}
+
+
+def _is_int(argument: object, number: int) -> bool:
+    """Check whether an argument is a number that changes no dtype."""
+    return type(argument) is int and argument == number
 
 
 def signature(name: str) -> tuple[str, ...]:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 Count = TypeVar("Count", bound="int | Tensor")
+MOST_TOKENS = 1 << 31
+"""The largest number of tokens that `share_of` takes."""
 
 
 class HeadClass(NamedTuple):
@@ -86,16 +88,39 @@ def at_least(count: Count, least: int) -> Count:
     return count.clamp(min=least) if isinstance(count, Tensor) else max(count, least)  # type: ignore[return-value]
 
 
-def at_most(count: Count, most: int) -> Count:
-    """Return a count, or `most` where the count is higher."""
+def at_most(count: Count, most: int | Tensor) -> Count:
+    """Return a count, or `most` where the count is higher; a tensor of bounds is for a tensor of counts."""
+    if isinstance(count, Tensor) and isinstance(most, Tensor):
+        return torch.minimum(count, most)  # type: ignore[return-value]
     return count.clamp(max=most) if isinstance(count, Tensor) else min(count, most)  # type: ignore[return-value]
 
 
 def share_of(count: Count, fraction: float) -> Count:
-    """Return floor(fraction * count), exact for the decimal fraction: 0.29 of 100 is 29, not 28."""
-    share = Fraction(str(fraction))
-    whole = count * share.numerator // share.denominator  # integers, because the count may be symbolic
-    return whole  # type: ignore[return-value]  # of what the count is
+    """Return floor(fraction * count), exact for the decimal fraction: 0.29 of 100 is 29, not 28.
+
+    Args:
+        count: from 0 to `MOST_TOKENS`: an integer, a symbolic one, or an int64 tensor.
+        fraction: from 0 to 1; for an integer any number from 0 on.
+    """
+    whole, rest = divmod(Fraction(str(fraction)), 1)
+    share = _largest_fraction(rest)
+    part = count * share.numerator // share.denominator  # integers, because the count may be symbolic
+    return count * whole + part if whole else part  # type: ignore[return-value]  # of what the count is
+
+
+def _largest_fraction(number: Fraction) -> Fraction:
+    """Return the largest fraction up to `number` whose denominator is at most `MOST_TOKENS`.
+
+    A share k of n tokens is at most `number` exactly if k / n is, and k / n has such a denominator.  So shares of this
+    fraction are those of `number`, and n times its numerator fits into int64.
+    """
+    nearest = number.limit_denominator(MOST_TOKENS)
+    if nearest <= number:
+        return nearest
+    above, divisor = nearest.as_integer_ratio()
+    inverse = pow(above, -1, divisor)
+    below = inverse + (MOST_TOKENS - inverse) // divisor * divisor  # above * below - 1 is a multiple of divisor
+    return Fraction((above * below - 1) // divisor, below)
 
 
 def whole_shares(exact: Sequence[float | Fraction], total: int, most: float = math.inf) -> list[int]:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from kvpass.arguments import Natural, Share, at_least
 from kvpass.policies.base import Policy
-from kvpass.policies.budgets import Plan, share_of, whole_shares
+from kvpass.policies.budgets import Plan, at_most, share_of, whole_shares
 from kvpass.policies.full import Full
 from kvpass.policies.heads import HeadSharding, gather_heads, reduce_heads
 from kvpass.policies.ranking import INT64_MAX, slots_by_position
@@ -115,10 +115,7 @@ class D2O(Policy):
     def _recent(self, budget: int | Tensor) -> int | Tensor:
         """Return M, the number of recent tokens."""
         shared = budget - self.sinks if self.extra_sinks else budget
-        recent, most = shared - share_of(shared, self.heavy), budget - self.sinks
-        if isinstance(recent, Tensor) and isinstance(most, Tensor):
-            return torch.minimum(recent, most)
-        return min(recent, most)
+        return at_most(shared - share_of(shared, self.heavy), budget - self.sinks)
 
     def score(self, tokens: Tokens) -> Tensor:
         safe = (tokens.position < self.sinks) | tokens.newest(self._recent(tokens.budget))

@@ -6,7 +6,8 @@ https://arxiv.org/abs/2406.02069
 With b = budget - window, the last layer gets b // beta selected tokens, the first one as many more than b, and the
 layers between them lie on a line.  What the prompt has bounds the first layer, and a prompt below 2 b gives every layer
 the same budget, as in the public code.  That code falls by whole steps, rounded down, which hands out more than b on
-average, twice as many for a small budget of many layers; here the budgets' mean is the budget.
+average, twice as many for a small budget of many layers; here the budgets' mean is the budget.  With an `interval` the
+last layer gets at least as many selected tokens, which the paper does not know.
 """
 
 from __future__ import annotations
@@ -37,20 +38,24 @@ class PyramidKV(SnapKV):
 
     def plan(self, attention: Sequence[Attention], valid: Tensor, budget: int) -> list[Plan]:
         layers = len(attention)
-        steepest = pyramid(layers, budget, self.window, self.beta, prompt=4 * budget)
-        budgets = [pyramid(layers, budget, self.window, self.beta, prompt) for prompt in valid.sum(-1).tolist()]
+        options = (layers, budget, self.window, self.beta)
+        steepest = pyramid(*options, prompt=4 * budget, interval=self.interval)
+        budgets = [pyramid(*options, prompt, self.interval) for prompt in valid.sum(-1).tolist()]
         return [
             Plan(max(rows), max(rows) + 1, rows, max(most, budget) + 1)
             for rows, most in zip(zip(*budgets, strict=True), steepest, strict=True)
         ]
 
 
-def pyramid(layers: int, budget: int, window: int, beta: int, prompt: int) -> list[int]:
-    """Return the budget of each layer for a prompt; their mean is `budget`."""
+def pyramid(layers: int, budget: int, window: int, beta: int, prompt: int, interval: int = 1) -> list[int]:
+    """Return the budget of each layer for a prompt; their mean is `budget`.
+
+    The last layer selects `interval` tokens at least, so that a compaction leaves it one besides its window.
+    """
     mean = budget - window
     if layers == 1 or prompt <= budget or prompt < 2 * mean:
         return [budget] * layers
-    most = min(2 * mean - max(mean // beta, 1), prompt - window)
+    most = min(2 * mean - max(mean // beta, interval), prompt - window)
     fall = Fraction(2 * (most - mean), layers - 1)
     shares = whole_shares([most - layer * fall for layer in range(layers)], layers * mean)
     return [share + window for share in shares]

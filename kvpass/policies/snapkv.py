@@ -50,9 +50,6 @@ class SnapKV(Policy):
     def state(self) -> dict[str, torch.dtype]:
         return {"score": torch.float32, "selected": torch.bool}
 
-    def observe(self, tokens: Tokens, attention: Attention) -> State:
-        return {}
-
     def observe_chunk(self, tokens: Tokens, attention: Attention) -> State:
         scored = (attention.queries > 0) & tokens.live & ~tokens.newest(self.window)
         score = voting.pool_votes(attention.window.mean(2), tokens, scored, self.kernel, "mean")

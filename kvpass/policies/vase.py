@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from torch import Tensor
 from kvpass.arguments import Natural, Odd, Positive, Share, between
 from kvpass.policies import hashing, voting
 from kvpass.policies.base import Policy
-from kvpass.policies.budgets import share_of
+from kvpass.policies.budgets import at_least, at_most, share_of
 from kvpass.policies.heads import head_indices
 from kvpass.policies.ranking import keep_highest
 from kvpass.policies.types import Attention, State, Tokens
@@ -128,9 +128,6 @@ class Vase(Policy):
         age = (tokens.position - tokens.seen).float()  # negative
         return torch.where(large, torch.inf, torch.where(votes > 0, sampled, age))
 
-    def _large_range_count(self, budget: Any) -> Any:
-        """Return how many tokens stay for the range of their values, the sinks among them: a number or a tensor."""
-        large, most = share_of(budget, self.large), budget - self.recent
-        if isinstance(budget, Tensor):
-            return torch.minimum(large.clamp(min=self.sinks), most)
-        return min(max(large, self.sinks), most)
+    def _large_range_count(self, budget: int | Tensor) -> int | Tensor:
+        """Return how many tokens stay for the range of their values, the sinks among them."""
+        return at_most(at_least(share_of(budget, self.large), self.sinks), budget - self.recent)

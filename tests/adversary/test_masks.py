@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvpass.rewrite import pipeline
 from tests.adversary.models import Attend, Bare, Feed, additive, keys, queries, sdpa, seen
 from tests.adversary.oracle import Case, Kind, judge
 
@@ -81,6 +82,48 @@ BOUND = [
     spelled("rounded-indices", lambda a, i, j: a.masked_fill(torch.div(j, 2, rounding_mode="floor") > i // 2, -1e9)),
     spelled("alpha-on-the-logits", lambda a, i, j: torch.add(hidden(i, j), a, alpha=2), "refused"),
 ]
+
+
+def counted(name: str, index: Callable[[Tensor], Tensor]) -> Spelling:
+    """Attend with index(k) in place of the key index."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor, table: Tensor) -> Tensor:
+        return (q @ k.mT / 3).masked_fill(index(k) > i, -1e9).softmax(-1) @ v
+
+    return Spelling(name, attend, policy="h2o")
+
+
+FROM_ZERO = [
+    counted("from-zero", lambda k: torch.arange(0, k.shape[2])),
+    counted("from-zero-by-one", lambda k: torch.arange(0, k.shape[2], 1)),
+    counted("end-by-name", lambda k: torch.arange(end=k.shape[2])),
+    counted("from-zero-end-by-name", lambda k: torch.arange(0, end=k.shape[2])),
+    counted("by-name", lambda k: torch.arange(step=1, end=k.shape[2], start=0, dtype=torch.int64)),
+]
+COUNTED = [
+    counted("from-one-end-by-name", lambda k: torch.arange(1, end=k.shape[2] + 1) - 1),
+    counted("from-one-by-name", lambda k: torch.arange(start=1, end=k.shape[2] + 1) - 1),
+    counted("by-two", lambda k: torch.arange(0, 2 * k.shape[2], 2) // 2),
+    counted("down", lambda k: k.shape[2] - torch.arange(k.shape[2], 0, -1)),
+]
+
+
+@parameters(FROM_ZERO)
+def test_a_mask_by_an_index_from_zero_is_computed_in_the_step(
+    spelling: Spelling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check that the host computes nothing: a `DecodeLoop` refuses steps for which it does."""
+    graphs, build = list[Any](), pipeline.build_host_graph
+    monkeypatch.setattr(pipeline, "build_host_graph", lambda *given: graphs.append(build(*given)) or graphs[-1])
+    spelling.check()
+    assert graphs
+    assert set(graphs) == {None}
+
+
+@pytest.mark.few(2)
+@parameters(COUNTED)
+def test_a_key_index_may_count_in_any_way(spelling: Spelling) -> None:
+    spelling.check()
 
 
 def padding_of(p: Tensor, i: Tensor, j: Tensor) -> Tensor:

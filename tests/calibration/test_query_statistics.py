@@ -16,6 +16,7 @@ from kvpass.apps import cli, policy_weights
 from kvpass.calibration.gate_measurement import measure_gates
 from kvpass.errors import CalibrationError
 from tests import on_reference
+from tests.calibration.test_gate_measurement import with_other_layer
 from tests.models import build
 
 TEXT = torch.randint(3, 128, (300,), generator=torch.Generator().manual_seed(5))
@@ -146,6 +147,25 @@ def test_bad_input() -> None:
             kvpass.calibrate(build("Llama"), ids, window=window)
     with pytest.raises(kvpass.PolicyError, match="window=0"):
         kvpass.calibrate(build("Llama"), TEXT, window=0)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "named"),
+    [(8, 2, "layers 0 and 2 of llama have 4 and 8 query heads"), (4, 4, "layers 0 and 2 of llama have 2 and 4 KV hea")],
+)
+def test_layers_that_differ_are_named(heads: int, kv_heads: int, named: str) -> None:
+    with pytest.raises(CalibrationError, match=named):
+        kvpass.calibrate(with_other_layer(heads, kv_heads), TEXT, window=64)
+
+
+def test_layers_that_differ_in_the_size_of_their_heads_are_named() -> None:
+    config = transformers.Gemma4TextConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, global_head_dim=32, layer_types=["sliding_attention", "full_attention"],
+        vocab_size_per_layer_input=128, hidden_size_per_layer_input=8, num_kv_shared_layers=0,
+    )  # fmt: skip
+    with pytest.raises(CalibrationError, match="layers 0 and 1 of gemma4_text have 16 and 32 dimensions of a head"):
+        kvpass.calibrate(transformers.Gemma4ForCausalLM(config).eval(), TEXT, window=64)
 
 
 @pytest.mark.parametrize("dim", [1, 9, 13, 15, 17])

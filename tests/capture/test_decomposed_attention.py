@@ -108,6 +108,20 @@ def in_empty_memory(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask[None, None])
 
 
+def shift_of_capped_logits(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    """Subtract each row's maximum after a soft cap and before the mask, which leaves the softmax as it is."""
+    logits = torch.tanh(torch.matmul(q, k.transpose(2, 3)) / 12.0) * 3.0
+    logits = logits - logits.amax(-1, keepdim=True)
+    return torch.matmul(logits.masked_fill(~allowed, LOWEST).softmax(-1), v)
+
+
+def shift_of_capped_logits_and_sinks(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    logits = torch.tanh(torch.matmul(q, k.transpose(2, 3)) / 12.0) * 3.0 + torch.where(allowed, 0.0, LOWEST)
+    joined = torch.cat([logits, torch.ones(*q.shape[:3], 1) * 0.5], -1)
+    joined.sub_(joined.amax(-1, keepdim=True))
+    return torch.matmul(joined.softmax(-1)[..., :-1], v)
+
+
 SPELLINGS: list[Spelling] = [
     scale_first,
     scale_and_mask_together,
@@ -122,6 +136,8 @@ SPELLINGS: list[Spelling] = [
     added_in_place,
     as_equations,
     in_empty_memory,
+    shift_of_capped_logits,
+    shift_of_capped_logits_and_sinks,
 ]
 
 
@@ -283,6 +299,34 @@ NO_ATTENTION: dict[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
     ),
     "over queries": (lambda x: squares(x).softmax(-2) @ x, "softmax", "not over the last dimension"),
     "capped twice": (lambda x: squares(x).tanh().tanh().softmax(-1) @ x, "tanh", "capped twice"),
+}  # fmt: skip
+
+
+def with_sink(logits: Tensor, values: Tensor) -> Tensor:
+    joined = torch.cat([logits, torch.ones(*logits.shape[:3], 1)], -1)
+    return joined.softmax(-1)[..., :-1] @ values
+
+
+def shifted(logits: Tensor) -> Tensor:
+    return logits - logits.amax(-1, keepdim=True)
+
+
+def shifted_in_place(logits: Tensor) -> Tensor:
+    return logits.sub_(logits.max(-1, keepdim=True).values)
+
+
+SHIFTED = "the maximum of each row is subtracted before"
+NO_ATTENTION |= {
+    "shifted before sinks": (lambda x: with_sink(shifted(squares(x)), x), "sub", SHIFTED),
+    "shifted in place before sinks": (lambda x: with_sink(shifted_in_place(squares(x)), x), "sub_", SHIFTED),
+    "shifted before a mask and sinks": (
+        lambda x: with_sink(shifted(squares(x)).masked_fill(x > 0, LOWEST), x), "sub", SHIFTED
+    ),
+    "shifted before a cap": (lambda x: (torch.tanh(shifted(squares(x)) / 3) * 3).softmax(-1) @ x, "sub", SHIFTED),
+    "shifted before a cap, a mask and once more": (
+        lambda x: shifted(shifted(squares(x)).tanh().masked_fill(x[..., :1] > 0, LOWEST)).softmax(-1) @ x,
+        "sub", SHIFTED,
+    ),
 }  # fmt: skip
 
 

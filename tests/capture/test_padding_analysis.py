@@ -13,6 +13,7 @@ from torch import Tensor
 
 import tests.strategies  # noqa: F401  loads the Hypothesis profile
 from kvpass.capture.padding_analysis import hiding_inputs
+from kvpass.fx import op_table
 from tests.capture.traced import query_graph, result
 
 ROWS, TOKENS = 2, 6
@@ -28,6 +29,7 @@ def marks_padding(mask: Mask) -> bool:
         return mask(column, j[:, None], j)
 
     def question(gm: fx.GraphModule) -> bool:
+        op_table.normalize_calls(gm.graph)
         return [node.op for node in hiding_inputs(gm, result(gm), step=False)] == ["placeholder"]
 
     return query_graph(function, (torch.ones(ROWS, TOKENS, dtype=torch.int64),), question)
@@ -35,6 +37,11 @@ def marks_padding(mask: Mask) -> bool:
 
 def causal(i: Tensor, j: Tensor) -> Tensor:
     return (j <= i)[None, None]
+
+
+def before(j: Tensor) -> Tensor:
+    """Return the index before each key's own."""
+    return torch.arange(-1, end=j.shape[0] - 1)
 
 
 MARKS_PADDING: dict[str, Mask] = {
@@ -64,6 +71,9 @@ MARKS_NO_PADDING: dict[str, Mask] = {
         causal(i, j) & p.bool()[torch.arange(2)[:, None, None, None], j[None, None, None] - 1]
     ),
     "summed": lambda p, i, j: causal(i, j) & (p.cumsum(-1) > 0)[:, None, None],
+    "of the token before, by name": lambda p, i, j: (
+        causal(i, j) & p.bool()[torch.arange(2)[:, None, None, None], before(j)[None, None, None]]
+    ),
     "written over": lambda p, i, j: (causal(i, j) & p.bool()[:, None, None]).fill_(True),
 }
 

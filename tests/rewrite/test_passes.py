@@ -7,6 +7,7 @@ import logging
 import operator
 import re
 import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -176,6 +177,39 @@ def test_weights_over_all_tokens_are_refused_by_their_line(layers: int) -> None:
     with torch.no_grad():
         _, past, _ = compiled(ids[:, :5].contiguous(), None)
         with pytest.raises(kvpass.UnsupportedGraph, match=r"test_passes\.py:\d+.*leave that out .output_attentions."):
+            compiled(ids[:, 5:].contiguous(), past)
+
+
+class Mapping(Small):
+    """A model that writes attention weights of its layers to one tensor, and returns this tensor."""
+
+    def __init__(self, write: Callable[[torch.Tensor, int, torch.Tensor], object]) -> None:
+        super().__init__(plain, layers=2)
+        self.write = write
+
+    def forward(self, ids: torch.Tensor, past: Any = None, **inputs: Any) -> Any:
+        output, present = super().forward(ids, past, **inputs)
+        maps = torch.zeros(2, *present[0][0].shape[:3])
+        for layer, (key, _) in enumerate(present):
+            self.write(maps, layer, key.sum(-1).softmax(-1))
+        return output, present, maps
+
+
+WRITES: dict[str, Callable[[torch.Tensor, int, torch.Tensor], object]] = {
+    "subscript": lambda maps, layer, weights: maps.__setitem__(layer, weights),
+    "copy_": lambda maps, layer, weights: maps[layer].copy_(weights),
+    "add_": lambda maps, layer, weights: maps.select(0, layer).add_(weights),
+}
+
+
+@pytest.mark.parametrize("how", WRITES)
+def test_weights_over_all_tokens_that_are_written_in_place_are_refused_by_their_line(how: str) -> None:
+    ids = torch.arange(6)[None]
+    torch._dynamo.reset()
+    compiled = torch.compile(Mapping(WRITES[how]), backend=kvpass.backend("streaming", budget=8, inner="eager"))
+    with torch.no_grad():
+        _, past, _ = compiled(ids[:, :5].contiguous(), None)
+        with pytest.raises(kvpass.UnsupportedGraph, match=r"test_passes\.py:\d+: .*maps.*leave that out .output_att"):
             compiled(ids[:, 5:].contiguous(), past)
 
 
