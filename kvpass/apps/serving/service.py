@@ -125,9 +125,9 @@ class Service:
     async def answer(self, name: str, fields: SamplingFields, owner: str) -> AsyncIterator[Answer]:
         """Give a request its answer, whose tokens are then made; at the end what is left of it is cancelled."""
         async with contextlib.AsyncExitStack() as stack:
+            self.engine.check_room(fields.total_choices)  # before prompts are tokenised and conversations are read
             conversation = None
             if fields.conversation is not None:
-                self.engine.check_room(1)  # before the conversation is read from a file
                 conversation = await stack.enter_async_context(self.store.turn(fields.conversation, owner))
             prompts = await asyncio.to_thread(self._prompts, fields, conversation)
             answer = self._answer_to(name, fields, prompts, conversation)
