@@ -65,7 +65,10 @@ class Answer:
         await asyncio.gather(*(job.added for job in self.jobs))
 
     async def pieces(self) -> AsyncIterator[TextPiece]:
-        """Yield the text of all choices as it comes; ApiError if one fails."""
+        """Yield the text of all choices as it comes; ApiError if one fails.
+
+        A choice's reason comes with the last output of its job, as a client may close its connection at the reason.
+        """
         outputs, unfinished = self.jobs[0].outputs, len(self.jobs)
         while unfinished:
             job, output = await outputs.get()
@@ -74,12 +77,13 @@ class Answer:
             if output.finish_reason == "error":
                 raise ApiError(f"the request has failed: {output.error}", 500, "server_error")
             choice = self.choices[job.name]
-            piece = self._piece(job, choice, output) if choice.reason is None else None
+            text = self._text(job, choice, output) if choice.reason is None else ""
             if output.is_finished():
                 unfinished -= 1
                 self._remember(job, output)
-            if piece is not None:
-                yield piece
+            reason = choice.reason if output.is_finished() else None
+            if text or reason:
+                yield TextPiece(choice.index, text, reason)
 
     def close(self) -> None:
         """End the jobs that have not finished, as nobody waits for them."""
@@ -97,7 +101,7 @@ class Answer:
             "prompt_tokens_details": {"cached_tokens": self._seen_before},
         }
 
-    def _piece(self, job: Job, choice: Choice, output: GenerationOutput) -> TextPiece | None:
+    def _text(self, job: Job, choice: Choice, output: GenerationOutput) -> str:
         """Return the text of new tokens; the engine's request ends where a stop text is found."""
         ended = output.finish_reason == "stop"
         text = choice.text.push(output.new_tokens[:-1] if ended else output.new_tokens)
@@ -108,7 +112,7 @@ class Answer:
         elif output.is_finished():
             text += choice.text.finish()
             choice.reason = "length" if output.finish_reason == "length" and not choice.text.stopped else "stop"
-        return TextPiece(choice.index, text, choice.reason) if text or choice.reason else None
+        return text
 
     def _remember(self, job: Job, output: GenerationOutput) -> None:
         """Continue the conversation by what the job has read and made."""

@@ -238,6 +238,26 @@ def test_one_request_at_a_time_and_a_turn_whole_or_not_at_all(running: Running, 
     assert say(running, "c", TURNS[1]) == expected[1]
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_client_that_closes_at_the_finish_reason_keeps_its_turn(running: Running, path: str) -> None:
+    """Check a stop text, which the server finds while the loop still decodes, with slow steps."""
+    name = f"early {path.rpartition('/')[2]}"
+    prompt = {"prompt": TURNS[0]} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hi"}]}
+    fields: dict[str, Any] = dict(**prompt, temperature=0, max_tokens=60, ignore_eos=True)
+    choice = running.post(path, **fields).json()["choices"][0]
+    whole = choice["text"] if "text" in choice else choice["message"]["content"]
+    fields |= dict(stop=whole[20:23], conversation=name, stream=True)
+    with running.slowly(), running.client() as client, client.stream("POST", path, json=fields) as response:
+        lines = response.iter_lines()  # closes the connection when it is collected
+        assert any('"finish_reason": "stop"' in line for line in lines)
+    running.wait_until_idle()
+    while running.service.store.find(name, "").busy:
+        pass
+    with running.client() as client:
+        assert client.get(f"/v1/conversations/{name}").json()["tokens"] > 0
+        assert client.delete(f"/v1/conversations/{name}").json()["deleted"]
+
+
 def test_a_conversation_that_never_began_is_none(running: Running) -> None:
     before = len(running.service.store)
     found = running.post("/v1/completions", prompt=[1, 99999], conversation="bad")
