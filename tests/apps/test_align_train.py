@@ -186,6 +186,18 @@ def test_the_command_needs_a_folder_to_write_to(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    ("out", "text"),
+    [("a.json", None), ("a.JSON", None), ("a.safetensors", "a.json"), ("a.pt", "a.pt"), ("a.pt", "a.checkpoint.pt")],
+)
+def test_files_that_would_overwrite_each_other_are_refused_before_a_model_is_loaded(out, text, tmp_path, capsys):
+    arguments = ["align", "train", "--model", "nowhere", "--out", str(tmp_path / out)]
+    assert cli.main([*arguments, *(["--text", str(tmp_path / text)] if text else [])]) == 2
+    said = capsys.readouterr().err
+    assert f"cannot write {tmp_path / out}: " in said
+    assert "choose another --out" in said
+
+
+@pytest.mark.parametrize(
     ("given", "keys", "values"),
     [
         ({}, (256, 64), (64, 128)),
