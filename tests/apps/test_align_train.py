@@ -132,6 +132,38 @@ def test_a_checkpoint_of_another_model_or_text_is_refused(tmp_path, make_model, 
     assert train(build("GPT2"), text(), settings, checkpoint).aligner.signature == signature_of(build("GPT2"), 24)
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path, state: path.write_bytes(b""),
+        lambda path, state: path.write_bytes(path.read_bytes()[:-2000]),
+        lambda path, state: path.write_bytes(path.read_bytes()[:500]),
+        lambda path, state: path.write_text("notes of mine"),
+        lambda path, state: torch.save([1, 2], path),
+        lambda path, state: torch.save({"model": torch.ones(2)}, path),
+        lambda path, state: torch.save({name: state[name] for name in state if name != "network"}, path),
+        lambda path, state: torch.save({**state, "network": {}}, path),
+        lambda path, state: torch.save({**state, "optimizer": {"state": {}}}, path),
+        lambda path, state: (path.unlink(), path.mkdir()),
+    ],
+    ids=["empty", "cut", "short", "text", "list", "other", "no network", "no weights", "optimizer", "folder"],
+)
+def test_a_file_that_is_no_checkpoint_is_refused(tmp_path, damage):
+    settings, checkpoint = dataclasses.replace(SMALL, steps=2), tmp_path / "run.pt"
+    train(build("GPT2"), text(), settings, checkpoint)
+    damage(checkpoint, torch.load(checkpoint))
+    with pytest.raises(AlignerError, match=r"run.pt is damaged or no checkpoint of a training .*; remove it to start"):
+        train(build("GPT2"), text(), settings, checkpoint)
+
+
+def test_a_run_that_was_stopped_on_a_gpu_goes_on_without_one(tmp_path, monkeypatch):
+    settings, checkpoint = dataclasses.replace(SMALL, steps=2), tmp_path / "run.pt"
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+        whole = train(build("GPT2"), text(), settings, checkpoint)
+    assert train(build("GPT2"), text(), settings, checkpoint).aligner == whole.aligner
+
+
 class Killed(BaseException):
     pass
 

@@ -262,18 +262,21 @@ class _Trainer:
     def _resume(self) -> None:
         if self.checkpoint is None or not self.checkpoint.exists():
             return
-        state = torch.load(self.checkpoint, weights_only=True)
-        if state["settings"] != repr(self.settings):
+        try:
+            state = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
+            settings, digest = str(state["settings"]), state["data"]
+            if (settings, digest) == (repr(self.settings), self.data_digest):
+                self.network.load_state_dict(state["network"])
+                self.optimizer.load_state_dict(state["optimizer"])
+                self.steps_done, self.seconds_spent = int(state["step"]), float(state["seconds"])
+                return
+        except Exception as error:  # a file that another program wrote raises what it likes
             raise AlignerError(
-                f"{self.checkpoint} is of another run, with {state['settings']}; remove it to start anew"
-            )
-        if state.get("data") != self.data_digest:
-            raise AlignerError(
-                f"{self.checkpoint} is of another run, with another model or text; remove it to start anew"
-            )
-        self.network.load_state_dict(state["network"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.steps_done, self.seconds_spent = state["step"], state["seconds"]
+                f"{self.checkpoint} is damaged or no checkpoint of a training ({type(error).__name__}); remove it to "
+                "start anew"
+            ) from error
+        other = "another model or text" if settings == repr(self.settings) else settings
+        raise AlignerError(f"{self.checkpoint} is of another run, with {other}; remove it to start anew")
 
     def _save(self, step: int, seconds: float) -> None:
         """Write the checkpoint; a run that is killed meanwhile leaves the one before."""
