@@ -81,10 +81,13 @@ class Service:
 
     async def stop(self) -> None:
         """Stop the engine, and save the conversations if the settings name a folder."""
-        await self.engine.stop()
-        if self._temporary is None:
-            await self.store.save()
-        else:
+        try:
+            await self.engine.stop()
+            if self._temporary is None:
+                await self.store.save()
+        finally:
+            self.store.close()
+        if self._temporary is not None:
             self._temporary.cleanup()
 
     # -- checks ------------------------------------------------------------------------------------------------------

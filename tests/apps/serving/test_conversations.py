@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,11 @@ def say(running: Running, name: str, turn: list[int], **fields: Any) -> str:
     return text
 
 
+def saved(folder: Path) -> list[Path]:
+    """Return the files of a folder of conversations, except that for its lock."""
+    return [path for path in folder.iterdir() if path.name != conversations.LOCK]
+
+
 def test_a_conversation_goes_on_as_in_one_loop(running: Running, expected: list[str]) -> None:
     """Alternate two conversations of which one fits in memory, so that each is saved and loaded between turns."""
     store = running.service.store
@@ -57,7 +64,7 @@ def test_a_conversation_goes_on_as_in_one_loop(running: Running, expected: list[
             assert client.delete(f"/v1/conversations/{name}").json()["deleted"]
         assert client.get("/v1/conversations/first").status_code == 404
         assert client.delete("/v1/conversations/first").status_code == 404
-    assert not list(store.folder.iterdir())
+    assert not saved(store.folder)
 
 
 def test_the_usage_of_a_turn_counts_what_was_there(running: Running) -> None:
@@ -99,6 +106,35 @@ def test_another_server_goes_on_with_saved_conversations(tmp_path: Path, expecte
         assert say(running, "c", TURNS[2]) == expected[2]
 
 
+def test_a_folder_belongs_to_one_server_at_a_time(tmp_path: Path, expected: list[str]) -> None:
+    """Check that a second server is refused before it removes a file that the first one is writing."""
+    unfinished = tmp_path / f"{'0' * 64}.5.safetensors.17.unfinished"
+    with serving(warm=False, folder=tmp_path) as running:
+        unfinished.touch()
+        with pytest.raises(kvpass.KVPassError, match=f"another server uses the folder {tmp_path}; .* --folder"):
+            serving(warm=False, folder=tmp_path).__enter__()
+        assert unfinished.exists()
+        assert say(running, "c", TURNS[0]) == expected[0]
+    with serving(warm=False, folder=tmp_path) as running:
+        assert not unfinished.exists()
+        assert say(running, "c", TURNS[1]) == expected[1]
+
+
+def test_a_folder_is_free_when_its_server_was_killed(tmp_path: Path) -> None:
+    program = "import pathlib, sys; from kvpass.apps.serving.conversations import lock_folder; "
+    program += "lock = lock_folder(pathlib.Path(sys.argv[1])); print('locked', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "locked\n"
+        with pytest.raises(kvpass.KVPassError, match="another server uses the folder"):
+            conversations.lock_folder(tmp_path)
+        process.kill()
+    lock = conversations.lock_folder(tmp_path)
+    assert lock is not None
+    lock.close()
+
+
 def test_files_that_are_damaged(tmp_path: Path, expected: list[str]) -> None:
     with serving(warm=False, folder=tmp_path) as running:
         say(running, "c", TURNS[0])
@@ -110,7 +146,7 @@ def test_files_that_are_damaged(tmp_path: Path, expected: list[str]) -> None:
         assert "cannot read a cache of kvpass" in found.json()["error"]["message"]
         with running.client() as client:
             assert client.delete("/v1/conversations/c").json()["deleted"]
-        assert not list(tmp_path.iterdir())
+        assert not saved(tmp_path)
         assert say(running, "c", TURNS[0]) == expected[0]
     (notes,) = tmp_path.glob("*.json")
     notes.write_text("[1]")
@@ -164,7 +200,7 @@ def test_a_server_that_is_killed_while_it_writes(
     monkeypatch.undo()
     with serving(warm=False, folder=tmp_path) as running:
         assert say(running, "c", TURNS[turns]) == expected[turns]
-    assert len(list(tmp_path.iterdir())) == 2  # a cache and its notes
+    assert len(saved(tmp_path)) == 2  # a cache and its notes
 
 
 def test_a_full_disk_is_not_tried_for_every_conversation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
