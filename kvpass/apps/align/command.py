@@ -30,7 +30,6 @@ def train(model: str, text: Path | None, out: Path, settings: TrainingSettings, 
         last = loaded.trained_length - 1
         if settings.window > last:
             raise KVPassError(f"--window {settings.window}: {model} has positions 0 to {last}; choose a smaller window")
-        settings = dataclasses.replace(settings, ahead=min(settings.ahead, last - settings.window))
     texts = corpus.read(corpus.training_files()) if text is None else [corpus.read_file(text)]
     stream = torch.tensor([token for ids in loaded.encode(texts) for token in (loaded.bos, *ids)])
     trained = train_aligner(loaded.model, stream, settings, checkpoint)
