@@ -172,18 +172,17 @@ class Service:
         outputs: Outputs = asyncio.Queue()
         first = secrets.randbelow(SEEDS) if fields.seed is None else fields.seed
         jobs: list[Job] = []
-        texts: list[TextStream] = []
         for prompt in prompts:
             for _ in range(fields.choices):
                 options = self._options(fields, prompt, 0 if conversation is None else conversation.seen)
                 options["seed"] = (first + len(jobs)) % 2**62
-                job = Job(f"{name}-{len(jobs)}", prompt, options, outputs)
+                text = TextStream(self.subject.tokenizer, fields.stops)
+                job = Job(f"{name}-{len(jobs)}", prompt, options, outputs, text, len(jobs))
                 if conversation is not None:
                     job.options |= dict(keep=True, prefix=conversation.cache)
                     job.before, job.evicted = conversation.seen, conversation.evicted
                 jobs.append(job)
-                texts.append(TextStream(self.subject.tokenizer, fields.stops))
-        return Answer(self.engine, jobs, texts, prompts, conversation)
+        return Answer(self.engine, jobs, sum(map(len, prompts)), conversation)
 
     def _options(self, fields: SamplingFields, prompt: list[int], before: int) -> dict[str, Any]:
         """Return the arguments of `DecodeLoop.add` for one choice, or raise ApiError if they exceed the context."""
