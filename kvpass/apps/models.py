@@ -87,9 +87,10 @@ def _load(source: str, name: str, dtype: torch.dtype | str = torch.float32, devi
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
         model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of a damaged file each reader raises errors of its own
         raise KVPassError(
-            f"cannot load a language model from {source!r}: {error}; give the name or folder of a causal model"
+            f"cannot load a language model from {source!r}: {type(error).__name__}: {error}; give the name or folder "
+            "of a causal model"
         ) from error
     trained_length = getattr(model.config, "max_position_embeddings", None)
     return LoadedModel(name, to_device(model.eval(), device), tokenizer, trained_length, has_position_table(model))

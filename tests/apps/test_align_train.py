@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvpass.apps import cli
-from kvpass.apps.align.data import lengths, logits_after_repair, pair, run_windows, windows
+from kvpass.apps.align.data import lengths, pair, run_windows, windows
 from kvpass.apps.align.train import TrainingSettings, draw, learning_rate, network_of, train
 from kvpass.errors import AlignerError
 from kvpass.policies.aligners.signature import signature_of
@@ -39,20 +39,6 @@ def test_pairs_are_the_same_tokens_in_both_windows():
     assert torch.allclose(pairs.target_key[1].view(3, 10, 4, 16), cache.layers[1].keys[:, :, 4:].transpose(1, 2))
 
 
-def test_the_tokens_ahead_see_sinks_and_repaired_rows():
-    """Check that correctly repaired rows give the predictions of the shortened window."""
-    model, sinks = build("GPT2"), 4
-    ids = windows(text(), 3, 25, sinks, torch.Generator().manual_seed(1))
-    run = run_windows(model, ids, 5)
-    assert run.key.shape == (2, 3, 4, 20, 16)
-    with torch.no_grad():
-        assert torch.allclose(run.logits, model(ids).logits[:, 20:], atol=1e-5)
-        pairs = pair(model, run, 6, sinks)
-        logits = logits_after_repair(model, run, pairs.target_key, pairs.target_value, sinks)
-        shorter = model(torch.cat([ids[:, :4], ids[:, 10:]], 1)).logits[:, 14:]
-    assert torch.allclose(logits, shorter, atol=1e-4)
-
-
 def test_every_second_window_has_sinks_from_elsewhere():
     stream = torch.arange(1000)
     ids = windows(stream, 8, 30, 4, torch.Generator().manual_seed(2))
@@ -76,7 +62,7 @@ def test_training_beats_doing_nothing(recipe):
 
 
 def test_parts_of_rows_hold_every_row_once():
-    drawn = draw(build("GPT2"), text(), dataclasses.replace(SMALL, recipe="paper"), 1)[1][0]
+    drawn = draw(build("GPT2"), text(), dataclasses.replace(SMALL, recipe="paper"), 1)[0]
     order = torch.randperm(len(drawn.position), generator=torch.Generator().manual_seed(1))
     parts = [drawn.select(rows) for rows in order.chunk(3)]
     assert torch.equal(torch.cat([part.key for part in parts], 1), drawn.key[:, order])
@@ -132,6 +118,38 @@ def test_a_checkpoint_of_another_model_or_text_is_refused(tmp_path, make_model, 
     assert train(build("GPT2"), text(), settings, checkpoint).aligner.signature == signature_of(build("GPT2"), 24)
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path, state: path.write_bytes(b""),
+        lambda path, state: path.write_bytes(path.read_bytes()[:-2000]),
+        lambda path, state: path.write_bytes(path.read_bytes()[:500]),
+        lambda path, state: path.write_text("notes of mine"),
+        lambda path, state: torch.save([1, 2], path),
+        lambda path, state: torch.save({"model": torch.ones(2)}, path),
+        lambda path, state: torch.save({name: state[name] for name in state if name != "network"}, path),
+        lambda path, state: torch.save({**state, "network": {}}, path),
+        lambda path, state: torch.save({**state, "optimizer": {"state": {}}}, path),
+        lambda path, state: (path.unlink(), path.mkdir()),
+    ],
+    ids=["empty", "cut", "short", "text", "list", "other", "no network", "no weights", "optimizer", "folder"],
+)
+def test_a_file_that_is_no_checkpoint_is_refused(tmp_path, damage):
+    settings, checkpoint = dataclasses.replace(SMALL, steps=2), tmp_path / "run.pt"
+    train(build("GPT2"), text(), settings, checkpoint)
+    damage(checkpoint, torch.load(checkpoint))
+    with pytest.raises(AlignerError, match=r"run.pt is damaged or no checkpoint of a training .*; remove it to start"):
+        train(build("GPT2"), text(), settings, checkpoint)
+
+
+def test_a_run_that_was_stopped_on_a_gpu_goes_on_without_one(tmp_path, monkeypatch):
+    settings, checkpoint = dataclasses.replace(SMALL, steps=2), tmp_path / "run.pt"
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+        whole = train(build("GPT2"), text(), settings, checkpoint)
+    assert train(build("GPT2"), text(), settings, checkpoint).aligner == whole.aligner
+
+
 class Killed(BaseException):
     pass
 
@@ -183,6 +201,18 @@ def test_a_model_without_a_cache_is_refused():
 def test_the_command_needs_a_folder_to_write_to(tmp_path, capsys):
     assert cli.main(["align", "train", "--model", "nowhere", "--out", str(tmp_path / "no" / "a.safetensors")]) == 2
     assert "there is no folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("out", "text"),
+    [("a.json", None), ("a.JSON", None), ("a.safetensors", "a.json"), ("a.pt", "a.pt"), ("a.pt", "a.checkpoint.pt")],
+)
+def test_files_that_would_overwrite_each_other_are_refused_before_a_model_is_loaded(out, text, tmp_path, capsys):
+    arguments = ["align", "train", "--model", "nowhere", "--out", str(tmp_path / out)]
+    assert cli.main([*arguments, *(["--text", str(tmp_path / text)] if text else [])]) == 2
+    said = capsys.readouterr().err
+    assert f"cannot write {tmp_path / out}: " in said
+    assert "choose another --out" in said
 
 
 @pytest.mark.parametrize(

@@ -22,23 +22,34 @@ def train(model: str, text: Path | None, out: Path, settings: TrainingSettings, 
     Raises:
         KVPassError: a model, text or folder that cannot be used; see also `kvpass.apps.align.train.train`.
     """
-    corpus.check_folder_of(out)
+    figures_file, checkpoint = out.with_suffix(".json"), out.with_suffix(".checkpoint.pt")
+    _check_files(out, figures_file, checkpoint, text)
     loaded = models.load(model)
     models.to_device(loaded.model, device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if loaded.has_position_table and loaded.trained_length is not None:
         last = loaded.trained_length - 1
         if settings.window > last:
             raise KVPassError(f"--window {settings.window}: {model} has positions 0 to {last}; choose a smaller window")
-        settings = dataclasses.replace(settings, ahead=min(settings.ahead, last - settings.window))
     texts = corpus.read(corpus.training_files()) if text is None else [corpus.read_file(text)]
     stream = torch.tensor([token for ids in loaded.encode(texts) for token in (loaded.bos, *ids)])
-    checkpoint = out.with_suffix(".checkpoint.pt")
     trained = train_aligner(loaded.model, stream, settings, checkpoint)
     aligners.save(trained.aligner, out, getattr(torch, dtype))
     summary = figures(trained, settings, len(stream))
-    out.with_suffix(".json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    figures_file.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     checkpoint.unlink(missing_ok=True)
     print(json.dumps(summary, indent=2))
+
+
+def _check_files(out: Path, figures_file: Path, checkpoint: Path, text: Path | None) -> None:
+    """Raise KVPassError if a file cannot be written, or would overwrite the aligner or the text."""
+    corpus.check_folder_of(out)
+    if out.suffix.lower() == figures_file.suffix:
+        raise KVPassError(
+            f"cannot write {out}: the figures go to a file of this name; choose another --out, such as "
+            f"{out.with_suffix('.safetensors')}"
+        )
+    if text is not None and text.resolve() in [path.resolve() for path in (out, figures_file, checkpoint)]:
+        raise KVPassError(f"cannot write {out}: the run would overwrite its text {text}; choose another --out")
 
 
 def figures(trained: TrainedAligner, settings: TrainingSettings, tokens: int) -> dict[str, object]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpass.errors import AlignerError
-from kvpass.model_access import cache_arguments, cache_of_output, cached_vectors, checked_keys_and_values, device_of
+from kvpass.model_access import cached_vectors, device_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,29 +53,23 @@ def lengths(window: int, sinks: int, generator: torch.Generator) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class WholeRows:
-    """Complete windows [B, M + 1 + n], whose last n tokens are not cached."""
+    """Complete windows [B, M + 1] and their rows."""
 
-    ids: Tensor  # int64 [B, M + 1 + n]
+    ids: Tensor  # int64 [B, M + 1]
     key: Tensor  # float32 [L, B, H, M + 1, D]
     value: Tensor  # float32 [L, B, H, M + 1, Dv]
-    logits: Tensor | None  # [B, n, V] of the n tokens; None without any
 
 
 @torch.no_grad()
-def run_windows(model: Any, ids: Tensor, ahead: int = 0) -> WholeRows:
-    """Run the model on windows; the last `ahead` tokens give logits and no rows."""
+def run_windows(model: Any, ids: Tensor) -> WholeRows:
+    """Run the model on windows."""
     ids = ids.to(device_of(model))
-    cached = ids.shape[1] - ahead
-    if not ahead:
-        return WholeRows(ids, *_stack_layers(cached_vectors(model, ids)), None)
-    out = model(input_ids=ids, use_cache=True)
-    key, value = _stack_layers(checked_keys_and_values(model, cache_of_output(out)))
-    return WholeRows(ids, key[:, :, :, :cached], value[:, :, :, :cached], out.logits[:, cached:])
+    return WholeRows(ids, *_stack_layers(cached_vectors(model, ids)))
 
 
 def pair(model: Any, windows: WholeRows, dropped: int, sinks: int) -> TrainingPairs:
     """Return the rows after a deletion after the sinks, as they were and as the model makes them without it."""
-    ids = windows.ids[:, : windows.key.shape[3]]  # of the cached tokens
+    ids = windows.ids
     shortened = _stack_layers(cached_vectors(model, torch.cat([ids[:, :sinks], ids[:, sinks + dropped :]], 1)))
     inputs = [_flat(rows[:, :, :, sinks + dropped :]) for rows in (windows.key, windows.value)]
     targets = [_flat(rows[:, :, :, sinks:]) for rows in shortened]
@@ -99,26 +93,6 @@ def mean_rows(model: Any, block: Tensor) -> Tensor:
         )
         row_sum = row_sum + rows.sum(1)  # [L, n, H * (D + Dv)]
     return torch.as_tensor(row_sum / len(shifts))
-
-
-def logits_after_repair(model: Any, windows: WholeRows, key: Tensor, value: Tensor, sinks: int) -> Tensor:
-    """Return the logits [B, n, V] of tokens after the sinks and repaired rows [L, B * m, H, D]."""
-    from transformers import DynamicCache
-
-    cache, rows, cached = DynamicCache(), len(windows.ids), windows.key.shape[3]
-    for layer in range(len(key)):
-        parts = [
-            torch.cat(
-                [complete[layer][:, :, :sinks], repaired[layer].view(rows, -1, *repaired.shape[2:]).transpose(1, 2)], 2
-            )
-            for complete, repaired in ((windows.key, key), (windows.value, value))
-        ]
-        cache.update(parts[0], parts[1], layer)
-    ids = windows.ids[:, cached:]
-    position = cache.get_seq_length() + torch.arange(ids.shape[1], device=ids.device)
-    past = cache_arguments(model, cache)
-    logits: Tensor = model(input_ids=ids, **past, position_ids=position[None], use_cache=True).logits
-    return logits
 
 
 def _stack_layers(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -21,8 +21,7 @@ from tqdm import tqdm
 
 from kvpass import tensor_files
 from kvpass.apps.align import data
-from kvpass.apps.align.data import TrainingPairs, WholeRows
-from kvpass.apps.evaluation.scoring import divergence
+from kvpass.apps.align.data import TrainingPairs
 from kvpass.errors import AlignerError
 from kvpass.model_access import device_of
 from kvpass.policies.aligners.aligner import Aligner, Recipe
@@ -31,8 +30,8 @@ from kvpass.policies.aligners.signature import Signature, signature_of
 from kvpass.policies.weights import tensors_digest
 from kvpass.runtime import model_identity
 
-StepData = tuple[WholeRows, list[TrainingPairs]]
-"""The windows of one step, and their pairs for each number of deleted tokens."""
+StepData = list[TrainingPairs]
+"""The pairs of one step, for each number of deleted tokens."""
 SAVE_EVERY = 100
 HELD_OUT = 0.05
 KEYS_OF_THE_PAPER, VALUES_OF_THE_PAPER = (256, 64), (64, 128)  # hidden numbers, for DistilGPT2
@@ -48,9 +47,6 @@ class TrainingSettings:
         tokens: of a step, before any deletion.
         parts: of "paper": parts of a step's rows, each for an update of its own.
         deletions: how many numbers of deleted tokens a step of "direct" draws.
-        ahead: tokens after each window of "direct" whose predictions on repaired rows are compared with those
-            of the model that has lost nothing; 0 for rows only.
-        distil: the weight of that comparison, a Kullback-Leibler divergence in nats, in the sum with the rows' error.
         rate: the highest learning rate; it falls to a hundredth along a cosine.
         decay, clip: weight decay and the norm that gradients are clipped to.
         hidden: sizes of the two hidden layers, of "paper" in the network of keys; None for (96, 96), and of "paper" for
@@ -67,8 +63,6 @@ class TrainingSettings:
     tokens: int = 1024
     parts: int = 8
     deletions: int = 3
-    ahead: int = 0
-    distil: float = 5.0
     rate: float = 2e-3
     decay: float = 0.01
     clip: float = 1.0
@@ -202,12 +196,11 @@ class _Trainer:
 
     def _parts(self, step_data: StepData, seed: int) -> list[StepData]:
         """Return the drawn pairs; for "paper" random parts of their rows, as an update costs less than the model."""
-        windows, sets = step_data
         if self.settings.recipe != "paper":
             return [step_data]
-        count = len(sets[0].position)
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).to(sets[0].position.device)
-        return [(windows, [pairs.select(rows) for pairs in sets]) for rows in order.chunk(self.settings.parts)]
+        position = step_data[0].position
+        order = torch.randperm(len(position), generator=torch.Generator().manual_seed(seed)).to(position.device)
+        return [[pairs.select(rows) for pairs in step_data] for rows in order.chunk(self.settings.parts)]
 
     def _update(self, step_data: StepData) -> Tensor:
         """Make a step of the optimiser, and return the loss before it."""
@@ -222,14 +215,8 @@ class _Trainer:
         return self.settings.seed * 1_000_003 + step + 1
 
     def _loss(self, step_data: StepData) -> Tensor:
-        windows, sets = step_data
-        repaired = [self.network(pairs.key, pairs.value, pairs.position, pairs.rank) for pairs in sets]
-        errors = [self._error(rows, pairs) for rows, pairs in zip(repaired, sets, strict=True)]
-        loss = torch.stack(errors).mean()
-        if windows.logits is None:
-            return loss
-        logits = data.logits_after_repair(self.model, windows, repaired[0][0], repaired[0][1], self.settings.sinks)
-        return loss + self.settings.distil * divergence(logits, windows.logits).mean()
+        repaired = [self.network(pairs.key, pairs.value, pairs.position, pairs.rank) for pairs in step_data]
+        return torch.stack([self._error(rows, pairs) for rows, pairs in zip(repaired, step_data, strict=True)]).mean()
 
     def _error(self, repaired: tuple[Tensor, Tensor], pairs: TrainingPairs) -> Tensor:
         """Return the mean squared error over layers, keys and values, as a share of that without repair."""
@@ -241,7 +228,7 @@ class _Trainer:
 
     def _samples(self) -> list[TrainingPairs]:
         steps = [draw(self.model, self.stream, self.settings, self._seed(step)) for step in range(-8, 0)]
-        return [pairs for _, sets in steps for pairs in sets]
+        return [pairs for sets in steps for pairs in sets]
 
     def _errors_of_nothing(self) -> list[Tensor]:
         """Return the errors without repair, [L] each for keys and values; the largest for rows that never change."""
@@ -262,18 +249,21 @@ class _Trainer:
     def _resume(self) -> None:
         if self.checkpoint is None or not self.checkpoint.exists():
             return
-        state = torch.load(self.checkpoint, weights_only=True)
-        if state["settings"] != repr(self.settings):
+        try:
+            state = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
+            settings, digest = str(state["settings"]), state["data"]
+            if (settings, digest) == (repr(self.settings), self.data_digest):
+                self.network.load_state_dict(state["network"])
+                self.optimizer.load_state_dict(state["optimizer"])
+                self.steps_done, self.seconds_spent = int(state["step"]), float(state["seconds"])
+                return
+        except Exception as error:  # a file that another program wrote raises what it likes
             raise AlignerError(
-                f"{self.checkpoint} is of another run, with {state['settings']}; remove it to start anew"
-            )
-        if state.get("data") != self.data_digest:
-            raise AlignerError(
-                f"{self.checkpoint} is of another run, with another model or text; remove it to start anew"
-            )
-        self.network.load_state_dict(state["network"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.steps_done, self.seconds_spent = state["step"], state["seconds"]
+                f"{self.checkpoint} is damaged or no checkpoint of a training ({type(error).__name__}); remove it to "
+                "start anew"
+            ) from error
+        other = "another model or text" if settings == repr(self.settings) else settings
+        raise AlignerError(f"{self.checkpoint} is of another run, with {other}; remove it to start anew")
 
     def _save(self, step: int, seconds: float) -> None:
         """Write the checkpoint; a run that is killed meanwhile leaves the one before."""
@@ -287,17 +277,17 @@ class _Trainer:
 
 
 def draw(model: Any, stream: Tensor, settings: TrainingSettings, seed: int) -> StepData:
-    """Return the windows of one step, and their pairs."""
+    """Return the pairs of one step."""
     generator = torch.Generator().manual_seed(seed)
     sinks, window = settings.sinks, settings.window
     if settings.recipe == "paper":
-        dropped, ahead = [settings.every], 0
+        dropped = [settings.every]
     else:
-        window, ahead = data.lengths(window, sinks, generator), settings.ahead
+        window = data.lengths(window, sinks, generator)
         dropped = torch.randint(1, window - sinks + 1, (settings.deletions,), generator=generator).tolist()
     rows = max(1, settings.tokens // (window + 1))
-    windows = data.run_windows(model, data.windows(stream, rows, window + 1 + ahead, sinks, generator), ahead)
-    return windows, [data.pair(model, windows, count, sinks) for count in dropped]
+    windows = data.run_windows(model, data.windows(stream, rows, window + 1, sinks, generator))
+    return [data.pair(model, windows, count, sinks) for count in dropped]
 
 
 def learning_rate(settings: TrainingSettings, step: int) -> float:
@@ -317,7 +307,7 @@ def measure(aligner: Aligner, model: Any, stream: Tensor, settings: TrainingSett
     weights = [tensor.to(device_of(model)) for tensor in aligner.weights()]
     error_sum = torch.zeros(4, dtype=torch.float64)
     for seed in range(rounds):
-        for pairs in draw(model, stream, settings, -1 - seed)[1]:
+        for pairs in draw(model, stream, settings, -1 - seed):
             key, value = _repair(aligner, weights, pairs)
             errors = [(key, pairs.target_key), (value, pairs.target_value)]
             errors += [(pairs.key, pairs.target_key), (pairs.value, pairs.target_value)]

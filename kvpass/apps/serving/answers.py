@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from kvpass.apps.serving.conversations import KeptConversation
 from kvpass.apps.serving.engine import Engine, Job
 from kvpass.apps.serving.schemas import ApiError
-from kvpass.apps.serving.text import TextStream
 from kvpass.cache.model_cache import caches_in
 from kvpass.decoding.requests import GenerationOutput
-
-Reason = Literal["stop", "length"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,16 +20,7 @@ class TextPiece:
 
     index: int
     text: str
-    reason: Reason | None = None
-
-
-@dataclasses.dataclass
-class Choice:
-    """One choice of a request, and how many tokens it has."""
-
-    index: int
-    text: TextStream
-    reason: Reason | None = None
+    reason: str | None = None
 
 
 class Answer:
@@ -40,21 +28,14 @@ class Answer:
 
     Attributes:
         jobs: one for each choice; they share one queue for their outputs.
-        prompts: the prompts; several choices may have the same one.
+        prompt_tokens: the tokens of all prompts; several choices may have the same one.
         conversation: the conversation that the only choice continues; it changes when the choice has ended.
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        jobs: Sequence[Job],
-        texts: Sequence[TextStream],
-        prompts: Sequence[Sequence[int]],
-        conversation: KeptConversation | None,
+        self, engine: Engine, jobs: Sequence[Job], prompt_tokens: int, conversation: KeptConversation | None
     ) -> None:
-        self.engine, self.jobs, self.conversation, self.prompts = engine, jobs, conversation, prompts
-        pairs = zip(jobs, texts, strict=True)
-        self.choices = {job.name: Choice(index, text) for index, (job, text) in enumerate(pairs)}
+        self.engine, self.jobs, self.prompt_tokens, self.conversation = engine, jobs, prompt_tokens, conversation
         self._seen_before = 0 if conversation is None else conversation.seen
 
     async def begin(self) -> None:
@@ -65,7 +46,10 @@ class Answer:
         await asyncio.gather(*(job.added for job in self.jobs))
 
     async def pieces(self) -> AsyncIterator[TextPiece]:
-        """Yield the text of all choices as it comes; ApiError if one fails."""
+        """Yield the text of all choices as it comes; ApiError if one fails.
+
+        A choice's reason comes with the last output of its job, as a client may close its connection at the reason.
+        """
         outputs, unfinished = self.jobs[0].outputs, len(self.jobs)
         while unfinished:
             job, output = await outputs.get()
@@ -73,13 +57,13 @@ class Answer:
                 raise output
             if output.finish_reason == "error":
                 raise ApiError(f"the request has failed: {output.error}", 500, "server_error")
-            choice = self.choices[job.name]
-            piece = self._piece(job, choice, output) if choice.reason is None else None
+            text = self._text(job, output) if job.reason is None else ""
             if output.is_finished():
                 unfinished -= 1
                 self._remember(job, output)
-            if piece is not None:
-                yield piece
+            reason = job.reason if output.is_finished() else None
+            if text or reason:
+                yield TextPiece(job.index, text, reason)
 
     def close(self) -> None:
         """End the jobs that have not finished, as nobody waits for them."""
@@ -88,8 +72,8 @@ class Answer:
 
     def usage(self) -> dict[str, Any]:
         """Return the counts of tokens so far, in OpenAI's form."""
-        prompt = self._seen_before + sum(map(len, self.prompts))
-        completion = sum(choice.text.tokens for choice in self.choices.values())
+        prompt = self._seen_before + self.prompt_tokens
+        completion = sum(job.text.tokens for job in self.jobs)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -97,18 +81,18 @@ class Answer:
             "prompt_tokens_details": {"cached_tokens": self._seen_before},
         }
 
-    def _piece(self, job: Job, choice: Choice, output: GenerationOutput) -> TextPiece | None:
+    def _text(self, job: Job, output: GenerationOutput) -> str:
         """Return the text of new tokens; the engine's request ends where a stop text is found."""
         ended = output.finish_reason == "stop"
-        text = choice.text.push(output.new_tokens[:-1] if ended else output.new_tokens)
-        choice.text.tokens += ended and not choice.text.stopped  # the stop token, which has no text
-        if choice.text.stopped:
-            choice.reason = "stop"
+        text = job.text.push(output.new_tokens[:-1] if ended else output.new_tokens)
+        job.text.tokens += ended and not job.text.stopped  # the stop token, which has no text
+        if job.text.stopped:
+            job.reason = "stop"
             self.engine.cancel(job)
         elif output.is_finished():
-            text += choice.text.finish()
-            choice.reason = "length" if output.finish_reason == "length" and not choice.text.stopped else "stop"
-        return TextPiece(choice.index, text, choice.reason) if text or choice.reason else None
+            text += job.text.finish()
+            job.reason = "length" if output.finish_reason == "length" and not job.text.stopped else "stop"
+        return text
 
     def _remember(self, job: Job, output: GenerationOutput) -> None:
         """Continue the conversation by what the job has read and made."""

@@ -16,7 +16,7 @@ import os
 import re
 from collections.abc import AsyncIterator, Collection
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from kvpass import tensor_files
 from kvpass.apps.serving.schemas import ApiError
@@ -26,8 +26,15 @@ from kvpass.decoding.loop import DecodeLoop
 from kvpass.errors import KVPassError
 from kvpass.runtime.compiled_call import CompiledCall
 
+try:
+    import fcntl
+except ImportError:  # a platform without advisory locks
+    fcntl = None  # type: ignore[assignment]
+
 log = logging.getLogger("kvpass.serve")
 
+LOCK = "server.lock"
+"""The file in a folder of conversations that its server locks."""
 MOST_FAILURES = 3
 """After so many conversations that cannot be written no other one is tried in the same turn."""
 _NOTES = ("tail", "ended", "seen", "evicted")
@@ -83,20 +90,28 @@ class ConversationStore:
         """Make the folder, or read the conversations that are there, which can be continued.
 
         Raises:
-            KVPassError: the folder cannot be made or read.
+            KVPassError: the folder cannot be made or read, or another server uses it.
         """
         self.loop, self.folder, self.limits = loop, folder, limits
         self._by_key: collections.OrderedDict[str, KeptConversation] = collections.OrderedDict()
         self._writing = asyncio.Lock()
+        self._lock: IO[bytes] | None = None
         path = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            self._lock = lock_folder(folder)
             for path in sorted(folder.glob("*.json"), key=os.path.getmtime):
                 self._by_key[path.stem] = KeptConversation(path.stem, **json.loads(path.read_text(encoding="utf-8")))
             # A server that ended while it wrote or deleted a conversation left caches without notes.
             _remove_caches(folder, {self._cache_of(conversation) for conversation in self._by_key.values()})
         except (OSError, ValueError, TypeError) as error:
+            self.close()
             raise KVPassError(f"cannot read the conversations in {folder}: {path.name}: {error}") from error
+
+    def close(self) -> None:
+        """Leave the folder to other servers."""
+        if self._lock is not None:
+            self._lock.close()
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -223,6 +238,30 @@ class ConversationStore:
 
     def _notes_of(self, conversation: KeptConversation) -> Path:
         return self.folder / f"{conversation.key}.json"
+
+
+def lock_folder(folder: Path) -> IO[bytes] | None:
+    """Return a file whose lock lasts until it is closed or the process ends; None where there are no locks.
+
+    Raises:
+        KVPassError: another server has the lock.
+        OSError: the file cannot be made.
+    """
+    if fcntl is None:
+        return None
+    file = (folder / LOCK).open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise KVPassError(
+            f"another server uses the folder {folder}; stop it, or give this one another folder with --folder"
+        ) from None
+    except OSError as error:  # some network file systems have no locks
+        file.close()
+        log.warning("the folder %s cannot be locked: %s; let only one server use it", folder, error)
+        return None
+    return file
 
 
 def _write(cache: Any, notes: str, path: Path, notes_path: Path) -> None:

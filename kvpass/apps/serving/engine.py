@@ -15,10 +15,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from kvpass.apps.serving.metrics import Metrics
 from kvpass.apps.serving.schemas import ApiError
+from kvpass.apps.serving.text import TextStream
 from kvpass.decoding.loop import DecodeLoop
 from kvpass.decoding.requests import GenerationOutput
 from kvpass.errors import KVPassError, PolicyError, RequestError
@@ -40,6 +41,9 @@ class Job:
         before: the number of tokens of its prefix.
         evicted: how many tokens of its prefix, and at its end of all that it has seen, were evicted.
         outputs: receives what the loop has made, or the error that ended the request; jobs may share it.
+        text: the text of its tokens; the loop's thread leaves it alone.
+        index: its number among the choices of an HTTP request.
+        reason: why its text has ended; None before.
         added: done when the loop has accepted the request; has the error if it has refused it.
         began: when the request came, in seconds of `time.perf_counter`.
         first: the same of its first token; None before.
@@ -49,6 +53,9 @@ class Job:
     prompt: list[int]
     options: dict[str, Any]
     outputs: Outputs
+    text: TextStream
+    index: int = 0
+    reason: Literal["stop", "length"] | None = None
     before: int = 0
     evicted: float = 0.0
     added: asyncio.Future[None] = dataclasses.field(default_factory=lambda: asyncio.get_running_loop().create_future())

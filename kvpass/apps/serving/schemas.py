@@ -132,6 +132,11 @@ class SamplingFields:
         return self.n or 1
 
     @property
+    def total_choices(self) -> int:
+        """The number of choices of all prompts."""
+        return self.choices
+
+    @property
     def stops(self) -> tuple[str, ...]:
         """The texts to stop at, without empty ones."""
         texts = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -162,6 +167,10 @@ class CompletionFields(SamplingFields):
         object.__setattr__(self, "prompt", _prompts(self.prompt))
         if self.conversation is not None and len(self.prompt) > 1:
             raise ApiError(f"prompt: a conversation takes one prompt, got {len(self.prompt)}", param="prompt")
+
+    @property
+    def total_choices(self) -> int:
+        return self.choices * len(self.prompt)
 
 
 def read_fields(body: bytes, fields: type[Fields]) -> Fields:

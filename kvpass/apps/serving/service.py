@@ -81,10 +81,13 @@ class Service:
 
     async def stop(self) -> None:
         """Stop the engine, and save the conversations if the settings name a folder."""
-        await self.engine.stop()
-        if self._temporary is None:
-            await self.store.save()
-        else:
+        try:
+            await self.engine.stop()
+            if self._temporary is None:
+                await self.store.save()
+        finally:
+            self.store.close()
+        if self._temporary is not None:
             self._temporary.cleanup()
 
     # -- checks ------------------------------------------------------------------------------------------------------
@@ -125,9 +128,9 @@ class Service:
     async def answer(self, name: str, fields: SamplingFields, owner: str) -> AsyncIterator[Answer]:
         """Give a request its answer, whose tokens are then made; at the end what is left of it is cancelled."""
         async with contextlib.AsyncExitStack() as stack:
+            self.engine.check_room(fields.total_choices)  # before prompts are tokenised and conversations are read
             conversation = None
             if fields.conversation is not None:
-                self.engine.check_room(1)  # before the conversation is read from a file
                 conversation = await stack.enter_async_context(self.store.turn(fields.conversation, owner))
             prompts = await asyncio.to_thread(self._prompts, fields, conversation)
             answer = self._answer_to(name, fields, prompts, conversation)
@@ -169,18 +172,17 @@ class Service:
         outputs: Outputs = asyncio.Queue()
         first = secrets.randbelow(SEEDS) if fields.seed is None else fields.seed
         jobs: list[Job] = []
-        texts: list[TextStream] = []
         for prompt in prompts:
             for _ in range(fields.choices):
                 options = self._options(fields, prompt, 0 if conversation is None else conversation.seen)
                 options["seed"] = (first + len(jobs)) % 2**62
-                job = Job(f"{name}-{len(jobs)}", prompt, options, outputs)
+                text = TextStream(self.subject.tokenizer, fields.stops)
+                job = Job(f"{name}-{len(jobs)}", prompt, options, outputs, text, len(jobs))
                 if conversation is not None:
                     job.options |= dict(keep=True, prefix=conversation.cache)
                     job.before, job.evicted = conversation.seen, conversation.evicted
                 jobs.append(job)
-                texts.append(TextStream(self.subject.tokenizer, fields.stops))
-        return Answer(self.engine, jobs, texts, prompts, conversation)
+        return Answer(self.engine, jobs, sum(map(len, prompts)), conversation)
 
     def _options(self, fields: SamplingFields, prompt: list[int], before: int) -> dict[str, Any]:
         """Return the arguments of `DecodeLoop.add` for one choice, or raise ApiError if they exceed the context."""

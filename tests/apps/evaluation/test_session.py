@@ -100,6 +100,36 @@ def test_bytes_are_those_of_the_slots_and_of_a_growing_cache() -> None:
 
 
 @pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("ended", [0, 3, 6])
+def test_speed_decodes_all_tokens_whatever_they_are(plain: bool, ended: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check with a loop that stops at the first token, or at one of those before or in the timed ones."""
+    model, measure = build("Llama", layers=1), Speed(24, new=4, times=1)
+    how: dict[str, Any] = dict(budget=12, prefill_chunk=8, inner="eager")
+    prompt = torch.tensor([session(UncompiledLoop(model, 8), model).filler(0, 24)])
+
+    def loop_of(stop: list[int]) -> Any:
+        return UncompiledLoop(model, 8, stop) if plain else DecodeLoop(model, "window", **how, stop=stop)
+
+    free = loop_of([])
+    free.prompt(prompt)
+    loop = loop_of([int(free.generate(9)[0, ended])])
+    counts, generate = [], type(loop).generate
+
+    def count(loop: Any, tokens: int) -> torch.Tensor:
+        found = generate(loop, tokens)
+        counts.append(found.shape[1])
+        return found
+
+    monkeypatch.setattr(type(loop), "generate", count)
+    (row,) = measure.rows(session(loop, model))
+    assert counts[-2:] == [4, 4]
+    assert row["ms a step"] == pytest.approx(1e3 / row["tokens a second"])
+    loop.reset()
+    loop.prompt(prompt)
+    assert generate(loop, 9).shape[1] == ended + 1  # the loop stops again
+
+
+@pytest.mark.parametrize("plain", [True, False])
 def test_speed_times_no_prompt_in_which_something_was_compiled(plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("Llama", layers=1)
     loop = UncompiledLoop(model, 8) if plain else DecodeLoop(model, "window", budget=12, prefill_chunk=8, inner="eager")

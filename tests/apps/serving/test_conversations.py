@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,11 @@ def say(running: Running, name: str, turn: list[int], **fields: Any) -> str:
     return text
 
 
+def saved(folder: Path) -> list[Path]:
+    """Return the files of a folder of conversations, except that for its lock."""
+    return [path for path in folder.iterdir() if path.name != conversations.LOCK]
+
+
 def test_a_conversation_goes_on_as_in_one_loop(running: Running, expected: list[str]) -> None:
     """Alternate two conversations of which one fits in memory, so that each is saved and loaded between turns."""
     store = running.service.store
@@ -57,7 +64,7 @@ def test_a_conversation_goes_on_as_in_one_loop(running: Running, expected: list[
             assert client.delete(f"/v1/conversations/{name}").json()["deleted"]
         assert client.get("/v1/conversations/first").status_code == 404
         assert client.delete("/v1/conversations/first").status_code == 404
-    assert not list(store.folder.iterdir())
+    assert not saved(store.folder)
 
 
 def test_the_usage_of_a_turn_counts_what_was_there(running: Running) -> None:
@@ -99,6 +106,35 @@ def test_another_server_goes_on_with_saved_conversations(tmp_path: Path, expecte
         assert say(running, "c", TURNS[2]) == expected[2]
 
 
+def test_a_folder_belongs_to_one_server_at_a_time(tmp_path: Path, expected: list[str]) -> None:
+    """Check that a second server is refused before it removes a file that the first one is writing."""
+    unfinished = tmp_path / f"{'0' * 64}.5.safetensors.17.unfinished"
+    with serving(warm=False, folder=tmp_path) as running:
+        unfinished.touch()
+        with pytest.raises(kvpass.KVPassError, match=f"another server uses the folder {tmp_path}; .* --folder"):
+            serving(warm=False, folder=tmp_path).__enter__()
+        assert unfinished.exists()
+        assert say(running, "c", TURNS[0]) == expected[0]
+    with serving(warm=False, folder=tmp_path) as running:
+        assert not unfinished.exists()
+        assert say(running, "c", TURNS[1]) == expected[1]
+
+
+def test_a_folder_is_free_when_its_server_was_killed(tmp_path: Path) -> None:
+    program = "import pathlib, sys; from kvpass.apps.serving.conversations import lock_folder; "
+    program += "lock = lock_folder(pathlib.Path(sys.argv[1])); print('locked', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "locked\n"
+        with pytest.raises(kvpass.KVPassError, match="another server uses the folder"):
+            conversations.lock_folder(tmp_path)
+        process.kill()
+    lock = conversations.lock_folder(tmp_path)
+    assert lock is not None
+    lock.close()
+
+
 def test_files_that_are_damaged(tmp_path: Path, expected: list[str]) -> None:
     with serving(warm=False, folder=tmp_path) as running:
         say(running, "c", TURNS[0])
@@ -110,7 +146,7 @@ def test_files_that_are_damaged(tmp_path: Path, expected: list[str]) -> None:
         assert "cannot read a cache of kvpass" in found.json()["error"]["message"]
         with running.client() as client:
             assert client.delete("/v1/conversations/c").json()["deleted"]
-        assert not list(tmp_path.iterdir())
+        assert not saved(tmp_path)
         assert say(running, "c", TURNS[0]) == expected[0]
     (notes,) = tmp_path.glob("*.json")
     notes.write_text("[1]")
@@ -164,7 +200,7 @@ def test_a_server_that_is_killed_while_it_writes(
     monkeypatch.undo()
     with serving(warm=False, folder=tmp_path) as running:
         assert say(running, "c", TURNS[turns]) == expected[turns]
-    assert len(list(tmp_path.iterdir())) == 2  # a cache and its notes
+    assert len(saved(tmp_path)) == 2  # a cache and its notes
 
 
 def test_a_full_disk_is_not_tried_for_every_conversation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,6 +272,26 @@ def test_one_request_at_a_time_and_a_turn_whole_or_not_at_all(running: Running, 
     while running.service.store.find("c", "").busy:
         pass
     assert say(running, "c", TURNS[1]) == expected[1]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_client_that_closes_at_the_finish_reason_keeps_its_turn(running: Running, path: str) -> None:
+    """Check a stop text, which the server finds while the loop still decodes, with slow steps."""
+    name = f"early {path.rpartition('/')[2]}"
+    prompt = {"prompt": TURNS[0]} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hi"}]}
+    fields: dict[str, Any] = dict(**prompt, temperature=0, max_tokens=60, ignore_eos=True)
+    choice = running.post(path, **fields).json()["choices"][0]
+    whole = choice["text"] if "text" in choice else choice["message"]["content"]
+    fields |= dict(stop=whole[20:23], conversation=name, stream=True)
+    with running.slowly(), running.client() as client, client.stream("POST", path, json=fields) as response:
+        lines = response.iter_lines()  # closes the connection when it is collected
+        assert any('"finish_reason": "stop"' in line for line in lines)
+    running.wait_until_idle()
+    while running.service.store.find(name, "").busy:
+        pass
+    with running.client() as client:
+        assert client.get(f"/v1/conversations/{name}").json()["tokens"] > 0
+        assert client.delete(f"/v1/conversations/{name}").json()["deleted"]
 
 
 def test_a_conversation_that_never_began_is_none(running: Running) -> None:

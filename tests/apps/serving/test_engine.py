@@ -12,6 +12,7 @@ import pytest
 from kvpass.apps.serving.engine import Engine, Job
 from kvpass.apps.serving.metrics import Metrics
 from kvpass.apps.serving.schemas import ApiError
+from kvpass.apps.serving.text import TextStream
 
 
 def engine_on(loop: Any) -> Engine:
@@ -58,7 +59,7 @@ def test_an_error_of_one_request_is_its_own() -> None:
 
     async def submit() -> Any:
         engine._events = asyncio.get_running_loop()
-        job = Job("a", [1], {}, asyncio.Queue())
+        job = Job("a", [1], {}, asyncio.Queue(), TextStream(None))
         engine.submit(job)
         engine._commands.get()()
         with pytest.raises(ApiError, match="of a kind that nobody expects"):

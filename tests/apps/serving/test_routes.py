@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import kvpass
+from kvpass.apps.serving.service import Service
 from tests.apps.serving.small import HOW, NAME, ROWS, TEMPLATE, OddLoop, Running, model, serving, tokenizer
 
 PROMPT = "def main(arguments):\n    parser ="
@@ -213,6 +214,34 @@ def test_too_many_requests_are_told_to_come_again(running: Running) -> None:
     assert all(int(each.headers["retry-after"]) >= 1 for each in refused)
     assert {each.json()["error"]["type"] for each in refused} == {"rate_limit_error"}
     assert len({choice["text"] for each in answered for choice in each.json()["choices"]}) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("prompt", "fields", "count"),
+    [
+        (["a"] * 4000, {"n": 128}, 512_000),
+        (["a"] * 7, {}, 7),
+        ([[1]] * 4, {"n": 2}, 8),
+        ("a", {"n": 7}, 7),
+    ],
+)
+def test_more_choices_than_the_server_takes_cost_nothing(
+    running: Running, prompt: Any, fields: dict[str, Any], count: int, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check that such a request is refused before any of its prompts is tokenised and any job is made."""
+    made: list[Any] = []
+
+    def record(service: Service, *given: Any) -> Any:
+        made.append(given)
+        return tokenise(service, *given)
+
+    tokenise = Service._prompts
+    monkeypatch.setattr(Service, "_prompts", record)
+    found = running.post("/v1/completions", prompt=prompt, stream=stream, **fields)
+    assert (found.status_code, found.json()["error"]["param"]) == (400, "n")
+    assert found.json()["error"]["message"] == f"{count} choices for one request; this server takes up to 6"
+    assert not made
 
 
 @pytest.mark.parametrize("stream", [True, False])
