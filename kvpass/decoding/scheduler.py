@@ -10,6 +10,7 @@ import collections
 import copy
 import itertools
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -25,9 +26,13 @@ from kvpass.decoding.request_batch import RequestBatch, check_holds_only_slots
 from kvpass.decoding.requests import MOST_STOPS, GenerationOutput, Request, RequestStatus
 from kvpass.decoding.sampling import Sampling
 from kvpass.decoding.stepping import LoopSettings, in_mode_of_weights
-from kvpass.errors import BudgetError, CacheHandleError, KVPassError, RequestError
+from kvpass.errors import BudgetError, CacheHandleError, KVPassError, KVPassWarning, RequestError
 from kvpass.policies.pinned_tokens import check_pinned
 
+ONE_BY_ONE = (
+    "{} takes no `position_ids`, so it computes positions from the length of its cache, which all rows share: requests "
+    "run one after the other; let its forward take `position_ids`, or pass rows=1"
+)
 ATTEMPTS = 2  # runs of a request that fails alone before it ends with an error
 
 
@@ -56,6 +61,8 @@ class RequestScheduler:
         if not isinstance(budget, int):
             raise BudgetError(f"budget={budget}: rows have as many slots for every request; give their number")
         require(not policy.defers, "policy", policy, "holds a prompt whole at first, which no row has slots for")
+        if rows > 1 and not loop.caller.takes_positions:
+            warnings.warn(ONE_BY_ONE.format(loop.caller.name), KVPassWarning, stacklevel=4)
         self.loop, self.count, self.budget = loop, rows, budget
         self.queue: collections.deque[Request] = collections.deque()
         self.rows: dict[int, Request] = {}
@@ -253,7 +260,8 @@ class RequestScheduler:
         """Return whether a row is free for the next request, and whether it may run together with those in rows."""
         if not self.queue or len(self.rows) == self.count:
             return False
-        return not self.rows or not any(request.runs_alone for request in (self.queue[0], *self.rows.values()))
+        alone = any(request.runs_alone for request in (self.queue[0], *self.rows.values()))
+        return not self.rows or (self.loop.caller.takes_positions and not alone)
 
     def _start(self, request: Request) -> tuple[Request, Iterator[Any], int]:
         """Return the prefill of a request: the outputs for its chunks, which run as they are read, and their number."""
