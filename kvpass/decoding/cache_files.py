@@ -67,8 +67,7 @@ def save_cache(cache: Any, path: FilePath) -> None:
             "a DecodeLoop is saved after a prompt, and not while it serves requests (`rows`): save the tokens of each "
             "GenerationOutput, to add them again as prompts, and the cache of a `prefix` that requests share"
         )
-    cache_object = model_access.cache_of_output(cache)
-    cache_object = cache if cache_object is None else cache_object
+    cache_object = model_access.cache_in(cache)
     layers = caches_in(cache_object)
     if not layers:
         raise CacheHandleError(f"there is no kvpass cache in this {type(cache).__name__}: nothing can be saved")

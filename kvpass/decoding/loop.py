@@ -239,13 +239,14 @@ class DecodeLoop:
         ...     loop.generate(200)
 
         Args:
-            cache: a cache of the model, made under the settings of this loop.
+            cache: a cache of the model, made under the settings of this loop, or an output that has one.
 
         Raises:
             CacheHandleError: there is no cache of kvpass, it was made under other settings, or it has gone on since.
             PolicyError: a loop of requests, which have their prefix in `add`.
         """
         require(self.requests is None, "rows", self._rows, "a loop of requests takes prefixes by `add`")
+        cache = model_access.cache_in(cache)
         self.prefix_length = prefix_mask(cache, self.backend.cache_settings).shape[1]
         self.state, self.prefix = None, copy.deepcopy(cache)
 

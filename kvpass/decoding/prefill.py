@@ -56,7 +56,7 @@ def prefill(
         attention_mask: [B, tokens seen before + T], 0 for padding, which must be on the left of each row; None for no
             padding.
         chunk: the number of tokens in a chunk, at least 1.
-        cache: a cache of kvpass to continue, None for an empty one.
+        cache: a cache of kvpass to continue, or an output that has one; None for an empty one.
         logits: "last" for the logits of the last token, [B, 1, V]; "all" for those of every token, [B, T, V].
         past_key_values: another name for `cache`.
         pin: the tokens of this prompt that are never evicted: a mask, bool [B, T], or spans (start, stop) of the real
@@ -74,7 +74,7 @@ def prefill(
     """
     caller = ModelCall.of(compiled)
     require(cache is None or past_key_values is None, "past_key_values", "a cache", "is another name for `cache`")
-    cache = past_key_values if cache is None else cache
+    cache = model_access.cache_in(past_key_values if cache is None else cache)
     seen = _tokens_seen(cache)
     ids = ids.long()
     mask = padding_mask(ids, attention_mask, seen)

@@ -92,6 +92,7 @@ class RequestScheduler:
         prompt = torch.as_tensor(ids).flatten().tolist()
         row = pin[None] if isinstance(pin, Tensor) and pin.ndim == 1 else pin
         pinned = pin_mask(row, on_top, torch.ones(1, len(prompt), dtype=torch.bool))
+        prefix = model_access.cache_in(prefix)
         before = 0 if prefix is None else self._prefix_length(prefix)
         output = GenerationOutput(name, prompt, [], [], RequestStatus.PENDING)
         request = Request(output, max_new_tokens, frozenset(stop), sampling, pinned, on_top, prefix, before, keep)
