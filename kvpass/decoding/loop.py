@@ -247,8 +247,9 @@ class DecodeLoop:
         """
         require(self.requests is None, "rows", self._rows, "a loop of requests takes prefixes by `add`")
         cache = model_access.cache_in(cache)
-        self.prefix_length = prefix_mask(cache, self.backend.cache_settings).shape[1]
-        self.state, self.prefix = None, copy.deepcopy(cache)
+        length = prefix_mask(cache, self.backend.cache_settings).shape[1]
+        prefix = copy.deepcopy(cache)  # before anything changes, as it raises for a cache that has gone on
+        self.state, self.prefix, self.prefix_length = None, prefix, length
 
     @check_arguments
     def stream(self, tokens: Natural) -> Iterator[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,20 @@ def test_an_output_of_the_model_is_a_prefix_too(model: Any, loop: kvpass.DecodeL
     assert done.generated_tokens == said[0].tolist(), done.error
     after = kvpass.prefill(loop.compiled.call, question, chunk=8, cache=out)
     assert after.logits[:, -1].argmax(-1).tolist() == said[:, 0].tolist()
+
+
+def test_a_refused_prefix_leaves_the_one_before(loop: kvpass.DecodeLoop) -> None:
+    document, question = ids_of(21), ids_of(4)
+    said = answer(loop, read(loop, document), question)
+    loop.branch(read(loop, document))
+    cache = read(loop, ids_of(9))
+    stale = copy.copy(cache)
+    stale.layers = [copy.copy(layer) for layer in cache.layers]
+    kvpass.prefill(loop.compiled.call, ids_of(3), chunk=8, cache=cache)
+    with pytest.raises(CacheHandleError, match="has since gone on to"):
+        loop.branch(stale)
+    loop.prompt(question)
+    assert torch.equal(loop.generate(9), said)
 
 
 def test_an_invalid_prefix_is_refused(model: Any, loop: kvpass.DecodeLoop) -> None:
