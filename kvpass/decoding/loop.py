@@ -156,18 +156,20 @@ class DecodeLoop:
         The next prompt begins a new conversation.  The random state of `generator` stays too; requests are numbered
         from zero again, so they get the names and seeds of those of a new loop.
         """
-        self.state = self.prefix = None
-        if self.requests is not None:
-            self.requests = RequestScheduler(self, self.requests.count)
+        with self.lock:
+            self.state = self.prefix = None
+            if self.requests is not None:
+                self.requests = RequestScheduler(self, self.requests.count)
 
     @property
     def cache(self) -> Any:
         """Current cache object of the model; None before the first prompt, or that of `branch`."""
-        state = self.state if self.requests is None else self.requests.batch
-        if state is None:
-            return self.prefix
-        state.refresh_cache_object()
-        return state.cache
+        with self.lock:
+            state = self.state if self.requests is None else self.requests.batch
+            if state is None:
+                return self.prefix
+            state.refresh_cache_object()
+            return state.cache
 
     @property
     def past_key_values(self) -> Any:
@@ -247,9 +249,10 @@ class DecodeLoop:
         """
         require(self.requests is None, "rows", self._rows, "a loop of requests takes prefixes by `add`")
         cache = model_access.cache_in(cache)
-        length = prefix_mask(cache, self.backend.cache_settings).shape[1]
-        prefix = copy.deepcopy(cache)  # before anything changes, as it raises for a cache that has gone on
-        self.state, self.prefix, self.prefix_length = None, prefix, length
+        with self.lock:
+            length = prefix_mask(cache, self.backend.cache_settings).shape[1]
+            prefix = copy.deepcopy(cache)  # before anything changes, as it raises for a cache that has gone on
+            self.state, self.prefix, self.prefix_length = None, prefix, length
 
     @check_arguments
     def stream(self, tokens: Natural) -> Iterator[Tensor]:
@@ -351,15 +354,15 @@ class DecodeLoop:
             PolicyError: an invalid setting, or a loop without rows.
             CacheHandleError: a prefix that is no cache of kvpass, or was made under other settings.
         """
-        requests, default = self._scheduler(), self.sampling
-        settings = (
-            default.temperature if temperature is None else temperature,
-            default.top_k if top_k is None else top_k,
-            default.top_p if top_p is None else top_p,
-            (default.seed + requests.number) % PRIME if seed is None else seed,
-        )
-        ends = self.stop.tolist() if stop is None else stop
+        default, ends = self.sampling, self.stop.tolist() if stop is None else stop
         with self.lock:
+            requests = self._scheduler()
+            settings = (
+                default.temperature if temperature is None else temperature,
+                default.top_k if top_k is None else top_k,
+                default.top_p if top_p is None else top_p,
+                (default.seed + requests.number) % PRIME if seed is None else seed,
+            )
             return requests.add(ids, request_id, max_new_tokens, ends, Sampling(*settings), pin, on_top, prefix, keep)
 
     @check_arguments
@@ -423,7 +426,11 @@ class DecodeLoop:
             PolicyError: an invalid setting, or a loop without rows.
             BudgetError: there is no memory for the rows.
         """
-        return self._scheduler().run_all([functools.partial(self.add, ids, **how) for ids in inputs])
+        adding = [functools.partial(self.add, ids, **how) for ids in inputs]
+        with self.lock:  # so that no other thread resets the loop in between
+            scheduler = self._scheduler()
+            names, done = scheduler.add_all(adding)
+        return scheduler.run_all(names, done)
 
     def _scheduler(self) -> RequestScheduler:
         """Return the requests of the loop, or raise PolicyError for a loop without rows."""

@@ -185,8 +185,8 @@ class RequestScheduler:
                 self.undelivered = step()
             return self.undelivered.pop(0) if self.undelivered else None
 
-    def run_all(self, adding: Sequence[Callable[[], str]]) -> dict[str, GenerationOutput]:
-        """Add requests and decode them until all have finished; see `DecodeLoop.generate_batch`."""
+    def add_all(self, adding: Sequence[Callable[[], str]]) -> tuple[list[str], dict[str, GenerationOutput]]:
+        """Add requests and return their names, and the failed outputs of those that are refused."""
         done: dict[str, GenerationOutput] = {}
         names: list[str] = []
         try:
@@ -195,6 +195,10 @@ class RequestScheduler:
         except BaseException:  # none of these requests has begun, and nobody would read their outputs
             self._forget(names)
             raise
+        return names, done
+
+    def run_all(self, names: Sequence[str], done: dict[str, GenerationOutput]) -> dict[str, GenerationOutput]:
+        """Decode added requests until all have finished; see `DecodeLoop.generate_batch`."""
         while any(name not in done for name in names):
             with self.loop.lock:
                 for output in self.step():

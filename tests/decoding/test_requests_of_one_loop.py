@@ -229,6 +229,23 @@ def test_an_iteration_that_is_left_early_loses_no_output(taken: int, served: Ser
         assert [token for output in parts for token in output.new_tokens] == parts[-1].generated_tokens
 
 
+def test_requests_of_several_threads_have_names_and_seeds_of_their_own(served: Served) -> None:
+    loop, names = served.loop, list[str]()
+    threads = [threading.Thread(target=lambda: names.append(loop.add([5, 6], temperature=0.9))) for _ in range(4)]
+    with loop.lock:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(0.1)  # until it waits for its turn
+    for thread in threads:
+        thread.join()
+    assert loop.requests is not None
+    seeds = {loop.requests.known[name].sampling.seed for name in names}
+    for name in names:
+        loop.cancel(name)
+    assert len(list(loop)) == len(seeds) == 4
+
+
 def test_threads_take_turns(served: Served) -> None:
     loop, said = served.loop, served.said
     found: dict[int, list[list[int]]] = {}
