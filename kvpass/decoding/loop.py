@@ -412,7 +412,8 @@ class DecodeLoop:
     def generate_batch(self, inputs: Sequence[Any], **how: Any) -> dict[str, GenerationOutput]:
         """Add requests and decode them until all have finished.
 
-        The next `step` hands out the outputs of other requests in the meantime.
+        The next `step` hands out the outputs of other requests in the meantime.  If there is an error or an interrupt,
+        the requests are withdrawn with what they have generated, and the loop goes on without them.
 
         Args:
             inputs: the prompts, each as in `add`.

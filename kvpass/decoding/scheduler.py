@@ -192,20 +192,24 @@ class RequestScheduler:
         try:
             for add in adding:
                 names.append(self._add_or_fail(add, done))
-        except BaseException:  # none of these requests has begun, and nobody would read their outputs
-            self._forget(names)
+        except BaseException:
+            self._withdraw(names)
             raise
         return names, done
 
     def run_all(self, names: Sequence[str], done: dict[str, GenerationOutput]) -> dict[str, GenerationOutput]:
         """Decode added requests until all have finished; see `DecodeLoop.generate_batch`."""
-        while any(name not in done for name in names):
-            with self.loop.lock:
-                for output in self.step():
-                    if output.request_id not in names:
-                        self.undelivered.append(output)
-                    elif output.is_finished():
-                        done[output.request_id] = output
+        try:
+            while any(name not in done for name in names):
+                with self.loop.lock:
+                    for output in self.step():
+                        if output.request_id not in names:
+                            self.undelivered.append(output)
+                        elif output.is_finished():
+                            done[output.request_id] = output
+        except BaseException:
+            self._withdraw(names)
+            raise
         return {name: done[name] for name in names}
 
     def _add_or_fail(self, add: Callable[[], str], done: dict[str, GenerationOutput]) -> str:
@@ -218,11 +222,14 @@ class RequestScheduler:
             done[name] = GenerationOutput(name, [], [], [], RequestStatus.FAILED, "error", str(error), cause=error)
             return name
 
-    def _forget(self, names: Sequence[str]) -> None:
-        """Drop queued requests without an output."""
-        self.queue = collections.deque(request for request in self.queue if request.request_id not in names)
-        for name in names:
-            self.known.pop(name, None)
+    def _withdraw(self, names: Sequence[str]) -> None:
+        """Drop requests and their outputs, which nobody would read; the next step frees their rows."""
+        with self.loop.lock:
+            for request in [self.known.pop(name) for name in names if name in self.known]:
+                request.keep = False
+                request.end("cancelled")
+            self.queue = collections.deque(request for request in self.queue if not request.finished)
+            self.undelivered = [output for output in self.undelivered if output.request_id not in names]
 
     # -- rows --------------------------------------------------------------------------------------------------------
 
