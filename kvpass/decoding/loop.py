@@ -86,7 +86,8 @@ class DecodeLoop:
         """
         Args:
             model: takes `input_ids`, `cache` or `past_key_values`, and `use_cache`, and `attention_mask` and
-                `position_ids` if prompts are padded; returns an object with `logits` and the cache under the same name.
+                `position_ids` if prompts are padded; returns an object with `logits` and the cache under the same name,
+                or both in a tuple.
                 Its decoder layers may get a forward of `runtime.layer_regions` in their `__dict__`, which traces equal
                 layers once in compiled calls and else calls that of their class; nothing else is changed.
             policy: the eviction policy, see `kvpass.backend`.
@@ -224,7 +225,7 @@ class DecodeLoop:
         given = (self.caller, ids, whole, before, self.prefill_chunk)
         out = last_of(prefill.run_chunks(*given, pinned=pinned, on_top=on_top))
         state = LoopState(self, model_access.cache_of_output(out), whole)
-        state.choose(out.logits[:, -1:])
+        state.choose(self.caller.logits(out)[:, -1:])
         state.pending = 1
         self.state, self.prefix = state, None
 

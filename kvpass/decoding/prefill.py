@@ -18,7 +18,7 @@ from torch import Tensor
 from kvpass import model_access
 from kvpass.arguments import Positive, check_arguments, require
 from kvpass.cache.model_cache import caches_in
-from kvpass.decoding.model_call import ModelCall
+from kvpass.decoding.model_call import ModelCall, with_logits
 from kvpass.decoding.pin_masks import Pin, pin_mask
 from kvpass.decoding.token_inputs import PaddingMask, TokenIds, padding_mask
 from kvpass.errors import BudgetError, CacheHandleError
@@ -65,11 +65,13 @@ def prefill(
             the budget and for a power of two that the largest number of pinned tokens fits into.
 
     Returns:
-        The model's output for the last chunk, with these `logits`, and the cache under the model's own name.
+        The model's output for the last chunk, with these `logits`, and the cache under the model's own name; a named
+        tuple of both if the model returns a tuple.
 
     Raises:
         PolicyError: an invalid argument, an unknown token, a cache under both names, or pins that are not allowed.
         CacheHandleError: the cache is not of kvpass, or the model does not continue it.
+        UnsupportedGraph: the model cannot be rewritten, or returns no logits.
         BudgetError: an empty cache and a budget that is a share of the prompt, or pins that leave too little budget.
     """
     caller = ModelCall.of(compiled)
@@ -84,11 +86,10 @@ def prefill(
     parts: list[Tensor] = []
     for out in run_chunks(caller, ids, mask, cache, chunk, int(logits == "last"), pinned, on_top):
         if logits == "last":
-            parts = [out.logits[:, -1:]]
+            parts = [caller.logits(out)[:, -1:]]
         else:
-            parts.append(out.logits)
-    out.logits = torch.cat(parts, 1)
-    return out
+            parts.append(caller.logits(out))
+    return with_logits(out, torch.cat(parts, 1))
 
 
 def run_chunks(

@@ -328,7 +328,7 @@ class RequestScheduler:
                 self.batch = RequestBatch.of(self.loop, cache, self.count)
             self.batch.fit_slots(caches)
             self.rows[row] = request
-            request.append(self.batch.insert(row, caches, request, out.logits[:, -1]))
+            request.append(self.batch.insert(row, caches, request, self.loop.caller.logits(out)[:, -1]))
         except Exception as error:
             # Without its row nothing is written to the batch yet: these two errors concern this request alone.
             if row not in self.rows and isinstance(error, CacheHandleError):
