@@ -97,6 +97,12 @@ def cache_of_output(output: Any) -> Any:
     return None
 
 
+def cache_in(value: Any) -> Any:
+    """Return the cache in a model's output or a DecodeLoop; a value that holds none is a cache itself."""
+    found = cache_of_output(value)
+    return value if found is None else found
+
+
 def keys_and_values(cache: Any) -> list[tuple[Any, Any]]:
     """Return each layer's keys and values in a cache object or nested tuples; None if it has none."""
     layers = getattr(cache, "layers", None)

@@ -142,7 +142,7 @@ class LayerCache:
         window: the number of last tokens that the model's cache stores, None for all.
         row_budgets: the layer's budget of each row.
         clocks: the host's counts for each row, see `Policy.clock`; empty for most policies.
-        interrupted: set while a step runs, so that an interrupted step is noticed.
+        interrupted: set while a step or a crop runs, so that an interrupted one is noticed.
         notes: facts to report, such as an adopted prompt.
         deferred_checks: conditions on the device that the host has not read.
         absent: int64 [B, P], the indices in the padded sequence of padding that is not cached, -1 after the last.
@@ -217,8 +217,10 @@ class LayerCache:
             return last.result
         check_usable(self)
         check_croppable(self.calls, tokens, self.backend.crop)
-        shorter = self._undo_calls(tokens)
+        self.interrupted = True  # until the cropped cache is there: undoing writes to these slots in place
+        shorter = dataclasses.replace(self, interrupted=False)._undo_calls(tokens)
         self.cropped, self.calls = _Crop(tokens, "values" if part == "keys" else "keys", shorter), ()
+        self.interrupted = False
         return shorter
 
     def _undo_calls(self, tokens: int) -> LayerCache:
@@ -266,7 +268,9 @@ class LayerCache:
 def check_usable(cache: LayerCache) -> None:
     """Raise CacheHandleError for a cache that a call has left in the middle of a step, or that was cropped."""
     if cache.interrupted:
-        raise CacheHandleError("an earlier step on this cache was interrupted by an error; start again from the prompt")
+        raise CacheHandleError(
+            "an earlier step or crop of this cache was interrupted by an error; start again from the prompt"
+        )
     if cache.cropped is not None:
         raise CacheHandleError(
             f"{cache.cropped.tokens} tokens of this cache have since been cropped, so the state that it stood for is "

@@ -5,6 +5,7 @@ A file is one of safetensors: tensors, and a header of plain JSON.  Nothing in i
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
@@ -62,13 +63,18 @@ def save_cache(cache: Any, path: FilePath) -> None:
         KVPassError: safetensors is not installed.
     """
     loop = cache if isinstance(cache, DecodeLoop) else None
+    with contextlib.nullcontext() if loop is None else loop.lock:
+        _write(cache, path, loop)
+
+
+def _write(cache: Any, path: FilePath, loop: DecodeLoop | None) -> None:
+    """Write a cache to a file; of `loop`, if it is one, whose calls in other threads wait."""
     if loop is not None and (loop.requests is not None or loop.state is None):
         raise CacheHandleError(
             "a DecodeLoop is saved after a prompt, and not while it serves requests (`rows`): save the tokens of each "
             "GenerationOutput, to add them again as prompts, and the cache of a `prefix` that requests share"
         )
-    cache_object = model_access.cache_of_output(cache)
-    cache_object = cache if cache_object is None else cache_object
+    cache_object = model_access.cache_in(cache)
     layers = caches_in(cache_object)
     if not layers:
         raise CacheHandleError(f"there is no kvpass cache in this {type(cache).__name__}: nothing can be saved")
@@ -132,7 +138,8 @@ def load_cache(path: FilePath, compiled_or_model: Any) -> Any:
         cache = CacheObjectReader(layers, tensors, model).decode(header["object"])
         if loop is not None:
             parts = {name.removeprefix(_LOOP): x for name, x in tensors.items() if name.startswith(_LOOP)}
-            loop.state = LoopState.of_saved(loop, cache, header["loop"], parts)
+            with loop.lock:
+                loop.state = LoopState.of_saved(loop, cache, header["loop"], parts)
         return cache
     except CacheFileError as error:
         raise CacheFileError(f"{os.fspath(path)}: {error}") from None

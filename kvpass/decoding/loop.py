@@ -86,7 +86,8 @@ class DecodeLoop:
         """
         Args:
             model: takes `input_ids`, `cache` or `past_key_values`, and `use_cache`, and `attention_mask` and
-                `position_ids` if prompts are padded; returns an object with `logits` and the cache under the same name.
+                `position_ids` if prompts are padded; returns an object with `logits` and the cache under the same name,
+                or both in a tuple.
                 Its decoder layers may get a forward of `runtime.layer_regions` in their `__dict__`, which traces equal
                 layers once in compiled calls and else calls that of their class; nothing else is changed.
             policy: the eviction policy, see `kvpass.backend`.
@@ -156,18 +157,20 @@ class DecodeLoop:
         The next prompt begins a new conversation.  The random state of `generator` stays too; requests are numbered
         from zero again, so they get the names and seeds of those of a new loop.
         """
-        self.state = self.prefix = None
-        if self.requests is not None:
-            self.requests = RequestScheduler(self, self.requests.count)
+        with self.lock:
+            self.state = self.prefix = None
+            if self.requests is not None:
+                self.requests = RequestScheduler(self, self.requests.count)
 
     @property
     def cache(self) -> Any:
         """Current cache object of the model; None before the first prompt, or that of `branch`."""
-        state = self.state if self.requests is None else self.requests.batch
-        if state is None:
-            return self.prefix
-        state.refresh_cache_object()
-        return state.cache
+        with self.lock:
+            state = self.state if self.requests is None else self.requests.batch
+            if state is None:
+                return self.prefix
+            state.refresh_cache_object()
+            return state.cache
 
     @property
     def past_key_values(self) -> Any:
@@ -222,7 +225,7 @@ class DecodeLoop:
         given = (self.caller, ids, whole, before, self.prefill_chunk)
         out = last_of(prefill.run_chunks(*given, pinned=pinned, on_top=on_top))
         state = LoopState(self, model_access.cache_of_output(out), whole)
-        state.choose(out.logits[:, -1:])
+        state.choose(self.caller.logits(out)[:, -1:])
         state.pending = 1
         self.state, self.prefix = state, None
 
@@ -239,15 +242,18 @@ class DecodeLoop:
         ...     loop.generate(200)
 
         Args:
-            cache: a cache of the model, made under the settings of this loop.
+            cache: a cache of the model, made under the settings of this loop, or an output that has one.
 
         Raises:
             CacheHandleError: there is no cache of kvpass, it was made under other settings, or it has gone on since.
             PolicyError: a loop of requests, which have their prefix in `add`.
         """
         require(self.requests is None, "rows", self._rows, "a loop of requests takes prefixes by `add`")
-        self.prefix_length = prefix_mask(cache, self.backend.cache_settings).shape[1]
-        self.state, self.prefix = None, copy.deepcopy(cache)
+        cache = model_access.cache_in(cache)
+        with self.lock:
+            length = prefix_mask(cache, self.backend.cache_settings).shape[1]
+            prefix = copy.deepcopy(cache)  # before anything changes, as it raises for a cache that has gone on
+            self.state, self.prefix, self.prefix_length = None, prefix, length
 
     @check_arguments
     def stream(self, tokens: Natural) -> Iterator[Tensor]:
@@ -349,15 +355,15 @@ class DecodeLoop:
             PolicyError: an invalid setting, or a loop without rows.
             CacheHandleError: a prefix that is no cache of kvpass, or was made under other settings.
         """
-        requests, default = self._scheduler(), self.sampling
-        settings = (
-            default.temperature if temperature is None else temperature,
-            default.top_k if top_k is None else top_k,
-            default.top_p if top_p is None else top_p,
-            (default.seed + requests.number) % PRIME if seed is None else seed,
-        )
-        ends = self.stop.tolist() if stop is None else stop
+        default, ends = self.sampling, self.stop.tolist() if stop is None else stop
         with self.lock:
+            requests = self._scheduler()
+            settings = (
+                default.temperature if temperature is None else temperature,
+                default.top_k if top_k is None else top_k,
+                default.top_p if top_p is None else top_p,
+                (default.seed + requests.number) % PRIME if seed is None else seed,
+            )
             return requests.add(ids, request_id, max_new_tokens, ends, Sampling(*settings), pin, on_top, prefix, keep)
 
     @check_arguments
@@ -407,7 +413,8 @@ class DecodeLoop:
     def generate_batch(self, inputs: Sequence[Any], **how: Any) -> dict[str, GenerationOutput]:
         """Add requests and decode them until all have finished.
 
-        The next `step` hands out the outputs of other requests in the meantime.
+        The next `step` hands out the outputs of other requests in the meantime.  If there is an error or an interrupt,
+        the requests are withdrawn with what they have generated, and the loop goes on without them.
 
         Args:
             inputs: the prompts, each as in `add`.
@@ -421,7 +428,11 @@ class DecodeLoop:
             PolicyError: an invalid setting, or a loop without rows.
             BudgetError: there is no memory for the rows.
         """
-        return self._scheduler().run_all([functools.partial(self.add, ids, **how) for ids in inputs])
+        adding = [functools.partial(self.add, ids, **how) for ids in inputs]
+        with self.lock:  # so that no other thread resets the loop in between
+            scheduler = self._scheduler()
+            names, done = scheduler.add_all(adding)
+        return scheduler.run_all(names, done)
 
     def _scheduler(self) -> RequestScheduler:
         """Return the requests of the loop, or raise PolicyError for a loop without rows."""

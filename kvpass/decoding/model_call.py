@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvpass import model_access
-from kvpass.cache.model_cache import caches_in
-from kvpass.errors import CacheHandleError, LookupRangeError, PolicyError
+from kvpass.cache.model_cache import caches_in, is_cache_object
+from kvpass.errors import CacheHandleError, LookupRangeError, PolicyError, UnsupportedGraph
 from kvpass.policies.pinned_tokens import Pins
 from kvpass.runtime.call_pins import pinning
 from kvpass.torch_private import dynamo
@@ -58,7 +58,7 @@ class ModelCall:
         omit_mask: bool = False,
         pins: Pins | None = None,
     ) -> Any:
-        """Call the model and return its output.
+        """Call the model and return its output; that of `name_parts` if it is a tuple.
 
         Args:
             ids: int64 [B, q].
@@ -78,7 +78,7 @@ class ModelCall:
         named = {name: value for name, value in given.items() if name in self.parameter_names}
         cache = self.empty_cache() if cache is None else cache
         with pinning(pins):
-            out = self.call(ids, **{self.cache_name: cache}, use_cache=True, **named)
+            out = name_parts(self.call(ids, **{self.cache_name: cache}, use_cache=True, **named))
         found, fed, total = caches_in(model_access.cache_of_output(out)), ids.shape[1], mask.shape[1]
         if found and found[0].length != total:
             raise CacheHandleError(
@@ -90,10 +90,26 @@ class ModelCall:
             raise CacheHandleError(f"pin: {self.name} returned no cache of kvpass: compile it with kvpass")
         return out
 
+    @property
+    def takes_positions(self) -> bool:
+        """True if positions are passed to the model, which otherwise computes them from its cache's length."""
+        return "position_ids" in self.parameter_names
+
     def check_padding(self, mask: Tensor) -> None:
         """Raise PolicyError if the mask [B, T] has padding and the model takes no attention mask."""
         if "attention_mask" not in self.parameter_names and not bool(mask.all()):
             raise PolicyError(f"attention_mask: {self.name} takes none, so prompts cannot be padded")
+
+    def logits(self, output: Any) -> Tensor:
+        """Return the logits [B, n, vocabulary] in an output of a call, or raise UnsupportedGraph if it has none."""
+        found = find_logits(output)
+        if found is None:
+            raise UnsupportedGraph(
+                f"{self.name} returned a {type(output).__name__} in which no `logits` are found: let its forward "
+                f"return an object with `logits` [B, tokens, vocabulary] and `{self.cache_name}`, or these two in a "
+                "tuple"
+            )
+        return found
 
     def check_vocabulary(self, ids: Tensor) -> None:
         """Raise LookupRangeError for a token id outside of the vocabulary, as compiled code reads beyond a table.
@@ -109,6 +125,50 @@ class ModelCall:
         low, high = (int(end) for end in ids.aminmax())
         above = self.vocabulary is not None and high >= self.vocabulary
         return low if low < 0 else high if above else None
+
+
+class ModelOutput(NamedTuple):
+    """The logits and the cache of a model that returns them in a tuple without names."""
+
+    logits: Tensor
+    cache: Any
+
+    @property
+    def past_key_values(self) -> Any:
+        """Cache under the name that transformers used before 5.24."""
+        return self.cache
+
+
+def name_parts(output: Any) -> Any:
+    """Name the logits and the cache in a tuple or list; return every other output unchanged.
+
+    The cache is the only item with handles or layers, and the logits are the only floating-point tensor of three
+    dimensions.  If several items can be either, the output stays unchanged too.
+    """
+    if not isinstance(output, (tuple, list)) or hasattr(output, "logits"):
+        return output
+    caches = [each for each in output if caches_in(each) or is_cache_object(each)]
+    logits = [each for each in output if isinstance(each, Tensor) and each.is_floating_point() and each.ndim == 3]
+    return ModelOutput(*logits, *caches) if len(logits) == len(caches) == 1 else output
+
+
+def find_logits(output: Any) -> Tensor | None:
+    """Return the logits [B, n, vocabulary] under their name in a model's output, or None."""
+    found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    return found if isinstance(found, Tensor) and found.ndim == 3 else None
+
+
+def with_logits(output: Any, logits: Tensor) -> Any:
+    """Return a model's output with other logits: the same object where its attributes can be set, else a copy."""
+    if isinstance(output, Mapping) and not hasattr(output, "logits"):
+        return {**output, "logits": logits}
+    if isinstance(output, tuple):
+        return output._replace(logits=logits)  # type: ignore[attr-defined]  # those without names have no logits
+    try:
+        output.logits = logits
+    except dataclasses.FrozenInstanceError:
+        return dataclasses.replace(output, logits=logits)
+    return output
 
 
 def input_embedding(model: Any) -> torch.nn.Module | None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvpass import model_access
 from kvpass.arguments import Positive, check_arguments, require
 from kvpass.cache.model_cache import caches_in
-from kvpass.decoding.model_call import ModelCall
+from kvpass.decoding.model_call import ModelCall, with_logits
 from kvpass.decoding.pin_masks import Pin, pin_mask
 from kvpass.decoding.token_inputs import PaddingMask, TokenIds, padding_mask
 from kvpass.errors import BudgetError, CacheHandleError
@@ -56,7 +56,7 @@ def prefill(
         attention_mask: [B, tokens seen before + T], 0 for padding, which must be on the left of each row; None for no
             padding.
         chunk: the number of tokens in a chunk, at least 1.
-        cache: a cache of kvpass to continue, None for an empty one.
+        cache: a cache of kvpass to continue, or an output that has one; None for an empty one.
         logits: "last" for the logits of the last token, [B, 1, V]; "all" for those of every token, [B, T, V].
         past_key_values: another name for `cache`.
         pin: the tokens of this prompt that are never evicted: a mask, bool [B, T], or spans (start, stop) of the real
@@ -65,16 +65,18 @@ def prefill(
             the budget and for a power of two that the largest number of pinned tokens fits into.
 
     Returns:
-        The model's output for the last chunk, with these `logits`, and the cache under the model's own name.
+        The model's output for the last chunk, with these `logits`, and the cache under the model's own name; a named
+        tuple of both if the model returns a tuple.
 
     Raises:
         PolicyError: an invalid argument, an unknown token, a cache under both names, or pins that are not allowed.
         CacheHandleError: the cache is not of kvpass, or the model does not continue it.
+        UnsupportedGraph: the model cannot be rewritten, or returns no logits.
         BudgetError: an empty cache and a budget that is a share of the prompt, or pins that leave too little budget.
     """
     caller = ModelCall.of(compiled)
     require(cache is None or past_key_values is None, "past_key_values", "a cache", "is another name for `cache`")
-    cache = past_key_values if cache is None else cache
+    cache = model_access.cache_in(past_key_values if cache is None else cache)
     seen = _tokens_seen(cache)
     ids = ids.long()
     mask = padding_mask(ids, attention_mask, seen)
@@ -84,11 +86,10 @@ def prefill(
     parts: list[Tensor] = []
     for out in run_chunks(caller, ids, mask, cache, chunk, int(logits == "last"), pinned, on_top):
         if logits == "last":
-            parts = [out.logits[:, -1:]]
+            parts = [caller.logits(out)[:, -1:]]
         else:
-            parts.append(out.logits)
-    out.logits = torch.cat(parts, 1)
-    return out
+            parts.append(caller.logits(out))
+    return with_logits(out, torch.cat(parts, 1))
 
 
 def run_chunks(

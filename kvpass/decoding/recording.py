@@ -17,6 +17,7 @@ from kvpass.decoding import artifact_folder
 from kvpass.decoding.artifact_folder import ExportFiles
 from kvpass.decoding.cache_files import CacheObjectWriter
 from kvpass.decoding.loop import DecodeLoop
+from kvpass.decoding.model_call import find_logits, name_parts
 from kvpass.decoding.stepping import index_of_tensor
 from kvpass.errors import UnsupportedGraph
 from kvpass.runtime import exported_graphs, prompts, step_execution, steps
@@ -38,7 +39,7 @@ class RecordedCall:
     inputs: dict[str, Tensor]
     before: int
     result: prompts.PromptResult | step_execution.StepResult
-    logits: Tensor
+    logits: Tensor | None
     cache: Any
 
     @property
@@ -70,7 +71,7 @@ class RecordedModel:
         cache = next(named[name] for name in (model_access.OLD_KEYWORD, model_access.NEW_KEYWORD) if name in named)
         before = caches_in(cache)[0].length if caches_in(cache) else 0
         with collect_runs() as ran:
-            out = self.call(ids, **named)
+            out = name_parts(self.call(ids, **named))
         publish_run(*ran)
         exported_graphs.check_layouts(caches_in(model_access.cache_of_output(out)))  # before steps are compiled
         if len(ran) != 1:
@@ -82,7 +83,7 @@ class RecordedModel:
         inputs = {"ids": ids} | {names[name]: value for name, value in named.items() if name in names}
         is_prompt = isinstance(ran[0], prompts.PromptResult)
         result = self._object(model_access.cache_of_output(out)) if is_prompt else None
-        self.calls.append(RecordedCall(inputs, before, ran[0], out.logits, result))
+        self.calls.append(RecordedCall(inputs, before, ran[0], find_logits(out), result))
         return out
 
     def _object(self, cache: Any) -> Any:
@@ -147,7 +148,7 @@ class _GraphWriter:
         if ids is None:
             raise UnsupportedGraph("this model cannot be exported: its token ids are not read in its graph")
         entry, read = self._prompt(last, ids) if kind[0] == "prompt" else self._step(last, alike, ids)
-        logits = index_of_tensor(last.result.results, last.logits)
+        logits = None if last.logits is None else index_of_tensor(last.result.results, last.logits)
         if logits is None:
             raise UnsupportedGraph("this model cannot be exported: its logits are not computed in its graph")
         arguments = {str(index): self._argument(index, alike) for index in sorted(read)}

@@ -4,7 +4,8 @@ A prompt runs in a batch of one row, and then its slots are copied into a free r
 graph.  Slots have a fixed size, so there are no pages, and no row moves.
 
 Rows have seen different numbers of tokens, but the masks of a model count positions in one padded sequence.  So rows
-are treated as padded on the left: all are as long as the longest, and a row's tokens are at its end.
+are treated as padded on the left: all are as long as the longest, and a row's tokens are at its end.  A model that
+takes no position ids would count that padding, so its requests have the batch alone, at their own length.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class RequestBatch(StepState):
     def insert(self, row: int, caches: Sequence[LayerCache], request: Request, logits: Tensor) -> int:
         """Put a request, from caches of one row and its last logits [1, vocabulary], into a row; return its token."""
         seen = caches[0].length
-        self.set_length(max(seen, self.length))
+        self.set_length(max(seen, self.length) if self.loop.caller.takes_positions else seen)
         for layer, one in zip(self.caches, caches, strict=True):
             _write_row(layer, row, one)
         self.sampling.set_row(row, request.sampling)
@@ -119,11 +120,11 @@ class RequestBatch(StepState):
     def set_length(self, length: int) -> None:
         """Give all rows the same length by padding them on the left.
 
-        With a policy that evicts, rows only grow; a policy that keeps every token has slots for a limited length, so
-        rows shrink too.
+        With a policy that evicts, rows only grow.  They shrink too with a policy that keeps every token, which has
+        slots for a limited length, and for a model that takes no position ids.
         """
-        by = length - self.length
-        if by == 0 or (by < 0 and self.caches[0].layout.policy.evicts):
+        by, only_grows = length - self.length, self.caches[0].layout.policy.evicts and self.loop.caller.takes_positions
+        if by == 0 or (by < 0 and only_grows):
             return
         if self.step is not None:
             self.step.shift_counts(by)

@@ -10,6 +10,7 @@ import collections
 import copy
 import itertools
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -25,9 +26,13 @@ from kvpass.decoding.request_batch import RequestBatch, check_holds_only_slots
 from kvpass.decoding.requests import MOST_STOPS, GenerationOutput, Request, RequestStatus
 from kvpass.decoding.sampling import Sampling
 from kvpass.decoding.stepping import LoopSettings, in_mode_of_weights
-from kvpass.errors import BudgetError, CacheHandleError, KVPassError, RequestError
+from kvpass.errors import BudgetError, CacheHandleError, KVPassError, KVPassWarning, RequestError
 from kvpass.policies.pinned_tokens import check_pinned
 
+ONE_BY_ONE = (
+    "{} takes no `position_ids`, so it computes positions from the length of its cache, which all rows share: requests "
+    "run one after the other; let its forward take `position_ids`, or pass rows=1"
+)
 ATTEMPTS = 2  # runs of a request that fails alone before it ends with an error
 
 
@@ -56,6 +61,8 @@ class RequestScheduler:
         if not isinstance(budget, int):
             raise BudgetError(f"budget={budget}: rows have as many slots for every request; give their number")
         require(not policy.defers, "policy", policy, "holds a prompt whole at first, which no row has slots for")
+        if rows > 1 and not loop.caller.takes_positions:
+            warnings.warn(ONE_BY_ONE.format(loop.caller.name), KVPassWarning, stacklevel=4)
         self.loop, self.count, self.budget = loop, rows, budget
         self.queue: collections.deque[Request] = collections.deque()
         self.rows: dict[int, Request] = {}
@@ -85,6 +92,7 @@ class RequestScheduler:
         prompt = torch.as_tensor(ids).flatten().tolist()
         row = pin[None] if isinstance(pin, Tensor) and pin.ndim == 1 else pin
         pinned = pin_mask(row, on_top, torch.ones(1, len(prompt), dtype=torch.bool))
+        prefix = model_access.cache_in(prefix)
         before = 0 if prefix is None else self._prefix_length(prefix)
         output = GenerationOutput(name, prompt, [], [], RequestStatus.PENDING)
         request = Request(output, max_new_tokens, frozenset(stop), sampling, pinned, on_top, prefix, before, keep)
@@ -177,23 +185,31 @@ class RequestScheduler:
                 self.undelivered = step()
             return self.undelivered.pop(0) if self.undelivered else None
 
-    def run_all(self, adding: Sequence[Callable[[], str]]) -> dict[str, GenerationOutput]:
-        """Add requests and decode them until all have finished; see `DecodeLoop.generate_batch`."""
+    def add_all(self, adding: Sequence[Callable[[], str]]) -> tuple[list[str], dict[str, GenerationOutput]]:
+        """Add requests and return their names, and the failed outputs of those that are refused."""
         done: dict[str, GenerationOutput] = {}
         names: list[str] = []
         try:
             for add in adding:
                 names.append(self._add_or_fail(add, done))
-        except BaseException:  # none of these requests has begun, and nobody would read their outputs
-            self._forget(names)
+        except BaseException:
+            self._withdraw(names)
             raise
-        while any(name not in done for name in names):
-            with self.loop.lock:
-                for output in self.step():
-                    if output.request_id not in names:
-                        self.undelivered.append(output)
-                    elif output.is_finished():
-                        done[output.request_id] = output
+        return names, done
+
+    def run_all(self, names: Sequence[str], done: dict[str, GenerationOutput]) -> dict[str, GenerationOutput]:
+        """Decode added requests until all have finished; see `DecodeLoop.generate_batch`."""
+        try:
+            while any(name not in done for name in names):
+                with self.loop.lock:
+                    for output in self.step():
+                        if output.request_id not in names:
+                            self.undelivered.append(output)
+                        elif output.is_finished():
+                            done[output.request_id] = output
+        except BaseException:
+            self._withdraw(names)
+            raise
         return {name: done[name] for name in names}
 
     def _add_or_fail(self, add: Callable[[], str], done: dict[str, GenerationOutput]) -> str:
@@ -206,11 +222,14 @@ class RequestScheduler:
             done[name] = GenerationOutput(name, [], [], [], RequestStatus.FAILED, "error", str(error), cause=error)
             return name
 
-    def _forget(self, names: Sequence[str]) -> None:
-        """Drop queued requests without an output."""
-        self.queue = collections.deque(request for request in self.queue if request.request_id not in names)
-        for name in names:
-            self.known.pop(name, None)
+    def _withdraw(self, names: Sequence[str]) -> None:
+        """Drop requests and their outputs, which nobody would read; the next step frees their rows."""
+        with self.loop.lock:
+            for request in [self.known.pop(name) for name in names if name in self.known]:
+                request.keep = False
+                request.end("cancelled")
+            self.queue = collections.deque(request for request in self.queue if not request.finished)
+            self.undelivered = [output for output in self.undelivered if output.request_id not in names]
 
     # -- rows --------------------------------------------------------------------------------------------------------
 
@@ -253,7 +272,8 @@ class RequestScheduler:
         """Return whether a row is free for the next request, and whether it may run together with those in rows."""
         if not self.queue or len(self.rows) == self.count:
             return False
-        return not self.rows or not any(request.runs_alone for request in (self.queue[0], *self.rows.values()))
+        alone = any(request.runs_alone for request in (self.queue[0], *self.rows.values()))
+        return not self.rows or (self.loop.caller.takes_positions and not alone)
 
     def _start(self, request: Request) -> tuple[Request, Iterator[Any], int]:
         """Return the prefill of a request: the outputs for its chunks, which run as they are read, and their number."""
@@ -308,7 +328,7 @@ class RequestScheduler:
                 self.batch = RequestBatch.of(self.loop, cache, self.count)
             self.batch.fit_slots(caches)
             self.rows[row] = request
-            request.append(self.batch.insert(row, caches, request, out.logits[:, -1]))
+            request.append(self.batch.insert(row, caches, request, self.loop.caller.logits(out)[:, -1]))
         except Exception as error:
             # Without its row nothing is written to the batch yet: these two errors concern this request alone.
             if row not in self.rows and isinstance(error, CacheHandleError):

@@ -253,10 +253,11 @@ class StepState(abc.ABC):
             )
         self.cache = model_access.cache_of_output(out)
         self.step = self.step or RepeatedStep(self)
-        self.step.repeat(ran[0], out.logits, mask, expected)
+        logits = self.loop.caller.logits(out)
+        self.step.repeat(ran[0], logits, mask, expected)
         if self.loop.parts.has_changed():  # the model's code sets attributes, so it has to run at every step
             self.step.forget()
-        self.choose(out.logits)
+        self.choose(logits)
 
     def _record(self, drawn: Tensor) -> None:
         """Record the next tokens [B] of rows that have not stopped, and advance the state."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import warnings
@@ -215,12 +216,13 @@ def inspect(cache: Any) -> CacheReport:
     Raises:
         CacheHandleError: there is no kvpass cache in the argument.
     """
-    found = caches_in(cache)
-    if not found:
-        raise CacheHandleError(
-            f"there is no kvpass cache in this {type(cache).__name__}: was the model compiled when it made it?"
-        )
-    return CacheReport(tuple(_layer(layer) for layer in found))
+    with getattr(cache, "lock", contextlib.nullcontext()):  # other threads' calls of a DecodeLoop wait
+        found = caches_in(cache)
+        if not found:
+            raise CacheHandleError(
+                f"there is no kvpass cache in this {type(cache).__name__}: was the model compiled when it made it?"
+            )
+        return CacheReport(tuple(_layer(layer) for layer in found))
 
 
 def _layer(cache: LayerCache) -> LayerReport:

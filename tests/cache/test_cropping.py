@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import kvpass
+from kvpass.cache import past_calls
 from kvpass.cache.model_cache import caches_in
 from kvpass.policies.ranking import slots_by_position
 from tests import on_reference
+from tests.decoding.test_stepping import interrupting
 from tests.models import build, prompt
 from tests.strategies import ROWS
 from tests.test_invariants import settings
@@ -259,6 +261,26 @@ def test_policies_whose_calls_cannot_be_shortened() -> None:
         kvpass.backend("buzz", budget=32, log_n=True, crop=4)
     with pytest.raises(kvpass.PolicyError, match="crop=4: kv_align numbers the tokens"):
         kvpass.backend(**settings("kv_align", "Llama", 8), crop=4)
+
+
+def test_an_interrupted_crop_is_noticed(model: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupt a crop when the slots are as before the last step, and the counts are not."""
+    talk = Talk(model.under(chosen("h2o")))
+    talk.feed(12)
+    for _ in range(3):
+        talk.feed(0, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(past_calls.SavedContent, "write_to", interrupting(past_calls.SavedContent.write_to, 2))
+        with pytest.raises(KeyboardInterrupt, match="by the user"):
+            talk.crop(2)
+    uses = (lambda: talk.feed(0, 1), lambda: talk.crop(1))
+    for use in uses:
+        with pytest.raises(kvpass.CacheHandleError, match="was interrupted by an error"):
+            use()
+    talk.cache = copy.deepcopy(talk.cache)
+    for use in uses:
+        with pytest.raises(kvpass.CacheHandleError, match="was interrupted by an error"):
+            use()
 
 
 def test_a_decode_loop_takes_nothing_back() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor
 
 import kvpass
 from kvpass.cache.model_cache import caches_in
+from kvpass.decoding import cache_files
 from kvpass.errors import CacheFileError, CacheHandleError, KVPassError
 from kvpass.torch_private import dynamo
 from tests.models import build, prompt
@@ -186,6 +188,27 @@ def test_a_save_changes_no_conversation(handed_out: int, seen: int, tmp_path: Pa
         (layer,), (expected,) = caches_in(loop), caches_in(loops[0])
         assert layer.length == seen
         assert all(torch.equal(a, b) for a, b in zip(layer.slots.tensors(), expected.slots.tensors(), strict=True))
+
+
+def test_a_thread_that_goes_on_waits_for_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode in another thread when the save has read the counts, and before it writes the tensors."""
+    model, path, write = build("Llama", layers=1), tmp_path / "loop", cache_files.tensor_files.write
+    loop, other = (kvpass.DecodeLoop(model, "h2o", budget=8, inner="eager", read_interval=1) for _ in range(2))
+    loop.prompt(prompt(1, 12, ())[0])
+    loop.generate(3)
+    found: list[Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(loop.generate(6)))
+
+    def write_late(*given: Any) -> None:
+        thread.start()
+        thread.join(0.5)  # until it waits for its turn
+        write(*given)
+
+    monkeypatch.setattr(cache_files.tensor_files, "write", write_late)
+    kvpass.save_cache(loop, path)
+    thread.join()
+    kvpass.load_cache(path, other)
+    assert torch.equal(other.generate(6), found[0])
 
 
 @pytest.mark.parametrize("stops", [0, 1, 2])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import itertools
+import threading
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -349,6 +352,32 @@ def test_a_row_that_has_stopped_stays_within_the_positions_of_the_model() -> Non
 
 
 SAMPLED = dict(temperature=0.8, top_k=20, top_p=0.9)
+
+
+@pytest.mark.parametrize("how", ["reset", "branch"])
+def test_a_thread_that_forgets_the_conversation_waits_for_the_prompt_of_another(how: str) -> None:
+    loop, (ids, _) = loop_on(llama()), prompt(1, 9, ())
+    loop.prompt(ids)
+    prefix = copy.deepcopy(loop.cache)
+    caller, called, goes_on = loop.caller, threading.Event(), threading.Event()
+
+    def waiting(*given: Any, **named: Any) -> Any:
+        called.set()
+        assert goes_on.wait(60)
+        return caller.call(*given, **named)
+
+    loop.caller = dataclasses.replace(caller, call=waiting)
+    forget = loop.reset if how == "reset" else functools.partial(loop.branch, prefix)
+    threads = [threading.Thread(target=each) for each in (functools.partial(loop.prompt, ids), forget)]
+    threads[0].start()
+    assert called.wait(60)
+    threads[1].start()
+    threads[1].join(0.2)  # until it waits for its turn
+    goes_on.set()
+    for thread in threads:
+        thread.join()
+    assert loop.state is None
+    assert (0 if loop.cache is None else kvpass.inspect(loop).seen) == (0 if how == "reset" else 9)
 
 
 def test_samples_are_those_of_the_seed() -> None:

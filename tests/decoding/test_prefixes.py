@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,37 @@ def test_requests_behind_a_document_are_as_alone(model: Any, loop: kvpass.Decode
             expected = answer(loop, prefix, ids)
         assert done[name].generated_tokens == expected[0].tolist(), name
         assert done[name].prompt_ids == ids[0].tolist()
+
+
+def test_an_output_of_the_model_is_a_prefix_too(model: Any, loop: kvpass.DecodeLoop) -> None:
+    """Pass what `prefill` returns, which holds the cache, and a loop after a prompt, as `kvpass.inspect` takes both."""
+    document, question = ids_of(21), ids_of(4)
+    out = kvpass.prefill(loop.compiled.call, document, chunk=8)
+    said = answer(loop, out.past_key_values, question)
+    assert torch.equal(answer(loop, out, question), said)
+    other = kvpass.DecodeLoop(model, **HOW, prefill_chunk=8)
+    other.prompt(document)
+    assert torch.equal(answer(loop, other, question), said)
+    serving = kvpass.DecodeLoop(model, **HOW, prefill_chunk=8, rows=2)
+    serving.add(question[0], max_new_tokens=9, prefix=out)
+    (done,) = [output for output in serving if output.is_finished()]
+    assert done.generated_tokens == said[0].tolist(), done.error
+    after = kvpass.prefill(loop.compiled.call, question, chunk=8, cache=out)
+    assert after.logits[:, -1].argmax(-1).tolist() == said[:, 0].tolist()
+
+
+def test_a_refused_prefix_leaves_the_one_before(loop: kvpass.DecodeLoop) -> None:
+    document, question = ids_of(21), ids_of(4)
+    said = answer(loop, read(loop, document), question)
+    loop.branch(read(loop, document))
+    cache = read(loop, ids_of(9))
+    stale = copy.copy(cache)
+    stale.layers = [copy.copy(layer) for layer in cache.layers]
+    kvpass.prefill(loop.compiled.call, ids_of(3), chunk=8, cache=cache)
+    with pytest.raises(CacheHandleError, match="has since gone on to"):
+        loop.branch(stale)
+    loop.prompt(question)
+    assert torch.equal(loop.generate(9), said)
 
 
 def test_an_invalid_prefix_is_refused(model: Any, loop: kvpass.DecodeLoop) -> None:

@@ -114,6 +114,41 @@ def test_rows_become_shorter_before_a_step_is_repeated(longer: int) -> None:
     assert done[names[1]].generated_tokens == expected, done[names[1]].error
 
 
+class WithoutPositionIds(torch.nn.Module):
+    """A Llama whose forward takes no position ids, as many wrappers' do: positions follow from the cache's length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = model_with_unequal_layers(1)
+
+    def forward(self, input_ids: Any, past_key_values: Any = None, use_cache: bool = True) -> Any:
+        return self.inner(input_ids, past_key_values=past_key_values, use_cache=use_cache)
+
+
+def bart() -> Any:
+    """Return a tiny decoder of BART, whose learned positions follow from the cache's length."""
+    sizes = dict(vocab_size=128, d_model=32, decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=64)
+    config = transformers.BartConfig(**sizes, encoder_layers=1, is_decoder=True, is_encoder_decoder=False, init_std=0.5)
+    torch.manual_seed(0)
+    return transformers.BartForCausalLM(config).eval()
+
+
+@pytest.mark.filterwarnings("ignore:.* one after the other:kvpass.KVPassWarning")
+@pytest.mark.parametrize("policy", ["h2o", "full"])
+@pytest.mark.parametrize(("make", "rows"), [(bart, 1), (bart, 3), (WithoutPositionIds, 3)])
+def test_models_without_position_ids_count_from_the_begin_of_each_request(make: Any, rows: int, policy: str) -> None:
+    model, lengths = make(), (30, 5, 12, 3)
+    given: dict[str, Any] = dict(policy=policy, budget=8 if policy == "h2o" else 48)
+    outputs = serving_loop(model, **given, rows=rows).generate_batch(prompts(lengths), max_new_tokens=9)
+    for output, ids in zip(outputs.values(), prompts(lengths), strict=True):
+        assert output.generated_tokens == alone(model, ids, 9, **given), output.error
+
+
+def test_rows_that_cannot_decode_together_are_named() -> None:
+    with pytest.warns(kvpass.KVPassWarning, match="WithoutPositionIds takes no `position_ids`.*one after the other"):
+        serving_loop(WithoutPositionIds(), rows=2)
+
+
 def test_rows_draw_by_their_own_settings() -> None:
     shares = torch.tensor([0.05, 0.05, 0.25, 0.65])
     rows = [(dict(temperature=0.0), [3]), (dict(temperature=1.0, top_k=2), [2, 3])]

@@ -229,6 +229,68 @@ def test_an_iteration_that_is_left_early_loses_no_output(taken: int, served: Ser
         assert [token for output in parts for token in output.new_tokens] == parts[-1].generated_tokens
 
 
+def test_requests_of_several_threads_have_names_and_seeds_of_their_own(served: Served) -> None:
+    loop, names = served.loop, list[str]()
+    threads = [threading.Thread(target=lambda: names.append(loop.add([5, 6], temperature=0.9))) for _ in range(4)]
+    with loop.lock:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(0.1)  # until it waits for its turn
+    for thread in threads:
+        thread.join()
+    assert loop.requests is not None
+    seeds = {loop.requests.known[name].sampling.seed for name in names}
+    for name in names:
+        loop.cancel(name)
+    assert len(list(loop)) == len(seeds) == 4
+
+
+def test_an_interrupted_batch_is_withdrawn(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupt a batch of which one request has ended, some are in rows, and some wait."""
+    loop, said = served.loop, served.said
+    other = loop.add(prompts((5,))[0], max_new_tokens=14)
+    with monkeypatch.context() as patch:
+        patch.setattr(request_batch.RequestBatch, "run", interrupting(request_batch.RequestBatch.run, 2))
+        with pytest.raises(KeyboardInterrupt, match="by the user"):
+            loop.generate_batch(prompts((9, 17, 9, 3)), max_new_tokens=5)
+    assert loop.pending == 1
+    outputs = list(loop)
+    assert {output.request_id for output in outputs} == {other}
+    assert outputs[-1].generated_tokens == said[5][:14]
+    (again,) = loop.generate_batch(prompts((9,)), max_new_tokens=6).values()
+    assert again.generated_tokens == said[9][:6]
+
+
+def test_an_interrupted_thread_withdraws_only_its_own_batch(served: Served) -> None:
+    """Fail in the third step of one thread, while the requests of the other are in rows too."""
+    loop, said, found = served.loop, served.said, dict[str, list[list[int]]]()
+    assert loop.requests is not None
+    step, failing, calls = loop.requests.step, threading.current_thread(), itertools.count(1)
+
+    def step_of() -> list[GenerationOutput]:
+        if threading.current_thread() is failing and next(calls) == 3:
+            raise ZeroDivisionError("the machine")
+        return step()
+
+    def ask() -> None:
+        outputs = loop.generate_batch(prompts((3, 9)), max_new_tokens=7)
+        found["other"] = [output.generated_tokens for output in outputs.values()]
+
+    other = threading.Thread(target=ask)
+    with loop.lock:
+        other.start()
+        loop.requests.step = step_of  # type: ignore[method-assign]
+    try:
+        with pytest.raises(ZeroDivisionError, match="the machine"):
+            loop.generate_batch(prompts((17, 5)), max_new_tokens=7)
+    finally:
+        del loop.requests.step  # type: ignore[method-assign]
+    other.join(60)
+    assert loop.pending == 0
+    assert found == {"other": [said[3][:7], said[9][:7]]}
+
+
 def test_threads_take_turns(served: Served) -> None:
     loop, said = served.loop, served.said
     found: dict[int, list[list[int]]] = {}
