@@ -133,7 +133,7 @@ class Backend(BackendBase):
             if self._left_alone(captured.refusals, any(carried)):
                 return None, None
             outside = [each for verdict in captured.verdicts for each in verdict.outside]
-            check = GrowthCheck(dynamo_gm.graph, outside, self._refuses)
+            check = GrowthCheck(dynamo_gm.graph, outside, self.strict)
             if not captured.sites:
                 return None, check
             self._check_inference(captured.sites, examples)

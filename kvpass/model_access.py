@@ -54,6 +54,17 @@ def cache_keyword(model: Any) -> str:
     return OLD_KEYWORD
 
 
+def keyword_names(model: Any) -> tuple[str, ...]:
+    """Return the names of the arguments that a call of a model reaches, through wrappers that pass others on."""
+    names = dict[str, None]()
+    for each in _wrapped_models(model):
+        kinds = _parameter_kinds(getattr(each, "forward", each))
+        names |= dict.fromkeys(kinds)
+        if inspect.Parameter.VAR_KEYWORD not in kinds.values():
+            break
+    return tuple(names)
+
+
 def _wrapped_models(model: Any) -> Iterator[Any]:
     """Yield a model and the models that it wraps, outermost first."""
     seen: list[Any] = []

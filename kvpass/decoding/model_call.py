@@ -24,7 +24,7 @@ class ModelCall:
 
     Attributes:
         call: the model or its compiled version.
-        parameter_names: the names of the parameters of its forward.
+        parameter_names: the names of the parameters of its forward, those of a model that it wraps among them.
         cache_name: the keyword under which it takes its cache.
         name: its class, for errors.
         empty_cache: makes an empty cache; returns None for a model that makes its cache itself.
@@ -42,7 +42,7 @@ class ModelCall:
     def of(call: Callable[..., Any], model: Any = None) -> ModelCall:
         """Return the call of a compiled model; `model` is the original, if it cannot be found from `call`."""
         model = dynamo.before_compilation(call) if model is None else model
-        takes, name = model_access.parameter_names(model), model_access.cache_keyword(model)
+        takes, name = model_access.keyword_names(model), model_access.cache_keyword(model)
         count = getattr(input_embedding(model), "num_embeddings", None)  # packed weights have another number of rows
         vocabulary = count if isinstance(count, int) else None
         empty_cache = functools.partial(model_access.empty_cache, model)

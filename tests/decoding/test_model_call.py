@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -108,3 +109,55 @@ def test_a_model_that_returns_no_logits_is_refused(returns: Returns) -> None:
     ):
         with pytest.raises(kvpass.UnsupportedGraph, match=r"Returning returned a \w+ in which no `logits` are found"):
             use(IDS)
+
+
+class Adapter(torch.nn.Module):
+    """A wrapper as PEFT's, which names some arguments of the model and passes on all."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def get_base_model(self) -> torch.nn.Module:
+        return self.inner
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **named: Any) -> Any:
+        return self.inner(input_ids, attention_mask=attention_mask, **named)
+
+
+class Parallel(torch.nn.Module):
+    """A wrapper as DistributedDataParallel, which names nothing."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        return self.module(*given, **named)
+
+
+def conversation(model: Any) -> Tensor:
+    """Return the tokens of rows that are padded on the left, after two turns."""
+    ids, mask = prompt()
+    loop = kvpass.DecodeLoop(model, **HOW)
+    loop.prompt(ids, mask)
+    first = loop.generate(4)
+    loop.prompt(ids[:, :3])
+    return torch.cat([first, loop.generate(4)], 1)
+
+
+@pytest.mark.parametrize("wrap", [Adapter, Parallel, lambda model: Parallel(Adapter(model))])
+def test_a_wrapped_model_gets_masks_and_positions(wrap: Callable[[Any], Any]) -> None:
+    """Check that a model does not count padding because a wrapper does not name its position ids."""
+    model = build("GPT2", layers=1)
+    model.transformer.wpe.weight.data.mul_(50)  # so that other positions give other tokens
+    assert torch.equal(conversation(wrap(copy.deepcopy(model))), conversation(model))
+
+
+@pytest.mark.filterwarnings("error::kvpass.KVPassWarning")
+def test_requests_of_a_wrapped_model_run_together() -> None:
+    prompts, tokens = [IDS[0].tolist(), IDS[0, :5].tolist()], []
+    for model in (Adapter(build("Llama", layers=1)), build("Llama", layers=1)):
+        outputs = kvpass.DecodeLoop(model, **HOW, rows=2).generate_batch(prompts, max_new_tokens=5)
+        tokens.append([output.generated_tokens for output in outputs.values()])
+    assert tokens[0] == tokens[1]

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kvpass
+from tests import models
 
 IDS = torch.randint(0, 16, (2, 40), generator=torch.Generator().manual_seed(0))
 PIECES = (5, *[1] * 6)
@@ -136,3 +137,32 @@ def test_growth_is_noticed_where_conversations_take_turns() -> None:
 def take_turns(compiled: Any, turns: list[tuple[UncompiledCache, int]]) -> None:
     for cache, step in turns:
         compiled(IDS[:, step : step + 1].contiguous(), cache)
+
+
+class AttendingTwice(nn.Module):
+    """A language model, and an attention layer on keys and values that a caller passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.query = models.build("Llama", layers=3), nn.Linear(128, 8)
+        self.eval()
+
+    def forward(self, ids: Tensor, outside: tuple[Tensor, Tensor], past_key_values: Any = None) -> Any:
+        out = self.inner(ids, past_key_values=past_key_values, use_cache=True)
+        attended = F.scaled_dot_product_attention(self.query(out.logits)[:, None], *outside)
+        return out.past_key_values, attended
+
+
+@torch.no_grad()
+def attend_twice(model: Any) -> None:
+    keys, seen, cache = torch.randn(2, 1, sum(PIECES), 8), 0, None
+    for piece in IDS[:, : sum(PIECES)].split(PIECES, 1):
+        seen += piece.shape[1]
+        cache, _ = model(piece.contiguous(), (keys[:, :, :seen], keys[:, :, :seen]), cache)
+
+
+def test_a_model_whose_layers_are_regions_warns_too() -> None:
+    model = AttendingTwice()
+    kvpass.compile(model, "streaming", budget=32, inner="eager", strict=False)
+    with pytest.warns(kvpass.KVPassWarning, match="grow with each call"):
+        attend_twice(model)
