@@ -20,7 +20,7 @@ demo: $(RUNS)
 TESTS := python -m pytest -q -n auto --maxprocesses 4
 PYTEST := $(BIN)/$(TESTS)
 
-# What `make oldest` and `make newest` run: files without their slow cases, and single cases.
+# What `make oldest` and `make newest` run: files with all but their slow cases, and single cases.
 PARTS := tests/cache/test_handle.py tests/runtime/test_runtime.py tests/test_generate.py tests/rewrite \
     tests/lowering/test_row_kernel.py tests/lowering/test_unchecked_index.py tests/lowering/layer_dedup \
     tests/torch_private tests/decoding/test_artifacts.py
@@ -48,22 +48,22 @@ test: $(INSTALLED)
 # Properties of policies, of which `make test` draws ten examples each.
 PROPERTIES := tests/diagnostics/test_simulate.py tests/test_chunks_and_padding.py
 
-# Of slow tests with many cases a few, spread evenly, and more examples of properties, which takes half an hour on two
-# cores; `make whole` runs all cases of all tests, in two and a half.  The seed is fixed: a run can be repeated.
+# The longer tests, which `make test` leaves out, then of slow tests with many cases a few, spread evenly, and more
+# examples of properties.  `make whole` runs all cases of all tests.  The seed is fixed: a run can be repeated.
 slow: $(INSTALLED)
-	KVPASS_EXAMPLES=40 $(PYTEST) -rs --dist worksteal --hypothesis-seed=0 $(PROPERTIES)
-	$(PYTEST) -rs --dist worksteal -m slow --some
+	KVPASS_EXAMPLES=40 $(PYTEST) -rs --dist worksteal --hypothesis-seed=0 -m "not slow" $(PROPERTIES)
+	$(PYTEST) -rs --dist worksteal -m "slow or longer" --some
 
 # On the oldest versions that pyproject.toml allows, in an environment of their own: what depends most on torch and
 # transformers, and one policy of each kind (which docs/testing.md lists).
 oldest: $(OLDEST)/.installed
 	$(OLDEST)/bin/$(TESTS) --dist worksteal -m "slow or not slow" $(CASES)
-	$(OLDEST)/bin/$(TESTS) --dist loadfile $(PARTS)
+	$(OLDEST)/bin/$(TESTS) --dist loadfile -m "not slow" $(PARTS)
 
 # On the newest versions that were tried, with the CUDA build of torch: the same, and what last needed a change for them.
 newest: $(NEWEST)/.installed
 	$(NEWEST)/bin/$(TESTS) --dist worksteal -m "slow or not slow" $(CASES)
-	$(NEWEST)/bin/$(TESTS) --dist loadfile $(PARTS) $(CHANGED)
+	$(NEWEST)/bin/$(TESTS) --dist loadfile -m "not slow" $(PARTS) $(CHANGED)
 
 whole: $(INSTALLED)
 	$(PYTEST) --dist worksteal -m "slow or not slow"

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests import lanes
+
 if TYPE_CHECKING:
     from tests.traces import Traced
 
@@ -41,16 +43,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Order the files, and choose the cases to run.
 
     1. Of a test marked `few(n)`, n evenly spaced cases stay in the default run; the others are marked slow.
-    2. pytest applies the `-m` expression.
-    3. `--some` keeps evenly spaced cases of each slow test, see `sampled_count`.
+    2. Tests that `tests/longer.txt` lists are marked longer, except their slow cases.
+    3. pytest applies the `-m` expression.
+    4. `--some` keeps evenly spaced cases of each slow test, see `sampled_count`, and longer tests begin.
     """
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
     for cases in cases_by_test(item for item in items if not item.get_closest_marker("slow")):
         if few := cases[0].get_closest_marker("few"):
             for item in without(cases, evenly_spaced(cases, few.args[0])):
                 item.add_marker(pytest.mark.slow)
+    longer = lanes.longer_tests()
+    for item in items:
+        if item.nodeid.partition("[")[0] in longer and not item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.longer)
     yield
     if config.getoption("--some"):
+        items.sort(key=lambda item: item.get_closest_marker("longer") is None)
         slow = cases_by_test(item for item in items if item.get_closest_marker("slow"))
         deselected = [item for cases in slow for item in without(cases, evenly_spaced(cases, sampled_count(cases)))]
         config.hook.pytest_deselected(items=deselected)

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvpass
-from kvpass.capture import canonical, decomposed_attention
+from kvpass.capture import capture, decomposed_attention
 from kvpass.capture.rotary import Rotary
 from kvpass.policies import Policy
 from kvpass.policies.buzz import Buzz
@@ -140,8 +140,8 @@ def values_for_keys(found: Callable[..., Any]) -> Callable[..., Any]:
     ("where", "name", "wrong"),
     [
         (decomposed_attention, "_sdpa_call", other_scale),
-        (canonical, "_site", without_mask),
-        (canonical, "_site", values_for_keys),
+        (capture, "_site", without_mask),
+        (capture, "_site", values_for_keys),
     ],
 )
 def test_a_call_that_is_read_wrongly_is_refused_by_its_line(
@@ -183,7 +183,7 @@ def test_rounding_in_the_model_itself_is_no_difference(wrong: Any, monkeypatch: 
         run(Traced(rounding()), recorder, policy="full")
         assert all("passed" in note for note in notes(recorder))
     else:
-        monkeypatch.setattr(canonical, "_site", wrong(canonical._site))
+        monkeypatch.setattr(capture, "_site", wrong(capture._site))
         with pytest.raises(kvpass.UnsupportedGraph, match="is not the model's"):
             run(Traced(rounding()), recorder, policy="full")
 

@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 import kvpass
-from kvpass.capture import canonical
+from kvpass.capture import capture
 from kvpass.lowering.formats.base import Parts
 from kvpass.lowering.formats.integers import Int8
 from kvpass.runtime.recorder import Recorder
@@ -22,7 +22,7 @@ def test_a_step_is_validated_and_a_call_that_is_read_wrongly_refused(monkeypatch
     run(model, recorder, policy="h2o", budget=12, kv_dtype="int4")
     assert notes(recorder)
     assert all("passed" in note for note in notes(recorder))
-    monkeypatch.setattr(canonical, "_site", values_for_keys(canonical._site))
+    monkeypatch.setattr(capture, "_site", values_for_keys(capture._site))
     with pytest.raises(kvpass.UnsupportedGraph, match="is not the model's"):
         run(model, policy="full", kv_dtype="int4")
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvpass.cache import chunk_step
 from kvpass.cache import step as layer_step
-from kvpass.capture import canonical
+from kvpass.capture import canonical, capture
 from kvpass.fx import walk
 from kvpass.rewrite.mask_slice import MaskSlice
 from kvpass.rewrite.passes import attention, positions, signature
@@ -76,8 +76,8 @@ def changed_site(**change: Any) -> Patch:
     """Return a patch that misreads a part of an attention call in rewritten steps, but not in the canonical graph."""
 
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
-        found = canonical._site
-        monkeypatch.setattr(canonical, "_site", lambda *args: dataclasses.replace(found(*args), **change))
+        found = capture._site
+        monkeypatch.setattr(capture, "_site", lambda *args: dataclasses.replace(found(*args), **change))
 
     return patch
 
