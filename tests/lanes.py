@@ -2,7 +2,8 @@
 
     python -m pytest -m "not slow" --durations=0 --durations-min=0 -q | python -m tests.lanes
 
-A test function whose cases take more than `LIMIT` seconds on average is longer, unless it is the shortest of its file.
+A test function is longer if its cases take more than `LIMIT` seconds on average.  What fixtures of a file take is
+divided among its functions.  The shortest function of a file stays, unless it takes more than `MOST` seconds.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-LIMIT = 2.0
+LIMIT, MOST = 1.5, 10.0
 FILE = Path(__file__).parent / "longer.txt"
-_DURATION = re.compile(r"([\d.]+)s (?:setup|call|teardown)\s+(\S+?::\w+)(\[.*)?$")
+_DURATION = re.compile(r"([\d.]+)s (setup|call|teardown)\s+((\S+?)::\w+)(\[.*)?$")
 _HEAD = f"""\
 # Tests that `make test` leaves out, though they are not marked slow: a case takes more than {LIMIT} seconds on average.
 # Written by tests/lanes.py.
@@ -31,19 +32,20 @@ def longer_tests() -> frozenset[str]:
 def choose(durations: Iterable[str], limit: float = LIMIT) -> list[str]:
     """Return the longer test functions, sorted, from lines of pytest's report of durations."""
     cases: dict[str, dict[str, float]] = collections.defaultdict(lambda: collections.defaultdict(float))
+    fixtures: dict[str, float] = collections.defaultdict(float)
+    functions: dict[str, set[str]] = collections.defaultdict(set)
     for found in filter(None, map(_DURATION.match, durations)):
-        seconds, function, case = found.groups()
-        cases[function][case or ""] += float(seconds)
-    means = {function: statistics.mean(seconds.values()) for function, seconds in cases.items()}
-    shortest = {min(group, key=means.__getitem__) for group in _by_file(means).values()}
-    return sorted(function for function, mean in means.items() if mean > limit and function not in shortest)
-
-
-def _by_file(functions: Iterable[str]) -> dict[str, list[str]]:
-    files: dict[str, list[str]] = {}
-    for function in functions:
-        files.setdefault(function.partition("::")[0], []).append(function)
-    return files
+        seconds, phase, function, file, case = found.groups()
+        cases[function][case or ""] += 0 if phase == "setup" else float(seconds)
+        fixtures[file] += float(seconds) if phase == "setup" else 0
+        functions[file].add(function)
+    longer: list[str] = []
+    for file, group in functions.items():
+        shared = fixtures[file] / len(group)
+        takes = {function: statistics.mean(cases[function].values()) + shared for function in group}
+        shortest = min(group, key=takes.__getitem__)
+        longer += [each for each in group if takes[each] > (MOST if each == shortest else limit)]
+    return sorted(longer)
 
 
 if __name__ == "__main__":
