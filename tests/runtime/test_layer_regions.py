@@ -232,6 +232,7 @@ def _asks_the_cache(layer: Any) -> None:
     layer.self_attn.forward = asking
 
 
+@needs_reuse
 @pytest.mark.few(1)
 @pytest.mark.parametrize("changed", [pytest.param(_breaks, marks=pytest.mark.slow), _counts, _asks_the_cache])
 def test_layers_that_no_region_can_hold_are_traced_one_by_one(
