@@ -51,7 +51,7 @@ PROPERTIES := tests/diagnostics/test_simulate.py tests/test_chunks_and_padding.p
 # The longer tests, which `make test` leaves out, then of slow tests with many cases a few, spread evenly, and more
 # examples of properties.  `make whole` runs all cases of all tests.  The seed is fixed: a run can be repeated.
 slow: $(INSTALLED)
-	KVPASS_EXAMPLES=40 $(PYTEST) -rs --dist worksteal --hypothesis-seed=0 -m "not slow" $(PROPERTIES)
+	KVPASS_EXAMPLES=40 $(PYTEST) -rs --dist worksteal --hypothesis-seed=0 $(PROPERTIES)
 	$(PYTEST) -rs --dist worksteal -m "slow or longer" --some
 
 # On the oldest versions that pyproject.toml allows, in an environment of their own: what depends most on torch and

@@ -48,13 +48,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     4. `--some` keeps evenly spaced cases of each slow test, see `sampled_count`, and longer tests begin.
     """
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
-    for cases in cases_by_test(item for item in items if not item.get_closest_marker("slow")):
-        if few := cases[0].get_closest_marker("few"):
-            for item in without(cases, evenly_spaced(cases, few.args[0])):
-                item.add_marker(pytest.mark.slow)
     longer = lanes.longer_tests()
-    for item in items:
-        if item.nodeid.partition("[")[0] in longer and not item.get_closest_marker("slow"):
+    for cases in cases_by_test(item for item in items if not item.get_closest_marker("slow")):
+        few = cases[0].get_closest_marker("few")
+        kept = evenly_spaced(cases, few.args[0]) if few else cases
+        for item in without(cases, kept):
+            item.add_marker(pytest.mark.slow)
+        for item in kept if function_of(cases[0]) in longer else ():
             item.add_marker(pytest.mark.longer)
     yield
     if config.getoption("--some"):
@@ -75,8 +75,13 @@ def cases_by_test(items: Iterable[pytest.Item]) -> list[list[pytest.Item]]:
     """Group cases by test function."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        cases.setdefault(function_of(item), []).append(item)
     return list(cases.values())
+
+
+def function_of(item: pytest.Item) -> str:
+    """Return the name of a case's test function, as `tests/file.py::function`."""
+    return item.nodeid.partition("[")[0]
 
 
 def sampled_count(cases: list[pytest.Item]) -> int:

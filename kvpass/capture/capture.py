@@ -182,7 +182,7 @@ def _insert_operators(graph: fx.Graph, readings: list[Reading]) -> list[Attentio
             if origin.grown not in appended:
                 appended[origin.grown] = _append(graph, origin)
     replaced: dict[fx.Node, fx.Node] = {}
-    inserted: list[tuple[fx.Node, fx.Node | None]] = []
+    inserted: list[tuple[Reading, fx.Node, fx.Node | None, tuple[fx.Node, fx.Node]]] = []
     for reading in readings:
         call = reading.call.with_operands(replaced)
         grown = (appended[reading.key.grown], appended[reading.value.grown])
@@ -190,12 +190,11 @@ def _insert_operators(graph: fx.Graph, readings: list[Reading]) -> list[Attentio
         attended = computed if reading.computed else grown
         lse = None if call.lse is None else _insert_log_sum_exp(graph, call, attended[0])
         replaced[reading.call.node] = _attend(graph, call, attended)
-        inserted.append((replaced[reading.call.node], lse))
+        inserted.append((reading, replaced[reading.call.node], lse, grown))
     alias.eliminate_dead(graph, among=computed_from)
     found: dict[int, list[AttentionSite]] = {}
-    for reading, (node, lse) in zip(readings, inserted, strict=True):
+    for reading, node, lse, grown in inserted:
         if node.users:  # it was not dead
-            grown = (appended[reading.key.grown], appended[reading.value.grown])
             site = _site(reading, node, lse if lse is not None and lse.users else None, grown)
             found.setdefault(site.keys_out, []).append(site)
     return [_with_later_calls(*group) for group in found.values()]

@@ -313,7 +313,6 @@ def for_one_key(cuts: Sequence[RotarySlice]) -> list[RotarySlice]:
 def _cut_rotary(
     gm: fx.GraphModule, site: AttentionSite, rotary: Rotary, sizes: Sizes, memory: alias.AliasSets
 ) -> RotarySlice:
-
     def resolve(node: fx.Node) -> Any:
         if sizes.grows(node):
             line = walk.source_line(node)
