@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -81,16 +83,27 @@ def run(model: nn.Module, steps: int = STEPS, **settings: Any) -> tuple[Tensor, 
     return torch.cat(said, 1), [layer.positions for layer in kvpass.inspect(pasts).layers]
 
 
-@contextmanager
-def one_of(ranks: int, rank: int) -> Iterator[None]:
-    """Act as one process of several; a fake group returns this process's own data."""
+@cache
+def fake_group(ranks: int, rank: int) -> dist.ProcessGroup:
+    """Return the group that acts as one process of several; it returns this process's own data.
+
+    A process makes it once and never destroys it, because torch keeps meshes together with their groups: a mesh of a
+    second group would be taken for that of the first.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    return distributed_c10d._get_default_group()
+
+
+@contextmanager
+def one_of(ranks: int, rank: int) -> Iterator[None]:
+    """Act as one process of several; before and after, this process is the only one."""
+    distributed_c10d._update_default_pg(fake_group(ranks, rank))
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        distributed_c10d._update_default_pg(None)
 
 
 def work(rank: int, ranks: int, settings: list[dict[str, Any]], folder: str) -> None:

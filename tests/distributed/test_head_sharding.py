@@ -38,7 +38,6 @@ shown_sharding = pytest.mark.skipif(
 
 @pytest.fixture(scope="module", autouse=True)
 def world() -> Iterator[None]:
-    """Share one process group among all tests, because torch keeps meshes with their groups."""
     with one_of(RANKS, RANK):
         yield
 
