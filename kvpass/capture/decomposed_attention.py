@@ -246,6 +246,7 @@ class _DecompositionReader:
             if self.sink_logit is not None or self.changes.cap:
                 raise Unreadable("the maximum of each row is subtracted before a cap or sinks: subtract it afterwards")
             self.shifted = True
+            self.changes.shift()
             return logits
         if is_from_product(other):
             raise Unreadable("the tensor subtracted from the logits is neither the maximum of each row nor a mask")

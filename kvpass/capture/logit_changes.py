@@ -77,6 +77,7 @@ class LogitChanges:
         self.factor, self.cap, self.has_sink = 1.0, 0.0, False
         self.casts: list[torch.dtype] = []
         self._changes: list[Change] = []  # from the softmax back
+        self._follow_shift = False  # whether changes by a mask follow the subtraction of a row's maximum
 
     @property
     def empty(self) -> bool:
@@ -93,6 +94,10 @@ class LogitChanges:
         if self.cap:
             raise Unreadable("logits are capped twice")
         self.cap, self.factor = self.factor, 1.0
+
+    def shift(self) -> None:
+        """Record the subtraction of each row's maximum, which shows all keys to a query that sees none."""
+        self._follow_shift |= any(not isinstance(change, LowerBound) for change in self._changes)
 
     def add(self, mask: fx.Node, logits: fx.Node, node: fx.Node, alpha: float = 1.0) -> None:
         """Record a mask that a node adds to logits, times `alpha`."""
@@ -132,6 +137,8 @@ class LogitChanges:
             raise Unreadable("the mask has dimensions that the logits do not have")
         if self.has_sink and expr(value(change.mask).shape[-1]) != expr(change.shape[-1]):
             raise Unreadable("the mask and the logits without the sink differ in width")
+        if self._follow_shift and (isinstance(change, FilledNumber) or _may_hide(change.mask)):
+            raise Unreadable("the maximum of each row is subtracted between two masks: subtract it after both")
         self._changes.append(change)
 
     def _hiding_number(self, filling: object, node: fx.Node) -> float:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvpass.rewrite import pipeline
 from tests.adversary.models import Attend, Bare, Feed, additive, keys, queries, sdpa, seen
-from tests.adversary.oracle import Case, Kind, judge
+from tests.adversary.oracle import Case, Kind, Verdict, judge
 
 LOWEST = torch.finfo(torch.float32).min
 LEFT = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1], [1] * 11])
@@ -35,10 +35,13 @@ class Spelling:
     model: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def check(self) -> None:
+        verdict = self.verdict()
+        assert verdict.kind == self.kind, verdict
+
+    def verdict(self) -> Verdict:
         made = Bare(self.attend, table=torch.tensor([0.5, 1.0]), **self.model)
         case = Case(made, self.inputs, self.pieces, wrap=made.call, real=self.inputs.get("p"))
-        verdict = judge(case, self.policy)
-        assert verdict.kind == self.kind, verdict
+        return judge(case, self.policy)
 
 
 def spelled(name: str, change: Callable[..., Tensor], kind: Kind = "held", **how: Any) -> Spelling:
@@ -241,6 +244,37 @@ TWICE = [
 @parameters(TWICE)
 def test_masks_apply_in_the_models_order(spelling: Spelling) -> None:
     """Check that masks are composed from first to last, and that ambiguous fill values are refused."""
+    spelling.check()
+
+
+def less_the_maximum(a: Tensor) -> Tensor:
+    return a - a.amax(-1, keepdim=True)
+
+
+AROUND_THE_MAXIMUM = [
+    spelled("filled", lambda a, i, j: less_the_maximum(a.masked_fill(~near(i, j), -1e9)).masked_fill(j > i, -1e9)),
+    spelled("lower-first", lambda a, i, j: less_the_maximum(a + additive(near(i, j))).masked_fill(j > i, -1e9)),
+    spelled("added", lambda a, i, j: less_the_maximum(a + additive(near(i, j))) + hidden(i, j, -1e9)),
+    spelled("biased-after", lambda a, i, j: less_the_maximum(a.masked_fill(~near(i, j), -1e9)) - 0.5 * (i - j)),
+    spelled("in-place", lambda a, i, j: less_the_maximum(a.masked_fill_(~near(i, j), -1e9)).masked_fill_(j > i, -1e9)),
+]
+BESIDE_THE_MAXIMUM = [
+    spelled("biased-before", lambda a, i, j: less_the_maximum(a - 0.1 * (i - j)).masked_fill(~near(i, j), -1e9)),
+    spelled("both-before", lambda a, i, j: less_the_maximum(twice(a, i, j, LOWEST, -1e9))),
+    spelled("both-after", lambda a, i, j: twice(less_the_maximum(a), i, j, LOWEST, -1e9)),
+]
+
+
+@pytest.mark.few(1)
+@parameters(AROUND_THE_MAXIMUM)
+def test_masks_on_both_sides_of_the_maximum_are_not_read(spelling: Spelling) -> None:
+    """Check that less its maximum, a row whose keys are all hidden is a row of zeros, on which a second mask acts."""
+    assert "subtracted between two masks" in spelling.verdict().detail
+
+
+@pytest.mark.few(1)
+@parameters(BESIDE_THE_MAXIMUM)
+def test_masks_on_one_side_of_the_maximum_are_read(spelling: Spelling) -> None:
     spelling.check()
 
 
