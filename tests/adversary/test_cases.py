@@ -89,6 +89,12 @@ SLOPES = torch.tensor([0.5, 0.125])[:, None, None]
 PICKED = torch.tensor([0, 2, 3])
 STEPS = (5, 1, 1)
 TWO_PADDINGS = {"p": seen(LEFT), "s": seen(BETWEEN)}
+ONE_ROW = torch.tensor([1, 1, 1, 0, 1, 1, 1, 0, 0, 1, 1])
+
+
+def of_all_rows(start: int, stop: int) -> Tensor:
+    """Return a padding mask [S] that all rows share."""
+    return ONE_ROW[:stop].contiguous()
 
 
 def two_paddings(i: Tensor, j: Tensor, p: Tensor, s: Tensor) -> Tensor:
@@ -228,6 +234,34 @@ PER_TOKEN = [
         [sdpa(lambda i, j, p, s: causal(i, j) & keys(p).bool()), sdpa(two_paddings)],
         inputs=TWO_PADDINGS,
         real=seen(LEFT * BETWEEN),
+        held=True,
+    ),
+    masked(
+        "A-one-padding-for-all-rows",
+        lambda i, j, s: causal(i, j) & s.bool(),
+        inputs={"s": of_all_rows},
+        real=seen(ONE_ROW.expand(2, -1)),
+        held=True,
+    ),
+    padded(
+        "A-padding-for-all-rows-and-for-each-row",
+        lambda i, j, p, s: causal(i, j) & keys(p).bool() & s.bool(),
+        inputs={"p": seen(LEFT), "s": of_all_rows},
+        real=seen(LEFT * ONE_ROW),
+        held=True,
+    ),
+    padded(
+        "A-padding-in-one-row-for-all-rows-and-for-each-row",
+        lambda i, j, p, s: additive(causal(i, j) & keys(p).bool()) + (1.0 - keys(s).float()) * -1e9,
+        inputs={"p": seen(LEFT), "s": seen(ONE_ROW[None])},
+        real=seen(LEFT * ONE_ROW),
+        held=True,
+    ),
+    row(
+        "A-padding-for-all-rows-and-for-each-row-in-two-layers",
+        [sdpa(lambda i, j, p, s: causal(i, j) & keys(p).bool()), sdpa(lambda i, j, p, s: causal(i, j) & s.bool())],
+        inputs={"p": seen(LEFT), "s": of_all_rows},
+        real=seen(LEFT * ONE_ROW),
         held=True,
     ),
     padded("A-one-means-hidden", lambda i, j, p: causal(i, j) & ~keys(p).bool(), inputs={"p": seen(1 - LEFT)}),

@@ -136,6 +136,9 @@ class Conversation:
                 valid[row, : (row + 1) % (min(self.count, 2) + 1)] = False
                 if self.plan.has_gap and not self.step.stores_raw_keys and self.count >= 6:
                     valid[row, self.count // 2 + row % 2] = False
+        inputs = [self.step.call.arguments[index] for index in self.step.padding_inputs.values()]
+        if any(column.numel() == column.shape[-1] for column in inputs):  # it marks the same tokens in every row
+            valid[:] = valid[:1].clone()
         return valid
 
     def _choose_kept(self, layer: int) -> Tensor:
@@ -232,8 +235,7 @@ class Conversation:
     def _mark_padding(self, column: Tensor) -> Tensor:
         """Return an input that marks padding, for this conversation; the new tokens are real."""
         marks = torch.ones_like(column)
-        valid = self.valid if column.ndim == 2 and column.shape[0] == self.batch else self.valid[-1:]
-        marks[..., : self.count] = valid.view(*column.shape[:-1], self.count).to(column.device, column.dtype)
+        marks[..., : self.count] = self.valid[: column.shape[:-1].numel()].view(*column.shape[:-1], self.count)
         return marks
 
     def argument(self, index: int, rotated: bool = True) -> Any:
