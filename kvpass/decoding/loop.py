@@ -134,6 +134,11 @@ class DecodeLoop:
         regions = layer_regions.install_regions(self.model)
         return CompiledCall(compiled, self.backend.strict, self.model, regions=regions)
 
+    @property
+    def takes_positions(self) -> bool:
+        """True if the loop passes positions to its model, which otherwise computes them from its cache's length."""
+        return "position_ids" in self.caller.parameter_names
+
     @check_arguments
     def warm(self, rows: Positive = 1) -> None:
         """Compile what the loop's settings need, before the first prompt or request comes.

@@ -90,11 +90,6 @@ class ModelCall:
             raise CacheHandleError(f"pin: {self.name} returned no cache of kvpass: compile it with kvpass")
         return out
 
-    @property
-    def takes_positions(self) -> bool:
-        """True if positions are passed to the model, which otherwise computes them from its cache's length."""
-        return "position_ids" in self.parameter_names
-
     def check_padding(self, mask: Tensor) -> None:
         """Raise PolicyError if the mask [B, T] has padding and the model takes no attention mask."""
         if "attention_mask" not in self.parameter_names and not bool(mask.all()):

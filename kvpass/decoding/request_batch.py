@@ -81,7 +81,7 @@ class RequestBatch(StepState):
     def insert(self, row: int, caches: Sequence[LayerCache], request: Request, logits: Tensor) -> int:
         """Put a request, from caches of one row and its last logits [1, vocabulary], into a row; return its token."""
         seen = caches[0].length
-        self.set_length(max(seen, self.length) if self.loop.caller.takes_positions else seen)
+        self.set_length(max(seen, self.length) if self.loop.takes_positions else seen)
         for layer, one in zip(self.caches, caches, strict=True):
             _write_row(layer, row, one)
         self.sampling.set_row(row, request.sampling)
@@ -123,7 +123,7 @@ class RequestBatch(StepState):
         With a policy that evicts, rows only grow.  They shrink too with a policy that keeps every token, which has
         slots for a limited length, and for a model that takes no position ids.
         """
-        by, only_grows = length - self.length, self.caches[0].layout.policy.evicts and self.loop.caller.takes_positions
+        by, only_grows = length - self.length, self.caches[0].layout.policy.evicts and self.loop.takes_positions
         if by == 0 or (by < 0 and only_grows):
             return
         if self.step is not None:

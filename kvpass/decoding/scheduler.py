@@ -61,7 +61,7 @@ class RequestScheduler:
         if not isinstance(budget, int):
             raise BudgetError(f"budget={budget}: rows have as many slots for every request; give their number")
         require(not policy.defers, "policy", policy, "holds a prompt whole at first, which no row has slots for")
-        if rows > 1 and not loop.caller.takes_positions:
+        if rows > 1 and not loop.takes_positions:
             warnings.warn(ONE_BY_ONE.format(loop.caller.name), KVPassWarning, stacklevel=4)
         self.loop, self.count, self.budget = loop, rows, budget
         self.queue: collections.deque[Request] = collections.deque()
@@ -273,7 +273,7 @@ class RequestScheduler:
         if not self.queue or len(self.rows) == self.count:
             return False
         alone = any(request.runs_alone for request in (self.queue[0], *self.rows.values()))
-        return not self.rows or (self.loop.caller.takes_positions and not alone)
+        return not self.rows or (self.loop.takes_positions and not alone)
 
     def _start(self, request: Request) -> tuple[Request, Iterator[Any], int]:
         """Return the prefill of a request: the outputs for its chunks, which run as they are read, and their number."""

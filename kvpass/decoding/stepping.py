@@ -135,6 +135,10 @@ class LoopSettings(Protocol):
     caller: ModelCall
     lock: threading.RLock
 
+    @property
+    def takes_positions(self) -> bool:
+        """See `DecodeLoop.takes_positions`."""
+
 
 def in_mode_of_weights(function: F) -> F:
     """Decorate a method of a loop: run it without gradients, in inference mode if the weights are inference tensors.
