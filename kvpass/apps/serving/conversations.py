@@ -14,16 +14,17 @@ import json
 import logging
 import os
 import re
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from kvpass import tensor_files
 from kvpass.apps.serving.schemas import ApiError
+from kvpass.arguments import Positive, check_fields
 from kvpass.cache.model_cache import caches_in
 from kvpass.decoding.cache_files import load_cache, save_cache
 from kvpass.decoding.loop import DecodeLoop
-from kvpass.errors import KVPassError
+from kvpass.errors import CacheFileError, KVPassError
 from kvpass.runtime.compiled_call import CompiledCall
 
 try:
@@ -37,10 +38,21 @@ LOCK = "server.lock"
 """The file in a folder of conversations that its server locks."""
 MOST_FAILURES = 3
 """After so many conversations that cannot be written no other one is tried in the same turn."""
-_NOTES = ("tail", "ended", "seen", "evicted")
-"""The fields of a conversation in its file of notes."""
 _CACHE_FILE = re.compile(r"[0-9a-f]{64}\.(\d+\.safetensors|.*unfinished)")
 """Names of the files of caches, and of files that were never finished."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Notes:
+    """The fields of a conversation in its file of notes; see `KeptConversation`."""
+
+    tail: Sequence[int]
+    ended: bool
+    seen: Positive
+    evicted: float
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclasses.dataclass
@@ -58,7 +70,7 @@ class KeptConversation:
     """
 
     key: str
-    tail: list[int] = dataclasses.field(default_factory=list)
+    tail: Sequence[int] = ()
     ended: bool = True
     seen: int = 0
     evicted: float = 0.0
@@ -101,15 +113,20 @@ class ConversationStore:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = lock_folder(folder)
             for path in sorted(folder.glob("*.json"), key=os.path.getmtime):
-                self._by_key[path.stem] = KeptConversation(path.stem, **json.loads(path.read_text(encoding="utf-8")))
+                notes = Notes(**json.loads(path.read_text(encoding="utf-8")))
+                self._by_key[path.stem] = KeptConversation(path.stem, **vars(notes))
             # A server that ended while it wrote or deleted a conversation left caches without notes.
             _remove_caches(folder, {self._cache_of(conversation) for conversation in self._by_key.values()})
-        except (OSError, ValueError, TypeError) as error:
-            self.close()
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            self._unlock()
             raise KVPassError(f"cannot read the conversations in {folder}: {path.name}: {error}") from error
 
-    def close(self) -> None:
-        """Leave the folder to other servers."""
+    async def close(self) -> None:
+        """Leave the folder to other servers, once no thread writes to it."""
+        async with self._writing:
+            self._unlock()
+
+    def _unlock(self) -> None:
         if self._lock is not None:
             self._lock.close()
 
@@ -189,11 +206,14 @@ class ConversationStore:
         """Read the cache of a conversation, if it is in a file."""
         if not conversation.seen or conversation.cache is not None:
             return
-        compiled = self.loop.compiled
+        compiled, path = self.loop.compiled, self._cache_of(conversation)
         assert isinstance(compiled, CompiledCall)
         try:
             async with self._writing:
-                conversation.cache = await asyncio.to_thread(load_cache, self._cache_of(conversation), compiled.call)
+                cache = await asyncio.to_thread(load_cache, path, compiled.call)
+            if (found := caches_in(cache)[0].length) != conversation.seen:
+                raise CacheFileError(f"{path}: it holds {found} tokens, and the notes beside it {conversation.seen}")
+            conversation.cache = cache
         except KVPassError as error:
             message = f"the conversation cannot go on before the server can read it, unless it is deleted: {error}"
             raise ApiError(message, 409, param="conversation") from error
@@ -212,12 +232,19 @@ class ConversationStore:
                 failures += not await self._put_away(conversation)
 
     async def _put_away(self, conversation: KeptConversation) -> bool:
-        """Write a conversation to its files; log a failure and return False, after which its cache stays in memory."""
+        """Write a conversation to its files; log a failure and return False, after which its cache stays in memory.
+
+        A request that is cancelled meanwhile leaves the thread writing, and others wait for it.
+        """
+        return await asyncio.shield(self._write_away(conversation))
+
+    async def _write_away(self, conversation: KeptConversation) -> bool:
         async with self._writing:
             cache = conversation.cache
             if cache is None or self._by_key.get(conversation.key) is not conversation:
                 return True
-            notes = json.dumps({name: getattr(conversation, name) for name in _NOTES})
+            names = [field.name for field in dataclasses.fields(Notes)]
+            notes = json.dumps({name: getattr(conversation, name) for name in names})
             files = self._cache_of(conversation), self._notes_of(conversation)
             try:
                 await asyncio.to_thread(_write, cache, notes, *files)

@@ -86,7 +86,7 @@ class Service:
             if self._temporary is None:
                 await self.store.save()
         finally:
-            self.store.close()
+            await self.store.close()
         if self._temporary is not None:
             self._temporary.cleanup()
 

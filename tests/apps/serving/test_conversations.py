@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ import kvpass
 from kvpass import tensor_files
 from kvpass.apps.chat_template import first_turn, next_turn
 from kvpass.apps.serving import conversations
-from kvpass.apps.serving.conversations import Limits
+from kvpass.apps.serving.conversations import ConversationStore, Limits
 from tests.apps.serving.small import HOW, ROWS, Running, model, serving, tokenizer
 
 TURNS = ([7] * 30, [11, 12, 13], [900] * 20, [5])
@@ -148,10 +150,39 @@ def test_files_that_are_damaged(tmp_path: Path, expected: list[str]) -> None:
             assert client.delete("/v1/conversations/c").json()["deleted"]
         assert not saved(tmp_path)
         assert say(running, "c", TURNS[0]) == expected[0]
-    (notes,) = tmp_path.glob("*.json")
-    notes.write_text("[1]")
-    with pytest.raises(kvpass.KVPassError, match=f"in {tmp_path}: {notes.name}: "), serving(folder=tmp_path):
-        pass
+
+
+NOTES: dict[str, Any] = {"tail": [5], "ended": True, "seen": 7, "evicted": 0.5}
+WRONG_NOTES = [
+    "[1]", "", "[" * 100_000, *(json.dumps({**NOTES, **change}) for change in (
+        {"tail": 5}, {"tail": ["a"]}, {"ended": 1}, {"seen": "7"}, {"seen": 0}, {"evicted": None}, {"busy": True},
+    )), json.dumps({"tail": [5]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", WRONG_NOTES, ids=lambda text: text[:50])
+def test_notes_that_are_damaged_name_their_file(text: str, tmp_path: Path) -> None:
+    (tmp_path / "0.json").write_text(json.dumps(NOTES))
+    ConversationStore(None, tmp_path, Limits())._unlock()  # type: ignore[arg-type]
+    (tmp_path / "1.json").write_text(text)
+    with pytest.raises(kvpass.KVPassError, match=rf"in {tmp_path}: 1\.json: "):
+        ConversationStore(None, tmp_path, Limits())  # type: ignore[arg-type]
+
+
+def test_caches_that_were_exchanged_are_refused(tmp_path: Path, expected: list[str]) -> None:
+    """Check that a conversation does not go on with the cache of another one."""
+    with serving(warm=False, folder=tmp_path) as running:
+        for name, turn in (("c", TURNS[0]), ("d", TURNS[2])):
+            say(running, name, turn)
+    one, other = sorted(tmp_path.glob("*.safetensors"))
+    content = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+    with serving(warm=False, folder=tmp_path) as running:
+        for name in ("c", "d"):
+            found = running.post("/v1/completions", prompt=TURNS[1], conversation=name)
+            assert found.status_code == 409
+            assert "tokens, and the notes beside it" in found.json()["error"]["message"]
 
 
 def test_caches_without_notes_are_removed(tmp_path: Path, expected: list[str]) -> None:
@@ -250,6 +281,52 @@ def test_a_full_disk_costs_no_answer_and_no_other_conversation(
         assert say(running, "b", TURNS[3]) == expected[3]
     with serving(warm=False, folder=tmp_path) as running:
         assert running.service.store.find("b", "").seen == sum(map(len, TURNS)) + ANSWER * len(TURNS) - 1
+
+
+Then = Callable[[ConversationStore], Any]
+
+
+@pytest.mark.parametrize(
+    ("then", "left"),
+    [(lambda store: store.delete("c", ""), 0), (lambda store: store.save(), 2), (lambda store: store.close(), 2)],
+    ids=["delete", "save", "close"],
+)
+def test_a_request_that_is_cancelled_does_not_let_others_at_its_files(
+    then: Then, left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cancel a request while a thread writes its conversation; what comes next must wait for the thread."""
+    writing, may_go_on, alone = threading.Event(), threading.Event(), threading.Lock()
+
+    def write_slowly(cache: Any, notes: str, path: Path, notes_path: Path) -> None:
+        assert alone.acquire(blocking=False)
+        writing.set()
+        assert may_go_on.wait(60)
+        path.touch()
+        notes_path.write_text(notes)
+        alone.release()
+
+    async def cancel() -> bool:
+        store: Any = ConversationStore(None, tmp_path, Limits(rows=0))  # type: ignore[arg-type]
+
+        async def turn() -> None:
+            async with store.turn("c", "") as conversation:
+                conversation.cache, conversation.seen = object(), 5
+
+        task = asyncio.ensure_future(turn())
+        await asyncio.to_thread(writing.wait, 60)
+        task.cancel()
+        await asyncio.wait([task])
+        following = asyncio.ensure_future(then(store))
+        await asyncio.sleep(0.1)
+        waits = not following.done()
+        may_go_on.set()
+        await following
+        await asyncio.sleep(0.1)
+        return waits and task.cancelled()
+
+    monkeypatch.setattr(conversations, "_write", write_slowly)
+    assert asyncio.run(cancel())
+    assert len(saved(tmp_path)) == left
 
 
 def test_one_request_at_a_time_and_a_turn_whole_or_not_at_all(running: Running, expected: list[str]) -> None:
