@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -11,6 +13,9 @@ from torch import Tensor
 
 from kvpass.errors import KVPassError
 from kvpass.versions import needing_extra
+
+DIGEST = "kvpass.digest"
+"""The entry of the metadata that shows damage to a file; older files have none."""
 
 
 def write(
@@ -26,8 +31,9 @@ def write(
     if os.path.exists(name) and not os.path.isfile(name):  # a folder, or a device, which the file would replace
         raise error(f"{name} cannot be written: it is there, and is no file")
     stored = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    text = json.dumps(metadata)
     try:
-        safetensors.torch.save_file(stored, unfinished, metadata={key: json.dumps(metadata)})
+        safetensors.torch.save_file(stored, unfinished, metadata={key: text, DIGEST: _digest(text, stored)})
         finish(unfinished, name)
     except (OSError, safetensors.SafetensorError) as found:
         raise error(f"{name} cannot be written: {found}") from found
@@ -59,18 +65,36 @@ def read(path: str | os.PathLike[str], key: str, what: str, error: type[KVPassEr
     safetensors, name, noun = library(), os.fspath(path), what.partition(" ")[2]
     try:
         with safetensors.safe_open(name, "pt") as file:
-            text = (file.metadata() or {}).get(key)
+            metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dictionary
     except OSError as found:
         raise error(f"cannot read {what} from {name}: {found}") from found
     except safetensors.SafetensorError as found:
         raise error(f"cannot read {what} from {name}: the file is damaged: {found}") from found
+    text = metadata.get(key)
     if text is None:
         raise error(f"{name} holds no {noun}: its metadata lack {key!r}")
+    if metadata.get(DIGEST, (digest := _digest(text, tensors))) != digest:
+        raise error(f"cannot read {what} from {name}: the file is damaged: its content was changed")
     try:
         return json.loads(text), tensors
-    except ValueError as found:
+    except (ValueError, RecursionError) as found:
         raise error(f"{name}: the metadata of this {noun} cannot be read: {found}") from found
+
+
+def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
+    """Return the digest of a file's metadata and tensors."""
+    found = hashlib.sha256(text.encode())
+    for name in sorted(tensors):
+        found.update(f"{name} {tensors[name].dtype} {list(tensors[name].shape)}".encode())
+        found.update(tensor_bytes(tensors[name]))
+    return found.hexdigest()
+
+
+def tensor_bytes(tensor: Tensor) -> bytes:
+    """Return the bytes of a tensor's elements in row-major order, for any dtype."""
+    here = tensor.detach().cpu().contiguous()
+    return ctypes.string_at(here.data_ptr(), here.nbytes)
 
 
 def check_version(found: object, version: int, remedy: str, error: type[KVPassError]) -> None:

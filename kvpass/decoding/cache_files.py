@@ -141,11 +141,9 @@ def load_cache(path: FilePath, compiled_or_model: Any) -> Any:
             with loop.lock:
                 loop.state = LoopState.of_saved(loop, cache, header["loop"], parts)
         return cache
-    except CacheFileError as error:
-        raise CacheFileError(f"{os.fspath(path)}: {error}") from None
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
-        if isinstance(error, KVPassError):
-            raise
+    except KVPassError as error:
+        raise CacheFileError(f"{os.fspath(path)}: {error}") from error.__cause__
+    except Exception as error:  # whatever a file makes of the code that reads it
         raise CacheFileError(
             f"{os.fspath(path)}: its header cannot be read ({type(error).__name__}: {error})"
         ) from error

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import kvpass
+from kvpass import tensor_files
 from kvpass.cache.model_cache import caches_in
 from kvpass.decoding import cache_files
 from kvpass.errors import CacheFileError, CacheHandleError, KVPassError
@@ -358,9 +359,42 @@ def test_damaged_and_missing_files_are_refused(saved: Path, compiled: Any, tmp_p
     safetensors.save_file({"x": torch.zeros(1)}, damaged)
     with pytest.raises(CacheFileError, match="holds no cache of kvpass"):
         kvpass.load_cache(damaged, compiled)
-    safetensors.save_file({"x": torch.zeros(1)}, damaged, metadata={KEY: "{"})
-    with pytest.raises(CacheFileError, match="the metadata of this cache of kvpass cannot be read"):
-        kvpass.load_cache(damaged, compiled)
+    for text in ("{", "[" * 100_000):
+        safetensors.save_file({"x": torch.zeros(1)}, damaged, metadata={KEY: text})
+        with pytest.raises(CacheFileError, match="the metadata of this cache of kvpass cannot be read"):
+            kvpass.load_cache(damaged, compiled)
+
+
+def test_a_changed_bit_is_noticed(saved: Path, compiled: Any, tmp_path: Path) -> None:
+    """Check bits of the header and of the tensors, except for the name of the digest, without which it is not read."""
+    whole, damaged = saved.read_bytes(), tmp_path / "damaged"
+    name = whole.index(tensor_files.DIGEST.encode())
+    kept = range(name, name + len(tensor_files.DIGEST))
+    for index in range(0, len(whole), 61):
+        content = bytearray(whole)
+        content[index] ^= 1 << index % 8
+        damaged.write_bytes(content)
+        if index not in kept:
+            with pytest.raises(CacheFileError, match=str(damaged)):
+                kvpass.load_cache(damaged, compiled)
+
+
+ODD: dict[str, Change] = {
+    "an unknown policy": lambda header, _: header["settings"].update(policy=["tova2", {}]),
+    "an unknown option": lambda header, _: header["settings"].update(policy=["h2o", {"heavier": 1}]),
+    "a budget below zero": lambda header, _: header["settings"].update(budget=-8),
+    "a budget beyond all numbers": lambda header, _: change_layer(header, row_budgets=[10**400] * 2),
+    "no heads": lambda header, _: change_layer(header, {"heads": 0}),
+    "a folded object": lambda header, _: header.update(object=json.loads('{"list": [' * 400 + "]}" * 400)),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_errors_of_others_become_errors_of_the_file(name: str, saved: Path, tmp_path: Path) -> None:
+    """Check a model that is not compiled, for which the file's settings make a backend."""
+    path = changed(saved, ODD[name], tmp_path / "changed")
+    with pytest.raises(CacheFileError, match=f"{path}: "):
+        kvpass.load_cache(path, build("Llama", layers=1))
 
 
 def test_other_models_and_settings_are_refused(saved: Path, compiled: Any) -> None:
