@@ -8,6 +8,7 @@ another process a model is recognised by samples of its weights (`digests`) and 
 from __future__ import annotations
 
 import hashlib
+import types
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -71,8 +72,8 @@ def belongs_to_other_layer(weights: Weights, tensors: Sequence[Tensor], known: T
 
 
 SAMPLES = 1024  # numbers of a tensor that its digest reads, at even distances
-_RUN_SETTINGS = ("transformers_version", "use_cache", "dtype", "torch_dtype", "architectures")
-"""Entries of a configuration that do not change what a model computes."""
+_RUN_SETTINGS = ("transformers_version", "use_cache", "dtype", "torch_dtype", "architectures", "name_or_path")
+"""Entries of a configuration, and attributes of modules, that do not change what a model computes."""
 
 
 def weight_digest(tensor: Tensor) -> str:
@@ -111,13 +112,22 @@ def _plain_values(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def module_settings(model: torch.nn.Module) -> dict[str, Any]:
-    """Return the class of each module of a model and the numbers among its attributes, by dotted names."""
+    """Return each module's class, and its numbers, texts and functions, by dotted names."""
     return {
-        f"{prefix}.{name}".removeprefix("."): value
+        f"{prefix}.{name}".removeprefix("."): _code_text(value) if isinstance(value, types.FunctionType) else value
         for prefix, module in model.named_modules()
         for name, value in {"class": type(module).__name__, **vars(module)}.items()
-        if name == "class" or (isinstance(value, (int, float, type(None))) and not name.startswith("_"))
+        if isinstance(value, (int, float, str, types.FunctionType, type(None)))
+        and not (name.startswith("_") or name in _RUN_SETTINGS)
     }
+
+
+def _code_text(function: types.FunctionType) -> str:
+    """Return the name of a function and a digest of its code, the same in every process."""
+    code = function.__code__
+    constants = [each for each in code.co_consts if isinstance(each, (int, float, str))]
+    found = hashlib.sha256(code.co_code + repr((code.co_names, constants)).encode())
+    return f"{function.__qualname__} {found.hexdigest()[:12]}"
 
 
 def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:

@@ -12,6 +12,7 @@ from kvpass.runtime.model_identity import (
     TensorSet,
     belongs_to_other_layer,
     differences,
+    module_settings,
     settings_of,
     weak_references,
 )
@@ -59,3 +60,40 @@ def test_configurations_are_compared_at_any_depth(change: dict[str, Any], differ
         for each in (entries, entries | change)
     )
     assert differences(one, other) == [difference]
+
+
+def window(i: int, j: int) -> bool:
+    return j <= i < j + 4
+
+
+def causal() -> Any:
+    """Return a mask function, a new one in each call."""
+    return lambda i, j: j <= i
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param("full", "sliding", id="text"),
+        pytest.param(causal(), window, id="function"),
+        pytest.param(causal(), lambda i, j: j < i, id="code"),
+        pytest.param(lambda i, j: i - j < 4, lambda i, j: i - j < 8, id="constant"),
+    ],
+)
+def test_texts_and_functions_of_modules_are_settings(before: Any, after: Any) -> None:
+    module = torch.nn.Sequential(torch.nn.Identity())
+    module[0].mask = before
+    saved = module_settings(module)
+    module[0].mask, module.name_or_path = after, "elsewhere"  # type: ignore[assignment]
+    (difference,) = differences(saved, module_settings(module))
+    assert difference.startswith("0.mask is ")
+
+
+def test_a_function_that_is_made_anew_is_the_same_setting() -> None:
+    settings = []
+    for _ in range(2):
+        module = torch.nn.Identity()
+        module.mask = causal()  # type: ignore[assignment]
+        settings.append(module_settings(module))
+    assert settings[0]["mask"] == settings[1]["mask"]
+    assert not differences(*settings)
