@@ -81,7 +81,7 @@ def read_manifest(folder: Path, wanted: str | None) -> dict[str, Any]:
         version, said, files = manifest["version"], manifest["digest"], manifest["files"]
     except OSError as error:
         raise ArtifactError(f"is no artifact: {error}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ArtifactError(f"its manifest is damaged ({type(error).__name__}: {error})") from error
     tensor_files.check_version(version, VERSION, "export it again", ArtifactError)
     found = manifest_digest(manifest)

@@ -156,11 +156,9 @@ def load(path: FilePath, model: torch.nn.Module, *, digest: str | None = None, *
         _check_processor(manifest["processor"])
         _check_model(manifest["model"], model)
         return LoadedLoop(model, manifest, folder, how)
-    except ArtifactError as error:
-        raise ArtifactError(f"{os.fspath(path)}: {error}") from error.__cause__
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        if isinstance(error, KVPassError):
-            raise
+    except KVPassError as error:
+        raise type(error)(f"{os.fspath(path)}: {error}") from error.__cause__
+    except Exception as error:  # whatever a manifest makes of the code that reads it
         raise ArtifactError(
             f"{os.fspath(path)}: its manifest cannot be read ({type(error).__name__}: {error})"
         ) from error

@@ -14,8 +14,8 @@ import torch
 KERNEL = "kernel"
 """Inductor's name for the function of a CPU kernel."""
 
-_LIBRARIES: dict[str, str] = {}
-"""The file of each C++ library that was built or that another process has built, by the digest of its source."""
+_LIBRARIES: dict[str, ctypes.CDLL] = {}
+"""Each C++ library that was built here or that another process has built, by the digest of its source."""
 
 
 def kernel_library(value: Any) -> str | None:
@@ -52,19 +52,20 @@ def cpp_library(source: str) -> ctypes.CDLL:
     if digest not in _LIBRARIES:
         from torch._inductor.codecache import CppCodeCache
 
-        _LIBRARIES[digest] = CppCodeCache.load(source)._name
-    return ctypes.CDLL(_LIBRARIES[digest])
+        _LIBRARIES[digest] = ctypes.CDLL(CppCodeCache.load(source)._name)
+    return _LIBRARIES[digest]
 
 
 def built_libraries() -> dict[str, str]:
     """Return the files of the C++ libraries that this process has used, by the digests of their sources."""
-    return dict(_LIBRARIES)
+    return {digest: library._name for digest, library in _LIBRARIES.items()}
 
 
 def use_libraries(files: Mapping[str, str]) -> None:
-    """Use libraries that another process has built, by the digests of their sources, where this one has built none."""
+    """Load libraries that another process has built, by the digests of their sources, where this one has none."""
     for digest, file in files.items():
-        _LIBRARIES.setdefault(digest, file)
+        if digest not in _LIBRARIES:
+            _LIBRARIES[digest] = ctypes.CDLL(file)  # at once, as the file may be removed
 
 
 @contextlib.contextmanager

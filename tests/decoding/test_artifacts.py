@@ -74,7 +74,7 @@ def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
 
 
 DECODE = """
-import sys, torch, kvpass
+import shutil, sys, torch, kvpass
 from tests.decoding.test_artifacts import LAYERS, STOP, talk
 from tests.models import build
 path, digest, out, threads = sys.argv[1:]
@@ -83,6 +83,7 @@ def refuse(*_, **__):
     raise AssertionError("torch.compile was called")
 torch.compile = refuse
 loop = kvpass.load(path, build("Llama", layers=LAYERS), digest=digest, stop=STOP)
+shutil.rmtree(path)
 torch.save(talk(loop), out)
 assert "torch._inductor.compile_fx" not in sys.modules
 """
@@ -91,10 +92,12 @@ assert "torch._inductor.compile_fx" not in sys.modules
 def test_another_process_decodes_with_equal_tokens_and_no_compiler(
     model: Any, exported: tuple[Path, str], tmp_path: Path
 ) -> None:
-    path, digest = exported
+    """Check too that the artifact may be removed once it is loaded."""
+    (path, digest), copy = exported, tmp_path / "copy"
     out, cache = tmp_path / "out.pt", tmp_path / "cache"
+    shutil.copytree(path, copy)
     without = {**os.environ, "PATH": "", "CXX": "none", "TORCHINDUCTOR_CACHE_DIR": str(cache)}
-    arguments = [str(path), digest, str(out), str(torch.get_num_threads())]
+    arguments = [str(copy), digest, str(out), str(torch.get_num_threads())]
     subprocess.run([sys.executable, "-c", DECODE, *arguments], check=True, cwd=ROOT, env=without)
     assert_equal(torch.load(out), talk(compiled(model, **H2O, stop=STOP)))
     assert not [file for file in cache.rglob("*") if file.suffix in (".so", ".cpp")]
@@ -238,7 +241,7 @@ def test_other_versions_processors_and_settings_are_refused(
             kvpass.load(path, model)
     manifest["digest"] = artifact_folder.manifest_digest(manifest)
     (path / artifact_folder.MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises((ArtifactError, PolicyError), match=message):
+    with pytest.raises((ArtifactError, PolicyError), match=f"{path}: .*{message}"):
         kvpass.load(path, model)
 
 
@@ -255,9 +258,34 @@ def test_damaged_folders_are_refused(model: Any, exported: tuple[Path, str], tmp
         file.write_bytes(file.read_bytes()[:-1])
         with pytest.raises(ArtifactError, match=f"{file.name} is damaged or was changed"):
             kvpass.load(copy, model)
-        (copy / artifact_folder.MANIFEST).write_text((copy / artifact_folder.MANIFEST).read_text()[:100])
-        with pytest.raises(ArtifactError, match="its manifest is damaged"):
-            kvpass.load(copy, model)
+        for text in ((copy / artifact_folder.MANIFEST).read_text()[:100], "[" * 100_000, "[]"):
+            (copy / artifact_folder.MANIFEST).write_text(text)
+            with pytest.raises(ArtifactError, match="its manifest is damaged"):
+                kvpass.load(copy, model)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "content", "message"),
+    [
+        (".so", b"", "a library cannot be loaded"),
+        (".py", b"def", r"cannot be read \(SyntaxError"),
+        (".py", b"call = 1 / 0", r"cannot be read \(ZeroDivisionError"),
+        (".safetensors", b"{}", r"cannot be read \(SafetensorError"),
+    ],
+)
+def test_files_that_were_changed_with_their_digests_are_refused(
+    model: Any, exported: tuple[Path, str], suffix: str, content: bytes, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "copy"
+    shutil.copytree(exported[0], path)
+    manifest = json.loads((path / artifact_folder.MANIFEST).read_text())
+    for name in [name for name in manifest["files"] if name.endswith(suffix)] or [artifact_folder.TENSORS]:
+        (path / name).write_bytes(content)
+        manifest["files"][name] = artifact_folder.sha256_hex(content)
+    manifest["digest"] = artifact_folder.manifest_digest(manifest)
+    (path / artifact_folder.MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(ArtifactError, match=f"{path}: .*{message}"):
+        kvpass.load(path, model)
 
 
 def test_unsupported_exports_are_refused(model: Any, exported: tuple[Path, str], tmp_path: Path) -> None:
