@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,7 +28,7 @@ def write(
         KVPassError: of the class `error`, the file cannot be written.
     """
     safetensors = library()
-    name, unfinished = os.fspath(path), f"{os.fspath(path)}.{os.getpid()}.unfinished"
+    name, unfinished = os.fspath(path), f"{os.fspath(path)}.{os.getpid()}.{threading.get_ident()}.unfinished"
     if os.path.exists(name) and not os.path.isfile(name):  # a folder, or a device, which the file would replace
         raise error(f"{name} cannot be written: it is there, and is no file")
     stored = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}

@@ -212,6 +212,35 @@ def test_a_thread_that_goes_on_waits_for_a_save(tmp_path: Path, monkeypatch: pyt
     assert torch.equal(other.generate(6), found[0])
 
 
+def test_two_threads_may_write_one_file(
+    saved: Path, compiled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check that neither thread writes into the unfinished file of the other."""
+    path, both, finish = tmp_path / "talk", threading.Barrier(2, timeout=60), tensor_files.finish
+    caches = [kvpass.load_cache(saved, compiled) for _ in range(2)]
+    failed: list[Exception] = []
+
+    def finish_together(*given: Any) -> None:
+        both.wait()
+        finish(*given)
+
+    def save(cache: Any) -> None:
+        try:
+            kvpass.save_cache(cache, path)
+        except Exception as error:
+            failed.append(error)
+
+    monkeypatch.setattr(tensor_files, "finish", finish_together)
+    threads = [threading.Thread(target=save, args=[cache]) for cache in caches]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    kvpass.load_cache(path, compiled)
+    assert [each.name for each in tmp_path.iterdir()] == ["talk"]
+
+
 @pytest.mark.parametrize("stops", [0, 1, 2])
 def test_rows_that_had_stopped_stay_so_in_a_loop_of_other_stops(stops: int, tmp_path: Path) -> None:
     ids, path = prompt(2, 15, ())[0], tmp_path / "loop"
