@@ -187,7 +187,7 @@ class Backend(BackendBase):
         """Start building what prompts and steps of a model on a CPU need, while Dynamo traces its first call."""
         weight = next(model.parameters(), None)
         if self.inner == "inductor" and weight is not None and weight.device.type == "cpu":
-            attention_tiles.start_builds(weight.dtype, bool(self.policy.statistics))
+            attention_tiles.start_builds(weight.dtype)
 
     def _stores_raw_keys(self, captured: Capture) -> bool:
         """Return whether keys are stored before their rotary embedding, which must be found in every layer."""

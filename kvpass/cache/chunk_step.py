@@ -50,7 +50,7 @@ def chunk_step(layout: Layout, call: CachedAttention, slots: Slots, new: NewToke
     spec = chunk_spec(layout, call.scale, call.cap, query, keys, full_mask, call.sink_logit)
     policy_bias = policy.bias(tokens, query.shape[1] // layout.heads)
     lse, computed = None, None
-    if policy_bias is None and _by_library(call) and fuses_attention(policy, query, keys, values):
+    if policy_bias is None and _by_library(call) and fuses_attention(policy, query, keys, values, masked=True):
         output, *computed = statistics(policy, spec, valid, tokens.budget, values)
     else:
         attention_mask = full_mask

@@ -173,7 +173,7 @@ def _attended(
     """
     if value is None:
         return None, attention_sums.column_sums(attention, valid, powers), attention_sums.probabilities(attention)
-    if means and not powers and attention_sums.attends_in_tiles(attention):
+    if means and not powers and attention_sums.attends_in_tiles(attention, summed=True):
         output, probs = attention_sums.attend_with_means(attention, value)
         return output, [], probs
     output, log_sum_exp, sums = attention_sums.attend(attention, value, valid, powers)
@@ -249,7 +249,7 @@ def statistics_of(policy: Policy) -> tuple[Statistic, ...]:
     return tuple(sorted(policy.statistics))
 
 
-def fuses_attention(policy: Policy, query: Tensor, key: Tensor, value: Tensor) -> bool:
+def fuses_attention(policy: Policy, query: Tensor, key: Tensor, value: Tensor, masked: bool) -> bool:
     """Check whether the operator is to compute attention of these tensors as well, which may be fake.
 
     Statistics of all queries use the log-sum-exp that it returns. For other policies it pays off where attention of
@@ -257,15 +257,13 @@ def fuses_attention(policy: Policy, query: Tensor, key: Tensor, value: Tensor) -
 
     Args:
         query: [B, Hq, q, D]; key: [B, Hkv, S, D]; value: [B, Hkv, S, Dv].
+        masked: whether attention has a mask.
     """
     alike = query.dtype == key.dtype == value.dtype and key.shape[3] == value.shape[3]
     if not alike or query.device.type != "cpu":
         return False
-    if not policy.statistics.isdisjoint({*SUMS, "scan"}):
-        return True
-    count = query.shape[2]
-    few = isinstance(count, int) and count < attention_tiles.FEWEST_QUERIES
-    return not few and attention_tiles.is_faster(query.dtype, query.shape[3])
+    reads_all_queries = not policy.statistics.isdisjoint({*SUMS, "scan"})
+    return reads_all_queries or attention_tiles.is_faster(query, masked, summed=False)
 
 
 @dataclasses.dataclass(frozen=True)

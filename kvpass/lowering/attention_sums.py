@@ -102,7 +102,7 @@ def attend(
         As `kvpass.torch_private.operators.attend_with_lse`, and the sums.
     """
     query, key = attention.query, attention.key
-    if attends_in_tiles(attention):
+    if attends_in_tiles(attention, summed=powers > 0):
         return attention_tiles.TiledAttention.of(attention).attend(value, weight, powers)
     output, log_sum_exp = attend_with_lse(query, key, value, attention.mask, attention.causal, attention.scale)
     return output, log_sum_exp, column_sums(attention, weight, powers, log_sum_exp)
@@ -118,14 +118,16 @@ def attend_with_means(attention: AttentionInputs, value: Tensor) -> tuple[Tensor
     return output, _by_span(attention, means_of, heads=1, least=attention.query.shape[1])
 
 
-def attends_in_tiles(attention: AttentionInputs) -> bool:
-    """Check whether the loops in C++ compute attention without a cap and a sink."""
-    query = attention.query
+def attends_in_tiles(attention: AttentionInputs, summed: bool) -> bool:
+    """Check whether the loops in C++ compute attention without a cap and a sink.
+
+    Args:
+        summed: whether sums or means of the probabilities are computed as well.
+    """
     assert attention.cap is None
     assert attention.sink_logit is None
-    assert not attention.causal or query.shape[2] == attention.key.shape[2]
-    few = query.shape[2] < attention_tiles.FEWEST_QUERIES
-    return not few and attention_tiles.is_faster(query.dtype, query.shape[3])
+    assert not attention.causal or attention.query.shape[2] == attention.key.shape[2]
+    return attention_tiles.is_faster(attention.query, attention.mask is not None, summed)
 
 
 def _last_indices(valid: Tensor, window: int) -> Tensor:

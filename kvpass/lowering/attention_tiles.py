@@ -25,6 +25,8 @@ from kvpass.torch_private import generated_code, inductor, tensors
 QUERIES, KEYS = 64, 128  # of a tile, whose logits take 32 KB
 FEWEST_QUERIES = QUERIES // 2
 """The fewest queries whose attention is computed here: a tile of fewer ones is mostly padding."""
+FEWEST_MASKED = 1024
+"""The fewest queries for which skipping what a mask hides makes tiles faster than the library where that uses AMX."""
 TASKS_WITH_SUMS = 128
 """About how many tasks attention has that adds up columns too; each holds as many sums as there are keys."""
 MESSAGE = 1024  # bytes of an error's text
@@ -285,19 +287,30 @@ def _is_right(dtype: torch.dtype) -> bool:
     return right_sums and torch.allclose(same_sums, sums, atol=1e-2) and torch.allclose(output, probs @ x, atol=1e-2)
 
 
-def is_faster(dtype: torch.dtype, dim: int) -> bool:
-    """Check whether attention in `dtype` with D = `dim` is faster here than by torch's kernel.
+def is_faster(query: Tensor, masked: bool, summed: bool) -> bool:
+    """Check whether attention of queries [B, Hq, q, D] is faster here than by torch's kernel.
 
-    torch's kernel uses AMX where the processor has it.  Otherwise it multiplies by MKL, which is slower than the
-    products used here, in float32 also for tensors of 16 bits.
+    torch's kernel multiplies bfloat16 by AMX where the processor has it, as fast as the tiles.  But it skips no tile
+    that a mask hides, and sums need a second pass.  Otherwise it multiplies by MKL, which is slower than the products
+    used here, in float32 also for tensors of 16 bits.
+
+    Args:
+        query: may be fake; a dynamic number of queries counts as many.
+        masked: whether there is a mask.
+        summed: whether sums or means of the probabilities are computed as well.
     """
-    if inductor.has_matrix_tiles():
+    fewest = FEWEST_QUERIES
+    products = dtype_of_products(query.dtype, query.shape[3])
+    if products == torch.bfloat16 and inductor.has_matrix_tiles() and not summed:
+        if not masked:
+            return False
+        fewest = FEWEST_MASKED
+    if isinstance(query.shape[2], int) and query.shape[2] < fewest:
         return False
-    products = dtype_of_products(dtype, dim)
     return products == torch.float32 or products in inductor.dot_products()
 
 
-def start_builds(dtype: torch.dtype, reads_attention: bool) -> threading.Thread:
+def start_builds(dtype: torch.dtype) -> threading.Thread:
     """Start on what the C++ compiler has to do in any case while Dynamo still traces the first call.
 
     Before its first kernel Inductor compiles and loads a few small programs, to learn which vector instructions work.
@@ -306,15 +319,13 @@ def start_builds(dtype: torch.dtype, reads_attention: bool) -> threading.Thread:
 
     Args:
         dtype: of keys and values.
-        reads_attention: whether the policy reads statistics of the attention of prompts.
     """
     inductor.import_compiler()  # before the thread starts: two threads must not import parts of it at the same time
 
     def build() -> None:
         with contextlib.suppress(Exception):
             inductor.probe_vector_instructions()
-            needed = dtype_of_products if reads_attention else is_faster  # each builds what it asks for
-            needed(dtype, dim=2)
+            dtype_of_products(dtype, dim=2)  # builds what it asks for
 
     thread = threading.Thread(target=build, name="kvpass-early-builds", daemon=True)
     thread.start()

@@ -229,38 +229,31 @@ class CascadeRule:
         loser = torch.where(score_at(newer) >= score_at(rank), rank, newer) if self.select else newer
         return torch.where(rank < line_length, loser, torch.where(line_length < self.size, NO_VICTIM, line_length - 1))
 
-    def insert(self, line: list[int], token: int, number: int, score: Sequence[float]) -> None:
-        """Insert a token into a line, unless its number is negative.
+    def insert(self, line: list[int], first: int, numbers: Tensor, scores: Sequence[Sequence[float]]) -> None:
+        """Insert consecutive tokens into a line, except those whose numbers are negative.
 
         Args:
             line: tokens by age, the newest first; modified in place.
-            score: of every token.
+            first: the first of the tokens.
+            numbers: int64 [n], on the host.
+            scores: of every token, when each of the n tokens comes.
         """
-        if number < 0:
-            return
-        rank, line_length = self._boundary_rank(number, len(line)), len(line)
-        if rank < line_length:
-            keeps_old = self.select and score[line[rank - 1]] >= score[line[rank]]
-            del line[rank if keeps_old else rank - 1]
-        elif line_length == self.size:
-            line.pop()
-        line.insert(0, token)
+        real = (numbers >= 0).nonzero()[:, 0]
+        lengths = torch.arange(len(line), len(line) + len(real)).clamp(max=self.slots)
+        ranks = self.boundary_ranks(numbers[real], lengths)
+        for n, rank in zip(real.tolist(), ranks.tolist(), strict=True):
+            if rank < len(line):
+                keeps_old = self.select and scores[n][line[rank - 1]] >= scores[n][line[rank]]
+                del line[rank if keeps_old else rank - 1]
+            elif len(line) == self.slots:
+                line.pop()
+            line.insert(0, first + n)
 
     @property
     def slots(self) -> int:
         """`size` as a number."""
         assert not isinstance(self.size, Tensor)
         return self.size
-
-    def _boundary_rank(self, number: int, line_length: int) -> int:
-        """Return the entry of `boundary_ranks` for one row, on the host."""
-        if self.eager and number <= self.size:
-            return line_length
-        for i, accepts in enumerate(self.accepts):
-            start = i * self.slots // len(self.accepts)
-            if i and number % accepts and start < line_length:
-                return start
-        return line_length
 
     def insert_prompt(self, blocks: Iterable[Tensor], number: Tensor, early: bool) -> Tensor:
         """Return the scores [B, H', N] after a prompt whose tokens were inserted one by one; DROPPED for dropped ones.
@@ -273,18 +266,17 @@ class CascadeRule:
             number: int64 [B, q], negative for sinks and padding.
             early: whether a token is inserted before its own query has changed the scores.
         """
-        numbers, lines, last, token = number.tolist(), list[list[list[int]]](), torch.empty(0), 0
+        numbers, lines, last, token = number.cpu(), list[list[list[int]]](), torch.empty(0), 0
         for scores in blocks:
             if token == 0:
                 lines = [[[] for _ in range(scores.shape[1])] for _ in numbers]
                 last = torch.zeros_like(scores[:, :, 0])
             scores_before, rows_of_scores = last.cpu().numpy(), scores.cpu().numpy()
-            for row, row_numbers in enumerate(numbers):
+            end = token + scores.shape[2]
+            for row, row_numbers in enumerate(numbers[:, token:end]):
                 for line, before, head_scores in zip(lines[row], scores_before[row], rows_of_scores[row], strict=True):
-                    visible_scores = [before, *head_scores[:-1]] if early else head_scores
-                    for n in range(len(head_scores)):
-                        self.insert(line, token + n, row_numbers[token + n], visible_scores[n])
-            last, token = scores[:, :, -1], token + scores.shape[2]
+                    self.insert(line, token, row_numbers, [before, *head_scores[:-1]] if early else head_scores)
+            last, token = scores[:, :, -1], end
         return mark_survivors(self._as_tensor(lines, last), last)
 
     def insert_chunk(self, number: Tensor, cached_columns: int, score: Tensor) -> Tensor:
@@ -298,11 +290,10 @@ class CascadeRule:
         by_age = torch.where(number < 0, -1, number)[..., :cached_columns].sort(dim=-1, descending=True)
         ordered = torch.where(by_age.values < 0, -1, by_age.indices)[..., : self.slots].tolist()
         lines = [[[token for token in line if token >= 0] for line in row] for row in ordered]
-        scores, numbers = score.cpu().numpy(), number.tolist()
+        scores, numbers = score.cpu().numpy(), number.cpu()[..., cached_columns:]
         for row, row_lines in enumerate(lines):
             for head, line in enumerate(row_lines):
-                for token in range(cached_columns, number.shape[-1]):
-                    self.insert(line, token, numbers[row][head][token], scores[row, head])
+                self.insert(line, cached_columns, numbers[row, head], [scores[row, head]] * numbers.shape[-1])
         return mark_survivors(self._as_tensor(lines, score), score)
 
     def _as_tensor(self, lines: list[list[list[int]]], like: Tensor) -> Tensor:

@@ -57,7 +57,9 @@ def reduce_heads(x: Tensor, reduction: Reduce, sharding: HeadSharding | None) ->
     heads = x.flatten(1, 2)  # [B, h G, ...]
     if reduction == "median":
         return gather_heads(heads, sharding, 1).median(1, keepdim=True).values
-    local = heads.mean(1, keepdim=True) if reduction == "mean" else heads.amax(1, keepdim=True)
+    local = heads
+    if heads.shape[1] > 1:  # a mean that is one already is not copied
+        local = heads.mean(1, keepdim=True) if reduction == "mean" else heads.amax(1, keepdim=True)
     if sharding is None:
         return local
     if reduction == "max":

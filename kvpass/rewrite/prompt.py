@@ -274,7 +274,7 @@ def _fuses_attention(site: AttentionSite, policy: Policy) -> bool:
     whole = not site.causal or expr(site.queries) == expr(value(site.attended[0]).shape[2])
     plain_mask = site.mask is None or (value(site.mask).ndim == 4 and not site.causal)
     fits = by_library and whole and plain_mask and not policy.renumbers and query.dtype == value(site.call).dtype
-    return fits and attention_statistics.fuses_attention(policy, query, key, values)
+    return fits and attention_statistics.fuses_attention(policy, query, key, values, site.mask is not None)
 
 
 def _item(graph: fx.Graph, results: fx.Node, index: int) -> fx.Node:

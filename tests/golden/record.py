@@ -72,7 +72,7 @@ def record(name: str, policies: Sequence[str]) -> dict[str, Recording]:
     """Record a model under each of several policies.
 
     Dynamo traces the model once, always under the same policy, so that a recording depends on no other recording.
-    Prompts attend by torch's kernel, as on a processor with AMX, so that graphs do not depend on the machine.
+    Prompts attend by torch's kernel, so that graphs do not depend on the machine.
     """
     model, switch = cases.build(name), Switch()
     torch._dynamo.reset()

@@ -188,10 +188,9 @@ def test_means_beside_attention_are_those_of_float64(data):
 def test_halves_are_multiplied_in_float32_where_their_own_products_are_missing(monkeypatch, dtype):
     runs = attention_tiles._runs
     monkeypatch.setattr(attention_tiles, "_runs", lambda of: of == torch.float32 and runs(of))
-    monkeypatch.setattr(attention_tiles.inductor, "has_matrix_tiles", lambda: False)
     query, key, value = (torch.randn(2, heads, 150, 16).to(dtype) for heads in (4, 2, 2))
     attention = AttentionInputs(query, key, None, True, 0.25)
-    assert attention_sums.attends_in_tiles(attention) == runs(torch.float32)
+    assert attention_sums.attends_in_tiles(attention, summed=True) == runs(torch.float32)
     exact, _ = attend_with_lse(query.double(), key.double(), value.double(), None, True, 0.25)
     for output in (
         attention_sums.attend(attention, value, torch.ones(2, 150), 1)[0],
@@ -217,7 +216,7 @@ def test_attention_with_rows_does_not_depend_on_how_many_come_at_once(monkeypatc
         for size, count in ((1, threads), (1, 3), (attention_sums.SCAN_BLOCK, threads)):
             torch.set_num_threads(count)
             monkeypatch.setattr(attention_sums, "SCAN_BLOCK", size)
-            if means and attention_sums.attends_in_tiles(attention):
+            if means and attention_sums.attends_in_tiles(attention, summed=True):
                 output, rows = attention_sums.attend_with_means(attention, key)
             else:
                 output, log_sum_exp, _ = attention_sums.attend(attention, key, torch.ones(2, 300), 0)
@@ -229,7 +228,7 @@ def test_attention_with_rows_does_not_depend_on_how_many_come_at_once(monkeypatc
     for one, *others in zip(*made, strict=True):
         assert all(torch.equal(one, other) for other in others)
     torch.testing.assert_close(made[0][1].sum(-1), torch.ones(2, 300), atol=4e-3, rtol=0)
-    torch.testing.assert_close(output, attention_sums.attend(attention, key, torch.ones(2, 300), 0)[0])
+    torch.testing.assert_close(output, attention_sums.attend(attention, key, torch.ones(2, 300), int(means))[0])
 
 
 def test_logits_that_rise_from_tile_to_tile_count_with_their_final_totals():
@@ -291,12 +290,31 @@ def test_not_a_number_stays_in_its_query(kind, cap):
     assert output[0, 0, 5].isnan().all()
 
 
-def test_attention_is_the_librarys_where_it_has_matrix_tiles(monkeypatch):
+@pytest.mark.parametrize(
+    ("dtype", "queries", "masked", "summed", "faster"),
+    [
+        (torch.bfloat16, 8000, False, False, False),  # the library is as fast
+        (torch.bfloat16, 8000, True, False, True),  # and skips nothing
+        (torch.bfloat16, 512, True, False, False),
+        (torch.bfloat16, 512, False, True, True),
+        (torch.bfloat16, 16, False, True, False),
+        (torch.float32, 64, False, False, True),  # its products in float32 do not use AMX
+        (torch.float64, 8000, True, True, False),
+    ],
+)
+def test_the_librarys_attention_is_taken_where_it_is_as_fast(monkeypatch, dtype, queries, masked, summed, faster):
+    monkeypatch.setattr(attention_tiles.inductor, "has_matrix_tiles", lambda: True)
+    monkeypatch.setattr(attention_tiles.inductor, "dot_products", lambda: frozenset([torch.bfloat16]))
+    monkeypatch.setattr(attention_tiles, "_runs", lambda _: True)
+    query = torch.empty(1, 4, queries, 8, dtype=dtype, device="meta")
+    assert attention_tiles.is_faster(query, masked, summed) == faster
+
+
+def test_attention_by_the_library_is_that_in_tiles(monkeypatch):
     query, key = torch.randn(1, 4, 70, 8), torch.randn(1, 2, 70, 8)
     attention = AttentionInputs(query, key, None, True, 0.5, None, None)
-    here = attention_tiles.is_faster(torch.float32, 8)
-    monkeypatch.setattr(attention_tiles.inductor, "has_matrix_tiles", lambda: True)
-    assert not attention_tiles.is_faster(torch.float32, 8)
+    here = attention_tiles.is_faster(query, masked=False, summed=True)
+    monkeypatch.setattr(attention_tiles, "is_faster", lambda *_: False)
     weight = torch.ones(1, 70)
     output, log_sum_exp, sums = attention_sums.attend(attention, key, weight, 2)
     for one, other in zip((output, log_sum_exp), attend_with_lse(query, key, key, None, True, 0.5), strict=True):

@@ -49,7 +49,7 @@ def test_the_closed_form_is_the_scan_over_sub_caches(growth, cascades, eager, se
             return by_age[rank.clamp(0, len(by_age) - 1)]
 
         rank = rule.victim_rank(torch.tensor(number), torch.tensor(len(held)), score_at)
-        rule.insert(held, number, number, score.tolist())
+        rule.insert(held, number, torch.tensor([number]), [score.tolist()])
         evicted = set(before) - set(held)
         assert evicted == (set() if rank == NO_VICTIM else {before[rank]})
         assert held == sorted((token for cache in caches for token in cache), reverse=True)
