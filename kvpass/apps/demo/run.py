@@ -229,7 +229,7 @@ class Demo:
         sizes, budget = self.sizes, self.settings.budget
         contenders, subject = self.contenders, self.subject
         if self.bundled:
-            subject = load_memory(None)
+            subject = load_memory()
             contenders = self._contenders(subject)
             measure: Measure = RecallMeasure(trials=sizes.trials)
             measured, across = "Share of planted pairs that are recalled, by tokens since", "tokens since the pair"
