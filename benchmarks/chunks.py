@@ -90,11 +90,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     }
     under = f"chunks of {CHUNK:,}, budget {BUDGET:,}, float32, {rows[0]['threads']} thread(s), by tokens"
     return [
-        Table(
-            f"{caption}, {under}",
-            columns("way", by_tokens(rows, "way", what)),
-        )
-        for what, caption in captions.items()
+        Table(f"{caption}, {under}", columns("way", by_tokens(rows, "way", what))) for what, caption in captions.items()
     ]
 
 
