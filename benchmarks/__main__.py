@@ -2,7 +2,7 @@
 
     python -m benchmarks [PART ...] --out out/benchmarks
 
-Each part writes PART.json and its plots. report.md has all tables, and each target with its figure.
+Each part writes PART.json, and its plot if a page shows one. report.md has all tables, and each target with its figure.
 """
 
 from __future__ import annotations

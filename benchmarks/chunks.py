@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import transformers
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import kvpass
@@ -24,7 +23,6 @@ from benchmarks.model import build, tokens
 from benchmarks.report import Row, Table, Target, by_tokens, columns
 from benchmarks.settings import Settings
 from kvpass import model_access
-from kvpass.apps.evaluation import plots
 
 TITLE = "Long prompts in chunks"
 WHOLE, GROWING = "whole", "chunks, growing cache"
@@ -92,11 +90,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     }
     under = f"chunks of {CHUNK:,}, budget {BUDGET:,}, float32, {rows[0]['threads']} thread(s), by tokens"
     return [
-        Table(
-            f"{caption}, {under}",
-            columns("way", by_tokens(rows, "way", what)),
-        )
-        for what, caption in captions.items()
+        Table(f"{caption}, {under}", columns("way", by_tokens(rows, "way", what))) for what, caption in captions.items()
     ]
 
 
@@ -112,8 +106,3 @@ def targets(rows: Sequence[Row]) -> list[Target]:
 def _ratios(lines: dict[str, dict[int, float]]) -> dict[str, float | None]:
     whole = lines.get(WHOLE, {}).get(LONG)
     return {p: lines[p][LONG] / whole if whole and LONG in lines.get(p, {}) else None for p in POLICIES}
-
-
-def figures(rows: Sequence[Row]) -> dict[str, Figure]:
-    panels = {what: {name: [*line.items()] for name, line in by_tokens(rows, "way", what).items()} for what in LIMITS}
-    return {"chunks": plots.lines(panels, "tokens of the prompt", "", logarithmic=True)}

@@ -131,7 +131,7 @@ def _texts(documents: int) -> tuple[Any, Ask]:
 
 def _pairs(documents: int) -> tuple[Any, Ask]:
     """Return the recalling model, and a function for the share of recalled words in each text."""
-    subject = load_memory(None)
+    subject = load_memory()
     planted = planted_in(subject, documents, LENGTH[RECALL])
 
     def ask(model: Any) -> list[float]:

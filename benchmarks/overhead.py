@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from benchmarks import apart, bounded
@@ -104,23 +103,3 @@ def _targets(title: str, cases: dict[str, Row]) -> Iterator[Target]:
             ms = cases[case.name]["ms"]
             yield Target("overhead", f"{case.name}, of no policy ({title})", limit, ms / plain)
             yield Target("overhead", f"{case.name}, of the floor ({title})", OF_FLOOR, ms / floor)
-
-
-def figures(rows: Sequence[Row]) -> dict[str, Figure]:
-    """Draw bars of the first dtype and number of threads."""
-    for title, cases in _times(rows).items():
-        shares = {name: row["ms"] / cases[PLAIN]["ms"] for name, row in cases.items()}
-        return {"overhead": bars(shares, f"step, of no policy ({title})", 1.0)}
-    return {}
-
-
-def bars(values: Mapping[str, float], up: str, limit: float | None = None) -> Figure:
-    """Draw a bar for each name, and a line at the limit."""
-    figure = Figure(figsize=(max(6, 0.45 * len(values) + 2), 4.2), layout="constrained")
-    axes = figure.add_subplot()
-    axes.bar(list(values), list(values.values()))
-    axes.set_ylabel(up)
-    axes.tick_params(axis="x", rotation=60)
-    if limit is not None:
-        axes.axhline(limit, color="black", linewidth=0.8, linestyle=":")
-    return figure

@@ -41,7 +41,7 @@ def measure(settings: Settings) -> list[Row]:
 @torch.inference_mode()
 def rows(policies: Sequence[str], trials: int = TRIALS, length: int = LENGTH, budget: int = BUDGET) -> list[Row]:
     """Return the share of right values for every policy, way of asking and depth."""
-    subject, found = load_memory(None), []
+    subject, found = load_memory(), []
     planted = [planted_at(subject, depth, trials, length) for depth in DEPTHS]
     ask = functools.partial(accuracies, ModelCall.of(subject.model), planted)
     for name, outcome in outcomes("passkey", policies, piece_count(planted[0].text), subject.model, budget, ask):

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import kvpass
@@ -21,7 +20,6 @@ from benchmarks.model import build, tokens
 from benchmarks.report import Row, Table, Target, by_tokens, columns
 from benchmarks.settings import Settings
 from benchmarks.timing import Contender, Local, Plan, interleaved
-from kvpass.apps.evaluation import plots
 
 TITLE = "Prompts with and without statistics"
 PLAIN = "window"
@@ -112,10 +110,3 @@ def _targets(lines: dict[str, dict[int, float]], what: str, limit: float) -> Ite
         if policy != PLAIN:
             ratio = line[LONG] / plain if plain and LONG in line else None
             yield Target("prompt", f"{policy}, {what} of a prompt of {LONG:,}, of {PLAIN}", limit, ratio)
-
-
-def figures(rows: Sequence[Row]) -> dict[str, Figure]:
-    panels = {
-        what: {name: [*line.items()] for name, line in by_tokens(rows, "policy", what).items()} for what in LIMITS
-    }
-    return {"prompt": plots.lines(panels, "tokens of the prompt", "", logarithmic=True)}

@@ -129,9 +129,9 @@ def outliers() -> None:
         _print_line([str(times), *(f"{logit_error(kind, times):.4f}" for kind in KV_DTYPES)])
 
 
-def logit_error(kv_dtype: KVDtype, times: float, dim: int = 128) -> float:
+def logit_error(kv_dtype: KVDtype, times: float) -> float:
     """Return the error that `outliers` describes."""
-    drawn = torch.Generator().manual_seed(0)
+    drawn, dim = torch.Generator().manual_seed(0), 128
     query, key = (torch.randn(1, 8, count, dim, generator=drawn) for count in (16, 1024))
     key[..., torch.arange(4) * dim // 4 + 5] *= times
     exact = query @ key.transpose(-1, -2)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
@@ -23,7 +22,6 @@ from benchmarks.report import Row, Table
 from benchmarks.settings import Settings
 from kvpass import model_access, policies
 from kvpass.apps import corpus
-from kvpass.apps.evaluation import plots
 from kvpass.apps.evaluation.recall import PairVocabulary, PlantedPairs, likeliest, plant_pairs, right_words
 from kvpass.apps.models import LoadedModel, load_memory
 from kvpass.decoding.model_call import ModelCall
@@ -71,7 +69,7 @@ def measure(settings: Settings) -> list[Row]:
 @torch.inference_mode()
 def rows(policies: Sequence[str], documents: int = DOCUMENTS, length: int = LENGTH, budget: int = BUDGET) -> list[Row]:
     """Return the share of recalled words for every policy, way of asking and distance."""
-    subject, found = load_memory(None), []
+    subject, found = load_memory(), []
     planted = planted_in(subject, documents, length)
     ask = functools.partial(asked, ModelCall.of(subject.model), planted, turns=TURNS)
     for name, outcome in outcomes("recall", policies, piece_count(planted.text), subject.model, budget, ask):
@@ -184,12 +182,3 @@ def _lines(rows: Sequence[Row], way: str, share: str, column: Callable[[Row], st
         if row.get("asked") == way:
             lines.setdefault(row["policy"], {"policy": row["policy"]})[column(row)] = row[share]
     return [*lines.values()]
-
-
-def figures(rows: Sequence[Row]) -> dict[str, Figure]:
-    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for row in rows:
-        if "recall" in row:
-            panel = panels.setdefault(f"budget {BUDGET}, {row['asked']}", {})
-            panel.setdefault(row["policy"], []).append((row["distance"], row["recall"]))
-    return {"recall": plots.lines(panels, "distance", "recall")}

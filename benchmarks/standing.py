@@ -46,7 +46,7 @@ SCORES: dict[str, Callable[[Tensor], Tensor]] = {"sum": total, "mean": mean, f"l
 @torch.no_grad()
 def rows(texts: int = TEXTS, length: int = LENGTH) -> list[Row]:
     """Return the share of tokens that score higher than a planted word, in the best head, by distance."""
-    subject = load_memory(None)
+    subject = load_memory()
     planted = planted_in(subject, texts, length)
     subject.model.set_attn_implementation("eager")
     before = _attention(subject.model, planted.text)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from benchmarks import apart, bounded, peers, reading
@@ -25,7 +24,6 @@ from benchmarks.model import Conversation, build
 from benchmarks.report import Row, Table, Target, under
 from benchmarks.settings import Settings
 from benchmarks.timing import Contender, Local, Plan, interleaved, medians, spread
-from kvpass.apps.evaluation import plots
 
 TITLE = "Step time against tokens seen"
 UNCOMPILED, STATIC, CONCATENATION = "uncompiled, DynamicCache", "torch.compile, StaticCache", "StreamingLLM, cat"
@@ -207,12 +205,3 @@ def _fastest(times: Times, name: str, seen: int) -> str | None:
     """Return the fastest contender whose name starts with `name`."""
     known = {other: ms for (other, at), ms in times.items() if at == seen and other.startswith(name)}
     return min(known, key=known.__getitem__, default=None)
-
-
-def figures(rows: Sequence[Row]) -> dict[str, Figure]:
-    """Draw a panel for each dtype and number of threads."""
-    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for row in rows:
-        if "ms" in row:
-            panels.setdefault(under(row), {}).setdefault(row["contender"], []).append((row["seen"], row["ms"]))
-    return {"step": plots.lines(panels, "tokens seen", "milliseconds a step", logarithmic=True)} if panels else {}

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from benchmarks import apart, bounded, memory
@@ -20,7 +19,6 @@ from benchmarks.report import Row, Table, Target
 from benchmarks.settings import Settings
 from benchmarks.step import PROMPT
 from benchmarks.timing import Local
-from kvpass.apps.evaluation import plots
 from kvpass.torch_private import dynamo
 
 TITLE = "A stream of 100,000 tokens"
@@ -92,14 +90,3 @@ def targets(rows: Sequence[Row]) -> list[Target]:
         Target("stream", "step at the end, of the start", SAME, _ratio(rows, "ms")),
         Target("stream", "step at the end, of the start, both divided by the floor", SAME, _ratio(rows, "ms", "floor")),
     ]
-
-
-def figures(rows: Sequence[Row]) -> dict[str, Figure]:
-    panels = {
-        "milliseconds a step": {
-            POLICY: [(row["tokens"], row["ms"]) for row in rows],
-            "8 slots": [(row["tokens"], row["floor"]) for row in rows],
-        },
-        "resident memory, MiB": {POLICY: [(row["tokens"], row["MiB"]) for row in rows]},
-    }
-    return {"stream": plots.lines(panels, "tokens", "")}

@@ -11,7 +11,7 @@ CALIBRATED = ("expected_attention", "tri_attention")
 
 
 def random_calibration(
-    layers: int = 2, query_heads: int = 4, heads: int = 2, dim: int = 8, seed: int = 0, theta: float = 100.0
+    layers: int = 2, query_heads: int = 4, heads: int = 2, dim: int = 8, seed: int = 0
 ) -> Calibration:
     """Return statistics of normal queries for a model with these sizes, whose rotation pairs the halves of a row."""
     generator = torch.Generator().manual_seed(seed)
@@ -24,7 +24,7 @@ def random_calibration(
             mean=mean,
             second=factor @ factor.mT,
             size=size + torch.rand(layers, query_heads, half, generator=generator),
-            frequency=(theta ** -(torch.arange(half).double() / half)).repeat(layers, 1),
+            frequency=(100.0 ** -(torch.arange(half).double() / half)).repeat(layers, 1),
             pairs=torch.arange(dim).view(2, half).repeat(layers, 1, 1),
             scale=torch.full((layers,), dim**-0.5),
         ),

@@ -55,14 +55,19 @@ def build(architecture: str, dtype: torch.dtype = torch.float32, layers: int = 2
     return copy.deepcopy(_built(architecture, layers)).to(dtype)
 
 
-def model_with_unequal_layers(layers: int, seed: int = 1) -> Any:
-    """Return a Llama whose layers attend differently, so that d2o gives them different budgets."""
-    model, generator = build("Llama", layers=layers), torch.Generator().manual_seed(seed)
+def with_uneven_attention(model: Any, seed: int = 1) -> Any:
+    """Draw larger matrices for a model, so that its layers and heads attend differently and clearly unevenly."""
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim > 1:
                 weight.normal_(0, 0.3, generator=generator)
     return model
+
+
+def model_with_unequal_layers(layers: int) -> Any:
+    """Return a Llama to whose layers d2o gives different budgets."""
+    return with_uneven_attention(build("Llama", layers=layers))
 
 
 @functools.lru_cache(maxsize=1)

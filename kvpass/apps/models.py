@@ -67,11 +67,9 @@ def load(name: str | None, dtype: torch.dtype | str = torch.float32, device: str
     return _load(name, name, dtype, device)
 
 
-def load_memory(name: str | None) -> LoadedModel:
-    """Load the model that is asked for planted pairs: by default the bundled one that has learnt to recall."""
-    if name is None:
-        return _load(_bundled(MEMORY, "python -m examples.train_recall"), MEMORY.name)
-    return load(name)
+def load_memory() -> LoadedModel:
+    """Load the bundled model that has learnt to recall planted pairs."""
+    return _load(_bundled(MEMORY, "python -m examples.train_recall"), MEMORY.name)
 
 
 def _bundled(folder: Path, command: str) -> str:

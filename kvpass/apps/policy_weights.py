@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import argparse
 from typing import Any
 
 import torch
@@ -21,48 +21,47 @@ MOST_TOKENS = 32_768
 MOST_FOR_GATES = 8_192
 
 
-def write_calibration(model: str, text: Path | None, out: Path, window: int, dtype: str) -> None:
-    """Calibrate a model and write `out`; see `kvpass calibrate`.
+def write_calibration(parsed: argparse.Namespace) -> None:
+    """Run `kvpass calibrate`: calibrate a model and write a file.
 
     Raises:
         KVPassError: a model, text or folder that cannot be used; see also `kvpass.calibrate`.
     """
-    corpus.check_folder_of(out)
-    loaded_model, tokens = _model_and_tokens(model, text, dtype, MOST_TOKENS)
-    calibration = calibrate(loaded_model, tokens, window=window)
-    calibration.save(out)
+    corpus.check_folder_of(parsed.out)
+    model, tokens = _model_and_tokens(parsed, MOST_TOKENS)
+    calibration = calibrate(model, tokens, window=parsed.window)
+    calibration.save(parsed.out)
     share = pair_norms(calibration.tensors["mean"]) / calibration.tensors["size"].clamp(min=1e-12)
     print(
-        f"{out}: {calibration.model.layers} layers, {calibration.model.query_heads} query heads, "
-        f"{len(tokens) // window} windows of {window} tokens; the sizes of mean pairs are {share.mean():.2f} of mean "
-        "sizes (1 if all queries of a head are equal)"
+        f"{parsed.out}: {calibration.model.layers} layers, {calibration.model.query_heads} query heads, "
+        f"{len(tokens) // parsed.window} windows of {parsed.window} tokens; the sizes of mean pairs are "
+        f"{share.mean():.2f} of mean sizes (1 if all queries of a head are equal)"
     )
 
 
-def write_gates(model: str, text: Path | None, table: Path | None, out: Path, window: int, dtype: str) -> None:
-    """Measure gates of a model's KV heads, or convert a table of trained ones, and write `out`; see `kvpass gates`.
+def write_gates(parsed: argparse.Namespace) -> None:
+    """Run `kvpass gates`: measure gates of a model's KV heads, or convert a table of them, and write a file.
 
     Raises:
         KVPassError: a model, text, table or folder that cannot be used; see also `measure_gates`.
     """
-    corpus.check_folder_of(out)
-    if table is not None:
-        head_gates = HeadGates.of_table(table, _architecture(model))
+    corpus.check_folder_of(parsed.out)
+    if parsed.table is not None:
+        head_gates = HeadGates.of_table(parsed.table, _architecture(parsed.model))
     else:
-        loaded_model, tokens = _model_and_tokens(model, text, dtype, MOST_FOR_GATES)
-        head_gates = measure_gates(loaded_model, tokens, window=window)
-    head_gates.save(out)
+        head_gates = measure_gates(*_model_and_tokens(parsed, MOST_FOR_GATES), window=parsed.window)
+    head_gates.save(parsed.out)
     layers, heads = head_gates.gates.shape
     print(
-        f"{out}: {layers} layers with {heads} KV heads, "
+        f"{parsed.out}: {layers} layers with {heads} KV heads, "
         f"gates from {head_gates.gates.min():.3f} to {head_gates.gates.max():.3f}"
     )
 
 
-def _model_and_tokens(model: str, text: Path | None, dtype: str, max_tokens: int) -> tuple[Any, Tensor]:
+def _model_and_tokens(parsed: argparse.Namespace, max_tokens: int) -> tuple[Any, Tensor]:
     """Return a model and up to `max_tokens` token ids int64 [T] of a text, by default of Python's manual."""
-    loaded = models.load(model, dtype)
-    texts = [*corpus.prose().values()] if text is None else [corpus.read_file(text)]
+    loaded = models.load(parsed.model, parsed.dtype)
+    texts = [*corpus.prose().values()] if parsed.text is None else [corpus.read_file(parsed.text)]
     tokens = [token for ids in loaded.encode(texts) for token in (loaded.bos, *ids)]
     return loaded.model, torch.tensor(tokens[:max_tokens])
 

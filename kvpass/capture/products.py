@@ -37,13 +37,6 @@ def is_last(dim: object, tensor: torch.Tensor) -> bool:
     return len(dims) == 1 and isinstance(dims[0], int) and dims[0] % tensor.ndim == tensor.ndim - 1
 
 
-def required_node(argument: object) -> fx.Node:
-    """Return a node, or refuse any other argument."""
-    if not isinstance(argument, fx.Node):
-        raise Unreadable(f"{argument!r} is a constant")
-    return argument
-
-
 def required_tensor(argument: object) -> fx.Node:
     """Return a node of a tensor, or refuse any other argument."""
     if not is_tensor(argument):
@@ -141,8 +134,8 @@ def output_by_head(product: fx.Node) -> fx.Node:
 def is_maximum(node: fx.Node, logits: fx.Node) -> bool:
     """Return whether a node is the maximum of each row of the logits."""
     node = walk.chain(node, lambda each: known_name(each) in ("detach", "contiguous"))[-1]
-    if known_name(node) == "getitem" and node.args[1] == 0 and known_name(required_node(node.args[0])) == "max":
-        node = required_node(node.args[0])
+    if known_name(node) == "getitem" and node.args[1] == 0 and known_name(operand_of(node)) == "max":
+        node = operand_of(node)
     args = op_table.named_arguments(node)
     of_row = known_name(node) in ("max", "amax") and args.get("input") is logits and args.get("keepdim")
     return bool(of_row) and is_last(args.get("dim"), value(logits))
@@ -152,7 +145,7 @@ def strip_expansion(mask: fx.Node) -> fx.Node:
     """Return a mask without its expansion to the shape of logits, which broadcasting repeats."""
 
     def is_expansion(node: fx.Node) -> bool:
-        return known_name(node) == "expand_as" and is_from_product(required_node(node.args[1]))
+        return known_name(node) == "expand_as" and is_from_product(required_tensor(node.args[1]))
 
     return walk.chain(mask, is_expansion)[-1]
 

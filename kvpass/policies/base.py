@@ -342,12 +342,7 @@ class Policy:
         return False
 
     def scan(
-        self,
-        probs: Iterable[Tensor],
-        valid: Tensor,
-        cached_columns: int,
-        budget: int,
-        sharding: HeadSharding | None,
+        self, probs: Iterable[Tensor], valid: Tensor, cached_columns: int, budget: int, sharding: HeadSharding | None
     ) -> Tensor:
         """Return `Attention.scan` from the attention of every query, where sums are not enough; never traced.
 

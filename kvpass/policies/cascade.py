@@ -149,12 +149,7 @@ class Cascade(Policy):
         return CascadeRule(budget - self.sinks, intervals(self.cascades, self.growth), self.eager_fill, self.select)
 
     def scan(
-        self,
-        probs: Iterable[Tensor],
-        valid: Tensor,
-        cached_columns: int,
-        budget: int,
-        sharding: HeadSharding | None,
+        self, probs: Iterable[Tensor], valid: Tensor, cached_columns: int, budget: int, sharding: HeadSharding | None
     ) -> Tensor:
         """Return the scores at the end of a prompt, DROPPED for dropped tokens; for a chunk what its queries add."""
         reduced = (self._reduce(block, sharding) for block in probs)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from fractions import Fraction
-
 from kvpass.policies.ada_kv import AdaKV
-from kvpass.reference.base import DividedBudgets, HeadStream
+from kvpass.reference.base import DividedBudgets, HeadStream, share_of
 from kvpass.reference.snapkv import SnapKVReference
 
 
@@ -15,8 +12,7 @@ class AdaKVReference(DividedBudgets, SnapKVReference):
 
     def head_counts(self, row: list[HeadStream]) -> list[float]:
         """Return how many tokens each head of a row wins."""
-        mean = Fraction(sum(stream.budget for stream in row), len(row))
-        each = math.floor(mean) - (row[0].interval - 1) - self.policy.window
+        each = sum(stream.budget for stream in row) // len(row) - (row[0].interval - 1) - self.policy.window
         entries = [
             (stream.head, token.position, token.score)
             for stream in row
@@ -24,7 +20,7 @@ class AdaKVReference(DividedBudgets, SnapKVReference):
             if "selected" in token.notes and token.position < stream.seen - self.policy.window
         ]
         entries.sort(key=lambda entry: (-entry[2], entry[0], entry[1]))
-        safe = math.floor(Fraction(str(self.policy.safeguard)) * each)
+        safe = share_of(each, self.policy.safeguard)
         chosen = [entry for head in range(len(row)) for entry in [e for e in entries if e[0] == head][:safe]]
         chosen += [entry for entry in entries if entry not in chosen][: len(row) * each - len(chosen)]
         return [sum(entry[0] == head for entry in chosen) for head in range(len(row))]

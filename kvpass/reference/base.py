@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
 from typing import Any
 
 from torch import Tensor
@@ -91,6 +93,11 @@ def neighbours(values: Sequence[float], kernel: int) -> list[Sequence[float]]:
     return [values[max(0, n - kernel // 2) : n + kernel // 2 + 1] for n in range(len(values))]
 
 
+def share_of(count: int, share: float) -> int:
+    """Return a share of a count, rounded down; 0.29 of 100 is 29, though the float is a little less."""
+    return math.floor(Fraction(str(share)) * count)
+
+
 class Reference:
     """The reference of a policy; one object serves all streams of a layer."""
 
@@ -116,6 +123,9 @@ class Reference:
     def observe(self, tokens: list[Token], probabilities: Tensor) -> None:
         """Update scores from new probabilities, float32 [queries, heads, tokens], without padding queries."""
 
+    def rate(self, tokens: list[Token], stream: HeadStream) -> None:
+        """Give each token what `evict` compares, where probabilities are not enough, before any is evicted."""
+
     def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
         """Return the tokens to keep in a stream that has more than its budget.
 
@@ -134,6 +144,7 @@ class Reference:
         """
         tokens = stream.tokens + new
         self.observe(tokens, probabilities)
+        self.rate(tokens, stream)
         stream.tokens = self.keep_tokens(tokens, stream)
 
     def keep_tokens(self, tokens: list[Token], stream: HeadStream) -> list[Token]:

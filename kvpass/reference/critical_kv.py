@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from fractions import Fraction
-
 from torch import Tensor
 
 from kvpass.policies.critical_kv import CriticalKV
 from kvpass.reference.ada_kv import AdaKVReference
-from kvpass.reference.base import HeadStream, Token, in_order
+from kvpass.reference.base import HeadStream, Token, in_order, share_of
 
 
 class CriticalKVReference(AdaKVReference):
@@ -30,7 +27,7 @@ class CriticalKVReference(AdaKVReference):
     def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
         window, selected, ring = self.parts(tokens, seen)
         by_attention = sorted(selected, key=lambda token: (-token.score, token.position))
-        count = math.floor(Fraction(str(self.policy.first)) * (budget - self.policy.window))
+        count = share_of(budget - self.policy.window, self.policy.first)
         safe = (by_attention + ring)[:count]
         rest = [token for token in selected if token not in safe]
         rest.sort(key=lambda token: (-(token.score + self.policy.epsilon) * token.notes["norm"], token.position))

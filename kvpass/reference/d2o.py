@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from fractions import Fraction
 
 import torch
 from torch import Tensor
 
 from kvpass.policies.d2o import D2O
-from kvpass.reference.base import HeadStream, Reference, Token, highest_scored, in_order
+from kvpass.reference.base import HeadStream, Reference, Token, highest_scored, in_order, share_of
 
 
 class D2OReference(Reference):
@@ -34,7 +33,7 @@ class D2OReference(Reference):
     def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
         policy = self.policy
         divided = budget - policy.sinks if policy.extra_sinks else budget
-        recent = min(divided - math.floor(Fraction(str(policy.heavy)) * divided), budget - policy.sinks)
+        recent = min(divided - share_of(divided, policy.heavy), budget - policy.sinks)
         safe = [token for token in tokens if token.position < policy.sinks or token.position >= seen - recent]
         middle = [token for token in tokens if token not in safe]
         return in_order(safe + highest_scored(middle, max(0, budget - len(safe)), lambda token: token.score))

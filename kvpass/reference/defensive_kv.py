@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from fractions import Fraction
-
 from torch import Tensor
 
 from kvpass.policies.defensive_kv import DefensiveKV
-from kvpass.reference.base import HeadStream, Token, in_order, neighbours
+from kvpass.reference.base import HeadStream, Token, in_order, neighbours, share_of
 from kvpass.reference.critical_kv import CriticalKVReference
 
 
@@ -46,7 +43,7 @@ class DefensiveKVReference(CriticalKVReference):
             safe = self.safe_tokens(tokens, each)
             rest = [token for token in tokens if token not in safe]
             rest.sort(key=lambda token: (-token.notes["impact"], token.position))
-            guarded = max(math.floor(Fraction(str(self.policy.safeguard)) * each), len(safe))
+            guarded = max(share_of(each, self.policy.safeguard), len(safe))
             entries += [
                 (index >= guarded, -token.notes["impact"], stream.head) for index, token in enumerate(safe + rest)
             ]

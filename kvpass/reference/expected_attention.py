@@ -15,14 +15,12 @@ from kvpass.reference.pairs import pairs_of, queries_of
 class ExpectedAttentionReference(Reference):
     policy: ExpectedAttention
 
-    def take(self, stream: HeadStream, new: list[Token], probabilities: Tensor, logits: Tensor) -> None:
-        tokens = stream.tokens + new
+    def rate(self, tokens: list[Token], stream: HeadStream) -> None:
         later = [token for token in tokens if token.position >= self.policy.sinks]
         shares = [torch.tensor(self.expected(stream, later, group)).softmax(0) for group in range(self._group)]
         for index, token in enumerate(later):
             share = sum(float(each[index]) for each in shares) / self._group
             token.score = (share + self.policy.epsilon) * float(token.value[0].double().norm())
-        stream.tokens = self.keep_tokens(tokens, stream)
 
     @property
     def _group(self) -> int:

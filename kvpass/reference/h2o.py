@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from fractions import Fraction
-
 from torch import Tensor
 
 from kvpass.policies.h2o import H2O
-from kvpass.reference.base import Reference, Token, highest_scored, split_at
+from kvpass.reference.base import Reference, Token, highest_scored, share_of, split_at
 
 
 class H2OReference(Reference):
@@ -19,6 +16,6 @@ class H2OReference(Reference):
             token.score += probs
 
     def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
-        recent = budget - math.floor(Fraction(str(self.policy.heavy)) * budget)
+        recent = budget - share_of(budget, self.policy.heavy)
         older, newer = split_at(tokens, seen - recent)
         return highest_scored(older, budget - len(newer), lambda token: token.score) + newer

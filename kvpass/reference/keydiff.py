@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
 
 from kvpass.policies.keydiff import KeyDiff
 from kvpass.reference.base import HeadStream, Reference, Token, highest_scored
@@ -14,14 +13,12 @@ from kvpass.reference.base import HeadStream, Reference, Token, highest_scored
 class KeyDiffReference(Reference):
     policy: KeyDiff
 
-    def take(self, stream: HeadStream, new: list[Token], probabilities: Tensor, logits: Tensor) -> None:
-        tokens = stream.tokens + new
+    def rate(self, tokens: list[Token], stream: HeadStream) -> None:
         if tokens:
             keys = torch.stack([token.key[0].float() for token in tokens])
             anchor = torch.nn.functional.normalize(keys, dim=-1).mean(0)
             for token, key in zip(tokens, keys, strict=True):
                 token.score = -float(torch.nn.functional.cosine_similarity(key, anchor, dim=0))
-        stream.tokens = self.keep_tokens(tokens, stream)
 
     def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
         def score(token: Token) -> float:

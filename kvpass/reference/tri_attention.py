@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
 
 from kvpass.policies.tri_attention import TriAttention
 from kvpass.reference.base import HeadStream, Reference, Token, highest_scored
@@ -15,11 +14,9 @@ from kvpass.reference.pairs import pairs_of, queries_of
 class TriAttentionReference(Reference):
     policy: TriAttention
 
-    def take(self, stream: HeadStream, new: list[Token], probabilities: Tensor, logits: Tensor) -> None:
-        tokens = stream.tokens + new
+    def rate(self, tokens: list[Token], stream: HeadStream) -> None:
         for token in tokens:
             token.notes["scores"] = self.scores(stream, token)
-        stream.tokens = self.keep_tokens(tokens, stream)
 
     def scores(self, stream: HeadStream, token: Token) -> list[float]:
         """Return the score of a token for each query head of its KV head."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from fractions import Fraction
 
 import torch
 from torch import Tensor
 
 from kvpass.policies.vase import Vase
-from kvpass.reference.base import HeadStream, Token, highest_scored, in_order, neighbours, split_at
+from kvpass.reference.base import HeadStream, Token, highest_scored, in_order, neighbours, share_of, split_at
 from kvpass.reference.random import PRIME, draw, mix, seed_of_round
 from kvpass.reference.voters import VotingReference, ballots
 
@@ -49,8 +48,7 @@ class VaseReference(VotingReference):
         free = budget - len(newer)
         if self.policy.variant == "dkv":
             return in_order(newer + highest_scored(older, free, self.unless_sink(lambda token: token.score)))
-        share = math.floor(Fraction(str(self.policy.large)) * budget)
-        large = min(max(share, self.policy.sinks), budget - self.policy.recent)
+        large = min(max(share_of(budget, self.policy.large), self.policy.sinks), budget - self.policy.recent)
         reserved = highest_scored(
             older, large, self.unless_sink(lambda token: float(token.value.max() - token.value.min()))
         )

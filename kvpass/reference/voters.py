@@ -15,10 +15,6 @@ class VotingReference(Reference):
         """Return what queries vote with, [queries, heads, tokens]."""
         return probabilities
 
-    def rate(self, tokens: list[Token], stream: HeadStream) -> None:
-        """Give each token what `Reference.evict` compares, before any is evicted."""
-        raise NotImplementedError
-
     def take(self, stream: HeadStream, new: list[Token], probabilities: Tensor, logits: Tensor) -> None:
         tokens = stream.tokens + new
         remember(stream, tokens, new, self.rows(probabilities, logits))

@@ -17,11 +17,6 @@ IDS = torch.randint(0, 15, (2, 20), generator=torch.Generator().manual_seed(0))
 MARKS = torch.ones(2, 20, dtype=torch.int64)
 
 
-@pytest.fixture(autouse=True)
-def _fresh(fresh_dynamo: None) -> None:
-    """Trace every model anew."""
-
-
 def of_ids(ids: Tensor, *_: Any) -> Tensor:
     return (ids < 16).all()
 

@@ -15,11 +15,6 @@ from tests.adversary.oracle import Case, judge
 MARKS = torch.ones(2, 20, dtype=torch.int64)
 
 
-@pytest.fixture(autouse=True)
-def _fresh(fresh_dynamo: None) -> None:
-    """Trace every model anew."""
-
-
 def biased(bias: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
     """Return attention with a bias computed from the indices i and j of queries and keys."""
     return sdpa(lambda i, j, marks: additive(causal(i, j) & keys(marks).bool()) + bias(i, j)[None, None])

@@ -368,7 +368,7 @@ def test_writes_in_place_to_logits_are_read(spelling: Spelling) -> None:
     spelling.check()
 
 
-def mask_written(name: str, write: Callable[..., Any], kind: Kind = "held") -> Spelling:
+def mask_written(name: str, write: Callable[..., Any]) -> Spelling:
     """Attend with a view of a mask [q, S] that write(mask, i, j) changed before."""
 
     def mask(i: Tensor, j: Tensor) -> Tensor:
@@ -376,7 +376,7 @@ def mask_written(name: str, write: Callable[..., Any], kind: Kind = "held") -> S
         write(made, i, j)
         return made[None, None]
 
-    return called(name, mask, kind)
+    return called(name, mask)
 
 
 MASKS_WRITTEN = [

@@ -20,11 +20,6 @@ IDS = torch.randint(0, 16, (2, 12), generator=torch.Generator().manual_seed(0))
 PIECES = ((0, 4), (4, 5), (5, 6), (6, 7), (7, 8))
 
 
-@pytest.fixture(autouse=True)
-def _fresh(fresh_dynamo: None) -> None:
-    """Trace every model anew."""
-
-
 @torch.library.custom_op("kvpass_tests::halve", mutates_args={"x"})
 def halve(x: Tensor) -> None:
     """Halve a tensor in place, as an operator of another library."""

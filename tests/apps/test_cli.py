@@ -83,6 +83,6 @@ def test_a_device_that_torch_has_not_is_named(command, tmp_path, capsys):
 def test_threads_are_set_before_a_command_runs(monkeypatch):
     asked = []
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
-    monkeypatch.setattr(cli, "serve", lambda parsed: asked.append(parsed.model))
+    monkeypatch.setattr(cli, "run_command", lambda parsed: asked.append(parsed.model))
     assert cli.main(["serve", "MODEL", "--threads", "3"]) == cli.main(["serve", "OTHER"]) == 0
     assert asked == [3, "MODEL", "OTHER"]

@@ -74,7 +74,7 @@ def test_the_bundled_model_recalls_at_every_distance():
 @pytest.mark.slow
 @torch.inference_mode()
 def test_the_bundled_weights_recall_what_they_are_said_to():
-    subject = load_memory(None)
+    subject = load_memory()
     held_out = torch.tensor([token for text in subject.encode(corpus.read(corpus.held_out_files())) for token in text])
     distances = (16, 32, 64, 128, 256, 512, 1024, 2000)
     text = plant_pairs(held_out, subject.bos, PairVocabulary.of(subject.tokenizer), 2048, distances, rows=8, seed=5)

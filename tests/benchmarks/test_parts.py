@@ -160,7 +160,7 @@ def test_a_planted_word_counts_by_its_best_head():
 
 
 def test_a_passkey_stands_once_among_the_same_sentences():
-    first, last = (passkey.planted_at(load_memory(None), depth, trials=2, length=200) for depth in (0.0, 1.0))
+    first, last = (passkey.planted_at(load_memory(), depth, trials=2, length=200) for depth in (0.0, 1.0))
     said = first.pairs[0, 0].repeat(first.times)
     assert first.text[0, 1 : 1 + len(said)].tolist() == said.tolist()
     assert last.text[1, -len(said) :].tolist() == last.pairs[1, 0].repeat(last.times).tolist()

@@ -58,7 +58,7 @@ def test_the_order_in_which_keys_and_values_grow_does_not_matter(policy: str, dt
 
 @torch.no_grad()
 @pytest.mark.parametrize("policy", ["full", "streaming", "h2o", "tova"])
-def test_a_call_without_new_tokens_is_refused(policy: str, fresh_dynamo: None) -> None:
+def test_a_call_without_new_tokens_is_refused(policy: str) -> None:
     """Check that nothing is touched: the conversation goes on behind the refusal."""
     budget = {} if policy == "full" else {"budget": 8}
     compiled = torch.compile(Kept(torch.float32, False), backend=kvpass.backend(policy, inner="eager", **budget))
@@ -102,7 +102,7 @@ REFUSED = {
 @torch.no_grad()
 @pytest.mark.parametrize("policy", ["full", "h2o"])
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_cache_that_no_slots_hold_is_refused(name: str, policy: str, fresh_dynamo: None) -> None:
+def test_a_cache_that_no_slots_hold_is_refused(name: str, policy: str) -> None:
     model, reason = REFUSED[name]
     budget = {} if policy == "full" else {"budget": 8}
     compiled = torch.compile(model, backend=kvpass.backend(policy, inner="eager", **budget))

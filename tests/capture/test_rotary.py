@@ -83,7 +83,7 @@ def run(change: Callable[..., Tensor]) -> None:
         lambda m, q, i, others: m.rotate(q, torch.arange(q.shape[2])[None] + i),
     ],
 )
-def test_a_query_that_other_positions_change_too_is_refused(change: Any, fresh_dynamo: None) -> None:
+def test_a_query_that_other_positions_change_too_is_refused(change: Any) -> None:
     with pytest.raises(kvpass.UnsupportedGraph, match=rotary.QUERY_ROTATED_BY_OTHERS):
         run(change)
 
@@ -97,5 +97,5 @@ def test_a_query_that_other_positions_change_too_is_refused(change: Any, fresh_d
         lambda m, q, i, others: m.rotate(F.normalize(q, dim=-1), i),
     ],
 )
-def test_a_query_that_the_positions_of_the_key_change_is_accepted(change: Any, fresh_dynamo: None) -> None:
+def test_a_query_that_the_positions_of_the_key_change_is_accepted(change: Any) -> None:
     run(change)

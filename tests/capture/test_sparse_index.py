@@ -9,17 +9,14 @@ import pytest
 import torch
 import torch.fx as fx
 from torch import Tensor
+from torch._dynamo.testing import EagerAndRecordGraphs
 
 from kvpass.capture.sparse_index import _selection_limit
 
 
 def topk_of(count: Callable[[Any], Any]) -> fx.Node:
     """Return the topk of a graph with a dynamic number of keys S, which selects `count(S)` of them."""
-    graphs: list[fx.GraphModule] = []
-
-    def backend(gm: fx.GraphModule, _: Any) -> Any:
-        graphs.append(gm)
-        return gm.forward
+    backend = EagerAndRecordGraphs()
 
     def select(scores: Tensor) -> Tensor:
         return scores.topk(count(scores.shape[-1]), -1).indices
@@ -27,7 +24,7 @@ def topk_of(count: Callable[[Any], Any]) -> fx.Node:
     scores = torch.rand(2, 90)
     torch._dynamo.mark_dynamic(scores, 1)
     torch.compile(select, backend=backend)(scores)
-    return next(node for node in graphs[0].graph.nodes if "topk" in str(node.target))
+    return next(node for node in backend.graphs[0].graph.nodes if "topk" in str(node.target))
 
 
 @pytest.mark.parametrize(
@@ -42,6 +39,6 @@ def topk_of(count: Callable[[Any], Any]) -> fx.Node:
         (lambda keys: keys // 2, 0),
     ],
 )
-def test_the_most_keys_that_a_sparse_index_selects(count: Any, limit: int | None, fresh_dynamo: None) -> None:
+def test_the_most_keys_that_a_sparse_index_selects(count: Any, limit: int | None) -> None:
     """Check that an index is only said to select all keys up to a number if it does; 0 is unknown."""
     assert _selection_limit(topk_of(count)) == limit

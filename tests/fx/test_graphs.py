@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.fx as fx
 from torch import Tensor
+from torch._dynamo.testing import EagerAndRecordGraphs
 
 from kvpass.fx import alias
 from kvpass.torch_private import fx_nodes
@@ -72,14 +72,9 @@ def test_operators_with_an_underscore_write_nothing() -> None:
 
 def _traced(function: Callable[[Tensor], Tensor], x: Tensor) -> fx.GraphModule:
     """Return Dynamo's graph of a function."""
-    made: list[fx.GraphModule] = []
-
-    def backend(gm: fx.GraphModule, _: Any) -> Any:
-        made.append(gm)
-        return gm.forward
-
+    backend = EagerAndRecordGraphs()
     torch.compile(function, backend=backend)(x)
-    return made[0]
+    return backend.graphs[0]
 
 
 def _over_rows(x: Tensor) -> Tensor:

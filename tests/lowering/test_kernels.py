@@ -78,14 +78,7 @@ def test_sums_equal_their_plain_form(dtype: torch.dtype, kind: str, causal: bool
 
 
 def split_for(
-    target: str,
-    dtype: torch.dtype,
-    dim: int,
-    rows: int,
-    full: bool,
-    rotated: int = 0,
-    kv_dtype: KVDtype | None = None,
-    interleaved: bool = False,
+    target: str, dtype: torch.dtype, dim: int, rows: int, full: bool, rotated: int = 0, kv_dtype: KVDtype | None = None
 ) -> Binary:
     """Compile `split` for 8 KV heads of 4,097 slots; `full` has a mask and a bias for each query.
 
@@ -100,7 +93,7 @@ def split_for(
     given: dict[str, Any] = dict(
         mask=beside.bool(), bias=beside if full else None, scale=0.1, cap=None, sink_logit=None
     )
-    rope = Rope(table, table, RotaryPairs(rotated, interleaved), ranks) if rotated else None
+    rope = Rope(table, table, RotaryPairs(rotated, False), ranks) if rotated else None
     split, join = launched(attend_kernel.attend_by_kernel, query, key, value, with_logits=True, rope=rope, **given)
     assert (split.name, join.name) == ("split", "join")
     return split.binary(target)

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.testing import EagerAndRecordGraphs
 
 import kvpass
 from kvpass.cache.cached_attention import CachedAttention, NewTokens
@@ -24,7 +25,7 @@ from kvpass.policies.ada_kv import AdaKV, _changes, classes_of, count_winners, s
 from kvpass.policies.budgets import HeadClass
 from tests.architectures import zoo
 from tests.layer import CallTokens, LayerOnSlots, layout_for
-from tests.models import build, prompt
+from tests.models import build, prompt, with_uneven_attention
 
 SCORES = torch.tensor([[[.30, .20, .15, .10, .05, .05, .05, .05, .03, .02],
                         [.90, .02, .02, .01, .01, .01, .01, .01, .005, .005]]])  # fmt: skip
@@ -179,14 +180,9 @@ def ids(rows: int, tokens: int, seed: int = 0) -> Tensor:
     return torch.randint(3, 128, (rows, tokens), generator=torch.Generator().manual_seed(seed))
 
 
-def sharp(architecture: str = "GPTNeoX") -> Any:
+def sharp() -> Any:
     """Return a model whose heads attend with different sharpness."""
-    model, drawn = build(architecture), torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.ndim > 1:
-                weight.normal_(0, 0.3, generator=drawn)
-    return model
+    return with_uneven_attention(build("GPTNeoX"))
 
 
 @torch.no_grad()
@@ -212,13 +208,8 @@ def test_bytes_are_those_of_equal_heads(kv_dtype: str | None) -> None:
 
 @torch.no_grad()
 def test_rows_with_other_orders_are_picked_with_them_and_compile_nothing_more() -> None:
-    model, graphs = sharp(), list[Any]()
-
-    def counting(gm: Any, examples: Any) -> Any:
-        graphs.append(gm)
-        return gm.forward
-
-    run = compiled(model, counting)
+    counting = EagerAndRecordGraphs()
+    run = compiled(sharp(), counting)
     prompts, after = ids(4, 40), ids(4, 1, seed=9)
     cache = run(prompts, use_cache=True).past_key_values
     orders = [layer.slots.order.clone() for layer in caches_in(cache)]
@@ -227,7 +218,7 @@ def test_rows_with_other_orders_are_picked_with_them_and_compile_nothing_more() 
     cache = run(prompts, use_cache=True).past_key_values
     picked = torch.tensor([2, 0, 3, 1])
     cache.reorder_cache(picked)
-    made = len(graphs)
+    made = len(counting.graphs)
     got = run(after[picked], past_key_values=cache, use_cache=True)
     torch.testing.assert_close(got.logits, wanted[picked])
     for layer, order in zip(caches_in(got.past_key_values), orders, strict=True):
@@ -235,7 +226,7 @@ def test_rows_with_other_orders_are_picked_with_them_and_compile_nothing_more() 
     for seed in range(3):
         other = run(ids(4, 40, seed=20 + seed), use_cache=True).past_key_values
         run(after, past_key_values=other, use_cache=True)
-    assert len(graphs) == made
+    assert len(counting.graphs) == made
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import EagerAndRecordGraphs
 
 import kvpass
 from kvpass.apps import cli
@@ -86,12 +87,7 @@ def test_of_equal_gates_the_lower_head_retrieves() -> None:
 @torch.no_grad()
 def test_a_prompt_and_a_step_are_two_graphs() -> None:
     """Check that one graph serves layers with different heads in each class, because the order is data."""
-    graphs = list[Any]()
-
-    def counting(gm: Any, examples: Any) -> Any:
-        graphs.append(gm)
-        return gm.forward
-
+    counting = EagerAndRecordGraphs()
     run = compiled(random_gates(2, 4), inner=counting)
     cache = run(ids(2, 20), use_cache=True).past_key_values
     one, other = ([layer.slots.order[row].tolist() for layer in caches_in(cache)] for row in range(2))
@@ -99,7 +95,7 @@ def test_a_prompt_and_a_step_are_two_graphs() -> None:
     assert one[0] != one[1]
     for _ in range(3):
         cache = run(ids(2, 1), past_key_values=cache, use_cache=True).past_key_values
-    assert len(graphs) == 2
+    assert len(counting.graphs) == 2
 
 
 def test_files(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.fx as fx
 import transformers
+from torch._dynamo.testing import EagerAndRecordGraphs
 
 import kvpass
 from kvpass.capture.canonical import APPEND, ATTENTION
@@ -22,15 +23,9 @@ def compiled_graphs(
     architecture: str, steps: list[int], padding: tuple[int, ...] = (), **backend: Any
 ) -> list[fx.GraphModule]:
     """Return the rewritten graphs in the order of their compilation."""
-    seen: list[fx.GraphModule] = []
-
-    def inner(gm: fx.GraphModule, examples: Any) -> Any:
-        seen.append(gm)
-        return gm.forward
-
-    ids, mask = prompt(2, sum(steps), padding)
+    inner, (ids, mask) = EagerAndRecordGraphs(), prompt(2, sum(steps), padding)
     teacher_forced(build(architecture), ids, mask, steps, inner=inner, **backend)
-    return seen
+    return inner.graphs
 
 
 def symbols(gm: fx.GraphModule) -> list[fx.Node]:

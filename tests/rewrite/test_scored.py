@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.fx as fx
 import transformers
+from torch._dynamo.testing import EagerAndRecordGraphs
 
 import kvpass
 from kvpass.capture.canonical import ATTENTION
@@ -16,15 +16,9 @@ from tests.models import ARCHITECTURES, build, prompt, teacher_forced
 
 def counted(model: Any, count: int, **backend: Any) -> tuple[int, int, int]:
     """Count calls in a prompt's graph: of attention, of scores alone, and of both combined."""
-    seen: list[fx.GraphModule] = []
-
-    def inner(gm: fx.GraphModule, examples: Any) -> Any:
-        seen.append(gm)
-        return gm.forward
-
-    ids, mask = prompt(2, count, ())
+    inner, (ids, mask) = EagerAndRecordGraphs(), prompt(2, count, ())
     teacher_forced(model, ids, mask, [count], inner=inner, **backend)
-    nodes = seen[-1].graph.nodes
+    nodes = inner.graphs[-1].graph.nodes
     values = [node.args[2] for node in nodes if node.target == torch.ops.kvpass.attention_statistics.default]
     return sum(node.target == ATTENTION for node in nodes), values.count(None), len(values) - values.count(None)
 

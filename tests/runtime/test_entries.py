@@ -24,6 +24,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch._dynamo.testing import EagerAndRecordGraphs
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -309,17 +310,12 @@ def dynamo_settings() -> dict[str, Any]:
 
 def graphs_of_another_backend() -> int:
     """Count the graphs that torch makes of a new function for twelve shapes."""
-    graphs: list[Any] = []
-
-    def backend(gm: torch.fx.GraphModule, _: Any) -> Any:
-        graphs.append(gm)
-        return gm.forward
-
+    backend = EagerAndRecordGraphs()
     function = eval("lambda x: x + 1")  # a new code object, because torch counts graphs for each
     compiled = torch.compile(function, backend=backend, dynamic=False)
     for size in range(1, 13):
         compiled(torch.ones(size))
-    return len(graphs)
+    return len(backend.graphs)
 
 
 @pytest.mark.few(1)

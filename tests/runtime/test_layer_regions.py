@@ -157,9 +157,7 @@ CHANGES = (_other_activation, _other_class, _forward_of_its_own, _nested_modules
 @pytest.mark.parametrize("layer", range(LAYERS))
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_layer_that_differs_keeps_its_own_code(
-    change: Callable[[Any], None], later: bool, layer: int, fresh_dynamo: None
-) -> None:
+def test_a_layer_that_differs_keeps_its_own_code(change: Callable[[Any], None], later: bool, layer: int) -> None:
     """Change one layer before the first conversation, or after it."""
     model, ids = models.build("Llama", layers=LAYERS), ids_of(1, 10)
     plain = copy.deepcopy(model)
@@ -174,9 +172,7 @@ def test_a_layer_that_differs_keeps_its_own_code(
 @needs_reuse
 @pytest.mark.parametrize("layer", range(LAYERS))
 @pytest.mark.parametrize("change", [_hook, _hook_before])
-def test_a_layer_with_hooks_inside_keeps_its_own_code(
-    change: Callable[[Any], None], layer: int, fresh_dynamo: None
-) -> None:
+def test_a_layer_with_hooks_inside_keeps_its_own_code(change: Callable[[Any], None], layer: int) -> None:
     model, ids = models.build("Llama", layers=LAYERS), ids_of(1, 10)
     change(model.model.layers[layer])
     wanted = talk(model, ids, (8, 1, 1))
@@ -185,7 +181,7 @@ def test_a_layer_with_hooks_inside_keeps_its_own_code(
 
 
 @needs_reuse
-def test_a_layer_with_a_configuration_of_its_own_keeps_its_own_code(fresh_dynamo: None) -> None:
+def test_a_layer_with_a_configuration_of_its_own_keeps_its_own_code() -> None:
     """Check objects that all layers share, and that Dynamo knows by another path."""
     model, ids = models.build("Llama", layers=LAYERS), ids_of(1, 10)
     own = type(model.model.layers[0].mlp).forward
@@ -407,7 +403,7 @@ ASKING = [
 
 
 @pytest.mark.parametrize("ask", ASKING)
-def test_layers_that_ask_the_whole_cache_are_no_regions(ask: Callable[[Any], float], fresh_dynamo: None) -> None:
+def test_layers_that_ask_the_whole_cache_are_no_regions(ask: Callable[[Any], float]) -> None:
     """Check that what stands for the cache within a region gives no answer that the cache would not give."""
     plain = models.build("Llama", layers=4)
     ours = copy.deepcopy(plain)
@@ -497,7 +493,7 @@ def _counts_uncompiled(own: Any, count: Callable[[], Any]) -> Callable[..., Any]
 
 @pytest.mark.parametrize("breaks", [_then_breaks, _breaks_in_a_loop, _counts_uncompiled])
 @pytest.mark.parametrize("in_graph", [True, False])
-def test_no_side_effect_of_a_call_is_repeated(breaks: Callable[..., Any], in_graph: bool, fresh_dynamo: None) -> None:
+def test_no_side_effect_of_a_call_is_repeated(breaks: Callable[..., Any], in_graph: bool) -> None:
     """Test calls that have run a part of the model before Dynamo reaches layers that cannot be regions."""
     model, ids, calls, steps = models.build("Llama", layers=LAYERS), ids_of(1, 10), [0], torch.zeros((), dtype=int)
     with torch.no_grad():
@@ -519,7 +515,7 @@ def test_no_side_effect_of_a_call_is_repeated(breaks: Callable[..., Any], in_gra
 
 
 @pytest.mark.parametrize("disabled", ["layers", "model"])
-def test_layers_that_run_uncompiled_get_the_cache_itself(disabled: str, fresh_dynamo: None) -> None:
+def test_layers_that_run_uncompiled_get_the_cache_itself(disabled: str) -> None:
     """Check that code which Dynamo does not trace sees no region, where a cache of one layer would lack members."""
     plain = models.build("Llama", layers=LAYERS)
     let_attention_ask(plain, lambda cache: float(len(cache.layers)))

@@ -17,11 +17,6 @@ IDS = torch.randint(0, 16, (2, 40), generator=torch.Generator().manual_seed(0))
 PIECES = (5, *[1] * 6)
 
 
-@pytest.fixture(autouse=True)
-def _fresh(fresh_dynamo: None) -> None:
-    """Trace every model anew."""
-
-
 class UncompiledCache:
     """A cache that grows in a function that Dynamo does not trace."""
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import platform
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,24 +18,30 @@ from kvpass.errors import KVPassError
 from kvpass.policies import aligners
 
 
-def train(model: str, text: Path | None, out: Path, settings: TrainingSettings, dtype: str, device: str | None) -> None:
-    """Train an aligner and write `out` and, with the same name, a json of every figure; see `kvpass align train`.
+def train(parsed: argparse.Namespace) -> None:
+    """Run `kvpass align train`: write an aligner and, with the same name, a json of every figure.
 
     Raises:
         KVPassError: a model, text or folder that cannot be used; see also `kvpass.apps.align.train.train`.
     """
+    names = ("window", "recipe", "every", "steps", "tokens", "rate", "seed")
+    options: dict[str, Any] = {name: getattr(parsed, name) for name in names}
+    options |= {name: tuple(getattr(parsed, name) or ()) or None for name in ("hidden", "hidden_values")}
+    settings, out, text = TrainingSettings(**options), parsed.out, parsed.text
     figures_file, checkpoint = out.with_suffix(".json"), out.with_suffix(".checkpoint.pt")
     _check_files(out, figures_file, checkpoint, text)
-    loaded = models.load(model)
-    models.to_device(loaded.model, device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    loaded = models.load(parsed.model)
+    models.to_device(loaded.model, parsed.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if loaded.has_position_table and loaded.trained_length is not None:
         last = loaded.trained_length - 1
         if settings.window > last:
-            raise KVPassError(f"--window {settings.window}: {model} has positions 0 to {last}; choose a smaller window")
+            raise KVPassError(
+                f"--window {settings.window}: {parsed.model} has positions 0 to {last}; choose a smaller window"
+            )
     texts = corpus.read(corpus.training_files()) if text is None else [corpus.read_file(text)]
     stream = torch.tensor([token for ids in loaded.encode(texts) for token in (loaded.bos, *ids)])
     trained = train_aligner(loaded.model, stream, settings, checkpoint)
-    aligners.save(trained.aligner, out, getattr(torch, dtype))
+    aligners.save(trained.aligner, out, getattr(torch, parsed.dtype))
     summary = figures(trained, settings, len(stream))
     figures_file.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     checkpoint.unlink(missing_ok=True)

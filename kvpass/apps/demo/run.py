@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import functools
@@ -47,6 +48,13 @@ SHOWN = 2  # answers that are printed, the last ones
 SINKS = 4
 
 
+def run_command(parsed: argparse.Namespace) -> None:
+    """Run `kvpass demo`; see `main`."""
+    names = ("model", "budget", "text", "out", "kv_dtype")
+    settings: dict[str, Any] = {name: getattr(parsed, name) for name in names}
+    main(DemoSettings(policies=tuple(parsed.policy), parts=tuple(parsed.part), **settings))
+
+
 def main(settings: DemoSettings) -> None:
     """Print the tables, and write them and the pictures to `settings.out`.
 
@@ -80,7 +88,7 @@ class Contender:
     Attributes:
         loop: decodes; or the reason why kvpass refuses the policy.
         budget: slots; None if nothing is evicted.
-        recorder: records the positions in the cache along the book.
+        recorder: records the positions in the cache along the book, the only text that a part scores.
     """
 
     name: str
@@ -88,6 +96,10 @@ class Contender:
     loop: Loop | KVPassError
     budget: int | None
     recorder: PositionRecorder
+
+
+Columns = Callable[[Contender, Sequence[Row]], Row]
+"""Makes the cells of a contender in a table from the rows of its measure."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,7 +222,7 @@ class Demo:
             f"Perplexity along {tokens:,} tokens of {name}, fed in chunks of {sizes.chunk}; {subject.name}{range_}, "
             f"budget {self.settings.budget}."
         )
-        rows = self._table("book", caption, measure, columns, watched=True)
+        rows = self._table("book", caption, measure, columns)
         title = f"Perplexity of {name}, budget {self.settings.budget}"
         figure = plots.lines({title: lines}, "tokens", "perplexity", log_y=True) if lines else None
         if figure is not None and trained is not None and tokens > trained:
@@ -229,7 +241,7 @@ class Demo:
         sizes, budget = self.sizes, self.settings.budget
         contenders, subject = self.contenders, self.subject
         if self.bundled:
-            subject = load_memory(None)
+            subject = load_memory()
             contenders = self._contenders(subject)
             measure: Measure = RecallMeasure(trials=sizes.trials)
             measured, across = "Share of planted pairs that are recalled, by tokens since", "tokens since the pair"
@@ -288,30 +300,20 @@ class Demo:
     # -- what parts share --------------------------------------------------------------------------------------------
 
     def _table(
-        self,
-        part: str,
-        caption: str,
-        measure: Measure,
-        columns: Callable[[Contender, Sequence[Row]], Row],
-        contenders: Sequence[Contender] | None = None,
-        watched: bool = False,
+        self, part: str, caption: str, measure: Measure, columns: Columns, contenders: Sequence[Contender] | None = None
     ) -> list[Row]:
         """Measure every contender, and print a row for each as soon as it is there."""
         table, rows = PrintedTable(len(FULL)), list[Row]()
         self.head(caption)
 
-        for contender, outcome in self._each(part, lambda session: list(measure.rows(session)), contenders, watched):
+        for contender, outcome in self._each(part, lambda session: list(measure.rows(session)), contenders):
             row = {"error": str(outcome)} if isinstance(outcome, KVPassError) else columns(contender, outcome)
             rows.append({"policy": contender.name, **row})
             self.say(*table.lines(rows[-1]))
         return rows
 
     def _each(
-        self,
-        part: str,
-        action: Callable[[Session], Any],
-        contenders: Sequence[Contender] | None = None,
-        watched: bool = False,
+        self, part: str, action: Callable[[Session], Any], contenders: Sequence[Contender] | None = None
     ) -> Iterator[tuple[Contender, Any]]:
         """Yield every contender with what the action gives for it, or the reason why kvpass refuses."""
         for contender in contenders or self.contenders:
@@ -319,7 +321,7 @@ class Demo:
             if isinstance(contender.loop, KVPassError):
                 yield contender, contender.loop
                 continue
-            watch = contender.recorder if watched and contender.name != FULL else lambda cache: None
+            watch = contender.recorder if contender.name != FULL else lambda cache: None
             session = Session(
                 contender.subject, contender.loop, self.texts, "chunk", self.sizes.chunk, contender.budget,
                 self.bar.update, watch,

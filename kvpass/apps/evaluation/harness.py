@@ -7,9 +7,10 @@ call `register`, or pass an instance of `BoundedLM` to `lm_eval.simple_evaluate`
 
 from __future__ import annotations
 
+import argparse
 import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -40,9 +41,10 @@ def register() -> None:
     model_registry.register(NAME, target=BoundedLM)
 
 
-def run(arguments: Sequence[str]) -> None:
+def run(parsed: argparse.Namespace) -> None:
     """Run the harness's own command, with `kvpass` among its models and as the default of `--model`."""
     register()
+    arguments: list[str] = parsed.rest
     named = any(argument.partition("=")[0] in ("--model", "-M") for argument in arguments)
     sys.argv = ["lm_eval", *([] if arguments[:1] == ["run"] else ["run"]), *arguments]
     sys.argv += [] if named else ["--model", NAME]

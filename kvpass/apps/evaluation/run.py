@@ -76,12 +76,13 @@ def settings_of(parsed: argparse.Namespace) -> EvaluationSettings:
     )
 
 
-def main(settings: EvaluationSettings) -> None:
+def main(parsed: argparse.Namespace) -> None:
     """Measure the cases that the folder does not have yet, write the results, and print the tables.
 
     Raises:
         KVPassError: an invalid policy, a model, text or folder that cannot be read, or no case that could be measured.
     """
+    settings = settings_of(parsed)
     all_cases = list(cases(settings))
     results = Results(settings.out)
     texts = corpus.texts_of(settings.texts, settings.model is None)

@@ -13,7 +13,6 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 import transformers
 import uvicorn
 
@@ -22,7 +21,7 @@ from kvpass.apps import models
 from kvpass.apps.serving.conversations import Limits
 from kvpass.apps.serving.routes import create_app
 from kvpass.apps.serving.service import ServeSettings, Service
-from tests.models import sharing_compiled_code
+from tests.models import sharing_compiled_code, with_uneven_attention
 
 NAME = "small"
 BUDGET, ROWS = 24, 3
@@ -45,12 +44,7 @@ def model() -> Any:
     """Return a random Llama with the vocabulary of the bundled models and clearly uneven attention."""
     sizes = dict(vocab_size=2048, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2)
     config = transformers.LlamaConfig(**sizes, num_hidden_layers=1, max_position_embeddings=512, eos_token_id=0)
-    made, drawn = transformers.LlamaForCausalLM(config).eval(), torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for weight in made.parameters():
-            if weight.ndim > 1:
-                weight.normal_(0, 0.3, generator=drawn)
-    return made
+    return with_uneven_attention(transformers.LlamaForCausalLM(config).eval(), seed=3)
 
 
 class OddLoop(kvpass.DecodeLoop):
@@ -111,9 +105,9 @@ class Running:
 
 
 @contextlib.contextmanager
-def serving(subject: Any = None, warm: bool = True, loop: Any = None, **settings: Any) -> Iterator[Running]:
+def serving(warm: bool = True, loop: Any = None, **settings: Any) -> Iterator[Running]:
     """Start a server of a model, and end it as after a signal."""
-    subject = model() if subject is None else subject
+    subject = model()
     loop = loop or OddLoop(subject, **HOW, rows=ROWS, read_interval=4)
     loaded = models.LoadedModel(NAME, subject, tokenizer(), 512, False)
     service = Service(loaded, NAME, loop, ROWS, ServeSettings(**{"context": 512, **settings}))

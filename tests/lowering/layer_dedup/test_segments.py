@@ -11,6 +11,7 @@ import torch
 import torch.fx as fx
 import transformers
 from torch import Tensor
+from torch._dynamo.testing import EagerAndRecordGraphs
 from transformers import DynamicCache
 
 import kvpass
@@ -23,15 +24,9 @@ from tests.models import build, prompt, teacher_forced
 
 def steps_of(model: Any, policy: str, steps: list[int]) -> list[fx.GraphModule]:
     """Return the rewritten graphs of a run, without the prompt's."""
-    graphs: list[fx.GraphModule] = []
-
-    def keep(gm: fx.GraphModule, examples: Any) -> Callable[..., Any]:
-        graphs.append(gm)
-        return gm.forward
-
-    ids, mask = prompt(2, sum(steps), (3, 0))
-    teacher_forced(model, ids, mask, steps, inspect=False, policy=policy, budget=8, inner=keep)
-    return graphs[1:]
+    inner, (ids, mask) = EagerAndRecordGraphs(), prompt(2, sum(steps), (3, 0))
+    teacher_forced(model, ids, mask, steps, inspect=False, policy=policy, budget=8, inner=inner)
+    return inner.graphs[1:]
 
 
 def bodies(segments: list[Segment]) -> list[int]:
