@@ -421,7 +421,7 @@ class RepeatedStep:
 
         Caches and tensors of the loop follow by themselves, and so do numbers that count no tokens but are sizes.
         """
-        of_loop, counters = (self.state.ids, self.state.position, mask), self.runner.sizes.counters.values()
+        of_loop, counters = (self.state.ids, self.state.position, mask), self.runner.counters
         changed = []
         for index, (argument, wanted) in enumerate(zip(arguments, expected, strict=True)):
             if not isinstance(argument, Tensor):

@@ -49,27 +49,7 @@ class CallSizes:
     windows: tuple[int | None, ...]  # for each layer, the window if it is full
 
 
-class TokenCounters:
-    """The integers among a step's arguments that count tokens.
-
-    Attributes:
-        counters: their argument indices, by the symbol or number that stands for each.
-    """
-
-    def __init__(self, counters: dict[Any, int]) -> None:
-        self.counters = counters
-
-    def queries(self, arguments: tuple[Any, ...]) -> int:
-        """Return the number of new tokens q."""
-        raise NotImplementedError
-
-    def shift_counts(self, arguments: tuple[Any, ...], seen: int, by: int) -> tuple[Any, ...]:
-        """Return arguments of a call after `seen` tokens, with `by` added to the integers that count them."""
-        counting = [index for index in self.counters.values() if arguments[index] == seen]
-        return tuple(x + by if index in counting else x for index, x in enumerate(arguments))
-
-
-class StepSizes(TokenCounters):
+class StepSizes:
     """The sizes of a step graph.
 
     Attributes:
@@ -80,8 +60,7 @@ class StepSizes(TokenCounters):
     """
 
     def __init__(self, canonical_gm: fx.GraphModule, sites: list[AttentionSite]) -> None:
-        super().__init__(_counters(canonical_gm))
-        self._canonical_gm, self._sites = canonical_gm, sites
+        self._canonical_gm, self._sites, self.counters = canonical_gm, sites, _counters(canonical_gm)
         self.sources, self.other_sources = _free_sizes(canonical_gm, sites)
         self.rewritten_interpretations = LruCache[SizeInterpretation, None]()
         self._new_tokens = LruCache[tuple[int, ...], int]()
@@ -92,6 +71,7 @@ class StepSizes(TokenCounters):
         return tuple(int(arguments[index].shape[dim]) for index, dim in self.sources.values())
 
     def queries(self, arguments: tuple[Any, ...]) -> int:
+        """Return the number of new tokens q."""
         return self._new_token_count(self.numbers(arguments))
 
     def _new_token_count(self, numbers: tuple[int, ...]) -> int:
