@@ -31,16 +31,6 @@ SizeInterpretation = tuple[int | None, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class SizeTie:
-    """A size that equals a source in a call; `source_index` is the index in `StepSizes.sources`.
-
-    Dynamo gives the rows of a padding mask a symbol of their own if the graph does not relate them to the tokens' rows.
-    """
-
-    source_index: int
-
-
-@dataclasses.dataclass(frozen=True)
 class CallSizes:
     """The sizes of one call."""
 
@@ -111,27 +101,28 @@ class StepSizes:
         worked = [each for each in interpretations if each in self.rewritten_interpretations]
         return worked[-1:] or interpretations
 
-    def tie_sizes(self, other_sizes: SizeInterpretation, numbers: tuple[int, ...]) -> tuple[int | SizeTie | None, ...]:
-        """Tie each size that equals one of `numbers` to it, so that dynamic code keeps both equal."""
-        return tuple(SizeTie(numbers.index(size)) if size in numbers else size for size in other_sizes)
+    def tie_sizes(self, other_sizes: SizeInterpretation, numbers: tuple[int, ...]) -> tuple[Any, ...]:
+        """Replace each size that equals one of `numbers` by its symbol, so that dynamic code keeps both equal.
 
-    def resolve(
-        self, call: CallSizes, other_sizes: tuple[int | SizeTie | None, ...], dynamic: DynamicDims | None = None
-    ) -> Sizes:
+        Dynamo gives the rows of a padding mask a symbol of their own if the graph does not relate them to those of the
+        tokens.
+        """
+        symbols = dict(zip(reversed(numbers), reversed(self.sources), strict=True))
+        return tuple(symbols.get(size, size) for size in other_sizes)
+
+    def resolve(self, call: CallSizes, other_sizes: tuple[Any, ...], dynamic: DynamicDims | None = None) -> Sizes:
         """Return the meaning of the graph's symbols in a call, perhaps with some sizes dynamic."""
         key = call, other_sizes, dynamic
         return self._resolved.find(key) or self._resolved.put(key, self._resolve(call, other_sizes, dynamic))
 
-    def _resolve(
-        self, call: CallSizes, other_sizes: tuple[int | SizeTie | None, ...], dynamic: DynamicDims | None
-    ) -> Sizes:
+    def _resolve(self, call: CallSizes, other_sizes: tuple[Any, ...], dynamic: DynamicDims | None) -> Sizes:
         values: dict[Any, Any] = dict(zip(self.sources, call.numbers, strict=True))
         new: Any = self._new_token_count(call.numbers)
         if dynamic:
             symbols = dynamic.symbols
             values.update({symbol: symbols[index] for index, symbol in enumerate(self.sources) if index in symbols})
             new = shapes.expr(self._sites[0].queries).subs(values)
-        tied_to, lengths = tuple(values.values()), []
+        lengths = []
         for symbol, counted in zip(self.counters, call.counters, strict=True):
             if counted == "seen":
                 lengths.append(symbol)
@@ -139,7 +130,7 @@ class StepSizes:
                 values[symbol] = new if counted == "new" else counted
         for symbol, size in zip(self.other_sources, other_sizes, strict=True):
             if size is not None:
-                values[symbol] = tied_to[size.source_index] if isinstance(size, SizeTie) else size
+                values[symbol] = values.get(size, size)  # a tied size is the symbol of a source
         for site, window in zip(self._sites, call.windows, strict=True):
             for stored in (shapes.expr(walk.value(past).shape[2]) for past in site.pasts):
                 if window is None:
