@@ -181,9 +181,9 @@ class LayerCache:
     _selections: list[_RowSelection] = dataclasses.field(default_factory=list)
 
     @property
-    def valid_seen(self) -> Tensor:
-        """int64 [B] on the device: real tokens seen."""
-        return self.slots.seen
+    def nbytes(self) -> int:
+        """Bytes of the slots, metadata included."""
+        return sum(tensor.nbytes for tensor in self.slots.tensors())
 
     @property
     def stored_tokens(self) -> int:

@@ -58,7 +58,7 @@ class RequestBatch(DecodeState):
             CacheHandleError: the model's cache holds more than slots.
         """
         one = caches_in(cache)
-        needed = rows * sum(layer.slots.nbytes for layer in one)
+        needed = rows * sum(layer.nbytes for layer in one)
         free = _free_bytes(loop.device)
         if free is not None and needed > free:
             raise BudgetError(
@@ -160,7 +160,7 @@ class RequestBatch(DecodeState):
     def mask(self) -> Tensor:
         """Return the padding mask [R, tokens seen]; a row's own tokens are at its end, and free rows are arbitrary."""
         indices = torch.arange(self.length, device=self.stopped.device)
-        return (indices >= self.length - self.caches[0].valid_seen[:, None]).to(torch.int64)
+        return (indices >= self.length - self.caches[0].slots.seen[:, None]).to(torch.int64)
 
     @property
     def variant(self) -> Any:
