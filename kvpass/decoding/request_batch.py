@@ -27,7 +27,7 @@ from kvpass.cache.model_cache import caches_in, refresh_handles
 from kvpass.cache.slots import AnySlots, empty_slots
 from kvpass.decoding.requests import MOST_STOPS, Request
 from kvpass.decoding.sampling import RowSampling
-from kvpass.decoding.stepping import LoopSettings, DecodeState
+from kvpass.decoding.stepping import DecodeState, LoopSettings
 from kvpass.errors import BudgetError, CacheHandleError
 from kvpass.runtime.cache_changes import equalize_layouts, mark_addresses_static
 
