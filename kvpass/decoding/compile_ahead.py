@@ -97,10 +97,7 @@ def warm(
                 _run_turns(begin(size, padded), (length, *several), allowance, tick)
         for size, padded, length in chunked:
             with skipped.conversation(f"prompts [{size}, {length}] in chunks"):
-                conversation = begin(size, padded)
-                conversation.feed(length, chunk=prefill_chunk)
-                conversation.converse(0, 1)
-                tick(f"chunks of [{size}, {prefill_chunk}]")
+                _feed_chunks(begin(size, padded), length, prefill_chunk, tick)
     skipped.check()
     return model
 
@@ -116,6 +113,13 @@ def _run_turns(
     for turn, steps in turns:
         conversation.converse(turn, steps)
         tick(f"turn [{conversation.rows}, {turn}]")
+
+
+def _feed_chunks(conversation: SyntheticConversation, length: int, chunk: int | None, tick: Tick) -> None:
+    """Run a prompt in chunks, and a decode step."""
+    conversation.feed(length, chunk=chunk)
+    conversation.converse(0, 1)
+    tick(f"chunks of [{conversation.rows}, {chunk}]")
 
 
 def _until_compaction(caches: Sequence[LayerCache]) -> int:
