@@ -82,8 +82,7 @@ def warm(
     compiler: Backend = dynamo.backend_of(model)
     chosen, budget, skipped = compiler.policy, compiler.budget, SkippedConversations()
     lengths = prompt_lengths(budget, chosen, model)
-    # Without padding too, where `generate` omits arguments.
-    batches = [(size, padded) for size in rows for padded in ((False, True) if size > 1 else (False,))]
+    batches = [(size, padded) for size in rows for padded in (False, True)[:size]]  # `generate` omits masks of ones
     prompts = [(size, padded, length) for size, padded in batches for length in lengths if length > 1 or not padded]
     has_encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)  # it reads the prompt
     several = TURNS if turns and not has_encoder else ()
