@@ -181,11 +181,6 @@ class LayerCache:
     _selections: list[_RowSelection] = dataclasses.field(default_factory=list)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the slots, metadata included."""
-        return sum(tensor.nbytes for tensor in self.slots.tensors())
-
-    @property
     def stored_tokens(self) -> int:
         """The number of tokens that the model's cache stores."""
         return self.length if self.window is None else min(self.length, self.window)

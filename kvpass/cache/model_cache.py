@@ -38,7 +38,7 @@ def usable_caches_in(cache: Any, backend: CacheOwner) -> list[LayerCache]:
 
 def _handles(cache: Any) -> Iterator[Handle]:
     """Yield every handle in a DecodeLoop, a cache object with `layers` that have `keys`, or nested containers."""
-    inner = cache if isinstance(cache, Tensor) else model_access.cache_in(cache)  # a handle has a `cache` of its own
+    inner: Any = cache if isinstance(cache, Tensor) else model_access.cache_in(cache)  # a handle has a `cache` too
     for leaf in optree.tree_leaves(layers_of(inner) or inner):
         keys = leaf if isinstance(leaf, Tensor) else getattr(leaf, "keys", None)
         if isinstance(keys, Handle):

@@ -184,6 +184,10 @@ class Slots:
         slots.free.copy_(next_free(layout, slots))
         return slots
 
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors())
+
 
 NAMES = ("key", "value", "position", "index", "free", "seen", "length", "rank")
 
@@ -286,6 +290,10 @@ class ClassedSlots:
     def cached_indices(self, layout: Layout, pinned: bool = False) -> Tensor:
         """Return the indices of cached tokens as `Slots.cached_indices` does."""
         return self.joined_classes(layout).cached_indices(dataclasses.replace(layout, classes=()), pinned)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors())
 
 
 AnySlots = Slots | ClassedSlots

@@ -58,7 +58,7 @@ class RequestBatch(DecodeState):
             CacheHandleError: the model's cache holds more than slots.
         """
         one = caches_in(cache)
-        needed = rows * sum(layer.nbytes for layer in one)
+        needed = rows * sum(layer.slots.nbytes for layer in one)
         free = _free_bytes(loop.device)
         if free is not None and needed > free:
             raise BudgetError(

@@ -233,7 +233,7 @@ def _layer(cache: LayerCache) -> LayerReport:
     capacities = tuple((part.heads, part.capacity) for part in layout.by_class if layout.classes)
     return LayerReport(
         repr(policy), max(cache.row_budgets, default=layout.budget), policy.compacted(layout.budget), layout.capacity,
-        cache.length, positions, cache.nbytes, layout.batch * cache.stored_tokens * row,
+        cache.length, positions, cache.slots.nbytes, layout.batch * cache.stored_tokens * row,
         (*cache.notes, *([interval] if interval else [])), cache.slots.cached_indices(layout, pinned=True), capacities,
     )  # fmt: skip
 

@@ -107,7 +107,7 @@ class StepSizes:
         Dynamo gives the rows of a padding mask a symbol of their own if the graph does not relate them to those of the
         tokens.
         """
-        symbols = dict(zip(reversed(numbers), reversed(self.sources), strict=True))
+        symbols: dict[Any, Any] = dict(zip(reversed(numbers), reversed(self.sources), strict=True))
         return tuple(symbols.get(size, size) for size in other_sizes)
 
     def resolve(self, call: CallSizes, other_sizes: tuple[Any, ...], dynamic: DynamicDims | None = None) -> Sizes:
