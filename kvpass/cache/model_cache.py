@@ -38,8 +38,9 @@ def usable_caches_in(cache: Any, backend: CacheOwner) -> list[LayerCache]:
 
 def _handles(cache: Any) -> Iterator[Handle]:
     """Yield every handle in a DecodeLoop, a cache object with `layers` that have `keys`, or nested containers."""
-    inner: Any = cache if isinstance(cache, Tensor) else model_access.cache_in(cache)  # a handle has a `cache` too
-    for leaf in optree.tree_leaves(layers_of(inner) or inner):
+    inner = cache if isinstance(cache, Tensor) else model_access.cache_in(cache)  # a handle has a `cache` of its own
+    tree: Any = layers_of(inner) or inner
+    for leaf in optree.tree_leaves(tree):
         keys = leaf if isinstance(leaf, Tensor) else getattr(leaf, "keys", None)
         if isinstance(keys, Handle):
             yield keys
