@@ -93,10 +93,7 @@ class _Candidates:
         state = {name: select_heads(entry, heads) for name, entry in self.tokens.state.items()}
         position = select_heads(self.tokens.position, heads)
         tokens = dataclasses.replace(self.tokens, position=position, state=state, budget=layout.budget, rank=None)
-        vectors = [
-            EncodedVectors(x.format, tuple(select_heads(part, heads) for part in x.parts))
-            for x in (self.key, self.value)
-        ]
+        vectors = (x.map_tensors(lambda part: select_heads(part, heads)) for x in (self.key, self.value))
         return _Candidates(tokens, select_heads(self.index, heads), *vectors)
 
 

@@ -181,11 +181,6 @@ class LayerCache:
     _selections: list[_RowSelection] = dataclasses.field(default_factory=list)
 
     @property
-    def valid_seen(self) -> Tensor:
-        """int64 [B] on the device: real tokens seen."""
-        return self.slots.seen
-
-    @property
     def stored_tokens(self) -> int:
         """The number of tokens that the model's cache stores."""
         return self.length if self.window is None else min(self.length, self.window)

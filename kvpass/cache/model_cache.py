@@ -23,9 +23,7 @@ def layers_of(cache: Any) -> Sequence[Any]:
 
 def is_cache_object(value: Any) -> bool:
     """Return whether a value is a cache object, which has `layers` itself or in its `self_attention_cache`."""
-    return not isinstance(value, (Tensor, torch.nn.Module)) and isinstance(
-        getattr(getattr(value, "self_attention_cache", value), "layers", None), list
-    )
+    return isinstance(layers_of(value), list) and not isinstance(value, (list, torch.nn.Module))
 
 
 def caches_in(cache: Any) -> list[LayerCache]:
@@ -40,13 +38,9 @@ def usable_caches_in(cache: Any, backend: CacheOwner) -> list[LayerCache]:
 
 def _handles(cache: Any) -> Iterator[Handle]:
     """Yield every handle in a DecodeLoop, a cache object with `layers` that have `keys`, or nested containers."""
-    if not isinstance(cache, Tensor):  # a handle has a `cache` of its own
-        attributes = (getattr(cache, name, None) for name in ("self_attention_cache", "layers"))
-        inner = next((x for x in (model_access.cache_of_output(cache), *attributes) if x is not None), None)
-        if inner is not None:
-            yield from _handles(inner)
-            return
-    for leaf in optree.tree_leaves(cache):
+    inner = cache if isinstance(cache, Tensor) else model_access.cache_in(cache)  # a handle has a `cache` of its own
+    tree: Any = layers_of(inner) or inner
+    for leaf in optree.tree_leaves(tree):
         keys = leaf if isinstance(leaf, Tensor) else getattr(leaf, "keys", None)
         if isinstance(keys, Handle):
             yield keys

@@ -6,11 +6,11 @@ Lengths and batch sizes come in pairs, because torch.compile makes a graph for a
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from kvpass import model_access
 from kvpass.arguments import Condition, Positive, check_arguments
@@ -82,30 +82,28 @@ def warm(
     compiler: Backend = dynamo.backend_of(model)
     chosen, budget, skipped = compiler.policy, compiler.budget, SkippedConversations()
     lengths = prompt_lengths(budget, chosen, model)
-    batches = [(size, padded) for size in rows for padded in _paddings(size)]
+    batches = [(size, padded) for size in rows for padded in (False, True)[:size]]  # `generate` omits masks of ones
     prompts = [(size, padded, length) for size, padded in batches for length in lengths if length > 1 or not padded]
     has_encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)  # it reads the prompt
     several = TURNS if turns and not has_encoder else ()
     in_chunks = [] if prefill_chunk is None else prompt_lengths(budget, chosen, model, prefill_chunk)
     chunked = [(size, padded, length) for size, padded in batches for length in in_chunks]
+    begin = functools.partial(SyntheticConversation, ModelCall.of(model), model_access.device_of(model))
     with torch.no_grad(), _bar(len(prompts) * (1 + len(several)) + len(chunked), progress) as tick:
         for size, padded, length in prompts:
             allowance = TokenAllowance.of(chosen, budget, length, model)
             with skipped.conversation(f"prompts [{size}, {length}]"):
-                _run_turns(_Conversation(model, size, padded), (length, *several), allowance, tick)
+                _run_turns(begin(size, padded), (length, *several), allowance, tick)
         for size, padded, length in chunked:
             with skipped.conversation(f"prompts [{size}, {length}] in chunks"):
-                _feed_chunks(_Conversation(model, size, padded), length, prefill_chunk, tick)
+                _feed_chunks(begin(size, padded), length, prefill_chunk, tick)
     skipped.check()
     return model
 
 
-def _paddings(rows: int) -> tuple[bool, ...]:
-    """Return whether to run a batch without and with padding; `generate` omits arguments for a batch without it."""
-    return (False, True) if rows > 1 else (False,)
-
-
-def _run_turns(conversation: _Conversation, lengths: Sequence[int], allowance: TokenAllowance, tick: Tick) -> None:
+def _run_turns(
+    conversation: SyntheticConversation, lengths: Sequence[int], allowance: TokenAllowance, tick: Tick
+) -> None:
     """Run a prompt, decode steps up to the next compaction as far as allowed, and further turns."""
     (length, steps), *turns = allowance.parts(lengths[0], DECODE_STEPS, lengths[1:], DECODE_STEPS)
     conversation.converse(length, steps)
@@ -116,7 +114,7 @@ def _run_turns(conversation: _Conversation, lengths: Sequence[int], allowance: T
         tick(f"turn [{conversation.rows}, {turn}]")
 
 
-def _feed_chunks(conversation: _Conversation, length: int, chunk: int | None, tick: Tick) -> None:
+def _feed_chunks(conversation: SyntheticConversation, length: int, chunk: int | None, tick: Tick) -> None:
     """Run a prompt in chunks, and a decode step."""
     conversation.feed(length, chunk=chunk)
     conversation.converse(0, 1)
@@ -129,34 +127,6 @@ def _until_compaction(caches: Sequence[LayerCache]) -> int:
     layout, clock, limit = caches[0].layout, caches[0].clocks[0], caches[0].row_budgets[0]
     parts = clock_by_class(layout, clock, limit)
     return min(steps_until_compaction(layout.policy, budget, own) for own, budget in parts)
-
-
-class _Conversation(SyntheticConversation):
-    """A conversation through `generate` if the model has it, else by calls."""
-
-    def __init__(self, model: Any, rows: int, padded: bool) -> None:
-        super().__init__(ModelCall.of(model), model_access.device_of(model), rows, padded)
-        self.model = model
-
-    def converse(self, new: int, answer: int) -> None:
-        """Feed `new` tokens, and then decode `answer` tokens one by one."""
-        if not hasattr(self.model, "generate"):
-            self.feed(*([new] if new else []), *[1] * answer)
-        elif new + answer:
-            self._generate(self.tokens(self.seen + new + (not new)), answer + 1)
-
-    def _generate(self, ids: Tensor, answer: int) -> None:
-        out = self.model.generate(
-            ids,
-            attention_mask=self.mask(ids.shape[1]),
-            **model_access.cache_arguments(self.model, self.cache),
-            min_new_tokens=answer,
-            max_new_tokens=answer,
-            do_sample=False,
-            return_dict_in_generate=True,
-            pad_token_id=0,
-        )
-        self.cache, self.seen = model_access.cache_of_output(out), out.sequences.shape[1] - 1
 
 
 @contextlib.contextmanager

@@ -27,12 +27,12 @@ from kvpass.cache.model_cache import caches_in, refresh_handles
 from kvpass.cache.slots import AnySlots, empty_slots
 from kvpass.decoding.requests import MOST_STOPS, Request
 from kvpass.decoding.sampling import RowSampling
-from kvpass.decoding.stepping import LoopSettings, StepState
+from kvpass.decoding.stepping import DecodeState, LoopSettings
 from kvpass.errors import BudgetError, CacheHandleError
 from kvpass.runtime.cache_changes import equalize_layouts, mark_addresses_static
 
 
-class RequestBatch(StepState):
+class RequestBatch(DecodeState):
     """The rows of a batch of requests on the device.
 
     Attributes:
@@ -152,7 +152,7 @@ class RequestBatch(StepState):
         return columns
 
     def refresh_cache_object(self) -> None:
-        """Update the cache object as `StepState` does, without positions of padding, as requests change in a row."""
+        """Update the cache object as `DecodeState` does, without positions of padding, as requests change in a row."""
         super().refresh_cache_object()
         for layer in self.caches:
             layer.absent = layer.absent[:, :0]
@@ -160,7 +160,7 @@ class RequestBatch(StepState):
     def mask(self) -> Tensor:
         """Return the padding mask [R, tokens seen]; a row's own tokens are at its end, and free rows are arbitrary."""
         indices = torch.arange(self.length, device=self.stopped.device)
-        return (indices >= self.length - self.caches[0].valid_seen[:, None]).to(torch.int64)
+        return (indices >= self.length - self.caches[0].slots.seen[:, None]).to(torch.int64)
 
     @property
     def variant(self) -> Any:

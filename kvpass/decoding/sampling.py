@@ -46,7 +46,7 @@ class Sampling:
         if self.top_k is not None:
             logits = _keep_top_k(logits, min(self.top_k, logits.shape[-1]))
         if self.top_p is not None:
-            logits = _keep_top_p(logits, self.top_p)
+            logits = _keep_top_p(*logits.sort(-1, descending=True), self.top_p)
         noise = torch.empty_like(logits).exponential_(generator=generator)
         # Exponential race: the clock of a token with rate p rings first with probability p.
         return (torch.softmax(logits, -1) / noise).argmax(-1)
@@ -58,12 +58,11 @@ def _keep_top_k(logits: Tensor, count: int) -> Tensor:
     return torch.where(logits < least, -torch.inf, logits)
 
 
-def _keep_top_p(logits: Tensor, share: float) -> Tensor:
-    """Return the logits, with minus infinity where the more likely tokens already have the share of probability."""
-    ordered, order = logits.sort(-1, descending=True)
+def _keep_top_p(ordered: Tensor, order: Tensor, share: Tensor | float) -> Tensor:
+    """Return sorted logits in their own order, with minus infinity where the more likely tokens have the share."""
     probs = torch.softmax(ordered, -1)
     out = probs.cumsum(-1) - probs >= share  # the most likely token always stays
-    return logits.masked_fill(torch.zeros_like(out).scatter(-1, order, out), -torch.inf)
+    return torch.empty_like(ordered).scatter(-1, order, ordered.masked_fill(out, -torch.inf))
 
 
 LARGEST_NOISE = 32.0
@@ -134,10 +133,7 @@ class RowSampling:
         """Return the logits with minus infinity for tokens outside of each row's top_k and top_p; see `Sampling`."""
         ordered, order = logits.sort(-1, descending=True)
         last = ordered.gather(-1, (self.top_k[:, None] - 1).clamp(0, logits.shape[-1] - 1))
-        ordered = ordered.masked_fill(ordered < last, -torch.inf)
-        probs = torch.softmax(ordered, -1)
-        ordered = ordered.masked_fill(probs.cumsum(-1) - probs >= self.top_p[:, None], -torch.inf)
-        return torch.empty_like(logits).scatter(-1, order, ordered)
+        return _keep_top_p(ordered.masked_fill(ordered < last, -torch.inf), order, self.top_p[:, None])
 
     def _noise(self, made: Tensor, vocabulary: int) -> Tensor:
         """Return exponential random numbers of rate one, float32 [R, vocabulary], above zero."""

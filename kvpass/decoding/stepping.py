@@ -1,4 +1,4 @@
-"""Repeat decode steps with all state on the device: `StepState`, `LoopState` and `RepeatedStep`."""
+"""Repeat decode steps with all state on the device: `DecodeState`, `LoopState` and `RepeatedStep`."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def in_mode_of_weights(function: F) -> F:
     return cast(F, run)
 
 
-class StepState(abc.ABC):
+class DecodeState(abc.ABC):
     """State of B rows that decode together; all tensors keep their addresses from step to step.
 
     Attributes:
@@ -284,7 +284,7 @@ class StepState(abc.ABC):
             self.cache = refresh_handles(self.cache, steps)
 
 
-class LoopState(StepState):
+class LoopState(DecodeState):
     """State of the conversations of a loop.
 
     Attributes:
@@ -383,13 +383,13 @@ class RepeatedStep:
 
     runner: StepExecutor
 
-    def __init__(self, state: StepState) -> None:
+    def __init__(self, state: DecodeState) -> None:
         self.state = state
         self.steps_since_refresh = 0  # steps since the last update of the cache object
         self.slots_by_key: dict[StepKey, Any] = {}  # the slots of steps that have run, so that their ids stay in use
         self.callables: dict[tuple[StepKey, bool], Callable[..., Sequence[Any]]] = {}  # and whether the step compacts
         self.settled, self.arguments = False, tuple[Any, ...]()
-        self.graphs: dict[tuple[StepKey, Any], torch.cuda.CUDAGraph] = {}  # and `StepState.variant`
+        self.graphs: dict[tuple[StepKey, Any], torch.cuda.CUDAGraph] = {}  # and `DecodeState.variant`
         self.caches: list[LayerCache] = []
 
     def next_arguments(self) -> tuple[Any, ...]:
@@ -425,7 +425,7 @@ class RepeatedStep:
 
         Caches and tensors of the loop follow by themselves, and so do numbers that count no tokens but are sizes.
         """
-        of_loop, counters = (self.state.ids, self.state.position, mask), self.runner.sizes.counters.values()
+        of_loop, counters = (self.state.ids, self.state.position, mask), self.runner.counters
         changed = []
         for index, (argument, wanted) in enumerate(zip(arguments, expected, strict=True)):
             if not isinstance(argument, Tensor):

@@ -212,7 +212,7 @@ def _converse(loop: Any, rows: int, parts: Sequence[tuple[int, int]], padded: bo
 
 @dataclasses.dataclass
 class SyntheticConversation:
-    """A conversation of synthetic tokens, which are fed to a model call by call."""
+    """A conversation of synthetic tokens with a model."""
 
     caller: ModelCall
     device: torch.device
@@ -228,6 +228,25 @@ class SyntheticConversation:
             self.seen += count
             outputs = run_chunks(self.caller, self.tokens(count), self.mask(self.seen), self.cache, chunk)
             self.cache = model_access.cache_of_output(last_of(outputs))
+
+    def converse(self, new: int, answer: int) -> None:
+        """Feed `new` tokens and decode `answer` tokens one by one, by `generate` if the model has it."""
+        model: Any = self.caller.call
+        if not hasattr(model, "generate"):
+            self.feed(*([new] if new else []), *[1] * answer)
+        elif new + answer:
+            ids = self.tokens(self.seen + new + (not new))
+            out = model.generate(
+                ids,
+                attention_mask=self.mask(ids.shape[1]),
+                **model_access.cache_arguments(model, self.cache),
+                min_new_tokens=answer + 1,
+                max_new_tokens=answer + 1,
+                do_sample=False,
+                return_dict_in_generate=True,
+                pad_token_id=0,
+            )
+            self.cache, self.seen = model_access.cache_of_output(out), out.sequences.shape[1] - 1
 
     def tokens(self, count: int) -> Tensor:
         """Return token ids, int64 [rows, count]."""

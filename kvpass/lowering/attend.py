@@ -170,6 +170,11 @@ def by_kernel(query: Tensor) -> bool:
     return query.device.type == "cuda" and query.dtype != torch.float64 and query.shape[2] * query.shape[3] <= MOST_ROWS
 
 
+def broadcast_strides(x: Tensor) -> list[int]:
+    """Return the strides of a tensor for kernels, with zero along dimensions of size one."""
+    return [0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)]
+
+
 def capped(logits: Tensor, cap: float | None) -> Tensor:
     """Return cap * tanh(logits / cap), or the logits without a cap."""
     return logits if cap is None else torch.tanh(logits / cap) * cap

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpass.lowering.attend import Rope, UnknownQueries
+from kvpass.lowering.attend import Rope, UnknownQueries, broadcast_strides
 from kvpass.lowering.formats import EncodedVectors
 
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
@@ -458,11 +458,6 @@ def as_contiguous(x: Tensor) -> Tensor:
     return x if x.is_contiguous() else torch.clone(x, memory_format=torch.contiguous_format)
 
 
-def _strides(x: Tensor) -> list[int]:
-    """Return the strides of all dimensions but the last, with zero for broadcast dimensions."""
-    return [0 if size == 1 else stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
-
-
 @torch.library.triton_op("kvpass::attend_slots", mutates_args={})
 def attend_slots(
     query: Tensor,
@@ -515,11 +510,11 @@ def attend_slots(
     logits = query.new_empty((rows, heads, groups, queries, capacity) if store else (0,), dtype=torch.float32)
     torch.library.wrap_triton(split)[(parts, rows * heads)](
         query, key, value, *quantization, mask, bias, rank, cos, sin, logits, m_part, l_part, acc_part,
-        *key.stride()[:3], *value.stride()[:3], *_strides(mask), *(_strides(bias) if has_bias else (0, 0, 0, 0)),
-        *_strides(rank)[:2], BITS=bits, KEY_GROUPS=groups_of_key, VALUE_GROUPS=groups_of_value,
-        ROTARY=rotary, INTERLEAVED=interleaved, HALVED=halved, POSITIONS=positions,
-        SCALE=scale, CAP=cap or 0.0, HAS_BIAS=has_bias, STORE=store, HEADS=heads, R=groups * queries, QUERIES=queries,
-        C=capacity, D=dim, DV=width, PARTS=parts, PART=each, ROWS=padded,
+        *key.stride()[:3], *value.stride()[:3], *broadcast_strides(mask)[:4],
+        *(broadcast_strides(bias)[:4] if has_bias else (0, 0, 0, 0)), *broadcast_strides(rank)[:2],
+        BITS=bits, KEY_GROUPS=groups_of_key, VALUE_GROUPS=groups_of_value, ROTARY=rotary, INTERLEAVED=interleaved,
+        HALVED=halved, POSITIONS=positions, SCALE=scale, CAP=cap or 0.0, HAS_BIAS=has_bias, STORE=store, HEADS=heads,
+        R=groups * queries, QUERIES=queries, C=capacity, D=dim, DV=width, PARTS=parts, PART=each, ROWS=padded,
         WIDTH=power(dim), VALUE_WIDTH=power(width), HALF=power(dim // 2), VALUE_HALF=power(width // 2),
         BLOCK=block, **_launch_options(padded, bits, rotary, halved),
     )  # fmt: skip

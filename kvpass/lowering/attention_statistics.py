@@ -221,7 +221,7 @@ def _scanned(
     """Return the policy's scan over the probabilities of all queries, in order, float32 [B, H', S]."""
     cached_columns = attention.key.shape[2] - attention.query.shape[2]
     sharding = HeadSharding.from_text(request.sharding)
-    slots = _slots(policy, request.budget, row_budgets, valid)
+    slots = slots_of_rows(policy, request.budget, valid) if row_budgets is None else row_budgets[:, 0, 0].tolist()
     results = []
     for row, blocks in enumerate(probs):
         by_head = (block if policy.scans_means else regrouped(block, request.heads) for block in blocks)
@@ -229,14 +229,6 @@ def _scanned(
         results.append(policy.scan(in_float32, valid[row : row + 1], cached_columns, slots[row], sharding))
         collections.deque(in_float32, maxlen=0)  # what is not read is not computed, the output included
     return torch.cat(results)
-
-
-def _slots(policy: policies.Policy, budget: int | float | None, row_budgets: Tensor | None, valid: Tensor) -> list[int]:
-    """Return the number of slots of each row."""
-    if row_budgets is None:
-        return slots_of_rows(policy, budget, valid)
-    slots: list[int] = row_budgets[:, 0, 0].tolist()
-    return slots
 
 
 def regrouped(x: Tensor, heads: int) -> Tensor:

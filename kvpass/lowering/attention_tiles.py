@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpass.lowering.attend import broadcast_strides
 from kvpass.lowering.attention_blocks import AttentionInputs, by_group
 from kvpass.torch_private import generated_code, inductor, tensors
 
@@ -132,7 +133,7 @@ class TiledAttention:
         operands = AttentionOperands(
             *map(_address, used),
             *(*shape, dim),
-            *((ctypes.c_int64 * count)(*_strides(x, count)) for x, count in strided),
+            *(_strides(x, count) for x, count in strided),
             *(int(attention.causal), torch.get_num_threads(), attention.scale, attention.cap or 0.0),
         )
         return TiledAttention(operands, dtype, None if mask is None else mask.dtype, used, shape)
@@ -214,8 +215,7 @@ class TiledAttention:
         shape = powers, batch, heads, groups, parts, -(-keys // KEYS) * KEYS
         sums = [*log_sum_exp.new_zeros(shape)]
         used = values, packed, output, log_sum_exp, weight, *sums, *[None] * (2 - powers)
-        strides = ((ctypes.c_int64 * 3)(*_strides(x, 3)) for x in (values, output))
-        operands = OutputOperands(*map(_address, used), *strides, parts)
+        operands = OutputOperands(*map(_address, used), _strides(values, 3), _strides(output, 3), parts)
         self._run("pack_values", ctypes.addressof(operands))
         return TiledResults(operands, used, output, log_sum_exp, sums)
 
@@ -361,8 +361,6 @@ def _address(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-def _strides(x: Tensor | None, count: int) -> list[int]:
-    """Return the first `count` strides, zero along dimensions of size one."""
-    if x is None:
-        return [0] * count
-    return [0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)][:count]
+def _strides(x: Tensor | None, count: int) -> ctypes.Array[ctypes.c_int64]:
+    """Return the first `count` strides, or zeros without a tensor."""
+    return (ctypes.c_int64 * count)(*([] if x is None else broadcast_strides(x)[:count]))

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvpass.lowering.attend import broadcast_strides
 from kvpass.lowering.attend_kernel import LOWEST, TWOS
 from kvpass.lowering.attention_blocks import AttentionInputs
 
@@ -260,8 +261,7 @@ def _mask(mask: Tensor | None) -> dict[str, int]:
     names = ("mask_row", "mask_head", "mask_query")
     if mask is None:
         return dict.fromkeys((*names, "KIND"), 0)
-    strides = [0 if size == 1 else stride for size, stride in zip(mask.shape[:3], mask.stride()[:3], strict=True)]
-    return {**dict(zip(names, strides, strict=True)), "KIND": 1 if mask.dtype == torch.bool else 2}
+    return {**dict(zip(names, broadcast_strides(mask), strict=False)), "KIND": 1 if mask.dtype == torch.bool else 2}
 
 
 def _sink(sink_logit: Tensor | None, heads: int) -> dict[str, Any]:

@@ -322,7 +322,7 @@ def _cut_rotary(
     subgraph = alias.ancestors_with_writes([site.key], {rotary.raw}, memory=memory)
     moved = alias.dependents(subgraph, [rotary.raw, rotary.position], memory)
     check_not_overwritten(moved, subgraph, site.key, memory)
-    angles = _angles(site.key, rotary, memory)
+    angles = _angles(subgraph, rotary, memory)
     rotate_slice = splicing.cut(gm, [site.key], [rotary.raw, *angles], resolve, unpack=True, memory=memory)
     angle_slice = splicing.cut(gm, angles, [rotary.position], resolve, memory=memory)
     position, *angle_inputs = (_spec_of(node, sizes) for node in (rotary.position, *angle_slice.bound))
@@ -340,9 +340,8 @@ def _spec_of(node: fx.Node, sizes: Sizes) -> Spec:
     return tuple(sizes.fixed_size(size) for size in tensor.shape), tensor.dtype
 
 
-def _angles(key: fx.Node, rotary: Rotary, memory: alias.AliasSets) -> list[fx.Node]:
-    """Return the tensors that depend on positions alone and with which the key is rotated."""
-    rest = alias.ancestors_with_writes([key], {rotary.raw}, memory=memory)
-    on_position = alias.dependents(rest, [rotary.position], memory)
-    on_key = alias.dependents(rest | {rotary.raw}, [rotary.raw], memory)
+def _angles(subgraph: set[fx.Node], rotary: Rotary, memory: alias.AliasSets) -> list[fx.Node]:
+    """Return the tensors of a rotation that depend on positions alone and with which the key is rotated."""
+    on_position = alias.dependents(subgraph, [rotary.position], memory)
+    on_key = alias.dependents(subgraph | {rotary.raw}, [rotary.raw], memory)
     return sorted(n for n in on_position - on_key if any(user in on_key for user in n.users))

@@ -212,7 +212,7 @@ class StepVerifier:
         if not cache.layout.stores_raw_keys:
             return
         self._positions = self._positions or PositionCheck(self._canonical_gm, self._sites)
-        fits = self._positions.continues(arguments, valid(), cache.first_ids, cache.valid_seen)
+        fits = self._positions.continues(arguments, valid(), cache.first_ids, cache.slots.seen)
         if fits.is_cuda:
             cache.deferred_checks.add(fits, UnsupportedGraph(self._positions.refusal))
         elif not bool(fits):

@@ -23,7 +23,7 @@ from kvpass.runtime.deferred_code import DeferredCode
 from kvpass.runtime.padding_tracker import PaddingTracker
 from kvpass.runtime.prompts import PromptGraph, PromptRunner, policies_by_layer
 from kvpass.runtime.run_events import publish_run
-from kvpass.runtime.sizes import TokenCounters, guard_predicate
+from kvpass.runtime.sizes import guard_predicate
 from kvpass.runtime.step_execution import PreparedStep, StepExecutor, StepInputs, StepResult
 from kvpass.runtime.steps import StepRunner
 from kvpass.torch_private import inductor
@@ -90,18 +90,6 @@ def _largest(holds: Callable[[int], bool], most: int) -> int:
     return next((number - 1 for number in range(most + 1) if not holds(number)), most)
 
 
-class ExportedSizes(TokenCounters):
-    """The sizes of a step, without its graph."""
-
-    def __init__(self, counters: Sequence[int], ids: int) -> None:
-        """Take the indices of the arguments that count tokens, and that of the token ids [B, q]."""
-        super().__init__(dict(enumerate(counters)))
-        self._ids = ids
-
-    def queries(self, arguments: tuple[Any, ...]) -> int:
-        return int(arguments[self._ids].shape[1])
-
-
 class ExportedStep(StepExecutor):
     """A runner of steps of one token, or of chunks, on exported code for up to `most_seen` earlier tokens."""
 
@@ -112,13 +100,13 @@ class ExportedStep(StepExecutor):
         padding_inputs = [tuple(each) for each in entry["padding_inputs"]]
         padding = PaddingTracker(padding_inputs, {index: index for each in padding_inputs for index in each})
         sites = [SiteFacts(-1, -1, False) for _ in padding_inputs]
-        super().__init__(backend, sites, ExportedSizes(entry["counters"], entry["ids"]), padding)
-        self.most_seen, self.layouts = entry["most_seen"], entry["layouts"]
+        super().__init__(backend, sites, entry["counters"], padding)
+        self.most_seen, self.layouts, self._ids_index = entry["most_seen"], entry["layouts"], entry["ids"]
         self.variants_by_compact = {compact: (_rewrite_of(variant), run) for compact, (variant, run) in runs.items()}
 
     def call(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> StepResult:
         """Run new tokens on caches, for a `DecodeLoop`, and announce it to the loop."""
-        queries = self.sizes.queries(arguments)
+        queries = self.queries(arguments)
         grow_for(caches, queries)
         entries = layout_entries(caches)
         if entries != self.layouts:
@@ -132,6 +120,9 @@ class ExportedStep(StepExecutor):
         publish_run(result)
         return result
 
+    def queries(self, arguments: tuple[Any, ...]) -> int:
+        return int(arguments[self._ids_index].shape[1])
+
     def holds_after(self, result: StepResult) -> Callable[[int], bool]:
         return lambda more: result.length_before + more <= self.most_seen
 
@@ -144,7 +135,7 @@ class ExportedStep(StepExecutor):
             raise ArtifactError(
                 f"the artifact has no code for a step {reason}: run the conversation by a DecodeLoop that is not loaded"
             )
-        rewrite, run = dataclasses.replace(variant[0], queries=self.sizes.queries(inputs.arguments)), variant[1]
+        rewrite, run = dataclasses.replace(variant[0], queries=self.queries(inputs.arguments)), variant[1]
         flat = rewrite.flat_arguments([cache.slots for cache in inputs.caches], inputs.arguments, [], seen)
         return PreparedStep(rewrite, [], flat, run)
 
@@ -186,7 +177,7 @@ def step_entry(runner: StepRunner, result: StepResult, ids_index: int) -> dict[s
     """Return the entry of a step graph that has run in an artifact's manifest; `ids_index` is of the token ids."""
     return dict(
         padding_inputs=[[runner.padding.indices[node] for node in nodes] for nodes in runner.padding.inputs],
-        counters=list(runner.sizes.counters.values()),
+        counters=list(runner.counters),
         most_seen=result.length_before + _largest(runner.holds_after(result), MOST_TOKENS - result.length_before),
         ids=ids_index,
         layouts=layout_entries(result.caches),

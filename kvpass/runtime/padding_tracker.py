@@ -170,7 +170,7 @@ def compare_with_cache(cache: LayerCache, *columns: Tensor) -> tuple[Tensor, Ten
         row = torch.arange(absent.shape[0], device=absent.device)[:, None].clamp(max=nonzero.shape[0] - 1)
         is_there = (absent >= 0) & (absent < length)
         shown = (nonzero[row, absent.clamp(0, length - 1)] & is_there).any()
-    same = (ones.sum(-1) == cache.valid_seen) & (nonzero.sum(-1) == cache.valid_seen)
+    same = (ones.sum(-1) == cache.slots.seen) & (nonzero.sum(-1) == cache.slots.seen)
     binary = torch.stack([((x == 0) | (x == 1)).all() for x in new]).all()
     return same.all() & binary & (length == cache.length), ~shown
 

@@ -31,16 +31,6 @@ SizeInterpretation = tuple[int | None, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class SizeTie:
-    """A size that equals a source in a call; `source_index` is the index in `StepSizes.sources`.
-
-    Dynamo gives the rows of a padding mask a symbol of their own if the graph does not relate them to the tokens' rows.
-    """
-
-    source_index: int
-
-
-@dataclasses.dataclass(frozen=True)
 class CallSizes:
     """The sizes of one call."""
 
@@ -49,27 +39,7 @@ class CallSizes:
     windows: tuple[int | None, ...]  # for each layer, the window if it is full
 
 
-class TokenCounters:
-    """The integers among a step's arguments that count tokens.
-
-    Attributes:
-        counters: their argument indices, by the symbol or number that stands for each.
-    """
-
-    def __init__(self, counters: dict[Any, int]) -> None:
-        self.counters = counters
-
-    def queries(self, arguments: tuple[Any, ...]) -> int:
-        """Return the number of new tokens q."""
-        raise NotImplementedError
-
-    def shift_counts(self, arguments: tuple[Any, ...], seen: int, by: int) -> tuple[Any, ...]:
-        """Return arguments of a call after `seen` tokens, with `by` added to the integers that count them."""
-        counting = [index for index in self.counters.values() if arguments[index] == seen]
-        return tuple(x + by if index in counting else x for index, x in enumerate(arguments))
-
-
-class StepSizes(TokenCounters):
+class StepSizes:
     """The sizes of a step graph.
 
     Attributes:
@@ -80,8 +50,7 @@ class StepSizes(TokenCounters):
     """
 
     def __init__(self, canonical_gm: fx.GraphModule, sites: list[AttentionSite]) -> None:
-        super().__init__(_counters(canonical_gm))
-        self._canonical_gm, self._sites = canonical_gm, sites
+        self._canonical_gm, self._sites, self.counters = canonical_gm, sites, _counters(canonical_gm)
         self.sources, self.other_sources = _free_sizes(canonical_gm, sites)
         self.rewritten_interpretations = LruCache[SizeInterpretation, None]()
         self._new_tokens = LruCache[tuple[int, ...], int]()
@@ -92,6 +61,7 @@ class StepSizes(TokenCounters):
         return tuple(int(arguments[index].shape[dim]) for index, dim in self.sources.values())
 
     def queries(self, arguments: tuple[Any, ...]) -> int:
+        """Return the number of new tokens q."""
         return self._new_token_count(self.numbers(arguments))
 
     def _new_token_count(self, numbers: tuple[int, ...]) -> int:
@@ -131,27 +101,28 @@ class StepSizes(TokenCounters):
         worked = [each for each in interpretations if each in self.rewritten_interpretations]
         return worked[-1:] or interpretations
 
-    def tie_sizes(self, other_sizes: SizeInterpretation, numbers: tuple[int, ...]) -> tuple[int | SizeTie | None, ...]:
-        """Tie each size that equals one of `numbers` to it, so that dynamic code keeps both equal."""
-        return tuple(SizeTie(numbers.index(size)) if size in numbers else size for size in other_sizes)
+    def tie_sizes(self, other_sizes: SizeInterpretation, numbers: tuple[int, ...]) -> tuple[Any, ...]:
+        """Replace each size that equals one of `numbers` by its symbol, so that dynamic code keeps both equal.
 
-    def resolve(
-        self, call: CallSizes, other_sizes: tuple[int | SizeTie | None, ...], dynamic: DynamicDims | None = None
-    ) -> Sizes:
+        Dynamo gives the rows of a padding mask a symbol of their own if the graph does not relate them to those of the
+        tokens.
+        """
+        symbols: dict[Any, Any] = dict(zip(reversed(numbers), reversed(self.sources), strict=True))
+        return tuple(symbols.get(size, size) for size in other_sizes)
+
+    def resolve(self, call: CallSizes, other_sizes: tuple[Any, ...], dynamic: DynamicDims | None = None) -> Sizes:
         """Return the meaning of the graph's symbols in a call, perhaps with some sizes dynamic."""
         key = call, other_sizes, dynamic
         return self._resolved.find(key) or self._resolved.put(key, self._resolve(call, other_sizes, dynamic))
 
-    def _resolve(
-        self, call: CallSizes, other_sizes: tuple[int | SizeTie | None, ...], dynamic: DynamicDims | None
-    ) -> Sizes:
+    def _resolve(self, call: CallSizes, other_sizes: tuple[Any, ...], dynamic: DynamicDims | None) -> Sizes:
         values: dict[Any, Any] = dict(zip(self.sources, call.numbers, strict=True))
         new: Any = self._new_token_count(call.numbers)
         if dynamic:
             symbols = dynamic.symbols
             values.update({symbol: symbols[index] for index, symbol in enumerate(self.sources) if index in symbols})
             new = shapes.expr(self._sites[0].queries).subs(values)
-        tied_to, lengths = tuple(values.values()), []
+        lengths = []
         for symbol, counted in zip(self.counters, call.counters, strict=True):
             if counted == "seen":
                 lengths.append(symbol)
@@ -159,7 +130,7 @@ class StepSizes(TokenCounters):
                 values[symbol] = new if counted == "new" else counted
         for symbol, size in zip(self.other_sources, other_sizes, strict=True):
             if size is not None:
-                values[symbol] = tied_to[size.source_index] if isinstance(size, SizeTie) else size
+                values[symbol] = values.get(size, size)  # a tied size is the symbol of a source
         for site, window in zip(self._sites, call.windows, strict=True):
             for stored in (shapes.expr(walk.value(past).shape[2]) for past in site.pasts):
                 if window is None:

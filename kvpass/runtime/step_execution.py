@@ -15,7 +15,7 @@ from kvpass.runtime.call_pins import call_pins
 from kvpass.runtime.call_records import calls_before, record_calls
 from kvpass.runtime.clocks import advance_counts, tick
 from kvpass.runtime.padding_tracker import PaddingTracker
-from kvpass.runtime.sizes import SizeInterpretation, TokenCounters
+from kvpass.runtime.sizes import SizeInterpretation
 from kvpass.runtime.variants import CompiledVariant
 from kvpass.torch_private import dynamo, inductor, regions
 
@@ -58,22 +58,22 @@ class PreparedStep(NamedTuple):
 
 
 class StepExecutor:
-    """Run the new tokens of a call on the slots of caches, and update the caches."""
+    """Run the new tokens of a call on the slots of caches, and update the caches.
+
+    Attributes:
+        counters: the indices of the arguments that may count tokens.
+    """
 
     def __init__(
-        self,
-        backend: BackendBase,
-        sites: Sequence[SiteFacts],
-        sizes: TokenCounters,
-        padding: PaddingTracker,
+        self, backend: BackendBase, sites: Sequence[SiteFacts], counters: Sequence[int], padding: PaddingTracker
     ) -> None:
-        self.backend, self.sizes, self.padding = backend, sizes, padding
+        self.backend, self.counters, self.padding = backend, counters, padding
         self.sites: Sequence[Any] = sites
 
     def advance(self, inputs: StepInputs) -> StepResult:
         """Run the new tokens in Dynamo's arguments, and update the caches; the policies say whether to compact."""
         caches, arguments = inputs.caches, inputs.arguments
-        queries = self.sizes.queries(arguments)
+        queries = self.queries(arguments)
         key, before = step_key(caches), caches[0].length
         calls, kv_store = calls_before(caches, queries), self.backend.kv_store
         clocks: Sequence[tuple[Any, ...]] = [cache.clocks for cache in caches]
@@ -113,7 +113,13 @@ class StepExecutor:
 
     def arguments_after(self, caches: list[LayerCache], arguments: tuple[Any, ...], by: int) -> tuple[Any, ...]:
         """Return the arguments of the last step as they would be `by` tokens later."""
-        return self.sizes.shift_counts(arguments, caches[0].length - 1, by)
+        seen = caches[0].length - 1
+        counting = [index for index in self.counters if arguments[index] == seen]
+        return tuple(x + by if index in counting else x for index, x in enumerate(arguments))
+
+    def queries(self, arguments: tuple[Any, ...]) -> int:
+        """Return the number of new tokens q."""
+        raise NotImplementedError
 
     def holds_after(self, result: StepResult) -> Callable[[int], bool]:
         """Return a predicate of n: whether the code serves a step n tokens after one that ran."""

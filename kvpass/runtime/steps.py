@@ -48,11 +48,12 @@ class StepRunner(StepExecutor):
     """
 
     sites: list[AttentionSite]
-    sizes: StepSizes
 
     def __init__(self, backend: BackendBase, captured: Capture) -> None:
         canonical_gm, sites = captured.canonical_gm, captured.sites
-        super().__init__(backend, sites, StepSizes(canonical_gm, sites), PaddingTracker.of(canonical_gm, sites))
+        self.sizes = StepSizes(canonical_gm, sites)
+        counters = [*self.sizes.counters.values()]
+        super().__init__(backend, sites, counters, PaddingTracker.of(canonical_gm, sites))
         self.canonical_gm, self.dynamo_gm = canonical_gm, captured.dynamo_gm if backend.validate else None
         self.tokens_first = captured.tokens_first
         holders = walk.placeholders(self.canonical_gm.graph)
@@ -69,7 +70,7 @@ class StepRunner(StepExecutor):
             try:
                 return self._run(arguments)
             except UnsupportedGraph as refusal:
-                tokens = arguments[self.pasts[0][0]].length + self.sizes.queries(arguments)
+                tokens = arguments[self.pasts[0][0]].length + self.queries(arguments)
                 if wrong := describe_wrong_mask(self.canonical_gm, self.sites, arguments, tokens):
                     raise type(refusal)(f"{wrong}. With this mask: {refusal}") from None
                 raise
@@ -80,7 +81,7 @@ class StepRunner(StepExecutor):
         self.verifier.check_caches_match_layers(caches, arguments)
         self.padding.check_hidden(caches)
         arguments = self.as_traced(arguments)
-        queries = self.sizes.queries(arguments)
+        queries = self.queries(arguments)
         if not queries:
             raise UnsupportedGraph(f"{walk.source_line(self.sites[0].call)}: a call without new tokens on a cache")
         grow_for(caches, queries)
@@ -112,6 +113,9 @@ class StepRunner(StepExecutor):
                 "here: keep [B, H, S, D] or [B, S, H, D]"
             )
         return cache
+
+    def queries(self, arguments: tuple[Any, ...]) -> int:
+        return self.sizes.queries(arguments)
 
     def holds_after(self, result: StepResult) -> Callable[[int], bool]:
         """Return a predicate of n: whether the graph's guards hold n tokens after a step that ran."""
@@ -168,7 +172,7 @@ class StepRunner(StepExecutor):
             if variant is not None:  # another thread has rewritten it meanwhile
                 return variant
             shared = (*kind, tied, headroom) if has_dynamic_sizes else None
-            variant = self.variants.make(call, shared, key, self.sizes.queries(arguments) == 1, rewrite_for_call)
+            variant = self.variants.make(call, shared, key, self.queries(arguments) == 1, rewrite_for_call)
             self.sizes.rewritten_interpretations.put(other_sizes, None)
         return variant
 
@@ -179,7 +183,7 @@ class StepRunner(StepExecutor):
         interpretations = self.sizes.size_interpretations(caches, arguments)
         if len(interpretations) == 1:
             return interpretations[0]
-        compact, _ = tick(caches) if self.sizes.queries(arguments) == 1 else (False, [])
+        compact, _ = tick(caches) if self.queries(arguments) == 1 else (False, [])
         refusals = []
         for interpretation in interpretations:
             try:

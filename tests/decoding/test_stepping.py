@@ -142,8 +142,8 @@ def interrupting(function: Callable[..., Any], calls: int) -> Callable[..., Any]
     [
         (Sampling, "choose", False),
         (step_execution, "advance_counts", False),
-        (stepping.StepState, "check_whole", True),
-        (stepping.StepState, "unread_tokens", True),
+        (stepping.DecodeState, "check_whole", True),
+        (stepping.DecodeState, "unread_tokens", True),
     ],
 )
 def test_an_interrupted_step_loses_no_token_or_is_noticed(

@@ -169,6 +169,10 @@ class EncodedVectors:
         """Decode all vectors for code that works on sections."""
         return Sections(tuple(section.to(dtype) for section in self.format.sections(self.parts)), self.read_as(dtype))
 
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> EncodedVectors:
+        """Return the vectors with a function applied to each tensor."""
+        return EncodedVectors(self.format, tuple(map(function, self.parts)))
+
     def to_device(self, move: Callable[[Tensor], Tensor]) -> EncodedVectors:
         """Move the vectors to another device, whose layout of codes may differ."""
         return EncodedVectors(
@@ -207,10 +211,7 @@ class EncodedVectors:
     def gather(self, indices: Tensor) -> EncodedVectors:
         """Return the vectors at indices [B, H', n]."""
         indices_by_head = indices.expand(-1, self.shape[1], -1)[..., None]
-        return EncodedVectors(
-            self.format,
-            tuple(part.gather(2, indices_by_head.expand(-1, -1, -1, part.shape[-1])) for part in self.parts),
-        )
+        return self.map_tensors(lambda part: part.gather(2, indices_by_head.expand(-1, -1, -1, part.shape[-1])))
 
     def concatenate(self, others: EncodedVectors) -> EncodedVectors:
         """Return these vectors followed by others."""

@@ -7,6 +7,7 @@ demand, and equal layers share them, or at least their rows.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -70,10 +71,7 @@ class SyntheticSlots:
         by_class, rows = [], zip(layout.by_class, original.by_class, layout.head_slices, strict=True)
         for class_layout, class_slots, heads in rows:
             chosen = order[:, heads]
-            pair = [
-                EncodedVectors(x.format, tuple(select_heads(part, chosen) for part in x.parts))
-                for x in self.conversation.rows(layer)
-            ]
+            pair = [x.map_tensors(functools.partial(select_heads, heads=chosen)) for x in self.conversation.rows(layer)]
             by_class.append(self._fill_slots(layer, class_layout, class_slots, (pair[0], pair[1])))
         return ClassedSlots(tuple(by_class), order, order.argsort(-1))
 
