@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import os
@@ -13,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from kvpass.errors import KVPassError
+from kvpass.fx.walk import tensor_bytes
 from kvpass.versions import needing_extra
 
 DIGEST = "kvpass.digest"
@@ -90,12 +90,6 @@ def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
         found.update(f"{name} {tensors[name].dtype} {list(tensors[name].shape)}".encode())
         found.update(tensor_bytes(tensors[name]))
     return found.hexdigest()
-
-
-def tensor_bytes(tensor: Tensor) -> bytes:
-    """Return the bytes of a tensor's elements in row-major order, for any dtype."""
-    here = tensor.detach().cpu().contiguous()
-    return ctypes.string_at(here.data_ptr(), here.nbytes)
 
 
 def check_version(found: object, version: int, remedy: str, error: type[KVPassError]) -> None:

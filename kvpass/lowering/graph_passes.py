@@ -33,7 +33,7 @@ from torch.fx.node import map_arg
 
 from kvpass.errors import LookupRangeError
 from kvpass.fx.shapes import expr
-from kvpass.tensor_files import tensor_bytes
+from kvpass.fx.walk import tensor_bytes
 from kvpass.torch_private import inductor, symbolic_shapes
 
 aten, prims = torch.ops.aten, torch.ops.prims

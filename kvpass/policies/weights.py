@@ -12,10 +12,10 @@ from torch import Tensor
 
 from kvpass import tensor_files
 from kvpass.errors import KVPassError
+from kvpass.fx.walk import tensor_bytes
 from kvpass.policies.base import Policy
 from kvpass.policies.budgets import Plan
 from kvpass.policies.types import Attention
-from kvpass.tensor_files import tensor_bytes
 
 W = TypeVar("W", bound="Weights")
 

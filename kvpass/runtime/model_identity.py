@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvpass.capture.canonical import AttentionSite
 from kvpass.fx import walk
-from kvpass.tensor_files import tensor_bytes
+from kvpass.fx.walk import tensor_bytes
 from kvpass.torch_private import dynamo
 
 Weights = tuple["weakref.ref[Any]", ...]

@@ -33,7 +33,7 @@ import torch
 import torch.fx as fx
 
 from kvpass.fx import alias, shapes, walk
-from kvpass.tensor_files import tensor_bytes
+from kvpass.fx.walk import tensor_bytes
 from kvpass.torch_private import fx_nodes, symbolic_shapes, tensors
 
 MIN_EQUAL_LAYERS = 3
