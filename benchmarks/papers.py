@@ -81,9 +81,9 @@ STUDIES = (
     Study(
         "cascade-books",
         "cascade",
-        "Perplexity of four books, of each at most 50,000 tokens, from an empty cache, in chunks of 32",
+        "Perplexity of four books, of each at most 50,000 tokens, from an empty cache, 260 slots, in chunks of 32",
         ("streaming", "cascade"),
-        (260, 1028),
+        (260,),
         ("--measure", "perplexity", "--tokens", "50000", "--prefill", "chunk", "--chunk", "32", "--inner", "eager"),
         PERPLEXITY,
     ),
