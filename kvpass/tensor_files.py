@@ -75,7 +75,7 @@ def read(path: str | os.PathLike[str], key: str, what: str, error: type[KVPassEr
     text = metadata.get(key)
     if text is None:
         raise error(f"{name} holds no {noun}: its metadata lack {key!r}")
-    if metadata.get(DIGEST, (digest := _digest(text, tensors))) != digest:
+    if DIGEST in metadata and metadata[DIGEST] != _digest(text, tensors):
         raise error(f"cannot read {what} from {name}: the file is damaged: its content was changed")
     try:
         return json.loads(text), tensors

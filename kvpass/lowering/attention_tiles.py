@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import importlib.resources
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -299,14 +300,13 @@ def is_faster(query: Tensor, masked: bool, summed: bool) -> bool:
         masked: whether there is a mask.
         summed: whether sums or means of the probabilities are computed as well.
     """
-    fewest = FEWEST_QUERIES
-    products = dtype_of_products(query.dtype, query.shape[3])
-    if products == torch.bfloat16 and inductor.has_matrix_tiles() and not summed:
-        if not masked:
-            return False
-        fewest = FEWEST_MASKED
-    if isinstance(query.shape[2], int) and query.shape[2] < fewest:
+    count = query.shape[2] if isinstance(query.shape[2], int) else sys.maxsize
+    library_is_fast = query.dtype == torch.bfloat16 and inductor.has_matrix_tiles() and not summed
+    if library_is_fast and not masked:
         return False
+    if count < (FEWEST_MASKED if library_is_fast else FEWEST_QUERIES):
+        return False
+    products = dtype_of_products(query.dtype, query.shape[3])  # which may compile, so it comes last
     return products == torch.float32 or products in inductor.dot_products()
 
 
