@@ -85,11 +85,15 @@ def read(path: str | os.PathLike[str], key: str, what: str, error: type[KVPassEr
 
 def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
     """Return the digest of a file's metadata and tensors."""
-    found = hashlib.sha256(text.encode())
+    return tensors_digest(f"{text} {[str(tensors[name].dtype) for name in sorted(tensors)]}", tensors)
+
+
+def tensors_digest(description: str, tensors: Mapping[str, Tensor]) -> str:
+    """Return a hash of a description and of all tensors, but for their dtypes."""
+    digest = hashlib.sha256(description.encode())
     for name in sorted(tensors):
-        found.update(f"{name} {tensors[name].dtype} {list(tensors[name].shape)}".encode())
-        found.update(tensor_bytes(tensors[name]))
-    return found.hexdigest()
+        digest.update(f"{name} {tuple(tensors[name].shape)}".encode() + tensor_bytes(tensors[name]))
+    return digest.hexdigest()
 
 
 def check_version(found: object, version: int, remedy: str, error: type[KVPassError]) -> None:

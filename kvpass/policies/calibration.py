@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kvpass.errors import CalibrationError
-from kvpass.policies.weights import PolicyWithWeights, Weights, tensors_digest
+from kvpass.policies.weights import PolicyWithWeights, Weights, weights_digest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Calibration(Weights):
         found = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
         if found != shapes:
             raise CalibrationError(f"a calibration of {self.model} has tensors of the shapes {shapes}, not {found}")
-        object.__setattr__(self, "digest", tensors_digest(f"{self.model}", self.tensors))
+        object.__setattr__(self, "digest", weights_digest(f"{self.model}", self.tensors))
 
     def model_facts(self) -> Mapping[str, object]:
         return dataclasses.asdict(self.model)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvpass.errors import CalibrationError
-from kvpass.policies.weights import Weights, tensors_digest
+from kvpass.policies.weights import Weights, weights_digest
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,7 +56,7 @@ class HeadGates(Weights):
                 f"{tuple(self.gates.shape)}"
             )
         object.__setattr__(self, "gates", self.gates.detach().float().cpu())
-        object.__setattr__(self, "digest", tensors_digest(self.architecture, {"gates": self.gates}))
+        object.__setattr__(self, "digest", weights_digest(self.architecture, {"gates": self.gates}))
 
     def model_facts(self) -> Mapping[str, object]:
         layers, heads = self.gates.shape

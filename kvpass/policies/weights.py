@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeVar, cast
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from kvpass import tensor_files
 from kvpass.errors import KVPassError
-from kvpass.fx.walk import tensor_bytes
 from kvpass.policies.base import Policy
 from kvpass.policies.budgets import Plan
 from kvpass.policies.types import Attention
@@ -121,9 +119,6 @@ class PolicyWithWeights(Policy, Generic[W]):
         return super().plan(attention, valid, budget)
 
 
-def tensors_digest(description: str, tensors: Mapping[str, Tensor]) -> str:
-    """Return a hash of a description and of all tensors."""
-    digest = hashlib.sha256(description.encode())
-    for name in sorted(tensors):
-        digest.update(f"{name} {tuple(tensors[name].shape)}".encode() + tensor_bytes(tensors[name]))
-    return digest.hexdigest()[:16]
+def weights_digest(description: str, tensors: Mapping[str, Tensor]) -> str:
+    """Return a short hash of a description and of all tensors."""
+    return tensor_files.tensors_digest(description, tensors)[:16]

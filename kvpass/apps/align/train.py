@@ -27,7 +27,7 @@ from kvpass.model_access import device_of
 from kvpass.policies.aligners.aligner import Aligner, Recipe
 from kvpass.policies.aligners.networks import DirectNetwork, Hidden, PaperNetwork
 from kvpass.policies.aligners.signature import Signature, signature_of
-from kvpass.policies.weights import tensors_digest
+from kvpass.policies.weights import weights_digest
 from kvpass.runtime import model_identity
 
 StepData = list[TrainingPairs]
@@ -174,7 +174,7 @@ class _Trainer:
         self.optimizer = torch.optim.AdamW(self.network.parameters(), settings.rate, weight_decay=settings.decay)
         self.steps_done, self.seconds_spent = 0, 0.0
         weights = sorted(model_identity.digests(model.parameters()))
-        self.data_digest = tensors_digest(repr((signature, weights)), {"stream": stream})
+        self.data_digest = weights_digest(repr((signature, weights)), {"stream": stream})
         self.scale = self._errors_of_nothing()
         self._resume()
 

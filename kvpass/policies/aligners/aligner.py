@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvpass.errors import AlignerError
 from kvpass.policies.aligners.signature import Signature, signature_of
-from kvpass.policies.weights import Weights, tensors_digest
+from kvpass.policies.weights import Weights, weights_digest
 from kvpass.tensor_files import write
 
 Recipe = Literal["direct", "paper", "nothing"]
@@ -55,7 +55,7 @@ class Aligner(Weights):
     def __post_init__(self) -> None:
         exact = {name: tensor.detach().to(torch.float32).contiguous() for name, tensor in self.tensors.items()}
         object.__setattr__(self, "tensors", exact)
-        object.__setattr__(self, "digest", tensors_digest(f"{self.recipe} {self.signature}", exact))
+        object.__setattr__(self, "digest", weights_digest(f"{self.recipe} {self.signature}", exact))
 
     def model_facts(self) -> Mapping[str, object]:
         return dataclasses.asdict(self.signature)
