@@ -7,11 +7,11 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import settings as profile
@@ -24,14 +24,13 @@ from kvpass.cache.model_cache import caches_in
 from kvpass.decoding import cache_files
 from kvpass.errors import CacheFileError, CacheHandleError, KVPassError
 from kvpass.torch_private import dynamo
+from tests.changed_files import KEY, Change, changed
 from tests.models import build, prompt
 from tests.strategies import ROWS
 from tests.test_invariants import settings
 from tests.traces import Traced
 
-safetensors = pytest.importorskip("safetensors.torch")
 ROOT = Path(__file__).parents[2]
-KEY = "kvpass.cache"
 QUICK = {"h2o": "int4", "d2o": None, "kv_align": None, "ada_kv": "int8"}
 """Column scores with int4, merged values with layer budgets, repaired rows, and head budgets with int8."""
 SAVED = [name for name in ROWS if name not in ("critical_kv", "defensive_kv")]  # no further turn after loading
@@ -319,18 +318,6 @@ def saved(compiled: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-Change = Callable[[dict[str, Any], dict[str, Tensor]], object]
-
-
-def changed(path: Path, change: Change, out: Path) -> Path:
-    """Copy a file with its header and tensors changed by a function."""
-    with safetensors.safe_open(path, "pt") as file:
-        header, tensors = json.loads(file.metadata()[KEY]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    change(header, tensors)
-    safetensors.save_file(tensors, out, metadata={KEY: json.dumps(header)})
-    return out
-
-
 def change_layer(header: dict[str, Any], layout: dict[str, Any] | None = None, **fields: Any) -> None:
     """Change fields of the first layer, and of its layout."""
     header["layers"][0]["layout"].update(layout or {})
@@ -385,11 +372,11 @@ def test_damaged_and_missing_files_are_refused(saved: Path, compiled: Any, tmp_p
             kvpass.load_cache(damaged, compiled)
     with pytest.raises(CacheFileError, match=r"cannot read a cache of kvpass from .*none"):
         kvpass.load_cache(tmp_path / "none", compiled)
-    safetensors.save_file({"x": torch.zeros(1)}, damaged)
+    safetensors.torch.save_file({"x": torch.zeros(1)}, damaged)
     with pytest.raises(CacheFileError, match="holds no cache of kvpass"):
         kvpass.load_cache(damaged, compiled)
     for text in ("{", "[" * 100_000):
-        safetensors.save_file({"x": torch.zeros(1)}, damaged, metadata={KEY: text})
+        safetensors.torch.save_file({"x": torch.zeros(1)}, damaged, metadata={KEY: text})
         with pytest.raises(CacheFileError, match="the metadata of this cache of kvpass cannot be read"):
             kvpass.load_cache(damaged, compiled)
 

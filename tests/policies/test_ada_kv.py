@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from kvpass.policies import resolve
 from kvpass.policies.ada_kv import AdaKV, _changes, classes_of, count_winners, shares_of
 from kvpass.policies.budgets import HeadClass
 from tests.architectures import zoo
+from tests.changed_files import changed
 from tests.layer import CallTokens, LayerOnSlots, layout_for
 from tests.models import build, prompt, with_uneven_attention
 
@@ -241,19 +243,16 @@ def test_a_saved_cache_goes_on(tmp_path: Any, kv_dtype: Any) -> None:
     assert torch.equal(one.logits, other.logits)
 
 
-def test_a_file_with_a_wrong_order_of_heads_is_refused(tmp_path: Any) -> None:
-    safetensors = pytest.importorskip("safetensors.torch")
+@torch.no_grad()
+def test_a_file_with_a_wrong_order_of_heads_is_refused(tmp_path: Path) -> None:
+    def repeat_a_head(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        tensors["0.order"][0, 0] = tensors["0.order"][0, 1]
+
     run = compiled(sharp())
-    with torch.no_grad():
-        cache = run(ids(1, 40), use_cache=True).past_key_values
-    kvpass.save_cache(cache, tmp_path / "talk")
-    with safetensors.safe_open(tmp_path / "talk", "pt") as file:
-        header = file.metadata()
-    tensors = safetensors.load_file(tmp_path / "talk")
-    tensors["0.order"][0, 0] = tensors["0.order"][0, 1]
-    safetensors.save_file(tensors, tmp_path / "other", header)
+    kvpass.save_cache(run(ids(1, 40), use_cache=True).past_key_values, tmp_path / "talk")
+    other = changed(tmp_path / "talk", repeat_a_head, tmp_path / "other")
     with pytest.raises(kvpass.errors.CacheFileError, match="order of heads"):
-        kvpass.load_cache(tmp_path / "other", run)
+        kvpass.load_cache(other, run)
 
 
 @torch.no_grad()
