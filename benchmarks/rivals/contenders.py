@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import subprocess
@@ -16,6 +17,7 @@ from benchmarks.rivals import weights
 from benchmarks.rivals.engine import Setup
 from benchmarks.worker import Worker
 from kvpass.apps import checkpoint
+from kvpass.torch_private import exported_code
 
 BUDGET = 512
 
@@ -100,7 +102,15 @@ def interpreter(package: str | None, folder: Path) -> Path:
     """
     if package is None:
         return Path(sys.executable)
-    return environments.python(folder / f"{package}-environment", PACKAGES[package], VARIABLES.get(package))
+    return environments.python(folder / _environment(package), PACKAGES[package], VARIABLES.get(package))
+
+
+def _environment(package: str) -> str:
+    """Return the name of a folder; what is compiled for one processor has another one than on the next."""
+    if package not in VARIABLES:
+        return f"{package}-environment"
+    flags = " ".join(sorted(exported_code.flags_of_processor()))
+    return f"{package}-environment-{hashlib.sha256(flags.encode()).hexdigest()[:8]}"
 
 
 def _weights(package: str | None, precision: str, python: Path, folder: Path) -> Path:

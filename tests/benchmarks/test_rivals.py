@@ -165,6 +165,16 @@ def test_an_environment_that_cannot_be_made_says_why():
         environments._run([sys.executable, "-c", "import sys; sys.exit('ERROR: no such thing')"], {})
 
 
+def test_what_is_compiled_here_has_an_environment_for_each_processor(monkeypatch):
+    """Test it because the code of another processor ends with an illegal instruction."""
+    made = []
+    for flags in ({"avx2"}, {"avx2", "avx512f"}, {"avx512f", "avx2"}):
+        monkeypatch.setattr(contenders.exported_code, "flags_of_processor", lambda flags=flags: frozenset(flags))
+        made.append([contenders._environment(package) for package in contenders.PACKAGES])
+    assert made[1] == made[2]
+    assert [one != other for one, other in zip(*made[:2], strict=True)] == [False, True]
+
+
 def test_contenders_have_names_of_their_own_and_environments():
     assert len({each.name for each in contenders.ALL}) == len(contenders.ALL)
     assert {each.package for each in contenders.ALL} - {None} == set(contenders.PACKAGES)
