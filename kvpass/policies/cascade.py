@@ -298,7 +298,9 @@ class CascadeRule:
 
 
 def moving_averages(blocks: Iterable[Tensor], valid: Tensor, decay: float) -> Iterator[Tensor]:
-    """Yield the moving average mu <- decay mu + (1 - decay) s after each query; padding changes nothing.
+    """Yield the moving average mu <- decay mu + (1 - decay) s after each query, in place of s.
+
+    Padding changes nothing.  Averages in memory of their own take twice as long, most of it to get the memory.
 
     Args:
         blocks: s for consecutive queries, [B, H', n, N], where N never decreases; s is zero for later keys.
@@ -309,12 +311,10 @@ def moving_averages(blocks: Iterable[Tensor], valid: Tensor, decay: float) -> It
         real = valid[:, start : start + probs.shape[2]]
         score = torch.zeros_like(probs[:, :, 0]) if score is None else score
         score = torch.nn.functional.pad(score, (0, probs.shape[-1] - score.shape[-1]))
-        averages = torch.empty_like(probs)
-        queries = zip(probs.unbind(2), averages.unbind(2), _decays_of(real, decay, probs.dtype), strict=True)
-        for query_probs, average, query_decay in queries:
-            score = torch.lerp(query_probs, score, query_decay, out=average)
+        for query_probs, query_decay in zip(probs.unbind(2), _decays_of(real, decay, probs.dtype), strict=True):
+            score = torch.lerp(query_probs, score, query_decay, out=query_probs)
         start += probs.shape[2]
-        yield averages
+        yield probs
 
 
 def _decays_of(real: Tensor, decay: float, dtype: torch.dtype) -> Sequence[Any]:
