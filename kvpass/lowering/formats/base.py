@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from kvpass.policies.ranking import vectors_at
+
 
 @dataclasses.dataclass(frozen=True)
 class Sections:
@@ -210,8 +212,7 @@ class EncodedVectors:
 
     def gather(self, indices: Tensor) -> EncodedVectors:
         """Return the vectors at indices [B, H', n]."""
-        indices_by_head = indices.expand(-1, self.shape[1], -1)[..., None]
-        return self.map_tensors(lambda part: part.gather(2, indices_by_head.expand(-1, -1, -1, part.shape[-1])))
+        return self.map_tensors(lambda part: vectors_at(part, indices))
 
     def concatenate(self, others: EncodedVectors) -> EncodedVectors:
         """Return these vectors followed by others."""
