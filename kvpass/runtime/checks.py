@@ -12,6 +12,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass.cache.layer_cache import LayerCache
+from kvpass.capture import projections
 from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.rotary import find_rotary, strip_reshapes
 from kvpass.errors import CacheHandleError, UnsupportedGraph
@@ -165,7 +166,7 @@ class StepVerifier:
             key_weights_of_steps: the key projections of all layers that have run a step.
         """
         self._canonical_gm, self._sites, self._key_weights_of_steps = canonical_gm, sites, key_weights_of_steps
-        self._projection_indices = [model_identity.key_projection_indices(site) for site in sites]
+        self._projection_indices = [projections.key_projection_indices(site) for site in sites]
         self._positions: PositionCheck | None = None
         self._rotation = RotationCheck(canonical_gm, sites)
 

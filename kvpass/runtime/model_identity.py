@@ -14,30 +14,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.fx as fx
 from torch import Tensor
 
-from kvpass.capture.canonical import AttentionSite
-from kvpass.fx import walk
 from kvpass.fx.walk import tensor_bytes
-from kvpass.torch_private import dynamo
 
 Weights = tuple["weakref.ref[Any]", ...]
-
-
-def key_projection_indices(site: AttentionSite) -> tuple[int, ...]:
-    """Return the argument indices of the module tensors that project a site's new keys."""
-    indices = {node: index for index, node in enumerate(walk.placeholders(site.call.graph))}
-
-    def of_module(node: fx.Node) -> list[fx.Node]:
-        return [parent for parent in node.all_input_nodes if dynamo.is_of_module(parent)]
-
-    def following(node: fx.Node) -> list[fx.Node]:
-        if any(walk.value(parent).ndim > 1 for parent in of_module(node)):
-            return []  # inputs of a projection come from other layers
-        return [parent for parent in node.all_input_nodes if not dynamo.is_of_module(parent)]
-
-    return tuple(sorted({indices[p] for node in walk.reach([site.key], following) for p in of_module(node)}))
 
 
 def weak_references(tensors: Iterable[Any]) -> Weights:

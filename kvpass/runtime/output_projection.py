@@ -1,59 +1,12 @@
-"""Find the weight that projects attention's output, for policies that weigh tokens by it."""
+"""Provide the weight that projects the output of attention, for policies that weigh tokens by it."""
 
 from __future__ import annotations
 
-import itertools
-import math
-
 import torch
-import torch.fx as fx
 from torch import Tensor
 
 from kvpass.cache.layer_cache import LayerCache
-from kvpass.capture.canonical import AttentionSite
-from kvpass.errors import CacheHandleError, UnsupportedGraph
-from kvpass.fx import op_table, propagation, walk
-from kvpass.policies.base import Policy
-
-
-def output_projection_index(site: AttentionSite) -> int | None:
-    """Return the argument index of a site's output projection [E, Hq Dv]; None if not proven.
-
-    The operations between attention and a linear layer run on numbered elements, which shows that each query head's
-    part of the output meets its own columns of the weight.
-    """
-    chain = [site.call]
-    while (user := _only_user(chain[-1])) is not None and op_table.is_a(user, "moves", "keeps"):
-        chain.append(user)
-    if user is None or walk.name_of(user) != "linear" or user.args[:1] != (chain[-1],):
-        return None
-    small = propagation.SmallSizes(chain)
-    numbered = torch.arange(math.prod(small.shape(site.call))).view(small.shape(site.call))
-    wanted, moved = numbered.transpose(1, 2).flatten(2), numbered
-    for source, node in itertools.pairwise(chain):
-        try:
-            moved = small.run(node, {source: moved}) if op_table.is_a(node, "moves") else moved
-        except (RuntimeError, TypeError, IndexError):
-            return None
-    weight, holders = [*user.args, *user.kwargs.values()][1], walk.placeholders(site.call.graph)
-    proven = moved.shape[-1] == wanted.shape[-1] and torch.equal(moved.flatten(), wanted.flatten())
-    return holders.index(weight) if proven and isinstance(weight, fx.Node) and weight in holders else None
-
-
-def _only_user(node: fx.Node) -> fx.Node | None:
-    users = [user for user in node.users if not walk.is_size(user)]
-    return users[0] if len(users) == 1 else None
-
-
-def required_projection_index(site: AttentionSite, policy: Policy) -> int | None:
-    """Return the argument index of the weight that projects a site's output, for a policy that reads it."""
-    index = output_projection_index(site) if policy.projects else None
-    if policy.projects and index is None:
-        raise UnsupportedGraph(
-            f"{walk.source_line(site.call)}: {policy.name!r} weighs tokens by the projection of the output, and "
-            "attention's output is not seen to enter one linear layer, head after head: use policy='ada_kv'"
-        )
-    return index
+from kvpass.errors import CacheHandleError
 
 
 def output_weight_by_head(weight: Tensor, heads: int, dim: int) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvpass.cache.admission import TokensToAdmit
 from kvpass.cache.handle import handles_of, with_heads_first
-from kvpass.capture import sparse_index
+from kvpass.capture import projections, sparse_index
 from kvpass.capture.canonical import AttentionSite, SiteFacts
 from kvpass.capture.capture import Capture
 from kvpass.capture.padding_analysis import padding_inputs_of_sites
@@ -34,7 +34,7 @@ from kvpass.runtime.cache_changes import longer_placeholder
 from kvpass.runtime.call_pins import call_pins
 from kvpass.runtime.checks import PositionCheck, RotationCheck
 from kvpass.runtime.deferred_code import DeferredCode, UncompiledCode
-from kvpass.runtime.output_projection import output_weight_by_head, required_projection_index
+from kvpass.runtime.output_projection import output_weight_by_head
 from kvpass.runtime.prompt_admission import PendingPrompt, PromptLayer
 from kvpass.runtime.run_events import publish_run
 from kvpass.torch_private import dynamo, inductor, regions, symbolic_shapes, tensors
@@ -161,9 +161,9 @@ class PromptRunner:
             rewrite=rewrite_prompt(call),
             outputs=len(outputs),
             module_inputs=[index for index, node in enumerate(holders) if dynamo.is_of_module(node)],
-            key_projections=[model_identity.key_projection_indices(site) for site in sites],
+            key_projections=[projections.key_projection_indices(site) for site in sites],
             output_projections=[
-                required_projection_index(site, each) for site, each in zip(sites, policies, strict=True)
+                projections.required_projection_index(site, each) for site, each in zip(sites, policies, strict=True)
             ],
             adopted_past=holders.index(sites[0].past_key) if sites[0].past_key else None,
             constants=[*canonical_gm.parameters(), *canonical_gm.buffers()],
