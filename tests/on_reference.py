@@ -366,7 +366,7 @@ class ReferenceStore(KVStore):
     def snapshot(self, cache: Any, chunk: bool) -> SlotSnapshot:
         return SlotSnapshot(cache.slots.copy())
 
-    def admit_step(self, cache: Any, site: AttentionSite, results: list[Tensor]) -> Any:
+    def admit_step(self, cache: Any, site: SiteFacts, results: list[Tensor]) -> Any:
         return cache.slots.taken
 
 

@@ -14,7 +14,7 @@ from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.layout import Layout
 from kvpass.cache.past_calls import SlotSnapshot
 from kvpass.cache.slots import AnySlots, Slots, empty_slots
-from kvpass.capture.canonical import AttentionSite, SiteFacts
+from kvpass.capture.canonical import SiteFacts
 from kvpass.lowering.attention_statistics import StatisticsOperands
 from kvpass.policies.budgets import Plan
 from kvpass.policies.pinned_tokens import PINNED, Pins, check_pinned
@@ -70,7 +70,7 @@ class KVStore:
         """Return the record that restores the cache after a step, or after a chunk, that is about to run."""
         return SlotSnapshot(cache.slots) if chunk else SlotSnapshot.before_step(cache.layout, cache.slots)
 
-    def admit_step(self, cache: LayerCache, site: AttentionSite, results: list[Tensor]) -> AdmittedChunk | None:
+    def admit_step(self, cache: LayerCache, site: SiteFacts, results: list[Tensor]) -> AdmittedChunk | None:
         """Admit the chunk that a step graph returned; None for a single token, which the graph itself has written."""
         if not results:
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -57,7 +58,7 @@ class PreparedStep(NamedTuple):
     variant: CompiledVariant | None = None  # None for code of an artifact
 
 
-class StepExecutor:
+class StepExecutor(abc.ABC):
     """Run the new tokens of a call on the slots of caches, and update the caches.
 
     Attributes:
@@ -67,8 +68,7 @@ class StepExecutor:
     def __init__(
         self, backend: BackendBase, sites: Sequence[SiteFacts], counters: Sequence[int], padding: PaddingTracker
     ) -> None:
-        self.backend, self.counters, self.padding = backend, counters, padding
-        self.sites: Sequence[Any] = sites
+        self.backend, self.sites, self.counters, self.padding = backend, sites, counters, padding
 
     def advance(self, inputs: StepInputs) -> StepResult:
         """Run the new tokens in Dynamo's arguments, and update the caches; the policies say whether to compact."""
@@ -117,17 +117,17 @@ class StepExecutor:
         counting = [index for index in self.counters if arguments[index] == seen]
         return tuple(x + by if index in counting else x for index, x in enumerate(arguments))
 
+    @abc.abstractmethod
     def queries(self, arguments: tuple[Any, ...]) -> int:
         """Return the number of new tokens q."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def holds_after(self, result: StepResult) -> Callable[[int], bool]:
         """Return a predicate of n: whether the code serves a step n tokens after one that ran."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _prepare_step(self, inputs: StepInputs) -> PreparedStep:
         """Return the code and the arguments of a step."""
-        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
