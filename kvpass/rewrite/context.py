@@ -122,7 +122,7 @@ class StepContext(StepGraph):
     """
 
     policy_weights: PolicyWeights
-    length_nodes: Lengths
+    lengths: Lengths
     rotations: Rotations
     write_indices: list[fx.Node]
     attention: AttentionResults

@@ -53,14 +53,14 @@ class Masks:
         nodes = walk.ancestors(site.mask, [site.grown_key, site.grown_value])  # type: ignore[arg-type]
         pasts = {past for each in step.sites for past in each.pasts}
         inputs = key_axis.token_inputs(nodes - pasts, step.argument_of, step.sizes)
-        indices = step.length_nodes.key_indices[window]
+        indices = step.lengths.key_indices[window]
         return MaskContext(
             key_indices=[n for n in indices if n in nodes and op_table.counts_exactly(value(n).dtype)],
             inputs={node: axis for node, axis in inputs.items() if node not in padding},
             padding=list(padding),
             stored=[site.grown_key, site.grown_value],
             length=step.length,
-            length_nodes=step.length_nodes.nodes,
+            length_nodes=step.lengths.nodes,
             window=window,
         )
 

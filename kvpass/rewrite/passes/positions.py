@@ -57,7 +57,7 @@ def put_length_on_device(step: StepContext) -> PassRecord:
     lookups = arithmetic.slices()
     key_indices = {w: [*key_index_aranges(step.graph.nodes, step.sizes, w), *lookups] for w in set(step.windows)}
     arithmetic.positions()
-    step.length_nodes = Lengths(arithmetic.computed, key_indices)
+    step.lengths = Lengths(arithmetic.computed, key_indices)
     unchanged = {node.name: "it counts the keys" for nodes in key_indices.values() for node in nodes}
     return PassRecord(arithmetic.rewritten, unchanged)
 
