@@ -410,5 +410,5 @@ class ReferenceBackend(Backend):
         context, holders = StepContext(call), walk.placeholders(call.canonical_gm.graph)
         rewrite = rewrite_step(context, REFERENCE_PASSES, self.record_pass)
         fields = {field.name: getattr(rewrite, field.name) for field in dataclasses.fields(rewrite)}
-        padding = [[holders.index(node) for node in nodes] for nodes in call.padding_inputs.sites]
+        padding = [[holders.index(node) for node in nodes] for nodes in call.padding_inputs.by_layer]
         return context, ReferenceRewrite(**fields, padding=padding)

@@ -83,7 +83,7 @@ class AddedInputs:
 
     def valid(self, layer: int) -> fx.Node:
         """Return the node bool [B, q], false where a new token is padding, for a layer."""
-        step, padding_inputs = self._step, self._step.padding_inputs.sites[layer]
+        step, padding_inputs = self._step, self._step.padding_inputs.by_layer[layer]
         if padding_inputs in self._valid:
             return self._valid[padding_inputs]
         shape, device = (step.batch, step.queries), step.device

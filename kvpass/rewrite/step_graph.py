@@ -28,17 +28,17 @@ class PaddingInputs:
     """The inputs that mark padding, see `kvpass.capture.padding_analysis`.
 
     Attributes:
-        sites: for each site, the inputs that mark padding in all masks on its cache.
+        by_layer: for each layer, the inputs that mark padding in all masks on its cache.
         known: the inputs whose entry is known to be one for every cached token.
     """
 
-    sites: tuple[tuple[fx.Node, ...], ...]
+    by_layer: tuple[tuple[fx.Node, ...], ...]
     known: frozenset[fx.Node]
 
     def in_copy(self, copy_of: dict[fx.Node, fx.Node]) -> PaddingInputs:
         """Return the inputs in a copy of the graph; `copy_of` maps each node to its copy."""
-        sites = tuple(tuple(copy_of[node] for node in nodes) for nodes in self.sites)
-        return PaddingInputs(sites, frozenset(copy_of[node] for node in self.known))
+        by_layer = tuple(tuple(copy_of[node] for node in nodes) for nodes in self.by_layer)
+        return PaddingInputs(by_layer, frozenset(copy_of[node] for node in self.known))
 
 
 @dataclasses.dataclass(frozen=True)

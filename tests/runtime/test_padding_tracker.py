@@ -210,7 +210,7 @@ def test_padding_that_no_input_of_a_step_marks_is_refused() -> None:
 def test_a_rewrite_knows_the_inputs_that_are_unchanged() -> None:
     tracker = PaddingTracker([("one", "other"), ("one",)], {"one": OTHER, "other": MASK})
     padding_inputs = tracker.as_padding_inputs(frozenset({MASK}))
-    assert (padding_inputs.sites, padding_inputs.known) == ((("one", "other"), ("one",)), frozenset({"other"}))
+    assert (padding_inputs.by_layer, padding_inputs.known) == ((("one", "other"), ("one",)), frozenset({"other"}))
 
 
 @given(pieces=calls(), width=st.integers(0, 24))

@@ -96,7 +96,7 @@ class _AttentionReplacement:
             "policy_weights": step.policy_weights.of_layers[layer],
             "write_index": step.write_indices[layer : layer + 1],
         }
-        nodes = [node for group in operands.values() for node in group]
+        nodes, padded = [x for group in operands.values() for x in group], bool(step.padding_inputs.by_layer[layer])
         symbols = {symbol: _OWN_CAPACITY for symbol, owner in step.size_nodes.layer_of.items() if owner == layer}
         key = (
             *self._shared_layout(layer),
@@ -105,12 +105,12 @@ class _AttentionReplacement:
             computed and computed.slice.key,
             (site.scale, site.cap, site.sink_logit is None, site.lse is None, site.hidden_logit, site.decomposed),
             first,
-            bool(step.padding_inputs.sites[layer]),
+            padded,
             *(_signature(step, node, symbols) for node in nodes),
         )
         if key not in self._traced:
             counts = {name: len(group) for name, group in operands.items()}
-            parts = _LayerStepParts(layout, site, mask, rotary, pairs, computed, bool(step.padding_inputs.sites[layer]))
+            parts = _LayerStepParts(layout, site, mask, rotary, pairs, computed, padded)
             self._traced[key] = self._trace(layer, parts, nodes, counts, first)
         before = splice_point(site, nodes)
         outputs = step.splice(self._traced[key], nodes, before, f"kvpass_{site.call.name}", layer)

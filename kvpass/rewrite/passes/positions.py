@@ -252,7 +252,7 @@ def _replace_by_ranks(step: StepContext, position: fx.Node, first: fx.Node) -> N
     """Replace positions by ranks, live slots + 0, 1, ..., for the nodes that rotate queries and keys."""
     shape, rows, queries, dtype = step.shape(position), step.batch, step.queries, value(position).dtype
     along = shapes.token_dim(shape, queries)
-    padded = bool(step.padding_inputs.sites[0])
+    padded = bool(step.padding_inputs.by_layer[0])
     if rows > 1 and padded and not _may_differ_by_row(step, position):
         _refuse(step, 0, ROWS_SHARE_POSITIONS)
     users = _rotating_users(step, position)
