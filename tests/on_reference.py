@@ -96,7 +96,7 @@ class ReferenceSlots:
     def nbytes(self) -> int:
         """Bytes of the cached keys and values."""
         formats, streams = self.layer.layout, (stream for row in self.layer.streams for stream in row)
-        sizes = (size for each in (formats.key_format, formats.value_format) for size in each.layout())
+        sizes = (size for each in (formats.key_format, formats.value_format) for size in each.part_shapes())
         row = sum(count * dtype.itemsize for count, dtype in sizes)
         return sum(len(token.key) * row for stream in streams for token in stream.tokens)
 

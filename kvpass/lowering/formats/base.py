@@ -88,7 +88,7 @@ class Format(abc.ABC):
     transforms: bool = False
 
     @abc.abstractmethod
-    def layout(self) -> list[tuple[int, torch.dtype]]:
+    def part_shapes(self) -> list[tuple[int, torch.dtype]]:
         """Return the last dimension and the dtype of each tensor."""
 
     @abc.abstractmethod
@@ -134,7 +134,7 @@ class EncodedVectors:
     @staticmethod
     def empty(format: Format, shape: tuple[int, int, int], device: torch.device) -> EncodedVectors:
         """Return N zero vectors for B rows of the batch and H heads."""
-        parts = [torch.zeros(*shape, dim, dtype=dtype, device=device) for dim, dtype in format.layout()]
+        parts = [torch.zeros(*shape, dim, dtype=dtype, device=device) for dim, dtype in format.part_shapes()]
         return EncodedVectors(format, tuple(parts))
 
     @staticmethod
@@ -228,7 +228,7 @@ class Plain(Format):
     dtype: torch.dtype
     exact = True
 
-    def layout(self) -> list[tuple[int, torch.dtype]]:
+    def part_shapes(self) -> list[tuple[int, torch.dtype]]:
         return [(self.dim, self.dtype)]
 
     def encode(self, vectors: Tensor) -> Parts:

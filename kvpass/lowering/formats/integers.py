@@ -80,7 +80,7 @@ class Int8(IntegerFormat):
     names = ("scale",)
     bits = 8
 
-    def layout(self) -> list[tuple[int, torch.dtype]]:
+    def part_shapes(self) -> list[tuple[int, torch.dtype]]:
         return [(self.dim, torch.int8), (1, code_products.SCALE)]
 
     def encode(self, vectors: Tensor) -> Parts:
@@ -163,7 +163,7 @@ class Int4(IntegerFormat):
         """The number of groups that one half of the vector uses; both halves use a single group."""
         return max(1, self.groups // 2)
 
-    def layout(self) -> list[tuple[int, torch.dtype]]:
+    def part_shapes(self) -> list[tuple[int, torch.dtype]]:
         return [(self.half, torch.uint8), (self.groups, code_products.SCALE), (self.groups, torch.int8)]
 
     def encode(self, vectors: Tensor) -> Parts:
@@ -286,8 +286,8 @@ class Hadamard(Format):
         object.__setattr__(self, "names", self.inner.names)
         object.__setattr__(self, "bits", self.inner.bits)
 
-    def layout(self) -> list[tuple[int, torch.dtype]]:
-        return self.inner.layout()
+    def part_shapes(self) -> list[tuple[int, torch.dtype]]:
+        return self.inner.part_shapes()
 
     def encode(self, vectors: Tensor) -> Parts:
         return self.inner.encode(transform(vectors))

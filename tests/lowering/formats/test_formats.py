@@ -56,7 +56,7 @@ def test_decoded_codes_are_within_a_step_of_the_vectors(kv_dtype: KVDtype, given
     half = STEP[base_of(kv_dtype)] * 0.57  # half a step, plus the rounding of a coarse scale
     most = exact.abs().amax(-1, keepdim=True) * half
     assert ((rounded - exact).abs() <= most + most.amax() * 1e-6).all()
-    assert [(part.shape[-1], part.dtype) for part in made.parts] == here.key_format.layout()
+    assert [(part.shape[-1], part.dtype) for part in made.parts] == here.key_format.part_shapes()
 
 
 @every_format
