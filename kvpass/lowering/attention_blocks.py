@@ -74,15 +74,15 @@ class AttentionInputs:
                 query, key = upcast(query), upcast(key)
             yield part, dataclasses.replace(self, query=query, key=key, mask=mask, sink_logit=sink_logit)
 
-    def spans(self, size: int) -> list[slice]:
+    def query_slices(self, size: int) -> list[slice]:
         """Return consecutive slices of queries, each with at most `size` logits if it has several queries."""
         count = self.query.shape[2]
         step = max(1, size // max(1, self.query.shape[0] * self.query.shape[1] * self.key.shape[2]))
         return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
-    def workspace(self, spans: list[slice], dtype: torch.dtype) -> _Workspace:
-        """Return memory for the logits of each span over all keys."""
-        most = max((span.stop - span.start for span in spans), default=0)
+    def workspace(self, query_slices: list[slice], dtype: torch.dtype) -> _Workspace:
+        """Return memory for the logits of each slice of queries over all keys."""
+        most = max((span.stop - span.start for span in query_slices), default=0)
         return _Workspace(self.query, self.query.shape[0] * self.query.shape[1] * most * self.key.shape[2], dtype)
 
     def keys_before(self, span: slice) -> slice:
@@ -207,11 +207,11 @@ def blocks(attention: AttentionInputs, size: int | None = None) -> Iterator[Bloc
     Args:
         size: the most logits of a block, None for `BLOCK`.
     """
-    spans = attention.spans(size or BLOCK)
-    workspace = attention.workspace(spans, attention.query.dtype)
-    most = max((span.stop - span.start for span in spans), default=0) if attention.causal else 0
+    query_slices = attention.query_slices(size or BLOCK)
+    workspace = attention.workspace(query_slices, attention.query.dtype)
+    most = max((span.stop - span.start for span in query_slices), default=0) if attention.causal else 0
     ahead = torch.ones(most, most, dtype=torch.bool, device=attention.query.device).triu(1)
-    for span in spans:
+    for span in query_slices:
         keys = attention.keys_before(span)
         part = attention.sliced(span, keys)
         logits = part.logits(workspace)
@@ -223,7 +223,7 @@ def blocks(attention: AttentionInputs, size: int | None = None) -> Iterator[Bloc
 
 def probs_in_blocks(attention: AttentionInputs, size: int | None = None) -> Iterator[tuple[Block, Tensor]]:
     """Yield the blocks of `blocks`, each with its probabilities [B, Hkv, G, n, s], which may be overwritten."""
-    workspace = attention.workspace(attention.spans(size or BLOCK), accumulate_dtype(attention.query.dtype))
+    workspace = attention.workspace(attention.query_slices(size or BLOCK), accumulate_dtype(attention.query.dtype))
     for block in blocks(attention, size):
         yield block, block.attention.probs(block.logits, workspace)
 
