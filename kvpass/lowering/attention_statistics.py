@@ -58,29 +58,29 @@ class StatisticsArguments:
     sharding: str | None = None
 
     def text(self) -> str:
-        """Return the request as JSON without quotes, which Inductor's C++ wrapper would not escape in its strings."""
+        """Return the arguments as JSON without quotes, which Inductor's C++ wrapper would not escape in its strings."""
         return urllib.parse.quote(json.dumps(dataclasses.asdict(self), sort_keys=True), safe="{}[]:, ")
 
     @staticmethod
     def parse(text: str) -> StatisticsArguments:
-        """Return the request of a text that `text` returned."""
+        """Return the arguments of a text that `text` returned."""
         fields = json.loads(urllib.parse.unquote(text))
         return StatisticsArguments(**{**fields, "names": tuple(fields["names"])})
 
     def for_policy(self, policy: Policy, budget: Budget | None, sharding: HeadSharding | None) -> StatisticsArguments:
-        """Return the request with the window or the scan of a policy, whose statistics it names.
+        """Return the arguments with the window or the scan of a policy, whose statistics it names.
 
         Args:
             budget: a number of slots or a share; None if each row has its own.
             sharding: the sharding of the layer's heads.
         """
-        request = self
+        arguments = self
         if not policy.statistics.isdisjoint((*LAST_QUERY_STATISTICS, *OLDER)):
-            request = dataclasses.replace(request, window=policy.observation_window)
+            arguments = dataclasses.replace(arguments, window=policy.observation_window)
         if "scan" in policy.statistics:
             text = sharding.to_text() if sharding else None
-            request = dataclasses.replace(request, scan=to_json(policy), budget=budget, sharding=text)
-        return request
+            arguments = dataclasses.replace(arguments, scan=to_json(policy), budget=budget, sharding=text)
+        return arguments
 
     @property
     def powers(self) -> int:
@@ -108,7 +108,7 @@ def attention_statistics(
         mask: bool or additive [B or 1, Hq, Hkv or 1, q, S or 1], or None; with Hkv on a CPU alone.
         sink_logit: a further logit of each row, [B or 1, Hq, q or 1, 1], or None.
         valid: bool [B, q], false for padding queries, which no statistic counts.
-        row_budgets: of a scan, int64 [B, H', 1], the slots of each row, in place of the request's budget.
+        row_budgets: of a scan, int64 [B, H', 1], the slots of each row, in place of the budget in `request`.
         request: the text of a `StatisticsArguments`.
 
     Returns:
@@ -181,25 +181,25 @@ def _attended(
 
 
 def _statistics(
-    attention: AttentionInputs, request: StatisticsArguments, valid: Tensor, sums: list[Tensor]
+    attention: AttentionInputs, arguments: StatisticsArguments, valid: Tensor, sums: list[Tensor]
 ) -> dict[str, Tensor]:
-    """Return the statistics of a request, but for a scan.
+    """Return the statistics that the arguments name, but for a scan.
 
     Args:
-        sums: those of `SUMS` that it names, [B, Hkv, G, S].
+        sums: those of `SUMS` that they name, [B, Hkv, G, S].
     """
     results = dict(zip(SUMS, sums, strict=False))  # fewer without the squares
-    if not {*LAST_QUERY_STATISTICS}.isdisjoint(request.names):
-        results |= zip(LAST_QUERY_STATISTICS, late_statistics(attention, valid, request.window), strict=True)
-    if "older" in request.names:
-        results["older"] = votes_for_older(attention, valid, request.window)
-    results = {name: regrouped(x, request.heads) for name, x in results.items()}
-    if "older_peak" in request.names:
-        results["older_peak"] = votes_for_older(attention, valid, request.window, request.heads)
+    if not {*LAST_QUERY_STATISTICS}.isdisjoint(arguments.names):
+        results |= zip(LAST_QUERY_STATISTICS, late_statistics(attention, valid, arguments.window), strict=True)
+    if "older" in arguments.names:
+        results["older"] = votes_for_older(attention, valid, arguments.window)
+    results = {name: regrouped(x, arguments.heads) for name, x in results.items()}
+    if "older_peak" in arguments.names:
+        results["older_peak"] = votes_for_older(attention, valid, arguments.window, arguments.heads)
     return results
 
 
-def _highest_probs(attention: AttentionInputs, request: StatisticsArguments, policy: Policy, valid: Tensor) -> Tensor:
+def _highest_probs(attention: AttentionInputs, arguments: StatisticsArguments, policy: Policy, valid: Tensor) -> Tensor:
     """Return the highest smoothed probability of each key among the last queries, float32 [B, H', S]."""
     cached_columns = attention.key.shape[2] - attention.query.shape[2]
 
@@ -207,12 +207,12 @@ def _highest_probs(attention: AttentionInputs, request: StatisticsArguments, pol
         return policy.smoothed(probs, real, cached_columns)
 
     peaks = highest_probs(attention, valid, policy.observation_window, smoothed)
-    return regrouped(peaks, request.heads).amax(2)
+    return regrouped(peaks, arguments.heads).amax(2)
 
 
 def _scanned(
     attention: AttentionInputs,
-    request: StatisticsArguments,
+    arguments: StatisticsArguments,
     policy: Policy,
     valid: Tensor,
     row_budgets: Tensor | None,
@@ -220,11 +220,11 @@ def _scanned(
 ) -> Tensor:
     """Return the policy's scan over the probabilities of all queries, in order, float32 [B, H', S]."""
     cached_columns = attention.key.shape[2] - attention.query.shape[2]
-    sharding = HeadSharding.from_text(request.sharding)
-    slots = slots_of_rows(policy, request.budget, valid) if row_budgets is None else row_budgets[:, 0, 0].tolist()
+    sharding = HeadSharding.from_text(arguments.sharding)
+    slots = slots_of_rows(policy, arguments.budget, valid) if row_budgets is None else row_budgets[:, 0, 0].tolist()
     results = []
     for row, blocks in enumerate(probs):
-        by_head = (block if policy.scans_means else regrouped(block, request.heads) for block in blocks)
+        by_head = (block if policy.scans_means else regrouped(block, arguments.heads) for block in blocks)
         in_float32 = (block.float() for block in by_head)
         results.append(policy.scan(in_float32, valid[row : row + 1], cached_columns, slots[row], sharding))
         collections.deque(in_float32, maxlen=0)  # what is not read is not computed, the output included
@@ -303,10 +303,10 @@ def statistics(
         The output [B, Hq, q, Dv] of attention if there are values, then those of `statistics_of`.
     """
     by_row = budget if isinstance(budget, Tensor) and "scan" in policy.statistics else None
-    request = StatisticsArguments(statistics_of(policy), spec.causal, spec.scale, spec.cap, spec.heads)
-    request = request.for_policy(policy, None if isinstance(budget, Tensor) else budget, spec.sharding)
+    arguments = StatisticsArguments(statistics_of(policy), spec.causal, spec.scale, spec.cap, spec.heads)
+    arguments = arguments.for_policy(policy, None if isinstance(budget, Tensor) else budget, spec.sharding)
     results: list[Tensor] = attention_statistics(
-        spec.query, spec.key, value, spec.mask, spec.sink_logit, valid, by_row, request.text()
+        spec.query, spec.key, value, spec.mask, spec.sink_logit, valid, by_row, arguments.text()
     )
     return results
 

@@ -250,10 +250,10 @@ def insert_statistics(
     values = copy_of[op_table.named_arguments(site.call)["value"]] if fused else None
     tensors = query, copy_of[site.attended[0]], values, mask, sink_logit
     names = attention_statistics.statistics_of(policy)
-    request = StatisticsArguments(names, site.causal, site.scale, site.cap, heads)
-    request = request.for_policy(policy, budget, site.sharding)
+    arguments = StatisticsArguments(names, site.causal, site.scale, site.cap, heads)
+    arguments = arguments.for_policy(policy, budget, site.sharding)
     target = torch.ops.kvpass.attention_statistics.default
-    results = graph.call_function(target, (*tensors, present, None, request.text()))
+    results = graph.call_function(target, (*tensors, present, None, arguments.text()))
     if fused:
         call, output = copy_of[site.call], _item(graph, results, 0)
         output.meta = dict(call.meta)
