@@ -88,7 +88,7 @@ def _cast_operands(node: fx.Node, dtype: torch.dtype) -> None:
 
 
 def _is_independent(node: fx.Node) -> bool:
-    """Check whether a node gives the same result with and without autocast.
+    """Return whether a node gives the same result with and without autocast.
 
     Autocast changes the dtype of products, and of operands that differ in theirs.
     """

@@ -96,7 +96,7 @@ def ancestors_with_writes(
 
 
 def writes(node: fx.Node) -> bool:
-    """Check whether a node of Dynamo's graph writes to an argument in place."""
+    """Return whether a node of Dynamo's graph writes to an argument in place."""
     return bool(written_operands(node))
 
 
@@ -120,7 +120,7 @@ def written_operands(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_called_in_place(node: fx.Node) -> bool:
-    """Check whether a function gets a true argument `inplace`, by name or by position."""
+    """Return whether a function gets a true argument `inplace`, by name or by position."""
     index = _index_of_inplace(node.target)
     return node.kwargs.get("inplace") is True or (index is not None and node.args[index : index + 1] == (True,))
 
@@ -211,7 +211,7 @@ class _MappedRegions:
 
 
 def may_alias(node: fx.Node, parent: fx.Node) -> bool:
-    """Check whether the result of a call may share memory with one of its arguments.
+    """Return whether the result of a call may share memory with one of its arguments.
 
     An operator states aliases in its schema; for other calls the fake tensors that Dynamo recorded share storage.  For
     nodes that kvpass inserted, the recorded value may be any tensor of the right shape, so the names of view methods

@@ -119,7 +119,7 @@ def tagged(*tags: str) -> frozenset[str]:
 
 
 def is_a(node: fx.Node, *tags: str) -> bool:
-    """Check whether a node calls an operator with any of some tags."""
+    """Return whether a node calls an operator with any of some tags."""
     return known_name(node) in tagged(*tags)
 
 
@@ -209,7 +209,7 @@ def _normalize_arange(node: fx.Node) -> None:
 
 
 def _is_int(argument: object, number: int) -> bool:
-    """Check whether an argument is a number that changes no dtype."""
+    """Return whether an argument is a number that changes no dtype."""
     return type(argument) is int and argument == number
 
 
@@ -261,12 +261,12 @@ def constant(argument: Any, gm: fx.GraphModule | None = None) -> float | None:
 
 
 def holds_indices(dtype: torch.dtype) -> bool:
-    """Check whether a dtype holds every position exactly and can index, unlike int8 and bfloat16."""
+    """Return whether a dtype holds every position exactly and can index, unlike int8 and bfloat16."""
     return dtype in (torch.int32, torch.int64)
 
 
 def counts_exactly(dtype: torch.dtype) -> bool:
-    """Check whether arange in a dtype equals the converted index.
+    """Return whether arange in a dtype equals the converted index.
 
     In half precision, the values of arange depend on its size.
     """
@@ -274,7 +274,7 @@ def counts_exactly(dtype: torch.dtype) -> bool:
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Check whether a node computes each element from its operands' elements at the same index."""
+    """Return whether a node computes each element from its operands' elements at the same index."""
     name = known_name(node)
     two = len([arg for arg in node.args if is_tensor(arg)]) == 2
     return name in tagged("pointwise") or (name in ("max", "min") and two and not node.kwargs) or _drops_nothing(node)
@@ -312,7 +312,7 @@ def equation(node: fx.Node) -> tuple[list[fx.Node], list[str], str]:
 
 
 def uses_only_as_size(node: fx.Node, size: fx.Node) -> bool:
-    """Check whether a node reads a number only as the size of a dimension, as in x.expand(-1, size) or x[:size].
+    """Return whether a node reads a number only as the size of a dimension, as in x.expand(-1, size) or x[:size].
 
     Elsewhere the same number may be a value, as in x / size.
     """
@@ -330,5 +330,5 @@ _TAKE_SIZES = tagged("reshapes", "expands", "creates") - tagged("pointwise") | {
 
 
 def keeps_whole_dimension(part: Any) -> bool:
-    """Check whether a part of a subscript keeps a whole dimension."""
+    """Return whether a part of a subscript keeps a whole dimension."""
     return part is Ellipsis or (isinstance(part, slice) and part == slice(None))

@@ -76,7 +76,7 @@ def _align_dim(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
 
 
 def _depends_on_content(node: fx.Node) -> bool:
-    """Check whether the positions of elements in the result depend on a tensor's content."""
+    """Return whether the positions of elements in the result depend on a tensor's content."""
     if known_name(node) in _LIKE:
         return False
     return any(is_tensor(leaf) for leaf in leaves((node.args[1:], *node.kwargs.values())))
@@ -109,7 +109,7 @@ def _dim_of_coordinates(made: Any, known: Any, count: int, size: Any) -> int | N
 
 
 def swaps_last_two(node: fx.Node) -> bool:
-    """Check whether a node transposes its operand's last two dimensions, by whatever operator."""
+    """Return whether a node transposes its operand's last two dimensions, by whatever operator."""
     if not is_a(node, "moves") or _depends_on_content(node):
         return False
     small, source = SmallSizes([node]), operand_of(node)

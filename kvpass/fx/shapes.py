@@ -24,7 +24,7 @@ def expr(size: Any) -> sympy.Expr:
 
 
 def same_shape(one: Iterable[Any], other: Iterable[Any]) -> bool:
-    """Check whether two shapes are equal as expressions."""
+    """Return whether two shapes are equal as expressions."""
     return [*map(expr, one)] == [*map(expr, other)]
 
 
@@ -128,11 +128,11 @@ class Sizes:
         return whole.subs(self._back).subs(self.known)
 
     def grows(self, size: Any) -> bool:
-        """Check whether a size changes from step to step."""
+        """Return whether a size changes from step to step."""
         return self.grows_in(self._simplified_size(size))
 
     def grows_in(self, expression: sympy.Expr) -> bool:
-        """Check whether an expression has symbols that grow."""
+        """Return whether an expression has symbols that grow."""
         return bool(expression.free_symbols - self._dynamic)
 
     def growing_dims(self, tensor: Any) -> list[int]:
@@ -141,7 +141,7 @@ class Sizes:
         return [dim for dim, size in enumerate(shape) if self.grows(size)]
 
     def is_dynamic(self, size: Any) -> bool:
-        """Check whether a size depends on symbols that stay dynamic, and on no others."""
+        """Return whether a size depends on symbols that stay dynamic, and on no others."""
         symbols = expr(size).free_symbols
         return bool(symbols) and not self.grows_in(expr(size))
 
@@ -151,7 +151,7 @@ class Sizes:
         return self.dynamic.size(sympy.expand(simple)) if self.dynamic else int(simple)
 
     def is_total(self, size: Any) -> bool:
-        """Check whether a size is the cache's length plus the new tokens."""
+        """Return whether a size is the cache's length plus the new tokens."""
         return self.grows(size) and (self._adds_up(size) or self._must_be_total(size))
 
     def _adds_up(self, size: Any) -> bool:
@@ -162,7 +162,7 @@ class Sizes:
         )
 
     def _must_be_total(self, size: Any) -> bool:
-        """Check whether Dynamo's guards make a size equal to a total.
+        """Return whether Dynamo's guards make a size equal to a total.
 
         The model's code then uses it where only the number of keys is valid, for example in an addition.
         """

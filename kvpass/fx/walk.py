@@ -33,17 +33,17 @@ def operand_of(node: fx.Node) -> fx.Node:
 
 
 def is_tensor(node: object) -> TypeGuard[fx.Node]:
-    """Check whether an argument is a node that stands for a tensor."""
+    """Return whether an argument is a node that stands for a tensor."""
     return isinstance(node, fx.Node) and isinstance(value(node), torch.Tensor)
 
 
 def is_inexact(tensor: Tensor) -> bool:
-    """Check whether a tensor holds floating-point or complex numbers."""
+    """Return whether a tensor holds floating-point or complex numbers."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def is_size(node: object) -> TypeGuard[fx.Node]:
-    """Check whether a node stands for a size and not for a tensor."""
+    """Return whether a node stands for a size and not for a tensor."""
     recorded = value(node) if isinstance(node, fx.Node) else None
     return isinstance(recorded, (torch.SymInt, int)) and not isinstance(recorded, bool)
 

@@ -163,7 +163,7 @@ def attend(
 
 
 def by_kernel(query: Tensor) -> bool:
-    """Check whether `attend` uses the kernels for a query [B, Hkv, G, q, D].
+    """Return whether `attend` uses the kernels for a query [B, Hkv, G, q, D].
 
     The query must have few rows and be on a GPU.  The kernels sum in float32, so float64 is excluded.
     """

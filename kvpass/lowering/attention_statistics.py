@@ -68,7 +68,7 @@ class StatisticsArguments:
         return StatisticsArguments(**{**fields, "names": tuple(fields["names"])})
 
     def for_policy(self, policy: Policy, budget: Budget | None, sharding: HeadSharding | None) -> StatisticsArguments:
-        """Return the arguments with the window or the scan of a policy, whose statistics it names.
+        """Return the arguments with the window or the scan of a policy, whose statistics they name.
 
         Args:
             budget: a number of slots or a share; None if each row has its own.
@@ -242,7 +242,7 @@ def statistics_of(policy: Policy) -> tuple[Statistic, ...]:
 
 
 def fuses_attention(policy: Policy, query: Tensor, key: Tensor, value: Tensor, masked: bool) -> bool:
-    """Check whether the operator is to compute attention of these tensors as well, which may be fake.
+    """Return whether the operator is to compute attention of these tensors as well, which may be fake.
 
     Statistics of all queries use the log-sum-exp that it returns. For other policies it pays off where attention of
     that many queries is faster than the library's.

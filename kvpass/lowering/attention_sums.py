@@ -25,12 +25,12 @@ Smooth = Callable[[Tensor, Tensor], Tensor]
 
 
 def uses_kernel(attention: AttentionInputs) -> bool:
-    """Check whether a kernel computes the sums, in float32."""
+    """Return whether a kernel computes the sums, in float32."""
     return attention.query.device.type == "cuda" and attention.query.dtype != torch.float64
 
 
 def uses_tiles(attention: AttentionInputs) -> bool:
-    """Check whether the loops in C++ compute the sums."""
+    """Return whether the loops in C++ compute the sums."""
     query = attention.query
     return query.device.type == "cpu" and attention_tiles.dtype_of_products(query.dtype, query.shape[3]) is not None
 
@@ -119,7 +119,7 @@ def attend_with_means(attention: AttentionInputs, value: Tensor) -> tuple[Tensor
 
 
 def attends_in_tiles(attention: AttentionInputs, summed: bool) -> bool:
-    """Check whether the loops in C++ compute attention without a cap and a sink.
+    """Return whether the loops in C++ compute attention without a cap and a sink.
 
     Args:
         summed: whether sums or means of the probabilities are computed as well.

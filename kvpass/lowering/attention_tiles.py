@@ -264,7 +264,7 @@ def dtype_of_products(dtype: torch.dtype, dim: int) -> torch.dtype | None:
 
 @functools.cache
 def _runs(dtype: torch.dtype) -> bool:
-    """Check that the source compiles, and that the library multiplies this dtype correctly on this processor."""
+    """Return whether the source compiles and the library multiplies this dtype correctly on this processor."""
     try:
         with tensors.real_tensors():  # a graph may be traced meanwhile
             right, why = _is_right(dtype), "the results are wrong"
@@ -289,7 +289,7 @@ def _is_right(dtype: torch.dtype) -> bool:
 
 
 def is_faster(query: Tensor, masked: bool, summed: bool) -> bool:
-    """Check whether attention of queries [B, Hq, q, D] is faster here than by torch's kernel.
+    """Return whether attention of queries [B, Hq, q, D] is faster here than by torch's kernel.
 
     torch's kernel multiplies bfloat16 by AMX where the processor has it, as fast as the tiles.  But it skips no tile
     that a mask hides, and sums need a second pass.  Otherwise it multiplies by MKL, which is slower than the products

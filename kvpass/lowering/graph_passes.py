@@ -160,7 +160,7 @@ def materialize_sums(graph: fx.Graph) -> None:
 
 
 def is_residual_sum(node: fx.Node) -> bool:
-    """Check whether a sum is dense and has two floating-point operands of its three-dimensional shape."""
+    """Return whether a sum is dense and has two floating-point operands of its three-dimensional shape."""
     values = [node.meta["val"], *(parent.meta["val"] for parent in node.args if isinstance(parent, fx.Node))]
     if any(map(symbolic_shapes.symbols, values)):
         return False

@@ -120,7 +120,7 @@ class ReferenceLayer:
         self.fed += 1
 
     def attends_to_stored(self, count: int) -> bool:
-        """Check whether `count` new tokens are attended to in their stored form, not in the model's.
+        """Return whether `count` new tokens are attended to in their stored form, not in the model's.
 
         That holds for a single token, unless a policy that defers eviction still keeps the whole prompt.
         """

@@ -46,7 +46,7 @@ class SageReference(Reference):
         stream.tokens = self.ring(tokens, budget, sinks)
 
     def fits(self, stream: HeadStream) -> bool:
-        """Check whether the stream's tokens fit the budget, so that no selection is needed."""
+        """Return whether the stream's tokens fit the budget, so that no selection is needed."""
         return stream.seen <= stream.budget + (0 if self.late else 1)
 
     def select(self, tokens: list[Token], last: Tensor, stream: HeadStream, sinks: int, k: int, recent: int) -> None:

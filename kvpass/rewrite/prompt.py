@@ -264,7 +264,7 @@ def insert_statistics(
 
 
 def _fuses_attention(site: AttentionSite, policy: Policy) -> bool:
-    """Check whether the operator of statistics is to compute the attention of a prompt as well.
+    """Return whether the operator of statistics is to compute the attention of a prompt as well.
 
     Attention that the model spells out keeps its own roundings. Causal attention must be causal from the first key on.
     """

@@ -108,18 +108,18 @@ def tables_of_modules(model: torch.nn.Module) -> list[dict[str, Any]]:
 
 
 def is_of_module(node: fx.Node) -> bool:
-    """Check whether a graph input is a parameter or a buffer of a module."""
+    """Return whether a graph input is a parameter or a buffer of a module."""
     return node.op == "placeholder" and "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {})
 
 
 def is_attribute_of_module(node: fx.Node) -> bool:
-    """Check whether a graph input is a tensor of a module: a parameter, a buffer or any other attribute."""
+    """Return whether a graph input is a tensor of a module: a parameter, a buffer or any other attribute."""
     source = getattr(node, "_dynamo_source", None)
     return is_of_module(node) or (source is not None and source.guard_source.is_unspecialized_nn_module())
 
 
 def outlives_calls(node: fx.Node) -> bool:
-    """Check whether a graph input is a tensor of a module, a closure or a global variable."""
+    """Return whether a graph input is a tensor of a module, a closure or a global variable."""
     source = getattr(node, "_dynamo_source", None)
     return is_attribute_of_module(node) or (source is not None and not _is_of_call(source))
 
@@ -129,7 +129,7 @@ _OF_FUNCTIONS = ("ClosureSource", "DefaultsSource", "LocalCellSource")
 
 
 def _is_of_call(source: Any) -> bool:
-    """Check whether a source of Dynamo's begins at an argument or another local variable."""
+    """Return whether a source of Dynamo's begins at an argument or another local variable."""
     chain = [source]
     while (base := getattr(chain[-1], "base", None)) is not None:
         chain.append(base)
@@ -188,7 +188,7 @@ def between_compilations(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_refused_as_traced(error: RuntimeError) -> bool:
-    """Check whether torch refused the outermost compiled call of a traceback because FX seems to trace it."""
+    """Return whether torch refused the outermost compiled call of a traceback because FX seems to trace it."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     wrappers = [frame for frame in frames if frame.f_code.co_name == "compile_wrapper"]
     return "using FX to symbolically trace" in str(error) and wrappers == frames[-1:]
@@ -318,7 +318,7 @@ def tracing_one_as_symbol() -> contextlib.AbstractContextManager[Any]:
 
 
 def is_at_recompile_limit() -> bool:
-    """Check whether the function being compiled reaches torch.compile's recompile limit with this graph."""
+    """Return whether the function being compiled reaches torch.compile's recompile limit with this graph."""
     from torch._guards import CompileContext
 
     now = CompileContext.current_compile_id()
@@ -351,12 +351,12 @@ def reason_uncompiled() -> str | None:
 
 
 def is_disabled() -> bool:
-    """Check whether torch.compile is turned off for the process."""
+    """Return whether torch.compile is turned off for the process."""
     return bool(torch._dynamo.config.disable) or os.environ.get("TORCHDYNAMO_DISABLE") == "1"
 
 
 def is_recompile_limit_error(error: BaseException) -> bool:
-    """Check whether an error says that torch refuses to compile another graph of a function."""
+    """Return whether an error says that torch refuses to compile another graph of a function."""
     from torch._dynamo.exc import FailOnRecompileLimitHit
 
     return isinstance(error, FailOnRecompileLimitHit)

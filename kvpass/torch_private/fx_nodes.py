@@ -14,17 +14,17 @@ NEURAL = torch._C._nn
 
 
 def is_sdpa(node: fx.Node) -> bool:
-    """Check whether a node calls torch.nn.functional.scaled_dot_product_attention."""
+    """Return whether a node calls torch.nn.functional.scaled_dot_product_attention."""
     return node.op == "call_function" and node.target is torch.nn.functional.scaled_dot_product_attention
 
 
 def mutates(node: fx.Node) -> bool:
-    """Check whether a node calls an operator that writes to an argument."""
+    """Return whether a node calls an operator that writes to an argument."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def has_side_effect(node: fx.Node) -> bool:
-    """Check whether a call matters though nothing reads its result: it checks a condition, or enters a mode.
+    """Return whether a call matters though nothing reads its result: it checks a condition, or enters a mode.
 
     Writes to tensors are not among them, see `kvpass.fx.alias`.
     """
@@ -34,7 +34,7 @@ def has_side_effect(node: fx.Node) -> bool:
 
 
 def is_operator(node: fx.Node) -> bool:
-    """Check whether a node calls an operator overload, of aten or of kvpass."""
+    """Return whether a node calls an operator overload, of aten or of kvpass."""
     return isinstance(node.target, torch._ops.OpOverload)
 
 
@@ -74,24 +74,24 @@ def written_arguments(node: fx.Node) -> list[fx.Node] | None:
 
 
 def is_without_effect(node: fx.Node) -> bool:
-    """Check whether a node only logs usage or switches gradients, which inference does not need."""
+    """Return whether a node only logs usage or switches gradients, which inference does not need."""
     return is_log_only(node) or (node.op == "call_function" and node.target is torch._C._set_grad_enabled)
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Check whether a call exchanges tensors between processes, in Dynamo's graphs or in aten graphs."""
+    """Return whether a call exchanges tensors between processes, in Dynamo's graphs or in aten graphs."""
     family, _, name = str(node.target).partition(".")
     return node.op == "call_function" and family.strip("_").startswith("c10d") and not name.startswith("wait_tensor")
 
 
 def sets_a_mode(node: fx.Node) -> bool:
-    """Check whether a node enters or exits autocast."""
+    """Return whether a node enters or exits autocast."""
     pair = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
     return node.op == "call_function" and node.target in pair
 
 
 def is_batching(node: fx.Node) -> bool:
-    """Check whether a node calls into the machinery of vmap, which Dynamo leaves in graphs."""
+    """Return whether a node calls into the machinery of vmap, which Dynamo leaves in graphs."""
     module = getattr(node.target, "__module__", None) or ""
     return node.op == "call_function" and module.startswith(("torch._C._functorch", "torch._functorch"))
 
@@ -109,7 +109,7 @@ def batching_kind(node: fx.Node) -> Literal["begins", "ends", "prepares", "maps"
 
 
 def is_log_only(node: fx.Node) -> bool:
-    """Check whether a node is torch's own usage logging, which Dynamo leaves in graphs."""
+    """Return whether a node is torch's own usage logging, which Dynamo leaves in graphs."""
     return node.target is torch._C._log_api_usage_once
 
 

@@ -76,7 +76,7 @@ def vector_move_flags() -> dict[str, str]:
 
 
 def targets_this_processor() -> bool:
-    """Check that Inductor compiles C++ for all instructions of this processor, as it does by default."""
+    """Return whether Inductor compiles C++ for all instructions of this processor, as it does by default."""
     from torch._inductor import config
 
     march = getattr(config.cpp, "march", None)
@@ -85,7 +85,7 @@ def targets_this_processor() -> bool:
 
 @functools.cache
 def _compiler_accepts(flags: tuple[str, ...]) -> bool:
-    """Check whether Inductor's C++ compiler knows these flags."""
+    """Return whether Inductor's C++ compiler knows these flags."""
     compiler = cpp_compiler()
     if compiler is None:  # Inductor reports this when it needs the compiler
         return False
@@ -157,7 +157,7 @@ def library_products() -> frozenset[torch.dtype]:
 
 
 def has_matrix_tiles() -> bool:
-    """Check whether the processor has AMX."""
+    """Return whether the processor has AMX."""
     return bool(_capabilities().get("amx_tile"))
 
 
@@ -257,7 +257,7 @@ NEEDS_THE_WHOLE = ("cpp_wrapper", "fx_wrapper", "freezing", "aot_inductor_mode",
 
 
 def allows_parts(patches: dict[str, Any]) -> bool:
-    """Check that no setting of `NEEDS_THE_WHOLE` is enabled, in the configuration or by these patches."""
+    """Return whether no setting of `NEEDS_THE_WHOLE` is enabled, in the configuration or by these patches."""
     from torch._inductor import config
 
     now = config.get_config_copy()
@@ -399,7 +399,7 @@ def return_free_memory() -> None:
 
 
 def on_cpu(values: Iterable[Any]) -> bool:
-    """Check whether all tensors among the values are on a CPU."""
+    """Return whether all tensors among the values are on a CPU."""
     return all(value.device.type == "cpu" for value in values if isinstance(value, Tensor))
 
 
@@ -454,7 +454,7 @@ def _name(wrapper: Any) -> str:
 
 
 def _is_idle(wrapper: Any) -> bool:
-    """Check whether a wrapper only calls the code.
+    """Return whether a wrapper only calls the code.
 
     torch 2.11 puts two such wrappers around each graph: for effects, and for random numbers as arguments.
     """

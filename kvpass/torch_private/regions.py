@@ -34,17 +34,17 @@ class LayersDiffer(Exception):
 
 
 def are_supported() -> bool:
-    """Check whether this version of torch reuses the trace of a region."""
+    """Return whether this version of torch reuses the trace of a region."""
     return importlib.util.find_spec(REUSE) is not None
 
 
 def are_errors_suppressed() -> bool:
-    """Check whether Dynamo runs code uncompiled where it cannot compile it, so that a call cannot be made again."""
+    """Return whether Dynamo runs code uncompiled where it cannot compile it, so that a call cannot be made again."""
     return bool(torch._dynamo.config.suppress_errors)
 
 
 def may_cause(error: Exception) -> bool:
-    """Check whether an error may come from tracing a layer as a region."""
+    """Return whether an error may come from tracing a layer as a region."""
     from torch._dynamo.exc import TorchDynamoException
 
     frames = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__))

@@ -25,7 +25,7 @@ def size_hint(size: Any) -> int:
 
 
 def known_equal(one: Any, other: Any) -> bool:
-    """Check whether two sizes are equal wherever Dynamo's guards hold."""
+    """Return whether two sizes are equal wherever Dynamo's guards hold."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(one == other)
@@ -58,7 +58,7 @@ def drop_decided_bounds(size: torch.SymInt) -> sympy.Expr:
 
 
 def may_equal(size: Any, number: int) -> bool:
-    """Check whether Dynamo's guarded ranges allow a size to equal a number."""
+    """Return whether Dynamo's guarded ranges allow a size to equal a number."""
     if not isinstance(size, torch.SymInt):
         return bool(size == number)
     allowed = size.node.shape_env.bound_sympy(expression(size))
@@ -164,7 +164,7 @@ class SymbolicSizes:
             return torch.empty(shape, **kind) if strides is None else torch.empty_strided(shape, strides, **kind)
 
     def hold(self, numbers: Sequence[int]) -> bool:
-        """Check whether the traced and compiled code serves these numbers."""
+        """Return whether the traced and compiled code serves these numbers."""
         kind = (tuple(numbers), len(self._env.guards))  # compiling adds guards
         if kind not in self._served:
             known = dict(zip(self.symbols, map(sympy.Integer, numbers), strict=True))

@@ -30,7 +30,7 @@ of a graph, before it reports that it compiles.
 
 
 def share_memory(one: Tensor, other: Tensor) -> bool:
-    """Check whether two tensors, which may be fake, share one storage."""
+    """Return whether two tensors, which may be fake, share one storage."""
     return storage_number(one) == storage_number(other)
 
 
@@ -62,7 +62,7 @@ def with_torch_function() -> contextlib.AbstractContextManager[None]:
 
 
 def is_wrapper(value: Any) -> bool:
-    """Check whether a tensor's class wraps other tensors, as quantised weights do.
+    """Return whether a tensor's class wraps other tensors, as quantised weights do.
 
     Dynamo does not look into the operations of such a class.
     """
@@ -108,13 +108,13 @@ def map_inner_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def is_distributed(value: Any) -> bool:
-    """Check whether a tensor is a part of one that several processes hold."""
+    """Return whether a tensor is a part of one that several processes hold."""
     distributed = sys.modules.get("torch.distributed.tensor")  # which makes them
     return distributed is not None and isinstance(value, distributed.DTensor)
 
 
 def was_inlined(value: Any) -> bool:
-    """Check whether Dynamo traces through the `__torch_function__` of a tensor's class.
+    """Return whether Dynamo traces through the `__torch_function__` of a tensor's class.
 
     Dynamo's graphs then hold a plain tensor.
     """
@@ -129,7 +129,7 @@ def as_plain(value: Tensor) -> Tensor:
 
 
 def is_view(tensor: torch.Tensor) -> bool:
-    """Check whether a tensor is a view of another one; torch.compile guards on this."""
+    """Return whether a tensor is a view of another one; torch.compile guards on this."""
     return tensor._is_view()
 
 
@@ -139,7 +139,7 @@ def mark_static_dimension(tensor: torch.Tensor, dim: int) -> None:
 
 
 def is_fake(value: Any) -> bool:
-    """Check whether a value is a fake tensor, which has no data."""
+    """Return whether a value is a fake tensor, which has no data."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(value, FakeTensor)
