@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from kvpass.errors import KVPassError
-from kvpass.fx.walk import tensor_bytes
+from kvpass.torch_private.tensors import tensor_bytes
 from kvpass.versions import needing_extra
 
 DIGEST = "kvpass.digest"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -164,9 +163,3 @@ def module_of(node: fx.Node) -> str:
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     path = str(stack[-1][0]) if stack else ""
     return path.replace("L['self'].", "").replace("L['fn'].", "").replace("_modules['", "").replace("']", "")
-
-
-def tensor_bytes(tensor: Tensor) -> bytes:
-    """Return the bytes of a tensor's elements in row-major order, for any dtype."""
-    here = tensor.detach().cpu().contiguous()
-    return ctypes.string_at(here.data_ptr(), here.nbytes)

@@ -33,8 +33,8 @@ from torch.fx.node import map_arg
 
 from kvpass.errors import LookupRangeError
 from kvpass.fx.shapes import expr
-from kvpass.fx.walk import tensor_bytes
 from kvpass.torch_private import inductor, symbolic_shapes
+from kvpass.torch_private.tensors import tensor_bytes
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

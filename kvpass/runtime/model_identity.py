@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.fx.walk import tensor_bytes
+from kvpass.torch_private.tensors import tensor_bytes
 
 Weights = tuple["weakref.ref[Any]", ...]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -37,6 +38,12 @@ def share_memory(one: Tensor, other: Tensor) -> bool:
 def storage_number(tensor: Tensor) -> int:
     """Return a number of a tensor's storage, which tensors with the same storage have too."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def tensor_bytes(tensor: Tensor) -> bytes:
+    """Return the bytes of a tensor's elements in row-major order, for any dtype."""
+    here = tensor.detach().cpu().contiguous()
+    return ctypes.string_at(here.data_ptr(), here.nbytes)
 
 
 def without_torch_function() -> contextlib.AbstractContextManager[None]:

@@ -14,7 +14,7 @@ from kvpass import model_access
 from kvpass.arguments import require
 from kvpass.decoding.model_call import ModelCall
 from kvpass.decoding.prefill import last_of, run_chunks
-from kvpass.fx.walk import tensor_bytes
+from kvpass.torch_private.tensors import tensor_bytes
 
 Feed = Literal["whole", "chunk", "token"]
 FEEDS: tuple[Feed, ...] = ("whole", "chunk", "token")

@@ -33,8 +33,8 @@ import torch
 import torch.fx as fx
 
 from kvpass.fx import alias, shapes, walk
-from kvpass.fx.walk import tensor_bytes
 from kvpass.torch_private import fx_nodes, symbolic_shapes, tensors
+from kvpass.torch_private.tensors import tensor_bytes
 
 MIN_EQUAL_LAYERS = 3
 """The fewest equal layers for which cuts pay; at least 3, as `_shared_by_layers` needs two cuts."""
