@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.errors import AlignerError, KVPassError
+from kvpass.errors import KVPassError
 from kvpass.torch_private import dynamo
 
 OLD_KEYWORD, NEW_KEYWORD = "past_key_values", "cache"
@@ -122,21 +122,12 @@ def keys_and_values(cache: Any) -> list[tuple[Any, Any]]:
     return [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in layers]
 
 
-def checked_keys_and_values(
-    model: Any, cache: Any, error: type[KVPassError] = AlignerError
-) -> list[tuple[Tensor, Tensor]]:
+def checked_keys_and_values(model: Any, cache: Any, error: type[KVPassError]) -> list[tuple[Tensor, Tensor]]:
     """Return each layer's keys and values [B, Hkv, n, D or Dv] of a cache, or raise `error`."""
     rows = keys_and_values(cache)
     if not rows or any(not isinstance(x, Tensor) or x.ndim != 4 for pair in rows for x in pair):
         raise error(f"{architecture_of(model)} returns no cache with keys and values [B, heads, tokens, dimension]")
     return rows
-
-
-@torch.no_grad()
-def cached_vectors(model: Any, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Return each layer's keys and values [B, Hkv, n, D or Dv] of token ids, int64 [B, n]."""
-    body = getattr(model, "base_model", model)  # without the head, because only the cache is needed
-    return checked_keys_and_values(model, cache_of_output(body(input_ids=ids, use_cache=True)))
 
 
 def architecture_of(model: Any) -> str:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from kvpass.errors import AlignerError
-from kvpass.model_access import cached_vectors, device_of
+from kvpass.model_access import device_of
+from kvpass.policies.aligners.signature import cached_vectors
 
 
 @dataclasses.dataclass(frozen=True)

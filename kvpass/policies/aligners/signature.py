@@ -6,9 +6,10 @@ import dataclasses
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kvpass.errors import AlignerError
-from kvpass.model_access import architecture_of, cached_vectors, device_of
+from kvpass.model_access import architecture_of, cache_of_output, checked_keys_and_values, device_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,3 +53,10 @@ def signature_of(model: Any, window: int, sinks: int = 4, every: int = 1) -> Sig
         )
     heads, key_dim, value_dim = shapes.pop()
     return Signature(architecture_of(model), len(rows), heads, key_dim, value_dim, window, sinks, every)
+
+
+@torch.no_grad()
+def cached_vectors(model: Any, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return each layer's keys and values [B, Hkv, n, D or Dv] of token ids, int64 [B, n]."""
+    body = getattr(model, "base_model", model)  # without the head, because only the cache is needed
+    return checked_keys_and_values(model, cache_of_output(body(input_ids=ids, use_cache=True)), AlignerError)
