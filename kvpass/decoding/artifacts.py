@@ -125,7 +125,7 @@ def _manifest(
 
 
 @check_arguments
-def load(path: FilePath, model: torch.nn.Module, *, digest: str | None = None, **how: Any) -> DecodeLoop:
+def load(path: FilePath, model: torch.nn.Module, *, digest: str | None = None, **options: Any) -> DecodeLoop:
     """Return a `DecodeLoop` that runs the code of an artifact of `export`.
 
     An artifact contains machine code, which runs with the rights of the process: load only what you would run.
@@ -134,8 +134,8 @@ def load(path: FilePath, model: torch.nn.Module, *, digest: str | None = None, *
         path: of the artifact.
         model: with the weights for which the artifact was made, on a CPU.
         digest: the digest that `export` returned, kept elsewhere; None to trust the folder.
-        how: the arguments of `DecodeLoop` that need no compiled code: `temperature`, `top_k`, `top_p`, `seed`, `stop`,
-            `read_interval` and `pad`.
+        options: the arguments of `DecodeLoop` that need no compiled code: `temperature`, `top_k`, `top_p`, `seed`,
+            `stop`, `read_interval` and `pad`.
 
     Returns:
         The loop.  It gives equal tokens to a loop that compiles; calls for which the artifact has no code, such as
@@ -147,7 +147,7 @@ def load(path: FilePath, model: torch.nn.Module, *, digest: str | None = None, *
         PolicyError: an argument that an artifact fixes.
     """
     fixed = {"temperature", "top_k", "top_p", "seed", "stop", "read_interval", "pad"}
-    for name in how.keys() - fixed:
+    for name in options.keys() - fixed:
         raise PolicyError(f"{name}: an artifact has its own: load takes {', '.join(sorted(fixed))}")
     folder = Path(path)
     try:
@@ -155,7 +155,7 @@ def load(path: FilePath, model: torch.nn.Module, *, digest: str | None = None, *
         _check_same(manifest["made_by"], _versions_here(), "was exported with", "this process has")
         _check_processor(manifest["processor"])
         _check_model(manifest["model"], model)
-        return LoadedLoop(model, manifest, folder, how)
+        return LoadedLoop(model, manifest, folder, options)
     except KVPassError as error:
         raise type(error)(f"{os.fspath(path)}: {error}") from error.__cause__
     except Exception as error:  # whatever a manifest makes of the code that reads it
@@ -168,14 +168,14 @@ class LoadedLoop(DecodeLoop):
     """A `DecodeLoop` on the code of an artifact."""
 
     def __init__(
-        self, model: torch.nn.Module, manifest: Mapping[str, Any], folder: Path, how: Mapping[str, Any]
+        self, model: torch.nn.Module, manifest: Mapping[str, Any], folder: Path, options: Mapping[str, Any]
     ) -> None:
         """Take a manifest that has been checked, and further arguments of `DecodeLoop`."""
         self._manifest, self._folder = manifest, folder
         settings = dict(manifest["settings"])
         policy = policy_of(settings.pop("policy"))
         sizes = {name: manifest["loop"][name] for name in ("rows", "prefill_chunk")}
-        super().__init__(model, policy, **sizes, **settings, **how)
+        super().__init__(model, policy, **sizes, **settings, **options)
 
     def _compile_model(self) -> Callable[..., Any]:
         return ExportedCall(self.model, self.backend, self._manifest, self._folder)

@@ -415,7 +415,7 @@ class DecodeLoop:
             yield output
 
     @check_arguments
-    def generate_batch(self, inputs: Sequence[Any], **how: Any) -> dict[str, GenerationOutput]:
+    def generate_batch(self, inputs: Sequence[Any], **options: Any) -> dict[str, GenerationOutput]:
         """Add requests and decode them until all have finished.
 
         The next `step` hands out the outputs of other requests in the meantime.  If there is an error or an interrupt,
@@ -423,7 +423,7 @@ class DecodeLoop:
 
         Args:
             inputs: the prompts, each as in `add`.
-            how: the other arguments of `add` except the name.
+            options: the other arguments of `add` except the name.
 
         Returns:
             The last output of each request by its name, in the order of the inputs.  A request that could not be added
@@ -433,7 +433,7 @@ class DecodeLoop:
             PolicyError: an invalid setting, or a loop without rows.
             BudgetError: there is no memory for the rows.
         """
-        adding = [functools.partial(self.add, ids, **how) for ids in inputs]
+        adding = [functools.partial(self.add, ids, **options) for ids in inputs]
         with self.lock:  # so that no other thread resets the loop in between
             scheduler = self._scheduler()
             names, done = scheduler.add_all(adding)
