@@ -53,7 +53,7 @@ def _row(dtype: str, rows: int, count: int, masked: bool) -> Row:
         return attend(query, key, value, mask, is_causal=not masked, enable_gqa=True)
 
     def statistics(value: Tensor | None, *names: Statistic) -> Callable[[], object]:
-        request = StatisticsArguments(names, not masked, DIM**-0.5, None, HEADS).text()
+        request = StatisticsArguments(names, not masked, DIM**-0.5, None, HEADS).to_text()
         return lambda: attention_statistics(query, key, value, mask, None, valid, None, request)
 
     calls = {

@@ -53,7 +53,7 @@ def prompt_scores(bench: Bench) -> Iterator[Row]:
     query, key = bench.randn(2, 8, 300, 64), bench.randn(2, 2, 300, 64)
     real = torch.rand(2, 300, device=bench.device) > 0.1
     names = ("total", "squares", "last", "window")
-    request = StatisticsArguments(names, True, 0.125, None, 2, window=16).text()
+    request = StatisticsArguments(names, True, 0.125, None, 2, window=16).to_text()
     got = attention_statistics(query, key, None, None, None, real, None, request)
     exactly = query.cpu().double(), key.cpu().double()
     wanted = attention_statistics(*exactly, None, None, None, real.cpu(), None, request)

@@ -222,7 +222,7 @@ def prompt_scores(bench: Bench) -> Iterator[Row]:
     attention = bench.seconds(lambda: whole(query, key, value, is_causal=True, enable_gqa=True), 10)
     yield Row("prompt", f"flash attention, {count} tokens", attention * 1e3, "ms")
     for name, statistics in (("sums", ["total"]), ("sums and squares", ["squares", "total"]), ("64 rows", ["window"])):
-        request = StatisticsArguments(tuple(statistics), True, DIM**-0.5, None, HEADS, window=64).text()
+        request = StatisticsArguments(tuple(statistics), True, DIM**-0.5, None, HEADS, window=64).to_text()
         spent = bench.seconds(
             lambda: attention_statistics(query, key, None, None, None, valid, None, request),  # noqa: B023
             10,

@@ -1,4 +1,4 @@
-"""Convert the cache of one layer to plain values and tensors for a file, and back: `entry_of`, `cache_of`.
+"""Convert the cache of one layer to plain values and tensors for a file, and back: `to_entry`, `from_entry`.
 
 Nothing in a file is trusted: sizes must be those of the layout, and indices must lie within the slots, because compiled
 code does not check the indices that it writes to.
@@ -30,7 +30,7 @@ _OPTIONAL = ("first_ids", "rotated_key")
 """The fields of a layer's cache that a file holds if they are known."""
 
 
-def entry_of(cache: LayerCache, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def to_entry(cache: LayerCache, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Return the entry of a cache in a file's header; its tensors are added to `tensors`, by names with `prefix`.
 
     Raises:
@@ -58,10 +58,10 @@ def entry_of(cache: LayerCache, prefix: str, tensors: dict[str, Tensor]) -> dict
     )
 
 
-def cache_of(
+def from_entry(
     entry: Mapping[str, Any], tensors: Mapping[str, Tensor], backend: CacheOwner, policy: Policy, device: torch.device
 ) -> LayerCache:
-    """Return a layer's cache from an entry of `entry_of` and its tensors.
+    """Return a layer's cache from an entry of `to_entry` and its tensors.
 
     Args:
         tensors: the tensors of the layer by name, on the CPU.

@@ -1,6 +1,6 @@
 """Write the folder of an artifact, which appears when it is complete, and check every file when it is read.
 
-Compiled graphs for a CPU become plain values and files, and back: `code_entry`, `code_of_entry`.
+Compiled graphs for a CPU become plain values and files, and back: `code_to_entry`, `code_from_entry`.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class ExportFiles:
             self.digests[TENSORS] = sha256_hex(content)
 
 
-def code_entry(run: Any, files: ExportFiles) -> dict[str, Any] | None:
+def code_to_entry(run: Any, files: ExportFiles) -> dict[str, Any] | None:
     """Return what a manifest has about linked segments or a whole graph; None if it cannot be exported."""
     linked, entries = isinstance(run, LinkedSegments), {}
     for name, segment in (run.runs if linked else {"run_0": run}).items():
@@ -166,8 +166,8 @@ def code_entry(run: Any, files: ExportFiles) -> dict[str, Any] | None:
     return {"source": run.source if linked else WHOLE, "runs": entries}
 
 
-def code_of_entry(entry: Mapping[str, Any], folder: Path, tensors: Mapping[str, Tensor]) -> inductor.Compiled:
-    """Return the compiled code that `code_entry` has described, from files that have been checked."""
+def code_from_entry(entry: Mapping[str, Any], folder: Path, tensors: Mapping[str, Tensor]) -> inductor.Compiled:
+    """Return the compiled code that `code_to_entry` has described, from files that have been checked."""
     runs: dict[str, inductor.Boxed] = {}
     for name, part in entry["runs"].items():
         kernels = {kernel: str(folder / file) for kernel, file in part["kernels"].items()}

@@ -30,7 +30,7 @@ from kvpass.arguments import Positive, check_arguments, require
 from kvpass.cache.handle import Handle
 from kvpass.cache.model_cache import caches_in, refresh_handles, usable_caches_in
 from kvpass.decoding import artifact_folder, recording
-from kvpass.decoding.artifact_folder import TENSORS, ExportFiles, code_of_entry, read_manifest, write_folder
+from kvpass.decoding.artifact_folder import TENSORS, ExportFiles, code_from_entry, read_manifest, write_folder
 from kvpass.decoding.cache_files import CacheObjectReader, FilePath, policy_of, settings_entry
 from kvpass.decoding.loop import DecodeLoop
 from kvpass.decoding.recording import RecordedCall, named_tensors
@@ -253,10 +253,10 @@ class ExportedGraph:
         self.runner: PromptRunner | ExportedStep
         try:
             if entry["kind"] == "prompt":
-                self.runner = exported_prompt(backend, entry, code_of_entry(entry["code"], folder, tensors))
+                self.runner = exported_prompt(backend, entry, code_from_entry(entry["code"], folder, tensors))
             else:
                 variants = entry["variants"]
-                runs = {compact: (each, code_of_entry(each["code"], folder, tensors)) for compact, each in variants}
+                runs = {compact: (each, code_from_entry(each["code"], folder, tensors)) for compact, each in variants}
                 self.runner = ExportedStep(backend, entry, runs)
         except (ImportError, OSError) as error:
             raise ArtifactError(f"a library cannot be loaded: {error}") from error

@@ -16,10 +16,10 @@ from torch import Tensor
 from kvpass import model_access, policies, tensor_files
 from kvpass.arguments import check_arguments
 from kvpass.backend import Backend, backend
+from kvpass.cache import serial
 from kvpass.cache.handle import Handle, current_cache
 from kvpass.cache.layer_cache import LayerCache, Part
 from kvpass.cache.model_cache import caches_in
-from kvpass.cache.serial import cache_of, entry_of
 from kvpass.decoding.loop import DecodeLoop
 from kvpass.decoding.stepping import LoopState
 from kvpass.errors import CacheFileError, CacheHandleError, KVPassError
@@ -139,7 +139,7 @@ def load_cache(path: FilePath, compiled_or_model: Any) -> Any:
         if loop is not None:
             parts = {name.removeprefix(_LOOP): x for name, x in tensors.items() if name.startswith(_LOOP)}
             with loop.lock:
-                loop.state = LoopState.of_saved(loop, cache, header["loop"], parts)
+                loop.state = LoopState.from_saved(loop, cache, header["loop"], parts)
         return cache
     except KVPassError as error:
         raise CacheFileError(f"{os.fspath(path)}: {error}") from error.__cause__
@@ -160,14 +160,14 @@ def settings_entry(backend: Backend) -> dict[str, Any]:
 def _layer_entry(layer: LayerCache, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Return the entry of a layer, with its policy if that is not the backend's."""
     policy = None if layer.layout.policy is layer.backend.policy else policies.to_entry(layer.layout.policy)
-    return {**entry_of(layer, prefix, tensors), "policy": policy}
+    return {**serial.to_entry(layer, prefix, tensors), "policy": policy}
 
 
 def policy_of(entry: Any) -> Policy:
     name, options = entry
     if any(isinstance(value, dict) for value in options.values()):
         raise CacheFileError(f"it was made under a policy {name!r} with trained weights: pass the compiled model")
-    return policies.of_entry(entry)
+    return policies.from_entry(entry)
 
 
 def _backend_for(saved: Mapping[str, Any], compiled: Any) -> Backend:
@@ -218,7 +218,7 @@ def _layers_of(
         layer_policy = backend.policy if spec is None else backend.policy.for_layer(index, len(entries))
         if spec is not None and policies.to_entry(layer_policy) != spec:
             layer_policy = policy_of(spec)
-        cache = cache_of(entry, mine, backend, layer_policy, model_access.device_of(model))
+        cache = serial.from_entry(entry, mine, backend, layer_policy, model_access.device_of(model))
         cache.model = weights
         mark_addresses_static(cache.slots)
         yield cache

@@ -186,7 +186,7 @@ class _GraphWriter:
         return {**entry, "lengths": lengths, "variants": [[compact, each] for compact, each in variants.items()]}, read
 
     def _code(self, run: Any) -> dict[str, Any]:
-        entry = artifact_folder.code_entry(run, self.files)
+        entry = artifact_folder.code_to_entry(run, self.files)
         if entry is None:
             raise UnsupportedGraph(
                 "this model cannot be exported: Inductor's code for it needs more than its kernels; pass "

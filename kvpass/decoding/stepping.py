@@ -314,7 +314,7 @@ class LoopState(DecodeState):
 
     @in_mode_of_weights
     def to_saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return plain values and tensors from which `of_saved` makes this state again."""
+        """Return plain values and tensors from which `from_saved` makes this state again."""
         self.check_whole()
         if self.pending:
             self._read_tokens()
@@ -325,7 +325,9 @@ class LoopState(DecodeState):
 
     @staticmethod
     @in_mode_of_weights
-    def of_saved(loop: LoopSettings, cache: Any, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LoopState:
+    def from_saved(
+        loop: LoopSettings, cache: Any, values: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    ) -> LoopState:
         """Return the state that `to_saved` has described, for a loop whose generator gets the saved state."""
         layer, wanted = caches_in(cache)[0], torch.int64
         rows, seen = layer.layout.batch, layer.length

@@ -57,13 +57,13 @@ class StatisticsArguments:
     budget: int | float | None = None
     sharding: str | None = None
 
-    def text(self) -> str:
+    def to_text(self) -> str:
         """Return the arguments as JSON without quotes, which Inductor's C++ wrapper would not escape in its strings."""
         return urllib.parse.quote(json.dumps(dataclasses.asdict(self), sort_keys=True), safe="{}[]:, ")
 
     @staticmethod
-    def parse(text: str) -> StatisticsArguments:
-        """Return the arguments of a text that `text` returned."""
+    def from_text(text: str) -> StatisticsArguments:
+        """Return the arguments of a text that `to_text` returned."""
         fields = json.loads(urllib.parse.unquote(text))
         return StatisticsArguments(**{**fields, "names": tuple(fields["names"])})
 
@@ -115,7 +115,7 @@ def attention_statistics(
         The output [B, Hq, q, D] in the memory of [B, q, Hq, D] if there are values, then the statistics: each float32
         [B, Hc, Hq / Hc, S], peaks [B, Hc, 1, S], a scan [B, H', S].
     """
-    parsed = StatisticsArguments.parse(request)
+    parsed = StatisticsArguments.from_text(request)
     dtype = torch.promote_types(query.dtype, key.dtype)  # they differ under autocast
     query, key = query.to(dtype), key.to(dtype)
     mask = None if mask is None else mask.expand(*mask.shape[:-1], key.shape[2])
@@ -146,7 +146,7 @@ def _(
     row_budgets: Tensor | None,
     request: str,
 ) -> list[Tensor]:
-    parsed = StatisticsArguments.parse(request)
+    parsed = StatisticsArguments.from_text(request)
     batch, groups, keys = key.shape[0], query.shape[1] // parsed.heads, key.shape[2]
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(parsed.names, (batch, parsed.heads, groups, keys))
     if "older_peak" in shapes:
@@ -306,7 +306,7 @@ def statistics(
     arguments = StatisticsArguments(statistics_of(policy), spec.causal, spec.scale, spec.cap, spec.heads)
     arguments = arguments.for_policy(policy, None if isinstance(budget, Tensor) else budget, spec.sharding)
     results: list[Tensor] = attention_statistics(
-        spec.query, spec.key, value, spec.mask, spec.sink_logit, valid, by_row, arguments.text()
+        spec.query, spec.key, value, spec.mask, spec.sink_logit, valid, by_row, arguments.to_text()
     )
     return results
 

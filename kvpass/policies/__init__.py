@@ -148,9 +148,10 @@ def _value(text: str) -> object:
 
 
 def to_entry(policy: Policy) -> list[Any]:
-    """Return the name and the options of a policy as plain JSON; `of_entry` is the inverse.
+    """Return the name and the options of a policy as plain JSON; `from_entry` is the inverse.
 
-    Options are text, numbers, or tuples of these; trained weights are named by their digest, which `of_entry` refuses.
+    Options are text, numbers, or tuples of these.  Trained weights are named by their digest, which `from_entry`
+    refuses.
     """
     options = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
     for name in ("interval", "spans"):
@@ -161,7 +162,7 @@ def to_entry(policy: Policy) -> list[Any]:
     return entry
 
 
-def of_entry(entry: Any) -> Policy:
+def from_entry(entry: Any) -> Policy:
     """Return the policy of an entry that `to_entry` made."""
     name, options = entry
     return resolve(name, {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})
@@ -174,4 +175,4 @@ def to_json(policy: Policy) -> str:
 
 def from_json(text: str) -> Policy:
     """Return the policy of a text that `to_json` made."""
-    return of_entry(json.loads(text))
+    return from_entry(json.loads(text))

@@ -100,7 +100,7 @@ class Calibration(Weights):
         return self.model_facts(), self.tensors
 
     @classmethod
-    def of_stored(cls, metadata: Any, tensors: Mapping[str, Tensor]) -> Calibration:
+    def from_stored(cls, metadata: Any, tensors: Mapping[str, Tensor]) -> Calibration:
         return cls(CalibratedModel(**metadata), tensors)
 
 

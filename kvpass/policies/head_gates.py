@@ -66,7 +66,7 @@ class HeadGates(Weights):
         return {"architecture": self.architecture}, {"gates": self.gates}
 
     @classmethod
-    def of_stored(cls, metadata: Any, tensors: Mapping[str, Tensor]) -> HeadGates:
+    def from_stored(cls, metadata: Any, tensors: Mapping[str, Tensor]) -> HeadGates:
         return cls(metadata["architecture"], tensors["gates"])
 
     @staticmethod

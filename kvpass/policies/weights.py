@@ -56,7 +56,7 @@ class Weights:
         raise NotImplementedError
 
     @classmethod
-    def of_stored(cls: type[W], metadata: Any, tensors: Mapping[str, Tensor]) -> W:
+    def from_stored(cls: type[W], metadata: Any, tensors: Mapping[str, Tensor]) -> W:
         """Return the weights that `to_stored` describes; KeyError, TypeError or ValueError for anything else."""
         raise NotImplementedError
 
@@ -81,7 +81,7 @@ class Weights:
         """
         metadata, tensors = tensor_files.read(path, cls.key, cls.content, cls.error)
         try:
-            return cls.of_stored(metadata, tensors)
+            return cls.from_stored(metadata, tensors)
         except (KeyError, TypeError, ValueError) as found:
             raise cls.error(
                 f"{os.fspath(path)}: this {cls.content.partition(' ')[2]} cannot be read: {found}"

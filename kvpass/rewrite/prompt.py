@@ -253,7 +253,7 @@ def insert_statistics(
     arguments = StatisticsArguments(names, site.causal, site.scale, site.cap, heads)
     arguments = arguments.for_policy(policy, budget, site.sharding)
     target = torch.ops.kvpass.attention_statistics.default
-    results = graph.call_function(target, (*tensors, present, None, arguments.text()))
+    results = graph.call_function(target, (*tensors, present, None, arguments.to_text()))
     if fused:
         call, output = copy_of[site.call], _item(graph, results, 0)
         output.meta = dict(call.meta)

@@ -18,14 +18,14 @@ NAMES = ("total", "squares", "last", "window", "logits", "older", "older_peak")
 def operands(query, key, mask, real, causal, scale, window=1, powers=2, value=None):
     """Return arguments of the operator for sums of `powers` and statistics of the last `window` queries."""
     request = StatisticsArguments(NAMES[:powers] + NAMES[2:], causal, scale, None, key.shape[1], window)
-    return query, key, value, mask, None, real, None, request.text()
+    return query, key, value, mask, None, real, None, request.to_text()
 
 
 def scan_operands(query, key, mask, real, causal, scale, value=None):
     """Return arguments of the operator for the scan of a cascade with one sub-cache in 5 slots."""
     policy = to_json(resolve("cascade", {"sinks": 1, "cascades": 1}))
     request = StatisticsArguments(("scan",), causal, scale, None, key.shape[1], scan=policy, budget=5)
-    return query, key, value, mask, None, real, None, request.text()
+    return query, key, value, mask, None, real, None, request.to_text()
 
 
 def statistics(*given, **more):
@@ -92,7 +92,7 @@ def test_peaks_of_heads_that_the_cache_joins():
     drawn = torch.Generator().manual_seed(0)
     query, key = torch.randn(2, 4, 6, 4, generator=drawn), torch.randn(2, 2, 6, 4, generator=drawn)
     real = torch.ones(2, 6, dtype=torch.bool)
-    request = StatisticsArguments(("older_peak",), True, 0.5, None, 1, 2).text()
+    request = StatisticsArguments(("older_peak",), True, 0.5, None, 1, 2).to_text()
     [made] = attention_statistics(query, key, None, None, None, real, None, request)
     logits = (query[:, :, 4:] @ key[:, :, :4].repeat_interleave(2, 1).transpose(2, 3) * 0.5).amax(1)
     assert made.shape == (2, 1, 1, 6)
@@ -139,7 +139,7 @@ def test_a_scan_beside_attention_in_tiles_is_the_scan_of_all_rows(options, padde
     drawn = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, heads, 200, 8, generator=drawn) for heads in (4, 2, 2))
     policy = to_json(resolve("cascade", {"cascades": 4, "sinks": 4, **options}))
-    request = StatisticsArguments(("scan",), not padded, 0.5, None, 2, scan=policy, budget=44).text()
+    request = StatisticsArguments(("scan",), not padded, 0.5, None, 2, scan=policy, budget=44).to_text()
     real = torch.ones(2, 200, dtype=torch.bool)
     real[1, :30] = not padded
     mask = (torch.ones(200, 200, dtype=torch.bool).tril() & real[:, None, None]) if padded else None
@@ -204,7 +204,7 @@ def test_results_of_one_query_share_no_memory(count, causal, monkeypatch):
     drawn = torch.Generator().manual_seed(0)
     query, key = torch.randn(2, 4, count, 8, generator=drawn), torch.randn(2, 2, count, 8, generator=drawn)
     request = StatisticsArguments(("last", "logits", "window"), causal, 0.5, None, 2)
-    given = (query, key, None, None, None, torch.ones(2, count, dtype=torch.bool), None, request.text())
+    given = (query, key, None, None, None, torch.ones(2, count, dtype=torch.bool), None, request.to_text())
     expected = attention_statistics(*given)
     monkeypatch.setattr(attention_sums, "uses_kernel", lambda attention: True)
     made = attention_statistics(*given)
@@ -215,8 +215,8 @@ def test_results_of_one_query_share_no_memory(count, causal, monkeypatch):
 
 def test_a_request_is_its_text():
     request = StatisticsArguments(("scan",), True, 0.3, None, 2, scan=to_json(resolve("cascade", {})), budget=0.5)
-    assert StatisticsArguments.parse(request.text()) == request
-    assert not {*request.text()} & {*'"\\\n'}  # C++ string literals take the text unescaped
+    assert StatisticsArguments.from_text(request.to_text()) == request
+    assert not {*request.to_text()} & {*'"\\\n'}  # C++ string literals take the text unescaped
 
 
 @pytest.fixture

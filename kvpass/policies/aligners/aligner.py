@@ -64,7 +64,7 @@ class Aligner(Weights):
         return {"recipe": self.recipe, "signature": self.model_facts()}, self.tensors
 
     @classmethod
-    def of_stored(cls, metadata: Any, tensors: Mapping[str, Tensor]) -> Aligner:
+    def from_stored(cls, metadata: Any, tensors: Mapping[str, Tensor]) -> Aligner:
         signature, recipe = Signature(**metadata["signature"]), metadata["recipe"]
         if recipe not in RECIPES:
             raise ValueError(f"unknown recipe {recipe!r}; known are {', '.join(RECIPES)}")
