@@ -34,7 +34,7 @@ from kvpass.policies.base import Policy
 from kvpass.policies.budgets import Plan, at_most, share_of, whole_shares
 from kvpass.policies.full import Full
 from kvpass.policies.heads import HeadSharding, gather_heads, reduce_heads
-from kvpass.policies.ranking import INT64_MAX, slots_by_position, vectors_at
+from kvpass.policies.ranking import INT64_MAX, slots_by_position
 from kvpass.policies.types import Attention, Merge, State, Tokens
 from kvpass.torch_private.inductor import materialize
 
@@ -256,7 +256,8 @@ def _nearest_of_many(key: Tensor, cached_keys: Tensor, position: Tensor) -> tupl
     batch, heads, count, _ = key.shape
     # Slots are sorted by position, free ones last, because `max` finds the first of equals.
     order = slots_by_position(position)[..., : max(1, int((position >= 0).sum(-1).max()))]
-    unit_slots = _unit(vectors_at(cached_keys, order)).flatten(0, 1).transpose(1, 2)  # [B * Hkv, D, n]
+    sorted_rows = cached_keys.gather(2, order[..., None].expand(*order.shape, cached_keys.shape[3]))
+    unit_slots = _unit(sorted_rows).flatten(0, 1).transpose(1, 2)  # [B * Hkv, D, n]
     free = (position.gather(-1, order) < 0).flatten(0, 1)[:, None]
     hidden = torch.zeros(free.shape, dtype=torch.float32, device=free.device).masked_fill(free, -torch.inf)
     blocks = [_unit(block).flatten(0, 1) for block in torch.split(key, BLOCK, 2)]

@@ -36,12 +36,6 @@ def slots_by_position(position: Tensor) -> Tensor:
     return torch.where(position < 0, INT64_MAX, position).argsort(-1)
 
 
-def vectors_at(vectors: Tensor, index: Tensor) -> Tensor:
-    """Return the vectors of [B, H, N, D] at indices [B, H or 1, n], each copied as a whole."""
-    batch, heads = (torch.arange(count, device=index.device) for count in vectors.shape[:2])
-    return vectors[batch[:, None, None], heads[None, :, None], index]
-
-
 def keep_highest(score: Tensor, position: Tensor, count: int | Tensor) -> Tensor:
     """Return bool [..., N]: the `count` live tokens of highest score; of equals, the earlier ones."""
     order = slots_by_position(position)

@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from kvpass.policies.ranking import vectors_at
-
 
 @dataclasses.dataclass(frozen=True)
 class Sections:
@@ -212,7 +210,9 @@ class EncodedVectors:
 
     def gather(self, indices: Tensor) -> EncodedVectors:
         """Return the vectors at indices [B, H', n]."""
-        return self.map_tensors(lambda part: vectors_at(part, indices))
+        row, head = (torch.arange(count, device=indices.device) for count in self.shape[:2])
+        index = row[:, None, None], head[None, :, None], indices  # copies vectors, where `gather` copies numbers
+        return self.map_tensors(lambda part: part[index])
 
     def concatenate(self, others: EncodedVectors) -> EncodedVectors:
         """Return these vectors followed by others."""
