@@ -147,6 +147,11 @@ class _GraphWriter:
         ids = next((i for i, x in enumerate(last.result.arguments) if x is last.inputs["ids"]), None)
         if ids is None:
             raise UnsupportedGraph("this model cannot be exported: its token ids are not read in its graph")
+        if kind[0] == "prompt" and len({call.counts["new"] for call in alike}) == 1:
+            raise UnsupportedGraph(
+                "this model cannot be exported: its budget holds prompts of one length alone, which does not show what "
+                "depends on the length; raise the budget"
+            )
         entry, read = self._prompt(last, ids) if kind[0] == "prompt" else self._step(last, alike, ids)
         logits = None if last.logits is None else index_of_tensor(last.result.results, last.logits)
         if logits is None:

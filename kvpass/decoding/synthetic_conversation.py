@@ -123,11 +123,14 @@ def prompt_lengths(budget: float | None, policy: Policy, model: Any, chunk: int 
     The second exceeds a budget of slots.  Graphs of prompts and of chunks are compiled at their second run.
 
     Args:
-        chunk: the tokens in a chunk of a prompt; the second prompt then has three chunks, and a rest.
+        chunk: the tokens in a chunk of a prompt; the second prompt then has three chunks, and a rest, which joins the
+            first.  The first prompt has none, so that two lengths show which numbers a prompt's graph is given.
     """
     slots = budget if isinstance(budget, int) else None
     short, long = WITHOUT_BUDGET if slots is None else (max(2, slots * 3 // 4), slots + 16)
-    long = long if chunk is None else max(long, 3 * chunk + chunk // 2)
+    if chunk is not None:
+        short, long = min(short, chunk), max(long, 3 * chunk + chunk // 2)
+        long += chunk // 2 if long % chunk == 0 else 0
     allowance = TokenAllowance.of(policy, budget, long, model)
     if isinstance(budget, int | None) and min(allowance.prompts, allowance.tokens) < long + 4 * TURNS[0]:
         most = max(1, int(allowance.prompts))  # half of it is for what follows the prompts

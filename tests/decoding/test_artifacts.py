@@ -13,13 +13,17 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 import kvpass
 from kvpass.cache.model_cache import caches_in
 from kvpass.decoding import artifact_folder, artifacts
-from kvpass.decoding.synthetic_conversation import visit_graphs
+from kvpass.decoding.prefill import chunk_lengths
+from kvpass.decoding.synthetic_conversation import prompt_lengths, visit_graphs
 from kvpass.errors import ArtifactError, BudgetError, PolicyError, UnsupportedGraph
+from kvpass.policies import resolve
 from tests.models import build, prompt, sharing_compiled_code
 
 pytest.importorskip("safetensors.torch")
@@ -381,6 +385,28 @@ def test_requests(model: Any, tmp_path: Path) -> None:
         for each in (ours, theirs)
     )
     assert found == expected
+
+
+@given(budget=st.integers(8, 300), chunk=st.integers(2, 128))
+def test_two_lengths_show_which_numbers_depend_on_the_length(budget: int, chunk: int) -> None:
+    """Test it because with one length an artifact took the length of its prompts for a constant."""
+    lengths = prompt_lengths(budget, resolve("h2o", {}), torch.nn.Linear(1, 1), chunk)
+    short, long = (chunk_lengths(length, chunk, first=True)[0] for length in lengths)
+    assert short < long
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("budget", "chunk"), [(32, 16), (32, 8), (24, 3)])
+def test_chunks_whose_rests_were_equal(budget: int, chunk: int, model: Any, tmp_path: Path) -> None:
+    settings: dict[str, Any] = dict(policy="h2o", budget=budget, prefill_chunk=chunk)
+    kvpass.export(model, tmp_path / "chunks", **settings)
+    assert_equal(talk(kvpass.load(tmp_path / "chunks", model)), talk(compiled(model, **settings)))
+
+
+@pytest.mark.slow
+def test_prompts_of_one_length_are_refused(model: Any, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedGraph, match="its budget holds prompts of one length alone"):
+        kvpass.export(model, tmp_path / "none", policy="full", budget=4)
 
 
 def test_models_and_policies_that_need_their_graphs_are_refused(model: Any, tmp_path: Path) -> None:
