@@ -29,7 +29,7 @@ def rescore(
     policy = layout.policy
     if not policy.rescores:
         return tokens
-    weights = policy_weights or [tensor.to(layout.device) for tensor in policy.layer_weights(layout.layer)]
+    weights = policy_weights or layout.policy_weights
     return tokens.with_state(policy.rescore(tokens, key.read(), value.read(), weights))
 
 
@@ -66,8 +66,7 @@ def admit(layout: Layout, before: Any, to_admit: TokensToAdmit, budgets: Sequenc
     slots = into or (past if in_place else Slots.empty(layout))
     _select_and_store(layout, slots, scored)
     if before is not None and layout.policy.aligns in ("step", "compact"):
-        policy_weights = [tensor.to(layout.device) for tensor in layout.policy.weights()]
-        changes = align(layout, slots, slots.tokens(layout), policy_weights, to_admit.valid.shape[1])
+        changes = align(layout, slots, slots.tokens(layout), layout.policy_weights, to_admit.valid.shape[1])
         for name, changed in changes.items():
             slots.state[name].copy_(changed)
     return slots
@@ -162,7 +161,7 @@ def _admit_by_class(
 def align(layout: Layout, slots: Slots, tokens: Tokens, policy_weights: Sequence[Tensor], evicted: int) -> State:
     """Store the rows that the policy aligns, in place, and return the changes to its state."""
     key, value = slots.key.read_as(layout.dtype), slots.value.read_as(layout.dtype)
-    new_key, new_value, changes = layout.policy.align(tokens, key, value, layout.layer, policy_weights, evicted)
+    new_key, new_value, changes = layout.policy.align(tokens, key, value, policy_weights, evicted)
     slots.key.replace(new_key, (new_key != key).any(-1))
     slots.value.replace(new_value, (new_value != value).any(-1))
     return changes
