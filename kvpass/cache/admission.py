@@ -12,7 +12,7 @@ from torch import Tensor
 from kvpass.cache.layout import ROW_BUDGET, Layout
 from kvpass.cache.slots import FREE, ClassedSlots, Slots, hold_whole_prompt, next_free, select_heads
 from kvpass.fx.precision import upcast
-from kvpass.lowering.attention_statistics import as_attention
+from kvpass.lowering.attention_statistics import StatisticsOperands, as_attention
 from kvpass.lowering.formats import EncodedVectors
 from kvpass.policies.base import Policy
 from kvpass.policies.pinned_tokens import PINNED, Pins
@@ -287,6 +287,7 @@ class TokensToAdmit:
             of heads for a chunk on slots in classes.
         pins: the tokens to pin, None for none in addition to those of `keep_prompt`.
         output_projection: its weight by head, [B or 1, Hkv, G, Dv, E], for policies that read it.
+        operands: those of the statistics for each class of heads, if a crop may need them; else ().
     """
 
     key: Tensor
@@ -295,6 +296,7 @@ class TokensToAdmit:
     attention: Attention | tuple[Attention, ...]
     pins: Pins | None = None
     output_projection: Tensor | None = None
+    operands: tuple[StatisticsOperands, ...] = ()
 
     def of_heads(self, heads: Tensor, attention: Attention) -> TokensToAdmit:
         """Return the keys and values of some heads, int64 [B, h], with their statistics and weights."""
@@ -305,8 +307,9 @@ class TokensToAdmit:
     def first_tokens(self, count: int) -> TokensToAdmit:
         """Return the first `count` tokens, without statistics."""
         key, value, valid = self.key[:, :, :count], self.value[:, :, :count], self.valid[:, :count]
-        pins = self.pins and self.pins.first_tokens(count)
-        return TokensToAdmit(key, value, valid, Attention(), pins, self.output_projection)
+        pins, cropped = self.pins and self.pins.first_tokens(count), self.valid.shape[1] - count
+        operands = tuple(each.first_tokens(each.query.shape[2] - cropped) for each in self.operands)
+        return TokensToAdmit(key, value, valid, Attention(), pins, self.output_projection, operands)
 
     def pin_mask(self, policy: Policy) -> Tensor:
         """Return bool [B, q]: the tokens to pin."""
