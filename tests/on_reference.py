@@ -21,13 +21,11 @@ from kvpass.backend import Backend
 from kvpass.cache.admission import TokensToAdmit
 from kvpass.cache.cached_attention import NewTokens
 from kvpass.cache.layout import Layout
-from kvpass.cache.past_calls import SlotSnapshot
-from kvpass.cache.slots import FREE, NAMES
+from kvpass.cache.slots import FREE, NAMES, SlotSnapshot
 from kvpass.cache.step import with_mask
 from kvpass.capture.canonical import AttentionSite, SiteFacts
 from kvpass.fx import walk
 from kvpass.fx.walk import value
-from kvpass.lowering.attention_statistics import StatisticsOperands
 from kvpass.lowering.formats import Sections
 from kvpass.policies import Policy
 from kvpass.policies.budgets import Plan
@@ -87,6 +85,10 @@ class ReferenceSlots:
         layer = copy.copy(self.layer)
         layer.streams = copy.deepcopy(layer.streams)
         return ReferenceSlots(layer)
+
+    def snapshot(self, layout: Layout, chunk: bool) -> SlotSnapshot:
+        """Return a copy as a record of these tokens."""
+        return SlotSnapshot(self.copy())  # type: ignore[arg-type]
 
     @property
     def capacity(self) -> int:
@@ -167,14 +169,13 @@ class TakenTokens:
         cache.slots.take(self.tokens, self.probabilities, self.logits, part=True)
 
 
-def prefill_reference(
-    layout: Layout, prompt: TokensToAdmit, spec: StatisticsOperands, site: SiteFacts, row_budgets: Sequence[int]
-) -> ReferenceSlots:
+def prefill_reference(layout: Layout, prompt: TokensToAdmit, row_budgets: Sequence[int]) -> ReferenceSlots:
     """Return the reference's tokens after a prompt, from its keys, values and operands of attention."""
+    (spec,) = prompt.operands  # see `ReferenceBackend.keeps_operands`
     query, keys, mask, sink_logit = spec.query, spec.key, spec.mask, spec.sink_logit
     queries, keys_count = query.shape[2], keys.shape[2]
     visible = torch.ones(queries, keys_count, dtype=torch.bool, device=query.device)
-    if site.causal:
+    if spec.causal:
         visible = visible.tril(keys_count - queries)
     allowed = visible.expand(query.shape[0], 1, -1, -1) & prompt.valid[:, None, None]
     bias = None
@@ -184,8 +185,8 @@ def prefill_reference(
         bias = mask.expand(query.shape[0], -1, queries, -1)
     store = ReferenceSlots(ReferenceLayer(layout, reference_of(layout.policy), row_budgets))
     query = query * store.layer.logit_scale(prompt.valid)
-    how: dict[str, Any] = dict(bias=bias, cap=site.cap, sink_logit=sink_logit)
-    attended = attend(query, keys, prompt.value, allowed, site.scale, **how)
+    how: dict[str, Any] = dict(bias=bias, cap=spec.cap, sink_logit=sink_logit)
+    attended = attend(query, keys, prompt.value, allowed, spec.scale, **how)
     rows = (0, 0, keys_count - queries, 0)  # of tokens without a query
     logits = torch.nn.functional.pad(attended.logits, rows, value=-torch.inf)
     store.take(prompt, torch.nn.functional.pad(attended.probabilities, rows), logits)
@@ -352,19 +353,15 @@ class ReferenceStore(KVStore):
     """Storage in `ReferenceSlots`, whose calls in a step graph admit and count tokens themselves."""
 
     def admit_prompt(
-        self, layout: Layout, prompt: TokensToAdmit, spec: StatisticsOperands | None, site: SiteFacts, plan: Plan
+        self, layout: Layout, prompt: TokensToAdmit, plan: Plan
     ) -> tuple[Any, tuple[int, ...], tuple[Clock, ...]]:
-        assert spec is not None  # see `ReferenceBackend.keeps_operands`
-        return prefill_reference(layout, prompt, spec, site, plan.budgets_of_rows(layout.batch)), (), ()
+        return prefill_reference(layout, prompt, plan.budgets_of_rows(layout.batch)), (), ()
 
     def make_room_for_pins(self, cache: Any, pins: Pins) -> None:
         cache.slots.expect_pins(pins)
 
     def pin(self, cache: Any, pins: Pins) -> None:
         """Do nothing: a step of the reference stores the pin together with the token."""
-
-    def snapshot(self, cache: Any, chunk: bool) -> SlotSnapshot:
-        return SlotSnapshot(cache.slots.copy())
 
     def admit_step(self, cache: Any, site: SiteFacts, results: list[Tensor]) -> Any:
         return cache.slots.taken

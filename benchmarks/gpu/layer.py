@@ -137,7 +137,8 @@ class RepairOperands(NamedTuple):
         made, rank = torch.randint(0, slots + 1, (2, rows, slots), device=bench.device).sort(0, descending=True).values
         key, value = (bench.randn(rows, HEADS, slots, DIM) for _ in range(2))
         aligner = Aligner("direct", signature, network.to_tensors())
-        return RepairOperands(aligner, [tensor.to(key.device) for tensor in aligner.weights()], key, value, made, rank)
+        weights = [tensor.to(key.device) for tensor in aligner.layer_weights(0)]
+        return RepairOperands(aligner, weights, key, value, made, rank)
 
     def on_cpu(self) -> RepairOperands:
         """Return the rows on the CPU."""
@@ -146,7 +147,7 @@ class RepairOperands(NamedTuple):
     def repaired(self) -> tuple[Tensor, Tensor]:
         """Return the repaired rows."""
         moves = self.made > self.rank
-        return self.aligner.repair(self.weights, 0, self.key, self.value, self.made, self.rank, moves)
+        return self.aligner.repair(self.weights, self.key, self.value, self.made, self.rank, moves)
 
 
 def repairs(bench: Bench) -> Iterator[Row]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvpass.cache.layout import ROW_BUDGET, Layout
 from kvpass.cache.slots import FREE, ClassedSlots, Slots, hold_whole_prompt, next_free, select_heads
 from kvpass.fx.precision import upcast
-from kvpass.lowering.attention_statistics import as_attention
+from kvpass.lowering.attention_statistics import StatisticsOperands, as_attention
 from kvpass.lowering.formats import EncodedVectors
 from kvpass.policies.base import Policy
 from kvpass.policies.pinned_tokens import PINNED, Pins
@@ -29,7 +29,7 @@ def rescore(
     policy = layout.policy
     if not policy.rescores:
         return tokens
-    weights = policy_weights or [tensor.to(layout.device) for tensor in policy.layer_weights(layout.layer)]
+    weights = policy_weights or layout.policy_weights
     return tokens.with_state(policy.rescore(tokens, key.read(), value.read(), weights))
 
 
@@ -66,8 +66,7 @@ def admit(layout: Layout, before: Any, to_admit: TokensToAdmit, budgets: Sequenc
     slots = into or (past if in_place else Slots.empty(layout))
     _select_and_store(layout, slots, scored)
     if before is not None and layout.policy.aligns in ("step", "compact"):
-        policy_weights = [tensor.to(layout.device) for tensor in layout.policy.weights()]
-        changes = align(layout, slots, slots.tokens(layout), policy_weights, to_admit.valid.shape[1])
+        changes = align(layout, slots, slots.tokens(layout), layout.policy_weights, to_admit.valid.shape[1])
         for name, changed in changes.items():
             slots.state[name].copy_(changed)
     return slots
@@ -162,7 +161,7 @@ def _admit_by_class(
 def align(layout: Layout, slots: Slots, tokens: Tokens, policy_weights: Sequence[Tensor], evicted: int) -> State:
     """Store the rows that the policy aligns, in place, and return the changes to its state."""
     key, value = slots.key.read_as(layout.dtype), slots.value.read_as(layout.dtype)
-    new_key, new_value, changes = layout.policy.align(tokens, key, value, layout.layer, policy_weights, evicted)
+    new_key, new_value, changes = layout.policy.align(tokens, key, value, policy_weights, evicted)
     slots.key.replace(new_key, (new_key != key).any(-1))
     slots.value.replace(new_value, (new_value != value).any(-1))
     return changes
@@ -288,6 +287,7 @@ class TokensToAdmit:
             of heads for a chunk on slots in classes.
         pins: the tokens to pin, None for none in addition to those of `keep_prompt`.
         output_projection: its weight by head, [B or 1, Hkv, G, Dv, E], for policies that read it.
+        operands: those of the statistics for each class of heads, if a crop may need them; else ().
     """
 
     key: Tensor
@@ -296,6 +296,7 @@ class TokensToAdmit:
     attention: Attention | tuple[Attention, ...]
     pins: Pins | None = None
     output_projection: Tensor | None = None
+    operands: tuple[StatisticsOperands, ...] = ()
 
     def of_heads(self, heads: Tensor, attention: Attention) -> TokensToAdmit:
         """Return the keys and values of some heads, int64 [B, h], with their statistics and weights."""
@@ -306,8 +307,9 @@ class TokensToAdmit:
     def first_tokens(self, count: int) -> TokensToAdmit:
         """Return the first `count` tokens, without statistics."""
         key, value, valid = self.key[:, :, :count], self.value[:, :, :count], self.valid[:, :count]
-        pins = self.pins and self.pins.first_tokens(count)
-        return TokensToAdmit(key, value, valid, Attention(), pins, self.output_projection)
+        pins, cropped = self.pins and self.pins.first_tokens(count), self.valid.shape[1] - count
+        operands = tuple(each.first_tokens(each.query.shape[2] - cropped) for each in self.operands)
+        return TokensToAdmit(key, value, valid, Attention(), pins, self.output_projection, operands)
 
     def pin_mask(self, policy: Policy) -> Tensor:
         """Return bool [B, q]: the tokens to pin."""

@@ -127,6 +127,11 @@ class Layout:
         return state[ROW_BUDGET] if self.row_budgets else self.budget
 
     @property
+    def policy_weights(self) -> list[Tensor]:
+        """The policy's weights for the layer, on the device of the slots."""
+        return [tensor.to(self.device) for tensor in self.policy.layer_weights(self.layer)]
+
+    @property
     def tracks_rank(self) -> bool:
         """True if decode steps maintain `Slots.rank`."""
         return self.stores_raw_keys or self.policy.reads_rank

@@ -11,75 +11,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from kvpass.cache.layout import Layout
-from kvpass.cache.slots import AnySlots, Slots, row_indices
+from kvpass.cache.slots import SlotSnapshot
 from kvpass.errors import CacheHandleError
-from kvpass.lowering.formats import EncodedVectors
-from kvpass.lowering.formats.base import Parts, SlotIndices
-
-
-@dataclasses.dataclass(frozen=True)
-class SavedContent:
-    """A copy of the content that a decode step overwrites in the slots of a layer."""
-
-    slot_index: SlotIndices | None  # of each head's vector; None if all slots are saved
-    key: Parts
-    value: Parts
-    others: tuple[Tensor, ...]  # all metadata, in the order of `Slots.metadata`
-
-    @staticmethod
-    def of(layout: Layout, slots: Slots) -> SavedContent:
-        """Save the vectors in the free slot of each head; all slots if the policy merges or aligns."""
-        rewrites = layout.policy.merges or layout.policy.aligns in ("step", "compact")
-        slot_index = None if rewrites else row_indices(slots.free.clone(), layout.heads)
-        others = tuple(tensor.clone() for tensor in slots.metadata)
-        return SavedContent(
-            slot_index, _clone_vectors(slots.key, slot_index), _clone_vectors(slots.value, slot_index), others
-        )
-
-    def write_to(self, slots: Slots) -> None:
-        for rows, parts in ((slots.key, self.key), (slots.value, self.value)):
-            for buffer, part in zip(rows.parts, parts, strict=True):
-                buffer[slice(None) if self.slot_index is None else self.slot_index] = part
-        for buffer, other in zip(slots.metadata, self.others, strict=True):
-            buffer.copy_(other)
-
-
-def _clone_vectors(rows: EncodedVectors, slot_index: SlotIndices | None) -> Parts:
-    return tuple(part.clone() if slot_index is None else part[slot_index] for part in rows.parts)
-
-
-@dataclasses.dataclass(frozen=True)
-class SlotSnapshot:
-    """The slots of a layer before a call.
-
-    Attributes:
-        slots: the buffers.
-        saved: for each class of heads what a step overwrites; () if the call leaves these slots unchanged, as a chunk
-            does, which is admitted to others.
-    """
-
-    slots: AnySlots
-    saved: tuple[SavedContent, ...] = ()
-
-    @staticmethod
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def before_step(layout: Layout, slots: AnySlots) -> SlotSnapshot:
-        """Save what a decode step overwrites in place."""
-        return SlotSnapshot(slots, tuple(map(SavedContent.of, layout.by_class, slots.by_class)))
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def restore(self) -> AnySlots:
-        """Restore the content and return the slots."""
-        for saved, slots in zip(self.saved, self.slots.by_class if self.saved else (), strict=True):
-            saved.write_to(slots)
-        return self.slots
-
 
 AdmitAgain = Callable[[Any, int], Any]
 """Return a layer's cache after the first tokens of a call, as many as given, from the cache before the call."""

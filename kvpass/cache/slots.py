@@ -16,7 +16,7 @@ from torch import Tensor
 from kvpass.cache.layout import ROW_BUDGET, Layout
 from kvpass.errors import PolicyError
 from kvpass.lowering.formats import EncodedVectors
-from kvpass.lowering.formats.base import SlotIndices
+from kvpass.lowering.formats.base import Parts, SlotIndices
 from kvpass.policies.pinned_tokens import PINNED, Pins
 from kvpass.policies.ranking import slots_by_position
 from kvpass.policies.types import State, Tokens
@@ -151,6 +151,10 @@ class Slots:
         self.state[PINNED].scatter_(-1, self.free[..., None], mask.expand(*self.free.shape, 1))
         if pins.on_top:
             self.state[ROW_BUDGET].add_(mask)
+
+    def snapshot(self, layout: Layout, chunk: bool) -> SlotSnapshot:
+        """Return the record that restores these slots after a step, or after a chunk, that is about to run."""
+        return SlotSnapshot(self, () if chunk else (SavedContent.of(layout, self),))
 
     @property
     def by_class(self) -> tuple[Slots, ...]:
@@ -287,6 +291,10 @@ class ClassedSlots:
             wide.append(columns)
         return select_heads(torch.cat(wide, 1), self.inverse)
 
+    def snapshot(self, layout: Layout, chunk: bool) -> SlotSnapshot:
+        """Return the record that restores these slots, see `Slots.snapshot`."""
+        return SlotSnapshot(self, () if chunk else tuple(map(SavedContent.of, layout.by_class, self.by_class)))
+
     def cached_indices(self, layout: Layout, pinned: bool = False) -> Tensor:
         """Return the indices of cached tokens as `Slots.cached_indices` does."""
         return self.joined_classes(layout).cached_indices(dataclasses.replace(layout, classes=()), pinned)
@@ -297,6 +305,61 @@ class ClassedSlots:
 
 
 AnySlots = Slots | ClassedSlots
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedContent:
+    """A copy of the content that a decode step overwrites in the slots of a layer."""
+
+    slot_index: SlotIndices | None  # of each head's vector; None if all slots are saved
+    key: Parts
+    value: Parts
+    others: tuple[Tensor, ...]  # all metadata, in the order of `Slots.metadata`
+
+    @staticmethod
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def of(layout: Layout, slots: Slots) -> SavedContent:
+        """Save the vectors in the free slot of each head; all slots if the policy merges or aligns."""
+        rewrites = layout.policy.merges or layout.policy.aligns in ("step", "compact")
+        slot_index = None if rewrites else row_indices(slots.free.clone(), layout.heads)
+        others = tuple(tensor.clone() for tensor in slots.metadata)
+        return SavedContent(
+            slot_index, _clone_vectors(slots.key, slot_index), _clone_vectors(slots.value, slot_index), others
+        )
+
+    def write_to(self, slots: Slots) -> None:
+        for rows, parts in ((slots.key, self.key), (slots.value, self.value)):
+            for buffer, part in zip(rows.parts, parts, strict=True):
+                buffer[slice(None) if self.slot_index is None else self.slot_index] = part
+        for buffer, other in zip(slots.metadata, self.others, strict=True):
+            buffer.copy_(other)
+
+
+def _clone_vectors(rows: EncodedVectors, slot_index: SlotIndices | None) -> Parts:
+    return tuple(part.clone() if slot_index is None else part[slot_index] for part in rows.parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotSnapshot:
+    """The slots of a layer before a call.
+
+    Attributes:
+        slots: the buffers.
+        saved: for each class of heads what a step overwrites; () if the call leaves these slots unchanged, as a chunk
+            does, which is admitted to others.
+    """
+
+    slots: AnySlots
+    saved: tuple[SavedContent, ...] = ()
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def restore(self) -> AnySlots:
+        """Restore the content and return the slots."""
+        for saved, slots in zip(self.saved, self.slots.by_class if self.saved else (), strict=True):
+            saved.write_to(slots)
+        return self.slots
 
 
 def hold_whole_prompt(slots: AnySlots, layout: Layout) -> bool:

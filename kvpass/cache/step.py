@@ -51,7 +51,7 @@ def decode_step(
         attention = dataclasses.replace(attention, logits=seen_logits)
     tokens, victim = (_compact if compact else _evict)(layout, call, slots, tokens, attention)
     if policy.aligns == ("compact" if compact else "step"):
-        tokens = tokens.with_state(align(layout, slots, tokens, call.policy_weights or policy.weights(), 1))
+        tokens = tokens.with_state(align(layout, slots, tokens, call.policy_weights or layout.policy_weights, 1))
     _commit(slots, tokens, index, victim)
     return attended
 
@@ -284,9 +284,9 @@ def stored_vectors(
     """Return the stored keys and values, aligned if the policy aligns them at read."""
     if layout.policy.aligns != "read":
         return slots.key, slots.value
-    policy_weights = call.policy_weights or layout.policy.weights()
+    policy_weights = call.policy_weights or layout.policy_weights
     stored = slots.key.read_as(layout.dtype), slots.value.read_as(layout.dtype)
-    key, value, _ = layout.policy.align(tokens, *stored, layout.layer, policy_weights, 0)
+    key, value, _ = layout.policy.align(tokens, *stored, policy_weights, 0)
     return plain(key), plain(value)
 
 

@@ -390,13 +390,16 @@ class Policy:
         raise self._lacks("project")
 
     def layer_weights(self, layer: int) -> list[Tensor]:
-        """Return the tensors that `rescore` reads in a layer, which become inputs of the decode graph."""
+        """Return the tensors that `rescore` and `align` read in a layer, which become inputs of the decode graph.
+
+        A tensor that several layers return becomes one input.
+        """
         return []
 
     @property
     def reads_layer(self) -> bool:
-        """True if the policy depends on the layer's index: it aligns or has a `layer_weights`."""
-        return self.aligns != "never" or self._defines("layer_weights")
+        """True if the policy depends on the layer's index, that is, if it has a `layer_weights`."""
+        return self._defines("layer_weights")
 
     # Keys and values that are rewritten.
 
@@ -409,21 +412,16 @@ class Policy:
         return "never"
 
     def align(
-        self, tokens: Tokens, key: Tensor, value: Tensor, layer: int, weights: Sequence[Tensor], evicted: int
+        self, tokens: Tokens, key: Tensor, value: Tensor, weights: Sequence[Tensor], evicted: int
     ) -> tuple[Tensor, Tensor, State]:
         """Return the keys and values that attention sees in place of the stored ones, and changes to the state.
 
         Args:
             key, value: those of the slots, [B, Hkv, C, D] and [B, Hkv, C, Dv].
-            layer: the index of the layer.
-            weights: the result of `weights`, on the device of the slots.
+            weights: the result of `layer_weights` for the layer, on the device of the slots.
             evicted: an upper bound of the tokens evicted since the last call, if the result is stored.
         """
         raise self._lacks("align")
-
-    def weights(self) -> list[Tensor]:
-        """Return the tensors that `align` uses, which become inputs of the decode graph."""
-        return []
 
     def last_position(self) -> int:
         """Return the highest position id that new tokens get, for policies that renumber."""

@@ -27,7 +27,7 @@ _ON_HOST = ("minimum_budget", "check_budget", "capacity", "for_layer", "clock", 
 _MARK = "checked_by_kvpass"
 HOOKS = (
     *("score", "victim", "compact", "rescore", "merge_evicted", "align", "bias", "logit_scale", *_CHANGES),
-    *("plan", "head_classes", "head_counts", "layer_weights", "weights", "scan", "smoothed", *_ON_HOST),
+    *("plan", "head_classes", "head_counts", "layer_weights", "scan", "smoothed", *_ON_HOST),
 )
 """Names of the hooks that are checked."""
 

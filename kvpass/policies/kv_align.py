@@ -168,11 +168,11 @@ class KVAlign(PolicyWithWeights[Aligner]):
             return "compact"
         return "read" if self.loaded.recipe == "direct" else "step"
 
-    def weights(self) -> list[Tensor]:
-        return self.loaded.weights()
+    def layer_weights(self, layer: int) -> list[Tensor]:
+        return self.loaded.layer_weights(layer)
 
     def align(
-        self, tokens: Tokens, key: Tensor, value: Tensor, layer: int, weights: Sequence[Tensor], evicted: int
+        self, tokens: Tokens, key: Tensor, value: Tensor, weights: Sequence[Tensor], evicted: int
     ) -> tuple[Tensor, Tensor, State]:
         position, rank = _row_positions(tokens), self._rank(tokens)
         moves = -(-evicted // self.every) if self.loaded.recipe == "paper" else 1
@@ -180,7 +180,7 @@ class KVAlign(PolicyWithWeights[Aligner]):
             target = rank + move * self.every  # "paper" repairs in several moves, the last of which reaches the rank
             moving = tokens.live & ~self._is_sink(tokens) & (position > target)
             by_row = (position[:, 0], target[:, 0], moving[:, 0])
-            key, value = self.loaded.repair(list(weights), layer, key, value, *by_row)
+            key, value = self.loaded.repair(weights, key, value, *by_row)
             position = torch.where(moving, target, position)
         return key, value, {"made": position}
 

@@ -6,25 +6,26 @@ import torch
 from torch import Tensor
 
 from kvpass.cache.layout import Layout
+from kvpass.errors import PolicyError
 from kvpass.fx.precision import upcast
 
 GROUP = 32
 
 
 def store_and_read(layout: Layout, vector: Tensor, key: bool = True) -> Tensor:
-    """Return a key or a value [..., D] as attention reads it back from storage, [..., D]."""
+    """Return a key or a value [..., D] as attention reads it back from storage, [..., D].
+
+    Raises:
+        PolicyError: the format is not transcribed here.
+    """
     if layout.kv_dtype is None:
         return vector.to(layout.dtype)
     width, _, transform = layout.kv_dtype.partition("-")
+    if width not in _ROUNDINGS or transform not in ("", "hadamard"):
+        raise PolicyError(f"the reference has no rounding for kv_dtype={layout.kv_dtype!r}: add it to {__name__}")
     transforms = key and transform == "hadamard"
-    rounded = _round(_hadamard(upcast(vector)) if transforms else upcast(vector), width)
+    rounded = _ROUNDINGS[width](_hadamard(upcast(vector)) if transforms else upcast(vector))
     return _hadamard(rounded) if transforms else rounded
-
-
-def _round(vector: Tensor, width: str) -> Tensor:
-    if width == "int8":
-        return _symmetric(vector)
-    return torch.cat([_asymmetric(group) for group in torch.split(vector, group_size(vector.shape[-1]), -1)], -1)
 
 
 def _hadamard(vector: Tensor) -> Tensor:
@@ -51,7 +52,12 @@ def _symmetric(vector: Tensor) -> Tensor:
     return steps * scale
 
 
-def _asymmetric(group: Tensor) -> Tensor:
+def _asymmetric(vector: Tensor) -> Tensor:
+    """Round each group of a vector to 16 levels between its minimum and maximum."""
+    return torch.cat([_round_group(group) for group in torch.split(vector, group_size(vector.shape[-1]), -1)], -1)
+
+
+def _round_group(group: Tensor) -> Tensor:
     """Round a group of numbers to 16 levels between its minimum and maximum."""
     low, high = group.amin(-1, keepdim=True), group.amax(-1, keepdim=True)
     size = torch.maximum((high - low) / 15, group.abs().amax(-1, keepdim=True) / 127)
@@ -59,3 +65,6 @@ def _asymmetric(group: Tensor) -> Tensor:
     zero = torch.nan_to_num(low / scale).round().clamp(-127, 127)
     steps = (torch.nan_to_num(group / scale).round() - zero).clamp(0, 15)
     return (steps + zero) * scale
+
+
+_ROUNDINGS = {"int8": _symmetric, "int4": _asymmetric}

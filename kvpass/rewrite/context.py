@@ -42,7 +42,7 @@ class PolicyWeights:
 
     Attributes:
         tensors: on the device of the slots, in the order of their placeholders.
-        of_layers: for each layer the placeholders that it reads: those that all layers share, then its own.
+        of_layers: for each layer the placeholders that it reads, some of which other layers may read too.
     """
 
     tensors: list[Tensor]

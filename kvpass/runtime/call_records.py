@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -13,7 +12,6 @@ from kvpass.cache.admission import TokensToAdmit, attention_of_classes
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.past_calls import PastCall, append_call
 from kvpass.cache.slots import AnySlots, hold_whole_prompt
-from kvpass.lowering.attention_statistics import StatisticsOperands
 from kvpass.runtime.cache_changes import admit_chunk
 from kvpass.runtime.padding_tracker import true_indices
 
@@ -23,20 +21,17 @@ class AdmittedChunk:
     """A chunk that was admitted to slots."""
 
     tokens: TokensToAdmit
-    specs: tuple[StatisticsOperands, ...]  # for each class of heads; () if the policy needs no statistics
     into: AnySlots
 
     def first_tokens(self, count: int) -> AdmittedChunk:
         """Return the first `count` tokens of the chunk."""
-        return AdmittedChunk(
-            self.tokens.first_tokens(count), tuple(spec.first_tokens(count) for spec in self.specs), self.into
-        )
+        return AdmittedChunk(self.tokens.first_tokens(count), self.into)
 
     @torch.no_grad()
     def admit_again(self, cache: LayerCache) -> None:
         """Admit the chunk again to a cache in the state from before the chunk."""
-        policy, valid = cache.layout.policy, self.tokens.valid
-        parts = zip(self.specs, cache.layout.by_class, cache.slots.by_class, strict=bool(self.specs))
+        policy, valid, operands = cache.layout.policy, self.tokens.valid, self.tokens.operands
+        parts = zip(operands, cache.layout.by_class, cache.slots.by_class, strict=bool(operands))
         attention_by_class = [
             spec.attention(policy, valid, layout.budget_in(slots.state)) for spec, layout, slots in parts
         ]
@@ -66,8 +61,7 @@ def calls_before(caches: list[LayerCache], queries: int) -> list[PastCall]:
 
 def _record_call(cache: LayerCache, queries: int, chunk: bool) -> PastCall:
     """Return the record of one call; with `chunk` the graph leaves the slots unchanged, so they are not copied."""
-    owner: Any = cache.backend  # a `BackendBase`, whose module imports this one
-    return PastCall.on(cache, queries, owner.kv_store.snapshot(cache, chunk))
+    return PastCall.on(cache, queries, cache.slots.snapshot(cache.layout, chunk))
 
 
 def record_calls(caches: list[LayerCache], calls: list[PastCall], taken: Sequence[AdmittedChunk | None]) -> None:

@@ -1,4 +1,4 @@
-"""Store cached tokens in slots: admit prompts and chunks, pin tokens, and save what a step overwrites."""
+"""Store cached tokens in slots: admit prompts and chunks, and pin tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from kvpass.cache.admission import TokensToAdmit, admit, attention_of_chunk, spl
 from kvpass.cache.chunk_step import chunk_spec
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.layout import Layout
-from kvpass.cache.past_calls import SlotSnapshot
 from kvpass.cache.slots import AnySlots, Slots, empty_slots
 from kvpass.capture.canonical import SiteFacts
 from kvpass.lowering.attention_statistics import StatisticsOperands
@@ -30,7 +29,7 @@ class KVStore:
     """Storage in slots: a decode step writes them in place, a prompt or chunk is admitted to them."""
 
     def admit_prompt(
-        self, layout: Layout, prompt: TokensToAdmit, spec: StatisticsOperands | None, site: SiteFacts, plan: Plan
+        self, layout: Layout, prompt: TokensToAdmit, plan: Plan
     ) -> tuple[AnySlots, tuple[int, ...], tuple[Clock, ...]]:
         """Return the storage of a prompt's tokens (`LayerCache.slots`), the rows' budgets, and their clocks."""
         row_budgets = plan.budgets_of_rows(layout.batch)
@@ -66,10 +65,6 @@ class KVStore:
             pinned = pins.mask[:, 0].tolist()
             cache.row_budgets = tuple(limit + more for limit, more in zip(cache.row_budgets, pinned, strict=True))
 
-    def snapshot(self, cache: LayerCache, chunk: bool) -> SlotSnapshot:
-        """Return the record that restores the cache after a step, or after a chunk, that is about to run."""
-        return SlotSnapshot(cache.slots) if chunk else SlotSnapshot.before_step(cache.layout, cache.slots)
-
     def admit_step(self, cache: LayerCache, site: SiteFacts, results: list[Tensor]) -> AdmittedChunk | None:
         """Admit the chunk that a step graph returned; None for a single token, which the graph itself has written."""
         if not results:
@@ -83,9 +78,9 @@ class KVStore:
                 specs.append(chunk_spec(part, site.scale, site.cap, *operands))
         attention = attention_of_chunk(layout, divided, valid)
         pins = call_pins() if policy is cache.backend.policy else None
-        chunk = TokensToAdmit(key, value, valid, attention, pins, output_projection_of(cache))
+        chunk = TokensToAdmit(key, value, valid, attention, pins, output_projection_of(cache), tuple(specs))
         admit_chunk(cache, chunk, _spare_slots(cache) if cache.backend.crop else None)
-        return AdmittedChunk(dataclasses.replace(chunk, attention=Attention()), tuple(specs), cache.slots)
+        return AdmittedChunk(dataclasses.replace(chunk, attention=Attention()), cache.slots)
 
 
 def _spare_slots(cache: LayerCache) -> AnySlots:

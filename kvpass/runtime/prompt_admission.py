@@ -17,7 +17,6 @@ from kvpass.cache.layout import Layout
 from kvpass.cache.past_calls import PastCall
 from kvpass.capture.canonical import SiteFacts
 from kvpass.errors import BudgetError, PolicyError
-from kvpass.lowering.attention_statistics import StatisticsOperands
 from kvpass.policies.base import Policy
 from kvpass.policies.budgets import Plan, by_rows
 from kvpass.policies.types import Attention
@@ -42,7 +41,6 @@ class PromptLayer:
     Attributes:
         heads: the KV heads of the model's cache.
         tokens: all tokens of the prompt.
-        spec: the query, the attended keys, the mask and the sink logit, if a later crop needs them.
         key_projections, output_projection: see `LayerCache`.
     """
 
@@ -50,19 +48,16 @@ class PromptLayer:
     heads: int
     site: SiteFacts
     tokens: TokensToAdmit
-    spec: StatisticsOperands | None
     key_projections: model_identity.Weights
     output_projection: weakref.ref[Any] | None
 
     def crop(self, cropped: int, budget: Budget) -> PromptLayer:
         """Return the layer of the prompt without its last `cropped` tokens; `budget` is as the user gave it."""
-        tokens, spec = self.tokens.first_tokens(self.tokens.valid.shape[1] - cropped), None
-        if self.spec is not None:
-            new = self.spec.query.shape[2] - cropped
-            spec = self.spec.first_tokens(new)
-            probs = spec.attention(self.policy, tokens.valid[:, tokens.valid.shape[1] - new :], budget)
-            tokens = dataclasses.replace(tokens, attention=probs)
-        return dataclasses.replace(self, tokens=tokens, spec=spec)
+        tokens = self.tokens.first_tokens(self.tokens.valid.shape[1] - cropped)
+        for spec in tokens.operands:  # at most one, as a prompt has no classes of heads yet
+            new = tokens.valid[:, -spec.query.shape[2] :]
+            tokens = dataclasses.replace(tokens, attention=spec.attention(self.policy, new, budget))
+        return dataclasses.replace(self, tokens=tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +189,7 @@ class PendingPrompt:
             layout = layout.with_pins(tokens.pins.on_top)
         absent = true_indices(~tokens.valid)
         kv_store = self.backend.kv_store
-        slots, row_budgets, clocks = kv_store.admit_prompt(layout, tokens, layer.spec, layer.site, plan)
+        slots, row_budgets, clocks = kv_store.admit_prompt(layout, tokens, plan)
         return LayerCache(
             self.backend,
             next(self.backend.cache_numbers),

@@ -318,20 +318,19 @@ class PromptRunner:
         heads = key.shape[1]
         if site.computed:
             key, value = join_heads(key), join_heads(value)
-        spec = None
+        specs = list[StatisticsOperands]()
         if outputs.operands:
             operands: list[Any] = [None if index is None else results[index] for index in outputs.operands]
             query, attended, mask, sink_logit = operands
             how = (site.causal, site.scale, site.cap, sink_logit)
-            spec = StatisticsOperands(query, attended, mask, *how, heads=key.shape[1], sharding=site.sharding)
+            specs = [StatisticsOperands(query, attended, mask, *how, heads=key.shape[1], sharding=site.sharding)]
         index = self.graph.output_projections[i]
         by_head = None if index is None else output_weight_by_head(traced[index], key.shape[1], value.shape[3])
         return PromptLayer(
             policy=policy,
             heads=heads,
             site=site,
-            tokens=TokensToAdmit(key, value, valid, attention, pins, by_head),
-            spec=spec,
+            tokens=TokensToAdmit(key, value, valid, attention, pins, by_head, tuple(specs)),
             key_projections=model_identity.weak_references(arguments[index] for index in self.graph.key_projections[i]),
             output_projection=None if index is None else weakref.ref(arguments[index]),
         )

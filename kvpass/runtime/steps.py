@@ -21,7 +21,6 @@ from kvpass.rewrite.validation.steps import validate
 from kvpass.runtime.backend_base import BackendBase
 from kvpass.runtime.cache_changes import grow_for, longer_placeholder
 from kvpass.runtime.checks import StepVerifier, describe_wrong_mask
-from kvpass.runtime.clocks import tick
 from kvpass.runtime.padding_tracker import PaddingTracker
 from kvpass.runtime.run_events import publish_run
 from kvpass.runtime.sizes import SizeInterpretation, StepSizes
@@ -183,7 +182,7 @@ class StepRunner(StepExecutor):
         interpretations = self.sizes.size_interpretations(caches, arguments)
         if len(interpretations) == 1:
             return interpretations[0]
-        compact, _ = tick(caches) if self.queries(arguments) == 1 else (False, [])
+        compact, _ = self.tick(caches, arguments) if self.queries(arguments) == 1 else (False, [])
         refusals = []
         for interpretation in interpretations:
             try:

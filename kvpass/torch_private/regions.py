@@ -220,7 +220,8 @@ def refuse_attribute(name: str) -> None:
 
 
 def _raise_layers_differ(context: Any) -> None:
-    raise LayersDiffer("a layer reads an attribute of the model's cache")
+    name = context.get_local("name").as_python_constant()
+    raise LayersDiffer(f"a layer reads {name!r} of the model's cache")
 
 
 def _check_layer_idx(context: Any) -> None:

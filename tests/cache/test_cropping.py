@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import kvpass
-from kvpass.cache import past_calls
 from kvpass.cache.model_cache import caches_in
+from kvpass.cache.slots import SavedContent
 from kvpass.policies.ranking import slots_by_position
 from tests import on_reference
 from tests.decoding.test_stepping import interrupting
@@ -270,7 +270,7 @@ def test_an_interrupted_crop_is_noticed(model: Traced, monkeypatch: pytest.Monke
     for _ in range(3):
         talk.feed(0, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(past_calls.SavedContent, "write_to", interrupting(past_calls.SavedContent.write_to, 2))
+        patch.setattr(SavedContent, "write_to", interrupting(SavedContent.write_to, 2))
         with pytest.raises(KeyboardInterrupt, match="by the user"):
             talk.crop(2)
     uses = (lambda: talk.feed(0, 1), lambda: talk.crop(1))

@@ -58,11 +58,13 @@ def test_take_slots_adds_inputs_alone() -> None:
     assert new == [*names, operator.getitem, "clone"]  # and the counter
 
 
-def test_take_slots_adds_the_weights_of_a_policy() -> None:
-    aligner = random_aligner("direct", layers=2, heads=2, dim=4)
+@pytest.mark.parametrize(("recipe", "count"), [("direct", 2 * 9), ("paper", 2 * 2 + 10)])
+def test_take_slots_adds_the_weights_of_a_policy(recipe: str, count: int) -> None:
+    """Test weights of each of two layers, and weights that the layers share."""
+    aligner = random_aligner(recipe, layers=2, heads=2, dim=4)
     stages = staged(Model().eval(), "kv_align", budget=8, aligner=aligner, validate=False)
     weights = [name for name in stages.inputs("take_slots") if name.startswith("kvpass_weight")]
-    assert len(weights) == len(stages.contexts[0].policy_weights.tensors) > 0
+    assert len(weights) == len(stages.contexts[0].policy_weights.tensors) == count
     assert not [name for name in with_absolute_positions().inputs("take_slots") if name.startswith("kvpass_weight")]
 
 

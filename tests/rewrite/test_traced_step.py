@@ -33,7 +33,7 @@ class Traced:
             here = dataclasses.replace(site, policy_weights=tuple(weights))
             return decode_step(layout, here, slots.with_tensors(tensors), NewTokens(*new), compact)
 
-        arguments = (tensors, list(new), [*layout.policy.weights(), *layout.policy.layer_weights(layout.layer)])
+        arguments = (tensors, list(new), layout.policy_weights)
         if compact not in self.graphs:
             self.graphs[compact] = make_fx(step, tracing_mode="fake")(*arguments)
         return self.graphs[compact](*arguments)
@@ -90,7 +90,7 @@ def test_a_merging_step_is_compiled_without_a_copy_of_the_slots():
     lowered = LayerOnSlots(layout_for(case.policy, 68, prompt, False), 1e4, step=traced)
     lowered.feed(prompt)
     arguments = [*lowered.slots.tensors(), last.q, last.k, last.v, last.valid[:, 0]]
-    weights = lowered.layout.policy.weights()
+    weights = lowered.layout.policy_weights
     expected = [x.clone() for x in arguments]
     slots, new = lowered.slots.with_tensors(expected[:-4]), NewTokens(*expected[-4:])
     lowered.step(lowered.layout, CachedAttention(0.25), slots, new, False)

@@ -66,13 +66,12 @@ def pending_prompt(
         query, key, value = vectors
         mask = torch.ones(valid.shape[1], valid.shape[1]).tril().bool() & valid[:, None, None]
         spec = StatisticsOperands(query, key, mask, False, 0.5, heads=HEADS, sharding=None)
-        tokens = TokensToAdmit(key, value, valid, spec.attention(policy, valid, backend.budget))
-        if pins is not None:
-            later = torch.zeros(len(valid), dtype=torch.int64)
-            tokens = TokensToAdmit(key, value, valid, tokens.attention, Pins(pins, on_top, later))
+        pinned = None if pins is None else Pins(pins, on_top, torch.zeros(len(valid), dtype=torch.int64))
+        attention = spec.attention(policy, valid, backend.budget)
+        tokens = TokensToAdmit(key, value, valid, attention, pinned, operands=(spec,))
         site = SiteFacts(2 * index, 2 * index + 1, computed=False, window=window)
         chosen = policy.for_layer(index, len(windows))
-        layers.append(PromptLayer(chosen, HEADS, site, tokens, spec, (), None))
+        layers.append(PromptLayer(chosen, HEADS, site, tokens, (), None))
     raw = backend.positions == "cache"
     new = layers[0].tokens.valid.shape[1]
     return PendingPrompt(backend, raw, (), None, None, (), layers, new)

@@ -14,7 +14,8 @@ import kvpass
 import tests.strategies  # noqa: F401  loads the Hypothesis profile
 from kvpass.backend import Backend
 from kvpass.cache.layer_cache import LayerCache
-from kvpass.cache.past_calls import PastCall, SlotSnapshot
+from kvpass.cache.past_calls import PastCall
+from kvpass.cache.slots import SlotSnapshot
 from kvpass.errors import BudgetError
 from kvpass.policies.pinned_tokens import PINNED, Pins
 from kvpass.runtime.call_pins import pinning
@@ -87,7 +88,7 @@ def test_a_step_is_undone_whatever_it_has_written(policy: str, length: int, rows
     """Test `d2o` too, which merges into any slot: then all slots are saved, and any may be overwritten."""
     cache = one_layer(backend(policy, CROP), length, rows)
     expected = tensors_of(cache)
-    snapshot = KVStore().snapshot(cache, chunk=False)
+    snapshot = cache.slots.snapshot(cache.layout, chunk=False)
     write_to_all(cache)
     if cache.layout.policy.merges:
         cache.slots.key.codes.fill_(7)
@@ -99,7 +100,7 @@ def test_a_step_is_undone_whatever_it_has_written(policy: str, length: int, rows
 def test_a_chunk_leaves_the_slots_before_it_as_they_are() -> None:
     cache = one_layer(backend(crop=CROP), 12)
     before, expected = cache.slots, tensors_of(cache)
-    snapshot = KVStore().snapshot(cache, chunk=True)
+    snapshot = cache.slots.snapshot(cache.layout, chunk=True)
     assert (snapshot.slots, snapshot.saved) == (before, ())
     run_chunk(cache, 3)
     assert cache.slots is not before

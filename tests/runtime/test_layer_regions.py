@@ -249,6 +249,7 @@ def test_layers_that_no_region_can_hold_are_traced_one_by_one(
         "LlamaForCausalLM: its layers are traced one by one"
     ] * refused
     assert refused or changed is _counts
+    assert ("a layer reads 'layers' of the model's cache" in "".join(said)) == (changed is _asks_the_cache)
 
 
 def test_a_layer_that_stores_under_the_index_of_another_is_no_region() -> None:

@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import kvpass
 from kvpass.runtime.sizes import guard_predicate
+from kvpass.runtime.steps import StepRunner
 from tests.models import build, prompt
 
 ENCODED = 9
@@ -74,6 +75,28 @@ def test_an_encoder_as_long_as_what_was_seen(pieces: list[int], padded: bool, hi
     for encoded in (4, 7, ENCODED, ENCODED + 1, 11):
         got = decoded(compiled, ids, encoded, pieces, padded, hides)
         assert torch.allclose(got, decoded(model, ids, encoded, pieces, padded, hides), atol=1e-5), encoded
+
+
+@torch.no_grad()
+def test_padding_is_not_due_when_sizes_are_unclear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test a step whose only row at the budget gets padding: none of the graphs that are tried compacts."""
+    compacts, rewrite = list[bool](), StepRunner._rewrite
+
+    def recorded(runner: StepRunner, call: Any) -> Any:
+        compacts.append(call.compact)
+        return rewrite(runner, call)
+
+    monkeypatch.setattr(StepRunner, "_rewrite", recorded)
+    torch.manual_seed(0)
+    backend = kvpass.backend("streaming", budget=8, sinks=1, interval=4, inner="eager")
+    model, ids, mask = torch.compile(Crossed().eval(), backend=backend), torch.randint(0, 64, (2, 9)), torch.ones(2, 9)
+    mask[0, 8] = mask[1, :3] = 0
+    for encoded in (4, ENCODED):
+        across = (torch.randn(2, 2, encoded, 8), torch.randn(2, 2, encoded, 8))
+        _, past = model(ids[:, :8], across, mask=mask[:, :8].contiguous())
+        model(ids[:, 8:], across, past, mask=mask)
+    assert compacts == [False] * len(compacts)
+    assert compacts
 
 
 @pytest.mark.slow

@@ -304,11 +304,10 @@ def _error_by_layer(rows: Tensor, targets: Tensor) -> Tensor:
 def measure(aligner: Aligner, model: Any, stream: Tensor, settings: TrainingSettings) -> AlignmentErrors:
     """Return an aligner's errors on pairs that are drawn as in training from another text int64 [T]."""
     rounds = 20
-    weights = [tensor.to(device_of(model)) for tensor in aligner.weights()]
     error_sum = torch.zeros(4, dtype=torch.float64)
     for seed in range(rounds):
         for pairs in draw(model, stream, settings, -1 - seed):
-            key, value = _repair(aligner, weights, pairs)
+            key, value = _repair(aligner, pairs)
             errors = [(key, pairs.target_key), (value, pairs.target_value)]
             errors += [(pairs.key, pairs.target_key), (pairs.value, pairs.target_value)]
             error_sum += torch.stack([_error_by_layer(*pair).mean() for pair in errors]).double().cpu()
@@ -316,12 +315,13 @@ def measure(aligner: Aligner, model: Any, stream: Tensor, settings: TrainingSett
     return AlignmentErrors(*(error_sum / sets).tolist())
 
 
-def _repair(aligner: Aligner, weights: list[Tensor], pairs: TrainingPairs) -> tuple[Tensor, Tensor]:
+def _repair(aligner: Aligner, pairs: TrainingPairs) -> tuple[Tensor, Tensor]:
     keys, values = [], []
     positions = pairs.position[None], pairs.rank[None], torch.ones_like(pairs.position[None], dtype=torch.bool)
     for layer in range(len(pairs.key)):
         rows = [tensor[layer].transpose(0, 1)[None] for tensor in (pairs.key, pairs.value)]  # [1, H, N, D]
-        key, value = aligner.repair(weights, layer, rows[0], rows[1], *positions)
+        weights = [tensor.to(pairs.key.device) for tensor in aligner.layer_weights(layer)]
+        key, value = aligner.repair(weights, rows[0], rows[1], *positions)
         keys.append(key[0].transpose(0, 1))
         values.append(value[0].transpose(0, 1))
     return torch.stack(keys), torch.stack(values)

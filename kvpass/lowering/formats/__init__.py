@@ -11,8 +11,7 @@ or a chunk's attention, decodes them by `EncodedVectors.read`.  `cache.step` enc
 to other codes.  Scales and other tensors are graph inputs after the policy's state, so all other inputs keep their
 indices.
 
-To add a format, derive one from `base.Format`, add its name here, and for GPUs a load in
-kvpass/lowering/attend_kernel.py.  tests/lowering/formats runs all names.
+CONTRIBUTING.md says how to add a format.
 """
 
 from __future__ import annotations

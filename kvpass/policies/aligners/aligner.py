@@ -7,8 +7,9 @@ fc1 acts on [row; embeddings], so it splits into W row + table[embeddings].
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -70,8 +71,13 @@ class Aligner(Weights):
             raise ValueError(f"unknown recipe {recipe!r}; known are {', '.join(RECIPES)}")
         return cls(recipe, signature, tensors)
 
-    def weights(self) -> list[Tensor]:
-        """Return the tensors that `repair` uses, computed from `tensors`."""
+    def layer_weights(self, layer: int) -> list[Tensor]:
+        """Return the tensors that `repair` uses in a layer; what all layers share are the same objects."""
+        return [by_layer[layer] for by_layer in self._weights]
+
+    @functools.cached_property
+    def _weights(self) -> list[Any]:
+        """The weights of all layers: tensors [L, ...], and lists that repeat a tensor that all layers share."""
         if self.recipe == "direct":
             return _direct_weights(self.tensors)
         if self.recipe == "paper":
@@ -79,13 +85,12 @@ class Aligner(Weights):
         return []
 
     def repair(
-        self, weights: list[Tensor], layer: int, key: Tensor, value: Tensor, made: Tensor, rank: Tensor, moves: Tensor
+        self, weights: Sequence[Tensor], key: Tensor, value: Tensor, made: Tensor, rank: Tensor, moves: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return rows as if they had been computed at `rank` where they move; the other rows stay unchanged.
 
         Args:
-            weights: the result of `weights()`, on the device of the rows.
-            layer: the index of the layer.
+            weights: the result of `layer_weights` for the layer, on the device of the rows.
             key, value: [B, Hkv, C, D] and [B, Hkv, C, Dv].
             made: int64 [B, C], the position at which each row was computed; "paper" ignores it.
             rank: int64 [B, C], the position that each row must have.
@@ -93,11 +98,10 @@ class Aligner(Weights):
         """
         made, rank = (each.clamp(0, self.signature.window) for each in (made, rank))
         if self.recipe == "direct":
-            return _direct([w[layer] for w in weights], key, value, made, rank, moves)
+            return _direct(weights, key, value, made, rank, moves)
         if self.recipe == "paper":
             half = len(weights) // 2
-            by_rank = (layer, rank, moves)
-            return _paper(weights[:half], key, *by_rank), _paper(weights[half:], value, *by_rank)
+            return _paper(weights[:half], key, rank, moves), _paper(weights[half:], value, rank, moves)
         return key, value
 
 
@@ -146,7 +150,7 @@ def _direct_weights(tensors: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def _direct(
-    weights: list[Tensor], key: Tensor, value: Tensor, made: Tensor, rank: Tensor, moves: Tensor
+    weights: Sequence[Tensor], key: Tensor, value: Tensor, made: Tensor, rank: Tensor, moves: Tensor
 ) -> tuple[Tensor, Tensor]:
     on_key, on_value, from_made, from_rank, shift, inner, inner_bias, outer, outer_bias = weights
     keys, values = (x.transpose(1, 2).flatten(2).float() for x in (key, value))  # [B, C, Hkv * D]
@@ -167,23 +171,22 @@ def _rows_to_move(rows: Tensor, change: Tensor, moves: Tensor) -> Tensor:
     return torch.where(moves[:, None, :, None], (rows.float() + change).to(rows.dtype), rows)
 
 
-def _paper_weights(tensors: Mapping[str, Tensor], part: str) -> list[Tensor]:
-    """Return weights of keys or values: W [D, h1], table [M + 1, L, Hkv, h1], fc2, fc3."""
+def _paper_weights(tensors: Mapping[str, Tensor], part: str) -> list[Any]:
+    """Return weights of keys or values: table [L, M + 1, Hkv, h1], and shared W [D, h1], fc2, fc3."""
     named = {name.removeprefix(f"{part}."): tensor for name, tensor in tensors.items() if name.startswith(part)}
     position, layer, head = named["position"], named["layer"], named["head"]
     widths = [x.shape[1] for x in (position, layer, head)]
     dim = named["fc1.weight"].shape[1] - sum(widths)
     on_row, on_position, on_layer, on_head = torch.split(named["fc1.weight"], [dim, *widths], 1)
-    table = (
-        (position @ on_position.T)[:, None, None] + (layer @ on_layer.T)[:, None] + head @ on_head.T + named["fc1.bias"]
-    )
+    table = (position @ on_position.T)[:, None] + (layer @ on_layer.T)[:, None, None]
+    table = table + head @ on_head.T + named["fc1.bias"]
     rest = [named["fc2.weight"].T, named["fc2.bias"], named["fc3.weight"].T, named["fc3.bias"]]
-    return [x.contiguous() for x in (on_row.T, table, *rest)]
+    return [table, *([x.contiguous()] * len(layer) for x in (on_row.T, *rest))]
 
 
-def _paper(weights: list[Tensor], rows: Tensor, layer: int, rank: Tensor, moves: Tensor) -> Tensor:
-    on_row, table, inner, inner_bias, outer, outer_bias = weights
-    at_position = table[:, layer][rank].transpose(1, 2)  # [B, Hkv, C, h1]
+def _paper(weights: Sequence[Tensor], rows: Tensor, rank: Tensor, moves: Tensor) -> Tensor:
+    table, on_row, inner, inner_bias, outer, outer_bias = weights
+    at_position = table[rank].transpose(1, 2)  # [B, Hkv, C, h1]
     hidden = torch.relu(rows.float() @ on_row + at_position)
     hidden = torch.relu(hidden @ inner + inner_bias)
     return _rows_to_move(rows, hidden @ outer + outer_bias, moves)

@@ -123,10 +123,9 @@ class _AttentionReplacement:
 
     def _shared_layout(self, layer: int) -> tuple[Layout, int]:
         """Return a layer's layout and number of slots, without a dynamic capacity that is the layer's own."""
-        layout, slots = self.step.call.layouts[layer], self.step.slots[layer].capacity
+        layout = dataclasses.replace(self.step.call.layouts[layer], layer=0)  # a layer's own weights are inputs
+        slots = self.step.slots[layer].capacity
         owns_capacity = layer in self.step.size_nodes.layer_of.values()
-        if layout.policy.aligns == "never":
-            layout = dataclasses.replace(layout, layer=0)  # a layer's own weights are inputs
         return (dataclasses.replace(layout, capacity=0), 0) if owns_capacity else (layout, slots)
 
     def _trace(

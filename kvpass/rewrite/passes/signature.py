@@ -45,17 +45,13 @@ def take_slots(step: StepContext) -> PassRecord:
 
 
 def _take_weights(step: StepContext, first: fx.Node) -> PolicyWeights:
-    """Add inputs for the policy's weights: those that all layers share, or each layer's own."""
-    policy = step.layouts[0].policy
-    shared = [] if policy.aligns == "never" else [tensor.to(step.device) for tensor in policy.weights()]
-    nodes = _inputs(step, [f"kvpass_weight_{i}" for i in range(len(shared))], shared, first)
-    tensors, of_layers = list(shared), list[list[fx.Node]]()
-    for layer, layout in enumerate(step.layouts):
-        own = [tensor.to(step.device) for tensor in layout.policy.layer_weights(layout.layer)]
-        tensors += own
-        names = [f"kvpass_weight_{layer}_{i}" for i in range(len(own))]
-        of_layers.append([*nodes, *_inputs(step, names, own, first)])
-    return PolicyWeights(tensors, of_layers)
+    """Add inputs for the policy's weights of each layer; layers that share a tensor share its input."""
+    by_layer = [layout.policy.layer_weights(layout.layer) for layout in step.layouts]
+    distinct = {id(tensor): tensor for own in by_layer for tensor in own}
+    tensors = [tensor.to(step.device) for tensor in distinct.values()]
+    nodes = _inputs(step, [f"kvpass_weight_{i}" for i in range(len(tensors))], tensors, first)
+    input_of = dict(zip(distinct, nodes, strict=True))
+    return PolicyWeights(tensors, [[input_of[id(tensor)] for tensor in own] for own in by_layer])
 
 
 def _with_dynamic_sizes(step: StepContext, layer: int, tensor: Tensor) -> Tensor:

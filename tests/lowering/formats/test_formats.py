@@ -59,6 +59,13 @@ def test_decoded_codes_are_within_a_step_of_the_vectors(kv_dtype: KVDtype, given
     assert [(part.shape[-1], part.dtype) for part in made.parts] == here.key_format.part_shapes()
 
 
+@pytest.mark.parametrize("kv_dtype", ["int2", "int8-walsh"])
+def test_the_reference_refuses_formats_that_it_does_not_transcribe(kv_dtype: str) -> None:
+    here: Any = mock.Mock(kv_dtype=kv_dtype)
+    with pytest.raises(PolicyError, match=f"no rounding for kv_dtype='{kv_dtype}'"):
+        store_and_read(here, torch.ones(4))
+
+
 @every_format
 @pytest.mark.parametrize("capability", ["AVX2", "DEFAULT"])
 @given(given_rows=rows(), seed=st.integers(0, 99), rotated=st.booleans())
