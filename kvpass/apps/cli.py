@@ -291,6 +291,8 @@ def _add_serve(commands: Any) -> None:
     _add_number(command, "--conversations", 1024, "conversations kept, in memory and in files", least=0)
     _add_number(command, "--kept-rows", None, "conversations kept in memory (default: twice --rows)")
     _add_number(command, "--kept-bytes", 2**30, "bytes of the conversations kept in memory", least=0)
+    text = "folder of compiled code: written by the first server, and loaded by those after it (default: none)"
+    _add(command, "--artifact", text, metavar="DIR", type=Path)
     _add(command, "--folder", "folder of saved conversations (default: a temporary one)", metavar="DIR", type=Path)
     _add_shared(command, "--device", "--inner", "--kv-dtype", "--threads")
     command.set_defaults(dtype="auto")

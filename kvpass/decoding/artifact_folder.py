@@ -28,6 +28,12 @@ VERSION = 3
 MANIFEST = "manifest.json"
 
 
+def check_target(target: Path) -> None:
+    """Raise ArtifactError if the target is there and is no artifact."""
+    if target.exists() and not (target / MANIFEST).is_file():
+        raise ArtifactError(f"{target}: is there, and is no artifact: give another path")
+
+
 @contextlib.contextmanager
 def write_folder(target: Path) -> Iterator[ExportFiles]:
     """Yield the files of an artifact in a new folder, which replaces the target if no error is raised inside.
@@ -35,8 +41,7 @@ def write_folder(target: Path) -> Iterator[ExportFiles]:
     Raises:
         ArtifactError: the target is no artifact, or its parent cannot be written to.
     """
-    if target.exists() and not (target / MANIFEST).is_file():
-        raise ArtifactError(f"{target}: is there, and is no artifact: give another path")
+    check_target(target)
     try:
         parent = target.absolute().parent
         folder = Path(tempfile.mkdtemp(prefix=f"{target.name}.", suffix=".unfinished", dir=parent))

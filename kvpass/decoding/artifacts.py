@@ -27,6 +27,7 @@ from torch import Tensor
 
 from kvpass import tensor_files, versions
 from kvpass.arguments import Positive, check_arguments, require
+from kvpass.backend import Backend
 from kvpass.cache.handle import Handle
 from kvpass.cache.model_cache import caches_in, refresh_handles, usable_caches_in
 from kvpass.decoding import artifact_folder, recording
@@ -86,8 +87,17 @@ def export(
         ArtifactError: the artifact cannot be written, or a loop that is loaded from it differs.
     """
     require(rows is None or batch == 1, "batch", batch, "requests (`rows`) have prompts of one row")
-    loop = DecodeLoop(model, policy, rows=rows, prefill_chunk=prefill_chunk, **settings)
-    device = loop.device.type
+    return export_loop(DecodeLoop(model, policy, rows=rows, prefill_chunk=prefill_chunk, **settings), path, batch)
+
+
+def export_loop(loop: DecodeLoop, path: FilePath, batch: int = 1) -> str:
+    """Write the artifact of a loop that is new; afterwards the loop has compiled its graphs, as by `DecodeLoop.warm`.
+
+    Args:
+        path, batch: see `export`, which also says what is returned and raised.
+    """
+    model, device, target = loop.model, loop.device.type, Path(path)
+    artifact_folder.check_target(target)  # before anything is compiled
     require(device == "cpu", "model", device, "only code for a CPU can be exported")
     require(loop.backend.inner == "inductor", "inner", loop.backend.inner, "only Inductor's code can be exported")
     if any(map(is_wrapper, (*model.parameters(), *model.buffers()))):
@@ -99,9 +109,10 @@ def export(
         visit_graphs(loop, batch, prefixes=True)
     after = _code_settings(model)
     constant = {name: value for name, value in before.items() if after.get(name) == value}  # it may count its calls
-    with write_folder(Path(path)) as files:
+    with write_folder(target) as files:
         found = artifact_folder.write_manifest(files, _manifest(loop, result.calls, batch, constant, files))
         _check_equal(loop, load(files.folder, model, digest=found), batch)
+    loop.reset()
     return found
 
 
@@ -162,6 +173,13 @@ def load(path: FilePath, model: torch.nn.Module, *, digest: str | None = None, *
         raise ArtifactError(
             f"{os.fspath(path)}: its manifest cannot be read ({type(error).__name__}: {error})"
         ) from error
+
+
+def check_settings(loop: DecodeLoop, wanted: Backend, rows: int | None, prefill_chunk: int | None) -> None:
+    """Raise ArtifactError unless a loaded loop has the settings of a backend and these arguments of `DecodeLoop`."""
+    has = {"rows": loop.requests and loop.requests.count, "prefill_chunk": loop.prefill_chunk}
+    wants = {"rows": rows, "prefill_chunk": prefill_chunk}
+    _check_same(settings_entry(loop.backend) | has, settings_entry(wanted) | wants, "is for", "wanted is")
 
 
 class LoadedLoop(DecodeLoop):
@@ -295,6 +313,9 @@ def _check_equal(loop: DecodeLoop, loaded: DecodeLoop, batch: int) -> None:
         if each.requests is not None:
             prompts = list(synthetic_tokens(each, length, each.requests.count))
             done = each.generate_batch(prompts, max_new_tokens=6, stop=[])
+            for output in done.values():
+                if output.cause is not None:
+                    raise ArtifactError(f"a loop that is loaded from it fails: {output.cause}") from output.cause
             result.append((torch.tensor([output.generated_tokens for output in done.values()]), each.cache))
         else:
             each.prompt(synthetic_tokens(each, length, batch))

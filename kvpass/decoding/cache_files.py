@@ -107,11 +107,13 @@ def load_cache(path: FilePath, compiled_or_model: Any) -> Any:
     >>> out = compiled(next_id, cache=cache, use_cache=True)
     >>> kvpass.load_cache("talk.safetensors", loop)      # of a DecodeLoop, which goes on
     >>> loop.generate(200)
+    >>> requests.add(ids, prefix=kvpass.load_cache("talk.safetensors", requests))      # of a DecodeLoop with rows
 
     Args:
         path: of the file.
         compiled_or_model: the model with the weights that made the cache: compiled by kvpass with the settings that the
-            cache was made under, or not yet compiled; or a DecodeLoop, if one was saved.
+            cache was made under, or not yet compiled; or a DecodeLoop, if one was saved; or a DecodeLoop of requests,
+            for the prefix of a request.
 
     Returns:
         The model's cache object with the cache of every layer, on the device of the model.
@@ -127,16 +129,12 @@ def load_cache(path: FilePath, compiled_or_model: Any) -> Any:
     model = _module_of(compiled_or_model if loop is None else loop.model)
     try:
         tensor_files.check_version(header["version"], VERSION, OLDER, CacheFileError)
-        if (loop is not None) != ("loop" in header):
-            has, wanted = ("a DecodeLoop", "one") if loop is None else ("no DecodeLoop", "its model")
-            raise CacheFileError(f"it holds {has}: pass {wanted} to load_cache")
-        if loop is not None and loop.requests is not None:
-            raise CacheFileError("it holds one conversation, and this DecodeLoop serves requests: leave out rows=")
+        _check_owner(loop, "loop" in header)
         chosen = _backend_for(header["settings"], compiled_or_model if loop is None else loop.backend)
         _check_model(header, model)
         layers = list(_layers_of(header, tensors, chosen, model))
         cache = CacheObjectReader(layers, tensors, model).decode(header["object"])
-        if loop is not None:
+        if loop is not None and loop.requests is None:
             parts = {name.removeprefix(_LOOP): x for name, x in tensors.items() if name.startswith(_LOOP)}
             with loop.lock:
                 loop.state = LoopState.from_saved(loop, cache, header["loop"], parts)
@@ -147,6 +145,16 @@ def load_cache(path: FilePath, compiled_or_model: Any) -> Any:
         raise CacheFileError(
             f"{os.fspath(path)}: its header cannot be read ({type(error).__name__}: {error})"
         ) from error
+
+
+def _check_owner(loop: DecodeLoop | None, of_loop: bool) -> None:
+    """Raise CacheFileError unless what is to go on, a model or a loop, is what the file holds."""
+    if loop is not None and loop.requests is not None:
+        if of_loop:
+            raise CacheFileError("it holds one conversation, and this DecodeLoop serves requests: leave out rows=")
+    elif (loop is not None) != of_loop:
+        has, wanted = ("a DecodeLoop", "one") if loop is None else ("no DecodeLoop", "its model")
+        raise CacheFileError(f"it holds {has}: pass {wanted} to load_cache")
 
 
 # -- settings and the model --------------------------------------------------------------------------------------------

@@ -413,6 +413,24 @@ def test_errors_of_others_become_errors_of_the_file(name: str, saved: Path, tmp_
         kvpass.load_cache(path, build("Llama", layers=1))
 
 
+@torch.no_grad()
+def test_a_loop_of_requests_takes_a_saved_cache_as_a_prefix(tmp_path: Path) -> None:
+    model, how = build("Llama", layers=1), dict(policy="h2o", budget=8, inner="eager")
+    ids, _ = prompt(1, 20, ())
+    cache = torch.compile(model, backend=kvpass.backend(**how))(ids, use_cache=True).past_key_values
+    kvpass.save_cache(cache, tmp_path / "talk")
+    made = []
+    for load in (lambda loop: cache, lambda loop: kvpass.load_cache(tmp_path / "talk", loop)):
+        loop = kvpass.DecodeLoop(model, rows=2, **how)
+        loop.add(ids[0, :3], prefix=load(loop), max_new_tokens=12)
+        outputs = []
+        while loop.pending:
+            outputs += loop.step()
+        made.append(outputs[-1].generated_tokens)
+    assert len(made[0]) == 12
+    assert made[0] == made[1]
+
+
 def test_other_models_and_settings_are_refused(saved: Path, compiled: Any) -> None:
     other = build("Llama", layers=1)
     with torch.no_grad():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import os
 from pathlib import Path
 from typing import Any
 
+import torch
 import uvicorn
 
 from kvpass import policies
@@ -15,7 +17,11 @@ from kvpass.apps import models
 from kvpass.apps.serving.conversations import Limits
 from kvpass.apps.serving.routes import create_app
 from kvpass.apps.serving.service import ServeSettings, Service
+from kvpass.backend import backend
+from kvpass.decoding import artifacts
 from kvpass.decoding.loop import DecodeLoop
+from kvpass.errors import ArtifactError
+from kvpass.policies.base import Policy
 
 KEY = "KVPASS_API_KEY"
 """The environment variable of an API key, which a command line shows to every user of the machine."""
@@ -74,10 +80,8 @@ def config_of(parsed: argparse.Namespace, service: Service) -> uvicorn.Config:
 def service_of(parsed: argparse.Namespace) -> Service:
     """Return the service that a command line describes."""
     policy = policies.parse(parsed.policy)
-    names = ("budget", "kv_dtype", "inner", "rows", "read_interval", "prefill_chunk")
-    loop_settings: dict[str, Any] = {name: getattr(parsed, name) for name in names}
     subject = models.load(parsed.model, parsed.dtype, parsed.device)
-    loop = DecodeLoop(subject.model, policy, **loop_settings)
+    loop = _loop_of(parsed, policy, subject.model)
     serve_settings = ServeSettings(
         api_keys=tuple(filter(None, [*parsed.api_key, os.environ.get(KEY)])),
         waiting=parsed.queue,
@@ -88,4 +92,22 @@ def service_of(parsed: argparse.Namespace) -> Service:
         conversations=Limits(parsed.kept_rows or 2 * parsed.rows, parsed.kept_bytes, parsed.conversations),
         folder=parsed.folder,
     )
-    return Service(subject, parsed.name or Path(subject.name).name, loop, parsed.rows, serve_settings)
+    service = Service(subject, parsed.name or Path(subject.name).name, loop, parsed.rows, serve_settings)
+    if parsed.artifact is not None and not isinstance(loop, artifacts.LoadedLoop):
+        service.engine.prepare = functools.partial(artifacts.export_loop, loop, parsed.artifact)
+    return service
+
+
+def _loop_of(parsed: argparse.Namespace, policy: Policy, model: torch.nn.Module) -> DecodeLoop:
+    """Return the loop of the artifact, if it fits the other options, else a loop that compiles."""
+    settings: dict[str, Any] = {name: getattr(parsed, name) for name in ("budget", "kv_dtype", "inner")}
+    sizes: dict[str, Any] = {name: getattr(parsed, name) for name in ("rows", "prefill_chunk")}
+    if parsed.artifact is not None and parsed.artifact.exists():
+        try:
+            loaded = artifacts.load(parsed.artifact, model, read_interval=parsed.read_interval)
+            artifacts.check_settings(loaded, backend(policy, **settings), **sizes)
+        except ArtifactError as error:
+            log.warning("the model is compiled, and --artifact written anew: %s", error)
+        else:
+            return loaded
+    return DecodeLoop(model, policy, read_interval=parsed.read_interval, **sizes, **settings)

@@ -25,7 +25,6 @@ from kvpass.cache.model_cache import caches_in
 from kvpass.decoding.cache_files import load_cache, save_cache
 from kvpass.decoding.loop import DecodeLoop
 from kvpass.errors import CacheFileError, KVPassError
-from kvpass.runtime.compiled_call import CompiledCall
 
 try:
     import fcntl
@@ -206,11 +205,10 @@ class ConversationStore:
         """Read the cache of a conversation, if it is in a file."""
         if not conversation.seen or conversation.cache is not None:
             return
-        compiled, path = self.loop.compiled, self._cache_of(conversation)
-        assert isinstance(compiled, CompiledCall)
+        path = self._cache_of(conversation)
         try:
             async with self._writing:
-                cache = await asyncio.to_thread(load_cache, path, compiled.call)
+                cache = await asyncio.to_thread(load_cache, path, self.loop)
             if (found := caches_in(cache)[0].length) != conversation.seen:
                 raise CacheFileError(f"{path}: it holds {found} tokens, and the notes beside it {conversation.seen}")
             conversation.cache = cache

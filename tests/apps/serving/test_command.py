@@ -9,11 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvpass.apps import cli, models
 from kvpass.apps.serving.command import KEY, config_of, service_of
 from kvpass.apps.serving.conversations import Limits
 from kvpass.apps.serving.service import Service
+from kvpass.decoding import artifacts
+from kvpass.errors import ArtifactError
 
 
 def service(*arguments: str) -> Service:
@@ -43,6 +46,33 @@ def test_options_become_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert made.settings.conversations == Limits(rows=6, nbytes=100, count=7)
     assert made.model_card()["kvpass"]["budget"] == 64
     assert '"heavy": 0.25' in made.model_card()["kvpass"]["policy"]
+
+
+def test_a_folder_that_is_no_artifact_is_refused_before_anything_is_compiled(tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("text")
+    made = service("--artifact", str(tmp_path), "--inner", "inductor")
+    with pytest.raises(ArtifactError, match=f"{tmp_path}: is there, and is no artifact"):
+        made.engine.prepare()
+    assert (tmp_path / "other").read_text() == "text"
+
+
+@pytest.mark.slow
+def test_a_server_loads_what_the_one_before_it_has_compiled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "code"
+    options = ("--artifact", str(path), "--inner", "inductor", "--rows", "2", "--prefill-chunk", "16")
+    prompts = [torch.arange(1, length)[None] for length in (9, 50)]
+    answers = []
+    for _ in range(2):
+        made = service(*options, "--budget", "32")
+        made.engine.prepare()
+        done = made.engine.loop.generate_batch(prompts, max_new_tokens=20)
+        answers.append([output.generated_tokens for output in done.values()])
+    assert isinstance(made.engine.loop, artifacts.LoadedLoop)
+    assert answers[0] == answers[1]
+    assert not caplog.messages
+    other = service(*options, "--budget", "48")
+    assert not isinstance(other.engine.loop, artifacts.LoadedLoop)
+    assert "--artifact written anew: is for budget 32, and wanted is 48" in caplog.text
 
 
 def test_a_policy_that_numbers_tokens_anew_has_no_context() -> None:
