@@ -714,7 +714,7 @@ def test_a_count_that_torch_took_for_a_constant_says_what_to_do(name: str) -> No
     compiled = torch.compile(model, backend=kvpass.backend(**POLICY))
     with torch.no_grad():
         cache = compiled(ids[:, :12], attention_mask=mask[:, :12], use_cache=True).past_key_values
-        with pytest.raises(kvpass.UnsupportedGraph, match="count for a constant .* Pass DynamicCache"):
+        with pytest.raises(kvpass.UnsupportedGraph, match=r"count for a constant .* Pass DynamicCache"):
             compiled(ids[:, 12:], attention_mask=mask, past_key_values=cache)
         torch._dynamo.reset()  # otherwise the graph that was refused serves the next step too
         given = transformers.DynamicCache(config=model.config)
