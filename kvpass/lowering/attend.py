@@ -12,6 +12,7 @@ the reduction and never writes a rotated copy of the keys.  The rotated keys com
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -225,8 +226,10 @@ def query_key_logits(query: Tensor, key: EncodedVectors, *, scale: float, rotate
     """
     shape = query.shape[:4]
     if rotate is None:
-        products = key.format.products(query.flatten(2, 3), key.parts)
-        return upcast(products.view(*shape, key.shape[2])) * scale
+        # Products may exceed float16 where logits do not. A power of two changes no digit.
+        first = 2.0 ** math.floor(math.log2(scale)) if query.dtype == torch.float16 and 0 < scale < 1 else 1.0
+        products = key.format.products((query if first == 1 else query * first).flatten(2, 3), key.parts)
+        return upcast(products.view(*shape, key.shape[2])) * (scale / first)
     sections = rotate(key.in_sections(query.dtype))
     query = materialize(upcast(query.flatten(2, 3)))  # otherwise the queries would be converted anew for each key
     rows = query.shape[2]

@@ -29,6 +29,12 @@ from kvpass.runtime.variants import CompiledVariant, DynamicDims, ShapeKey, Vari
 from kvpass.torch_private import dynamo, symbolic_shapes, tensors
 from kvpass.torch_private.tensors import UnwrappedSubclasses
 
+CONSTANT_COUNT = (
+    "A layer stores the last tokens of its window alone, and no input of this graph counts the tokens before them: if "
+    "the model made its cache while torch traced the prompt, torch takes that count for a constant in the first step. "
+    "Pass DynamicCache(config=model.config) to the prompt, or compile the model by kvpass.compile"
+)
+
 
 class StepRunner(StepExecutor):
     """Runner of a step graph on slots, for a decode step of one token or a chunk.
@@ -72,6 +78,9 @@ class StepRunner(StepExecutor):
                 tokens = arguments[self.pasts[0][0]].length + self.queries(arguments)
                 if wrong := describe_wrong_mask(self.canonical_gm, self.sites, arguments, tokens):
                     raise type(refusal)(f"{wrong}. With this mask: {refusal}") from None
+                handles = [arguments[key] for key, _ in self.pasts]
+                if not self.sizes.counters and any(x.cache.stored_tokens < x.length for x in handles):
+                    raise type(refusal)(f"{refusal}. {CONSTANT_COUNT}") from None
                 raise
 
     def _run(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:

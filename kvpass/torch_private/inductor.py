@@ -179,7 +179,7 @@ def inductor(gm: fx.GraphModule, examples: Sequence[Any], patches: dict[str, Any
 
 @contextlib.contextmanager
 def _tracing(examples: Sequence[Any]) -> Iterator[list[Any]]:
-    """Yield the examples as a compiler expects them.
+    """Yield the examples as a compiler expects them, without its warning of mixed half precisions.
 
     Within Dynamo they stay as they are.  Outside of it fakes keep their mode, and real tensors become static fakes.
     Inductor's caches on disk work only with a shape environment, even an empty one.
@@ -188,17 +188,20 @@ def _tracing(examples: Sequence[Any]) -> Iterator[list[Any]]:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    if TracingContext.try_get() is not None:
-        yield list(examples)
-        return
-    result = next((e.fake_mode for e in examples if is_fake(e)), None)
-    if result is not None:
-        with tracing(TracingContext(result)):
+    with warnings.catch_warnings():
+        # Scales of codes are bfloat16 in models of float16 too, and all arithmetic is in float32.
+        warnings.filterwarnings("ignore", "bf16 and fp16 are mixed")
+        if TracingContext.try_get() is not None:
             yield list(examples)
-        return
-    mode = FakeTensorMode(shape_env=ShapeEnv())
-    with tracing(TracingContext(mode)):
-        yield [mode.from_tensor(e, static_shapes=True) if isinstance(e, Tensor) else e for e in examples]
+            return
+        result = next((e.fake_mode for e in examples if is_fake(e)), None)
+        if result is not None:
+            with tracing(TracingContext(result)):
+                yield list(examples)
+            return
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+        with tracing(TracingContext(mode)):
+            yield [mode.from_tensor(e, static_shapes=True) if isinstance(e, Tensor) else e for e in examples]
 
 
 def import_compiler() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import kvpass
@@ -103,3 +104,38 @@ def test_rows_are_in_the_dtype_of_the_sums(dtype: torch.dtype) -> None:
     assert probabilities is not None
     assert logits is not None
     assert (output.dtype, probabilities.dtype, logits.dtype) == (dtype,) * 3
+
+
+@pytest.mark.parametrize(("dim", "cap"), [(64, None), (96, None), (80, 50.0)])
+def test_products_beyond_float16_give_finite_logits(dim: int, cap: float | None) -> None:
+    q, k = (torch.full((1, 2, 2, 1, dim), 40.0, dtype=torch.float16), torch.randn(1, 2, 5, dim).half() + 40)
+    assert bool((q.float() @ k.float()[:, :, None].mT > torch.finfo(torch.float16).max).any())
+    scale, mask = dim**-0.5, torch.ones(5, dtype=torch.bool)
+    output, _, logits = attend(q, plain(k), plain(k), scale=scale, mask=mask, cap=cap)
+    exact, _, wanted = attend(q.double(), plain(k.double()), plain(k.double()), scale=scale, mask=mask, cap=cap)
+    assert logits is not None
+    assert wanted is not None
+    torch.testing.assert_close(logits.double(), wanted, rtol=2e-3, atol=0)
+    assert output.isfinite().all()
+    if cap is not None:
+        torch.testing.assert_close(output.double(), exact, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("policy", ["h2o", "tova"])
+def test_a_model_in_float16_whose_products_exceed_it(policy: str) -> None:
+    """Test keys with large biases, such as those of Qwen2, on which validation and steps once gave NaN."""
+    config = dict(vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4)
+    torch.manual_seed(0)
+    model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**config, num_key_value_heads=2)).half().eval()
+    with torch.no_grad():
+        for projection in (model.model.layers[0].self_attn.q_proj, model.model.layers[0].self_attn.k_proj):
+            projection.bias.fill_(100.0)
+    ids = torch.randint(3, 128, (2, 12))
+    with torch.no_grad():
+        expected = model(ids).logits[:, 8:]
+        kvpass.compile(model, policy, budget=32, inner="eager")
+        out, got = model(ids[:, :8]), []
+        for t in range(8, 12):
+            out = model(ids[:, t : t + 1], past_key_values=out.past_key_values)
+            got.append(out.logits)
+    torch.testing.assert_close(torch.cat(got, 1), expected, rtol=0.01, atol=0.01)

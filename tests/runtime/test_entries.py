@@ -706,6 +706,23 @@ def test_a_refusal_keeps_its_class_where_the_mask_is_wrong(monkeypatch: pytest.M
             model(ids[:, :1], attention_mask=mask[:, -1:], past_key_values=cache)
 
 
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt_oss"])
+def test_a_count_that_torch_took_for_a_constant_says_what_to_do(name: str) -> None:
+    """Check a prompt beyond a window whose cache the model makes while torch traces it."""
+    model, (ids, mask) = zoo.build(name), prompt(2, 13, (2, 0))
+    compiled = torch.compile(model, backend=kvpass.backend(**POLICY))
+    with torch.no_grad():
+        cache = compiled(ids[:, :12], attention_mask=mask[:, :12], use_cache=True).past_key_values
+        with pytest.raises(kvpass.UnsupportedGraph, match=r"count for a constant .* Pass DynamicCache"):
+            compiled(ids[:, 12:], attention_mask=mask, past_key_values=cache)
+        torch._dynamo.reset()  # otherwise the graph that was refused serves the next step too
+        given = transformers.DynamicCache(config=model.config)
+        cache = compiled(ids[:, :12], attention_mask=mask[:, :12], past_key_values=given).past_key_values
+        out = compiled(ids[:, 12:], attention_mask=mask, past_key_values=cache)
+    assert all(layer.capacity <= POLICY["budget"] + 1 for layer in kvpass.inspect(out.past_key_values).layers)
+
+
 @pytest.mark.slow
 def test_the_mask_of_an_encoder_has_columns_of_its_own() -> None:
     """Check that the refusal of a decoder's step keeps its reason when the encoder has a mask."""

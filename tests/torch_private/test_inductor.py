@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch._inductor import config
 from torch._inductor.output_code import CompiledFxGraph
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import kvpass
+from kvpass.lowering.formats import format_of
 from kvpass.torch_private import inductor
 from tests.step_settings import step_settings
 
@@ -111,3 +113,22 @@ def test_unknown_wrappers_of_an_untested_torch_warn_once(monkeypatch: pytest.Mon
         warnings.simplefilter("error")
         assert inductor._unwrap(wrapped("of_the_next_torch", code), False)[1] is None
     inductor._warn_of_unknown_wrappers.cache_clear()
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_scales_in_bfloat16_beside_keys_in_float16_give_no_warning(in_parts: bool) -> None:
+    """Check that Inductor does not warn of every model in float16 with such rows, whole or cut between layers."""
+    stored = format_of("int8", 16, torch.float16)
+    query, rows = torch.randn(1, 1, 1, 16).half(), stored.encode(torch.randn(1, 1, 8, 16).half())
+    gm = make_fx(lambda query, *parts: (stored.products(query, parts).half(),))(query, *rows)
+    settings = {"force_disable_caches": True}
+    with warnings.catch_warnings(record=True) as given, torch.no_grad():
+        warnings.simplefilter("always")
+        if in_parts:
+            with inductor.compiling_parts(gm, [query, *rows]) as parts:
+                run, _ = parts.compile(gm, parts.examples, settings)
+            [products] = run([query, *rows])
+        else:
+            [products] = inductor.inductor(gm, [query, *rows], settings)(query, *rows)
+    assert not [each for each in given if "mixed" in str(each.message)]
+    torch.testing.assert_close(products, stored.products(query, rows).half())
