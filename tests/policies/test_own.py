@@ -108,7 +108,9 @@ def test_flags_follow_from_what_a_policy_has() -> None:
         assert scans == ("scan" in policy.statistics), name
         aligns = policy.align is not base.Policy.align
         assert aligns == (policy.aligns is not base.Policy.aligns), name
-        assert aligns == (policy.weights is not base.Policy.weights), name
+        rescores = policy.rescore is not base.Policy.rescore
+        has_weights = policy.layer_weights is not base.Policy.layer_weights
+        assert aligns <= has_weights <= (aligns or rescores), name  # which read them
     own = {row.name: kvpass.policies.get(row.name).merge_evicted for row in TABLE}
     assert {name for name, hook in own.items() if hook is not base.Policy.merge_evicted} == {"d2o"}
 

@@ -74,7 +74,7 @@ class Engine:
         ready: whether the loop has compiled what it needs.
         failure: the error that ended the thread; None while it runs.
         on_failure: called in the event loop when the thread has ended with an error.
-        prepare: called in the thread first; it compiles what the loop needs.
+        prepare: called in the thread first, in place of the loop's `warm`, to compile what the loop needs.
     """
 
     def __init__(self, loop: DecodeLoop, rows: int, waiting: int, metrics: Metrics) -> None:
@@ -82,7 +82,7 @@ class Engine:
         self.ready = False
         self.failure: BaseException | None = None
         self.on_failure: Callable[[], None] = lambda: None
-        self.prepare: Callable[[], object] = loop.warm
+        self.prepare: Callable[[], object] | None = None
         self.jobs: dict[str, Job] = {}  # of the event loop, until their last output
         self._added: dict[str, Job] = {}  # of the thread
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
@@ -162,7 +162,7 @@ class Engine:
     def _run(self) -> None:
         try:
             if self._warm:
-                self.prepare()
+                (self.prepare or self.loop.warm)()
             self.ready = True
             while not self._stopped.is_set():
                 self._run_commands()

@@ -23,6 +23,11 @@ def service(*arguments: str) -> Service:
     return service_of(cli.parser().parse_args(["serve", str(models.BUNDLED), "--inner", "eager", *arguments]))
 
 
+def prepare(made: Service) -> None:
+    """Compile or load what the engine of a service needs, as its thread does first."""
+    (made.engine.prepare or made.engine.loop.warm)()
+
+
 def test_options_become_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY, "three")
     made = service(
@@ -52,7 +57,7 @@ def test_a_folder_that_is_no_artifact_is_refused_before_anything_is_compiled(tmp
     (tmp_path / "other").write_text("text")
     made = service("--artifact", str(tmp_path), "--inner", "inductor")
     with pytest.raises(ArtifactError, match=f"{tmp_path}: is there, and is no artifact"):
-        made.engine.prepare()
+        prepare(made)
     assert (tmp_path / "other").read_text() == "text"
 
 
@@ -64,7 +69,7 @@ def test_a_server_loads_what_the_one_before_it_has_compiled(tmp_path: Path, capl
     answers = []
     for _ in range(2):
         made = service(*options, "--budget", "32")
-        made.engine.prepare()
+        prepare(made)
         done = made.engine.loop.generate_batch(prompts, max_new_tokens=20)
         answers.append([output.generated_tokens for output in done.values()])
     assert isinstance(made.engine.loop, artifacts.LoadedLoop)
