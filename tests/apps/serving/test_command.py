@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import kvpass
 from kvpass.apps import cli, models
 from kvpass.apps.serving.command import KEY, config_of, service_of
 from kvpass.apps.serving.conversations import Limits
@@ -66,15 +67,20 @@ def test_a_server_loads_what_the_one_before_it_has_compiled(tmp_path: Path, capl
     path = tmp_path / "code"
     options = ("--artifact", str(path), "--inner", "inductor", "--rows", "2", "--prefill-chunk", "16")
     prompts = [torch.arange(1, length)[None] for length in (9, 50)]
-    answers = []
+    answers: list[list[list[int]]] = []
     for _ in range(2):
         made = service(*options, "--budget", "32")
         prepare(made)
-        done = made.engine.loop.generate_batch(prompts, max_new_tokens=20)
-        answers.append([output.generated_tokens for output in done.values()])
+        loop = made.engine.loop
+        done = list(loop.generate_batch(prompts, max_new_tokens=20, keep=True).values())
+        if not answers:
+            kvpass.save_cache(done[1].cache, tmp_path / "talk")
+        prefix = kvpass.load_cache(tmp_path / "talk", loop)
+        done += loop.generate_batch([prompts[0]], max_new_tokens=20, prefix=prefix).values()
+        answers.append([output.generated_tokens for output in done])
     assert isinstance(made.engine.loop, artifacts.LoadedLoop)
     assert answers[0] == answers[1]
-    assert not caplog.messages
+    assert not [record for record in caplog.records if record.name.startswith("kvpass")]
     other = service(*options, "--budget", "48")
     assert not isinstance(other.engine.loop, artifacts.LoadedLoop)
     assert "--artifact written anew: is for budget 32, and wanted is 48" in caplog.text
