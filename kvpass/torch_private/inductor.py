@@ -170,7 +170,7 @@ def inductor(gm: fx.GraphModule, examples: Sequence[Any], patches: dict[str, Any
     """Compile a graph with Inductor under the given configuration."""
     from torch._inductor.compile_fx import compile_fx
 
-    with _tracing(examples) as inputs:
+    with _without_mixed_warning(), _tracing(examples) as inputs:
         run: Any = compile_fx(gm, inputs, config_patches=patches)
     if leading := [*gm.parameters(), *gm.buffers()]:  # which it puts before the arguments, see `exported_code`
         run.leading = leading
@@ -179,7 +179,7 @@ def inductor(gm: fx.GraphModule, examples: Sequence[Any], patches: dict[str, Any
 
 @contextlib.contextmanager
 def _tracing(examples: Sequence[Any]) -> Iterator[list[Any]]:
-    """Yield the examples as a compiler expects them, without its warning of mixed half precisions.
+    """Yield the examples as a compiler expects them.
 
     Within Dynamo they stay as they are.  Outside of it fakes keep their mode, and real tensors become static fakes.
     Inductor's caches on disk work only with a shape environment, even an empty one.
@@ -188,20 +188,28 @@ def _tracing(examples: Sequence[Any]) -> Iterator[list[Any]]:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    with warnings.catch_warnings():
-        # Scales of codes are bfloat16 in models of float16 too, and all arithmetic is in float32.
-        warnings.filterwarnings("ignore", "bf16 and fp16 are mixed")
-        if TracingContext.try_get() is not None:
+    if TracingContext.try_get() is not None:
+        yield list(examples)
+        return
+    result = next((e.fake_mode for e in examples if is_fake(e)), None)
+    if result is not None:
+        with tracing(TracingContext(result)):
             yield list(examples)
-            return
-        result = next((e.fake_mode for e in examples if is_fake(e)), None)
-        if result is not None:
-            with tracing(TracingContext(result)):
-                yield list(examples)
-            return
-        mode = FakeTensorMode(shape_env=ShapeEnv())
-        with tracing(TracingContext(mode)):
-            yield [mode.from_tensor(e, static_shapes=True) if isinstance(e, Tensor) else e for e in examples]
+        return
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    with tracing(TracingContext(mode)):
+        yield [mode.from_tensor(e, static_shapes=True) if isinstance(e, Tensor) else e for e in examples]
+
+
+@contextlib.contextmanager
+def _without_mixed_warning() -> Iterator[None]:
+    """Leave out the compiler's warning of mixed half precisions.
+
+    Scales of codes are bfloat16 in models of float16 too, and all arithmetic is in float32.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "bf16 and fp16 are mixed")
+        yield
 
 
 def import_compiler() -> None:
@@ -478,7 +486,7 @@ def compiling_parts(gm: fx.GraphModule, examples: Sequence[Any]) -> Iterator[Com
     from torch._guards import TracingContext
 
     traced = TracingContext.try_get() is not None
-    with _tracing(examples) as inputs:
+    with _without_mixed_warning(), _tracing(examples) as inputs:
         holders = gm.graph.find_nodes(op="placeholder")
         fakes = [node.meta["example_value"] for node in holders] if traced else inputs
         yield CompiledParts(fakes, next(value.fake_mode for value in fakes if is_fake(value)))
