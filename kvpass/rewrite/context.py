@@ -42,7 +42,7 @@ class PolicyWeights:
 
     Attributes:
         tensors: on the device of the slots, in the order of their placeholders.
-        of_layers: for each layer the placeholders that it reads, some of which other layers may read too.
+        of_layers: the placeholders of each layer's weights; layers that share a tensor share its placeholder.
     """
 
     tensors: list[Tensor]
