@@ -35,7 +35,7 @@ from kvpass.decoding.artifact_folder import TENSORS, ExportFiles, code_from_entr
 from kvpass.decoding.cache_files import CacheObjectReader, FilePath, policy_of, settings_entry
 from kvpass.decoding.loop import DecodeLoop
 from kvpass.decoding.recording import RecordedCall, named_tensors
-from kvpass.decoding.synthetic_conversation import synthetic_tokens, visit_graphs
+from kvpass.decoding.synthetic_conversation import failure, synthetic_tokens, visit_graphs
 from kvpass.errors import ArtifactError, BudgetError, KVPassError, PolicyError, UnsupportedGraph
 from kvpass.lowering import graph_passes
 from kvpass.policies.base import Policy
@@ -313,9 +313,8 @@ def _check_equal(loop: DecodeLoop, loaded: DecodeLoop, batch: int) -> None:
         if each.requests is not None:
             prompts = list(synthetic_tokens(each, length, each.requests.count))
             done = each.generate_batch(prompts, max_new_tokens=6, stop=[])
-            for output in done.values():
-                if output.cause is not None:
-                    raise ArtifactError(f"a loop that is loaded from it fails: {output.cause}") from output.cause
+            if (cause := failure(done)) is not None:
+                raise ArtifactError(f"a loop that is loaded from it fails: {cause}") from cause
             result.append((torch.tensor([output.generated_tokens for output in done.values()]), each.cache))
         else:
             each.prompt(synthetic_tokens(each, length, batch))

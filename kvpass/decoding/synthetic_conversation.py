@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from kvpass import model_access
 from kvpass.decoding.model_call import ModelCall, input_embedding
 from kvpass.decoding.prefill import last_of, run_chunks
+from kvpass.decoding.requests import GenerationOutput
 from kvpass.errors import BudgetError, RequestError
 from kvpass.policies.base import Policy
 from kvpass.policies.types import Clock
@@ -188,12 +189,16 @@ def _parts(loop: Any, length: int) -> list[tuple[int, int]]:
 
 
 def _request(loop: Any, length: int, steps: int) -> None:
-    """Run two requests, and raise the error with which one failed: a loop of requests reports it in the output."""
+    """Run two requests, and raise the error with which one failed."""
     loop.reset()
     outputs = loop.generate_batch(list(synthetic_tokens(loop, length, 2)), max_new_tokens=max(1, steps))
-    for output in outputs.values():
-        if output.cause is not None:
-            raise output.cause
+    if (cause := failure(outputs)) is not None:
+        raise cause
+
+
+def failure(outputs: Mapping[str, GenerationOutput]) -> Exception | None:
+    """Return the error with which a request failed, which a loop of requests reports in its output; None without."""
+    return next((output.cause for output in outputs.values() if output.cause is not None), None)
 
 
 def synthetic_tokens(loop: Any, count: int, rows: int = 1) -> Tensor:
