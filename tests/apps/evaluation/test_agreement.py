@@ -12,7 +12,14 @@ import torch
 
 from kvpass.apps.evaluation import agreement, scoring
 from kvpass.apps.evaluation.agreement import ALL, BEFORE, SAME, AgreementMeasure, interval
-from kvpass.apps.evaluation.scoring import AgreementScores, Feed, FullPredictions, ScoringBatch, divergence
+from kvpass.apps.evaluation.scoring import (
+    AgreementScores,
+    Feed,
+    FullPredictions,
+    ScoringBatch,
+    divergence,
+    log_probs_of,
+)
 from kvpass.apps.evaluation.session import Session
 from kvpass.apps.models import LoadedModel
 from kvpass.decoding.loop import DecodeLoop
@@ -100,7 +107,7 @@ def test_the_full_model_runs_once_for_each_batch_that_fits() -> None:
 
 def test_divergence_is_that_of_the_definition() -> None:
     full, ours = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.25, 0.25, 0.5])
-    found = divergence(ours.log()[None, None] + 3.0, full.log()[None, None])
+    found = divergence(log_probs_of(ours.log()[None, None] + 3.0), log_probs_of(full.log()[None, None]))
     assert found.shape == (1, 1)
     assert found.item() == pytest.approx(0.5 * math.log(2) - 0.25 * math.log(2))
 
